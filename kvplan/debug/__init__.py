@@ -1,9 +1,9 @@
-"""Why is this answer wrong? Which bytes of a cache are not as they should be, and where from.
+"""Debugging wrong answers: which bytes of a cache are wrong, and where they came from.
 
-`locate` compares a cache with what it should hold, and says of the first bytes that differ, in the
-order of the request: which layer, heads, tokens and block they are, which descriptor of the plan
-wrote them, from where, and whose bytes they are instead. `replay` needs no cache that is right: it
-makes one, by the reference executor, from what the source held.
+`locate` compares a cache with its expected content. For the first wrong bytes, in the order of the
+request, it names layer, heads, tokens and block, the descriptor that wrote them, their source, and
+whose bytes they are instead. `replay` needs no expected content: the reference executor makes it
+from the source. Engines and transports do not belong here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the bytes of a tensor are in the model and in the request."""
+"""Coordinates of the bytes of a tensor, in the model and in the request."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _INNER: Final = ("dim", "group", "state")
 """Axes of a cell: what one token has in one head of the keys or values of a layer."""
 
 _OPAQUE_NBYTES: Final = 64
-"""Of a cell where nothing is known of what a row holds."""
+"""Bytes of a cell if the content of rows is unknown."""
 
 
 class Cells(NamedTuple):
-    """Where cells are, an entry of each column for each of them.
+    """Coordinates of cells; each column has an entry for each cell.
 
     Attributes:
-        offsets: in their tensor, in bytes.
+        offsets: bytes in their tensor.
         layer, head: counted from the cache's first.
-        part: 0 for keys, 1 for values; which of a layer's tensors, where they are neither.
+        part: 0 for keys, 1 for values; otherwise the position among the layer's tensors.
         row: the block or slot.
-        token: in its row.
-        order: in the request: the number of the token, or of the row where there are no tokens.
+        token: the token in its row.
+        order: the number of the token in the request, or of the row if there are no tokens.
     """
 
     offsets: Offsets
@@ -42,30 +42,31 @@ class Cells(NamedTuple):
     order: Offsets
 
     def take(self, chosen: Any) -> Cells:
-        """Some of them, by anything that NumPy takes for an index."""
-        return Cells(*(it[chosen] for it in self))
+        """Return some of the cells, by a NumPy index."""
+        return Cells(*(column[chosen] for column in self))
 
 
 class Coordinates:
-    """What offsets in the tensors of one side of a plan mean.
+    """Meaning of the offsets in the tensors of one side of a part.
 
     Attributes:
-        has_kv, has_heads, knows_tokens: whether these are known.
-        apart: tensors of one layer; parts: the same, or keys and values where they are inside.
-        tokens: of a row.
-        rows: of the request, in its order.
-        tokens_moved: numbers of those that the plan moves, as in `Cells.order`.
+        has_kv, has_heads, knows_tokens: True if these are known.
+        apart: tensors of one layer.
+        parts: `apart`, or the number of keys and values inside of one tensor.
+        tokens: tokens of a row.
+        rows: rows of the request, in its order.
+        tokens_moved: numbers of the tokens that move, as in `Cells.order`.
         entries: positions of each row in the block table.
-        layers: their numbers in the model; None: they are not known.
-        first_head: its number in the model.
+        layers: the layers' numbers in the model; None: unknown.
+        first_head: the model's number of the first head.
     """
 
     def __init__(self, part: Part, name: str) -> None:
         self.side: Side = getattr(part, name)
         side, tables = self.side, part.tables
-        # Two neighbours that share a byte (4 bits an element) are not told apart.
+        # Neighbours that share a byte (4 bits an element) are one.
         named = side.layout.axes if side.layout else ()
-        axes = [it for it in named if _is_whole(side, it)]
+        axes = [axis for axis in named if _is_whole(side, axis)]
         self.apart = part.tensors_per_layer // (side.extent("kv") if "kv" in part.split else 1)
         self.has_heads = "head" in axes
         self._kv_inside = side.extent("kv") > 1
@@ -94,7 +95,7 @@ class Coordinates:
         self.first_head = 0 if shard is None or shard.heads is None else shard.heads.start
 
     def cells(self, tensor: int, offsets: Offsets) -> Cells:
-        """Where the cells at these offsets of a tensor are."""
+        """Return the coordinates of the cells at these offsets of a tensor."""
         side = self.side
         layer = tensor // self.apart * side.extent("layer") + self._index("layer", offsets)
         inside = self._kv_inside
@@ -110,7 +111,7 @@ class Coordinates:
         return Cells(offsets, layer, part, self._index("head", offsets), row, token, order)
 
     def model_layer(self, layer: int) -> int:
-        """The number of a layer in the model."""
+        """Return the model's number of a layer."""
         return layer if self.layers is None else self.layers[layer]
 
     def _index(self, axis: str, offsets: Offsets) -> Offsets:
@@ -118,7 +119,7 @@ class Coordinates:
         return offsets // stride % self.side.extent(axis) if stride else np.zeros_like(offsets)
 
     def tensor_of(self, layer: int, part: int) -> tuple[int, int]:
-        """The tensor of one of a layer's parts, and the byte of it where that begins."""
+        """Return the tensor of one of a layer's parts, and the byte of it where the part begins."""
         side, inside = self.side, self.side.extent("layer")
         start = layer % inside * side.stride_of("layer")
         if self._kv_inside:
@@ -127,7 +128,7 @@ class Coordinates:
 
 
 def _is_whole(side: Side, axis: str) -> bool:
-    """Whether it is whole bytes from one to the next along an axis."""
+    """Whether the steps along an axis are whole bytes."""
     assert side.layout is not None
     assert side.data_type is not None
     elements = math.prod(side.shape[side.layout.axes.index(axis) + 1 :])

@@ -12,22 +12,23 @@ from kvplan.recording import Write
 
 @dataclass(frozen=True)
 class Wrong:
-    """The first wrong bytes of a cache: those of one block (or slot) of one layer's keys or values.
+    """The first wrong bytes of a cache, in one block (or slot) of one layer's keys or values.
 
     Attributes:
-        layer: of the model, where the cache says which of them it has; else counted from its first.
-        kv: "K" or "V"; empty where the layout does not say.
-        heads: the first and last KV head of the model that is wrong; None: not known.
-        tokens: the first and last token of the request that is wrong; None: not known.
-        tensor, row: where they lie at dst.
-        descriptor: of the plan, which wrote the first of them.
-        src_tensor, src_row: where it read them.
+        layer: number in the model if the shard names layers, otherwise counted from the cache's
+            first.
+        kv: "K" or "V"; empty if the layout does not say.
+        heads: first and last wrong KV head of the model; None: unknown.
+        tokens: first and last wrong token of the request; None: unknown.
+        tensor, row: their place at dst.
+        descriptor: the descriptor of the plan that wrote the first of them.
+        src_tensor, src_row: the place that the descriptor read.
         entries: positions of `src_row` in the request's block table at src.
-        holds: what the bytes are, in words; empty: found nowhere.
-        as_planned: whether they are those that lie at the source, where the plan reads them; None:
-            no source was given.
-        writes: every transfer that is recorded to have written that block, oldest first; None: no
-            recording was given.
+        holds: what the bytes are, in words; empty if they were found nowhere.
+        as_planned: True if they equal the bytes at the source that the plan reads; None: no source
+            was given.
+        writes: every recorded transfer that wrote the block, oldest first; None: no recording was
+            given.
     """
 
     layer: int
@@ -47,20 +48,21 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Difference:
-    """How a cache differs from what it should hold, after a plan was executed.
+    """How a cache differs from its expected content, after a plan was executed.
 
-    Sizes count cells: a token's bytes in one head of the keys or values of a layer, or as much of
-    it as differs for all that is known of the layout.
+    Sizes count cells. A cell is a token's bytes in one head of the keys or values of a layer, or
+    the smallest piece of that which the layout allows to tell apart.
 
     Attributes:
-        part: of the plan that was executed.
+        part: the part of the plan that was executed.
         wrong_nbytes: bytes that the plan wrote, in cells that differ.
-        elsewhere_nbytes: bytes in cells that differ, and that the plan does not write.
-        layers: numbers of the layers that are wrong, as in `Wrong.layer`.
+        elsewhere_nbytes: bytes in cells that differ and that the plan does not write.
+        layers: numbers of the wrong layers, as in `Wrong.layer`.
         kv: "K", "V" or "K+V".
-        heads, tokens: those that are wrong; empty: not known.
+        heads, tokens: the wrong heads and tokens; empty: unknown.
         rows: blocks (or slots) at dst that are wrong.
-        first: the first of them in the order of layers and of the request; None: nothing is wrong.
+        first: the first wrong bytes in the order of layers and of the request; None: no byte is
+            wrong.
     """
 
     part: Part
@@ -74,7 +76,7 @@ class Difference:
     first: Wrong | None = None
 
     def lines(self) -> Iterator[str]:
-        """What it says, for people."""
+        """Yield the difference as text."""
         part, first = self.part, self.first
         name = f"{part.operation} (plan {part.fingerprint[:6]})"
         if part.label:
@@ -104,7 +106,7 @@ class Difference:
         yield f"first: {', '.join(filter(None, [*held, where]))}"
         # A slot is in no table, and a copy inside of a process may read a block for several.
         entries = first.entries if part.src.paged and part.local != "both" else ()
-        named = " and ".join(f"src_blocks[{it}]" for it in entries[:4])
+        named = " and ".join(f"src_blocks[{entry}]" for entry in entries[:4])
         source = part.src.name or f"src tensor {first.src_tensor}"
         yield (
             f"  descriptor {first.descriptor} wrote it, from {part.src.row} {first.src_row} of "
@@ -142,28 +144,31 @@ def _writes_lines(writes: tuple[Write, ...]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Located:
-    """What `locate` found; true if anything is wrong, and `print` shows it.
+    """The result of `locate`: true if anything is wrong. `print` shows it.
 
     Attributes:
-        differences: of each part of the plan, in order.
-        is_replay: True: the expected contents are those that the plan makes of the source.
+        differences: one for each part of the plan, in order.
+        is_replay: True if the expected content was made from the source, by the plan.
     """
 
     differences: tuple[Difference, ...]
     is_replay: bool = False
 
     def __bool__(self) -> bool:
-        return any(it.first is not None for it in self.differences)
+        return any(difference.first is not None for difference in self.differences)
 
     @property
     def first(self) -> Wrong | None:
-        """Of the first part in which something is wrong; None: nothing is."""
-        return next((it.first for it in self.differences if it.first is not None), None)
+        """The first wrong bytes of the first part that has any; None: no byte is wrong."""
+        return next(
+            (difference.first for difference in self.differences if difference.first is not None),
+            None,
+        )
 
     def lines(self) -> Iterator[str]:
-        """What it says, for people."""
-        for it in self.differences:
-            yield from it.lines()
+        """Yield all differences as text."""
+        for difference in self.differences:
+            yield from difference.lines()
         if self.is_replay and not self:
             yield (
                 "  everything was copied as planned: if the cache is wrong, the source, or the "

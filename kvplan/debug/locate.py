@@ -1,4 +1,4 @@
-"""A cache compared with what it should hold, tensor by tensor."""
+"""A cache compared with its expected content, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -33,34 +33,35 @@ def locate(
     recordings: Sequence[Recording] = (),
     cache_id: int | None = None,
 ) -> Located:
-    """Return where a cache differs from what it should hold, in the bytes that `plan` wrote.
+    """Return where a cache differs from its expected content, in the bytes that `plan` wrote.
 
     Args:
-        expected, found: the tensors of the destination, as they should be and as they are: NumPy
-            arrays, or CPU tensors that have `__dlpack__`, one for each tensor at dst and
-            contiguous. Of several parts those of each, one part after another.
-        plan: what was executed.
-        source: the tensors of the source, if there are any to look at: it is said then whether the
-            plan was carried out, and bytes of other requests are recognized.
-        atol: cells differ if any of their elements differ by more; 0: if any bit does. For caches
-            of DT_FLOAT16, DT_BF16, DT_FLOAT or DT_DOUBLE, which two runs need not compute alike.
-        recordings: of the engine whose cache it is, and then of its peers: they say who wrote the
-            first wrong block.
-        cache_id: of that cache; needed with `recordings`; a plan of several parts can have none.
+        expected, found: the expected and the actual tensors of the destination: NumPy arrays, or
+            CPU tensors that have `__dlpack__`, contiguous, one for each tensor at dst. The tensors
+            of several parts follow each other.
+        plan: the executed plan.
+        source: the tensors of the source, if available. The result then says whether the plan was
+            carried out, and recognizes bytes of other requests.
+        atol: cells differ if any of their elements differ by more; 0: if any bit differs. For
+            caches of DT_FLOAT16, DT_BF16, DT_FLOAT or DT_DOUBLE, which two runs may compute
+            differently.
+        recordings: of the engine that owns the cache, followed by those of its peers. They tell
+            which transfers wrote the first wrong block.
+        cache_id: of the cache; required with `recordings`, and not available for several parts.
 
     Raises:
         ValueError: a number outside its C type.
-        TypeError: what is neither an array nor a tensor.
+        TypeError: neither an array nor a tensor.
         LLMException: LLM_PARAM_INVALID: tensors that do not fit the plan, or that no CPU reaches;
-            `atol` below 0, or above for elements that are not of those types; recordings without
-            `cache_id`, or with a plan of several parts.
+            `atol` below 0, or above 0 for other data types; recordings without `cache_id`, or with
+            a plan of several parts.
     """
     if isinstance(atol, bool) or not isinstance(atol, int | float):
         raise TypeError(f"atol={shown(atol)} must be a number")
     if not 0 <= atol < math.inf:
         raise invalid(f"atol={atol} must be >= 0 and finite")
     placed = _placed(plan)
-    parts = [it.part for it in placed]
+    parts = [placed_part.part for placed_part in placed]
     if recordings and (cache_id is None or len(parts) > 1):
         raise invalid("recordings need cache_id, and a plan of one part")
     should, does = (
@@ -70,13 +71,13 @@ def locate(
     read = None if source is None else tensors_of("source", source, parts, "src")
     found_in = [
         _compare(
-            it.part,
-            should[it.dst_tensor :],
-            does[it.dst_tensor :],
-            None if read is None else read[it.src_tensor :],
-            comparison(it.part, atol),
+            placed_part.part,
+            should[placed_part.dst_tensor :],
+            does[placed_part.dst_tensor :],
+            None if read is None else read[placed_part.src_tensor :],
+            comparison(placed_part.part, atol),
         )
-        for it in placed
+        for placed_part in placed
     ]
     if recordings and (first := found_in[0].first) is not None:
         own, *others = recordings
@@ -94,22 +95,22 @@ def replay(
     recordings: Sequence[Recording] = (),
     cache_id: int | None = None,
 ) -> Located:
-    """Execute `plan` again, by the reference executor, and compare with what it has left.
+    """Execute `plan` again with the reference executor, and compare with the actual result.
 
-    Needs as much memory again as `dst` has.
+    Needs a second copy of `dst` in memory.
 
     Args:
-        plan: what was executed.
-        src: the tensors of the source, as they were then.
+        plan: the executed plan.
+        src: the tensors of the source, as they were at that time.
         dst: the tensors of the destination, as they were afterwards. They are not written.
         recordings, cache_id: as for `locate`.
 
     Raises:
-        TypeError, ValueError, LLMException: as `locate` does.
+        TypeError, ValueError, LLMException: as `locate`.
     """
-    parts = [it.part for it in _placed(plan)]
+    parts = [placed_part.part for placed_part in _placed(plan)]
     read, found = tensors_of("src", src, parts, "src"), tensors_of("dst", dst, parts, "dst")
-    expected = [it.copy() for it in found]
+    expected = [array.copy() for array in found]
     reference.execute(plan, read, expected)
     located = locate(expected, found, plan, source=read, recordings=recordings, cache_id=cache_id)
     return replace(located, is_replay=True)
@@ -122,13 +123,15 @@ def _placed(plan: object) -> list[PlacedPart]:
 def _compare(
     part: Part, expected: list[Bytes], found: list[Bytes], source: list[Bytes] | None, same: Same
 ) -> Difference:
-    """Compare the tensors of one part; the lists begin with its own."""
+    """Compare the tensors of one part; each list begins with them."""
     dst = Coordinates(part, "dst")
     runs = part.segments.expanded()
     places = [part.pair(index)[1] for index in range(part.num_tensor_pairs)]
     numbers = (runs.src_offsets, runs.dst_offsets, runs.nbytes)
     unit = math.gcd(
-        dst.cell_nbytes, *(int(np.gcd.reduce(it)) for it in numbers), *(it for _, it in places)
+        dst.cell_nbytes,
+        *(int(np.gcd.reduce(distances)) for distances in numbers),
+        *(start for _, start in places),
     )
     starts = (runs.dst_offsets // np.uint64(unit)).astype(np.int64)
     ends = starts + (runs.nbytes // np.uint64(unit)).astype(np.int64)
@@ -140,7 +143,7 @@ def _compare(
         if not differs.any():
             continue
         written = np.zeros(len(differs) + 1, np.int8)  # no byte is written twice
-        for _, start in (it for it in places if it[0] == tensor):
+        for _, start in (place for place in places if place[0] == tensor):
             np.add.at(written, starts + start // unit, 1)
             np.add.at(written, ends + start // unit, -1)
         is_written = np.cumsum(written[:-1], dtype=np.int8) > 0
@@ -155,13 +158,15 @@ def _compare(
         ):
             values.update(np.unique(column).tolist())
         at = int(np.lexsort((cells.head, cells.part, cells.order, cells.layer))[0])
-        key = tuple(int(it[at]) for it in (cells.layer, cells.order, cells.part, cells.head))
+        key = tuple(
+            int(column[at]) for column in (cells.layer, cells.order, cells.part, cells.head)
+        )
         if best is None or key < best[0]:
             of_row = (cells.row == cells.row[at]) & (cells.layer == cells.layer[at])
             best = key, tensor, cells.take(of_row & (cells.part == cells.part[at]))
     if best is None:
         return Difference(part, 0, elsewhere)
-    layers, kv, heads, rows, orders = (sorted(it) for it in seen)
+    layers, kv, heads, rows, orders = (sorted(numbers) for numbers in seen)
     _, tensor, cells = best
     search = Search(part, dst, unit, expected, found, source, same, tensor, cells)
     return Difference(
@@ -169,8 +174,8 @@ def _compare(
         wrong_nbytes,
         elsewhere,
         tuple(map(dst.model_layer, layers)),
-        "+".join("KV"[it] for it in kv) if dst.has_kv else "",
-        tuple(it + dst.first_head for it in heads) if dst.has_heads else (),
+        "+".join("KV"[number] for number in kv) if dst.has_kv else "",
+        tuple(head + dst.first_head for head in heads) if dst.has_heads else (),
         tuple(spans_of(orders)) if dst.knows_tokens else (),
         tuple(rows),
         search.describe(runs, places),
@@ -178,7 +183,7 @@ def _compare(
 
 
 def _differing(expected: Bytes, found: Bytes, unit: int, same: Same) -> NDArray[np.bool_]:
-    """Which units of a tensor differ."""
+    """Return a mask of the units of a tensor that differ."""
     differs = np.zeros(len(found) // unit, np.bool_)
     step = max(CHUNK // unit, 1)
     for begin in range(0, len(differs), step):

@@ -1,4 +1,4 @@
-"""Whose bytes are these? The cells that are wrong are looked for where they would be right."""
+"""Search the expected content, and the source, for the bytes of each wrong cell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvplan.planning.texts import spans_of, spans_text
 
 @dataclass
 class Search:
-    """Whose bytes the first wrong cells are: those of one row, of one layer's keys or values."""
+    """Identifies the content of the first wrong cells: one row of a layer's keys or values."""
 
     part: Part
     dst: Coordinates
@@ -30,7 +30,7 @@ class Search:
     cells: Cells
 
     def describe(self, runs: Segments, places: list[tuple[int, int]]) -> Wrong:
-        """Everything that is known of them."""
+        """Return the wrong bytes with everything that is known of them."""
         part, dst, cells = self.part, self.dst, self.cells
         first = int(np.lexsort((cells.head, cells.order))[0])
         cells = self.cells = cells.take([first, *(i for i in range(len(cells[0])) if i != first)])
@@ -66,7 +66,7 @@ class Search:
         return np.asarray(tensors[tensor][offsets[:, None] + np.arange(self.unit)])
 
     def _holds(self, as_planned: bool | None) -> str:
-        """What the destination should hold elsewhere, and has here."""
+        """Return which other place of the destination should hold these bytes."""
         dst, side, cells = self.dst, self.dst.side, self.cells
         here = self._bytes(self.found, self.tensor, cells.offsets)
         if (here == here[0, 0]).all():
@@ -93,7 +93,7 @@ class Search:
                     return f"what is expected in {places}"
                 return f"what is expected of {what}, in {places}"
         low, high = int(cells.head.min()), int(cells.head.max())
-        for shift in range(-low, side.extent("head") - high):  # none where there is no such axis
+        for shift in range(-low, side.extent("head") - high):  # empty without such an axis
             there = cells.offsets + shift * side.stride_of("head")
             if shift and self._is(here, self.tensor, there):
                 heads = low + shift + dst.first_head, high + shift + dst.first_head
@@ -111,9 +111,9 @@ class Search:
         return ""
 
     def _request_shifts(self, here: Bytes) -> list[int]:
-        """By how many tokens (or rows) further in the request the first cell is found; near first.
+        """Return by how many tokens (or rows) the first cell is shifted, nearest first.
 
-        Shifts that no cell of the row has are left to `_holds`.
+        Shifts beyond the row are left to `_holds`.
         """
         dst, side, cells = self.dst, self.dst.side, self.cells
         if not len(dst.rows):
@@ -129,14 +129,14 @@ class Search:
             piece = self._bytes(self.expected, self.tensor, there[begin : begin + step])
             alike[begin : begin + step] = self.same(piece, np.broadcast_to(here[0], piece.shape))
         shifts = orders[alike] + dst.shift - int(cells.order[0])
-        return sorted((int(it) for it in shifts if it), key=abs)[:64]
+        return sorted((int(shift) for shift in shifts if shift), key=abs)[:64]
 
     def _is(self, here: Bytes, tensor: int, offsets: Offsets) -> bool:
         there = self._bytes(self.expected, tensor, offsets)
         return bool(self.same(there, here).all())
 
     def _holds_of_source(self, source: Coordinates, tensor: int, offsets: Offsets) -> str:
-        """Which other row of the source has all of these bytes, at the same places of the row."""
+        """Return which other row of the source has all of these bytes, at the same places."""
         assert self.source is not None
         side = source.side
         own = offsets % (side.count * side.stride) // side.stride
@@ -144,7 +144,7 @@ class Search:
         if (own != row).any():
             return ""
         here = self._bytes(self.found, self.tensor, self.cells.offsets)
-        rows = np.array([it for it in range(side.count) if it != row], np.int64)
+        rows = np.array([other for other in range(side.count) if other != row], np.int64)
         there = offsets[0] + (rows - row) * side.stride
         step = max(CHUNK // self.unit, 1)
         for begin in range(0, len(there), step):
@@ -160,7 +160,7 @@ class Search:
 
 
 class _Read(NamedTuple):
-    """What the plan reads for bytes of a dst tensor: each column has an entry for each of them."""
+    """What the plan reads for bytes of a dst tensor; each column has an entry for each byte."""
 
     descriptors: Offsets
     tensors: Offsets
@@ -170,7 +170,7 @@ class _Read(NamedTuple):
 def _read(
     part: Part, runs: Segments, places: list[tuple[int, int]], tensor: int, offsets: Offsets
 ) -> _Read:
-    """The descriptors that write these bytes of a dst tensor; the tensors and bytes they read."""
+    """Return the descriptors that write these bytes of a dst tensor, and what they read."""
     order = np.argsort(runs.dst_offsets)
     starts = runs.dst_offsets[order].astype(np.int64)
     ends = starts + runs.nbytes[order].astype(np.int64)

@@ -1,4 +1,4 @@
-"""The tensors that are compared: their bytes, and when two of them are the same."""
+"""The bytes of the compared tensors, and when two cells are equal."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _FLOATS: Final = {
 
 
 def tensors_of(name: str, given: Any, parts: Sequence[Part], side: str) -> list[Bytes]:
-    """The bytes of each tensor, checked to be as many as the plan says."""
+    """Return the bytes of each tensor; refuse tensors of another size than the plan's."""
     if isinstance(given, np.ndarray) or not isinstance(given, Sequence):
         raise TypeError(f"{name}={type(given).__name__} must be a sequence of tensors")
     sizes = [
-        it.tensor_nbytes
+        cache.tensor_nbytes
         for part in parts
-        for it in [getattr(part, side)]
-        for _ in range(it.num_tensors)
+        for cache in [getattr(part, side)]
+        for _ in range(cache.num_tensors)
     ]
     if len(given) != len(sizes):
         raise invalid(f"{name} has {plural(len(given), 'tensor')}; the plan needs {len(sizes)}")
@@ -60,17 +60,21 @@ def _bytes_of(name: str, tensor: Any) -> Bytes:
         return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
     if not hasattr(tensor, "__dlpack__"):
         raise TypeError(f"{name}={type(tensor).__name__} must be a NumPy array or a CPU tensor")
-    it = read_dlpack(name, tensor)
-    if it.device is not None:
-        raise invalid(f"{name} is on {it.device.text}; copy it to the host first")
-    dense = [math.prod(it.shape[dim + 1 :]) for dim in range(len(it.shape))]
-    if any(n > 1 and a != b for n, a, b in zip(it.shape, it.strides, dense, strict=True)):
-        raise invalid(f"{name} is not contiguous: strides {it.strides} of shape {it.shape}")
-    nbytes = math.prod(it.shape) * it.bits // 8
+    exported = read_dlpack(name, tensor)
+    if exported.device is not None:
+        raise invalid(f"{name} is on {exported.device.text}; copy it to the host first")
+    dense = [math.prod(exported.shape[dim + 1 :]) for dim in range(len(exported.shape))]
+    if any(
+        n > 1 and a != b for n, a, b in zip(exported.shape, exported.strides, dense, strict=True)
+    ):
+        raise invalid(
+            f"{name} is not contiguous: strides {exported.strides} of shape {exported.shape}"
+        )
+    nbytes = math.prod(exported.shape) * exported.bits // 8
     if not nbytes:
         return np.empty(0, np.uint8)
-    memory: Any = (ctypes.c_uint8 * nbytes).from_address(it.address)
-    memory.owner = it.capsule  # for as long as the array lives
+    memory: Any = (ctypes.c_uint8 * nbytes).from_address(exported.address)
+    memory.owner = exported.capsule  # for as long as the array lives
     array: Bytes = np.frombuffer(memory, np.uint8)
     return array
 
@@ -82,13 +86,13 @@ def _same_bits(a: Bytes, b: Bytes) -> NDArray[np.bool_]:
 
 
 def comparison(part: Part, atol: float) -> Same:
-    """Whether cells, shape (n, bytes), are the same: (n,)."""
+    """Return a function that tells which cells, of shape (n, bytes), are equal: (n,)."""
     if not atol:
         return _same_bits
     data_type = part.dst.data_type
     if data_type not in _FLOATS:
         name = "opaque rows" if data_type is None else data_type.name
-        allowed = ", ".join(it.name for it in _FLOATS)
+        allowed = ", ".join(dtype.name for dtype in _FLOATS)
         raise invalid(f"atol={atol} must be 0 for {name}; other values are for {allowed}")
 
     def values(cells: Bytes) -> NDArray[np.float64]:

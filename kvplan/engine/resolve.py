@@ -400,7 +400,7 @@ class TransferOperation(Operation):
             or check_type("layers", layers, KvCacheExtParam).tensor_num_per_layer is not None
         ):
             return layers
-        said = source.said_tensors_per_layer("src", None)
+        said = source.known_tensors_per_layer("src", None)
         if said is None:
             raise invalid(
                 f"tensor_num_per_layer=None of a cache of which nothing says it, {source}: layers "

@@ -1,4 +1,4 @@
-"""The bands of a picture: runs of a plan between the same parts of the same rows.
+"""The bands of a picture: runs of a part between pieces of rows.
 
 All tensor pairs share the segments, so the bands of one layer are those of every layer.
 """
@@ -24,8 +24,7 @@ class Places(NamedTuple):
 
     Attributes:
         first, last: rows.
-        begin, end: the part of the first row where a band begins, and the part of the last row
-            before which it ends.
+        begin, end: where a band begins in its first row and ends in its last, in pieces of a row.
     """
 
     first: Numbers
@@ -35,11 +34,11 @@ class Places(NamedTuple):
 
 
 class Bands:
-    """All bands of a plan, in the order of the request.
+    """All bands of a part, in the order of the request.
 
     Attributes:
         src, dst: where each band begins and ends.
-        parts: how many parts a row has at src and at dst: tokens, or bytes.
+        parts: pieces (tokens, or bytes) of a row at src and at dst.
         labelled_by: "entry" of the block table, "token" of the request, or "" for a number.
     """
 
@@ -60,8 +59,8 @@ class Bands:
             changes |= np.diff(key[self._order]) != 0
         self._starts = np.concatenate(([0], np.flatnonzero(changes) + 1))[: len(segments)]
         chosen = self._order[self._starts]
-        self.src, self.dst = (Places(*(it[chosen] for it in side)) for side in (src, dst))
-        self._entry_first, self._entry_last = (it[chosen] for it in entries)
+        self.src, self.dst = (Places(*(column[chosen] for column in side)) for side in (src, dst))
+        self._entry_first, self._entry_last = (column[chosen] for column in entries)
         self._dst, self._nbytes, self._dst_end = columns[1], columns[2], ends[1]
         self._runs = segments.runs().astype(np.int64)
         self._held: dict[tuple[int, ...], tuple[Span | None, str]] = {}
@@ -71,7 +70,7 @@ class Bands:
         return len(self._starts)
 
     def label(self, band: int) -> str:
-        """The text inside of a box: entries, tokens, or the number of the band."""
+        """Return the text inside of a box: entries, tokens, or the number of the band."""
         if self.labelled_by == "entry":
             return _spans(self._positions(band))
         if self.labelled_by == "token":
@@ -79,24 +78,26 @@ class Bands:
         return str(band) if len(self) > 1 else ""
 
     def text(self, bands: range) -> str:
-        """What a mark moves, in one line: of one band, or of neighbours that share the mark."""
+        """Return what a mark moves, in one line: one band, or neighbours that share the mark."""
         src, dst = self.part.src.row, self.part.dst.row
         rows = f"{_rows(src, self.src, bands)} → {_rows(dst, self.dst, bands)}"
         if len(bands) == 1:
             return "; ".join([rows, *self._facts(bands.start)])
         first, last = self._entry_first[bands.start : bands.stop], self._entry_last
-        said = [f"{plural(len(bands), 'run')}, from {rows}"]
+        facts = [f"{plural(len(bands), 'run')}, from {rows}"]
         if len(first) and first.min() >= 0:
             entries = int(first.min()), int(last[bands.start : bands.stop].max())
-            said.append(self._of_table([entries]))
-        return "; ".join(said)
+            facts.append(self._of_table([entries]))
+        return "; ".join(facts)
 
     def _facts(self, band: int) -> Iterable[str]:
-        """Contents, place in the request and bytes of one band."""
+        """Yield contents, place in the request and bytes of one band."""
         members = self._members(band)
         held = [self._held_by(int(segment)) for segment in members]
-        heads = [it for it, _ in held if it is not None]
-        if kv := "+".join(sorted({letter for _, it in held for letter in it.split("+") if it})):
+        heads = [name for name, _ in held if name is not None]
+        if kv := "+".join(
+            sorted({letter for _, names in held for letter in names.split("+") if names})
+        ):
             yield kv
         if heads:
             yield spans_text("head", [(min(heads)[0], max(last for _, last in heads))])
@@ -115,12 +116,12 @@ class Bands:
         yield text
 
     def _members(self, band: int) -> Numbers:
-        """The segments of a band."""
+        """Return the segments of a band."""
         stop = self._starts[band + 1] if band + 1 < len(self) else len(self._order)
         return self._order[self._starts[band] : stop]
 
     def _held_by(self, segment: int) -> tuple[Span | None, str]:
-        """KV heads of a segment, and keys or values where both lie in one tensor.
+        """Return KV heads of a segment, and keys or values if both lie in one tensor.
 
         The contents repeat after a period, so few different segments are computed.
         """
@@ -128,10 +129,10 @@ class Bands:
         period = max(side.stride_of(axis) * side.extent(axis) for axis in ("head", "kv"))
         repeats = part.segments.repeats
         first, size = int(self._dst[segment]) % max(period, 1), int(self._nbytes[segment])
-        counts = [int(it.counts[segment]) for it in repeats]
+        counts = [int(repeat.counts[segment]) for repeat in repeats]
         key = first, size, *counts
         if key not in self._held:
-            steps = [*zip(counts, (it.dst_stride for it in repeats), strict=True)]
+            steps = [*zip(counts, (repeat.dst_stride for repeat in repeats), strict=True)]
             heads, kv = heads_of_runs(part, first, size, steps), ""
             if "kv" not in part.split and side.extent("kv") == 2:
                 around = max(side.stride_of("kv"), 1) * side.extent("kv")
@@ -145,7 +146,7 @@ class Bands:
         return self._request.tokens(int(self._dst[segment]), int(self._dst_end[segment]) - 1)
 
     def _positions(self, band: int) -> list[Span]:
-        """Entries of the destination's block table."""
+        """Return entries of the destination's block table."""
         rows = int(self.dst.first[band]), int(self.dst.last[band])
         return spans_of(self._request.entries(*rows))
 
@@ -155,7 +156,7 @@ class Bands:
         return f"{text} of {len(self.part.tables.dst):,} in the block table"
 
     def _entries(self, dst: Places) -> tuple[Numbers, Numbers]:
-        """First and last entry of the block table of each segment; -1: not known."""
+        """Return first and last entry of the block table of each segment; -1 if unknown."""
         tables = self.part.tables
         if tables is None or not len(tables.dst):
             return (none := np.full(len(dst.first), -1)), none
@@ -180,7 +181,7 @@ class Bands:
 
 
 def _places(side: Side, first: Numbers, stop: Numbers) -> tuple[Places, int]:
-    """The ends of segments on a side, and how many parts a row has."""
+    """Return the ends of segments on a side, and the number of pieces of a row."""
     period, stride, tokens = side.count * side.stride, side.stride_of("token"), side.extent("token")
     rows = first % period // side.stride, (stop - 1) % period // side.stride
     if stride and tokens > 1:
@@ -200,5 +201,5 @@ def _rows(word: str, side: Places, bands: range) -> str:
 
 
 def _spans(spans: list[Span]) -> str:
-    shown = ", ".join(to_text(*it).replace("..", "–") for it in spans[:3])
+    shown = ", ".join(to_text(*ends).replace("..", "–") for ends in spans[:3])
     return shown + (", …" if len(spans) > 3 else "")

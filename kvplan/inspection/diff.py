@@ -54,10 +54,10 @@ def diff_plans(old: Plan, new: Plan) -> str:
         lines += _identical(same)
         same = []
         if before is None or after is None:
-            said = f"only in the {'old' if after is None else 'new'} plan"
+            change = f"only in the {'old' if after is None else 'new'} plan"
             sign = "-" if after is None else "+"
             lines += fit(f"{labels_text([label])}: {sign} {before or after!r}")
-            verdicts.setdefault(said, []).append(label)
+            verdicts.setdefault(change, []).append(label)
             continue
         verdicts.setdefault(f": {verdict(before, after)}", []).append(label)
         text = diff(before, after)
@@ -67,8 +67,8 @@ def diff_plans(old: Plan, new: Plan) -> str:
             lines += [labels_text([label]), *(f"  {line}" for line in text.splitlines())]
     lines += _identical(same)
     odd = [
-        f"{labels_text(labels)}{'' if said.startswith(':') else ' '}{said}"
-        for said, labels in verdicts.items()
+        f"{labels_text(labels)}{'' if change.startswith(':') else ' '}{change}"
+        for change, labels in verdicts.items()
     ]
     if not odd and [*parts[0]] != [*parts[1]]:
         odd.append("the parts are in another order")
@@ -84,7 +84,7 @@ def diff(old: Part, new: Part) -> str:
     """Return what changed from `old` to `new`; names of caches are not compared."""
     lines = [f"  cache    {text}" for text in _meanings(old, new)]
     lines += [f"  option   {text}" for text in _options(old, new)]
-    layers = [model_text(it) for it in (old, new)]
+    layers = [model_text(part) for part in (old, new)]
     if all(layers) and layers[0] != layers[1]:
         lines.append(f"  layers   {layers[0]} of the model -> {layers[1]} of the model")
     descriptors = _change(f"{old.num_descriptors}", f"{new.num_descriptors}")
@@ -99,42 +99,42 @@ def diff(old: Part, new: Part) -> str:
         lines += _changed_lines(old, new, changed)
         if old.split == new.split:
             lines += _other_tensors(old.num_tensor_pairs, new.num_tensor_pairs)
-    said = verdict(old, new)
-    if said.startswith(OTHER_BYTES) and (mistake := cause(old, new)):
+    result = verdict(old, new)
+    if result.startswith(OTHER_BYTES) and (mistake := cause(old, new)):
         lines.append(f"  cause    {mistake}")
-    lines.append(f"  verdict: {said}")
-    return "\n".join(it for line in lines for it in fit(line))
+    lines.append(f"  verdict: {result}")
+    return "\n".join(row for line in lines for row in fit(line))
 
 
 def _other_tensors(old: int, new: int) -> Iterator[str]:
-    """How many more tensors change like the first, and how many only one of the plans has."""
-    said = []
+    """Yield how many more tensors change like the first, and how many only one part has."""
+    notes = []
     if (both := min(old, new) - 1) > 0:
-        said.append(f"same change in {plural(both, 'more tensor')}")
+        notes.append(f"same change in {plural(both, 'more tensor')}")
     if more := abs(old - new):
-        said.append(f"{plural(more, 'tensor')} in the {'old' if old > new else 'new'} plan alone")
-    if said:
-        yield f"  ({'; '.join(said)})"
+        notes.append(f"{plural(more, 'tensor')} in the {'old' if old > new else 'new'} plan alone")
+    if notes:
+        yield f"  ({'; '.join(notes)})"
 
 
 def _changed_lines(old: Part, new: Part, changed: list[tuple[str, Part, int]]) -> list[str]:
-    """A line for each segment that only one of the plans has, or for the first and the last."""
+    """Return a line for each segment that only one of the parts has, or for the first and last."""
     head, tail = shown_rows(len(changed), LIMIT)
-    lines = [_segment_line(*it) for it in changed[:head]]
+    lines = [_segment_line(*change) for change in changed[:head]]
     if tail:
         removed = sum(sign == "-" for sign, *_ in changed)
         lines.append(
             f"  ... {plural(len(changed) - head - tail, 'more line')}. In all -{removed:,} and "
             f"+{len(changed) - removed:,} segments"
         )
-        lines += [f"      {it}" for it in (_moved_blocks(old, new),) if it]
-        lines += [_segment_line(*it) for it in changed[-tail:]]
+        lines += [f"      {text}" for text in (_moved_blocks(old, new),) if text]
+        lines += [_segment_line(*change) for change in changed[-tail:]]
     return lines
 
 
 def _moved_blocks(old: Part, new: Part) -> str:
-    """How many destination blocks come from other ones, and how far these are; or nothing."""
-    sides = [blocks_of(it) for it in (old, new)]
+    """Return how many destination blocks have another source, and how far away; may be empty."""
+    sides = [blocks_of(part) for part in (old, new)]
     if sides[0] is None or sides[1] is None:
         return ""
     (old_src, old_dst), (new_src, new_dst) = sides[0], sides[1]
@@ -183,10 +183,10 @@ def side_changes(name: str, old: Side, new: Side) -> list[str]:
 
 
 def _sizes_of_side(name: str, old: Side, new: Side) -> Iterator[str]:
-    said = "count", "stride"  # by the shapes, where these are known
+    implied = "count", "stride"  # shapes, if known, determine these
     for field in ("num_tensors", "count", "stride", "paged", "placement"):
         a, b = getattr(old, field), getattr(new, field)
-        if a != b and not (field in said and old.shape and new.shape):
+        if a != b and not (field in implied and old.shape and new.shape):
             yield f"{name}.{field}: {_text(a)} -> {_text(b)}"
 
 
@@ -202,7 +202,7 @@ def _text(value: object) -> str:
 
 
 def _meanings(old: Part, new: Part) -> Iterator[str]:
-    """What the caches themselves are said to be, where that differs."""
+    """Yield how the descriptions of the caches differ."""
     for name in ("src", "dst"):
         yield from _meanings_of_side(name, getattr(old, name), getattr(new, name))
     if old.reinterpret != new.reinterpret:
@@ -210,7 +210,7 @@ def _meanings(old: Part, new: Part) -> Iterator[str]:
 
 
 def _segments(old: Part, new: Part) -> list[tuple[str, Part, int]]:
-    """The segments that only one plan has, in the order of the destination: sign, plan, index."""
+    """Return the segments that only one part has, in destination order: sign, part, index."""
     before, after = (dict(_keyed(part)) for part in (old, new))
     odd = [(key[1], 0, key) for key in before.keys() - after.keys()]
     odd += [(key[1], 1, key) for key in after.keys() - before.keys()]
@@ -222,8 +222,8 @@ def _segments(old: Part, new: Part) -> list[tuple[str, Part, int]]:
 
 def _segment_line(sign: str, part: Part, index: int) -> str:
     segments = part.segments
-    src, dst, nbytes = (int(getattr(segments, it)[index]) for it in segments.columns())
-    repeats = [(int(it.counts[index]), it.dst_stride) for it in segments.repeats]
+    src, dst, nbytes = (int(getattr(segments, column)[index]) for column in segments.columns())
+    repeats = [(int(repeat.counts[index]), repeat.dst_stride) for repeat in segments.repeats]
     src_rows, dst_rows = part.rows(index)
     places = f"{place(src_rows, src, part.src.stride)}>{place(dst_rows, dst, part.dst.stride)}"
     last = int(segments.ends()[1][index]) - 1
@@ -244,14 +244,14 @@ def _segment_line(sign: str, part: Part, index: int) -> str:
 
 
 def _keyed(part: Part) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """Each segment as a value, and its position."""
-    repeats = [(it.counts.tolist(), *it[1:]) for it in part.segments.repeats]
+    """Yield each segment as a value, and its position."""
+    repeats = [(repeat.counts.tolist(), *repeat[1:]) for repeat in part.segments.repeats]
     for index, segment in enumerate(part.segments):
         yield (*segment, *((counts[index], *strides) for counts, *strides in repeats)), index
 
 
 def verdict(old: Part, new: Part) -> str:
-    """What the difference comes to, in a line."""
+    """Return the verdict on a difference, in one line."""
     if old == new:
         return "identical"
     if meanings := [*_meanings(old, new)]:
@@ -262,12 +262,12 @@ def verdict(old: Part, new: Part) -> str:
         for s in ("src", "dst")
     ):
         return "different caches - their sizes are not the same"
-    per_layer = {it.tensors_per_layer for it in (old, new)}
+    per_layer = {part.tensors_per_layer for part in (old, new)}
     if old.split != new.split or (old.split and len(per_layer) > 1):
-        # Pairs of parts of tensors against other ones: by what all of them come to.
-        counts = _compare_runs(*(_runs_of_all(it) for it in (old, new)))
+        # The pairs are pieces of tensors: compare the runs of all pairs together.
+        counts = _compare_runs(*(_runs_of_all(part) for part in (old, new)))
     elif (old.src_tensors, old.dst_tensors) != (new.src_tensors, new.dst_tensors):
-        layers = [[local_layers(it, side) for side in ("src", "dst")] for it in (old, new)]
+        layers = [[local_layers(part, side) for side in ("src", "dst")] for part in (old, new)]
         return f"{OTHER_BYTES} - other {'tensors' if layers[0] == layers[1] else 'layers'}"
     else:
         counts = [count * old.num_tensor_pairs for count in _compare_bytes(old, new)]
@@ -284,8 +284,8 @@ def verdict(old: Part, new: Part) -> str:
     if len(facts) == 1:
         count, what = facts[0]
         return f"{OTHER_BYTES} - {plural(count, 'destination byte')} {what}"
-    said = ", ".join(f"{count:,} {what}" for count, what in facts)
-    return f"{OTHER_BYTES} - bytes at dst: {said}"
+    listed = ", ".join(f"{count:,} {what}" for count, what in facts)
+    return f"{OTHER_BYTES} - bytes at dst: {listed}"
 
 
 def cause(old: Part, new: Part) -> str:
@@ -294,9 +294,9 @@ def cause(old: Part, new: Part) -> str:
 
 
 def _layer_change(old: Part, new: Part) -> str:
-    """How the layers are paired otherwise: shifted, or other ones."""
+    """Return how the pairs of layers changed: shifted, or others."""
     (old_src, old_dst), (new_src, new_dst) = (
-        (local_layers(it, "src"), local_layers(it, "dst")) for it in (old, new)
+        (local_layers(part, "src"), local_layers(part, "dst")) for part in (old, new)
     )
     if (old_src, old_dst) == (new_src, new_dst):
         return ""
@@ -307,12 +307,12 @@ def _layer_change(old: Part, new: Part) -> str:
             f"layers are shifted by {after - before:+d}: layer {common} at dst came from layer "
             f"{common + before}, and comes from layer {common + after}"
         )
-    said = [layers_text(it, slice(None)) for it in (old, new)]
-    return f"{said[0]} before, and {said[1]} now"
+    texts = [layers_text(part, slice(None)) for part in (old, new)]
+    return f"{texts[0]} before, and {texts[1]} now"
 
 
 def _table_change(old: Part, new: Part) -> str:
-    """What was done to a block table, if it is one of the usual mistakes."""
+    """Return what was done to a block table, if it is one of the usual mistakes."""
     if old.tables is None or new.tables is None:
         return ""
     numbers = [
@@ -332,7 +332,7 @@ def _number(given: int | None) -> str:
 
 
 def _changed_tables(old: BlockTables, new: BlockTables) -> str:
-    """As `_table_change`, of the rows."""
+    """Return what was done to the rows of the tables, if it is one of the usual mistakes."""
     changed = [
         name
         for name in ("src", "dst")
@@ -343,12 +343,13 @@ def _changed_tables(old: BlockTables, new: BlockTables) -> str:
         return changed_table(name, getattr(old, name), getattr(new, name))
     if np.array_equal(old.src, new.dst) and np.array_equal(old.dst, new.src):
         return "src_blocks and dst_blocks are exchanged"
-    sizes = [len(it.src) for it in (old, new)]
+    sizes = [len(tables.src) for tables in (old, new)]
     if len(changed) == 2 and sizes[0] != sizes[1]:
         least = min(sizes)
         if all(
-            np.array_equal(getattr(old, it)[:least], getattr(new, it)[:least]) for it in changed
-        ) and sizes == [len(it.dst) for it in (old, new)]:
+            np.array_equal(getattr(old, name)[:least], getattr(new, name)[:least])
+            for name in changed
+        ) and sizes == [len(tables.dst) for tables in (old, new)]:
             more = sizes[1] - sizes[0]
             word = "more" if more > 0 else "fewer"
             return f"{plural(abs(more), 'block')} {word} at the end of both block tables"
@@ -356,7 +357,7 @@ def _changed_tables(old: BlockTables, new: BlockTables) -> str:
 
 
 def changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str:
-    """Return what was done to one block table, if that is recognized; it begins with its name."""
+    """Return what was done to one block table, beginning with its name; empty if unknown."""
     if len(a) != len(b):
         return ""
     odd = np.flatnonzero(a != b)
@@ -387,20 +388,20 @@ def changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str:
 
 def is_equivalent(old: Plan, new: Plan) -> bool:
     """Whether both put the same bytes of the same caches into the same places, part by part."""
-    return [it.label for it in old.parts] == [it.label for it in new.parts] and all(
+    return [part.label for part in old.parts] == [part.label for part in new.parts] and all(
         verdict(a, b).startswith(("identical", "equivalent"))
         for a, b in zip(old.parts, new.parts, strict=True)
     )
 
 
 def _compare_bytes(old: Part, new: Part) -> list[int]:
-    """Bytes of one destination tensor: from another source, only in old, only in new.
+    """Count bytes of one destination tensor: from another source, only in old, only in new.
 
-    What both have is left out, and a segment that differs by where it begins at src differs in each
-    byte.
+    Segments that both have are left out. A segment that only begins elsewhere at src differs in
+    every byte.
     """
     before, after = (dict(_keyed(part)) for part in (old, new))
-    # By all but the source: nothing is written twice, so each is there once.
+    # Keys without the source are unique, as no byte is written twice.
     a_only = {key[1:]: before[key] for key in before.keys() - after.keys()}
     b_only = {key[1:]: after[key] for key in after.keys() - before.keys()}
     moved = a_only.keys() & b_only.keys()
@@ -416,10 +417,10 @@ def _compare_bytes(old: Part, new: Part) -> list[int]:
 
 
 def _compare_runs(old: Segments, new: Segments) -> list[int]:
-    """As `_compare_bytes`, of runs.
+    """Count bytes as `_compare_bytes` does, for runs.
 
-    They are cut at every boundary of either, so that each piece is wholly in or out of a run; then
-    a piece is compared by the source that it is read from.
+    Every boundary of a run cuts the runs of both, so that each piece is completely in or out of a
+    run. Pieces are then compared by their source.
     """
     edges = np.unique(
         np.concatenate(
@@ -434,11 +435,11 @@ def _compare_runs(old: Segments, new: Segments) -> list[int]:
     a, b = _sources(old, starts), _sources(new, starts)
     in_a, in_b = a >= 0, b >= 0
     pieces = in_a & in_b & (a != b), in_a & ~in_b, in_b & ~in_a
-    return [int(lengths[it].sum()) for it in pieces]
+    return [int(lengths[piece].sum()) for piece in pieces]
 
 
 def _runs_of_all(part: Part) -> Segments:
-    """The runs of all pairs, counted as if the tensors of each side lay one behind the other."""
+    """Return the runs of all pairs, as if the tensors of each side followed each other."""
     runs = part.segments.expanded()
     starts = []
     for side, views in ((part.src, part.src_tensors), (part.dst, part.dst_tensors)):
@@ -452,17 +453,17 @@ def _runs_of_all(part: Part) -> Segments:
 
 
 def _runs_of(part: Part, chosen: list[int]) -> Segments:
-    """The runs of some segments."""
+    """Return the runs of some segments."""
     segments = part.segments
     src, dst, nbytes = (getattr(segments, name)[chosen] for name in segments.columns())
-    repeats = tuple(it._replace(counts=it.counts[chosen]) for it in segments.repeats)
+    repeats = tuple(repeat._replace(counts=repeat.counts[chosen]) for repeat in segments.repeats)
     return segments.adopt(src, dst, nbytes, repeats).expanded()
 
 
 def _sources(
     segments: Segments, starts: np.ndarray[tuple[int], np.dtype[np.uint64]]
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Source offset of each destination offset in `starts`; -1 where it is not written."""
+    """Return the source offset of each destination offset in `starts`; -1 if it is not written."""
     if not len(segments):
         return np.full(len(starts), -1)
     order = np.argsort(segments.dst_offsets)

@@ -1,4 +1,4 @@
-"""Explain a plan as a tree or as a table. Offsets are relative: stable in tests, safe in logs."""
+"""A plan as a tree or a table. Offsets are relative: stable in tests, safe in logs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvplan.planning.contents import (
     layers_text,
     local_layers,
     model_note,
+    rows_written,
     tokens_moved,
 )
 from kvplan.planning.part import Part
@@ -28,7 +29,6 @@ from kvplan.planning.texts import (
     place,
     plural,
     shown_rows,
-    span,
     to_text,
 )
 from kvplan.status import invalid
@@ -38,37 +38,16 @@ _SIDE_WIDTH = 100
 """Columns of the lines that say what both sides are."""
 
 
-def one_line(part: Part) -> str:
-    """`push_blocks B2B L4-5>0-1 x 3 blocks: 8 desc, 3.0 MiB`."""
-    src, dst = (local_layers(part, it) for it in ("src", "dst"))
-    layers = f"L{span(src)}" if src == dst else f"L{span(src)}>{span(dst)}"
-    rows = plural(_num_rows(part), part.dst.row)
-    if (tokens := tokens_moved(part)) is not None:
-        if (
-            part.tables is not None
-            and part.kind == "B2B"
-            and len(part.tables.src) != _num_rows(part)
-        ):
-            rows = f"{len(part.tables.src)}>{rows}"
-        rows = f"{plural(tokens, 'token')}, {rows}"
-    return (
-        f"{part.operation} {part.kind} {layers} x {rows}: "
-        f"{part.num_descriptors} desc, {nbytes_text(part.nbytes)}"
-    )
-
-
 def explain_plan(
     plan: Plan,
     format: Format,  # noqa: A002
     limit: int | None,
 ) -> Iterator[str]:
-    """Return a plan as lines of text; of each list at most `limit` rows (None: all).
+    """Return a plan as lines of text, with at most `limit` rows of each list (None: all).
 
-    Of several parts each stands below its label; equal parts are one, and rows that a part has like
-    one before it are not listed again.
-
-    Raises, before the first line:
-        LLMException: LLM_PARAM_INVALID for another format or a limit below 1.
+    Several parts stand below their labels. Equal parts are shown once. Rows that equal those of an
+    earlier part are not listed again. Arguments are checked before the first line:
+    LLM_PARAM_INVALID for another format or a limit below 1.
     """
     if limit is not None and check_type("limit", limit, int) < 1:
         raise invalid(f"limit={limit} must be None or >= 1")
@@ -89,16 +68,16 @@ def _explain_parts(
     format: Format,  # noqa: A002
     limit: int | None,
 ) -> Iterator[str]:
-    """The lines of each part, below its label."""
+    """Yield the lines of each part, below its label."""
     seen: list[tuple[Part, list[str]]] = []
     for part in parts:
-        if (of := next((of for it, of in seen if _is_same(it, part)), None)) is not None:
+        if (of := next((of for earlier, of in seen if _is_same(earlier, part)), None)) is not None:
             of.append(part.label)
         else:
             seen.append((part, [part.label]))
     for index, (part, labels) in enumerate(seen):
         yield from fit(labels_text(labels), indent="  ")
-        like = next((its for it, its in seen[:index] if _has_same_rows(it, part)), None)
+        like = next((its for earlier, its in seen[:index] if _has_same_rows(earlier, part)), None)
         same_as = "" if like is None else f"part {like[0]}"
         yield from (f"  {line}" for line in _explain_part(part, format, limit, same_as))
 
@@ -109,7 +88,7 @@ def _explain_part(
     limit: int | None,
     same_as: str = "",
 ) -> Iterator[str]:
-    """A part as lines of text; with `same_as` that names what has the same segments, unlisted."""
+    """Return a part as lines of text; `same_as` names a part whose rows are not listed again."""
     if format == "table":
         return table_lines(part, limit)
     return chain(chain.from_iterable(map(fit, _header(part))), _tree(part, limit, same_as))
@@ -117,11 +96,12 @@ def _explain_part(
 
 def labels_text(labels: list[str]) -> str:
     """`part latent`, or `parts 0, 1, 2`."""
-    return f"part{'s' if len(labels) > 1 else ''} {', '.join(it or '(unnamed)' for it in labels)}"
+    names = ", ".join(label or "(unnamed)" for label in labels)
+    return f"part{'s' if len(labels) > 1 else ''} {names}"
 
 
 def _is_same(a: Part, b: Part) -> bool:
-    """Whether nothing that is said of them differs: equal parts of caches of the same names."""
+    """Whether the texts of both parts are equal: equal parts of caches of the same names."""
     return (
         a == b
         and (a.src.name, a.dst.name, a.src.way, a.dst.way)
@@ -150,8 +130,8 @@ def _has_same_rows(a: Part, b: Part) -> bool:
         return False
     sides = (("src_offsets", "src"), ("dst_offsets", "dst"), ("nbytes", "dst"))
     for name, side in sides:
-        strides = [np.uint64(getattr(it, side).stride) for it in (a, b)]
-        columns = [getattr(it.segments, name) for it in (a, b)]
+        strides = [np.uint64(getattr(part, side).stride) for part in (a, b)]
+        columns = [getattr(part.segments, name) for part in (a, b)]
         if any((column % stride).any() for column, stride in zip(columns, strides, strict=True)):
             return False
         if not np.array_equal(columns[0] // strides[0], columns[1] // strides[1]):
@@ -159,18 +139,11 @@ def _has_same_rows(a: Part, b: Part) -> bool:
     return _has_same_tables(a, b)
 
 
-def _num_rows(part: Part) -> int:
-    """How many rows are written, as far as the plan knows."""
-    if part.tables is not None:
-        return len(part.tables.dst)
-    return 1 if part.kind == "C2C" else part.num_slices  # of one slot ranges may be moved
-
-
 def _header(part: Part) -> list[str]:
     ends = " -> ".join(
         name or word for name, word in ((part.src.name, "src"), (part.dst.name, "dst"))
     )
-    src, dst = ("{}..{}".format(*local_layers(part, it)) for it in ("src", "dst"))
+    src, dst = ("{}..{}".format(*local_layers(part, side)) for side in ("src", "dst"))
     slices = part.num_slices * part.num_tensor_pairs
     merged = slices - part.num_descriptors
     return [
@@ -186,7 +159,7 @@ def _header(part: Part) -> list[str]:
 
 
 def _meaning(part: Part) -> list[str]:
-    """Data type, layout and shard of both sides, on one line where they fit."""
+    """Return data type, layout and shard of both sides, on one line if they fit."""
     src, dst = part.src, part.dst
     forced = "REINTERPRETED: bytes as they are"
     if str(src) == str(dst):
@@ -202,7 +175,7 @@ def _meaning(part: Part) -> list[str]:
 
 
 def _side_lines(side: Side, name: str, end: str = "") -> list[str]:
-    """A side in one line, or its shard below it where it is too long."""
+    """Return a side in one line, or with its shard below if the line is too long."""
     line, shard = f"{name}{side}{end}", f", {side.shard}"
     if len(line) + 2 <= _SIDE_WIDTH or side.shard is None:
         return [line]
@@ -210,12 +183,12 @@ def _side_lines(side: Side, name: str, end: str = "") -> list[str]:
 
 
 def _rows_moved(part: Part) -> str:
-    """`3 blocks x 32 KiB`, or, where tokens are cut, `40 tokens, 3 blocks -> 2 blocks`."""
+    """`3 blocks x 32 KiB`, or, if tokens are cut, `40 tokens, 3 blocks -> 2 blocks`."""
     tables, tokens = part.tables, tokens_moved(part)
     if tables is None or (
         tokens is None and (len(tables.src) == len(tables.dst) or part.kind == "C2B")
     ):
-        rows = plural(_num_rows(part), part.dst.row)
+        rows = plural(rows_written(part), part.dst.row)
         return f"parts of {rows}" if _is_cut(part) else f"{rows} x {nbytes_text(_row_nbytes(part))}"
     return (
         f"{'' if tokens is None else plural(tokens, 'token') + ', '}"
@@ -224,19 +197,19 @@ def _rows_moved(part: Part) -> str:
 
 
 def _is_cut(part: Part) -> bool:
-    """Whether blocks are not written whole: what other heads or layers have of them is left."""
+    """Whether blocks are written only in part: other heads or layers of them stay."""
     if part.split or part.kind != "B2B":
         return bool(part.split)
-    return part.nbytes_per_tensor < _num_rows(part) * _row_nbytes(part)
+    return part.nbytes_per_tensor < rows_written(part) * _row_nbytes(part)
 
 
 def _row_nbytes(part: Part) -> int:
-    """Bytes of a row at dst, which need not lie together."""
+    """Return the bytes of a row at dst, which need not be contiguous."""
     return part.dst.tensor_nbytes // part.dst.count
 
 
 def _transposed(part: Part) -> str:
-    """What it costs that rows lie differently: how many runs make up a row."""
+    """Return the cost of rows that lie differently: how many runs make up a row."""
     segments = part.segments
     if not segments.repeats or not len(segments):
         return ""
@@ -249,10 +222,10 @@ def _transposed(part: Part) -> str:
 
 
 def _places(part: Part, indices: range) -> Iterator[tuple[str, str, str]]:
-    """The rows at src and at dst and the size of some segments, as texts."""
+    """Yield source rows, destination rows and size of some segments, as texts."""
     src_side, dst_side = part.src, part.dst
     piece = slice(indices.start, indices.stop)
-    columns = [getattr(part.segments, it)[piece].tolist() for it in part.segments.columns()]
+    columns = [getattr(part.segments, column)[piece].tolist() for column in part.segments.columns()]
     runs = part.segments.runs()[piece].tolist()
     for src, dst, nbytes, times in zip(*columns, runs, strict=True):
         yield (
@@ -263,13 +236,14 @@ def _places(part: Part, indices: range) -> Iterator[tuple[str, str, str]]:
 
 
 def _notes(part: Part, order: RequestOrder, indices: range) -> Iterator[tuple[str, str, str]]:
-    """How many slices a segment is; where the one before ended; what of the request it holds."""
+    """Yield, for each segment: merged slices, why it is not merged, and its contents."""
     src_side, dst_side = part.src, part.dst
     smallest = min(src_side.stride, dst_side.stride)
     before: tuple[int, int] | None = None
     begin = max(indices.start - 1, 0)
     columns = [
-        getattr(part.segments, it)[begin : indices.stop].tolist() for it in part.segments.columns()
+        getattr(part.segments, column)[begin : indices.stop].tolist()
+        for column in part.segments.columns()
     ]
     ends = part.segments.ends()[1][begin : indices.stop].tolist()
     for index, (src, dst, nbytes, end) in enumerate(zip(*columns, ends, strict=True), begin):
@@ -298,13 +272,13 @@ def _notes(part: Part, order: RequestOrder, indices: range) -> Iterator[tuple[st
 
 
 def _segment_lines(part: Part, limit: int | None, width: int) -> Iterator[str]:
-    """A line for each segment: rows, size, tokens, and why it is not part of the one before."""
+    """Yield a line for each segment: rows, size, tokens, and why it is a segment of its own."""
     total = len(part.segments)
     head, tail = shown_rows(total, limit)
     parts = range(head), range(total - tail, total)
     widths = [0, 0, 7]
-    for places in chain.from_iterable(_places(part, it) for it in parts):
-        widths = [max(it) for it in zip(widths, map(len, places), strict=True)]
+    for places in chain.from_iterable(_places(part, indices) for indices in parts):
+        widths = [max(cells) for cells in zip(widths, map(len, places), strict=True)]
     order = RequestOrder(part)
     for piece in parts:
         for (src, dst, size), (note, breaks, held) in zip(
@@ -324,7 +298,7 @@ def _segment_lines(part: Part, limit: int | None, width: int) -> Iterator[str]:
 
 
 def _tree(part: Part, limit: int | None, same_as: str) -> Iterator[str]:
-    """The first tensor of the first layer in full; the others, which are like it, together."""
+    """Yield the first tensor of the first layer in full; the others, which are alike, together."""
     num_layers, per_layer = len(part.src_layers), part.segments.num_runs
     num_tensors = min(part.tensors_per_layer, part.num_tensor_pairs)
     descriptors = num_tensors * per_layer
@@ -351,7 +325,7 @@ def _tree(part: Part, limit: int | None, same_as: str) -> Iterator[str]:
 
 
 def _other_tensors(part: Part, num_tensors: int) -> Iterator[str]:
-    """The tensors of the first layer but its first: those that are consecutive together."""
+    """Yield the tensors of the first layer except its first; consecutive ones together."""
     begin = 1
     while begin < num_tensors:
         end = begin + 1
@@ -369,7 +343,7 @@ def _tensor_text(part: Part, begin: int, end: int) -> str:
     (src, _), (dst, _) = part.pair(begin)
     kv = _kv(part, begin)
     many = end - begin - 1
-    numbers = " -> ".join(to_text(it, it + many) for it in (src, dst))
+    numbers = " -> ".join(to_text(tensor, tensor + many) for tensor in (src, dst))
     return f"tensor{'s' if many else ''} {numbers}{f' {kv}' if kv else ''}"
 
 

@@ -1,4 +1,4 @@
-"""What is odd in a plan, in sentences: what makes it slow, and what may be a mistake."""
+"""What stands out in a plan, in sentences: what makes it slow, and what may be a mistake."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ TINY: Final = 2048
 
 
 def oddities(part: Part) -> list[str]:
-    """Return what is odd in `plan`, the gravest first. A stale lease is not: no plan knows it."""
+    """Return what stands out, most severe first.
+
+    Stale leases are not included: a plan does not contain them.
+    """
     found = (_reinterpreted(part), _read_twice(part), _cut(part), _tiny(part), _apart(part))
-    return [it for several in found for it in several]
+    return [sentence for several in found for sentence in several]
 
 
 def _reinterpreted(part: Part) -> Iterator[str]:
@@ -29,7 +32,7 @@ def _reinterpreted(part: Part) -> Iterator[str]:
 
 
 def _read_twice(part: Part) -> Iterator[str]:
-    """A request has no block twice; a copy inside of a process may."""
+    """Report source rows that a request reads twice; a copy inside of a process may do so."""
     if part.tables is None or part.local == "both":
         return
     rows, counts = np.unique(part.tables.src, return_counts=True)
@@ -44,7 +47,7 @@ def _read_twice(part: Part) -> Iterator[str]:
 
 
 def _cut(part: Part) -> Iterator[str]:
-    """Rows that lie differently at the two ends are cut into runs."""
+    """Report rows that lie differently at the two ends and are cut into runs."""
     segments = part.segments
     if not segments.repeats:
         return
@@ -75,7 +78,7 @@ def _tiny(part: Part) -> Iterator[str]:
 
 
 def _apart(part: Part) -> Iterator[str]:
-    """Rows without neighbours that would be adjacent on both sides."""
+    """Report rows without neighbours that are adjacent on both sides."""
     tables, segments = part.tables, part.segments
     if segments.repeats or part.split or tables is None or len(segments) < 2:
         return
@@ -88,7 +91,7 @@ def _apart(part: Part) -> Iterator[str]:
         )
         return
     if part.src.stride != part.dst.stride:
-        return  # a run is no whole block where the blocks of one side are larger
+        return  # larger blocks on one side: a run is a part of a block
     alone = int((segments.nbytes <= part.dst.stride).sum())
     row, count = part.dst.row, len(segments)
     if alone == count:

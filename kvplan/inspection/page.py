@@ -1,6 +1,6 @@
-"""The picture of a plan as one HTML document that loads nothing else, and as a notebook's cell.
+"""The picture of a plan as one self-contained HTML document, and as a notebook's cell.
 
-It is the SVG, with a slider for the layers, and the title of the band that is pointed at below.
+The document is the SVG, a slider for the layers, and below the title of the band under the pointer.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ def to_html(
     difference: str = "",
     notes: Sequence[str] = (),
 ) -> str:
-    """Return the document of a plan, or of what changes from it to `other`; write it to `path`.
+    """Return the document of a plan, or of the change from it to `other`; write it to `path`.
 
-    Args:
-        difference: the text of `plan.diff(other)`.
+    `difference` is the text of `plan.diff(other)`.
     """
     for note in notes:
         check_type("notes[]", note, str)
@@ -62,7 +61,7 @@ def to_html(
 
 
 def cell(plan: Plan) -> str:
-    """Return the document as a frame, which shares nothing with the page around it."""
+    """Return the document as a frame that shares nothing with the page around it."""
     return (
         f'<iframe title="{escape(repr(plan))}" sandbox="allow-scripts" loading="lazy" '
         f'style="width:100%;height:{CELL_HEIGHT}px;border:0" '
@@ -71,7 +70,7 @@ def cell(plan: Plan) -> str:
 
 
 def _sections(plan: Plan) -> Iterator[str]:
-    """The picture of each part of a plan, and what belongs to it."""
+    """Yield the picture of each part of a plan, with its controls."""
     for part in plan.parts:
         layers = layer_texts(part)
         slider = (
@@ -88,6 +87,6 @@ def _sections(plan: Plan) -> Iterator[str]:
 
 @cache
 def _files() -> list[str]:
-    """The frame and its script, which stand beside this file."""
+    """Return the frame and its script, which are files beside this one."""
     here = Path(__file__)
-    return [here.with_suffix(it).read_text(encoding="utf-8") for it in (".html", ".js")]
+    return [here.with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".html", ".js")]

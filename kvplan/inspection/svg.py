@@ -1,6 +1,6 @@
 """A picture of a plan as SVG: rows of both sides, and a band for each run between them.
 
-Each band has a title, which a browser shows where the pointer rests. Readable on white and black.
+A browser shows the title of the band under the pointer. Readable on white and on black.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def picture(plan: Plan, parts: Sequence[Part]) -> str:
 
 
 def layer_texts(part: Part) -> list[str]:
-    """Return what the bands are of in each layer: `layer 4 → 0: tensors 8 → 0 K, 9 → 1 V`."""
+    """Return what the bands hold in each layer: `layer 4 → 0: tensors 8 → 0 K, 9 → 1 V`."""
     per_layer = part.tensors_per_layer
     named = "kv" in part.split or per_layer == 2
     places = []
@@ -118,7 +118,7 @@ def layer_texts(part: Part) -> list[str]:
         views = part.dst_tensors[piece]
         pairs = [
             f"{src} → {dst} {kv_of(part, view, 0, 0) if named else ''}".rstrip()
-            for src, dst, view in zip(*(it[piece] for it in places), views, strict=True)
+            for src, dst, view in zip(*(column[piece] for column in places), views, strict=True)
         ]
         hidden = len(pairs) - MAX_TENSORS
         pairs[MAX_TENSORS:] = [f"and {hidden} more"] if hidden > 0 else []
@@ -149,7 +149,7 @@ def summary_text(part: Part) -> str:
 
 
 class _Axis:
-    """The places of a side's rows: those that are used, in order, with gaps between."""
+    """The places of a side's used rows, in order, with gaps between."""
 
     def __init__(self, side: Places, parts: int, drawn: slice) -> None:
         extents: list[list[int]] = []
@@ -170,7 +170,7 @@ class _Axis:
             self.extents.append((low, high, x))
             x += (high - low + 1) * self.size + self.gap
         self._lows = [low for low, _, _ in self.extents]
-        columns = (it[drawn].tolist() for it in side)
+        columns = (column[drawn].tolist() for column in side)
         self.places = _side_by_side(
             [
                 (self.at(first, begin / parts), self.at(last, end / parts))
@@ -179,7 +179,7 @@ class _Axis:
         )
 
     def at(self, row: int, piece: float = 0) -> float:
-        """The left edge of a row, or a place in it."""
+        """Return the left edge of a row, or of a piece of it."""
         low, _, x = self.extents[bisect_right(self._lows, row) - 1]
         return x + (row - low + piece) * self.size
 
@@ -223,7 +223,7 @@ class _Drawing:
         self.y += 12
 
     def _notes(self) -> Iterator[str]:
-        """What is odd, in lines: SVG does not break them."""
+        """Yield what stands out, broken into lines: SVG does not break them."""
         if self.step > 1:
             yield f"Only one of {self.step} runs is drawn: there are {len(self.bands):,}."
         found = oddities(self.part)
@@ -233,7 +233,7 @@ class _Drawing:
             yield f"… and {hidden} more"
 
     def _side(self, title: str, side: Side, other: Side, is_own: bool) -> None:
-        """One line: data type, axes, shard, and where the tensors are."""
+        """Draw one line: data type, axes, shard, and where the tensors are."""
         owner = "of this process" if is_own else "of a peer"
         facts = [str(side.shard) if side.shard is not None else "", side.label or ""]
         facts.append(plural(side.num_tensors, "tensor"))
@@ -249,7 +249,7 @@ class _Drawing:
         )
         if side.data_type != other.data_type:
             kind = f'<tspan class="odd">≠ {kind}</tspan>'
-        more = "".join(f" · {_clean(it)}" for it in facts if it)
+        more = "".join(f" · {_clean(fact)}" for fact in facts if fact)
         self.lines.append(
             f'<text class="soft" x="{MARGIN}" y="{_n(self.y + 8)}"><tspan class="bold">{title}'
             f"</tspan> {_clean(f'{owner}{name}')}: {kind} ({axes}){more}</text>"
@@ -317,7 +317,7 @@ class _Drawing:
         self.lines += texts
 
     def _many_lines(self, top: float, bottom: float) -> None:
-        """A line for each band; those of neighbours in the request are one mark."""
+        """Draw a line for each band; neighbours in the request share one mark."""
         size = -(-len(self.bands) // MAX_MARKS)
         edge, middle = top + TRACK, (top + TRACK + bottom) / 2
         width = max(0.5, min(axis.size for axis in self.axes))
@@ -377,13 +377,13 @@ def _axes(side: Side, other: Side) -> Iterator[tuple[str, bool]]:
         return
     own, theirs = _lengths(side), _lengths(other)
     shared = [[name for name in names if name in own and name in theirs] for names in (own, theirs)]
-    for (name, length), said in zip(own.items(), side.layout.axes, strict=True):
+    for (name, length), axis in zip(own.items(), side.layout.axes, strict=True):
         is_alike = not theirs or (
             name in theirs
             and shared[0].index(name) == shared[1].index(name)
             and (name == "row" or length == theirs[name])
         )
-        yield f"{said} {length}", not is_alike
+        yield f"{axis} {length}", not is_alike
 
 
 def _lengths(side: Side) -> dict[str, int]:
@@ -417,4 +417,4 @@ def _n(value: float) -> str:
 
 def _clean(text: str) -> str:
     """Escape text, without what XML does not allow."""
-    return escape("".join(it if it.isprintable() else "�" for it in text))
+    return escape("".join(char if char.isprintable() else "�" for char in text))

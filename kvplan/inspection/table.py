@@ -27,7 +27,7 @@ _Cells = tuple[str, ...]
 
 
 def table_lines(part: Part, limit: int | None) -> Iterator[str]:
-    """A head and a line for each descriptor; at most `limit`, and between them what is left out."""
+    """Yield a head and a line for each descriptor; more than `limit` are summarized."""
     table = _Table(part)
     head, tail = shown_rows(part.num_descriptors, limit)
     total = part.num_descriptors
@@ -54,7 +54,7 @@ def table_lines(part: Part, limit: int | None) -> Iterator[str]:
 
 
 class _Table:
-    """Texts of the columns, a chunk of runs at a time."""
+    """The columns of the table as text, made from one chunk of runs at a time."""
 
     def __init__(self, part: Part) -> None:
         self.part = part
@@ -67,17 +67,17 @@ class _Table:
         self._chunk: tuple[int, int, list[tuple[int, int, int, str]]] = (0, 0, [])
 
     def widths(self, rows: Iterable[_Cells]) -> list[int]:
-        """How wide each column is."""
+        """Return the width of each column."""
         widths = [*map(len, self.head)]
         for cells in rows:
-            widths = [max(it) for it in zip(widths, map(len, cells), strict=True)]
+            widths = [max(cells) for cells in zip(widths, map(len, cells), strict=True)]
         return widths
 
     def all_widths(self) -> list[int]:
-        """How wide each column is in the table of all descriptors, without making the texts.
+        """Return the width of each column in the table of all descriptors, without its texts.
 
-        A pair's tensors have the longest names with the run that is farthest at src, and at dst;
-        of the rows, which are two texts in one, the width is counted.
+        The run that is farthest at src, or at dst, has the longest texts. The width of the rows,
+        which are two texts in one, is computed from their digits.
         """
         pairs, n = self.part.num_tensor_pairs, self._per_pair
         far, of_rows = [(-1, 0)] * 3, 0
@@ -94,14 +94,19 @@ class _Table:
         extremes = (pair * n + run for pair in range(pairs) for run in runs)
         last = self.cells(pairs * n - 1, pairs * n)
         widths = self.widths(
-            chain(last, chain.from_iterable(self.cells(it, it + 1) for it in extremes))
+            chain(
+                last,
+                chain.from_iterable(
+                    self.cells(descriptor, descriptor + 1) for descriptor in extremes
+                ),
+            )
         )
         rows = len(self.head) - 4
         widths[rows] = max(len(self.head[rows]), of_rows)
         return widths
 
     def lines(self, first: int, last: int, widths: list[int]) -> Iterator[str]:
-        """The rows of some descriptors; numbers to the right, places to the left."""
+        """Return the lines of some descriptors; numbers are right-aligned, places left-aligned."""
         return (self.line(cells, widths) for cells in self.cells(first, last))
 
     def line(self, cells: _Cells, widths: list[int]) -> str:
@@ -113,14 +118,14 @@ class _Table:
         ).rstrip()
 
     def cells(self, first: int, last: int) -> Iterator[_Cells]:
-        """The columns of the descriptors from `first` to before `last`."""
+        """Yield the columns of the descriptors from `first` to before `last`."""
         part, n = self.part, self._per_pair
         while first < last:
             pair, run = divmod(first, n)
             stop = min(run - run % _CHUNK + _CHUNK, n, run + last - first)
             number = pair // part.tensors_per_layer
             layer = slice(number, number + 1)
-            src_layers, dst_layers = (local_layers(part, it, layer) for it in ("src", "dst"))
+            src_layers, dst_layers = (local_layers(part, side, layer) for side in ("src", "dst"))
             layers = f"{span(src_layers)}>{span(dst_layers)}"
             model = (model_text(part, layer),) if self._in_model else ()
             (src_tensor, src_start), (dst_tensor, dst_start) = part.pair(pair)
@@ -134,12 +139,12 @@ class _Table:
             first += stop - run
 
     def _runs(self, first: int, last: int) -> list[tuple[int, int, int, str]]:
-        """Offsets, bytes and rows of some runs, kept for the next pair of tensors."""
+        """Return offsets, bytes and rows of some runs, kept for the next pair of tensors."""
         if self._chunk[:2] != (first, last):
             src_side, dst_side = self.part.src, self.part.dst
             runs = []
             columns = self.part.segments.runs_at(np.arange(first, last))
-            for src, dst, nbytes in zip(*(it.tolist() for it in columns), strict=True):
+            for src, dst, nbytes in zip(*(column.tolist() for column in columns), strict=True):
                 src_rows = place(src_side.rows(src, nbytes), src, src_side.stride)
                 dst_rows = place(dst_side.rows(dst, nbytes), dst, dst_side.stride)
                 runs.append((src, dst, nbytes, f"{src_rows}>{dst_rows}"))
@@ -148,7 +153,7 @@ class _Table:
 
 
 def _place_widths(side: Side, offsets: Column, nbytes: Column) -> Column:
-    """How long the texts of `place` are."""
+    """Return the lengths of the texts of `place`."""
     one, stride = np.uint64(1), np.uint64(side.stride)
     period = stride * np.uint64(side.count)
     low, high = offsets % period // stride, (offsets + nbytes - one) % period // stride
@@ -161,7 +166,7 @@ def _place_widths(side: Side, offsets: Column, nbytes: Column) -> Column:
 
 
 def _digits(values: Column, base: int) -> Column:
-    """How many digits numbers have."""
+    """Return the number of digits of each value."""
     count = np.ones(len(values), np.uint64)
     limit = base
     while limit <= int(values.max()):
@@ -179,14 +184,14 @@ class _Run(NamedTuple):
 
 
 def summary(part: Part) -> list[str]:
-    """At most three lines on all segments of a tensor; at least one."""
+    """Return one to three lines on all segments of a tensor."""
     if (runs := _runs_of_blocks(part)) is None:
         return [_sizes(part), *_densities(part)]
     return [_lengths(part, runs), *_shifts(part, runs), *_densities(part)]
 
 
 def blocks_of(part: Part) -> tuple[Rows, Rows] | None:
-    """The block at src of each block at dst that is written, where whole blocks are moved."""
+    """Return source and destination of each written block, if whole blocks move."""
     if (runs := _runs_of_blocks(part)) is None:
         return None
     total = int(runs.blocks.sum())
@@ -195,7 +200,7 @@ def blocks_of(part: Part) -> tuple[Rows, Rows] | None:
 
 
 def _runs_of_blocks(part: Part) -> _Run | None:
-    """The runs, where whole blocks are moved to whole blocks."""
+    """Return the runs, if whole blocks move to whole blocks."""
     segments, stride = part.segments, part.dst.stride
     if (
         part.kind != "B2B"
@@ -215,7 +220,7 @@ def _runs_of_blocks(part: Part) -> _Run | None:
 
 
 def _lengths(part: Part, runs: _Run) -> str:
-    """How long the runs are, and how many of one block alone."""
+    """Return how long the runs are, and how many have a single block."""
     blocks, word = runs.blocks, part.dst.row
     low, high = int(blocks.min()), int(blocks.max())
     count = plural(len(blocks), "run")
@@ -231,24 +236,24 @@ def _lengths(part: Part, runs: _Run) -> str:
 
 
 def _shifts(part: Part, runs: _Run) -> list[str]:
-    """The longest runs and the most frequent shift."""
+    """Return the longest runs and the most frequent shift."""
     src, dst, blocks = runs
     shifts = dst - src
     parts = []
     if int(blocks.max()) > 1:
         longest = np.argsort(-blocks, kind="stable")[:2].tolist()
-        said = [
+        texts = [
             f"{span((int(src[i]), int(src[i] + blocks[i]) - 1))} -> "
             f"{span((int(dst[i]), int(dst[i] + blocks[i]) - 1))} ({int(shifts[i]):+d})"
             for i in longest
             if blocks[i] > 1
         ]
-        parts.append(f"longest {', '.join(said)}")
+        parts.append(f"longest {', '.join(texts)}")
     values, inverse = np.unique(shifts, return_inverse=True)
     if len(blocks) > 1:
         moved = np.bincount(inverse, weights=blocks)
         most, total = int(moved.argmax()), int(blocks.sum())
-        # One that is rare says nothing, and one of a single run was said.
+        # Rare shifts do not matter, and the shift of a single run is above.
         if moved[most] * 10 >= total and moved[most] > blocks.max():
             parts.append(
                 f"shift {int(values[most]):+d} for {int(moved[most]):,} of "
@@ -261,7 +266,7 @@ def _shifts(part: Part, runs: _Run) -> list[str]:
 
 
 def _sizes(part: Part) -> str:
-    """How large the segments are, where they are no whole blocks."""
+    """Return the sizes of segments that are not whole blocks."""
     nbytes = part.segments.nbytes * part.segments.runs()
     low, high = int(nbytes.min()), int(nbytes.max())
     count = plural(len(nbytes), "segment")
@@ -273,9 +278,9 @@ def _sizes(part: Part) -> str:
 
 
 def _densities(part: Part) -> list[str]:
-    """Which share of the rows between the first and the last is of the plan, on each side."""
+    """Return which share of the rows between first and last is in the plan, on each side."""
     ends = part.segments.ends()
-    said = []
+    texts = []
     for name, starts, stops in (
         ("src", part.segments.src_offsets, ends[0]),
         ("dst", part.segments.dst_offsets, ends[1]),
@@ -296,5 +301,5 @@ def _densities(part: Part) -> list[str]:
         between = last - first + 1
         used = between - int(gaps[gaps > 0].sum())
         share = f"{100 * used // between}%"
-        said.append(f"{name} {used:,} of {side.row}s {span((first, last))} ({share})")
-    return ["; ".join(said)] if said else []
+        texts.append(f"{name} {used:,} of {side.row}s {span((first, last))} ({share})")
+    return ["; ".join(texts)] if texts else []

@@ -1,4 +1,8 @@
-"""From descriptions of caches to a `Plan`: pure Python and NumPy, no addresses, no transfer."""
+"""Planning: from descriptions of caches to a `Plan`, in pure Python and NumPy.
+
+Nothing here knows an address, a socket or compiled code. Only the methods of `Plan` that show it
+import from a room above, when they are called.
+"""
 
 from kvplan.planning.part import LayerPair, Origin, Part
 from kvplan.planning.plan import Plan

@@ -1,8 +1,8 @@
-"""Rows of two sides compared, and cut: as bytes where they are alike, otherwise axis by axis.
+"""Rows of two sides, compared and cut: as bytes if they are alike, otherwise axis by axis.
 
-Two caches of one model may differ in what lies where: tokens before heads or after, blocks of other
-sizes, keys and values in one tensor or two, other heads. What both hold is the intersection of
-their axes in the model's coordinates; what is contiguous on both sides is one run.
+Two caches of one model may differ in the order of axes, block size, heads, and whether keys and
+values share a tensor. What both hold is the intersection of their axes in the model's coordinates.
+Bytes that are contiguous on both sides are one run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MODEL_AXES = ("kv", "head", "dim", "group", "state")
 
 
 class Cut(NamedTuple):
-    """What two sides have in common.
+    """The intersection of two sides as segments.
 
     Attributes:
         segments: of each pair of views.
@@ -40,7 +40,7 @@ class Share(NamedTuple):
 
     Attributes:
         heads: KV heads of the model; None: all that both sides have.
-        tokens: which of the tokens that are moved; None: all that both sides have.
+        tokens: a mask of the tokens that move; None: all that both sides have.
     """
 
     heads: range | None = None
@@ -51,7 +51,7 @@ WHOLE_SHARE = Share()
 
 
 class Level(NamedTuple):
-    """An axis that both sides step along: how often, and by how many bytes."""
+    """An axis that both sides step along: number of steps, and bytes of a step on each side."""
 
     times: int
     src_stride: int
@@ -59,11 +59,11 @@ class Level(NamedTuple):
 
 
 class Common(NamedTuple):
-    """What rows of two sides have in common, whichever of their tokens are moved.
+    """What rows of two sides have in common, whichever of their tokens move.
 
     Attributes:
         src_start, dst_start: bytes of a token before the first that both have.
-        levels: the axes that both step along, but that of tokens.
+        levels: the axes that both step along, except tokens.
         split: the axes that views split.
     """
 
@@ -74,14 +74,11 @@ class Common(NamedTuple):
 
 
 def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bool) -> bool:
-    """Whether a row of one side has byte for byte what one of the other has; False: by axes.
+    """Whether rows of both sides hold the same bytes in the same order; False: cut them by axes.
 
-    Args:
-        chunked: rows may have other numbers of tokens, if tokens are the outermost axis.
-        reinterpret: copy bytes, whatever they mean.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: they differ, and no layout says how one becomes the other.
+    With `chunked`, rows may have different numbers of tokens if tokens are the outermost axis. With
+    `reinterpret`, bytes are copied whatever they mean. Rows that differ in a way that no layout
+    explains are refused: LLM_PARAM_INVALID.
     """
     a, b = source.meaning, target.meaning
     if not a or not b:
@@ -109,7 +106,7 @@ def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bo
 
 
 def rows_differ(source: Side, target: Side, *, chunked: bool) -> bool:
-    """Whether copying the rows as bytes gives them another meaning; False where one is unknown."""
+    """Whether copying rows as bytes changes their meaning; False if one meaning is unknown."""
     if source.meaning == target.meaning or not source.meaning or not target.meaning:
         return False
     if source.shard != target.shard:
@@ -121,7 +118,7 @@ def rows_differ(source: Side, target: Side, *, chunked: bool) -> bool:
 
 
 def _layers_inside(side: Side) -> tuple[Layers, int | None] | None:
-    """The layers of the model that rows hold together; None: a row has one."""
+    """Return the model's layers that a row holds together; None if a row has one layer."""
     shard, inside = side.shard, side.extent("layer")
     if inside == 1:
         return None
@@ -144,7 +141,7 @@ def _row_signature(side: Side, chunked: bool, *, named: bool = True) -> tuple[ob
 
 
 def refuse_unlike(what: str, source: Side, target: Side) -> NoReturn:
-    """Refuse two sides, shown side by side."""
+    """Refuse two sides, and show them side by side."""
     raise invalid(
         f"src and dst differ in {what}: src is {source}; dst is {target}. "
         "reinterpret=True copies the bytes as they are"
@@ -158,17 +155,13 @@ def cut(
     how: Coalesce,
     share: Share = WHOLE_SHARE,
 ) -> Cut:
-    """Return what both sides have of the tokens in `tables`, as runs of bytes.
+    """Return what both sides have of the tokens in `tables`, limited to `share`, as runs of bytes.
 
-    Args:
-        share: what to take of that.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: an axis that cannot match (named, with both sides), no
-            heads in common, other numbers of tokens, or tokens beyond a table.
+    LLM_PARAM_INVALID: axes that cannot match (named, with both sides), no heads in common,
+    different numbers of tokens, or tokens beyond a table.
     """
     src_start, dst_start, levels, split = in_common(source, target, share.heads)
-    by_state = ["state" in it.layout.axes for it in (source, target) if it.layout is not None]
+    by_state = ["state" in side.layout.axes for side in (source, target) if side.layout is not None]
     if by_state[0] is not by_state[1]:
         refuse_unlike("axis state", source, target)
     src_offsets, dst_offsets, tokens = token_runs(source, target, tables, share.tokens)
@@ -191,24 +184,19 @@ def cut(
             split.append("kv")
         tables_of.append(_table(src_offsets[here], dst_offsets[here], run, left))
     segments = _joined(tables_of, how)
-    num_slices = sum(it.num_runs for it in tables_of)
+    num_slices = sum(segments.num_runs for segments in tables_of)
     return Cut(segments, tuple(split), num_slices)
 
 
 def in_common(source: Side, target: Side, heads: range | None = None) -> Common:
-    """Return what rows of both sides have in common, axis by axis.
+    """Return what rows of both sides have in common, limited to `heads` of the model, axis by axis.
 
-    Args:
-        heads: KV heads of the model to take; None: all that both have.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: an axis that cannot match (named, with both sides), or no
-            heads in common.
+    LLM_PARAM_INVALID: axes that cannot match (named, with both sides), or no heads in common.
     """
-    for it, name in ((source, "src"), (target, "dst")):
-        if it.layout is None:
+    for side, name in ((source, "src"), (target, "dst")):
+        if side.layout is None:
             raise invalid(
-                f"{name} has no layout, which tokens and unlike rows need: it is {it}; give its "
+                f"{name} has no layout, which tokens and unlike rows need: it is {side}; give its "
                 "CacheDesc a kv_tensor_format such as 'block token head dim'"
             )
     src_start = dst_start = 0
@@ -221,7 +209,7 @@ def in_common(source: Side, target: Side, heads: range | None = None) -> Common:
             src_start += src_first * source.stride_of(axis)
             dst_start += dst_first * target.stride_of(axis)
         elif axis == "kv" and (src_count == 1) is not (dst_count == 1):
-            split.append(axis)  # one side has tensors of their own for keys and values
+            split.append(axis)  # one side has separate tensors for keys and values
             continue
         elif src_count != dst_count:
             refuse_unlike(f"axis {axis}", source, target)
@@ -234,36 +222,42 @@ def in_common(source: Side, target: Side, heads: range | None = None) -> Common:
 
 
 def _table(src: Indices, dst: Indices, run: int, levels: list[Level]) -> Segments:
-    """A segment at each pair of offsets; levels beyond those that repeats have become segments."""
+    """Return a segment for each pair of offsets. Levels beyond `MAX_REPEATS` become segments."""
     while len(levels) > MAX_REPEATS:
         level = levels.pop(0)
         steps = np.arange(level.times, dtype=np.int64)
         src = (src[:, None] + steps * level.src_stride).ravel()
         dst = (dst[:, None] + steps * level.dst_stride).ravel()
     repeats = tuple(
-        Repeat(np.full(len(src), it.times, np.uint64), it.src_stride, it.dst_stride)
-        for it in levels
+        Repeat(np.full(len(src), level.times, np.uint64), level.src_stride, level.dst_stride)
+        for level in levels
     )
     nbytes = np.full(len(src), run, np.uint64)
     return Segments.adopt(src.view(np.uint64), dst.view(np.uint64), nbytes, repeats)
 
 
 def _joined(parts: list[Segments], how: Coalesce) -> Segments:
-    """One table of several; repeats that are not those of the largest are spelled out."""
+    """Return one table of several. Repeats that differ from those of the largest are expanded."""
     largest = max(parts, key=len)
     repeats = list(largest.repeats)
     if len(parts) == 1:
         src, dst, nbytes = largest.src_offsets, largest.dst_offsets, largest.nbytes
     else:
-        strides = [it[1:] for it in repeats]
-        parts = [it if [r[1:] for r in it.repeats] == strides else it.expanded() for it in parts]
+        strides = [repeat[1:] for repeat in repeats]
+        parts = [
+            segments if [r[1:] for r in segments.repeats] == strides else segments.expanded()
+            for segments in parts
+        ]
         src, dst, nbytes = (
-            np.concatenate([getattr(it, name) for it in parts]) for name in Segments.columns()
+            np.concatenate([getattr(segments, name) for segments in parts])
+            for name in Segments.columns()
         )
         for level, repeat in enumerate(repeats):
             counts = [
-                it.repeats[level].counts if it.repeats else np.ones(len(it), np.uint64)
-                for it in parts
+                segments.repeats[level].counts
+                if segments.repeats
+                else np.ones(len(segments), np.uint64)
+                for segments in parts
             ]
             repeats[level] = repeat._replace(counts=np.concatenate(counts))
     if not repeats and how is Coalesce.SORTED and np.count_nonzero(src[1:] < src[:-1]):
@@ -273,7 +267,7 @@ def _joined(parts: list[Segments], how: Coalesce) -> Segments:
 
 
 def heads_of(side: Side) -> tuple[range, int]:
-    """The KV heads of the model that a side has, and how many the model has."""
+    """Return the KV heads that a side has, and the number of heads of the model."""
     shard = side.shard
     if shard is None or shard.heads is None or shard.num_heads is None:
         own = side.extent("head")
@@ -282,7 +276,7 @@ def heads_of(side: Side) -> tuple[range, int]:
 
 
 def _heads_in_common(source: Side, target: Side, wanted: range | None) -> tuple[int, int, int]:
-    """How many heads both sides have, and the first of them at each, counted from its own first."""
+    """Return how many heads both sides have, and the position of the first in each side."""
     (src_heads, src_total), (dst_heads, dst_total) = heads_of(source), heads_of(target)
     if src_total != dst_total:
         refuse_unlike(
@@ -298,13 +292,13 @@ def _heads_in_common(source: Side, target: Side, wanted: range | None) -> tuple[
 
 
 def _fuse(source: Side, target: Side, levels: list[Level]) -> tuple[int, list[Level]]:
-    """The bytes that are contiguous on both sides, and the levels left, outermost first."""
+    """Return the bytes that are contiguous on both sides, and the levels left, outermost first."""
     run, levels = elements(source, target, levels)
-    while fused := [it for it in levels if it.src_stride == it.dst_stride == run]:
+    while fused := [level for level in levels if level.src_stride == level.dst_stride == run]:
         run *= fused[0].times
         levels.remove(fused[0])
     left: list[Level] = []
-    for inner in sorted(levels, key=lambda it: it.dst_stride, reverse=True):
+    for inner in sorted(levels, key=lambda repeat: repeat.dst_stride, reverse=True):
         outer = left[-1] if left else Level(0, 0, 0)
         if outer[1:] == (inner.times * inner.src_stride, inner.times * inner.dst_stride):
             left[-1] = inner._replace(times=outer.times * inner.times)
@@ -314,18 +308,18 @@ def _fuse(source: Side, target: Side, levels: list[Level]) -> tuple[int, list[Le
 
 
 def elements(source: Side, target: Side, levels: list[Level]) -> tuple[int, list[Level]]:
-    """Return the bytes that lie together whatever is moved, and the levels outside of them."""
-    assert source.data_type is not None  # a layout comes with one
+    """Return the bytes that stay together in every request, and the levels outside of them."""
+    assert source.data_type is not None  # every layout has a data type
     bits = source.data_type.bits
     run = bits // 8
-    levels = [it for it in levels if it.times > 1]
+    levels = [level for level in levels if level.times > 1]
     if bits % 8:
-        # Elements are packed: the innermost axis, whole, is the least that has an address.
+        # Elements are packed: only the whole innermost axis has an address.
         (axis, length), other = _innermost(source), _innermost(target)
         if (axis, length) != other or axis in ("token", "layer", "head") or length * bits % 8:
             refuse_unlike(f"the innermost axis of packed {source.data_type.name}", source, target)
         run = length * bits // 8
-        levels = [it for it in levels if it.src_stride or it.dst_stride]
+        levels = [level for level in levels if level.src_stride or level.dst_stride]
     return run, levels
 
 
@@ -334,6 +328,6 @@ def _innermost(side: Side) -> tuple[str, int]:
 
 
 def kv_level(levels: list[Level], source: Side, target: Side) -> Level | None:
-    """Return the level of keys and values, if it is one of `levels`."""
+    """Return the level of keys and values, if `levels` contains it."""
     kv = Level(source.extent("kv"), source.stride_of("kv"), target.stride_of("kv"))
     return kv if kv.times > 1 and kv in levels else None

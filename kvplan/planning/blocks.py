@@ -1,4 +1,4 @@
-"""Block tables: from what callers pass to checked arrays of block indices."""
+"""Block tables: from the arguments of callers to checked arrays of block indices."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ BlockPairs = Sequence[Sequence[int]] | NDArray[np.integer]
 Indices = NDArray[np.int64]
 
 _MANY = 512
-"""Blocks from which on another way of sorting is worth its calls."""
+"""Minimum blocks of a table for sorting by other means than `np.lexsort`."""
 
 _SPARSE = 64
-"""Blocks of a cache for each of a table, up to which a bitmap is faster than sorting."""
+"""Maximum blocks of a cache for each block of a table: beyond, sorting beats a bitmap."""
 
 _MOST = 1 << 21
-"""Blocks of a cache up to which that is so of bitmap and map together: 9 bytes for each."""
+"""Maximum blocks of a cache for a bitmap and a map, which take 9 bytes a block."""
 
-_TEXT = (str, bytes, bytearray)  # sequences too, and of int
+_TEXT = (str, bytes, bytearray)  # these are sequences of int, too
 
 
 class RequestBlocks(tuple[int, ...]):
-    """All blocks of a request, as a lease has them: a transfer of fewer tokens takes the first."""
+    """All blocks of a request, as a lease lists them; fewer tokens take the first blocks."""
 
     __slots__ = ()
 
 
 def is_empty(blocks: object) -> bool:
-    """Whether it is a block table without blocks, of a request of which nothing is to be moved."""
+    """Whether `blocks` is a block table without blocks, so that nothing of the request moves."""
     return isinstance(blocks, Sized) and len(blocks) == 0
 
 
@@ -60,23 +60,23 @@ def block_table(name: str, blocks: Any) -> NDArray[Any]:
         return block_table(name, as_array(name, blocks))
     if isinstance(blocks, _TEXT) or not isinstance(blocks, Sequence):
         raise TypeError(f"{name} must be a sequence of int, not {type(blocks).__name__}")
-    held = tuple(blocks)  # as they are now: another thread may go on to change them
+    held = tuple(blocks)  # a copy: another thread may change them
     try:  # 25 us for 4,096 blocks; np.array takes 70, and a look at each one's type 40
         table = np.frombuffer(struct.Struct(f"{len(held)}q").pack(*held), np.int64)
-    except (struct.error, TypeError):  # some are not int, or beyond 64 bits
+    except (struct.error, TypeError):  # an entry is not an int, or exceeds 64 bits
         return _mixed_table(name, held)
-    # Packed was what is an int, or stands for one: True and False as 1 and 0.
+    # Packing also accepts True and False, as 1 and 0.
     for position in np.flatnonzero(table.view(np.uint64) <= 1).tolist():
-        if type(it := held[position]) is not int and np.asarray(it).dtype.kind == "b":
+        if type(value := held[position]) is not int and np.asarray(value).dtype.kind == "b":
             raise TypeError(f"{name} must hold int, not bool")
     return table
 
 
 def check_table(name: str, blocks: object) -> None:
-    """Refuse a single block in place of the block table of one source of several.
+    """Refuse a single block in place of a block table.
 
     Raises:
-        TypeError: it is one.
+        TypeError: `blocks` is a single block.
     """
     if isinstance(blocks, int | np.integer):
         raise TypeError(
@@ -86,14 +86,14 @@ def check_table(name: str, blocks: object) -> None:
 
 
 def as_array(name: str, given: object) -> NDArray[Any]:
-    """Return a tensor of another library, of the host, as an array.
+    """Return a host tensor of another library as an array.
 
     Raises:
-        TypeError: it is on a device, or cannot be read.
+        TypeError: the tensor is on a device, or cannot be read.
     """
     try:
         return np.asarray(given)
-    except Exception as error:  # whatever its library raises
+    except Exception as error:  # libraries raise anything
         raise TypeError(
             f"{name} is a {type(given).__name__} that cannot be read here, such as one on a "
             f"device; give its numbers as a list or an array of the host: {error}"
@@ -104,11 +104,11 @@ def pair_tables(name: str, given: object) -> tuple[list[int], list[int]]:
     """Return the source and destination blocks of a copy, as two tables of one length.
 
     Args:
-        given: source block -> destination block, or the blocks that it is copied to; or pairs of
-            both; or an array or tensor of two such columns.
+        given: a mapping from source block to destination block or blocks, pairs of both, or an
+            array or tensor of two such columns.
 
     Raises:
-        TypeError: none of these.
+        TypeError: anything else.
     """
     if isinstance(given, Mapping):
         pairs = [
@@ -141,16 +141,16 @@ def pair_tables(name: str, given: object) -> tuple[list[int], list[int]]:
 
 
 def _mixed_table(name: str, blocks: tuple[int, ...]) -> NDArray[Any]:
-    """Return a table of which some are not int, or are beyond 64 bits; or say what is wrong."""
+    """Return a table with entries that are not int or exceed 64 bits, or raise what is wrong."""
     types = {*map(type, blocks)}
-    if not {bool, np.bool_}.isdisjoint(types):  # NumPy would take them for 1, next to an int
+    if not {bool, np.bool_}.isdisjoint(types):  # NumPy would convert them to 1
         raise TypeError(f"{name} must hold int, not bool")
     try:
         table = np.array(blocks)
     except (ValueError, OverflowError) as error:
         raise TypeError(f"{name} must be a flat sequence of int: {error}") from None
-    if table.dtype.kind not in "iu" and all(issubclass(it, int | np.integer) for it in types):
-        # No one type of NumPy holds them all, so it took float or object: keep them exact.
+    if table.dtype.kind not in "iu" and all(issubclass(kind, int | np.integer) for kind in types):
+        # NumPy chose float or object, as no integer type holds all values: keep them exact.
         return np.array(blocks, dtype=object)
     return block_table(name, table)
 
@@ -161,9 +161,9 @@ def check_indices(name: str, table: NDArray[Any], cache: Side) -> Indices:
         return np.empty(0, np.int64)
     try:
         indices = table.astype(np.int64, copy=False)
-    except OverflowError:  # one is beyond 64 bits
+    except OverflowError:  # an entry exceeds 64 bits
         raise _out_of_range(name, table, cache) from None
-    unsigned = indices.view(np.uint64)  # what is negative is now beyond any count
+    unsigned = indices.view(np.uint64)  # negative numbers become larger than any count
     if (unsigned.item() if table.size == 1 else np.maximum.reduce(unsigned)) >= cache.count:
         raise _out_of_range(name, table, cache)
     return indices
@@ -175,7 +175,7 @@ def _out_of_range(name: str, table: NDArray[Any], cache: Side) -> LLMException:
 
 
 def check_distinct(name: str, table: Indices, cache: Side) -> None:
-    """Refuse a block that is named twice: which of its writes would win is not defined."""
+    """Refuse a block that occurs twice: which of its writes would win is undefined."""
     if table.size <= 1:
         return
     if cache.count <= _SPARSE * table.size:
@@ -201,7 +201,7 @@ def sorted_pairs(src_table: Indices, dst_table: Indices, count: int) -> tuple[In
 
     All blocks are below `count`; there is at least one pair.
     """
-    middle = src_table.item(len(src_table) // 2)  # most tables that are not in order show it here
+    middle = src_table.item(len(src_table) // 2)  # most unordered tables show here
     if (
         src_table.item(0) <= middle <= src_table.item(-1)
         and np.count_nonzero(src_table[1:] > src_table[:-1]) == len(src_table) - 1
@@ -211,8 +211,8 @@ def sorted_pairs(src_table: Indices, dst_table: Indices, count: int) -> tuple[In
         seen = np.zeros(count, np.bool_)
         seen[src_table] = True
         ordered = seen.nonzero()[0]
-        if len(ordered) == len(src_table):  # no source is named twice
-            dst_of = np.empty(count, np.int64)  # looking up takes half the time of sorting
+        if len(ordered) == len(src_table):  # no source occurs twice
+            dst_of = np.empty(count, np.int64)  # a lookup takes half the time of sorting
             dst_of[src_table] = dst_table
             return ordered, dst_of.take(ordered)
     if count > 2**31:

@@ -1,4 +1,4 @@
-"""One request from several caches: each byte of the destination from exactly one of them."""
+"""One request from several caches: each byte of the destination comes from exactly one of them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from kvplan.validation import INT64_MAX, as_int, check_type, check_width
 
 
 class _Part(NamedTuple):
-    """Layers and KV heads of the model; layers are positions among the numbers that any cache has.
+    """Layers and KV heads of the model, and the tokens to take; None: all that both sides have.
 
-    Where all have ranges of layers, a position is the number. Tokens are those to take; None: all
-    that both sides have.
+    Layers are positions among the numbers that any cache has. If all caches have ranges of layers,
+    position and number are equal.
     """
 
     layers: range
@@ -36,12 +36,12 @@ class _Part(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Which of the tokens that are moved each cache has.
+    """The tokens that each cache has, of those that move.
 
     Attributes:
-        needed: of the destination.
-        held: of each source.
-        first: the number of the first in the destination's count.
+        needed: tokens of the destination.
+        held: tokens of each source.
+        first: the number of the first token, as the destination counts.
     """
 
     needed: Mask
@@ -58,26 +58,25 @@ def plan_gather(
 ) -> list[Part | None]:
     """Plan pulls of one request from several caches, each of which has some of the model.
 
-    Together the parts write each byte of the request in `dst` exactly once: layer by layer, head
-    by head and token by token from one of the sources that have it.
+    Together the parts write each byte of the request in `dst` exactly once: layer by layer, head by
+    head and token by token from one of the sources that have it.
 
     Args:
         transfer: the rows of each source and of `dst`; see `Transfer`.
-        sources: the caches with a `Shard` that says which layers, heads and tokens they have;
-            without one a cache has all.
+        sources: the caches. Their `Shard` names layers, heads and tokens; a cache without a shard
+            has everything.
         dst: the local paged cache.
-        by_layer: whether each layer is to move by itself.
+        by_layer: True if each layer is to move by itself.
 
     Returns:
-        For each source its part; None for one from which nothing is taken, as replicas have it, or
-        as it has no token of the request.
+        For each source its part; None if nothing is taken from it, as from replicas, or because it
+        holds no token of the request.
 
     Raises:
         ValueError: a number outside its C type.
         TypeError: an argument of another type.
-        LLMException: LLM_PARAM_INVALID: as of `plan`, a layer, head or token that no source has
-            (named), or sources that overlap so that none can give a whole range of layers and
-            heads.
+        LLMException: LLM_PARAM_INVALID: as of `plan`; a layer, head or token that no source has
+            (named); sources that overlap so that none can give a whole range of layers and heads.
     """
     rows, rank = cast("Sequence[Rows]", transfer.src), transfer.rank
     for index, its in enumerate(rows):
@@ -93,19 +92,20 @@ def plan_gather(
             f"layers={transfer.layers} of a gather: it moves all layers that dst has; give dst a "
             "Shard that names the layers"
         )
-    sides = [side(f"sources[{i}]", it, paged=True) for i, it in enumerate(sources)]
+    sides = [side(f"sources[{i}]", cache, paged=True) for i, cache in enumerate(sources)]
     target = side("dst", dst, paged=True)
-    caches = {"dst": target} | {f"sources[{i}]": it for i, it in enumerate(sides)}
-    held = {name: _layers_of(name, it) for name, it in caches.items()}
+    caches = {"dst": target} | {f"sources[{i}]": cache for i, cache in enumerate(sides)}
+    held = {name: _layers_of(name, cache) for name, cache in caches.items()}
     numbers = _numbers_of(held.values())
     wanted, *parts = [
-        _Part(_positions(name, held[name], numbers), heads_of(it)[0]) for name, it in caches.items()
+        _Part(_positions(name, held[name], numbers), heads_of(cache)[0])
+        for name, cache in caches.items()
     ]
     if rank is None:
         rank = wanted.heads.start // len(wanted.heads)
     check_width("rank", check_type("rank", rank, int), 0, INT64_MAX)
     for index, (source, piece) in enumerate(zip(sides, parts, strict=True)):
-        totals = [_num_layers(it, own) for it, own in ((source, piece), (target, wanted))]
+        totals = [_num_layers(cache, own) for cache, own in ((source, piece), (target, wanted))]
         if totals[0] != totals[1]:
             raise invalid(
                 f"sources[{index}] and dst differ in how many layers the model has, {totals[0]} "
@@ -113,7 +113,7 @@ def plan_gather(
             )
     num_tokens = transfer.num_tokens
     held_tokens = None
-    if not all(it.has_all_tokens for it in caches.values()):
+    if not all(cache.has_all_tokens for cache in caches.values()):
         num_tokens, held_tokens = _held_tokens(rows, transfer, sides, target)
     made: list[Part | None] = []
     for index, share in enumerate(_shares(parts, wanted, rank, numbers, held_tokens)):
@@ -163,10 +163,10 @@ def _layers_of(name: str, cache: Side) -> Layers:
 
 
 def _numbers_of(several: Iterable[Layers]) -> Layers:
-    """The numbers of the layers that any cache has; all from 0 on where each has a range."""
+    """Return the layer numbers that any cache has; all from 0 on if each cache has a range."""
     held = list(several)
-    if all(isinstance(it, range) for it in held):
-        return range(max(it[-1] for it in held) + 1)
+    if all(isinstance(layers, range) for layers in held):
+        return range(max(layers[-1] for layers in held) + 1)
     return tuple(sorted({*chain(*held)}))
 
 
@@ -181,7 +181,7 @@ def _positions(name: str, layers: Layers, numbers: Layers) -> range:
 
 
 def _num_layers(cache: Side, piece: _Part) -> int:
-    """How many layers the model has; a cache without a shard has all."""
+    """Return how many layers the model has; a cache without a shard has all."""
     known = cache.shard.num_layers if cache.shard is not None else None
     return len(piece.layers) if known is None else known
 
@@ -189,12 +189,12 @@ def _num_layers(cache: Side, piece: _Part) -> int:
 def _held_tokens(
     rows: Sequence[Rows], transfer: Transfer, sources: Sequence[Side], target: Side
 ) -> tuple[int, _Tokens]:
-    """Return how many tokens are moved, and which of them each cache has."""
+    """Return how many tokens move, and which of them each cache has."""
     dst = transfer.dst
     assert dst.blocks is not None
     first, *firsts = (
-        check_width("first_token", as_int("first_token", it.first_token), 0, INT64_MAX)
-        for it in (dst, *rows)
+        check_width("first_token", as_int("first_token", one_side.first_token), 0, INT64_MAX)
+        for one_side in (dst, *rows)
     )
     num_tokens = transfer.num_tokens
     num_blocks = len(block_table("dst_blocks", dst.blocks))
@@ -207,7 +207,7 @@ def _held_tokens(
             f"from dst_token={first} on"
         )
     request = np.arange(num_tokens)
-    masks: dict[object, Mask] = {}  # replicas have one
+    masks: dict[object, Mask] = {}  # replicas share one
     held = []
     for cache, skipped in zip(sources, firsts, strict=True):
         key = cache.spread, skipped
@@ -220,12 +220,12 @@ def _held_tokens(
 def _shares(
     parts: list[_Part], wanted: _Part, rank: int, numbers: Layers, tokens: _Tokens | None
 ) -> list[_Part | None]:
-    """What is taken from each source, so that nothing of `wanted` is taken twice or missing."""
+    """Return what each source gives, so that nothing of `wanted` is taken twice or missing."""
     cells: list[set[tuple[int, int]]] = [set() for _ in parts]
-    # Of each source with tokens, by the sources among which they are divided.
+    # For each source: the mask of its tokens, by the sources that share them.
     taken: list[dict[tuple[int, ...], Mask]] = [{} for _ in parts]
-    layers = _pieces([it.layers for it in parts], wanted.layers)
-    heads = _pieces([it.heads for it in parts], wanted.heads)
+    layers = _pieces([part.layers for part in parts], wanted.layers)
+    heads = _pieces([part.heads for part in parts], wanted.heads)
     for i, some_layers in enumerate(layers):
         for j, some_heads in enumerate(heads):
             having = tuple(
@@ -241,18 +241,20 @@ def _shares(
             if tokens is None:
                 cells[having[rank % len(having)]].add((i, j))
                 continue
-            is_empty = not tokens.needed.any()  # then one source has the plan, of nothing
+            is_empty = not tokens.needed.any()  # then one source gets an empty part
             for index, mask in zip(having, _divided(tokens, having, rank), strict=True):
                 if mask.any() or (is_empty and index == having[rank % len(having)]):
                     cells[index].add((i, j))
                     taken[index][having] = mask
-            missing = tokens.needed & ~np.logical_or.reduce([tokens.held[it] for it in having])
+            missing = tokens.needed & ~np.logical_or.reduce(
+                [tokens.held[index] for index in having]
+            )
             if missing.any():
                 text = _text(_Part(some_layers, some_heads), numbers, ", ")
                 raise invalid(
                     f"no source has {_tokens_text(missing, tokens.first)} of the request in {text} "
                     f"of the model, which dst needs; the sources that have these layers and heads "
-                    f"are {', '.join(f'sources[{it}]' for it in having)}"
+                    f"are {', '.join(f'sources[{index}]' for index in having)}"
                 )
     shares: list[_Part | None] = []
     for index, own in enumerate(cells):
@@ -260,9 +262,9 @@ def _shares(
             shares.append(None)
             continue
         rows, columns = sorted({i for i, _ in own}), sorted({j for _, j in own})
-        is_range = all(b == a + 1 for it in (rows, columns) for a, b in pairwise(it))
+        is_range = all(b == a + 1 for indices in (rows, columns) for a, b in pairwise(indices))
         masks = [*taken[index].values()]
-        is_same = all(np.array_equal(masks[0], it) for it in masks[1:])
+        is_same = all(np.array_equal(masks[0], mask) for mask in masks[1:])
         if len(own) != len(rows) * len(columns) or not is_range or not is_same:
             raise invalid(
                 f"sources[{index}] overlaps others so that no one range of layers and heads can be "
@@ -284,10 +286,10 @@ def _shares(
 
 
 def _divided(tokens: _Tokens, having: tuple[int, ...], rank: int) -> list[Mask]:
-    """Return the tokens that each of these sources gives: each is of one of those that have it."""
+    """Return the tokens that each of these sources gives: each token comes from one that has it."""
     held = [tokens.held[index] for index in having]
-    counts = sum(it.astype(np.int32) for it in held)
-    left = rank % np.maximum(counts, 1)  # sources to pass over before the one that gives
+    counts = sum(mask.astype(np.int32) for mask in held)
+    left = rank % np.maximum(counts, 1)  # sources to skip before the one that gives
     masks = []
     for mask in held:
         masks.append(tokens.needed & mask & (left == 0))
@@ -301,10 +303,10 @@ def _tokens_text(missing: Mask, first: int) -> str:
 
 
 def _pieces(parts: list[range], whole: range) -> list[range]:
-    """`whole`, cut where one of `parts` begins or ends."""
+    """Return `whole`, cut at every boundary of `parts`."""
     edges = {whole.start, whole.stop}
     edges |= {edge for piece in parts for edge in (piece.start, piece.stop) if edge in whole}
-    return [range(*it) for it in pairwise(sorted(edges))]
+    return [range(*ends) for ends in pairwise(sorted(edges))]
 
 
 def _overlap(a: range, b: range) -> range:
@@ -322,4 +324,4 @@ def _text(piece: _Part, numbers: Layers, between: str = " ") -> str:
 
 
 def _texts(parts: list[_Part], numbers: Layers) -> str:
-    return ", ".join(_text(it, numbers) for it in parts)
+    return ", ".join(_text(part, numbers) for part in parts)

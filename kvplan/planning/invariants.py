@@ -1,7 +1,7 @@
 """The invariants of a plan, checked: every byte in bounds, no destination byte written twice.
 
-Runs are not spelled out where the order of the segments shows that they are apart, as in what the
-planner makes: a plan of a million tokens has as many runs as tokens and heads.
+Repeated runs are expanded only if the order of the segments does not show that they are disjoint. A
+plan of a million tokens has as many runs as tokens and heads.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ KINDS: dict[Operation, tuple[Kind, ...]] = {
 }
 
 MAX_RUNS = 2**28
-"""Runs of a tensor that a document may have: a few bytes can say any number, and whoever executes
-such a plan spells them out."""
+"""Maximum runs of a tensor in a document, which can name any number in a few bytes."""
 
 MAX_COMPARED = 2**23
-"""Runs that are spelled out to be compared: half a gigabyte, about a second."""
+"""Maximum runs to expand for a comparison: half a gigabyte, about a second."""
 
 
 def check_invariants(part: Part) -> None:
-    """Check a plan that was not made by the planner (read from a file, or built by hand)."""
+    """Check a part that the planner did not make: read from a file, or built by hand."""
     segments, t = part.segments, part.tensors_per_layer
     if not segments.nbytes.all():
         raise invalid("segments: none has 0 bytes")
@@ -98,10 +97,12 @@ def check_invariants(part: Part) -> None:
 def _check_bounds(name: str, side: Side, part: Part) -> None:
     """Refuse a run that ends outside of a tensor, and more runs than a document may have."""
     segments, limit = part.segments, np.uint64(side.tensor_nbytes)
-    last_view = np.uint64(sum((side.extent(it) - 1) * side.stride_of(it) for it in part.split))
+    last_view = np.uint64(
+        sum((side.extent(axis) - 1) * side.stride_of(axis) for axis in part.split)
+    )
     ends = getattr(segments, f"{name}_offsets").copy()
     outside = ends > limit
-    # Written so that no sum can wrap around.
+    # No sum can wrap around in this form.
     spans = [last_view + np.zeros_like(ends), segments.nbytes]
     for level, (counts, *strides) in enumerate(segments.repeats):
         stride = np.uint64(strides[name == "dst"])
@@ -116,13 +117,15 @@ def _check_bounds(name: str, side: Side, part: Part) -> None:
         ends = np.minimum(ends, limit) + np.minimum(span, limit)
     if bool(outside.any()):
         i = int(np.flatnonzero(outside)[0])
-        offset, nbytes = (int(getattr(segments, it)[i]) for it in (f"{name}_offsets", "nbytes"))
+        offset, nbytes = (
+            int(getattr(segments, column)[i]) for column in (f"{name}_offsets", "nbytes")
+        )
         raise invalid(
             f"segment {i}: {name} bytes [{offset}, {offset + nbytes})"
             f"{', repeated or of another view,' if segments.repeats or part.split else ''} are "
             f"outside the tensor's [0, {side.tensor_nbytes})"
         )
-    runs = np.ones(len(segments))  # floats: what is too many is too large for integers, too
+    runs = np.ones(len(segments))  # floats: a product that is too large must not wrap around
     for counts, *_ in segments.repeats:
         runs *= counts
     if runs.sum() > MAX_RUNS:
@@ -132,7 +135,7 @@ def _check_bounds(name: str, side: Side, part: Part) -> None:
 
 
 def _check_views(part: Part) -> None:
-    """Refuse a run that leaves its view for another."""
+    """Refuse a run that crosses from its view into another."""
     segments = part.segments
     for name, side in (("src", part.src), ("dst", part.dst)):
         starts = getattr(segments, f"{name}_offsets")
@@ -140,7 +143,7 @@ def _check_views(part: Part) -> None:
             if side.extent(axis) == 1:
                 continue
             stride = np.uint64(side.stride_of(axis))
-            period = stride * np.uint64(side.extent(axis))  # after it the view goes on
+            period = stride * np.uint64(side.extent(axis))  # distance to the next bytes of the view
             spans = segments.nbytes.copy()
             for counts, *strides in segments.repeats:
                 step = np.uint64(strides[name == "dst"])
@@ -160,7 +163,7 @@ def _check_views(part: Part) -> None:
 
 
 def _check_written_once(part: Part) -> None:
-    """Refuse two runs that write one byte."""
+    """Refuse two runs that write the same byte."""
     segments = part.segments
     if not len(segments):
         return
@@ -175,23 +178,23 @@ def _check_written_once(part: Part) -> None:
 
 
 def _perhaps_overlapping(segments: Segments) -> NDArray[np.intp]:
-    """Indices of the segments whose runs must be spelled out; no other run shares a byte.
+    """Return the segments whose runs must be expanded; runs of other segments share no byte.
 
-    Segments that reach into each other make a cluster, and so does one by itself. In a cluster the
-    outermost level of repeats steps over the rows of a grid: with equal rows, or none in common, it
-    is enough to compare what one row has.
+    Segments that reach into each other make a cluster; any other segment is a cluster by itself. In
+    a cluster the outermost level of repeats steps over the rows of a grid. If the rows are equal,
+    or disjoint, comparing one row is enough.
     """
     one = np.uint64(1)
     order = np.argsort(segments.dst_offsets, kind="stable")
     starts, inner = segments.dst_offsets[order], segments.nbytes[order]
     span, rows, stride = inner, np.ones_like(inner), np.uint64(0)
     unsure = np.zeros(len(order), bool)
-    for repeat in sorted(segments.repeats, key=lambda it: it.dst_stride):
+    for repeat in sorted(segments.repeats, key=lambda repeat: repeat.dst_stride):
         inner, rows, stride = span, repeat.counts[order], np.uint64(repeat.dst_stride)
-        unsure |= (rows > one) & (inner > stride)  # steps onto itself
+        unsure |= (rows > one) & (inner > stride)  # overlaps itself
         span = inner + (rows - one) * stride
     reach = np.maximum.accumulate(starts + span)
-    meets = starts[1:] < reach[:-1]  # the cluster of the one before
+    meets = starts[1:] < reach[:-1]  # the cluster of its predecessor
     apart = np.zeros_like(meets)
     if stride:
         row, place = np.divmod(starts, stride)
@@ -209,7 +212,7 @@ def _perhaps_overlapping(segments: Segments) -> NDArray[np.intp]:
 def _spelled_out(
     segments: Segments, chosen: NDArray[np.intp]
 ) -> tuple[Segments, NDArray[np.uint64]]:
-    """The runs of some segments, and the number of each among all runs."""
+    """Return the expanded runs of some segments, and the number of each run among all runs."""
     counts = segments.runs()
     some = counts[chosen]
     if int(some.sum()) > MAX_COMPARED:
@@ -221,5 +224,5 @@ def _spelled_out(
     numbers = np.arange(int(some.sum()), dtype=np.uint64)
     numbers += np.repeat(before[chosen] - of_chosen, some.astype(np.int64))
     src, dst, nbytes = (getattr(segments, name)[chosen] for name in Segments.columns())
-    repeats = tuple(it._replace(counts=it.counts[chosen]) for it in segments.repeats)
+    repeats = tuple(repeat._replace(counts=repeat.counts[chosen]) for repeat in segments.repeats)
     return Segments.adopt(src, dst, nbytes, repeats).expanded(), numbers

@@ -1,6 +1,6 @@
-"""The kinds of transfer (C2C, C2B, B2B): they check what is given, lay out slices, make the Plan.
+"""The kinds of transfer (C2C, C2B, B2B): check the arguments, lay out slices, make the Part.
 
-Rows that mean the same on both sides are copied as bytes; others are cut axis by axis.
+Rows of equal meaning are copied as bytes; others are cut axis by axis.
 """
 
 from __future__ import annotations
@@ -49,17 +49,19 @@ def plan_slot_to_slot(
     reinterpret: bool,
     by_layer: bool,
 ) -> Part:
-    """Plan C2C: `size` bytes of a slot, from an offset into each row on, or tokens of it."""
+    """Plan C2C: `size` bytes from an offset into each slot on, or `num_tokens` tokens."""
     source = src if type(src) is Side and not src.paged else side("src", src, paged=False)
     target = dst if type(dst) is Side and not dst.paged else side("dst", dst, paged=False)
     how = how if type(how) is Coalesce else _coalesce(how)
     src_slot = slot_index("src_batch_index", src_batch_index, src, source)
     dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
-    one = operation == "copy_cache" and src_offset is dst_offset  # LlmDataDist.copy_cache has one
+    one = (
+        operation == "copy_cache" and src_offset is dst_offset
+    )  # copy_cache has one offset for both
     src_name, dst_name = ("offset", "offset") if one else ("src_offset", "dst_offset")
     size, src_offset, dst_offset = (
-        it if type(it) is int else as_int(name, it)
-        for name, it in (("size", size), (src_name, src_offset), (dst_name, dst_offset))
+        value if type(value) is int else as_int(name, value)
+        for name, value in (("size", size), (src_name, src_offset), (dst_name, dst_offset))
     )
     if num_tokens is not None:
         num_tokens = as_int("num_tokens", num_tokens)
@@ -84,7 +86,7 @@ def plan_slot_to_slot(
             check_index(name, offset, row.stride)
     if size != -1 and size <= 0:
         raise invalid(f"size={size} must be -1 or > 0")
-    # -1 is measured on the local row, as in the reference: what a pull fills, what others send.
+    # -1 means the local row, as in the reference: a pull fills it, other calls send it.
     pulls = operation == "pull_cache"
     rest = target.stride - dst_offset if pulls else source.stride - src_offset
     nbytes = rest if size == -1 else size
@@ -114,7 +116,7 @@ def _slot_tables(
     src_token: int = 0,
     dst_token: int = 0,
 ) -> BlockTables:
-    """A slot as a table of one row; without `num_tokens`, as many as it and `dst_rows` hold."""
+    """Return tables of one slot; without `num_tokens`, as many as both sides have room for."""
     if num_tokens is None and source.layout is not None and "token" in source.layout.axes:
         src_has, dst_has = room(source, 1, src_token), room(target, len(dst_rows), dst_token)
         num_tokens = max(1, min(src_has, dst_has)) if len(dst_rows) else 0
@@ -137,9 +139,9 @@ def plan_to_blocks(
     by_layer: bool,
     share: Share | None = None,
 ) -> Part:
-    """Plan B2B if there are `src_blocks`, otherwise C2B: the slot cut into chunks of one block.
+    """Plan B2B if `src_blocks` are given, otherwise C2B: the slot cut into chunks of one block.
 
-    With a `share`, only that is taken.
+    A `share` limits what is taken from the source.
     """
     target = dst if type(dst) is Side and dst.paged else side("dst", dst, paged=True)
     dst_table = check_indices("dst_blocks", block_table("dst_blocks", dst_blocks), target)
@@ -159,7 +161,7 @@ def plan_to_blocks(
             num_tokens = as_int("num_tokens", num_tokens)
             check_width("num_tokens", num_tokens, 0, INT64_MAX)
     if paged:
-        if src_batch_index is not None:  # only 0 will do
+        if src_batch_index is not None:  # only 0 is valid
             slot_index("src_batch_index", src_batch_index, src, source)
         src_table = check_indices("src_blocks", given, source)
         tables = BlockTables(src_table, dst_table, src_token, dst_token, num_tokens)
@@ -210,7 +212,7 @@ def plan_to_blocks(
 
 
 def _may_lack_tokens(cache: Described) -> bool:
-    """Whether a request may have no token, and so no block, in a cache that has some tokens."""
+    """Whether a request may have no token, and so no block, in a cache of some tokens."""
     if isinstance(cache, Side):
         return not cache.has_all_tokens
     desc = cache if isinstance(cache, CacheDesc) else cache.cache_desc
@@ -218,7 +220,7 @@ def _may_lack_tokens(cache: Described) -> bool:
 
 
 def _is_paged(cache: Described, blocks: Blocks | None) -> bool:
-    """Whether a cache has blocks, of which none are moved; a description alone may have either."""
+    """Whether a cache of which no block moves is paged; a bare description may be either."""
     if isinstance(cache, Side):
         return cache.paged
     if isinstance(cache, RemoteCache):
@@ -269,7 +271,7 @@ def plan_block_to_block(
         if how is Coalesce.SORTED and num_blocks:
             count = max(source.count, target.count)
             src_table, dst_table = sorted_pairs(src_table, dst_table, count)
-        # In place where the sorted pairs are new arrays: fewer pages to touch in a large plan.
+        # Sorted pairs are new arrays: reuse them, to touch fewer pages in a large plan.
         out = (None, None) if src_table is tables.src else (src_table, dst_table)
         sizes = np.empty(num_blocks, np.uint64)
         sizes.fill(stride)
@@ -301,7 +303,7 @@ def plan_rows(
     reinterpret: bool = False,
     heads: range | None = None,
 ) -> Part:
-    """Plan rows of two sides: B2B, or C2B or C2C of one slot each."""
+    """Plan rows of two sides: B2B, or C2B or C2C with one slot each."""
     slot = None
     if kind != "B2B":
         (slot,) = map(int, src_rows)
@@ -333,7 +335,7 @@ def move_as_bytes(
     if not rows_are_alike(source, target, chunked=chunked, reinterpret=reinterpret):
         return False
     check_type("layers", ext_param, KvCacheExtParam)
-    # Rows of several layers, of which some are moved, or one after the other, are cut.
+    # Rows of several layers are cut if only some move, or one after the other.
     return source.extent("layer") == 1 or not (
         by_layer or ext_param.src_layer_range is not None or ext_param.dst_layer_range is not None
     )
@@ -350,10 +352,10 @@ def _by_axes(
     share: Share | None = None,
     reinterpret: bool = False,
 ) -> Part:
-    """Plan what both sides have, axis by axis; elements of another type only if as wide."""
+    """Plan what both sides have, axis by axis; reinterpreted data types must be equally wide."""
     src_type, dst_type = source.data_type, target.data_type
     if src_type is not dst_type and None not in (source.layout, target.layout):
-        assert src_type is not None  # a layout comes with one
+        assert src_type is not None  # every layout has a data type
         assert dst_type is not None
         if not reinterpret or src_type.bits != dst_type.bits:
             refuse_unlike("data type", source, target)
@@ -389,14 +391,14 @@ def _plan(
         and not split
         and source.num_tensors == target.num_tensors
         and source.meaning == target.meaning
-    ):  # almost always: all layers of two caches that are alike
+    ):  # the usual case: all layers of equal caches
         src_views = dst_views = range(source.num_tensors)
     else:
         src_views, dst_views, per_layer = pair_views(
             source, target, ext_param, split, as_bytes=reinterpret
         )
     part = Part.__new__(Part)
-    # The constructor of a frozen dataclass sets each through `object.__setattr__`: 1 us more.
+    # The constructor of a frozen dataclass takes 1 us more.
     vars(part).update(
         operation=operation,
         kind=kind,
@@ -420,7 +422,7 @@ def _plan(
         ),
         tables=tables,
         by_rows=by_rows,
-        # What a plan made otherwise has to sum.
+        # Known here; otherwise a part sums its segments.
         nbytes_per_tensor=nbytes_per_tensor,
         nbytes=len(src_views) * nbytes_per_tensor,
     )

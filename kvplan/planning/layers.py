@@ -24,26 +24,17 @@ def pair_views(
     *,
     as_bytes: bool = False,
 ) -> tuple[range, range, int]:
-    """Return the views of a transfer, two ranges of one length, and how many are one layer.
+    """Return the views of a transfer, two ranges of one length, and the number of views of a layer.
 
-    A view is a tensor, or a part of one; see `Side.locate`, for `split` too.
+    A view is a tensor, or a piece of one; see `Side.locate`, also for `split`. Layer range i..j
+    selects the views i*t up to (j+1)*t, where t is the number of views that the layouts determine,
+    or `tensor_num_per_layer`, or 2. Without a range, t only groups tensors, so it is 1 if 2 does
+    not divide them, and all layers that both sides have are paired: by their numbers in the model
+    if shards name them, otherwise both sides must have equally many. A range on one side is paired
+    with all layers of the other side if their numbers agree.
 
-    Layer range i..j selects the views i*t up to (j+1)*t, t views a layer: what the layouts say,
-    `tensor_num_per_layer`, or 2. Without a range the default only groups tensors: it is 1 where 2
-    do not divide them. With no range, all layers that both sides have are taken: by their
-    number in the model where there are shards, otherwise both must have as many. A range on one
-    side goes with all layers of the other, if their numbers agree.
-
-    Args:
-        as_bytes: whether tensors are paired whatever layouts and shards say; with no range,
-            tensor_num_per_layer only groups them then, and the last layer may be short.
-
-    Raises:
-        TypeError: ext_param, a range or tensor_num_per_layer of another type.
-        LLMException: LLM_PARAM_INVALID for a step other than 1, an empty range, layers that a
-            cache does not have, ranges of unequal length or of other layers of the model,
-            tensor_num_per_layer outside [1, num_tensors], not dividing the number of tensors, or
-            not what the layout says.
+    `as_bytes` pairs tensors whatever layouts and shards say. Without a range, the last layer may
+    then be short. Anything invalid is LLM_PARAM_INVALID; a wrong type is a TypeError.
     """
     if type(ext_param) is not KvCacheExtParam:
         check_type("layers", ext_param, KvCacheExtParam)
@@ -55,7 +46,7 @@ def pair_views(
     dst_layers = None if dst_given is None else _layers("dst_layer_range", dst_given)
     ranged = src_layers is not None or dst_layers is not None
     per_layer = _views_per_layer(src, dst, given, split, as_bytes, ranged)
-    num_src, num_dst = (it.num_views(split) if split else it.num_tensors for it in (src, dst))
+    num_src, num_dst = (side.num_views(split) if split else side.num_tensors for side in (src, dst))
     known = src.data_type is not None is not dst.data_type
     sharded = known and not as_bytes and (has_layers(src) or has_layers(dst))
     if not ranged and not sharded:
@@ -91,30 +82,30 @@ def _views_per_layer(
     as_bytes: bool,
     ranged: bool,
 ) -> int:
-    """How many views are one layer, on both sides."""
-    said = {}
-    for name, it in () if as_bytes else (("src", src), ("dst", dst)):
-        kv = it.extent("kv") if "kv" in split else 1
-        tensors = it.said_tensors_per_layer(name, None if given is None or kv > 1 else given)
+    """Return the number of views of one layer, which both sides share."""
+    known = {}
+    for name, side in () if as_bytes else (("src", src), ("dst", dst)):
+        kv = side.extent("kv") if "kv" in split else 1
+        tensors = side.known_tensors_per_layer(name, None if given is None or kv > 1 else given)
         if tensors is not None:
-            said[name] = tensors * kv
-    if len(said) == 2 and said["src"] != said["dst"]:
+            known[name] = tensors * kv
+    if len(known) == 2 and known["src"] != known["dst"]:
         raise invalid(
-            f"a layer is {said['src']} of K and V at src, {src}, and {said['dst']} at dst, {dst}"
+            f"a layer is {known['src']} of K and V at src, {src}, and {known['dst']} at dst, {dst}"
         )
-    if len(said) == 1 and given is None:
+    if len(known) == 1 and given is None:
         _check_not_latents(src, dst)
-    if said:
-        per_layer = next(iter(said.values()))
+    if known:
+        per_layer = next(iter(known.values()))
     elif given is not None:
         per_layer = given
     elif ranged:
-        # A cache of one tensor has one layer, which a range can name.
+        # A cache of one tensor has one layer, so that a range can name it.
         per_layer = min(DEFAULT_TENSORS_PER_LAYER, max(src.num_tensors, dst.num_tensors))
     else:
         per_layer = min(src.usual_tensors_per_layer, dst.usual_tensors_per_layer)
-    for name, it in (("src", src), ("dst", dst)):
-        most = it.num_views(split) if split else it.num_tensors
+    for name, side in (("src", src), ("dst", dst)):
+        most = side.num_views(split) if split else side.num_tensors
         if not 1 <= per_layer <= min(most, MAX_TENSORS_PER_LAYER):
             raise invalid(
                 f"tensor_num_per_layer={per_layer} is out of range "
@@ -129,12 +120,13 @@ def _views_per_layer(
 
 
 def _check_not_latents(src: Side, dst: Side) -> None:
-    """Refuse latents (MLA), a tensor a layer, with one head's keys and values, perhaps two."""
-    for it, other in ((src, dst), (dst, src)):
-        own, theirs = (() if side.layout is None else side.layout.axes for side in (it, other))
+    """Refuse latents (one tensor a layer) with keys and values of one head (up to two)."""
+    for side, other in ((src, dst), (dst, src)):
+        own = () if side.layout is None else side.layout.axes
+        theirs = () if other.layout is None else other.layout.axes
         latents = bool(own) and "head" not in own and "kv" not in own and "state" not in own
         apart = "head" in theirs and "kv" not in theirs
-        if latents and apart and not has_layers(it) and not has_layers(other):
+        if latents and apart and not has_layers(side) and not has_layers(other):
             raise invalid(
                 f"src and dst differ in axis head: src is {src}; dst is {dst}. Keys and values of "
                 "one head have two tensors a layer, latents one: give both caches one layout, or "
@@ -145,13 +137,13 @@ def _check_not_latents(src: Side, dst: Side) -> None:
 def _in_model(
     src: Side, dst: Side, src_range: range, dst_range: range, src_given: bool, dst_given: bool
 ) -> tuple[range, range]:
-    """Cut local layers of both sides to those that are the same in the model."""
+    """Cut local layers of both sides to those that both have in the model."""
     (of_src, src_total), (of_dst, dst_total) = (
-        _model_layers(it, local) for it, local in ((src, src_range), (dst, dst_range))
+        _model_layers(side, local) for side, local in ((src, src_range), (dst, dst_range))
     )
-    # With a range, what is not said by a shard is not known.
-    said = has_layers(src) and has_layers(dst)
-    if src_total != dst_total and (said or not (src_given or dst_given)):
+    # With a range, only shards determine the numbers.
+    both_known = has_layers(src) and has_layers(dst)
+    if src_total != dst_total and (both_known or not (src_given or dst_given)):
         raise invalid(
             f"src and dst differ in axis layer, how many the model has: src is {src}, of "
             f"{src_total}; dst is {dst}, of {dst_total}"
@@ -193,7 +185,7 @@ def _in_common(a: Layers, b: Layers) -> Layers:
 
 
 def _model_layers(side: Side, local: range) -> tuple[Layers, int | None]:
-    """The numbers in the model of a cache's layers `local`, and how many the model has."""
+    """Return the model's numbers of a cache's layers `local`, and how many layers the model has."""
     shard = side.shard
     if shard is None or shard.layers is None:
         return local, local.stop
@@ -208,7 +200,7 @@ def source_tensors(src: Side, ext_param: KvCacheExtParam) -> range:
 
 
 def _layers(name: str, given: LayerRange) -> range | None:
-    """The half-open range that `given` means, or None for all layers."""
+    """Return the half-open range that `given` means, or None for all layers."""
     match given:
         case range():
             if given.step != 1:
@@ -226,7 +218,7 @@ def _layers(name: str, given: LayerRange) -> range | None:
 def _checked(
     name: str, layers: range | None, cache: Side, num_layers: int, per_layer: int
 ) -> range:
-    """The local layers that are meant, of those that `cache` has."""
+    """Return the selected local layers; refuse layers that `cache` does not have."""
     if layers is None:
         return range(num_layers)
     if not layers or layers.start < 0 or layers.stop > num_layers:

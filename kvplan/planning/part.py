@@ -131,7 +131,7 @@ class Part:
         reinterpret: True if rows of different meaning are copied as bytes, as the caller asked.
         tables: the rows of the request in its order, for texts.
         name: the caller's name of the transfer, one of several; empty if there is only one.
-        source: the position of `src` among the sources of a gather; None if this is no gather.
+        source: the position of `src` among the sources of a gather; None without a gather.
 
     Equality ignores `tables`, `name`, `source` and the names of caches.
     """

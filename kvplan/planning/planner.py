@@ -1,4 +1,4 @@
-"""From a `Transfer` of cache descriptions to a plan."""
+"""Planning functions: a `Transfer` of cache descriptions in, a plan out."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from kvplan.types import Cache, CacheDesc, Placement, RemoteCache
 from kvplan.validation import check_mapping, check_type, mismatch, shown
 
 Local: TypeAlias = Literal["src", "dst", "both"]
-"""Which side of a transfer is this process's: of a push, a pull and a copy."""
+"""The side of this process: of a push, a pull and a copy."""
 
 _DESCRIBED = (CacheDesc, Cache, RemoteCache, Side)
 VERBS: Final = {"dst": "pull", "src": "push", "both": "copy"}
-"""What a transfer is called, by the side that is this process's."""
+"""The verb of a transfer, by the side of this process."""
 
 
 def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = False) -> Plan:
-    """Plan a transfer from descriptions of its caches, with no engine: nothing can move.
+    """Plan a transfer from descriptions of its caches. No engine is needed and no byte moves.
 
     Args:
         transfer: what to move; the caches of its rows are `CacheDesc`, `Cache` or `RemoteCache`.
-        local: the side that is this process's: "dst" plans a pull, "src" a push, "both" a copy.
-            None: the side that is not a `RemoteCache`, or both.
-        by_layer: whether each layer is to move by itself, as `LlmDataDist.layered` moves it.
+        local: the side of this process: "dst" plans a pull, "src" a push, "both" a copy. None: the
+            side that is not a `RemoteCache`, or both.
+        by_layer: True if each layer is to move by itself, as `LlmDataDist.layered` moves it.
 
     Raises:
         TypeError: a field of another type.
         ValueError: a number outside int64.
         LLMException: LLM_PARAM_INVALID: a block, slot, token, byte or layer out of range; tables of
-            unequal length or not of one request; a destination block named twice; a copy inside
-            one cache that reads what it writes; caches that cannot match, or of which no source
-            has a layer or head that dst needs; no transfer, or a bad name of one.
+            unequal length, or of different requests; a destination block named twice; a copy inside
+            one cache that reads what it writes; caches that cannot match; a layer or head that dst
+            needs and no source has; no transfer, or an invalid name.
     """
     if local is not None and local not in ("src", "dst", "both"):
         raise invalid(f"local={shown(local)} must be 'src', 'dst', 'both' or None")
@@ -54,13 +54,13 @@ def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = 
     ]
     verbs = {part.local: part.label for part in parts}
     if len(verbs) > 1:
-        said = ", ".join(f"{shown(label)} is a {VERBS[side]}" for side, label in verbs.items())
-        raise invalid(f"transfer: {said}; one transfer has one direction")
+        listed = ", ".join(f"{shown(label)} is a {VERBS[side]}" for side, label in verbs.items())
+        raise invalid(f"transfer: {listed}; one transfer has one direction")
     return Plan.made(*parts)
 
 
 def _plan_one(name: str, transfer: Transfer, local: Local | None, by_layer: bool) -> list[Part]:
-    """Plan one transfer: one part, or of a gather one for each source that gives something."""
+    """Return the parts of one transfer: one, or one for each contributing source of a gather."""
     src, dst = transfer.src, transfer.dst
     try:
         target = _described("dst", dst)
@@ -81,7 +81,7 @@ def _plan_one(name: str, transfer: Transfer, local: Local | None, by_layer: bool
 
 
 def _local_of(source: Described, target: Described, local: Local | None) -> Local:
-    """Return which side is this process's, as given or by which one is a `RemoteCache`."""
+    """Return the side of this process, as given or derived from which cache is a `RemoteCache`."""
     from_peer, to_peer = (isinstance(cache, RemoteCache) for cache in (source, target))
     if from_peer and to_peer:
         raise invalid("src and dst are both remote; one must be of this process")
@@ -100,7 +100,7 @@ def plan_pair(
     *,
     by_layer: bool = False,
 ) -> Part:
-    """Plan rows of one cache to rows of another; the rows are those of `transfer`.
+    """Plan rows of one cache to rows of another; `transfer` has the rows.
 
     Raises:
         TypeError, ValueError, LLMException: as `plan`.
@@ -155,7 +155,7 @@ def _plan_blocks(
 
 
 def of_part(name: str, error: LLMException | TypeError) -> LLMException | TypeError:
-    """Return an error that says which of several transfers is refused."""
+    """Return `error` with the name of the refused transfer before its message."""
     if not name:
         return error
     text = f"part {name}: {error.args[0]}"
@@ -165,15 +165,15 @@ def of_part(name: str, error: LLMException | TypeError) -> LLMException | TypeEr
 
 
 def check_transfers(transfers: Mapping[str, object], kinds: tuple[type, ...] = (Transfer,)) -> None:
-    """Refuse a mapping that is empty, or that does not name transfers.
+    """Refuse a mapping that is empty, or that does not map names to transfers.
 
     Args:
         transfers: by name.
-        kinds: of transfers that are allowed.
+        kinds: allowed classes of transfers.
 
     Raises:
-        TypeError: a name that is not text, or a value that is no `Transfer`.
-        LLMException: LLM_PARAM_INVALID: no transfer, or a bad name of one.
+        TypeError: a name that is not a str, or a value of another class.
+        LLMException: LLM_PARAM_INVALID: no transfer, or an invalid name.
     """
     if not transfers:
         raise invalid("transfer is empty; it must name at least one Transfer")
@@ -189,8 +189,8 @@ def check_sources(sources: object) -> None:
     """Refuse a gather whose sources are not a sequence of `Rows`.
 
     Raises:
-        TypeError: it is none.
-        LLMException: LLM_PARAM_INVALID: it is empty.
+        TypeError: not a sequence of `Rows`.
+        LLMException: LLM_PARAM_INVALID: an empty sequence.
     """
     if isinstance(sources, str | bytes) or not isinstance(sources, Sequence):
         raise TypeError(f"src={shown(sources)} must be Rows, or a sequence of Rows")
@@ -221,7 +221,7 @@ def _placement(cache: Described) -> Placement:
 
 
 def _is_one_cache(source: Described, target: Described) -> bool:
-    """Whether both surely are one cache: two that are described alike need not be."""
+    """Whether both are certainly one cache; equal descriptions do not prove it."""
     return is_same_cache(source, target) and not isinstance(source, CacheDesc | RemoteCache)
 
 

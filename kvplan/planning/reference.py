@@ -1,4 +1,4 @@
-"""The oracle: what a plan means, executed by NumPy, one segment at a time."""
+"""The oracle: a plan, executed by NumPy one segment at a time."""
 
 from __future__ import annotations
 
@@ -15,32 +15,39 @@ from kvplan.validation import check_type
 
 
 def execute(plan: Plan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]) -> None:
-    """Copy what `plan` says from `src` to `dst`: one C-contiguous array for each tensor.
+    """Copy what `plan` describes from `src` to `dst`: one C-contiguous array for each tensor.
 
-    Of several parts the arrays of each, one part after another. An error is raised before a
-    byte is copied.
+    The arrays of several parts follow each other. Errors are raised before the first byte is
+    copied.
+
+    Args:
+        plan: the plan to execute.
+        src, dst: the arrays of both sides.
 
     Raises:
         TypeError: an element that is not a NumPy array.
-        LLMException: LLM_PARAM_INVALID if the arrays do not fit the plan's sides (number, bytes,
+        LLMException: LLM_PARAM_INVALID: arrays that do not fit the plan's sides (number, bytes,
             contiguity, writability).
     """
     placed = [*check_type("plan", plan, Plan).placed()]
     for name, arrays in (("src", src), ("dst", dst)):
-        needed = sum(getattr(it.part, name).num_tensors for it in placed)
+        needed = sum(getattr(placed_part.part, name).num_tensors for placed_part in placed)
         if len(arrays) != needed:
             raise invalid(f"{name} has {len(arrays)} arrays; the plan needs {needed}")
-    for copy in [_copying(it.part, src[it.src_tensor :], dst[it.dst_tensor :]) for it in placed]:
+    for copy in [
+        _copying(placed_part.part, src[placed_part.src_tensor :], dst[placed_part.dst_tensor :])
+        for placed_part in placed
+    ]:
         copy()
 
 
 def _copying(
     part: Part, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]
 ) -> Callable[[], None]:
-    """Check what one part is to be executed with; returns what copies."""
+    """Check the arrays of one part; return the function that copies."""
     src_bytes = _as_bytes("src", src, part.src.num_tensors, part.src.tensor_nbytes)
     dst_bytes = _as_bytes("dst", dst, part.dst.num_tensors, part.dst.tensor_nbytes)
-    pairs = [*zip(*(_located(part, it) for it in ("src", "dst")), strict=True)]
+    pairs = [*zip(*(_located(part, name) for name in ("src", "dst")), strict=True)]
     for _, (tensor, _) in pairs:
         if not dst_bytes[tensor].flags.writeable:
             raise invalid(f"dst[{tensor}] is read-only")
@@ -56,7 +63,7 @@ def _copying(
 
 
 def _located(part: Part, name: str) -> list[tuple[int, int]]:
-    """The tensor of each view of a side, and the byte of it where the view begins."""
+    """Return the tensor of each view of a side, and the byte of it where the view begins."""
     side, views = getattr(part, name), getattr(part, f"{name}_tensors")
     if not part.split:
         return [(tensor, 0) for tensor in views]

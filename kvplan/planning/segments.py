@@ -1,4 +1,4 @@
-"""Segments: slices merged where they are adjacent on both sides."""
+"""Segments: slices, merged if they are adjacent on both sides."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvplan.validation import UINT64_MAX, check_width, shown
 Column = NDArray[np.uint64]
 
 _ROW = Struct("=3Q")
-_assign = object.__setattr__  # past the guard of a frozen table
+_assign = object.__setattr__  # bypasses the guard of a frozen table
 
 
 class Coalesce(StrEnum):
-    """How slices become segments; what is copied is the same with each."""
+    """How slices become segments. The copied bytes are the same."""
 
     NONE = "none"
     CALLER_ORDER = "caller"
@@ -33,10 +33,10 @@ DEFAULT_COALESCE = Coalesce.SORTED
 
 
 class Repeat(NamedTuple):
-    """How segments repeat: segment i `counts[i]` times, each so many bytes after the one before.
+    """How segments repeat: segment i occurs `counts[i]` times, at a fixed stride.
 
     Attributes:
-        counts: for each segment, how often it is there.
+        counts: for each segment, the number of its occurrences.
         src_stride: bytes at the source from one to the next.
         dst_stride: the same at the destination.
     """
@@ -47,22 +47,22 @@ class Repeat(NamedTuple):
 
 
 MAX_REPEATS = 2
-"""Levels of repeats: those of the tokens and heads of a block, where they lie apart."""
+"""Maximum levels of repeats: the tokens and the heads of a block."""
 
 
 class Segments:
-    """A frozen table of (src offset, dst offset, nbytes), shared by every tensor pair of a plan.
+    """A frozen table of (src offset, dst offset, nbytes), shared by every tensor pair of a part.
 
     Each column is a read-only, contiguous uint64 array of shape (n,), in bytes relative to the
-    address of the tensor. Columns, not rows: that is what lowering adds a base address to.
+    address of the tensor. Lowering adds a base address to whole columns.
 
-    A segment is one run of bytes, or, where there are `repeats` (outermost first), as many runs as
-    their counts multiply to.
+    A segment is one run of bytes, or, if there are `repeats` (outermost first), as many runs as the
+    product of their counts.
 
     Raises:
         TypeError: a column that does not hold integers.
         ValueError: an entry outside uint64, columns that are not flat and of one length, more than
-            two levels of repeats, or one that is no three of counts and strides.
+            two levels of repeats, or a level that is not (counts, src_stride, dst_stride).
     """
 
     __slots__ = ("_num_runs", "dst_offsets", "nbytes", "repeats", "src_offsets")
@@ -90,10 +90,16 @@ class Segments:
             )
         levels = []
         for level, (counts, *strides) in enumerate(repeats):
-            src, dst = (check_width(f"repeats[{level}]", it, 0, UINT64_MAX) for it in strides)
+            src, dst = (
+                check_width(f"repeats[{level}]", stride, 0, UINT64_MAX) for stride in strides
+            )
             levels.append(Repeat(_column(f"repeats[{level}]", counts), src, dst))
         if (
-            len(lengths := {len(column) for column in (*columns, *(it.counts for it in levels))})
+            len(
+                lengths := {
+                    len(column) for column in (*columns, *(repeat.counts for repeat in levels))
+                }
+            )
             > 1
         ):
             raise ValueError(f"columns of {sorted(lengths)} entries must be of one length")
@@ -112,15 +118,17 @@ class Segments:
         *,
         merged: bool = False,
     ) -> Segments:
-        """Take over columns that have no other holder, without copying them.
+        """Take over columns that have no other owner, without copying them.
 
         Args:
-            merged: whether neighbours that are adjacent on both sides become one; the bytes copied
-                stay the same. Those that repeat stay apart.
+            src, dst, nbytes: the columns.
+            repeats: levels of repeats, outermost first.
+            merged: True if neighbours that are adjacent on both sides become one. The copied bytes
+                stay the same. Segments with repeats are not merged.
         """
         if merged and not repeats and len(src) > 1:
-            # The law of merging: a segment continues where both sides continue.
-            # Where it does at one of them, it does at both if they stay as far apart.
+            # A segment continues if both sides continue. If one side does, the other does, too,
+            # as long as the distance between them stays the same.
             apart = dst - src
             adjacent = apart[1:] == apart[:-1]
             if np.count_nonzero(adjacent):
@@ -146,13 +154,13 @@ class Segments:
 
     @classmethod
     def single(cls, src_offset: int, dst_offset: int, nbytes: int) -> Segments:
-        """One segment; its columns lie in one piece of memory, which is read-only."""
+        """Return a table of one segment, whose columns share one read-only piece of memory."""
         row = np.frombuffer(_ROW.pack(src_offset, dst_offset, nbytes), np.uint64)
         return cls.adopt(row[0:1], row[1:2], row[2:3])
 
     @staticmethod
     def columns() -> tuple[str, str, str]:
-        """Names of the columns, in order."""
+        """Return the names of the columns, in order."""
         return ("src_offsets", "dst_offsets", "nbytes")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -168,13 +176,13 @@ class Segments:
 
     @property
     def num_runs(self) -> int:
-        """Runs of bytes that the segments are, repeats counted: descriptors of a tensor pair."""
+        """Number of runs, repeats counted: descriptors of a tensor pair."""
         if self._num_runs < 0:
             _assign(self, "_num_runs", int(self.runs().sum()))
         return self._num_runs
 
     def runs(self) -> Column:
-        """How many runs each segment is: uint64 (n,)."""
+        """Return the number of runs of each segment: uint64 (n,)."""
         runs = np.ones(len(self), np.uint64)
         for repeat in self.repeats:
             runs = runs * repeat.counts
@@ -186,7 +194,7 @@ class Segments:
         return int((self.nbytes * self.runs()).sum() if self.repeats else self.nbytes.sum())
 
     def ends(self) -> tuple[Column, Column]:
-        """One past the last byte of each segment, at src and at dst."""
+        """Return one past the last byte of each segment, at src and at dst."""
         src, dst = self.src_offsets + self.nbytes, self.dst_offsets + self.nbytes
         one = np.uint64(1)
         for counts, src_stride, dst_stride in self.repeats:
@@ -195,11 +203,11 @@ class Segments:
         return src, dst
 
     def expanded(self) -> Segments:
-        """The same runs as a table without repeats, in the order of their descriptors."""
+        """Return the same runs as a table without repeats, in the order of their descriptors."""
         if not self.repeats:
             return self
         src, dst, nbytes = self.src_offsets, self.dst_offsets, self.nbytes
-        counts = [it.counts for it in self.repeats]
+        counts = [repeat.counts for repeat in self.repeats]
         for level, repeat in enumerate(self.repeats):
             times = counts[level].astype(np.int64)
             step = np.arange(int(times.sum())) - np.repeat(np.cumsum(times) - times, times)
@@ -207,11 +215,11 @@ class Segments:
             src = np.repeat(src, times) + step * np.uint64(repeat.src_stride)
             dst = np.repeat(dst, times) + step * np.uint64(repeat.dst_stride)
             nbytes = np.repeat(nbytes, times)
-            counts = [np.repeat(it, times) for it in counts]
+            counts = [np.repeat(column, times) for column in counts]
         return Segments.adopt(src, dst, nbytes)
 
     def runs_at(self, indices: NDArray[np.int64]) -> tuple[Column, Column, Column]:
-        """Some of the runs, by their positions among all: src offsets, dst offsets, nbytes."""
+        """Return runs by their positions among all: src offsets, dst offsets, nbytes."""
         if not self.repeats:
             return self.src_offsets[indices], self.dst_offsets[indices], self.nbytes[indices]
         before = np.cumsum(self.runs()).astype(np.int64)
@@ -229,7 +237,10 @@ class Segments:
         if not isinstance(other, Segments):
             return NotImplemented
         return (
-            all(np.array_equal(getattr(self, it), getattr(other, it)) for it in self.columns())
+            all(
+                np.array_equal(getattr(self, column), getattr(other, column))
+                for column in self.columns()
+            )
             and len(self.repeats) == len(other.repeats)
             and all(
                 a[1:] == b[1:] and np.array_equal(a.counts, b.counts)
@@ -241,7 +252,7 @@ class Segments:
         return hash(tuple(part.tobytes() for part in self.parts()))
 
     def parts(self) -> Iterator[Column]:
-        """Everything in it, column by column, for digests."""
+        """Yield all columns, counts and strides, for digests."""
         for name in self.columns():
             yield getattr(self, name)
         for counts, *strides in self.repeats:
@@ -257,12 +268,12 @@ class Segments:
 
 
 def _column(name: str, values: ArrayLike) -> Column:
-    """A copy of `values` as a column: a cast alone would wrap -1 and cut 1.5."""
+    """Return a copy of `values` as a column. A cast would wrap -1 and truncate 1.5."""
     given = np.asarray(values)
     if given.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, not of shape {given.shape}")
     if given.size and given.dtype.kind not in "iu":
-        given = np.array(values, dtype=object)  # ints that NumPy took for floats are exact again
+        given = np.array(values, dtype=object)  # keeps ints exact that NumPy converted to floats
         if not all(type(value) is int for value in given):
             raise TypeError(f"{name}={shown(values)} must hold int only")
     if given.size and not 0 <= int(given.min()) <= int(given.max()) <= UINT64_MAX:

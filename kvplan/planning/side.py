@@ -1,4 +1,4 @@
-"""One side of a plan: a cache as it lies in memory, without saying where."""
+"""One side of a plan: how a cache lies in memory and which tokens it holds, without addresses."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _NO_PERIOD: Final = 2**62
 
 
 class Spread(NamedTuple):
-    """The tokens that a cache holds: from `first` on, the first `size` of every `period`."""
+    """The tokens of a request that a cache holds: `size` of every `period`, from `first` on."""
 
     first: int
     size: int
     period: int
 
     def owns(self, tokens: Tokens) -> NDArray[np.bool_]:
-        """Return whether each of these tokens is held."""
+        """Return, for each of these tokens, whether the cache holds it."""
         beyond = tokens - self.first
         own: NDArray[np.bool_] = (beyond >= 0) & (beyond % self.period < self.size)
         return own
@@ -50,12 +50,12 @@ class Spread(NamedTuple):
         return periods * self.size + min(rest, self.size)
 
     def token(self, place: int) -> int:
-        """Return the token at a place; far beyond any request, where there is none."""
+        """Return the token at a place; a number beyond any request if the place has none."""
         chunk, inside = divmod(place, self.size)
         return self.first + chunk * self.period + inside
 
     def tokens(self, places: Tokens) -> Tokens:
-        """Return the tokens at these places, each of which has one."""
+        """Return the tokens at these places, each of which must have one."""
         if self is ALL_TOKENS:
             return places
         chunk, inside = np.divmod(places, self.size)
@@ -63,7 +63,7 @@ class Spread(NamedTuple):
         return found
 
     def places(self, tokens: Tokens) -> Tokens:
-        """Return the places of these tokens, each of which is held."""
+        """Return the places of these tokens, each of which must be held."""
         if self is ALL_TOKENS:
             return tokens
         chunk, inside = np.divmod(tokens - self.first, self.period)
@@ -75,7 +75,7 @@ ALL_TOKENS: Final = Spread(0, 1, 1)
 
 
 def spread_of(shard: Shard | None) -> Spread:
-    """Return which tokens of a request a cache of this shard holds; None: all."""
+    """Return the tokens of a request that a cache of this shard holds; all of them for None."""
     tokens = None if shard is None else shard.tokens
     if tokens is None:
         return ALL_TOKENS
@@ -89,16 +89,16 @@ class Side:
     """A cache as the plan sees it: `num_tensors` tensors of `count` rows, `stride` bytes apart.
 
     Attributes:
-        num_tensors: how many tensors there are.
+        num_tensors: number of tensors.
         count: rows of a tensor.
         stride: bytes of a row.
         placement: where the tensors are.
-        paged: whether rows are blocks; slots if not.
-        data_type, shape: of a tensor, as it lies in memory; None and (): not known, rows are opaque
-            bytes (a plan of schema 1, a peer's bare addresses).
-        layout: what the dimensions are; None: not known.
-        label: the name of a layout that is not known, only compared (`kvplan.layout.OPAQUE`).
-        shard: which part of the model's cache it is; None: all of it, or not known.
+        paged: True if rows are blocks, False if they are slots.
+        data_type, shape: of a tensor in memory. None and (): unknown, rows are opaque bytes (a
+            peer's bare addresses).
+        layout: the names of the dimensions; None: unknown.
+        label: the name of an unknown layout, which is only compared (`kvplan.layout.OPAQUE`).
+        shard: the part of the model's cache; None: all of it, or unknown.
     """
 
     num_tensors: int
@@ -112,11 +112,11 @@ class Side:
     label: str | None = None
     shard: Shard | None = None
     name: str = field(default="", compare=False)
-    """Its name in texts; not part of what the plan does."""
+    """The cache's name in texts; not compared."""
     way: str = field(default="", compare=False)
-    """For a peer's: how it is reached from here, for texts. A plan that is read back has none."""
+    """The transport to a peer's cache, for texts; empty in a plan that was read."""
     cache_id: int = field(default=-1, compare=False)
-    """In the engine that has it, for recordings; -1: not known, as of a plan that is read back."""
+    """The cache's id in its engine, for recordings; -1: unknown, as in a plan that was read."""
 
     @cached_property
     def tensor_nbytes(self) -> int:
@@ -132,15 +132,15 @@ class Side:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Dimensions of a row, and before it those that are not rows."""
+        """Dimensions of a row, preceded by those outside of the rows."""
         at = 0 if self.layout is None else self.layout.row_axis
         return self.shape[:at] + self.shape[at + 1 :]
 
     @cached_property
     def meaning(self) -> tuple[object, ...]:
-        """Everything that says what a row means: two sides where it is equal are copied as bytes.
+        """Everything that defines the meaning of a row; rows of equal meaning are copied as bytes.
 
-        Empty: nothing is known.
+        Empty if nothing is known.
         """
         if self.data_type is None:
             return ()
@@ -148,7 +148,7 @@ class Side:
 
     @cached_property
     def spread(self) -> Spread:
-        """Which tokens of a request the cache holds."""
+        """The tokens of a request that the cache holds."""
         return spread_of(self.shard)
 
     @property
@@ -158,19 +158,19 @@ class Side:
 
     @cached_property
     def rows_are_whole(self) -> bool:
-        """Whether the bytes of a row lie together: no axis of the model is outside of the rows."""
+        """Whether a row is contiguous: no axis of the model is outside of the rows."""
         return self.layout is None or math.prod(self.shape[: self.layout.row_axis]) == 1
 
     def rows(self, offset: int, nbytes: int) -> tuple[int, int]:
-        """First and last row that `nbytes` bytes from `offset` on lie in."""
-        period = self.count * self.stride  # after which an axis outside of the rows begins again
+        """Return first and last row of `nbytes` bytes from `offset` on."""
+        period = self.count * self.stride  # an axis outside of the rows repeats after it
         return offset % period // self.stride, (offset + nbytes - 1) % period // self.stride
 
     def rows_of(self, offsets: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the rows that ranges of a tensor lie in, each once, ascending."""
+        """Return the rows that ranges of a tensor touch, each once, ascending."""
         stride, count = self.stride, self.count
         first = offsets.astype(np.int64) // stride
-        # An axis outside of the rows repeats them: a range of all rows has them all.
+        # An axis outside of the rows repeats them: no range has more than all rows.
         lengths = np.minimum(
             (offsets + nbytes - np.uint64(1)).astype(np.int64) // stride - first + 1, count
         )
@@ -178,57 +178,57 @@ class Side:
         return np.unique((np.repeat(first, lengths) + inside) % count)
 
     def extent(self, axis: str) -> int:
-        """How many there are along an axis; 1 where the layout does not have it."""
+        """Return the length of an axis; 1 if the layout does not have it."""
         layout = self.layout
         return self.shape[layout.axes.index(axis)] if layout and axis in layout.axes else 1
 
     def stride_of(self, axis: str) -> int:
-        """Bytes from one to the next along an axis; 0 where the layout does not have it."""
+        """Return the bytes from one element of an axis to the next; 0 without the axis."""
         layout, data_type = self.layout, self.data_type
         if layout is None or data_type is None or axis not in layout.axes:
             return 0
         return math.prod(self.shape[layout.axes.index(axis) + 1 :]) * data_type.bits // 8
 
-    def said_tensors_per_layer(self, name: str, given: int | None) -> int | None:
-        """Tensors of one layer, where the layout or the shard say it.
+    def known_tensors_per_layer(self, name: str, given: int | None) -> int | None:
+        """Return how many tensors are one layer, if the layout or the shard determines it.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: they say another number than was given.
+            LLMException: LLM_PARAM_INVALID: `given` is another number.
         """
         layout, shard = self.layout, self.shard
         if shard is not None and shard.layers is not None:
-            said = max(self.num_tensors * self.extent("layer") // len(shard.layers), 1)
+            known = max(self.num_tensors * self.extent("layer") // len(shard.layers), 1)
         elif layout is None or ("head" in layout.axes and "kv" not in layout.axes):
             return None  # keys and values may have tensors of their own
         else:
-            said = 1
-        if given not in (None, said):
+            known = 1
+        if given not in (None, known):
             raise invalid(
-                f"tensor_num_per_layer={given} must be None or {said}, as the {name} cache says: "
+                f"tensor_num_per_layer={given} must be None or {known}, as the {name} cache says: "
                 f"{self.num_tensors} tensors of {self}"
             )
-        return said
+        return known
 
     def numbered_layers(self, split: tuple[str, ...], per_layer: int) -> Layers | None:
-        """Return the model's numbers of the layers that `per_layer` views each make up.
+        """Return the model's numbers of the layers; None if `per_layer` views are not a layer.
 
-        None: the shard names no layers, or the views are grouped in another way than it says.
+        None also if the shard names no layers.
         """
         layers = None if self.shard is None else self.shard.layers
         if layers is None:
             return None
-        said = self.usual_tensors_per_layer * (self.extent("kv") if "kv" in split else 1)
-        return layers if said == per_layer else None
+        of_shard = self.usual_tensors_per_layer * (self.extent("kv") if "kv" in split else 1)
+        return layers if of_shard == per_layer else None
 
     @cached_property
     def usual_tensors_per_layer(self) -> int:
-        """Tensors of one layer where the caller gives no number and no layer range.
+        """Tensors of one layer if the caller gives no number and no layer range.
 
-        They only group the tensors then: 1 where 2 do not divide them.
+        The number only groups tensors then: it is 1 if 2 does not divide them.
         """
-        said = self.said_tensors_per_layer("", None)
-        if said is not None:
-            return said
+        known = self.known_tensors_per_layer("", None)
+        if known is not None:
+            return known
         return 1 if self.num_tensors % DEFAULT_TENSORS_PER_LAYER else DEFAULT_TENSORS_PER_LAYER
 
     @cached_property
@@ -239,12 +239,13 @@ class Side:
     def locate(
         self, views: range, split: tuple[str, ...], per_layer: int
     ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-        """The tensor of each view, and the byte of it where the view begins.
+        """Return the tensor of each view, and the byte of it where the view begins.
 
-        A view is what a plan pairs: a tensor, or, where the plan splits an axis that lies inside of
-        the tensors, one layer or the keys or values of it.
+        A view is what a plan pairs: a tensor, or, if the plan splits axes inside of the tensors,
+        one layer, or the keys or values of one layer.
 
         Args:
+            views: numbers of the views.
             split: the axes that are split, of "layer" and "kv".
             per_layer: views of one layer.
         """
@@ -257,7 +258,7 @@ class Side:
         return tensors, starts.astype(np.uint64)
 
     def num_views(self, split: tuple[str, ...]) -> int:
-        """How many views there are where the axes in `split` are split; see `locate`."""
+        """Return the number of views if the axes in `split` are split; see `locate`."""
         return self.num_tensors * math.prod(self.extent(axis) for axis in split)
 
     def __str__(self) -> str:
@@ -275,17 +276,19 @@ class Side:
 
 
 Described = CacheDesc | Cache | RemoteCache | Side
-"""Whatever describes a cache to the planner; addresses, if it has any, are not looked at. A Side is
-for those who plan with one cache again and again."""
+"""Descriptions of a cache for the planner, which ignores addresses.
+
+A `Side` saves work for callers that plan with one cache repeatedly.
+"""
 
 
 def side(argument: str, cache: Described, *, paged: bool) -> Side:
-    """Return the side for `cache`, read as paged (rows are blocks) or contiguous (slots).
+    """Return the side of `cache`, read as paged (rows are blocks) or contiguous (slots).
 
     Raises:
-        TypeError: `cache` is not a description; names `argument`.
-        LLMException: LLM_PARAM_INVALID for a side, or a remote cache whose key says so, of the
-            other kind: a paged cache read as slots would be copied in silence, and wrong.
+        TypeError: `cache` is not a description; the message names `argument`.
+        LLMException: LLM_PARAM_INVALID: a side of the other kind, or a remote cache whose key is of
+            the other kind. A paged cache read as slots would silently be copied wrong.
     """
     if isinstance(cache, Side):
         if cache.paged is not paged:
@@ -315,21 +318,21 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
 
 @lru_cache(maxsize=256)
 def _side_of(desc: CacheDesc, paged: bool) -> Side:
-    """The side of a bare description, kept: each plan asks it for the same things."""
+    """Return the side of a bare description; consecutive plans share it."""
     return _side(desc, paged, "", -1)
 
 
 def _side(desc: CacheDesc, paged: bool, name: str, cache_id: int) -> Side:
     layout = desc.layout
     found = Side.__new__(Side)
-    vars(found).update(  # past a constructor that sets each field through `object.__setattr__`
+    vars(found).update(  # faster than the constructor of a frozen dataclass
         num_tensors=desc.num_tensors,
         count=desc.batch_size,
         stride=desc.stride,
         paged=paged,
         placement=desc.placement,
         data_type=desc.data_type,
-        # Without a layout, what is before the rows is 1, and says nothing.
+        # Without a layout, dimensions before the rows have length 1.
         shape=desc.shape if layout is not None else desc.shape[desc.batch_dim_index :],
         layout=layout,
         label=desc.kv_tensor_format if layout is None else None,
@@ -342,7 +345,7 @@ def _side(desc: CacheDesc, paged: bool, name: str, cache_id: int) -> Side:
 
 
 def slot_index(argument: str, given: int | None, cache: Described, read_as: Side) -> int:
-    """Return the slot: `given`, or the one that the key of a remote cache names, or 0."""
+    """Return `given`, or the slot that the key of a remote cache names, or 0."""
     if given is not None and type(given) is not int:
         given = as_int(argument, given)
     slot = 0 if given is None else given
@@ -359,7 +362,7 @@ def slot_index(argument: str, given: int | None, cache: Described, read_as: Side
 
 
 def is_same_cache(a: Described, b: Described) -> bool:
-    """Whether both surely are one cache: one object, one cache id, or the same addresses."""
+    """Whether both are certainly one cache: one object, one cache id, or the same addresses."""
     if a is b:
         return True
     if not (isinstance(a, Cache) and isinstance(b, Cache)):

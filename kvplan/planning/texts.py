@@ -1,4 +1,4 @@
-"""How numbers are written for people."""
+"""Numbers, byte counts, rows and stretches as text."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Format = Literal["tree", "table"]
 """How `explain` writes a plan."""
 
 DEFAULT_LIMIT: Final = 16
-"""Rows of a list; of a longer one the first and the last, and between them what it comes to."""
+"""Rows of a list; a longer one shows its first and last rows around a summary."""
 
 WIDTH: Final = 118
-"""Columns of a line; that of a group is indented by two."""
+"""Columns of a line, without the indentation of a part."""
 
 MIN_SUMMARY: Final = 8
-"""The least limit with which the last rows of a longer list are shown, and what it comes to."""
+"""Minimum limit for showing the last rows and a summary of a longer list."""
 
 
 def nbytes_text(nbytes: int) -> str:
-    """`512 B`, `256 KiB`, `1.5 MiB`: whole KiB where they are whole, else one decimal."""
+    """`512 B`, `256 KiB`, `1.5 MiB`: no decimal for a whole number of KiB, otherwise one."""
     if nbytes < 1024:
         return f"{nbytes} B"
     value, unit = nbytes / 1024, "KiB"
@@ -37,13 +37,13 @@ def nbytes_text(nbytes: int) -> str:
 
 
 def span(rows: tuple[int, int]) -> str:
-    """`4-5` for rows 4 to 5, `9` for row 9 alone."""
+    """`4-5` for rows 4 to 5, `9` for row 9."""
     first, last = rows
     return str(first) if first == last else f"{first}-{last}"
 
 
 def place(rows: tuple[int, int], offset: int, stride: int) -> str:
-    """`9`, or `9+0x40` for bytes that begin 64 into row 9: the rows of a segment."""
+    """`9`, or `9+0x40` for bytes that begin 64 bytes into row 9."""
     inside = offset % stride
     return span(rows) + (f"+{inside:#x}" if inside else "")
 
@@ -60,9 +60,9 @@ def plural(count: int, word: str) -> str:
 
 
 def shown_rows(total: int, limit: int | None) -> tuple[int, int]:
-    """How many rows of a list are shown from its beginning, and how many from its end.
+    """Return how many rows of a list are shown at its beginning and at its end.
 
-    A list that is cut shows fewer than `limit`: what it comes to has a place too.
+    A list that is cut shows fewer than `limit`, to leave room for its summary.
     """
     if limit is None or total <= limit:
         return total, 0
@@ -70,7 +70,7 @@ def shown_rows(total: int, limit: int | None) -> tuple[int, int]:
 
 
 def fit(text: str, width: int = WIDTH, indent: str = "    ") -> list[str]:
-    """`text` in lines of at most `width` columns, those after the first indented."""
+    """Return `text` in lines of at most `width` columns; all but the first are indented."""
     if len(text) <= width:
         return [text]
     lead = text[: len(text) - len(text.lstrip())]
@@ -80,11 +80,11 @@ def fit(text: str, width: int = WIDTH, indent: str = "    ") -> list[str]:
 
 
 def spans_of(numbers: ArrayLike) -> list[Span]:
-    """First and last of each stretch of numbers of which each is the next."""
+    """Return first and last of each stretch of consecutive numbers."""
     found = np.asarray(numbers, np.int64)
     if not len(found):
         return []
-    # A span ends where the next row is not the next of the request.
+    # A stretch ends if the next number does not follow.
     ends = np.flatnonzero(np.diff(found) != 1)
     first = found[np.concatenate(([0], ends + 1))].tolist()
     last = found[np.concatenate((ends, [len(found) - 1]))].tolist()
@@ -97,10 +97,10 @@ def to_text(first: int, last: int) -> str:
 
 
 def spans_text(word: str, spans: list[Span]) -> str:
-    """`token 5`, `tokens 32..47`, or `tokens 16..31, 0..15` where they are not in order."""
+    """`token 5`, `tokens 32..47`, or `tokens 16..31, 0..15` for several stretches."""
     if not spans:
         return ""
     if len(spans) == 1 and spans[0][0] == spans[0][1]:
         return f"{word} {spans[0][0]}"
-    shown = ", ".join(to_text(*it) for it in spans[:3])
+    shown = ", ".join(to_text(*ends) for ends in spans[:3])
     return f"{word}s {shown}{', ...' if len(spans) > 3 else ''}"

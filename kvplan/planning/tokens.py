@@ -1,7 +1,7 @@
 """Tokens of a request: which of them the rows of each side hold, and in what runs they move.
 
-Tokens are counted in the whole request. A cache whose shard names tokens holds these only, one
-after another; the place of a token counts them.
+Tokens are counted in the whole request. A cache whose shard names tokens stores only these, one
+after another; a place counts the stored tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Mask: TypeAlias = NDArray[np.bool_]
 
 
 class BlockTables(NamedTuple):
-    """The rows of a request on both sides, in its order, and which of its tokens are moved.
+    """The rows of a request on both sides, in its order, and which of its tokens move.
 
     Attributes:
-        src, dst: block indices (slots: one).
-        src_token, dst_token: the first token that is moved, as each side counts the request.
-        num_tokens: how many are; None: rows are moved whole.
+        src, dst: block indices, or one slot.
+        src_token, dst_token: the first token that moves, as each side counts the request.
+        num_tokens: number of tokens that move; None: whole rows move.
     """
 
     src: Indices
@@ -38,11 +38,7 @@ class BlockTables(NamedTuple):
     def of_leases(
         self, source: Side, target: Side, src_blocks: object, dst_blocks: object
     ) -> BlockTables:
-        """Leave out blocks of leases that lie beyond what the other table can hold.
-
-        Args:
-            src_blocks, dst_blocks: the tables as given; those of leases are `RequestBlocks`.
-        """
+        """Drop blocks of leases (`RequestBlocks`) beyond what the other table can hold."""
         src, dst = self.src, self.dst
         src_size, dst_size = source.extent("token"), target.extent("token")
         if type(src_blocks) is RequestBlocks:
@@ -67,14 +63,14 @@ class BlockTables(NamedTuple):
 
 
 def room(side: Side, num_rows: int, skipped: int) -> int:
-    """Return how many tokens of a request after those skipped have room in so many rows."""
+    """Return how many tokens of a request, after those skipped, fit into this number of rows."""
     places = num_rows * side.extent("token")
     spread = side.spread
     return (places if spread is ALL_TOKENS else spread.token(places)) - skipped
 
 
 def fewest(side: Side, num_rows: int, skipped: int) -> int:
-    """Return how many tokens a request has at least, if it fills so many rows."""
+    """Return the minimum number of tokens of a request that fills this number of rows."""
     places = num_rows * side.extent("token")
     spread = side.spread
     if spread is ALL_TOKENS or not places:
@@ -85,16 +81,11 @@ def fewest(side: Side, num_rows: int, skipped: int) -> int:
 def token_runs(
     source: Side, target: Side, tables: BlockTables, wanted: Mask | None = None
 ) -> tuple[Indices, Indices, int | Indices]:
-    """Return the runs of tokens that lie in one row on both sides.
+    """Return the runs of tokens that lie in one row on both sides, of those in `wanted`.
 
-    Args:
-        wanted: the tokens to take; None: all that both sides hold.
-
-    Returns:
-        The byte offset of each run at src and at dst, and its tokens: one number if all have it.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: other numbers of tokens, or tokens beyond a table.
+    The result is the byte offset of each run at src and at dst, and its number of tokens: one
+    number if all runs have it. LLM_PARAM_INVALID: different numbers of tokens, or tokens beyond a
+    table.
     """
     assert source.layout is not None
     src_size, dst_size = source.extent("token"), target.extent("token")
@@ -110,9 +101,9 @@ def token_runs(
             f"num_tokens={num_tokens} and token offsets need an axis token; src is {source}"
         )
     sides = (source, len(tables.src), tables.src_token), (target, len(tables.dst), tables.dst_token)
-    has = [room(*it) for it in sides]
+    has = [room(*rows) for rows in sides]
     if num_tokens is None:
-        num_tokens = max(fewest(*it) for it in sides)  # further tokens are on neither side
+        num_tokens = max(fewest(*rows) for rows in sides)  # neither side holds further tokens
         if num_tokens > min(has):
             src_has, dst_has = (
                 count * side.extent("token") - (skipped if side.has_all_tokens else 0)
@@ -140,8 +131,10 @@ def token_runs(
             wanted,
         )
         tokens = _uniform(sizes)
-    elif not any(it % step for it in (src_size, dst_size, tables.src_token, tables.dst_token)):
-        # Each of the smaller rows is one run, in one of the larger.
+    elif not any(
+        offset % step for offset in (src_size, dst_size, tables.src_token, tables.dst_token)
+    ):
+        # Each of the smaller rows is one run, inside of a larger row.
         starts = np.arange(0, num_tokens, step, dtype=np.int64)
         tokens = step
         if num_tokens % step:
@@ -168,16 +161,16 @@ def token_runs(
 
 
 def _uniform(sizes: Indices) -> int | Indices:
-    """Return one number if all sizes are equal; 1 if there is none."""
+    """Return one number if all sizes are equal; 1 if there are none."""
     if not len(sizes):
         return 1
     return int(sizes[0]) if bool(np.all(sizes == sizes[0])) else sizes
 
 
 def _pieces(spread: Spread, size: int, skipped: int, num_tokens: int) -> tuple[Indices, Indices]:
-    """Return where pieces begin and end that are tokens of one row, one after another.
+    """Return where each piece of consecutive tokens in one row begins and ends.
 
-    They are counted from the first token that is moved on.
+    Positions are counted from the first token that moves.
     """
     first, last = spread.count(skipped), spread.count(skipped + num_tokens)
     edges = [np.array([first, last]), np.arange(first + -first % size, last, size)]
@@ -191,7 +184,7 @@ def _pieces(spread: Spread, size: int, skipped: int, num_tokens: int) -> tuple[I
 def _runs(
     src: tuple[Indices, Indices], dst: tuple[Indices, Indices], wanted: Mask | None
 ) -> tuple[Indices, Indices]:
-    """Return the first token and the number of tokens of what is in one piece on both sides."""
+    """Return first token and number of tokens of each stretch in one piece on both sides."""
     if not len(src[0]) or not len(dst[0]):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     edges = [*src, *dst]
@@ -209,28 +202,28 @@ def _runs(
 
 
 def _distinct(numbers: Indices) -> Indices:
-    """Return numbers in order, each once."""
+    """Return the numbers in order, each once."""
     ordered = np.sort(numbers)  # not np.unique, whose first call imports numpy.ma: 8 ms
     return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
 
 
 def _check_one_request(source: Side, target: Side, tables: BlockTables, num_tokens: int) -> None:
-    """Refuse tables that cannot be of one request, of which `num_tokens` are moved.
+    """Refuse tables that cannot belong to one request of which `num_tokens` move.
 
-    They hold as many tokens, or both end in the block that has the last token of the request; that
-    may come after those that are moved.
+    Both hold equally many tokens, or both end in the block with the last token of the request,
+    which may follow the tokens that move.
     """
     sides = (
         ("src", source, len(tables.src), tables.src_token),
         ("dst", target, len(tables.dst), tables.dst_token),
     )
-    # The request ends in the last block of each table, or after what is moved.
-    ends = [room(it, count - 1, skip) + 1 for _, it, count, skip in sides if count]
-    if max(num_tokens, *ends, 0) <= min(room(it, count, skip) for _, it, count, skip in sides):
+    # The request ends in the last block of each table, or after the tokens that move.
+    ends = [room(side, count - 1, skip) + 1 for _, side, count, skip in sides if count]
+    if max(num_tokens, *ends, 0) <= min(room(side, count, skip) for _, side, count, skip in sides):
         return
-    # Numbers of tokens, from the first of the request on, that fill both tables.
-    if max(fewest(it, count, 0) for _, it, count, _ in sides) <= min(
-        room(it, count, 0) for _, it, count, _ in sides
+    # Some number of tokens, from the first of the request on, fills both tables.
+    if max(fewest(side, count, 0) for _, side, count, _ in sides) <= min(
+        room(side, count, 0) for _, side, count, _ in sides
     ):
         return
     texts, needed = [], []

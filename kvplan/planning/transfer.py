@@ -39,12 +39,12 @@ else:
 class PeerTensors:
     """Memory of a peer by addresses that the peer itself gave, as destination of a push.
 
-    Each address must lie in a tensor of one cache that the peer offers. The address is row 0, and
-    there are as many rows as that tensor has room for behind it.
+    Each address must lie in a tensor of one cache that the peer offers. The address is row 0. The
+    rest of the tensor determines the number of rows.
 
     Args:
-        cluster_id: of the peer.
-        addresses: there, one for each tensor that is transferred, in order.
+        cluster_id: the peer.
+        addresses: addresses in the peer, one for each transferred tensor, in order.
         stride: bytes of a row (slot or block) there; None: those of the source.
 
     Raises:
@@ -66,7 +66,7 @@ class PeerTensors:
             raise invalid("addresses is empty; one for each tensor is needed")
         for position, address in enumerate(self.addresses):
             if check_width(f"addresses[{position}]", address, 0, UINT64_MAX) == 0:
-                raise invalid(f"addresses[{position}]=0 is no address of memory")
+                raise invalid(f"addresses[{position}]=0 is not an address of memory")
         if self.stride is not None and check_width("stride", self.stride, -(2**63), INT64_MAX) < 1:
             raise invalid(f"stride={self.stride} is out of range [1, {INT64_MAX}]")
 
@@ -78,18 +78,19 @@ AnyCache: TypeAlias = Described | AnyCacheKey | BlockLease | PeerTensors
 class Rows(msgspec.Struct, frozen=True):
     """Rows of one side of a transfer: blocks of a paged cache, or a slot of a contiguous one.
 
+    Values are checked when they are planned, not when they are made.
+
     Attributes:
         cache: what names the cache. Of this process: a `Cache`. Of a peer: a `CacheIndex`, a
             `CacheKey`, a `BlocksCacheKey`, a `BlockLease`, or, as destination only, `PeerTensors`.
-            For `kvplan.plan`, which knows no engine: a `CacheDesc`, a `Cache` or a `RemoteCache`.
+            For `kvplan.plan`, which has no engine: a `CacheDesc`, a `Cache` or a `RemoteCache`.
         blocks: the block table, in the order of the request: a list, an array, or a host tensor.
-            None: a slot of a contiguous cache, or all blocks that a lease names.
-        slot: of a contiguous cache. None: the one that the key or the lease names, otherwise 0.
-        first_token: tokens of the request to skip. The block table begins with token 0 of the
-            request, or with the first token that the `Shard` of the cache names.
+            None:
+            a slot of a contiguous cache, or all blocks of a lease.
+        slot: the slot of a contiguous cache. None: the slot that the key or the lease names, or 0.
+        first_token: number of the request's tokens to skip. The block table begins with token 0 of
+            the request, or with the first token that the `Shard` of the cache names.
         offset: bytes of the slot to skip.
-
-    Values are checked when they are planned, not when they are made.
     """
 
     cache: AnyCache
@@ -100,25 +101,25 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 class Transfer(msgspec.Struct, Generic[Source_co], frozen=True):
-    """What to move from one cache to another. Goes to `kvplan.plan` and to an engine's verbs.
+    """What to move from one cache to another: for `kvplan.plan` and an engine's verbs.
 
-    An engine pulls if `src` is a peer's, pushes if `dst` is, and copies if both are its own.
+    An engine pulls if `src` belongs to a peer, pushes if `dst` does, and copies if both are its
+    own. Values are checked when they are planned, not when they are made.
 
     Attributes:
-        src: the rows that are read. A sequence of `Rows` is a gather: caches that hold parts of
-            the model or of the request's tokens (see `Shard`), from which each byte of `dst` comes
-            exactly once.
-        dst: the rows that are written.
-        num_tokens: tokens to move, where the last block is not full or both sides have blocks of
-            unequal size, counted in the whole request. None: whole blocks, or the whole slot.
+        src: the rows to read. A sequence of `Rows` is a gather: caches that hold parts of the model
+            or of the request's tokens (see `Shard`), from which each byte of `dst` comes exactly
+            once.
+        dst: the rows to write.
+        num_tokens: tokens to move, counted in the whole request, if the last block is not full or
+            the block sizes differ. None: whole blocks, or the whole slot.
         nbytes: bytes of a slot to move. None: the whole slot, from its offset on.
-        layers: the layers that move. Default: all.
-        reinterpret: copy bytes as they are, whatever both caches say that the bytes mean.
+        layers: the layers to move, as a range of each side. Default: all.
+        reinterpret: True to copy bytes unchanged although the two caches give them different
+            meanings.
         coalesce: how slices become segments.
-        rank: of a gather: the place of the destination among those that pull the same request, to
-            spread load over replicas. None: derived from the heads that `dst` has.
-
-    Values are checked when they are planned, not when they are made.
+        rank: of a gather: the position of the destination among those that pull the same request,
+            to spread load over replicas. None: derived from the heads of `dst`.
     """
 
     src: Source_co
@@ -134,15 +135,15 @@ class Transfer(msgspec.Struct, Generic[Source_co], frozen=True):
 class Planned(msgspec.Struct, frozen=True):
     """A plan that was made before, with the caches to execute it between.
 
-    An engine executes the plan as it is if both caches still are what the plan says; the
-    difference is refused. Unlike a `Transfer`, it is nothing for `kvplan.plan`.
+    An engine executes the plan unchanged if both caches still match it, and otherwise refuses it
+    with the difference. `kvplan.plan` does not accept it.
 
     Attributes:
-        plan: what moves, a `Plan` of one part, such as `load_plan` returns. One of several moves
-            as a mapping, of each part its plan in `plan.by_part()`.
+        plan: a `Plan` of one part, such as `load_plan` returns. A plan of several parts moves as a
+            mapping of the plans in `plan.by_part()`.
         src, dst: what names the caches. Of this process: a `Cache`. Of a peer: a `CacheIndex`, a
-            `BlocksCacheKey`, a `BlockLease`, or, as source, a `CacheKey`. A name of a slot must be
-            of the slot that the plan moves, and a lease must have every block that it moves.
+            `BlocksCacheKey`, a `BlockLease`, or, as source, a `CacheKey`. A key of a slot must name
+            the slot that the plan moves; a lease must contain every block that it moves.
     """
 
     plan: Plan

@@ -1,6 +1,7 @@
-"""Recordings of engines: what was transferred, when, by which plan, and what became of it.
+"""Recordings of engines: what was transferred, when, by which plan, and with which outcome.
 
-`LlmDataDist.record` writes them, `read` reads them: see docs/how-to/recording.md.
+`LlmDataDist.record` writes recordings, `read` reads them: see docs/how-to/recording.md. Links,
+transports and the engine's own objects do not belong here.
 """
 
 from kvplan.recording.queries import select, who_wrote

@@ -1,4 +1,4 @@
-"""The files of a recording: one is written, and when it is full it becomes the newest old one."""
+"""The files of a recording: one is written; a full one becomes the newest of the old ones."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _LEAST_BYTES: Final = 64 << 10
 
 
 class RotatingFile:
-    """Files `path` (which is written), `path.1` (the one before) and so on.
+    """The files `path` (being written), `path.1` (the one before) and so on.
 
-    Where `path` is a recording of before, it becomes `path.1`. A lock of the file tells another
-    recorder that it is being written.
+    An existing recording at `path` becomes `path.1`. A lock on the file tells other recorders that
+    it is in use.
 
     Args:
-        path: of the file that is written.
-        head: given the number of a file, counted from 0, its first rows.
-        max_bytes: of a file; a row that is larger by itself is written all the same.
-        files: that are kept, at least 1.
+        path: the file to write.
+        head: returns the first rows of a file, given its number, from 0.
+        max_bytes: size of a file; a single larger row is still written.
+        files: number of files to keep, at least 1.
 
     Raises:
-        OSError: it cannot be made.
-        LLMException: LLM_PARAM_INVALID: another recorder writes it, or it is something else.
+        OSError: the file cannot be made.
+        LLMException: LLM_PARAM_INVALID: another recorder writes it, or it is not a recording.
     """
 
     def __init__(
@@ -60,14 +60,13 @@ class RotatingFile:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be written any more."""
+        """Whether the file is closed."""
         return self._fd < 0
 
     def write(self, rows: Sequence[bytes], *, compress: bool) -> None:
-        """Append encoded rows; into a new file where this one has no room.
+        """Append encoded rows, in a new file if this one has no room.
 
-        Raises:
-            OSError: the disk is full, say. What is not whole was cut off again.
+        An OSError leaves no partial row in the file.
         """
         batch: list[bytes] = []
         nbytes = 0
@@ -82,15 +81,15 @@ class RotatingFile:
         self._has_rows = True
 
     def close(self) -> None:
-        """Write no more; idempotent."""
+        """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            with suppress(OSError):  # a child that was just forked may have the file, too
+            with suppress(OSError):  # a forked child may share the file
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: close, and leave the lock to the parent, which has the same one."""
+        """Close in a forked child, and leave the lock to the parent, which shares it."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -101,17 +100,17 @@ class RotatingFile:
             while written < len(data):
                 written += os.write(self._fd, view[written:])
         except OSError:
-            # Readers do without: a row that is cut off counts for nothing.
+            # Readers also ignore a partial row.
             os.ftruncate(self._fd, self._nbytes)
             self.close()
             raise
         self._nbytes += written
 
     def _check_free(self) -> None:
-        """Keep a recording of before; refuse what is another's."""
+        """Rename an existing recording; refuse other files and those of another recorder."""
         path, *older = self._names()
-        for it in older:  # these will be renamed, and the oldest one removed
-            if (fd := _opened(it)) >= 0:
+        for old in older:  # these will be renamed, and the oldest one removed
+            if (fd := _opened(old)) >= 0:
                 os.close(fd)
         if (fd := _opened(path)) < 0:
             return
@@ -129,7 +128,7 @@ class RotatingFile:
         self._open()
 
     def _names(self) -> list[Path]:
-        return [self.path, *(Path(f"{self.path}.{it}") for it in range(1, self._files))]
+        return [self.path, *(Path(f"{self.path}.{number}") for number in range(1, self._files))]
 
     def _shift(self) -> None:
         """Rename each file to the next number; the oldest is removed."""
@@ -152,11 +151,7 @@ class RotatingFile:
 
 
 def _opened(path: Path) -> int:
-    """A recording, or a file that is empty; -1: there is none.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: it is something else: a device, say, or a text.
-    """
+    """Return a descriptor of a recording, or an empty file; -1: it does not exist."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -169,12 +164,12 @@ def _opened(path: Path) -> int:
         if not is_ours:
             os.close(fd)
     if not is_ours:
-        raise invalid(f"path={path} exists, and is no recording")
+        raise invalid(f"path={path} exists and is not a recording")
     return fd
 
 
 def _lock(fd: int) -> bool:
-    """Whether this process alone writes the file."""
+    """Return whether this process is the only writer of the file."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

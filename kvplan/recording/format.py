@@ -34,7 +34,7 @@ LENGTH: Final = Struct("<I")
 COMPRESSED: Final = 1 << 31
 _COMPRESS_FROM: Final = 1024  # bytes of a row; shorter ones gain little
 MAX_ROW: Final = 256 << 20
-"""Bytes of a row, as it is decoded."""
+"""Maximum bytes of a decoded row."""
 
 MAX_RATIO: Final = 32
 """Bytes of rows for each byte of a file. The writer reaches 15; zlib could reach 1000."""
@@ -46,13 +46,13 @@ HEADER, TEMPLATE, TRANSFER, EVENT, DROPPED, END = range(6)
 
 
 class HeaderRow(msgspec.Struct, frozen=True, array_like=True, tag=HEADER):
-    """Whose recording it is, and what its clock is.
+    """The origin of a recording, and the relation of its clock to wall time.
 
     Attributes:
-        recording: 8 bytes in hex, which the files of one recording share.
-        file: counts the files of the recording from 0.
-        wall, clock: seconds since the epoch, and of the clock of the rows (CLOCK_MONOTONIC), at one
-            moment.
+        recording: 8 bytes in hex that the files of one recording share.
+        file: the number of the file in the recording, from 0.
+        wall, clock: one moment, in seconds since the epoch and on the clock of the rows
+            (CLOCK_MONOTONIC).
     """
 
     recording: str
@@ -67,7 +67,7 @@ class HeaderRow(msgspec.Struct, frozen=True, array_like=True, tag=HEADER):
 
 
 class TemplateRow(msgspec.Struct, frozen=True, array_like=True, tag=TEMPLATE):
-    """What a part has besides block tables and segments; transfers name it by its number.
+    """The content of a part except block tables and segments; transfers refer to its number.
 
     Attributes:
         plan: the part as in `Plan.to_dict`, with the version of that schema, without segments,
@@ -82,9 +82,9 @@ class TemplateRow(msgspec.Struct, frozen=True, array_like=True, tag=TEMPLATE):
 
 
 class SegmentsRow(msgspec.Struct, frozen=True, array_like=True):
-    """Segments, and what else the tables do not say.
+    """Segments, and what else the block tables do not determine.
 
-    Columns are little-endian, 8 bytes each; of a single segment numbers.
+    Columns are little-endian, 8 bytes each. A single segment has numbers instead.
     """
 
     num_slices: int
@@ -103,8 +103,8 @@ class PartRow(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         src, dst: block tables, little-endian, 8 bytes each.
-        segments: None: whole rows are moved, each of `src` to that of `dst`; if `src` is a slot,
-            that is cut into rows of `dst`.
+        segments: None: whole rows move, each of `src` to that of `dst`; a slot is cut into rows of
+            dst.
     """
 
     label: str
@@ -115,7 +115,7 @@ class PartRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferRow(msgspec.Struct, frozen=True, array_like=True, tag=TRANSFER):
-    """A transfer that has ended; times are of the clock, in seconds."""
+    """A transfer that has ended. Times are on the clock of the rows, in seconds."""
 
     started: float
     seconds: float
@@ -131,11 +131,11 @@ class TransferRow(msgspec.Struct, frozen=True, array_like=True, tag=TRANSFER):
 
 
 Field = str | int | float | bool | list[int | str] | None
-"""What an event says of one thing."""
+"""A value in the fields of an event."""
 
 
 class EventRow(msgspec.Struct, frozen=True, array_like=True, tag=EVENT):
-    """What else an engine does: links, leases, caches."""
+    """Anything else that an engine does: links, leases, caches."""
 
     started: float
     seconds: float
@@ -146,14 +146,14 @@ class EventRow(msgspec.Struct, frozen=True, array_like=True, tag=EVENT):
 
 
 class DroppedRow(msgspec.Struct, frozen=True, array_like=True, tag=DROPPED):
-    """So many rows are missing here: they came faster than they could be written."""
+    """A gap: this number of rows came faster than they could be written."""
 
     at: float
     count: int
 
 
 class EndRow(msgspec.Struct, frozen=True, array_like=True, tag=END):
-    """The recording was ended here, and not cut off."""
+    """The recording was closed here, and not cut off."""
 
     at: float
 
@@ -165,11 +165,11 @@ decode: Final = msgspec.msgpack.Decoder(AnyRow).decode
 
 
 def framed(rows: Iterable[bytes], *, compress: bool = True) -> Iterator[bytes]:
-    """Each encoded row behind its length; long ones compressed."""
+    """Yield each encoded row after its length; long ones are compressed."""
     pack = LENGTH.pack
     for row in rows:
         if compress and len(row) >= _COMPRESS_FROM:
-            short = zlib.compress(row, 1)  # lets other threads run meanwhile
+            short = zlib.compress(row, 1)  # releases the GIL
             yield pack(len(short) | COMPRESSED) + short
         else:
             yield pack(len(row)) + row
@@ -190,15 +190,10 @@ class FoundRow(NamedTuple):
 
 
 def row_in(data: bytes | memoryview, offset: int, room: int = SPARE_ROOM) -> FoundRow | None:
-    """Return the row at `offset`; None: it is not whole (yet).
+    """Return the row at `offset`, or None if it is not complete (yet); ValueError: not a row.
 
-    Args:
-        data: bytes of a file.
-        offset: of the row.
-        room: bytes that the row may have besides `MAX_RATIO` for each of its bytes in the file.
-
-    Raises:
-        ValueError: there is something else.
+    `room` is the number of bytes that the row may have beyond `MAX_RATIO` for each of its bytes in
+    the file.
     """
     begin = offset + LENGTH.size
     if begin > len(data):
@@ -219,11 +214,11 @@ def row_in(data: bytes | memoryview, offset: int, room: int = SPARE_ROOM) -> Fou
                 raise ValueError(f"a compressed row of {end - begin} bytes has more than {most}")
         return FoundRow(decode(row), end, len(row))
     except (msgspec.MsgspecError, RecursionError, TypeError, zlib.error) as error:
-        raise ValueError(str(error)) from None  # TypeError: a key that none can be, of msgspec 0.19
+        raise ValueError(str(error)) from None  # TypeError: an unhashable key, in msgspec 0.19
 
 
 def template_of(part: Part) -> dict[str, Any]:
-    """What a `TemplateRow` has of a part."""
+    """Return the `plan` of the `TemplateRow` of a part."""
     bare = replace(part, segments=Segments.single(0, 0, 1), tables=None, name="", source=None)
     document = {"schema_version": SCHEMA_VERSION, **part_to_dict(bare)}
     for name in ("segments", "num_slices", "tables"):
@@ -232,25 +227,26 @@ def template_of(part: Part) -> dict[str, Any]:
 
 
 def segments_of(part: Part) -> tuple[object, ...]:
-    """A `SegmentsRow` of a part, as it is encoded."""
+    """Return the fields of the `SegmentsRow` of a part."""
     segments, tables = part.segments, part.tables
     if tables is None and len(segments.nbytes) == 1 and not segments.repeats:
         src, dst, nbytes = segments.src_offsets, segments.dst_offsets, segments.nbytes
         return part.num_slices, src.item(), dst.item(), nbytes.item()
-    columns = [getattr(segments, it).tobytes() for it in Segments.columns()]
-    repeats = [(it.counts.tobytes(), it.src_stride, it.dst_stride) for it in segments.repeats]
+    columns = [getattr(segments, column).tobytes() for column in Segments.columns()]
+    repeats = [
+        (repeat.counts.tobytes(), repeat.src_stride, repeat.dst_stride)
+        for repeat in segments.repeats
+    ]
     rest = (False, 0, 0, None) if tables is None else (True, *tables[2:])
     return (part.num_slices, *columns, repeats, *rest)
 
 
 def plan_of(templates: dict[int, TemplateRow], rows: Iterable[PartRow]) -> Plan | None:
-    """The plan of a transfer; None: it had none.
+    """Return the plan of a transfer, or None if it had none.
 
-    Raises:
-        LLMException: LLM_PARAM_INVALID: what is recorded is no plan.
-        KeyError: a template is missing.
+    LLM_PARAM_INVALID: the rows are not a plan. KeyError: a template is missing.
     """
-    parts = [_part(templates[it.template], it) for it in rows]
+    parts = [_part(templates[row.template], row) for row in rows]
     return Plan(parts) if parts else None
 
 
@@ -269,21 +265,25 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
         num_slices, columns, repeats = len(rows_of(row.dst)), segments, []
     else:
         num_slices = found.num_slices
-        columns = [_column(it) for it in (found.src_offsets, found.dst_offsets, found.nbytes)]
-        repeats = [[_column(it[0]).tolist(), *it[1:]] for it in found.repeats]
+        columns = [
+            _column(column) for column in (found.src_offsets, found.dst_offsets, found.nbytes)
+        ]
+        repeats = [[_column(repeat[0]).tolist(), *repeat[1:]] for repeat in found.repeats]
         if tables is not None and found.has_tables:
-            tables |= {it: getattr(found, it) for it in ("src_token", "dst_token", "num_tokens")}
+            tables |= {
+                field: getattr(found, field) for field in ("src_token", "dst_token", "num_tokens")
+            }
         else:
             tables = None
-    named = zip(Segments.columns(), (it.tolist() for it in columns), strict=True)
+    named = zip(Segments.columns(), (column.tolist() for column in columns), strict=True)
     part = part_from_dict(
         document
         | {"segments": dict(named) | {"repeats": repeats}}
         | {"num_slices": num_slices, "tables": tables}
     )
     src, dst = (
-        replace(it, way=way, cache_id=cache_id)
-        for it, way, cache_id in zip(
+        replace(side, way=way, cache_id=cache_id)
+        for side, way, cache_id in zip(
             (part.src, part.dst), template.ways, template.cache_ids, strict=True
         )
     )
@@ -292,8 +292,8 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
 
 
 def _by_rows(document: dict[str, Any], row: PartRow) -> list[NDArray[np.uint64]]:
-    """The segments of a plan that moves whole rows: each its own, then merged as the plan says."""
-    with np.errstate(all="ignore"):  # of a damaged one; its plan is refused then
+    """Return the segments of a part that moves whole rows, merged as the part says."""
+    with np.errstate(all="ignore"):  # the plan of a damaged row is refused later
         return _row_segments(document, rows_of(row.src), rows_of(row.dst))
 
 
@@ -320,18 +320,18 @@ def _row_segments(
         nbytes.astype(np.uint64),
         merged=how != "none",
     )
-    return [getattr(merged, it) for it in Segments.columns()]
+    return [getattr(merged, column) for column in Segments.columns()]
 
 
 def rows_of(table: bytes) -> NDArray[np.int64]:
-    """A block table as it was recorded."""
+    """Return a block table as it was recorded."""
     _check(table)
     return np.frombuffer(table, "<i8").astype(np.int64)
 
 
 def _column(data: bytes | int) -> NDArray[np.uint64]:
     if isinstance(data, int):
-        if not 0 <= data < 2**64:  # NumPy 1 would take the rest of the division
+        if not 0 <= data < 2**64:  # NumPy 1 would wrap around
             raise invalid(f"a column of {data}, which is not in [0, 2**64), is damaged")
         return np.array([data], np.uint64)
     _check(data)

@@ -1,4 +1,4 @@
-"""What is asked of recordings: transfers by tag, peer, time; and who wrote a block."""
+"""Queries over recordings: transfers by tag, peer and time, and the writers of a block."""
 
 from __future__ import annotations
 
@@ -40,72 +40,75 @@ def select(
     until: float | None = None,
     failed: bool = False,
 ) -> Iterator[AnyRecord]:
-    """The records that are all of this.
+    """Yield the records that meet all of these conditions.
 
     Args:
-        tag: of the transfer, or the lease; one that ends in `*` is a prefix.
-        cluster: of the peer.
-        operation: such as "pull_blocks"; also "pull", for all that pull.
-        since, until: begun in this time, in seconds since the epoch.
-        failed: only what failed.
+        records: the records to filter.
+        tag: tag of the transfer or the lease; a tag that ends in `*` is a prefix.
+        cluster: cluster id of the peer.
+        operation: such as "pull_blocks"; or a verb such as "pull".
+        since, until: limits of the beginning, in seconds since the epoch.
+        failed: True to yield only failures.
     """
-    for it in records:
-        if not isinstance(it, TransferRecord | Event):
+    for record in records:
+        if not isinstance(record, TransferRecord | Event):
             continue
-        its_tag, peer, verb = _names_of(it)
+        its_tag, peer, verb = _names_of(record)
         if tag is not None and not _matches(its_tag, tag):
             continue
         if cluster is not None and peer != cluster:
             continue
-        if operation is not None and operation not in (it.operation, verb):
+        if operation is not None and operation not in (record.operation, verb):
             continue
-        if (since is not None and it.time < since) or (until is not None and it.time > until):
+        if (since is not None and record.time < since) or (
+            until is not None and record.time > until
+        ):
             continue
-        if failed and not it.failed:
+        if failed and not record.failed:
             continue
-        yield it
+        yield record
 
 
 def who_wrote(
     recording: Recording, cache: int, block: int, others: Sequence[Recording] = ()
 ) -> list[Write]:
-    """Every transfer that wrote a block of a cache of the engine that is recorded, oldest first.
+    """Return every transfer that wrote a block of a cache of the recorded engine, oldest first.
 
-    Transfers that failed are among them: they may have written it in part. What peers have pushed
-    their recordings say.
+    Failed transfers are included, because they may have written a part of it. Pushes of peers are
+    in the recordings of these peers.
 
     Args:
-        recording: of the engine that has the cache.
-        cache: its id.
-        block: of it; of a contiguous cache the slot.
-        others: recordings of its peers.
+        recording: of the engine that owns the cache.
+        cache: id of the cache.
+        block: a block of it, or the slot of a contiguous cache.
+        others: recordings of peers.
 
     Raises:
-        TypeError, ValueError: no ids.
+        TypeError, ValueError: not an id.
         LLMException: LLM_PARAM_INVALID: a recording is damaged.
     """
     check_width("cache", cache, 0, INT64_MAX)
     check_width("block", block, 0, INT64_MAX)
     here = recording.header.cluster_id
     found: list[Write] = []
-    for it in recording.transfers:
-        if it.verb != PUSHES:
-            source = it.peer if it.verb == "pull" else None
-            found += _writes(it, cache, block, source)
+    for transfer in recording.transfers:
+        if transfer.verb != PUSHES:
+            source = transfer.peer if transfer.verb == "pull" else None
+            found += _writes(transfer, cache, block, source)
     for other in others:
         if check_type("others", other, Recording).header.cluster_id == here:
             raise invalid(f"others: {other!r} is of cluster {here} too, which no peer is")
-        for it in other.transfers:
-            if it.verb == PUSHES and it.peer == here:
-                found += _writes(it, cache, block, it.cluster_id)
-    return sorted(found, key=lambda it: it.transfer.time + it.transfer.seconds)
+        for transfer in other.transfers:
+            if transfer.verb == PUSHES and transfer.peer == here:
+                found += _writes(transfer, cache, block, transfer.cluster_id)
+    return sorted(found, key=lambda write: write.transfer.time + write.transfer.seconds)
 
 
 def rows_written(part: Part, block: int) -> tuple[tuple[int, ...], bool] | None:
-    """The source rows of what is written to a row, and whether not all of it is; None: nothing."""
+    """Return the source rows of a written row, and whether only a part is written, or None."""
     runs = part.segments.expanded()
     src, dst, nbytes = (
-        it.astype(np.int64) for it in (runs.src_offsets, runs.dst_offsets, runs.nbytes)
+        column.astype(np.int64) for column in (runs.src_offsets, runs.dst_offsets, runs.nbytes)
     )
     stride = part.dst.stride
     # A tensor may have an axis outside of its rows: they begin again after a period.
@@ -132,15 +135,15 @@ def rows_written(part: Part, block: int) -> tuple[tuple[int, ...], bool] | None:
 
 
 def _rows_of(side: Side, offset: int, nbytes: int) -> Iterator[int]:
-    """The rows that a run of bytes lies in."""
+    """Return the rows that a run of bytes touches."""
     first, last = offset // side.stride, (offset + nbytes - 1) // side.stride
-    return (it % side.count for it in range(first, min(last, first + side.count - 1) + 1))
+    return (row % side.count for row in range(first, min(last, first + side.count - 1) + 1))
 
 
 def _writes(
     transfer: TransferRecord, cache: int, block: int, source: int | None
 ) -> Iterator[Write]:
-    """What a transfer wrote of a block: of each part."""
+    """Yield what each part of a transfer wrote of a block."""
     caches = transfer.caches
     if not transfer.may_write(cache, block):
         return
@@ -150,11 +153,11 @@ def _writes(
             yield Write(transfer, part.label, source, src_cache, *written)
 
 
-def _names_of(it: TransferRecord | Event) -> tuple[str, object, str]:
-    """The tag, the peer and the verb of a row; of an event, as far as it is about one."""
-    if isinstance(it, TransferRecord):
-        return it.tag, it.peer, it.verb
-    return str(it.fields.get("tag", "")), it.fields.get("peer"), ""
+def _names_of(record: TransferRecord | Event) -> tuple[str, object, str]:
+    """Return tag, peer and verb of a row; an event may lack them."""
+    if isinstance(record, TransferRecord):
+        return record.tag, record.peer, record.verb
+    return str(record.fields.get("tag", "")), record.fields.get("peer"), ""
 
 
 def _matches(tag: str, wanted: str) -> bool:

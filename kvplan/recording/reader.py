@@ -1,4 +1,4 @@
-"""Recordings, read: also of a file that is still written, through rotations."""
+"""Reads recordings, also while they are written and across rotations."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _MAX_FILES: Final = 1000
 
 
 def read(path: str | os.PathLike[str]) -> Recording:
-    """Read a recording, with the older files of it that are there (`path.1` and so on).
+    """Read a recording, with its older files that still exist (`path.1` and so on).
 
-    A last row that is not whole, of a process that was killed or writes it now, is left out.
+    An incomplete last row, of a process that was killed or is still writing, is left out.
 
     Raises:
         OSError: the file cannot be read.
-        LLMException: LLM_PARAM_INVALID: it is not a regular file, or no recording, or is damaged.
+        LLMException: LLM_PARAM_INVALID: not a regular file, not a recording, or damaged.
     """
     reader = Reader(path)
     try:
@@ -48,11 +48,11 @@ def read(path: str | os.PathLike[str]) -> Recording:
 
 
 def follow(path: str | os.PathLike[str], idle: Callable[[], bool]) -> Iterator[AnyRecord]:
-    """The rows of a recording, then those that are being written, through rotations.
+    """Yield the rows of a recording, then those that are being written, across rotations.
 
     Args:
-        path: of the file that is written.
-        idle: called when there is no new row; it may wait. False ends.
+        path: the file that is written.
+        idle: called if there is no new row; it may wait. False ends the iteration.
 
     Raises:
         OSError, LLMException: as `read`.
@@ -69,11 +69,7 @@ def follow(path: str | os.PathLike[str], idle: Callable[[], bool]) -> Iterator[A
 
 
 class Reader:
-    """Reads the files of a recording one after another, as far as they are written.
-
-    Raises:
-        OSError, LLMException: as `read`.
-    """
+    """Reads the files of a recording one after another, as far as they are written."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -87,9 +83,9 @@ class Reader:
         self._room = SPARE_ROOM
         first = _header_in(self.path)
         older = [
-            it
-            for it in reversed(_rotated(self.path))
-            if (head := _header_or_none(it)) is not None and head.recording == first.recording
+            path
+            for path in reversed(_rotated(self.path))
+            if (head := _header_or_none(path)) is not None and head.recording == first.recording
         ]
         self._older = older
         self._open(older.pop(0) if older else self.path)
@@ -99,16 +95,16 @@ class Reader:
         self.header = found
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def new(self) -> list[AnyRecord]:
-        """The rows that were written since the last call."""
+        """Return the rows that were written since the last call."""
         rows: list[AnyRecord] = []
         while True:
-            # Before it is read: what was there when it was renamed is whole.
+            # Before reading: a file is complete when it is renamed.
             later = self._later()
             self._take(rows)
             if later is None:
@@ -127,12 +123,12 @@ class Reader:
         self._data, self._next = b"", 0
 
     def _later(self) -> tuple[int, HeaderRow] | None:
-        """The next file of the recording, if this one was rotated."""
+        """Open the next file of the recording, if this one was rotated."""
         assert self._row is not None
         found: tuple[int, HeaderRow] | None = None
-        for it in (self.path, *_rotated(self.path)):
+        for path in (self.path, *_rotated(self.path)):
             try:
-                fd = open_regular(it)
+                fd = open_regular(path)
             except FileNotFoundError:
                 continue
             head = _header_of(fd)
@@ -165,7 +161,7 @@ class Reader:
         )  # fmt: skip
 
     def _take(self, rows: list[AnyRecord]) -> None:
-        """Read what is there of the file that is open."""
+        """Read the available rows of the open file."""
         while True:
             chunk = os.read(self._fd, _CHUNK)
             self._data = self._data[self._next :] + chunk
@@ -180,7 +176,7 @@ class Reader:
                     ) from None
                 if found is None:
                     break
-                # Of the whole file: many rows do not take more than one.
+                # One room for the whole file, not for each row.
                 self._room += MAX_RATIO * (found.end - self._next) - found.nbytes
                 self._next = found.end
                 if (record := self._record(found.row)) is not None:
@@ -220,7 +216,7 @@ class Reader:
                 row.operation,
                 _status(row.status),
                 row.error,
-                {name: _finite(it) for name, it in row.fields.items()},
+                {name: _finite(value) for name, value in row.fields.items()},
             )
         if isinstance(row, TemplateRow):
             self._templates[row.number] = row
@@ -236,18 +232,18 @@ class Reader:
 
 
 def _finite(value: Field) -> Field:
-    """As it is, but what JSON has no number for as text."""
+    """Return a value, or its text if JSON has no number for it."""
     return value if not isinstance(value, float) or isfinite(value) else str(value)
 
 
 def _rotated(path: Path) -> list[Path]:
-    """Older files, the newest first."""
+    """Return older files, newest first."""
     found = []
     for number in range(1, _MAX_FILES):
-        it = Path(f"{path}.{number}")
-        if not it.exists():
+        older = Path(f"{path}.{number}")
+        if not older.exists():
             break
-        found.append(it)
+        found.append(older)
     return found
 
 
@@ -259,7 +255,7 @@ def _header_in(path: Path) -> HeaderRow:
             begin = os.pread(fd, len(MAGIC), 0)
             if MAGIC.startswith(begin):
                 raise invalid(f"{path} has no row yet: nothing is recorded")
-            raise invalid(f"{path} is no recording of kvplan: it begins with {begin!r}")
+            raise invalid(f"{path} is not a recording of kvplan: it begins with {begin!r}")
         return found
     finally:
         os.close(fd)
@@ -273,7 +269,7 @@ def _header_or_none(path: Path) -> HeaderRow | None:
 
 
 def _header_of(fd: int) -> HeaderRow | None:
-    """The first row of a file; None: it is no recording, or not written yet."""
+    """Return the first row of a file; None: not a recording, or not written yet."""
     data = os.pread(fd, 4096, 0)
     if not data.startswith(MAGIC):
         return None
@@ -288,5 +284,5 @@ def _header_of(fd: int) -> HeaderRow | None:
 def _status(code: int) -> LLMStatusCode:
     try:
         return LLMStatusCode(code)
-    except ValueError:  # of another version
+    except ValueError:  # a recording of another version
         return LLMStatusCode.LLM_FAILED

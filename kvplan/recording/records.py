@@ -1,4 +1,4 @@
-"""What a recording has, as typed values."""
+"""The records of a recording, as typed values."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ PUSHES: Final = "push"
 
 @dataclass(frozen=True)
 class Header:
-    """Whose recording it is.
+    """The origin of a recording.
 
     Attributes:
-        recording: 16 hexadecimal digits, which all files of one recording share.
-        file: counts the files of a recording from 0.
-        version: of kvplan, which has written it.
-        host, pid: of the process.
-        cluster_id, role: of the engine.
-        started: of this file, in seconds since the epoch.
+        recording: 16 hexadecimal digits that all files of one recording share.
+        file: the number of the file in the recording, from 0.
+        version: the version of kvplan that wrote it.
+        host, pid: the process.
+        cluster_id, role: the engine.
+        started: the beginning of this file, in seconds since the epoch.
     """
 
     recording: str
@@ -41,23 +41,22 @@ class Header:
 
 @dataclass(frozen=True)
 class TransferRecord:
-    """A transfer that has ended, well or not.
+    """A transfer that has ended, successfully or not.
 
     Attributes:
-        number: counts the rows of the recording that was read, from 0.
-        time: when it began, in seconds since the epoch.
-        seconds: how long it took.
+        number: position among the rows of the recording as read, from 0.
+        time: the beginning, in seconds since the epoch.
+        seconds: the duration.
         operation: the call, such as "pull_blocks".
-        cluster_id: of the engine that is recorded.
-        peer: its cluster id; None: inside of the process.
-        cache_id: of the cache of this process that takes part; the source, where both do; -1: none
-            was found.
-        tag: as the caller gave it.
-        leases: ids of the peer's leases by which it moved.
-        status: how it ended.
-        error: why it failed; empty: it did not.
-        nbytes: bytes that have arrived; of one that failed 0, however far it came.
-        parts: what each part of `plan` is made of.
+        cluster_id: the recorded engine.
+        peer: the peer's cluster id; None: inside of the process.
+        cache_id: the cache of this process, the source if both are; -1: none was found.
+        tag: the caller's tag.
+        leases: ids of the peer's leases that were used.
+        status: the outcome.
+        error: why it failed; empty on success.
+        nbytes: bytes that have arrived; 0 if the transfer failed.
+        parts: the recorded parts of `plan`.
     """
 
     number: int
@@ -77,18 +76,18 @@ class TransferRecord:
 
     @property
     def failed(self) -> bool:
-        """Whether it has failed: a cancelled one has not."""
+        """Whether the transfer failed; a cancelled one did not."""
         return self.status.is_failure
 
     @property
     def verb(self) -> str:
-        """Which way its bytes go: pull, push, copy or swap; gathers pull."""
+        """The direction: pull, push, copy or swap; gathers pull."""
         verb = self.operation.partition("_")[0]
         return "pull" if verb == "gather" else verb
 
     @cached_property
     def plan(self) -> Plan | None:
-        """The plan that was executed, equal to it; None: it failed before there was one.
+        """A plan equal to the executed one; None: the transfer failed before planning.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: the recording is damaged.
@@ -104,42 +103,42 @@ class TransferRecord:
 
     @property
     def blocks(self) -> int:
-        """Rows of the destination's block tables; 0: none was used."""
-        return sum(len(it.dst) // 8 for it in self.parts)
+        """Rows of the destination's block tables; 0 without block tables."""
+        return sum(len(part.dst) // 8 for part in self.parts)
 
     def may_write(self, cache: int, row: int) -> bool:
-        """Whether its destination may be this row of this cache, as far as is known without plans.
+        """Whether the transfer may have written this row of this cache, judged without its plan.
 
         Args:
-            cache: its id, in the engine of the destination.
+            cache: id of the cache in the engine of the destination.
             row: a block or slot of it.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: the recording is damaged.
         """
         return any(
-            dst == cache and (not it.dst or row in rows_of(it.dst))
-            for it, (_, dst) in zip(self.parts, self.caches, strict=True)
+            dst == cache and (not part.dst or row in rows_of(part.dst))
+            for part, (_, dst) in zip(self.parts, self.caches, strict=True)
         )
 
     @property
     def caches(self) -> list[tuple[int, int]]:
         """Ids of the source and the destination cache of each part, each in its own engine."""
-        known = (self._templates.get(it.template) for it in self.parts)
-        return [(-1, -1) if it is None else it.cache_ids for it in known]
+        known = (self._templates.get(part.template) for part in self.parts)
+        return [(-1, -1) if template is None else template.cache_ids for template in known]
 
 
 @dataclass(frozen=True)
 class Write:
-    """A transfer that wrote a block, or a slot, or was to.
+    """A transfer that wrote a block or a slot, or was to write it.
 
     Attributes:
-        transfer: which; its cluster_id says who ran it.
-        label: of the part of the transfer; empty: the only one.
+        transfer: the transfer; its `cluster_id` tells which engine ran it.
+        label: the label of its part; empty if there is only one.
         source: the cluster that the bytes came from; None: this process.
-        src_cache: the cache that they came from, in that cluster; -1: not known.
-        src_rows: the blocks (or slot) that they came from, in the order of the destination's bytes.
-        partial: whether only a part of the block was written, of all tensors of the cache.
+        src_cache: the id of the source cache in that cluster; -1: unknown.
+        src_rows: the source blocks (or slot), in the order of the destination's bytes.
+        partial: True if only a part of the block was written, over all tensors of the cache.
     """
 
     transfer: TransferRecord
@@ -151,32 +150,32 @@ class Write:
 
     def __str__(self) -> str:
         """`#7 pull_blocks of request 3: from block 9 of cache 1 of cluster 2`."""
-        it = self.transfer
+        transfer = self.transfer
         rows = ", ".join(map(str, self.src_rows[:8])) + (" ..." if len(self.src_rows) > 8 else "")
         cache = "a cache" if self.src_cache < 0 else f"cache {self.src_cache}"
         source = "of this engine" if self.source is None else f"of cluster {self.source}"
         word = "block" if len(self.src_rows) == 1 else "blocks"
-        # Who has pushed into a cache was its peer: this is of the engine that has the cache.
-        by = f", run by cluster {it.cluster_id}" if it.verb == PUSHES else ""
+        # A push was run by a peer of the engine that owns the cache.
+        by = f", run by cluster {transfer.cluster_id}" if transfer.verb == PUSHES else ""
         label = f", part {self.label}" if self.label else ""
-        tag = f" of {it.tag}" if it.tag else ""
+        tag = f" of {transfer.tag}" if transfer.tag else ""
         part = ", a part of it" if self.partial else ""
-        how = "failed" if it.failed else "was cancelled"
-        failed = f"; {how}, and may have written it: {it.error}" if it.error else ""
+        how = "failed" if transfer.failed else "was cancelled"
+        failed = f"; {how}, and may have written it: {transfer.error}" if transfer.error else ""
         return (
-            f"#{it.number} {it.operation}{tag}: from {word} {rows} of {cache} {source}{label}{part}"
-            f"{by}{failed}"
+            f"#{transfer.number} {transfer.operation}{tag}: from {word} {rows} of {cache} {source}"
+            f"{label}{part}{by}{failed}"
         )
 
 
 @dataclass(frozen=True)
 class Event:
-    """What else an engine has done: links, leases, caches.
+    """Anything else that an engine did: links, leases, caches.
 
     Attributes:
         number, time, seconds, status, error: as of a transfer.
         operation: such as "link_state", "lease", "release", "unregister_cache".
-        fields: what it was about, by name.
+        fields: the arguments, by name.
     """
 
     number: int
@@ -189,17 +188,17 @@ class Event:
 
     @property
     def failed(self) -> bool:
-        """Whether it has failed: a cancelled one has not."""
+        """Whether the operation failed; a cancelled one did not."""
         return self.status.is_failure
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """Rows are missing here.
+    """A gap in the recording.
 
     Attributes:
         number, time: as of a transfer.
-        count: how many; None: a file of the recording is missing.
+        count: number of missing rows; None: a file of the recording is missing.
     """
 
     number: int
@@ -211,12 +210,13 @@ AnyRecord = TransferRecord | Event | Dropped
 
 
 class Recording:
-    """The rows of a recording, as they were read.
+    """The rows of a recording.
 
     Attributes:
-        header: of its first file that is there.
-        rows: all of them, in the order in which they were written: when a transfer has ended.
-        complete: whether it was ended, and not cut off or still written.
+        path: the file.
+        header: of the first file that exists.
+        rows: all rows in the order in which they were written, at the end of each transfer.
+        complete: True if the recording was closed; False if it was cut off or is still written.
     """
 
     def __init__(self, path: Path, header: Header, rows: list[AnyRecord], complete: bool) -> None:
@@ -234,23 +234,23 @@ class Recording:
     @property
     def transfers(self) -> list[TransferRecord]:
         """The transfers among the rows."""
-        return [it for it in self.rows if isinstance(it, TransferRecord)]
+        return [row for row in self.rows if isinstance(row, TransferRecord)]
 
     @property
     def events(self) -> list[Event]:
-        """What else was done."""
-        return [it for it in self.rows if isinstance(it, Event)]
+        """The events among the rows."""
+        return [row for row in self.rows if isinstance(row, Event)]
 
     def who_wrote(self, cache: int, block: int, others: Sequence[Recording] = ()) -> list[Write]:
-        """Every transfer that wrote a block of a cache of this engine: see `who_wrote`."""
-        from kvplan.recording.queries import who_wrote  # it takes recordings: not at the top
+        """Return every transfer that wrote a block of a cache of this engine: see `who_wrote`."""
+        from kvplan.recording.queries import who_wrote  # it imports this module
 
         return who_wrote(self, cache, block, others)
 
     @property
     def dropped(self) -> int:
-        """How many rows are known to be missing."""
-        return sum(it.count or 0 for it in self.rows if isinstance(it, Dropped))
+        """Number of rows that are known to be missing."""
+        return sum(row.count or 0 for row in self.rows if isinstance(row, Dropped))
 
     def __repr__(self) -> str:
         head = self.header

@@ -1,4 +1,4 @@
-"""The recorder of one engine: its calls append rows to a queue, and a thread writes them."""
+"""The recorder of one engine: calls append rows to a queue, and a thread writes them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
 
 MAX_QUEUED: Final = 32 << 20  # bytes of rows that wait to be written
-_INTERVAL_S: Final = 0.05  # for which rows are gathered
-_CLOSING_S: Final = 10.0  # a disk that does not answer holds nobody up for longer
-_MAX_KNOWN: Final = 4096  # pairs of sides that are found without a look at them
-_FEW_TEMPLATES: Final = 64  # whose bytes need not be counted
+_INTERVAL_S: Final = 0.05  # rows of this time are written together
+_CLOSING_S: Final = 10.0  # limit for a disk that does not answer
+_MAX_KNOWN: Final = 4096  # pairs of sides found by their identity
+_FEW_TEMPLATES: Final = 64  # fewer need no count of their bytes
 
 _SUCCESS: Final = LLMStatusCode.LLM_SUCCESS
 
@@ -52,62 +52,62 @@ _log = Log("kvplan")
 
 
 class Linked(Protocol):
-    """A link."""
+    """A link to a peer."""
 
     @property
     def cluster_id(self) -> int:
-        """Of the peer."""
+        """Cluster id of the peer."""
 
 
 class Ended(Protocol):
-    """An operation that has ended, as the engine has it."""
+    """An operation of the engine that has ended."""
 
     @property
     def name(self) -> str:
-        """Of the call."""
+        """Name of the call."""
 
     @property
     def tag(self) -> str:
-        """As the caller gave it."""
+        """The caller's tag."""
 
     @property
     def started(self) -> float:
-        """When, by `perf_counter`."""
+        """The beginning, by `perf_counter`."""
 
     @property
     def plan(self) -> Plan | None:
-        """What was executed, if it came to that."""
+        """The executed plan; None: it failed before planning."""
 
     @property
     def cache_id(self) -> int:
-        """Of the cache of this process that takes part."""
+        """Id of the cache of this process."""
 
     @property
     def link(self) -> Linked | None:
-        """To the peer that takes part."""
+        """The link to the peer; None: inside of the process."""
 
     @property
     def leases(self) -> tuple[int, ...]:
-        """By whose leases it moves."""
+        """Ids of the peer's leases that were used."""
 
 
 class Recorder:
-    """Writes what one engine does to a file, or several that rotate, until `close`.
+    """Writes what one engine does to a file, or to several that rotate, until `close`.
 
-    What is recorded is encoded where it happens, some microseconds that hold no lock but that of a
-    list, and written by a thread. When that does not keep up, rows are dropped, and the file says
-    how many. A file that cannot be written any more ends the recording, with one warning.
+    A record is encoded in the calling thread, which takes some microseconds, and written by a
+    thread. If the thread cannot keep up, rows are dropped, and the file has their number. If the
+    file cannot be written any more, the recording ends with one warning.
 
     Args:
-        path: of the file that is written.
-        cluster_id, role: of the engine.
-        max_bytes: of a file.
-        files: that are kept, the one that is written among them.
-        max_queued: bytes of rows that wait to be written; more are dropped.
+        path: the file to write.
+        cluster_id, role: the engine.
+        max_bytes: size of a file.
+        files: number of files to keep, including the one being written.
+        max_queued: bytes of rows that may wait; further rows are dropped.
 
     Raises:
         OSError: the file cannot be made.
-        LLMException: LLM_PARAM_INVALID: there is another recording, or file, of that name.
+        LLMException: LLM_PARAM_INVALID: another recorder writes it, or it is not a recording.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class Recorder:
             return [encode(header), *self._templates()]
 
         self._file = RotatingFile(path, head, max_bytes=max_bytes, files=files)
-        # For the thread: rows wait; an end (False); who waits for them to be written. Unlike an
-        # Event it can be put to anywhere.
+        # For the thread: True for new rows, False for the end, an Event to set after writing.
+        # Safe in signal handlers, where `Event.set` is not.
         self._tokens: SimpleQueue[bool | threading.Event] = SimpleQueue()
         try:
             self._thread = start_thread(f"kvplan-recorder-{cluster_id}", self._write_all)
@@ -156,23 +156,23 @@ class Recorder:
 
     @property
     def path(self) -> Path:
-        """Of the file that is written."""
+        """The file that is written."""
         return self._file.path
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is recorded any more: it was closed, or the file could not be written."""
+        """Whether recording has ended: by `close`, or because the file could not be written."""
         return self._ended
 
     @property
     def dropped(self) -> int:
-        """Rows that were dropped, as far as no row says so yet."""
+        """Number of dropped rows that the file does not mention yet."""
         return self._dropped
 
     def transfer(
         self, operation: Ended, status: LLMStatusCode, seconds: float, nbytes: int, error: str
     ) -> None:
-        """Record an operation that has its outcome."""
+        """Record an operation with its outcome."""
         if self._ended:
             return
         plan, link = operation.plan, operation.link
@@ -180,12 +180,12 @@ class Recorder:
             parts = () if plan is None else tuple(map(self._part, plan.parts))
             row = (
                 TRANSFER, operation.started, seconds, operation.name,
-                0 if status is _SUCCESS else status,  # a number is encoded in half the time
+                0 if status is _SUCCESS else status,  # an int is encoded in half the time
                 error, operation.tag, None if link is None else link.cluster_id,
                 operation.cache_id, operation.leases, nbytes, parts,
             )  # fmt: skip
             self._append(encode(row))
-        except Exception as raised:  # the transfer has its outcome: it must not get another one
+        except Exception as raised:  # an error here must not change the outcome
             self._fail(raised)
 
     def event(
@@ -196,31 +196,31 @@ class Recorder:
         error: str,
         fields: dict[str, Any],
     ) -> None:
-        """Record what else has just happened; `seconds` is how long it took."""
+        """Record an event that has just ended, after `seconds`."""
         if self._ended:
             return
         started = perf_counter() - seconds
         try:
-            said = {name: _field(it) for name, it in fields.items()}
-            self._append(encode((EVENT, started, seconds, operation, status, error, said)))
+            values = {name: _field(value) for name, value in fields.items()}
+            self._append(encode((EVENT, started, seconds, operation, status, error, values)))
         except Exception as raised:
             self._fail(raised)
 
     def flush(self) -> None:
-        """Write what has been recorded so far."""
+        """Write everything recorded so far."""
         if self._pid != os.getpid():
             return
-        # The thread does it: a signal handler may come here while it is being done.
+        # The thread writes: a signal handler may call this during a write.
         written = threading.Event()
         self._tokens.put(written)
         while not written.wait(_INTERVAL_S) and self._thread.is_alive():
             pass
 
     def close(self) -> None:
-        """Write what has been recorded, and end; idempotent. In a forked child nothing happens."""
+        """Write everything recorded, and end; idempotent. Does nothing in a forked child."""
         if self._pid != os.getpid():
             return
-        with signals_deferred:  # what follows may record to the same file
+        with signals_deferred:  # a handler may record to the same file
             with self._mutex:
                 if self._ended:
                     return
@@ -235,7 +235,7 @@ class Recorder:
         self.close()
 
     def _append(self, row: bytes) -> None:
-        # No lock: of two threads one may not be subtracted, until the queue is written.
+        # Without a lock, the room of one row may be lost until the queue is written.
         room = self._room - len(row)
         if room < 0:
             with self._mutex:
@@ -248,18 +248,21 @@ class Recorder:
             self._tokens.put(True)
 
     def _part(self, part: Part) -> tuple[object, ...]:
-        """A `PartRow`."""
+        """Return the fields of a `PartRow`."""
         label, src, dst = part.label, part.src, part.dst
-        key: object = vars(part).get("common")  # with all requests of its pair
+        key: object = vars(part).get("common")  # equal for all requests of a pair of caches
         if key is None:
-            read, written = part.src_tensors, part.dst_tensors  # of equal length: a hash is dear
+            read, written = (
+                part.src_tensors,
+                part.dst_tensors,
+            )  # equally long, so that one end suffices
             key = (
                 id(src), id(dst), part.operation, read.start, read.stop, written.start, part.split,
                 part.coalesce, part.tensors_per_layer, part.reinterpret, part.kind,
             )  # fmt: skip
         known = self._known.get(key)
         number = self._number(key, part) if known is None else known[0]
-        if (rows := part.unplanned_rows) is not None:  # planning it would take several times this
+        if (rows := part.unplanned_rows) is not None:  # planning would take several times as long
             if part.kind != "C2C":
                 return label, number, _packed(rows[0]), _packed(rows[1]), None
             (src_slot,), (dst_slot,) = rows
@@ -273,7 +276,7 @@ class Recorder:
         return label, number, tables.src.tobytes(), tables.dst.tobytes(), segments_of(part)
 
     def _number(self, key: object, part: Part) -> int:
-        """The number of the template of a part, which is recorded if it is a new one."""
+        """Return the number of the template of a part; record a new template."""
         src, dst = part.src, part.dst
         template = encode([template_of(part), (src.way, dst.way), (src.cache_id, dst.cache_id)])
         with self._mutex:
@@ -286,13 +289,17 @@ class Recorder:
                 self._rows.append(row)
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            self._known[key] = (number, src, dst)  # held, so that no others have their ids
+            self._known[key] = (
+                number,
+                src,
+                dst,
+            )  # keeps both sides alive, so that their ids stay unique
         return number
 
     def _templates(self) -> list[bytes]:
         with self._mutex:
             held = [*self._previous.items(), *self._numbers.items()]
-            return [_template_row(number, it) for it, number in held]
+            return [_template_row(number, template) for template, number in held]
 
     def _write_all(self) -> None:
         tokens = self._tokens
@@ -308,9 +315,9 @@ class Recorder:
         self._file.close()
 
     def _drain(self, *, ended: bool = False) -> None:
-        """Write what is queued."""
+        """Write the queued rows."""
         with self._mutex:
-            self._awake = False  # first: what is put in from here on wakes the thread again
+            self._awake = False  # first: rows appended from here on wake the thread again
             queued, self._room = self._max_queued - self._room, self._max_queued
             dropped, self._dropped = self._dropped, 0
         taken = self._rows.popleft
@@ -330,12 +337,12 @@ class Recorder:
             self._forget()
 
     def _fail(self, error: Exception) -> None:
-        """Record nothing more, and say so once."""
+        """End the recording, with one warning."""
         with self._mutex:
             if self._ended:
                 return
             self._ended = True
-        self._tokens.put(False)  # what is queued is written, if that can be
+        self._tokens.put(False)  # the thread tries to write the queue
         _log.warning("recording to %s has ended: %s; transfers go on", self._file.path, error)
 
     def _forget(self) -> None:
@@ -348,28 +355,28 @@ class Recorder:
                 self._previous, self._numbers = self._numbers, {}
 
     def _forked(self) -> None:
-        """In a child: its parent records, and may have held a lock at the time."""
+        """End in a forked child: the parent records, and may have held a lock at the fork."""
         self._ended = True
         self._mutex = Mutex()
         self._file.leave_to_parent()
 
 
 def _field(value: object) -> object:
-    """A `Field` of what an event has."""
+    """Return a value of an event as a `Field`."""
     if isinstance(value, tuple):
         return [*value]
     return value if isinstance(value, str | int | float | bool | None) else repr(value)
 
 
 def _packed(rows: Blocks) -> bytes:
-    """A block table: int64, little-endian."""
+    """Return a block table as int64, little-endian."""
     if isinstance(rows, np.ndarray):
         return rows.astype("<i8", copy=False).tobytes()
     return struct.pack(f"<{len(rows)}q", *rows)
 
 
 def _template_row(number: int, template: bytes) -> bytes:
-    # [TEMPLATE, number, *template], of an array of three
+    # [TEMPLATE, number, *template]; `template` is an array of three
     return b"\x95" + encode(TEMPLATE) + encode(number) + template[1:]
 
 
@@ -377,8 +384,8 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def _all_forked() -> None:
-    for it in list(_recorders):
-        it._forked()
+    for recorder in list(_recorders):
+        recorder._forked()
 
 
 os.register_at_fork(after_in_child=_all_forked)

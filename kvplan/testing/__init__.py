@@ -1,6 +1,6 @@
-"""For tests of programs that plan transfers; with pytest its plugin has all of it as fixtures.
+"""Helpers for tests of programs that plan transfers; the pytest plugin offers them as fixtures.
 
-Planning only: nothing here needs memory of an engine, a peer, or anything that was compiled.
+Planning only: nothing here needs an engine, a peer, or compiled code.
 """
 
 from kvplan.testing.caches import BlockTables, Executed, make_desc, run_reference

@@ -42,18 +42,19 @@ def make_desc(
     """Describe a cache of a usual shape.
 
     Args:
-        layout: axes as `CacheDesc.kv_tensor_format` takes them: "NHD", "HND", "MLA" for
-            "block token dim" (a latent), or any list of axes. Layers, and keys and values, that
-            are no axis have tensors of their own.
-        blocks: how many; of a contiguous cache, how many slots.
-        tokens: of a block.
+        layout: axes as in `CacheDesc.kv_tensor_format`: "NHD", "HND", "MLA" for "block token dim"
+            (a latent), or any list of axes. Layers, and keys and values, that are not an axis have
+            tensors of their own.
+        blocks: number of blocks, or slots of a contiguous cache.
+        tokens: tokens of a block.
         layers, heads, dim: of the model; with a `shard`, of this part.
+        data_type, placement, shard: as of `CacheDesc`.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: a number outside its C type.
-        LLMException: LLM_PARAM_INVALID: no layout that kvplan knows, or axes of other models
-            ("group", "state").
+        LLMException: LLM_PARAM_INVALID: an unknown layout, or axes of other models ("group",
+            "state").
     """
     axes_text = "block token dim" if layout == "MLA" else check_type("layout", layout, str)
     axes = CacheLayout(axes_text).axes
@@ -72,11 +73,11 @@ def make_desc(
 
 @dataclass
 class BlockTables:
-    """Random block tables, the same ones for the same seed: those of a pool that was used a while.
+    """Random block tables, equal for equal seeds, as a pool has after some use.
 
     Attributes:
-        seed: what they come from.
-        made: each call and its tables, to be printed when a test fails.
+        seed: of the random numbers.
+        made: each call and its tables, to print if a test fails.
     """
 
     seed: int = 0
@@ -92,17 +93,17 @@ class BlockTables:
         fragmentation: float = 0.5,
         reserved: Sequence[int] = (),
     ) -> Any:
-        """Return a block table of each length; no block is in two of them, or twice.
+        """Return a block table of each length; no block occurs twice, also not in different tables.
 
         Args:
-            num_blocks: of the pool, or the cache that has them.
-            lengths: one: its table is returned, a list; several: a tuple of their tables.
-            fragmentation: 0: each table is one run where there is room; 1: no block follows the
-                one before, but by chance; between them some runs descend.
-            reserved: blocks that are never given (vLLM's null block: `[0]`).
+            num_blocks: blocks of the pool, or the cache that has them.
+            lengths: for one, its table is returned, a list; for several, a tuple of tables.
+            fragmentation: 0: each table is one run if there is room; 1: no block follows its
+                predecessor, except by chance; in between, some runs descend.
+            reserved: blocks that are never used (vLLM's null block: `[0]`).
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: no length, or more blocks than there are.
+            LLMException: LLM_PARAM_INVALID: no length, or more blocks than the pool has.
         """
         total = num_blocks.batch_size if isinstance(num_blocks, CacheDesc) else num_blocks
         check_width("num_blocks", total, 1, 2**32)
@@ -140,7 +141,7 @@ class BlockTables:
 
 @dataclass(frozen=True)
 class Executed:
-    """What a plan did to arrays.
+    """The arrays after the execution of a plan.
 
     Attributes:
         src, dst: the tensors of each side, in the shape of the cache. Elements are unsigned
@@ -163,28 +164,30 @@ def run_reference(
     """Execute a plan with the NumPy reference, and return the arrays of both sides.
 
     Args:
-        src: one array for each tensor; None: random elements of which none is 0.
-        dst: the same; None: all 0, so that what is not 0 afterwards was written. The arrays of
-            `src` for a copy inside one cache.
+        plan: the plan.
+        src: one array for each tensor; None: random elements, none of them 0.
+        dst: the same; None: zeros, so that every other value was written. For a copy inside one
+            cache, the arrays of `src`.
+        seed: of the random elements.
 
     Raises:
         TypeError, LLMException: as `kvplan.reference.execute`.
     """
     random = np.random.default_rng(seed)
     if src is None:
-        src = [it for one in plan.parts for it in _tensors(one.src, random)]
+        src = [tensor for one in plan.parts for tensor in _tensors(one.src, random)]
     if dst is None:
-        dst = [it for one in plan.parts for it in _tensors(one.dst, None)]
+        dst = [tensor for one in plan.parts for tensor in _tensors(one.dst, None)]
     reference.execute(plan, src, dst)
     return Executed(
         src,
         dst,
         {
-            it.part.label: Executed(
-                src[it.src_tensor : it.src_tensor + it.part.src.num_tensors],
-                dst[it.dst_tensor : it.dst_tensor + it.part.dst.num_tensors],
+            placed.part.label: Executed(
+                src[placed.src_tensor : placed.src_tensor + placed.part.src.num_tensors],
+                dst[placed.dst_tensor : placed.dst_tensor + placed.part.dst.num_tensors],
             )
-            for it in plan.placed()
+            for placed in plan.placed()
         },
     )
 

@@ -1,4 +1,4 @@
-"""Plans in tests: observed while a test runs, held to a budget, and golden ones as JSON files."""
+"""Plans in tests: observed while a test runs, limited by a budget, compared with golden files."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvplan.validation import check_type
 
 @contextmanager
 def observe_plans() -> Iterator[list[Plan]]:
-    """Collect every plan that is made in this process inside the `with` block, in order.
+    """Collect every plan that this process makes inside of the `with` block, in order.
 
-    Those of `kvplan.plan`, and those that engines make for their operations, in all threads. A plan
-    that was read from a document, or is a part of another, was not made.
+    These are the plans of `kvplan.plan`, and of operations of engines in all threads. Plans from
+    documents, and parts of other plans, are not included.
     """
     plans: list[Plan] = []
     OBSERVERS.append(plans.append)
@@ -31,13 +31,17 @@ def observe_plans() -> Iterator[list[Plan]]:
         yield plans
     finally:
         # The very method: those of two empty lists are equal.
-        at = next(i for i, it in enumerate(OBSERVERS) if getattr(it, "__self__", None) is plans)
+        at = next(
+            i
+            for i, observer in enumerate(OBSERVERS)
+            if getattr(observer, "__self__", None) is plans
+        )
         del OBSERVERS[at]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a plan may come to.
+    """Limits of a plan.
 
     Attributes:
         max_descriptors: descriptors of each plan; None: any number.
@@ -49,26 +53,26 @@ class Budget:
 
     def __post_init__(self) -> None:
         limits = {"max_descriptors": self.max_descriptors, "max_nbytes": self.max_nbytes}
-        if all(it is None for it in limits.values()):
+        if all(limit is None for limit in limits.values()):
             raise invalid("a budget has max_descriptors, max_nbytes, or both")
         for name, value in limits.items():
             if value is not None and check_type(name, value, int) < 0:
                 raise invalid(f"{name}={value} must be None or >= 0")
 
     def failure(self, plans: list[Plan]) -> str:
-        """What is to be said of plans of which some exceed it, or of none; empty: they keep it."""
+        """Return the message if a plan exceeds the budget, or there is no plan; otherwise ""."""
         if not plans:
             return "no plan was made, so nothing was checked against the budget"
-        excess = [(it, said) for it in plans if (said := self._excess(it))]
+        excess = [(plan, problem) for plan in plans if (problem := self._excess(plan))]
         if not excess:
             return ""
-        worst, said = max(excess, key=lambda it: (it[0].num_descriptors, it[0].nbytes))
-        lines = [f"{len(excess)} of {plural(len(plans), 'plan')} over budget: {said}"]
-        lines += [f"also {it!r}" for it, _ in excess[:8] if it is not worst]
+        worst, problem = max(excess, key=lambda entry: (entry[0].num_descriptors, entry[0].nbytes))
+        lines = [f"{len(excess)} of {plural(len(plans), 'plan')} over budget: {problem}"]
+        lines += [f"also {plan!r}" for plan, _ in excess[:8] if plan is not worst]
         return "\n".join([*lines, worst.explain()])
 
     def _excess(self, plan: Plan) -> str:
-        said = [
+        texts = [
             f"{found:,} {word}, max_{name}={limit:,}"
             for found, limit, word, name in (
                 (plan.num_descriptors, self.max_descriptors, "descriptors", "descriptors"),
@@ -76,7 +80,7 @@ class Budget:
             )
             if limit is not None and found > limit
         ]
-        return "; ".join(said)
+        return "; ".join(texts)
 
 
 MAX_NAME = 200
@@ -91,10 +95,10 @@ class GoldenPlans:
     """The golden plans of one test.
 
     Attributes:
-        folder: where they are.
-        test: its name, with which the names of the files begin.
-        update: write what differs or is missing, rather than to fail.
-        how: what says how to update, in failures.
+        folder: the folder of the files.
+        test: the name of the test, with which the file names begin.
+        update: True to write what differs or is missing, instead of failing.
+        how: how to update, for messages.
         written: the files that were written.
     """
 
@@ -108,25 +112,27 @@ class GoldenPlans:
     def path(self, name: str = "") -> Path:
         """Return the file of the golden plan of a name; each test and name has a file of its own.
 
-        `test_it[NHD]` and "prefill" have `test_it-NHD+prefill.json`. Other characters than letters,
+        `test_it[NHD]` and "prefill" have `test_it-NHD+prefill.json`. Characters other than letters,
         digits, `_`, `.` and `-` become `-`; a checksum then keeps such names apart.
         """
         plain = re.fullmatch(r"([\w.]+)(?:\[([\w.-]+)\])?", self.test)
-        said = "-".join(filter(None, plain.groups())) if plain else self.test.removesuffix("]")
-        said = f"{said}+{name}" if name else said
-        allowed = re.sub(r"[^\w.+-]", "-", said)
-        if not (plain and re.fullmatch(r"[\w.-]*", name)) or len(said.encode()) > MAX_NAME:
+        stem = "-".join(filter(None, plain.groups())) if plain else self.test.removesuffix("]")
+        stem = f"{stem}+{name}" if name else stem
+        allowed = re.sub(r"[^\w.+-]", "-", stem)
+        if not (plain and re.fullmatch(r"[\w.-]*", name)) or len(stem.encode()) > MAX_NAME:
             short = allowed.encode()[:MAX_NAME].decode(errors="ignore")
             checksum = crc32(f"{self.test}\n{name}".encode())
             allowed = f"{short}-{checksum:08x}"
         return self.folder / f"{allowed}.json"
 
     def __call__(self, plan: Plan, name: str = "") -> None:
-        """Fail unless `plan` equals the golden one of this name; its segments, its options.
+        """Fail unless `plan` equals the golden plan of this name, including segments and options.
 
         Raises:
-            AssertionError: it differs, is missing or is no plan; says how to write it.
-            ValueError: another plan has had this name in the test.
+            TypeError: `plan` is not a Plan.
+            AssertionError: the golden plan differs, is missing or is not a plan; the message says
+                how to write it.
+            ValueError: the test has used this name for another plan.
         """
         __tracebackhide__ = True
         check_type("plan", plan, Plan)
@@ -143,7 +149,7 @@ class GoldenPlans:
 
     def _problem(self, path: Path, plan: Plan) -> str:
         if not path.exists():
-            return f"there is no golden plan {path}; the plan of the test is\n{plan.explain()}"
+            return f"golden plan {path} does not exist; the plan of the test is\n{plan.explain()}"
         try:
             golden = load_plan(path)
         except LLMException as error:
@@ -155,12 +161,12 @@ class GoldenPlans:
 
 
 def difference(old: object, new: object) -> str:
-    """`old.diff(new)`; nothing where they are not two plans."""
+    """Return `old.diff(new)`, or "" unless both are plans."""
     return old.diff(new) if isinstance(old, Plan) and isinstance(new, Plan) else ""
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Write what `load_plan` reads, with a line for each value, and for ten numbers of a column."""
+    """Write a file for `load_plan`, with a line for each value, and for ten numbers of a column."""
     path.write_text(_text(plan.to_dict()) + "\n")
 
 
@@ -169,11 +175,11 @@ def _text(value: Any, indent: str = "") -> str:
     if isinstance(value, dict) and value:
         rows = (f"{inner}{json.dumps(key)}: {_text(value[key], inner)}" for key in sorted(value))
         return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
-    if isinstance(value, list) and any(isinstance(it, list | dict) for it in value):
-        items = (f"{inner}{_text(it, inner)}" for it in value)
+    if isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
+        items = (f"{inner}{_text(item, inner)}" for item in value)
         return "[\n" + ",\n".join(items) + f"\n{indent}]"
     if isinstance(value, list) and len(value) > NUMBERS_A_LINE:
         starts = range(0, len(value), NUMBERS_A_LINE)
-        lines = (json.dumps(value[it : it + NUMBERS_A_LINE])[1:-1] for it in starts)
+        lines = (json.dumps(value[start : start + NUMBERS_A_LINE])[1:-1] for start in starts)
         return f"[\n{inner}" + f",\n{inner}".join(lines) + f"\n{indent}]"
     return json.dumps(value)

@@ -249,7 +249,7 @@ def test_exports(recorded, capsys, tmp_path):
         (["{0}.missing"], "No such file"),
         (["{0}", "{0}", "--block", "1:2"], "is of cluster 1 too"),
         ([], "Missing argument"),
-        ([__file__], "is no recording"),
+        ([__file__], "is not a recording"),
     ],
 )
 def test_what_is_not_understood_exits_with_2(recorded, capsys, arguments, said):

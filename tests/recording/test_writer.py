@@ -344,9 +344,9 @@ def test_rows_that_hold_anything_are_refused_or_read(tmp_path, capsys):
 def test_what_is_no_recording_is_refused(tmp_path):
     other = tmp_path / "notes.txt"
     other.write_text("my notes, of which there are many\n")
-    with refused("LLM_PARAM_INVALID", "is no recording"):
+    with refused("LLM_PARAM_INVALID", "is not a recording"):
         read(other)
-    with refused("LLM_PARAM_INVALID", "exists, and is no recording"):
+    with refused("LLM_PARAM_INVALID", "exists and is not a recording"):
         recorder(other)
     assert other.read_text().startswith("my notes")
     with pytest.raises(FileNotFoundError):
@@ -361,12 +361,12 @@ def test_no_file_of_another_kind_is_renamed_or_removed(tmp_path, older):
     path = tmp_path / "a.kvrec"
     other = Path(f"{path}{older}")
     other.write_text("my notes")
-    with refused("LLM_PARAM_INVALID", f"{other} exists, and is no recording"):
+    with refused("LLM_PARAM_INVALID", f"{other} exists and is not a recording"):
         recorder(path, files=3)
     assert [*tmp_path.iterdir()] == [other]
     other.unlink()
     os.mkfifo(other)
-    with refused("LLM_PARAM_INVALID", f"{other} exists, and is no recording"):
+    with refused("LLM_PARAM_INVALID", f"{other} exists and is not a recording"):
         recorder(path, files=3)
     assert [*tmp_path.iterdir()] == [other]
 
@@ -375,7 +375,7 @@ def test_no_file_of_another_kind_is_renamed_or_removed(tmp_path, older):
 def test_a_device_is_no_recording(tmp_path):
     device = tmp_path / "null"
     os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-    with refused("LLM_PARAM_INVALID", "exists, and is no recording"):
+    with refused("LLM_PARAM_INVALID", "exists and is not a recording"):
         recorder(device)
     assert [*tmp_path.iterdir()] == [device]
 

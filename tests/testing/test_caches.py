@@ -187,7 +187,7 @@ def test_a_written_plan_is_read_again(tmp_path_factory, example: Example) -> Non
 def test_golden_plans_without_pytest(tmp_path) -> None:  # type: ignore[no-untyped-def]
     desc = make_desc()
     plan = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst")
-    with pytest.raises(AssertionError, match="there is no golden plan"):
+    with pytest.raises(AssertionError, match="does not exist; the plan of the test is"):
         GoldenPlans(tmp_path / "plans", "mine")(plan)
     golden = GoldenPlans(tmp_path / "plans", "mine", update=True)
     golden(plan)

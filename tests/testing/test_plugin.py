@@ -300,7 +300,9 @@ def test_a_golden_plan_is_written_compared_and_written_again(folder: Folder) -> 
     test = folder.write(GOLDEN)
     missing = folder.run(code=1)
     path = folder.path / "plans" / "test_it" / "test_it.json"
-    assert f"AssertionError: there is no golden plan {path}; the plan of the test is\n" in missing
+    assert (
+        f"AssertionError: golden plan {path} does not exist; the plan of the test is\n" in missing
+    )
     assert "|-- tensor 0 -> 0 K   4-5 -> 7-8  64 KiB   merged 2  tokens 0..31" in missing
     how = "If it is as it should be: pytest --kvplan-update 'test_it.py::test_it'"
     assert how in missing
