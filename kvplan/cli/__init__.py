@@ -1,4 +1,7 @@
-"""The `kvplan` command: what is done from a shell; each subcommand is a row of COMMANDS."""
+"""The `kvplan` command; each subcommand is a row of COMMANDS.
+
+No logic of the library may enter: the commands read arguments, call the library and print.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ __all__ = ["main"]
 
 
 class Command(NamedTuple):
-    """A subcommand: its one-line help, and the module of its function, loaded when it is used.
+    """A subcommand: its one-line help, and its module, which is loaded when it is used.
 
-    The function has the name of the subcommand; it is a click.Command that returns an `ExitCode`,
-    or None for OK.
+    The module has a click.Command with the name of the subcommand. It returns an `ExitCode`, or
+    None for OK.
     """
 
     help: str
@@ -31,20 +34,20 @@ class Command(NamedTuple):
 
 
 COMMANDS: Final = {
-    "explain": Command("Print what a plan copies, from where to where.", "kvplan.cli.plans"),
-    "diff": Command("Print how two plans differ.", "kvplan.cli.plans"),
-    "trace": Command("List what was recorded, and who wrote a block.", "kvplan.cli.trace"),
-    "replay": Command("Find what is wrong in a cache after a plan.", "kvplan.cli.plans"),
-    "top": Command("Show what this user's engines do, now.", "kvplan.cli.top"),
-    "info": Command("Show what this machine has, and what works on it.", "kvplan.cli.info"),
-    "ping": Command("Link with an engine, and measure what lies between.", "kvplan.cli.engines"),
-    "tune": Command("Measure how this machine copies best.", "kvplan.cli.tune"),
-    "keygen": Command("Make the key of a cluster.", "kvplan.cli.engines"),
+    "explain": Command("Show what a plan copies, from where to where.", "kvplan.cli.plans"),
+    "diff": Command("Show how two plans differ.", "kvplan.cli.plans"),
+    "trace": Command("List recorded transfers; find who wrote a block.", "kvplan.cli.trace"),
+    "replay": Command("Find wrong bytes in a cache after a transfer.", "kvplan.cli.plans"),
+    "top": Command("Show the running engines of this user.", "kvplan.cli.top"),
+    "info": Command("Show whether kvplan works on this machine, and how.", "kvplan.cli.info"),
+    "ping": Command("Link with an engine, and measure the link.", "kvplan.cli.engines"),
+    "tune": Command("Measure the fastest way to copy on this machine.", "kvplan.cli.tune"),
+    "keygen": Command("Make a cluster key.", "kvplan.cli.engines"),
 }
 
 
 class _Commands(click.Group):
-    """COMMANDS, each loaded when it is used: none waits for the libraries of another."""
+    """A group of COMMANDS; each loads only the libraries that it needs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*COMMANDS]
@@ -64,7 +67,7 @@ class _Commands(click.Group):
 
 GROUP: Final = _Commands(
     PROGRAM,
-    help="Plan, read, test and execute transfers of an LLM's KV cache.",
+    help="Read plans and recordings of KV cache transfers; look at engines and machines.",
     context_settings={"help_option_names": ["-h", "--help"]},
     params=[
         click.Option(
@@ -85,18 +88,18 @@ def _print_version(context: click.Context) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments (None: the process's) and return its exit code."""
-    if sys.stderr is None:  # closed by the shell: there is nothing to complain to
+    """Run the command with arguments (None: those of the process); return its exit code."""
+    if sys.stderr is None:  # closed by the shell
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     if sys.stdout is None:
-        sys.stderr.write(f"{PROGRAM}: stdout is closed; > /dev/null leaves it open\n")
+        sys.stderr.write(f"{PROGRAM}: stdout is closed; redirect it to /dev/null instead\n")
         return int(ExitCode.TROUBLE)
     _make_printable()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with GROUP.make_context(PROGRAM, given) as context:
             code = GROUP.invoke(context)
-        sys.stdout.flush()  # where a closed pipe is noticed at the latest
+        sys.stdout.flush()  # raises if the pipe is closed
     except click.exceptions.Exit as ended:  # --help, --version
         return ended.exit_code
     except click.exceptions.NoArgsIsHelpError as misused:
@@ -118,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reason(error: LLMException | OSError) -> str:
-    """In one line: of the system's errors the file and its words, without the number."""
+    """Return an error as one line; of a system error the file and the message."""
     if not isinstance(error, OSError) or not error.strerror:
         text = str(error)
     elif error.filename is None:
@@ -129,7 +132,7 @@ def _reason(error: LLMException | OSError) -> str:
 
 
 def _explain_usage(misused: click.UsageError) -> None:
-    """What was wrong with the line, and how it should look."""
+    """Print the error in the arguments, and the usage."""
     lines = [f"{PROGRAM}: {misused.format_message()}"]
     if misused.ctx is not None:
         lines.append(misused.ctx.get_usage())
@@ -138,14 +141,14 @@ def _explain_usage(misused: click.UsageError) -> None:
 
 
 def _make_printable() -> None:
-    """Let what the locale's encoding has not (an arrow in ASCII) come out as `?`, and not fail."""
+    """Print `?` for characters that the encoding of the locale lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="replace")
 
 
 def _forget_output() -> None:
-    """Keep the interpreter from writing what is left to the closed pipe, and complaining."""
+    """Discard output that the interpreter would still write to the closed pipe."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

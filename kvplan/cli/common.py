@@ -1,11 +1,11 @@
-"""Helpers of all commands: exit codes, arguments that are plans, JSON, tables, and colours."""
+"""Helpers of all commands: exit codes, arguments, options, JSON, tables and colours."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
@@ -15,8 +15,6 @@ import click
 from kvplan.validation import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.console import Console
     from rich.table import Table
 
@@ -28,78 +26,77 @@ PROGRAM: Final = "kvplan"
 STDIN: Final = "-"
 
 _WIDTH: Final = 200
-"""Columns that a table may take. A narrow terminal wraps its lines: cut numbers would be wrong."""
+"""Columns of a table. A narrow terminal wraps its lines, as cut numbers would be wrong."""
 
 
 class ExitCode(IntEnum):
-    """What a command ends with, as `diff`, `cmp` and `grep` do (docs/reference/command.md).
+    """Exit codes, as of `diff`, `cmp` and `grep` (docs/reference/command.md).
 
-    A command returns one of them, or None for OK. What it raises becomes TROUBLE.
+    A command returns one of them, or None for OK. Exceptions become TROUBLE.
     """
 
     OK = 0
     DIFFERENT = 1
-    """It did what it was asked, and the answer is no: plans differ, kvplan does not work here."""
+    """The command worked, and its answer is no: plans differ, kvplan does not work here."""
     TROUBLE = 2
-    """It could not do what it was asked: an argument, a file, a peer. stderr says why."""
+    """The command failed because of an argument, a file or a peer. stderr has the reason."""
     INTERRUPTED = 130
-    """By Ctrl-C, as a shell says it: 128 + SIGINT."""
+    """Interrupted by Ctrl-C: 128 + SIGINT, as a shell reports it."""
     CLOSED = 141
-    """Nothing reads its output any more (`| head`): 128 + SIGPIPE."""
+    """The reader of its output has gone (`| head`): 128 + SIGPIPE."""
 
 
 def json_option(function: _F) -> _F:
-    """Give a command `--json`; its parameter is `as_json`."""
+    """Add the option `--json`; its parameter is `as_json`."""
     option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
     return option(function)
 
 
 def plan_argument(name: str, metavar: str = "PLAN.json") -> Callable[[_F], _F]:
-    """Give a command the plan of a file that `plan.save` wrote, or of stdin as `-`."""
+    """Add an argument for a plan: a file that `plan.save` wrote, or `-` for stdin."""
     return click.argument(name, metavar=metavar, type=click.Path(), callback=_read_plan)
 
 
 def _read_plan(_: click.Context, __: click.Parameter, path: str) -> Plan:
-    from kvplan.planning.schema import load_plan, read_plan  # not every command has plans
+    from kvplan.planning.schema import load_plan, read_plan  # slow, and only some commands need it
 
     if path != STDIN:
         return load_plan(path)
     if sys.stdin is None:
-        raise click.UsageError("stdin is closed, and a plan was to come from there")
+        raise click.UsageError("stdin is closed; a plan should be read from it")
     return read_plan(sys.stdin.buffer, "stdin")
 
 
 def picture_option(name: Literal["html", "svg"]) -> Callable[[_F], _F]:
-    """Give a command `--html FILE` or `--svg FILE`; its parameter has the same name."""
+    """Add the option `--html FILE` or `--svg FILE`; its parameter has the same name."""
     return click.option(
         f"--{name}",
         type=click.Path(),
         metavar="FILE",
-        help=f"Draw a picture as {name.upper()} into this file instead; - is stdout.",
+        help=f"Write a picture as {name.upper()} to this file instead; - is stdout.",
     )
 
 
 def write_text(text: str, path: str) -> None:
-    """Write a document that replaces the file, or goes to stdout for `-`."""
+    """Write a document to a file, or to stdout for `-`."""
     if path == STDIN:
         click.echo(text)
     else:
         Path(path).write_text(text, encoding="utf-8")
 
 
-def write_json(document: dict[str, Any]) -> None:
-    """Print one document; `schema_version` is among its fields."""
-    assert "schema_version" in document, "programs must be able to tell what they read"
-    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+def write_json(document: Mapping[str, Any], version: int = 1) -> None:
+    """Print a document of `--json`, with the version of its schema first."""
+    sys.stdout.write(json.dumps({"schema_version": version, **document}, indent=2) + "\n")
 
 
 def console(*, stderr: bool = False, fitted: bool = False) -> Console:
-    """Where tables and colours go: rich leaves colours out without a terminal, and for NO_COLOR.
+    """Return a console for tables and colours. Colours need a terminal, and no NO_COLOR.
 
-    What is printed is data: brackets in it are not markup, `:name:` no emoji, numbers not lit up.
-    One that is `fitted` is as wide as the terminal: what fills the screen has to know its lines.
+    It prints data unchanged, without markup, emoji or highlighted numbers. A `fitted` console is as
+    wide as the terminal, for output that fills the screen.
     """
-    from rich.console import Console  # not what prints plain text or JSON
+    from rich.console import Console  # slow, and not needed for plain text or JSON
 
     return Console(
         stderr=stderr,
@@ -112,7 +109,7 @@ def console(*, stderr: bool = False, fitted: bool = False) -> Console:
 
 
 def table(*columns: str) -> Table:
-    """A plain table; a column whose name begins with `>` is one of numbers."""
+    """Return a plain table. A column name that begins with `>` is for numbers."""
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -143,15 +140,12 @@ _STYLES: Final = tuple(
         (r"\s*#  ", "bold"),
     )
 )
-"""The first that fits counts."""
+"""Styles of lines; the first matching pattern counts."""
 
 
 def write_lines(lines: Iterable[str]) -> None:
-    """Print each line when it comes, with colours on a terminal.
-
-    Names in plans are whatever a file says.
-    """
-    out, lines = console(), map(printable, lines)
+    """Print lines as they come, with colours on a terminal."""
+    out, lines = console(), map(printable, lines)  # a file may name caches as it likes
     if not out.is_terminal or out.no_color:
         out.file.writelines(f"{line}\n" for line in lines)
         return

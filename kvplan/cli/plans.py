@@ -6,7 +6,7 @@ import os
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, get_args
 from zipfile import BadZipFile
 
 import click
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from kvplan.planning.part import Part
     from kvplan.planning.plan import Plan
 
-EXPLAIN_VERSION: Final = 1
-
 
 @click.command("explain", epilog="Example: kvplan explain plan.json --format table --limit 8")
 @plan_argument("plan")
@@ -43,7 +41,7 @@ EXPLAIN_VERSION: Final = 1
     type=click.Choice(get_args(Format)),
     default="tree",
     show_default=True,
-    help="As layers and their blocks, or one row for each descriptor.",
+    help="Layers with their blocks, or one row for each descriptor.",
 )
 @click.option(
     "-n",
@@ -52,9 +50,9 @@ EXPLAIN_VERSION: Final = 1
     default=DEFAULT_LIMIT,
     show_default=True,
     metavar="N",
-    help="Rows of each list before the rest is only counted.",
+    help="Maximum number of rows of each list.",
 )
-@click.option("--all", "everything", is_flag=True, help="All rows, however many there are.")
+@click.option("--all", "everything", is_flag=True, help="Show all rows.")
 @picture_option("html")
 @picture_option("svg")
 @json_option
@@ -68,11 +66,10 @@ def explain(
     everything: bool,
     as_json: bool,
 ) -> ExitCode:
-    """Print what a plan copies, from which blocks to which, and how.
+    """Show what a plan copies: from which blocks, to which blocks, and how.
 
-    PLAN.json is a file that plan.save(path) wrote, of one cache or of a group of caches; - is
-    stdin. The HTML of --html is one file that loads nothing else. Exits with 0, or with 2 if it is
-    not a plan.
+    PLAN.json is a file that plan.save(path) wrote; - is stdin. The file of --html is complete and
+    loads no other file. Exits with 0, or with 2 if PLAN.json is not a plan.
     """
     drawn = html is not None or svg is not None
     if drawn and as_json:
@@ -93,7 +90,6 @@ def explain(
 
 def _explained(plan: Plan, limit: int | None) -> dict[str, Any]:
     return {
-        "schema_version": EXPLAIN_VERSION,
         "operation": plan.operation,
         "kind": plan.kind,
         "fingerprint": plan.fingerprint,
@@ -106,7 +102,7 @@ def _explained(plan: Plan, limit: int | None) -> dict[str, Any]:
 
 
 def _descriptors(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Each, with the layers, tensors and rows it came from; offsets are into these tensors."""
+    """Yield each descriptor with its layers, tensors and rows. Offsets are into these tensors."""
     for part, first, *_ in plan.placed():
         for index in range(part.num_descriptors):
             yield _descriptor(part, index) | {"index": first + index}
@@ -125,20 +121,17 @@ def _descriptor(part: Part, index: int) -> dict[str, Any]:
     }
 
 
-DIFF_VERSION: Final = 1
-
-
 @click.command("diff", epilog="Example: kvplan diff expected.json found.json || echo differs")
 @plan_argument("old", "A.json")
 @plan_argument("new", "B.json")
 @picture_option("html")
 @json_option
 def diff(old: Plan, new: Plan, html: str | None, *, as_json: bool) -> ExitCode:
-    """Print how plan B differs from plan A, ending in a verdict.
+    """Show how plan B differs from plan A, with a verdict at the end.
 
-    Exits with 0 if they are identical or equivalent (the same bytes go to the same places), with
-    1 if not, with 2 if one of them is no plan. Names of caches are not compared. One of the two
-    may be - for stdin.
+    Names of caches are not compared. One of the two files may be - for stdin. Exits with 0 if the
+    plans are identical or equivalent (they copy the same bytes to the same places), with 1 if they
+    differ, with 2 if one file is not a plan.
     """
     same = is_equivalent(old, new)
     if html is not None:
@@ -148,13 +141,12 @@ def diff(old: Plan, new: Plan, html: str | None, *, as_json: bool) -> ExitCode:
         return ExitCode.OK if same else ExitCode.DIFFERENT
     text = old.diff(new)
     if as_json:
-        last = " ".join(text[text.rindex("verdict: ") :].split()).removeprefix("verdict: ")
+        verdict = " ".join(text[text.rindex("verdict: ") :].split()).removeprefix("verdict: ")
         write_json(
             {
-                "schema_version": DIFF_VERSION,
                 "same": same,
                 "identical": old == new,
-                "verdict": last,
+                "verdict": verdict,
                 "text": text,
             }
         )
@@ -162,8 +154,6 @@ def diff(old: Plan, new: Plan, html: str | None, *, as_json: bool) -> ExitCode:
         write_lines(text.splitlines())
     return ExitCode.OK if same else ExitCode.DIFFERENT
 
-
-REPLAY_VERSION: Final = 1
 
 _dump = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 
@@ -179,14 +169,14 @@ _dump = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
     "--expected",
     metavar="RIGHT.npz",
     type=_dump,
-    help="What DST.npz should hold. Default: what the plan makes of SRC.npz.",
+    help="Expected content of DST.npz. Default: the result of the plan on SRC.npz.",
 )
 @click.option(
     "--atol",
     type=click.FloatRange(min=0),
     default=0.0,
     metavar="X",
-    help="With --expected: elements may differ by so much. Default: no bit may.",
+    help="With --expected: allowed difference of elements. Default: none.",
 )
 @click.option(
     "--recording",
@@ -194,9 +184,12 @@ _dump = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
     metavar="FILE",
     type=_dump,
     multiple=True,
-    help="Of the engine that has DST.npz, then of its peers: who wrote the block that is wrong?",
+    help="Recording of the engine with DST.npz, then of its peers: finds out which transfer wrote "
+    "the wrong block.",
 )
-@click.option("--cache", "cache_id", type=int, metavar="ID", help="With --recording: of the cache.")
+@click.option(
+    "--cache", "cache_id", type=int, metavar="ID", help="With --recording: ID of the cache."
+)
 @json_option
 def replay(
     plan: Plan,
@@ -209,20 +202,20 @@ def replay(
     cache_id: int | None,
     as_json: bool,
 ) -> ExitCode:
-    """Find out which bytes of a cache are wrong after a plan, where they are from and whose.
+    """Find the wrong bytes in a cache after a transfer, and where they belong.
 
-    SRC.npz has the tensors of the source, DST.npz those of the destination after the transfer, each
-    as np.savez(path, *tensors) wrote them: the tensors of the cache in their order. The plan is
-    executed again by the reference executor, and the result compared with DST.npz. Exits with 0 if
-    nothing differs, with 1 if something does, and with 2 if that could not be found out.
+    SRC.npz has the tensors of the source, DST.npz those of the destination after the transfer, as
+    np.savez(path, *tensors) writes the tensors of a cache in their order. The reference executor
+    executes the plan again, and the result is compared with DST.npz. Exits with 0 if they are
+    equal, with 1 if they differ, and with 2 if a file cannot be read.
     """
     from kvplan import debug
     from kvplan.recording import read
 
     if atol and expected is None:
-        raise click.UsageError("--atol needs --expected: bytes that were copied are the same")
+        raise click.UsageError("--atol needs --expected: copied bytes are always equal")
     if bool(recordings) is (cache_id is None):
-        raise click.UsageError("--recording and --cache need each other")
+        raise click.UsageError("--recording and --cache must be given together")
     source, found = _tensors(src), _tensors(dst)
     written: dict[str, Any] = {"recordings": [*map(read, recordings)], "cache_id": cache_id}
     if expected is None:
@@ -230,43 +223,45 @@ def replay(
     else:
         result = debug.locate(_tensors(expected), found, plan, source=source, atol=atol, **written)
     if as_json:
-        differences = [_difference(it) for it in result.differences]
-        write_json({"schema_version": REPLAY_VERSION, "differences": differences})
+        differences = [_difference(difference) for difference in result.differences]
+        write_json({"differences": differences})
     else:
         write_lines(result.lines())
     return ExitCode.DIFFERENT if result else ExitCode.OK
 
 
 def _tensors(path: Path) -> list[Any]:
-    """The arrays of a dump, in the order in which they were written."""
+    """Return the arrays of a dump, in their order."""
     import numpy as np
 
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             dump = np.load(file, allow_pickle=False)
             if isinstance(dump, np.ndarray):
-                raise click.ClickException(f"{path} has one array; np.savez writes several")
+                raise click.ClickException(f"{path} has one array; write the tensors with np.savez")
             with dump:
                 return [dump[name] for name in dump.files]
     except (ValueError, BadZipFile, EOFError) as error:
-        raise click.ClickException(f"{path} is no dump of tensors (np.savez): {error}") from None
+        raise click.ClickException(f"{path} is not a file of np.savez: {error}") from None
 
 
-def _difference(it: Difference) -> dict[str, Any]:
+def _difference(difference: Difference) -> dict[str, Any]:
     return {
-        "part": it.part.label,
-        "plan": it.part.fingerprint,
-        "wrong_nbytes": it.wrong_nbytes,
-        "elsewhere_nbytes": it.elsewhere_nbytes,
-        "layers": it.layers,
-        "kv": it.kv,
-        "heads": it.heads,
-        "tokens": it.tokens,
-        "rows": it.rows,
-        "first": None if it.first is None else _first(it.first),
+        "part": difference.part.label,
+        "plan": difference.part.fingerprint,
+        "wrong_nbytes": difference.wrong_nbytes,
+        "elsewhere_nbytes": difference.elsewhere_nbytes,
+        "layers": difference.layers,
+        "kv": difference.kv,
+        "heads": difference.heads,
+        "tokens": difference.tokens,
+        "rows": difference.rows,
+        "first": None if difference.first is None else _first(difference.first),
     }
 
 
-def _first(it: Wrong) -> dict[str, Any]:
-    known = {field.name: getattr(it, field.name) for field in fields(it)}
-    return known | {"writes": None if it.writes is None else [str(write) for write in it.writes]}
+def _first(wrong: Wrong) -> dict[str, Any]:
+    known = {field.name: getattr(wrong, field.name) for field in fields(wrong)}
+    return known | {
+        "writes": None if wrong.writes is None else [str(write) for write in wrong.writes]
+    }

@@ -1,4 +1,4 @@
-"""`kvplan top`: what the engines of this user do, now."""
+"""`kvplan top`: the running engines of this user, their links and transfers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-SCHEMA_VERSION: Final = 1
-_SHOWN_IN_FLIGHT: Final = 12
+_MAX_IN_FLIGHT: Final = 12  # rows of transfers
 _ENGINE_COLUMNS: Final = (
     *("pid", "cluster", "role", "program", "listens at", ">links", ">caches", ">leases"),
     *(">in flight", ">calls/s", ">failed/s", ">pull", ">push, copy", ">a transfer"),
@@ -36,8 +35,8 @@ _LINK_COLUMNS: Final = (
 )
 _IN_FLIGHT_COLUMNS: Final = ("cluster", "operation", "tag", "peer", ">bytes", ">for")
 _NONE: Final = (
-    "No engine of this user runs here. One is seen from its own network namespace (container), "
-    "unless it has kvplan.status_socket=0."
+    "No engine of this user is running. An engine is visible only in its own network namespace "
+    "(container), and not with kvplan.status_socket=0."
 )
 
 
@@ -76,7 +75,7 @@ class _InFlight(TypedDict):
 
 
 class _Document(TypedDict):
-    """What is read of an engine's document: see `kvplan.engine.telemetry.describe`."""
+    """The fields that are read from an engine; see `kvplan.engine.telemetry.describe`."""
 
     cluster_id: int
     role: str
@@ -92,13 +91,13 @@ class _Document(TypedDict):
 
 @dataclass
 class Rates:
-    """What was done between two looks, each second.
+    """Rates between two looks, per second.
 
     Attributes:
-        operations: calls that ended, of any kind.
+        operations: completed calls of all kinds.
         pulled, pushed, copied: bytes.
-        failed: calls that failed.
-        median_us, slowest_us: upper bounds of what a transfer took; None: there was none.
+        failed: failed calls.
+        median_us, slowest_us: upper bounds of the duration of a transfer; None without transfers.
     """
 
     operations: float = 0.0
@@ -112,7 +111,7 @@ class Rates:
 
 @dataclass
 class Engine:
-    """An engine: what it said, and what has changed since the look before."""
+    """An engine: its document, and its rates since the previous look."""
 
     pid: int
     document: dict[str, Any]
@@ -130,27 +129,31 @@ class Engine:
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="Between two looks; rates are over this time.",
+    help="Time between two looks, over which rates are measured.",
 )
-@click.option("--once", is_flag=True, help="Look twice, print once, and end.")
+@click.option("--once", is_flag=True, help="Print once, after one interval, and exit.")
 @click.option("--cluster", type=int, metavar="ID", help="Only engines of this cluster.")
-@click.option("--pid", type=int, help="Only engines of this process.")
+@click.option("--pid", type=int, metavar="PID", help="Only engines of this process.")
 @json_option
 def top(
     interval: float, *, once: bool, cluster: int | None, pid: int | None, as_json: bool
 ) -> ExitCode:
-    """Show what the engines of this user do: links, transfers, leases, GB/s.
+    """Show the running engines of this user: links, transfers, leases and GB/s.
 
-    All engines of this user in this network namespace are asked, through a socket of each that
-    answers this user and root. Ctrl-C ends it.
+    Each engine in this network namespace answers through a socket, only to its user and to root.
+    Ctrl-C ends the command.
     """
 
     def look() -> list[Answer]:
         answers = [*map(checked, read_all())]
         if pid is not None:
-            answers = [it for it in answers if it.pid == pid]
+            answers = [answer for answer in answers if answer.pid == pid]
         if cluster is not None:
-            answers = [it for it in answers if it.document and it.document["cluster_id"] == cluster]
+            answers = [
+                answer
+                for answer in answers
+                if answer.document and answer.document["cluster_id"] == cluster
+            ]
         return answers
 
     before = look()
@@ -160,30 +163,34 @@ def top(
         found = compared(before, after)
         if as_json:
             engines = [
-                it.document
+                engine.document
                 | {
-                    "pid": it.pid,
-                    "rates": asdict(it.rates),
-                    "link_rates": [asdict(link) for link in it.links],
+                    "pid": engine.pid,
+                    "rates": asdict(engine.rates),
+                    "link_rates": [asdict(link) for link in engine.links],
                 }
-                for it in found
+                for engine in found
             ]
-            silent = [{"pid": it.pid, "error": it.error} for it in after if it.document is None]
-            write_json({"schema_version": SCHEMA_VERSION, "engines": engines, "silent": silent})
+            silent = [
+                {"pid": answer.pid, "error": answer.error}
+                for answer in after
+                if answer.document is None
+            ]
+            write_json({"engines": engines, "silent": silent})
         else:
             console().print(page(found, after))
         return ExitCode.OK
     interrupted = False
 
     def interrupt(number: int, frame: object) -> None:
-        """As Python does; the loop sees it where that was lost, as it is in a destructor."""
+        """Raise as Python does; the flag ends the loop if a destructor swallows the exception."""
         nonlocal interrupted
         interrupted = True
         raise KeyboardInterrupt
 
-    # Not where Ctrl-C is for others: a shell that starts it with `&` lets it ignore that.
-    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:
+    # A shell that starts the command with `&` lets it ignore Ctrl-C; keep that.
+    handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handles:
         signal.signal(signal.SIGINT, interrupt)
     try:
         with suppress(KeyboardInterrupt), _shown() as show:
@@ -194,14 +201,14 @@ def top(
                 show(page(compared(before, after), after))
                 before = after
     finally:
-        if ours:
+        if handles:
             signal.signal(signal.SIGINT, signal.default_int_handler)
     return ExitCode.OK
 
 
 @contextmanager
 def _shown() -> Iterator[Callable[[Text], object]]:
-    """Show one page after the other: on a terminal in place of the one before."""
+    """Return a function that shows a page; on a terminal it replaces the previous page."""
     out = console(fitted=True)
     if not out.is_terminal:
 
@@ -218,33 +225,33 @@ def _shown() -> Iterator[Callable[[Text], object]]:
 
 
 def checked(answer: Answer) -> Answer:
-    """What an engine has said, if that is what engines say: it may be any program of this user."""
+    """Return an answer with its document checked, as any program of this user may have sent it."""
     if answer.document is None:
         return answer
     try:
-        said = msgspec.convert(answer.document, _Document)
+        fields = msgspec.convert(answer.document, _Document)
     except msgspec.ValidationError as error:
-        return answer._replace(document=None, error=f"it says what no engine says: {error}")
-    return answer._replace(document={**answer.document, **said})
+        return answer._replace(document=None, error=f"not an answer of an engine: {error}")
+    return answer._replace(document={**answer.document, **fields})
 
 
 def compared(before: Sequence[Answer], after: Sequence[Answer]) -> list[Engine]:
-    """The engines that answered, with what they did since; those that are new have done nothing."""
-    known = {_key(it): it.document for it in before if it.document is not None}
+    """Return the engines that answered, with their rates; rates of new engines are 0."""
+    known = {_key(answer): answer.document for answer in before if answer.document is not None}
     found = []
-    for it in after:
-        if it.document is None:
+    for answer in after:
+        if answer.document is None:
             continue
-        old = known.get(_key(it))
-        engine = Engine(it.pid, it.document)
-        engine.rates = Rates() if old is None else _engine_rates(old, it.document)
+        old = known.get(_key(answer))
+        engine = Engine(answer.pid, answer.document)
+        engine.rates = Rates() if old is None else _engine_rates(old, answer.document)
         links = {} if old is None else {link["cluster_id"]: link for link in old["links"]}
-        for link in it.document["links"]:
+        for link in answer.document["links"]:
             was = links.get(link["cluster_id"])
             if old is None or was is None or was["instance"] != link["instance"]:
                 engine.links.append(Rates())
                 continue
-            seconds = max(it.document["seconds"] - old["seconds"], 1e-9)
+            seconds = max(answer.document["seconds"] - old["seconds"], 1e-9)
             engine.links.append(
                 Rates(
                     operations=(link["operations"] - was["operations"]) / seconds,
@@ -280,7 +287,7 @@ def _engine_rates(old: dict[str, Any], new: dict[str, Any]) -> Rates:
         elif verb in ("copy", "swap"):
             rates.copied += moved
         else:
-            continue  # not a transfer: its time says nothing of those
+            continue  # not a transfer
         earlier = dict(map(tuple, was["buckets"]))
         for bound, total in row["buckets"]:
             buckets[bound] = buckets.get(bound, 0) + total - earlier.get(bound, 0)
@@ -295,7 +302,7 @@ def _failures(row: dict[str, Any]) -> int:
 
 
 def _quantile(buckets: dict[float | None, int], fraction: float) -> float | None:
-    """The bound in us of the bucket that it lies in: counts are of all that took no longer."""
+    """Return the upper bound, in us, of the bucket of a quantile. Counts are cumulative."""
     total = max(buckets.values(), default=0)
     if not total:
         return None
@@ -305,7 +312,7 @@ def _quantile(buckets: dict[float | None, int], fraction: float) -> float | None
 
 
 def page(engines: Sequence[Engine], answers: Sequence[Answer]) -> Text:
-    """What is printed: its lines are as long as they need, and a narrow terminal wraps them."""
+    """Return the text of a page. Its lines are as long as needed; a narrow terminal wraps them."""
     from rich.text import Text
 
     out = console()
@@ -318,39 +325,41 @@ def page(engines: Sequence[Engine], answers: Sequence[Answer]) -> Text:
 
 
 def rendered(engines: Sequence[Engine], answers: Sequence[Answer]) -> Group:
-    """Three tables: engines, links, and what is in flight for longest."""
+    """Return three tables: engines, links, and the oldest transfers in flight."""
     from rich.console import Group
     from rich.text import Text
 
     if not answers:
         return Group(Text(_NONE))
     rows = table(*_ENGINE_COLUMNS)
-    for it in engines:
-        said = it.document
+    for engine in engines:
+        document, caches = engine.document, engine.document["caches"]
         rows.add_row(
-            str(it.pid),
-            str(said["cluster_id"]),
-            printable(said["role"]),
-            printable(PurePath((said["command"] or [""])[0]).name) or "python",
-            printable(said["listen_address"] or "-"),
-            str(len(said["links"])),
-            f"{len(said['caches'])} ({nbytes_text(sum(c['nbytes'] for c in said['caches']))})",
-            str(said["leases"]),
-            str(len(said["in_flight"])),
-            f"{it.rates.operations:,.0f}",
-            Text(f"{it.rates.failed:,.0f}", "bold red" if it.rates.failed else ""),
-            _speed(it.rates.pulled),
-            _speed(it.rates.pushed + it.rates.copied),
-            _times(it.rates),
+            str(engine.pid),
+            str(document["cluster_id"]),
+            printable(document["role"]),
+            printable(PurePath((document["command"] or [""])[0]).name) or "python",
+            printable(document["listen_address"] or "-"),
+            str(len(document["links"])),
+            f"{len(caches)} ({nbytes_text(sum(cache['nbytes'] for cache in caches))})",
+            str(document["leases"]),
+            str(len(document["in_flight"])),
+            f"{engine.rates.operations:,.0f}",
+            Text(f"{engine.rates.failed:,.0f}", "bold red" if engine.rates.failed else ""),
+            _speed(engine.rates.pulled),
+            _speed(engine.rates.pushed + engine.rates.copied),
+            _times(engine.rates),
         )
     parts: list[Table | Text] = [rows]
     parts += [
-        Text(printable(f"process {it.pid}: {it.error}")) for it in answers if it.document is None
+        Text(printable(f"process {answer.pid}: {answer.error}"))
+        for answer in answers
+        if answer.document is None
     ]
-    if any(it.document["links"] for it in engines):
+    if any(engine.document["links"] for engine in engines):
         parts += [Text("\nlinks", "bold"), _links(engines)]
-    if any(it.document["in_flight"] for it in engines):
-        parts += [Text("\nin flight, the oldest", "bold"), _in_flight(engines)]
+    if any(engine.document["in_flight"] for engine in engines):
+        parts += [Text("\nin flight, oldest first", "bold"), _in_flight(engines)]
     return Group(*parts)
 
 
@@ -358,12 +367,12 @@ def _links(engines: Sequence[Engine]) -> Table:
     from rich.text import Text
 
     rows = table(*_LINK_COLUMNS)
-    for it in engines:
-        for link, rates in zip(it.document["links"], it.links, strict=True):
+    for engine in engines:
+        for link, rates in zip(engine.document["links"], engine.links, strict=True):
             is_linked = link["state"] == "LINKED"
             over = " ".join(filter(None, [link["transport"], link["way"] and f"({link['way']})"]))
             rows.add_row(
-                str(it.document["cluster_id"]),
+                str(engine.document["cluster_id"]),
                 str(link["cluster_id"]),
                 Text(printable(link["state"]), "" if is_linked else "bold red"),
                 printable(over),
@@ -380,15 +389,15 @@ def _links(engines: Sequence[Engine]) -> Table:
 
 def _in_flight(engines: Sequence[Engine]) -> Table:
     rows = table(*_IN_FLIGHT_COLUMNS)
-    found = [(row["age_s"], it, row) for it in engines for row in it.document["in_flight"]]
-    for age_s, it, row in sorted(found, key=lambda row: -row[0])[:_SHOWN_IN_FLIGHT]:
+    found = [(engine, row) for engine in engines for row in engine.document["in_flight"]]
+    for engine, row in sorted(found, key=lambda pair: -pair[1]["age_s"])[:_MAX_IN_FLIGHT]:
         rows.add_row(
-            str(it.document["cluster_id"]),
+            str(engine.document["cluster_id"]),
             printable(row["operation"]),
             printable(row["tag"]),
             "-" if row["peer"] is None else str(row["peer"]),
             "-" if row["nbytes"] is None else nbytes_text(row["nbytes"]),
-            _age(age_s),
+            _age(row["age_s"]),
         )
     return rows
 

@@ -1,4 +1,4 @@
-"""`kvplan trace`: list recordings, find who wrote a block, and export to Perfetto."""
+"""`kvplan trace`: list recordings, find the transfers that wrote a block, export to Perfetto."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from kvplan.planning.contents import local_layers
 from kvplan.planning.texts import nbytes_text, plural, span
 from kvplan.recording.queries import OPERATIONS, select, who_wrote
 from kvplan.recording.reader import follow, read
-from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, TransferRecord, Write
+from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, Write
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.validation import printable
 
-SCHEMA_VERSION: Final = 1
-_AGAIN_S: Final = 0.2  # between looks at a file that is followed
+_POLL_S: Final = 0.2  # interval of --follow
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _Found = list[tuple[Recording, list[AnyRecord]]]
 
 
 class _Filter(NamedTuple):
-    """What is asked for: see `select`."""
+    """The selection of records; see `select`."""
 
     tag: str | None
     cluster: int | None
@@ -64,33 +63,48 @@ class _Filter(NamedTuple):
 @click.argument(
     "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
-@click.option("--tag", metavar="TAG", help="Of this request; TAG* for all that begin so.")
-@click.option("--cluster", metavar="ID", type=click.IntRange(min=0), help="With this peer.")
-@click.option("--operation", metavar="NAME", help="Such as pull_blocks, or pull for all pulls.")
-@click.option("--failed", is_flag=True, help="Only what has failed.")
+@click.option("--tag", metavar="TAG", help="Only this request; TAG* for all that begin with TAG.")
+@click.option("--cluster", metavar="ID", type=click.IntRange(min=0), help="Only this peer.")
 @click.option(
-    "--since", metavar="WHEN", help="Begun since 10m ago (s, m, h, d), 18:30, or an ISO time."
+    "--operation",
+    metavar="NAME",
+    help="Only this one: pull_blocks, say; pull for all.",
+)
+@click.option("--failed", is_flag=True, help="Only failures.")
+@click.option(
+    "--since",
+    metavar="WHEN",
+    help="Only since 10m ago (s, m, h, d), 18:30, or an ISO time.",
 )
 @click.option(
     "--block",
     metavar="CACHE:BLOCK",
-    help="Who wrote this block (or slot) of the first FILE's engine; other FILEs are of its peers.",
+    help="List what wrote this block or slot. The first FILE is of its engine, others of peers.",
 )
-@click.option("--follow", "-f", "following", is_flag=True, help="Go on with what is written.")
-@click.option("--plan", "explained", metavar="N", type=click.IntRange(min=0), help="Explain it.")
+@click.option(
+    "--follow",
+    "-f",
+    "following",
+    is_flag=True,
+    help="Continue with new records as they are written.",
+)
+@click.option(
+    "--plan", "explained", metavar="N", type=click.IntRange(min=0), help="Explain transfer N."
+)
 @click.option(
     "--expect",
     "expected",
     metavar="SIDE:TABLE",
     callback=Expected.read,
-    help="With --plan: compare its block table, such as dst:7,8,2 or src:4..5,9; 1 if it differs.",
+    help="With --plan: compare its block table with this, such as dst:7,8,2 or src:4..5,9. Exits "
+    "with 1 if it differs.",
 )
 @click.option(
     "--save-plan",
     "saved",
     metavar="N OUT.json",
     type=(click.IntRange(min=0), click.Path(path_type=Path)),
-    help="Write its plan to a file.",
+    help="Write the plan of row N to a file.",
 )
 @click.option(
     "--perfetto",
@@ -115,17 +129,17 @@ def trace(
     perfetto: Path | None,
     as_json: bool,
 ) -> ExitCode:
-    """List the transfers that FILEs have, which engines recorded (see docs/how-to/recording.md).
+    """List the transfers in recordings of engines.
 
-    A FILE may still be written; its older files (FILE.1 and so on) are read with it. A folder
-    stands for all recordings in it, such as those of KVPLAN_RECORD. Exits with 0, or with 2 if a
-    FILE cannot be read.
+    A FILE may still be growing; its older parts (FILE.1 and so on) are read too. A folder stands
+    for all recordings in it, for example those of KVPLAN_RECORD. Exits with 0, or with 2 if a FILE
+    cannot be read. See docs/how-to/recording.md.
     """
     files = tuple(_recordings_of(files))
     chosen = _Filter(tag, cluster, operation, failed, since)
     if following:
         if len(files) > 1 or block or perfetto or saved or explained is not None:
-            raise click.UsageError("--follow takes one FILE, and lists it")
+            raise click.UsageError("--follow needs one FILE, and only lists it")
         if operation is not None:
             _check_operation(operation, [])
         _follow(files[0], chosen, as_json=as_json)
@@ -139,17 +153,16 @@ def trace(
         return _one_plan(recordings, explained, saved, expected, as_json=as_json)
     if block is not None:
         return _block(recordings, block, as_json=as_json)
-    found = [(it, chosen.of(it.rows, it.header.started)) for it in recordings]
+    found = [(one, chosen.of(one.rows, one.header.started)) for one in recordings]
     if perfetto is not None:
         return _export(found, perfetto)
     if as_json:
         write_json(
             {
-                "schema_version": SCHEMA_VERSION,
                 "recordings": [
-                    {**vars(it.header), "complete": it.complete, "dropped": it.dropped}
+                    {**vars(one.header), "complete": one.complete, "dropped": one.dropped}
                     | {"rows": [_document(row) for row in rows]}
-                    for it, rows in found
+                    for one, rows in found
                 ],
             }
         )
@@ -160,8 +173,8 @@ def trace(
 
 
 def _recordings_of(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files, and for a folder its recordings in the order of their names."""
-    from kvplan.engine.records import SUFFIX  # the engine: for a folder only
+    """Yield the files, and of a folder its recordings, by name."""
+    from kvplan.engine.records import SUFFIX  # slow, and only folders need it
 
     for path in paths:
         if not path.is_dir():
@@ -169,12 +182,12 @@ def _recordings_of(paths: Sequence[Path]) -> Iterator[Path]:
             continue
         found = sorted(path.glob(f"*{SUFFIX}"))
         if not found:
-            raise click.UsageError(f"{path}: there is no file *{SUFFIX} in this folder")
+            raise click.UsageError(f"{path} has no file *{SUFFIX}")
         yield from found
 
 
 def _check_operation(name: str, recordings: Sequence[Recording]) -> None:
-    """Refuse an operation that neither engines have nor the recordings."""
+    """Raise if an operation is unknown to engines and to the recordings."""
     known = sorted(
         OPERATIONS.union(
             row.operation
@@ -185,39 +198,39 @@ def _check_operation(name: str, recordings: Sequence[Recording]) -> None:
     )
     if name not in known:
         near = ", ".join(get_close_matches(name, known, 3) or known)
-        raise click.UsageError(f"--operation {name}: there is no such operation; near it: {near}")
+        raise click.UsageError(f"--operation {name} does not exist; similar: {near}")
 
 
-def _say(*lines: str) -> None:
-    """Print each on a line of its own: tags, names and errors are whatever a file says."""
-    sys.stdout.writelines(f"{printable(it)}\n" for it in lines)
+def _print(*lines: str) -> None:
+    """Print lines, whose tags, names and errors come from a file."""
+    sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
 
 
 def _list(recording: Recording, rows: list[AnyRecord]) -> None:
-    _say(_title(recording), _HEAD)
-    _say(*map(_Lines().of, rows))
+    _print(_title(recording), _HEAD)
+    _print(*map(_Lines().of, rows))
     left = len(recording.rows) - len(rows)
-    ended = "" if recording.complete else "; it was cut off, or is still written"
+    ended = "" if recording.complete else "; the recording was cut off, or is still growing"
     missing = f"; {recording.dropped:,} rows were dropped" if recording.dropped else ""
     hidden = f" of {len(recording.rows):,}" if left else ""
-    _say(f"{len(rows):,}{hidden} rows{ended}{missing}")
+    _print(f"{len(rows):,}{hidden} rows{ended}{missing}")
 
 
 def _follow(path: Path, chosen: _Filter, *, as_json: bool) -> None:
-    """List what there is, then what comes, until the recording ends or Ctrl-C."""
+    """List the records and then new ones, until the recording ends or Ctrl-C."""
     began = read(path).header.started
 
     def idle() -> bool:
         sys.stdout.flush()
-        time.sleep(_AGAIN_S)
+        time.sleep(_POLL_S)
         return True
 
     lines = _Lines()
     if not as_json:
-        _say(_HEAD)
-    for it in follow(path, idle):
-        for row in chosen.of([it], began):
-            _say(json.dumps(_document(row)) if as_json else lines.of(row))
+        _print(_HEAD)
+    for record in follow(path, idle):
+        for row in chosen.of([record], began):
+            _print(json.dumps(_document(row)) if as_json else lines.of(row))
 
 
 _HEAD: Final = (
@@ -231,18 +244,18 @@ def _title(recording: Recording) -> str:
     when = datetime.fromtimestamp(head.started).astimezone().isoformat(" ", "seconds")
     return (
         f"{recording.path}: cluster {head.cluster_id} ({head.role}), process {head.pid} on "
-        f"{head.host}, from {when} on, kvplan {head.version}"
+        f"{head.host}, since {when}, kvplan {head.version}"
     )
 
 
 class _Lines:
-    """Rows of one recording as lines. Transfers of one template have the same layers."""
+    """The lines of one recording. Transfers of one template have the same layers."""
 
     def __init__(self) -> None:
         self._layers: dict[tuple[int, ...], str] = {}
 
     def of(self, record: AnyRecord) -> str:
-        """The line of a row."""
+        """Return the line of a record."""
         if not isinstance(record, TransferRecord):
             return _line(record, "")
         key = tuple(part.template for part in record.parts)
@@ -252,42 +265,44 @@ class _Lines:
 
 
 def _layers(transfer: TransferRecord) -> str:
-    """`0-31`, or `0-1>4-5` where layers go to others; of several parts each that differs."""
+    """Return `0-31`, or `0-1>4-5` if layers go to others; of several parts each once."""
     try:
         parts = () if transfer.plan is None else transfer.plan.parts
     except LLMException:
         return "damaged"
-    said = []
+    texts = []
     for part in parts:
         src, dst = (span(local_layers(part, side)) for side in ("src", "dst"))
-        said.append(src if src == dst else f"{src}>{dst}")
-    return ",".join(dict.fromkeys(said))
+        texts.append(src if src == dst else f"{src}>{dst}")
+    return ",".join(dict.fromkeys(texts))
 
 
-def _line(it: AnyRecord, layers: str) -> str:
-    begin = f"{it.number:>6}  {_clock(it.time):<15}"
-    if isinstance(it, Dropped):
-        what = "a file of the recording" if it.count is None else plural(it.count, "row")
+def _line(record: AnyRecord, layers: str) -> str:
+    begin = f"{record.number:>6}  {_clock(record.time):<15}"
+    if isinstance(record, Dropped):
+        what = "a file of the recording" if record.count is None else plural(record.count, "row")
         return f"{begin} -- {what} missing --"
-    ms = f"{it.seconds * 1e3:.3f}"
-    succeeded = it.status is LLMStatusCode.LLM_SUCCESS
-    outcome = "done" if succeeded else f"{it.status.name}: {it.error}"
-    if isinstance(it, Event):
+    ms = f"{record.seconds * 1e3:.3f}"
+    succeeded = record.status is LLMStatusCode.LLM_SUCCESS
+    outcome = "done" if succeeded else f"{record.status.name}: {record.error}"
+    if isinstance(record, Event):
         fields = " ".join(
             f"{name}={_short(value)}"
-            for name, value in it.fields.items()
+            for name, value in record.fields.items()
             if value not in (None, "") and name != "peer"
         )
-        peer = str(it.fields.get("peer", ""))
-        note = "" if succeeded else f"{it.status.name}: "
-        text = " ".join(filter(None, [fields, f"{note}{it.error}" if it.error or note else ""]))
-        return f"{begin} {it.operation:<15} {peer:>6}  {text}".rstrip()
-    peer = "" if it.peer is None else str(it.peer)
-    blocks = str(it.blocks or "")
-    nbytes = nbytes_text(it.nbytes)
+        peer = str(record.fields.get("peer", ""))
+        note = "" if succeeded else f"{record.status.name}: "
+        text = " ".join(
+            filter(None, [fields, f"{note}{record.error}" if record.error or note else ""])
+        )
+        return f"{begin} {record.operation:<15} {peer:>6}  {text}".rstrip()
+    peer = "" if record.peer is None else str(record.peer)
+    blocks = str(record.blocks or "")
+    nbytes = nbytes_text(record.nbytes)
     return (
-        f"{begin} {it.operation:<15} {peer:>6}  {it.tag:<24} {layers:<9} {blocks:>6} {nbytes:>9} "
-        f"{ms:>9}  {outcome}"
+        f"{begin} {record.operation:<15} {peer:>6}  {record.tag:<24} {layers:<9} {blocks:>6} "
+        f"{nbytes:>9} {ms:>9}  {outcome}"
     )
 
 
@@ -297,66 +312,71 @@ def _short(value: object) -> str:
     return f'"{text}"' if " " in text else text
 
 
-def _document(it: AnyRecord) -> dict[str, Any]:
-    if isinstance(it, Dropped):
-        return {"kind": "dropped", "number": it.number, "time": it.time, "count": it.count}
+def _document(record: AnyRecord) -> dict[str, Any]:
+    if isinstance(record, Dropped):
+        return {
+            "kind": "dropped",
+            "number": record.number,
+            "time": record.time,
+            "count": record.count,
+        }
     common = {
-        "number": it.number,
-        "time": it.time,
-        "ms": it.seconds * 1e3,
-        "operation": it.operation,
-        "status": it.status.name,
-        "error": it.error,
+        "number": record.number,
+        "time": record.time,
+        "ms": record.seconds * 1e3,
+        "operation": record.operation,
+        "status": record.status.name,
+        "error": record.error,
     }
-    if isinstance(it, Event):
-        return {"kind": "event", **common, "fields": it.fields}
+    if isinstance(record, Event):
+        return {"kind": "event", **common, "fields": record.fields}
     return {
         "kind": "transfer",
         **common,
-        "peer": it.peer,
-        "cache": it.cache_id,
-        "caches": it.caches,
-        "tag": it.tag,
-        "leases": it.leases,
-        "blocks": it.blocks,
-        "nbytes": it.nbytes,
+        "peer": record.peer,
+        "cache": record.cache_id,
+        "caches": record.caches,
+        "tag": record.tag,
+        "leases": record.leases,
+        "blocks": record.blocks,
+        "nbytes": record.nbytes,
     }
 
 
 def _block(recordings: list[Recording], given: str, *, as_json: bool) -> ExitCode:
     if (asked := re.fullmatch(r"(\d{1,18}):(\d{1,18})", given)) is None:
-        raise click.UsageError(f"--block {given}: it is CACHE:BLOCK, such as 3:417")
+        raise click.UsageError(f"--block {given}: write CACHE:BLOCK, such as 3:417")
     cache, block = map(int, asked.groups())
     recording, *others = recordings
     writes = who_wrote(recording, cache, block, others)
     if as_json:
-        document = {"cache": cache, "block": block, "writes": [_write(it) for it in writes]}
-        write_json({"schema_version": SCHEMA_VERSION, **document})
+        document = {"cache": cache, "block": block, "writes": [_write(write) for write in writes]}
+        write_json(document)
         return ExitCode.OK
     here = recording.header.cluster_id
     number = len(writes)
-    said = f"{plural(number, 'transfer')} wrote" if number else "no transfer that is recorded wrote"
-    _say(f"{said} block {block} of cache {cache} of cluster {here}, oldest first")
-    _say(*(f"{_clock(it.transfer.time + it.transfer.seconds)}  {it}" for it in writes))
-    peers = sorted({it.peer for it in recording.transfers if it.peer is not None})
-    linked = [it.fields.get("peer") for it in recording.events if it.operation == "link_state"]
-    known = {it.header.cluster_id for it in others}
-    unknown = sorted({*peers, *(it for it in linked if isinstance(it, int))} - known)
+    writers = f"{plural(number, 'transfer')} wrote" if number else "no recorded transfer wrote"
+    _print(f"{writers} block {block} of cache {cache} of cluster {here}, oldest first")
+    _print(*(f"{_clock(one.transfer.time + one.transfer.seconds)}  {one}" for one in writes))
+    peers = sorted({one.peer for one in recording.transfers if one.peer is not None})
+    linked = [one.fields.get("peer") for one in recording.events if one.operation == "link_state"]
+    known = {one.header.cluster_id for one in others}
+    unknown = sorted({*peers, *(peer for peer in linked if isinstance(peer, int))} - known)
     if unknown:
         names = ", ".join(map(str, unknown))
-        _say(f"what these peers pushed their recordings say: clusters {names}")
+        _print(f"pushes of these peers are only in their own recordings: clusters {names}")
     return ExitCode.OK
 
 
-def _write(it: Write) -> dict[str, Any]:
+def _write(write: Write) -> dict[str, Any]:
     return {
-        "transfer": _document(it.transfer),
-        "cluster": it.transfer.cluster_id,
-        "part": it.label,
-        "source": it.source,
-        "src_cache": it.src_cache,
-        "src_rows": it.src_rows,
-        "partial": it.partial,
+        "transfer": _document(write.transfer),
+        "cluster": write.transfer.cluster_id,
+        "part": write.label,
+        "source": write.source,
+        "src_cache": write.src_cache,
+        "src_rows": write.src_rows,
+        "partial": write.partial,
     }
 
 
@@ -369,11 +389,11 @@ def _one_plan(
     as_json: bool,
 ) -> ExitCode:
     if len(recordings) > 1:
-        raise click.UsageError("--plan and --save-plan take one FILE: each counts its own rows")
+        raise click.UsageError("--plan and --save-plan need one FILE, as each counts its own rows")
     (recording,) = recordings
     if saved is not None:
         number, path = saved
-        _say(save_plan(transfer_at(recording, number), path))
+        _print(save_plan(transfer_at(recording, number), path))
     if explained is None:
         return ExitCode.OK
     transfer = transfer_at(recording, explained)
@@ -381,12 +401,11 @@ def _one_plan(
     if as_json:
         plan = None if transfer.plan is None else transfer.plan.to_dict()
         tables = {"block_tables": block_tables(transfer), "unexpected": wrong}
-        document = {"schema_version": SCHEMA_VERSION, "plan": plan} | tables
-        write_json(document | _document(transfer))
+        write_json({"plan": plan} | tables | _document(transfer))
     else:
-        _say(_HEAD, _Lines().of(transfer), *plan_lines(transfer))
+        _print(_HEAD, _Lines().of(transfer), *plan_lines(transfer))
         if expected is not None:
-            _say(wrong or f"{expected.side}_blocks is as expected")
+            _print(wrong or f"{expected.side}_blocks is as expected")
     return ExitCode.DIFFERENT if wrong else ExitCode.OK
 
 
@@ -396,7 +415,7 @@ def _export(found: _Found, perfetto: Path) -> ExitCode:
     document = trace_of(found)
     perfetto.write_text(json.dumps(document) + "\n", encoding="utf-8")
     count = plural(len(document["traceEvents"]), "event")
-    _say(f"{perfetto}: {count}; open it in https://ui.perfetto.dev")
+    _print(f"{perfetto}: {count}; open it in https://ui.perfetto.dev")
     return ExitCode.OK
 
 
@@ -405,7 +424,7 @@ def _clock(when: float) -> str:
 
 
 def _moment(text: str, began: float) -> float:
-    """The time that `--since` means: so long ago, an ISO time, or one of the recording's day."""
+    """Return the time of `--since`. A time without a date is on the day of the recording."""
     if (ago := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)) is not None:
         return time.time() - float(ago[1]) * _UNITS[ago[2]]
     if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?", text):
@@ -415,5 +434,5 @@ def _moment(text: str, began: float) -> float:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         raise click.UsageError(
-            f"--since {text}: it is 90s, 10m, 2h or 1d (ago), 18:30, or an ISO time"
+            f"--since {text}: write 90s, 10m, 2h or 1d (ago), 18:30, or an ISO time"
         ) from None

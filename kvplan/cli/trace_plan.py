@@ -1,4 +1,4 @@
-"""The plan of one recorded transfer: explained, saved, and its block tables compared."""
+"""The plan of a recorded transfer: explained, saved, and compared with a block table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_ENTRIES: Final = 1 << 20  # of an expected table
 
 
 class Expected(NamedTuple):
-    """A block table as it should be: `dst:7,8,2`, or `src:4..5,9`."""
+    """An expected block table: `dst:7,8,2`, or `src:4..5,9`."""
 
     side: str
     blocks: tuple[int, ...]
@@ -33,7 +33,7 @@ class Expected(NamedTuple):
     def read(
         cls, _context: click.Context, _parameter: click.Parameter, text: str | None
     ) -> Expected | None:
-        """Read the value of `--expect`."""
+        """Parse the value of `--expect`."""
         if text is None:
             return None
         side, _, table = text.partition(":")
@@ -41,18 +41,18 @@ class Expected(NamedTuple):
         ranges = [range(int(first), int(last or first) + 1) for first, last in spans]
         whole = ",".join(f"{first}..{last}" if last else first for first, last in spans)
         if side not in ("src", "dst") or not spans or whole != table or not all(ranges):
-            raise click.BadParameter(f"{text}: write SIDE:TABLE, such as dst:7,8,2 or src:4..5,9")
+            raise click.BadParameter(f"{text} must be SIDE:TABLE, such as dst:7,8,2 or src:4..5,9")
         if sum(map(len, ranges)) > _MAX_ENTRIES:
-            raise click.BadParameter(f"{text}: a table has at most {_MAX_ENTRIES:,} entries")
+            raise click.BadParameter(f"{text}: a table may have at most {_MAX_ENTRIES:,} entries")
         return cls(side, tuple(block for blocks in ranges for block in blocks))
 
     def difference(self, transfer: TransferRecord) -> str:
-        """Return how a recorded table differs, in words; empty: it is as expected."""
+        """Return how the recorded table differs, in words; empty if it does not."""
         tables = block_tables(transfer)
         if len(tables) != 1:
             raise invalid(
                 f"transfer {transfer.number} has {len(tables)} pairs of block tables; --expect "
-                "compares a transfer of one cache"
+                "needs a transfer of one cache"
             )
         found = np.array(tables[0][self.side], np.int64)
         expected = np.array(self.blocks, np.int64)
@@ -60,34 +60,36 @@ class Expected(NamedTuple):
             return ""
         name = f"{self.side}_blocks"
         if len(found) != len(expected):
-            return f"{name} has {len(found):,} entries; expected are {len(expected):,}"
+            return f"{name} has {len(found):,} entries; {len(expected):,} were expected"
         odd = np.flatnonzero(found != expected)
         first = int(odd[0])
-        said = (
-            f"{len(odd):,} of {len(found):,} entries of {name} differ, from {name}[{first}] on: it "
-            f"is {int(found[first])}, expected is {int(expected[first])}"
+        text = (
+            f"{len(odd):,} of {len(found):,} entries of {name} differ; the first is "
+            f"{name}[{first}]: {int(found[first])}, expected {int(expected[first])}"
         )
         cause = changed_table(self.side, expected, found) if len(odd) > 1 else ""
-        return f"{said}; {cause}" if cause else said
+        return f"{text}; {cause}" if cause else text
 
 
 def transfer_at(recording: Recording, number: int) -> TransferRecord:
-    """Return a transfer by the number of its row.
+    """Return the transfer in a row of a recording.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: that row is not a transfer.
     """
     found = recording.rows[number] if number < len(recording) else None
     if not isinstance(found, TransferRecord):
-        raise invalid(f"{recording.path}: row {number} is no transfer; there are {len(recording)}")
+        raise invalid(
+            f"{recording.path}: row {number} is not a transfer; the rows are [0, {len(recording)})"
+        )
     return found
 
 
 def save_plan(transfer: TransferRecord, path: Path) -> str:
-    """Write the plan of a transfer; return what was written, in a line."""
+    """Write the plan of a transfer to a file; return a line about it."""
     plan = transfer.plan
     if plan is None:
-        raise invalid(f"transfer {transfer.number} failed before there was a plan")
+        raise invalid(f"transfer {transfer.number} has no plan: it failed before planning")
     save(plan, path)
     return f"{path}: {plan!r}"
 
@@ -106,10 +108,10 @@ def block_tables(transfer: TransferRecord) -> list[dict[str, Any]]:
 
 
 def plan_lines(transfer: TransferRecord) -> Iterator[str]:
-    """Yield the plan as text, and its block tables below."""
+    """Yield the plan as text, followed by its block tables."""
     plan = transfer.plan
     if plan is None:
-        yield "no plan: it failed before there was one"
+        yield "no plan: the transfer failed before planning"
         return
     yield from plan.explain_lines(limit=16)
     for tables in block_tables(transfer):

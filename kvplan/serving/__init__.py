@@ -1,4 +1,4 @@
-"""Requests that finish in one serving engine and go on in another: docs/how-to/serving.md.
+"""Requests that finish in one serving engine and continue in another (docs/how-to/serving.md).
 
 No serving engine by name and no transport may enter: bytes move by the verbs of `LlmDataDist`.
 """

@@ -1,4 +1,4 @@
-"""What consumers have asked of a producer: answered now, or when the request has finished."""
+"""Asks of consumers, which a producer answers at once or when the request has finished."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from kvplan.status import LLMException
 
 MAX_WAITING: Final = 4096  # asks of one consumer
 MAX_GOAL_NBYTES: Final = 16 << 20  # of the goals of one consumer's unanswered asks
-PART_NBYTES: Final = 64  # that a part takes beside its data
+PART_NBYTES: Final = 64  # overhead of a part
 
 
 class _Consumer:
     """Unanswered asks of one consumer.
 
     Attributes:
-        waiting: Handle or transfer that each ask waits for, and the bytes of its goal, by the
-            number of the ask.
-        parts: Parts of goals that are not complete, by the number of the ask; oldest first.
+        waiting: Handle or transfer that each ask waits for, and the bytes of its goal, by number
+            of the ask.
+        parts: Parts of incomplete goals by number of the ask, oldest first.
         nbytes: Memory of all goals.
     """
 
@@ -52,7 +52,7 @@ class _Consumer:
 
 
 class Asks:
-    """Gives leases to consumers that ask for them; all methods run in the loop of the exchange."""
+    """Answers asks of consumers with leases. All methods run in the loop of the exchange."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Asks:
         self._consumers: dict[int, _Consumer] = {}
 
     def take(self, cluster_id: int, ask: Ask) -> None:
-        """A consumer asks; where to push is sent in parts, and answered after the last."""
+        """Take an ask of a consumer. A goal comes in several asks, and the last is answered."""
         if (data := self._whole(cluster_id, ask)) is None:
             return
         goal, nbytes = None, 0
@@ -93,38 +93,38 @@ class Asks:
                 self._refuse(
                     cluster_id,
                     ask,
-                    f"its goal is a lease of cluster {goal.lease.cluster_id}; it may only be one "
-                    f"of cluster {cluster_id}, which asks",
+                    f"its goal is a lease of cluster {goal.lease.cluster_id}; it must be one of "
+                    f"cluster {cluster_id}, which asks",
                 )
                 return
             nbytes = len(data)
         self._answer(cluster_id, ask, goal, nbytes)
 
     def answer_waiting(self, *names: Handle | str) -> None:
-        """Answer who waits for what has just been entered, or will not be."""
+        """Answer the asks for requests that were entered or refused."""
         for name in names:
             for cluster_id, number in list(self.waiting.get(name, ())):
                 if (ask := self._forget(cluster_id, number)) is not None:
                     self._answer(cluster_id, ask)
 
     def end_waiting(self, cluster_id: int, transfer: str) -> None:
-        """Answer what a consumer has asked before it said that it needs a transfer no more."""
+        """Refuse the asks of a consumer that does not need a transfer any more."""
         for ask in self._forget_all(cluster_id, transfer):
-            self._refuse(cluster_id, ask, f"cluster {cluster_id} has said it needs it no more")
+            self._refuse(cluster_id, ask, f"cluster {cluster_id} does not need it any more")
 
     def clusters(self) -> set[int]:
-        """Of those that wait, or have sent a part."""
+        """Return the consumers with unanswered asks."""
         return set(self._consumers)
 
     def keep(self, linked: Collection[int]) -> None:
-        """Forget what clusters have asked that are not linked any more."""
+        """Forget the asks of clusters that are not linked any more."""
         for cluster_id in self._consumers.keys() - set(linked):
             for number in list(self._consumers[cluster_id].waiting):
                 self._forget(cluster_id, number)
             self._consumers.pop(cluster_id, None)
 
     def _answer(self, cluster_id: int, ask: Ask, goal: Goal | None = None, nbytes: int = 0) -> None:
-        """Grant what a consumer asks for, refuse it, or let the ask wait."""
+        """Grant an ask, refuse it, or let it wait."""
         if ask.instance != self._instance:
             self._refuse(cluster_id, ask, "the request is of another process: it has restarted")
             return
@@ -144,16 +144,14 @@ class Asks:
             self._tasks.spawn(self._grant(cluster_id, ask, handle, leases), cluster_id)
 
     def _wait(self, cluster_id: int, ask: Ask, name: Handle | str, nbytes: int) -> bool:
-        """Let an ask with a goal of `nbytes` wait; return False if the consumer has too many."""
+        """Let an ask with a goal of `nbytes` wait; return False if the consumer exceeds a limit."""
         consumer = self._consumers.setdefault(cluster_id, _Consumer())
         if len(consumer.waiting) >= MAX_WAITING and ask.number not in consumer.waiting:
-            reason = f"{MAX_WAITING} asks of cluster {cluster_id} wait, and no more can"
+            reason = f"{MAX_WAITING} asks of cluster {cluster_id} are waiting, which is the limit"
             self._refuse(cluster_id, ask, reason)
             return False
         if nbytes and consumer.nbytes + nbytes > MAX_GOAL_NBYTES:
-            reason = (
-                f"the goals of what waits of cluster {cluster_id} exceed {MAX_GOAL_NBYTES} bytes"
-            )
+            reason = f"waiting goals of cluster {cluster_id} exceed {MAX_GOAL_NBYTES} bytes"
             self._refuse(cluster_id, ask, reason)
             self._drop_idle(cluster_id)
             return False
@@ -181,7 +179,7 @@ class Asks:
         await self._send(cluster_id, grants(ask.number, handle.value, pushed, leased))
 
     def _whole(self, cluster_id: int, ask: Ask) -> bytes | None:
-        """Take a part of where a consumer wants a transfer; None: it was not the last."""
+        """Take a part of a goal; return the goal after its last part, otherwise None."""
         if ask.parts == 1:
             return ask.data
         consumer = self._consumers.setdefault(cluster_id, _Consumer())
@@ -193,14 +191,14 @@ class Asks:
         whole = None
         if len(parts) >= ask.parts:
             whole = b"".join(consumer.take_parts(ask.number))
-        while consumer.nbytes > MAX_GOAL_NBYTES and consumer.parts:  # the rest was lost
+        while consumer.nbytes > MAX_GOAL_NBYTES and consumer.parts:  # their other parts were lost
             consumer.take_parts(next(iter(consumer.parts)))
-            peer_log.warning("cluster %d: the goal of an ask is dropped: too large", cluster_id)
+            peer_log.warning("cluster %d: dropped the goal of an ask: too large", cluster_id)
         self._drop_idle(cluster_id)
         return whole
 
     def _forget(self, cluster_id: int, number: int) -> Ask | None:
-        """Let an ask wait no more; None: it does not."""
+        """Remove a waiting ask; return None if it is not waiting."""
         consumer = self._consumers.get(cluster_id)
         if consumer is None or number not in consumer.waiting:
             return None
@@ -214,7 +212,7 @@ class Asks:
         return ask
 
     def _forget_all(self, cluster_id: int, transfer: str) -> list[Ask]:
-        """Let a consumer wait for a transfer no more; returns what it has asked."""
+        """Remove and return the waiting asks of a consumer for a transfer."""
         numbers = [number for of, number in self.waiting.get(transfer, ()) if of == cluster_id]
         found = (self._forget(cluster_id, number) for number in numbers)
         return [ask for ask in found if ask is not None]
@@ -229,7 +227,7 @@ class Asks:
         if self.waiting.get(name, {}).get((cluster_id, ask.number)) is ask:
             self._forget(cluster_id, ask.number)
             self._refuse(
-                cluster_id, ask, f"{name} is not here: it has not finished, or ended long ago"
+                cluster_id, ask, f"{name} is unknown: it has not finished, or ended long ago"
             )
 
     def _refuse(self, cluster_id: int, ask: Ask, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The producer's book: leases of requests that have finished, until their consumers are done."""
+"""The book of a producer: leases of finished requests, until their consumers are done."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvplan.validation import shown
 
 logger = Log("kvplan.serving")
 
-MAX_REMEMBERED: Final = 4096  # requests and transfers that have ended
-MAX_EARLY: Final = 1024  # transfers of one reader that has ended before they are entered
+MAX_REMEMBERED: Final = 4096  # ended requests and transfers
+MAX_EARLY: Final = 1024  # transfers that one reader has finished before they were entered
 
 
 class Leasing(Protocol):
-    """What the book needs of a kvplan engine."""
+    """The methods of a kvplan engine that the book uses."""
 
     def lease_blocks(
         self, cache: Cache, blocks: Sequence[int], *, tag: str = "", ttl_ms: float | None = None
@@ -42,8 +42,8 @@ class _Held:
     """A finished request whose blocks are kept.
 
     Attributes:
-        name: for logs.
-        done: cluster ids of the readers that have ended.
+        name: name of the request, for logs.
+        done: cluster ids of the readers that are done.
     """
 
     name: str
@@ -55,26 +55,26 @@ class _Held:
 
 
 class NotYetError(Exception):
-    """The request has not been entered; it may be soon."""
+    """The request has not been entered yet."""
 
 
 class LeaseBook:
-    """Requests that have finished, with a lease of their blocks in each cache; of any thread.
+    """Finished requests, with a lease of their blocks in each cache. Any thread may use it.
 
-    A request's blocks are free when all its readers are done, when nobody has renewed its leases
-    for `ttl_ms`, or on `abort`: once they have ended then, `take_freed` returns it, one time.
+    The blocks of a request are freed when all its readers are done, when its leases were not
+    renewed for `ttl_ms`, or on `abort`. Then `take_freed` returns the request, once.
 
     Args:
-        engine: gives the leases.
-        cache: what they are of; of several, their groups.
-        ttl_ms: milliseconds that a lease lasts if nobody renews it.
-        clock: seconds that never go back.
+        engine: the engine that leases blocks.
+        cache: the cache of the blocks; of several caches, their groups.
+        ttl_ms: milliseconds until a lease expires that is not renewed.
+        clock: a monotonic clock, in seconds.
         on_freed: called when `take_freed` has something to return.
-        on_ending: Called with a transfer before its blocks are free. Returns True if they are not
-            read; False: `end_again` is called later.
+        on_ending: Called with a transfer before its blocks are free. Returns False if they are
+            still being read; then `end_again` is called later.
 
     Attributes:
-        expired: how many requests nobody fetched, and nobody renewed, in time.
+        expired: number of requests that expired.
     """
 
     def __init__(
@@ -94,16 +94,16 @@ class LeaseBook:
         self._on_ending = on_ending
         self._mutex = Mutex()
         self._held: dict[Handle, _Held] = {}
-        self._ending: dict[Handle, _Held] = {}  # a peer may still use their blocks
+        self._ending: dict[Handle, _Held] = {}  # peers may still use their blocks
         self._freed: set[Handle] = set()
-        self._transfers: dict[str, Handle] = {}  # of requests that are held
-        self._ended: dict[Handle | str, str] = {}  # requests and transfers, and how; oldest first
+        self._transfers: dict[str, Handle] = {}  # by name, of held requests
+        self._ended: dict[Handle | str, str] = {}  # reasons by request or transfer, oldest first
         # `finish` before `enter`: digest and number of readers, by reader and transfer.
         self._early: dict[int, dict[str, tuple[bytes, int]]] = {}
         self.expired: int = 0
 
     def __len__(self) -> int:
-        """How many requests hold blocks."""
+        """Return the number of requests that hold blocks."""
         return len(self._held) + len(self._ending)
 
     def enter(
@@ -115,27 +115,27 @@ class LeaseBook:
         *,
         handle: Handle | None = None,
     ) -> Handle:
-        """Lease the blocks of a request that has finished; if that fails, they are free at once.
+        """Lease the blocks of a finished request. If that fails, they are free at once.
 
         Args:
-            request: what logs and leases call it.
-            blocks: in the order of its tokens; of several groups, a table for each.
-            digest: of what was computed.
-            transfer: what consumers may have asked for already; empty: nothing.
-            handle: that all workers enter it under; None: a new one.
+            request: name for logs and leases.
+            blocks: blocks in the order of the tokens; of several groups, a table for each.
+            digest: digest of the tokens.
+            transfer: name by which consumers may have asked already; empty: none.
+            handle: the handle that all workers use; None: a new one.
 
         Returns:
             The handle, which `take_freed` returns once the blocks are free.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: a request was entered under this handle before.
+            LLMException: LLM_PARAM_INVALID: the handle was used before.
         """
         handle = handle or Handle.new()
         early: dict[int, tuple[bytes, int]] = {}
         failure = ""
         with self._mutex:
             if handle in self._held or handle in self._ending or handle in self._ended:
-                raise invalid(f"handle={handle} is of a request that was entered before: make one")
+                raise invalid(f"handle={handle} was used before; each request needs a new one")
             try:
                 leases = self._lease(blocks, tag_of(request))
             except LLMException as error:
@@ -150,32 +150,31 @@ class LeaseBook:
                     early = self._take_early(transfer)
                 elif transfer:
                     logger.warning(
-                        "request %s: transfer %s is of another request, which keeps the name",
+                        "request %s: another request has the name %s, and keeps it",
                         request,
                         shown(transfer),
                     )
         if failure:
-            logger.warning("request %s is not kept: it %s", request, failure)
+            logger.warning("request %s: its blocks %s", request, failure)
             if transfer:
                 self.end_transfer(transfer, failure)
             self._end(handle)
-        for reader, (said, readers) in early.items():
-            self.finish(handle, said, reader, readers)
+        for reader, (its_digest, readers) in early.items():
+            self.finish(handle, its_digest, reader, readers)
         return handle
 
     def leases_of(
         self, handle: Handle | None, digest: bytes, transfer: str = ""
     ) -> tuple[Handle, tuple[GroupLease, ...]]:
-        """Return handle and leases of a request, for a consumer that means the same tokens.
+        """Return handle and leases of a request, for a consumer of the same tokens.
 
         Args:
             handle, digest: of the reference.
-            transfer: what is asked for instead of a handle, if it is not empty.
+            transfer: unless empty, the name to look up instead of the handle.
 
         Raises:
-            NotYetError: no request of this handle, or of this name, was entered, as far as is
-                remembered.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: it has ended, or was of other tokens.
+            NotYetError: the handle or name is unknown.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: the request has ended, or has other tokens.
         """
         with self._mutex:
             if transfer:
@@ -186,19 +185,19 @@ class LeaseBook:
             if how is None:
                 raise NotYetError
             raise _gone(f"{transfer or handle} {how}")
-        if held.digest != digest:  # the name of the request is not the asker's to know
+        if held.digest != digest:  # the reason does not reveal the name of the request
             raise _gone(f"{transfer or handle} was of other tokens")
         return handle, held.leases
 
     def end_transfer(self, transfer: str, how: str) -> None:
-        """Remember that a transfer has ended, and how, for consumers that ask later."""
+        """Remember how a transfer has ended, for consumers that ask later."""
         with self._mutex:
             self._transfers.pop(transfer, None)
             self._take_early(transfer)
             self._remember(transfer, how)
 
     def renew(self, handles: Iterable[Handle]) -> None:
-        """Let leases last `ttl_ms` from now; those that have ended stay so."""
+        """Renew leases for `ttl_ms` from now, unless they have ended."""
         for handle in handles:
             with self._mutex:
                 if (held := self._held.get(handle)) is None:
@@ -206,23 +205,23 @@ class LeaseBook:
                 try:
                     for of_group in held.leases:
                         self._engine.renew(of_group.lease, self._ttl_ms)
-                except LLMException:  # one has expired: `expire` frees them
+                except LLMException:  # a lease has expired; `expire` frees the others
                     continue
                 held.deadline = self._clock() + self._ttl_ms / 1000
 
     def finish(
         self, handle: Handle | None, digest: bytes, reader: int, readers: int, transfer: str = ""
     ) -> None:
-        """One of `readers` needs the blocks no more; after the last they are free.
+        """Note that one of `readers` is done; the last one frees the blocks.
 
         Args:
-            handle: None: the reader knows only the transfer.
+            handle: None if the reader only knows the transfer.
         """
         with self._mutex:
             if handle is None:
                 handle = self._transfers.get(transfer)
                 if handle is None:
-                    if transfer and transfer not in self._ended:  # it is still being computed
+                    if transfer and transfer not in self._ended:  # still being computed
                         early = self._early.setdefault(reader, {})
                         early[transfer] = digest, readers
                         if len(early) > MAX_EARLY:
@@ -237,11 +236,11 @@ class LeaseBook:
         self._free(handle, "all its readers were done")
 
     def abort(self, handle: Handle) -> None:
-        """Free the blocks of a request, whoever reads them; an unknown one is fine."""
+        """Free the blocks of a request, even if they are read. An unknown handle has no effect."""
         self._free(handle, "its producer has aborted it")
 
     def expire(self) -> None:
-        """Free the blocks of leases whose time has passed, and of those that peers held up."""
+        """Free the blocks of expired leases, and try again those that peers have delayed."""
         now = self._clock()
         with self._mutex:
             late = [handle for handle, held in self._held.items() if held.deadline <= now]
@@ -252,32 +251,32 @@ class LeaseBook:
             if (held := self._held.get(handle)) is not None:
                 self.expired += 1
                 logger.warning(
-                    "request %s was not fetched in %g ms: its blocks are free",
+                    "request %s was not fetched in %g ms: freed its blocks",
                     held.name,
                     self._ttl_ms,
                 )
             self._free(handle, f"it was not fetched in {self._ttl_ms:g} ms")
 
     def end_again(self, transfer: str) -> None:
-        """Free the blocks of requests that have ended, if nothing of their transfer is read now."""
+        """Free the blocks of ended requests of a transfer, if they are not read any more."""
         for handle, held in list(self._ending.items()):
             if held.transfer == transfer:
                 self._end(handle)
 
     def forget_readers(self, linked: Collection[int]) -> None:
-        """Forget the early `finish` of readers that are not linked any more."""
+        """Forget early `finish` calls of readers that are not linked any more."""
         with self._mutex:
             for reader in self._early.keys() - set(linked):
                 del self._early[reader]
 
     @property
     def has_early(self) -> bool:
-        """True if readers have finished requests that are not entered yet."""
+        """True if readers have finished transfers that are not entered yet."""
         return bool(self._early)
 
     @property
     def has_freed(self) -> bool:
-        """Whether `take_freed` has something to return."""
+        """True if `take_freed` has something to return."""
         return bool(self._freed)
 
     def take_freed(self) -> set[Handle]:
@@ -289,7 +288,7 @@ class LeaseBook:
     def _free(self, handle: Handle, why: str) -> None:
         with self._mutex:
             if (held := self._held.pop(handle, None)) is not None:
-                how = f"has ended: {why}, and its blocks may be another's"
+                how = f"has ended: {why}, and its blocks may be reused"
                 self._remember(handle, how)
                 if self._transfers.get(held.transfer) == handle:
                     self.end_transfer(held.transfer, how)
@@ -297,10 +296,10 @@ class LeaseBook:
         self._end(handle)
 
     def _end(self, handle: Handle) -> None:
-        """Report a request that has ended, unless a peer still uses its blocks."""
+        """Free the blocks of an ended request, unless a peer still uses them."""
         if (held := self._ending.get(handle)) is None:
             return
-        # No lease of this side is looked at by a push: what it read later would have arrived.
+        # A push does not check leases of this side, so it must have ended before blocks are reused.
         is_free = not held.transfer or self._on_ending(held.transfer)
         for of_group in held.leases:
             is_free &= self._release(held.name, of_group.lease)
@@ -312,13 +311,13 @@ class LeaseBook:
             self._on_freed()
 
     def _remember(self, what: Handle | str, how: str) -> None:
-        """With the lock."""
+        """Remember how a request or transfer ended; the lock is held."""
         self._ended[what] = how
         if len(self._ended) > MAX_REMEMBERED:
             del self._ended[next(iter(self._ended))]
 
     def _take_early(self, transfer: str) -> dict[int, tuple[bytes, int]]:
-        """With the lock: return and forget digest and number of readers, by early reader."""
+        """Remove and return early `finish` calls of a transfer, by reader; the lock is held."""
         found = {}
         for reader, early in list(self._early.items()):
             if transfer in early:
@@ -339,18 +338,18 @@ class LeaseBook:
                 first = table.skipped and table.skipped * group.block_tokens
                 leases.append(GroupLease(lease, first))
         except LLMException:
-            for it in leases:  # nobody was given them: nothing is in flight
-                self._release(tag, it.lease)
+            for of_group in leases:  # no peer has them
+                self._release(tag, of_group.lease)
             raise
         return tuple(leases)
 
     def _release(self, request: str, lease: BlockLease) -> bool:
-        """End a lease, which may have ended; returns whether nobody writes to its blocks."""
+        """Release a lease, unless it has ended; return False if a peer still uses its blocks."""
         try:
             self._engine.release(lease)
         except LLMException as error:
             if error.status_code is LLMStatusCode.LLM_TIMEOUT:
-                peer_log.warning("blocks of request %s stay in use: %s", request, error)
+                peer_log.warning("blocks of request %s are still in use: %s", request, error)
                 return False
             if error.status_code is not LLMStatusCode.LLM_ENGINE_FINALIZED:
                 logger.warning("request %s: %s", request, error)

@@ -1,4 +1,4 @@
-"""A serving engine's side of the exchange of caches: producer, consumer, or both."""
+"""The exchange of a serving engine: it offers finished requests, fetches others, or does both."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvnative._signals import Condition, Mutex
+from kvplan.engine.datadist import LlmDataDist
+from kvplan.engine.notifications import Notifications
 from kvplan.serving.asks import Asks
 from kvplan.serving.book import LeaseBook
 from kvplan.serving.messages import (
@@ -33,34 +35,30 @@ from kvplan.serving.tasks import OWN, PeerThreads, Tasks
 from kvplan.status import LLMException, invalid
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
+from kvplan.types import Cache
 from kvplan.validation import check_type, shown
-
-if TYPE_CHECKING:
-    from kvplan.engine.datadist import LlmDataDist
-    from kvplan.engine.notifications import Notifications
-    from kvplan.types import Cache
 
 logger = Log("kvplan.serving")
 
-_HELPERS_OF_PEER: Final = 4  # threads, besides those in which its transfers are waited for
+_HELPERS_OF_PEER: Final = 4  # threads, besides those that wait for its transfers
 
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """Time limits, in milliseconds, and how much at once.
+    """Time limits in milliseconds, and the number of simultaneous transfers.
 
     Attributes:
-        lease_ttl_ms: how long a finished request is kept if no consumer renews it.
-        renew_interval_ms: how often a consumer renews what it waits for.
-        link_timeout_ms: for a link with a producer.
-        pull_timeout_ms: for an answer of a producer, and for a transfer.
-        prefill_timeout_ms: for a producer that was asked before it has computed the request.
-        enter_timeout_ms: how long a consumer that asks first is kept waiting for `enter`.
-        max_pulls: transfers at once from one producer; more wait.
+        lease_ttl_ms: lifetime of a finished request that no consumer renews.
+        renew_interval_ms: interval at which a consumer renews requests that it waits for.
+        link_timeout_ms: timeout for linking with a producer.
+        pull_timeout_ms: timeout for an answer of a producer, and for a transfer.
+        prefill_timeout_ms: timeout for a request that its producer is still computing.
+        enter_timeout_ms: timeout for `enter`, for a consumer that asks before it.
+        max_pulls: maximum number of simultaneous transfers from one producer.
 
     Raises:
-        TypeError: a value that is no number.
-        LLMException: LLM_PARAM_INVALID: one that is not > 0.
+        TypeError: a value is not a number.
+        LLMException: LLM_PARAM_INVALID: a value is not > 0.
     """
 
     lease_ttl_ms: float = 30_000
@@ -83,32 +81,30 @@ class ExchangeOptions:
 
 
 class Exchange:
-    """Gives finished requests to consumers, and fetches those of producers.
+    """Offers finished requests to consumers, and fetches requests of producers.
 
-    One for each worker of a serving engine, with a kvplan engine and the paged cache that the
-    worker computes in. It reads that engine's notifications. A thread of its own does all that
-    waits; the methods may be called from any thread, and only `close` blocks for longer than a
-    moment.
+    Each worker of a serving engine has one, with a kvplan engine and the paged cache of the worker.
+    It reads the notifications of that engine. Any thread may call the methods. A thread of the
+    exchange does all waiting; only `close`, and `begin_step` with `moved`, block for longer.
 
     Args:
-        engine: initialized; a producer's listens.
-        cache: paged, and with a layout (`kv_tensor_format`); of a model with several, their groups,
-            which cannot be pushed to.
-        compatibility: what both sides have to agree on.
-        instance: 1 to 32 bytes that name the serving engine's process: all its workers have the
-            same, and a restarted one has others.
+        engine: an initialized engine; that of a producer listens.
+        cache: a paged cache with a layout (`kv_tensor_format`); of a model with several caches
+            their groups, which cannot be pushed to.
+        compatibility: properties in which both sides must agree.
+        instance: 1 to 32 bytes that name the process of the serving engine. All of its workers use
+            the same; after a restart it differs.
         rank, ranks: of this worker under tensor parallelism.
         num_heads: KV heads of the model.
-        push: as a producer, push requests while they are computed, where consumers ask for that;
-            as a consumer, ask for that.
-        token_unit: how many tokens the engine packs together, such that no part of them can be
-            moved: the axis `token` of the cache's layout counts these units. 1: tokens. Groups say
-            it themselves.
+        push: True to push requests while they are computed, if consumers ask for that; and to ask
+            for that as a consumer.
+        token_unit: number of tokens that are packed together and only move as a whole; the axis
+            `token` of the cache's layout counts these units. Groups have their own.
         options: time limits.
 
     Raises:
         TypeError: instance is not bytes.
-        LLMException: LLM_PARAM_INVALID: groups that cannot be; instance has no byte, or too many.
+        LLMException: LLM_PARAM_INVALID: invalid groups, or an instance of 0 or more than 32 bytes.
     """
 
     def __init__(
@@ -128,7 +124,7 @@ class Exchange:
         self._options = options = options or ExchangeOptions()
         groups = groups_of(cache, token_unit)
         if push and len(groups) > 1:
-            raise invalid(f"push=True needs one cache; here are {len(groups)} groups")
+            raise invalid(f"push=True needs one cache, not {len(groups)} groups")
         self._engine = engine
         self._compatibility = compatibility
         self._instance = check_type("instance", instance, bytes)
@@ -136,10 +132,10 @@ class Exchange:
             raise invalid(f"instance={shown(instance)} must have 1 to {MAX_INSTANCE} bytes")
         self._rank, self._ranks, self._num_heads = rank, ranks, num_heads
         self._movers = PeerThreads("kvplan-serving", options.max_pulls)
-        # When all transfers wait, leases would expire without these.
+        # Without these, leases would expire while all transfers wait.
         self._helpers = PeerThreads("kvplan-serving-helper", _HELPERS_OF_PEER)
         self._results: deque[PullResult] = deque()
-        self._fetching: set[str] = set()  # requests of which no result is reported yet
+        self._fetching: set[str] = set()  # requests without a result
         self._news = Condition()
         self._calling = Mutex()
         self._closed = False
@@ -207,39 +203,39 @@ class Exchange:
     ) -> Handle:
         """Offer the blocks of a request that has finished: see `LeaseBook.enter`.
 
-        They are the consumers' until `take_freed` returns the handle.
+        Do not reuse the blocks until `take_freed` returns the handle.
         """
         handle = self.book.enter(request, blocks, digest, transfer, handle=handle)
         self._call(self._asks.answer_waiting, handle, *([transfer] if transfer else []))
         return handle
 
     def begin_step(self, chunks: Sequence[Chunk], moved: Iterable[str] = ()) -> None:
-        """Say what the model computes next, so that it is pushed where consumers wait for it.
+        """Announce the next step of the model, for pushes to consumers that wait.
 
         Args:
-            chunks: of each request that has a transfer.
-            moved: transfers whose blocks are not theirs any more, as they were preempted or
-                aborted: on return none of these is read.
+            chunks: the part of each request that has a transfer.
+            moved: transfers that have lost their blocks, as they were preempted or aborted. On
+                return these blocks are not read; a stopped consumer delays that by half a second.
         """
         self._pusher.cancel(moved)
         self._pusher.begin(chunks)
 
     def layer_ready(self, layer: int) -> None:
-        """Say that a layer of the step is computed: it is pushed now."""
+        """Push a layer of the step, which is computed."""
         self._pusher.layer_ready(layer)
 
     def end_step(self) -> None:
-        """Say that the model has computed all layers of the step."""
+        """Push all layers of the step, which has ended."""
         self._pusher.computed()
 
     def refuse(self, transfer: str, reason: str) -> None:
-        """Say to consumers of a transfer that it will not be computed; see `begin_step`, too."""
+        """Tell consumers of a transfer that it will not be computed; see also `begin_step`."""
         self._pusher.end(transfer)
         self.book.end_transfer(transfer, reason)
         self._call(self._asks.answer_waiting, transfer)
 
     def abort(self, handle: Handle) -> None:
-        """Offer a request no more, whoever reads it."""
+        """Withdraw a request, even if consumers still read it."""
         self._call(self._in_thread, OWN, self.book.abort, handle)
 
     def take_freed(self) -> set[Handle]:
@@ -249,9 +245,9 @@ class Exchange:
     # The consumer's side.
 
     def expect(self, request: str, reference: Reference) -> None:
-        """Prepare to fetch a request: link with its producer, ask for it, and keep it alive there.
+        """Prepare to fetch a request: link with its producer, ask for it, and renew it there.
 
-        A second time: nothing.
+        Idempotent.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: the request is being fetched.
@@ -261,13 +257,12 @@ class Exchange:
             self._call(self._expect, request, reference)
 
     def fetch(self, request: str, reference: Reference, target: Target) -> None:
-        """Fetch a request into blocks of the cache; `take_results` says how it ended, once.
+        """Fetch a request into blocks of the cache; `take_results` returns its result once.
 
-        It fails, at the latest when its time is over, rather than to bring other tokens' content.
+        A request whose content is gone fails, at the latest after the timeouts.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: a request of this name is being fetched, and its result
-                is not there yet.
+            LLMException: LLM_PARAM_INVALID: a request of this name has not ended yet.
         """
         with self._calling:
             self._check_idle(request)
@@ -277,11 +272,11 @@ class Exchange:
         self._report(PullResult(request, closed(), target.blocks, target.first_token))
 
     def cancel(self, request: str) -> None:
-        """End a fetch whose request is not needed any more; its result follows, mostly an error."""
+        """Cancel a fetch; its result follows, usually an error."""
         self._call(self._puller.cancel, request)
 
     def drop(self, request: str, reference: Reference) -> None:
-        """Fetch nothing of a request: its producer may free it. No result follows.
+        """Release a request to its producer instead of fetching it. No result follows.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: the request is being fetched; `cancel` ends that.
@@ -291,28 +286,28 @@ class Exchange:
             self._call(self._fetch, request, reference, None)
 
     def wait(self, timeout_ms: float) -> bool:
-        """Wait until there is something to take, of either side; returns whether there is."""
+        """Wait for a result or a freed request; return False after the timeout."""
         with self._news:
             return self._news.wait_for(self._has_news, timeout_ms / 1000)
 
     @property
     def is_fetching(self) -> bool:
-        """Whether there are requests of which no result is known yet."""
+        """True while requests have no result yet."""
         return bool(self._puller.pulls)
 
     def take_results(self) -> list[PullResult]:
-        """Return how requests ended since the last call."""
-        found = []
+        """Return the results since the last call."""
+        results = []
         with suppress(IndexError):
             while True:
-                found.append(self._results.popleft())
-        return found
+                results.append(self._results.popleft())
+        return results
 
     def close(self) -> None:
-        """End the thread; the engine is still to be finalized. Idempotent.
+        """End the thread; idempotent. Finalize the engine afterwards.
 
-        Transfers in flight are waited for, up to `pull_timeout_ms`. What was fetched and has not
-        ended fails, and nobody writes to its blocks any more.
+        Waits for transfers in flight, up to `pull_timeout_ms`. Requests without a result fail; on
+        return their blocks are not written.
         """
         self._call(self._stopped.set)
         self._thread.join()
@@ -328,14 +323,14 @@ class Exchange:
         with self._calling:
             self._closed = True
         self._pusher.close()
-        self._loop.run_until_complete(self._tasks.cancel())  # after what was called before
+        self._loop.run_until_complete(self._tasks.cancel())  # after earlier calls
         self._movers.close()
         self._helpers.close()
         self._puller.close()
         self._loop.close()
 
     async def _main(self) -> None:
-        """Take messages until `close`, or until the engine is finalized."""
+        """Receive messages until `close`, or until the engine is finalized."""
         notifications = self._engine.notifications()
         self._loop.add_reader(notifications.fileno(), self._take, notifications)
         self._tasks.spawn(self._renew())
@@ -345,7 +340,7 @@ class Exchange:
         self._loop.remove_reader(notifications.fileno())
 
     def _take(self, notifications: Notifications) -> None:
-        """Take one message: a peer that floods does not keep the loop from all else."""
+        """Receive one message only, so that a flooding peer does not block the loop."""
         notification = next(iter(notifications), None)
         if notification is None:
             if notifications.closed:
@@ -354,8 +349,8 @@ class Exchange:
         cluster_id, data = notification
         try:
             self._receive(cluster_id, data)
-        except Exception:  # whatever one message raises, those behind it are taken
-            peer_log.warning("cluster %d: a message is dropped", cluster_id, exc_info=True)
+        except Exception:  # one message must not stop those behind it
+            peer_log.warning("cluster %d: dropped a message", cluster_id, exc_info=True)
 
     def _check_idle(self, request: str) -> None:
         if request in self._fetching:
@@ -378,7 +373,7 @@ class Exchange:
         return bool(self._results) or self.book.has_freed
 
     def _call(self, function: Callable[..., object], *args: object) -> bool:
-        """Call a function in the thread; returns whether it will be."""
+        """Call a function in the thread; return False if the exchange is closed."""
         with self._calling:
             if not self._closed:
                 self._loop.call_soon_threadsafe(function, *args)
@@ -418,7 +413,7 @@ class Exchange:
                 self._puller.receive(cluster_id, message)
 
     def _finish(self, cluster_id: int, done: Done) -> None:
-        """A reader needs a request no more: it waits for nothing, and nothing moves to it."""
+        """End a reader's use of a request: its asks and pushes end, too."""
         if done.transfer:
             self._pusher.remove(cluster_id, done.transfer)
             self._call(self._asks.end_waiting, cluster_id, done.transfer)
@@ -430,14 +425,14 @@ class Exchange:
         try:
             for message in messages:
                 await self._producers.notify(cluster_id, message)
-        except LLMException as error:  # the peer finds out by itself
+        except LLMException as error:  # the peer notices by itself
             logger.debug("cluster %d: %s", cluster_id, error)
 
     def _expect(self, request: str, reference: Reference) -> Pull:
         if (pull := self._puller.pulls.get(request)) is not None:
             if pull.reference == reference:
                 return pull
-            self._drop(pull)  # the name is another request's
+            self._drop(pull)  # now another request has the name
         sources = reference.sources
         share = share_of(self._rank, self._ranks, len(sources), self._num_heads)
         pull = Pull(
@@ -455,7 +450,7 @@ class Exchange:
     def _fetch(self, request: str, reference: Reference, target: Target | None) -> None:
         try:
             pull = self._expect(request, reference)
-        except LLMException as error:  # numbers of workers that do not fit
+        except LLMException as error:  # numbers of workers that do not match
             logger.warning("%s: not fetched: %s", request, error)
             if target is not None:
                 self._report(PullResult(request, error, target.blocks, target.first_token))
@@ -466,7 +461,7 @@ class Exchange:
             pull.target.set_result(target)
 
     def _drop(self, pull: Pull) -> None:
-        """Fetch nothing of a request; its name can be used at once, as no result follows."""
+        """Drop a request; its name is free at once, as no result follows."""
         del self._puller.pulls[pull.request]
         pull.target.set_result(None)
 
@@ -483,7 +478,7 @@ class Exchange:
             self._forget_unlinked()
 
     def _forget_unlinked(self) -> None:
-        """Forget what consumers wait for that are not there any more."""
+        """Forget the asks of consumers that are not linked any more."""
         transfers = self._pusher.transfers()
         if not (transfers or self._asks.clusters() or self.book.has_early or len(self._producers)):
             return

@@ -1,4 +1,4 @@
-"""What goes from producer to consumer with a request, and the messages between their exchanges."""
+"""References of requests, and the messages between exchanges."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvplan.system.logs import LimitedLog, Log
 from kvplan.validation import printable, shown
 
 peer_log = LimitedLog(Log("kvplan.serving"))
-"""Log of what peers cause: each kind of line is limited."""
+"""Rate-limited log for lines that peers can cause."""
 
 PROTOCOL: Final = 2
-"""Version of these messages; engines of different versions refuse each other."""
+"""Version of these messages. Engines of different versions refuse each other."""
 
 MAX_PART: Final = 3500  # bytes of a lease in one message; a notification has at most 4096
 MAX_PARTS: Final = 8192
 MAX_TRANSFER: Final = 128  # characters
-MAX_FIELDS: Final = 3500  # bytes of what is compared
+MAX_FIELDS: Final = 3500  # bytes of the fields of a Compatibility
 MAX_INSTANCE: Final = 32  # bytes
 MAX_REASON: Final = 1000  # characters
 MAX_HANDLES: Final = 128  # in one message
@@ -35,7 +35,7 @@ Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Transfer = Annotated[str, Meta(max_length=MAX_TRANSFER)]
 Instance = Annotated[bytes, Meta(max_length=MAX_INSTANCE)]
 HandleValue = Annotated[bytes, Meta(max_length=HANDLE_NBYTES)]
-"""The bytes of a handle; empty: a transfer is meant."""
+"""The bytes of a handle; empty if a transfer is meant."""
 ExactHandle = Annotated[bytes, Meta(min_length=HANDLE_NBYTES, max_length=HANDLE_NBYTES)]
 _encoder = msgspec.msgpack.Encoder()
 
@@ -45,12 +45,12 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Hello(_Message, frozen=True, tag=0):
-    """What this side's cache and model are; answered with the other side's.
+    """The properties of the sender's cache and model. The receiver answers with its own.
 
     Attributes:
-        fields: name and value of each.
-        instance: of the sender's process.
-        answer: whether it is the answer.
+        fields: values by name.
+        instance: the sender's process.
+        answer: True in an answer.
     """
 
     fields: dict[str, str]
@@ -59,13 +59,13 @@ class Hello(_Message, frozen=True, tag=0):
 
 
 class Ask(_Message, frozen=True, tag=1):
-    """Asks for the leases of a request, which is answered when it has finished.
+    """An ask for the leases of a request. The answer comes when the request has finished.
 
     Attributes:
-        number: of the asker, for the answer.
+        number: number of the ask, for the answer.
         instance, handle, digest, transfer: of the reference.
-        part, parts, data: a piece of `Goal.to_bytes`, where the producer shall push what it
-            computes; parts come in their order.
+        part, parts, data: a piece of `Goal.to_bytes`, the destination of pushes. Parts come in
+            order.
     """
 
     number: Number
@@ -82,10 +82,10 @@ class Grant(_Message, frozen=True, tag=2):
     """A part of the leases of all groups, in the order of the parts.
 
     Attributes:
-        number: of the ask.
-        handle: of the request there.
-        pushed: tokens before this one are where the asker wanted them; 0: none was pushed.
-        part, parts: which of how many.
+        number: number of the ask.
+        handle: handle of the request at the producer.
+        pushed: tokens [0, pushed) are at the goal of the ask.
+        part, parts: index of this part, and number of parts.
         data: a piece of `encode_leases`.
     """
 
@@ -98,11 +98,11 @@ class Grant(_Message, frozen=True, tag=2):
 
 
 class Refusal(_Message, frozen=True, tag=3):
-    """Why there is no lease, or no agreement.
+    """The refusal of an ask.
 
     Attributes:
-        number: of the ask.
-        reason: for people.
+        number: number of the ask.
+        reason: text for logs.
     """
 
     number: Number
@@ -113,12 +113,12 @@ class Refusal(_Message, frozen=True, tag=3):
 
 
 class Done(_Message, frozen=True, tag=4):
-    """This reader needs the blocks of a request no more, or never did.
+    """The sender does not need the blocks of a request, or not any more.
 
     Attributes:
         instance, digest, transfer: of the reference.
-        handle: of the request there; empty if only its transfer is known.
-        readers: how many have to say so before the blocks are free.
+        handle: handle of the request at the producer; empty if only its transfer is known.
+        readers: number of readers that must send this before the blocks are free.
     """
 
     instance: Instance
@@ -129,13 +129,13 @@ class Done(_Message, frozen=True, tag=4):
 
 
 class Renew(_Message, frozen=True, tag=5):
-    """These requests are still waited for: their leases shall not expire yet.
+    """The sender still waits for requests, whose leases must not expire yet.
 
-    A peer that was not given a handle cannot make one up, so it renews only what it may read.
+    Handles cannot be guessed, so a peer renews only requests that it may read.
 
     Attributes:
-        instance: of the producer.
-        handles: of the requests there.
+        instance: the producer's process.
+        handles: handles of the requests at the producer.
     """
 
     instance: Instance
@@ -146,7 +146,7 @@ class Waiting(_Message, frozen=True, tag=6):
     """The answer to an ask for a request that is not entered yet; a grant or a refusal follows.
 
     Attributes:
-        number: of the ask.
+        number: number of the ask.
     """
 
     number: Number
@@ -158,7 +158,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """The notification that a message is."""
+    """Return a message as a notification."""
     return _encoder.encode(message)
 
 
@@ -166,17 +166,17 @@ def decode(data: bytes) -> Message:
     """Read and check a notification."""
     try:
         return _decoder.decode(data)
-    except Exception as error:  # the peer's input decides which: nesting raises RecursionError
-        raise invalid(f"data={shown(data)} is no message of kvplan.serving: {error}") from None
+    except Exception as error:  # of any kind: nested input raises RecursionError
+        raise invalid(f"data={shown(data)} is not a message of kvplan.serving: {error}") from None
 
 
 def pieces(data: bytes) -> list[bytes]:
-    """What of a lease, or of more, goes into one message each; at least one piece."""
+    """Return data in pieces that fit into a message each; at least one piece."""
     return [data[at : at + MAX_PART] for at in range(0, len(data), MAX_PART)] or [b""]
 
 
 def grants(number: int, handle: bytes, pushed: int, leases: bytes) -> list[Grant]:
-    """The parts in which leases are sent."""
+    """Return the messages of an answer with leases."""
     parts = pieces(leases)
     return [
         Grant(number, handle, pushed, part, len(parts), data) for part, data in enumerate(parts)
@@ -185,10 +185,10 @@ def grants(number: int, handle: bytes, pushed: int, leases: bytes) -> list[Grant
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """The identity of one offered request: random bytes, which no other request has.
+    """The identity of one offered request: random bytes.
 
-    `Exchange.enter` makes one. A serving engine whose workers each offer a part of a request makes
-    it itself (`Handle.new()`), once for each request, and gives it to all of them.
+    `Exchange.enter` makes one. If several workers offer parts of a request, the serving engine
+    calls `Handle.new()` once and passes the handle to all of them.
 
     Attributes:
         value: 16 bytes. A peer that does not know them cannot fetch, renew or free the request.
@@ -208,7 +208,7 @@ class Handle:
 
     @classmethod
     def of(cls, value: bytes) -> Handle | None:
-        """Return the handle that a message has; None: it has none."""
+        """Return the handle in a message; None if it has none."""
         return cls(value) if len(value) == HANDLE_NBYTES else None
 
     @classmethod
@@ -218,37 +218,37 @@ class Handle:
 
 
 def token_digest(tokens: Sequence[int], *extra: str) -> bytes:
-    """16 bytes that say which tokens a cache was computed of.
+    """Return a digest, of 16 bytes, of the tokens of a cache.
 
     Args:
-        tokens: their ids, from the first on.
-        extra: what else the cache depends on, such as the name and the path of an adapter.
+        tokens: ids of the tokens, from the first on.
+        extra: further inputs of the cache, such as the name and the path of an adapter.
     """
     digest = blake2b(array("q", tokens).tobytes(), digest_size=16, person=b"kvplan.tokens.1")
-    for it in extra:
-        text = it.encode()
+    for value in extra:
+        text = value.encode()
         digest.update(len(text).to_bytes(8, "little") + text)
     return digest.digest()
 
 
 def check_transfer(transfer: object) -> str:
-    """Check the name of a transfer; empty: there is none."""
+    """Check and return the name of a transfer; empty: none."""
     if not isinstance(transfer, str) or len(transfer) > MAX_TRANSFER or not transfer.isprintable():
         raise invalid(
-            f"transfer={shown(transfer)} must be of at most {MAX_TRANSFER} printable characters"
+            f"transfer={shown(transfer)} must have at most {MAX_TRANSFER} printable characters"
         )
     return transfer
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """A kvplan engine that has a part of a request's cache: a worker of the producer.
+    """The kvplan engine of a producer's worker, with a part of a request's cache.
 
     Attributes:
-        cluster_id: of the engine.
-        address: where it listens.
+        cluster_id: cluster id of the engine.
+        address: address at which it listens.
     """
 
-    cluster_id: Annotated[int, Meta(ge=0, le=2**53 - 1)]  # what each JSON library keeps
+    cluster_id: Annotated[int, Meta(ge=0, le=2**53 - 1)]  # exact in every JSON library
     address: Annotated[str, Meta(max_length=256)]
 
 
@@ -269,15 +269,15 @@ class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Where the cache of a request is, or will be, which travels with it to the consumer.
+    """The location of a request's cache, which travels with the request to its consumer.
 
     Attributes:
-        instance: of the producer; another after a restart.
-        handle: of the request there; None beside a transfer.
-        digest: of what was computed (`token_digest`); the consumer compares it with its own.
-        num_tokens: that were computed, from the first on.
+        instance: the producer's process; it differs after a restart.
+        handle: handle of the request at the producer; None with a transfer.
+        digest: digest of the tokens (`token_digest`), which the consumer compares with its own.
+        num_tokens: number of computed tokens, from the first on.
         sources: the producer's workers, by rank.
-        transfer: what producer and consumer were told to call the request, before it had finished;
+        transfer: name of a request that has not finished, which producer and consumer agree on;
             empty: it has finished, and has a handle.
     """
 
@@ -290,11 +290,11 @@ class Reference:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name or handle of the request, for messages."""
         return self.transfer or str(self.handle)
 
     def to_dict(self) -> dict[str, Any]:
-        """As a JSON object, for any channel."""
+        """Return the reference as a JSON object."""
         wire = _Wire(
             PROTOCOL,
             self.instance.hex(),
@@ -309,23 +309,23 @@ class Reference:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Reference:
-        """Check and read what `to_dict` has made.
+        """Read and check the result of `to_dict`.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: it is no reference, or of another version.
+            LLMException: LLM_PARAM_INVALID: not a reference, or one of another version.
         """
         try:
             wire = msgspec.convert(dict(given), _Wire)
-        except Exception as error:  # the sender decides which: nesting raises RecursionError
-            raise invalid(f"reference={shown(given)} is none of kvplan.serving: {error}") from None
+        except Exception as error:  # of any kind: nested input raises RecursionError
+            raise invalid(f"reference={shown(given)} is invalid: {error}") from None
         if wire.protocol != PROTOCOL:
             raise invalid(
-                f"reference has protocol={wire.protocol} of kvplan.serving, and here is {PROTOCOL}"
+                f"reference has protocol={wire.protocol} of kvplan.serving; here it is {PROTOCOL}"
             )
         if not wire.transfer and not (wire.handle and wire.digest and wire.num_tokens):
             raise invalid(
-                f"reference={shown(given)} must have handle, digest and num_tokens of a request "
-                "that has finished, or transfer, the name of one that will"
+                f"reference={shown(given)} must have handle, digest and num_tokens of a finished "
+                "request, or the transfer of one that will finish"
             )
         return cls(
             bytes.fromhex(wire.instance),
@@ -339,13 +339,13 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Compatibility:
-    """What has to be the same on both sides, so that one's cache means something to the other.
+    """The properties in which both sides must agree, so that a consumer can use the cache.
 
     Args:
-        fields: name and value of each, in the order in which they are compared.
+        fields: values by name, in the order of comparison.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: more than fits into a message.
+        LLMException: LLM_PARAM_INVALID: the fields do not fit into a message.
     """
 
     fields: Mapping[str, str]
@@ -357,8 +357,8 @@ class Compatibility:
             raise invalid(f"fields has {nbytes} bytes; at most {MAX_FIELDS} fit into a message")
 
     def difference(self, theirs: Mapping[str, str]) -> str:
-        """Which field differs, and how; empty if none does."""
-        for name in (*self.fields, *(it for it in theirs if it not in self.fields)):
+        """Return the first difference in words; empty if there is none."""
+        for name in (*self.fields, *(name for name in theirs if name not in self.fields)):
             ours, other = self.fields.get(name), theirs.get(name)
             if ours != other:
                 return f"{name} is {shown(ours)} here and {shown(other)} there"

@@ -1,41 +1,38 @@
-"""The producers that a consumer is linked with: what they are, and messages to them."""
+"""The producers of a consumer: links, compatibility, and messages."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
+from kvplan.engine.datadist import LlmDataDist
 from kvplan.links import ClusterInfo, LinkState, LinkStatus
 from kvplan.serving.messages import Compatibility, Hello, Message, Source, encode
+from kvplan.serving.tasks import PeerThreads
 from kvplan.status import LLMException, LLMStatusCode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from kvplan.engine.datadist import LlmDataDist
-    from kvplan.serving.tasks import PeerThreads
 
 _T = TypeVar("_T")
 
-_LOOK_S: Final = 0.25  # between two looks whether a peer that has to answer is still linked
+_LOOK_S: Final = 0.25  # interval at which links of awaited peers are checked
 _LOST: Final = {LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK}
 
 
 @dataclass
 class _Peer:
-    """A producer's worker, as far as it is known.
+    """The known state of a producer's worker.
 
     Attributes:
-        mutex: Held while the producer is linked with and asked what it is.
-        greeted: The answer of the producer.
-        hello: The same once it has come; None: the producer is to be greeted.
-        difference: How the producer differs from this side; empty: it fits.
-        instance: Which engine of the cluster has answered.
-        users: Requests that greet it, or have greeted it and not left; `requests`: the latter.
-        failure: When greeting failed last, and of which process at which source.
+        mutex: Held while this side links with the producer and sends a Hello.
+        greeted: Future of the producer's Hello.
+        hello: The producer's Hello; None before a handshake.
+        difference: Incompatibility of the producer, in words; empty if there is none.
+        instance: The engine of the cluster that has answered.
+        users: Requests in `greet`, or between `greet` and `leave`; `requests`: only the latter.
+        failure: Time, source, process and error of the last failed handshake.
     """
 
     mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -49,10 +46,10 @@ class _Peer:
 
 
 class Producers:
-    """Links with producers as they are needed; all methods run in the loop of the exchange.
+    """Links with producers on demand. All methods run in the loop of the exchange.
 
-    Links are ended in `threads`, unless `is_asking` returns True: a cluster waits for an answer of
-    this side over its link.
+    Links end in `threads`, but not while `is_asking` returns True, as the cluster then waits for an
+    answer of this side.
     """
 
     def __init__(
@@ -74,7 +71,7 @@ class Producers:
         self._answer_timeout_ms = answer_timeout_ms
         self._threads = threads
         self._peers: dict[int, _Peer] = {}
-        # Answers that have not come: the source, the deadline, and the milliseconds up to that.
+        # Awaited answers: source, deadline, and timeout in milliseconds.
         self._awaited: dict[asyncio.Future[Any], tuple[Source, float, float]] = {}
 
     async def notify(self, cluster_id: int, message: Message) -> None:
@@ -87,7 +84,7 @@ class Producers:
         )
 
     async def ask(self, source: Source, instance: bytes, messages: Sequence[Message]) -> None:
-        """Send messages to a producer that was greeted; link again if the link has ended since."""
+        """Send messages to a greeted producer; link again if the link has ended."""
         try:
             for message in messages:
                 await self.notify(source.cluster_id, message)
@@ -100,17 +97,16 @@ class Producers:
                 await self.notify(source.cluster_id, message)
 
     def answered(self, cluster_id: int, hello: Hello) -> None:
-        """Take what a peer says of itself, if that was asked."""
+        """Take the Hello of a peer, if one is awaited."""
         peer = self._peers.get(cluster_id)
         if peer and peer.greeted and not peer.greeted.done():
             peer.greeted.set_result(hello)
 
     async def greet(self, source: Source, instance: bytes) -> None:
-        """Link with a producer's process, and compare what both are, once; call `leave` afterwards.
+        """Link with a producer's process once, and check that it fits. Call `leave` afterwards.
 
-        If another process of the same cluster is linked, because the producer was replaced while
-        its old process lives, that link is ended first. If requests still use it, the error names
-        both addresses.
+        The producer may have been replaced while its old process lives and is linked. That link is
+        ended first; if requests still use it, the error names both addresses.
         """
         peer = self._peers.setdefault(source.cluster_id, _Peer())
         peer.users += 1
@@ -141,16 +137,16 @@ class Producers:
                 del self._peers[cluster_id]
 
     def __len__(self) -> int:
-        """How many producers are known."""
+        """Return the number of known producers."""
         return len(self._peers)
 
     async def _meet(self, peer: _Peer, source: Source, instance: bytes) -> None:
-        """Link with a producer and ask what it is, unless another request has done so meanwhile."""
+        """Link with a producer and exchange Hellos, unless another request has just done so."""
         asked = time.monotonic()
         async with peer.mutex:
             when, *what, failure = peer.failure
             if failure is not None and what == [source, instance] and when >= asked:
-                # Otherwise all requests that wait here would try it, one after another.
+                # Otherwise all requests that wait here would try again, one after another.
                 raise LLMException(str(failure.args[0]), status_code=failure.status_code)
             try:
                 await self._try_to_meet(peer, source, instance)
@@ -171,7 +167,7 @@ class Producers:
             )
 
     async def _hello_of(self, peer: _Peer, source: Source) -> Hello:
-        """Return what the linked engine is; link first if no engine of the cluster is linked."""
+        """Return the Hello of the linked engine of a cluster; link first if none is linked."""
         if peer.hello is not None and peer.instance == self._linked(source)[0]:
             return peer.hello
         peer.hello = None
@@ -191,7 +187,7 @@ class Producers:
         return hello
 
     async def _unlinked_from(self, peer: _Peer, source: Source) -> bool:
-        """End the link with another process of a cluster; False: it is at the source's address."""
+        """End the link with another process; return False if it is at the source's address."""
         _, at = self._linked(source)
         if at == source.address:
             return False
@@ -211,7 +207,7 @@ class Producers:
         return True
 
     async def wait_for(self, source: Source, answer: asyncio.Future[_T], timeout_ms: float) -> _T:
-        """Wait for what a producer has to answer, as long as it is linked."""
+        """Wait for an answer of a producer while it is linked."""
         self._awaited[answer] = source, time.monotonic() + timeout_ms / 1000, timeout_ms
         try:
             return await answer
@@ -219,27 +215,27 @@ class Producers:
             del self._awaited[answer]
 
     async def look(self) -> None:
-        """Fail answers that are late, and those of producers that are not linked any more."""
+        """Fail late answers, and answers of producers that are not linked any more."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if not self._awaited:
                 continue
             now, linked = time.monotonic(), self.linked()
             for answer, (source, end, timeout_ms) in self._awaited.items():
-                who = f"cluster {source.cluster_id} at {source.address}"
+                peer = f"cluster {source.cluster_id} at {source.address}"
                 if answer.done():
                     continue
                 if source.cluster_id not in linked:
                     answer.set_exception(
                         LLMException(
-                            f"the link with {who} broke before it answered",
+                            f"the link with {peer} broke before it answered",
                             status_code=LLMStatusCode.LLM_LINK_FAILED,
                         )
                     )
                 elif now > end:
                     answer.set_exception(
                         LLMException(
-                            f"{who} did not answer in {timeout_ms:g} ms",
+                            f"{peer} did not answer in {timeout_ms:g} ms",
                             status_code=LLMStatusCode.LLM_TIMEOUT,
                         )
                     )
@@ -250,6 +246,6 @@ class Producers:
         return {link.cluster_id: link for link in links if link.state is LinkState.LINKED}
 
     def _linked(self, source: Source) -> tuple[str, str]:
-        """Return which engine of a cluster is linked, and its address; empty: none is."""
+        """Return the linked engine of a cluster and its address; empty if there is none."""
         link = self.linked().get(source.cluster_id)
         return ("", "") if link is None else (link.instance, link.address)

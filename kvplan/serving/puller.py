@@ -1,4 +1,4 @@
-"""The consumer's requests: each is asked for, then moved, and ends as done or failed."""
+"""Requests of a consumer: each is asked for, moved, and ends with a result."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from kvplan.engine.datadist import LlmDataDist
 from kvplan.lease import tag_of
 from kvplan.serving.messages import (
     MAX_HANDLES,
@@ -39,26 +40,23 @@ from kvplan.serving.tables import (
     missing_of,
     tables_of,
 )
+from kvplan.serving.tasks import PeerThreads
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import Log
 
-if TYPE_CHECKING:
-    from kvplan.engine.datadist import LlmDataDist
-    from kvplan.serving.tasks import PeerThreads
-
 logger = Log("kvplan.serving")
 
-_RELEASE_S: Final = 1.0  # until a lease that a stopped peer writes by is released again
+_RELEASE_S: Final = 1.0  # until the next attempt to release a lease that a stopped peer uses
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a request's blocks go.
+    """The destination of a request.
 
     Args:
-        blocks: of the local cache, of all the request's tokens in their order; of several groups,
-            a table for each.
-        first_token: the first that is missing here; those before it are not touched.
+        blocks: local blocks of all tokens of the request in their order; of several groups, a
+            table for each.
+        first_token: the first missing token; tokens before it are not touched.
     """
 
     blocks: Blocks
@@ -67,17 +65,17 @@ class Target:
 
 @dataclass(frozen=True)
 class PullResult:
-    """How a request ended.
+    """The result of a request.
 
     Attributes:
-        request: its name.
-        error: None: every byte has arrived.
-        blocks, first_token: of the target, whose content from there on is not to be used after an
-            error.
-        tokens, nbytes: that were missing, and have been moved if there is no error.
-        wait_ms: from when the request was known until it was moved, or had failed.
-        move_ms: how long the transfer took, after what was pushed.
-        pushed: of these tokens those that were there when their producer had finished.
+        request: name of the request.
+        error: reason of the failure; None: every byte has arrived.
+        blocks, first_token: of the target. After an error its content from first_token on must not
+            be used.
+        tokens, nbytes: the missing tokens and their bytes, which have arrived unless `error`.
+        wait_ms: time from the first call for the request to its transfer, or its failure.
+        move_ms: duration of the transfer, without pushes.
+        pushed: number of these tokens that were pushed before their producer had finished.
     """
 
     request: str
@@ -96,20 +94,20 @@ class Pull:
     """A request that is fetched, from `expect` to its result.
 
     Attributes:
-        sources: which of the reference's are read.
-        readers: how many read each source of the reference.
-        target: where it goes; None: nowhere, it is not needed.
-        pushed: tokens that were there when it had finished.
-        nbytes, move_ms: of the transfer.
-        spare: sources that nobody reads, and that are told so.
-        said_done: whether the sources know that they can free the blocks.
+        sources: the sources of the reference that this worker reads.
+        readers: number of readers of each source of the reference.
+        target: its destination; None if it was dropped.
+        pushed: tokens that were pushed before it had finished.
+        nbytes, move_ms: bytes and duration of the transfer.
+        spare: sources without a reader, which this worker tells to free the blocks.
+        done_sent: True once the sources were told to free the blocks.
         has_ended: True once its result is reported.
-        started: when it was first known, by `perf_counter`.
-        cancelled: why it is not needed any more.
-        asks: the numbers of what its sources have not answered.
-        handles: what its sources call it, by their cluster ids, as soon as that is known.
-        greeted: sources whose links it needs.
-        goal: where they push it to.
+        started: time of the first call for it, by `perf_counter`.
+        cancelled: reason of its cancellation.
+        asks: numbers of its unanswered asks.
+        handles: its handles by cluster id of the source, once they are known.
+        greeted: sources whose links it uses.
+        goal: destination of pushes.
     """
 
     request: str
@@ -120,7 +118,7 @@ class Pull:
     pushed: int = 0
     nbytes: int = 0
     move_ms: float = 0.0
-    said_done: bool = False
+    done_sent: bool = False
     has_ended: bool = False
     started: float = field(default_factory=time.perf_counter)
     spare: tuple[Source, ...] = ()
@@ -138,7 +136,7 @@ class Pull:
         return b"" if handle is None else handle.value
 
     def done(self, source: Source) -> Done:
-        """Return what frees the blocks at a source, once all readers have said it."""
+        """Return the message that frees the blocks at a source, once all readers have sent it."""
         reference = self.reference
         readers = self.readers[reference.sources.index(source)]
         handle = self.handle_at(source)
@@ -147,7 +145,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class _Granted:
-    """A source's answer: its leases of the request, what it calls it, and what it has pushed."""
+    """A source's answer: its leases and its handle of the request, and the pushed tokens."""
 
     leases: tuple[GroupLease, ...]
     handle: Handle
@@ -156,10 +154,10 @@ class _Granted:
 
 @dataclass
 class _Answer:
-    """What a source is asked for, and the parts of its answer.
+    """An unanswered ask, and the parts of its answer.
 
     Attributes:
-        waits: True once the source has answered that the request is not entered yet.
+        waits: True once the source has replied that the request is not entered yet.
     """
 
     cluster_id: int
@@ -169,7 +167,7 @@ class _Answer:
 
 
 class Puller:
-    """Fetches requests; all methods run in the loop of the exchange."""
+    """Fetches requests. All methods run in the loop of the exchange."""
 
     def __init__(
         self,
@@ -195,21 +193,21 @@ class Puller:
         self._movers = movers
         self._helpers = helpers
         self._report = report
-        # A producer may still answer what this cluster asked in another life: never the same.
+        # Random: a producer may still answer asks from before a restart of this cluster.
         self._numbers = itertools.count(secrets.randbits(62))
         self._asks: dict[int, _Answer] = {}
         self.pulls: dict[str, Pull] = {}
 
     async def run(self, pull: Pull) -> None:
-        """Fetch one request, and report how it ended if it had a target."""
+        """Fetch a request, and report its result if it has a target."""
         error: Exception | None = None
         granted: Sequence[_Granted] = ()
-        early = not pull.reference.transfer  # what has finished is asked for at once
+        early = not pull.reference.transfer  # the request has finished: ask at once
         try:
             await self._greet_all(pull)
             if early:
                 granted = await self._ask_all(pull)
-        except Exception as raised:  # of whatever kind: each request has a result
+        except Exception as raised:  # of any kind: each request needs a result
             error = raised
         target = await pull.target
         if target is not None and error is None:
@@ -229,8 +227,8 @@ class Puller:
             self._forget(pull)
         elif not pull.has_ended:
             self._end(pull, target, error)
-        if not pull.said_done or pull.spare:
-            await self._say_done(pull)
+        if not pull.done_sent or pull.spare:
+            await self._send_done(pull)
         for source in pull.greeted:
             self._producers.leave(source)
 
@@ -239,7 +237,7 @@ class Puller:
             del self.pulls[pull.request]
 
     def _end(self, pull: Pull, target: Target, error: Exception | None) -> None:
-        """Report how a request has ended; also in the thread that has moved it."""
+        """Report the result of a request; also in the thread of its transfer."""
         pull.has_ended = True
         self._forget(pull)
         tokens = pull.reference.num_tokens - target.first_token
@@ -274,7 +272,7 @@ class Puller:
         )
 
     def receive(self, cluster_id: int, message: Message) -> None:
-        """Take an answer; one that nobody waits for any more is dropped."""
+        """Take an answer; drop it if it is not awaited any more."""
         if isinstance(message, Hello):
             self._producers.answered(cluster_id, message)
         if not isinstance(message, Grant | Refusal | Waiting):
@@ -302,54 +300,54 @@ class Puller:
             answer.granted.set_exception(error)
 
     def cancel(self, request: str) -> None:
-        """End a request that is not needed any more; one whose bytes move ends by itself."""
+        """Cancel a request, unless its bytes are moving."""
         pull = self.pulls.get(request)
         if pull is None or pull.cancelled is not None:
             return
-        pull.cancelled = LLMException("it is not needed any more")
+        pull.cancelled = LLMException("the request was cancelled")
         self._end_asks(pull, pull.cancelled)
 
     def close(self) -> None:
-        """Let what has not ended fail; nothing of it runs any more, in the loop or in threads."""
+        """Fail the requests without a result, none of which runs in the loop or in threads."""
         for pull in self.pulls.values():
             if pull.goal is not None:
                 try:
                     self._engine.release(pull.goal.lease)
                 except LLMException as error:
                     if error.status_code is not LLMStatusCode.LLM_ENGINE_FINALIZED:
-                        logger.warning("%s: its blocks are not released: %s", pull.request, error)
-            if pull.target.cancel() or pull.target.cancelled():  # it has not been fetched
+                        logger.warning("%s: could not release its blocks: %s", pull.request, error)
+            if pull.target.cancel() or pull.target.cancelled():  # `fetch` was not called
                 continue
             if (target := pull.target.result()) is not None:
                 self._report(PullResult(pull.request, closed(), target.blocks, target.first_token))
         self.pulls.clear()
 
     async def renew(self) -> None:
-        """Say to all producers which requests are still waited for."""
+        """Renew all requests at their producers."""
         waited: dict[tuple[int, bytes], list[bytes]] = {}
-        for pull in list(self.pulls.values()):  # the thread that moves one takes it out
+        for pull in list(self.pulls.values()):  # threads remove requests
             for source in pull.sources:
-                if handle := pull.handle_at(source):  # else it is still being computed
+                if handle := pull.handle_at(source):  # otherwise it is still being computed
                     key = source.cluster_id, pull.reference.instance
                     waited.setdefault(key, []).append(handle)
-        await asyncio.gather(*(self._renew_at(*key, it) for key, it in waited.items()))
+        await asyncio.gather(*(self._renew_at(*key, handles) for key, handles in waited.items()))
 
     async def _renew_at(self, cluster_id: int, instance: bytes, handles: Sequence[bytes]) -> None:
         for at in range(0, len(handles), MAX_HANDLES):
             message = Renew(instance, tuple(handles[at : at + MAX_HANDLES]))
             try:
                 await self._producers.notify(cluster_id, message)
-            except LLMException as error:  # the request itself finds out
+            except LLMException as error:  # the request itself will fail
                 logger.debug("cluster %d: %s", cluster_id, error)
 
     def _end_asks(self, pull: Pull, reason: LLMException) -> None:
-        """Wait for no more answers."""
+        """Fail the unanswered asks of a request."""
         for number in pull.asks:
             if not self._asks[number].granted.done():
                 self._asks[number].granted.set_exception(reason)
 
     async def _greet_all(self, pull: Pull) -> None:
-        if len(pull.sources) == 1:  # a task for each takes as long as all else here
+        if len(pull.sources) == 1:  # without the cost of a task
             await self._greet(pull, pull.sources[0])
             return
         greeted = map(partial(self._greet, pull), pull.sources)
@@ -368,7 +366,7 @@ class Puller:
         return await asyncio.gather(*map(partial(self._ask, pull, data), pull.sources))
 
     async def _ask(self, pull: Pull, data: bytes, source: Source) -> _Granted:
-        """Ask a source for its lease, and wait until it has finished the request."""
+        """Ask a source for its leases, and wait until it has finished the request."""
         if pull.cancelled is not None:
             raise pull.cancelled
         number = next(self._numbers)
@@ -386,8 +384,8 @@ class Puller:
         except LLMException as error:
             if answer.waits and error.status_code is LLMStatusCode.LLM_TIMEOUT:
                 raise LLMException(
-                    f"cluster {source.cluster_id} at {source.address} waits for a request named "
-                    f"{asked.name}, and none has finished there in {timeout_ms:g} ms",
+                    f"cluster {source.cluster_id} at {source.address} has not finished a request "
+                    f"named {asked.name} in {timeout_ms:g} ms",
                     status_code=LLMStatusCode.LLM_TIMEOUT,
                 ) from None
             raise
@@ -399,7 +397,7 @@ class Puller:
             del self._asks[number]
 
     def _goal(self, pull: Pull, target: Target) -> Goal | None:
-        """Lease the blocks that lack tokens, for producers to push to."""
+        """Lease the blocks that lack tokens to producers, for pushes."""
         if not self._push:
             return None
         (group,), (table,) = self._groups, tables_of(target.blocks, 1)
@@ -411,21 +409,21 @@ class Puller:
         return Goal(lease, block * group.block_tokens, target.first_token)
 
     async def _release(self, pull: Pull, goal: Goal) -> None:
-        """On return no producer writes to the target any more; one that is stopped holds it up."""
+        """Release a goal; on return no producer writes to the target. A stopped one delays that."""
         while True:
             try:
                 await self._helpers.run(
                     pull.sources[0].cluster_id, self._engine.release, goal.lease
                 )
             except LLMException as error:
-                logger.warning("%s: its blocks are not released: %s", pull.request, error)
+                logger.warning("%s: could not release its blocks: %s", pull.request, error)
                 if error.status_code is LLMStatusCode.LLM_TIMEOUT:
                     await asyncio.sleep(_RELEASE_S)
                     continue
             return
 
     def _move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
-        """Pull what is missing; on return, or error, no byte is touched any more."""
+        """Pull the missing tokens; on return or error no byte is touched any more."""
         started = time.perf_counter()
         total, missing = pull.reference.num_tokens, target.first_token
         try:
@@ -441,7 +439,7 @@ class Puller:
             done = None
             if transfers and len(leases) == 1:
                 done = encode(pull.done(pull.sources[0]))
-                pull.said_done = True  # whatever comes of it
+                pull.done_sent = True  # the transfer sends it in any case
             if transfers:
                 self._engine.run(
                     transfers if len(transfers) > 1 else transfers.popitem()[1],
@@ -452,23 +450,23 @@ class Puller:
                 )
         finally:
             pull.move_ms = (time.perf_counter() - started) * 1000
-        if pull.goal is None:  # else a producer may still write to the target
+        if pull.goal is None:  # otherwise a producer may still write to the target
             self._end(pull, target, None)
 
-    async def _say_done(self, pull: Pull) -> None:
-        """Let the sources free the blocks, as far as they are linked."""
-        for it in (*(() if pull.said_done else pull.sources), *pull.spare):
+    async def _send_done(self, pull: Pull) -> None:
+        """Tell the linked sources to free the blocks."""
+        for source in (*(() if pull.done_sent else pull.sources), *pull.spare):
             try:
-                if it in pull.spare:
-                    await self._greet(pull, it)
-                await self._producers.notify(it.cluster_id, pull.done(it))
-            except LLMException as error:  # its lease expires
-                logger.debug("%s: cluster %d: %s", pull.request, it.cluster_id, error)
+                if source in pull.spare:
+                    await self._greet(pull, source)
+                await self._producers.notify(source.cluster_id, pull.done(source))
+            except LLMException as error:  # its lease will expire
+                logger.debug("%s: cluster %d: %s", pull.request, source.cluster_id, error)
 
 
 def closed() -> LLMException:
-    """Why what is fetched fails when the exchange, or its engine, has ended."""
-    return LLMException("the exchange has been closed")
+    """Return the error of requests after the end of the exchange or its engine."""
+    return LLMException("the exchange is closed")
 
 
 def _gone(message: str) -> LLMException:

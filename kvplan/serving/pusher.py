@@ -1,4 +1,4 @@
-"""The producer's pushes: requests move while they are computed, each layer when it is ready."""
+"""Pushes of a producer: requests move while they are computed, layer by layer."""
 
 from __future__ import annotations
 
@@ -6,32 +6,29 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvnative._signals import Mutex
+from kvplan.engine.datadist import LlmDataDist
+from kvplan.engine.transfers import AnyLayerTask
 from kvplan.execution.completion import run_aside
 from kvplan.lease import BlockLease, tag_of
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.serving.messages import Number, peer_log
 from kvplan.status import LLMException, invalid
+from kvplan.types import Cache
 from kvplan.validation import shown
-
-if TYPE_CHECKING:
-    from kvplan.engine.datadist import LlmDataDist
-    from kvplan.engine.transfers import AnyLayerTask
-    from kvplan.types import Cache
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Where a consumer wants a request that is still being computed.
+    """The destination of a request that is still being computed.
 
     Attributes:
-        lease: of the consumer's blocks that lack tokens.
-        lease_token: the token with which the first of them begins.
-        first_token: the first that is missing.
+        lease: lease of the consumer's blocks that lack tokens.
+        lease_token: first token of the first leased block.
+        first_token: first missing token.
     """
 
     lease: BlockLease
@@ -39,16 +36,16 @@ class Goal:
     first_token: int
 
     def to_bytes(self) -> bytes:
-        """For messages."""
+        """Return the goal as bytes, for messages."""
         return msgspec.msgpack.encode((self.lease.to_bytes(), self.lease_token, self.first_token))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Goal:
-        """Read what `to_bytes` has made."""
+        """Read the result of `to_bytes`."""
         try:
             lease, begin, first = msgspec.msgpack.decode(data, type=tuple[bytes, Number, Number])
-        except Exception as error:  # the peer's input decides which
-            raise invalid(f"data={shown(data)} is no goal: {error}") from None
+        except Exception as error:  # of any kind, as the input is a peer's
+            raise invalid(f"data={shown(data)} is not a goal: {error}") from None
         if first < begin:
             raise invalid(f"first_token={first} must be >= lease_token={begin}")
         return cls(BlockLease.from_bytes(lease), begin, first)
@@ -56,14 +53,14 @@ class Goal:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one step of the model computes of a request.
+    """The part of a request that one step of the model computes.
 
     Attributes:
-        transfer: what its consumer was told to call it.
-        digest: of all its tokens.
-        blocks: of the local cache, from its first token on.
-        end: the tokens before this one are computed when the step has ended.
-        last: whether these are all.
+        transfer: name by which its consumer asks for it.
+        digest: digest of all its tokens.
+        blocks: local blocks, from its first token on.
+        end: tokens [0, end) are computed after the step.
+        last: True if these are all tokens.
     """
 
     transfer: str
@@ -75,13 +72,13 @@ class Chunk:
 
 @dataclass
 class _Push:
-    """A request on its way to one consumer.
+    """The push of a request to one consumer.
 
     Attributes:
-        begun: tokens before this one are in a task.
-        arrived: tokens before this one are there.
-        tasks: in the order of their tokens, with the end of each.
-        broken: it goes no further; the consumer fetches the rest.
+        begun: tokens [0, begun) are in a task.
+        arrived: tokens [0, arrived) are at the consumer.
+        tasks: tasks in the order of their tokens, each with its end token.
+        broken: True if the push has stopped; the consumer fetches the rest.
     """
 
     digest: bytes
@@ -103,10 +100,10 @@ def _stop(pushes: Iterable[_Push]) -> None:
 
 
 class Pusher:
-    """Pushes what the model computes to consumers that have said where to.
+    """Pushes requests to consumers while the model computes them.
 
     `begin`, `layer_ready` and `computed` are called by the thread that runs the model, in this
-    order in each step; the others by any thread.
+    order in each step. Any thread may call the other methods.
     """
 
     def __init__(
@@ -126,18 +123,18 @@ class Pusher:
         self._unit = token_unit
         self._timeout_ms = timeout_ms
         self._mutex = Mutex()
-        # By transfer, then by cluster id and number of the ask: a consumer may want it twice.
+        # By transfer, then by cluster id and number of the ask, as a consumer may ask twice.
         self._pushes: dict[str, dict[tuple[int, int], _Push]] = {}
-        self._step: list[AnyLayerTask] = []  # of the step that the model is in
+        self._step: list[AnyLayerTask] = []  # tasks of the current step
 
     def add(self, cluster_id: int, number: int, transfer: str, digest: bytes, goal: Goal) -> None:
-        """Push a transfer to a consumer that has asked for it, from the next step on."""
+        """Push a transfer to a consumer, from the next step on."""
         with self._mutex:
             push = _Push(digest, goal, goal.first_token, goal.first_token)
             self._pushes.setdefault(transfer, {})[cluster_id, number] = push
 
     def remove(self, cluster_id: int, transfer: str) -> None:
-        """Push a transfer to a consumer no further; on return nothing moves to it."""
+        """Stop the pushes of a transfer to a consumer; on return no byte moves to it."""
         with self._mutex:
             pushes = self._pushes.get(transfer, {})
             ended = {key: push for key, push in pushes.items() if key[0] == cluster_id}
@@ -151,9 +148,9 @@ class Pusher:
                 del self._pushes[transfer]
 
     def end(self, transfer: str) -> bool:
-        """Push a transfer no further; return True once none of its blocks is read.
+        """Stop the pushes of a transfer; return True if none of its blocks is being read.
 
-        If it returns False, each consumer that still has a part of it is `stop`ped.
+        If it returns False, `stop` is called for each consumer with a part in flight.
         """
         stopped = set()
         with self._mutex:
@@ -183,11 +180,11 @@ class Pusher:
                 push.begun = push.arrived
 
     def is_pushing(self, transfer: str) -> bool:
-        """Return True if consumers have said where they want a transfer."""
+        """Return True if a transfer is pushed to consumers."""
         return transfer in self._pushes
 
     def transfers(self) -> list[tuple[int, str]]:
-        """Return cluster id and name of all transfers that consumers wait for."""
+        """Return cluster id and name of all pushes."""
         with self._mutex:
             return list(
                 {
@@ -198,12 +195,12 @@ class Pusher:
             )
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
-        """Prepare what the next step computes: layers move as they become ready."""
+        """Prepare the pushes of the next step, whose layers move as they become ready."""
         with self._mutex:
             self._step = []
             for chunk in chunks:
                 for (cluster_id, _), push in self._pushes.get(chunk.transfer, {}).items():
-                    self._take_ended(push, chunk.transfer, cluster_id)  # each keeps its plan
+                    self._take_ended(push, chunk.transfer, cluster_id)  # frees their plans
                     if push.broken or push.digest != chunk.digest:
                         continue
                     try:
@@ -215,25 +212,25 @@ class Pusher:
                         )
 
     def layer_ready(self, layer: int) -> None:
-        """A layer of the step is computed."""
-        for it in self._step:
-            it.ready(layer)
+        """Push a computed layer of the step."""
+        for task in self._step:
+            task.ready(layer)
 
     def computed(self) -> None:
-        """The step has ended: all of its layers are computed, whether or not each was told."""
-        for it in self._step:
-            for layer in it.layers:
-                it.ready(layer)
+        """Push all layers of the step, which has ended."""
+        for task in self._step:
+            for layer in task.layers:
+                task.ready(layer)
         self._step = []
 
     def settle(self, cluster_id: int, number: int, transfer: str) -> int:
-        """Wait for what is on its way to a consumer; the tokens before the result are there."""
+        """Wait for the push of an ask; return the end of the tokens at the consumer, 0 if none."""
         with self._mutex:
             push = self._pushes.get(transfer, {}).get((cluster_id, number))
         if push is None:
             return 0
         while push.tasks and not push.broken:
-            with suppress(IndexError):  # cancelled meanwhile
+            with suppress(IndexError):  # cancelled in the meantime
                 task, _ = push.tasks[0]
                 if not task.wait_done(self._timeout_ms):
                     task.cancel()
@@ -247,7 +244,7 @@ class Pusher:
             self.remove(cluster_id, transfer)
 
     def _begin(self, push: _Push, chunk: Chunk) -> None:
-        """With the lock: make a task of the whole blocks that the step completes."""
+        """Make a task of the blocks that the step completes; the lock is held."""
         unit, whole = self._unit, chunk.end // self._block_tokens * self._block_tokens
         end = chunk.end if chunk.last else whole
         first_unit, end_unit = push.begun // unit, -(-end // unit)

@@ -1,4 +1,4 @@
-"""Caches of several groups of layers, a request's blocks in each, and who reads them."""
+"""Groups of caches, block tables of requests in them, and shares of tensor parallel workers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class CacheGroup:
     """A paged cache of layers that share a block table, beside others of the same model.
 
     Args:
-        name: what plans and errors call it; unlike those of the other groups.
-        cache: of these layers, with a layout.
+        name: unique name, for plans and errors.
+        cache: cache of these layers, with a layout.
         token_unit: as of `Exchange`.
     """
 
@@ -33,13 +33,13 @@ class CacheGroup:
 
     @cached_property
     def block_tokens(self) -> int:
-        """Tokens of a block."""
+        """The number of tokens of a block."""
         desc = self.cache.cache_desc
         return desc.shape[desc.seq_len_dim_index] * self.token_unit
 
     @cached_property
     def unit_nbytes(self) -> int:
-        """Bytes of `token_unit` tokens, in all layers."""
+        """The bytes of `token_unit` tokens in all layers."""
         desc = self.cache.cache_desc
         return desc.nbytes // (desc.batch_size * desc.shape[desc.seq_len_dim_index])
 
@@ -49,9 +49,9 @@ class Table:
     """A request's blocks in the cache of one group.
 
     Args:
-        blocks: of the request's tokens in their order, after those of `skipped`.
-        skipped: blocks before them that the request has no more, or never had here: a sliding
-            window has left their tokens behind, and nobody reads them.
+        blocks: blocks of the request's tokens in their order, after the skipped ones.
+        skipped: number of blocks before them that the request does not have, as a sliding window
+            has left their tokens and no layer reads them.
     """
 
     blocks: Sequence[int]
@@ -59,14 +59,14 @@ class Table:
 
 
 Blocks = Sequence[int] | Sequence[Table]
-"""A request's blocks: of the only cache, or a table for each group in their order."""
+"""The blocks of a request: of the only cache, or a table for each group."""
 
 
 class GroupLease(NamedTuple):
-    """What a producer has of a request in the cache of one group.
+    """A producer's lease of a request in the cache of one group.
 
     Attributes:
-        first_token: of the first block that is leased.
+        first_token: first token of the first leased block.
     """
 
     lease: BlockLease
@@ -74,20 +74,20 @@ class GroupLease(NamedTuple):
 
 
 def groups_of(cache: Cache | Sequence[CacheGroup], token_unit: int = 1) -> tuple[CacheGroup, ...]:
-    """The groups that a caller has, or the one of its only cache."""
+    """Return the groups, or one group of the only cache."""
     if isinstance(cache, Cache):
         return (CacheGroup("", cache, token_unit),)
-    names = [it.name for it in cache]
+    names = [group.name for group in cache]
     if not names or len(set(names)) < len(names):
-        raise invalid(f"cache={shown(names)} must be one or more groups of unlike names")
+        raise invalid(f"cache={shown(names)} must be one or more groups with unique names")
     return tuple(cache)
 
 
 def tables_of(blocks: Blocks, groups: int) -> tuple[Table, ...]:
-    """A table for each group."""
+    """Return a table for each group."""
     if groups == 1 and not (len(blocks) and isinstance(blocks[0], Table)):
         return (Table(cast("Sequence[int]", blocks)),)
-    tables = tuple(it for it in blocks if isinstance(it, Table))
+    tables = tuple(table for table in blocks if isinstance(table, Table))
     if len(tables) != len(blocks) or len(tables) != groups:
         raise invalid(f"blocks={shown(blocks)} must have a Table for each of {groups} groups")
     return tables
@@ -101,15 +101,14 @@ def missing_of(
     num_tokens: int,
     rank: int = 0,
 ) -> tuple[dict[str, Transfer], int]:
-    """Return the transfer of each group that lacks something, by name, and the bytes of all.
+    """Return the transfers of the groups that lack tokens, by name, and the bytes of all.
 
-    A group whose table skips blocks lacks nothing before the first that it has: a block moves
-    whole, as others may use it later. `leases` has those of all groups for each source, `rank` is
-    the consumer's place among those that pull the same.
+    A group whose table skips blocks lacks no token before its first block. `leases` has the leases
+    of all groups for each source; `rank` is the consumer's rank.
     """
     for of_source in leases:
         if len(of_source) != len(groups):
-            raise invalid(f"leases of {len(of_source)} groups came, and here are {len(groups)}")
+            raise invalid(f"got leases of {len(of_source)} groups; this side has {len(groups)}")
     transfers: dict[str, Transfer] = {}
     nbytes = 0
     tables = tables_of(blocks, len(groups))
@@ -126,13 +125,13 @@ def missing_of(
             lease, starts = of_source[number]
             if starts > missing or starts != first:
                 raise LLMException(
-                    f"token {missing} is missing{group.name and ' of '}{group.name}, and the "
-                    f"producer has only those from {max(starts, first)} on",
+                    f"token {missing} is missing{group.name and ' of '}{group.name}; the producer "
+                    f"only has tokens from {max(starts, first)} on",
                     status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
                 )
             rows.append(Rows(lease, None, None, (missing - starts) // unit))
         units = -(-num_tokens // unit) - missing // unit
-        # A consumer may hold blocks for tokens to come.
+        # The table may include blocks for future tokens.
         held = -(-num_tokens // group.block_tokens) - table.skipped
         target = Rows(group.cache, table.blocks[:held], None, (missing - begin) // unit)
         transfers[group.name] = (
@@ -145,12 +144,12 @@ def missing_of(
 
 
 class Share(NamedTuple):
-    """Which workers of a producer a worker of a consumer reads under tensor parallelism.
+    """The producer's workers that a consumer's worker reads under tensor parallelism.
 
     Attributes:
-        mine: Those that the worker reads, in order of heads.
-        spare: Those that no worker reads, and that this one frees.
-        readers: How many workers say to each that they are done.
+        mine: Workers that this worker reads, in order of heads.
+        spare: Workers that no worker reads, and that this one frees.
+        readers: Number of workers that report to each that they are done.
     """
 
     mine: tuple[int, ...]
@@ -160,7 +159,7 @@ class Share(NamedTuple):
 
 @lru_cache(64)
 def share_of(rank: int, ranks: int, owners: int, num_heads: int) -> Share:
-    """Return what worker `rank` of `ranks` reads of a producer with `owners` workers."""
+    """Return the share of worker `rank` of `ranks` in a producer with `owners` workers."""
     counts = readers_of(ranks, owners, num_heads)
     spare = [owner for owner in range(owners) if not counts[owner] and rank == 0]
     return Share(
@@ -171,18 +170,18 @@ def share_of(rank: int, ranks: int, owners: int, num_heads: int) -> Share:
 
 
 def heads_of(rank: int, ranks: int, num_heads: int) -> range:
-    """The KV heads of a worker under tensor parallelism; with more workers than heads, copies."""
+    """Return the KV heads of a worker. Several workers share a head if they outnumber the heads."""
     if num_heads % ranks == 0:
         each = num_heads // ranks
         return range(rank * each, (rank + 1) * each)
     if ranks % num_heads == 0:
         head = rank * num_heads // ranks
         return range(head, head + 1)
-    raise invalid(f"num_heads={num_heads} and {ranks} workers: neither divides the other")
+    raise invalid(f"num_heads={num_heads} must be a multiple or a divisor of {ranks} workers")
 
 
 def read_from(rank: int, ranks: int, owners: int, num_heads: int) -> list[int]:
-    """Which of the producer's workers a worker of the consumer pulls from, in order of heads."""
+    """Return the producer's workers that worker `rank` reads, in order of heads."""
     wanted = heads_of(rank, ranks, num_heads)
     found: list[int] = []
     covered = wanted.start
@@ -195,7 +194,7 @@ def read_from(rank: int, ranks: int, owners: int, num_heads: int) -> list[int]:
 
 
 def readers_of(ranks: int, owners: int, num_heads: int) -> list[int]:
-    """How many of the consumer's workers pull from each of the producer's."""
+    """Return how many consumer's workers read each of the producer's workers."""
     counts = [0] * owners
     for rank in range(ranks):
         for owner in read_from(rank, ranks, owners, num_heads):
@@ -208,14 +207,14 @@ _decoder = msgspec.msgpack.Decoder(tuple[tuple[bytes, Number], ...])
 
 
 def encode_leases(leases: Sequence[GroupLease]) -> bytes:
-    """Return what a producer grants, for the wire."""
+    """Return leases as bytes, for the wire."""
     return _encoder.encode([(lease.to_bytes(), first) for lease, first in leases])
 
 
 def decode_leases(blob: bytes) -> tuple[GroupLease, ...]:
-    """Check and read what `encode_leases` has written."""
+    """Read and check the result of `encode_leases`."""
     try:
         found = _decoder.decode(blob)
-    except Exception as error:  # the peer's input decides which: nesting raises RecursionError
-        raise invalid(f"data={shown(blob)} is no grant of leases: {error}") from None
+    except Exception as error:  # of any kind: nested input raises RecursionError
+        raise invalid(f"data={shown(blob)} is not a grant of leases: {error}") from None
     return tuple([GroupLease(BlockLease.from_bytes(lease), first) for lease, first in found])

@@ -1,4 +1,4 @@
-"""Coroutines and threads of an exchange: each peer has its own share, which no other can use up."""
+"""Coroutines and threads of an exchange, each with a limit for each peer."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
 
 MAX_OF_PEER: Final = 8192
-"""Coroutines that one peer's messages have begun: two for each ask that may wait (`MAX_WAITING`).
+"""Running coroutines for the messages of one peer: two for each waiting ask (`MAX_WAITING`).
 
-A consumer that keeps to the rules stays below this also in a burst; what is dropped of it would
-leave blocks leased, or a request without an answer, until their time is over.
+A well-behaved consumer stays below this limit. A dropped message would leave blocks leased, or a
+request without an answer, until they expire.
 """
-_MAX_THREADS: Final = 4096  # started as they are needed: some for each peer that is stopped
+_MAX_THREADS: Final = 4096  # started on demand: some for each stopped peer
 
 OWN: Final = -1
-"""In place of a cluster id: the share of the program itself."""
+"""Stands for the program itself in place of a cluster id."""
 
 
 class Tasks:
-    """Coroutines in a loop; all methods are called there."""
+    """The coroutines of an exchange. All methods run in its loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -36,11 +36,11 @@ class Tasks:
         self._of_peers: Counter[int] = Counter()  # by cluster id
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], cluster_id: int = OWN) -> None:
-        """Run a coroutine, or drop it if MAX_OF_PEER of that cluster run."""
+        """Run a coroutine; drop it if MAX_OF_PEER of its cluster are running."""
         if cluster_id != OWN:
             if self._of_peers[cluster_id] >= MAX_OF_PEER:
                 coroutine.close()
-                text = "cluster %d: a message is dropped: %d of its are being answered"
+                text = "cluster %d: dropped a message, as %d others are being answered"
                 peer_log.warning(text, cluster_id, MAX_OF_PEER)
                 return
             self._of_peers[cluster_id] += 1
@@ -49,7 +49,7 @@ class Tasks:
         task.add_done_callback(partial(self._ended, cluster_id))
 
     async def cancel(self) -> None:
-        """Cancel all, and wait until they have ended."""
+        """Cancel all coroutines, and wait for their end."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -61,7 +61,7 @@ class Tasks:
             if not self._of_peers[cluster_id]:
                 del self._of_peers[cluster_id]
         if not task.cancelled() and (error := task.exception()) is not None:
-            peer_log.warning("the exchange goes on after an error", exc_info=error)
+            peer_log.warning("the exchange continues after an error", exc_info=error)
 
 
 class PeerThreads:
@@ -73,7 +73,7 @@ class PeerThreads:
         self._slots: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, cluster_id: int, function: Callable[[*_Args], _T], *args: *_Args) -> _T:
-        """Call a function in a thread of a peer; waits while `max_of_peer` are in use."""
+        """Call a function in a thread of a peer; wait while `max_of_peer` are in use."""
         slots = self._slots.get(cluster_id)
         if slots is None:
             slots = self._slots[cluster_id] = asyncio.Semaphore(self._max_of_peer)
@@ -81,5 +81,5 @@ class PeerThreads:
             return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
     def close(self) -> None:
-        """Wait for all calls, and end the threads."""
+        """Wait for all calls, and stop the threads."""
         self._pool.shutdown()

@@ -1,4 +1,4 @@
-"""`KvplanConnector`, as vLLM calls it: each method hands over to the half that lives there."""
+"""`KvplanConnector`, which vLLM calls; each method calls the half of its process."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ from kvplan.vllm.stats import KvplanMetrics, KvplanStats
 from kvplan.vllm.step import Step, WorkerAddress
 from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model
 
-_SUPPORTED = {FullAttentionSpec, SlidingWindowSpec}  # and not what is derived of them, as MLA is
+_SUPPORTED = {FullAttentionSpec, SlidingWindowSpec}  # exactly; not subclasses, such as MLA
 
 
 @dataclass
 class KvplanMetadata(KVConnectorMetadata):
-    """A step, as vLLM carries it from the scheduler to the workers."""
+    """A step, which vLLM sends from the scheduler to the workers."""
 
     step: Step
 
 
 @dataclass
 class KvplanHandshake(KVConnectorHandshakeMetadata):
-    """A worker's address, as vLLM carries it to the scheduler."""
+    """The address of a worker, which vLLM sends to the scheduler."""
 
     address: WorkerAddress
 
 
 class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
-    """Disaggregated prefill over kvplan: the decoding engine fetches what the other has computed.
+    """Disaggregated prefill over kvplan: a decoding engine fetches what another has computed.
 
     Args:
         vllm_config: its kv_transfer_config has `kv_connector_extra_config` (docs/how-to/vllm.md).
-        role: which half this is.
-        kv_cache_config: of the paged cache.
+        role: scheduler or worker.
+        kv_cache_config: configuration of the paged cache.
 
     Raises:
-        NotImplementedError: a model with layers of another kind than full attention and sliding
-            windows; pipeline or context parallelism.
-        TypeError, LLMException: options that cannot be.
+        NotImplementedError: layers other than full attention and sliding windows; pipeline or
+            context parallelism; sleep mode.
+        TypeError, LLMException: invalid options.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         options = ConnectorOptions.of(self._kv_transfer_config.kv_connector_extra_config)
         _log_like_vllm(options.explain)
         engine_id = self._kv_transfer_config.engine_id or ""
-        groups = tuple(_layer_group(it) for it in kv_cache_config.kv_cache_groups)
+        groups = tuple(map(_layer_group, kv_cache_config.kv_cache_groups))
         self._failed_blocks: set[int] = set()
         self._is_idle = False
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = ConnectorScheduler(
-                engine_id, windowed=any(it.window for it in groups), count_keys=_count_keys
+                engine_id, windowed=any(group.window for group in groups), count_keys=_count_keys
             )
         else:
             config = vllm_config.model_config
@@ -104,38 +104,42 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """False: in sleep mode vLLM maps other memory where the registered cache was."""
+        """Return False: sleep mode replaces the memory of the registered cache."""
         return False
 
-    # In the scheduler.
+    # Called in the scheduler.
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Learn where consumers reach the workers."""
+        """Store the addresses of the workers."""
         self._in_scheduler.set_workers(
-            {rank: it.address for rank, it in metadata.items() if isinstance(it, KvplanHandshake)}
+            {
+                rank: handshake.address
+                for rank, handshake in metadata.items()
+                if isinstance(handshake, KvplanHandshake)
+            }
         )
 
     def on_new_request(self, request: Request) -> None:
-        """A request has arrived."""
+        """Take a request that has arrived."""
         self._in_scheduler.arrived(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens can be fetched; that is between steps."""
+        """Return how many tokens can be fetched, and True if that happens between steps."""
         missing = self._in_scheduler.missing_tokens(request, num_computed_tokens)
         return missing, missing > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """A request has blocks for what is fetched."""
+        """Take the blocks into which a request is fetched."""
         self._in_scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """What the workers do with this step."""
+        """Return the step for the workers."""
         scheduler, state = self._in_scheduler, scheduler_output.kv_connector_block_state
 
         def blocks_of(request: str) -> list[int] | None:
@@ -147,60 +151,60 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         return KvplanMetadata(scheduler.take_step())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What the workers have reported."""
+        """Take the reports of the workers."""
         self._in_scheduler.fetched(connector_output.finished_recving or ())
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks are kept for a consumer, and what it has to be given."""
+        """Return True if the blocks are kept for a consumer, and the parameters for it."""
         return self._in_scheduler.finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`, which vLLM does not call where it has groups of caches."""
+        """Return the same as `request_finished`; vLLM calls this with several groups of caches."""
         return self._in_scheduler.finished(request, block_ids)
 
-    # In a worker.
+    # Called in a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the cache of this worker."""
+        """Register the cache of this worker."""
         self._in_worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Where consumers reach this worker."""
+        """Return the address of this worker."""
         address = self._in_worker.address
         return None if address is None else KvplanHandshake(address)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin what the scheduler said with this step, before it computes."""
+        """Begin the parts of a step that do not depend on its computation."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, KvplanMetadata):
             self._worker.prepare(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin what must not come before that."""
+        """Begin the other parts of the step."""
         self._is_idle = getattr(forward_context, "attn_metadata", None) is None
         metadata = self._get_connector_metadata()
         if isinstance(metadata, KvplanMetadata):
             self._in_worker.begin(metadata.step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: requests run when all of their layers are here."""
+        """Do nothing: a request runs after all of its layers were fetched."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """A layer is computed: it is pushed where a consumer waits for it."""
+        """Push a computed layer to consumers that wait for it."""
         self._in_worker.layer_ready(layer_name)
 
     def wait_for_save(self) -> None:
-        """The model has run; nothing is waited for, as blocks are kept until they have moved."""
+        """End the pushes of a step. It does not wait, as blocks are kept until they have moved."""
         self._in_worker.computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Which requests have been fetched, whether or not that failed, and which are free."""
+        """Return the requests that were fetched or failed, and those whose blocks are free."""
         results = self._in_worker.results(idle=self._is_idle)
         self._failed_blocks |= results.failed_blocks
         return KVConnectorTransferResults(
@@ -210,21 +214,21 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks of requests that failed: vLLM computes them, or fails the request."""
+        """Return the blocks of failed requests. vLLM computes them, or fails the request."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What has happened since the last call; None: nothing, as always in the scheduler."""
+        """Return the figures since the last call; None if there are none, and in the scheduler."""
         if self._worker is None or (figures := self._worker.take_figures()).is_empty:
             return None
         return KvplanStats(figures.data)
 
-    # In the process of the server.
+    # Called in the process of the server.
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        """Figures of workers, which have come as plain data."""
+        """Return figures of workers from plain data."""
         return KvplanStats(data)
 
     @classmethod
@@ -235,11 +239,11 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        """What a server shows of them."""
+        """Return the metrics of a server."""
         return KvplanMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """End what this half has."""
+        """Close the worker's half."""
         if self._worker is not None:
             self._worker.close()
 
@@ -255,7 +259,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _count_keys(request: Request, num_tokens: int) -> int:
-    """How many keys vLLM's prefix cache has for the first tokens of a request, besides these."""
+    """Return how many keys vLLM's prefix cache has for a prefix, besides its tokens."""
     keys, _ = generate_block_hash_extra_keys(request, 0, num_tokens, 0)
     return len(keys or ())
 
@@ -271,7 +275,7 @@ def _layer_group(group: KVCacheGroupSpec) -> LayerGroup:
 
 
 def _packing(spec: Any) -> str:
-    """How attention orders what is inside of a block, where that is its own matter."""
+    """Return the order inside a block if attention on a CPU has its own; otherwise empty."""
     if current_platform.device_type != "cpu":
         return ""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -280,32 +284,34 @@ def _packing(spec: Any) -> str:
 
 
 def _log_like_vllm(explain: bool) -> None:
-    """Let what kvplan says stand in vLLM's log; of each request only if that is wanted."""
+    """Log to vLLM's handlers; lines for each request only with `explain`."""
     logger = logging.getLogger("kvplan.serving")
     logger.setLevel(logging.INFO if explain else logging.WARNING)
     for name in ("kvplan.serving", "kvplan.vllm"):
-        it = logging.getLogger(name)
-        it.propagate = False
-        it.handlers = logging.getLogger("vllm").handlers[:]
+        room = logging.getLogger(name)
+        room.propagate = False
+        room.handlers = logging.getLogger("vllm").handlers[:]
     logging.getLogger("kvplan.vllm").setLevel(logging.INFO)
 
 
 def _check_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
-    """Refuse what this connector has not."""
-    specs = [it.kv_cache_spec for it in caches.kv_cache_groups]
-    kinds = {type(it) for it in specs}
+    """Raise NotImplementedError for configurations that this connector does not support."""
+    specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
+    kinds = set(map(type, specs))
     if not kinds or kinds - _SUPPORTED:
-        names = ", ".join(type(it).__name__ for it in specs)
+        names = ", ".join(type(spec).__name__ for spec in specs)
         raise NotImplementedError(
-            f"KvplanConnector: a cache of {len(specs)} groups ({names}); groups of full attention "
-            "and of sliding windows are supported"
+            f"KvplanConnector: the cache has {len(specs)} groups ({names}); only groups of full "
+            "attention and of sliding windows are supported"
         )
     if getattr(config.model_config, "enable_sleep_mode", False):
         raise NotImplementedError(
-            "KvplanConnector: enable_sleep_mode=True; sleep mode maps other memory where the "
-            "registered cache was: start vLLM without it"
+            "KvplanConnector: enable_sleep_mode=True; sleep mode replaces the memory of the "
+            "registered cache: start vLLM without it"
         )
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name) != 1:
-            raise NotImplementedError(f"KvplanConnector: {name}={getattr(parallel, name)}; not 1")
+            raise NotImplementedError(
+                f"KvplanConnector: {name}={getattr(parallel, name)} must be 1"
+            )

@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` says, read and checked."""
+"""The options in `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class ConnectorOptions:
     """The keys of `kv_connector_extra_config`, besides those of `ExchangeOptions`.
 
     Attributes:
-        mode: "pull": the consumer fetches what the producer has finished; "push": the producer
-            sends each layer while it computes the next, to consumers of this mode.
-        listen: "ip:port" where a producer's workers listen: the first at this port, the others
-            at the next ones; port 0: at any.
-        model: the name that both sides have to agree on; empty: that which vLLM was given.
-        explain: log how each request was fetched; so does KVPLAN_EXPLAIN=1.
+        mode: "pull": the consumer fetches finished requests; "push": the producer sends each layer
+            while it computes the next, to consumers of this mode.
+        listen: "ip:port" at which the first worker of a producer listens; the others use the next
+            ports. Port 0: any.
+        model: the model name, which must be equal on both sides; empty: vLLM's name.
+        explain: True to log how each request was fetched; also KVPLAN_EXPLAIN=1.
         engine: options of the kvplan engine, such as {"kvplan.cluster_key_file": "..."}.
         exchange: time limits.
     """
@@ -50,9 +50,9 @@ class ConnectorOptions:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> ConnectorOptions:
-        """Read what a user has given vLLM."""
-        limits = {it.name for it in fields(ExchangeOptions)}
-        mine = {it.name for it in fields(cls)} - {"exchange"}
+        """Read a user's `kv_connector_extra_config`."""
+        limits = {field.name for field in fields(ExchangeOptions)}
+        mine = {field.name for field in fields(cls)} - {"exchange"}
         if unknown := sorted(extra.keys() - limits - mine):
             raise invalid(
                 f"kv_connector_extra_config has {shown(unknown[0])}; known are "
@@ -64,6 +64,6 @@ class ConnectorOptions:
         return cls(**given, exchange=exchange)
 
     def listen_of(self, rank: int) -> str:
-        """Where the worker of that rank listens."""
+        """Return the address at which the worker of a rank listens."""
         host, _, port = self.listen.rpartition(":")
         return f"{host}:{int(port) + rank if int(port) else 0}"

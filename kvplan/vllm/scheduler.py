@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: which requests are fetched, and which are offered."""
+"""The scheduler's half of the connector: decides which requests are fetched and offered."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvplan.status import LLMException
 from kvplan.system.logs import LimitedLog, Log
 from kvplan.vllm.step import Offer, Step, WorkerAddress
 
-client_log = LimitedLog(Log("kvplan.vllm"))  # of what clients of the server can cause
+client_log = LimitedLog(Log("kvplan.vllm"))  # for lines that clients of the server can cause
 REFERENCE: Final = "kvplan"
-"""The key of `kv_transfer_params` under which the reference is."""
+"""The key of the reference in `kv_transfer_params`."""
 _KEPT: Final = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-_NULL_BLOCK: Final = 0  # vLLM's, for tokens that a window has left behind
+_NULL_BLOCK: Final = 0  # vLLM's block for tokens that a window has left
 
 
 class Inputs(Protocol):
-    """The fields of vLLM's Request on which its KV cache depends."""
+    """The fields of vLLM's Request that determine its KV cache."""
 
     prompt_token_ids: list[int] | None
     prompt_embeds: Any
@@ -33,28 +33,27 @@ class Inputs(Protocol):
 
 
 class UnknownInputError(Exception):
-    """An input of a request that this connector does not know: its cache is not transferred."""
+    """A request has an input unknown to this connector, so its cache is not transferred."""
 
 
 CountKeys = Callable[[Any, int], int]
-"""Return how many keys vLLM's own prefix cache has for a request, besides its tokens, of the tokens
-before a number."""
+"""Returns how many keys vLLM's prefix cache has, besides its tokens, for a prefix of a request."""
 
 
 def digest_of(request: Inputs, num_tokens: int, count_keys: CountKeys | None = None) -> bytes:
-    """Return the digest of the first tokens of a prompt, and of all else that vLLM keys on."""
+    """Return the digest of a prefix of a prompt, and of all other keys of vLLM's prefix cache."""
     tokens = request.prompt_token_ids
     if not tokens:
         raise UnknownInputError("a prompt without token ids")
     keys = [*_lora(request), *_features(request, num_tokens), *_salt(request)]
     keys += _embeds(request, num_tokens)
     if count_keys is not None and (found := count_keys(request, num_tokens)) != len(keys):
-        raise UnknownInputError(f"vLLM has {found} keys besides its tokens, and kvplan {len(keys)}")
+        raise UnknownInputError(f"vLLM has {found} keys besides its tokens; kvplan has {len(keys)}")
     return token_digest(tokens[:num_tokens], *(part for key in keys for part in key))
 
 
 def _lora(request: Inputs) -> list[tuple[str, ...]]:
-    """The adapter: its path too, as one name may mean other weights in another process."""
+    """Return the key of the adapter: name and path, as a name may mean other weights elsewhere."""
     if (lora := request.lora_request) is None:
         return []
     name, path = getattr(lora, "lora_name", None), getattr(lora, "lora_path", None)
@@ -64,7 +63,7 @@ def _lora(request: Inputs) -> list[tuple[str, ...]]:
 
 
 def _features(request: Inputs, num_tokens: int) -> list[tuple[str, ...]]:
-    """Images and the like, each with its place in the prompt."""
+    """Return the keys of images and the like, with their positions in the prompt."""
     keys: list[tuple[str, ...]] = []
     for feature in request.mm_features or ():
         place = getattr(feature, "mm_position", None)
@@ -84,7 +83,7 @@ def _salt(request: Inputs) -> list[tuple[str, ...]]:
 
 
 def _embeds(request: Inputs, num_tokens: int) -> list[tuple[str, ...]]:
-    """Embeddings that stand in place of tokens."""
+    """Return the key of embeddings in place of tokens."""
     if (embeds := request.prompt_embeds) is None:
         return []
     try:
@@ -98,7 +97,7 @@ def _embeds(request: Inputs, num_tokens: int) -> list[tuple[str, ...]]:
 
 
 class Request(Inputs, Protocol):
-    """What is used of vLLM's Request."""
+    """The fields of vLLM's Request that the connector uses."""
 
     request_id: str
     kv_transfer_params: dict[str, Any] | None
@@ -111,10 +110,10 @@ class Request(Inputs, Protocol):
 
 @dataclass
 class _Computed:
-    """A request that is computed here, and that a consumer may wait for.
+    """A request that is computed here, for which a consumer may wait.
 
     Attributes:
-        whole: whether all of its prompt was scheduled.
+        whole: True if its whole prompt was scheduled.
     """
 
     request: Request
@@ -125,7 +124,7 @@ class _Computed:
 
 
 class ConnectorScheduler:
-    """Lives in the process of vLLM's scheduler, and says to the workers what to do."""
+    """The connector in the process of vLLM's scheduler. It makes the steps of the workers."""
 
     def __init__(
         self, engine_id: str, *, windowed: bool = False, count_keys: CountKeys | None = None
@@ -134,25 +133,25 @@ class ConnectorScheduler:
         self._count_keys = count_keys
         self.instance = instance_of(engine_id)
         self._sources: tuple[Source, ...] = ()
-        self._pending: dict[str, Reference] = {}  # arrived, and without blocks
-        self._fetching: set[str] = set()  # have blocks, and are not reported yet
-        self._computing: dict[str, _Computed] = {}  # here, for a consumer that may wait already
+        self._pending: dict[str, Reference] = {}  # requests without blocks
+        self._fetching: set[str] = set()  # requests with blocks, until their result
+        self._computing: dict[str, _Computed] = {}  # requests for waiting consumers
         self._step = Step()
 
     def set_workers(self, workers: Mapping[int, WorkerAddress]) -> None:
-        """Learn where consumers reach the workers, by rank."""
+        """Store the addresses of the workers, by rank."""
         self._sources = tuple(
             Source(workers[rank].cluster_id, workers[rank].address) for rank in sorted(workers)
         )
 
     def arrived(self, request: Request) -> None:
-        """A request was added: let the workers prepare if it is to be fetched."""
+        """Take a new request, and let the workers prepare if it will be fetched."""
         params = request.kv_transfer_params or {}
         tokens = request.prompt_token_ids
         if not tokens:
             return
         if self._windowed and params.get("do_remote_decode"):
-            if request.prompt_embeds is not None:  # they would be more than the tokens
+            if request.prompt_embeds is not None:  # which would outnumber the tokens
                 return
             _leave_last(request)
         if params.get("do_remote_decode") and (transfer := _transfer(request)):
@@ -169,7 +168,7 @@ class ConnectorScheduler:
         except LLMException as error:
             client_log.warning("%s: its prompt is computed here: %s", request.request_id, error)
             return
-        # What is asked for is what this side means: other tokens are refused by the producer.
+        # With the digest of this side's tokens: the producer refuses others.
         num_tokens = self._num_fetched(len(tokens))
         if not theirs.transfer:
             num_tokens = min(theirs.num_tokens, num_tokens)
@@ -188,30 +187,30 @@ class ConnectorScheduler:
         self._pending[request.request_id] = self._step.expected[request.request_id] = mine
 
     def missing_tokens(self, request: Request, num_computed: int) -> int:
-        """How many tokens beyond `num_computed` can be fetched."""
+        """Return how many tokens beyond `num_computed` can be fetched."""
         reference = self._pending.get(request.request_id)
         return max(0, reference.num_tokens - num_computed) if reference else 0
 
     def allocated(
         self, request: Request, blocks: Sequence[Sequence[int]], num_external: int
     ) -> None:
-        """A request has blocks in each group: fetch the last `num_external` of its tokens."""
+        """Fetch the last `num_external` tokens of a request into its blocks in each group."""
         if (reference := self._pending.pop(request.request_id, None)) is None:
             return
         if num_external > 0:
             target = Target(self._held(blocks), reference.num_tokens - num_external)
             self._fetching.add(request.request_id)
             self._step.fetched[request.request_id] = reference, target
-        else:  # all of it is here already
+        else:  # all tokens are already here
             self._step.dropped[request.request_id] = reference
 
     def finished(
         self, request: Request, blocks: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended; returns whether its blocks are kept, and what goes with it."""
+        """End a request; return True if its blocks are kept, and parameters for its consumer."""
         if (reference := self._pending.pop(request.request_id, None)) is not None:
             self._step.dropped[request.request_id] = reference
-        if request.request_id in self._fetching:  # still: it was aborted
+        if request.request_id in self._fetching:  # it was aborted
             self._step.cancelled.append(request.request_id)
         computed = self._computing.pop(request.request_id, None)
         params, tokens = request.kv_transfer_params or {}, request.prompt_token_ids
@@ -241,35 +240,36 @@ class ConnectorScheduler:
     def computing(
         self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int] | None]
     ) -> None:
-        """What the step that is scheduled now computes, of requests that consumers wait for."""
+        """Add the chunks of the scheduled step, of requests for which consumers wait."""
         for name in scheduled.keys() & self._computing.keys():
-            it = self._computing[name]
-            end = it.request.num_computed_tokens + scheduled[name]
-            if not it.whole and (blocks := blocks_of(name)):
-                it.whole = end >= it.num_tokens
-                end = min(end, it.num_tokens)
-                self._step.chunks.append(
-                    Chunk(it.transfer, it.digest, tuple(blocks), end, it.whole)
+            computed = self._computing[name]
+            end = computed.request.num_computed_tokens + scheduled[name]
+            if not computed.whole and (blocks := blocks_of(name)):
+                computed.whole = end >= computed.num_tokens
+                end = min(end, computed.num_tokens)
+                chunk = Chunk(
+                    computed.transfer, computed.digest, tuple(blocks), end, computed.whole
                 )
+                self._step.chunks.append(chunk)
 
     def preempted(self, requests: Iterable[str]) -> None:
-        """Requests that have lost their blocks: they are computed again, in others."""
+        """Note requests that have lost their blocks, and will be computed again in others."""
         for name in requests:
-            if (it := self._computing.get(name)) is not None:
-                it.whole = False
-                self._step.moved.append(it.transfer)
+            if (computed := self._computing.get(name)) is not None:
+                computed.whole = False
+                self._step.moved.append(computed.transfer)
 
     def fetched(self, requests: Iterable[str]) -> None:
-        """Requests whose fetch the workers have reported."""
+        """Note requests whose result the workers have reported."""
         self._fetching.difference_update(requests)
 
     def take_step(self) -> Step:
-        """What the workers do with the next step."""
+        """Return the next step of the workers, and begin another."""
         step, self._step = self._step, Step()
         return step
 
     def _digest(self, request: Request, num_tokens: int) -> bytes | None:
-        """The digest of a request's first tokens; None: it cannot be compared with another's."""
+        """Return the digest of a prefix of a request; None if its inputs are unknown."""
         try:
             return digest_of(request, num_tokens, self._count_keys)
         except UnknownInputError as error:
@@ -277,32 +277,32 @@ class ConnectorScheduler:
             return None
 
     def _num_fetched(self, num_tokens: int) -> int:
-        """How many tokens of a prompt are fetched."""
+        """Return how many tokens of a prompt are fetched."""
         return num_tokens - 1 if self._windowed and num_tokens > 1 else num_tokens
 
     def _held(self, blocks: Sequence[Sequence[int]]) -> Blocks:
-        """What a request holds in each group: tokens that a window has left have the null block."""
+        """Return the blocks of a request in each group, without the null blocks of a window."""
         if len(blocks) == 1 and not self._windowed:
             return tuple(blocks[0])
         tables = []
         for of_group in blocks:
             skipped = next(
-                (at for at, it in enumerate(of_group) if it != _NULL_BLOCK), len(of_group)
+                (at for at, block in enumerate(of_group) if block != _NULL_BLOCK), len(of_group)
             )
             tables.append(Table(tuple(of_group[skipped:]), skipped))
         return tuple(tables)
 
 
 def instance_of(engine_id: str) -> bytes:
-    """What names an engine in references."""
+    """Return the name of an engine in references."""
     return blake2b(engine_id.encode(), digest_size=16, person=b"kvplan.vllm").digest()
 
 
 def _leave_last(request: Request) -> None:
-    """Let the last token of a prompt be computed by its consumer alone, which does so anyway.
+    """Leave the last token of a prompt to its consumer, which computes it anyway.
 
-    After it vLLM would free what only its window sees: if that ends with a block the consumer would
-    lack the first token of the window. vLLM's own connectors leave it where they need to, likewise.
+    After the last token vLLM would free blocks outside its window. If the window then began with a
+    block, the consumer would lack its first token. vLLM's own connectors do the same.
     """
     tokens = request.prompt_token_ids
     if not tokens or len(tokens) < 2:
@@ -311,11 +311,11 @@ def _leave_last(request: Request) -> None:
     if len(request._all_token_ids) > len(tokens):  # it may be the same list
         del request._all_token_ids[-1]
     request.num_prompt_tokens -= 1
-    request.max_tokens = 1  # what would come next is not what the prompt asks for
+    request.max_tokens = 1  # the next token would not continue the prompt
 
 
 def _transfer(request: Request) -> str:
-    """What the consumer of a request was told to call it; empty: nothing."""
+    """Return the name by which a consumer asks for a request; empty if there is none."""
     given = (request.kv_transfer_params or {}).get(REFERENCE)
     transfer = given.get("transfer", "") if isinstance(given, dict) else ""
     try:

@@ -1,4 +1,4 @@
-"""A worker's figures as vLLM carries them to its log, and to a server's /metrics."""
+"""Figures of workers, for vLLM's log and for /metrics of a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 
 
 class KvplanStats(KVConnectorStats):
-    """Figures of a worker, or of several, of some time."""
+    """Figures of one or more workers over some time."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.reset()
@@ -23,28 +23,28 @@ class KvplanStats(KVConnectorStats):
             self._figures.add(data)
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Discard all figures."""
         self._figures = Figures()
         self.data = self._figures.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add those of another worker, or of a later time."""
+        """Add figures of another worker, or of a later time."""
         self._figures.add(other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What is logged of them."""
+        """Return a summary for the log."""
         return self._figures.summary()
 
     def is_empty(self) -> bool:
-        """Whether nothing has happened."""
+        """Return True if there are no figures."""
         return self._figures.is_empty
 
 
 class KvplanMetrics(KVConnectorPromMetrics):
     """Counters and histograms of all workers of an engine.
 
-    Their names begin as vLLM's own do: it is by this that vLLM finds those of an engine before.
+    Their names begin with "vllm:", by which vLLM finds and removes metrics of an earlier engine.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -57,14 +57,14 @@ class KvplanMetrics(KVConnectorPromMetrics):
         self._counts = {
             "offered": add("requests_offered", "Finished requests whose blocks were kept."),
             "freed": add("requests_freed", "Requests whose kept blocks are free again."),
-            "expired": add("requests_expired", "Requests that nobody fetched in time."),
-            "pushed": add("tokens_pushed", "Of the fetched tokens, those that were pushed."),
+            "expired": add("requests_expired", "Requests that were not fetched in time."),
+            "pushed": add("tokens_pushed", "Fetched tokens that were pushed."),
         }
-        self._transfer = self._histogram("transfer_seconds", "Time that a transfer took.")
-        self._wait = self._histogram("wait_seconds", "Time from a request's arrival to that.")
+        self._transfer = self._histogram("transfer_seconds", "Duration of a transfer.")
+        self._wait = self._histogram("wait_seconds", "Time until the transfer of a request.")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add figures of some time."""
+        """Add figures over some time."""
         data, labels = transfer_stats_data, self.per_engine_labelvalues[engine_idx]
         self._fetched.labels(*labels).inc(len(data["tokens"]))
         self._tokens.labels(*labels).inc(sum(data["tokens"]))
@@ -96,6 +96,6 @@ class KvplanMetrics(KVConnectorPromMetrics):
         return made
 
     def _show(self, metric: Any) -> None:
-        """Let it be 0 in /metrics, and not absent, as long as nothing has happened."""
+        """Show a metric as 0 in /metrics before its first event."""
         for values in self.per_engine_labelvalues.values():
             metric.labels(*values)

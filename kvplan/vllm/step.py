@@ -1,4 +1,4 @@
-"""What goes between the halves of the connector: a step for the workers, and their figures."""
+"""Messages between the halves of the connector: a step for the workers, and their figures."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kvplan.serving import Chunk, Handle, PullResult, Reference, Target
 from kvplan.serving.tables import Blocks
 from kvplan.status import LLMException
 
-_LISTS = ("tokens", "nbytes", "wait_s", "transfer_s")  # of requests that were fetched, in order
-_COUNTS = ("offered", "freed", "expired", "pushed")  # requests, and the last of them tokens
+_LISTS = ("tokens", "nbytes", "wait_s", "transfer_s")  # an item for each fetched request
+_COUNTS = ("offered", "freed", "expired", "pushed")  # of requests, but `pushed` of tokens
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A request that has finished here, whose blocks consumers may fetch.
+    """A finished request, whose blocks consumers may fetch.
 
     Attributes:
-        handle, digest: of its reference; all workers enter it under this handle.
-        request: its id.
-        blocks: of the worker's cache; of several groups, or with a window, a table for each.
-        transfer: what its consumer was told to call it before; empty: nothing.
+        handle, digest: of its reference. All workers use this handle.
+        request: id of the request.
+        blocks: blocks of a worker's cache; of several groups, or with a window, a table for each.
+        transfer: name by which its consumer asks for it; empty: none.
     """
 
     handle: Handle
@@ -35,17 +35,17 @@ class Offer:
 
 @dataclass
 class Step:
-    """What is new since the last step; requests by their ids.
+    """The changes since the last step; requests by their ids.
 
     Attributes:
-        offers: have finished here.
-        expected: have arrived, and will be fetched.
-        fetched: have blocks now.
-        dropped: are not needed of the producer any more.
-        cancelled: were to be fetched, and are not needed any more.
-        chunks: what this step computes of requests that have a transfer.
-        moved: transfers whose blocks are not theirs any more.
-        refused: transfers that will not be finished.
+        offers: requests that have finished here.
+        expected: new requests that will be fetched.
+        fetched: requests that have blocks now.
+        dropped: requests that are not fetched, as they are complete or have ended.
+        cancelled: requests whose fetch is cancelled.
+        chunks: the parts that this step computes of requests with a transfer.
+        moved: transfers that have lost their blocks.
+        refused: transfers that will not finish.
     """
 
     offers: list[Offer] = field(default_factory=list)
@@ -60,11 +60,11 @@ class Step:
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """Where consumers reach a worker.
+    """The address of a worker, for consumers.
 
     Attributes:
-        cluster_id: of its kvplan engine.
-        address: where that listens.
+        cluster_id: cluster id of its kvplan engine.
+        address: address at which the engine listens.
     """
 
     cluster_id: int
@@ -72,21 +72,21 @@ class WorkerAddress:
 
 
 class Figures:
-    """Figures of some time, which are added to those of other times and workers.
+    """Figures over some time, to which those of other times and workers can be added.
 
     Attributes:
-        data: what they are made of, such that msgspec, JSON and pickle carry it: lists with an item
-            for each request that was fetched, counts, and `failed`, a count for each reason.
+        data: plain data, for msgspec, JSON and pickle: lists with an item for each fetched request,
+            counts, and `failed`, a count for each reason.
     """
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
-        self.data: dict[str, Any] = {it: [] for it in _LISTS} | dict.fromkeys(_COUNTS, 0)
+        self.data: dict[str, Any] = {name: [] for name in _LISTS} | dict.fromkeys(_COUNTS, 0)
         self.data["failed"] = {}
         if data:
             self.add(data)
 
     def ended(self, result: PullResult) -> None:
-        """A request was fetched, or could not be."""
+        """Add the result of a request."""
         if result.error is None:
             of_one = (result.tokens, result.nbytes, result.wait_ms / 1000, result.move_ms / 1000)
             for name, value in zip(_LISTS, of_one, strict=True):
@@ -97,11 +97,11 @@ class Figures:
             failed[reason] = failed.get(reason, 0) + 1
 
     def count(self, name: str, number: int) -> None:
-        """So many more requests were offered, freed or expired, or tokens pushed."""
+        """Add to the count of offered, freed or expired requests, or of pushed tokens."""
         self.data[name] += number
 
     def add(self, data: Mapping[str, Any]) -> None:
-        """Add what another has in `data`."""
+        """Add the `data` of other figures."""
         for name in _LISTS:
             self.data[name] += data[name]
         for name in _COUNTS:
@@ -112,11 +112,11 @@ class Figures:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has happened."""
+        """True if there are no figures."""
         return not any(self.data.values())
 
     def summary(self) -> dict[str, int | float]:
-        """A line of a log, as names and values."""
+        """Return the names and values of a line of the log."""
         data = self.data
         line: dict[str, int | float] = {"Fetched requests": len(data["tokens"])}
         if moved := data["transfer_s"]:
@@ -134,7 +134,7 @@ class Figures:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a request could not be fetched, as a label: a status code, or the kind of exception."""
+    """Return the reason of a failure as a label: a status code, or the type of the exception."""
     if isinstance(error, LLMException):
         return error.status_code.name.removeprefix("LLM_").lower()
     return type(error).__name__

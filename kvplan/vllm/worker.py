@@ -1,4 +1,4 @@
-"""A worker's half of the connector: its cache, and the exchange of it."""
+"""The worker's half of the connector: its cache, and the exchange."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvplan.vllm.step import Figures, Step, WorkerAddress
 logger = Log("kvplan.vllm")
 
 _NDIM = 4
-_MOMENT_MS = 2.0  # that a new request may be late
+_IDLE_WAIT_MS = 2.0  # by which a new request may be delayed
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,10 @@ class LayerGroup:
     """Layers that share a block table.
 
     Attributes:
-        layers: their names.
+        layers: names of the layers.
         block_tokens: tokens of a block, as the scheduler counts them.
-        packing: how the processor's attention orders what is inside of a block; empty: as the shape
-            of the tensors says.
-        window: the last tokens that attention sees; 0: all.
+        packing: the order inside a block, if attention has its own; empty: that of the shape.
+        window: number of tokens that attention sees; 0: all.
     """
 
     layers: tuple[str, ...]
@@ -46,15 +45,15 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class Model:
-    """What a worker has to know of the model and of itself.
+    """The model, and the place of a worker in it.
 
     Attributes:
-        name: that both sides agree on.
+        name: model name, equal on both sides.
         num_heads: KV heads of the model.
-        rank, ranks: under tensor parallelism.
-        num_blocks: of the cache.
-        groups: its layers.
-        produces, consumes: which of both this engine is.
+        rank, ranks: of the worker under tensor parallelism.
+        num_blocks: blocks of the cache.
+        groups: groups of layers.
+        produces, consumes: roles of the engine.
     """
 
     name: str
@@ -68,17 +67,17 @@ class Model:
 
     @property
     def simple(self) -> bool:
-        """Whether a request has all its blocks in one table."""
+        """True if a request has all of its blocks in one table."""
         return len(self.groups) == 1 and not self.groups[0].window
 
 
 @dataclass(frozen=True)
 class _View:
-    """The cache of a group, as kvplan has it.
+    """The cache of a group for kvplan.
 
     Attributes:
-        names, tensors: of its layers, in the order of the model.
-        unit: how many tokens are one.
+        names, tensors: names and tensors of its layers, in the order of the model.
+        unit: number of tokens that only move as a whole.
     """
 
     group: LayerGroup
@@ -88,11 +87,11 @@ class _View:
     unit: int
 
     def __str__(self) -> str:
-        numbers = "+".join(str(it) for name in self.names for it in _position(name)[0][:1])
+        numbers = "+".join(str(index) for name in self.names for index in _position(name)[0][:1])
         return f"layers {numbers}"[:MAX_NAME]
 
     def fields(self, model: Model) -> dict[str, str]:
-        """What the producer's group has to be like."""
+        """Return the properties in which the producer's group must agree."""
         group, desc = self.group, self.desc
         fields = {
             "dtype": desc.data_type.name,
@@ -101,19 +100,20 @@ class _View:
             "head_bytes": str(desc.shape[-1] * desc.data_type.bits // 8 // self.unit),
             "packing": f"{group.packing or 'plain'}, {self.unit} tokens",
         }
-        if group.window:  # whose blocks are left is said in blocks
+        if group.window:  # skipped tokens are counted in blocks
             fields["attention"] = f"window of {group.window} tokens, blocks of {group.block_tokens}"
         return fields
 
 
 @dataclass(frozen=True)
 class Results:
-    """What has ended since the last step; requests by their ids.
+    """The results since the last step; requests by their ids.
 
     Attributes:
-        received: whether or not that failed.
-        failed: that have to be computed from their first token on.
-        failed_blocks: of others, the blocks that have to be computed.
+        sent: offered requests whose blocks are free.
+        received: fetched requests, also if they failed.
+        failed: requests that must be computed from their first token on.
+        failed_blocks: blocks of other failed requests, which must be computed.
     """
 
     sent: set[str]
@@ -123,7 +123,7 @@ class Results:
 
 
 class ConnectorWorker:
-    """Lives in a worker of vLLM, from `register` to `close`."""
+    """The connector in a worker of vLLM, from `register` to `close`."""
 
     def __init__(self, instance: bytes, model: Model, options: ConnectorOptions) -> None:
         self._instance = instance
@@ -134,21 +134,21 @@ class ConnectorWorker:
         self._exchange: Exchange | None = None
         self._figures = Figures()
         self._expired = 0
-        self._offered: dict[Handle, str] = {}  # requests whose blocks are kept
+        self._offered: dict[Handle, str] = {}  # requests with kept blocks
         self._on_host = True
 
     def register(self, layers: Mapping[str, Any]) -> None:
-        """Take the cache that vLLM has allocated: a tensor for each layer."""
+        """Register the cache that vLLM has allocated: a tensor for each layer."""
         model, options = self._model, self._options
-        views = [self._view(it, layers) for it in model.groups]
-        names = [name for it in views for name in it.names]
+        views = [self._view(group, layers) for group in model.groups]
+        names = [name for view in views for name in view.names]
         self._layers = {name: index for index, name in enumerate(names)}
         device = layers[names[0]].device
         self._on_host = device.type == "cpu"
         if options.mode == "push":
             self._check_push(device.type)
         roles = LlmRole.MIX if model.consumes else LlmRole.PROMPT
-        # As many bits as each JSON library keeps: it travels with requests.
+        # Exact in every JSON library, as the id travels with requests.
         engine = LlmDataDist(
             secrets.randbelow(2**53 - 1) + 1, roles if model.produces else LlmRole.DECODER
         )
@@ -156,13 +156,15 @@ class ConnectorWorker:
         if model.produces:
             given.setdefault("llm.ListenIpInfo", options.listen_of(model.rank))
         settings = Options.of(given)
-        if not self._on_host:  # a worker's cache is on the device of its rank
+        if not self._on_host:  # the cache is on the device of the worker's rank
             settings = replace(settings, device_id=device.index)
         engine.initialize(settings)
         try:
             groups = [
-                CacheGroup(str(it), engine.register_blocks_cache(it.desc, it.tensors), it.unit)
-                for it in views
+                CacheGroup(
+                    str(view), engine.register_blocks_cache(view.desc, view.tensors), view.unit
+                )
+                for view in views
             ]
             self._exchange = Exchange(
                 engine,
@@ -191,10 +193,12 @@ class ConnectorWorker:
 
     def _view(self, group: LayerGroup, layers: Mapping[str, Any]) -> _View:
         model = self._model
-        if absent := [it for it in group.layers if it not in layers]:
+        if absent := [name for name in group.layers if name not in layers]:
             raise invalid(f"layer {absent[0]} has no tensor")
         names = sorted(group.layers, key=_position)
-        tensors, layout, unit = readable([layers[it] for it in names], packed=bool(group.packing))
+        tensors, layout, unit = readable(
+            [layers[name] for name in names], packed=bool(group.packing)
+        )
         shard = Shard(
             layers=range(len(names)),
             heads=heads_of(model.rank, model.ranks, model.num_heads),
@@ -213,43 +217,45 @@ class ConnectorWorker:
     def _check_push(self, device: str) -> None:
         if not self._on_host:
             raise invalid(
-                'mode="push" needs a cache in host memory; elsewhere a layer is not computed when '
-                f'vLLM says so, and this one is on {device}: use mode="pull"'
+                f'mode="push" needs a cache in host memory; this one is on {device}, where layers '
+                'are computed later than vLLM reports: use mode="pull"'
             )
         if not self._model.simple:
             raise invalid(
-                'mode="push" needs layers that all see all tokens, and some of these have a '
-                'sliding window: use mode="pull"'
+                'mode="push" does not support layers with a sliding window, which this model has: '
+                'use mode="pull"'
             )
 
     @property
     def exchange(self) -> Exchange:
-        """Of its cache."""
+        """The exchange of the cache."""
         if self._exchange is None:
             raise LLMException("the connector has no cache: register_kv_caches was not called")
         return self._exchange
 
     @property
     def address(self) -> WorkerAddress | None:
-        """Where consumers reach this worker; None: nowhere."""
+        """The address of this worker; None if it does not listen."""
         if self._engine is None or self._engine.listen_address is None:
             return None
         return WorkerAddress(self._engine.cluster_id, self._engine.listen_address)
 
     def prepare(self, step: Step) -> None:
-        """Do what need not wait for the step's computation; nothing of it is waited for.
+        """Begin the parts of a step that do not depend on its computation.
 
-        A consumer may be waiting for an offer, and a step can take seconds. Blocks are written when
-        vLLM has cleared them: where the host computes, that is so already; elsewhere in `begin`.
-        What the step overwrites is not pushed any more on return.
+        A consumer may be waiting for an offer, and a step can take seconds. Blocks are written only
+        after vLLM has cleared them: on the host that is already so, otherwise `begin` fetches. On
+        return, blocks that the step overwrites are not pushed any more.
         """
         exchange = self.exchange
         self._figures.count("offered", len(step.offers))
         if step.chunks or step.moved:
             exchange.begin_step(step.chunks, step.moved)
-        for it in step.offers:
-            self._offered[it.handle] = it.request
-            exchange.enter(it.request, it.blocks, it.digest, it.transfer, handle=it.handle)
+        for offer in step.offers:
+            self._offered[offer.handle] = offer.request
+            exchange.enter(
+                offer.request, offer.blocks, offer.digest, offer.transfer, handle=offer.handle
+            )
         for transfer in step.refused:
             exchange.refuse(transfer, "was not finished by its producer")
         for request, reference in step.expected.items():
@@ -262,16 +268,16 @@ class ConnectorWorker:
             self._fetch(step)
 
     def layer_ready(self, layer: str) -> None:
-        """A layer of the step is computed."""
-        if (index := self._layers.get(layer)) is not None:  # others have no tensors of their own
+        """Push a computed layer."""
+        if (index := self._layers.get(layer)) is not None:  # other layers have no tensors
             self.exchange.layer_ready(index)
 
     def computed(self) -> None:
-        """All layers of the step are computed."""
+        """End the step, whose layers are all computed."""
         self.exchange.end_step()
 
     def begin(self, step: Step) -> None:
-        """Do the rest: the step's computation is under way."""
+        """Begin the other parts of a step, whose computation has begun."""
         if not self._on_host:
             self._fetch(step)
 
@@ -280,28 +286,28 @@ class ConnectorWorker:
             self.exchange.fetch(request, reference, target)
 
     def results(self, *, idle: bool = False) -> Results:
-        """What has ended since the last call.
+        """Return the results since the last call.
 
-        In an idle step, which computes nothing, it waits a moment for what is under way: vLLM goes
-        on with such steps at once, and would keep the interpreter from those who fetch.
+        In an idle step, which computes nothing, wait a moment for transfers: vLLM repeats such
+        steps at once, and would keep the interpreter from the threads that fetch.
         """
         exchange = self.exchange
         if idle and exchange.is_fetching:
-            exchange.wait(_MOMENT_MS)
+            exchange.wait(_IDLE_WAIT_MS)
         received: set[str] = set()
         failed: set[str] = set()
         failed_blocks: set[int] = set()
-        for it in exchange.take_results():
-            received.add(it.request)
-            self._figures.ended(it)
-            if it.error is None:
+        for result in exchange.take_results():
+            received.add(result.request)
+            self._figures.ended(result)
+            if result.error is None:
                 continue
             if self._model.simple:
                 block_tokens = self._model.groups[0].block_tokens
-                blocks = tables_of(it.blocks, 1)[0].blocks
-                failed_blocks.update(blocks[it.first_token // block_tokens :])
-            else:  # vLLM finds no request by blocks of several groups, and what is skipped is gone
-                failed.add(it.request)
+                blocks = tables_of(result.blocks, 1)[0].blocks
+                failed_blocks.update(blocks[result.first_token // block_tokens :])
+            else:  # vLLM cannot find a request by blocks of several groups
+                failed.add(result.request)
         freed = {self._offered.pop(handle) for handle in exchange.take_freed()}
         expired = exchange.book.expired
         self._figures.count("freed", len(freed))
@@ -310,7 +316,7 @@ class ConnectorWorker:
         return Results(freed, received, failed, failed_blocks)
 
     def take_figures(self) -> Figures:
-        """What has happened since the last call."""
+        """Return the figures since the last call."""
         figures, self._figures = self._figures, Figures()
         return figures
 
@@ -325,32 +331,32 @@ class ConnectorWorker:
 
 
 def readable(tensors: Sequence[Any], *, packed: bool) -> tuple[list[Any], str, int]:
-    """Show each layer's tensor as it is used, with its axes, and how many tokens are one.
+    """Return views of the layers' tensors, their axes, and the tokens that move as a whole.
 
-    vLLM shows a layer as (block, head, token, keys and values), and its strides say how that lies.
-    Where it is packed, on CPUs, the keys of a block's head come before its values, and in an order
-    of the processor's own, in which no token is in one place: a block moves whole.
+    vLLM's tensor of a layer is (block, head, token, keys and values), with strides. In a packed
+    one, on CPUs, the keys of a head in a block come before its values, in an order of the
+    processor, in which tokens are not contiguous. So a block moves as a whole.
     """
-    if any(getattr(it, "ndim", 0) != _NDIM for it in tensors) or not tensors:
+    if any(getattr(tensor, "ndim", 0) != _NDIM for tensor in tensors) or not tensors:
         raise invalid(f"a cache of {len(tensors)} layers must have tensors of {_NDIM} dimensions")
     if not packed:
         return list(tensors), "block head token dim", 1
     blocks, heads, tokens, both = tensors[0].shape
     shape = (blocks, heads, 2, 1, tokens * both // 2)
-    return [it.view(shape) for it in tensors], "block head kv token dim", tokens
+    return [tensor.view(shape) for tensor in tensors], "block head kv token dim", tokens
 
 
 def compatibility(model: Model, views: Sequence[_View]) -> Compatibility:
-    """What has to be the same at the producer; numbers of workers and block sizes need not."""
+    """Return the properties in which both sides must agree; workers and block sizes may differ."""
     fields = {"connector": "kvplan.vllm 1", "model": model.name}
     if len(views) == 1:
         return Compatibility(fields | views[0].fields(model))
-    for number, it in enumerate(views):
-        of_one = ", ".join(f"{name} {value}" for name, value in it.fields(model).items())
-        fields[f"group {number}"] = f"{it}, {of_one}"
+    for number, view in enumerate(views):
+        of_one = ", ".join(f"{name} {value}" for name, value in view.fields(model).items())
+        fields[f"group {number}"] = f"{view}, {of_one}"
     return Compatibility(fields)
 
 
 def _position(name: str) -> tuple[list[int], str]:
-    """Layers are in the order of their numbers, and not of their names."""
-    return [int(it) for it in re.findall(r"\d+", name)], name
+    """Return the sort key of a layer: its numbers, then its name."""
+    return [int(number) for number in re.findall(r"\d+", name)], name

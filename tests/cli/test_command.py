@@ -26,7 +26,7 @@ def test_keygen_never_overwrites(tmp_path: Path) -> None:
     refused = command("keygen", str(path))
     assert refused.returncode == 2
     assert refused.stderr.startswith("kvplan: ")
-    assert f"{path} exists, and is left as it is" in refused.stderr
+    assert f"{path} exists and was not changed" in refused.stderr
     assert "Give another path" in refused.stderr
     assert path.read_text() == "mine"
 

@@ -52,7 +52,7 @@ def test_the_cluster_need_not_be_known(peer: Peer) -> None:
     assert found["link_ms"] > 0 < found["round_trip"]["median_ms"]
     assert found["caches"] == []
     text = command("ping", peer.address).stdout
-    assert "no cache is offered: only the link was measured" in text
+    assert "the peer has no cache: only the link was measured" in text
 
 
 def test_a_paged_cache_is_read_and_left_as_it_was(peer: Peer) -> None:
@@ -83,7 +83,7 @@ def test_tensors_that_are_no_pairs_are_read_one_by_one(peer: Peer) -> None:
 def test_a_cache_without_a_key_cannot_be_read(peer: Peer) -> None:
     peer.run(BLOCKS.replace(", BlocksCacheKey(7, 3)", ""))
     (cache,) = ping(peer.address)["caches"]
-    assert "only who has a lease can read it" in cache["why_not"]
+    assert "only owners of a lease can read it" in cache["why_not"]
     assert "only the link was measured" in command("ping", peer.address).stdout
 
 

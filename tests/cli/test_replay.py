@@ -99,7 +99,7 @@ def test_what_is_no_dump_is_refused_in_one_line(dumps: dict[str, Any], tmp_path:
     np.savez(few, np.zeros(3))
     for dst, message in (
         (alone, "has one array"),
-        (junk, "is no dump of tensors"),
+        (junk, "is not a file of np.savez"),
         (few, "dst has 1 tensor; the plan needs 4"),
         (str(tmp_path), "is a directory"),
         (str(tmp_path / "missing"), "does not exist"),

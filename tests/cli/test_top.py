@@ -150,7 +150,7 @@ def test_what_is_printed() -> None:
     assert lines[4] == ["links"]
     linked = "2 1 LINKED local (mapped arenas) 2 1 0 - - 30 s first line"
     assert lines[6] == linked.split()
-    assert lines[8] == ["in", "flight,", "the", "oldest"]
+    assert lines[8] == ["in", "flight,", "oldest", "first"]
     assert lines[10] == ["2", "push_layers", "cmpl-7", "1", "1.0", "MiB", "250", "ms"]
 
 
@@ -216,7 +216,7 @@ def test_where_ctrl_c_is_ignored_it_goes_on() -> None:
 
 
 def test_without_engines_it_says_so() -> None:
-    assert shown([]).startswith("No engine of this user runs here.")
+    assert shown([]).startswith("No engine of this user is running.")
 
 
 def test_once_and_json(engines: tuple[LlmDataDist, LlmDataDist]) -> None:
@@ -249,7 +249,7 @@ def test_once_and_json(engines: tuple[LlmDataDist, LlmDataDist]) -> None:
 def test_who_says_something_else_is_no_engine(changes: dict[str, Any]) -> None:
     impostor = checked(Answer(9, document(**changes), ""))
     text = shown([impostor, checked(Answer(10, document(), ""))])
-    assert "process 9: it says what no engine says: " in text
+    assert "process 9: not an answer of an engine: " in text
     assert "serve.py" in text
 
 

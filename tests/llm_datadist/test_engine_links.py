@@ -111,7 +111,7 @@ def test_a_local_address_is_needed_without_local_comm_res(
         datadist = make_datadist(**comm_res)
         with refused("LLM_PARAM_INVALID") as error:
             datadist.link_clusters([info])
-        assert "llm.LocalCommRes; give the cluster an address" in str(error.value)
+        assert "llm.LocalCommRes is not given; give the cluster an address" in str(error.value)
         assert "append_local_ip_info(ip, port)" in str(error.value)
         datadist.finalize()
     datadist = make_datadist(**{"llm.LocalCommRes": '{"version": "1.3"}'})

@@ -268,7 +268,7 @@ def test_a_dropped_cache_that_cannot_be_taken_back_is_logged(
 ) -> None:
     KvCache(3, host(), [[1, 2]], Owner(LLMException("the engine is gone")))
     gc.collect()
-    assert "KvCache(cache_id = 3, num_devices = 1) is not deallocated: the engine is gone" in (
+    assert "could not deallocate KvCache(cache_id = 3, num_devices = 1): the engine is gone" in (
         capfd.readouterr().out
     )
 
@@ -302,5 +302,5 @@ def test_an_exception_of_a_number_of_its_own() -> None:
 
 def test_a_property_is_documented_as_if_it_had_been_written_out() -> None:
     prop = vars(TransferConfig)["src_layer_range"]
-    assert inspect.getdoc(prop) == inspect.getdoc(prop.fget) == "Layers here; None: all."
+    assert inspect.getdoc(prop) == inspect.getdoc(prop.fget) == "Local layers; None: all."
     assert inspect.signature(prop.fget).return_annotation == range | None

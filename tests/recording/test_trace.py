@@ -111,7 +111,7 @@ def test_filters(recorded, capsys, options, tags):
 def test_who_wrote_a_block_is_found_with_the_peers_recording(recorded, capsys):
     prefill, decode, block = recorded
     alone = run(capsys, decode, "--block", block)
-    assert alone.splitlines()[0].startswith("no transfer that is recorded wrote block 43 of cache")
+    assert alone.splitlines()[0].startswith("no recorded transfer wrote block 43 of cache")
     assert "pushed their recordings say: clusters 1" in alone
     head, first, second = run(capsys, decode, prefill, "--block", block).splitlines()
     assert head.startswith("2 transfers wrote block 43")
@@ -140,7 +140,7 @@ def test_a_folder_is_all_recordings_in_it(recorded, capsys, tmp_path):
     )
     (tmp_path / "notes.txt").touch()
     assert main(["trace", str(tmp_path)]) == 2
-    assert "there is no file *.kvrec in this folder" in capsys.readouterr().err
+    assert "has no file *.kvrec" in capsys.readouterr().err
 
 
 def test_operations_of_engines_are_known():
@@ -187,14 +187,14 @@ def test_a_cancelled_transfer_is_no_failure(capsys, caplog, tmp_path):
         ("src:8..9", ""),
         (
             "dst:44,45",
-            "1 of 2 entries of dst_blocks differ, from dst_blocks[1] on: it is 43, expected is 45",
+            "1 of 2 entries of dst_blocks differ; the first is dst_blocks[1]: 43, expected 45",
         ),
         (
             "dst:43,44",
-            "2 of 2 entries of dst_blocks differ, from dst_blocks[0] on: it is 44, expected is 43; "
+            "2 of 2 entries of dst_blocks differ; the first is dst_blocks[0]: 44, expected 43; "
             "dst_blocks[0] and dst_blocks[1] are swapped (43 and 44)",
         ),
-        ("src:8..10", "src_blocks has 2 entries; expected are 3"),
+        ("src:8..10", "src_blocks has 2 entries; 3 were expected"),
     ],
 )
 def test_a_block_table_is_compared(recorded, capsys, table, said):
@@ -233,19 +233,19 @@ def test_exports(recorded, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["{0}", "{1}", "--plan", "1"], "take one FILE"),
-        (["{0}", "--plan", "999"], "row 999 is no transfer"),
-        (["{0}", "--plan", "0"], "row 0 is no transfer"),
+        (["{0}", "{1}", "--plan", "1"], "need one FILE"),
+        (["{0}", "--plan", "999"], "row 999 is not a transfer"),
+        (["{0}", "--plan", "0"], "row 0 is not a transfer"),
         (["{0}", "--expect", "dst:1"], "--expect needs --plan N"),
-        (["{0}", "--plan", "1", "--expect", "dst:"], "write SIDE:TABLE, such as dst:7,8,2"),
-        (["{0}", "--plan", "1", "--expect", "dst:1,"], "write SIDE:TABLE"),
-        (["{0}", "--plan", "1", "--expect", "dst:5..3"], "write SIDE:TABLE"),
+        (["{0}", "--plan", "1", "--expect", "dst:"], "must be SIDE:TABLE, such as dst:7,8,2"),
+        (["{0}", "--plan", "1", "--expect", "dst:1,"], "must be SIDE:TABLE"),
+        (["{0}", "--plan", "1", "--expect", "dst:5..3"], "must be SIDE:TABLE"),
         (["{0}", "--plan", "1", "--expect", "dst:0..99999999"], "at most 1,048,576 entries"),
-        (["{0}", "--block", "x"], "it is CACHE:BLOCK"),
+        (["{0}", "--block", "x"], "write CACHE:BLOCK"),
         (["{0}", "--since", "soon"], "--since soon"),
-        (["{0}", "--operation", "pull_blcks"], "near it: pull_blocks"),
-        (["{0}", "--follow", "--operation", "pusch"], "near it: push"),
-        (["{0}", "--follow", "--block", "1:2"], "--follow takes one FILE"),
+        (["{0}", "--operation", "pull_blcks"], "similar: pull_blocks"),
+        (["{0}", "--follow", "--operation", "pusch"], "similar: push"),
+        (["{0}", "--follow", "--block", "1:2"], "--follow needs one FILE"),
         (["{0}.missing"], "No such file"),
         (["{0}", "{0}", "--block", "1:2"], "is of cluster 1 too"),
         ([], "Missing argument"),

@@ -53,7 +53,7 @@ def test_importing_kvplan_makes_no_llm_datadist(folder: Folder) -> None:
     )
     assert said == (
         "llm_datadist False\n"
-        "llm_datadist is nothing that can be imported; "
+        "llm_datadist is not importable; "
         f"kvplan's, {OURS}, is kvplan.llm_datadist\n"
     )
 
@@ -202,7 +202,7 @@ def test_an_official_package_that_could_be_imported_is_named(folder: Folder) -> 
         official=True,
     )
     official = folder.path / "site" / "llm_datadist" / "__init__.py"
-    using = f"llm_datadist is kvplan's, {OURS}; {official} is importable too, and not used"
+    using = f"llm_datadist is kvplan's, {OURS}; {official} could be imported too, and is not used"
     assert said.splitlines() == [
         f"llm_datadist is {official}; kvplan's, {OURS}, is kvplan.llm_datadist",
         f"WARNING kvplan {using}",

@@ -210,7 +210,7 @@ def test_a_request_is_free_when_no_group_is_written_to(
 
 def test_groups_have_unlike_names(engine: Engine) -> None:
     for groups in ([], [GROUPS[0], GROUPS[0]]):
-        with refused("LLM_PARAM_INVALID", "must be one or more groups of unlike names"):
+        with refused("LLM_PARAM_INVALID", "must be one or more groups with unique names"):
             LeaseBook(engine, groups, 5_000)
 
 

@@ -28,7 +28,7 @@ def test_what_has_not_ended_fails_and_is_not_written_to(pair: tuple[Worker, Work
     producer.step(11, [4, 9, 2], 0, 8, 21, NAME)
     consumer.exchange.close()
     (it,) = consumer.exchange.take_results()
-    assert failed(it, "the exchange has been closed")
+    assert failed(it, "the exchange is closed")
     assert it.blocks == [7, 1, 30]
     assert consumer.engine.leases() == []
     consumer.compute(13, [7, 1, 30], 21)
@@ -42,7 +42,7 @@ def test_what_is_fetched_afterwards_fails(pair: tuple[Worker, Worker]) -> None:
     consumer.exchange.close()
     consumer.exchange.take_results()
     wanted = reference([producer.source], 0, 12, 21)
-    assert failed(consumer.fetch(wanted, [7, 1, 30], name="late"), "the exchange has been closed")
+    assert failed(consumer.fetch(wanted, [7, 1, 30], name="late"), "the exchange is closed")
 
 
 def test_an_engine_that_is_finalized_before(pair: tuple[Worker, Worker]) -> None:
@@ -52,7 +52,7 @@ def test_an_engine_that_is_finalized_before(pair: tuple[Worker, Worker]) -> None
     (it,) = consumer.exchange.take_results()
     assert it.error is not None
     wanted = reference([producer.source], 0, 12, 21)
-    assert failed(consumer.fetch(wanted, [7, 1, 30], name="late"), "the exchange has been closed")
+    assert failed(consumer.fetch(wanted, [7, 1, 30], name="late"), "the exchange is closed")
     consumer.exchange.close()
     producer.engine.finalize()
     handle = producer.exchange.enter("request-11", [4, 9, 2], bytes(16), NAME)

@@ -154,7 +154,7 @@ def test_a_request_that_never_finishes_is_refused(
 ) -> None:
     peer, consumer = make_peer(enter_timeout_ms=20), make_worker()
     result = consumer.fetch(reference([peer.source], 5, 11, 21), [7, 1, 30])
-    assert failed(result, "request 05000000 is not here: it has not finished")
+    assert failed(result, "request 05000000 is unknown: it has not finished")
 
 
 def test_what_is_dropped_is_free(make_peer: MakePeer, make_worker: MakeWorker) -> None:

@@ -116,7 +116,7 @@ def test_a_window_that_has_gone_on_is_an_error(
     source = start(peer)
     finish(peer, 0, 11, (([2], 2), ([4, 11, 7], 0)))
     result = consumer.fetch(reference([source], 0, 11, 21), MINE)
-    assert "token 8 is missing of window, and the producer has only those from 16 on" in text(
+    assert "token 8 is missing of window; the producer only has tokens from 16 on" in text(
         result.error
     )
     assert consumer.written() == set()
@@ -177,7 +177,7 @@ def test_leases_of_other_groups_are_refused(
     source = start(peer, groups=1)
     finish(peer, 0, 11, THEIRS[:1])
     result = consumer.fetch(reference([source], 0, 11, 21), MINE)
-    assert "leases of 1 groups came, and here are 2" in text(result.error)
+    assert "got leases of 1 groups; this side has 2" in text(result.error)
 
 
 def test_tables_are_as_many_as_groups(consumer: GroupWorker) -> None:
@@ -210,5 +210,5 @@ def test_the_unit_that_a_request_ends_in_is_fetched_whole(
 
 
 def test_what_is_no_grant_is_refused() -> None:
-    with refused("LLM_PARAM_INVALID", "is no grant of leases"):
+    with refused("LLM_PARAM_INVALID", "is not a grant of leases"):
         decode_leases(b"lease")

@@ -55,7 +55,7 @@ def test_two_requests_of_one_name_are_two(make_peer: MakePeer, make_worker: Make
 def test_a_handle_is_entered_once(make_worker: MakeWorker) -> None:
     producer = make_worker(1)
     producer.finish(0, 11, [4, 9, 2], 21)
-    with refused("LLM_PARAM_INVALID", "request 00000000 is of a request that was entered before"):
+    with refused("LLM_PARAM_INVALID", "request 00000000 was used before"):
         producer.finish(0, 12, [5, 6, 8], 21)
     producer.exchange.abort(handle(0))
     assert producer.freed() == {"request-11"}

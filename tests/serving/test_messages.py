@@ -68,7 +68,7 @@ def test_a_message_is_a_notification(message: Any) -> None:
     ],
 )
 def test_anything_else_is_refused(data: bytes) -> None:
-    with refused("LLM_PARAM_INVALID", "is no message of kvplan.serving"):
+    with refused("LLM_PARAM_INVALID", "is not a message of kvplan.serving"):
         decode(data)
 
 
@@ -98,19 +98,19 @@ def test_of_a_request_that_has_not_finished_its_name_is_enough() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"protocol": 1}, "protocol=1 of kvplan.serving, and here is 2"),
-        ({"handle": "7"}, "is none of kvplan.serving"),
-        ({"handle": 7}, "is none of kvplan.serving"),
+        ({"protocol": 1}, "protocol=1 of kvplan.serving; here it is 2"),
+        ({"handle": "7"}, "is invalid: "),
+        ({"handle": 7}, "is invalid: "),
         ({"handle": ""}, "must have handle, digest and num_tokens"),
-        ({"instance": "no hex"}, "is none of kvplan.serving"),
-        ({"sources": []}, "is none of kvplan.serving"),
-        ({"sources": [[1, 2]]}, "is none of kvplan.serving"),
-        ({"num_tokens": -1}, "is none of kvplan.serving"),
+        ({"instance": "no hex"}, "is invalid: "),
+        ({"sources": []}, "is invalid: "),
+        ({"sources": [[1, 2]]}, "is invalid: "),
+        ({"num_tokens": -1}, "is invalid: "),
         ({"num_tokens": 0}, "must have handle, digest and num_tokens"),
         ({"digest": ""}, "must have handle, digest and num_tokens"),
-        ({"transfer": "x" * 129}, "is none of kvplan.serving"),
+        ({"transfer": "x" * 129}, "is invalid: "),
         ({"transfer": "a\n"}, "at most 128 printable characters"),
-        ({"surplus": 1}, "is none of kvplan.serving"),
+        ({"surplus": 1}, "is invalid: "),
     ],
 )
 def test_what_is_no_reference_is_refused(change: dict[str, Any], match: str) -> None:
@@ -176,7 +176,7 @@ def test_readers_are_counted(ranks: int, owners: int, counts: list[int]) -> None
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     assert heads_of(5, 16, 8) == range(2, 3)
-    with refused("LLM_PARAM_INVALID", "num_heads=8 and 3 workers: neither divides the other"):
+    with refused("LLM_PARAM_INVALID", "num_heads=8 must be a multiple or a divisor of 3 workers"):
         heads_of(0, 3, 8)
 
 

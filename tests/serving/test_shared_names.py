@@ -51,7 +51,7 @@ def test_one_that_is_cancelled_does_not_leave_the_other_waiting(make_worker: Mak
     producer.wait_asked(NAME, 2)
     consumer.exchange.cancel("first")
     ended = results(consumer, 2)
-    assert failed(ended["first"], "not needed any more")
+    assert failed(ended["first"], "the request was cancelled")
     assert failed(ended["second"], "needs it no more")
 
 

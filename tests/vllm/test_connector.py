@@ -68,6 +68,6 @@ for sleeps in (False, True):
     assert python(code).stdout.splitlines() == [
         "False",
         "supported",
-        "KvplanConnector: enable_sleep_mode=True; sleep mode maps other memory where the "
-        "registered cache was: start vLLM without it",
+        "KvplanConnector: enable_sleep_mode=True; sleep mode replaces the memory of the "
+        "registered cache: start vLLM without it",
     ]

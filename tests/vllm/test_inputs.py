@@ -126,5 +126,5 @@ def test_what_cannot_be_read_is_unknown(values: dict[str, Any]) -> None:
 def test_what_only_vllm_keys_on_is_unknown() -> None:
     values = {"cache_salt": "salt", "lora_request": lora("a", "/p")}
     assert digest_of(request(**values), 60, lambda request, num_tokens: 2)
-    with pytest.raises(UnknownInputError, match="vLLM has 3 keys besides its tokens, and kvplan 2"):
+    with pytest.raises(UnknownInputError, match="vLLM has 3 keys besides its tokens; kvplan has 2"):
         digest_of(request(**values), 60, lambda request, num_tokens: 3)

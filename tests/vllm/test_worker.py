@@ -276,5 +276,5 @@ def test_other_windows_do_not_fit(
 
 @pytest.mark.parametrize("windows", [(32,), (32, 0)])
 def test_windows_are_not_pushed_to(windows: tuple[int, ...]) -> None:
-    with refused("LLM_PARAM_INVALID", 'mode="push" needs layers that all see all tokens'):
+    with refused("LLM_PARAM_INVALID", 'mode="push" does not support layers with a sliding window'):
         VllmWorker("prefill", mode="push", windows=windows)

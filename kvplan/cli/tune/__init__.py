@@ -1,4 +1,4 @@
-"""`kvplan tune`: measure how copies are made best here, for engines that start later."""
+"""`kvplan tune`: measure the fastest way to copy on this machine, and store it for engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvplan.status import LLMException
 if TYPE_CHECKING:
     from kvplan.execution.tuning import Finding
 
-SCHEMA_VERSION: Final = 2
+_SCHEMA_VERSION: Final = 2  # of --json
 
 HOST: Final = "host"
 CUDA: Final = "cuda"
@@ -29,8 +29,8 @@ class TunedCuda(NamedTuple):
 
     Attributes:
         name: model of the GPU.
-        copies: how it copies now, by direction, in words.
-        why_not: why it could not be measured; empty on success.
+        copies: its fastest ways, by direction, in words.
+        why_not: the reason of a failure; empty on success.
     """
 
     name: str
@@ -42,26 +42,25 @@ class TunedCuda(NamedTuple):
 @click.option(
     "--only",
     type=click.Choice([HOST, CUDA]),
-    help="Measure copies in host memory only, or copies of the first GPU only.",
+    help="Measure only copies in host memory, or only copies of the first GPU.",
 )
-@click.option("--dry-run", is_flag=True, help="Store nothing.")
+@click.option("--dry-run", is_flag=True, help="Do not store the results.")
 @json_option
 def tune(only: str | None, *, dry_run: bool, as_json: bool) -> ExitCode:
-    """Measure how this machine copies best, and store it.
+    """Measure the fastest way to copy on this machine, and store it.
 
-    Copies in host memory are compared with the built-in ones, for a third of a second. On a host
-    with CUDA the ways in which the first GPU copies are compared for each size, which takes some
-    seconds more. Both are stored by the kind of processor and of GPU in $XDG_CACHE_HOME/kvplan
-    (~/.cache/kvplan). Engines that start later copy so, unless KVPLAN_TUNING or kvplan.tuning says
-    otherwise. Run it on a machine that does nothing else. Exits with 2 if something could not be
-    measured or stored.
+    Measures copies in host memory (a third of a second), and copies of the first CUDA GPU, if there
+    is one, for each size (some seconds). Run it on an idle machine. The results are stored in
+    $XDG_CACHE_HOME/kvplan (~/.cache/kvplan), by kind of processor and GPU. Engines that start later
+    use them, unless KVPLAN_TUNING or kvplan.tuning says otherwise. Exits with 2 if a measurement or
+    the storing fails.
     """
     if not dry_run:
-        _check_can_store()  # rather than after everything has been measured
+        _check_can_store()  # before measuring
     host = _tune_host(dry_run=dry_run) if only != CUDA else None
     cuda = _tune_cuda(dry_run=dry_run, is_asked=only == CUDA) if only != HOST else None
     if as_json:
-        write_json(_document(host, cuda))
+        write_json(_document(host, cuda), _SCHEMA_VERSION)
     else:
         _write(host, cuda)
     is_whole = (host is None or host.sure) and (cuda is None or not cuda.why_not)
@@ -91,7 +90,7 @@ def _tune_host(*, dry_run: bool) -> Finding:
 
 
 def _tune_cuda(*, dry_run: bool, is_asked: bool) -> TunedCuda | None:
-    """Measure the first GPU. Return None if the host has none and none was asked for."""
+    """Measure the first GPU. Return None if there is none, unless `is_asked`."""
     from kvnative._backend import NativeError
     from kvplan.device.cuda import CudaDevice
 
@@ -110,7 +109,8 @@ def _tune_cuda(*, dry_run: bool, is_asked: bool) -> TunedCuda | None:
         if not dry_run:
             cuda_copies.save(device, found.tunings)
         return TunedCuda(
-            device.native.name, {str(it): how for it, how in found.words(device).items()}
+            device.native.name,
+            {str(direction): how for direction, how in found.words(device).items()},
         )
     finally:
         device.close()
@@ -120,7 +120,6 @@ def _document(host: Finding | None, cuda: TunedCuda | None) -> dict[str, object]
     from kvplan.execution.tuning import this_processor
 
     return {
-        "schema_version": SCHEMA_VERSION,
         "machine": this_processor(),
         "host": None
         if host is None
@@ -137,5 +136,6 @@ def _write(host: Finding | None, cuda: TunedCuda | None) -> None:
         for reason in host.reasons if host.sure else ():
             out.print(f"  {reason}")
     if cuda is not None:
-        how = "; ".join(f"{name.replace('_', ' ')}: {it}" for name, it in cuda.copies.items())
+        ways = (f"{name.replace('_', ' ')}: {way}" for name, way in cuda.copies.items())
+        how = "; ".join(ways)
         out.print(f"{cuda.name or 'CUDA'}: {cuda.why_not or how}")
