@@ -46,8 +46,8 @@ int kvn_acl_library_attribute(const kvn_acl_library *library, int32_t device, in
 
 /* Makes one line of a text of several, without blanks at its end. */
 void kvn_acl_put_on_one_line(char *text);
-/* Writes "call: code (words): the vendor's text", which belongs to the thread. Call it on the thread of the failed call,
- * before the next call. Returns the KVN_ status of the aclError `code`. */
+/* Writes "call: code (words): the vendor's text", which belongs to the thread. Call it on the thread of the failed
+ * call, before the next call. Returns the KVN_ status of the aclError `code`. */
 int kvn_acl_fail(const kvn_acl *acl, const char *call, int code, kvn_failure *failure);
 /* Drops the text of an expected error, which would otherwise come with the next one. */
 void kvn_acl_forget(const kvn_acl *acl);
