@@ -1,7 +1,7 @@
 # What crosses between Python and C: columns of numbers, checked and never copied; and failures.
 from cpython.buffer cimport PyBUF_FULL_RO, PyBuffer_Release, PyObject_GetBuffer
 
-from kvnative._native cimport KVN_INVALID, KVN_OK
+from kvnative._native cimport KVN_INVALID, KVN_OK, KVN_PEER_GET, KVN_PEER_PUT
 
 
 cdef extern from "core/failure.h" nogil:
@@ -19,6 +19,15 @@ cdef inline int raise_failure(object error, int status, const kvn_failure *failu
     if status == KVN_INVALID and failure.code == 0:
         raise ValueError(message)
     raise error(message, failure.code, status)
+
+
+cdef inline int peer_direction(object direction) except -1:
+    """Return KVN_PEER_GET or KVN_PEER_PUT."""
+    if direction == "get":
+        return KVN_PEER_GET
+    if direction == "put":
+        return KVN_PEER_PUT
+    raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
 
 
 cdef inline bint is_native_uint64(const Py_buffer *column) noexcept:

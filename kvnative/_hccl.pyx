@@ -7,6 +7,7 @@ from libc.string cimport strncpy
 from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
+from kvnative._crossing cimport peer_direction
 from kvnative._device cimport Device
 from kvnative._hccl_memory cimport (
     Guards,
@@ -18,7 +19,7 @@ from kvnative._hccl_memory cimport (
     check_hccl,
 )
 from kvnative._host cimport kvn_failure, unsigned
-from kvnative._native cimport KVN_OK, KVN_PEER_GET, KVN_PEER_PUT, KVN_PENDING
+from kvnative._native cimport KVN_OK, KVN_PENDING
 
 import math
 import threading
@@ -31,7 +32,6 @@ globals().update({name: getattr(_hccl_memory, name) for name in _hccl_memory.__a
 
 NUM_TICKETS = KVN_HCCL_TICKETS
 
-cdef dict DIRECTIONS = {"get": KVN_PEER_GET, "put": KVN_PEER_PUT}
 # In the order of kvn_communicator_state.
 cdef tuple STATES = ("open", "preparing", "ready", "failed", "closed")
 
@@ -208,13 +208,11 @@ cdef class Communicator:
         cdef const char *name
         cdef Py_ssize_t i
         self.check_made()
-        if direction not in DIRECTIONS:
-            raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
+        options.direction = peer_direction(direction)
         if local not in ("device", "host"):
             raise ValueError(f"local is {local!r}; it must be 'device' or 'host'")
         if staging is not None and staging.region not in self.regions:
             raise ValueError("the region of staging is not bound to the communicator")
-        options.direction = DIRECTIONS[direction]
         options.guard_addresses = NULL if guards is None else guards.words
         options.num_guards = 0 if guards is None else guards.count
         options.guard_words = options.guard_addresses

@@ -6,15 +6,14 @@ from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
 from kvnative._backend cimport Backend, ThreadPool
+from kvnative._crossing cimport peer_direction
 from kvnative._host cimport check, kvn_failure, kvn_word, unsigned, words_in
 from kvnative._lower cimport Descriptors
 from kvnative._lower_c cimport kvn_columns
-from kvnative._native cimport KVN_OK, kvn_backend, KVN_PEER_GET, KVN_PEER_PUT
+from kvnative._native cimport KVN_OK, kvn_backend
 from kvnative._task cimport Revocable
 
 __all__ = ["Peer", "process_backend"]
-
-cdef dict DIRECTIONS = {"get": KVN_PEER_GET, "put": KVN_PEER_PUT}
 
 
 def process_backend(ThreadPool pool not None, int pid, str direction):
@@ -24,11 +23,10 @@ def process_backend(ThreadPool pool not None, int pid, str direction):
     backend knows the pid only: hold the process by a `Peer`, and check that before and after each
     transfer. Raise NativeError if `pool` belongs to the process that this one was forked from.
     """
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
+    cdef int way = peer_direction(direction)
     if pid < 1:
         raise ValueError(f"pid is {pid}; it must be at least 1")
-    cdef kvn_backend *backend = kvn_process_create(pool.usable(), pid, DIRECTIONS[direction])
+    cdef kvn_backend *backend = kvn_process_create(pool.usable(), pid, way)
     return Backend.adopt(backend, pool, "process backend")
 
 

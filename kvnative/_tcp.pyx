@@ -8,11 +8,10 @@ from posix.types cimport pid_t
 from posix.unistd cimport close, getpid
 
 from kvnative._backend cimport Backend
-from kvnative._crossing cimport acquire_columns, release_columns
+from kvnative._crossing cimport acquire_columns, peer_direction, release_columns
 from kvnative._device cimport Device, kvn_device
 from kvnative._host cimport kvn_failure, unsigned
-from kvnative._native cimport KVN_INVALID, KVN_NO_MEMORY, KVN_OK, KVN_PEER_GET, KVN_PEER_PUT
-from kvnative._native cimport kvn_backend
+from kvnative._native cimport KVN_INVALID, KVN_NO_MEMORY, KVN_OK, kvn_backend
 
 import threading
 import weakref
@@ -30,7 +29,6 @@ MAX_THREADS = <int>KVN_TCP_MAX_THREADS
 cdef enum:
     MAX_LEASES = 32  # of one transfer: each of its requests has all of them
 
-cdef dict DIRECTIONS = {"get": KVN_PEER_GET, "put": KVN_PEER_PUT}
 cdef tuple COLUMNS = ("slots", "generations", "addresses", "nbytes")
 cdef uint64_t MOST = <uint64_t>-1
 
@@ -333,14 +331,11 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
     cdef kvn_tcp_known known
     cdef kvn_backend *backend
     cdef const kvn_device *device = NULL
-    cdef int way
     cdef Backend made
     link.check_made()
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
+    cdef int way = peer_direction(direction)
     if not 0 <= index < link.connections:
         raise ValueError(f"index is {index}; the link has {link.connections} connections")
-    way = DIRECTIONS[direction]
     link.service.check_device(on_device)
     if on_device:
         device = &link.service.device.device

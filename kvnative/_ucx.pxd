@@ -5,10 +5,6 @@ from kvnative._host cimport kvn_failure
 from kvnative._native cimport kvn_backend
 
 
-cdef extern from "core/clock.h" nogil:
-    int64_t kvn_now_ns()
-
-
 cdef extern from "kvnative/ucx.h" nogil:
     enum:
         KVN_UCS_MEMORY_HOST

@@ -1,23 +1,17 @@
 """UCX: its library, opened at run time; workers, endpoints, and memory that peers reach."""
 
 cimport cython
-from libc.math cimport INFINITY
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport strncpy
 
 from kvnative._backend cimport Backend
 from kvnative._crossing cimport (
-    acquire_columns, kvn_failure, raise_failure, release_columns
+    acquire_columns, kvn_failure, peer_direction, raise_failure, release_columns
 )
 from kvnative._host cimport unsigned
-from kvnative._native cimport (
-    KVN_CANCELLED,
-    KVN_FOREVER,
-    KVN_PEER_GET,
-    KVN_PEER_PUT,
-    kvn_backend,
-)
+from kvnative._native cimport KVN_CANCELLED, kvn_backend
+from kvnative._task cimport deadline_of
 
 import atexit
 import os
@@ -32,7 +26,6 @@ __all__ = ["UcxEndpoint", "UcxError", "UcxLibrary", "UcxRegion", "UcxWorker", "u
 # Settings may have this prefix of environment variables.
 PREFIX = "UCX_"
 
-cdef dict DIRECTIONS = {"get": KVN_PEER_GET, "put": KVN_PEER_PUT}
 # Memory types, as UCX names them.
 cdef dict KINDS = {
     "host": KVN_UCS_MEMORY_HOST, "cuda": KVN_UCS_MEMORY_CUDA, "rocm": KVN_UCS_MEMORY_ROCM,
@@ -117,12 +110,6 @@ cdef dict encoded_settings(settings):
 cdef void stop_worker(kvn_ucx_worker *worker) noexcept nogil:
     kvn_ucx_endpoints_close(worker)
     kvn_ucx_worker_stop(worker)
-
-
-cdef int64_t deadline_in(double timeout_ms) noexcept nogil:
-    if timeout_ms == INFINITY:
-        return KVN_FOREVER
-    return kvn_now_ns() + <int64_t>(min(timeout_ms, 1e12) * 1e6)
 
 
 cdef int memory_type(str name, kind) except -1:
@@ -309,7 +296,7 @@ cdef class UcxEndpoint:
         self.check_made()
         if not timeout_ms > 0:
             raise ValueError(f"timeout_ms is {timeout_ms:g}; it must be > 0")
-        deadline = deadline_in(timeout_ms)
+        deadline = deadline_of(timeout_ms)
         with nogil:
             status = kvn_ucx_endpoint_connect(self.endpoint, deadline, &failure)
         check_ucx(status, &failure)
@@ -355,7 +342,7 @@ cdef class UcxEndpoint:
         """
         cdef uint64_t words[KVN_UCX_TICKETS]
         cdef kvn_failure failure
-        cdef int64_t deadline = deadline_in(timeout_ms)
+        cdef int64_t deadline = deadline_of(timeout_ms)
         cdef int status
         self.check_made()
         with nogil:
@@ -515,12 +502,10 @@ def ucx_backend(UcxEndpoint endpoint not None, str direction not None, *, addres
     cdef kvn_backend *backend = NULL
     cdef kvn_failure failure
     cdef int status
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction is {direction!r}; it must be 'get' or 'put'")
+    taken.options.direction = peer_direction(direction)
     endpoint.check_made()
     taken.take_ranges((addresses, nbytes, slots, generations, keys))
     taken.take_keys(list(rkeys))
-    taken.options.direction = DIRECTIONS[direction]
     taken.options.local_type = memory_type("local", local)
     with nogil:
         status = kvn_ucx_backend_create(&endpoint.worker.regions, endpoint.endpoint,

@@ -104,7 +104,11 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=9, metavar="M", help="of all of it (9)")
     parser.add_argument(
-        "--limit", type=float, default=25, metavar="S", help="a try may be silent for so long (25)"
+        "--limit",
+        type=float,
+        default=25,
+        metavar="S",
+        help="longest silence of a try after its first line (25)",
     )
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="of packages to use, too")
     parser.add_argument("--build", action="store_true", help="compile the checkout in any case")

@@ -16,8 +16,8 @@ typedef struct kvn_acl_library {
     void *files[KVN_ACL_MAX_FILES]; /* dlopen handles; NULL where not opened */
 } kvn_acl_library;
 
-/* Opens those of `paths` (of files; 1 or 2) that can be opened, and takes each symbol from the first
- * that has it. `failure` names the call that is missing, or says what the loader said. */
+/* Opens the 1 or 2 files of `paths`, of which one may be missing, and takes each symbol from the first file that has
+ * it. `failure` names the missing call or has the loader's message. */
 int kvn_acl_library_open(const char *const *paths, size_t num_paths, kvn_acl_library *out,
                          kvn_failure *failure);
 /* The file that the copies come from, as the loader knows it. */
@@ -32,13 +32,13 @@ int kvn_acl_library_finalize(const kvn_acl_library *library, kvn_failure *failur
 /* ---- what it says of devices; after init, no context is needed ---- */
 
 int kvn_acl_library_devices(const kvn_acl_library *library, uint32_t *count, kvn_failure *failure);
-/* "Ascend910B1", say; "" where it does not say. */
+/* Such as "Ascend910B1"; "" if unknown. */
 const char *kvn_acl_library_soc(const kvn_acl_library *library);
-/* Version of the interface: three numbers. False where the library does not say. */
+/* Version of the interface, three numbers; false if unknown. */
 bool kvn_acl_library_interface(const kvn_acl_library *library, int32_t version[3]);
-/* Number of the device on its server. False where the library does not know. */
+/* Number of the device on its server; false if unknown. */
 bool kvn_acl_library_physical(const kvn_acl_library *library, int32_t logical, int32_t *physical);
-/* KVN_UNSUPPORTED where this version does not know it. */
+/* KVN_UNSUPPORTED if this version lacks the attribute. */
 int kvn_acl_library_attribute(const kvn_acl_library *library, int32_t device, int attribute,
                               int64_t *value, kvn_failure *failure);
 
@@ -46,10 +46,10 @@ int kvn_acl_library_attribute(const kvn_acl_library *library, int32_t device, in
 
 /* Makes one line of a text of several, without blanks at its end. */
 void kvn_acl_put_on_one_line(char *text);
-/* "call: code (words): the vendor's text", which it takes from this thread; so call it on the thread of the
- * failed call, and before the next. Returns the KVN_ status of the aclError `code`. */
+/* Writes "call: code (words): the vendor's text", which belongs to the thread. Call it on the thread of the failed
+ * call, before the next call. Returns the KVN_ status of the aclError `code`. */
 int kvn_acl_fail(const kvn_acl *acl, const char *call, int code, kvn_failure *failure);
-/* The text of an error that was expected: dropped, so that it does not come with the next one. */
+/* Drops the text of an expected error, which would otherwise come with the next one. */
 void kvn_acl_forget(const kvn_acl *acl);
 
 #endif

@@ -14,8 +14,8 @@ static inline const kvn_acl *kvn_acl_of(const kvn_device *device)
     return &((const kvn_acl_library *)device->runtime)->calls;
 }
 
-/* Maps whole pages of the host's memory for the device and takes that back, as other libraries of the toolkit
- * will (HCCL does): the driver refuses them what somebody has mapped already. */
+/* Maps whole pages of host memory for the device and unmaps them, as HCCL will: the driver refuses memory that is
+ * mapped already. */
 int kvn_acl_try_map(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure);
 
 #endif

@@ -1,7 +1,6 @@
-/* One accelerator, whatever its kind: its memory, and the host memory that is pinned for it. Every thread
- * that calls the runtime must have a context: threads of ours set that once, calls on threads of others
- * go between enter and leave, which put back what was current (a framework in the same process has
- * contexts of its own). */
+/* An accelerator of any kind: its memory, and host memory that is pinned for it. Each thread that calls the runtime
+ * needs a context. Threads of the library set it once; calls on other threads are made between enter and leave, which
+ * restore the context of a framework in the same process. */
 #ifndef KVN_DEVICE_DEVICE_H
 #define KVN_DEVICE_DEVICE_H
 
@@ -19,11 +18,11 @@ typedef struct kvn_pinned {
     bool is_allocated; /* by the runtime, which has pinned it; else by kvn_device_pin */
 } kvn_pinned;
 
-/* One per device id and process; it must stay in place. */
+/* One for each device id of a process; it must stay in place. */
 struct kvn_device {
     const kvn_device_ops *ops;
-    const void *runtime; /* what the ops are called with: theirs to know */
-    void *state;         /* what else they have of the device, from open_context to close_context */
+    const void *runtime; /* argument of the ops, opaque here */
+    void *state;         /* of the ops, from open_context to close_context */
     int32_t id;
     pid_t pid;                /* of the process that opened it: no other may use it */
     void *context;            /* that we work in */
@@ -38,7 +37,7 @@ struct kvn_device {
 /* The runtime is initialized, and outlives the device. */
 int kvn_device_open(const kvn_device_ops *ops, const void *runtime, int32_t id, kvn_device *out,
                     kvn_failure *failure);
-/* Nothing of it is in use. The device itself is not reset: others in the process may use it. */
+/* Call it once nothing is in use. The device is not reset, as other code of the process may use it. */
 void kvn_device_close(kvn_device *device);
 /* KVN_INVALID in a process forked from the one that opened it. */
 int kvn_device_check_process(const kvn_device *device, kvn_failure *failure);

@@ -1,9 +1,8 @@
-/* Points in the work of other streams that transfers come after. Each is taken once, in the caller's thread:
- * the event that it was taken from can be recorded again, or destroyed, and nothing more is asked of the
- * stream. One thread of ours asks the device whether they were reached, and opens them as gates: so no other thread
- * has to wait for one, none holds up another, and those that are never reached hold up nothing.
+/* Points in the work of the program's streams that transfers wait for. A point is taken in the caller's thread, after
+ * which the program may record the event again or destroy it. One thread of the library polls all points, and opens
+ * them as gates. So no other thread waits for a point, and a point that is never reached delays no other one.
  *
- * A backend that works on a stream can let the device keep the order instead (kvn_event_order). */
+ * A backend that works on a stream can leave the order to the device instead (kvn_event_order). */
 #ifndef KVN_DEVICE_EVENTS_H
 #define KVN_DEVICE_EVENTS_H
 
@@ -12,7 +11,7 @@
 
 typedef struct kvn_events kvn_events;
 
-/* A point that was taken: a gate, which opens when it is reached. */
+/* A point; its gate opens once it is reached. */
 typedef struct kvn_event {
     kvn_gate gate; /* first: a gate of this kind is one */
     kvn_events *events;
@@ -21,17 +20,17 @@ typedef struct kvn_event {
 
 /* All of one device, which outlives them. NULL: no memory. */
 kvn_events *kvn_events_create(kvn_device *device);
-/* No more are taken; those that are go when they are given back. Any number of times. */
+/* Refuses new points; present ones stay until they are given back. Idempotent. */
 void kvn_events_close(kvn_events *events);
-/* None that was taken is left. What stands behind a point that is never reached is left to the device. */
+/* Call it once all points were given back. Work behind a point that is never reached is left to the device. */
 void kvn_events_destroy(kvn_events *events);
 
 /* Takes the point that `stream` of the program is at: all that was issued to it. NULL is the default stream of
  * the primary context. */
 int kvn_event_take_stream(kvn_events *events, kvn_stream stream, kvn_event *out, kvn_failure *failure);
-/* Takes the point that `event` of the program was last recorded at. */
+/* Takes the point at which `event` of the program was last recorded. */
 int kvn_event_take(kvn_events *events, void *event, kvn_event *out, kvn_failure *failure);
-/* Nothing waits at it any more. */
+/* Gives back a point that nothing waits for. */
 void kvn_event_give_back(kvn_event *event);
 
 /* ---- with the device's context current ---- */

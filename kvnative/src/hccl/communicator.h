@@ -16,7 +16,7 @@ typedef enum kvn_communicator_state {
     KVN_COMM_CLOSED
 } kvn_communicator_state;
 
-/* Why a transfer has to stop: its request was aborted, or the peer given up. */
+/* Flags that stop a transfer: its request was aborted, or the peer was given up. */
 typedef struct kvn_halt {
     const atomic_int *stop;       /* the request's */
     const atomic_bool *cancelled; /* the communicator's */
@@ -33,52 +33,52 @@ typedef struct kvn_communicator kvn_communicator;
 int kvn_communicator_create(kvn_hccl *hccl, kvn_device *device,
                             const kvn_communicator_options *options, kvn_communicator **out,
                             kvn_failure *failure);
-/* Once, after close, when no backend is left. In a forked child it only forgets. */
+/* Once, after close, when no backend is left. A forked child leaks it. */
 void kvn_communicator_destroy(kvn_communicator *self);
 
 /* Before prepare. The region stays in place until it is unbound or the communicator is closed. */
 int kvn_communicator_bind(kvn_communicator *self, kvn_region *region, kvn_failure *failure);
-/* Any time; waits for a prepare. The region is not bound on return, whatever that is. */
+/* At any time; waits for a prepare. The region is unbound after the return, also after a failure. */
 int kvn_communicator_unbind(kvn_communicator *self, kvn_region *region, kvn_failure *failure);
 /* Blocks until the peer prepares too, at most `timeout_s` >= 1 for each step that HCCL takes. */
 int kvn_communicator_prepare(kvn_communicator *self, int timeout_s, kvn_failure *failure);
-/* Unbinds all and destroys the connection; waits for the transfer that runs. KVN_PENDING when
- * another thread is in prepare: that one closes as soon as HCCL lets it. Idempotent. */
+/* Unbinds all regions and destroys the connection; waits for the running transfer. KVN_PENDING if another thread is in
+ * prepare, which closes as soon as HCCL returns. Idempotent. */
 int kvn_communicator_close(kvn_communicator *self, kvn_failure *failure);
 
-/* The peer is given up: what is queued and running ends at once with KVN_PEER_GONE and `message`, and
- * so does whatever is submitted later. Does not wait. */
+/* Gives up the peer: transfers that are queued, running or submitted later end with KVN_PEER_GONE and `message`. Does
+ * not wait. */
 void kvn_communicator_cancel(kvn_communicator *self, const char *message);
 
 /* Does not wait. */
 kvn_communicator_state kvn_communicator_state_of(kvn_communicator *self);
 /* Whether an operation failed in HCCL or was stopped. */
 bool kvn_communicator_is_disturbed(const kvn_communicator *self);
-/* HCCL's own opinion: its result, 0 when all is well or that is unknown; `text` as in messages. */
+/* The asynchronous error of HCCL and its text for messages; 0 if there is none, or if HCCL does not tell. */
 kvn_hccl_result kvn_communicator_async_error(kvn_communicator *self, char *text, size_t room);
 
 /* ---- for transfers, on the channel's thread ---- */
 
 kvn_channel **kvn_communicator_channels(kvn_communicator *self); /* an array of one */
 uint32_t kvn_communicator_max_batch(const kvn_communicator *self);
-/* What a transfer with this `stop` looks at. */
+/* The flags of a transfer with this `stop`. */
 kvn_halt kvn_communicator_halt(const kvn_communicator *self, const atomic_int *stop);
 /* KVN_PEER_GONE and the message when it was cancelled, else KVN_CANCELLED. */
 int kvn_communicator_why_halted(kvn_communicator *self, kvn_failure *failure);
-/* A transfer begins: the connection stays until it ends. KVN_FAILED when it is not ready. */
+/* Begins a transfer, which keeps the connection until its end. KVN_FAILED if the connection is not ready. */
 int kvn_communicator_begin(kvn_communicator *self, kvn_failure *failure);
 void kvn_communicator_end(kvn_communicator *self);
 void kvn_communicator_disturb(kvn_communicator *self);
-/* How long operations may go on after their stream was aborted. */
+/* Time in which operations may still run after an abort of their stream. */
 uint32_t kvn_communicator_unfold_ms(const kvn_communicator *self);
 /* One HcclBatchPut or Get of 1 to max_batch descriptors on the channel's stream. */
 int kvn_communicator_issue(kvn_communicator *self, bool is_put, kvn_one_sided *descriptors,
                            uint32_t count, kvn_failure *failure);
-/* Whether [address, address + nbytes) lies inside one bound region of this side. */
+/* True if [address, address + nbytes) lies in one bound region of this side. */
 bool kvn_communicator_covers(kvn_communicator *self, uint64_t address, uint64_t nbytes);
-/* Two events for the transfer that runs; NULL where the library has none that can be used again. */
+/* Two events for the running transfer; NULL if the library lacks reusable ones. */
 aclrtEvent *kvn_communicator_events(kvn_communicator *self);
-/* KVN_MAX_GUARDS words for the transfer that runs: on the device, bound; and pinned in the host. */
+/* KVN_MAX_GUARDS words for the running transfer: bound device memory, and pinned host memory. */
 uint64_t kvn_communicator_device_words(const kvn_communicator *self);
 uint64_t *kvn_communicator_host_words(const kvn_communicator *self);
 

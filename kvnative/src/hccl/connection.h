@@ -1,5 +1,5 @@
-/* What of a communicator is HCCL's: the handle, the regions bound to it, the peer's regions that it
- * may reach. No locks: communicator.c lets one thread at a time in. */
+/* HCCL's part of a communicator: the handle, the bound regions, and the regions of the peer. It has no locks, because
+ * communicator.c admits one thread at a time. */
 #ifndef KVN_HCCL_CONNECTION_H
 #define KVN_HCCL_CONNECTION_H
 
@@ -39,13 +39,13 @@ typedef struct kvn_connection {
 int kvn_connection_init(kvn_connection *self, kvn_hccl *hccl, const kvn_device *device,
                         uint32_t remote_rank, const char *name, kvn_failure *failure);
 void kvn_connection_free(kvn_connection *self);
-/* Initializes the communicator: waits until no other thread does. */
+/* Initializes the communicator, one thread at a time. */
 int kvn_connection_open(kvn_connection *self, const kvn_communicator_options *options,
                         kvn_failure *failure);
 int kvn_connection_bind(kvn_connection *self, kvn_region *region, kvn_failure *failure);
 int kvn_connection_unbind(kvn_connection *self, kvn_region *region, kvn_failure *failure);
 int kvn_connection_prepare(kvn_connection *self, int timeout_s, kvn_failure *failure);
-/* Unbinds and destroys what there is; the first failure is kept if `failure` holds none (KVN_OK). */
+/* Unbinds the regions and destroys the handle. The first failure is kept if `failure` is KVN_OK. */
 void kvn_connection_close(kvn_connection *self, kvn_failure *failure);
 kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, size_t room);
 /* On a thread that has the context set. */
@@ -53,7 +53,7 @@ int kvn_connection_issue(kvn_connection *self, bool is_put, kvn_one_sided *descr
                          uint32_t count, kvn_stream stream, kvn_failure *failure);
 bool kvn_connection_covers(kvn_connection *self, uint64_t address, uint64_t nbytes);
 
-/* Of several steps that are all tried the first failure is reported; KVN_OK is not a failure. */
+/* Keeps the first failure of several steps that are all tried. */
 static inline void kvn_keep_first(kvn_failure *first, const kvn_failure *later)
 {
     if (first->status == KVN_OK)

@@ -9,10 +9,10 @@
 #include "acl/library.h"
 #include "kvnative/hccl.h"
 
-/* A3 leaves operations to its AICPU, which goes on with those that it has unfolded when their stream is
- * aborted: so long, by the vendor's own engine. */
+/* Time that the vendor's engine waits after an abort on A3, whose AICPU continues with operations that it has
+ * unfolded. */
 #define KVN_HCCL_UNFOLD_MS 100
-/* Most ranges that a process registers, and that are bound to a communicator: HCCL's own limits. */
+/* Limits of HCCL: ranges that a process registers, and that are bound to a communicator. */
 #define KVN_HCCL_MAX_REGIONS 256
 
 typedef struct kvn_hccl_calls {
@@ -20,7 +20,7 @@ typedef struct kvn_hccl_calls {
     kvn_hccl_destroy_fn destroy;
     kvn_hccl_batch_fn put;
     kvn_hccl_batch_fn get;
-    /* Optional from here: NULL where the library lacks it. */
+    /* Optional from here: NULL if the library lacks the call. */
     kvn_hccl_async_error_fn async_error;
     kvn_hccl_error_string_fn error_string;
     /* Memory that is registered once. */
@@ -55,22 +55,21 @@ typedef struct kvn_hccl {
     struct kvn_words_page *words; /* see words.h */
 } kvn_hccl;
 
-/* Opens the file at `path` (a bare name: where the loader finds it). KVN_UNSUPPORTED when it cannot be
- * opened or lacks what every use needs. `soc_name` (NULL: unknown) decides between the two ways to
- * register memory. */
+/* Opens the file at `path`; the loader searches a bare name. KVN_UNSUPPORTED if that fails or if a required call is
+ * missing. `soc_name` (NULL: unknown) selects one of the two interfaces to register memory. */
 int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kvn_hccl *out,
                   kvn_failure *failure);
-/* The driver's version, "" when it is not known, and what it lets HCCL register. Before other calls. */
+/* The version of the driver, or "", and the bytes that it lets HCCL register. Call it before all others. */
 void kvn_hccl_set_driver(kvn_hccl *hccl, const char *version, uint64_t most_host, uint64_t most_device);
-/* The file that it was found in. */
+/* The file of the library. */
 void kvn_hccl_path(const kvn_hccl *hccl, char *out, size_t room);
 /* Name of the n-th optional call that the library lacks; NULL when there are no more. */
 const char *kvn_hccl_missing(const kvn_hccl *hccl, size_t n);
 
 /* The KVN_ status of a HcclResult. */
 int kvn_hccl_status(kvn_hccl_result result);
-/* Writes "call: code (words): the vendor's text". On the thread of the failed call, and before the
- * next. Returns kvn_hccl_status(result). */
+/* Writes "call: code (words): the vendor's text". Call it on the thread of the failed call, before the next call.
+ * Returns kvn_hccl_status(result). */
 int kvn_hccl_explain(const kvn_hccl *hccl, const char *call, kvn_hccl_result result, char *message,
                      size_t room);
 int kvn_hccl_fail(const kvn_hccl *hccl, const char *call, kvn_hccl_result result,

@@ -1,6 +1,6 @@
-/* A region: a range of memory that HCCL knows, on a device or pinned in the host. Where the library
- * registers memory once this does it; else each communicator does when the region is bound. Overlaps
- * are refused here, with both ranges named: HCCL only says that a parameter is wrong. */
+/* A region: a range of device memory or pinned host memory for HCCL. It is registered here if the library registers
+ * memory once, else by each communicator when it is bound. Overlaps are refused here with both ranges, because HCCL
+ * only reports a wrong parameter. */
 #ifndef KVN_HCCL_REGION_H
 #define KVN_HCCL_REGION_H
 
@@ -22,11 +22,11 @@ struct kvn_region {
 /* `out` must stay in place until closed. */
 int kvn_region_open(kvn_hccl *hccl, const kvn_device *device, uint64_t address, uint64_t nbytes,
                     bool on_device, kvn_region *out, kvn_failure *failure);
-/* KVN_INVALID while it is bound; idempotent. When HCCL refuses, the region counts as closed. */
+/* KVN_INVALID while the region is bound; idempotent. If HCCL refuses, the region still counts as closed. */
 int kvn_region_close(kvn_region *region, kvn_failure *failure);
 /* Bytes of each kind that are registered with a device: [0] of the host's memory, [1] of its own. */
 void kvn_hccl_registered(kvn_hccl *hccl, int32_t device_id, uint64_t nbytes[2]);
-/* One more communicator uses it; KVN_INVALID when it is closed. */
+/* Adds a communicator as a user; KVN_INVALID if the region is closed. */
 int kvn_region_retain(kvn_region *region, kvn_failure *failure);
 void kvn_region_release(kvn_region *region);
 

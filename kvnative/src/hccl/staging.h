@@ -1,6 +1,6 @@
-/* Staging: device memory in slots, through which a transfer goes whose local memory HCCL cannot use.
- * A buffer set is what one transfer uses: slots, a stream that copies between them and the local memory,
- * and events that order that stream and the communicator's. */
+/* Staging: device memory in slots, through which a transfer copies local memory that HCCL cannot access. One transfer
+ * uses one buffer set: slots, a stream that copies between them and the local memory, and events that order this stream
+ * and that of the communicator. */
 #ifndef KVN_HCCL_STAGING_H
 #define KVN_HCCL_STAGING_H
 
@@ -31,7 +31,7 @@ typedef struct kvn_staging {
     bool is_open;
 } kvn_staging;
 
-/* KVN_INVALID, with no call made, for numbers that cannot be. */
+/* KVN_INVALID for numbers out of range; makes no call. */
 int kvn_staging_check(uint64_t slot_nbytes, uint64_t slots, uint64_t sets, kvn_failure *failure);
 /* Over num_sets * slots * slot_nbytes bytes of device memory at `address`, whose owner has them in a
  * region that is bound to every communicator that uses them. */
@@ -44,11 +44,11 @@ void kvn_staging_free(kvn_staging *staging);
 
 /* ---- on a channel's thread ---- */
 
-/* Waits for a free set. KVN_CANCELLED when the transfer was halted before one was free. */
+/* Waits for a free set. KVN_CANCELLED if the transfer is halted first. */
 int kvn_staging_claim(kvn_staging *staging, const kvn_halt *halt, kvn_buffer_set **out,
                       kvn_failure *failure);
-/* `is_clean`: all that was issued on its stream is through. Else that is stopped and made again;
- * on return nothing of it touches memory any more. */
+/* `is_clean`: all work of its stream is done. Otherwise the stream is aborted and replaced. After the return no work of
+ * the set touches memory. */
 void kvn_staging_release(kvn_staging *staging, kvn_buffer_set *set, bool is_clean);
 
 #endif

@@ -1,7 +1,5 @@
-/* Backends over a communicator: one-sided puts and gets, directly or through staging memory, and the guards
- * that notice when the owner has deregistered what was transferred.
- *
- * Then what the two ways to move a shard share: its context. All of that runs on the channel's thread. */
+/* Backends over a communicator: one-sided puts and gets, direct or through staging memory, with guards that detect
+ * deregistered memory. The second part is the context of a shard, which runs on the channel's thread. */
 #ifndef KVN_HCCL_TRANSFER_H
 #define KVN_HCCL_TRANSFER_H
 
@@ -14,8 +12,8 @@
 
 #define KVN_HCCL_TICKETS 256 /* puts with leases of a process at one time */
 
-/* What this process writes to its peers' memory with leases now: a word for each transfer, in the memory of its
- * device, where owners read it: their tag and a number, or 0. See announced.c. */
+/* The writes of this process to memory of peers with leases: a word for each transfer in memory of its device, where
+ * owners read their tag and a number, or 0. See announced.c. */
 typedef struct kvn_tickets {
     uint64_t address; /* on the device */
     atomic_bool is_taken[KVN_HCCL_TICKETS];
@@ -47,7 +45,7 @@ kvn_backend *kvn_transfer_create(kvn_communicator *communicator,
 
 /* ---- one shard on its way ---- */
 
-/* For kvn_channel_synchronize: stop now. */
+/* For kvn_channel_synchronize: whether to stop now. */
 static const atomic_int KVN_ALWAYS = 1;
 
 typedef struct kvn_transfer {
@@ -86,8 +84,8 @@ typedef struct kvn_fragment {
     uint64_t index; /* of its descriptor */
 } kvn_fragment;
 
-/* Takes the next fragments, at most one batch of them and `max_nbytes` in all, each place rounded up
- * to `alignment` bytes. 0 when nothing is left. */
+/* Takes the next fragments, at most one batch and `max_nbytes`, with each place rounded up to `alignment` bytes. 0 if
+ * nothing is left. */
 uint32_t kvn_transfer_gather(const kvn_transfer_context *t, kvn_cursor *at, uint64_t max_nbytes,
                             uint64_t alignment, kvn_fragment *out);
 
@@ -105,7 +103,7 @@ int kvn_transfer_synchronize(kvn_transfer_context *t, kvn_channel_fault *fault);
 /* Aborts the communicator's stream; no byte moves on return. */
 int kvn_transfer_stop(kvn_transfer_context *t, kvn_channel_fault *fault);
 
-/* Issues the reading of the guards' words, to be compared after the stream was waited for. */
+/* Issues the read of the guards' words, which are compared after the stream was waited for. */
 int kvn_transfer_read_guards(kvn_transfer_context *t);
 /* Reads them, and compares; nothing is on the stream before and afterwards. */
 int kvn_transfer_check_guards(kvn_transfer_context *t);

@@ -1,11 +1,11 @@
-/* A backend that announces, batch by batch, what another one writes to the memory of a peer: of a
- * device, say, whose copies are no pieces of the thread pool. */
+/* A backend that announces each batch that another backend writes to memory of a peer. It is for devices, whose copies
+ * are not pieces of the thread pool. */
 #ifndef KVN_GUARDED_H
 #define KVN_GUARDED_H
 
 #include "host/writers.h"
 
-/* Takes the guard over, also when it fails: NULL with errno set. `inner` must outlive it. */
+/* Takes over the guard, also on failure: NULL with errno set. `inner` must outlive the backend. */
 kvn_backend *kvn_guarded_create(kvn_backend *inner, kvn_guard *guard);
 
 #endif

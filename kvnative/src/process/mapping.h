@@ -1,4 +1,4 @@
-/* Is an address range mapped? Asked of the kernel, never by touching the memory. */
+/* Checks of mapped memory, which ask the kernel and never touch the memory. */
 #ifndef KVN_MAPPING_H
 #define KVN_MAPPING_H
 
@@ -7,19 +7,19 @@
 #include "core/failure.h"
 
 typedef enum kvn_maps_source {
-    KVN_MAPS_AUTO,  /* the query where the kernel has it, else the text */
+    KVN_MAPS_AUTO,  /* the query if the kernel has it, else the text */
     KVN_MAPS_QUERY, /* PROCMAP_QUERY, Linux 6.11 and later */
     KVN_MAPS_TEXT   /* the lines of /proc/self/maps */
 } kvn_maps_source;
 
-/* KVN_OK when every byte of [address, address + nbytes) of this process is mapped and readable,
- * and writable if asked, and the first and last byte of each mapping can be had (a file mapping
- * past its file's end cannot). KVN_INVALID: an empty range or one past the address space.
- * KVN_UNMAPPED: `failure` names the range and its first hole. Takes no lock and no memory. */
+/* KVN_OK if every byte of [address, address + nbytes) of this process is mapped, readable, and writable if `writable`
+ * is set, and if the first and last byte of each mapping exist, which those beyond the end of a file do not.
+ * KVN_INVALID: the range is empty or passes the address space. KVN_UNMAPPED: `failure` names the range and its first
+ * hole. Takes no lock and allocates nothing. */
 int kvn_mapping_check(uint64_t address, uint64_t nbytes, int writable, kvn_maps_source source,
                       kvn_failure *failure);
-/* The same of `count` ranges; *failed is the index of the first that is not so. To ask the kernel about
- * a range costs a tenth of what it takes to begin asking. */
+/* The same for `count` ranges; *failed is the index of the first bad one. Each further range costs a tenth of the
+ * first. */
 int kvn_mapping_check_all(const uint64_t *addresses, const uint64_t *nbytes, uint64_t count,
                           int writable, kvn_maps_source source, uint64_t *failed,
                           kvn_failure *failure);

@@ -1,5 +1,5 @@
-/* Another process on this host, held so that it cannot be mistaken: a pidfd (a reused pid is not
- * it), its /proc directory, and its generation table (after an exec it is not there any more). */
+/* Another process on this host, identified by a pidfd, which a reused pid does not match; its /proc directory; and its
+ * generation table, which is gone after an exec. */
 #ifndef KVN_PEER_H
 #define KVN_PEER_H
 
@@ -9,25 +9,25 @@ typedef struct kvn_peer {
     int pid;
     int pidfd;    /* -1 when closed */
     int proc;     /* O_PATH descriptor of /proc/<pid>: leads nowhere once the process is gone */
-    int generations_fd; /* the peer's number of it */
+    int generations_fd; /* descriptor in the peer */
     kvn_generations generations;
 } kvn_peer;
 
-/* Takes hold of the process; nothing of its memory is looked at yet. The caller compares the start
- * time that /proc shows with the expected one, and only then attaches the generation table. */
+/* Opens the process without access to its memory. The caller compares the start time of /proc with the expected one
+ * before it attaches the generation table. */
 int kvn_peer_open(int pid, kvn_peer *out, kvn_failure *failure);
 int kvn_peer_attach(kvn_peer *peer, int generations_fd, uint64_t inode, uint64_t num_slots,
                     kvn_failure *failure);
 
-/* KVN_OK while the process lives and still runs the program that made the generation table;
- * KVN_PEER_GONE or KVN_DENIED otherwise. It asks the system only where the table does not say. */
+/* KVN_OK while the process lives and runs the program that made the generation table; else KVN_PEER_GONE or
+ * KVN_DENIED. Asks the system only if the table does not tell. */
 int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure);
 
-/* KVN_OK when the system lets this process reach `address` of the peer by process_vm_readv. */
+/* KVN_OK if process_vm_readv of `address` of the peer is permitted. */
 int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure);
 
-/* A descriptor of this process's own for what descriptor `fd` of the peer is, as dup has it. KVN_DENIED: only
- * who may attach to the peer may do so; KVN_UNMAPPED: it has no such descriptor. */
+/* Duplicates descriptor `fd` of the peer into this process. KVN_DENIED: this process may not attach to the peer;
+ * KVN_UNMAPPED: the peer does not have the descriptor. */
 int kvn_peer_take_descriptor(const kvn_peer *peer, int fd, int *out, kvn_failure *failure);
 
 void kvn_peer_close(kvn_peer *peer); /* idempotent */

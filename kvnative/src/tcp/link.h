@@ -1,5 +1,5 @@
-/* A link to a peer: some pairs of connections, over one of each pair this side asks, over the other it answers.
- * One that fails ends all of them. */
+/* A link to a peer: pairs of connections, one of each for requests of this side and one for those of the peer. If one
+ * connection fails, all end. */
 #ifndef KVN_TCP_LINK_H
 #define KVN_TCP_LINK_H
 
@@ -10,19 +10,18 @@
 
 typedef struct kvn_tcp_link kvn_tcp_link;
 
-/* Takes over the sockets, `count` of each kind, connected and non-blocking; also when it fails. With a
- * `secret` all is encrypted; `dials`: this side has opened the sockets. */
+/* Takes over the connected, non-blocking sockets, `count` of each kind, also on failure. With a `secret` all traffic is
+ * encrypted. `dials`: this side has opened the sockets. */
 int kvn_tcp_link_create(kvn_tcp_service *service, const int *clients, const int *servers,
                         unsigned count, const uint8_t *secret, bool dials, kvn_tcp_link **out,
                         kvn_failure *failure);
 unsigned kvn_tcp_link_connections(const kvn_tcp_link *self);
 kvn_tcp_client *kvn_tcp_link_client(kvn_tcp_link *self, unsigned index);
-/* Polls readable once the link has failed; -1: it is closed. */
+/* Descriptor that polls readable once the link has failed; -1 after close. */
 int kvn_tcp_link_death(kvn_tcp_link *self);
-/* Whether it has ended by itself, and then why. */
+/* True, with the reason, if the link has failed. */
 bool kvn_tcp_link_has_failed(kvn_tcp_link *self, kvn_failure *why);
-/* Transfers in flight end with `why`; on return nothing is read or written for the peer. A second time
- * is fine. */
+/* Ends transfers in flight with `why`; after the return no memory is read or written for the peer. Idempotent. */
 void kvn_tcp_link_close(kvn_tcp_link *self, const char *why);
 /* After close, when no thread uses the link. */
 void kvn_tcp_link_destroy(kvn_tcp_link *self);

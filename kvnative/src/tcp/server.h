@@ -1,6 +1,6 @@
-/* The end of a connection that answers: reads a request, checks it against the table, moves its bytes
- * between the socket and registered memory, and sends the outcome. One request at a time: those that
- * a peer sends ahead wait in the socket, and a peer that reads no answers stops only itself. */
+/* The answering end of a connection: reads a request, checks it against the table, moves its bytes between the socket
+ * and registered memory, and sends the outcome. It handles one request at a time; others wait in the socket, so that a
+ * peer that reads no answers stops only itself. */
 #ifndef KVN_TCP_SERVER_H
 #define KVN_TCP_SERVER_H
 

@@ -1,5 +1,5 @@
-/* The memory of this process that peers may reach: a row for each slot. Threads that move bytes look at it
- * before each system call; removing a row ends when none of them is in one that began before. */
+/* The memory of this process that peers may reach: a row for each slot. Threads that move bytes check it before each
+ * system call. Removing a row waits until no thread is in a call that began before. */
 #ifndef KVN_TCP_TABLE_H
 #define KVN_TCP_TABLE_H
 
@@ -48,9 +48,9 @@ void kvn_tcp_table_fini(kvn_tcp_table *self);
 /* KVN_INVALID: the slot is out of range or taken, or the range is empty or wraps around. */
 int kvn_tcp_table_add(kvn_tcp_table *self, uint64_t slot, const kvn_tcp_row *row,
                       kvn_failure *failure);
-/* On return no thread reads or writes it. False: the slot is free. */
+/* Removes a row: after the return no thread reads or writes the memory. False if the slot is free. */
 bool kvn_tcp_table_remove(kvn_tcp_table *self, uint64_t slot);
-/* Gives it another deadline. False: the slot is free. */
+/* Replaces the deadline. False if the slot is free. */
 bool kvn_tcp_table_renew(kvn_tcp_table *self, uint64_t slot, int64_t deadline_ns);
 /* Waits until each thread has left the call that it is in. */
 void kvn_tcp_table_wait_for_threads(kvn_tcp_table *self);

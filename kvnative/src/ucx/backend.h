@@ -1,5 +1,4 @@
-/* Reading and writing a peer's memory over UCX without its help: one get or put for each descriptor, many in
- * flight. */
+/* One-sided access to memory of a peer by UCX: a get or put for each descriptor, many in flight. */
 #ifndef KVN_UCX_BACKEND_H
 #define KVN_UCX_BACKEND_H
 
@@ -25,8 +24,8 @@ int kvn_ucx_backend_create(kvn_ucx_regions *regions, kvn_ucx_endpoint *endpoint,
                            const kvn_ucx_backend_options *options, kvn_backend **out,
                            kvn_failure *failure);
 
-/* Reaches what `whole` reaches, and shares that with it, which outlives it. Its transfers are made with `leases`,
- * which are copied: KVN_UNMAPPED once the peer has ended one. KVN_INVALID: `whole` is of another kind. */
+/* Reaches the same memory as `whole`, which must outlive it, with `leases`, which are copied. Transfers end with
+ * KVN_UNMAPPED once the peer has ended one of them. KVN_INVALID if `whole` is another kind of backend. */
 int kvn_ucx_backend_create_leased(const kvn_backend *whole, const kvn_ucx_lease *leases, uint64_t num_leases,
                                   kvn_backend **out, kvn_failure *failure);
 

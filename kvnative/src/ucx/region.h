@@ -1,7 +1,7 @@
-/* Memory that is registered with UCX: mapped once for any number of users, with the key that peers need.
+/* Memory that is registered with UCX: mapped once for any number of users, with a key for peers.
  *
- * What is mapped at one time is a snapshot: a value that never changes. A transfer holds the one that it began
- * with, finds in it what it needs for its local memory, and so keeps that mapped until it has finished. */
+ * A snapshot is the immutable list of all regions at one time. A transfer holds the snapshot of its beginning to find
+ * its local memory, and so keeps that mapped until it has finished. */
 #ifndef KVN_UCX_REGION_H
 #define KVN_UCX_REGION_H
 
@@ -42,21 +42,21 @@ typedef struct kvn_ucx_regions {
 
 /* Stays in place until fini. */
 void kvn_ucx_regions_init(kvn_ucx_regions *self, kvn_ucx_worker *worker);
-/* What users still have stays mapped. */
+/* Regions that still have users stay mapped. */
 void kvn_ucx_regions_fini(kvn_ucx_regions *self);
 
-/* One more user of exactly that range; maps it if it has none. `memory_type`: KVN_UCS_MEMORY_. Blocks for
- * long where a network card has to know gigabytes; not with the progress lock. */
+/* Adds a user of exactly this range, which the first user maps. `memory_type`: KVN_UCS_MEMORY_. May block long if a
+ * network card registers gigabytes. Without the progress lock. */
 int kvn_ucx_region_use(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes, int memory_type,
                        kvn_ucx_region **out, kvn_failure *failure);
-/* One user less: of the last, the range is unmapped as soon as no transfer uses it. Not with the progress lock. */
+/* Removes a user. After the last one, the range is unmapped once no transfer uses it. Without the progress lock. */
 void kvn_ucx_region_drop(kvn_ucx_regions *self, kvn_ucx_region *region);
 
-/* What is mapped now; NULL: nothing, or no memory for the list of it. Held until released, not with the progress
+/* The present snapshot, held until it is released; NULL if it is empty or memory is short. Without the progress
  * lock. */
 kvn_ucx_snapshot *kvn_ucx_snapshot_take(kvn_ucx_regions *self);
 void kvn_ucx_snapshot_release(kvn_ucx_snapshot *snapshot);
-/* The region that holds the range; NULL: none does. `hint` is the caller's, for the next call. */
+/* The region that holds the range, or NULL. The caller keeps `hint` for the next call. */
 kvn_ucx_region *kvn_ucx_snapshot_find(const kvn_ucx_snapshot *snapshot, uint64_t address,
                                       uint64_t nbytes, size_t *hint);
 

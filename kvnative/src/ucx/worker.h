@@ -1,18 +1,18 @@
-/* A worker of UCX: one context, one worker, what goes on over it, and a thread.
+/* A worker of UCX: a context, its worker, a thread, and all tasks of these.
  *
  * How threads share it:
- * - Whoever holds the progress lock may call UCX, and owns the endpoints and the tasks. (Memory is mapped without it.)
- * - What others want done they put on the submission queue, which has a short mutex of its own, and then try the
- *   lock. If it is taken, its holder runs the work item: each pass of progress begins with the queue, and whoever has
- *   released the lock looks into the queue again. So nobody who submits waits for the lock, and no item is left behind.
- * - A caller that waits tries the lock, too. If it gets it, it makes progress itself: what is small ends without a
- *   change of threads. If it does not, or when nothing has happened for a while, it sleeps on `changed`: whoever makes
- *   true what somebody may wait for, calls kvn_ucx_notify. When the thread has stopped it only naps, and tries again.
- * - The worker's thread alone blocks on the lock. It sleeps on UCX's events and on wake_fd. The lock is released
- *   with the events armed, after a pass that found nothing to do, or else with the thread woken. So whatever is under
- *   way goes on, though everybody sleeps.
- * - UCX calls back during progress, with the lock. A callback notes what has happened and frees the request; it makes
- *   no other call of UCX: what follows is a work item, or the next step of a task.
+ * - The holder of the progress lock may call UCX, and owns the endpoints and the tasks. (Memory is mapped without it.)
+ * - Other threads put work items on the submission queue, which has a short mutex of its own, and then try the lock. If
+ *   it is taken, its holder runs the item: each pass of progress begins with the queue, and a thread that has released
+ *   the lock checks the queue again. So submitting never blocks on the lock, and no item is left behind.
+ * - A waiting caller tries the lock too. With the lock it makes progress itself, so that small transfers end without a
+ *   change of threads. Without it, or after a while without progress, it sleeps on `changed`; a thread that makes a
+ *   condition of waiters true calls kvn_ucx_notify. Once the worker's thread has stopped, waiters nap and try again.
+ * - Only the worker's thread blocks on the lock. It sleeps on the events of UCX and on wake_fd. The lock is released
+ *   either with the events armed, after a pass without work, or with the thread woken. So tasks advance even if all
+ *   callers sleep.
+ * - UCX calls back during progress, with the lock held. A callback notes the result and frees the request. It makes no
+ *   other call of UCX, but leaves that to a work item or to the next step of a task.
  *
  * The progress lock is taken before the mutex of the queue, never after it. */
 #ifndef KVN_UCX_WORKER_H
@@ -29,7 +29,7 @@ typedef struct kvn_ucx_endpoint kvn_ucx_endpoint;
 
 #define KVN_UCX_TICKETS 256 /* transfers that write at one time; further ones wait */
 
-/* A work item: done once, with the progress lock. It stays in place until it runs, and may be freed by that. */
+/* A work item, which runs once with the progress lock. It stays in place until then, and may free itself. */
 typedef struct kvn_ucx_work kvn_ucx_work;
 
 struct kvn_ucx_work {
@@ -38,8 +38,9 @@ struct kvn_ucx_work {
     kvn_ucx_work *next; /* the worker's */
 };
 
-/* What goes on in steps, with the progress lock, such as a transfer. Each pass of progress calls `step(context)`, which
- * does a bounded part of it and returns how many things it did. It may remove its task, and free it, but no other. */
+/* A task, such as a transfer, that advances in steps with the progress lock. Each pass of progress calls
+ * `step(context)`, which does a bounded amount of work and returns its number of actions. A step may remove and free
+ * its own task only. */
 typedef struct kvn_ucx_task kvn_ucx_task;
 
 struct kvn_ucx_task {
@@ -52,7 +53,7 @@ struct kvn_ucx_task {
 struct kvn_ucx_worker {
     kvn_ucx_library *library;
     const kvn_ucx *calls;
-    pid_t pid; /* of the process that made it: a forked child leaves everything alone */
+    pid_t pid; /* of the process that made it; a forked child must not touch it */
     atomic_uint num_holders;
     kvn_ucp_context_h context;
     kvn_ucp_address *address; /* for peers; UCX's */
@@ -90,21 +91,21 @@ struct kvn_ucx_worker {
 int kvn_ucx_worker_create(kvn_ucx_library *library, const kvn_ucx_setting *settings,
                           size_t num_settings, const char *name, kvn_ucx_worker **out,
                           kvn_failure *failure);
-/* Stops the thread. Idempotent; by any thread without the progress lock. Nothing is done in a forked child. */
+/* Stops the thread. Idempotent; without the progress lock. No effect in a forked child. */
 void kvn_ucx_worker_stop(kvn_ucx_worker *self);
-/* Held by its maker, who stops it before it lets go, by endpoints and by regions. */
+/* References of the maker, which stops the worker before it releases it; of endpoints and of regions. */
 void kvn_ucx_worker_hold(kvn_ucx_worker *self);
 void kvn_ucx_worker_release(kvn_ucx_worker *self);
 bool kvn_ucx_worker_is_forked(const kvn_ucx_worker *self);
 
-/* Queues `run(context)` as `work`. It runs soon: at once if the progress lock is free. Never blocks; with the lock,
- * too. */
+/* Queues `run(context)` as `work`, which runs at once if the progress lock is free. Never blocks; with or without the
+ * lock. */
 void kvn_ucx_post(kvn_ucx_worker *self, kvn_ucx_work *work, void (*run)(void *context),
                   void *context);
-/* As kvn_ucx_post, and returns when it has run. Not with the progress lock. */
+/* As kvn_ucx_post, but returns after the run. Without the progress lock. */
 void kvn_ucx_call(kvn_ucx_worker *self, void (*run)(void *context), void *context);
-/* Waits until `is_done(context)`, which reads atomics, and returns it: false when the deadline has passed.
- * Whoever makes it true calls kvn_ucx_notify. Not with the progress lock. */
+/* Waits until `is_done(context)`, which reads atomics, is true; false at the deadline. The thread that makes it true
+ * calls kvn_ucx_notify. Without the progress lock. */
 bool kvn_ucx_wait(kvn_ucx_worker *self, bool (*is_done)(const void *context), const void *context,
                   int64_t deadline_ns);
 void kvn_ucx_notify(kvn_ucx_worker *self);
