@@ -16,6 +16,7 @@
 #include "core/layered.h"
 #include "core/library.h"
 #include "core/report.h"
+#include "core/thread.h"
 #include "host/identity.h"
 #include "host/pooled.h"
 #include "host/writers.h"
@@ -158,6 +159,32 @@ static void first_thread_ends(void)
     const bool may_have = kvn_process_has_mapped(child, UINT64_MAX);
     CHECK(kill(child, SIGKILL) == 0 && waitpid(child, NULL, 0) == child);
     CHECK(may_have);
+}
+
+/* ---- threads ---- */
+
+static void *blocked_signals(void *mask)
+{
+    pthread_sigmask(SIG_SETMASK, NULL, mask);
+    return mask;
+}
+
+/* Handlers run in the program's own threads, and the thread that starts another keeps its mask. */
+static void thread_blocks_signals(void)
+{
+    const int numbers[] = {SIGINT, SIGTERM, SIGCHLD, SIGUSR1, SIGALRM};
+    sigset_t blocked, before, after;
+    pthread_t thread;
+
+    sigemptyset(&before);
+    sigaddset(&before, SIGUSR2);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    CHECK(kvn_thread_start(&thread, NULL, "kvn-check", blocked_signals, &blocked) == 0);
+    CHECK(pthread_join(thread, NULL) == 0);
+    pthread_sigmask(SIG_SETMASK, NULL, &after);
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        CHECK(sigismember(&blocked, numbers[i]) == 1 && sigismember(&after, numbers[i]) == 0);
+    CHECK(sigismember(&after, SIGUSR2) == 1);
 }
 
 /* ---- a backend and a gate that do what a check says ---- */
@@ -658,6 +685,7 @@ int main(int count, char **arguments)
         {"find_intervals", find_intervals},
         {"find_calls", find_calls},
         {"rename_process", rename_process},
+        {"thread_blocks_signals", thread_blocks_signals},
         {"first_thread_ends", first_thread_ends},
         {"pass_wakes", pass_wakes},
         {"order_wakes", order_wakes},

@@ -11,7 +11,7 @@ from tests.support.compiled import Check, compiled
 def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     sources = (
         *("core/report.c", "core/executor.c", "core/layered.c", "host/pool.c", "host/job.c"),
-        *("core/intervals.c", "core/library.c", "host/identity.c"),
+        *("core/intervals.c", "core/library.c", "core/thread.c", "host/identity.c"),
     )
     return compiled(tmp_path_factory.mktemp("core"), "tests/native/core_main.c", *sources)
 
@@ -21,6 +21,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     [
         *("merge_spans", "pass_wakes", "order_wakes", "open_beside_failure", "abort_twice"),
         *("find_intervals", "find_calls", "rename_process", "first_thread_ends"),
+        "thread_blocks_signals",
         *("helper_leaves", "give_up_between_pieces", "all_who_wait_wake", "renewed_and_left"),
     ],
 )
