@@ -425,6 +425,19 @@ def pair_with(user: LlmDataDist, call: Callable[[], object]) -> None:
         call()
 
 
+def test_a_pair_that_writes_to_the_peer_announces_it(
+    machine: Machine, user: LlmDataDist, theirs: CacheIndex, mine: Cache
+) -> None:
+    """The peer waits for announced writes alone before it takes its memory back."""
+    on_host_only(machine, "memory of devices is not mapped")
+    link = user._running().links.get(1)
+    while {pulls for pulls, *_ in link.pairs} != {False, True}:
+        user.push_blocks(mine, theirs, [1], [2])
+        user.pull_blocks(theirs, mine, [1], [2])
+    for (pulls, *_), pair in link.pairs.items():
+        assert (pair.guard is None) == pulls
+
+
 @pytest.mark.parametrize("ends", ["cache", "link"])
 def test_what_has_ended_in_the_middle_is_not_written(
     machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, ends: str

@@ -1,15 +1,23 @@
 /* Checks of core and of the pool whose moments only C can choose. */
+#include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
 #include <semaphore.h>
+#include <signal.h>
 #include <stdatomic.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "core/clock.h"
+#include "core/intervals.h"
 #include "core/layered.h"
+#include "core/library.h"
 #include "core/report.h"
+#include "core/thread.h"
+#include "host/identity.h"
 #include "host/pooled.h"
 #include "host/writers.h"
 
@@ -45,6 +53,138 @@ static void merge_spans(void)
         }
         CHECK(memcmp(in, merged, sizeof in) == 0);
     }
+}
+
+/* ---- intervals ---- */
+
+static bool holds_all(const kvn_interval *it, uint64_t first, uint64_t last)
+{
+    return it->first <= first && last <= it->last;
+}
+
+/* Found if and only if one of them holds the piece; they may touch, overlap and lie inside one another. */
+static void find_intervals(void)
+{
+    srand(2);
+    for (int round = 0; round < 2000; round++) {
+        kvn_interval items[6] = {0};
+        const size_t count = 1 + rand() % 6;
+
+        for (size_t i = 0; i < count; i++) {
+            items[i].first = rand() % 24;
+            items[i].last = items[i].first + rand() % 8;
+        }
+        kvn_intervals_sort(items, count);
+        for (uint64_t first = 0; first < 32; first++)
+            for (uint64_t nbytes = 1; nbytes < 9; nbytes++) {
+                const size_t found = kvn_intervals_find(items, count, first, nbytes, rand() % 8);
+                bool is_held = false;
+
+                for (size_t i = 0; i < count; i++)
+                    is_held |= holds_all(&items[i], first, first + nbytes - 1);
+                CHECK((found != KVN_NO_INTERVAL) == is_held);
+                CHECK(!is_held || holds_all(&items[found], first, first + nbytes - 1));
+            }
+    }
+    CHECK(kvn_intervals_find(&(kvn_interval){.last = UINT64_MAX, .reach = UINT64_MAX}, 1, UINT64_MAX, 2, 0) ==
+          KVN_NO_INTERVAL);
+}
+
+/* ---- libraries ---- */
+
+/* Of several files with a call the first counts; of several missing calls the first is named. */
+static void find_calls(void)
+{
+    void *const math = dlopen("libm.so.6", RTLD_NOW), *const c = dlopen("libc.so.6", RTLD_NOW);
+    void *const of_math = dlsym(math, "frexp"), *const of_c = dlsym(c, "frexp");
+    const kvn_symbol symbols[] = {{"frexp", 0, false}, {"no_1", 8, true}, {"no_2", 16, false}, {"no_3", 24, false}};
+    void *calls[4] = {c, c, c, c};
+
+    CHECK(of_math && of_c && of_math != of_c);
+    CHECK(kvn_library_find((void *[]){math, c}, 2, "frexp") == of_math);
+    CHECK(kvn_library_find((void *[]){c, math}, 2, "frexp") == of_c);
+    CHECK(kvn_library_find((void *[]){NULL, c}, 2, "frexp") == of_c);
+    CHECK(strcmp(kvn_library_fill((void *[]){c, math}, 2, symbols, 4, calls), "no_2") == 0);
+    CHECK(calls[0] == of_c && !calls[1] && !calls[2] && !calls[3]);
+    CHECK(kvn_library_fill(&c, 1, symbols, 2, calls) == NULL);
+    for (size_t i = 0; i < 3; i++)
+        CHECK(strcmp(kvn_library_missing(calls, symbols, 4, i), symbols[i + 1].name) == 0);
+    CHECK(kvn_library_missing(calls, symbols, 4, 3) == NULL);
+}
+
+/* ---- processes ---- */
+
+static void rename_process(void)
+{
+    const kvn_identity own = kvn_identity_of(getpid());
+
+    CHECK(kvn_identity_lives(own) && kvn_identity_pid(own) == getpid());
+    CHECK(!kvn_identity_lives(own + (UINT64_C(1) << 40))); /* it started at another time */
+    CHECK(prctl(PR_SET_NAME, "a) R 1 (b) 2 3") == 0);
+    CHECK(kvn_identity_of(getpid()) == own && kvn_identity_lives(own));
+}
+
+static void *stay(void *unused)
+{
+    while (true)
+        pause();
+    return unused;
+}
+
+static bool has_mappings(int pid)
+{
+    char path[32];
+    snprintf(path, sizeof path, "/proc/%d/maps", pid);
+    FILE *file = fopen(path, "re");
+    CHECK(file);
+    const bool found = getc(file) != EOF;
+    fclose(file);
+    return found;
+}
+
+/* Its other threads may still use what is mapped, and no list says so. */
+static void first_thread_ends(void)
+{
+    const int child = fork();
+
+    if (child == 0) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, stay, NULL))
+            _exit(1);
+        pthread_exit(NULL);
+    }
+    CHECK(!kvn_process_has_mapped(getpid(), UINT64_MAX));
+    while (has_mappings(child))
+        sched_yield();
+    const bool may_have = kvn_process_has_mapped(child, UINT64_MAX);
+    CHECK(kill(child, SIGKILL) == 0 && waitpid(child, NULL, 0) == child);
+    CHECK(may_have);
+}
+
+/* ---- threads ---- */
+
+static void *blocked_signals(void *mask)
+{
+    pthread_sigmask(SIG_SETMASK, NULL, mask);
+    return mask;
+}
+
+/* Handlers run in the program's own threads, and the thread that starts another keeps its mask. */
+static void thread_blocks_signals(void)
+{
+    const int numbers[] = {SIGINT, SIGTERM, SIGCHLD, SIGUSR1, SIGALRM};
+    sigset_t blocked, before, after;
+    pthread_t thread;
+
+    sigemptyset(&before);
+    sigaddset(&before, SIGUSR2);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    CHECK(kvn_thread_start(&thread, NULL, "kvn-check", blocked_signals, &blocked) == 0);
+    CHECK(pthread_join(thread, NULL) == 0);
+    pthread_sigmask(SIG_SETMASK, NULL, &after);
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        CHECK(sigismember(&blocked, numbers[i]) == 1 && sigismember(&after, numbers[i]) == 0);
+    CHECK(sigismember(&after, SIGUSR2) == 1);
 }
 
 /* ---- a backend and a gate that do what a check says ---- */
@@ -542,6 +682,11 @@ int main(int count, char **arguments)
 {
     static const check_row rows[] = {
         {"merge_spans", merge_spans},
+        {"find_intervals", find_intervals},
+        {"find_calls", find_calls},
+        {"rename_process", rename_process},
+        {"thread_blocks_signals", thread_blocks_signals},
+        {"first_thread_ends", first_thread_ends},
         {"pass_wakes", pass_wakes},
         {"order_wakes", order_wakes},
         {"open_beside_failure", open_beside_failure},

@@ -1,4 +1,4 @@
-"""Spans, tasks, layers and the pool at moments that only a program in C can choose."""
+"""Spans, intervals, tasks, layers and the pool at moments that only a program in C can choose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from tests.support.compiled import Check, compiled
 
 @pytest.fixture(scope="module")
 def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
-    sources = ("core/report.c", "core/executor.c", "core/layered.c", "host/pool.c", "host/job.c")
+    sources = (
+        *("core/report.c", "core/executor.c", "core/layered.c", "host/pool.c", "host/job.c"),
+        *("core/intervals.c", "core/library.c", "core/thread.c", "host/identity.c"),
+    )
     return compiled(tmp_path_factory.mktemp("core"), "tests/native/core_main.c", *sources)
 
 
@@ -17,6 +20,8 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     "name",
     [
         *("merge_spans", "pass_wakes", "order_wakes", "open_beside_failure", "abort_twice"),
+        *("find_intervals", "find_calls", "rename_process", "first_thread_ends"),
+        "thread_blocks_signals",
         *("helper_leaves", "give_up_between_pieces", "all_who_wait_wake", "renewed_and_left"),
     ],
 )

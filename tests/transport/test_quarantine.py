@@ -1,4 +1,4 @@
-"""Memory that a peer may still write to stays held, whatever one of the questions raises."""
+"""Memory that a peer may still write to stays held, and each slot has one registration or lease."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from kvplan.transport.registrations import Quarantine
+from kvplan.transport.registrations import Quarantine, Slots
 
 DEADLINE_S = 30
 
@@ -49,3 +49,20 @@ def test_a_question_that_fails_holds_its_memory_and_no_other(
     assert "no memory to ask with" in caplog.text
     quarantine.add(lambda: False, Memory("later", released))
     assert released.get(timeout=DEADLINE_S) == "later"
+
+
+def test_no_slot_is_a_registration_and_a_lease() -> None:
+    slots = Slots(3, 8, 2)
+    for _ in range(2):  # all are free again
+        taken = [slots.take() for _ in range(3)]
+        leases = [slots.take(is_lease=True) for _ in range(2)]
+        assert {slot for slot, _ in taken} == {0, 1, 2}
+        assert {slot for slot, _ in leases} == {3, 4}
+        assert sorted(slots.leases()) == sorted(leases)
+        for is_lease in (False, True):
+            with pytest.raises(MemoryError):
+                slots.take(is_lease)
+        for it in (*taken, *leases):
+            slots.release(*it)
+            with pytest.raises(ValueError, match="generation"):
+                slots.release(*it)
