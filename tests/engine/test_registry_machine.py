@@ -16,6 +16,7 @@ from kvplan.engine.options import Options
 from kvplan.engine.pools import PoolConfig
 from kvplan.engine.registry import CacheRegistry
 from kvplan.transport.local import LocalTransport
+from kvplan.transport.local.metadata import Metadata
 from kvplan.types import Placement
 
 from .caches import as_peer, tried
@@ -224,7 +225,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_lives_is_registered_and_nothing_else(self) -> None:
-        ranges = self.transport.metadata().count(b'"slot"')
+        ranges = len(Metadata.from_bytes(self.transport.metadata()).ranges)
         owned = [it for it in self.caches if it.lives and it.pages]
         registered = [it for it in self.caches if it.by_id and not it.pages]
         assert len(owned) + len(registered) <= ranges <= len(owned) + TENSORS * len(registered)
