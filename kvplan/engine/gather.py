@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 from kvnative._signals import Mutex
 from kvplan.engine.operation import Operation, SubmitOptions
 from kvplan.engine.resolve import TransferOperation, refuse_notices
-from kvplan.engine.shares import Shares, is_gather, named, with_lease_tables
+from kvplan.engine.shares import Shares, is_gather, with_lease_tables
 from kvplan.execution.completion import AwaitableTask, run_aside
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.part import Part
 from kvplan.planning.plan import Plan
+from kvplan.planning.planner import of_part
 from kvplan.planning.transfer import Planned, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import shown
@@ -418,13 +419,15 @@ class Several:
                 continue
             having.sort(key=lambda place: place[2].source or 0)
             found = [self.operations[index].found[at] for index, at, _ in having]
-            with named(name):
+            try:
                 made = plan_gather(
                     with_lease_tables(cast(Transfer, transfer)),
                     [source.side for source, _ in found],
                     found[0][1].side,
                     by_layer=first.by_layer,
                 )
+            except (LLMException, TypeError) as error:
+                raise of_part(name, error) from None
             for (index, at, pair), part in zip(having, made, strict=True):
                 if part is not None:
                     parts[index][at] = part.labelled(name, pair.source)
