@@ -20,7 +20,7 @@ from kvplan.planning.contents import local_layers
 from kvplan.planning.texts import nbytes_text, plural, span
 from kvplan.recording.queries import OPERATIONS, select, who_wrote
 from kvplan.recording.reader import follow, read
-from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, Write
+from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, TransferRecord, Write
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.validation import printable
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, overload
 
 from kvnative._signals import signals_deferred
@@ -274,9 +275,9 @@ class CacheOperations(OperationRunner):
             axis = desc.batch_dim_index
             sums = []
             with using(memory):
-                for it in table.tolist():
+                for block in table.tolist():
                     check_lent(memory)
-                    sums.append(block_checksum(tensors, axis, it))
+                    sums.append(block_checksum(tensors, axis, block))
             memory.check()
             if isinstance(cache, BlockLease):
                 engine.leases.standing(cache)  # was live all the time
@@ -320,16 +321,16 @@ class CacheOperations(OperationRunner):
         now = time.time()
         return [
             CacheStatus(
-                cache_id=it.cache.cache_id,
-                cache_desc=it.cache.cache_desc,
-                paged=bool(it.paged),
-                nbytes=it.cache.cache_desc.nbytes,
-                allocated=it.owned,
-                remote_accessible=it.remote_accessible,
+                cache_id=entry.cache.cache_id,
+                cache_desc=entry.cache.cache_desc,
+                paged=bool(entry.paged),
+                nbytes=entry.cache.cache_desc.nbytes,
+                allocated=entry.owned,
+                remote_accessible=entry.remote_accessible,
                 deallocated=not has_id,
-                age_s=max(0.0, now - it.created),
+                age_s=max(0.0, now - entry.created),
             )
-            for it, has_id in self._running().registry.entries()
+            for entry, has_id in self._running().registry.entries()
         ]
 
     def _peer_caches(self, cluster_id: int) -> list[PeerCacheStatus]:
@@ -337,16 +338,16 @@ class CacheOperations(OperationRunner):
         link.sync()
         return [
             PeerCacheStatus(
-                cache_id=it.cache_id,
-                cache_desc=it.desc,
-                paged=it.paged,
-                writable=it.writable,
-                reachable=bool(it.metadata),
+                cache_id=cache.cache_id,
+                cache_desc=cache.desc,
+                paged=cache.paged,
+                writable=cache.writable,
+                reachable=bool(cache.metadata),
                 blocks_key=None
-                if it.model_id is None
-                else BlocksCacheKey(it.cluster_id, it.model_id),
+                if cache.model_id is None
+                else BlocksCacheKey(cache.cluster_id, cache.model_id),
             )
-            for it in sorted(link.caches(), key=lambda it: it.cache_id)
+            for cache in sorted(link.caches(), key=attrgetter("cache_id"))
         ]
 
     def _register(

@@ -134,7 +134,9 @@ class KeyIndex:
 
     def unbind(self, cache_id: int) -> None:
         """Remove all keys of a cache. Its claims stay open."""
-        for bound in [it for it in list(self._bound.values()) if it.cache_id == cache_id]:
+        for bound in [
+            bound_key for bound_key in list(self._bound.values()) if bound_key.cache_id == cache_id
+        ]:
             if self._bound.pop(bound.name, None) is not None:
                 self._forget_use(bound)
 
@@ -175,7 +177,7 @@ class KeyIndex:
             del self._held[holder]
         bound.num_claims -= 1
         if bound.missing is not None and tensors is not None:
-            bound.missing = {it for it in bound.missing if it not in tensors}
+            bound.missing = {tensor for tensor in bound.missing if tensor not in tensors}
             if not bound.missing and self._bound.get(bound.name) is bound:
                 del self._bound[bound.name]
                 self._forget_use(bound)
@@ -187,7 +189,7 @@ class KeyIndex:
 
     def claims_of(self, holder: Hashable) -> list[int]:
         """Return the ids of the open claims of `holder`."""
-        return [claim_id for claim_id, (_, it) in list(self._claims.items()) if it == holder]
+        return [claim_id for claim_id, (_, other) in list(self._claims.items()) if other == holder]
 
     def _forget_use(self, bound: BoundKey) -> int:
         self._use(bound.cache_id, -1)

@@ -332,13 +332,13 @@ class LlmDataDist(
         return metrics_of(self._cluster_id, self._metrics, self._engine)
 
     def _reported(self, operation: str, results: LinkResults, seconds: float) -> LinkResults:
-        for it in results:
-            self._metrics.record(operation, it.status, 0, seconds)
+        for result in results:
+            self._metrics.record(operation, result.status, 0, seconds)
             if self._engine is not None and (recorder := self._engine.recorder) is not None:
-                text = "" if it.error is None else error_text(it.error)
-                recorder.event(operation, it.status, seconds, text, {"peer": it.cluster_id})
-            fields = {"cluster": self._cluster_id, "peer": it.cluster_id}
-            log_operation(operation, seconds, it.error, **fields)
+                text = "" if result.error is None else error_text(result.error)
+                recorder.event(operation, result.status, seconds, text, {"peer": result.cluster_id})
+            fields = {"cluster": self._cluster_id, "peer": result.cluster_id}
+            log_operation(operation, seconds, result.error, **fields)
         return results
 
     def __enter__(self) -> Self:

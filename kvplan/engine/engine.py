@@ -136,7 +136,7 @@ class Engine:
             self.leases = Leases(cluster_id, self.links.instance, self.registry, transports)
             held.callback(self.leases.close)
             self.links.start()
-            self.transport_names = [it.name for it in transports]
+            self.transport_names = [each.name for each in transports]
             if options.status_socket:
                 self.links.serve_status(partial(describe, self))
             self.listen(options.listen_ip_info, stacklevel=3)  # the caller of `initialize`
@@ -189,7 +189,7 @@ class Engine:
 
     def warn_reinterpret(self, operation: Operation, part: Part) -> None:
         """Warn of bytes that are copied between unlike caches, once for each pair."""
-        pair = frozenset((it.name, it.meaning) for it in (part.src, part.dst))
+        pair = frozenset((side.name, side.meaning) for side in (part.src, part.dst))
         if pair in self._reinterpreted:
             return
         if len(self._reinterpreted) >= _MAX_WARNED_PAIRS:
@@ -206,13 +206,13 @@ class Engine:
     def remap(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Register caches again; see `remap_registered_memory`."""
         given = _checked_ranges(ranges)
-        if not any(it.state is LinkState.LINKED for it in self.links.status()):
+        if not any(link.state is LinkState.LINKED for link in self.links.status()):
             raise LLMException(
                 f"cluster {self.cluster_id} has no link that stands",
                 status_code=LLMStatusCode.LLM_NOT_YET_LINK,
             )
         with self._remapping:  # a concurrent call must not be lost
-            entries = [it for it, _ in self.registry.entries()]
+            entries = [entry for entry, _ in self.registry.entries()]
             self.registry.renew(_touched(entries, given))
         self.links.publish_and_confirm(self.wait_ms / 1000)
 
@@ -298,15 +298,15 @@ def _checked_ranges(ranges: object) -> list[tuple[int, int]]:
     if not ranges:
         raise invalid("ranges is empty; at least one is needed")
     checked = []
-    for position, it in enumerate(ranges):
+    for position, span in enumerate(ranges):
         name = f"ranges[{position}]"
-        if not isinstance(it, tuple | list) or len(it) != 2:
-            raise TypeError(f"{name}={shown(it)} must be (address, nbytes)")
-        address = check_width(f"{name} address", it[0], 0, UINT64_MAX)
-        nbytes = check_width(f"{name} nbytes", it[1], 0, UINT64_MAX)
+        if not isinstance(span, tuple | list) or len(span) != 2:
+            raise TypeError(f"{name}={shown(span)} must be (address, nbytes)")
+        address = check_width(f"{name} address", span[0], 0, UINT64_MAX)
+        nbytes = check_width(f"{name} nbytes", span[1], 0, UINT64_MAX)
         if not address or not nbytes or address + nbytes > 2**64:
             raise invalid(
-                f"{name}={it} must be of an address and nbytes of at least 1, and end by 2**64"
+                f"{name}={span} must be of an address and nbytes of at least 1, and end by 2**64"
             )
         checked.append((address, nbytes))
     return checked
@@ -314,7 +314,11 @@ def _checked_ranges(ranges: object) -> list[tuple[int, int]]:
 
 def _touched(entries: Iterable[CacheEntry], ranges: Sequence[tuple[int, int]]) -> list[int]:
     """Return the ids of the registered caches that the ranges touch."""
-    registered = [(it, merged_ranges(it.memory)) for it in entries if not it.owned]
+    registered = [
+        (cache_entry, merged_ranges(cache_entry.memory))
+        for cache_entry in entries
+        if not cache_entry.owned
+    ]
     touched: set[int] = set()
     for position, (address, nbytes) in enumerate(ranges):
         covered = address  # end of the bytes that are in caches

@@ -105,8 +105,8 @@ def renew_all(held: Iterable[HeldCache], transports: Sequence[Transport]) -> lis
     """Return all caches `renewed`, or raise and renew none."""
     with ExitStack() as undo:
         renewed = []
-        for it in held:
-            renewed.append(it.renewed(transports))
+        for cache in held:
+            renewed.append(cache.renewed(transports))
             undo.callback(renewed[-1].offer.deregister)
         undo.pop_all()
     return renewed
@@ -118,8 +118,8 @@ def end_all(held: Iterable[HeldCache]) -> None:
     The caller holds them until the end: memory returns to its pool after no peer reaches it.
     """
     with ExitStack() as all_of_them:
-        for it in held:
-            all_of_them.callback(it.offer.deregister)
+        for cache in held:
+            all_of_them.callback(cache.offer.deregister)
 
 
 class PendingDeregistrations:
@@ -145,7 +145,9 @@ class PendingDeregistrations:
             left, self._left = self._left, set()
             # A copy: a signal handler may end caches meanwhile.
             held = list(self._held)
-            return [it for it in held if it.entry.cache.cache_id == cache_id or it in left]
+            return [
+                cache for cache in held if cache.entry.cache.cache_id == cache_id or cache in left
+            ]
 
     def leave(self, held: Collection[HeldCache]) -> None:
         """Leave caches to the next call, as this one was interrupted."""

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 from kvnative._signals import Mutex
 from kvplan.engine.operation import Operation, SubmitOptions
 from kvplan.engine.resolve import TransferOperation, refuse_notices
-from kvplan.engine.shares import Shares, is_gather, named, with_lease_tables
+from kvplan.engine.shares import Shares, is_gather, with_lease_tables
 from kvplan.execution.awaitable import AwaitableTask
 from kvplan.execution.completion import run_aside
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.part import Part
 from kvplan.planning.plan import Plan
+from kvplan.planning.planner import of_part
 from kvplan.planning.transfer import Planned, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import shown
@@ -261,11 +262,11 @@ class GatherTask(AwaitableTask):
             raise self._failure(errors) from None
 
     def _failure(self, errors: dict[int, LLMException]) -> GatherError:
-        stopped = {it: error for it, error in errors.items() if _STOPPED in str(error)}
-        failed = {it: error for it, error in sorted(errors.items()) if it not in stopped}
-        parts = [f"sources[{it}] {self._names[it]}: {error}" for it, error in failed.items()]
+        stopped = {place: error for place, error in errors.items() if _STOPPED in str(error)}
+        failed = {at: error for at, error in sorted(errors.items()) if at not in stopped}
+        parts = [f"sources[{at}] {self._names[at]}: {error}" for at, error in failed.items()]
         if stopped:
-            names = ", ".join(f"sources[{it}]" for it in sorted(stopped))
+            names = ", ".join(f"sources[{at}]" for at in sorted(stopped))
             parts.append(f"{names} stopped for that")
         message = f"{self._operation}: {len(failed)} of {len(self._names)} sources failed: "
         return GatherError(message + "; ".join(parts), failed or stopped, stopped)
@@ -417,15 +418,17 @@ class Several:
                 ((index, at, _),) = having
                 parts[index][at] = self.operations[index].plan_part(at)
                 continue
-            having.sort(key=lambda it: it[2].source or 0)
+            having.sort(key=lambda place: place[2].source or 0)
             found = [self.operations[index].found[at] for index, at, _ in having]
-            with named(name):
+            try:
                 made = plan_gather(
                     with_lease_tables(cast(Transfer, transfer)),
                     [source.side for source, _ in found],
                     found[0][1].side,
                     by_layer=first.by_layer,
                 )
+            except (LLMException, TypeError) as error:
+                raise of_part(name, error) from None
             for (index, at, pair), part in zip(having, made, strict=True):
                 if part is not None:
                     parts[index][at] = part.labelled(name, pair.source)
@@ -433,7 +436,7 @@ class Several:
 
     def _text(self, index: int, parts: dict[int, Part]) -> str:
         """Return the name of a source in errors: its key and its shards."""
-        shards = [f"{it.name}: {it.src.shard or 'whole'}" for it in parts.values()]
+        shards = [f"{part.name}: {part.src.shard or 'whole'}" for part in parts.values()]
         operation = self.operations[index]
         key = operation.peer_key(min(parts))
         return f"{key} ({', '.join(shards).removeprefix(': ')})"

@@ -1,4 +1,4 @@
-"""The calls of the interface that kvplan implements, each as one `Transfer` that is run."""
+"""The transfer methods of the reference's interface, each as one `Transfer` that is run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class InterfaceOperations(TransferOperations):
-    """Pulls, pushes, copies and swaps by the names and in the argument order of the interface.
+    """Pulls, pushes, copies and swaps with the names and argument order of the reference.
 
-    Each is `run` with a `Transfer`, takes the options of `run`, and raises what `run` raises.
+    Each calls `run` with a `Transfer`, takes the options of `run`, and raises its errors.
     """
 
     def pull_cache(
@@ -168,7 +168,7 @@ class InterfaceOperations(TransferOperations):
             src: the local paged cache.
             dst: the remote paged cache, a lease of blocks, or addresses.
             src_blocks: local blocks.
-            dst_blocks: remote blocks, one for each of `src_blocks`; of a lease None: all of its.
+            dst_blocks: remote blocks, one for each of `src_blocks`; None: all blocks of a lease.
             layers, num_tokens, coalesce, reinterpret: as of `Transfer`.
             src_token, dst_token: tokens of the block tables to skip, on each side.
 
@@ -227,12 +227,12 @@ class InterfaceOperations(TransferOperations):
         coalesce: Coalesce | bool = DEFAULT_COALESCE,
         **options: Unpack[RunOptions],
     ) -> None:
-        """Copy blocks of a paged cache, each to any number of others of it.
+        """Copy blocks of a paged cache, each to any number of other blocks of the cache.
 
         Args:
             cache: a cache of this engine.
-            blocks: source block -> the blocks that it is copied to; or pairs of source and
-                destination block, or an array or tensor of two such columns.
+            blocks: source block -> destination blocks; or pairs of source and destination block;
+                or an array or tensor with these two columns.
             coalesce: as of `Transfer`.
 
         Raises:
@@ -281,17 +281,17 @@ class InterfaceOperations(TransferOperations):
 
 
 def _names_peer(key: object, cache: object) -> bool:
-    """Whether two arguments are a peer's cache and one of this process, in that order."""
+    """Return whether two arguments are a peer's cache and one of this process, in that order."""
     return type(cache) is Cache and type(key) is not Cache
 
 
 def _misplaced(theirs: str, key: object, ours: str, cache: object) -> TypeError:
-    """Refuse arguments in the wrong order: they would move in the other direction."""
+    """Return the error of arguments in the wrong order, which would move the other way."""
     check_type(ours, cache, Cache)
     return TypeError(f"{theirs}={shown(key)} must be what names a cache of a peer, not Cache")
 
 
 def _nbytes(size: int) -> int | None:
-    """Return what a transfer calls a size of the interface: -1 is the whole row."""
+    """Return the `nbytes` of a transfer for a size of the interface, where -1 is the whole row."""
     size = size if type(size) is int else as_int("size", size)
     return None if size == -1 else size

@@ -62,7 +62,7 @@ class Leases:
         self._cluster_id = cluster_id
         self._instance = instance
         self._registry = registry
-        self._transports = {it.name: it for it in transports}
+        self._transports = {transport.name: transport for transport in transports}
         self._changed = Condition()  # re-entrant: a signal handler may enter again
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -108,7 +108,7 @@ class Leases:
             lease_id = self._last_id
         words = self._begin_words(deadline_ns)
         try:
-            it = BlockLease(
+            lease = BlockLease(
                 self._cluster_id,
                 self._instance,
                 cache_id,
@@ -120,18 +120,18 @@ class Leases:
                 tokens,
             )
             with self._changed:
-                self._live[lease_id] = it
+                self._live[lease_id] = lease
                 if deadline_ns:
                     self._wake_at(lease_id, deadline_ns)
         except BaseException:
-            self._end_words((it.transport, (it.slot, it.generation)) for it in words)
+            self._end_words((word.transport, (word.slot, word.generation)) for word in words)
             raise
         if self._registry.living.get(cache_id) is not entry:
             self.end_cache(cache_id)
             raise not_exist(f"cache_id={cache_id} was freed when it was leased")
         if self.observer is not None:
-            self.observer(it, None)
-        return it
+            self.observer(lease, None)
+        return lease
 
     def end(self, lease: BlockLease) -> None:
         """See `LeaseOperations.release`."""
@@ -321,15 +321,15 @@ class Leases:
         words: list[LeaseWord] = []
         refusal = not_exist("the engine has no transport")
         try:
-            for name, it in self._transports.items():
+            for name, transport in self._transports.items():
                 try:
-                    words.append(LeaseWord(name, *it.begin_lease(deadline_ns)))
+                    words.append(LeaseWord(name, *transport.begin_lease(deadline_ns)))
                 except LLMException as error:
                     if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
                         raise
                     refusal = error
         except BaseException:
-            self._end_words((it.transport, (it.slot, it.generation)) for it in words)
+            self._end_words((word.transport, (word.slot, word.generation)) for word in words)
             raise
         if not words:
             raise refusal

@@ -69,8 +69,8 @@ def memory_of_tensors(
         raise invalid(
             f"tensors has {len(tensors)} elements; num_tensors={desc.num_tensors} are needed"
         )
-    if all(isinstance(it, int | np.integer) for it in tensors):
-        addresses = [it if isinstance(it, int) else int(it) for it in tensors]
+    if all(isinstance(given, int | np.integer) for given in tensors):
+        addresses = [given if isinstance(given, int) else int(given) for given in tensors]
         for position, address in enumerate(addresses):
             if check_width(f"tensors[{position}]", address, 0, UINT64_MAX) == 0:
                 raise invalid(f"tensors[{position}]=0 is no address of memory")
@@ -78,7 +78,7 @@ def memory_of_tensors(
         return memory_at(
             desc, addresses, device=device, writable=writable is not False, owner=_USER
         )
-    forms = [read_form(f"tensors[{position}]", it) for position, it in enumerate(tensors)]
+    forms = [read_form(f"tensors[{position}]", tensor) for position, tensor in enumerate(tensors)]
     on_device = device if desc.placement is Placement.DEVICE else None
     for form, given in zip(forms, tensors, strict=True):
         if on_device is None:
@@ -190,8 +190,8 @@ def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
         on_host = cast("tuple[HostMemory, ...]", tuple(memories))
         owner = on_host if all(map(attrgetter("held"), on_host)) else None
         return HostMemory(addresses, nbytes, writable=writable, owner=owner, parts=on_host)
-    on_device = tuple(it for it in memories if isinstance(it, DeviceMemory))
-    if len(on_device) < len(memories) or len({id(it.device) for it in on_device}) > 1:
+    on_device = tuple(memory for memory in memories if isinstance(memory, DeviceMemory))
+    if len(on_device) < len(memories) or len({id(part.device) for part in on_device}) > 1:
         raise LLMException(
             "caches of this process are in host memory and on the device, and one transfer "
             "has one way; move them in two",
@@ -202,9 +202,9 @@ def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
         addresses,
         nbytes,
         writable=writable,
-        owner=on_device if all(it.held for it in on_device) else None,
+        owner=on_device if all(each.held for each in on_device) else None,
         parts=on_device,
-        watches=tuple(watch for it in on_device for watch in it.watches),
+        watches=tuple(watch for each in on_device for watch in each.watches),
     )
 
 
@@ -217,7 +217,7 @@ def check_again(memory: CacheMemory) -> None:
 
 
 def merged_ranges(memory: CacheMemory, *, adjacent: bool = True) -> list[tuple[int, int]]:
-    """The (address, nbytes) that the tensors fill: those that overlap, or are adjacent, are one."""
+    """Return the (address, nbytes) of the tensors; overlapping or adjacent ones are merged."""
     ranges: list[tuple[int, int]] = []
     for address, nbytes in sorted(_pairs(memory.addresses, memory.nbytes)):
         start, before = ranges[-1] if ranges else (0, -1)
@@ -234,7 +234,7 @@ def offered_ranges(memory: CacheMemory) -> Sequence[Registrable]:
     Adjacent tensors on a device stay apart, as they may be of two allocations.
     """
     if isinstance(memory, DeviceMemory):
-        return [DeviceRange(*it) for it in merged_ranges(memory, adjacent=False)]
+        return [DeviceRange(*span) for span in merged_ranges(memory, adjacent=False)]
     return merged_ranges(memory)
 
 
@@ -294,8 +294,8 @@ def read_tensors(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
 def block_checksum(tensors: Sequence[NDArray[Any]], axis: int, block: int) -> str:
     """Return the BLAKE2b-64 of a block or slot in all tensors; `axis` counts blocks or slots."""
     total = blake2b(digest_size=8)
-    for it in tensors:
-        row = np.ascontiguousarray(np.moveaxis(it, axis, 0)[block])
+    for tensor in tensors:
+        row = np.ascontiguousarray(np.moveaxis(tensor, axis, 0)[block])
         total.update(row.reshape(-1).view(np.uint8).data)
     return total.hexdigest()
 
@@ -327,11 +327,12 @@ def _checked(desc: CacheDesc, arrays: Sequence[Any] | NDArray[Any]) -> list[NDAr
             f"arrays has {len(arrays)} elements; num_tensors={desc.num_tensors} are needed"
         )
     shape, dtype = array_form(desc)
-    given = [np.asarray(it) for it in arrays]
-    for position, it in enumerate(given):
-        if it.shape != shape or it.dtype.itemsize != dtype.itemsize or it.dtype.hasobject:
+    given = [np.asarray(tensor) for tensor in arrays]
+    for position, array in enumerate(given):
+        if array.shape != shape or array.dtype.itemsize != dtype.itemsize or array.dtype.hasobject:
             raise invalid(
-                f"arrays[{position}] is of shape {it.shape} and {it.dtype}; the cache's tensors "
-                f"are of shape {shape} and {dtype}, or another type of {dtype.itemsize} bytes"
+                f"arrays[{position}] is of shape {array.shape} and {array.dtype}; the cache's "
+                f"tensors are of shape {shape} and {dtype}, or another type of "
+                f"{dtype.itemsize} bytes"
             )
-    return [np.ascontiguousarray(it) for it in given]
+    return [*map(np.ascontiguousarray, given)]

@@ -24,7 +24,9 @@ def numa_nodes(root: Path = Path("/")) -> dict[int, frozenset[int]]:
     folder = root / "sys/devices/system/node"
     try:
         online = _numbers((folder / "online").read_text())
-        return {it: _numbers((folder / f"node{it}/cpulist").read_text()) for it in sorted(online)}
+        return {
+            node: _numbers((folder / f"node{node}/cpulist").read_text()) for node in sorted(online)
+        }
     except (OSError, ValueError):
         return {}
 

@@ -378,7 +378,7 @@ class InFlight:
 
     def operations(self) -> list[Operation]:
         """Return the operations that are in flight."""
-        return [it for held in list(self._operations) if (it := held()) is not None]
+        return [found for held in list(self._operations) if (found := held()) is not None]
 
     def add(self, operation: Operation) -> None:
         """Add an operation that begins, until `remove`."""

@@ -1,4 +1,4 @@
-"""What an engine is initialized with: a typed value, or the reference's mapping of strings."""
+"""Options of an engine: a typed value, or the mapping of strings of the reference."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _T = TypeVar("_T")
 
 
 def _completed(cls: type[_T]) -> type[_T]:
-    """Have arguments that are not given come from the environment, and from the file it names."""
+    """Let the constructor take missing arguments from the environment and from its file."""
     from_arguments = vars(cls)["__init__"]
 
     @wraps(from_arguments)
     def init(self: _T, **given: Any) -> None:
-        found = {name: it for name, it in configured().items() if name not in given}
+        found = {name: setting for name, setting in configured().items() if name not in given}
         with naming_sources(found):
             from_arguments(self, **given, **values_of(found))
 
@@ -49,81 +49,81 @@ def _completed(cls: type[_T]) -> type[_T]:
 @_completed
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What an engine is initialized with; every field has a default that works.
+    """Options of an engine; every field has a default that works.
 
-    A field that is not given is as the environment variable KVPLAN_<FIELD> says, such as
-    KVPLAN_TRANSPORT, else as the file that KVPLAN_OPTIONS_FILE names (see `from_file`).
+    A missing field has the value of the environment variable KVPLAN_<FIELD>, such as
+    KVPLAN_TRANSPORT, otherwise that of the file named by KVPLAN_OPTIONS_FILE (see `from_file`).
 
     Attributes:
         listen_ip_info: "ip:port" to listen at, IPv6 in brackets, port 0: any; empty: a client.
-        device_id: of the device whose caches these are; a label where there is no accelerator.
-        sync_kv_cache_wait_time: ms that a pull or push may take.
+        device_id: number of the device of the caches; a label without an accelerator.
+        sync_kv_cache_wait_time: time limit of a pull or push, in ms.
         mem_pool_config: pool of caches with Placement.DEVICE; None: each has memory of its own.
         host_mem_pool_config: the same for Placement.HOST.
-        prefault: have every page of the host's memory when a pool, or a cache without one, is made:
-            too little memory is refused then (LLM_OUT_OF_MEMORY), and no first use of a page takes
-            time, or fails; otherwise pages come at first use.
-        pages: that the host's memory of a pool, or a cache without one, has. "auto": huge ones, of
-            2 MiB, with `prefault`, as far as the system has them, and where it gives them anyway;
-            "collapse": also without, in the background, as it fills; "small"; "hugetlb": those that
-            the administrator has reserved (`sysctl vm.nr_hugepages`), all taken when it is made.
-        numa_node: that this memory comes from, as long as it has any left, and whose processors
-            copy for this engine if there are several nodes; None: as the system does.
-        populate: when the pages of peers' arenas on this host are mapped here: "background": those
-            that their owners have filled, soon after linking, by a thread; "now": all of them, at
-            once, which allocates what an owner has not touched; "off": each at its first use.
-        allow_overcommit: let a pool, or a cache without one, be larger than all memory and swap
-            there is, here or in the cgroup.
+        prefault: populate all host memory of a pool, or of a cache without a pool, when it is
+            made. Too little memory is then an error at once (LLM_OUT_OF_MEMORY), and no first use
+            of a page takes time or fails. Otherwise the first use populates a page.
+        pages: pages of host memory of a pool, or of a cache without a pool. "auto": huge pages of
+            2 MiB with `prefault`, as far as available, and where the system gives them anyway;
+            "collapse": also without `prefault`, in the background, as memory fills; "small";
+            "hugetlb": pages reserved by the administrator (`sysctl vm.nr_hugepages`).
+        numa_node: node that this memory comes from while it has free memory, and whose processors
+            copy for this engine if the machine has several nodes; None: the system chooses.
+        populate: when to map pages of peers' arenas on this host. "background": a thread maps
+            those that their owners have filled, soon after linking; "now": all at once, which
+            allocates untouched pages; "off": each at its first use.
+        allow_overcommit: allow a pool, or a cache without a pool, larger than all memory and swap
+            of the machine or the cgroup.
         local_comm_res, global_resource_config: JSON of the reference.
-        link_total_time: s within which all members of a `link` must have come; 0: 60. What
-            `link_clusters` may take is its timeout_ms.
-        link_retry_count: times that `link_clusters` tries to connect, within its timeout_ms; `link`
-            tries until its time is over.
-        rdma_traffic_class, rdma_service_level: for RDMA; None: the system's.
-        accelerator: "ascend" or "cuda": caches with Placement.DEVICE are in the memory of that
-            device; "none": the placement is a label, and all caches are in host memory; "auto": as
-            the first of them whose library and device are found, else as "none".
-        cuda_context: that a CUDA device works in: "primary", which the program's frameworks use as
-            well; "own": errors of their streams are not those of transfers then, but what they
-            allocate cannot be registered.
-        transport: how peers' memory is reached; "auto" chooses.
-        staging_nbytes: of device memory, through which memory goes that HCCL does not take as it
-            is; 0: none, and such transfers are refused.
-        ucx_devices: that UCX may use, with commas between, such as "mlx5_0:1,mlx5_1:1"; empty: UCX
-            chooses.
-        ucx_settings: of UCX, a JSON object such as {"UCX_IB_GID_INDEX": "3"}; what it says counts.
-            UCX_TLS chooses among the ways that UCX has: without it there must be RDMA, and TCP may
-            not be among them.
-        permit_any_peer: let every process of this user trace this one. Where Yama asks for it
-            (`kernel.yama.ptrace_scope=1`, as on Ubuntu), peers reach registered memory only so.
-        tcp_connections: 1 to 16 to each peer over tcp, each with a thread at both ends, that
-            together move what is large; both ends use as many as the one with fewer. None: 1 below
-            4 cores, 2 from 4 on, 4 from 8 on, 8 from 16 on.
+        link_total_time: seconds in which all members of a `link` must join; 0: 60 seconds.
+            `link_clusters` has timeout_ms instead.
+        link_retry_count: number of attempts to connect by `link_clusters`, within its timeout_ms;
+            `link` tries until its time has passed.
+        rdma_traffic_class, rdma_service_level: for RDMA; None: the defaults of the system.
+        accelerator: "ascend" or "cuda": caches with Placement.DEVICE are in memory of that device;
+            "none": the placement is a label, and all caches are in host memory; "auto": the first
+            accelerator whose library and device are found, otherwise "none".
+        cuda_context: context of a CUDA device. "primary": the one of the program's frameworks;
+            "own": errors of their streams do not affect transfers, but their memory cannot be
+            registered.
+        transport: name of the transport; "auto" chooses.
+        staging_nbytes: bytes of device memory to stage memory that HCCL cannot register; 0: none,
+            and such transfers are refused.
+        ucx_devices: devices that UCX may use, such as "mlx5_0:1,mlx5_1:1"; empty: UCX chooses.
+        ucx_settings: settings of UCX, a JSON object such as {"UCX_IB_GID_INDEX": "3"}; they take
+            precedence. UCX_TLS selects UCX's transports; without it RDMA is required, and TCP is
+            not used.
+        permit_any_peer: let every process of this user trace this one. With
+            `kernel.yama.ptrace_scope=1`, as on Ubuntu, peers need it to reach registered memory.
+        tcp_connections: 1 to 16 connections to each peer over tcp, each with a thread at both
+            ends, which share large transfers; both ends use the smaller number. None: 1 below 4
+            cores, 2 from 4 on, 4 from 8 on, 8 from 16 on.
         tcp_congestion: congestion control of these connections, such as "bbr", which the kernel
-            must have and permit; empty: the system's.
-        tcp_source: IP address of this host that links are made from, their handshake and their data
-            over tcp; of the family of the peers' addresses. Empty: as the routes say.
+            must have and permit; empty: the default of the system.
+        tcp_source: IP address of this host for outgoing handshakes and data over tcp, of the
+            family of the peers' addresses. Empty: chosen by the routes.
         cluster_key_file: path of the key that all engines of a cluster share; None: no
             authentication.
-        encrypt: encrypt all data that goes over tcp, by AES-GCM; done where either end demands it.
+        encrypt: encrypt all data over tcp by AES-GCM; in effect if either end asks for it.
         heartbeat_interval_ms: ms without a message after which a link sends one.
-        heartbeat_timeout_ms: ms without hearing from a peer after which its link is broken.
-        max_links: peers that may be linked at once.
-        max_tensors: addresses that a registered cache may have.
-        comm_port: of the rendezvous of `link`, across hosts.
-        comm_dir: of the rendezvous of `link`, on one host; None: the user's runtime directory.
-        tuning: how copies are made on this machine: "auto", as `kvplan tune` has stored, else as
-            built in; "builtin"; or a JSON object with the fields that differ from the built-in
-            tuning, such as {"bypass_nbytes": 16777216}. None: the value of the environment variable
-            KVPLAN_TUNING, or "auto". Engines with equal values share their threads.
-        unlike_caches: what is done about a transfer between caches whose data types, shapes or
-            layouts cannot match: "refuse" it, or copy the bytes and "warn", once for each pair, as
-            the official surface does.
-        verify: read what a transfer has moved again, and compare it with the other side: "off",
-            "all", or "sample:1/64", one descriptor of 64; what is read again costs a transfer more.
-        opentelemetry: make a span of OpenTelemetry of each transfer; needs the extra `otel`.
-        status_socket: let programs of this user on this host ask what the engine does, as
-            `kvplan top` does; nothing runs until one asks.
+        heartbeat_timeout_ms: ms without a message from a peer after which its link is broken.
+        max_links: largest number of linked peers.
+        max_tensors: largest number of tensors of a registered cache.
+        comm_port: port of the rendezvous of `link` across hosts.
+        comm_dir: directory of the rendezvous of `link` on one host; None: the user's runtime
+            directory.
+        tuning: tuning of copies on this machine. "auto": as stored by `kvplan tune`, otherwise
+            built in; "builtin"; or a JSON object of the fields that differ from the built-in
+            tuning, such as {"bypass_nbytes": 16777216}. None: the value of the environment
+            variable KVPLAN_TUNING, or "auto". Engines with equal values share their threads.
+        unlike_caches: for transfers between caches whose data types, shapes or layouts cannot
+            match: "refuse", or "warn" once for each pair and copy the bytes, as the official
+            surface does.
+        verify: read moved bytes again and compare them with the other side: "off", "all", or
+            "sample:1/64" for one of 64 descriptors; each comparison takes time.
+        opentelemetry: make a span of OpenTelemetry for each transfer; needs the extra `otel`.
+        status_socket: let programs of this user on this host read the state of the engine, as
+            `kvplan top` does; idle until a program asks.
 
     Raises:
         TypeError: a field of another type.
@@ -184,8 +184,11 @@ class Options:
             check_resource_file("global_resource_config", self.global_resource_config)
 
     def differences(self, other: Options) -> str:
-        """Return the options that differ from those of `other`, each with both values."""
-        pairs = [(it.name, getattr(self, it.name), getattr(other, it.name)) for it in fields(self)]
+        """Return the options that differ from `other` as text, each with both values."""
+        pairs = [
+            (field.name, getattr(self, field.name), getattr(other, field.name))
+            for field in fields(self)
+        ]
         return ", ".join(
             f"{name}={shown(mine)}, not {shown(theirs)}"
             for name, mine, theirs in pairs
@@ -208,20 +211,20 @@ class Options:
                 no table [kvplan], or an unknown key. Names the file and the key.
         """
         before = given.keys() | from_environment().keys()
-        found = {name: it for name, it in read_file(path).items() if name not in before}
+        found = {name: value for name, value in read_file(path).items() if name not in before}
         with naming_sources(found):
             return cls(**given, **values_of(found))
 
     @classmethod
     def of(cls, options: Mapping[str, str] | Options | None) -> Options:
-        """Return `options` as this type; a mapping has the reference's keys and text values.
+        """Return `options` as this type; a mapping has the keys of the reference and text values.
 
-        Keys may omit the prefix `llm.` (or `kvplan.`, of options that the reference has not).
-        Options of the reference that have no effect here are checked and ignored. An unknown key
-        causes a warning that names the nearest; one that is nearly `llm.ListenIpInfo` is refused.
+        Keys may omit the prefix `llm.`, or `kvplan.` of options that the reference does not have.
+        Options of the reference without an effect here are checked and ignored. An unknown key
+        causes a warning with the nearest key; one similar to `llm.ListenIpInfo` is refused.
 
         Raises:
-            TypeError: neither of these, or a key or value that is not text.
+            TypeError: another type, or a key or value that is not text.
             ValueError, LLMException: as the class.
         """
         if options is None:
@@ -249,7 +252,7 @@ class Options:
 
 
 def unknown_key(key: str) -> str:
-    """What to warn of about a key that no option has, naming the nearest."""
+    """Return the warning of an unknown key, which names the nearest one."""
     plain = re.sub("[^a-z0-9]", "", key.lower().removeprefix("llm.").removeprefix("kvplan."))
     if plain.startswith("listen") or get_close_matches(plain, ["listenipinfo"], cutoff=0.8):
         raise invalid(

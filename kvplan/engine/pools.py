@@ -214,7 +214,7 @@ class Pools:
         numa_node: int | None = None,
     ) -> None:
         self._device = device
-        self._maps_host = any(it.maps_host for it in transports)
+        self._maps_host = any(each.maps_host for each in transports)
         self._collapse = pages == "collapse"
         self._new_arena = partial(
             new_arena,

@@ -75,17 +75,17 @@ class AddressRanges:
             raise invalid(f"direction={shown(direction)} must be 'pull' or 'push'")
         check_width("cluster_id", cluster_id, 0, UINT64_MAX)
         columns = {
-            name: _column(name, it)
-            for name, it in (("local", local), ("remote", remote), ("nbytes", nbytes))
+            name: _column(name, values)
+            for name, values in (("local", local), ("remote", remote), ("nbytes", nbytes))
         }
-        lengths = {name: len(it) for name, it in columns.items()}
+        lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) > 1 or not lengths["nbytes"]:
             raise invalid(f"ranges: {lengths} must be of one length, of at least 1")
         for name in ("local", "remote"):
             check_ranges(columns[name], columns["nbytes"], name)
         fields = {"cluster_id": cluster_id, "direction": direction, **columns}
-        for name, it in fields.items():
-            object.__setattr__(self, name, it)
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -158,13 +158,17 @@ class RangeOperation(Operation):
         source, target = (found.remote, found.local) if pulls else (found.local, found.remote)
         src, dst, nbytes, groups = arrange(source, target, found.nbytes, pairs)
         if (clash := first_overlap(dst, nbytes)) is not None:
-            first, second = (span_text(int(dst[it]), int(nbytes[it])) for it in sorted(clash))
+            first, second = (
+                span_text(int(dst[place]), int(nbytes[place])) for place in sorted(clash)
+            )
             side = "local" if pulls else "remote"
             raise invalid(f"{side} ranges {first} and {second} overlap: both are written")
         own, peer, firsts = _parts(found, groups)
         self.cache_id = own[0].cache.cache.cache_id
-        ours = joined([it.cache.memory for it in own])
-        theirs = link.joined_memory([it.cache for it in peer], writable=not pulls, any_holder=True)
+        ours = joined([extent.cache.memory for extent in own])
+        theirs = link.joined_memory(
+            [each.cache for each in peer], writable=not pulls, any_holder=True
+        )
         if pulls and not ours.writable:
             raise invalid(
                 "local ranges are to be written, and their memory is registered read-only"
@@ -174,10 +178,10 @@ class RangeOperation(Operation):
             _made_parts,
             pulls,
             [
-                (it.cache.cache.cache_desc, it.cache.cache.cache_id, it.tensor, it.address)
-                for it in own
+                (each.cache.cache.cache_desc, each.cache.cache.cache_id, each.tensor, each.address)
+                for each in own
             ],
-            [(it.cache.desc, it.cache.cache_id, it.tensor, it.address) for it in peer],
+            [(each.cache.desc, each.cache.cache_id, each.tensor, each.address) for each in peer],
             (str(link), link.side(peer[0].cache).way),
             bounds,
             len(found.nbytes),
@@ -233,7 +237,7 @@ def _parts(
         numbers = [(int(found.own_extents[0]), int(found.peer_extents[0]))]
     else:
         firsts = [0, *(np.flatnonzero(groups[1:] != groups[:-1]) + 1).tolist()]
-        numbers = [divmod(int(groups[it]), len(found.peer.extents)) for it in firsts]
+        numbers = [divmod(int(groups[first]), len(found.peer.extents)) for first in firsts]
     return (
         [found.own.extents[own] for own, _ in numbers],
         [found.peer.extents[peer] for _, peer in numbers],
@@ -299,6 +303,6 @@ def _column(name: str, values: Any) -> Column:
     if given.ndim != 1:
         raise TypeError(f"{name}={shown(values)} must be a sequence of int")
     return np.array(
-        [check_width(f"{name}[{i}]", it, 0, UINT64_MAX) for i, it in enumerate(list(values))],
+        [check_width(f"{name}[{i}]", value, 0, UINT64_MAX) for i, value in enumerate(list(values))],
         dtype=np.uint64,
     )

@@ -118,8 +118,8 @@ def _record(
             )
             engine.leases.observer = partial(_record_lease, recorder)
             engine.links.observe(partial(_record_link, recorder))
-            for it in list(engine.links.peers.values()):
-                _record_link(recorder, it)
+            for link in list(engine.links.peers.values()):
+                _record_link(recorder, link)
     except BaseException:  # an interrupt: the caller has no recorder to close
         if recorder is not None:
             recorder.close()

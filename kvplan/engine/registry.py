@@ -186,9 +186,9 @@ class CacheRegistry:
                     self._pending.add([self._held.pop(cache_id)])
                 # Also earlier registrations of the cache, and those that another call ends now.
                 ended = self._pending.of(cache_id)
-            for it in ended:
-                why = f"this engine has unregistered cache {it.entry.cache.cache_id} meanwhile"
-                take_back(it.entry.memory, why)
+            for cache in ended:
+                why = f"this engine has unregistered cache {cache.entry.cache.cache_id} meanwhile"
+                take_back(cache.entry.memory, why)
         except BaseException:  # an interrupt
             self._pending.leave(ended)
             raise
@@ -200,7 +200,7 @@ class CacheRegistry:
     def renew(self, cache_ids: Iterable[int]) -> None:
         """Register caches again with the transports; an unknown id has no effect."""
         with self._mutex:
-            held = [self._held[it] for it in cache_ids if it in self._held]
+            held = [self._held[cache_id] for cache_id in cache_ids if cache_id in self._held]
         with signals_deferred:
             self._renew(held)
 
@@ -303,8 +303,8 @@ class CacheRegistry:
     def entries(self) -> list[tuple[CacheEntry, bool]]:
         """Return all caches in the order of ids, each with whether its id is still valid."""
         with self._mutex:
-            living = [it.entry for _, it in sorted(self._held.items(), key=itemgetter(0))]
-            return [(it, it.cache.cache_id in self._entries) for it in living]
+            living = [cache.entry for _, cache in sorted(self._held.items(), key=itemgetter(0))]
+            return [(entry, entry.cache.cache_id in self._entries) for entry in living]
 
     def offered(self) -> dict[int, CacheEntry]:
         """Return the caches that peers can reach by id now."""
@@ -381,9 +381,9 @@ class CacheRegistry:
             self._entries.clear()
             self._by_address = None
             self._keys = KeyIndex()
-        for it in held:
-            if not it.entry.owned:
-                take_back(it.entry.memory, "this engine was finalized meanwhile")
+        for cache in held:
+            if not cache.entry.owned:
+                take_back(cache.entry.memory, "this engine was finalized meanwhile")
         self._pending.end(held)
         self.pools.close()
 

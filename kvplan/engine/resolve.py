@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, Unpack, cast
 
 from kvplan.engine.memory import joined
@@ -293,11 +294,11 @@ class TransferOperation(Operation):
     def _memory(self, found: Sequence[Found], *, writable: bool) -> TensorMemory:
         """Return the memory of one side; no transfer with a lease's succeeds after its end."""
         if found[0].cache is None:
-            return joined([cast("TensorMemory", its.memory) for its in found])
+            return joined([*map(attrgetter("memory"), found)])
         leases = [its.key for its in found if isinstance(its.key, BlockLease)]
-        self.leases = tuple([lease.lease_id for lease in leases])
-        link, caches = cast("PeerLink", self.link), [cast("PeerCache", its.cache) for its in found]
-        return link.leased_memory(caches, leases, writable=writable)
+        self.leases = tuple(map(attrgetter("lease_id"), leases))
+        caches = [*map(attrgetter("cache"), found)]
+        return cast("PeerLink", self.link).leased_memory(caches, leases, writable=writable)
 
     def _lower(self, src: TensorMemory, dst: TensorMemory) -> Prepared | None:
         """Return what a usual request executes, lowered without a plan; None: plan it."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
@@ -53,8 +52,10 @@ class Pair(NamedTuple):
             return self
         if type(self.src.cache) is not BlockLease and type(self.dst.cache) is not BlockLease:
             return self
-        with named(self.name):
+        try:
             transfer = with_lease_tables(self.transfer)
+        except (LLMException, TypeError) as error:
+            raise of_part(self.name, error) from None
         return Pair(self.name, transfer, cast(Rows, transfer.src), transfer.dst)
 
 
@@ -80,7 +81,7 @@ def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) ->
     peers: dict[object, list[Pair]] = {}
     directions: dict[str, str] = {}
     for name, transfer in transfers.items():
-        with named(name):
+        try:
             single = not is_gather(transfer)
             sources, dst = _rows_of(transfer)
             known: dict[int | None, int] = {}
@@ -95,6 +96,8 @@ def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) ->
                 pair = Pair(name, transfer, rows, dst, None if single else index)
                 peer: object = (cluster, nth, name) if by_layer else (cluster, nth)
                 peers.setdefault(peer, []).append(pair)
+        except (LLMException, TypeError) as error:
+            raise of_part(name, error) from None
     if len(directions) > 1:
         raise invalid(f"transfer: {directions} are of several directions; one has one")
     gathers = any(map(is_gather, transfers.values()))
@@ -117,17 +120,6 @@ def local_of(src: Rows, dst: Rows) -> Local:
             "transfer is this process's"
         )
     return "dst" if from_peer else "src" if to_peer else "both"
-
-
-@contextmanager
-def named(name: str) -> Iterator[None]:
-    """Add to an error which of several transfers is refused; nothing without a name."""
-    try:
-        yield
-    except (LLMException, TypeError) as error:
-        if not name:
-            raise
-        raise of_part(name, error) from None
 
 
 def is_gather(transfer: Transfer | Planned) -> bool:

@@ -81,13 +81,15 @@ class Metrics:
 
 
 def _row(histograms: dict[LLMStatusCode, Histogram]) -> OperationMetrics:
-    found = {status.name: it.snapshot() for status, it in histograms.items()}
-    counts = [sum(column) for column in zip(*(it[2] for it in found.values()), strict=True)]
+    found = {status.name: histogram.snapshot() for status, histogram in histograms.items()}
+    counts = [
+        sum(column) for column in zip(*(histogram[2] for histogram in found.values()), strict=True)
+    ]
     buckets = dict(zip((*BUCKETS, math.inf), accumulate(counts), strict=True))
-    total = sum(it[1] for it in found.values())
+    total = sum(snapshot[1] for snapshot in found.values())
     return {
-        "statuses": {name: sum(it[2]) for name, it in found.items()},
-        "nbytes": sum(it[0] for it in found.values()),
+        "statuses": {name: sum(histogram[2]) for name, histogram in found.items()},
+        "nbytes": sum(histogram[0] for histogram in found.values()),
         "seconds": {"count": buckets[math.inf], "sum": total, "buckets": buckets},
     }
 
@@ -220,9 +222,9 @@ def metrics_of(cluster_id: int, metrics: Metrics, engine: Engine | None) -> Engi
     links: Counter[str] = Counter()
     if engine is not None:
         engine.check_process()
-        links.update(it.state.name for it in engine.links.status())
-        for it, _ in engine.registry.entries():
-            cache_bytes[it.cache.cache_desc.placement.name] += it.cache.cache_desc.nbytes
+        links.update(link.state.name for link in engine.links.status())
+        for entry, _ in engine.registry.entries():
+            cache_bytes[entry.cache.cache_desc.placement.name] += entry.cache.cache_desc.nbytes
     return {
         "cluster_id": cluster_id,
         "in_flight": 0 if engine is None else len(engine.in_flight),
@@ -260,18 +262,18 @@ def describe(engine: Engine) -> dict[str, Any]:
             for name, row in operations.items()
         },
         "links": [
-            asdict(it) | {"role": it.role and it.role.name, "state": it.state.name}
-            for it in engine.links.status()
+            asdict(link) | {"role": link.role and link.role.name, "state": link.state.name}
+            for link in engine.links.status()
         ],
         "caches": [
             {
-                "cache_id": it.cache.cache_id,
-                "nbytes": it.cache.cache_desc.nbytes,
-                "num_tensors": it.cache.cache_desc.num_tensors,
-                "placement": it.cache.cache_desc.placement.name,
+                "cache_id": entry.cache.cache_id,
+                "nbytes": entry.cache.cache_desc.nbytes,
+                "num_tensors": entry.cache.cache_desc.num_tensors,
+                "placement": entry.cache.cache_desc.placement.name,
                 "allocated": is_allocated,
             }
-            for it, is_allocated in engine.registry.entries()
+            for entry, is_allocated in engine.registry.entries()
         ],
         "pages": {
             "option": engine.options.pages,
@@ -288,18 +290,18 @@ def describe(engine: Engine) -> dict[str, Any]:
 
 def _in_flight(engine: Engine) -> list[dict[str, Any]]:
     now = perf_counter()
-    found = sorted(engine.in_flight.operations(), key=lambda it: it.started)
+    found = sorted(engine.in_flight.operations(), key=lambda operation: operation.started)
     rows = []
-    for it in found[:_MAX_LISTED]:
-        plan = it.plan
+    for operation in found[:_MAX_LISTED]:
+        plan = operation.plan
         rows.append(
             {
-                "operation": it.name,
-                "tag": it.tag,
-                "peer": it.cluster_id,
-                "cache_id": None if it.cache_id < 0 else it.cache_id,
+                "operation": operation.name,
+                "tag": operation.tag,
+                "peer": operation.cluster_id,
+                "cache_id": None if operation.cache_id < 0 else operation.cache_id,
                 "nbytes": None if plan is None else plan.nbytes,
-                "age_s": now - it.started,
+                "age_s": now - operation.started,
             }
         )
     return rows

@@ -32,10 +32,10 @@ MOST = {
     "pull_cache": (8, 5),
     "push_cache": (8, 5),
     "operation": (32, 11),  # more than moves at once
-    "planned": (74, 20),  # something needs a plan, as an order of its segments
+    "planned": (71, 20),  # something needs a plan, as an order of its segments
     "submit": (49, 15),
     "layered": (93, 18),  # four layers
-    "groups": (145, 20),  # two caches
+    "groups": (134, 20),  # two caches
 }
 """Calls and files of each, in the calling thread."""
 

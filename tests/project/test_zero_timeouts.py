@@ -368,7 +368,5 @@ def test_a_timeout_of_zero_is_zero_for_all_that_moves(scene: Scene, kind: str) -
 @pytest.mark.parametrize("verb", ["submit", "layered"])
 def test_a_timeout_is_of_no_verb_that_does_not_wait(scene: Scene, verb: str) -> None:
     for kind in KINDS.values():
-        with pytest.raises(
-            TypeError, match=r"timeout_ms is an option of run; .* wait\(timeout_ms\)"
-        ):
+        with pytest.raises(TypeError, match=r"timeout_ms is an option of run; .* wait\("):
             getattr(scene.user, verb)(kind(scene), timeout_ms=0)
