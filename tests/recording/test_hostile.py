@@ -74,7 +74,7 @@ def transfer(*parts, leases=()):
     return (TRANSFER, 6.0, 0.1, "pull", 0, "", "", 7, 1, leases, 0, parts)
 
 
-LITTLE: Any = ("", 0, b"", b"", None)
+LITTLE: Any = ("", None, 0, b"", b"", None)
 FAR_TOO_MANY = [
     [transfer(*[LITTLE] * 2_000_000)],
     [transfer(leases=[1] * 8_000_000)],
