@@ -31,9 +31,9 @@ from kvplan.lease import _digest
 from kvplan.links.peer_table import PeerCache
 from kvplan.links.rendezvous import locate
 from kvplan.llm_datadist.configs import _checked_cluster_info
-from kvplan.planning import files
+from kvplan.planning import schema
 from kvplan.recording import format as recording
-from kvplan.recording.records import Transfer as Recorded
+from kvplan.recording.records import TransferRecord
 from kvplan.serving import Handle, Reference, Source
 from kvplan.serving import messages as serving
 from kvplan.serving.pusher import Goal
@@ -107,7 +107,7 @@ def read_control(frame: bytes) -> None:
 
 
 def read_plan(data: bytes) -> None:
-    files.read_plan(BytesIO(data), "a file")
+    schema.read_plan(BytesIO(data), "a file")
 
 
 def row_of(data: bytes) -> object:
@@ -130,7 +130,7 @@ def read_recorded_plan(data: bytes) -> object:
         return None
     at = LLMStatusCode.LLM_SUCCESS
     parts, templates = part.parts, {template.number: template}
-    return Recorded(0, 1.0, 0.1, "pull", 1, 2, 1, "", (), at, "", 1, parts, templates).plan
+    return TransferRecord(0, 1.0, 0.1, "pull", 1, 2, 1, "", (), at, "", 1, parts, templates).plan
 
 
 def read_reference(data: bytes) -> Reference:

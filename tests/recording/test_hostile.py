@@ -97,7 +97,7 @@ def test_what_a_writer_compresses_best_is_read(tmp_path):
     count = 100_000
     same, offsets = np.full(count, 65536, "<u8"), np.arange(count, dtype="<u8") * 65536
     columns = [it.tobytes() for it in (same, offsets, same)]
-    rows = [transfer(("", None, 0, b"", b"", (count, *columns)))] * 4
+    rows = [transfer(("", 0, b"", b"", (count, *columns)))] * 4
     path = file_of(tmp_path / "large.kvrec", *rows)
     assert path.stat().st_size < 4 * 24 * count / 10
     assert len(read(path)) == 4

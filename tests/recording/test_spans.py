@@ -109,7 +109,7 @@ def test_a_failure_is_an_error_with_its_message(traced, spans):
     assert span.attributes["kvplan.status"] == "LLM_PARAM_INVALID"
 
 
-@pytest.mark.parametrize(("when", "said"), [("start", "begun"), ("end", "ended")])
+@pytest.mark.parametrize(("when", "said"), [("start", "begin"), ("end", "end")])
 def test_no_transfer_fails_when_tracing_does(traced, spans, caplog, when, said):
     here = traced.allocate_blocks_cache(DESC)
     FAILING.when = when
@@ -117,7 +117,7 @@ def test_no_transfer_fails_when_tracing_does(traced, spans, caplog, when, said):
         traced.copy_blocks(here, {1: [2]})
     finally:
         FAILING.when = ""
-    assert f"a span could not be {said}" in caplog.text
+    assert f"could not {said} a span" in caplog.text
     assert traced.metrics()["operations"]["copy_blocks"]["statuses"] == {"LLM_SUCCESS": 1}
 
 
