@@ -147,7 +147,11 @@ def _check_resources(name: str, value: object) -> None:
 
 
 def check_resource_file(name: str, resources: str) -> None:
-    """Refuse a local_comm_res_path of the global resource config that is not a small file."""
+    """Refuse a local_comm_res_path of the global resource config that is not a small file.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID.
+    """
     given = _json_object(name, resources) if resources else {}
     if _RESOURCE_FILE not in given:
         return
@@ -344,6 +348,9 @@ def ignored(key: str, name: str, text: str) -> bool:
     """Return whether `key` is an option of the reference without an effect here.
 
     `key` may lack the prefix `llm.`; errors call the option `name`.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: a value that the option cannot have.
     """
     if key.startswith("ge."):
         return True
