@@ -345,7 +345,8 @@ def conclude(
 
 def check_notification(name: str, data: bytes) -> bytes:
     """Return the bytes of a notification after a check of their number."""
-    check_type(name, data, bytes)
+    if type(data) is not bytes:
+        check_type(name, data, bytes)
     if not 1 <= len(data) <= MAX_NOTIFICATION_NBYTES:
         raise invalid(f"{name} has {len(data)} bytes; allowed are [1, {MAX_NOTIFICATION_NBYTES}]")
     return data
@@ -353,7 +354,9 @@ def check_notification(name: str, data: bytes) -> bytes:
 
 def check_tag(tag: str) -> str:
     """Return the tag of a transfer after a check of its characters."""
-    if len(check_type("tag", tag, str)) > MAX_TAG or not tag.isprintable():
+    if type(tag) is not str:
+        check_type("tag", tag, str)
+    if len(tag) > MAX_TAG or not tag.isprintable():
         raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
     return tag
 
