@@ -16,7 +16,7 @@ COMMANDS = ["make demo", "make test"]
 
 
 def test_the_readme_gives_the_two_commands() -> None:
-    commands = re.findall(r"^\$? ?(make \w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    commands = re.findall(r"^\| `(make \w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert set(COMMANDS) <= set(commands)
 
 

@@ -33,8 +33,8 @@ MOST = {
     "push_cache": (8, 5),
     "operation": (32, 11),  # more than moves at once
     "planned": (71, 20),  # something needs a plan, as an order of its segments
-    "submit": (49, 15),
-    "layered": (93, 18),  # four layers
+    "submit": (49, 16),
+    "layered": (98, 19),  # four layers
     "groups": (134, 20),  # two caches
 }
 """Calls and files of each, in the calling thread."""
