@@ -59,7 +59,7 @@ def test_a_handle_is_entered_once(make_worker: MakeWorker) -> None:
         producer.finish(0, 12, [5, 6, 8], 21)
     producer.exchange.abort(handle(0))
     assert producer.freed() == {"request-11"}
-    with refused("LLM_PARAM_INVALID", "was entered before"):
+    with refused("LLM_PARAM_INVALID", "was used before"):
         producer.finish(0, 12, [5, 6, 8], 21)
     assert producer.engine.leases() == []
 

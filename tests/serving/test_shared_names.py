@@ -52,7 +52,7 @@ def test_one_that_is_cancelled_does_not_leave_the_other_waiting(make_worker: Mak
     consumer.exchange.cancel("first")
     ended = results(consumer, 2)
     assert failed(ended["first"], "the request was cancelled")
-    assert failed(ended["second"], "needs it no more")
+    assert failed(ended["second"], "does not need it any more")
 
 
 @pytest.mark.parametrize("end", ["abort", "done"])
