@@ -1,1 +1,1 @@
-"""The launcher: `python -m kvplan.run script.py` runs a program of llm_datadist on kvplan."""
+"""The launcher `python -m kvplan.run`; only what starts a program may enter."""

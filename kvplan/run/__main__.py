@@ -1,8 +1,8 @@
-"""`python -m kvplan.run`: the program that follows, with kvplan's `llm_datadist`.
+"""`python -m kvplan.run`: run a program with kvplan's `llm_datadist`.
 
-The launcher becomes the plain interpreter (exec) with the folder `path/` first in PYTHONPATH, from
-which the program and the Python processes that it starts import our `llm_datadist`. Arguments, exit
-status, tracebacks and signals are then the interpreter's own.
+The launcher replaces itself by the plain interpreter (exec), with the folder `path/` first in
+PYTHONPATH. From there the program and its Python processes import our `llm_datadist`. Arguments,
+exit status, tracebacks and signals are those of the interpreter.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ PROGRAM is what python takes: a script, a folder or archive with a __main__.py, 
 
 
 class Misuse(Exception):  # noqa: N818 - the command line's, not an error of the program
-    """A command line that is not understood, and why."""
+    """An invalid command line."""
 
 
 class Launch(NamedTuple):
-    """Options of the launcher, and the arguments of the interpreter."""
+    """Options of the launcher, and the arguments for the interpreter."""
 
     several_engines: bool
     program: tuple[str, ...]
 
 
 def main() -> NoReturn:
-    """Become the program, or exit: 0 after --help, 2 where the command line is not understood."""
+    """Become the program; or exit with 0 after --help, and with 2 for an invalid command line."""
     try:
         launch = parse(sys.argv[1:])
         flags = interpreter_flags(sys.orig_argv, len(sys.argv) - 1)
@@ -65,7 +65,7 @@ def main() -> NoReturn:
 
 
 def parse(arguments: Sequence[str]) -> Launch | None:
-    """Return what the arguments ask for; None: help."""
+    """Parse the arguments; return None for --help."""
     several_engines = False
     for position, argument in enumerate(arguments):
         if argument in ("-h", "--help"):
@@ -84,8 +84,7 @@ def parse(arguments: Sequence[str]) -> Launch | None:
 def interpreter_flags(command: Sequence[str], num_arguments: int) -> list[str]:
     """Return python's own options in the command that started the launcher.
 
-    Of `python -m cProfile -m kvplan.run` also `-m cProfile`: it is the program that counts.
-
+    Those of `python -m cProfile -m kvplan.run` include `-m cProfile`.
     """
     if sys.flags.ignore_environment:
         raise Misuse(
@@ -99,14 +98,14 @@ def interpreter_flags(command: Sequence[str], num_arguments: int) -> list[str]:
             # -m may be the last of several letters: -um
             *before, last = text.removesuffix(ending).split("\0")
             return before if last == "-" else [*before, last]
-    # Started by something else, such as runpy: what the interpreter knows of its options.
+    # Started otherwise, by runpy for example: the options that the interpreter knows.
     flags: list[str] = _args_from_interpreter_flags()
     return flags
 
 
 def environment(inherited: Mapping[str, str], launch: Launch) -> dict[str, str]:
-    """Return the program's environment: ours first in PYTHONPATH, and the launcher's options."""
-    path = [it for it in inherited.get("PYTHONPATH", "").split(os.pathsep) if it != STUBS]
+    """Return the program's environment: our folder in PYTHONPATH, and the launcher's options."""
+    path = [entry for entry in inherited.get("PYTHONPATH", "").split(os.pathsep) if entry != STUBS]
     changed = {"PYTHONPATH": os.pathsep.join([STUBS, *path] if any(path) else [STUBS])}
     if launch.several_engines:
         changed[SEVERAL_ENGINES] = "1"
@@ -114,7 +113,7 @@ def environment(inherited: Mapping[str, str], launch: Launch) -> dict[str, str]:
 
 
 def search_path(program: Sequence[str]) -> list[str]:
-    """Return where the program will look for modules, as far as that is known before it runs."""
+    """Return the search path of the program for modules, as far as it is known beforehand."""
     if sys.flags.safe_path:
         return sys.path
     first = program[0]

@@ -1,6 +1,6 @@
-"""`kvplan info`: what this machine has, what kvplan can do with it, and why not more.
+"""`kvplan info`: whether and how kvplan works on this machine.
 
-Accelerators and UCX are looked at in a process of its own: a broken library may take it along.
+A separate process looks at accelerators and UCX, as a broken library may end it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ from kvplan.cli.common import ExitCode, console, json_option, write_json
 from kvplan.cli.info import host, text
 from kvplan.cli.info.text import verdict
 
-SCHEMA_VERSION: Final = 1
-"""Of `--json`: rises when a field changes its meaning or goes."""
-
-_KILLED_S: Final = 2.0
-_SAID: Final = 12
-"""Lines of what a process that died has said, the last ones."""
+_KILL_TIMEOUT_S: Final = 2.0
+_MAX_LINES: Final = 12  # of the output of a process that died
 
 
 @click.command("info", epilog="Example: kvplan info -v")
@@ -35,7 +31,7 @@ _SAID: Final = 12
     default=0,
     show_default=True,
     metavar="N",
-    help="The device that transports and copies are tried with (llm.DeviceId).",
+    help="Device for trials of transports and copies (llm.DeviceId).",
 )
 @click.option(
     "--timeout",
@@ -45,14 +41,14 @@ _SAID: Final = 12
     metavar="SECONDS",
     help="Time limit for looking at accelerators and UCX.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="All that was found, and where.")
+@click.option("-v", "--verbose", is_flag=True, help="Show all findings.")
 @json_option
 def info(device_id: int, timeout: float, *, verbose: bool, as_json: bool) -> ExitCode:
-    """Show whether kvplan works here, by which means, and what would make it better.
+    """Show whether kvplan works on this machine, how, and what would improve it.
 
-    Exits with 1 if it does not work here, or may not.
+    Exits with 1 if kvplan does not work here, or may not work.
     """
-    found = {"schema_version": SCHEMA_VERSION, **host.describe(), **_look(device_id, timeout)}
+    found = {**host.describe(), **_look(device_id, timeout)}
     summary = verdict(found)
     if as_json:
         write_json(found)
@@ -66,9 +62,9 @@ def info(device_id: int, timeout: float, *, verbose: bool, as_json: bool) -> Exi
 
 
 def _look(device_id: int, timeout_s: float) -> dict[str, Any]:
-    """Return what `kvplan.cli.info.look` found, as far as it came.
+    """Return the findings of `kvplan.cli.info.look`.
 
-    If it did not come to its end, `stopped` says in which step, and what happened there.
+    If it did not complete, `stopped` has the step and the reason.
     """
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb", buffering=0) as notes:
@@ -95,7 +91,7 @@ def _look(device_id: int, timeout_s: float) -> dict[str, Any]:
 def _read(
     notes: int, process: subprocess.Popen[bytes], timeout_s: float
 ) -> tuple[bytes, bytes, bool]:
-    """Return what it wrote to the pipe and to stderr, and whether it closed both in time."""
+    """Return the content of the pipe and of stderr, and True if the process ended in time."""
     assert process.stderr is not None
     written = {notes: bytearray(), process.stderr.fileno(): bytearray()}
     deadline = time.monotonic() + timeout_s
@@ -114,17 +110,17 @@ def _read(
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             ended = False
-    lines, said = (bytes(it) for it in written.values())
-    return lines, said, ended
+    lines, output = map(bytes, written.values())
+    return lines, output, ended
 
 
 def _end(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it could be ended: one that waits inside a driver cannot, and is left alone."""
+    """Kill the process; return False if it waits inside a driver and cannot be killed."""
     assert process.stderr is not None
     process.kill()
     process.stderr.close()
     try:
-        process.wait(_KILLED_S)
+        process.wait(_KILL_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return False
     return True
@@ -145,7 +141,7 @@ def _gather(
         "stopped": None,
     }
     step = "starting Python"
-    # A line that was cut off has no end.
+    # The last piece is empty, or an incomplete line.
     for line in lines.split(b"\n")[:-1]:
         note = json.loads(line)
         step = note.pop("step", step)
@@ -161,7 +157,7 @@ def _gather(
         found["stopped"] = {
             "step": step,
             "reason": reason,
-            "said": said.decode(errors="replace").splitlines()[-_SAID:],
+            "said": said.decode(errors="replace").splitlines()[-_MAX_LINES:],
         }
     return found
 

@@ -1,4 +1,4 @@
-"""What a host has without any accelerator: Python, the native modules, limits of the system."""
+"""The host without accelerators: Python, native modules, limits of the system."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DESCRIPTORS_OF_A_LINK = {"local": 6, "ucx": 5}  # at each end
 
 
 def describe() -> dict[str, object]:
-    """Return what there is, ready for JSON."""
+    """Return a description of the host, ready for JSON."""
     return {
         "kvplan": kvplan.__version__,
         "python": {
@@ -43,18 +43,18 @@ def describe() -> dict[str, object]:
 
 
 def _native_modules() -> dict[str, str]:
-    """By name: empty where it loads, else why it does not."""
+    """Return the error of each native module by name; empty if it loads."""
     try:
         import kvnative
     except ImportError as error:
         return {"kvnative": str(error)}
     folder = Path(str(kvnative.__file__)).parent
-    # By the stubs, so that one which was not built is missed.
+    # By the stubs, which exist for modules that were not built, too.
     return {it.stem: _load(f"kvnative.{it.stem}") for it in sorted(folder.glob("_*.pyi"))}
 
 
 def _tuning() -> dict[str, object]:
-    """How an engine of this environment would copy, and why so."""
+    """Return the tuning of copies for an engine in this environment, and its source."""
     try:
         from kvplan.execution.tuning import choose, load_tuning, tuning_path
 
@@ -75,7 +75,7 @@ def _tuning() -> dict[str, object]:
 
 
 def _user_key() -> dict[str, object]:
-    from kvplan.control.auth import describe_user_key  # loads ZeroMQ, which no other command needs
+    from kvplan.control.auth import describe_user_key  # slow: loads ZeroMQ
 
     return describe_user_key()._asdict()
 
@@ -83,7 +83,7 @@ def _user_key() -> dict[str, object]:
 def _load(module: str) -> str:
     try:
         import_module(module)
-    except Exception as error:  # whatever it is, it is what one wants to know
+    except Exception as error:  # any error is part of the report
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -102,8 +102,8 @@ def _limits() -> dict[str, object]:
 
 
 def _descriptors_of_a_link() -> dict[str, int]:
-    """At each end, by transport."""
-    with suppress(ImportError):  # native modules that do not load: `native_modules` says why
+    """Return the descriptors of a link at each end, by transport."""
+    with suppress(ImportError):  # `native_modules` reports modules that do not load
         from kvplan.transport.tcp.transport import connections_of
 
         tcp = 5 + 2 * connections_of(usable_cores())
@@ -112,7 +112,7 @@ def _descriptors_of_a_link() -> dict[str, int]:
 
 
 def _pages() -> dict[str, object]:
-    """What pages memory here can have, and what was tried of that."""
+    """Return the pages of memory that this host supports, and the results of trials."""
     meminfo = dict(line.split(":", 1) for line in _text_of("/proc/meminfo").splitlines())
     kib = {name: int(meminfo.get(name, "0").split()[0]) for name in _HUGETLB}
     found: dict[str, object] = {
@@ -143,7 +143,7 @@ def _pages() -> dict[str, object]:
 
 
 def _chosen(path: str) -> str:
-    """Of "always [never]" what is in brackets; empty where there is no such file."""
+    """Return the word in brackets, as in "always [never]"; empty if the file does not exist."""
     return _text_of(path).partition("[")[2].partition("]")[0]
 
 

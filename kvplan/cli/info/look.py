@@ -1,7 +1,7 @@
 """Look at accelerators and UCX: `python -m kvplan.cli.info.look FD DEVICE_ID`.
 
-Writes a line of JSON to FD for each step that begins and for all that was found, so that nothing is
-lost where a library ends the process, or never comes back.
+Writes a line of JSON to FD for each step and each finding, so that none is lost if a library ends
+the process or hangs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ COSTS: Final = {
 
 
 def main() -> None:
-    """See above."""
+    """Run as a program; see the docstring of the module."""
     file, device_id = int(sys.argv[1]), int(sys.argv[2])
 
     def note(**found: Any) -> None:
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def look(note: Note, device_id: int) -> None:
-    """Report to `note` what there is."""
+    """Report all findings to `note`."""
     with _open_device(note, device_id) as device:
         for way in ways_within(device):
             note(copies=trial.of_copies(way, device))
@@ -75,7 +75,7 @@ def look(note: Note, device_id: int) -> None:
 
 @contextmanager
 def _open_device(note: Note, device_id: int) -> Iterator[Device | None]:
-    """Look at all devices, and hold the one that engines would take open; None: they take none."""
+    """Look at all devices; yield the one that engines would open, or None."""
     ascend = _look_at_ascend(note, device_id)
     cuda = _look_at_cuda(note, device_id)
     try:
@@ -145,7 +145,7 @@ def _of_hccl(library: AclLibrary) -> dict[str, object]:
         from kvnative._hccl import HcclLibrary
 
         hccl = HcclLibrary.load(library)
-    except Exception as error:  # of a module that does not load, too
+    except Exception as error:  # also if a module does not load
         return {**found, "why_not": _reason(error)}
     return {
         **found,
@@ -193,18 +193,18 @@ def _of_transport(
     return found
 
 
-# Where libraries of the toolkit are looked for, and which of them are there.
+# The folders in which libraries of the toolkit are searched.
 
 
 def _places_of_acl() -> list[_Place]:
-    """Where ACL is looked for, in that order."""
+    """Return the places where ACL is searched, in order."""
     if (override := os.environ.get(OVERRIDE)) is not None:
         return [_place(Path(override), f"${OVERRIDE}", _ACL_NAMES)] if override else []
     return [*_of_homes(_ACL_NAMES), _of_loader(_ACL_NAMES)]
 
 
 def _places_of_hccl(acl: Path) -> list[_Place]:
-    """Where HCCL is looked for: first in ACL's folder."""
+    """Return the places where HCCL is searched: first the folder of ACL."""
     return [
         _place(acl.parent, "beside the ACL library", _HCCL_NAMES),
         *_of_homes(_HCCL_NAMES),
@@ -238,14 +238,14 @@ def _of_loader(names: tuple[str, ...]) -> _Place:
 
 
 def _reason(error: Exception) -> str:
-    """What an error of ours says; of others, what they are as well."""
+    """Return the text of an error; of other errors than ours with their type."""
     text = str(error.args[0]) if error.args else ""
     ours = isinstance(error, (LLMException, NativeError))
     return text if ours and text else f"{type(error).__name__}: {text}"
 
 
 def _look_at_cuda(note: Callable[..., None], device_id: int) -> CudaDevice | None:
-    """Report which devices there are, and return that one open; None where it cannot be."""
+    """Report the CUDA devices; return the device with `device_id`, or None if it cannot open."""
     note(step="opening CUDA's library", cuda={"driver": driver_version()})
     try:
         library = load_cuda()

@@ -1,4 +1,4 @@
-"""Texts of `kvplan info`: the verdict, and all that was found."""
+"""Texts of `kvplan info`: the verdict, and the details of `-v`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _FEW_LINKS: Final = 100
 
 
 class Verdict(NamedTuple):
-    """A line in each: `style` is one of rich's, for terminals."""
+    """The lines of the verdict, each with its style for terminals."""
 
     works: bool
     lines: list[tuple[str, str]]
 
 
 def verdict(found: Found) -> Verdict:
-    """Sum up `found`: 3 to 9 lines, the first of which says whether it works."""
+    """Sum up the findings in 3 to 9 lines. The first says whether kvplan works."""
     broken = {name: why for name, why in found["native_modules"].items() if why}
     usable = {it["name"]: it for it in found["transports"] if it["works"]}
     head = f"kvplan {found['kvplan']}"
@@ -54,7 +54,7 @@ def verdict(found: Found) -> Verdict:
 
 
 def _means(usable: Found, names: tuple[str, ...]) -> str:
-    """`shared memory (local), else sockets (tcp)`: in the order in which they are tried."""
+    """Return `shared memory (local), else sockets (tcp)`, in the order of preference."""
     found = [f"{_MEANS[it]} ({it})" for it in names if it in usable]
     return ", else ".join(found) or "nothing works"
 
@@ -98,7 +98,7 @@ def _why_not(found: Found, name: str) -> str:
 
 
 def _to_do(found: Found) -> Iterator[str]:
-    """What a person could change, for the better; missing hardware is not among it."""
+    """Yield changes that would improve the machine, except for missing hardware."""
     missing = found["ucx"].get("missing_for_rdma") or []
     if len(missing) == 1 and "RDMA device" not in missing[0]:
         yield missing[0]
@@ -131,7 +131,7 @@ Found = dict[str, Any]
 
 
 def render(found: Found) -> str:
-    """All of it, ending with a line's end."""
+    """Return all findings as lines."""
     parts = (
         _host, _accelerator, _cuda, _ucx, _copies, _transports, _tuned, _user_key, _limits, _pages,
         _stopped,
@@ -203,7 +203,7 @@ def _cuda(found: Found) -> Iterator[str]:
 
 
 def _peers(device: Found, num_devices: int) -> str:
-    """Which other devices a device reaches, and that caches of others go over tcp."""
+    """Return the other devices that a device reaches, and those that need tcp."""
     reached = device["peer_access"]
     lacking = [it for it in range(num_devices) if it not in (device["id"], *reached)]
     parts = [f"to {', '.join(map(str, reached))}"] if reached else []
@@ -337,7 +337,7 @@ def tuning_text(it: Found) -> str:
 
 
 def tuned_text(it: Found) -> str:
-    """A tuning, and where it comes from."""
+    """Return a tuning in words, with its source."""
     if it["why_not"]:
         return f"not known: {it['why_not']}"
     how = f"measured on {it['measured'][:10]}" if it["measured"] else it["source"]
@@ -417,7 +417,7 @@ def _row(name: str, text: str, indent: int = 0) -> str:
 
 
 def wrapped(name: str, text: str, width: int = 14, indent: int = 0) -> str:
-    """A line, or several with the rest below its beginning; names have `width` columns."""
+    """Return a named text, wrapped below its beginning; names have `width` columns."""
     return textwrap.fill(
         text,
         _WIDTH,

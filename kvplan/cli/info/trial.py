@@ -1,4 +1,4 @@
-"""Ways in which bytes can move here, and trials of them with some scattered blocks."""
+"""The ways in which bytes can move on this machine, and trials with scattered blocks."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ KINDS = get_args(Kind)
 
 
 class Way(NamedTuple):
-    """Between the memory of this process and that of a peer, in both directions.
+    """A way between memory of this process and memory of a peer, in both directions.
 
     Attributes:
         local: kind of memory of this process.
-        remote: kind of memory of the peer; in one process, of the other side.
-        how: "direct": one batch from where the bytes are to where they go; "staged": through other
-            memory, which `note` names; "refused".
-        note: by what means; where refused, what to do instead.
+        remote: kind of memory of the peer; within a process, of the other side.
+        how: "direct": one batch from source to destination; "staged": through other memory, which
+            `note` names; "refused".
+        note: the means; if refused, the alternative.
     """
 
     local: Kind
@@ -57,7 +57,7 @@ class Way(NamedTuple):
 
 
 def ways_within(device: Device | None) -> list[Way]:
-    """Between caches of one process."""
+    """Return the ways between caches of one process."""
     ways = [Way("host", "host", "direct", "plain copies, on a pool of threads")]
     if device is not None:
         copies = "copies of CUDA" if isinstance(device, CudaDevice) else "batch copies of ACL"
@@ -74,7 +74,7 @@ def ways_between(
     device: Device | None,
     options: TransportOptions,
 ) -> list[Way]:
-    """Over a link of that transport, which works here."""
+    """Return the ways over a link of a transport that works here."""
     kinds = KINDS if device is not None else ("host",)
     return [
         Way(local, remote, *_how(transport, local, remote, reaches, device, options))
@@ -164,7 +164,7 @@ _GIVEN, _CAME, _BACK = _STOPS
 
 
 def of_copies(way: Way, device: Device | None) -> dict[str, object]:
-    """Copy that way, and say whether the right bytes came back, and how."""
+    """Try copies in a way; return its description and the result."""
     try:
         with ExitStack() as stack, Transfers() as transfers:
             fault = _wrong_within(way, device, transfers, stack)
@@ -175,7 +175,7 @@ def of_copies(way: Way, device: Device | None) -> dict[str, object]:
 
 
 def _wrong_within(way: Way, device: Device | None, transfers: Transfers, stack: ExitStack) -> str:
-    """What is wrong with what came back; empty: nothing."""
+    """Return the blocks that came back wrong, in words; empty if there are none."""
     given, got = (_host(device, stack) for _ in range(2))
     generator = np.random.default_rng(7)
     given[:] = generator.integers(1, 256, given.shape, np.uint8)
@@ -190,18 +190,18 @@ def _wrong_within(way: Way, device: Device | None, transfers: Transfers, stack: 
         plan = planner.plan(Transfer(Rows(_DESC, from_blocks), Rows(_DESC, to_blocks)), local="dst")
         transfers.execute(plan, source, target, timeout_ms=_TIMEOUT_MS)
     wrong = np.flatnonzero((got != given)[:, _STOPS[0]].any(axis=(0, 2)))
-    return f"blocks {[_STOPS[0][it] for it in wrong]} came back wrong" if len(wrong) else ""
+    return f"blocks {[_STOPS[0][index] for index in wrong]} came back wrong" if len(wrong) else ""
 
 
 def between_engines(transport: str) -> str:
-    """Pull and push over that transport, by the loopback; returns the way that the bytes took."""
+    """Pull and push over a transport on the loopback; return the way of the bytes."""
     from kvplan.control.auth import ClusterKey
     from kvplan.engine.datadist import LlmDataDist
     from kvplan.engine.options import Options
     from kvplan.links import ClusterInfo
 
     with ExitStack() as stack:
-        # The user's own key is made at first use: do not make it here.
+        # A temporary key, as the first use of the user's key would make it.
         key = Path(stack.enter_context(TemporaryDirectory(prefix="kvplan-info-"))) / "key"
         ClusterKey.generate().save(key)
         common = Options(transport=transport, accelerator="none", cluster_key_file=str(key))
@@ -220,7 +220,7 @@ def between_engines(transport: str) -> str:
 
 
 def over_ucx(ours: UcxTransport, theirs: UcxTransport) -> dict[str, object]:
-    """Pull blocks and push them back, between two ends of this process; say what came of it."""
+    """Pull and push blocks between two ends of this process; return the result."""
     way = ""
     try:
         with ExitStack() as stack:
@@ -240,7 +240,7 @@ def _copy_over(link: UcxLink, arena: Arena) -> None:
     there = _tensors(memoryview(arena))
     here = list(_tensors(bytearray(_DESC.nbytes)))
     expected = _fill(there)
-    addresses = [int(it.ctypes.data) for it in there]
+    addresses = [int(tensor.ctypes.data) for tensor in there]
     remote = link.memory(addresses, _DESC.tensor_nbytes, writable=True)
     with Transfers(threads=1) as transfers:
         pull = planner.plan(Transfer(Rows(_DESC, _GIVEN), Rows(_DESC, _CAME)), local="dst")
@@ -251,7 +251,7 @@ def _copy_over(link: UcxLink, arena: Arena) -> None:
 
 
 def _fill(tensors: Tensors) -> NDArray[np.uint8]:
-    """Write what no cache begins with, and return what is there after both copies."""
+    """Fill tensors with random bytes; return the expected content after both copies."""
     for number, tensor in enumerate(tensors):
         tensor[:] = np.random.default_rng(number).integers(1, 256, tensor.shape, np.uint8)
     expected = np.array(tensors)
@@ -273,7 +273,7 @@ def _text_of(error: Exception) -> str:
 
 
 def _host(device: Device | None, stack: ExitStack) -> NDArray[np.uint8]:
-    """Tensors as an engine has them: in an arena, which the device reaches by itself."""
+    """Return tensors in an arena, pinned for the device."""
     arena = Arena(_DESC.nbytes)
     tensors = _tensors(memoryview(arena))
     if device is not None:

@@ -1,4 +1,4 @@
-"""Looks at UCX: which library, what it finds here, and whether bytes really move over it."""
+"""A look at UCX: its library, the devices that it finds, and a trial transfer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ANY_LIBRARY: Final = ""
 
 
 def look(note: Callable[..., None]) -> None:
-    """Report which library there is, what it was built with, what it finds and what is missing."""
+    """Report the library, its modules, the devices that it finds, and what RDMA lacks."""
     note(
         step="looking for UCX",
         ucx={"places": _places(), "environment": _environment()},
@@ -49,13 +49,13 @@ def look(note: Callable[..., None]) -> None:
 
 
 def look_at_transport(note: Callable[..., None], ours: UcxTransport, theirs: UcxTransport) -> None:
-    """Report how an engine's bytes would move, and move some between two ends of this process."""
+    """Report how bytes would move, and move some between two ends of this process."""
     over = Metadata.from_bytes(ours.metadata(())).over
     note(step="trying a copy over UCX", ucx={"over": over.split()})
     tried = trial.over_ucx(ours, theirs)
     note(ucx={"copy": tried})
     if not tried["works"]:
-        raise LLMException(f"a copy was tried, and failed: {tried['why_not']}")
+        raise LLMException(f"a trial copy failed: {tried['why_not']}")
 
 
 def _places() -> list[dict[str, object]]:
@@ -66,19 +66,19 @@ def _places() -> list[dict[str, object]]:
 
 
 def _environment() -> dict[str, str]:
-    """What UCX reads, or decides which is loaded."""
+    """Return the environment variables of UCX, and the one that selects its library."""
     names = (it for it in sorted(os.environ) if it.startswith("UCX_") or it == OVERRIDE)
     return {it: os.environ[it] for it in names}
 
 
 def _modules(library: str) -> list[str]:
-    """What lies in the library's folder: "ib" (verbs), "cma"; shared memory is in it."""
+    """Return the modules of the library, such as "ib" (verbs); shared memory is built in."""
     files = Path(library).resolve().parent.glob("ucx/libuct_*.so")
     return sorted(it.stem.removeprefix("libuct_") for it in files)
 
 
 def _missing_for_rdma(library: str) -> list[str]:
-    """All of it: `why_no_rdma` ends with the first."""
+    """Return all reasons; `why_no_rdma` returns only the first."""
     host = why_no_rdma(_ANY_LIBRARY)
     verbs = (
         ""

@@ -1,4 +1,4 @@
-"""Becomes the installed `hixl` if there is one, else kvplan's, when it is imported."""
+"""Replaces itself, when imported, by the installed `hixl`, or by kvplan's."""
 
 import sys
 from importlib import import_module

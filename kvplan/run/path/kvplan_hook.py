@@ -1,7 +1,7 @@
-"""Installs kvplan's `llm_datadist` when it is first imported, and costs next to nothing until then.
+"""Installs kvplan's `llm_datadist` at its first import, and costs almost nothing before.
 
-Any Python may run this at its start, so it needs little of the standard library and nothing else;
-one older than 3.7 prints a line that it cannot, and continues.
+Every Python process runs this at its start, so it uses little of the standard library. A Python
+older than 3.7 prints an error and continues.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 
 
 class Hook:
-    """A finder for our two names and the modules below them, in place of any other."""
+    """A finder for our two names and the modules below them; it comes before all others."""
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: None = None
     ) -> ModuleSpec | None:
-        """Install, and return what the installed finder finds."""
+        """Install, and return the result of the installed finder."""
         if name.partition(".")[0] in ("llm_datadist", "llm_datadist_v1"):
             return install().find_spec(name, path, target)
         return None
 
 
 def find_kvplan() -> None:
-    """Let kvplan be imported, also where it is not installed."""
+    """Make kvplan importable, even if it is not installed."""
     try:
         import kvplan  # noqa: F401 - is it there?
     except ModuleNotFoundError:
-        # It runs from a source tree, in which the program was not started.
+        # kvplan runs from a source tree, and the program was started elsewhere.
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))  # noqa: PTH120
 
 
@@ -45,5 +45,5 @@ def install() -> MetaPathFinder:
     find_kvplan()
     from kvplan.llm_datadist import installation
 
-    installation.install(quiet=True)  # the launcher has reported it
+    installation.install(quiet=True)  # the launcher has warned already
     return installation.finder

@@ -1,4 +1,4 @@
-"""Becomes kvplan's `llm_datadist` when it is imported: for processes without our sitecustomize."""
+"""Replaces itself by kvplan's `llm_datadist`, in processes without our sitecustomize."""
 
 import sys
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""Runs at the start of each Python process under the launcher: our `llm_datadist` comes first.
+"""Runs at the start of each Python process under the launcher, and puts our finder first.
 
-The modules next to this one would do, but for the program's own folder, which comes before
-PYTHONPATH and may hold another `llm_datadist`.
+The modules next to this one do not suffice: the program's own folder comes before PYTHONPATH and
+may have another `llm_datadist`.
 """
 
 import sys
@@ -11,7 +11,7 @@ from kvplan_hook import FOLDER, Hook  # type: ignore[import-not-found] # this fo
 
 
 def run_hidden() -> None:
-    """Run the sitecustomize that this one hides, under its name."""
+    """Run the sitecustomize that this module hides, under its name."""
     others = [folder for folder in sys.path if folder != FOLDER]
     spec = PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
