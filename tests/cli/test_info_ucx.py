@@ -52,7 +52,7 @@ class TestTheOneOfTheTests:
         with (
             UcxTransport(settings=mapped) as ours,
             UcxTransport(settings=shared) as theirs,
-            pytest.raises(LLMException, match="a copy was tried, and failed: process"),
+            pytest.raises(LLMException, match="a trial copy failed: process"),
         ):
             look_at_transport(lambda **fields: None, ours, theirs)
 

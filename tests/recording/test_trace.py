@@ -112,11 +112,7 @@ def test_who_wrote_a_block_is_found_with_the_peers_recording(recorded, capsys):
     prefill, decode, block = recorded
     alone = run(capsys, decode, "--block", block)
     assert alone.splitlines()[0].startswith("no recorded transfer wrote block 43 of cache")
-<<<<<<< HEAD
-    assert "pushes of these peers are only in their own recordings: clusters 1" in alone
-=======
     assert "are only in their own recordings: clusters 1" in alone
->>>>>>> h/surfaces
     head, first, second = run(capsys, decode, prefill, "--block", block).splitlines()
     assert head.startswith("2 transfers wrote block 43")
     assert "push_blocks of request 7: from block 3 of cache 1 of cluster 1, run by" in first
