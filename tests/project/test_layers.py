@@ -15,30 +15,30 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "cli": 4058,
-    "control": 3719,
-    "debug": 824,
-    "device": 1281,
-    "engine": 8511,
-    "execution": 2861,
-    "hixl": 1688,
-    "inspection": 2352,
-    "kvplan": 1600,
-    "links": 3746,
-    "llm_datadist": 3932,
-    "planning": 4773,
-    "recording": 1856,
-    "run": 233,
-    "serving": 2833,
-    "system": 420,
-    "tensors": 830,
-    "testing": 411,
-    "transport": 7537,
-    "vllm": 1337,
+    "cli": 4040,
+    "control": 3685,
+    "debug": 825,
+    "device": 1273,
+    "engine": 8055,
+    "execution": 2849,
+    "hixl": 1619,
+    "inspection": 1961,
+    "kvplan": 1591,
+    "links": 3739,
+    "llm_datadist": 3896,
+    "planning": 5085,
+    "recording": 1846,
+    "run": 230,
+    "serving": 2788,
+    "system": 395,
+    "tensors": 790,
+    "testing": 412,
+    "transport": 7496,
+    "vllm": 1336,
 }
 """Lines of each room. Only a commit that says why may raise one."""
 
-MAX_IN_CIRCLES_OF_TYPES = 28
+MAX_IN_CIRCLES_OF_TYPES = 20
 """Modules that need one another if imports for types count. It may only fall."""
 
 TYPES_FROM_ABOVE = ["kvplan.status -> planning"]
