@@ -24,12 +24,6 @@ OBSERVERS: list[Callable[[Plan], object]] = []
 """Called with each plan of `Plan.made`. Empty except in tests: `kvplan.testing.observe_plans`."""
 
 
-_reinterpret: Final = attrgetter("reinterpret")
-_num_pairs: Final = attrgetter("num_tensor_pairs")
-_num_descriptors: Final = attrgetter("num_descriptors")
-_nbytes: Final = attrgetter("nbytes")
-
-
 class PlacedPart(NamedTuple):
     """A part, and the plan's numbers of its first descriptor and tensors."""
 

@@ -16,6 +16,7 @@ from kvplan.execution.rows import RowRequests
 from kvplan.planning.kinds import plan_rows
 from kvplan.planning.side import side
 from kvplan.recording import read
+from kvplan.recording.format import PartRow, TemplateRow, plan_of, template_of
 from tests.planning import test_gather, test_unlike
 from tests.planning.transfers import transfers
 from tests.recording.operations import record, recorder
@@ -73,6 +74,21 @@ def test_of_tables_of_any_length(coalesce, blocks):
     assert_comes_back(
         kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst), coalesce=coalesce), local="dst")
     )
+
+
+def test_a_template_of_an_older_plan_is_read():
+    """As schema 2 wrote it: without a name and a source, which the label of the row says."""
+    desc = CacheDesc(2, (16, 16), DataType.DT_FLOAT)
+    part = kvplan.plan(Transfer(Rows(desc, [1, 2]), Rows(desc, [5, 7])), local="dst").part
+    template = template_of(part) | {"schema_version": 2}
+    for field in ("name", "source"):
+        del template[field]
+    tables = (np.array(it, "<i8").tobytes() for it in ([1, 2], [5, 7]))
+    row = PartRow("latent: source 1", 7, *tables, None)
+    found = plan_of({7: TemplateRow(7, template, ("", ""), (1, 2))}, [row])
+    assert found is not None
+    assert found.parts == (part,)
+    assert (found.parts[0].name, found.parts[0].source) == ("latent", 1)
 
 
 @pytest.mark.parametrize("tokens", [None, 5])
