@@ -33,7 +33,7 @@ static void failed_descriptor(void)
     static kvn_tickets tickets;
     const kvn_device device = {.ops = &ops};
     const kvn_transfer transfer = {.tickets = &tickets};
-    const uint64_t half = MAX_ROUND / 2, nbytes[] = {half, half, half, half, half, half};
+    const uint64_t half = KVN_ROUND_NBYTES / 2, nbytes[] = {half, half, half, half, half, half};
     const uint64_t nowhere[6] = {0};
     const kvn_columns shard = {.dst = nowhere, .src = nowhere, .nbytes = nbytes, .count = 6};
 

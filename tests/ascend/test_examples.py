@@ -37,7 +37,9 @@ def test_an_example(simulator: Controls, sim_log: Log, name: str) -> None:
         assert text in done.stdout
     counted = sim_log.counts()
     assert MOVES.get(name, PULL) <= {it for it, count in counted.items() if count}
-    assert_given_back(sim_log, {"copy_and_swap": 1, "several_peers": 4}.get(name, 2))
+    assert_given_back(
+        sim_log, {"copy_and_swap": 1, "several_peers": 4, "gather_leases": 3}.get(name, 2)
+    )
 
 
 @pytest.mark.slow
