@@ -21,7 +21,7 @@ import msgspec
 from kvplan.engine.operation import Operation, conclude
 from kvplan.engine.telemetry import logger
 from kvplan.execution.memory import HostMemory
-from kvplan.execution.rows import are_plain, are_tokens
+from kvplan.execution.rows import are_plain, counts_tokens
 from kvplan.lease import BlockLease
 from kvplan.links.values import LinkState
 from kvplan.planning.layers import ALL_LAYERS
@@ -32,6 +32,8 @@ from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import BlocksCacheKey, Cache, CacheIndex
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvnative._process import Peer
     from kvnative._writers import WriteGuard
     from kvplan.engine.engine import Engine
@@ -51,11 +53,11 @@ _MAX_PAIRS: Final = 1024  # per link
 
 
 class NamedPair(NamedTuple):
-    """A cache of a peer and one of this process; keeps neither memory."""
+    """Caches of a peer, as many of this process, and the rows of each pair; keeps no memory."""
 
-    entry: ref[CacheEntry]
+    entries: tuple[ref[CacheEntry], ...]
     theirs: PeerMemory
-    rows: RowPair
+    rows: tuple[RowPair, ...]
     peer: Peer
     words: bytes
     guard: WriteGuard | None  # of writes to the peer
@@ -82,7 +84,7 @@ class Request(msgspec.Struct):
 
     pulls: bool
     link: PeerLink
-    pairs: dict[_Key, NamedPair]
+    pairs: dict[_Key | tuple[_Key, ...], NamedPair]
     name: _Key
     pair: NamedPair | None
     entry: CacheEntry
@@ -104,16 +106,6 @@ class Request(msgspec.Struct):
         """Whether the request counts tokens, or moves whole rows."""
         return self.name[-2]
 
-    def keep(self, pairs: dict[_Key, NamedPair], rows: RowPair, theirs: PeerMemory) -> None:
-        """Remember the pair in `pairs`, if the peer's memory is mapped here."""
-        ours = self.entry.memory
-        if theirs.guard is None or type(ours) is not HostMemory or not ours.held:
-            return
-        guard = None if self.pulls else theirs.write_guard
-        if len(pairs) >= _MAX_PAIRS:
-            pairs.clear()
-        pairs[self.name] = NamedPair(ref(self.entry), theirs, rows, *theirs.guard, guard)
-
 
 class Moved(msgspec.Struct):
     """A request that has moved inline, as an `Ended` for recordings."""
@@ -127,8 +119,10 @@ class Moved(msgspec.Struct):
     leases: tuple[int, ...]
 
 
-def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) -> Request | None:
+def find_request(engine: Engine, transfer: object, *, by_layer: bool = False) -> Request | None:
     """Look up the names of a transfer; None: the transfer is unusual or wrong."""
+    if type(transfer) is not Transfer:
+        return None
     src, dst = transfer.src, transfer.dst
     if (
         OBSERVERS
@@ -173,7 +167,6 @@ def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) 
         src_rows, dst_rows = (blocks, dst_rows) if pulls else (src_rows, blocks)
     else:
         return None
-    by_tokens = num_tokens is not None or src.first_token != 0 or dst.first_token != 0
     kind: Kind
     if src_rows is not None and dst_rows is not None:
         kind = "B2B"
@@ -194,7 +187,8 @@ def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) 
         src_rows = (slot if pulls else 0 if src.slot is None else src.slot,)
     else:
         return None
-    if by_tokens and not are_tokens(kind, num_tokens, src.first_token, dst.first_token):
+    by_tokens = num_tokens is not None or src.first_token != 0 or dst.first_token != 0
+    if by_tokens and not counts_tokens(kind, num_tokens, src.first_token, dst.first_token):
         return None
     link = engine.links.peers.get(key.cluster_id)
     entry = engine.living.get(cache.cache_id)
@@ -206,12 +200,57 @@ def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) 
     plain_layers = None if layers is ALL_LAYERS else layers
     name: _Key = (pulls, kind, named, cache.cache_id, plain_layers, by_tokens, by_layer)
     pair = pairs.get(name)
-    if pair is not None and pair.entry() is not entry:
+    if pair is not None and pair.entries[0]() is not entry:
         pair = None
     return Request(
         pulls, link, pairs, name, pair, entry, key, lease, src_rows, dst_rows,
         num_tokens, src.first_token, dst.first_token,
     )  # fmt: skip
+
+
+def find_requests(engine: Engine, transfers: Sequence[object], *, by_layer: bool) -> list[Request]:
+    """Look up the names of transfers of blocks with one peer; empty: one is unusual or wrong."""
+    requests = []
+    for transfer in transfers:
+        request = find_request(engine, transfer, by_layer=by_layer)
+        if request is None or request.name[1] != "B2B":
+            return []
+        requests.append(request)
+    return requests
+
+
+def _names(requests: Sequence[Request]) -> tuple[_Key, ...]:
+    return tuple([request.name for request in requests])
+
+
+def known_pair(requests: Sequence[Request]) -> NamedPair | None:
+    """Return what earlier requests between the same caches have made."""
+    first = requests[0]
+    if len(requests) == 1:
+        return first.pair
+    found = first.pairs.get(_names(requests))
+    if found is not None:
+        for request, entry in zip(requests, found.entries, strict=True):
+            if entry() is not request.entry or request.pairs is not first.pairs:
+                return None
+    return found
+
+
+def keep_pair(requests: Sequence[Request], theirs: PeerMemory, rows: Sequence[RowPair]) -> None:
+    """Let later requests find the rows of these, if the peer's memory is mapped here."""
+    first = requests[0]
+    for request in requests:
+        ours = request.entry.memory
+        if type(ours) is not HostMemory or not ours.held:
+            return
+    if theirs.guard is None or known_pair(requests) is not None:
+        return
+    if len(first.pairs) >= _MAX_PAIRS:
+        first.pairs.clear()
+    name = first.name if len(requests) == 1 else _names(requests)
+    entries = tuple([ref(request.entry) for request in requests])
+    guard = None if first.pulls else theirs.write_guard
+    first.pairs[name] = NamedPair(entries, theirs, tuple(rows), *theirs.guard, guard)
 
 
 def move_now(
@@ -221,7 +260,7 @@ def move_now(
     pair = request.pair
     if pair is None or not engine.moves_small or logger.logger.isEnabledFor(logging.INFO):
         return False
-    words, lease, entry, rows = pair.words, request.lease, request.entry, pair.rows
+    words, lease, entry, rows = pair.words, request.lease, request.entry, pair.rows[0]
     cut = rows.cuts[0]
     if lease is not None:
         word = lease.packed_word(_TRANSPORT)

@@ -7,16 +7,21 @@ one pair or several.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import compress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, Unpack, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeAlias, Unpack, cast
 
 from kvplan.engine.memory import joined
 from kvplan.engine.operation import Operation, Prepared, SubmitOptions, TransferOptions
-from kvplan.engine.pairs import Request
+from kvplan.engine.pairs import Request, find_requests, keep_pair, known_pair
 from kvplan.engine.shares import Pair, check_plan, check_slot, fitted, local_of
+from kvplan.execution.binding import join
+from kvplan.execution.rows import counts_tokens
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import is_empty
+from kvplan.planning.gather import plan_taken
 from kvplan.planning.layers import source_tensors
 from kvplan.planning.plan import Plan
 from kvplan.planning.planner import VERBS, Local, of_part, plan_pair
@@ -36,9 +41,10 @@ from kvplan.types import (
 from kvplan.validation import check_type, mismatch, shown
 
 if TYPE_CHECKING:
+    from kvnative._lower import Descriptors
     from kvplan.engine.engine import Engine
-    from kvplan.engine.pairs import Request
     from kvplan.execution import TensorMemory
+    from kvplan.execution.rows import RowPair
     from kvplan.links import PeerLink
     from kvplan.links.peer_table import PeerCache
     from kvplan.planning.blocks import Blocks
@@ -80,6 +86,21 @@ class Found(NamedTuple):
     key: AnyCache | None = None
 
 
+Lowered: TypeAlias = "tuple[Part, Descriptors | None]"
+"""A part, and its descriptors if it was lowered without segments."""
+
+
+def prepared(lowered: Sequence[Lowered], src: TensorMemory, dst: TensorMemory) -> Prepared:
+    """Return the plan of all parts, with one array of descriptors if each has its own."""
+    plan = Plan.made(*[part for part, _ in lowered])
+    each = [descriptors for _, descriptors in lowered if descriptors is not None]
+    descriptors = None
+    if len(each) == len(lowered):
+        with suppress(LLMException):  # raised again where the plan is bound
+            descriptors = join(plan, each, src, dst, one_space=src.in_process and dst.in_process)
+    return plan, src, dst, descriptors
+
+
 class TransferOperation(Operation):
     """An operation between pairs of caches: of this process, or one of each of the same peer.
 
@@ -89,13 +110,13 @@ class TransferOperation(Operation):
         found: the source and the destination of each pair, once they are found.
     """
 
-    __slots__ = ("_is_alone", "_kinds", "_local", "_request", "by_layer", "found", "pairs")
+    __slots__ = ("_is_alone", "_kinds", "_local", "_requests", "by_layer", "found", "pairs")
     _local: Local
 
     def __init__(
         self,
         engine: Engine,
-        pairs: Sequence[Pair],
+        pairs: list[Pair],
         name: str = "",
         request: Request | None = None,
         *,
@@ -105,30 +126,96 @@ class TransferOperation(Operation):
     ) -> None:
         first = pairs[0]
         self._is_alone = not first.name and first.source is None
-        self.pairs, self.by_layer, self._request = pairs, by_layer, request
+        self.pairs, self.by_layer = pairs, by_layer
+        self._requests = [] if request is None else [request]
         self.found: list[tuple[Found, Found]] = []
         if request is not None and request.pair is not None:
             self._local = "dst" if request.pulls else "src"
-            name = request.pair.rows.operation
+            name = request.pair.rows[0].operation
         else:
             self._local = local_of(first.src, first.dst)
             if self._local == "both":
                 refuse_notices(options)
         if by_layer:
             name = f"{VERBS[self._local]}_layers"
-        name = name or _operation_name(self._local, first.src, first.dst)
+        name = name or operation_name(self._local, first.src, first.dst)
         super().__init__(engine, name, speculative=speculative, **options)
 
     def prepare(self) -> Prepared:
-        """Find the caches of all pairs and plan each; a usual request is lowered without a plan."""
-        if (request := self._request) is not None and (known := self._known(request)) is not None:
+        """Find the caches of all pairs, and lower or plan each."""
+        if (known := self.known()) is not None:
             return known
         self.find_own()
         self.find_peer()
-        src, dst = self.memories(self.found)
-        if self._is_alone and (lowered := self._lower(src, dst)) is not None:
-            return lowered
-        return Plan.made(*map(self.plan_part, range(len(self.pairs)))), src, dst, None
+        return self.bound()
+
+    def known(self) -> Prepared | None:
+        """Return what requests of known pairs execute; None: their names are to be resolved."""
+        # Only before the link is held. Later changes of the peer are found by checks of the memory.
+        if not self.moves or self.link is not None:
+            return None
+        if not self._is_alone:
+            transfers = [pair.transfer for pair in self.pairs]
+            self._requests = find_requests(self.engine, transfers, by_layer=self.by_layer)
+        requests = self._requests
+        if not requests or (known := known_pair(requests)) is None:
+            return None
+        first = requests[0]
+        is_key = False  # a key may name another cache now
+        leases, ours, lowered = [], [], []
+        for request, rows, pair in zip(requests, known.rows, self.pairs, strict=True):
+            one = rows.bind(
+                request.src_rows, request.dst_rows, request.num_tokens, request.src_token,
+                request.dst_token, pair.name,
+            )  # fmt: skip
+            if one is None:
+                return None
+            is_key = is_key or type(request.key) is BlocksCacheKey
+            lowered.append(one)
+            ours.append(request.entry.memory)
+            if request.lease is not None:
+                leases.append(request.lease)
+        link = first.link
+        if first.pairs is not link.pairs or (is_key and not self._speculative):
+            return None
+        self.hold(link)
+        self.speculated, self.cache_id = is_key, first.entry.cache.cache_id
+        theirs: TensorMemory = known.theirs
+        if leases:
+            self.leases = tuple([lease.lease_id for lease in leases])
+            theirs = known.theirs.leased(leases)
+        own = ours[0] if len(ours) == 1 else joined(ours)
+        return prepared(lowered, *((theirs, own) if first.pulls else (own, theirs)))
+
+    def bound(self) -> Prepared:
+        """Lower each pair natively, or plan it, after its caches were found."""
+        src, dst = self._both_memories()
+        lowered: list[Lowered] = []
+        rows: list[RowPair] = []
+        shares = len(self.found) > 1
+        src_tensor = dst_tensor = 0
+        for place, (source, target) in enumerate(self.found):
+            # A cache of this process is the same memory in every operation, unlike joined ones.
+            known = self._rows_of(
+                place,
+                source.memory or src,
+                target.memory or dst,
+                src_tensor if shares and source.memory is None else None,
+                dst_tensor if shares and target.memory is None else None,
+            )
+            src_tensor += source.side.num_tensors
+            dst_tensor += target.side.num_tensors
+            one = None
+            if known is not None and (one := self._lower(place, known)) is not None:
+                rows.append(known)
+            lowered.append(one or (self.plan_part(place), None))
+        if self._requests and len(rows) == len(lowered):
+            self._keep(src if self._local == "dst" else dst, rows)
+        return prepared(lowered, src, dst)
+
+    def planned(self) -> list[Part]:
+        """Plan all pairs, after their caches were found."""
+        return [*map(self.plan_part, range(len(self.pairs)))]
 
     def find_own(self) -> None:
         """Find the caches of this process."""
@@ -164,9 +251,9 @@ class TransferOperation(Operation):
                     _check_addresses(pair.dst.cache, src.side, self._layers_of(pair, src.side))
             self.found[index] = src, dst
 
-    def memories(self, found: Sequence[tuple[Found, Found]]) -> tuple[TensorMemory, TensorMemory]:
-        """Return the memory of the sources, and of the destinations, of some of `found`."""
-        src, dst = zip(*found, strict=True)
+    def _both_memories(self) -> tuple[TensorMemory, TensorMemory]:
+        """Return the memory of all sources, and of all destinations."""
+        src, dst = zip(*self.found, strict=True)
         return self._memory(src, writable=False), self._memory(dst, writable=True)
 
     def plan_part(self, place: int) -> Part:
@@ -180,6 +267,11 @@ class TransferOperation(Operation):
                 part = fitted(
                     pair.transfer, src.side, dst.side, self._local, by_layer=self.by_layer
                 )
+            elif pair.taken is not None:
+                part = plan_taken(
+                    pair.transfer, pair.source or 0, src.side, dst.side, pair.taken,
+                    by_layer=self.by_layer,
+                )  # fmt: skip
             else:
                 part = plan_pair(
                     self._planned(pair, src, dst), src.side, dst.side, self._local,
@@ -187,11 +279,19 @@ class TransferOperation(Operation):
                 )  # fmt: skip
         except (LLMException, TypeError) as error:
             raise of_part(pair.name, error) from None
-        return part.labelled(pair.name)
+        return part.labelled(pair.name, pair.source)
 
-    def peer_key(self, place: int) -> AnyCache:
-        """Return the name of the peer's cache of the pair at this place."""
-        pair = self.pairs[place]
+    def drop_unused(self) -> bool:
+        """Drop sources of a gather from which nothing is taken; return whether any pair is left."""
+        used = [pair.taken is not None or pair.source is None for pair in self.pairs]
+        if not all(used):
+            self.pairs = [*compress(self.pairs, used)]
+            self.found = [*compress(self.found, used)]
+        return any(used)
+
+    def peer_key(self) -> AnyCache:
+        """Return the name of the first cache of the peer."""
+        pair = self.pairs[0]
         return pair.src.cache if self._local == "dst" else pair.dst.cache
 
     def _planned(self, pair: Pair, src: Found, dst: Found) -> Transfer:
@@ -300,97 +400,61 @@ class TransferOperation(Operation):
         caches = [*map(attrgetter("cache"), found)]
         return cast("PeerLink", self.link).leased_memory(caches, leases, writable=writable)
 
-    def _lower(self, src: TensorMemory, dst: TensorMemory) -> Prepared | None:
-        """Return what a usual request executes, lowered without a plan; None: plan it."""
-        (pair,), ((source, target),) = self.pairs, self.found
+    def _rows_of(
+        self,
+        place: int,
+        src: TensorMemory,
+        dst: TensorMemory,
+        src_tensor: int | None,
+        dst_tensor: int | None,
+    ) -> RowPair | None:
+        """Return the rows that lower a usual pair natively; None: the planner looks at the pair."""
+        pair, (source, target) = self.pairs[place], self.found[place]
         if not self.moves or not _is_usual(pair):
             return None
         transfer, read, written = cast(Transfer, pair.transfer), pair.src, pair.dst
-        to_blocks = written.blocks is not None
-        kind: Kind = "C2C" if not to_blocks else "B2B" if source.side.paged else "C2B"
-        operation = cast(
-            "PlanOperation", self.name.replace("layers", "blocks" if to_blocks else "cache")
-        )
-        layers = self._layers_of(pair, source.side)
-        bound = self.engine.transfers.rows.bind(
-            operation, kind, source.side, target.side, src, dst,
+        if not self._is_alone and (read.blocks is None or written.blocks is None):
+            return None
+        kind: Kind = "C2C" if written.blocks is None else "B2B" if source.side.paged else "C2B"
+        by_tokens = counts_tokens(kind, transfer.num_tokens, read.first_token, written.first_token)
+        if by_tokens is None or (pair.taken is not None and pair.taken.tokens is not None):
+            return None
+        taken = pair.taken
+        gathers = taken is not None
+        return self.engine.transfers.rows.pair(
+            operation_name(self._local, read, written), kind, source.side, target.side, src, dst,
+            self._layers_of(pair, source.side) if taken is None else taken.layers,
+            by_layer=self.by_layer, by_tokens=by_tokens,
+            reinterpret=not gathers and (transfer.reinterpret or self.engine.reinterpret),
+            heads=None if taken is None else taken.heads,
+            src_tensor=src_tensor, dst_tensor=dst_tensor,
+        )  # fmt: skip
+
+    def _lower(self, place: int, rows: RowPair) -> Lowered | None:
+        """Return the part and the descriptors of a pair; None: the planner decides."""
+        pair, (source, target) = self.pairs[place], self.found[place]
+        read, written = pair.src, pair.dst
+        return rows.bind(
             cast("Blocks", read.blocks if source.side.paged else (source.slot or 0,)),
-            cast("Blocks", written.blocks if to_blocks else (target.slot or 0,)),
-            layers, by_layer=self.by_layer, num_tokens=transfer.num_tokens,
-            src_token=read.first_token, dst_token=written.first_token,
-            reinterpret=transfer.reinterpret or self.engine.reinterpret,
+            (target.slot or 0,) if written.blocks is None else written.blocks,
+            cast(Transfer, pair.transfer).num_tokens, read.first_token, written.first_token,
+            pair.name, pair.source,
         )  # fmt: skip
-        if bound is None:
-            return None
-        if self._request is not None:
-            self._keep_pair(self._request, operation, kind, src, dst)
-        return bound[0], src, dst, bound[1]
 
-    def _known(self, request: Request) -> Prepared | None:
-        """Return what a request of a known pair executes; None: its names are to be resolved."""
-        pair, link = request.pair, request.link
-        # Only before the link is held. Later changes of the peer are found by checks of the memory.
-        if (
-            pair is None
-            or not self.moves
-            or self.link is not None
-            or request.pairs is not link.pairs
-        ):
-            return None
-        is_key = type(request.key) is BlocksCacheKey  # may name another cache now
-        if is_key and not self._speculative:
-            return None
-        bound = pair.rows.bind(
-            request.src_rows, request.dst_rows, request.num_tokens, request.src_token,
-            request.dst_token,
-        )  # fmt: skip
-        if bound is None:
-            return None
-        self.hold(link)
-        entry, theirs = request.entry, pair.theirs
-        self.cache_id = entry.cache.cache_id
-        self.speculated = is_key
-        if request.lease is not None:
-            self.leases = (request.lease.lease_id,)
-            theirs = theirs.leased([request.lease])
-        plan, descriptors = bound
-        if request.pulls:
-            return plan, theirs, entry.memory, descriptors
-        return plan, entry.memory, theirs, descriptors
-
-    def _keep_pair(
-        self,
-        request: Request,
-        operation: PlanOperation,
-        kind: Kind,
-        src: TensorMemory,
-        dst: TensorMemory,
-    ) -> None:
-        """Let later requests find the pair of these caches, if the peer's memory is mapped here."""
-        link, writable = request.link, not request.pulls
-        theirs = cast("PeerMemory", src if request.pulls else dst)
-        if theirs.guard is None or self.link is not link or request.pair is not None:
+    def _keep(self, theirs: TensorMemory, rows: Sequence[RowPair]) -> None:
+        """Let later requests find the rows of these caches."""
+        link = self._requests[0].link
+        kinds = [request.kind for request in self._requests]
+        # An empty source table, for example, means a slot.
+        if self.link is not link or kinds != [pair.kind for pair in rows]:
             return
-        if kind != request.kind:  # for example an empty source table, which means a slot
-            return
-        pairs = link.pairs  # first: a later change replaces the dict
+        caches = [cast("PeerCache", (src.cache or dst.cache)) for src, dst in self.found]
         try:
-            found = (
-                link.cache(request.key, writable=writable, speculative=True)
-                if request.lease is None
-                else link.leased(request.lease, writable=writable)
-            )
-            shared = link.memory(found, writable=writable)  # without the lease
+            shared = link.joined_memory(caches, writable=self._local == "src")  # without leases
         except LLMException:
             return  # freed meanwhile: the transfer itself will raise
-        ((source, target),) = self.found
-        layers = cast(Transfer, self.pairs[0].transfer).layers
-        rows = self.engine.transfers.rows.pair(
-            operation, kind, source.side, target.side, src, dst, layers,
-            by_layer=self.by_layer, by_tokens=request.by_tokens,
-        )  # fmt: skip
-        if rows is not None and rows.cuts and shared.addresses is theirs.addresses:
-            request.keep(pairs, rows, shared)
+        if shared.addresses is cast("PeerMemory", theirs).addresses:
+            keep_pair(self._requests, shared, rows)
 
     def _layers_of(self, pair: Pair, source: Side) -> KvCacheExtParam:
         """Return the layers of a pair; layer by layer, with how many tensors are one."""
@@ -430,16 +494,16 @@ def refuse_notices(options: TransferOptions) -> None:
             raise invalid(f"{name} must be None: a copy inside this process has no peer")
 
 
-def _operation_name(local: Local, src: Rows, dst: Rows) -> str:
+def operation_name(local: Local, src: Rows, dst: Rows) -> PlanOperation:
     """Return the name of a transfer in logs, metrics and recordings, such as "pull_blocks"."""
     verb, cache = VERBS[local], dst.cache
     if dst.blocks is None and not (type(cache) is BlockLease and cache.paged):
-        return f"{verb}_cache"
+        return cast("PlanOperation", f"{verb}_cache")
     if verb == "copy" and type(src.cache) is Cache and type(cache) is Cache:
         placements = {src.cache.cache_desc.placement, cache.cache_desc.placement}
         if len(placements) > 1:
             verb = "swap"
-    return f"{verb}_blocks"
+    return cast("PlanOperation", f"{verb}_blocks")
 
 
 def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:

@@ -19,6 +19,7 @@ from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from kvplan.planning.blocks import Blocks
+    from kvplan.planning.gather import Taken
     from kvplan.planning.side import Side
 
 PEERS: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, CacheKey, BlockLease, PeerTensors)
@@ -33,6 +34,7 @@ class Pair(NamedTuple):
         transfer: of that name.
         src, dst: the rows of the pair.
         source: the place of `src` among the sources of a gather; None: the transfer is none.
+        taken: what a gather takes from the source, once it is known.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Pair(NamedTuple):
     src: Rows
     dst: Rows
     source: int | None = None
+    taken: Taken | None = None
 
     def argument(self, field: str) -> str:
         """Return the name of a field in errors: as the caller gave it."""

@@ -93,20 +93,17 @@ class TransferOperations(OperationRunner):
             GatherError: a transfer with several peers failed; names each peer that failed.
         """
         started = perf_counter()
-        request, engine = None, self._engine
+        engine = self._engine
         if engine is None or engine.inherited:
             engine = self._running()
-        if type(transfer) is Transfer:
-            request = find_request(engine, transfer)
-            if (
-                request is not None
-                and not self._hooks
-                and (not options or _is_simple(options))
-                and move_now(
-                    engine, request, started, options.get("tag", ""), options.get("notify")
-                )
-            ):
-                return
+        request = find_request(engine, transfer)
+        if (
+            request is not None
+            and not self._hooks
+            and (not options or _is_simple(options))
+            and move_now(engine, request, started, options.get("tag", ""), options.get("notify"))
+        ):
+            return
         timeout_ms = options.pop("timeout_ms", None)
         others = cast(SubmitOptions, options)
         if others.get("after") is not None:
@@ -165,8 +162,7 @@ class TransferOperations(OperationRunner):
         """
         _refuse_timeout(cast("dict[str, Any]", options))
         engine = self._running()
-        request = find_request(engine, transfer) if type(transfer) is Transfer else None
-        operation = _operation(engine, transfer, request, **options)
+        operation = _operation(engine, transfer, find_request(engine, transfer), **options)
         if isinstance(operation, Several):
             return self._submit_several(operation)
         with operation:
@@ -212,9 +208,7 @@ class TransferOperations(OperationRunner):
         if isinstance(transfer, AddressRanges):
             raise TypeError("layered takes a Transfer; AddressRanges have no layers")
         engine = self._running()
-        request = None
-        if type(transfer) is Transfer:
-            request = find_request(engine, transfer, by_layer=True)
+        request = find_request(engine, transfer, by_layer=True)
         operation = _operation(engine, transfer, request, by_layer=True, **options)
         if isinstance(operation, Several):
             return self._layer_several(operation)

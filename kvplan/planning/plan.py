@@ -64,7 +64,7 @@ class Plan:
         plan = object.__new__(cls)
         fields = vars(plan)
         fields["parts"] = parts
-        if len(parts) == 1:  # every transfer asks for these two
+        if len(parts) == 1:
             (part,) = parts
             fields["nbytes"], fields["reinterpret"] = part.nbytes, part.reinterpret
         if OBSERVERS:
@@ -154,10 +154,16 @@ class Plan:
         """The side of this process: "dst" for a pull, "src" for a push, "both" for a copy."""
         return self.parts[0].local
 
-    @property
+    # `made` sets these two if there is one part, since every transfer asks for them.
+    @cached_property
     def reinterpret(self) -> bool:
         """Whether any part copies rows of different meaning as bytes."""
         return any(map(attrgetter("reinterpret"), self.parts))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes copied in total."""
+        return sum(map(attrgetter("nbytes"), self.parts))
 
     @property
     def num_tensor_pairs(self) -> int:
@@ -168,11 +174,6 @@ class Plan:
     def num_descriptors(self) -> int:
         """Number of descriptors after lowering."""
         return sum(map(attrgetter("num_descriptors"), self.parts))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes copied in total."""
-        return sum(map(attrgetter("nbytes"), self.parts))
 
     def origin(self, descriptor: int) -> Origin:
         """Return where a descriptor came from; its tensors are counted within the part.
