@@ -24,7 +24,7 @@ MAX_LINES = {
     "hixl": 1619,
     "inspection": 1961,
     "kvplan": 1602,
-    "links": 3742,
+    "links": 3746,
     "llm_datadist": 3896,
     "planning": 5085,
     "recording": 1846,
