@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from types import UnionType
-from typing import Any, Self
+from typing import Self
 from weakref import ref
 
 from kvnative._signals import Mutex
