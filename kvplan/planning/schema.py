@@ -326,11 +326,11 @@ def _check_side(name: str, side: Side) -> None:
             side.placement,
             kv_tensor_format=side.label if side.layout is None else str(side.layout),
             shard=side.shard,
+            row_stride=side.stride,
         )
-    if (desc.batch_size, desc.stride, desc.layout) != (side.count, side.stride, side.layout):
+    if (desc.batch_size, desc.layout) != (side.count, side.layout):
         raise ValueError(
-            f"{name}: count={side.count} and stride={side.stride} must be {desc.batch_size} and "
-            f"{desc.stride}, those of shape={side.shape}"
+            f"{name}: count={side.count} must be {desc.batch_size}, that of shape={side.shape}"
         )
 
 
