@@ -15,7 +15,7 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import DataType, LlmRole, Placement
 from kvplan.validation import printable
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 MAX_NBYTES: Final = 1 << 20
 """Bytes of the largest frame."""
 
