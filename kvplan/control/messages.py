@@ -137,12 +137,12 @@ class TableEntry(_Message, frozen=True):
     seq_len_dim_index: Annotated[int, Meta(ge=-1, lt=32)]
     kv_tensor_format: Name | None
     shard: ShardEntry | None
-    row_stride: Annotated[int, Meta(ge=1)] | None
     paged: bool
     model_id_of_blocks_key: Natural | None
     addresses: Annotated[tuple[Natural, ...], Meta(max_length=65536)]
     metadata: Metadata
     writable: bool
+    row_stride: Annotated[int, Meta(ge=1)] | None = None
 
 
 class Table(_Body, frozen=True):
