@@ -201,19 +201,22 @@ def blocks_of(part: Part) -> tuple[Rows, Rows] | None:
 
 def _runs_of_blocks(part: Part) -> _Run | None:
     """Return the runs, if whole blocks move to whole blocks."""
-    segments, stride = part.segments, part.dst.stride
+    segments, nbytes = part.segments, part.dst.row_nbytes
     if (
         part.kind != "B2B"
         or not len(segments)
         or part.split
         or segments.repeats
-        or part.src.stride != stride
+        or part.src.row_nbytes != nbytes
     ):
         return None
     columns = [getattr(segments, name) for name in segments.columns()]
-    if any(bool((column % np.uint64(stride)).any()) for column in columns):
+    steps = [*map(np.uint64, (part.src.stride, part.dst.stride, nbytes))]
+    if any(bool((column % step).any()) for column, step in zip(columns, steps, strict=True)):
         return None
-    src, dst, blocks = ((column // np.uint64(stride)).astype(np.int64) for column in columns)
+    src, dst, blocks = (
+        (column // step).astype(np.int64) for column, step in zip(columns, steps, strict=True)
+    )
     follows = (src[1:] == src[:-1] + blocks[:-1]) & (dst[1:] == dst[:-1] + blocks[:-1])
     first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
     return _Run(src[first], dst[first], np.add.reduceat(blocks, first))
