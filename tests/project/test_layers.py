@@ -22,7 +22,7 @@ MAX_LINES = {
     "engine": 8172,
     "execution": 2849,
     "hixl": 1634,
-    "inspection": 1961,
+    "inspection": 1858,
     "kvplan": 1591,
     "links": 3739,
     "llm_datadist": 3896,
