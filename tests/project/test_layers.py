@@ -21,7 +21,7 @@ MAX_LINES = {
     "device": 1273,
     "engine": 8172,
     "execution": 2849,
-    "hixl": 1634,
+    "hixl": 1638,
     "inspection": 1858,
     "kvplan": 1591,
     "links": 3739,
