@@ -293,8 +293,7 @@ def _segment_lines(part: Part, limit: int | None, width: int) -> Iterator[str]:
             more = f"... {plural(total - head - tail, 'more segment')}"
             yield f"{more}. Of all {total:,}:" if tail else more
             if tail:
-                for line in summary(part):
-                    yield from fit(f"      {line}", width)
+                yield from fit(f"      {summary(part)}", width)
 
 
 def _tree(part: Part, limit: int | None, same_as: str) -> Iterator[str]:
