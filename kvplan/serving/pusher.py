@@ -16,6 +16,7 @@ from kvplan.execution.completion import run_aside
 from kvplan.lease import BlockLease, tag_of
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.serving.messages import Number, peer_log
+from kvplan.serving.tasks import ExchangeOptions
 from kvplan.status import LLMException, invalid
 from kvplan.types import Cache
 from kvplan.validation import shown
@@ -72,21 +73,15 @@ class Chunk:
 
 @dataclass
 class _Push:
-    """The push of a request to one consumer.
-
-    Attributes:
-        begun: tokens [0, begun) are in a task.
-        arrived: tokens [0, arrived) are at the consumer.
-        tasks: tasks in the order of their tokens, each with its end token.
-        broken: True if the push has stopped; the consumer fetches the rest.
-    """
+    """The push of a request to one consumer."""
 
     digest: bytes
     goal: Goal
-    begun: int
-    arrived: int
+    begun: int  # tokens [0, begun) are in a task
+    arrived: int  # tokens [0, arrived) are at the consumer
+    # In the order of their tokens, each with its end token.
     tasks: deque[tuple[AnyLayerTask, int]] = field(default_factory=deque)
-    broken: bool = False
+    broken: bool = False  # True if it has stopped; the consumer fetches the rest
 
 
 def _stop(pushes: Iterable[_Push]) -> None:
@@ -113,7 +108,7 @@ class Pusher:
         *,
         block_tokens: int,
         token_unit: int,
-        timeout_ms: float,
+        options: ExchangeOptions,
         stop: Callable[[int, str], None],
     ) -> None:
         self._engine = engine
@@ -121,7 +116,7 @@ class Pusher:
         self._cache = cache
         self._block_tokens = block_tokens
         self._unit = token_unit
-        self._timeout_ms = timeout_ms
+        self._timeout_ms = options.pull_timeout_ms
         self._mutex = Mutex()
         # By transfer, then by cluster id and number of the ask, as a consumer may ask twice.
         self._pushes: dict[str, dict[tuple[int, int], _Push]] = {}

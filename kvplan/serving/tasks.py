@@ -1,4 +1,4 @@
-"""Coroutines and threads of an exchange, each with a limit for each peer."""
+"""Time limits, coroutines and threads of an exchange; the latter two with a limit for each peer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar, TypeVarTuple
 from weakref import WeakValueDictionary
 
 from kvplan.serving.messages import peer_log
+from kvplan.status import invalid
+from kvplan.validation import check_type, shown
 
 _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
@@ -18,13 +21,49 @@ _Args = TypeVarTuple("_Args")
 MAX_OF_PEER: Final = 8192
 """Running coroutines for the messages of one peer: two for each waiting ask (`MAX_WAITING`).
 
-A well-behaved consumer stays below this limit. A dropped message would leave blocks leased, or a
-request without an answer, until they expire.
+A dropped message leaves blocks leased, or a request without an answer, until they expire.
 """
 _MAX_THREADS: Final = 4096  # started on demand: some for each stopped peer
 
 OWN: Final = -1
 """Stands for the program itself in place of a cluster id."""
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """Time limits in milliseconds, and the number of simultaneous transfers.
+
+    Attributes:
+        lease_ttl_ms: lifetime of a finished request that no consumer renews.
+        renew_interval_ms: interval at which a consumer renews requests that it waits for.
+        link_timeout_ms: timeout for linking with a producer.
+        pull_timeout_ms: timeout for an answer of a producer, and for a transfer.
+        prefill_timeout_ms: timeout for a request that its producer is still computing.
+        enter_timeout_ms: timeout for `enter`, for a consumer that asks before it.
+        max_pulls: maximum number of simultaneous transfers from one producer.
+
+    Raises:
+        TypeError: a value is not a number.
+        LLMException: LLM_PARAM_INVALID: a value is not > 0.
+    """
+
+    lease_ttl_ms: float = 30_000
+    renew_interval_ms: float = 5_000
+    link_timeout_ms: int = 5_000
+    pull_timeout_ms: float = 30_000
+    prefill_timeout_ms: float = 120_000
+    enter_timeout_ms: float = 5_000
+    max_pulls: int = 16
+
+    def __post_init__(self) -> None:
+        for name, kind in self.__annotations__.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name}={shown(value)} must be a number")
+            if kind == "int":
+                check_type(name, value, int)
+            if not value > 0:
+                raise invalid(f"{name}={value} must be > 0")
 
 
 class Tasks:
