@@ -139,6 +139,11 @@ class Asks:
     def _wait(self, cluster_id: int, ask: Ask, name: Handle | str, nbytes: int) -> bool:
         """Let an ask with a goal of `nbytes` wait; return False if the consumer exceeds a limit."""
         consumer = self._consumers.setdefault(cluster_id, _Consumer())
+        known, _ = consumer.waiting.get(ask.number, (name, 0))
+        if known != name:  # its push would stay when the ask is replaced
+            reason = f"its number is that of an ask for {known}, which is waiting"
+            self._refuse(cluster_id, ask, reason)
+            return False
         if len(consumer.waiting) >= MAX_WAITING and ask.number not in consumer.waiting:
             reason = f"{MAX_WAITING} asks of cluster {cluster_id} are waiting, which is the limit"
             self._refuse(cluster_id, ask, reason)

@@ -137,10 +137,7 @@ class Pusher:
                 push.broken = True
         _stop(ended.values())
         with self._mutex:
-            for key in ended:
-                pushes.pop(key, None)
-            if not pushes and self._pushes.get(transfer) is pushes:
-                del self._pushes[transfer]
+            self._drop(ended, transfer)
 
     def end(self, transfer: str) -> bool:
         """Stop the pushes of a transfer; return True if none of its blocks is being read.
@@ -231,12 +228,22 @@ class Pusher:
                     task.cancel()
             self._take_ended(push, transfer, cluster_id)
         _stop([push])  # of a broken push the rest is useless
+        with self._mutex:
+            self._drop({(cluster_id, number)}, transfer)
         return push.arrived if push.arrived > push.goal.first_token else 0
 
     def close(self) -> None:
         """End all pushes."""
         for cluster_id, transfer in self.transfers():
             self.remove(cluster_id, transfer)
+
+    def _drop(self, keys: Iterable[tuple[int, int]], transfer: str) -> None:
+        """Forget pushes that have stopped; the lock is held."""
+        pushes = self._pushes.get(transfer, {})
+        for key in keys:
+            pushes.pop(key, None)
+        if not pushes:
+            self._pushes.pop(transfer, None)
 
     def _begin(self, push: _Push, chunk: Chunk) -> None:
         """Make a task of the blocks that the step completes; the lock is held."""

@@ -49,6 +49,7 @@ class Given:
     decode: int
     prefill: int
     since: float
+    started_s: float  # of `Round.started_s`, at that time
     killed: float = 0.0  # when its producer was killed
 
 
@@ -65,7 +66,8 @@ class Round:
         self.transport = self.random.choice(["tcp", "local"])
         self.counts: Counter[str] = Counter()
         self.given: dict[str, Given] = {}
-        self.slowest_s = self.after_kill_s = 0.0
+        self.slowest_s = self.after_kill_s = self.held_s = 0.0
+        self.started_s = 0.0  # which processes took to start: no engine makes a step meanwhile
         self._held = held
         self._number = 0
         self._old: list[tuple[list[int], dict[str, Any]]] = []
@@ -87,6 +89,7 @@ class Round:
 
     def _started(self, kind: str, number: int) -> Process:
         self._number += 1
+        began = time.monotonic()
         peer = Process()
         self._held.callback(peer.close)
         options: dict[str, Any] = {
@@ -108,6 +111,7 @@ class Round:
             params = peer.run("result = engine.prefill('first', [1] * 32)")["kvplan"]
             wanted = ("protocol", "instance", "sources")
             self._known[number] = {key: params[key] for key in wanted}
+        self.started_s += time.monotonic() - began
         return peer
 
     def run(self, requests: int) -> None:
@@ -122,7 +126,7 @@ class Round:
         began = time.monotonic()
         self._until(lambda: not self._blocks(), "blocks are held")
         self._until(lambda: not self._leases(), "leases are held")
-        self.counts["ms until no block was held"] = round(1000 * (time.monotonic() - began))
+        self.held_s = time.monotonic() - began
 
     def _until(self, holds: Callable[[], bool], otherwise: str) -> None:
         end = time.monotonic() + DEADLINE_S
@@ -149,7 +153,7 @@ class Round:
         for name, how, when in ended:
             given = self.given.pop(name)
             self.counts[how] += 1
-            took = when - given.since
+            took = when - given.since - (self.started_s - given.started_s)
             self.slowest_s = max(self.slowest_s, took)
             if given.killed:
                 self.counts["in flight when its producer was killed"] += 1
@@ -184,7 +188,7 @@ class Round:
         self._number += 1
         name = f"d{self._number}"
         hits = self.random.choice([0, 0, self.random.randint(0, len(prompt) // TOKENS)])
-        self.given[name] = Given(decode, prefill, time.monotonic())
+        self.given[name] = Given(decode, prefill, time.monotonic(), self.started_s)
         ask(self._decode[decode], "submit", name, prompt, params, hits)
         return name
 
@@ -299,6 +303,7 @@ def one_round(seed: int, requests: int) -> dict[str, Any]:
             "counts": dict(counts),
             "slowest_s": round(made.slowest_s, 3),
             "slowest_after_a_kill_s": round(made.after_kill_s, 3),
+            "until_no_block_is_held_s": round(made.held_s, 3),
         }
 
 
