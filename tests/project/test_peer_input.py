@@ -165,7 +165,6 @@ SERVING = [
     serving.Refusal(1, "reason"),
     serving.Done(b"instance", bytes(16), bytes(16), 4, "transfer"),
     serving.Renew(b"instance", (bytes(16), bytes(range(16)))),
-    serving.Waiting(1),
 ]
 DESC = CacheDesc(
     num_tensors=2,
