@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvplan.device.device import Device
-    from kvplan.transport.protocol import Transport
+    from kvplan.transport.transport import Transport
 
 __all__ = [
     "MAX_CONNECTIONS",

@@ -16,9 +16,9 @@ from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
-from kvplan.transport.base import link_failed
 from kvplan.transport.hccl.device import MAX_LINKS
 from kvplan.transport.hccl.metadata import Metadata
+from kvplan.transport.link import link_failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,9 +18,9 @@ from kvplan.device.device import Device, device_error
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
-from kvplan.transport.base import link_failed
 from kvplan.transport.hccl.metadata import MAX_SLOTS, WORD_NBYTES, GenerationTableRef
 from kvplan.transport.hccl.regions import Regions
+from kvplan.transport.link import link_failed
 from kvplan.transport.registrations import MAX_LEASES, Slots
 
 if TYPE_CHECKING:
