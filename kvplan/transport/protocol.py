@@ -60,21 +60,10 @@ class Streams(Protocol):
         way: The addresses, for people: "10.0.0.2:41234 -> 10.0.0.1:26000".
     """
 
-    @property
-    def dials(self) -> bool:
-        """See above."""
-
-    @property
-    def secret(self) -> bytes:
-        """See above."""
-
-    @property
-    def private(self) -> bool:
-        """See above."""
-
-    @property
-    def way(self) -> str:
-        """See above."""
+    dials: bool
+    secret: bytes
+    private: bool
+    way: str
 
     def open(self, indices: Sequence[int], timeout_s: float) -> list[socket]:
         """Open the connections of these indices: the end that dials makes them, the other waits.

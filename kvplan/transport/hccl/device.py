@@ -123,17 +123,7 @@ class GenerationTable:
 
 
 class HcclDevice:
-    """The device of this process in HCCL. Any thread may call its methods.
-
-    Args:
-        library: HCCL.
-        device: The device.
-        product: Of the device.
-        generations: The generation table.
-        staging: Stages local memory that HCCL does not transfer; None: such memory is refused.
-        background: Closes connections.
-        traffic_class, service_level: For RDMA; None: the system's.
-    """
+    """The device of this process in HCCL. Any thread may call its methods."""
 
     def __init__(
         self,
@@ -150,7 +140,7 @@ class HcclDevice:
         self.device = device
         self.product = product
         self.generations = generations
-        self.staging = staging
+        self.staging = staging  # None: local memory that HCCL does not transfer is refused
         self.background = background
         self.regions = Regions(self._make_region)
         self._traffic_class = traffic_class
