@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvplan.control.notifying import Inbox
     from kvplan.links.local_engine import Publisher
     from kvplan.links.values import LinkStatus
-    from kvplan.transport.protocol import Transport
+    from kvplan.transport.transport import Transport
 
 _T = TypeVar("_T")
 _INT32_MAX = 2**31 - 1

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvplan.control.notifying import Inbox
     from kvplan.execution.memory import TensorMemory
     from kvplan.layout import Shard
-    from kvplan.transport.protocol import Transport
+    from kvplan.transport.transport import Transport
 
 
 _LOG = Log("kvplan")

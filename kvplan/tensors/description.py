@@ -15,11 +15,7 @@ _PLURALS = {"kv": "keys and values", "dim": "elements"}
 
 
 def check_contiguous(form: TensorForm) -> None:
-    """Refuse a tensor that is not in host memory, is empty, or not C-contiguous.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID, naming the permutation that would be C-contiguous.
-    """
+    """Refuse a tensor that is not in host memory, is empty, or not C-contiguous."""
     check_host(form)
     _check_dense(form)
 
@@ -63,9 +59,6 @@ def check_described(form: TensorForm, desc: CacheDesc) -> None:
     """Refuse a tensor that says something else of itself than `desc` does, but for where it is.
 
     Bytes in a row say nothing, and need only be as many; nor do dimensions of length 1.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID, with both.
     """
     check_present(form)
     if form.is_raw:

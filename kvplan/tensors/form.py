@@ -196,9 +196,6 @@ def numpy_dtype(data_type: DataType) -> np.dtype[Any]:
     """NumPy's type for the elements; without a twin: the unsigned integer of that width.
 
     Elements of less than a byte are packed: their type is uint8, of which a row has fewer.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: elements without a width.
     """
     return _TWINS.get(data_type) or np.dtype(f"u{max(data_type.bits // 8, 1)}")
 
@@ -212,13 +209,7 @@ def array_form(desc: CacheDesc) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def read_form(name: str, given: Any) -> TensorForm:
-    """Return what `given` says of itself, and hold it.
-
-    Raises:
-        TypeError: it is no tensor, or one of Python objects.
-        LLMException: LLM_PARAM_INVALID: its library does not hand out its memory, or elements that
-            are no whole number of elements apart.
-    """
+    """Return what `given` says of itself, and hold it."""
     if isinstance(given, np.ndarray):
         return _of_array(name, given)
     if all(callable(getattr(given, it, None)) for it in ("data_ptr", "stride", "element_size")):

@@ -24,7 +24,7 @@ from kvnative.ascend_files import driver_folder
 from kvplan.device.ascend import A2, A3
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import Log
-from kvplan.transport.base import link_failed
+from kvplan.transport.link import link_failed
 from kvplan.transport.metadata import Record, read
 from kvplan.validation import resolved, shown
 
