@@ -1,9 +1,10 @@
 """SGLang's sender and receiver over kvplan.serving: one request arrives, one is given up.
 
 The classes have the calls of SGLang's `BaseKVSender` and `BaseKVReceiver`: `init`, `send`,
-`send_metadata`, `poll`, `failure_exception`, `abort`. SGLang itself is not needed here, and has not
+`send_metadata`, `poll`, `failure_exception`, `abort`. SGLang itself is not needed, and has not
 run with them: this shows where each call of its disaggregation goes. A room (`bootstrap_room`) names
-a request at both ends, so it is the transfer of kvplan. SGLang's bootstrap server, which tells decode
+a request at both ends, so it is the transfer of kvplan. SGLang's bootstrap server, which tells
+decode
 where prefill listens, is a pipe here. The indices are pages of the KV pool, in the order of the
 request.
 """
@@ -49,7 +50,7 @@ class KVPoll:
 
 
 class KVManager:
-    """The engine, KV pool and exchange of one worker. All calls come from the scheduler's thread."""
+    """The engine, KV pool and exchange of one worker, called by the scheduler's thread."""
 
     def __init__(self, cluster_id: int) -> None:
         self.cluster_id, self.instance = cluster_id, f"worker {cluster_id}".encode()
