@@ -1,12 +1,11 @@
 """SGLang's sender and receiver over kvplan.serving: one request arrives, one is given up.
 
 The classes have the calls of SGLang's `BaseKVSender` and `BaseKVReceiver`: `init`, `send`,
-`send_metadata`, `poll`, `failure_exception`, `abort`. SGLang itself is not needed, and has not
-run with them: this shows where each call of its disaggregation goes. A room (`bootstrap_room`) names
-a request at both ends, so it is the transfer of kvplan. SGLang's bootstrap server, which tells
-decode
-where prefill listens, is a pipe here. The indices are pages of the KV pool, in the order of the
-request.
+`send_metadata`, `poll`, `failure_exception`, `abort`. SGLang itself is not needed, and has not run
+with them: this shows where each call of its disaggregation goes. A room (`bootstrap_room`) names a
+request at both ends, so it is the transfer of kvplan. SGLang's bootstrap server, which tells
+decode where prefill listens, is a pipe here. The indices are pages of the KV pool, in the order of
+the request.
 """
 
 import argparse

@@ -170,12 +170,12 @@ class Side:
 
     @property
     def has_all_tokens(self) -> bool:
-        """Whether the cache holds all tokens of a request."""
+        """True if the cache holds all tokens of a request."""
         return self.shard is None or self.shard.tokens is None
 
     @cached_property
     def rows_are_whole(self) -> bool:
-        """Whether a row is contiguous: no axis of the model is outside of the rows."""
+        """True if a row is contiguous: no axis of the model is outside of the rows."""
         return self.layout is None or math.prod(self.shape[: self.layout.row_axis]) == 1
 
     def rows(self, offset: int, nbytes: int) -> tuple[int, int]:
@@ -210,7 +210,7 @@ class Side:
         return math.prod(self.shape[inner:]) * data_type.bits // 8
 
     def is_inside(self, axis: str) -> bool:
-        """Whether an axis is inside of the rows; False without the axis."""
+        """Return True if an axis is inside of the rows; False without the axis."""
         layout = self.layout
         if layout is None or axis not in layout.axes:
             return False
@@ -269,7 +269,7 @@ class Side:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether a row is one run of bytes of one layer."""
+        """True if a row is one run of bytes of one layer."""
         return self.rows_are_whole and self.extent("layer") == 1
 
     def locate(

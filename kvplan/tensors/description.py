@@ -184,7 +184,7 @@ def _check_alike(form: TensorForm, first: TensorForm, rows: int) -> None:
 
 
 def _gap_text(form: TensorForm, gap: tuple[int, int], layout: CacheLayout | None) -> str:
-    """What does not touch or overlaps in a tensor, and what to give instead."""
+    """Return what does not touch or overlaps in a tensor, and what to give instead."""
     dim, has = gap
     apart, own = form.strides[dim] * form.bits // 8, has * form.bits // 8
     axis = "" if layout is None else layout.axes[dim]

@@ -276,7 +276,7 @@ def _check_no_objects(name: str, dtype: np.dtype[Any]) -> None:
 def _in_elements(
     name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
 ) -> tuple[int, ...]:
-    """Strides in bytes, in elements."""
+    """Return strides in elements, of strides in bytes."""
     width = max(itemsize, 1)
     for length, stride in zip(shape, strides, strict=True):
         if stride % width and length > 1:
