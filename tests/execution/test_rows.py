@@ -34,6 +34,7 @@ from kvplan import (
 from kvplan.execution.binding import bind
 from kvplan.execution.rows import RowRequests
 from kvplan.planning.side import Side, side
+from tests.support.plans import lower_natively
 
 ROW = 8
 
