@@ -7,24 +7,20 @@ one pair or several.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import compress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, cast
 
 from kvplan.engine.memory import joined
-from kvplan.engine.operation import Operation, Prepared, SubmitOptions, TransferOptions
-from kvplan.engine.pairs import Request, find_requests, keep_pair, known_pair
-from kvplan.engine.shares import Pair, check_plan, check_slot, fitted, local_of
-from kvplan.execution.binding import join
+from kvplan.engine.pairs import PairOperation, prepared
+from kvplan.engine.shares import Pair, check_plan, check_slot, fitted, operation_name
 from kvplan.execution.rows import counts_tokens
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import is_empty
 from kvplan.planning.gather import plan_taken
 from kvplan.planning.layers import source_tensors
-from kvplan.planning.plan import Plan
-from kvplan.planning.planner import VERBS, Local, of_part, plan_pair
+from kvplan.planning.planner import Local, of_part, plan_pair
 from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.planning.side import Side, is_same_cache, side
 from kvplan.planning.texts import plural
@@ -42,16 +38,14 @@ from kvplan.validation import check_type, mismatch, shown
 
 if TYPE_CHECKING:
     from kvnative._lower import Descriptors
-    from kvplan.engine.engine import Engine
+    from kvplan.engine.operation import Prepared
     from kvplan.execution import TensorMemory
     from kvplan.execution.rows import RowPair
     from kvplan.links import PeerLink
     from kvplan.links.peer_table import PeerCache
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.part import Kind, Part
-    from kvplan.planning.part import Operation as PlanOperation
     from kvplan.planning.transfer import AnyCache
-    from kvplan.transport.link import PeerMemory
     from kvplan.types import AnyCacheKey
 
 _SHARED: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, BlockLease)
@@ -86,112 +80,28 @@ class Found(NamedTuple):
     key: AnyCache | None = None
 
 
-Lowered: TypeAlias = "tuple[Part, Descriptors | None]"
-"""A part, and its descriptors if it was lowered without segments."""
-
-
-def prepared(lowered: Sequence[Lowered], src: TensorMemory, dst: TensorMemory) -> Prepared:
-    """Return the plan of all parts, with one array of descriptors if each has its own."""
-    plan = Plan.made(*[part for part, _ in lowered])
-    each = [descriptors for _, descriptors in lowered if descriptors is not None]
-    descriptors = None
-    if len(each) == len(lowered):
-        with suppress(LLMException):  # raised again where the plan is bound
-            descriptors = join(plan, each, src, dst, one_space=src.in_process and dst.in_process)
-    return plan, src, dst, descriptors
-
-
-class TransferOperation(Operation):
-    """An operation between pairs of caches: of this process, or one of each of the same peer.
+class TransferOperation(PairOperation):
+    """An operation between pairs of caches, whose names are resolved.
 
     Attributes:
-        by_layer: as given.
-        pairs: as given; with the block tables of their leases once the caches are searched for.
         found: the source and the destination of each pair, once they are found.
     """
 
-    __slots__ = ("_is_alone", "_kinds", "_local", "_requests", "by_layer", "found", "pairs")
-    _local: Local
+    __slots__ = ("_kinds", "found")
 
-    def __init__(
-        self,
-        engine: Engine,
-        pairs: list[Pair],
-        name: str = "",
-        request: Request | None = None,
-        *,
-        by_layer: bool = False,
-        speculative: bool = False,
-        **options: Unpack[SubmitOptions],
-    ) -> None:
-        first = pairs[0]
-        self._is_alone = not first.name and first.source is None
-        self.pairs, self.by_layer = pairs, by_layer
-        self._requests = [] if request is None else [request]
-        self.found: list[tuple[Found, Found]] = []
-        if request is not None and request.pair is not None:
-            self._local = "dst" if request.pulls else "src"
-            name = request.pair.rows[0].operation
-        else:
-            self._local = local_of(first.src, first.dst)
-            if self._local == "both":
-                refuse_notices(options)
-        if by_layer:
-            name = f"{VERBS[self._local]}_layers"
-        name = name or operation_name(self._local, first.src, first.dst)
-        super().__init__(engine, name, speculative=speculative, **options)
-
-    def prepare(self) -> Prepared:
+    def resolved(self) -> Prepared:
         """Find the caches of all pairs, and lower or plan each."""
-        if (known := self.known()) is not None:
-            return known
         self.find_own()
         self.find_peer()
         return self.bound()
 
-    def known(self) -> Prepared | None:
-        """Return what requests of known pairs execute; None: their names are to be resolved."""
-        # Only before the link is held. Later changes of the peer are found by checks of the memory.
-        if not self.moves or self.link is not None:
-            return None
-        if not self._is_alone:
-            transfers = [pair.transfer for pair in self.pairs]
-            self._requests = find_requests(self.engine, transfers, by_layer=self.by_layer)
-        requests = self._requests
-        if not requests or (known := known_pair(requests)) is None:
-            return None
-        first = requests[0]
-        is_key = False  # a key may name another cache now
-        leases, ours, lowered = [], [], []
-        for request, rows, pair in zip(requests, known.rows, self.pairs, strict=True):
-            one = rows.bind(
-                request.src_rows, request.dst_rows, request.num_tokens, request.src_token,
-                request.dst_token, pair.name,
-            )  # fmt: skip
-            if one is None:
-                return None
-            is_key = is_key or type(request.key) is BlocksCacheKey
-            lowered.append(one)
-            ours.append(request.entry.memory)
-            if request.lease is not None:
-                leases.append(request.lease)
-        link = first.link
-        if first.pairs is not link.pairs or (is_key and not self._speculative):
-            return None
-        self.hold(link)
-        self.speculated, self.cache_id = is_key, first.entry.cache.cache_id
-        theirs: TensorMemory = known.theirs
-        if leases:
-            self.leases = tuple([lease.lease_id for lease in leases])
-            theirs = known.theirs.leased(leases)
-        own = ours[0] if len(ours) == 1 else joined(ours)
-        return prepared(lowered, *((theirs, own) if first.pulls else (own, theirs)))
-
     def bound(self) -> Prepared:
         """Lower each pair natively, or plan it, after its caches were found."""
-        src, dst = self._both_memories()
-        lowered: list[Lowered] = []
+        sources, targets = zip(*self.found, strict=True)
+        src, dst = self._memory(sources, writable=False), self._memory(targets, writable=True)
         rows: list[RowPair] = []
+        parts: list[Part] = []
+        each: list[Descriptors] = []
         shares = len(self.found) > 1
         src_tensor = dst_tensor = 0
         for place, (source, target) in enumerate(self.found):
@@ -205,13 +115,15 @@ class TransferOperation(Operation):
             )
             src_tensor += source.side.num_tensors
             dst_tensor += target.side.num_tensors
-            one = None
             if known is not None and (one := self._lower(place, known)) is not None:
                 rows.append(known)
-            lowered.append(one or (self.plan_part(place), None))
-        if self._requests and len(rows) == len(lowered):
-            self._keep(src if self._local == "dst" else dst, rows)
-        return prepared(lowered, src, dst)
+                parts.append(one[0])
+                each.append(one[1])
+            else:
+                parts.append(self.plan_part(place))
+        if self._requests and len(rows) == len(parts):
+            self._keep_pairs(rows, parts, src, dst)
+        return prepared(parts, each, src, dst)
 
     def planned(self) -> list[Part]:
         """Plan all pairs, after their caches were found."""
@@ -251,11 +163,6 @@ class TransferOperation(Operation):
                     _check_addresses(pair.dst.cache, src.side, self._layers_of(pair, src.side))
             self.found[index] = src, dst
 
-    def _both_memories(self) -> tuple[TensorMemory, TensorMemory]:
-        """Return the memory of all sources, and of all destinations."""
-        src, dst = zip(*self.found, strict=True)
-        return self._memory(src, writable=False), self._memory(dst, writable=True)
-
     def plan_part(self, place: int) -> Part:
         """Plan the pair at this place by itself; a plan that was made before is checked."""
         pair, (src, dst) = self.pairs[place], self.found[place]
@@ -279,7 +186,7 @@ class TransferOperation(Operation):
                 )  # fmt: skip
         except (LLMException, TypeError) as error:
             raise of_part(pair.name, error) from None
-        return part.labelled(pair.name, pair.source)
+        return part if self._is_alone else part.labelled(pair.name, pair.source)
 
     def drop_unused(self) -> bool:
         """Drop sources of a gather from which nothing is taken; return whether any pair is left."""
@@ -394,11 +301,13 @@ class TransferOperation(Operation):
     def _memory(self, found: Sequence[Found], *, writable: bool) -> TensorMemory:
         """Return the memory of one side; no transfer with a lease's succeeds after its end."""
         if found[0].cache is None:
-            return joined([*map(attrgetter("memory"), found)])
+            ours = [*map(attrgetter("memory"), found)]
+            return ours[0] if len(ours) == 1 else joined(ours)
+        caches = [*map(attrgetter("cache"), found)]
+        theirs = cast("PeerLink", self.link).joined_memory(caches, writable=writable)
         leases = [its.key for its in found if isinstance(its.key, BlockLease)]
         self.leases = tuple(map(attrgetter("lease_id"), leases))
-        caches = [*map(attrgetter("cache"), found)]
-        return cast("PeerLink", self.link).leased_memory(caches, leases, writable=writable)
+        return theirs.leased(leases) if leases else theirs
 
     def _rows_of(
         self,
@@ -430,7 +339,7 @@ class TransferOperation(Operation):
             src_tensor=src_tensor, dst_tensor=dst_tensor,
         )  # fmt: skip
 
-    def _lower(self, place: int, rows: RowPair) -> Lowered | None:
+    def _lower(self, place: int, rows: RowPair) -> tuple[Part, Descriptors] | None:
         """Return the part and the descriptors of a pair; None: the planner decides."""
         pair, (source, target) = self.pairs[place], self.found[place]
         read, written = pair.src, pair.dst
@@ -441,20 +350,25 @@ class TransferOperation(Operation):
             pair.name, pair.source,
         )  # fmt: skip
 
-    def _keep(self, theirs: TensorMemory, rows: Sequence[RowPair]) -> None:
+    def _keep_pairs(
+        self, rows: Sequence[RowPair], parts: Sequence[Part], src: TensorMemory, dst: TensorMemory
+    ) -> None:
         """Let later requests find the rows of these caches."""
-        link = self._requests[0].link
-        kinds = [request.kind for request in self._requests]
+        link, (ours, theirs) = self._requests[0].link, (src, dst)
+        if self._local == "dst":
+            ours, theirs = dst, src
         # An empty source table, for example, means a slot.
-        if self.link is not link or kinds != [pair.kind for pair in rows]:
+        if self.link is not link or any(
+            request.kind != pair.kind for request, pair in zip(self._requests, rows, strict=True)
+        ):
             return
         caches = [cast("PeerCache", (src.cache or dst.cache)) for src, dst in self.found]
         try:
             shared = link.joined_memory(caches, writable=self._local == "src")  # without leases
         except LLMException:
             return  # freed meanwhile: the transfer itself will raise
-        if shared.addresses is cast("PeerMemory", theirs).addresses:
-            keep_pair(self._requests, shared, rows)
+        if shared.addresses is theirs.addresses:
+            self.keep(rows, parts, ours, shared)
 
     def _layers_of(self, pair: Pair, source: Side) -> KvCacheExtParam:
         """Return the layers of a pair; layer by layer, with how many tensors are one."""
@@ -485,25 +399,6 @@ class TransferOperation(Operation):
         if table:
             raise invalid(f"{message}, or no {table}: then a slot is moved")
         raise invalid(message + _OTHER_KIND.get(self.name, ""))
-
-
-def refuse_notices(options: TransferOptions) -> None:
-    """Refuse notifications of a transfer that has no peer."""
-    for name in ("notify", "notify_failure"):
-        if options.get(name) is not None:
-            raise invalid(f"{name} must be None: a copy inside this process has no peer")
-
-
-def operation_name(local: Local, src: Rows, dst: Rows) -> PlanOperation:
-    """Return the name of a transfer in logs, metrics and recordings, such as "pull_blocks"."""
-    verb, cache = VERBS[local], dst.cache
-    if dst.blocks is None and not (type(cache) is BlockLease and cache.paged):
-        return cast("PlanOperation", f"{verb}_cache")
-    if verb == "copy" and type(src.cache) is Cache and type(cache) is Cache:
-        placements = {src.cache.cache_desc.placement, cache.cache_desc.placement}
-        if len(placements) > 1:
-            verb = "swap"
-    return cast("PlanOperation", f"{verb}_blocks")
 
 
 def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:

@@ -160,8 +160,11 @@ class TransferOperations(OperationRunner):
             LLMException: as `run`, before anything moves; LLM_LINK_BUSY: too many ended tasks wait
                 in `completions()`. The task raises later errors.
         """
-        _refuse_timeout(cast("dict[str, Any]", options))
-        engine = self._running()
+        if options:
+            _refuse_timeout(cast("dict[str, Any]", options))
+        engine = self._engine
+        if engine is None or engine.inherited:
+            engine = self._running()
         operation = _operation(engine, transfer, find_request(engine, transfer), **options)
         if isinstance(operation, Several):
             return self._submit_several(operation)
@@ -200,14 +203,17 @@ class TransferOperations(OperationRunner):
             LLMException: as `submit`; LLM_PARAM_INVALID: also if neither the transfer nor the cache
                 says how many tensors a layer has.
         """
-        _refuse_timeout(cast("dict[str, Any]", options))
+        if options:
+            _refuse_timeout(cast("dict[str, Any]", options))
         if cast("dict[str, Any]", options).pop("after", None) is not None:
             raise TypeError(
                 "after is not an option of layered; ready(layer, event) takes one for each layer"
             )
         if isinstance(transfer, AddressRanges):
             raise TypeError("layered takes a Transfer; AddressRanges have no layers")
-        engine = self._running()
+        engine = self._engine
+        if engine is None or engine.inherited:
+            engine = self._running()
         request = find_request(engine, transfer, by_layer=True)
         operation = _operation(engine, transfer, request, by_layer=True, **options)
         if isinstance(operation, Several):
@@ -248,7 +254,9 @@ class TransferOperations(OperationRunner):
         if operation.engine.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
-        report = None if operation.is_part else engine.completion.report()
+        report = None if operation.is_part else engine.completion.completions
+        if report is not None:
+            report.check_room()
         if operation.verify_every:
             operation.begin_to_move(src, dst)
         on_outcome = operation.finish if operation.follows_up else operation.end
@@ -271,7 +279,9 @@ class TransferOperations(OperationRunner):
         if operation.engine.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
-        report = None if operation.is_part else engine.completion.report()
+        report = None if operation.is_part else engine.completion.completions
+        if report is not None:
+            report.check_room()
         if operation.verify_every:
             operation.begin_to_move(src, dst)
         on_last = partial(engine.completion.track, report=report, aside=operation.follows_up)
@@ -316,7 +326,9 @@ class TransferOperations(OperationRunner):
         """Begin all operations, and report their task as one."""
         completion = several.engine.completion
         try:
-            report = completion.report()
+            report = completion.completions
+            if report is not None:
+                report.check_room()
             several.begin(task, submit)
             if report is not None or task.notices.any:
                 completion.track(task, report, aside=task.notices.any)

@@ -20,10 +20,12 @@ from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.part import Part
 from kvplan.planning.plan import OBSERVERS
 from kvplan.planning.templates import LoweredPart, Template, templates_of
-from kvplan.types import KvCacheExtParam
+from kvplan.types import CacheDesc, KvCacheExtParam
 from kvplan.validation import INT64_MAX
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvnative._lower import Descriptors
     from kvplan.execution.memory import Addresses, TensorMemory
     from kvplan.planning.blocks import Blocks
@@ -202,9 +204,13 @@ class RowRequests:
                 rows = _rows(template, source, target, read, written, one_space=one_space)
                 if rows is None:
                     break
-                fields = template.part | {"as_bytes": template.as_bytes}
+                known = _new(LoweredPart)
+                fields = vars(known)
+                fields.update(template.part, as_bytes=template.as_bytes)
                 fields["common"] = object()  # identifies parts of one pair in recordings
-                cuts.append(_Cut(rows, len(fields["src_tensors"]), fields))
+                if by_layer:
+                    _ = known.src_layers, known.tensors_by_layer
+                cuts.append(_Cut(rows, len(known.src_tensors), fields))
         pair = RowPair(
             operation, kind, src.addresses, dst.addresses, source, target, ext_param, by_layer,
             reinterpret, heads, tuple(cuts),
@@ -225,11 +231,11 @@ def are_plain(layers: KvCacheExtParam) -> bool:
         return True
     if type(layers) is not KvCacheExtParam:
         return False
-    ranges = layers.src_layer_range, layers.dst_layer_range
+    for rows in (layers.src_layer_range, layers.dst_layer_range):
+        if rows is not None and (type(rows) is not range or rows.step != 1):
+            return False
     number = layers.tensor_num_per_layer
-    return all(rows is None or (type(rows) is range and rows.step == 1) for rows in ranges) and (
-        number is None or type(number) is int
-    )
+    return number is None or type(number) is int
 
 
 def _rows(
@@ -273,26 +279,34 @@ def tensors_clash(target: Side, written: Addresses, source: Side, read: Addresse
     """
     if not extents_clash(written, target.tensor_nbytes, read, source.tensor_nbytes):
         return False
-    apart, nbytes = (target.stride, target.row_nbytes), target.tensor_nbytes
-    if apart != (source.stride, source.row_nbytes):
-        return len(read) > 0 or not are_interleaved(written, nbytes, *apart)
-    both = np.concatenate((written, read))
-    return not are_interleaved(both, max(nbytes, source.tensor_nbytes), *apart)
+    counts = len(written), len(read)
+    return not are_apart(np.concatenate((written, read)), (target, source), counts)
 
 
-def are_interleaved(addresses: Addresses, nbytes: int, stride: int, row_nbytes: int) -> bool:
-    """Return True if rows of `row_nbytes`, `stride` bytes apart, share no byte in any two tensors.
+def are_apart(
+    addresses: Addresses, caches: Sequence[Side | CacheDesc], counts: Sequence[int]
+) -> bool:
+    """Return True if rows of no two tensors share a byte.
 
-    Tensors of `nbytes` at these addresses are compared if their extents overlap.
+    `counts` are the numbers of tensors of each cache, which come one cache after another.
     """
-    if stride == row_nbytes or not len(addresses):
-        return False
-    starts = np.sort(addresses)
-    together = np.split(starts, np.flatnonzero(starts[1:] - starts[:-1] >= np.uint64(nbytes)) + 1)
-    for group in together:
-        places = np.sort((group - group[0]) % np.uint64(stride))
-        ends = np.append(places[1:], places[0] + np.uint64(stride))
-        if (ends - places < np.uint64(row_nbytes)).any():
+    lie = [(side.tensor_nbytes, side.stride, side.row_nbytes) for side in caches]
+    order = np.argsort(addresses)
+    starts = addresses[order]
+    sizes, strides, rows = np.repeat(np.array(lie, np.uint64), counts, axis=0)[order].T
+    reach = np.maximum.accumulate(starts + sizes)
+    together = np.flatnonzero(starts[1:] < reach[:-1])  # with the next tensor
+    if not len(together):
+        return True
+    groups = np.split(together, np.flatnonzero(np.diff(together) > 1) + 1)
+    for group in (slice(int(some[0]), int(some[-1]) + 2) for some in groups):
+        stride = strides[group.start]
+        if (strides[group] != stride).any():
+            return False
+        places = (starts[group] - starts[group.start]) % stride
+        around = np.argsort(places)
+        ends = np.append(places[around][1:], places[around][0] + stride)
+        if (ends - places[around] < rows[group][around]).any():
             return False
     return True
 
