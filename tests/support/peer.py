@@ -91,7 +91,7 @@ class Peer:
         self, arguments: Sequence[str], environment: dict[str, str], connection: int
     ) -> subprocess.Popen[bytes] | zygote.Forked:
         output = self._output.fileno()
-        if not self._prefix:
+        if zygote.IS_USABLE and not self._prefix:
             start = self.module, self.flags, arguments, environment
             return zygote.fork(*start, connection=connection, output=output)
         command = [sys.executable, *self.flags, "-m", "tests.support.peer", self.module, *arguments]

@@ -1,8 +1,13 @@
-"""Peers as forks of a process that has imported their module once, a zygote.
+"""Peers that are forks of a process which has imported their module before, their zygote.
 
-An interpreter that imports kvplan takes half a second of processor time, and the suite starts a thousand
-peers. A fork has the same names, but no memory, thread or descriptor of another peer: its zygote never
-calls `names`. As a program, this file is a zygote, whose stdin listens for the tests.
+An interpreter that imports kvplan takes half a second of processor time, and the suite starts a
+thousand peers. A fork takes milliseconds. It has the modules of its zygote, but no memory, thread
+or descriptor of another peer, since a zygote only imports.
+
+`multiprocessing.forkserver` is not enough: tests wait for peers and see them stop, which only their
+parent can. A zygote forks twice. As the process between ends, the tests inherit the peer.
+
+As a program, this file is a zygote.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import mmap
 import os
 import pickle
 import select
@@ -18,16 +24,32 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-READ_BY_NEW_PROGRAMS = ("LD_", "MALLOC_", "OPENBLAS_", "PYTHON")
-"""Variables that a fork has too late: peers that differ in them have different zygotes."""
+from typing import NamedTuple
+
+READ_AT_START = ("KVPLAN_", "LD_", "MALLOC_", "OPENBLAS_", "PYTHON")
+"""Prefixes of variables that the interpreter, or a module while it is imported, reads."""
+MAX_ZYGOTES = 4  # of one process of the tests; each holds some 40 MB
 MAX_REQUEST_NBYTES = 1 << 20
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+HUGE_PAGE = 1 << 21  # the system aligns large arrays to it
+PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 
-NOWHERE = b"\0"
+_prctl = ctypes.CDLL(None).prctl
+IS_USABLE = "LD_PRELOAD" not in os.environ and _prctl(PR_SET_CHILD_SUBREAPER, 0) == 0
+"""False under sanitizers, whose runtimes do not expect forks, and where qemu-user emulates."""
 
-_zygotes: dict[object, bytes] = {}
-"""Where each one listens. The tests hold no descriptor of it, which a test would find."""
+
+class Zygote(NamedTuple):
+    """A zygote that runs. The tests hold no descriptor of it, which a test would find."""
+
+    pid: int
+    address: bytes
+
+
+_zygotes: dict[tuple[object, ...], Zygote] = {}
+_lock = threading.Lock()
+os.register_at_fork(after_in_child=_zygotes.clear)
 
 
 class Forked:
@@ -46,12 +68,12 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         while (code := self.poll()) is None:
-            ended = os.pidfd_open(self.pid)
+            process = os.pidfd_open(self.pid)
             try:
-                if not select.select([ended], [], [], timeout)[0]:
+                if not select.select([process], [], [], timeout)[0]:
                     raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
             finally:
-                os.close(ended)
+                os.close(process)
         return code
 
     def send_signal(self, number: int) -> None:
@@ -80,39 +102,48 @@ def fork(
         connection: descriptor that becomes its stdin.
         output: descriptor that becomes its stdout and stderr.
     """
-    early = {it: text for it, text in environment.items() if it.startswith(READ_BY_NEW_PROGRAMS)}
-    key = (os.getpid(), module, *flags, *early.items())
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+    at_start = {name: environment[name] for name in environment if name.startswith(READ_AT_START)}
+    key = module, *flags, *sorted(at_start.items())
+    request = pickle.dumps((arguments, dict(environment)))
+    with _lock, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+        if key not in _zygotes:
+            _start(key, module, flags, environment)
+        asking.connect(_zygotes[key].address)
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
         try:
-            asking.connect(_zygotes.get(key, NOWHERE))
-        except ConnectionRefusedError:
-            _zygotes[key] = _start(module, flags, environment)
-            asking.connect(_zygotes[key])
-        prctl = ctypes.CDLL(None).prctl
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # inherits the child of the zygote's child, which ends
-        try:
-            request = pickle.dumps((tuple(arguments), dict(environment)))
             socket.send_fds(asking, [request], [connection, output])
-            return Forked(int(asking.recv(64)))
+            pid = int(asking.recv(64))
+            asking.recv(64)  # nothing comes; its end says that the parent of the peer has ended
         finally:
-            prctl(PR_SET_CHILD_SUBREAPER, 0)
+            _prctl(PR_SET_CHILD_SUBREAPER, 0)
+    return Forked(pid)
 
 
-def _start(module: str, flags: Sequence[str], environment: Mapping[str, str]) -> bytes:
-    """Start a zygote, which ends with this process; return where it listens."""
+def _start(
+    key: tuple[object, ...], module: str, flags: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    if len(_zygotes) == MAX_ZYGOTES:
+        oldest = _zygotes.pop(next(iter(_zygotes)))
+        os.kill(oldest.pid, signal.SIGKILL)
+        os.waitpid(oldest.pid, 0)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind("")  # an abstract name, which the kernel chooses
         listening.listen()
         command = [sys.executable, *flags, "-m", "tests.support.zygote", module, str(os.getpid())]
+        # A fork does not have the threads that NumPy would start.
+        variables = {**environment, "OPENBLAS_NUM_THREADS": "1"}
         actions = [(os.POSIX_SPAWN_DUP2, listening.fileno(), 0)]
-        os.posix_spawn(sys.executable, command, environment, file_actions=actions)
-        return bytes(listening.getsockname())
+        pid = os.posix_spawn(sys.executable, command, variables, file_actions=actions)
+        _zygotes[key] = Zygote(pid, listening.getsockname())
 
 
 def main(module: str, tests: str) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Be a zygote until the tests end; in a fork, be its peer."""
+    given = dict(os.environ)
+    process = os.pidfd_open(int(tests))
     if os.getppid() != int(tests):
         return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     from tests.support import peer
 
     os.chdir(peer.ROOT)
@@ -122,38 +153,42 @@ def main(module: str, tests: str) -> None:
     gc.collect()
     gc.freeze()
     listening = socket.socket(fileno=0)
-    while (arguments := _serve(listening)) is None:
-        pass
-    peer.main(module, *arguments)
+    while process not in select.select([listening, process], [], [])[0]:
+        if (received := _fork(listening)) is not None:
+            break
+    else:
+        return
+    os.close(process)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    arguments, environment = received
+    for name in given.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment.items() - given.items())
+    # Two programs have unlike addresses, without which a test may not see one taken for the other.
+    with mmap.mmap(-1, HUGE_PAGE * (1 + os.getpid() % 64), mmap.MAP_PRIVATE):
+        peer.main(module, *arguments)
 
 
-def _serve(listening: socket.socket) -> tuple[str, ...] | None:
-    """Fork a peer; return its arguments in the peer, and None in the zygote."""
+def _fork(listening: socket.socket) -> tuple[Sequence[str], dict[str, str]] | None:
+    """Fork a peer. Returns its arguments and environment there, and None in the zygote."""
     asking, _ = listening.accept()
-    request, descriptors, _, _ = socket.recv_fds(asking, MAX_REQUEST_NBYTES, 2)
-    reading, writing = os.pipe()
-    # The child of a child that has ended is a child of the tests.
-    if between := os.fork():
-        os.waitpid(between, 0)
-        asking.send(os.read(reading, 64))
-        for it in (reading, writing, *descriptors):
-            os.close(it)
-        asking.close()
-        return None
-    if pid := os.fork():
-        os.write(writing, b"%d" % pid)
-        os._exit(0)
+    with asking:
+        request, descriptors, _, _ = socket.recv_fds(asking, MAX_REQUEST_NBYTES, 2)
+        if between := os.fork():
+            os.waitpid(between, 0)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return None
+        if pid := os.fork():
+            asking.send(b"%d" % pid)
+            os._exit(0)
     listening.detach()
-    asking.close()
     connection, output = descriptors
     for old, new in ((connection, 0), (output, 1), (output, 2)):
         os.dup2(old, new)
-    for it in (reading, writing, *descriptors):
-        os.close(it)
-    arguments, environment = pickle.loads(request)
-    os.environ.clear()
-    os.environ.update(environment)
-    return arguments
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return pickle.loads(request)
 
 
 if __name__ == "__main__":
