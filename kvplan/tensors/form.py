@@ -97,6 +97,12 @@ class TensorForm:
         """Bytes of all elements."""
         return -(-math.prod(self.shape) * self.bits // 8)
 
+    @property
+    def span_nbytes(self) -> int:
+        """Bytes from the first element to the last, with what lies between."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return -(-(1 + sum((length - 1) * stride for length, stride in steps)) * self.bits // 8)
+
     @cached_property
     def dtype_name(self) -> str:
         """As NumPy or ml_dtypes call it, as far as they do."""
@@ -127,17 +133,23 @@ class TensorForm:
         """Its lengths in the order of memory."""
         return tuple(self.shape[dim] for dim in self.order)
 
-    @property
-    def gap(self) -> tuple[int, int] | None:
-        """The innermost dimension whose elements do not touch, and how many elements they have."""
+    def gap(self, rows: int) -> tuple[int, int] | None:
+        """The innermost dimension whose elements do not touch, and how many elements they have.
+
+        Between the elements of dimension `rows` other bytes may lie.
+        """
         has = 1
         for dim in reversed(self.order):
             if self.shape[dim] == 1:
                 continue
-            if self.strides[dim] != has:
+            if self.strides[dim] != has and (dim != rows or self.strides[dim] < has):
                 return dim, has
-            has *= self.shape[dim]
+            has = self.shape[dim] * self.strides[dim]
         return None
+
+    def row_stride(self, rows: int) -> int | None:
+        """Bytes from one element of dimension `rows` to the next; None if it has only one."""
+        return None if self.shape[rows] == 1 else self.strides[rows] * self.bits // 8
 
     @property
     def is_contiguous(self) -> bool:
@@ -192,7 +204,7 @@ def array_form(desc: CacheDesc) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """The shape and type of an array over a tensor; of packed elements a row is of whole bytes."""
     shape = desc.shape
     if desc.data_type.bits % 8:
-        shape = (*shape[: desc.batch_dim_index + 1], desc.stride)
+        shape = (*shape[: desc.batch_dim_index + 1], desc.row_nbytes)
     return shape, numpy_dtype(desc.data_type)
 
 
@@ -264,7 +276,7 @@ def _check_no_objects(name: str, dtype: np.dtype[Any]) -> None:
 def _in_elements(
     name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
 ) -> tuple[int, ...]:
-    """Strides in bytes, in elements."""
+    """Return strides in elements, of strides in bytes."""
     width = max(itemsize, 1)
     for length, stride in zip(shape, strides, strict=True):
         if stride % width and length > 1:

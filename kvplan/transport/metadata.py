@@ -170,15 +170,6 @@ def read(
     raise invalid(f"{name}: {printable(reason[:_MAX_TEXT])}")
 
 
-def resolved(kind: type[_T]) -> type[_T]:
-    """Resolve the fields of a struct now: msgspec crashes if two threads decode it first.
-
-    A decorator of all structs that `read` is given.
-    """
-    msgspec.msgpack.Decoder(kind)
-    return kind
-
-
 def check_slots(ranges: Iterable[Range], num_slots: int) -> None:
     """Raise ValueError unless the slot of each range is in [0, num_slots)."""
     for i, item in enumerate(ranges):

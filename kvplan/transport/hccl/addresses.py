@@ -25,8 +25,8 @@ from kvplan.device.ascend import A2, A3
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import Log
 from kvplan.transport.link import link_failed
-from kvplan.transport.metadata import Record, read, resolved
-from kvplan.validation import shown
+from kvplan.transport.metadata import Record, read
+from kvplan.validation import resolved, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

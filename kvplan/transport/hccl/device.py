@@ -142,7 +142,7 @@ class HcclDevice:
         self.generations = generations
         self.staging = staging  # None: local memory that HCCL does not transfer is refused
         self.background = background
-        self.regions = Regions(self._make_region)
+        self.regions = Regions(self._make_region, self._forget)
         self._traffic_class = traffic_class
         self._service_level = service_level
         address, nbytes = whole_pages(device, generations.ref.address, generations.nbytes)

@@ -17,8 +17,8 @@ from kvplan.transport.metadata import (
     Record,
     check_printable,
     check_slots,
-    resolved,
 )
+from kvplan.validation import resolved
 
 MAX_SLOTS: Final = 1 << 24
 WORD_NBYTES: Final = 8

@@ -12,8 +12,8 @@ from kvplan.transport.metadata import (
     Range,
     check_printable,
     check_slots,
-    resolved,
 )
+from kvplan.validation import resolved
 
 MAX_CONNECTIONS: Final = MAX_STRIPES  # per link and direction of requests
 MAX_SLOTS: Final = 1 << 16  # registrations of one transport

@@ -14,8 +14,8 @@ from kvplan.transport.metadata import (
     check_inside,
     check_printable,
     check_slots,
-    resolved,
 )
+from kvplan.validation import resolved
 
 MAX_SLOTS: Final = 1 << 16  # registrations of one transport
 
