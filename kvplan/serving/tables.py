@@ -11,7 +11,7 @@ import msgspec
 
 from kvplan.lease import BlockLease
 from kvplan.planning.transfer import Rows, Transfer
-from kvplan.serving.messages import Number, gone
+from kvplan.serving.messages import LayerRange, Number, gone
 from kvplan.status import invalid
 from kvplan.types import Cache
 from kvplan.validation import shown
@@ -139,23 +139,44 @@ def missing_of(
 
 
 class Share(NamedTuple):
-    """The producer's workers that a consumer's worker reads under tensor parallelism."""
+    """The producer's workers that a consumer's worker reads."""
 
-    mine: tuple[int, ...]  # workers that this worker reads, in order of heads
+    mine: tuple[int, ...]  # workers that this worker reads, in order of layers and of heads
     spare: tuple[int, ...]  # workers that no worker reads, and that this one frees
     readers: tuple[int, ...]  # number of workers that report to each that they are done
 
 
+class Place(NamedTuple):
+    """The place of a worker under tensor and pipeline parallelism."""
+
+    rank: int = 0  # in its stage
+    ranks: int = 1
+    num_heads: int = 1  # KV heads of the model
+    stage: int = 0
+    stages: tuple[LayerRange | None, ...] = (None,)  # layers of each stage; None: all
+
+
 @lru_cache(64)
-def share_of(rank: int, ranks: int, owners: int, num_heads: int) -> Share:
-    """Return the share of worker `rank` of `ranks` in a producer with `owners` workers."""
-    counts = readers_of(ranks, owners, num_heads)
-    spare = [owner for owner in range(owners) if not counts[owner] and rank == 0]
-    return Share(
-        tuple(read_from(rank, ranks, owners, num_heads)),
-        tuple(spare),
-        tuple(max(1, count) for count in counts),
-    )
+def share_of(place: Place, sources: tuple[LayerRange | None, ...]) -> Share:
+    """Return a worker's share in a producer whose workers have these layers."""
+    counts = [0] * len(sources)
+    mine: list[int] = []
+    for layers in dict.fromkeys(sources):
+        owners = [owner for owner, theirs in enumerate(sources) if theirs == layers]
+        readers = readers_of(place.ranks, len(owners), place.num_heads)
+        for stage, wanted in enumerate(place.stages):
+            if layers and wanted and not (layers[0] < wanted[1] and wanted[0] < layers[1]):
+                continue
+            for owner, count in zip(owners, readers, strict=True):
+                counts[owner] += count
+            if stage == place.stage:
+                read = read_from(place.rank, place.ranks, len(owners), place.num_heads)
+                mine += [owners[at] for at in read]
+    if not mine:
+        raise invalid(f"no source has layers of {place.stages[place.stage]}: {shown(sources)}")
+    is_first = place.rank == place.stage == 0
+    spare = [owner for owner, count in enumerate(counts) if is_first and not count]
+    return Share(tuple(mine), tuple(spare), tuple(max(1, count) for count in counts))
 
 
 def heads_of(rank: int, ranks: int, num_heads: int) -> range:

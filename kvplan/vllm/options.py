@@ -21,8 +21,8 @@ class ConnectorOptions:
     Attributes:
         mode: "pull": the consumer fetches finished requests; "push": the producer sends each layer
             while it computes the next, to consumers of this mode.
-        listen: "ip:port" at which the first worker of a producer listens; the others use the next
-            ports. Port 0: any.
+        listen: "ip:port" at which the first worker of a producer listens; the others, those of
+            other stages and replicas included, use the next ports. Port 0: any.
         model: the model name, which must be equal on both sides; empty: vLLM's name.
         explain: True to log how each request was fetched; also KVPLAN_EXPLAIN=1.
         engine: options of the kvplan engine, such as {"kvplan.cluster_key_file": "..."}.
@@ -63,7 +63,7 @@ class ConnectorOptions:
         exchange = ExchangeOptions(**{k: v for k, v in extra.items() if k in limits})
         return cls(**given, exchange=exchange)
 
-    def listen_of(self, rank: int) -> str:
-        """Return the address at which the worker of a rank listens."""
+    def listen_of(self, worker: int) -> str:
+        """Return the address at which a worker listens."""
         host, _, port = self.listen.rpartition(":")
-        return f"{host}:{int(port) + rank if int(port) else 0}"
+        return f"{host}:{int(port) + worker if int(port) else 0}"

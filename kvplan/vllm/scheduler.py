@@ -134,11 +134,10 @@ class ConnectorScheduler:
         self._computing: dict[str, _Computed] = {}  # requests for waiting consumers
         self._step = Step()
 
-    def set_workers(self, workers: Mapping[int, WorkerAddress]) -> None:
-        """Store the addresses of the workers, by rank."""
-        self._sources = tuple(
-            Source(workers[rank].cluster_id, workers[rank].address) for rank in sorted(workers)
-        )
+    def set_workers(self, workers: Mapping[tuple[int, int], WorkerAddress]) -> None:
+        """Store the addresses of the workers, by stage and rank."""
+        found = [workers[place] for place in sorted(workers)]
+        self._sources = tuple(Source(it.cluster_id, it.address, it.layers) for it in found)
 
     def arrived(self, request: Request) -> None:
         """Take a new request, and let the workers prepare if it will be fetched."""

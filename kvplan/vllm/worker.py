@@ -13,6 +13,7 @@ from kvplan.engine.options import Options
 from kvplan.layout import Shard
 from kvplan.planning.plan import MAX_NAME
 from kvplan.serving import CacheGroup, Compatibility, Exchange, Handle
+from kvplan.serving.messages import LayerRange
 from kvplan.serving.tables import heads_of, tables_of
 from kvplan.status import LLMException, invalid
 from kvplan.system.logs import Log
@@ -44,10 +45,18 @@ class Model:
     num_heads: int  # KV heads of the whole model
     rank: int  # under tensor parallelism
     ranks: int
+    stage: int  # under pipeline parallelism
+    stages: tuple[LayerRange | None, ...]  # layers of each stage; None: all
+    worker: int  # number among all workers of all replicas
     num_blocks: int
     groups: tuple[LayerGroup, ...]
     produces: bool
     consumes: bool
+
+    @property
+    def layers(self) -> LayerRange | None:
+        """The layers of the worker's stage."""
+        return self.stages[self.stage]
 
     @property
     def simple(self) -> bool:
@@ -74,7 +83,7 @@ class _View:
         group, desc = self.group, self.desc
         fields = {
             "dtype": desc.data_type.name,
-            "layers": str(len(self.names)),
+            "layers": str(desc.shard.num_layers if desc.shard else len(self.names)),
             "kv_heads": str(model.num_heads),
             "head_bytes": str(desc.shape[-1] * desc.data_type.bits // 8 // self.unit),
             "packing": f"{group.packing or 'plain'}, {self.unit} tokens",
@@ -126,7 +135,7 @@ class ConnectorWorker:
         )
         given = dict(options.engine)
         if model.produces:
-            given.setdefault("llm.ListenIpInfo", options.listen_of(model.rank))
+            given.setdefault("llm.ListenIpInfo", options.listen_of(model.worker))
         settings = Options.of(given)
         if not self._on_host:  # the cache is on the device of the worker's rank
             settings = replace(settings, device_id=device.index)
@@ -146,6 +155,8 @@ class ConnectorWorker:
                 rank=model.rank,
                 ranks=model.ranks,
                 num_heads=model.num_heads,
+                stage=model.stage,
+                stages=model.stages,
                 push=options.mode == "push",
                 token_unit=views[0].unit,
                 options=options.exchange,
@@ -155,9 +166,12 @@ class ConnectorWorker:
             raise
         self._engine = engine
         logger.info(
-            "worker %d of %d: %d layers, %s, %s",
+            "worker %d, of rank %d of %d in stage %d of %d: %d layers, %s, %s",
+            model.worker,
             model.rank,
             model.ranks,
+            model.stage,
+            len(model.stages),
             len(names),
             "; ".join(map(str, views)),
             f"at {engine.listen_address}" if model.produces else "not listening",
@@ -171,10 +185,15 @@ class ConnectorWorker:
         tensors, layout, unit = readable(
             [layers[name] for name in names], packed=bool(group.packing)
         )
+        first, end = model.layers or (0, len(names))
+        if end - first != len(names):
+            raise invalid(
+                f"the cache has {len(names)} layers; stage {model.stage} has {end - first}"
+            )
         shard = Shard(
-            layers=range(len(names)),
+            layers=range(first, end),
             heads=heads_of(model.rank, model.ranks, model.num_heads),
-            num_layers=len(names),
+            num_layers=(model.stages[-1] or (0, end))[1],
             num_heads=model.num_heads,
         )
         desc = CacheDesc.from_tensors(tensors, layout, shard=shard)
@@ -210,7 +229,9 @@ class ConnectorWorker:
         """The address of this worker; None if it does not listen."""
         if self._engine is None or self._engine.listen_address is None:
             return None
-        return WorkerAddress(self._engine.cluster_id, self._engine.listen_address)
+        return WorkerAddress(
+            self._engine.cluster_id, self._engine.listen_address, self._model.layers
+        )
 
     def prepare(self, step: Step) -> None:
         """Begin the parts of a step that do not depend on its computation.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from kvplan import LLMException, PlanEvent
-from kvplan.serving import PullResult, Source, Target
+from kvplan.serving import Compatibility, Exchange, PullResult, Source, Target
 from tests.serving.peer import Peer
 from tests.serving.worker import INSTANCE, Worker, reference
+from tests.support.refusals import refused
 
 MakeWorker = Callable[..., Worker]
 MakePeer = Callable[..., Peer]
@@ -85,6 +86,66 @@ def test_numbers_of_workers_may_differ(
         assert consumer.has(11, [7, 1], 0, 13)
     for it in names:
         assert peer.run(f"result = {it}.freed()") == {"request-11"}
+
+
+STAGES = ((0, 1), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "owners", "mine", "readers"),
+    [
+        (STAGES, 1, (None,), 1),
+        ((None,), 1, STAGES, 1),
+        (STAGES, 1, STAGES, 1),
+        (STAGES, 2, (None,), 1),
+        (STAGES, 1, STAGES, 2),
+    ],
+)
+def test_stages_of_a_pipeline_may_differ(
+    make_worker: MakeWorker,
+    make_peer: MakePeer,
+    theirs: Sequence[tuple[int, int] | None],
+    owners: int,
+    mine: Sequence[tuple[int, int] | None],
+    readers: int,
+) -> None:
+    places = [(stage, rank) for stage in range(len(theirs)) for rank in range(owners)]
+    peer = make_peer(10, ranks=owners, stages=theirs)
+    names, sources = ["worker"], [peer.source]
+    for number, (stage, rank) in enumerate(places[1:], 1):
+        names.append(f"w{number}")
+        sources.append(
+            peer.run(
+                f"w{number} = Worker({10 + number}, **options); result = w{number}.source",
+                options={"rank": rank, "ranks": owners, "stage": stage, "stages": theirs},
+            )
+        )
+    for it in names:
+        peer.run(f"{it}.finish(0, 11, [4, 9], 13)")
+    for stage in range(len(mine)):
+        for rank in range(readers):
+            consumer = make_worker(
+                100 + 10 * stage + rank, rank=rank, ranks=readers, stage=stage, stages=mine
+            )
+            assert consumer.fetch(reference(sources, 0, 11, 13), [7, 1]).error is None
+            assert consumer.has(11, [7, 1], 0, 13)
+    for it in names:
+        assert peer.run(f"result = {it}.freed()") == {"request-11"}
+
+
+def test_several_stages_are_not_pushed_to(make_worker: MakeWorker) -> None:
+    it, fields = make_worker(), Compatibility({})
+    with refused("LLM_PARAM_INVALID", "push=True needs one cache and one stage, not 1 groups and"):
+        Exchange(it.engine, it.cache, fields, INSTANCE, stages=STAGES, push=True)
+
+
+def test_a_producer_of_other_layers_fails_the_request(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(stages=STAGES), make_worker(stage=1, stages=STAGES)
+    wanted = reference([peer.source], 0, 11, 21)
+    consumer.exchange.expect("mine", wanted)
+    assert failed(consumer.fetch(wanted, [7, 1, 30]), r"no source has layers of \(1, 2\)")
 
 
 def test_a_reference_that_is_used_again_is_refused(

@@ -11,6 +11,7 @@ NAMES = {
     "vllm": [],
     "vllm.config": ["VllmConfig"],
     "vllm.distributed": [
+        "get_pp_group",
         "get_tensor_model_parallel_rank",
         "get_tensor_model_parallel_world_size",
     ],
@@ -31,6 +32,7 @@ NAMES = {
         "PromMetric",
         "PromMetricT",
     ],
+    "vllm.distributed.utils": ["get_pp_indices"],
     "vllm.platforms": ["current_platform"],
     "vllm.v1": [],
     "vllm.v1.core": [],
@@ -44,6 +46,8 @@ NAMES = {
         "KVCacheGroupSpec",
         "SlidingWindowSpec",
     ],
+    "vllm.v1.metrics": [],
+    "vllm.v1.metrics.cache_hit_source": ["CacheHitSource"],
     "vllm.v1.outputs": ["KVConnectorOutput"],
     "vllm.v1.request": ["Request"],
 }
@@ -56,6 +60,6 @@ def install() -> dict[str, Any]:
         sys.modules[module] = found = ModuleType(module)
         found.__path__ = []  # type: ignore[attr-defined]
         for name in names:
-            made[name] = type(name, (), {})
+            made[name] = type(name, (), {"P2P": "p2p"} if name == "CacheHitSource" else {})
             setattr(found, name, made[name])
     return made

@@ -45,8 +45,8 @@ print(found.__name__, sorted(found.__abstractmethods__), hma)
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_sleep_mode_is_refused() -> None:
-    """By the answer that vLLM 0.33 asks for, and by the connector itself for versions before."""
+def test_what_is_not_supported_is_refused() -> None:
+    """Sleep mode by the answer that vLLM 0.33 asks for, and by the connector itself before it."""
     code = """
 from types import SimpleNamespace as Of
 from tests.vllm.pretended import install
@@ -54,12 +54,15 @@ vllm = install()
 from kvplan.vllm.connector import KvplanConnector, _check_supported
 print(KvplanConnector.supports_sleep_mode(None))
 group = Of(kv_cache_spec=vllm["FullAttentionSpec"]())
-caches = Of(kv_cache_groups=[group])
-parallel = Of(pipeline_parallel_size=1, decode_context_parallel_size=1)
-for sleeps in (False, True):
-    config = Of(model_config=Of(enable_sleep_mode=sleeps), parallel_config=parallel)
+sizes = ("pipeline", "decode_context", "prefill_context")
+for sleeps, groups, *parallel in (
+    (False, 1, 1, 1, 1), (True, 1, 1, 1, 1),
+    (False, 1, 2, 1, 1), (False, 2, 2, 1, 1), (False, 1, 1, 2, 1), (False, 1, 1, 1, 2),
+):
+    sized = Of(**{f"{name}_parallel_size": size for name, size in zip(sizes, parallel)})
+    config = Of(model_config=Of(enable_sleep_mode=sleeps), parallel_config=sized)
     try:
-        _check_supported(config, caches)
+        _check_supported(config, Of(kv_cache_groups=[group] * groups))
     except NotImplementedError as error:
         print(error)
     else:
@@ -70,4 +73,8 @@ for sleeps in (False, True):
         "supported",
         "KvplanConnector: enable_sleep_mode=True; sleep mode replaces the memory of the "
         "registered cache: start vLLM without it",
+        "supported",
+        "KvplanConnector: pipeline_parallel_size=2 must be 1 for a cache of 2 groups",
+        "KvplanConnector: decode_context_parallel_size=2 must be 1",
+        "KvplanConnector: prefill_context_parallel_size=2 must be 1",
     ]

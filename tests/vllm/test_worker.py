@@ -157,6 +157,34 @@ def test_a_cache_of_other_blocks_than_the_scheduler_has_is_refused() -> None:
     it.worker.close()
 
 
+def test_a_worker_names_the_layers_of_its_stage() -> None:
+    it = VllmWorker("prefill", stage=1, stages=((0, 2), (2, 4)))
+    assert it.worker.address is not None
+    assert it.worker.address.layers == (2, 4)
+    it.worker.close()
+    with refused("LLM_PARAM_INVALID", "the cache has 2 layers; stage 0 has 3"):
+        VllmWorker("prefill", stages=((0, 3), (3, 4)))
+
+
+def test_a_stage_is_fetched_from_a_worker_of_all_layers(prefill: Peer) -> None:
+    """A consumer of four layers in two stages; the producer has them in one."""
+    decode = VllmWorker("decode", produces=False, stage=1, stages=((0, 2), (2, 4)))
+    params = prefill.run(
+        """
+        whole = VllmWorker("prefill", layers=4)
+        for layer in range(9, 13):
+            whole.packed(layer)[:] = layer
+        result = whole.finish("p1", prompt, [6, 1, 3])
+        """,
+        prompt=PROMPT,
+    )
+    decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0])
+    assert decode.results() == (set(), {"d1"}, set())
+    for mine, theirs in {9: 11, 10: 12}.items():
+        assert np.all(decode.packed(mine)[[2, 4, 0]] == theirs)
+    decode.worker.close()
+
+
 def test_a_cache_of_no_such_tensors_is_refused(decode: VllmWorker) -> None:
     with refused("LLM_PARAM_INVALID", "must have tensors of 4 dimensions"):
         decode.worker.register(

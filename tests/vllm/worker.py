@@ -48,20 +48,24 @@ class VllmWorker:
         produces: bool = True,
         block_tokens: int = 32,
         blocks: int = BLOCKS,
+        layers: int = LAYERS,
         dim: int = DIM,
         windows: Sequence[int] = (0,),
+        stage: int = 0,
+        stages: Sequence[tuple[int, int] | None] = (None,),
         **options: Any,
     ) -> None:
         shape = (blocks, HEADS, block_tokens, 2 * dim)
-        arrays = [np.zeros(shape, np.float32) for _ in range(LAYERS)]
+        arrays = [np.zeros(shape, np.float32) for _ in range(layers)]
         groups = [
             LayerGroup(
-                tuple(f"model.layers.{9 + LAYERS * number + it}.attn" for it in (1, 0)),
+                tuple(f"model.layers.{9 + it}.attn" for it in reversed(range(*ends))),
                 block_tokens,
                 "vec",
                 window,
             )
             for number, window in enumerate(windows)
+            for ends in [(layers * number, layers * (number + 1))]
         ]
         self.layers = {
             name: array
@@ -73,6 +77,9 @@ class VllmWorker:
             num_heads=HEADS,
             rank=0,
             ranks=1,
+            stage=stage,
+            stages=tuple(stages),
+            worker=stage,
             num_blocks=blocks,
             groups=tuple(groups),
             produces=produces,
@@ -82,7 +89,7 @@ class VllmWorker:
         self.worker = ConnectorWorker(self.scheduler.instance, model, ConnectorOptions.of(options))
         self.worker.register({name: CpuTensor(it) for name, it in self.layers.items()})
         if (address := self.worker.address) is not None:
-            self.scheduler.set_workers({0: address})
+            self.scheduler.set_workers({(0, 0): address})
 
     def packed(self, layer: int) -> NDArray[np.float32]:
         """A layer as attention on CPUs has it: (block, head, keys or values, content)."""
