@@ -15,7 +15,7 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import DataType, LlmRole, Placement
 from kvplan.validation import printable
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 MAX_NBYTES: Final = 1 << 20
 """Bytes of the largest frame."""
 
@@ -142,6 +142,7 @@ class TableEntry(_Message, frozen=True):
     addresses: Annotated[tuple[Natural, ...], Meta(max_length=65536)]
     metadata: Metadata
     writable: bool
+    row_stride: Annotated[int, Meta(ge=1)] | None = None
 
 
 class Table(_Body, frozen=True):

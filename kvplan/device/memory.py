@@ -115,7 +115,7 @@ class DeviceMemory(Revocable):
         memory = cls(
             device,
             np.array([form.address for form in forms], dtype=np.uint64),
-            np.array([form.nbytes for form in forms], dtype=np.uint64),
+            np.array([form.span_nbytes for form in forms], dtype=np.uint64),
             writable=not any(form.read_only for form in forms),
             owner=tuple(form.owner for form in forms),
         )

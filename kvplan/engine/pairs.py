@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvplan.links import PeerLink
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.part import Kind
-    from kvplan.transport.protocol import PeerMemory
+    from kvplan.transport.link import PeerMemory
     from kvplan.types import KvCacheExtParam
 
 _LINKED: Final = LinkState.LINKED  # the lookup in an enumeration takes longer

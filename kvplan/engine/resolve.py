@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kvplan.planning.part import Kind, Part
     from kvplan.planning.part import Operation as PlanOperation
     from kvplan.planning.transfer import AnyCache
-    from kvplan.transport.protocol import PeerMemory
+    from kvplan.transport.link import PeerMemory
     from kvplan.types import AnyCacheKey
 
 _SHARED: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, BlockLease)

@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvnative._extents import extents_clash, first_below
+from kvnative._extents import first_below
 from kvnative._lower import Descriptors, lower
 from kvplan.execution.memory import Addresses
-from kvplan.execution.rows import view_addresses
+from kvplan.execution.rows import tensors_clash, view_addresses
 from kvplan.planning.part import Part
 from kvplan.planning.plan import PlacedPart, Plan
 from kvplan.planning.segments import first_overlap, first_overlapped
@@ -83,12 +83,7 @@ def _bind_part(part: Part, src: Bindable, dst: Bindable, one_space: bool) -> Des
         segments.repeats,
     )
     # Compare whole tensors first, which is cheap and almost always decides.
-    if extents_clash(
-        written,
-        part.dst.tensor_nbytes,
-        read if one_space else _NONE,
-        part.src.tensor_nbytes,
-    ):
+    if tensors_clash(part.dst, written, part.src, read if one_space else _NONE):
         check_order_free(part, descriptors, one_space)
     return descriptors
 

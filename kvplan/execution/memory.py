@@ -160,10 +160,10 @@ class HostMemory(Revocable):
 
     @classmethod
     def from_forms(cls, forms: Sequence[TensorForm]) -> HostMemory:
-        """Return the memory of tensors that were checked to be dense and in host memory."""
+        """Return the memory of tensors that were checked to be described and in host memory."""
         return cls(
             np.array([form.address for form in forms], dtype=np.uint64),
-            np.array([form.nbytes for form in forms], dtype=np.uint64),
+            np.array([form.span_nbytes for form in forms], dtype=np.uint64),
             writable=not any(form.read_only for form in forms),
             owner=tuple(form.owner for form in forms),
         )

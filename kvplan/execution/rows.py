@@ -256,9 +256,7 @@ def _rows(
     is_one = src is dst and source == target and src_views == dst_views
     one_space = not is_one and src.in_process and dst.in_process
     # If tensors of two caches or of one overlap, the rows decide.
-    if extents_clash(
-        written, target.tensor_nbytes, read if one_space else _NONE, source.tensor_nbytes
-    ):
+    if tensors_clash(target, written, source, read if one_space else _NONE):
         return None
     return RowLowering(
         src_bases,
@@ -273,6 +271,37 @@ def _rows(
         is_one,
         template.as_bytes,
     )
+
+
+def tensors_clash(target: Side, written: Addresses, source: Side, read: Addresses) -> bool:
+    """Return True if a written tensor may share a byte with another written tensor or a read one.
+
+    Tensors whose rows lie between each other's, as those of layers in one page, do not.
+    """
+    if not extents_clash(written, target.tensor_nbytes, read, source.tensor_nbytes):
+        return False
+    apart, nbytes = (target.stride, target.row_nbytes), target.tensor_nbytes
+    if apart != (source.stride, source.row_nbytes):
+        return len(read) > 0 or not are_interleaved(written, nbytes, *apart)
+    both = np.concatenate((written, read))
+    return not are_interleaved(both, max(nbytes, source.tensor_nbytes), *apart)
+
+
+def are_interleaved(addresses: Addresses, nbytes: int, stride: int, row_nbytes: int) -> bool:
+    """Return True if rows of `row_nbytes`, `stride` bytes apart, share no byte in any two tensors.
+
+    Tensors of `nbytes` at these addresses are compared if their extents overlap.
+    """
+    if stride == row_nbytes or not len(addresses):
+        return False
+    starts = np.sort(addresses)
+    together = np.split(starts, np.flatnonzero(starts[1:] - starts[:-1] >= np.uint64(nbytes)) + 1)
+    for group in together:
+        places = np.sort((group - group[0]) % np.uint64(stride))
+        ends = np.append(places[1:], places[0] + np.uint64(stride))
+        if (ends - places < np.uint64(row_nbytes)).any():
+            return False
+    return True
 
 
 def view_addresses(

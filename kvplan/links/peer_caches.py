@@ -29,7 +29,7 @@ from kvplan.validation import shown
 if TYPE_CHECKING:
     from kvplan.execution.memory import TensorMemory
     from kvplan.lease import BlockLease
-    from kvplan.transport.protocol import PeerMemory, TransportLink
+    from kvplan.transport.link import PeerMemory, TransportLink
 
 _cache_id: Final = attrgetter("cache_id")
 _MAX_JOINED: Final = 64  # sets of caches whose joined memory is kept

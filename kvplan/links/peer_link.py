@@ -23,10 +23,10 @@ from kvplan.types import CacheKey, LlmRole
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
     from kvplan.links.local_engine import Publisher
-    from kvplan.links.peer_table import PeerCache
     from kvplan.links.renewals import Renewals
     from kvplan.links.values import LinkLifecycle
-    from kvplan.transport.protocol import Streams, TransportLink
+    from kvplan.transport.link import TransportLink
+    from kvplan.transport.protocol import Streams
 
 
 _LOG = Log("kvplan")

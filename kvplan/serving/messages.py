@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import LimitedLog, Log
-from kvplan.validation import printable, shown
+from kvplan.validation import printable, resolved, shown
 
 peer_log = LimitedLog(Log("kvplan.serving"))
 """Rate-limited log for lines that peers can cause."""
@@ -256,6 +256,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 _Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2}){1,32}$")]
 
 
+@resolved
 class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A reference as a JSON object."""
 

@@ -21,6 +21,8 @@ from kvplan.status import LLMException, invalid
 from kvplan.types import Cache
 from kvplan.validation import shown
 
+_decoder = msgspec.msgpack.Decoder(tuple[bytes, Number, Number])
+
 
 @dataclass(frozen=True)
 class Goal:
@@ -44,7 +46,7 @@ class Goal:
     def from_bytes(cls, data: bytes) -> Goal:
         """Read the result of `to_bytes`."""
         try:
-            lease, begin, first = msgspec.msgpack.decode(data, type=tuple[bytes, Number, Number])
+            lease, begin, first = _decoder.decode(data)
         except Exception as error:  # of any kind, as the input is a peer's
             raise invalid(f"data={shown(data)} is not a goal: {error}") from None
         if first < begin:

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any, Final, TypeVar, TypeVarTuple
 from weakref import WeakValueDictionary
 
+from kvplan.engine.option_kinds import described, option, positive, rows_of
 from kvplan.serving.messages import peer_log
-from kvplan.status import invalid
-from kvplan.validation import check_type, shown
 
 _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
@@ -29,41 +28,43 @@ OWN: Final = -1
 """Stands for the program itself in place of a cluster id."""
 
 
+_LIMIT: Final = positive(float, int)
+_NUMBER: Final = positive(int)
+
+
+@described
 @dataclass(frozen=True)
 class ExchangeOptions:
     """Time limits in milliseconds, and the number of simultaneous transfers.
-
-    Attributes:
-        lease_ttl_ms: lifetime of a finished request that no consumer renews.
-        renew_interval_ms: interval at which a consumer renews requests that it waits for.
-        link_timeout_ms: timeout for linking with a producer.
-        pull_timeout_ms: timeout for an answer of a producer, and for a transfer.
-        prefill_timeout_ms: timeout for a request that its producer is still computing.
-        enter_timeout_ms: timeout for `enter`, for a consumer that asks before it.
-        max_pulls: maximum number of simultaneous transfers from one producer.
 
     Raises:
         TypeError: a value is not a number.
         LLMException: LLM_PARAM_INVALID: a value is not > 0.
     """
 
-    lease_ttl_ms: float = 30_000
-    renew_interval_ms: float = 5_000
-    link_timeout_ms: int = 5_000
-    pull_timeout_ms: float = 30_000
-    prefill_timeout_ms: float = 120_000
-    enter_timeout_ms: float = 5_000
-    max_pulls: int = 16
+    # fmt: off
+    lease_ttl_ms: float = option(
+        30_000, _LIMIT, "Lifetime of a finished request that no consumer renews.", unit="ms")
+    renew_interval_ms: float = option(
+        5_000, _LIMIT,
+        "Interval at which a consumer renews requests that it waits for.", unit="ms")
+    link_timeout_ms: int = option(
+        5_000, _NUMBER, "Timeout for linking with a producer.", unit="ms")
+    pull_timeout_ms: float = option(
+        30_000, _LIMIT, "Timeout for an answer of a producer, and for a transfer.", unit="ms")
+    prefill_timeout_ms: float = option(
+        120_000, _LIMIT, "Timeout for a request that its producer is still computing.", unit="ms")
+    enter_timeout_ms: float = option(
+        5_000, _LIMIT, "Timeout for `enter`, for a consumer that asks before it.", unit="ms")
+    max_pulls: int = option(
+        16, _NUMBER,
+        "Maximum number of simultaneous transfers from one producer; more wait. A stopped peer "
+        "delays neither other peers nor messages and renewals.")
+    # fmt: on
 
     def __post_init__(self) -> None:
-        for name, kind in self.__annotations__.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name}={shown(value)} must be a number")
-            if kind == "int":
-                check_type(name, value, int)
-            if not value > 0:
-                raise invalid(f"{name}={value} must be > 0")
+        for row in rows_of(type(self)):
+            row.check(getattr(self, row.field))
 
 
 class Tasks:

@@ -31,7 +31,7 @@ from tests.support.peer import Peer
 BLOCKS, BLOCK = 8, 1 << 16
 NBYTES = BLOCKS * BLOCK
 GRANULE = 2 << 20
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 Whose = Literal["kvplan", "program"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ def soaked(tmp_path: Path, **parts: str) -> Soak:
     return it
 
 
+LEFT = f"kvplan-soak-test-{os.getpid()}"
 COUNTS = """
 import json
 held = {"1": {"first": dict.fromkeys(WHAT, 5), "last": dict.fromkeys(WHAT, 6)}}
@@ -59,13 +61,13 @@ def test_a_summary_adds_up_what_the_rounds_say(
         ("raise SystemExit('bytes of another request')", "ended with 1"),
         ("import os; os.abort()", "ended with -6"),
         ("import subprocess; subprocess.Popen(['sleep', '60'])", "left processes"),
-        ("open('/dev/shm/kvplan-soak-test', 'w')", "left ['kvplan-soak-test'] in /dev/shm"),
+        (f"open('/dev/shm/{LEFT}', 'w')", f"left ['{LEFT}'] in /dev/shm"),
     ],
 )
 def test_a_failure_says_how_to_repeat_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
 ) -> None:
-    clean = "; import pathlib; pathlib.Path('/dev/shm/kvplan-soak-test').unlink(missing_ok=True)"
+    clean = f"; import pathlib; pathlib.Path('/dev/shm/{LEFT}').unlink(missing_ok=True)"
     it = Soak({"bad": program(text), "good": program(f"pass{clean}")}, tmp_path)
     it.run(seed=7, seconds=0, rounds=2)
     assert it.summary() == 1

@@ -14,7 +14,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvnative._process import Peer
-from kvplan.transport.base import link_failed
+from kvplan.transport.link import link_failed
 from kvplan.transport.metadata import Record, Uint64
 
 

@@ -105,13 +105,7 @@ class PeerArenas:
 
 
 class PeerAllocations:
-    """The allocations of a peer's devices that are mapped for a device here, each once.
-
-    Args:
-        process: The peer.
-        device: The device that the memory is mapped for.
-        sharing: The sharing of that device.
-    """
+    """The allocations of a peer's devices that are mapped for a device here, each once."""
 
     def __init__(self, process: Peer, device: Device, sharing: Sharing) -> None:
         self.device = device
