@@ -161,8 +161,10 @@ def share_of(place: Place, sources: tuple[LayerRange | None, ...]) -> Share:
     """Return a worker's share in a producer whose workers have these layers."""
     counts = [0] * len(sources)
     mine: list[int] = []
-    for layers in dict.fromkeys(sources):
-        owners = [owner for owner, theirs in enumerate(sources) if theirs == layers]
+    by_layers: dict[LayerRange | None, list[int]] = {}
+    for owner, layers in enumerate(sources):
+        by_layers.setdefault(layers, []).append(owner)
+    for layers, owners in by_layers.items():
         readers = readers_of(place.ranks, len(owners), place.num_heads)
         for stage, wanted in enumerate(place.stages):
             if layers and wanted and not (layers[0] < wanted[1] and wanted[0] < layers[1]):

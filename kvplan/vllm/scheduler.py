@@ -136,8 +136,10 @@ class ConnectorScheduler:
 
     def set_workers(self, workers: Mapping[tuple[int, int], WorkerAddress]) -> None:
         """Store the addresses of the workers, by stage and rank."""
-        found = [workers[place] for place in sorted(workers)]
-        self._sources = tuple(Source(it.cluster_id, it.address, it.layers) for it in found)
+        self._sources = tuple(
+            Source(worker.cluster_id, worker.address, worker.layers)
+            for _, worker in sorted(workers.items())
+        )
 
     def arrived(self, request: Request) -> None:
         """Take a new request, and let the workers prepare if it will be fetched."""
