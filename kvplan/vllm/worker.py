@@ -298,7 +298,7 @@ class ConnectorWorker:
             if self._model.simple:
                 block_tokens = self._model.groups[0].block_tokens
                 blocks = tables_of(result.blocks, 1)[0].blocks
-                failed_blocks.update(blocks[result.first_token // block_tokens :])
+                failed_blocks.update(blocks[(result.first_token + result.pushed) // block_tokens :])
             else:  # vLLM cannot find a request by blocks of several groups
                 failed.add(result.request)
         freed = {self._offered.pop(handle) for handle in exchange.take_freed()}

@@ -79,6 +79,20 @@ def test_a_layer_moves_before_the_next_is_computed(
     assert consumer.has(11, [7], 0, 8)
 
 
+def test_what_was_pushed_is_there_if_the_rest_cannot_be_pulled(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(push=True), make_worker(push=True)
+    consumer.engine.on_plan(lambda event: peer.kill())  # before the pull
+    ask(peer, consumer, [7, 1, 30], 21)
+    peer.run(f"worker.step(11, [4, 9, 2], 0, 17, 21, {NAME!r})")  # whole blocks: 16 tokens
+    peer.run(f"worker.enter(0, 11, [4, 9, 2], 21, {NAME!r})")
+    it = result(consumer)
+    assert failed(it, "has exited")
+    assert (it.tokens, it.pushed) == (21, 16)
+    assert consumer.has(11, [7, 1], 0, 16)
+
+
 def test_only_what_is_missing_is_pushed(make_peer: MakePeer, make_worker: MakeWorker) -> None:
     peer, consumer = make_peer(push=True), make_worker(push=True)
     consumer.compute(12, [7], 8)

@@ -192,12 +192,13 @@ def test_a_cache_of_no_such_tensors_is_refused(decode: VllmWorker) -> None:
         )
 
 
-def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
-    decode = VllmWorker("decode", produces=False, mode="push")
+def pushing(prefill: Peer, decode: VllmWorker, computed: int = 0) -> Any:
+    """Let the decoding worker wait for a prompt, whose computation begins; return its request."""
     known = start(prefill, [6, 1, 3], mode="push")["kvplan"]
     theirs = {key: known[key] for key in ("protocol", "instance", "sources")}
     params = {"do_remote_prefill": True, "kvplan": theirs | {"transfer": "cmpl-2"}}
-    decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0])
+    arrived = decode.request("d1", PROMPT, params)
+    decode.fetch(arrived, [2, 4, 0], computed=computed)
     prefill.run(
         """
         import select
@@ -207,19 +208,30 @@ def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
         request = worker.request("p2", prompt, params)
         request.num_computed_tokens = 0
         worker.scheduler.arrived(request)
-        worker.scheduler.computing({"p2": 70}, {"p2": [5, 0, 7]}.get)
-        worker.worker.prepare(worker.scheduler.take_step())
-        for layer in (9, 10):
-            worker.packed(layer)[[5, 0, 7]] = layer
-            worker.worker.layer_ready(f"model.layers.{layer}.attn")
-            worker.worker.layer_ready("model.layers.11.attn")  # it shares those of another
-        worker.worker.computed()
-        request.num_computed_tokens = 70
-        worker.scheduler.finished(request, ([5, 0, 7],))
-        worker.worker.prepare(worker.scheduler.take_step())
+
+        def step(tokens, layers):
+            worker.scheduler.computing({"p2": tokens}, {"p2": [5, 0, 7]}.get)
+            worker.worker.prepare(worker.scheduler.take_step())
+            for layer in layers:
+                worker.packed(layer)[[5, 0, 7]] = layer
+                worker.worker.layer_ready(f"model.layers.{layer}.attn")
+                worker.worker.layer_ready("model.layers.11.attn")  # it shares those of another
+
+        def finish():
+            worker.worker.computed()
+            request.num_computed_tokens = 70
+            worker.scheduler.finished(request, ([5, 0, 7],))
+            worker.worker.prepare(worker.scheduler.take_step())
         """,
         prompt=PROMPT,
     )
+    return arrived
+
+
+def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
+    decode = VllmWorker("decode", produces=False, mode="push")
+    pushing(prefill, decode)
+    prefill.run("step(70, (9, 10)); finish()")
     assert decode.worker.exchange.wait(60_000)
     (result,) = decode.worker.exchange.take_results()
     assert (result.error, result.pushed) == (None, 70)
@@ -229,32 +241,24 @@ def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
     decode.worker.close()
 
 
-def test_a_producer_that_dies_in_the_middle_costs_one_computation(prefill: Peer) -> None:
-    """Between two layers of what it pushes: only what was missing is named, and once."""
+@pytest.mark.parametrize(
+    ("code", "failed"), [("step(70, [9])", {4, 0}), ("step(64, [9, 10])", {0})]
+)
+def test_a_producer_that_dies_in_the_middle_costs_one_computation(
+    prefill: Peer, code: str, failed: set[int]
+) -> None:
+    """Between two layers, or before the rest is pulled: only what is missing is named, and once."""
     decode = VllmWorker("decode", produces=False, mode="push")
-    known = start(prefill, [6, 1, 3], mode="push")["kvplan"]
-    theirs = {key: known[key] for key in ("protocol", "instance", "sources")}
-    params = {"do_remote_prefill": True, "kvplan": theirs | {"transfer": "cmpl-2"}}
+    assert decode.worker._engine is not None
+    decode.worker._engine.on_plan(lambda event: prefill.kill())
     decode.packed(9)[2] = 5  # of the prefix cache
-    arrived = decode.request("d1", PROMPT, params)
-    decode.fetch(arrived, [2, 4, 0], computed=32)
-    prefill.run(
-        """
-        import select
-        while not worker.worker.exchange._asks.waiting:
-            select.select([], [], [], 0.001)
-        params = {"do_remote_decode": True, "kvplan": {"transfer": "cmpl-2"}}
-        request = worker.request("p2", prompt, params)
-        request.num_computed_tokens = 0
-        worker.scheduler.arrived(request)
-        worker.scheduler.computing({"p2": 70}, {"p2": [5, 0, 7]}.get)
-        worker.worker.prepare(worker.scheduler.take_step())
-        worker.worker.layer_ready("model.layers.9.attn")
-        """,
-        prompt=PROMPT,
-    )
-    prefill.kill()
-    assert decode.results() == (set(), {"d1"}, {4, 0})  # long before prefill_timeout_ms
+    arrived = pushing(prefill, decode, computed=32)
+    prefill.run(code)
+    if failed == {0}:
+        prefill.run("finish()")
+    else:
+        prefill.kill()
+    assert decode.results() == (set(), {"d1"}, failed)  # long before prefill_timeout_ms
     assert np.all(decode.packed(9)[2] == 5)
     assert decode.scheduler.missing_tokens(arrived, 32) == 0  # it is computed here
     assert decode.worker.exchange._engine.leases() == []
