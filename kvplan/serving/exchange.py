@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from kvnative._signals import Condition, Mutex
@@ -21,7 +22,6 @@ from kvplan.serving.messages import (
     Grant,
     Handle,
     Hello,
-    LayerRange,
     Message,
     Reference,
     Refusal,
@@ -59,10 +59,7 @@ class Exchange:
         compatibility: properties in which both sides must agree.
         instance: 1 to 32 bytes that name the process of the serving engine. All of its workers use
             the same; after a restart it differs.
-        rank, ranks: of this worker under tensor parallelism.
-        num_heads: KV heads of the model.
-        stage, stages: of this worker under pipeline parallelism, and the layers of each stage: the
-            first, and one past the last. Sources then name the layers of theirs.
+        place: place of this worker; the shard of the cache has its heads and layers.
         push: True to push requests while they are computed, if consumers ask for that; and to ask
             for that as a consumer. Not with several stages.
         token_unit: number of tokens that are packed together and only move as a whole; the axis
@@ -81,28 +78,25 @@ class Exchange:
         compatibility: Compatibility,
         instance: bytes,
         *,
-        rank: int = 0,
-        ranks: int = 1,
-        num_heads: int = 1,
-        stage: int = 0,
-        stages: Sequence[LayerRange | None] = (None,),
+        place: Place | None = None,
         push: bool = False,
         token_unit: int = 1,
         options: ExchangeOptions | None = None,
     ) -> None:
         self._options = options = options or ExchangeOptions()
-        groups = groups_of(cache, token_unit)
-        if push and len(groups) * len(stages) > 1:
+        groups, place = groups_of(cache, token_unit), place or Place()
+        if push and len(groups) * len(place.stages) > 1:
             raise invalid(
                 f"push=True needs one cache and one stage, not {len(groups)} groups and "
-                f"{len(stages)} stages"
+                f"{len(place.stages)} stages"
             )
         self._engine = engine
         self._compatibility = compatibility
         self._instance = check_type("instance", instance, bytes)
         if not 1 <= len(instance) <= MAX_INSTANCE:
             raise invalid(f"instance={shown(instance)} must have 1 to {MAX_INSTANCE} bytes")
-        self._place = Place(rank, ranks, num_heads, stage, tuple(stages))
+        shard = groups[0].cache.cache_desc.shard
+        self._share_of = partial(share_of, place, (shard and shard.num_heads) or 1)
         self._movers = PeerThreads("kvplan-serving", options.max_pulls)
         # Without these, leases would expire while all transfers wait.
         self._helpers = PeerThreads("kvplan-serving-helper", _HELPERS_OF_PEER)
@@ -151,7 +145,7 @@ class Exchange:
             engine,
             groups,
             self._producers,
-            rank=rank,
+            rank=place.rank,
             push=push,
             options=options,
             movers=self._movers,
@@ -406,7 +400,7 @@ class Exchange:
                 return pull
             self._drop(pull)  # now another request has the name
         sources = reference.sources
-        share = share_of(self._place, tuple([source.layers for source in sources]))
+        share = self._share_of(tuple([source.layers for source in sources]))
         pull = Pull(
             request,
             reference,

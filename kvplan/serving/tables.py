@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import NamedTuple, cast
 
 import msgspec
@@ -138,6 +139,28 @@ def missing_of(
     return transfers, nbytes
 
 
+@dataclass(frozen=True)
+class Place:
+    """The place of a worker in its serving engine, under tensor and pipeline parallelism.
+
+    Args:
+        rank, ranks: of this worker, and the number of workers, in its stage.
+        stage: of this worker.
+        stages: the layers of each stage: the first, and one past the last; None: all. Sources of an
+            engine with several stages name their layers, too.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    stage: int = 0
+    stages: tuple[LayerRange | None, ...] = (None,)
+
+    @property
+    def layers(self) -> LayerRange | None:
+        """The layers of the worker's stage; None: all."""
+        return self.stages[self.stage]
+
+
 class Share(NamedTuple):
     """The producer's workers that a consumer's worker reads."""
 
@@ -146,36 +169,26 @@ class Share(NamedTuple):
     readers: tuple[int, ...]  # number of workers that report to each that they are done
 
 
-class Place(NamedTuple):
-    """The place of a worker under tensor and pipeline parallelism."""
-
-    rank: int = 0  # in its stage
-    ranks: int = 1
-    num_heads: int = 1  # KV heads of the model
-    stage: int = 0
-    stages: tuple[LayerRange | None, ...] = (None,)  # layers of each stage; None: all
-
-
 @lru_cache(64)
-def share_of(place: Place, sources: tuple[LayerRange | None, ...]) -> Share:
+def share_of(place: Place, num_heads: int, sources: tuple[LayerRange | None, ...]) -> Share:
     """Return a worker's share in a producer whose workers have these layers."""
-    counts = [0] * len(sources)
-    mine: list[int] = []
     by_layers: dict[LayerRange | None, list[int]] = {}
     for owner, layers in enumerate(sources):
         by_layers.setdefault(layers, []).append(owner)
+    mine: list[int] = []
+    counts = [0] * len(sources)
     for layers, owners in by_layers.items():
-        readers = readers_of(place.ranks, len(owners), place.num_heads)
+        ranks = range(place.ranks)
+        reads = [read_from(rank, place.ranks, len(owners), num_heads) for rank in ranks]
         for stage, wanted in enumerate(place.stages):
             if layers and wanted and not (layers[0] < wanted[1] and wanted[0] < layers[1]):
                 continue
-            for owner, count in zip(owners, readers, strict=True):
-                counts[owner] += count
+            for at in chain(*reads):
+                counts[owners[at]] += 1
             if stage == place.stage:
-                read = read_from(place.rank, place.ranks, len(owners), place.num_heads)
-                mine += [owners[at] for at in read]
+                mine += [owners[at] for at in reads[place.rank]]
     if not mine:
-        raise invalid(f"no source has layers of {place.stages[place.stage]}: {shown(sources)}")
+        raise invalid(f"no source has layers of {place.layers}: {shown(sources)}")
     is_first = place.rank == place.stage == 0
     spare = [owner for owner, count in enumerate(counts) if is_first and not count]
     return Share(tuple(mine), tuple(spare), tuple(max(1, count) for count in counts))
@@ -203,15 +216,6 @@ def read_from(rank: int, ranks: int, owners: int, num_heads: int) -> list[int]:
             found.append(owner)
             covered = heads.stop
     return found
-
-
-def readers_of(ranks: int, owners: int, num_heads: int) -> list[int]:
-    """Return how many consumer's workers read each of the producer's workers."""
-    counts = [0] * owners
-    for rank in range(ranks):
-        for owner in read_from(rank, ranks, owners, num_heads):
-            counts[owner] += 1
-    return counts
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -40,6 +40,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvplan.serving import Place
 from kvplan.serving.messages import LayerRange
 from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.scheduler import ConnectorScheduler, instance_of
@@ -105,10 +106,9 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
             model = Model(
                 name=options.model or config.model,
                 num_heads=config.get_total_num_kv_heads(),
-                rank=rank,
-                ranks=ranks,
-                stage=stage,
-                stages=_stages(config.get_total_num_hidden_layers(), stages),
+                place=Place(
+                    rank, ranks, stage, _stages(config.get_total_num_hidden_layers(), stages)
+                ),
                 worker=(replica * stages + stage) * ranks + rank,
                 num_blocks=kv_cache_config.num_blocks,
                 groups=groups,

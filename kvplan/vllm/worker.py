@@ -12,8 +12,7 @@ from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.options import Options
 from kvplan.layout import Shard
 from kvplan.planning.plan import MAX_NAME
-from kvplan.serving import CacheGroup, Compatibility, Exchange, Handle
-from kvplan.serving.messages import LayerRange
+from kvplan.serving import CacheGroup, Compatibility, Exchange, Handle, Place
 from kvplan.serving.tables import heads_of, tables_of
 from kvplan.status import LLMException, invalid
 from kvplan.system.logs import Log
@@ -43,20 +42,12 @@ class Model:
 
     name: str  # equal on both sides
     num_heads: int  # KV heads of the whole model
-    rank: int  # under tensor parallelism
-    ranks: int
-    stage: int  # under pipeline parallelism
-    stages: tuple[LayerRange | None, ...]  # layers of each stage; None: all
+    place: Place
     worker: int  # number among all workers of all replicas
     num_blocks: int
     groups: tuple[LayerGroup, ...]
     produces: bool
     consumes: bool
-
-    @property
-    def layers(self) -> LayerRange | None:
-        """The layers of the worker's stage."""
-        return self.stages[self.stage]
 
     @property
     def simple(self) -> bool:
@@ -152,11 +143,7 @@ class ConnectorWorker:
                 groups if len(groups) > 1 else groups[0].cache,
                 compatibility(model, views),
                 self._instance,
-                rank=model.rank,
-                ranks=model.ranks,
-                num_heads=model.num_heads,
-                stage=model.stage,
-                stages=model.stages,
+                place=model.place,
                 push=options.mode == "push",
                 token_unit=views[0].unit,
                 options=options.exchange,
@@ -168,32 +155,32 @@ class ConnectorWorker:
         logger.info(
             "worker %d, of rank %d of %d in stage %d of %d: %d layers, %s, %s",
             model.worker,
-            model.rank,
-            model.ranks,
-            model.stage,
-            len(model.stages),
+            model.place.rank,
+            model.place.ranks,
+            model.place.stage,
+            len(model.place.stages),
             len(names),
             "; ".join(map(str, views)),
             f"at {engine.listen_address}" if model.produces else "not listening",
         )
 
     def _view(self, group: LayerGroup, layers: Mapping[str, Any]) -> _View:
-        model = self._model
+        model, place = self._model, self._model.place
         if absent := [name for name in group.layers if name not in layers]:
             raise invalid(f"layer {absent[0]} has no tensor")
         names = sorted(group.layers, key=_position)
         tensors, layout, unit = readable(
             [layers[name] for name in names], packed=bool(group.packing)
         )
-        first, end = model.layers or (0, len(names))
+        first, end = place.layers or (0, len(names))
         if end - first != len(names):
             raise invalid(
-                f"the cache has {len(names)} layers; stage {model.stage} has {end - first}"
+                f"the cache has {len(names)} layers; stage {place.stage} has {end - first}"
             )
         shard = Shard(
             layers=range(first, end),
-            heads=heads_of(model.rank, model.ranks, model.num_heads),
-            num_layers=(model.stages[-1] or (0, end))[1],
+            heads=heads_of(place.rank, place.ranks, model.num_heads),
+            num_layers=(place.stages[-1] or (0, end))[1],
             num_heads=model.num_heads,
         )
         desc = CacheDesc.from_tensors(tensors, layout, shard=shard)
@@ -230,7 +217,7 @@ class ConnectorWorker:
         if self._engine is None or self._engine.listen_address is None:
             return None
         return WorkerAddress(
-            self._engine.cluster_id, self._engine.listen_address, self._model.layers
+            self._engine.cluster_id, self._engine.listen_address, self._model.place.layers
         )
 
     def prepare(self, step: Step) -> None:

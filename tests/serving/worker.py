@@ -16,6 +16,7 @@ from kvplan.serving import (
     Exchange,
     ExchangeOptions,
     Handle,
+    Place,
     PullResult,
     Reference,
     Source,
@@ -53,10 +54,7 @@ class Worker:
         *,
         block_tokens: int = 8,
         blocks: int = 32,
-        rank: int = 0,
-        ranks: int = 1,
-        stage: int = 0,
-        stages: Sequence[tuple[int, int] | None] = (None,),
+        place: Place | None = None,
         model: str = "tiny",
         instance: bytes = INSTANCE,
         push: bool = False,
@@ -64,8 +62,9 @@ class Worker:
         transfers: Transfers | None = None,
         **options: Any,
     ) -> None:
-        heads = heads_of(rank, ranks, HEADS)
-        self.layers, self.stage = range(*stages[stage] or (0, LAYERS)), stages[stage]
+        place = place or Place()
+        heads = heads_of(place.rank, place.ranks, HEADS)
+        self.place, self.layers = place, range(*place.layers or (0, LAYERS))
         self.block_tokens, self.heads = block_tokens, heads
         self.names: dict[Handle, str] = {}  # of requests that were entered
         self.engine = LlmDataDist(cluster_id, LlmRole.MIX, transfers=transfers)
@@ -85,11 +84,7 @@ class Worker:
             self.cache,
             Compatibility({"model": model, "layers": str(LAYERS)}),
             instance,
-            rank=rank,
-            ranks=ranks,
-            num_heads=HEADS,
-            stage=stage,
-            stages=stages,
+            place=place,
             push=push,
             options=ExchangeOptions(**options),
         )
@@ -97,7 +92,7 @@ class Worker:
     @property
     def source(self) -> Source:
         assert self.engine.listen_address
-        return Source(self.engine.cluster_id, self.engine.listen_address, self.stage)
+        return Source(self.engine.cluster_id, self.engine.listen_address, self.place.layers)
 
     def compute(
         self,

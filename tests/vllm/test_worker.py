@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvplan.serving import Place
 from tests.support import peer
 from tests.support.refusals import refused
 from tests.vllm.worker import BLOCKS, CpuTensor, VllmWorker
@@ -158,17 +160,17 @@ def test_a_cache_of_other_blocks_than_the_scheduler_has_is_refused() -> None:
 
 
 def test_a_worker_names_the_layers_of_its_stage() -> None:
-    it = VllmWorker("prefill", stage=1, stages=((0, 2), (2, 4)))
+    it = VllmWorker("prefill", place=Place(0, 1, 1, ((0, 2), (2, 4))))
     assert it.worker.address is not None
     assert it.worker.address.layers == (2, 4)
     it.worker.close()
     with refused("LLM_PARAM_INVALID", "the cache has 2 layers; stage 0 has 3"):
-        VllmWorker("prefill", stages=((0, 3), (3, 4)))
+        VllmWorker("prefill", place=Place(stages=((0, 3), (3, 4))))
 
 
 def test_a_stage_is_fetched_from_a_worker_of_all_layers(prefill: Peer) -> None:
     """A consumer of four layers in two stages; the producer has them in one."""
-    decode = VllmWorker("decode", produces=False, stage=1, stages=((0, 2), (2, 4)))
+    decode = VllmWorker("decode", produces=False, place=Place(0, 1, 1, ((0, 2), (2, 4))))
     params = prefill.run(
         """
         whole = VllmWorker("prefill", layers=4)
@@ -250,12 +252,14 @@ def test_a_producer_that_dies_in_the_middle_costs_one_computation(
     """Between two layers, or before the rest is pulled: only what is missing is named, and once."""
     decode = VllmWorker("decode", produces=False, mode="push")
     assert decode.worker._engine is not None
-    decode.worker._engine.on_plan(lambda event: prefill.kill())
+    finished = Event()
+    decode.worker._engine.on_plan(lambda _: finished.wait(60) and prefill.kill())
     decode.packed(9)[2] = 5  # of the prefix cache
     arrived = pushing(prefill, decode, computed=32)
     prefill.run(code)
     if failed == {0}:
         prefill.run("finish()")
+        finished.set()
     else:
         prefill.kill()
     assert decode.results() == (set(), {"d1"}, failed)  # long before prefill_timeout_ms

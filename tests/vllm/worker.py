@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvplan.serving import Place
 from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.scheduler import ConnectorScheduler
 from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model
@@ -51,10 +52,10 @@ class VllmWorker:
         layers: int = LAYERS,
         dim: int = DIM,
         windows: Sequence[int] = (0,),
-        stage: int = 0,
-        stages: Sequence[tuple[int, int] | None] = (None,),
+        place: Place | None = None,
         **options: Any,
     ) -> None:
+        place = place or Place()
         shape = (blocks, HEADS, block_tokens, 2 * dim)
         arrays = [np.zeros(shape, np.float32) for _ in range(layers)]
         groups = [
@@ -75,11 +76,8 @@ class VllmWorker:
         model = Model(
             name="tiny",
             num_heads=HEADS,
-            rank=0,
-            ranks=1,
-            stage=stage,
-            stages=tuple(stages),
-            worker=stage,
+            place=place,
+            worker=place.stage,
             num_blocks=blocks,
             groups=tuple(groups),
             produces=produces,
