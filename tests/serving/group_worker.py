@@ -15,6 +15,7 @@ from kvplan.serving import (
     Exchange,
     ExchangeOptions,
     Handle,
+    Place,
     PullResult,
     Reference,
     Source,
@@ -45,9 +46,10 @@ class GroupWorker:
     """An engine, a cache of each group in the same memory, and their exchange."""
 
     def __init__(
-        self, cluster_id: int, *, rank: int = 0, ranks: int = 1, groups: int = 2, **options: Any
+        self, cluster_id: int, *, place: Place | None = None, groups: int = 2, **options: Any
     ) -> None:
-        self.heads = heads_of(rank, ranks, HEADS)
+        place = place or Place()
+        self.heads = heads_of(place.rank, place.ranks, HEADS)
         self.groups = groups
         self.names: dict[Handle, str] = {}  # of requests that were entered
         shape = (BLOCKS, len(self.heads), BLOCK_TOKENS, DIM)
@@ -71,9 +73,7 @@ class GroupWorker:
             caches,
             Compatibility({"model": "hybrid"}),
             INSTANCE,
-            rank=rank,
-            ranks=ranks,
-            num_heads=HEADS,
+            place=place,
             options=ExchangeOptions(**options),
         )
 

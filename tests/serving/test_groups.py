@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from kvplan import BlockLease, Cache, CacheDesc, DataType, LLMException
-from kvplan.serving import Source, Table
+from kvplan.serving import Place, Source, Table
 from kvplan.serving.tables import CacheGroup, GroupLease, decode_leases, missing_of, tables_of
 from tests.serving.group_worker import GroupWorker, Tables
 from tests.serving.peer import Peer
@@ -146,11 +146,11 @@ def test_numbers_of_workers_may_differ(
 ) -> None:
     peer = make_peer()
     names = [f"w{it}" for it in range(owners)]
-    sources = [start(peer, 10 + it, name, rank=it, ranks=owners) for it, name in enumerate(names)]
+    sources = [start(peer, 10 + it, name, place=Place(it, owners)) for it, name in enumerate(names)]
     for it in names:
         finish(peer, 0, 11, THEIRS, it)
     for rank in range(readers):
-        consumer = make_consumer(100 + rank, rank=rank, ranks=readers)
+        consumer = make_consumer(100 + rank, place=Place(rank, readers))
         assert consumer.fetch(reference(sources, 0, 11, 21), MINE).error is None
         assert consumer.has(11, MINE, 0, 21)
     for it in names:

@@ -16,6 +16,7 @@ from kvplan.serving import (
     Exchange,
     ExchangeOptions,
     Handle,
+    Place,
     PullResult,
     Reference,
     Source,
@@ -53,8 +54,7 @@ class Worker:
         *,
         block_tokens: int = 8,
         blocks: int = 32,
-        rank: int = 0,
-        ranks: int = 1,
+        place: Place | None = None,
         model: str = "tiny",
         instance: bytes = INSTANCE,
         push: bool = False,
@@ -62,19 +62,21 @@ class Worker:
         transfers: Transfers | None = None,
         **options: Any,
     ) -> None:
-        heads = heads_of(rank, ranks, HEADS)
+        place = place or Place()
+        heads = heads_of(place.rank, place.ranks, HEADS)
+        self.place, self.layers = place, range(*place.layers or (0, LAYERS))
         self.block_tokens, self.heads = block_tokens, heads
         self.names: dict[Handle, str] = {}  # of requests that were entered
         self.engine = LlmDataDist(cluster_id, LlmRole.MIX, transfers=transfers)
         self.engine.initialize({"ListenIpInfo": "127.0.0.1:0"} | (engine_options or {}))
         self.cache = self.engine.allocate_blocks_cache(
             CacheDesc(
-                num_tensors=LAYERS,
+                num_tensors=len(self.layers),
                 shape=(blocks, len(heads), block_tokens, DIM),
                 data_type=DataType.DT_FLOAT,
                 placement=Placement.HOST,
                 kv_tensor_format="block head token dim",
-                shard=Shard(range(LAYERS), heads, LAYERS, HEADS),
+                shard=Shard(self.layers, heads, LAYERS, HEADS),
             )
         )
         self.exchange = Exchange(
@@ -82,9 +84,7 @@ class Worker:
             self.cache,
             Compatibility({"model": model, "layers": str(LAYERS)}),
             instance,
-            rank=rank,
-            ranks=ranks,
-            num_heads=HEADS,
+            place=place,
             push=push,
             options=ExchangeOptions(**options),
         )
@@ -92,7 +92,7 @@ class Worker:
     @property
     def source(self) -> Source:
         assert self.engine.listen_address
-        return Source(self.engine.cluster_id, self.engine.listen_address)
+        return Source(self.engine.cluster_id, self.engine.listen_address, self.place.layers)
 
     def compute(
         self,
@@ -107,9 +107,9 @@ class Worker:
         whole = contents(request, tokens)
         for position in range(first, tokens):
             block, slot = blocks[position // self.block_tokens], position % self.block_tokens
-            for layer in layers:
+            for layer in set(layers) & set(self.layers):
                 content = whole[layer, self.heads.start : self.heads.stop, position]
-                arrays[layer][block, :, slot] = content
+                arrays[layer - self.layers.start][block, :, slot] = content
 
     def step(
         self, request: int, blocks: Sequence[int], first: int, end: int, tokens: int, name: str
@@ -135,7 +135,7 @@ class Worker:
                 array[blocks[it // self.block_tokens], :, it % self.block_tokens],
                 whole[layer, self.heads.start : self.heads.stop, it],
             )
-            for layer, array in enumerate(arrays)
+            for layer, array in zip(self.layers, arrays, strict=True)
             for it in range(first, tokens)
         )
 
