@@ -165,11 +165,11 @@ def with_lease_tables(transfer: Transfer) -> Transfer:
     """Return a transfer with the block tables and the tokens that its leases name."""
     src, dst = transfer.src, transfer.dst
     named_rows = (
-        {"src_blocks": src}
+        {"src.blocks": src}
         if isinstance(src, Rows)
-        else {f"src_blocks[{index}]": rows for index, rows in enumerate(src)}
+        else {f"src[{index}].blocks": rows for index, rows in enumerate(src)}
     )
-    named_rows["dst_blocks"] = dst
+    named_rows["dst.blocks"] = dst
     leased = [rows for rows in named_rows.values() if _is_leased(rows)]
     if not leased:
         return transfer

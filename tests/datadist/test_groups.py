@@ -208,8 +208,8 @@ def test_what_is_wrong_says_of_which_group(
         return {**good, "state": Transfer(source, target)}
 
     for status, message, groups in (
-        (INVALID, "part state: src_blocks.* out of range", with_state(src_blocks=[9])),
-        (INVALID, "part state: src_blocks is None; it must name", with_state(src_blocks=None)),
+        (INVALID, "part state: src.blocks.* out of range", with_state(src_blocks=[9])),
+        (INVALID, "part state: src.blocks is None; it must name", with_state(src_blocks=None)),
         (INVALID, "part state: .*data type: src is DT_INT16", with_state(src=keys["latent"])),
         ("LLM_NOT_YET_LINK", "cluster 5", with_state(src=CacheIndex(5, 1))),
         (INVALID, "several directions", with_state(mine["state"], keys["state"])),
@@ -376,7 +376,7 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
     with refused(INVALID, "part state: src is empty; a gather needs at least one source"):
         user.run(nobody)
     no_table = {"state": Transfer([Rows(state_rows.cache)], Rows(mine["state"], [4]))}
-    with refused(INVALID, r"part state: src_blocks\[0\] is None"):
+    with refused(INVALID, r"part state: src\[0\].blocks is None"):
         user.run(no_table)
     half = {
         "values": Transfer(
@@ -428,7 +428,7 @@ def test_groups_by_leases(
     }
     user.run(back)
     other = {"latent": Transfer(back["latent"].src, Rows(leases["latent"], [6, 5, 2]))}
-    with refused(INVALID, r"part latent: dst_blocks\[0\]=6 is no block of lease 1 of latent"):
+    with refused(INVALID, r"part latent: dst.blocks\[0\]=6 is no block of lease 1 of latent"):
         user.run(other)
     peer.run("datadist.release(leases[1])")
     for move in (
@@ -460,7 +460,7 @@ def test_a_gather_by_leases(make_engine: MakeEngine, machine: Machine) -> None:
     for array in user.arrays(mine, copy=True):
         by_head = np.moveaxis(array, 2, 0)
         assert [set(by_head[it, 4:].flat) for it in range(4)] == [{1}, {1}, {2}, {2}]
-    with refused(INVALID, r"src_blocks\[1\]\[0\]=3 is no block of lease 1 of rank 1"):
+    with refused(INVALID, r"src\[1\].blocks\[0\]=3 is no block of lease 1 of rank 1"):
         user.run(
             Transfer(
                 [Rows(cache, blocks) for cache, blocks in zip(leases, [None, [3, 1]], strict=True)],
