@@ -12,6 +12,7 @@ As a program, this file is a zygote.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -122,10 +123,7 @@ def fork(
 def _start(
     key: tuple[object, ...], module: str, flags: Sequence[str], environment: Mapping[str, str]
 ) -> None:
-    if len(_zygotes) == MAX_ZYGOTES:
-        oldest = _zygotes.pop(next(iter(_zygotes)))
-        os.kill(oldest.pid, signal.SIGKILL)
-        os.waitpid(oldest.pid, 0)
+    _end_zygotes(MAX_ZYGOTES - 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind("")  # an abstract name, which the kernel chooses
         listening.listen()
@@ -135,6 +133,15 @@ def _start(
         actions = [(os.POSIX_SPAWN_DUP2, listening.fileno(), 0)]
         pid = os.posix_spawn(sys.executable, command, variables, file_actions=actions)
         _zygotes[key] = Zygote(pid, listening.getsockname())
+
+
+@atexit.register
+def _end_zygotes(left: int = 0) -> None:
+    """End the oldest of them."""
+    while len(_zygotes) > left:
+        oldest = _zygotes.pop(next(iter(_zygotes)))
+        os.kill(oldest.pid, signal.SIGKILL)
+        os.waitpid(oldest.pid, 0)
 
 
 def main(module: str, tests: str) -> None:
