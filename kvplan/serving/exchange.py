@@ -62,8 +62,6 @@ class Exchange:
         place: place of this worker; the shard of the cache has its heads and layers.
         push: True to push requests while they are computed, if consumers ask for that; and to ask
             for that as a consumer. Not with several stages.
-        token_unit: number of tokens that are packed together and only move as a whole; the axis
-            `token` of the cache's layout counts these units. Groups have their own.
         options: time limits.
 
     Raises:
@@ -80,11 +78,10 @@ class Exchange:
         *,
         place: Place | None = None,
         push: bool = False,
-        token_unit: int = 1,
         options: ExchangeOptions | None = None,
     ) -> None:
         self._options = options = options or ExchangeOptions()
-        groups, place = groups_of(cache, token_unit), place or Place()
+        groups, place = groups_of(cache), place or Place()
         if push and len(groups) * len(place.stages) > 1:
             raise invalid(
                 f"push=True needs one cache and one stage, not {len(groups)} groups and "
@@ -106,14 +103,7 @@ class Exchange:
         self._calling = Mutex()
         self._closed = False
         self._stopped = asyncio.Event()
-        self._pusher = Pusher(
-            engine,
-            groups[0].cache,
-            block_tokens=groups[0].block_tokens,
-            token_unit=groups[0].token_unit,
-            options=options,
-            stop=self._stop_push,
-        )
+        self._pusher = Pusher(engine, groups[0], options=options, stop=self._stop_push)
         self.book: LeaseBook = LeaseBook(
             engine,
             groups,

@@ -25,7 +25,8 @@ class CacheGroup:
     Args:
         name: unique name, for plans and errors.
         cache: cache of these layers, with a layout.
-        token_unit: as of `Exchange`.
+        token_unit: number of tokens that are packed together and only move as a whole; the axis
+            `token` of the cache's layout counts these units.
     """
 
     name: str
@@ -70,10 +71,10 @@ class GroupLease(NamedTuple):
     first_token: int  # of the first leased block
 
 
-def groups_of(cache: Cache | Sequence[CacheGroup], token_unit: int = 1) -> tuple[CacheGroup, ...]:
+def groups_of(cache: Cache | Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
     """Return the groups, or one group of the only cache."""
     if isinstance(cache, Cache):
-        return (CacheGroup("", cache, token_unit),)
+        return (CacheGroup("", cache),)
     names = [group.name for group in cache]
     if not names or len(set(names)) < len(names):
         raise invalid(f"cache={shown(names)} must be one or more groups with unique names")

@@ -140,12 +140,11 @@ class ConnectorWorker:
             ]
             self._exchange = Exchange(
                 engine,
-                groups if len(groups) > 1 else groups[0].cache,
+                groups,
                 compatibility(model, views),
                 self._instance,
                 place=model.place,
                 push=options.mode == "push",
-                token_unit=views[0].unit,
                 options=options.exchange,
             )
         except BaseException:
