@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from kvplan.serving.messages import (
     encode,
     grants,
 )
-from kvplan.serving.tables import heads_of, read_from, readers_of
+from kvplan.serving.tables import heads_of, read_from, readers_of, share_of
 from tests.support.refusals import refused
 
 HANDLE = bytes(range(16))
@@ -170,6 +171,22 @@ def test_workers_read_from_those_that_have_their_heads(
 )
 def test_readers_are_counted(ranks: int, owners: int, counts: list[int]) -> None:
     assert readers_of(ranks, owners, num_heads=8) == counts
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8])
+@pytest.mark.parametrize("owners", [1, 2, 8, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 8, 16])
+def test_each_worker_hears_from_as_many_readers_as_it_waits_for(
+    ranks: int, owners: int, heads: int
+) -> None:
+    """And each head of a reader is read from one worker that has it."""
+    shares = [share_of(rank, ranks, owners, heads) for rank in range(ranks)]
+    hears = Counter(owner for share in shares for owner in (*share.mine, *share.spare))
+    assert {share.readers for share in shares} == {tuple(hears[it] for it in range(owners))}
+    for rank, share in enumerate(shares):
+        read = [{*heads_of(owner, owners, heads)} for owner in share.mine]
+        for head in heads_of(rank, ranks, heads):
+            assert sum(head in its_heads for its_heads in read) == 1
 
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
