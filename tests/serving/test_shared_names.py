@@ -117,6 +117,7 @@ def test_an_expected_request_whose_name_is_used_for_another_is_free(
     consumer.exchange.expect("mine", reference([producer.source], 0, 11, 21))
     consumer.exchange.expect("mine", reference([producer.source], 1, 12, 21))
     assert producer.freed() == {"request-11"}
+    assert producer.exchange.book.expired == 0
     wanted = reference([producer.source], 1, 12, 21)
     assert consumer.fetch(wanted, [7, 1, 30]).error is None
     assert consumer.has(12, [7, 1, 30], 0, 21)
