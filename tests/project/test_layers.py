@@ -19,7 +19,7 @@ MAX_LINES = {
     "control": 3640,
     "debug": 815,
     "device": 1238,
-    "engine": 8393,
+    "engine": 8396,
     "execution": 2892,
     "hixl": 1638,
     "inspection": 1862,
