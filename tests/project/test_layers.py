@@ -38,7 +38,7 @@ MAX_LINES = {
 }
 """Lines of each room. Only a commit that says why may raise one."""
 
-MAX_IN_CIRCLES_OF_TYPES = 20
+MAX_IN_CIRCLES_OF_TYPES = 12
 """Modules that need one another if imports for types count. It may only fall."""
 
 TYPES_FROM_ABOVE = ["kvplan.status -> planning"]
