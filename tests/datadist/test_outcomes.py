@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -312,9 +312,7 @@ def test_finalize_amid_transfers_ends_them_all(linked: Linked) -> None:
 class _Watched(Transfers):
     """Whose batches take 100 ms, and which remember the time limits that they were given."""
 
-    def __init__(self) -> None:
-        super().__init__(1, slowed)
-        self.limits: list[Any] = []
+    limits: ClassVar[list[Any]] = []  # of all shares
 
     def execute(self, plan: Plan, src: Any, dst: Any, timeout_ms: Any = None, *more: Any) -> None:
         self.limits.append(timeout_ms)
@@ -329,12 +327,13 @@ def test_verification_has_what_the_transfer_left_of_the_time_limit(
     make_engine: MakeEngine, owner: LlmDataDist, machine: Machine
 ) -> None:
     on_host_only(machine, "what a device has moved is not compared")
-    with closing(_Watched()) as transfers:
+    _Watched.limits.clear()
+    with closing(_Watched(1, slowed)) as transfers:
         user = make_engine(2, transfers=transfers)
         mine = user.allocate_cache(DESC)
         link(user, owner)
         user.run(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)), timeout_ms=30_000, verify=True)
-    first, second = transfers.limits
+    first, second = _Watched.limits
     assert 0 < second <= first - 100 <= 29_900
 
 
