@@ -358,6 +358,13 @@ def check_notification(name: str, data: bytes) -> bytes:
     return data
 
 
+def refuse_notices(options: TransferOptions) -> None:
+    """Refuse notifications of a transfer that has no peer."""
+    for name in ("notify", "notify_failure"):
+        if options.get(name) is not None:
+            raise invalid(f"{name} must be None: a copy inside this process has no peer")
+
+
 def check_tag(tag: str) -> str:
     """Return the tag of a transfer after a check of its characters."""
     if type(tag) is not str:

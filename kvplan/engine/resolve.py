@@ -204,7 +204,7 @@ class TransferOperation(PairOperation):
     def _planned(self, pair: Pair, src: Found, dst: Found) -> Transfer:
         """Return what the planner is asked: the rows of a pair, with the slots that were found."""
         given, read, written = cast(Transfer, pair.transfer), pair.src, pair.dst
-        if not self._is_alone and None in (read.blocks, written.blocks):
+        if not self._is_alone and (read.blocks is None or written.blocks is None):
             field = "src.blocks" if read.blocks is None else "dst.blocks"
             raise invalid(f"{field} is None; it must name blocks")
         return Transfer(
@@ -417,7 +417,7 @@ def _is_usual(pair: Pair) -> bool:
         isinstance(transfer, Transfer)
         and transfer.nbytes is None
         and transfer.coalesce is DEFAULT_COALESCE
-        and transfer.rank is None
+        and (transfer.rank is None or pair.taken is not None)
         and type(src.offset) is type(dst.offset) is int
         and src.offset == dst.offset == 0
         and (

@@ -18,7 +18,6 @@ from kvplan.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
-    from kvplan.engine.operation import TransferOptions
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.gather import Taken
     from kvplan.planning.side import Side
@@ -124,13 +123,6 @@ def local_of(src: Rows, dst: Rows) -> Local:
             "transfer is this process's"
         )
     return "dst" if from_peer else "src" if to_peer else "both"
-
-
-def refuse_notices(options: TransferOptions) -> None:
-    """Refuse notifications of a transfer that has no peer."""
-    for name in ("notify", "notify_failure"):
-        if options.get(name) is not None:
-            raise invalid(f"{name} must be None: a copy inside this process has no peer")
 
 
 def operation_name(local: Local, src: Rows, dst: Rows) -> Operation:

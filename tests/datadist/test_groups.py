@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvplan import (
     BlockLease,
@@ -106,6 +107,11 @@ def test_one_pull_moves_all_groups(user: LlmDataDist, keys: dict[str, CacheIndex
     (event,) = seen
     assert event.operation == "pull_groups"
     assert event.plan == user.plan(groups_of(keys, mine))
+    of_arrays = {
+        name: replace(its, dst=replace(its.dst, blocks=np.array(its.dst.blocks)))
+        for name, its in groups_of(keys, mine).items()
+    }
+    assert event.plan == user.plan(of_arrays)
     metrics = user.metrics()["operations"]["pull_groups"]
     assert (metrics["statuses"], metrics["nbytes"]) == ({"LLM_SUCCESS": 1}, event.plan.nbytes)
     assert event.plan.nbytes == 3 * 11 * 48 + 3 * 11 * 20 + 128
