@@ -19,7 +19,7 @@ MAX_LINES = {
     "control": 3640,
     "debug": 791,
     "device": 1238,
-    "engine": 8408,
+    "engine": 8404,
     "execution": 2892,
     "hixl": 1564,
     "inspection": 1843,
