@@ -53,6 +53,7 @@ class _Link(TypedDict):
     state: str
     transport: str
     way: str
+    passed_over: list[str]
     caches: int
     in_flight: int
     operations: int

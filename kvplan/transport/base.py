@@ -244,6 +244,10 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         """See `TransportLink.death_fd`."""
         return None
 
+    def unreached(self, metadata: bytes) -> str | None:
+        """See `TransportLink.unreached`: all that the peer has registered is reached."""
+        return None
+
     def prepare(self, job: Callable[[], object]) -> None:
         """See `TransportLink.prepare`: the first transfer needs no preparation."""
 

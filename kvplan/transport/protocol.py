@@ -345,6 +345,13 @@ class TransportLink(Protocol):
             TypeError: an address or size is not a whole number.
         """
 
+    def unreached(self, metadata: bytes) -> str | None:
+        """Return why this link does not reach the memory of `metadata`; None: it does.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: bad metadata, or another peer's.
+        """
+
     def prepare(self, job: Callable[[], object]) -> None:
         """Call `job`, which asks for `memory`, in the background, if that helps first transfers.
 
