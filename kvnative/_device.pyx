@@ -8,12 +8,12 @@ from cpython.buffer cimport (
     PyBuffer_Release,
     PyObject_GetBuffer,
 )
-from libc.stdint cimport int32_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
-from kvnative._crossing cimport kvn_failure, raise_failure
+from kvnative._crossing cimport kvn_failure, library_path, missing_calls, raise_failure
 from kvnative._host cimport unsigned
 from kvnative._task cimport Gate
 from kvnative._native cimport (
@@ -21,6 +21,7 @@ from kvnative._native cimport (
     KVN_DEVICE_TO_HOST,
     KVN_HOST_TO_DEVICE,
     KVN_OK,
+    KVN_UNSUPPORTED,
 )
 
 import threading
@@ -69,6 +70,7 @@ cdef class DeviceLibrary:
     Attributes:
         path: file of the library.
         version: version of the library or of its toolkit, or None.
+        missing: names of calls of later versions that this one lacks.
     """
 
     def __cinit__(self):
@@ -92,6 +94,11 @@ cdef class DeviceLibrary:
     cdef int check(self, int status, const kvn_failure *failure) except -1:
         return raise_failure(self.error, status, failure)
 
+    cdef int opened(self) except -1:
+        self.path = library_path(self.runtime, self.ops.symbols)
+        self.missing = missing_calls(self.runtime, self.ops.symbols)
+        return 0
+
     cdef int begin(self) except -1:
         return self.check_process()
 
@@ -101,8 +108,16 @@ cdef class DeviceLibrary:
     cdef str name_of(self, int32_t device):
         return ""
 
-    cdef object attribute_of(self, int32_t device, int number):
-        return None
+    def device_count(self) -> int:
+        """Return the number of devices that this process can use."""
+        cdef kvn_failure failure
+        cdef uint32_t count = 0
+        cdef int status
+        self.begin()
+        with nogil:
+            status = self.ops.count_devices(self.runtime, &count, &failure)
+        self.check(status, &failure)
+        return count
 
     def device(self, int device_id) -> Device:
         """Return the device with this number; the same object while a reference to it exists."""
@@ -329,8 +344,18 @@ cdef class Device:
 
     def attribute(self, int number) -> int | None:
         """Return an attribute by the runtime's number; None if this version lacks it."""
+        cdef kvn_failure failure
+        cdef int64_t value = 0
+        cdef int status
         self.check_usable()
-        return self.library.attribute_of(self.device.id, number)
+        with nogil:
+            status = self.library.ops.attribute(
+                self.library.runtime, self.device.id, number, &value, &failure
+            )
+        if status == KVN_UNSUPPORTED:
+            return None
+        self.library.check(status, &failure)
+        return value
 
     def backend(self, str direction not None) -> Backend:
         """Return a backend that copies in a direction.

@@ -7,7 +7,9 @@ from libc.string cimport memcpy
 from posix.unistd cimport getpid
 
 from kvnative._acl cimport AclLibrary
-from kvnative._crossing cimport acquire_columns, raise_failure, release_columns
+from kvnative._crossing cimport (
+    acquire_columns, library_path, missing_calls, raise_failure, release_columns
+)
 from kvnative._device cimport Device, DeviceBuffer
 from kvnative._host cimport kvn_failure, unsigned
 from kvnative._native cimport KVN_OK
@@ -86,7 +88,6 @@ cdef class HcclLibrary:
     @staticmethod
     cdef HcclLibrary open_file(AclLibrary acl, str file):
         cdef kvn_failure failure
-        cdef char found[4096]
         cdef int status
         cdef HcclLibrary self = HcclLibrary.__new__(HcclLibrary)
         cdef bytes encoded = os.fsencode(file), soc_name = acl.soc_name().encode()
@@ -100,12 +101,8 @@ cdef class HcclLibrary:
         version = (driver or "").encode()
         most = max_registered(driver)
         kvn_hccl_set_driver(&self.hccl, version, most["host"], most["device"])
-        kvn_hccl_path(&self.hccl, found, sizeof(found))
-        self.path = os.fsdecode(<bytes>found) or file
-        missing = []
-        while kvn_hccl_missing(&self.hccl, len(missing)) is not NULL:
-            missing.append(kvn_hccl_missing(&self.hccl, len(missing)).decode())
-        self.missing = tuple(missing)
+        self.path = library_path(&self.hccl.calls, &kvn_hccl_symbols) or file
+        self.missing = missing_calls(&self.hccl.calls, &kvn_hccl_symbols)
         with LIBRARIES_LOCK:
             return LIBRARIES.setdefault((acl.path, os.path.realpath(self.path)), self)
 

@@ -157,15 +157,18 @@ class CacheDesc:
             tokens. "opaque NAME" is the name of a layout that kvplan does not know, which is only
             compared with the other side's. None: not known.
         shard: which part of the model's cache it holds; None: all of it, or not known.
+        row_stride: bytes from the begin of one slot or block to the next, where other bytes lie
+            between, such as the same block of other layers. Transfers neither read nor write those
+            bytes. None: rows touch; a stride that is the size of a row becomes None.
 
     Raises:
         TypeError: a field of another type.
-        ValueError: num_tensors outside uint32, or a dimension outside int64.
+        ValueError: num_tensors outside uint32, or a dimension or row_stride outside int64.
         LLMException: LLM_PARAM_INVALID for no tensors, an empty or too long shape, a dimension
             below 1, a format that is not a layout of as many dimensions, or has more than 256
             characters, an index outside the shape, a row that is not contiguous or not whole
-            bytes, tensors too large to address, or a shard that the shape does not fit, or whose
-            heads no layout shows.
+            bytes, a row_stride below the size of a row, tensors too large to address, or a shard
+            that the shape does not fit, or whose heads no layout shows.
     """
 
     num_tensors: int
@@ -176,6 +179,7 @@ class CacheDesc:
     seq_len_dim_index: int = -1
     kv_tensor_format: str | None = None
     shard: Shard | None = None
+    row_stride: int | None = None
 
     def __post_init__(self) -> None:
         take_ints(self, "num_tensors", "batch_dim_index", "seq_len_dim_index")
@@ -218,6 +222,8 @@ class CacheDesc:
                 f"shape={self.shape} of {self.data_type.name}: a row of {self.row_bits} bits is "
                 "not whole bytes"
             )
+        if self.row_stride is not None:
+            self._take_row_stride(self.row_stride)
         if self.tensor_nbytes > INT64_MAX:
             raise invalid(
                 f"shape={self.shape} of {self.data_type.name}: {self.tensor_nbytes} bytes a tensor "
@@ -261,6 +267,16 @@ class CacheDesc:
         module = import_module("kvplan.tensors.description")
         described: CacheDesc = module.describe(tensors, layout, data_type, placement, shard)
         return described
+
+    def _take_row_stride(self, given: int) -> None:
+        """Refuse a stride at which rows would overlap; None where rows touch."""
+        stride = check_width("row_stride", as_int("row_stride", given), -(2**63), INT64_MAX)
+        if stride < self.row_nbytes:
+            raise invalid(
+                f"row_stride={stride} is out of range [{self.row_nbytes}, {INT64_MAX}]: a row of "
+                f"shape={self.shape} and {self.data_type.name} has {self.row_nbytes} bytes"
+            )
+        object.__setattr__(self, "row_stride", None if stride == self.row_nbytes else stride)
 
     def _take_layout(self, layout: CacheLayout) -> None:
         """Take the dimensions of rows and tokens from a text of axes; refuse others."""
@@ -326,14 +342,25 @@ class CacheDesc:
         return math.prod(self.shape[self.batch_dim_index + 1 :]) * self.data_type.bits
 
     @property
-    def stride(self) -> int:
-        """Bytes from one slot or block to the next; all bytes of it, if no dimension is before."""
+    def row_nbytes(self) -> int:
+        """Contiguous bytes of one slot or block: all of them, if no dimension is before."""
         return self.row_bits // 8
 
     @property
-    def tensor_nbytes(self) -> int:
-        """Bytes of one tensor."""
+    def stride(self) -> int:
+        """Bytes from one slot or block to the next."""
+        return self.row_nbytes if self.row_stride is None else self.row_stride
+
+    @property
+    def rows_nbytes(self) -> int:
+        """Bytes of all rows of one tensor, without what lies between them."""
         return math.prod(self.shape) * self.data_type.bits // 8
+
+    @property
+    def tensor_nbytes(self) -> int:
+        """Bytes from the first byte of a tensor to its last, with what lies between its rows."""
+        rows = math.prod(self.shape[: self.batch_dim_index + 1])
+        return (rows - 1) * self.stride + self.row_nbytes
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,8 @@ from operator import index
 from reprlib import Repr
 from typing import SupportsIndex, TypeVar
 
+import msgspec
+
 from kvplan.status import invalid
 
 UINT32_MAX = 2**32 - 1
@@ -46,6 +48,15 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         return descriptor
     os.close(descriptor)
     raise invalid(f"{os.fspath(path)} is not a regular file")
+
+
+def resolved(kind: type[_T]) -> type[_T]:
+    """Resolve the fields of a struct now: msgspec crashes if two threads do that first.
+
+    A decorator of all structs that no decoder at module level knows.
+    """
+    msgspec.msgpack.Decoder(kind)
+    return kind
 
 
 def mismatch(value: object, *expected: type) -> str:

@@ -53,6 +53,10 @@ os.environ["KVPLAN_TUNING"] = "builtin"
 hide()
 be_patient(LlmDataDist)
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Of a shell, in what it runs in the background. Children that tests interrupt would ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 TEARDOWN_S = 150
 
 

@@ -260,7 +260,7 @@ class _Reading:
 
 def _row_nbytes(desc: CacheDesc) -> int:
     """Return the bytes of one block or slot of a tensor."""
-    return desc.tensor_nbytes // desc.batch_size
+    return desc.rows_nbytes // desc.batch_size
 
 
 def _with_rows(desc: CacheDesc, count: int) -> CacheDesc:

@@ -17,7 +17,7 @@ import msgspec
 from kvplan.cli.common import ExitCode, console, json_option, table, write_json
 from kvplan.control.status_socket import Answer, read_all
 from kvplan.planning.texts import nbytes_text
-from kvplan.validation import printable
+from kvplan.validation import printable, resolved
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -75,6 +75,7 @@ class _InFlight(TypedDict):
     age_s: float
 
 
+@resolved
 class _Document(TypedDict):
     """The fields that are read from an engine; see `kvplan.engine.telemetry.describe`."""
 

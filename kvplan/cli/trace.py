@@ -19,12 +19,11 @@ from kvplan.cli.trace_plan import Expected, block_tables, plan_lines, save_plan,
 from kvplan.planning.contents import local_layers
 from kvplan.planning.texts import nbytes_text, plural, span
 from kvplan.recording.queries import OPERATIONS, select, who_wrote
-from kvplan.recording.reader import follow, read
+from kvplan.recording.reader import read
 from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, TransferRecord, Write
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.validation import printable
 
-_POLL_S: Final = 0.2  # interval of --follow
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _Found = list[tuple[Recording, list[AnyRecord]]]
 
@@ -82,13 +81,6 @@ class _Filter(NamedTuple):
     help="List what wrote this block or slot. The first FILE is of its engine, others of peers.",
 )
 @click.option(
-    "--follow",
-    "-f",
-    "following",
-    is_flag=True,
-    help="Continue with new records as they are written.",
-)
-@click.option(
     "--plan", "explained", metavar="N", type=click.IntRange(min=0), help="Explain transfer N."
 )
 @click.option(
@@ -122,7 +114,6 @@ def trace(
     failed: bool,
     since: str | None,
     block: str | None,
-    following: bool,
     explained: int | None,
     expected: Expected | None,
     saved: tuple[int, Path] | None,
@@ -137,13 +128,6 @@ def trace(
     """
     files = tuple(_recordings_of(files))
     chosen = _Filter(tag, cluster, operation, failed, since)
-    if following:
-        if len(files) > 1 or block or perfetto or saved or explained is not None:
-            raise click.UsageError("--follow needs one FILE, and only lists it")
-        if operation is not None:
-            _check_operation(operation, [])
-        _follow(files[0], chosen, as_json=as_json)
-        return ExitCode.OK
     recordings = [read(path) for path in files]
     if operation is not None:
         _check_operation(operation, recordings)
@@ -214,23 +198,6 @@ def _list(recording: Recording, rows: list[AnyRecord]) -> None:
     missing = f"; {recording.dropped:,} rows were dropped" if recording.dropped else ""
     hidden = f" of {len(recording.rows):,}" if left else ""
     _print(f"{len(rows):,}{hidden} rows{ended}{missing}")
-
-
-def _follow(path: Path, chosen: _Filter, *, as_json: bool) -> None:
-    """List the records and then new ones, until the recording ends or Ctrl-C."""
-    began = read(path).header.started
-
-    def idle() -> bool:
-        sys.stdout.flush()
-        time.sleep(_POLL_S)
-        return True
-
-    lines = _Lines()
-    if not as_json:
-        _print(_HEAD)
-    for record in follow(path, idle):
-        for row in chosen.of([record], began):
-            _print(json.dumps(_document(row)) if as_json else lines.of(row))
 
 
 _HEAD: Final = (

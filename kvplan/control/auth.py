@@ -171,19 +171,12 @@ class Keys:
 
 
 class UserKeyState(NamedTuple):
-    """The user's key, for `kvplan info`.
-
-    Attributes:
-        path: Path of the key file.
-        is_made: True if the file exists.
-        why_not_home: Why the file is not below the home; empty if it is.
-        why_not: Why the key is not usable; empty if it is.
-    """
+    """The user's key, for `kvplan info`."""
 
     path: str
-    is_made: bool
-    why_not_home: str
-    why_not: str
+    is_made: bool  # True if the file exists
+    why_not_home: str  # why the file is not below the home; empty if it is
+    why_not: str  # why the key is not usable; empty if it is
 
 
 def user_key() -> ClusterKey:

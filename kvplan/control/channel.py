@@ -70,19 +70,7 @@ class Handler(Protocol):
 
 
 class Channel:
-    """One conversation. `connect` and `Server` make channels; the loop's thread uses them.
-
-    Attributes:
-        bound: The link that uses the channel. None while the conversation is pending: the server
-            then ends it if it is silent for long, or if its place is needed.
-        introduced: True once the handler knows of the conversation and is notified of its end.
-        closed_orderly: True if the peer has ended the conversation on purpose.
-        peer: Address of the peer, for messages.
-        connection: The carrier of the frames.
-        streams: Makes the data connections of a link from the challenge of its handshake.
-        last_received: When the last message arrived, on the clock of `time.monotonic`.
-        last_sent: When the last message was sent, on the same clock.
-    """
+    """One conversation. `connect` and `Server` make channels; the loop's thread uses them."""
 
     def __init__(
         self,
@@ -95,10 +83,12 @@ class Channel:
         streams: OpenStreams,
         on_end: Callable[[Channel], None] | None = None,
     ) -> None:
+        # The link that uses the channel. None while the conversation is pending: the server then
+        # ends it if it is silent for long, or if its place is needed.
         self.bound: Any | None = None
-        self.introduced = False
-        self.closed_orderly = False
-        self.peer = peer
+        self.introduced = False  # True once the handler knows of it and is notified of its end
+        self.closed_orderly = False  # True if the peer has ended it on purpose
+        self.peer = peer  # address, for messages
         self.streams = streams
         self._refusals = loop.refusals
         self._on_end = on_end
@@ -117,7 +107,7 @@ class Channel:
         self._sending = asyncio.Lock()
         self._undecodable = 0
         self._heard = asyncio.Event()  # for `ping`; also set when the channel ends
-        self.last_received = self.last_sent = time.monotonic()
+        self.last_received = self.last_sent = time.monotonic()  # of messages
         self._heartbeat: Heartbeat | None = None
 
     @property

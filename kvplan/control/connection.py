@@ -41,11 +41,7 @@ _MAX_DRAINED: Final = 4 * QUEUE_LENGTH
 
 
 class Connection:
-    """Ordered frames to and from one peer. Only the loop's thread uses it.
-
-    Attributes:
-        nonce: Random bytes of the listener's greeting; empty until the greetings were exchanged.
-    """
+    """Ordered frames to and from one peer. Only the loop's thread uses it."""
 
     def __init__(
         self,
@@ -62,7 +58,7 @@ class Connection:
         self._listening = listening
         self._on_frame = on_frame
         self._on_end = on_end
-        self.nonce = b""
+        self.nonce = b""  # of the listener's greeting, once the greetings were exchanged
         self._validator = ZmtpValidator(encrypted=key is not None)
         self._early = bytearray()  # bytes of the peer that arrived before there was a ZeroMQ socket
         self._skip = GREETING_NBYTES  # of ZeroMQ's output: its greeting, which was sent before

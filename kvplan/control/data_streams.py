@@ -26,7 +26,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from kvnative._signals import Mutex
 from kvplan.control.endpoint import endpoint_of
@@ -51,7 +51,7 @@ _KEEP_ALIVE: Final = {
 class DataStreams(ABC):
     """The data connections of a link, at either end: a `Streams` of the transports."""
 
-    dials: ClassVar[bool]
+    dials: bool
 
     def __init__(self, challenge: bytes, way: str, *, private: bool) -> None:
         self.way = way

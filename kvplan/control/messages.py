@@ -190,6 +190,7 @@ class TableEntry(_Message, frozen=True):
     addresses: Annotated[tuple[Natural, ...], Meta(max_length=65536)]
     offers: Offers
     writable: bool
+    row_stride: Annotated[int, Meta(ge=1)] | None = None
 
 
 class Table(_Body, frozen=True):

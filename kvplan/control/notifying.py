@@ -25,17 +25,13 @@ import socket
 import termios
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import Notified, Notify
 from kvplan.control.users import peer_credentials
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.logs import LimitedLog, Log
-
-if TYPE_CHECKING:
-    import socket
-
 
 WINDOW: Final = 256
 """Maximum of unread packets in the receiver's socket. The kernel has room for 50 of 4 KiB."""
@@ -97,14 +93,10 @@ class DirectSender:
 
 
 class DirectListener:
-    """A listener for one connection of a receiver. Only the loop's thread uses it.
-
-    Attributes:
-        secret: The secret that the receiver must know.
-    """
+    """A listener for one connection of a receiver. Only the loop's thread uses it."""
 
     def __init__(self) -> None:
-        self.secret = secrets.token_bytes(16)
+        self.secret = secrets.token_bytes(16)  # the receiver must know it
         self._listener = _new_socket()
         try:
             self._listener.bind(_name(self.secret))

@@ -41,32 +41,21 @@ _NEXT_64_HOSTS: Final = 8  # bytes of an IPv6 address that a site cannot choose
 
 
 class PendingConnection:
-    """A connection that has not authenticated yet.
-
-    Attributes:
-        socket: The connection, until a channel uses it.
-        name: The system's name of the other end.
-        source: The group of addresses that counts as one address.
-        key: The key of its conversation; None if no key is needed.
-        since: When it was accepted, on the clock of `time.monotonic`.
-        greeting: The greeting for it.
-        received: Its input so far, at most as long as a greeting.
-        channel: Its conversation, if any.
-    """
+    """A connection that has not authenticated yet."""
 
     __slots__ = (
         "channel", "greeting", "key", "name", "received", "since", "socket", "source", "validator"
     )  # fmt: skip
 
     def __init__(self, stream: socket.socket, name: Any, key: ClusterKey | None) -> None:
-        self.socket = stream
-        self.name = name
-        self.source = _source(name)
-        self.key = key
+        self.socket = stream  # until a channel uses it
+        self.name = name  # the system's name of the other end
+        self.source = _source(name)  # the group of addresses that counts as one address
+        self.key = key  # None if no key is needed
         self.since = time.monotonic()
         nonce = secrets.token_bytes(COOKIE_NBYTES)
         self.greeting = greeting(encrypted=key is not None, unused=nonce)
-        self.received = bytearray()
+        self.received = bytearray()  # at most as long as a greeting
         self.validator = ZmtpValidator(encrypted=key is not None)
         self.channel: Channel | None = None
 

@@ -136,15 +136,9 @@ os.register_at_fork(after_in_child=_leave_all)
 
 
 class Answer(NamedTuple):
-    """The answer of one engine.
+    """The answer of one engine: its document, or why that is missing."""
 
-    Attributes:
-        pid: Process of the engine; 0 if it was not reached.
-        document: The document; None if `error` is set.
-        error: Why the document is missing.
-    """
-
-    pid: int
+    pid: int  # process of the engine; 0 if it was not reached
     document: dict[str, Any] | None
     error: str
 

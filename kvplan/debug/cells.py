@@ -74,7 +74,7 @@ class Coordinates:
         self.parts = side.extent("kv") if self._kv_inside else self.apart
         self.tokens = side.extent("token")
         strides = [side.stride_of(axis) for axis in axes if axis not in _INNER]
-        self.cell_nbytes = min(strides, default=math.gcd(side.stride, _OPAQUE_NBYTES))
+        self.cell_nbytes = min(strides, default=math.gcd(side.row_nbytes, _OPAQUE_NBYTES))
         rows = [] if tables is None else getattr(tables, name).tolist()
         self.rows: Offsets = np.array(rows, np.int64)
         self.entries: dict[int, list[int]] = {}
@@ -97,26 +97,24 @@ class Coordinates:
     def cells(self, tensor: int, offsets: Offsets) -> Cells:
         """Return the coordinates of the cells at these offsets of a tensor."""
         side = self.side
-        layer = tensor // self.apart * side.extent("layer") + self._index("layer", offsets)
+        layer = tensor // self.apart * side.extent("layer") + side.index_along("layer", offsets)
         inside = self._kv_inside
-        part = self._index("kv", offsets) if inside else np.full_like(layer, tensor % self.apart)
+        part = (
+            side.index_along("kv", offsets) if inside else np.full_like(layer, tensor % self.apart)
+        )
         row = offsets % (side.count * side.stride) // side.stride
-        token = self._index("token", offsets)
+        token = side.index_along("token", offsets)
         entry = row
         if self.entries:
             where = np.full(side.count, len(self.rows), np.int64)
             where[self.rows[::-1]] = np.arange(len(self.rows))[::-1]
             entry = where[row]
         order = entry * self.tokens + token + self.shift
-        return Cells(offsets, layer, part, self._index("head", offsets), row, token, order)
+        return Cells(offsets, layer, part, side.index_along("head", offsets), row, token, order)
 
     def model_layer(self, layer: int) -> int:
         """Return the model's number of a layer."""
         return layer if self.layers is None else self.layers[layer]
-
-    def _index(self, axis: str, offsets: Offsets) -> Offsets:
-        stride = self.side.stride_of(axis)
-        return offsets // stride % self.side.extent(axis) if stride else np.zeros_like(offsets)
 
     def tensor_of(self, layer: int, part: int) -> tuple[int, int]:
         """Return the tensor of one of a layer's parts, and the byte of it where the part begins."""

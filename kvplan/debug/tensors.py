@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvplan.planning.part import Part
 from kvplan.planning.texts import plural
 from kvplan.status import invalid
-from kvplan.tensors.dlpack import read_dlpack
+from kvplan.tensors.form import read_form
 from kvplan.types import DataType
 
 Bytes = NDArray[np.uint8]
@@ -44,7 +44,7 @@ def tensors_of(name: str, given: Any, parts: Sequence[Part], side: str) -> list[
         raise invalid(f"{name} has {plural(len(given), 'tensor')}; the plan needs {len(sizes)}")
     found = []
     for position, (tensor, nbytes) in enumerate(zip(given, sizes, strict=True)):
-        array = _bytes_of(f"{name}[{position}]", tensor)
+        array = _bytes_of(f"{name}[{position}]", tensor, nbytes)
         if array.nbytes != nbytes:
             raise invalid(
                 f"{name}[{position}] has {array.nbytes} bytes; the plan's tensors have {nbytes}"
@@ -53,28 +53,20 @@ def tensors_of(name: str, given: Any, parts: Sequence[Part], side: str) -> list[
     return found
 
 
-def _bytes_of(name: str, tensor: Any) -> Bytes:
-    if isinstance(tensor, np.ndarray):
-        if tensor.dtype.hasobject:
-            raise TypeError(f"{name} has Python objects: an array of {tensor.dtype}")
-        return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-    if not hasattr(tensor, "__dlpack__"):
-        raise TypeError(f"{name}={type(tensor).__name__} must be a NumPy array or a CPU tensor")
-    exported = read_dlpack(name, tensor)
-    if exported.device is not None:
-        raise invalid(f"{name} is on {exported.device.text}; copy it to the host first")
-    dense = [math.prod(exported.shape[dim + 1 :]) for dim in range(len(exported.shape))]
-    if any(
-        n > 1 and a != b for n, a, b in zip(exported.shape, exported.strides, dense, strict=True)
-    ):
-        raise invalid(
-            f"{name} is not contiguous: strides {exported.strides} of shape {exported.shape}"
-        )
-    nbytes = math.prod(exported.shape) * exported.bits // 8
-    if not nbytes:
+def _bytes_of(name: str, tensor: Any, nbytes: int) -> Bytes:
+    """Return the bytes of a tensor, and those between its rows if the plan has them so."""
+    form = read_form(name, tensor)
+    if form.device is not None:
+        raise invalid(f"{name} is on {form.device.text}; copy it to the host first")
+    if form.nbytes == 0:
         return np.empty(0, np.uint8)
-    memory: Any = (ctypes.c_uint8 * nbytes).from_address(exported.address)
-    memory.owner = exported.capsule  # for as long as the array lives
+    in_order = form.order == (*range(len(form.shape)),)
+    if not (form.is_contiguous or (in_order and form.span_nbytes == nbytes)):
+        if isinstance(tensor, np.ndarray):
+            return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+        raise invalid(f"{name} is not contiguous: strides {form.strides} of shape {form.shape}")
+    memory: Any = (ctypes.c_uint8 * form.span_nbytes).from_address(form.address)
+    memory.owner = form.owner  # for as long as the array lives
     array: Bytes = np.frombuffer(memory, np.uint8)
     return array
 

@@ -33,12 +33,7 @@ _DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 
 def load_library(context: str = "primary") -> CudaLibrary:
-    """Return the library of the CUDA driver for devices in `context` ("primary" or "own").
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED if no usable library exists. The message names the
-            places searched and the loader's error.
-    """
+    """Return the library of the CUDA driver for devices in `context` ("primary" or "own")."""
 
     def load(place: str | None) -> CudaLibrary:
         from kvnative._cuda import CudaLibrary
@@ -64,10 +59,6 @@ class CudaDevice(Device):
     Args:
         device_id: Its number among the devices in CUDA_VISIBLE_DEVICES.
         library: The library of the driver; None: the installed one, in the primary context.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED if the library or the device does not exist; an error
-            of CUDA.
     """
 
     tensor_kind = "cuda"
@@ -89,11 +80,7 @@ class CudaDevice(Device):
         return CudaSharing(self.native, uuid.removeprefix("GPU-").replace("-", ""))
 
     def watch(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> tuple[Watch, ...]:
-        """Watch memory by CUDA's allocation ids, which CUDA never reuses; see `Device.watch`.
-
-        Raises:
-            LLMException: An error of CUDA.
-        """
+        """Watch memory by CUDA's allocation ids, which CUDA never reuses; see `Device.watch`."""
         from kvnative import _cuda
 
         try:

@@ -43,12 +43,7 @@ def key_of(device: Device) -> str:
 
 
 def save(device: Device, tunings: Tunings) -> None:
-    """Store the tunings for this kind of GPU, and keep those of other kinds.
-
-    Raises:
-        OSError: The file cannot be written.
-        LLMException: LLM_PARAM_INVALID if the existing file is invalid.
-    """
+    """Store the tunings for this kind of GPU, and keep those of other kinds."""
     path = cache_path(FILE_NAME)
     machines = read_machines(path, FILE_VERSION)
     machines[key_of(device)] = {
@@ -59,12 +54,7 @@ def save(device: Device, tunings: Tunings) -> None:
 
 
 def load(device: Device) -> Tunings | None:
-    """Return the tunings that are stored for this kind of GPU, or None.
-
-    Raises:
-        OSError: The file exists and cannot be read.
-        LLMException: LLM_PARAM_INVALID if the file is invalid.
-    """
+    """Return the tunings that are stored for this kind of GPU, or None."""
     path = cache_path(FILE_NAME)
     machines = read_machines(path, FILE_VERSION)
     key = key_of(device)

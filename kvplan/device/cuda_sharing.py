@@ -22,10 +22,6 @@ class CudaSharing:
 
     kvplan's own memory is exported as a descriptor, which a mapping keeps. Memory of users has a
     handle of cuIpcGetMemHandle, which keeps nothing.
-
-    Args:
-        native: The device.
-        uuid: Of the GPU: 32 hexadecimal digits.
     """
 
     def __init__(self, native: NativeDevice, uuid: str) -> None:

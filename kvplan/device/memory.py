@@ -115,7 +115,7 @@ class DeviceMemory(Revocable):
         memory = cls(
             device,
             np.array([form.address for form in forms], dtype=np.uint64),
-            np.array([form.nbytes for form in forms], dtype=np.uint64),
+            np.array([form.span_nbytes for form in forms], dtype=np.uint64),
             writable=not any(form.read_only for form in forms),
             owner=tuple(form.owner for form in forms),
         )
@@ -153,20 +153,12 @@ class DeviceMemory(Revocable):
         """True if an owner keeps the memory in place."""
         return self._owner is not None
 
-    def check(self) -> None:
+    def check(self, tensors: range | None = None) -> None:
         """Check raw addresses again, and memory that is watched.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: as `check_located`; LLM_KV_CACHE_NOT_EXIST: it was
                 freed, and its addresses are other memory's.
-        """
-        self.check_tensors(range(len(self.addresses)))
-
-    def check_tensors(self, tensors: range) -> None:
-        """See `TensorMemory`.
-
-        Raises:
-            LLMException: as `check`.
         """
         if self._owner is None:
             self.check_located(tensors)

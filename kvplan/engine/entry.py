@@ -13,12 +13,11 @@ from kvplan.engine.memory import CacheMemory, check_again, memory_at, offered_ra
 from kvplan.links.local_engine import MAX_PUBLISHED_NBYTES, published_nbytes
 from kvplan.planning.side import Side, side
 from kvplan.status import LLMException, invalid
-from kvplan.transport.registrations import Offer, offer
+from kvplan.transport.transport import Offer, Transport, offer
 from kvplan.types import BlocksCacheKey, Cache
 
 if TYPE_CHECKING:
     from kvplan.device.device import Device
-    from kvplan.transport.protocol import Transport
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvplan.engine.registry import CacheRegistry
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.side import Side
-    from kvplan.transport.protocol import Transport
+    from kvplan.transport.transport import Transport
 
 
 _MAX_TTL_MS: Final = 1e12  # some 31 years

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvplan.device.memory import DeviceMemory
 from kvplan.execution.memory import HostMemory, check_lent, using
+from kvplan.execution.rows import are_apart
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.tensors.description import check_described, check_host
 from kvplan.tensors.form import TensorForm, array_form, read_form
@@ -74,7 +76,7 @@ def memory_of_tensors(
         for position, address in enumerate(addresses):
             if check_width(f"tensors[{position}]", address, 0, UINT64_MAX) == 0:
                 raise invalid(f"tensors[{position}]=0 is no address of memory")
-        _check_apart(np.array(addresses, np.uint64), desc.tensor_nbytes)
+        _check_apart(np.array(addresses, np.uint64), desc)
         return memory_at(
             desc, addresses, device=device, writable=writable is not False, owner=_USER
         )
@@ -91,7 +93,7 @@ def memory_of_tensors(
         memory = HostMemory.from_forms(forms)
     else:
         memory = DeviceMemory.from_forms(on_device, forms)
-    _check_apart(memory.addresses, desc.tensor_nbytes)
+    _check_apart(memory.addresses, desc)
     if writable and not memory.writable:
         raise invalid("writable=True, but one of the tensors is a read-only array")
     if writable is False and memory.writable:
@@ -109,8 +111,11 @@ def memory_of_tensors(
     return memory
 
 
-def _check_apart(addresses: NDArray[np.uint64], nbytes: int) -> None:
+def _check_apart(addresses: NDArray[np.uint64], desc: CacheDesc) -> None:
     """Refuse tensors of one cache that share memory, which would be written twice."""
+    nbytes = desc.tensor_nbytes
+    if are_apart(addresses, [desc], [len(addresses)]):
+        return
     order = np.argsort(addresses, kind="stable")
     gaps = np.diff(addresses[order])
     close = np.flatnonzero(gaps < np.uint64(nbytes))
@@ -181,8 +186,6 @@ def memory_at(
 
 def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
     """Return the memory of several caches of this process, one after another."""
-    if len(memories) == 1:
-        return memories[0]
     addresses = np.concatenate([*map(attrgetter("addresses"), memories)])
     nbytes = np.concatenate([*map(attrgetter("nbytes"), memories)])
     writable = all(map(attrgetter("writable"), memories))
@@ -254,22 +257,41 @@ def tensor_arrays(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
     shape, dtype = array_form(desc)
+    strides = _strides(desc, shape, dtype.itemsize)
     return [
-        np.asarray(_Tensor(memory, address, shape, dtype)) for address in memory.addresses.tolist()
+        np.asarray(_Tensor(memory, address, shape, strides, dtype))
+        for address in memory.addresses.tolist()
     ]
+
+
+def _strides(desc: CacheDesc, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
+    """Return the strides of an array over a tensor, in bytes; None if its rows touch."""
+    if desc.row_stride is None:
+        return None
+    axis, strides = desc.batch_dim_index, []
+    for dim in range(len(shape)):
+        unit, inner = (desc.stride, axis) if dim <= axis else (itemsize, len(shape) - 1)
+        strides.append(unit * math.prod(shape[dim + 1 : inner + 1]))
+    return tuple(strides)
 
 
 class _Tensor:
     """Array interface of a tensor. NumPy's array refers to this object, and so to the memory."""
 
     def __init__(
-        self, memory: HostMemory, address: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+        self,
+        memory: HostMemory,
+        address: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None,
+        dtype: np.dtype[Any],
     ) -> None:
         self.memory = memory
         self.__array_interface__ = {
             "version": 3,
             "data": (address, not memory.writable),
             "shape": shape,
+            "strides": strides,
             "typestr": dtype.str,
         }
 
@@ -282,13 +304,24 @@ def read_tensors(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
     with using(memory):
         if isinstance(memory, DeviceMemory):
             for address, copy in zip(memory.addresses.tolist(), copies, strict=True):
-                check_lent(memory)
-                memory.device.read(address, copy.data)
+                for offset, rows in _pieces(desc, copy):
+                    check_lent(memory)
+                    memory.device.read(address + offset, rows)
         else:
             for tensor, copy in zip(tensor_arrays(desc, memory), copies, strict=True):
                 check_lent(memory)
                 copy[...] = tensor
     return copies
+
+
+def _pieces(desc: CacheDesc, array: NDArray[Any]) -> Iterator[tuple[int, memoryview]]:
+    """Yield the stretches of a tensor that touch no other bytes: its offset, and its array."""
+    if desc.row_stride is None:
+        yield 0, array.data
+        return
+    rows = array.reshape(-1, *array.shape[desc.batch_dim_index + 1 :])
+    for row in range(len(rows)):
+        yield row * desc.stride, rows[row : row + 1].data
 
 
 def block_checksum(tensors: Sequence[NDArray[Any]], axis: int, block: int) -> str:
@@ -311,8 +344,9 @@ def write_tensors(
     with using(memory):
         if isinstance(memory, DeviceMemory):
             for address, array in zip(memory.addresses.tolist(), given, strict=True):
-                check_lent(memory)
-                memory.device.write(address, array.data)
+                for offset, rows in _pieces(desc, array):
+                    check_lent(memory)
+                    memory.device.write(address + offset, rows)
         else:
             for tensor, array in zip(tensor_arrays(desc, memory), given, strict=True):
                 check_lent(memory)

@@ -1,29 +1,30 @@
-"""The table of options: keys, parser and check of each."""
+"""The table of an engine's options: a row for each, from which the reference page is made.
+
+A new option is a row here, and `make options`.
+"""
 
 from __future__ import annotations
 
-import ipaddress
-import json
-import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from stat import S_ISREG
-from typing import Any, Final
+from typing import Final
 
 from kvplan.device.choice import ACCELERATORS, CUDA_CONTEXTS
+from kvplan.engine import option_kinds as kinds
 from kvplan.engine.numa import MAX_NODE
-from kvplan.engine.pools import PAGES, PoolConfig
-from kvplan.execution.tuning import check_choice as check_tuning_choice
-from kvplan.execution.verification import verify_every
-from kvplan.status import invalid
-from kvplan.transport.choice import (
-    MAX_CONNECTIONS,
-    POPULATE,
-    check_devices,
-    check_settings,
+from kvplan.engine.option_kinds import (
+    INT32,
+    PORT_MAX,
+    UINT32,
+    Kind,
+    described,
+    number,
+    one_of,
+    option,
+    rows_of,
 )
-from kvplan.validation import UINT32_MAX, check_one_of, check_type, check_width, shown
+from kvplan.engine.pools import PAGES, PoolConfig
+from kvplan.transport.choice import MAX_CONNECTIONS, POPULATE
 
 OPTION_LISTEN_IP_INFO: Final = "llm.ListenIpInfo"
 OPTION_DEVICE_ID: Final = "llm.DeviceId"
@@ -36,282 +37,200 @@ OPTION_GLOBAL_RESOURCE_CONFIG: Final = "llm.GlobalResourceConfig"
 OPTION_MEM_POOL_CONFIG: Final = "llm.MemPoolConfig"
 OPTION_HOST_MEM_POOL_CONFIG: Final = "llm.HostMemPoolConfig"
 
-_INT32_MAX = 2**31 - 1
-_PORT_MAX = 65535
-_INT32 = (-(2**31), _INT32_MAX)
-_UINT32 = (0, UINT32_MAX)
-_RESOURCES = {  # keys of the global resource config with their smallest and largest value
-    "channel_pool.max_channel": (1, 512),
-    "comm_resource_config.listen_port": (1, _PORT_MAX),
-    "comm_resource_config.max_active_channels": (1, 8192),
-    "comm_resource_config.qos": (0, 7),
-    "connect_pool.task_queue_capacity": (1, 65535),
-    "connect_pool.thread_num": (1, 64),
-    "fabric_memory.max_capacity": (1, 1024),
-    "fabric_memory.start_address": (0, 1024),
-    "fabric_memory.task_stream_num": (1, 8),
-    "transfer_config.max_transfer_count_per_batch": (1, 32766),
-}
-_RESOURCE_FILE = "local_comm_res_path"
-_MAX_RESOURCE_FILE_NBYTES = 1 << 20
+
+@described
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptionRows:
+    """The fields of `kvplan.Options`."""
+
+    # fmt: off
+    listen_ip_info: str = option(
+        "", kinds.ADDRESS,
+        'Address to listen at: "ip:port", "[ipv6]:port", "name:port" or "ipc:///path". Port 0: '
+        "any free port. Empty: do not listen.",
+        OPTION_LISTEN_IP_INFO, "llm.listenIpInfo")
+    device_id: int = option(
+        0, number(0, INT32[1], INT32),
+        "Number of the device of the caches; only a label without an accelerator.",
+        OPTION_DEVICE_ID, "ge.exec.deviceId")
+    sync_kv_cache_wait_time: int = option(
+        1000, number(1, INT32[1], INT32),
+        "Time limit of a pull or push.",
+        OPTION_SYNC_CACHE_WAIT_TIME, unit="ms")
+    mem_pool_config: PoolConfig | None = option(
+        None, kinds.POOL,
+        'Pool of caches with Placement.DEVICE, `{"memory_size": bytes, "page_shift": 16}`. None: '
+        "each cache has memory of its own.",
+        OPTION_MEM_POOL_CONFIG)
+    host_mem_pool_config: PoolConfig | None = option(
+        None, kinds.POOL,
+        "The same for Placement.HOST.",
+        OPTION_HOST_MEM_POOL_CONFIG)
+    prefault: bool = option(
+        False, kinds.FLAG,
+        "Populate all host memory of a pool, or of a cache without a pool, when it is made. Too "
+        "little memory is then an error at once (LLM_OUT_OF_MEMORY), and no first use of a page "
+        "takes time or fails. Otherwise the first use populates a page.",
+        see="caches.md#prefaulting-and-overcommit")
+    allow_overcommit: bool = option(
+        False, kinds.FLAG,
+        "Allow a pool, or a cache without a pool, larger than all memory and swap of the machine "
+        "or the cgroup.",
+        see="caches.md#prefaulting-and-overcommit")
+    pages: str = option(
+        "auto", one_of(PAGES),
+        "Pages of host memory of a pool, or of a cache without a pool. `auto`: huge pages of 2 "
+        "MiB with `prefault`, as far as available, and where the system gives them anyway; "
+        "`collapse`: also without `prefault`, in the background, as memory fills; `hugetlb`: "
+        "pages reserved by the administrator (`sysctl vm.nr_hugepages`).",
+        see="caches.md#pages")
+    numa_node: int | None = option(
+        None, number(0, MAX_NODE),
+        "Node that this memory comes from while it has free memory, and whose processors copy "
+        "for this engine if the machine has several nodes. None: the system chooses.",
+        see="caches.md#pages")
+    populate: str = option(
+        "background", one_of(POPULATE),
+        "When to map pages of peers' arenas on this host. `background`: a thread maps those that "
+        "their owners have filled, soon after linking; `now`: all at once, which allocates "
+        "untouched pages; `off`: each at its first use.",
+        over=("local",), see="caches.md#pages")
+    local_comm_res: str = option(
+        "", kinds.JSON,
+        "Rank table of this device alone. Empty: the address of the device is detected.",
+        OPTION_LOCAL_COMM_RES, over=("hccl",), see="../how-to/ascend.md")
+    global_resource_config: str = option(
+        "", kinds.RESOURCES,
+        "Resources of the reference. Checked; without an effect except for `connect_pool.*` in "
+        "`kvplan.hixl`.",
+        OPTION_GLOBAL_RESOURCE_CONFIG)
+    link_total_time: int = option(
+        0, number(*UINT32),
+        "Time in which all members of a `link` must join; 0: 60 s. `link_clusters` has "
+        "timeout_ms instead.",
+        "llm.LinkTotalTime", unit="s")
+    link_retry_count: int = option(
+        1, number(1, 100),
+        "Number of attempts to connect by `link_clusters`, within its timeout_ms. `link` tries "
+        "until its time has passed.",
+        "llm.LinkRetryCount")
+    rdma_traffic_class: int | None = option(
+        None, kinds.TRAFFIC_CLASS,
+        "Traffic class of RDMA. None: the default of the system.",
+        "llm.RdmaTrafficClass", over=("hccl",))
+    rdma_service_level: int | None = option(
+        None, number(0, 7, UINT32),
+        "Service level of RDMA. None: the default of the system.",
+        "llm.RdmaServiceLevel", over=("hccl",))
+    accelerator: str = option(
+        "auto", one_of(ACCELERATORS),
+        "`ascend` or `cuda`: caches with Placement.DEVICE are in memory of that device; `none`: "
+        "the placement is a label, and all caches are in host memory; `auto`: the first "
+        "accelerator whose library and device are found, otherwise `none`.")
+    cuda_context: str = option(
+        "primary", one_of(CUDA_CONTEXTS),
+        "Context of a CUDA device. `primary`: that of the program's frameworks, whose tensors "
+        "can be registered; `own`: errors of their streams do not affect transfers, but their "
+        "memory cannot be registered.",
+        see="../how-to/cuda.md")
+    staging_nbytes: int = option(
+        32 << 20, number(0, 64 << 30),
+        "Device memory to stage memory that HCCL cannot register; 0: none, and such transfers "
+        "are refused.",
+        unit="bytes", over=("hccl",))
+    transport: str = option(
+        "auto", Kind(kinds.TEXT.check, values="`auto`, `hccl`, `local`, `ucx`, `tcp`"),
+        "Transport to peers. `auto`: the first that works at both ends; `kvplan info` shows "
+        "which work here.")
+    ucx_devices: str = option(
+        "", kinds.UCX_DEVICES,
+        'Devices that UCX may use, such as "mlx5_0:1,mlx5_1:1". Empty: UCX chooses.',
+        over=("ucx",))
+    ucx_settings: str = option(
+        "", kinds.UCX_SETTINGS,
+        'Settings of UCX, such as {"UCX_IB_GID_INDEX": "3"}; they take precedence. UCX_TLS '
+        "selects UCX's transports; without it RDMA is required, and TCP is not used.",
+        over=("ucx",), see="../how-to/across-hosts.md#rdma-and-gpu-memory-ucx")
+    permit_any_peer: bool = option(
+        False, kinds.FLAG,
+        "Let every process of this user trace this one. With `kernel.yama.ptrace_scope=1`, as on "
+        "Ubuntu, peers need it to reach registered memory.",
+        over=("local",), see="caches.md#registering-your-own-memory")
+    tcp_connections: int | None = option(
+        None, number(1, MAX_CONNECTIONS),
+        "Connections to each peer, each with a thread at both ends, which share large transfers; "
+        "both ends use the smaller number. None: 1 below 4 cores, 2 from 4 on, 4 from 8 on, 8 "
+        "from 16 on.",
+        over=("tcp",))
+    tcp_congestion: str = option(
+        "", kinds.CONGESTION,
+        "Congestion control, such as `bbr`, which the kernel must have and permit (`sysctl "
+        "net.ipv4.tcp_allowed_congestion_control`). Empty: the default of the system.",
+        over=("tcp",))
+    tcp_source: str = option(
+        "", kinds.SOURCE,
+        "Address of this host for outgoing handshakes, and for data over `tcp`, of the family of "
+        "the peers' addresses; `ip rule` can select a network by it. Empty: chosen by the routes.")
+    cluster_key_file: str | None = option(
+        None, kinds.PATH,
+        "The key that all engines of a cluster share. None: the user's own key within the host, "
+        "and no authentication across hosts.",
+        see="../how-to/operating.md#keys")
+    encrypt: bool = option(
+        False, kinds.FLAG,
+        "Encrypt all data by AES-GCM; in effect if either end asks for it.",
+        over=("tcp",))
+    heartbeat_interval_ms: int = option(
+        1000, number(1, INT32[1]),
+        "Silence after which a link sends a heartbeat.",
+        unit="ms")
+    heartbeat_timeout_ms: int = option(
+        5000, number(1, INT32[1]),
+        "Silence of a peer after which its link is broken; more than `heartbeat_interval_ms`.",
+        unit="ms")
+    max_links: int = option(
+        512, number(1, 65536),
+        "Largest number of linked peers. Each takes 6 file descriptors (`ulimit -n`); over `ucx` "
+        "5; over `tcp` 5, and 2 for each connection.")
+    max_tensors: int = option(
+        240, number(1, UINT32[1]),
+        "Largest number of tensors of a registered cache.")
+    comm_port: int = option(
+        26900, number(0, PORT_MAX),
+        "Port where members of a `link` meet across hosts; the device id is added.")
+    comm_dir: str | None = option(
+        None, kinds.PATH,
+        "Directory where members of a `link` meet on one host. None: the user's runtime "
+        "directory.")
+    tuning: str | None = option(
+        None, kinds.TUNING,
+        "Tuning of plain copies on this machine. `auto`: as stored by `kvplan tune`, otherwise "
+        "built in; `builtin`: the same on every machine; or a JSON object of the fields that "
+        "differ from `builtin`: `threads`, `bypass_nbytes` (from which size on copies bypass the "
+        "caches) and `piece_nbytes`. None: `auto`. Engines with equal values share their "
+        "threads.")
+    unlike_caches: str = option(
+        "refuse", one_of(("refuse", "warn")),
+        "Transfers between caches whose data types, shapes or layouts cannot match: `refuse` "
+        "them, or `warn` once for each pair and copy the bytes, as `llm_datadist` does.",
+        see="operations.md#unlike-caches")
+    verify: str = option(
+        "off", kinds.VERIFY,
+        "Read moved bytes again and compare them with the other side: `all`, or `sample:1/64` "
+        "for one of 64 descriptors. Each comparison takes time.",
+        see="../how-to/verification.md")
+    opentelemetry: bool = option(
+        False, kinds.FLAG,
+        "Make a span of OpenTelemetry for each transfer; needs the extra `otel`.",
+        see="../how-to/recording.md#opentelemetry")
+    status_socket: bool = option(
+        True, kinds.FLAG,
+        "Let programs of this user on this host read the state of the engine, as `kvplan top` "
+        "does, through an abstract Unix socket; idle until a program asks.")
+    # fmt: on
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row of the table of options.
-
-    Attributes:
-        field: the field of `Options`.
-        keys: keys in a mapping of options; errors name the first.
-        read: returns the value of a text; called with the key and the text.
-        check: refuses an invalid value; called with the name and the value.
-        optional: whether the value may be None.
-    """
-
-    field: str
-    keys: tuple[str, ...]
-    read: Callable[[str, str], Any]
-    check: Callable[[str, Any], object]
-    optional: bool = False
-
-    @property
-    def is_flag(self) -> bool:
-        """Whether the value is a bool."""
-        return self.read is _flag
-
-
-def _check_range(name: str, value: object, low: int, high: int) -> None:
-    if not low <= check_type(name, value, int) <= high:
-        raise invalid(f"{name}={value} is out of range [{low}, {high}]")
-
-
-def _whole(name: str, text: str) -> int:
-    if not re.fullmatch(r"-?[0-9]{1,20}", text):
-        raise invalid(f"{name}={shown(text)} must be one whole number")
-    return int(text)
-
-
-def _flag(name: str, text: str) -> bool:
-    if text not in ("0", "1"):
-        raise invalid(f'{name}={shown(text)} must be "0" or "1"')
-    return text == "1"
-
-
-def _text(name: str, text: str) -> str:
-    return text
-
-
-def _json_object(name: str, text: str) -> dict[str, Any]:
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"{name}={shown(text)} is not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise invalid(f"{name}={shown(text)} must be a JSON object")
-    return document
-
-
-def _number(
-    name: str, *keys: str, low: int, high: int, width: tuple[int, int] | None = None
-) -> Row:
-    def check(shown_name: str, value: object) -> None:
-        if width is not None:
-            check_width(shown_name, value, *width)
-        _check_range(shown_name, value, low, high)
-
-    return Row(name, keys, _whole, check)
-
-
-def _string(name: str, *keys: str, optional: bool = False) -> Row:
-    return Row(name, keys, _text, lambda name, value: check_type(name, value, str), optional)
-
-
-def _word(name: str, key: str, allowed: Collection[str]) -> Row:
-    return Row(name, (key,), _text, lambda name, value: check_one_of(name, value, allowed))
-
-
-def _check_json(name: str, value: object) -> None:
-    if text := check_type(name, value, str):
-        _json_object(name, text)
-
-
-def _check_resources(name: str, value: object) -> None:
-    text = check_type(name, value, str)
-    given = _json_object(name, text) if text else {}
-    for key in given.keys() & _RESOURCES.keys():
-        number, (low, high) = given[key], _RESOURCES[key]
-        if isinstance(number, str):  # a number or its digits
-            number = _whole(key, number)
-        if type(number) is not int or not low <= number <= high:
-            raise invalid(f"{key}={shown(number)} of {name} is out of range [{low}, {high}]")
-
-
-def check_resource_file(name: str, resources: str) -> None:
-    """Refuse a local_comm_res_path of the global resource config that is not a small file.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID.
-    """
-    given = _json_object(name, resources) if resources else {}
-    if _RESOURCE_FILE not in given:
-        return
-    name, path = f"{_RESOURCE_FILE} of {name}", given[_RESOURCE_FILE]
-    if not isinstance(path, str) or not path:
-        raise invalid(f"{name}={shown(path)} must be the path of a file")
-    try:
-        status = Path(path).stat()
-    except (OSError, ValueError) as error:
-        raise invalid(f"{name}={shown(path)} cannot be read: {error}") from None
-    if not S_ISREG(status.st_mode) or not 1 <= status.st_size <= _MAX_RESOURCE_FILE_NBYTES:
-        raise invalid(
-            f"{name}={shown(path)} must be a regular file of [1, {_MAX_RESOURCE_FILE_NBYTES}] "
-            f"bytes; it has {status.st_size}"
-        )
-
-
-def _boolean(name: str, key: str) -> Row:
-    return Row(name, (key,), _flag, lambda name, value: check_type(name, value, bool))
-
-
-def _pool_config(name: str, text: str) -> PoolConfig | None:
-    if not text:
-        return None
-    given = _json_object(name, text)
-    if "memory_size" not in given or given.keys() - {"memory_size", "page_shift"}:
-        raise invalid(f"{name}={shown(text)} must have memory_size, and may have page_shift")
-    try:
-        return PoolConfig(**given)
-    except TypeError as error:
-        raise invalid(f"{name}={shown(text)}: {error}") from None
-
-
-def _pool(name: str, key: str) -> Row:
-    return Row(
-        name,
-        (key,),
-        _pool_config,
-        lambda name, value: check_type(name, value, PoolConfig),
-        optional=True,
-    )
-
-
-def _check_address(name: str, value: object) -> None:
-    """Refuse a malformed address; the listener finds out whether the address exists."""
-    text = check_type(name, value, str)
-    if not text or text.startswith("ipc://"):
-        return
-    host, _, port = text.rpartition(":")
-    if ";" in text or not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > _PORT_MAX:
-        raise invalid(
-            f'{name}={shown(text)} must be one address, "ip:port" with port in [0, {_PORT_MAX}]'
-        )
-
-
-def _check_source(name: str, value: object) -> None:
-    text = check_type(name, value, str)
-    try:
-        if text:
-            ipaddress.ip_address(text)
-    except ValueError:
-        raise invalid(f"{name}={shown(text)} must be empty or an IP address of this host") from None
-
-
-def _check_backend(name: str, value: object) -> None:
-    if check_type(name, value, str) not in ("", "hixl"):
-        raise invalid(f'{name}={shown(value)} must be empty or "hixl"')
-
-
-def _check_unlike(name: str, value: object) -> None:
-    if check_type(name, value, str) not in ("refuse", "warn"):
-        raise invalid(f'{name}={shown(value)} must be "refuse" or "warn"')
-
-
-def _check_verify(name: str, value: object) -> None:
-    try:
-        verify_every(check_type(name, value, str))
-    except ValueError:
-        raise invalid(
-            f'{name}={shown(value)} must be "off", "all" or such as "sample:1/64"'
-        ) from None
-
-
-def _check_congestion(name: str, value: object) -> None:
-    """Refuse a malformed name; the kernel finds out whether the name exists."""
-    if not re.fullmatch("[a-z0-9_-]{0,15}", check_type(name, value, str)):
-        raise invalid(f'{name}={shown(value)} must be a name such as "cubic" or "bbr", or empty')
-
-
-def _check_traffic_class(name: str, value: object) -> None:
-    number = check_width(name, value, *_UINT32)
-    if number > 255 or number % 4:
-        raise invalid(f"{name}={number} must be a multiple of 4 in [0, 255]")
-
-
-ROWS: Final = (
-    Row("listen_ip_info", (OPTION_LISTEN_IP_INFO, "llm.listenIpInfo"), _text, _check_address),
-    _number(
-        "device_id", OPTION_DEVICE_ID, "ge.exec.deviceId", low=0, high=_INT32_MAX, width=_INT32
-    ),
-    _number(
-        "sync_kv_cache_wait_time", OPTION_SYNC_CACHE_WAIT_TIME, low=1, high=_INT32_MAX, width=_INT32
-    ),
-    _pool("mem_pool_config", OPTION_MEM_POOL_CONFIG),
-    _pool("host_mem_pool_config", OPTION_HOST_MEM_POOL_CONFIG),
-    Row("local_comm_res", (OPTION_LOCAL_COMM_RES,), _text, _check_json),
-    Row("global_resource_config", (OPTION_GLOBAL_RESOURCE_CONFIG,), _text, _check_resources),
-    _boolean("prefault", "kvplan.prefault"),
-    _boolean("allow_overcommit", "kvplan.allow_overcommit"),
-    _word("pages", "kvplan.pages", PAGES),
-    Row(
-        "numa_node",
-        ("kvplan.numa_node",),
-        _whole,
-        _number("", low=0, high=MAX_NODE).check,
-        optional=True,
-    ),
-    _word("populate", "kvplan.populate", POPULATE),
-    _number("link_total_time", "llm.LinkTotalTime", low=0, high=UINT32_MAX),
-    _number("link_retry_count", "llm.LinkRetryCount", low=1, high=100),
-    Row(
-        "rdma_traffic_class", ("llm.RdmaTrafficClass",), _whole, _check_traffic_class, optional=True
-    ),
-    Row(
-        "rdma_service_level",
-        ("llm.RdmaServiceLevel",),
-        _whole,
-        _number("", low=0, high=7, width=_UINT32).check,
-        optional=True,
-    ),
-    _word("accelerator", "kvplan.accelerator", ACCELERATORS),
-    _word("cuda_context", "kvplan.cuda_context", CUDA_CONTEXTS),
-    _number("staging_nbytes", "kvplan.staging_nbytes", low=0, high=64 << 30),
-    _string("transport", "kvplan.transport"),
-    Row("ucx_devices", ("kvplan.ucx_devices",), _text, check_devices),
-    Row("ucx_settings", ("kvplan.ucx_settings",), _text, check_settings),
-    _boolean("permit_any_peer", "kvplan.permit_any_peer"),
-    Row(
-        "tcp_connections",
-        ("kvplan.tcp_connections",),
-        _whole,
-        _number("", low=1, high=MAX_CONNECTIONS).check,
-        optional=True,
-    ),
-    Row("tcp_congestion", ("kvplan.tcp_congestion",), _text, _check_congestion),
-    Row("tcp_source", ("kvplan.tcp_source",), _text, _check_source),
-    _string("cluster_key_file", "kvplan.cluster_key_file", optional=True),
-    _boolean("encrypt", "kvplan.encrypt"),
-    _number("heartbeat_interval_ms", "kvplan.heartbeat_interval_ms", low=1, high=_INT32_MAX),
-    _number("heartbeat_timeout_ms", "kvplan.heartbeat_timeout_ms", low=1, high=_INT32_MAX),
-    _number("max_links", "kvplan.max_links", low=1, high=65536),
-    _number("max_tensors", "kvplan.max_tensors", low=1, high=UINT32_MAX),
-    _number("comm_port", "kvplan.comm_port", low=0, high=_PORT_MAX),
-    _string("comm_dir", "kvplan.comm_dir", optional=True),
-    Row("tuning", ("kvplan.tuning",), _text, check_tuning_choice, optional=True),
-    Row("unlike_caches", ("kvplan.unlike_caches",), _text, _check_unlike),
-    Row("verify", ("kvplan.verify",), _text, _check_verify),
-    _boolean("opentelemetry", "kvplan.opentelemetry"),
-    _boolean("status_socket", "kvplan.status_socket"),
-)
+ROWS: Final = rows_of(OptionRows, "kvplan.")
 """All options with a field."""
 
 SPELLINGS: Final = {
@@ -327,21 +246,21 @@ LISTENING: Final = frozenset(
 )
 """Spellings of the key of the listening address."""
 
-WITHOUT_MEANING: Final[Mapping[str, Callable[[str, str], object]]] = {
-    OPTION_BUF_POOL_CFG: _check_json,
-    OPTION_ENABLE_SET_ROLE: _flag,
-    OPTION_TRANSFER_BACKEND: _check_backend,
-    "llm.ClusterInfo": _text,
-    "llm.EnableCacheManager": _flag,
-    "llm.EnableRemoteCacheAccessible": _flag,
-    "llm.ListenIp": _text,
-    "llm.ListenPort": _text,
-    "llm.MemoryUtilization": _text,
-    "llm.OutputMaxSize": _text,
-    "llm.Role": _text,
-    "llm.deployResPath": _text,
+WITHOUT_MEANING: Final[Mapping[str, Kind]] = {
+    OPTION_BUF_POOL_CFG: kinds.JSON,
+    OPTION_ENABLE_SET_ROLE: kinds.FLAG,
+    OPTION_TRANSFER_BACKEND: kinds.BACKEND,
+    "llm.ClusterInfo": kinds.TEXT,
+    "llm.EnableCacheManager": kinds.FLAG,
+    "llm.EnableRemoteCacheAccessible": kinds.FLAG,
+    "llm.ListenIp": kinds.TEXT,
+    "llm.ListenPort": kinds.TEXT,
+    "llm.MemoryUtilization": kinds.TEXT,
+    "llm.OutputMaxSize": kinds.TEXT,
+    "llm.Role": kinds.TEXT,
+    "llm.deployResPath": kinds.TEXT,
 }
-"""Options of the reference without an effect here, with the checks of their texts."""
+"""Options of the reference without an effect here; their texts are checked."""
 
 
 def ignored(key: str, name: str, text: str) -> bool:
@@ -354,7 +273,7 @@ def ignored(key: str, name: str, text: str) -> bool:
     """
     if key.startswith("ge."):
         return True
-    check = WITHOUT_MEANING.get(f"llm.{key.removeprefix('llm.')}")
-    if check is not None:
-        check(name, text)
-    return check is not None
+    kind = WITHOUT_MEANING.get(f"llm.{key.removeprefix('llm.')}")
+    if kind is not None:
+        kind.check(name, kind.read(name, text))
+    return kind is not None

@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
-from kvplan.engine.option_rows import ROWS, SPELLINGS, Row, ignored
+from kvplan.engine.option_kinds import FLAG, Row
+from kvplan.engine.option_rows import ROWS, SPELLINGS, ignored
 from kvplan.status import LLMException, invalid
 from kvplan.validation import open_regular, shown
 
 OPTIONS_FILE: Final = "KVPLAN_OPTIONS_FILE"
 """The environment variable that names a file of options."""
 
-VARIABLES: Final = {f"KVPLAN_{row.field.upper()}": row for row in ROWS}
+VARIABLES: Final = {row.variable: row for row in ROWS}
 """The option of each environment variable."""
 
 TABLE: Final = "kvplan"
@@ -70,8 +71,8 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Setting]:
                 raise invalid(f"{source} is not an option; the nearest is {near!r}")
         elif row.field in found:
             raise invalid(f"{source} and {found[row.field].source} are the same option")
-        elif isinstance(value, bool) is not row.is_flag and not isinstance(value, str):
-            kind = "true or false" if row.is_flag else "text, a whole number or a table"
+        elif isinstance(value, bool) is not (row.kind is FLAG) and not isinstance(value, str):
+            kind = "true or false" if row.kind is FLAG else "text, a whole number or a table"
             raise invalid(f"{source}={shown(value)} must be {kind}")
         else:
             found[row.field] = Setting(_read(row, source, _text(source, value)), source)
@@ -144,7 +145,7 @@ def _text(source: str, value: object) -> str:
 
 def _read(row: Row, source: str, text: str) -> Any:
     try:
-        return row.read(source, text)
+        return row.kind.read(source, text)
     except LLMException as error:
         if source in error.args[0]:
             raise

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from kvnative._device import HostBuffer
     from kvnative._host import Arena
     from kvplan.device.device import Device, PinnedMemory
-    from kvplan.transport.protocol import Registrable, Transport
+    from kvplan.transport.protocol import Registrable
+    from kvplan.transport.transport import Transport
 
     Allocation = Arena | DeviceBuffer | HostBuffer
     """Memory that was allocated in one piece; freed after its last user."""

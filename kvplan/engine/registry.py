@@ -28,13 +28,13 @@ from kvplan.engine.pools import Pools, Span
 from kvplan.execution.memory import take_back
 from kvplan.links.address_index import AddressIndex, Extent
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.registrations import offer
+from kvplan.transport.transport import Transport, offer
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement
 from kvplan.validation import INT64_MAX, check_type, check_width, shown
 
 if TYPE_CHECKING:
     from kvplan.device.device import Device
-    from kvplan.transport.protocol import Registrable, Transport
+    from kvplan.transport.protocol import Registrable
 
 _T = TypeVar("_T")
 

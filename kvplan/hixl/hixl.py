@@ -16,9 +16,8 @@ from kvnative._signals import Mutex
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.ranges import AddressRanges
 from kvplan.execution import Transfers
-from kvplan.hixl.connections import AsyncConnector, Connections
-from kvplan.hixl.options import Settings, peer_endpoint, read
-from kvplan.hixl.requests import Requests
+from kvplan.hixl.options import peer_endpoint, read
+from kvplan.hixl.running import Running
 from kvplan.hixl.values import (
     ALREADY_CONNECTED,
     NOT_CONNECTED,
@@ -38,9 +37,9 @@ from kvplan.hixl.values import (
 )
 from kvplan.planning.plan import Plan
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid
 from kvplan.system.logs import Log
-from kvplan.types import CacheDesc, DataType, LlmRole, Placement
+from kvplan.types import CacheDesc, DataType
 from kvplan.validation import UINT64_MAX
 
 _log = Log("kvplan.hixl")
@@ -57,16 +56,11 @@ _DIRECTIONS: Final[dict[TransferOp, Literal["pull", "push"]]] = {
     TransferOp.WRITE: "push",
 }
 
-_Region = tuple[int, int, bool]
-"""Registered memory: address, bytes, and True if it is local only."""
 
-
-def _returns_status(*rest: object, about: Callable[..., str] | None = None) -> Callable[[_F], _F]:
+def _returns_status(*rest: object) -> Callable[[_F], _F]:
     """Let a method return the status number of what it raises, and log the reason.
 
-    Args:
-        rest: Values that are returned after the number of a failure.
-        about: Returns the text that the log has after the name of the method, from its arguments.
+    `rest` are the values that are returned after the number of a failure.
     """
 
     def decorate(method: _F) -> _F:
@@ -75,11 +69,8 @@ def _returns_status(*rest: object, about: Callable[..., str] | None = None) -> C
             try:
                 return method(engine, *args, **kwargs)
             except _REFUSALS as error:
-                text = method.__name__
-                if about is not None:
-                    given = signature(method).bind(engine, *args, **kwargs).arguments
-                    text = f"{text} {about(**given)}"
-                status = _log_failure(text, error)
+                given = signature(method).bind(engine, *args, **kwargs).arguments
+                status = _log_failure(f"{method.__name__}{_subject(given)}", error)
                 return (status, *map(copy, rest)) if rest else status
 
         return cast("_F", call)
@@ -87,86 +78,22 @@ def _returns_status(*rest: object, about: Callable[..., str] | None = None) -> C
     return decorate
 
 
+def _subject(given: Mapping[str, Any]) -> str:
+    """Return the memory, ranges or peer of a call for the log."""
+    match given:
+        case {"mem_desc": desc, "mem_type": kind}:
+            return f" {kind.name} [{desc.addr:#x}, {desc.addr + desc.len:#x})"
+        case {"remote_engine": peer, "op": op, "op_descs": ranges}:
+            return f" {op.name} of {peer}, {plural(len(ranges), 'range')}"
+        case {"remote_engine": peer} | {"local_engine": peer}:
+            return f" {peer}"
+    return ""
+
+
 def _log_failure(text: str, error: BaseException) -> int:
     status = status_of(error)
     _log.warning("%s: %s: %s", text, STATUS_NAMES[status], error, stacklevel=3)
     return status
-
-
-def _name_text(local_engine: str, **_: object) -> str:
-    return local_engine
-
-
-def _peer_text(remote_engine: str, **_: object) -> str:
-    return remote_engine
-
-
-def _memory_text(mem_desc: MemDesc, mem_type: MemType, **_: object) -> str:
-    return f"{mem_type.name} [{mem_desc.addr:#x}, {mem_desc.addr + mem_desc.len:#x})"
-
-
-def _transfer_text(
-    remote_engine: str, op: TransferOp, op_descs: Sequence[TransferOpDesc], **_: object
-) -> str:
-    return f"{op.name} of {remote_engine}, {plural(len(op_descs), 'range')}"
-
-
-class _Running:
-    """The state between `initialize` and `finalize`."""
-
-    def __init__(self, settings: Settings, transfers: Transfers | None) -> None:
-        self.settings = settings
-        self.datadist = LlmDataDist(settings.cluster_id, LlmRole.MIX, transfers=transfers)
-        self.datadist.initialize(settings.engine)
-        self.connections = Connections(self.datadist)
-        self.connector = AsyncConnector(
-            settings.threads, settings.capacity, f"kvplan-hixl-{settings.name}"
-        )
-        self.requests = Requests()
-        self.registered: dict[int, _Region] = {}  # by handle
-        self.handles: dict[_Region, int] = {}  # the inverse of `registered`
-        self.mutex = Mutex()  # of `registered` and `handles`
-
-    def place_of(self, mem_type: MemType) -> Placement:
-        """Return the placement of memory of this type."""
-        if mem_type is MemType.MEM_HOST:
-            return Placement.HOST
-        if self.datadist.device is not None:
-            return Placement.DEVICE
-        if self.settings.device_is_host:
-            return Placement.HOST
-        raise LLMException(
-            "this engine has no device: no library of an accelerator was found, or "
-            "kvplan.accelerator=none (`kvplan info` says why). To treat MEM_DEVICE as host memory, "
-            "give option kvplan.mem_device=host or set KVPLAN_MEM_DEVICE=host",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-        )
-
-    def cluster_of(self, remote_engine: str, timeout_ms: int) -> int:
-        """Return the cluster of a remote engine; with AutoConnect, connect first."""
-        connections = self.connections
-        if self.settings.auto_connect and not connections.is_linked(remote_engine):
-            try:
-                connections.connect(remote_engine, timeout_ms)
-            except LLMException as error:
-                if error.status_code is not LLMStatusCode.LLM_ALREADY_LINK:  # by another thread
-                    raise
-        return connections.cluster_of(remote_engine)
-
-    def async_status(
-        self, remote_engine: str, states: Mapping[str, AsyncConnectStatus]
-    ) -> AsyncConnectStatus:
-        """Return the state of the last task, corrected by the state of the connection."""
-        state = states.get(remote_engine, AsyncConnectStatus.NOT_CONNECT)
-        settled = (AsyncConnectStatus.CONNECTED, AsyncConnectStatus.NOT_CONNECT)
-        if state in settled:
-            return settled[not self.connections.is_linked(remote_engine)]
-        return state
-
-    def close(self) -> None:
-        self.connector.stop()
-        self.datadist.finalize()
-        self.connector.join()
 
 
 class Hixl:
@@ -182,10 +109,10 @@ class Hixl:
 
     def __init__(self, *, transfers: Transfers | None = None) -> None:
         self._transfers = transfers
-        self._running: _Running | None = None
+        self._running: Running | None = None
         self._mutex = Mutex()  # of initialize and finalize
 
-    @_returns_status(about=_name_text)
+    @_returns_status()
     def initialize(self, local_engine: str, options: Mapping[str, str] | None = None) -> int:
         """Start the engine, and listen if the name has a port. A second call has no effect.
 
@@ -209,7 +136,7 @@ class Hixl:
             check_type(f"options[{key!r}]", text, str)
         with self._mutex:
             if self._running is None:
-                self._running = _Running(read(local_engine, given), self._transfers)
+                self._running = Running(read(local_engine, given), self._transfers)
         return SUCCESS
 
     def finalize(self) -> None:
@@ -226,7 +153,7 @@ class Hixl:
                 except _REFUSALS as error:
                     _log_failure("finalize", error)
 
-    @_returns_status(0, about=_memory_text)
+    @_returns_status(0)
     def register_mem(self, mem_desc: MemDesc, mem_type: MemType) -> tuple[int, int]:
         """Let this engine and connected engines use memory in transfers.
 
@@ -288,7 +215,7 @@ class Hixl:
             running.datadist.unregister_cache(mem_handle)
         return SUCCESS
 
-    @_returns_status(about=_peer_text)
+    @_returns_status()
     def connect(self, remote_engine: str, timeout_in_millis: int = 1000) -> int:
         """Connect with an engine that listens.
 
@@ -306,7 +233,7 @@ class Hixl:
         running.connections.connect(remote_engine, timeout_in_millis)
         return SUCCESS
 
-    @_returns_status(about=_peer_text)
+    @_returns_status()
     def disconnect(self, remote_engine: str, timeout_in_millis: int = 1000) -> int:
         """End a connection, and stop the requests that still use it.
 
@@ -326,7 +253,7 @@ class Hixl:
         running.connections.disconnect(remote_engine, timeout_in_millis)
         return SUCCESS
 
-    @_returns_status(about=_peer_text)
+    @_returns_status()
     def connect_async(self, remote_engine: str, timeout_in_millis: int = 1000) -> int:
         """Connect in the background; `get_async_connect_status` returns the progress.
 
@@ -340,7 +267,7 @@ class Hixl:
         """
         return self._begin(remote_engine, timeout_in_millis, connects=True)
 
-    @_returns_status(about=_peer_text)
+    @_returns_status()
     def disconnect_async(self, remote_engine: str, timeout_in_millis: int = 1000) -> int:
         """End a connection in the background. Otherwise as `connect_async`.
 
@@ -368,7 +295,7 @@ class Hixl:
         states = running.connector.states()
         return SUCCESS, {name: running.async_status(name, states) for name in states}
 
-    @_returns_status(about=_transfer_text)
+    @_returns_status()
     def transfer_sync(
         self,
         remote_engine: str,
@@ -406,7 +333,7 @@ class Hixl:
         running.datadist.run(ranges, timeout_ms=max(0.0, left_ms))
         return SUCCESS
 
-    @_returns_status(0, about=_transfer_text)
+    @_returns_status(0)
     def transfer_async(
         self,
         remote_engine: str,
@@ -464,7 +391,7 @@ class Hixl:
         check_type("args", given, GetTransferStatusArgs)
         return SUCCESS, self._initialized().requests.all(given)
 
-    @_returns_status(about=_peer_text)
+    @_returns_status()
     def send_notify(
         self, remote_engine: str, notify: NotifyDesc, timeout_in_millis: int = 1000
     ) -> int:
@@ -514,7 +441,7 @@ class Hixl:
         cluster = running.cluster_of(remote_engine, _AUTO_CONNECT_MS)
         return running.datadist.plan(AddressRanges(cluster, *columns, _DIRECTIONS[op]))
 
-    def _initialized(self) -> _Running:
+    def _initialized(self) -> Running:
         if self._running is None:
             raise LLMException("the engine is not initialized; call initialize() first")
         return self._running

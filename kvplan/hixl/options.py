@@ -9,10 +9,11 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from kvplan.control.endpoint import Endpoint
 from kvplan.device.choice import current_device
+from kvplan.engine.option_kinds import FLAG, Kind, described, one_of, option, rows_of
 from kvplan.engine.option_rows import OPTION_GLOBAL_RESOURCE_CONFIG, SPELLINGS
 from kvplan.engine.option_sources import configured
 from kvplan.engine.options import Options
@@ -27,17 +28,12 @@ from kvplan.hixl.values import (
 from kvplan.hixl.values import OPTION_GLOBAL_RESOURCE_CONFIG as OPTION_RESOURCES
 from kvplan.status import invalid
 from kvplan.system.logs import Log
-from kvplan.validation import check_one_of, shown
+from kvplan.validation import shown
 
 _log = Log("kvplan.hixl")
 
 OPTION_MEM_DEVICE: Final = "kvplan.mem_device"
 """Option: "refuse" (default), or "host" to treat MEM_DEVICE as host memory without a device."""
-
-ENVIRONMENT_MEM_DEVICE: Final = "KVPLAN_MEM_DEVICE"
-"""Environment variable for engines that do not give that option."""
-
-MEM_DEVICE_VALUES: Final = ("refuse", "host")
 
 _THREADS: Final = 2
 _CAPACITY: Final = 128
@@ -49,6 +45,41 @@ _SAME: Final = {
     OPTION_LOCAL_COMM_RES: "llm.LocalCommRes",
     OPTION_RESOURCES: OPTION_GLOBAL_RESOURCE_CONFIG,
 }
+
+
+def _check_buffer_pool(name: str, text: str) -> None:
+    if text and not re.fullmatch(r"[0-9]{1,6}:[0-9]{1,6}", text):
+        raise invalid(f'{name}={shown(text)} must be "number:size in MB", such as "4:8" or "0:0"')
+
+
+@described
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnOptions:
+    """Options of `Hixl` that the engine does not have."""
+
+    # fmt: off
+    auto_connect: bool = option(
+        False, FLAG,
+        "Let a transfer connect with its peer.",
+        OPTION_AUTO_CONNECT, f"adxl.{OPTION_AUTO_CONNECT}")
+    mem_device: str = option(
+        "refuse", one_of(("refuse", "host")),
+        "Memory of MEM_DEVICE on a host without a device: `refuse` it, or treat it as `host` "
+        "memory. Also the environment variable `KVPLAN_MEM_DEVICE`.",
+        OPTION_MEM_DEVICE, see="../how-to/hixl.md#device-memory-where-there-is-no-device")
+    buffer_pool: str = option(
+        "", Kind(_check_buffer_pool, values="number:size in MB"),
+        "Staging memory of the original. Checked; kvplan sizes its own.",
+        OPTION_BUFFER_POOL, f"adxl.{OPTION_BUFFER_POOL}")
+    enable_use_fabric_mem: bool = option(
+        False, FLAG,
+        "Fabric memory of the original. Checked; this host has none.",
+        OPTION_ENABLE_USE_FABRIC_MEM, f"adxl.{OPTION_ENABLE_USE_FABRIC_MEM}")
+    # fmt: on
+
+
+_OWN: Final = {key: row for row in rows_of(OwnOptions) for key in row.keys}
+_MEM_DEVICE: Final = _OWN[OPTION_MEM_DEVICE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +109,27 @@ def read(local_engine: str, options: Mapping[str, str]) -> Settings:
     """Read the arguments of `Hixl.initialize`."""
     listen = own_endpoint(local_engine)
     texts: dict[str, str] = {}
+    own: dict[str, Any] = {}
+    mem_device = os.environ.get(_MEM_DEVICE.variable)
+    if mem_device and OPTION_MEM_DEVICE not in options:
+        _MEM_DEVICE.kind.check(_MEM_DEVICE.variable, mem_device)
+        own["mem_device"] = mem_device
     for key, text in options.items():
-        bare = key.removeprefix("adxl.")
-        if bare in _SAME:
+        if row := _OWN.get(key):
+            own[row.field] = value = row.kind.read(key, text)
+            row.kind.check(key, value)
+        elif (bare := key.removeprefix("adxl.")) in _SAME:
             texts[_SAME[bare]] = text
-        elif bare in (OPTION_AUTO_CONNECT, OPTION_ENABLE_USE_FABRIC_MEM):
-            if text not in ("0", "1"):
-                raise invalid(f'{key}={shown(text)} must be "0" or "1"')
-        elif bare == OPTION_BUFFER_POOL:
-            _check_buffer_pool(key, text)
-        elif key == OPTION_MEM_DEVICE:
-            check_one_of(key, text, MEM_DEVICE_VALUES)
         elif key in SPELLINGS:
             texts[key] = text
         else:
             _log.warning("option %s=%s is unknown and ignored", shown(key), shown(text))
-    if _given(options, OPTION_ENABLE_USE_FABRIC_MEM) == "1":
-        if (pool := _given(options, OPTION_BUFFER_POOL)) not in (None, "", "0:0"):
-            raise invalid(f'BufferPool={shown(pool)} must be "0:0" with EnableUseFabricMem=1')
+    given = OwnOptions(**own)
+    if given.enable_use_fabric_mem:
+        if given.buffer_pool not in ("", "0:0"):
+            raise invalid(
+                f'BufferPool={shown(given.buffer_pool)} must be "0:0" with EnableUseFabricMem=1'
+            )
         _log.warning("option EnableUseFabricMem=1 is ignored: this host has no fabric memory")
     engine = Options.of(texts)
     if listen is not None:
@@ -108,24 +142,11 @@ def read(local_engine: str, options: Mapping[str, str]) -> Settings:
         name=local_engine,
         cluster_id=secrets.randbits(64) if listen is None else cluster_id_of(listen),
         engine=engine,
-        auto_connect=_given(options, OPTION_AUTO_CONNECT) == "1",
-        device_is_host=_mem_device(options) == "host",
+        auto_connect=given.auto_connect,
+        device_is_host=given.mem_device == "host",
         threads=_number(resources, "connect_pool.thread_num", _THREADS),
         capacity=_number(resources, "connect_pool.task_queue_capacity", _CAPACITY),
     )
-
-
-def _given(options: Mapping[str, str], name: str) -> str | None:
-    """Return the text of an option by either of its keys; None if it is not given."""
-    return options.get(name, options.get(f"adxl.{name}"))
-
-
-def _mem_device(options: Mapping[str, str]) -> str:
-    text = options.get(OPTION_MEM_DEVICE)
-    if text is None:
-        text = os.environ.get(ENVIRONMENT_MEM_DEVICE) or MEM_DEVICE_VALUES[0]
-        check_one_of(ENVIRONMENT_MEM_DEVICE, text, MEM_DEVICE_VALUES)
-    return text
 
 
 def own_endpoint(local_engine: str) -> Endpoint | None:
@@ -159,12 +180,6 @@ def _split(name: str, argument: str) -> tuple[str, int | None]:
         )
     host, port = found.groups()
     return host, None if port is None else int(port)
-
-
-def _check_buffer_pool(key: str, text: str) -> None:
-    """Check the size of the original's staging memory; kvplan sizes its own."""
-    if text and not re.fullmatch(r"[0-9]{1,6}:[0-9]{1,6}", text):
-        raise invalid(f'{key}={shown(text)} must be "number:size in MB", such as "4:8" or "0:0"')
 
 
 def _number(resources: str, name: str, default: int) -> int:

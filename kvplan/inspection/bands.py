@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.planning.contents import RequestOrder, heads_of_runs, kv_of
+from kvplan.planning.contents import RequestOrder, heads_of_runs, kv_of, reach_along
 from kvplan.planning.part import Part
 from kvplan.planning.side import Side
 from kvplan.planning.texts import Span, nbytes_text, plural, spans_of, spans_text, to_text
@@ -127,6 +127,8 @@ class Bands:
         """
         part, side = self.part, self.part.dst
         period = max(side.stride_of(axis) * side.extent(axis) for axis in ("head", "kv"))
+        if side.stride > side.row_nbytes:
+            period = max(period, side.stride)
         repeats = part.segments.repeats
         first, size = int(self._dst[segment]) % max(period, 1), int(self._nbytes[segment])
         counts = [int(repeat.counts[segment]) for repeat in repeats]
@@ -135,9 +137,7 @@ class Bands:
             steps = [*zip(counts, (repeat.dst_stride for repeat in repeats), strict=True)]
             heads, kv = heads_of_runs(part, first, size, steps), ""
             if "kv" not in part.split and side.extent("kv") == 2:
-                around = max(side.stride_of("kv"), 1) * side.extent("kv")
-                more = sum((count - 1) * step for count, step in steps if step % around)
-                kv = kv_of(part, 0, first, first + size - 1 + more)
+                kv = kv_of(part, 0, first, first + size - 1 + reach_along(side, "kv", steps))
             self._held[key] = heads, kv
         return self._held[key]
 
@@ -185,7 +185,8 @@ def _places(side: Side, first: Numbers, stop: Numbers) -> tuple[Places, int]:
     period, stride, tokens = side.count * side.stride, side.stride_of("token"), side.extent("token")
     rows = first % period // side.stride, (stop - 1) % period // side.stride
     if stride and tokens > 1:
-        return Places(*rows, first // stride % tokens, (stop - 1) // stride % tokens + 1), tokens
+        begin, last = (side.index_along("token", at) for at in (first, stop - 1))
+        return Places(*rows, begin, last + 1), tokens
     begin, end = first % side.stride, (stop - 1) % side.stride + 1
     if stride or not side.rows_are_whole:
         return Places(*rows, np.zeros_like(first), np.ones_like(first)), 1

@@ -205,7 +205,7 @@ def _is_cut(part: Part) -> bool:
 
 def _row_nbytes(part: Part) -> int:
     """Return the bytes of a row at dst, which need not be contiguous."""
-    return part.dst.tensor_nbytes // part.dst.count
+    return part.dst.rows_nbytes // part.dst.count
 
 
 def _transposed(part: Part) -> str:
@@ -238,7 +238,7 @@ def _places(part: Part, indices: range) -> Iterator[tuple[str, str, str]]:
 def _notes(part: Part, order: RequestOrder, indices: range) -> Iterator[tuple[str, str, str]]:
     """Yield, for each segment: merged slices, why it is not merged, and its contents."""
     src_side, dst_side = part.src, part.dst
-    smallest = min(src_side.stride, dst_side.stride)
+    smallest = min(src_side.row_nbytes, dst_side.row_nbytes)
     before: tuple[int, int] | None = None
     begin = max(indices.start - 1, 0)
     columns = [
@@ -293,8 +293,7 @@ def _segment_lines(part: Part, limit: int | None, width: int) -> Iterator[str]:
             more = f"... {plural(total - head - tail, 'more segment')}"
             yield f"{more}. Of all {total:,}:" if tail else more
             if tail:
-                for line in summary(part):
-                    yield from fit(f"      {line}", width)
+                yield from fit(f"      {summary(part)}", width)
 
 
 def _tree(part: Part, limit: int | None, same_as: str) -> Iterator[str]:

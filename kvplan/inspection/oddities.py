@@ -90,9 +90,9 @@ def _apart(part: Part) -> Iterator[str]:
             f"(coalesce is {part.coalesce.value})."
         )
         return
-    if part.src.stride != part.dst.stride:
+    if part.src.row_nbytes != part.dst.row_nbytes:
         return  # larger blocks on one side: a run is a part of a block
-    alone = int((segments.nbytes <= part.dst.stride).sum())
+    alone = int((segments.nbytes <= part.dst.row_nbytes).sum())
     row, count = part.dst.row, len(segments)
     if alone == count:
         yield (

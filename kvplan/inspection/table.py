@@ -11,17 +11,12 @@ from numpy.typing import NDArray
 
 from kvplan.planning.contents import local_layers, model_note, model_text
 from kvplan.planning.part import Part
-from kvplan.planning.segments import Column
-from kvplan.planning.side import Side
 from kvplan.planning.texts import fit, nbytes_text, place, plural, shown_rows, span
 
 Rows = NDArray[np.int64]
 
 _CHUNK = 4096
 """Runs of which the texts are in memory."""
-
-_COUNTED = 1 << 16
-"""Runs of which the widths are counted at once."""
 
 _Cells = tuple[str, ...]
 
@@ -48,7 +43,7 @@ def table_lines(part: Part, limit: int | None) -> Iterator[str]:
         return
     pairs = part.num_tensor_pairs
     yield f"{more}. " + (f"In each of {pairs:,} tensors:" if pairs > 1 else "Of all:")
-    yield from chain.from_iterable(fit(f"      {line}") for line in summary(part))
+    yield from fit(f"      {summary(part)}")
     for cells in last:
         yield table.line(cells, widths)
 
@@ -74,36 +69,21 @@ class _Table:
         return widths
 
     def all_widths(self) -> list[int]:
-        """Return the width of each column in the table of all descriptors, without its texts.
+        """Return the width of each column in the table of all descriptors.
 
-        The run that is farthest at src, or at dst, has the longest texts. The width of the rows,
-        which are two texts in one, is computed from their digits.
+        All pairs of tensors have the runs of the first one. Their offsets and numbers are longest
+        where a run is farthest at src or at dst.
         """
         pairs, n = self.part.num_tensor_pairs, self._per_pair
-        far, of_rows = [(-1, 0)] * 3, 0
-        for start in range(0, n, _COUNTED):
-            indices = np.arange(start, min(start + _COUNTED, n))
-            src, dst, nbytes = self.part.segments.runs_at(indices)
-            for column, values in enumerate((src, dst, nbytes)):
-                at = int(values.argmax())
-                far[column] = max(far[column], (int(values[at]), start + at))
-            found = _place_widths(self.part.src, src, nbytes) + 1
-            found += _place_widths(self.part.dst, dst, nbytes)
-            of_rows = max(of_rows, int(found.max()))
-        runs = {run for _, run in far}
-        extremes = (pair * n + run for pair in range(pairs) for run in runs)
-        last = self.cells(pairs * n - 1, pairs * n)
-        widths = self.widths(
+        src, dst, _ = self.part.segments.runs_at(np.arange(n))
+        far = {int(src.argmax()), int(dst.argmax()), n - 1}
+        others = (pair * n + run for pair in range(1, pairs) for run in far)
+        return self.widths(
             chain(
-                last,
-                chain.from_iterable(
-                    self.cells(descriptor, descriptor + 1) for descriptor in extremes
-                ),
+                self.cells(0, n),
+                chain.from_iterable(self.cells(index, index + 1) for index in others),
             )
         )
-        rows = len(self.head) - 4
-        widths[rows] = max(len(self.head[rows]), of_rows)
-        return widths
 
     def lines(self, first: int, last: int, widths: list[int]) -> Iterator[str]:
         """Return the lines of some descriptors; numbers are right-aligned, places left-aligned."""
@@ -152,29 +132,6 @@ class _Table:
         return self._chunk[2]
 
 
-def _place_widths(side: Side, offsets: Column, nbytes: Column) -> Column:
-    """Return the lengths of the texts of `place`."""
-    one, stride = np.uint64(1), np.uint64(side.stride)
-    period = stride * np.uint64(side.count)
-    low, high = offsets % period // stride, (offsets + nbytes - one) % period // stride
-    inside = offsets % stride
-    return (
-        _digits(low, 10)
-        + np.where(high != low, one + _digits(high, 10), 0)
-        + np.where(inside > 0, np.uint64(len("+0x")) + _digits(inside, 16), 0)
-    ).astype(np.uint64)
-
-
-def _digits(values: Column, base: int) -> Column:
-    """Return the number of digits of each value."""
-    count = np.ones(len(values), np.uint64)
-    limit = base
-    while limit <= int(values.max()):
-        count += values >= np.uint64(limit)
-        limit *= base
-    return count
-
-
 class _Run(NamedTuple):
     """Runs of blocks that follow one another on both sides, in the order of the segments."""
 
@@ -183,11 +140,10 @@ class _Run(NamedTuple):
     blocks: Rows
 
 
-def summary(part: Part) -> list[str]:
-    """Return one to three lines on all segments of a tensor."""
-    if (runs := _runs_of_blocks(part)) is None:
-        return [_sizes(part), *_densities(part)]
-    return [_lengths(part, runs), *_shifts(part, runs), *_densities(part)]
+def summary(part: Part) -> str:
+    """Return a line on all segments of a tensor."""
+    runs = _runs_of_blocks(part)
+    return _sizes(part) if runs is None else _lengths(part, runs.blocks)
 
 
 def blocks_of(part: Part) -> tuple[Rows, Rows] | None:
@@ -201,27 +157,30 @@ def blocks_of(part: Part) -> tuple[Rows, Rows] | None:
 
 def _runs_of_blocks(part: Part) -> _Run | None:
     """Return the runs, if whole blocks move to whole blocks."""
-    segments, stride = part.segments, part.dst.stride
+    segments, nbytes = part.segments, part.dst.row_nbytes
     if (
         part.kind != "B2B"
         or not len(segments)
         or part.split
         or segments.repeats
-        or part.src.stride != stride
+        or part.src.row_nbytes != nbytes
     ):
         return None
     columns = [getattr(segments, name) for name in segments.columns()]
-    if any(bool((column % np.uint64(stride)).any()) for column in columns):
+    steps = [*map(np.uint64, (part.src.stride, part.dst.stride, nbytes))]
+    if any(bool((column % step).any()) for column, step in zip(columns, steps, strict=True)):
         return None
-    src, dst, blocks = ((column // np.uint64(stride)).astype(np.int64) for column in columns)
+    src, dst, blocks = (
+        (column // step).astype(np.int64) for column, step in zip(columns, steps, strict=True)
+    )
     follows = (src[1:] == src[:-1] + blocks[:-1]) & (dst[1:] == dst[:-1] + blocks[:-1])
     first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
     return _Run(src[first], dst[first], np.add.reduceat(blocks, first))
 
 
-def _lengths(part: Part, runs: _Run) -> str:
+def _lengths(part: Part, blocks: Rows) -> str:
     """Return how long the runs are, and how many have a single block."""
-    blocks, word = runs.blocks, part.dst.row
+    word = part.dst.row
     low, high = int(blocks.min()), int(blocks.max())
     count = plural(len(blocks), "run")
     if low == high:
@@ -235,36 +194,6 @@ def _lengths(part: Part, runs: _Run) -> str:
     return text
 
 
-def _shifts(part: Part, runs: _Run) -> list[str]:
-    """Return the longest runs and the most frequent shift."""
-    src, dst, blocks = runs
-    shifts = dst - src
-    parts = []
-    if int(blocks.max()) > 1:
-        longest = np.argsort(-blocks, kind="stable")[:2].tolist()
-        texts = [
-            f"{span((int(src[i]), int(src[i] + blocks[i]) - 1))} -> "
-            f"{span((int(dst[i]), int(dst[i] + blocks[i]) - 1))} ({int(shifts[i]):+d})"
-            for i in longest
-            if blocks[i] > 1
-        ]
-        parts.append(f"longest {', '.join(texts)}")
-    values, inverse = np.unique(shifts, return_inverse=True)
-    if len(blocks) > 1:
-        moved = np.bincount(inverse, weights=blocks)
-        most, total = int(moved.argmax()), int(blocks.sum())
-        # Rare shifts do not matter, and the shift of a single run is above.
-        if moved[most] * 10 >= total and moved[most] > blocks.max():
-            parts.append(
-                f"shift {int(values[most]):+d} for {int(moved[most]):,} of "
-                f"{plural(total, part.dst.row)}"
-            )
-        opposite = (np.diff(src) == blocks[:-1]) & (dst[1:] + blocks[1:] == dst[:-1])
-        if (count := int(np.count_nonzero(opposite))) * 2 >= len(blocks) - 1:
-            parts.append(f"{count:,} follow the one before in opposite order")
-    return ["; ".join(parts)] if parts else []
-
-
 def _sizes(part: Part) -> str:
     """Return the sizes of segments that are not whole blocks."""
     nbytes = part.segments.nbytes * part.segments.runs()
@@ -275,31 +204,3 @@ def _sizes(part: Part) -> str:
     return f"{count} of {nbytes_text(low)} to {nbytes_text(high)}, median " + nbytes_text(
         int(np.median(nbytes))
     )
-
-
-def _densities(part: Part) -> list[str]:
-    """Return which share of the rows between first and last is in the plan, on each side."""
-    ends = part.segments.ends()
-    texts = []
-    for name, starts, stops in (
-        ("src", part.segments.src_offsets, ends[0]),
-        ("dst", part.segments.dst_offsets, ends[1]),
-    ):
-        side = getattr(part, name)
-        if not side.paged:
-            continue
-        rows, stride = np.uint64(side.count), np.uint64(side.stride)
-        low = (starts // stride % rows).astype(np.int64)
-        high = ((stops - np.uint64(1)) // stride % rows).astype(np.int64)
-        # Repeats that reach from row to row may leave some out, and parts may lie around the end.
-        if (part.segments.repeats and (low != high).any()) or (low > high).any():
-            continue
-        order = np.argsort(low)
-        low, reach = low[order], np.maximum.accumulate(high[order])
-        gaps = low[1:] - reach[:-1] - 1
-        first, last = int(low[0]), int(reach[-1])
-        between = last - first + 1
-        used = between - int(gaps[gaps > 0].sum())
-        share = f"{100 * used // between}%"
-        texts.append(f"{name} {used:,} of {side.row}s {span((first, last))} ({share})")
-    return ["; ".join(texts)] if texts else []

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvplan.control.notifying import Inbox
     from kvplan.links.local_engine import Publisher
     from kvplan.links.values import LinkStatus
-    from kvplan.transport.protocol import Transport
+    from kvplan.transport.transport import Transport
 
 _T = TypeVar("_T")
 _INT32_MAX = 2**31 - 1
@@ -152,7 +152,10 @@ class Links:
             if cluster_id == self._engine.cluster_id:
                 raise invalid(f"remote_cluster_id={cluster_id} is this engine's own")
         return LinkResults.of(
-            (cluster_id, self._initiator.link(cluster_id, endpoint, self._handler, timeout_s))
+            (
+                cluster_id,
+                partial(self._initiator.link, cluster_id, endpoint, self._handler, timeout_s),
+            )
             for cluster_id, endpoint in calls
         )
 
@@ -169,7 +172,7 @@ class Links:
         check_type("force", force, bool)
         return self._run(
             LinkResults.of(
-                (cluster_id, self._unlinker.unlink(cluster_id, timeout_s, force=force))
+                (cluster_id, partial(self._unlinker.unlink, cluster_id, timeout_s, force=force))
                 for cluster_id in ids
             )
         )

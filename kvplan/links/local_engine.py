@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvplan.control.notifying import Inbox
     from kvplan.execution.memory import TensorMemory
     from kvplan.layout import Shard
-    from kvplan.transport.protocol import Transport
+    from kvplan.transport.transport import Transport
 
 
 _LOG = Log("kvplan")
@@ -357,6 +357,7 @@ class PublishedTable:
             seq_len_dim_index=desc.seq_len_dim_index,
             kv_tensor_format=desc.kv_tensor_format,
             shard=_shard_entry(desc.shard),
+            row_stride=desc.row_stride,
             paged=bool(entry.paged),
             model_id_of_blocks_key=None if entry.blocks_key is None else entry.blocks_key.model_id,
             addresses=cache.tensor_addrs,

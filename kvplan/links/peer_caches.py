@@ -29,7 +29,7 @@ from kvplan.validation import shown
 if TYPE_CHECKING:
     from kvplan.execution.memory import TensorMemory
     from kvplan.lease import BlockLease
-    from kvplan.transport.protocol import PeerMemory, TransportLink
+    from kvplan.transport.link import PeerMemory, TransportLink
 
 _cache_id: Final = attrgetter("cache_id")
 _MAX_JOINED: Final = 64  # sets of caches whose joined memory is kept
@@ -130,13 +130,6 @@ class PeerCaches(LinkLifecycle, ABC):
             )
         found = None if writable else self._table.by_id.get(lease.cache_id)
         return self.cache(lease, writable=writable) if found is None else found
-
-    def leased_memory(
-        self, caches: Sequence[PeerCache], leases: Sequence[BlockLease], *, writable: bool
-    ) -> PeerMemory:
-        """Return memory as `joined_memory` does; transfers with it fail once a lease has ended."""
-        memory = self.joined_memory(caches, writable=writable)
-        return memory.leased(leases) if leases else memory
 
     def memory(self, cache: PeerCache, *, writable: bool) -> PeerMemory:
         """Return the tensors of `cache` as a side of a transfer."""

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from kvplan.control.data_streams import DataStreams
     from kvplan.control.loop import ControlLoop
     from kvplan.links.local_engine import Publisher
-    from kvplan.links.peer_table import PeerCache
     from kvplan.links.renewals import Renewals
     from kvplan.links.values import LinkLifecycle
-    from kvplan.transport.protocol import TransportLink
+    from kvplan.transport.link import TransportLink
 
 
 _LOG = Log("kvplan")

@@ -82,6 +82,7 @@ class PeerCache:
                 entry.seq_len_dim_index,
                 entry.kv_tensor_format,
                 _shard(entry.shard),
+                entry.row_stride,
             )
         except (LLMException, ValueError) as error:
             raise invalid(f"cache {entry.cache_id} of the peer's table: {error}") from error

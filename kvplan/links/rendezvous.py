@@ -76,6 +76,9 @@ class _RankTable(msgspec.Struct):
     server_list: list[_Server]
 
 
+_decoder = msgspec.json.Decoder(_RankTable)
+
+
 def locate_members(
     cluster_id: int, cluster_rank_info: Mapping[int, int], rank_table: str
 ) -> dict[int, Location]:
@@ -104,7 +107,7 @@ def locate(rank_table: str, ranks: set[int]) -> dict[int, Location]:
         return dict.fromkeys(ranks, Location())
     try:
         # str(): msgspec would read the memory of a subclass, such as NumPy's, directly.
-        table = msgspec.json.decode(str(rank_table), type=_RankTable)
+        table = _decoder.decode(str(rank_table))
         located = {
             _number(device.rank_id): Location(
                 server.host_ip or server.server_id, _number(device.device_id)

@@ -21,7 +21,7 @@ from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
-    from kvplan.transport.protocol import TransportLink
+    from kvplan.transport.link import TransportLink
 
 
 _LOG = Log("kvplan")

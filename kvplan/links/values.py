@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from types import UnionType
-from typing import Any, Self
+from typing import Self
 from weakref import ref
 
 from kvnative._signals import Mutex
@@ -214,17 +214,18 @@ class LinkResults(list[LinkResult]):
     """One result for each cluster, in the order of the call."""
 
     @classmethod
-    async def of(cls, tasks: Iterable[tuple[int, Coroutine[Any, Any, object]]]) -> Self:
-        """Run one task for each cluster, all at the same time."""
+    async def of(cls, calls: Iterable[tuple[int, Callable[[], Awaitable[object]]]]) -> Self:
+        """Make one call for each cluster, all at the same time."""
 
-        async def result(cluster_id: int, task: Coroutine[Any, Any, object]) -> LinkResult:
+        # Not of coroutines: a cancelled call that has not begun would leave one that never ran.
+        async def result(cluster_id: int, call: Callable[[], Awaitable[object]]) -> LinkResult:
             try:
-                await task
+                await call()
             except LLMException as error:
                 return LinkResult(cluster_id, error.status_code, error)
             return LinkResult(cluster_id)
 
-        return cls(await asyncio.gather(*(result(*task) for task in tasks)))
+        return cls(await asyncio.gather(*(result(*call) for call in calls)))
 
     @property
     def status(self) -> LLMStatusCode:

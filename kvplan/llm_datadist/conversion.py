@@ -271,7 +271,7 @@ def check_alike(src_name: str, src: Cache, dst_name: str, dst: Cache) -> None:
     for what, values in (
         ("placement", [desc.placement.name for desc in ends.values()]),
         ("num_tensors", [desc.num_tensors for desc in ends.values()]),
-        ("bytes of a block", [desc.tensor_nbytes // desc.shape[0] for desc in ends.values()]),
+        ("bytes of a block", [desc.rows_nbytes // desc.shape[0] for desc in ends.values()]),
     ):
         if (values[0] == values[1]) is (what == "placement"):
             raise invalid(

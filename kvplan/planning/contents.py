@@ -132,7 +132,7 @@ def _tokens(part: Part, entries: NDArray[np.int64], first: int, last: int) -> li
     if tables is None or dst.layout is None or "token" not in dst.layout.axes or not len(entries):
         return []
     size = dst.extent("token")
-    begin, end = _index(dst, "token", first), _index(dst, "token", last) + 1 - size
+    begin, end = dst.index_along("token", first), dst.index_along("token", last) + 1 - size
     shift = tables.src_token - tables.dst_token
     spans = [(low * size + shift, (high + 1) * size - 1 + shift) for low, high in spans_of(entries)]
     spans[0] = spans[0][0] + begin, spans[0][1]
@@ -150,7 +150,7 @@ def heads_of(part: Part, first: int, last: int) -> Span | None:
     if dst.layout is None or "head" not in dst.layout.axes:
         return None
     begin = dst.shard.heads.start if dst.shard is not None and dst.shard.heads is not None else 0
-    low, high = _index(dst, "head", first), _index(dst, "head", last)
+    low, high = dst.index_along("head", first), dst.index_along("head", last)
     if low > high or _spans_axis(dst, "head", first, last):
         low, high = 0, dst.extent("head") - 1
     return begin + low, begin + high
@@ -161,9 +161,15 @@ def heads_of_runs(part: Part, first: int, nbytes: int, steps: list[Span]) -> Spa
 
     `steps` has (count, bytes from one to the next at dst) for each level of repeats.
     """
-    around = max(part.dst.stride_of("head"), 1) * part.dst.extent("head")  # to the same head again
-    last = first + nbytes - 1 + sum((count - 1) * step for count, step in steps if step % around)
+    last = first + nbytes - 1 + reach_along(part.dst, "head", steps)
     return heads_of(part, first, last)
+
+
+def reach_along(side: Side, axis: str, steps: list[Span]) -> int:
+    """Return the bytes of repeats that change the position along an axis."""
+    around = max(side.stride_of(axis), 1) * side.extent(axis)  # to the same position again
+    row = side.stride if side.is_inside(axis) else around
+    return sum((count - 1) * step for count, step in steps if step % around and step % row)
 
 
 def kv_of(part: Part, view: int, first: int, last: int) -> str:
@@ -173,7 +179,7 @@ def kv_of(part: Part, view: int, first: int, last: int) -> str:
         return ""
     inside = "kv" in dst.layout.axes and "kv" not in part.split and dst.extent("kv") == 2
     if inside:
-        low, high = _index(dst, "kv", first), _index(dst, "kv", last)
+        low, high = dst.index_along("kv", first), dst.index_along("kv", last)
         whole = low != high or _spans_axis(dst, "kv", first, last)
         return "K+V" if whole else "KV"[low]
     if part.tensors_per_layer != 2 or "head" not in dst.layout.axes:
@@ -268,12 +274,11 @@ def _row(side: Side, offset: int) -> int:
     return side.rows(offset, 1)[0]
 
 
-def _index(side: Side, axis: str, offset: int) -> int:
-    """Return the position along an axis of a byte of a tensor."""
-    return offset // max(side.stride_of(axis), 1) % side.extent(axis)
-
-
 def _spans_axis(side: Side, axis: str, first: int, last: int) -> bool:
     """Whether the bytes from `first` to `last` reach over the whole axis, or around its end."""
+    if side.is_inside(axis):
+        if first // side.stride != last // side.stride:
+            return True
+        first, last = first % side.stride, last % side.stride
     stride = max(side.stride_of(axis), 1)
     return last // stride - first // stride >= side.extent(axis)

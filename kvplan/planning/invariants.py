@@ -135,31 +135,55 @@ def _check_bounds(name: str, side: Side, part: Part) -> None:
 
 
 def _check_views(part: Part) -> None:
-    """Refuse a run that crosses from its view into another."""
-    segments = part.segments
+    """Refuse a run that leaves its row, or crosses from its view into another."""
     for name, side in (("src", part.src), ("dst", part.dst)):
-        starts = getattr(segments, f"{name}_offsets")
+        if side.stride > side.row_nbytes:
+            whose = f"the {side.row} that they begin in"
+            between = f"{side.row}s lie {side.stride} bytes apart"
+            _check_inside(part, name, 0, side.stride, side.row_nbytes, whose, between)
         for axis in part.split:
             if side.extent(axis) == 1:
                 continue
-            stride = np.uint64(side.stride_of(axis))
-            period = stride * np.uint64(side.extent(axis))  # distance to the next bytes of the view
-            spans = segments.nbytes.copy()
-            for counts, *strides in segments.repeats:
-                step = np.uint64(strides[name == "dst"])
-                if step % period:
-                    spans += (counts - np.uint64(1)) * step
-            unsure = np.flatnonzero(starts % period + spans > stride)
-            runs, numbers = _spelled_out(segments, unsure)
-            places = getattr(runs, f"{name}_offsets")
-            outside = np.flatnonzero(places % period + runs.nbytes > stride)
-            if len(outside):
-                i = int(outside[0])
-                raise invalid(
-                    f"run {int(numbers[i])}: {name} bytes [{int(places[i])}, "
-                    f"{int(places[i]) + int(runs.nbytes[i])}) leave the {axis} that they begin "
-                    f"in, of {int(stride)} bytes; split={part.split} pairs each by itself"
-                )
+            row = side.stride if side.is_inside(axis) and side.stride > side.row_nbytes else 0
+            stride = side.stride_of(axis)
+            period = stride * side.extent(axis)  # distance to the next bytes of the view
+            whose, each = f"the {axis} that they begin in", f"split={part.split} pairs each"
+            _check_inside(part, name, row, period, stride, whose, f"{each} by itself")
+
+
+def _check_inside(
+    part: Part, name: str, row: int, period: int, length: int, whose: str, why: str
+) -> None:
+    """Refuse a run that leaves the first `length` bytes of its period.
+
+    Periods begin anew after each `row` bytes; 0: they do not.
+    """
+    segments = part.segments
+    starts, spans = getattr(segments, f"{name}_offsets"), segments.nbytes.copy()
+    if row:
+        starts = starts % np.uint64(row)
+    reach = starts + spans
+    for counts, *strides in segments.repeats:
+        step = strides[name == "dst"]
+        if row and step % row == 0:
+            continue
+        further = (counts - np.uint64(1)) * np.uint64(step)
+        reach += further
+        if step % period:
+            spans += further
+    unsure = starts % np.uint64(period) + spans > np.uint64(length)
+    if row:
+        unsure |= reach > np.uint64(row)
+    runs, numbers = _spelled_out(segments, np.flatnonzero(unsure))
+    offsets = getattr(runs, f"{name}_offsets")
+    places = offsets % np.uint64(row) if row else offsets
+    outside = np.flatnonzero(places % np.uint64(period) + runs.nbytes > np.uint64(length))
+    if len(outside):
+        i = int(outside[0])
+        raise invalid(
+            f"run {int(numbers[i])}: {name} bytes [{int(offsets[i])}, "
+            f"{int(offsets[i]) + int(runs.nbytes[i])}) leave {whose}, of {length} bytes; {why}"
+        )
 
 
 def _check_written_once(part: Part) -> None:

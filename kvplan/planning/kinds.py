@@ -82,17 +82,17 @@ def plan_slot_to_slot(
             operation, "C2C", source, target, tables, ext_param, how, reinterpret=reinterpret
         )
     for name, offset, row in ((src_name, src_offset, source), (dst_name, dst_offset, target)):
-        if type(offset) is not int or not 0 <= offset < row.stride:
-            check_index(name, offset, row.stride)
+        if type(offset) is not int or not 0 <= offset < row.row_nbytes:
+            check_index(name, offset, row.row_nbytes)
     if size != -1 and size <= 0:
         raise invalid(f"size={size} must be -1 or > 0")
     # -1 means the local row, as in the reference: a pull fills it, other calls send it.
     pulls = operation == "pull_cache"
-    rest = target.stride - dst_offset if pulls else source.stride - src_offset
+    rest = target.row_nbytes - dst_offset if pulls else source.row_nbytes - src_offset
     nbytes = rest if size == -1 else size
-    if nbytes > source.stride - src_offset:
+    if nbytes > source.row_nbytes - src_offset:
         raise _too_long(size, nbytes, src_name, src_offset, "src", source)
-    if nbytes > target.stride - dst_offset:
+    if nbytes > target.row_nbytes - dst_offset:
         raise _too_long(size, nbytes, dst_name, dst_offset, "dst", target)
     segments = Segments.single(
         src_slot * source.stride + src_offset, dst_slot * target.stride + dst_offset, nbytes
@@ -103,7 +103,7 @@ def plan_slot_to_slot(
 def _too_long(size: int, nbytes: int, name: str, offset: int, word: str, row: Side) -> LLMException:
     return invalid(
         f"size={size}: {nbytes} bytes from {name}={offset} are out of range "
-        f"[1, {row.stride - offset}] of the {word} row of {row.stride} bytes"
+        f"[1, {row.row_nbytes - offset}] of the {word} row of {row.row_nbytes} bytes"
     )
 
 
@@ -191,19 +191,20 @@ def plan_to_blocks(
         return _by_axes(
             operation, "C2B", source, target, tables, ext_param, how, share, reinterpret
         )
-    starts = np.arange(len(dst_table), dtype=np.int64) * target.stride
-    if len(starts) and int(starts[-1]) >= source.stride:
+    starts = np.arange(len(dst_table), dtype=np.int64) * target.row_nbytes
+    if len(starts) and int(starts[-1]) >= source.row_nbytes:
         raise invalid(
-            f"dst_blocks has {plural(len(dst_table), 'block')} of {target.stride} bytes; the src "
-            f"row of {source.stride} bytes fills at most {-(-source.stride // target.stride)}"
+            f"dst_blocks has {plural(len(dst_table), 'block')} of {target.row_nbytes} bytes; the "
+            f"src row of {source.row_nbytes} bytes fills at most "
+            f"{-(-source.row_nbytes // target.row_nbytes)}"
         )
     segments = Segments.adopt(
         (starts + slot * source.stride).view(np.uint64),
         (dst_table * target.stride).view(np.uint64),
-        np.minimum(source.stride - starts, target.stride).view(np.uint64),
+        np.minimum(source.row_nbytes - starts, target.row_nbytes).view(np.uint64),
         merged=how is not Coalesce.NONE,
     )
-    nbytes = min(source.stride, len(dst_table) * target.stride)
+    nbytes = min(source.row_nbytes, len(dst_table) * target.row_nbytes)
     tables = BlockTables(np.array([slot]), dst_table)
     return _plan(
         operation, "C2B", source, target, segments, len(dst_table), nbytes, ext_param, how,
@@ -253,10 +254,10 @@ def plan_block_to_block(
         return _by_axes(
             operation, "B2B", source, target, tables, ext_param, how, share, reinterpret
         )
-    if source.stride != target.stride:
+    nbytes = target.row_nbytes
+    if source.row_nbytes != nbytes:
         raise invalid(
-            f"src block of {source.stride} bytes and dst block of {target.stride} bytes must be "
-            "equal"
+            f"src block of {source.row_nbytes} bytes and dst block of {nbytes} bytes must be equal"
         )
     src_table, dst_table = tables.src, tables.dst
     if len(src_table) != len(dst_table):
@@ -264,9 +265,11 @@ def plan_block_to_block(
             f"src_blocks has {plural(len(src_table), 'block')} and dst_blocks "
             f"{len(dst_table)}; they must be of equal length"
         )
-    num_blocks, stride = len(src_table), target.stride
+    num_blocks = len(src_table)
     if num_blocks == 1:
-        segments = Segments.single(src_table.item() * stride, dst_table.item() * stride, stride)
+        segments = Segments.single(
+            src_table.item() * source.stride, dst_table.item() * target.stride, nbytes
+        )
     else:
         if how is Coalesce.SORTED and num_blocks:
             count = max(source.count, target.count)
@@ -274,16 +277,15 @@ def plan_block_to_block(
         # Sorted pairs are new arrays: reuse them, to touch fewer pages in a large plan.
         out = (None, None) if src_table is tables.src else (src_table, dst_table)
         sizes = np.empty(num_blocks, np.uint64)
-        sizes.fill(stride)
+        sizes.fill(nbytes)
         segments = Segments.adopt(
-            np.multiply(src_table, stride, out[0]).view(np.uint64),
-            np.multiply(dst_table, stride, out[1]).view(np.uint64),
+            np.multiply(src_table, source.stride, out[0]).view(np.uint64),
+            np.multiply(dst_table, target.stride, out[1]).view(np.uint64),
             sizes,
             merged=how is not Coalesce.NONE,
         )
-    nbytes = num_blocks * stride
     return _plan(
-        operation, "B2B", source, target, segments, num_blocks, nbytes, ext_param, how,
+        operation, "B2B", source, target, segments, num_blocks, num_blocks * nbytes, ext_param, how,
         reinterpret, tables, by_rows=True,
     )  # fmt: skip
 

@@ -204,7 +204,7 @@ class Part:
         """Bytes copied in total."""
         return len(self.src_tensors) * self.nbytes_per_tensor
 
-    @property
+    @cached_property
     def src_layers(self) -> range:
         """Source layers, in order."""
         return self._layers_of(self.src_tensors)
@@ -229,8 +229,12 @@ class Part:
         tensors = zip(self.src_tensors[views], self.dst_tensors[views], strict=True)
         return LayerPair(self.src_layers[index], self.dst_layers[index], tuple(tensors))
 
-    def tensors_of(self, layer: int) -> tuple[range, range]:
-        """Return the tensors, on each side, that hold the layer at this position of `layers`."""
+    @cached_property
+    def tensors_by_layer(self) -> list[tuple[range, range]]:
+        """Tensors that hold each of `layers`, on each side."""
+        return [self._tensors_of(index) for index in range(len(self.src_layers))]
+
+    def _tensors_of(self, layer: int) -> tuple[range, range]:
         piece = slice(layer * self.tensors_per_layer, (layer + 1) * self.tensors_per_layer)
         views = self.src_tensors[piece], self.dst_tensors[piece]
         if not self.split:

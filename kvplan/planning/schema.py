@@ -227,10 +227,11 @@ def _parse(document: Any, place: str) -> Part:
                 f"repeats[{level}]={shown(repeat)} must be [counts, src_stride, dst_stride]"
             )
     name, source = document["name"], document["source"]
+    src = _side_from_dict("src", document["src"])
     return Part(
         operation=_one_of("operation", document["operation"], get_args(Operation)),
         kind=_one_of("kind", document["kind"], get_args(Kind)),
-        src=_side_from_dict("src", document["src"]),
+        src=src,
         dst=_side_from_dict("dst", document["dst"]),
         src_tensors=_range("src_tensors", document["src_tensors"]),
         dst_tensors=_range("dst_tensors", document["dst_tensors"]),
@@ -248,7 +249,7 @@ def _parse(document: Any, place: str) -> Part:
         coalesce=Coalesce(_one_of("coalesce", document["coalesce"], tuple(Coalesce))),
         split=_split(document["split"]),
         reinterpret=check_type("reinterpret", document["reinterpret"], bool),
-        tables=_tables(document["tables"]),
+        tables=_tables(document["tables"], src),
         name=check_type("name", name, str),
         source=None if source is None else check_width("source", source, 0, INT64_MAX),
     )
@@ -326,11 +327,11 @@ def _check_side(name: str, side: Side) -> None:
             side.placement,
             kv_tensor_format=side.label if side.layout is None else str(side.layout),
             shard=side.shard,
+            row_stride=side.stride,
         )
-    if (desc.batch_size, desc.stride, desc.layout) != (side.count, side.stride, side.layout):
+    if (desc.batch_size, desc.layout) != (side.count, side.layout):
         raise ValueError(
-            f"{name}: count={side.count} and stride={side.stride} must be {desc.batch_size} and "
-            f"{desc.stride}, those of shape={side.shape}"
+            f"{name}: count={side.count} must be {desc.batch_size}, that of shape={side.shape}"
         )
 
 
@@ -382,7 +383,7 @@ def _shard(name: str, document: Any) -> Shard | None:
         return Shard(layers, heads, document["num_layers"], document["num_heads"], tokens)
 
 
-def _tables(document: Any) -> BlockTables | None:
+def _tables(document: Any, source: Side) -> BlockTables | None:
     if document is None:
         return None
     _check_fields("tables", document, {*BlockTables._fields})
@@ -398,7 +399,7 @@ def _tables(document: Any) -> BlockTables | None:
     )
     src_token, dst_token, num_tokens = (document[name] for name in BlockTables._fields[2:])
     least = 1 if len(dst) else 0
-    if len(src) < least:
+    if len(src) < least and source.has_all_tokens:
         raise ValueError("tables.src is empty; a request has a row on both sides, or none")
     return BlockTables(
         src,

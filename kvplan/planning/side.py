@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from kvplan.types import (
 from kvplan.validation import as_int, check_index, check_type
 
 Tokens = NDArray[np.int64]
+_Offsets = TypeVar("_Offsets", int, Tokens)
 
 _NO_PERIOD: Final = 2**62
 """The period of tokens that do not repeat: longer than any request."""
@@ -88,10 +89,12 @@ def spread_of(shard: Shard | None) -> Spread:
 class Side:
     """A cache as the plan sees it: `num_tensors` tensors of `count` rows, `stride` bytes apart.
 
+    A row has `row_nbytes` bytes; what lies between it and the next is not the cache's.
+
     Attributes:
         num_tensors: number of tensors.
         count: rows of a tensor.
-        stride: bytes of a row.
+        stride: bytes from the begin of a row to the next.
         placement: where the tensors are.
         paged: True if rows are blocks, False if they are slots.
         data_type, shape: of a tensor in memory. None and (): unknown, rows are opaque bytes (a
@@ -119,11 +122,25 @@ class Side:
     """The cache's id in its engine, for recordings; -1: unknown, as in a plan that was read."""
 
     @cached_property
-    def tensor_nbytes(self) -> int:
-        """Bytes of one tensor."""
+    def row_nbytes(self) -> int:
+        """Contiguous bytes of a row."""
+        if self.data_type is None:
+            return self.stride
+        axis = 0 if self.layout is None else self.layout.row_axis
+        return math.prod(self.shape[axis + 1 :]) * self.data_type.bits // 8
+
+    @cached_property
+    def rows_nbytes(self) -> int:
+        """Bytes of all rows of one tensor, without what lies between them."""
         if self.data_type is None:
             return self.count * self.stride
         return math.prod(self.shape) * self.data_type.bits // 8
+
+    @cached_property
+    def tensor_nbytes(self) -> int:
+        """Bytes from the first byte of a tensor to its last, with what lies between its rows."""
+        rows = self.rows_nbytes // self.row_nbytes
+        return (rows - 1) * self.stride + self.row_nbytes
 
     @property
     def row(self) -> str:
@@ -153,12 +170,12 @@ class Side:
 
     @property
     def has_all_tokens(self) -> bool:
-        """Whether the cache holds all tokens of a request."""
+        """True if the cache holds all tokens of a request."""
         return self.shard is None or self.shard.tokens is None
 
     @cached_property
     def rows_are_whole(self) -> bool:
-        """Whether a row is contiguous: no axis of the model is outside of the rows."""
+        """True if a row is contiguous: no axis of the model is outside of the rows."""
         return self.layout is None or math.prod(self.shape[: self.layout.row_axis]) == 1
 
     def rows(self, offset: int, nbytes: int) -> tuple[int, int]:
@@ -187,7 +204,26 @@ class Side:
         layout, data_type = self.layout, self.data_type
         if layout is None or data_type is None or axis not in layout.axes:
             return 0
-        return math.prod(self.shape[layout.axes.index(axis) + 1 :]) * data_type.bits // 8
+        inner, row = layout.axes.index(axis) + 1, layout.row_axis
+        if inner <= row + 1:  # the rows, and what is outside of them
+            return math.prod(self.shape[inner : row + 1]) * self.stride
+        return math.prod(self.shape[inner:]) * data_type.bits // 8
+
+    def is_inside(self, axis: str) -> bool:
+        """Return True if an axis is inside of the rows; False without the axis."""
+        layout = self.layout
+        if layout is None or axis not in layout.axes:
+            return False
+        return layout.axes.index(axis) > layout.row_axis
+
+    def index_along(self, axis: str, offsets: _Offsets) -> _Offsets:
+        """Return the position along an axis of bytes of a tensor; 0 without the axis."""
+        stride = self.stride_of(axis)
+        if not stride:
+            return offsets * 0
+        if self.is_inside(axis):
+            offsets = offsets % self.stride
+        return offsets // stride % self.extent(axis)
 
     def known_tensors_per_layer(self, name: str, given: int | None) -> int | None:
         """Return how many tensors are one layer, if the layout or the shard determines it.
@@ -233,7 +269,7 @@ class Side:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether a row is one run of bytes of one layer."""
+        """True if a row is one run of bytes of one layer."""
         return self.rows_are_whole and self.extent("layer") == 1
 
     def locate(
@@ -272,7 +308,8 @@ class Side:
             shape = ", ".join(map(str, self.shape))
         label = f" {self.label}" if self.label else ""
         shard = f", {self.shard}" if self.shard else ""
-        return f"{self.data_type.name} ({shape}){label}{shard}"
+        apart = "" if self.stride == self.row_nbytes else f", {self.row}s {self.stride} bytes apart"
+        return f"{self.data_type.name} ({shape}){label}{shard}{apart}"
 
 
 Described = CacheDesc | Cache | RemoteCache | Side

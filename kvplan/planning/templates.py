@@ -147,7 +147,7 @@ def templates_of(
         fields = {name: value for name, value in vars(sample).items() if name not in _OF_REQUESTS}
         if as_bytes:
             src, dst = (
-                RowShape(side.count, side.stride, side.stride, 1, 0, not side.paged)
+                RowShape(side.count, side.row_nbytes, side.stride, 1, 0, not side.paged)
                 for side in (source, target)
             )
             return (Template(src, dst, 1, (), None, True, fields),)

@@ -5,7 +5,7 @@ transports and the engine's own objects do not belong here.
 """
 
 from kvplan.recording.queries import select, who_wrote
-from kvplan.recording.reader import follow, read
+from kvplan.recording.reader import read
 from kvplan.recording.records import (
     AnyRecord,
     Dropped,
@@ -24,7 +24,6 @@ __all__ = [
     "Recording",
     "TransferRecord",
     "Write",
-    "follow",
     "read",
     "select",
     "who_wrote",

@@ -130,7 +130,7 @@ def rows_written(part: Part, block: int) -> tuple[tuple[int, ...], bool] | None:
             size = min(end, again * period + within + stride) - begin
             if size > 0:
                 rows += _rows_of(part.src, int(src[index]) + begin - start, size)
-    whole = part.dst.num_tensors * part.dst.tensor_nbytes // part.dst.count
+    whole = part.dst.num_tensors * part.dst.rows_nbytes // part.dst.count
     return tuple(dict.fromkeys(rows)), int(written.sum()) * part.num_tensor_pairs < whole
 
 

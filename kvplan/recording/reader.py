@@ -1,9 +1,9 @@
-"""Reads recordings, also while they are written and across rotations."""
+"""Reads recordings, also while they are written."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from math import isfinite
 from pathlib import Path
 from typing import Final
@@ -22,11 +22,10 @@ from kvplan.recording.format import (
     row_in,
 )
 from kvplan.recording.records import AnyRecord, Dropped, Event, Header, Recording, TransferRecord
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMStatusCode, invalid
 from kvplan.validation import open_regular
 
-_CHUNK: Final = 4 << 20
-_MOST_S: Final = 2.0**36  # seconds since the epoch: some 2000 years
+_MAX_S: Final = 2.0**36  # seconds since the epoch: some 2000 years
 _MAX_FILES: Final = 1000
 
 
@@ -39,233 +38,49 @@ def read(path: str | os.PathLike[str]) -> Recording:
         OSError: the file cannot be read.
         LLMException: LLM_PARAM_INVALID: not a regular file, not a recording, or damaged.
     """
-    reader = Reader(path)
-    try:
-        rows = reader.new()
-        return Recording(reader.path, reader.header, rows, reader.complete)
-    finally:
-        reader.close()
+    name = Path(path)
+    with ExitStack() as opened:
+        found = _files_of(name, opened)
+        reading = _Reading(name)
+        for file in sorted(found):
+            reading.take(*found[file])
+    head = found[min(found)][0]
+    header = Header(
+        head.recording, head.file, head.version, head.host, head.pid, head.cluster_id, head.role,
+        head.wall,
+    )  # fmt: skip
+    return Recording(name, header, reading.rows, reading.complete)
 
 
-def follow(path: str | os.PathLike[str], idle: Callable[[], bool]) -> Iterator[AnyRecord]:
-    """Yield the rows of a recording, then those that are being written, across rotations.
-
-    Args:
-        path: the file that is written.
-        idle: called if there is no new row; it may wait. False ends the iteration.
-
-    Raises:
-        OSError, LLMException: as `read`.
-    """
-    reader = Reader(path)
-    try:
-        while True:
-            rows = reader.new()
-            yield from rows
-            if reader.complete or (not rows and not idle()):
-                return
-    finally:
-        reader.close()
-
-
-class Reader:
-    """Reads the files of a recording one after another, as far as they are written."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.complete = False
-        self._templates: dict[int, TemplateRow] = {}
-        self._count = 0
-        self._row: HeaderRow | None = None
-        self._fd = -1
-        self._data = b""
-        self._next = 0
-        self._room = SPARE_ROOM
-        first = _header_in(self.path)
-        older = [
-            path
-            for path in reversed(_rotated(self.path))
-            if (head := _header_or_none(path)) is not None and head.recording == first.recording
-        ]
-        self._older = older
-        self._open(older.pop(0) if older else self.path)
-        found = self._read_header()
-        if found is None:
-            raise invalid(f"{self.path} has no row yet")
-        self.header = found
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def new(self) -> list[AnyRecord]:
-        """Return the rows that were written since the last call."""
-        rows: list[AnyRecord] = []
-        while True:
-            # Before reading: a file is complete when it is renamed.
-            later = self._later()
-            self._take(rows)
-            if later is None:
-                return rows
-            fd, header = later
-            assert self._row is not None
-            if header.file != self._row.file + 1:
-                rows.append(Dropped(self._number(), header.wall, None))
-            self.close()
-            self._fd, self._data, self._next = fd, b"", 0
-            self._read_header()
-
-    def _open(self, path: Path) -> None:
-        self.close()
-        self._fd = open_regular(path)
-        self._data, self._next = b"", 0
-
-    def _later(self) -> tuple[int, HeaderRow] | None:
-        """Open the next file of the recording, if this one was rotated."""
-        assert self._row is not None
-        found: tuple[int, HeaderRow] | None = None
-        for path in (self.path, *_rotated(self.path)):
-            try:
-                fd = open_regular(path)
-            except FileNotFoundError:
-                continue
-            head = _header_of(fd)
-            if (
-                head is None
-                or head.recording != self._row.recording
-                or head.file <= self._row.file
-                or (found is not None and found[1].file <= head.file)
-            ):
-                os.close(fd)
-                continue
-            if found is not None:
-                os.close(found[0])
-            found = fd, head
-            if head.file == self._row.file + 1:
+def _files_of(path: Path, opened: ExitStack) -> dict[int, tuple[HeaderRow, int]]:
+    """Return header and descriptor of each file of the recording at `path`, by its number."""
+    found: dict[int, tuple[HeaderRow, int]] = {}
+    recording = ""
+    # From newest to oldest: a file that the writer renames meanwhile is met twice, and not missed.
+    for number in range(_MAX_FILES):
+        try:
+            fd = _open(Path(f"{path}.{number}") if number else path, opened)
+        except FileNotFoundError:
+            if number:
                 break
-        return found
-
-    def _read_header(self) -> Header | None:
-        row = _header_of(self._fd)
-        if row is None:
-            return None
-        self._row = row
-        self._next, self._room = len(MAGIC), SPARE_ROOM
-        os.lseek(self._fd, self._next, os.SEEK_SET)
-        self._data, self._next = b"", 0
-        return Header(
-            row.recording, row.file, row.version, row.host, row.pid, row.cluster_id, row.role,
-            row.wall,
-        )  # fmt: skip
-
-    def _take(self, rows: list[AnyRecord]) -> None:
-        """Read the available rows of the open file."""
-        while True:
-            chunk = os.read(self._fd, _CHUNK)
-            self._data = self._data[self._next :] + chunk
-            self._next = 0
-            while True:
-                try:
-                    found = row_in(self._data, self._next, self._room)
-                except ValueError as error:
-                    raise invalid(
-                        f"{self.path}: file {self._row and self._row.file} is damaged after "
-                        f"{self._count} rows: {error}"
-                    ) from None
-                if found is None:
-                    break
-                # One room for the whole file, not for each row.
-                self._room += MAX_RATIO * (found.end - self._next) - found.nbytes
-                self._next = found.end
-                if (record := self._record(found.row)) is not None:
-                    rows.append(record)
-            if not chunk:
-                return
-
-    def _record(self, row: object) -> AnyRecord | None:
-        head = self._row
-        assert head is not None
-        shift = head.wall - head.clock
-        moment = getattr(row, "started", getattr(row, "at", 0.0)) + shift
-        if not (abs(moment) < _MOST_S and 0 <= getattr(row, "seconds", 0.0) < _MOST_S):
-            raise invalid(f"{self.path}: row {self._count} is damaged: its time is {moment}")
-        if isinstance(row, TransferRow):
-            return TransferRecord(
-                self._number(),
-                moment,
-                row.seconds,
-                row.operation,
-                head.cluster_id,
-                row.peer,
-                row.cache_id,
-                row.tag,
-                row.leases,
-                _status(row.status),
-                row.error,
-                row.nbytes,
-                row.parts,
-                self._templates,
-            )
-        if isinstance(row, EventRow):
-            return Event(
-                self._number(),
-                moment,
-                row.seconds,
-                row.operation,
-                _status(row.status),
-                row.error,
-                {name: _finite(value) for name, value in row.fields.items()},
-            )
-        if isinstance(row, TemplateRow):
-            self._templates[row.number] = row
-        elif isinstance(row, DroppedRow):
-            return Dropped(self._number(), moment, row.count)
-        elif isinstance(row, EndRow):
-            self.complete = True
-        return None
-
-    def _number(self) -> int:
-        self._count += 1
-        return self._count - 1
-
-
-def _finite(value: Field) -> Field:
-    """Return a value, or its text if JSON has no number for it."""
-    return value if not isinstance(value, float) or isfinite(value) else str(value)
-
-
-def _rotated(path: Path) -> list[Path]:
-    """Return older files, newest first."""
-    found = []
-    for number in range(1, _MAX_FILES):
-        older = Path(f"{path}.{number}")
-        if not older.exists():
-            break
-        found.append(older)
+            continue  # the writer has renamed it, and is about to make the next one
+        head = _header_of(fd)
+        if head is None and number == 0:
+            begin = os.pread(fd, len(MAGIC), 0)
+            if not MAGIC.startswith(begin):
+                raise invalid(f"{path} is not a recording of kvplan: it begins with {begin!r}")
+        if head is not None and head.recording == (recording := recording or head.recording):
+            found.setdefault(head.file, (head, fd))
+    if not found:
+        _open(path, opened)  # raises if it does not exist
+        raise invalid(f"{path} has no row yet: nothing is recorded")
     return found
 
 
-def _header_in(path: Path) -> HeaderRow:
+def _open(path: Path, opened: ExitStack) -> int:
     fd = open_regular(path)
-    try:
-        found = _header_of(fd)
-        if found is None:
-            begin = os.pread(fd, len(MAGIC), 0)
-            if MAGIC.startswith(begin):
-                raise invalid(f"{path} has no row yet: nothing is recorded")
-            raise invalid(f"{path} is not a recording of kvplan: it begins with {begin!r}")
-        return found
-    finally:
-        os.close(fd)
-
-
-def _header_or_none(path: Path) -> HeaderRow | None:
-    try:
-        return _header_in(path)
-    except (OSError, LLMException):
-        return None
+    opened.callback(os.close, fd)
+    return fd
 
 
 def _header_of(fd: int) -> HeaderRow | None:
@@ -279,6 +94,69 @@ def _header_of(fd: int) -> HeaderRow | None:
         return None
     row = None if found is None else found.row
     return row if isinstance(row, HeaderRow) else None
+
+
+class _Reading:
+    """The records of the files of a recording, taken in their order."""
+
+    def __init__(self, path: Path) -> None:
+        self.rows: list[AnyRecord] = []
+        self.complete = False
+        self._path = path
+        self._templates: dict[int, TemplateRow] = {}
+        self._next_file: int | None = None
+
+    def take(self, head: HeaderRow, fd: int) -> None:
+        """Append the records of one file."""
+        if self._next_file not in (None, head.file):
+            self.rows.append(Dropped(len(self.rows), head.wall, None))
+        self._next_file = head.file + 1
+        with os.fdopen(os.dup(fd), "rb") as file:
+            data = file.read()
+        at, room = len(MAGIC), SPARE_ROOM  # one room for the whole file, not for each row
+        while True:
+            try:
+                found = row_in(data, at, room)
+            except ValueError as error:
+                raise invalid(
+                    f"{self._path}: file {head.file} is damaged after {len(self.rows)} rows: "
+                    f"{error}"
+                ) from None
+            if found is None:
+                return
+            room += MAX_RATIO * (found.end - at) - found.nbytes
+            at = found.end
+            self._add(head, found.row)
+
+    def _add(self, head: HeaderRow, row: object) -> None:
+        number = len(self.rows)
+        moment = getattr(row, "started", getattr(row, "at", 0.0)) + head.wall - head.clock
+        if not (abs(moment) < _MAX_S and 0 <= getattr(row, "seconds", 0.0) < _MAX_S):
+            raise invalid(f"{self._path}: row {number} is damaged: its time is {moment}")
+        if isinstance(row, TransferRow):
+            record: AnyRecord = TransferRecord(
+                number, moment, row.seconds, row.operation, head.cluster_id, row.peer,
+                row.cache_id, row.tag, row.leases, _status(row.status), row.error, row.nbytes,
+                row.parts, self._templates,
+            )  # fmt: skip
+        elif isinstance(row, EventRow):
+            fields = {name: _finite(value) for name, value in row.fields.items()}
+            record = Event(
+                number, moment, row.seconds, row.operation, _status(row.status), row.error, fields
+            )
+        elif isinstance(row, DroppedRow):
+            record = Dropped(number, moment, row.count)
+        else:
+            if isinstance(row, TemplateRow):
+                self._templates[row.number] = row
+            self.complete = self.complete or isinstance(row, EndRow)
+            return
+        self.rows.append(record)
+
+
+def _finite(value: Field) -> Field:
+    """Return a value, or its text if JSON has no number for it."""
+    return value if not isinstance(value, float) or isfinite(value) else str(value)
 
 
 def _status(code: int) -> LLMStatusCode:

@@ -4,11 +4,12 @@ No serving engine by name and no transport may enter: bytes move by the verbs of
 """
 
 from kvplan.serving.book import LeaseBook
-from kvplan.serving.exchange import Exchange, ExchangeOptions
+from kvplan.serving.exchange import Exchange
 from kvplan.serving.messages import Compatibility, Handle, Reference, Source, token_digest
 from kvplan.serving.puller import PullResult, Target
 from kvplan.serving.pusher import Chunk
 from kvplan.serving.tables import CacheGroup, Table
+from kvplan.serving.tasks import ExchangeOptions
 
 __all__ = [
     "CacheGroup",

@@ -13,13 +13,12 @@ from kvplan.serving.messages import (
     Handle,
     Message,
     Refusal,
-    Waiting,
     grants,
     peer_log,
 )
 from kvplan.serving.pusher import Goal, Pusher
 from kvplan.serving.tables import GroupLease, encode_leases
-from kvplan.serving.tasks import PeerThreads, Tasks
+from kvplan.serving.tasks import ExchangeOptions, PeerThreads, Tasks
 from kvplan.status import LLMException
 
 MAX_WAITING: Final = 4096  # asks of one consumer
@@ -28,21 +27,15 @@ PART_NBYTES: Final = 64  # overhead of a part
 
 
 class _Consumer:
-    """Unanswered asks of one consumer.
-
-    Attributes:
-        waiting: Handle or transfer that each ask waits for, and the bytes of its goal, by number
-            of the ask.
-        parts: Parts of incomplete goals by number of the ask, oldest first.
-        nbytes: Memory of all goals.
-    """
+    """Unanswered asks of one consumer."""
 
     __slots__ = ("nbytes", "parts", "waiting")
 
     def __init__(self) -> None:
+        # By number of the ask: what it waits for, with the bytes of its goal.
         self.waiting: dict[int, tuple[Handle | str, int]] = {}
-        self.parts: dict[int, list[bytes]] = {}
-        self.nbytes = 0
+        self.parts: dict[int, list[bytes]] = {}  # of incomplete goals, oldest first
+        self.nbytes = 0  # of all goals
 
     def take_parts(self, number: int) -> list[bytes]:
         """Return the parts of a goal, and forget them."""
@@ -61,7 +54,7 @@ class Asks:
         pusher: Pusher,
         *,
         push: bool,
-        enter_timeout_ms: float,
+        options: ExchangeOptions,
         tasks: Tasks,
         threads: PeerThreads,
         send: Callable[[int, Sequence[Message]], Coroutine[Any, Any, None]],
@@ -70,7 +63,7 @@ class Asks:
         self._book = book
         self._pusher = pusher
         self._push = push
-        self._enter_timeout_s = enter_timeout_ms / 1000
+        self._enter_timeout_s = options.enter_timeout_ms / 1000
         self._tasks = tasks
         self._threads = threads
         self._send = send
@@ -146,6 +139,11 @@ class Asks:
     def _wait(self, cluster_id: int, ask: Ask, name: Handle | str, nbytes: int) -> bool:
         """Let an ask with a goal of `nbytes` wait; return False if the consumer exceeds a limit."""
         consumer = self._consumers.setdefault(cluster_id, _Consumer())
+        known, _ = consumer.waiting.get(ask.number, (name, 0))
+        if known != name:  # its push would stay when the ask is replaced
+            reason = f"its number is that of an ask for {known}, which is waiting"
+            self._refuse(cluster_id, ask, reason)
+            return False
         if len(consumer.waiting) >= MAX_WAITING and ask.number not in consumer.waiting:
             reason = f"{MAX_WAITING} asks of cluster {cluster_id} are waiting, which is the limit"
             self._refuse(cluster_id, ask, reason)
@@ -160,7 +158,6 @@ class Asks:
         consumer.waiting[ask.number] = name, nbytes
         consumer.nbytes += nbytes
         self.waiting.setdefault(name, {})[cluster_id, ask.number] = ask
-        self._tasks.spawn(self._send(cluster_id, [Waiting(ask.number)]), cluster_id)
         if isinstance(name, Handle):
             asyncio.get_running_loop().call_later(
                 self._enter_timeout_s, self._give_up, cluster_id, ask

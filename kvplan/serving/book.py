@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from kvnative._signals import Mutex
 from kvplan.lease import BlockLease, tag_of
-from kvplan.serving.messages import Handle, peer_log
+from kvplan.serving.messages import Handle, gone, peer_log
 from kvplan.serving.tables import Blocks, CacheGroup, GroupLease, groups_of, tables_of
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import Log
@@ -39,19 +39,14 @@ class Leasing(Protocol):
 
 @dataclass
 class _Held:
-    """A finished request whose blocks are kept.
+    """A finished request whose blocks are kept."""
 
-    Attributes:
-        name: name of the request, for logs.
-        done: cluster ids of the readers that are done.
-    """
-
-    name: str
+    name: str  # for logs
     leases: tuple[GroupLease, ...]
     digest: bytes
     deadline: float
     transfer: str
-    done: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)  # cluster ids of readers
 
 
 class NotYetError(Exception):
@@ -184,9 +179,9 @@ class LeaseBook:
         if held is None or handle is None:
             if how is None:
                 raise NotYetError
-            raise _gone(f"{transfer or handle} {how}")
+            raise gone(f"{transfer or handle} {how}")
         if held.digest != digest:  # the reason does not reveal the name of the request
-            raise _gone(f"{transfer or handle} was of other tokens")
+            raise gone(f"{transfer or handle} was of other tokens")
         return handle, held.leases
 
     def end_transfer(self, transfer: str, how: str) -> None:
@@ -354,7 +349,3 @@ class LeaseBook:
             if error.status_code is not LLMStatusCode.LLM_ENGINE_FINALIZED:
                 logger.warning("request %s: %s", request, error)
         return True
-
-
-def _gone(message: str) -> LLMException:
-    return LLMException(message, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)

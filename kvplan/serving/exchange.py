@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 from kvnative._signals import Condition, Mutex
@@ -19,10 +18,12 @@ from kvplan.serving.messages import (
     Ask,
     Compatibility,
     Done,
+    Grant,
     Handle,
     Hello,
     Message,
     Reference,
+    Refusal,
     Renew,
     decode,
     peer_log,
@@ -31,7 +32,7 @@ from kvplan.serving.producers import Producers
 from kvplan.serving.puller import Pull, Puller, PullResult, Target, closed
 from kvplan.serving.pusher import Chunk, Pusher
 from kvplan.serving.tables import Blocks, CacheGroup, groups_of, share_of
-from kvplan.serving.tasks import OWN, PeerThreads, Tasks
+from kvplan.serving.tasks import OWN, ExchangeOptions, PeerThreads, Tasks
 from kvplan.status import LLMException, invalid
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
@@ -41,43 +42,6 @@ from kvplan.validation import check_type, shown
 logger = Log("kvplan.serving")
 
 _HELPERS_OF_PEER: Final = 4  # threads, besides those that wait for its transfers
-
-
-@dataclass(frozen=True)
-class ExchangeOptions:
-    """Time limits in milliseconds, and the number of simultaneous transfers.
-
-    Attributes:
-        lease_ttl_ms: lifetime of a finished request that no consumer renews.
-        renew_interval_ms: interval at which a consumer renews requests that it waits for.
-        link_timeout_ms: timeout for linking with a producer.
-        pull_timeout_ms: timeout for an answer of a producer, and for a transfer.
-        prefill_timeout_ms: timeout for a request that its producer is still computing.
-        enter_timeout_ms: timeout for `enter`, for a consumer that asks before it.
-        max_pulls: maximum number of simultaneous transfers from one producer.
-
-    Raises:
-        TypeError: a value is not a number.
-        LLMException: LLM_PARAM_INVALID: a value is not > 0.
-    """
-
-    lease_ttl_ms: float = 30_000
-    renew_interval_ms: float = 5_000
-    link_timeout_ms: int = 5_000
-    pull_timeout_ms: float = 30_000
-    prefill_timeout_ms: float = 120_000
-    enter_timeout_ms: float = 5_000
-    max_pulls: int = 16
-
-    def __post_init__(self) -> None:
-        for name, kind in self.__annotations__.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name}={shown(value)} must be a number")
-            if kind == "int":
-                check_type(name, value, int)
-            if not value > 0:
-                raise invalid(f"{name}={value} must be > 0")
 
 
 class Exchange:
@@ -145,7 +109,7 @@ class Exchange:
             groups[0].cache,
             block_tokens=groups[0].block_tokens,
             token_unit=groups[0].token_unit,
-            timeout_ms=options.pull_timeout_ms,
+            options=options,
             stop=self._stop_push,
         )
         self.book: LeaseBook = LeaseBook(
@@ -162,7 +126,7 @@ class Exchange:
             self.book,
             self._pusher,
             push=push,
-            enter_timeout_ms=options.enter_timeout_ms,
+            options=options,
             tasks=self._tasks,
             threads=self._helpers,
             send=self._send,
@@ -171,8 +135,7 @@ class Exchange:
             engine,
             Hello(dict(compatibility.fields), instance, answer=False),
             compatibility,
-            link_timeout_ms=options.link_timeout_ms,
-            answer_timeout_ms=options.pull_timeout_ms,
+            options=options,
             threads=self._helpers,
             is_asking=lambda cluster_id: cluster_id in self._asks.clusters(),
         )
@@ -182,8 +145,7 @@ class Exchange:
             self._producers,
             rank=rank,
             push=push,
-            pull_timeout_ms=options.pull_timeout_ms,
-            prefill_timeout_ms=options.prefill_timeout_ms,
+            options=options,
             movers=self._movers,
             helpers=self._helpers,
             report=self._report,
@@ -396,7 +358,9 @@ class Exchange:
             peer_log.warning("cluster %d: %s", cluster_id, error)
             return
         match message:
-            case Hello(answer=False):
+            case Hello(answer=True):
+                self._producers.answered(cluster_id, message)
+            case Hello():
                 if difference := self._compatibility.difference(message.fields):
                     peer_log.warning("cluster %d does not fit: %s", cluster_id, difference)
                 fields = dict(self._compatibility.fields)
@@ -409,7 +373,7 @@ class Exchange:
                 self._tasks.spawn(finish, cluster_id)
             case Renew() if message.instance == self._instance:
                 self.book.renew(map(Handle, message.handles))
-            case _:
+            case Grant() | Refusal():
                 self._puller.receive(cluster_id, message)
 
     def _finish(self, cluster_id: int, done: Done) -> None:
@@ -439,9 +403,9 @@ class Exchange:
             request,
             reference,
             tuple(map(sources.__getitem__, share.mine)),
+            tuple(map(sources.__getitem__, share.spare)),
             share.readers,
             self._loop.create_future(),
-            spare=tuple(map(sources.__getitem__, share.spare)),
         )
         self._puller.pulls[request] = pull
         self._tasks.spawn(self._puller.run(pull))

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from kvplan.status import invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import LimitedLog, Log
-from kvplan.validation import printable, shown
+from kvplan.validation import printable, resolved, shown
 
 peer_log = LimitedLog(Log("kvplan.serving"))
 """Rate-limited log for lines that peers can cause."""
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Version of these messages. Engines of different versions refuse each other."""
 
 MAX_PART: Final = 3500  # bytes of a lease in one message; a notification has at most 4096
@@ -142,17 +142,7 @@ class Renew(_Message, frozen=True, tag=5):
     handles: Annotated[tuple[ExactHandle, ...], Meta(max_length=MAX_HANDLES)]
 
 
-class Waiting(_Message, frozen=True, tag=6):
-    """The answer to an ask for a request that is not entered yet; a grant or a refusal follows.
-
-    Attributes:
-        number: number of the ask.
-    """
-
-    number: Number
-
-
-Message = Hello | Ask | Grant | Refusal | Done | Renew | Waiting
+Message = Hello | Ask | Grant | Refusal | Done | Renew
 
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -168,6 +158,11 @@ def decode(data: bytes) -> Message:
         return _decoder.decode(data)
     except Exception as error:  # of any kind: nested input raises RecursionError
         raise invalid(f"data={shown(data)} is not a message of kvplan.serving: {error}") from None
+
+
+def gone(message: str) -> LLMException:
+    """Return the error of a request whose content does not exist, or not any more."""
+    return LLMException(message, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
 
 
 def pieces(data: bytes) -> list[bytes]:
@@ -255,6 +250,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 _Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2}){1,32}$")]
 
 
+@resolved
 class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A reference as a JSON object."""
 

@@ -11,8 +11,8 @@ from typing import Any, Final, TypeVar
 
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.links import ClusterInfo, LinkState, LinkStatus
-from kvplan.serving.messages import Compatibility, Hello, Message, Source, encode
-from kvplan.serving.tasks import PeerThreads
+from kvplan.serving.messages import Compatibility, Hello, Message, Source, encode, gone
+from kvplan.serving.tasks import ExchangeOptions, PeerThreads
 from kvplan.status import LLMException, LLMStatusCode
 
 _T = TypeVar("_T")
@@ -23,25 +23,16 @@ _LOST: Final = {LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK}
 
 @dataclass
 class _Peer:
-    """The known state of a producer's worker.
+    """The known state of a producer's worker."""
 
-    Attributes:
-        mutex: Held while this side links with the producer and sends a Hello.
-        greeted: Future of the producer's Hello.
-        hello: The producer's Hello; None before a handshake.
-        difference: Incompatibility of the producer, in words; empty if there is none.
-        instance: The engine of the cluster that has answered.
-        users: Requests in `greet`, or between `greet` and `leave`; `requests`: only the latter.
-        failure: Time, source, process and error of the last failed handshake.
-    """
-
-    mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
-    greeted: asyncio.Future[Hello] | None = None
-    hello: Hello | None = None
-    difference: str = ""
-    instance: str = ""
-    users: int = 0
-    requests: int = 0
+    mutex: asyncio.Lock = field(default_factory=asyncio.Lock)  # of linking and sending a Hello
+    greeted: asyncio.Future[Hello] | None = None  # of the producer's Hello
+    hello: Hello | None = None  # None before a handshake
+    difference: str = ""  # why the producer does not fit
+    instance: str = ""  # the engine of the cluster that has answered
+    users: int = 0  # requests in `greet`, or between `greet` and `leave`
+    requests: int = 0  # only those between `greet` and `leave`
+    # Time, source, process and error of the last failed handshake.
     failure: tuple[float, Source | None, bytes, LLMException | None] = 0.0, None, b"", None
 
 
@@ -58,8 +49,7 @@ class Producers:
         hello: Hello,
         compatibility: Compatibility,
         *,
-        link_timeout_ms: int,
-        answer_timeout_ms: float,
+        options: ExchangeOptions,
         threads: PeerThreads,
         is_asking: Callable[[int], bool],
     ) -> None:
@@ -67,12 +57,12 @@ class Producers:
         self._hello = hello
         self._is_asking = is_asking
         self._compatibility = compatibility
-        self._link_timeout_ms = link_timeout_ms
-        self._answer_timeout_ms = answer_timeout_ms
+        self._options = options
+        self._link_timeout_ms = options.link_timeout_ms
         self._threads = threads
         self._peers: dict[int, _Peer] = {}
-        # Awaited answers: source, deadline, and timeout in milliseconds.
-        self._awaited: dict[asyncio.Future[Any], tuple[Source, float, float]] = {}
+        # Awaited answers: source, deadline, and how a late one fails.
+        self._awaited: dict[asyncio.Future[Any], tuple[Source, float, str]] = {}
 
     async def notify(self, cluster_id: int, message: Message) -> None:
         """Send a message. A stopped peer delays only its own messages."""
@@ -159,11 +149,10 @@ class Producers:
         if hello.instance != instance and await self._unlinked_from(peer, source):
             hello = await self._hello_of(peer, source)
         if hello.instance != instance:
-            raise LLMException(
+            raise gone(
                 f"cluster {source.cluster_id} at {source.address} is another process than the "
                 f"reference names ({hello.instance.hex()[:8]}, and not {instance.hex()[:8]}): it "
-                "has restarted, or was replaced",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+                "has restarted, or was replaced"
             )
 
     async def _hello_of(self, peer: _Peer, source: Source) -> Hello:
@@ -179,7 +168,8 @@ class Producers:
         instance, _ = self._linked(source)
         try:
             await self.notify(source.cluster_id, self._hello)
-            hello = await self.wait_for(source, peer.greeted, self._answer_timeout_ms)
+            timeout_ms = self._options.pull_timeout_ms
+            hello = await self.wait_for(source, peer.greeted, timeout_ms, "did not answer")
         finally:
             peer.greeted = None
         peer.hello, peer.instance = hello, instance
@@ -206,9 +196,16 @@ class Producers:
             results.raise_for_status()
         return True
 
-    async def wait_for(self, source: Source, answer: asyncio.Future[_T], timeout_ms: float) -> _T:
-        """Wait for an answer of a producer while it is linked."""
-        self._awaited[answer] = source, time.monotonic() + timeout_ms / 1000, timeout_ms
+    async def wait_for(
+        self,
+        source: Source,
+        answer: asyncio.Future[_T],
+        timeout_ms: float,
+        late: str,
+    ) -> _T:
+        """Wait for an answer of a producer while it is linked; `late` describes a timeout."""
+        late = f"{late} in {timeout_ms:g} ms"
+        self._awaited[answer] = source, time.monotonic() + timeout_ms / 1000, late
         try:
             return await answer
         finally:
@@ -221,7 +218,7 @@ class Producers:
             if not self._awaited:
                 continue
             now, linked = time.monotonic(), self.linked()
-            for answer, (source, end, timeout_ms) in self._awaited.items():
+            for answer, (source, end, late) in self._awaited.items():
                 peer = f"cluster {source.cluster_id} at {source.address}"
                 if answer.done():
                     continue
@@ -234,10 +231,7 @@ class Producers:
                     )
                 elif now > end:
                     answer.set_exception(
-                        LLMException(
-                            f"{peer} did not answer in {timeout_ms:g} ms",
-                            status_code=LLMStatusCode.LLM_TIMEOUT,
-                        )
+                        LLMException(f"{peer} {late}", status_code=LLMStatusCode.LLM_TIMEOUT)
                     )
 
     def linked(self) -> dict[int, LinkStatus]:

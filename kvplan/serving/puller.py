@@ -20,14 +20,12 @@ from kvplan.serving.messages import (
     Done,
     Grant,
     Handle,
-    Hello,
-    Message,
     Reference,
     Refusal,
     Renew,
     Source,
-    Waiting,
     encode,
+    gone,
     pieces,
 )
 from kvplan.serving.producers import Producers
@@ -40,7 +38,7 @@ from kvplan.serving.tables import (
     missing_of,
     tables_of,
 )
-from kvplan.serving.tasks import PeerThreads
+from kvplan.serving.tasks import ExchangeOptions, PeerThreads
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import Log
 
@@ -91,42 +89,25 @@ class PullResult:
 
 @dataclass
 class Pull:
-    """A request that is fetched, from `expect` to its result.
-
-    Attributes:
-        sources: the sources of the reference that this worker reads.
-        readers: number of readers of each source of the reference.
-        target: its destination; None if it was dropped.
-        pushed: tokens that were pushed before it had finished.
-        nbytes, move_ms: bytes and duration of the transfer.
-        spare: sources without a reader, which this worker tells to free the blocks.
-        done_sent: True once the sources were told to free the blocks.
-        has_ended: True once its result is reported.
-        started: time of the first call for it, by `perf_counter`.
-        cancelled: reason of its cancellation.
-        asks: numbers of its unanswered asks.
-        handles: its handles by cluster id of the source, once they are known.
-        greeted: sources whose links it uses.
-        goal: destination of pushes.
-    """
+    """A request that is fetched, from `expect` to its result."""
 
     request: str
     reference: Reference
-    sources: tuple[Source, ...]
-    readers: Sequence[int]
-    target: asyncio.Future[Target | None]
-    pushed: int = 0
-    nbytes: int = 0
-    move_ms: float = 0.0
-    done_sent: bool = False
-    has_ended: bool = False
+    sources: tuple[Source, ...]  # those of the reference that this worker reads
+    spare: tuple[Source, ...]  # those without a reader, which this worker tells to free the blocks
+    readers: Sequence[int]  # number of readers of each source of the reference
+    target: asyncio.Future[Target | None]  # None: the request was dropped
     started: float = field(default_factory=time.perf_counter)
-    spare: tuple[Source, ...] = ()
+    pushed: int = 0  # tokens that were pushed before the request had finished
+    nbytes: int = 0
+    move_ms: float = 0.0  # duration of the transfer
+    done_sent: bool = False  # True once the sources were told to free the blocks
+    has_ended: bool = False  # True once the result is reported
     cancelled: LLMException | None = None
-    asks: set[int] = field(default_factory=set)
-    handles: dict[int, Handle] = field(default_factory=dict)
-    greeted: list[Source] = field(default_factory=list)
-    goal: Goal | None = None
+    asks: set[int] = field(default_factory=set)  # numbers of unanswered asks
+    handles: dict[int, Handle] = field(default_factory=dict)  # known ones, by cluster id
+    greeted: list[Source] = field(default_factory=list)  # sources whose links it uses
+    goal: Goal | None = None  # destination of pushes
 
     def handle_at(self, source: Source) -> bytes:
         """Return the source's handle of the request; empty if it is not known yet."""
@@ -154,16 +135,11 @@ class _Granted:
 
 @dataclass
 class _Answer:
-    """An unanswered ask, and the parts of its answer.
-
-    Attributes:
-        waits: True once the source has replied that the request is not entered yet.
-    """
+    """An unanswered ask, and the parts of its answer."""
 
     cluster_id: int
     granted: asyncio.Future[_Granted]
     parts: list[bytes] = field(default_factory=list)
-    waits: bool = False
 
 
 class Puller:
@@ -177,8 +153,7 @@ class Puller:
         *,
         rank: int,
         push: bool,
-        pull_timeout_ms: float,
-        prefill_timeout_ms: float,
+        options: ExchangeOptions,
         movers: PeerThreads,
         helpers: PeerThreads,
         report: Callable[[PullResult], None],
@@ -188,8 +163,7 @@ class Puller:
         self._producers = producers
         self._rank = rank
         self._push = push
-        self._pull_timeout_ms = pull_timeout_ms
-        self._prefill_timeout_ms = prefill_timeout_ms
+        self._options = options
         self._movers = movers
         self._helpers = helpers
         self._report = report
@@ -271,21 +245,14 @@ class Puller:
             )
         )
 
-    def receive(self, cluster_id: int, message: Message) -> None:
+    def receive(self, cluster_id: int, message: Grant | Refusal) -> None:
         """Take an answer; drop it if it is not awaited any more."""
-        if isinstance(message, Hello):
-            self._producers.answered(cluster_id, message)
-        if not isinstance(message, Grant | Refusal | Waiting):
-            return
         answer = self._asks.get(message.number)
         if answer is None or answer.cluster_id != cluster_id or answer.granted.done():
             return
-        if isinstance(message, Waiting):
-            answer.waits = True
-            return
         if isinstance(message, Refusal):
             reason = "".join(char if char.isprintable() else "?" for char in message.reason)
-            answer.granted.set_exception(_gone(f"cluster {cluster_id} refuses: {reason}"))
+            answer.granted.set_exception(gone(f"cluster {cluster_id} refuses: {reason}"))
             return
         answer.parts.append(message.data)
         if len(answer.parts) < message.parts:
@@ -374,22 +341,16 @@ class Puller:
         self._asks[number] = answer
         pull.asks.add(number)
         asked, parts = pull.reference, pieces(data)
-        timeout_ms = self._prefill_timeout_ms if asked.transfer else self._pull_timeout_ms
+        timeout_ms, late = self._options.pull_timeout_ms, "did not answer"
+        if asked.transfer:  # a producer that is linked answers once the request has finished
+            timeout_ms = self._options.prefill_timeout_ms
+            late = f"has not finished a request named {asked.name}"
         handle = b"" if asked.transfer else pull.handle_at(source)
         of = number, asked.instance, handle, asked.digest, asked.transfer
         try:
             asks = [Ask(*of, part, len(parts), piece) for part, piece in enumerate(parts)]
             await self._producers.ask(source, asked.instance, asks)
-            granted = await self._producers.wait_for(source, answer.granted, timeout_ms)
-        except LLMException as error:
-            if answer.waits and error.status_code is LLMStatusCode.LLM_TIMEOUT:
-                raise LLMException(
-                    f"cluster {source.cluster_id} at {source.address} has not finished a request "
-                    f"named {asked.name} in {timeout_ms:g} ms",
-                    status_code=LLMStatusCode.LLM_TIMEOUT,
-                ) from None
-            raise
-        else:
+            granted = await self._producers.wait_for(source, answer.granted, timeout_ms, late)
             pull.handles[source.cluster_id] = granted.handle
             return granted
         finally:
@@ -443,7 +404,7 @@ class Puller:
             if transfers:
                 self._engine.run(
                     transfers if len(transfers) > 1 else transfers.popitem()[1],
-                    timeout_ms=self._pull_timeout_ms,
+                    timeout_ms=self._options.pull_timeout_ms,
                     notify=done,
                     notify_failure=done,
                     tag=tag_of(pull.request),
@@ -467,7 +428,3 @@ class Puller:
 def closed() -> LLMException:
     """Return the error of requests after the end of the exchange or its engine."""
     return LLMException("the exchange is closed")
-
-
-def _gone(message: str) -> LLMException:
-    return LLMException(message, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)

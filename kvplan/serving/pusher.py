@@ -16,9 +16,12 @@ from kvplan.execution.completion import run_aside
 from kvplan.lease import BlockLease, tag_of
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.serving.messages import Number, peer_log
+from kvplan.serving.tasks import ExchangeOptions
 from kvplan.status import LLMException, invalid
 from kvplan.types import Cache
 from kvplan.validation import shown
+
+_decoder = msgspec.msgpack.Decoder(tuple[bytes, Number, Number])
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Goal:
     def from_bytes(cls, data: bytes) -> Goal:
         """Read the result of `to_bytes`."""
         try:
-            lease, begin, first = msgspec.msgpack.decode(data, type=tuple[bytes, Number, Number])
+            lease, begin, first = _decoder.decode(data)
         except Exception as error:  # of any kind, as the input is a peer's
             raise invalid(f"data={shown(data)} is not a goal: {error}") from None
         if first < begin:
@@ -72,21 +75,15 @@ class Chunk:
 
 @dataclass
 class _Push:
-    """The push of a request to one consumer.
-
-    Attributes:
-        begun: tokens [0, begun) are in a task.
-        arrived: tokens [0, arrived) are at the consumer.
-        tasks: tasks in the order of their tokens, each with its end token.
-        broken: True if the push has stopped; the consumer fetches the rest.
-    """
+    """The push of a request to one consumer."""
 
     digest: bytes
     goal: Goal
-    begun: int
-    arrived: int
+    begun: int  # tokens [0, begun) are in a task
+    arrived: int  # tokens [0, arrived) are at the consumer
+    # In the order of their tokens, each with its end token.
     tasks: deque[tuple[AnyLayerTask, int]] = field(default_factory=deque)
-    broken: bool = False
+    broken: bool = False  # True if it has stopped; the consumer fetches the rest
 
 
 def _stop(pushes: Iterable[_Push]) -> None:
@@ -113,7 +110,7 @@ class Pusher:
         *,
         block_tokens: int,
         token_unit: int,
-        timeout_ms: float,
+        options: ExchangeOptions,
         stop: Callable[[int, str], None],
     ) -> None:
         self._engine = engine
@@ -121,7 +118,7 @@ class Pusher:
         self._cache = cache
         self._block_tokens = block_tokens
         self._unit = token_unit
-        self._timeout_ms = timeout_ms
+        self._timeout_ms = options.pull_timeout_ms
         self._mutex = Mutex()
         # By transfer, then by cluster id and number of the ask, as a consumer may ask twice.
         self._pushes: dict[str, dict[tuple[int, int], _Push]] = {}
@@ -142,10 +139,7 @@ class Pusher:
                 push.broken = True
         _stop(ended.values())
         with self._mutex:
-            for key in ended:
-                pushes.pop(key, None)
-            if not pushes and self._pushes.get(transfer) is pushes:
-                del self._pushes[transfer]
+            self._drop(ended, transfer)
 
     def end(self, transfer: str) -> bool:
         """Stop the pushes of a transfer; return True if none of its blocks is being read.
@@ -236,12 +230,22 @@ class Pusher:
                     task.cancel()
             self._take_ended(push, transfer, cluster_id)
         _stop([push])  # of a broken push the rest is useless
+        with self._mutex:
+            self._drop({(cluster_id, number)}, transfer)
         return push.arrived if push.arrived > push.goal.first_token else 0
 
     def close(self) -> None:
         """End all pushes."""
         for cluster_id, transfer in self.transfers():
             self.remove(cluster_id, transfer)
+
+    def _drop(self, keys: Iterable[tuple[int, int]], transfer: str) -> None:
+        """Forget pushes that have stopped; the lock is held."""
+        pushes = self._pushes.get(transfer, {})
+        for key in keys:
+            pushes.pop(key, None)
+        if not pushes:
+            self._pushes.pop(transfer, None)
 
     def _begin(self, push: _Push, chunk: Chunk) -> None:
         """Make a task of the blocks that the step completes; the lock is held."""

@@ -11,8 +11,8 @@ import msgspec
 
 from kvplan.lease import BlockLease
 from kvplan.planning.transfer import Rows, Transfer
-from kvplan.serving.messages import Number
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.serving.messages import Number, gone
+from kvplan.status import invalid
 from kvplan.types import Cache
 from kvplan.validation import shown
 
@@ -63,14 +63,10 @@ Blocks = Sequence[int] | Sequence[Table]
 
 
 class GroupLease(NamedTuple):
-    """A producer's lease of a request in the cache of one group.
-
-    Attributes:
-        first_token: first token of the first leased block.
-    """
+    """A producer's lease of a request in the cache of one group."""
 
     lease: BlockLease
-    first_token: int
+    first_token: int  # of the first leased block
 
 
 def groups_of(cache: Cache | Sequence[CacheGroup], token_unit: int = 1) -> tuple[CacheGroup, ...]:
@@ -124,10 +120,9 @@ def missing_of(
         for of_source in leases:
             lease, starts = of_source[number]
             if starts > missing or starts != first:
-                raise LLMException(
+                raise gone(
                     f"token {missing} is missing{group.name and ' of '}{group.name}; the producer "
-                    f"only has tokens from {max(starts, first)} on",
-                    status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+                    f"only has tokens from {max(starts, first)} on"
                 )
             rows.append(Rows(lease, None, None, (missing - starts) // unit))
         units = -(-num_tokens // unit) - missing // unit
@@ -144,17 +139,11 @@ def missing_of(
 
 
 class Share(NamedTuple):
-    """The producer's workers that a consumer's worker reads under tensor parallelism.
+    """The producer's workers that a consumer's worker reads under tensor parallelism."""
 
-    Attributes:
-        mine: Workers that this worker reads, in order of heads.
-        spare: Workers that no worker reads, and that this one frees.
-        readers: Number of workers that report to each that they are done.
-    """
-
-    mine: tuple[int, ...]
-    spare: tuple[int, ...]
-    readers: tuple[int, ...]
+    mine: tuple[int, ...]  # workers that this worker reads, in order of heads
+    spare: tuple[int, ...]  # workers that no worker reads, and that this one frees
+    readers: tuple[int, ...]  # number of workers that report to each that they are done
 
 
 @lru_cache(64)

@@ -1,4 +1,4 @@
-"""Coroutines and threads of an exchange, each with a limit for each peer."""
+"""Time limits, coroutines and threads of an exchange; the latter two with a limit for each peer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar, TypeVarTuple
 from weakref import WeakValueDictionary
 
+from kvplan.engine.option_kinds import described, option, positive, rows_of
 from kvplan.serving.messages import peer_log
 
 _T = TypeVar("_T")
@@ -18,13 +20,51 @@ _Args = TypeVarTuple("_Args")
 MAX_OF_PEER: Final = 8192
 """Running coroutines for the messages of one peer: two for each waiting ask (`MAX_WAITING`).
 
-A well-behaved consumer stays below this limit. A dropped message would leave blocks leased, or a
-request without an answer, until they expire.
+A dropped message leaves blocks leased, or a request without an answer, until they expire.
 """
 _MAX_THREADS: Final = 4096  # started on demand: some for each stopped peer
 
 OWN: Final = -1
 """Stands for the program itself in place of a cluster id."""
+
+
+_LIMIT: Final = positive(float, int)
+_NUMBER: Final = positive(int)
+
+
+@described
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """Time limits in milliseconds, and the number of simultaneous transfers.
+
+    Raises:
+        TypeError: a value is not a number.
+        LLMException: LLM_PARAM_INVALID: a value is not > 0.
+    """
+
+    # fmt: off
+    lease_ttl_ms: float = option(
+        30_000, _LIMIT, "Lifetime of a finished request that no consumer renews.", unit="ms")
+    renew_interval_ms: float = option(
+        5_000, _LIMIT,
+        "Interval at which a consumer renews requests that it waits for.", unit="ms")
+    link_timeout_ms: int = option(
+        5_000, _NUMBER, "Timeout for linking with a producer.", unit="ms")
+    pull_timeout_ms: float = option(
+        30_000, _LIMIT, "Timeout for an answer of a producer, and for a transfer.", unit="ms")
+    prefill_timeout_ms: float = option(
+        120_000, _LIMIT, "Timeout for a request that its producer is still computing.", unit="ms")
+    enter_timeout_ms: float = option(
+        5_000, _LIMIT, "Timeout for `enter`, for a consumer that asks before it.", unit="ms")
+    max_pulls: int = option(
+        16, _NUMBER,
+        "Maximum number of simultaneous transfers from one producer; more wait. A stopped peer "
+        "delays neither other peers nor messages and renewals.")
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        for row in rows_of(type(self)):
+            row.check(getattr(self, row.field))
 
 
 class Tasks:

@@ -24,11 +24,11 @@ _GONE_S: Final = 1.0  # by then the kernel does not count a thread that was join
 
 
 class MemoryLimit(NamedTuple):
-    """The most memory that this process can ever have.
+    """The maximum memory and swap of this process.
 
     Attributes:
-        nbytes: of memory and swap.
-        whose: limit it is, for messages.
+        nbytes: The size in bytes.
+        whose: Whose limit applies, for messages: "this machine".
     """
 
     nbytes: float
@@ -36,13 +36,9 @@ class MemoryLimit(NamedTuple):
 
 
 def memory_limit(root: Path = _ROOT) -> MemoryLimit | None:
-    """What there is of memory and swap, in the smallest cgroup that this process is in.
+    """Return the smallest limit of memory and swap of this process; None: it cannot be read.
 
-    Args:
-        root: of the file system that has /proc and /sys.
-
-    Returns:
-        None where the system does not say.
+    `root` is the folder of /proc and /sys.
     """
     try:
         meminfo = (root / "proc/meminfo").read_text()
@@ -62,11 +58,7 @@ _MEMINFO = re.compile(r"^(MemTotal|SwapTotal): +([0-9]+) kB$", re.MULTILINE)
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[tuple[Path, str, bool]]:
-    """Yield each cgroup of this process: its folder, its name, and True for version 1.
-
-    Raises:
-        OSError: /proc cannot be read.
-    """
+    """Yield each cgroup of this process: its folder, its name, and True for version 1."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -90,7 +82,7 @@ def _limit_of_version_2(cgroup: Path, swap: int) -> float:
 
 
 def _number_in(path: Path) -> float:
-    """What a file of a cgroup limits: infinite if it is not there, or says "max"."""
+    """Return the number in a file of a cgroup; infinity if it does not exist, or has "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -162,12 +154,7 @@ def _smallest_cgroup(controller: str, file: str) -> Iterator[str]:
 
 
 def start_thread(name: str, target: Callable[..., object], *args: object) -> Thread:
-    """Start a daemon thread, which does not keep the process from ending.
-
-    Raises:
-        LLMException: LLM_OUT_OF_MEMORY: the system has no thread left; LLM_FAILED: the interpreter
-            is about to end.
-    """
+    """Start a daemon thread, which does not keep the process from ending."""
     thread = Thread(target=target, args=args, name=name, daemon=True)
     try:
         thread.start()
@@ -177,11 +164,7 @@ def start_thread(name: str, target: Callable[..., object], *args: object) -> Thr
 
 
 def check_threads(count: int) -> None:
-    """Start and end `count` threads at the same time, for a library that aborts if it has too few.
-
-    Raises:
-        LLMException: LLM_OUT_OF_MEMORY: the system has fewer.
-    """
+    """Start and end `count` threads at one time, for a library that aborts if it has too few."""
     end = Event()
     threads = [Thread(target=end.wait, name="kvplan-room", daemon=True) for _ in range(count)]
     try:

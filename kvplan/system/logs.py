@@ -16,16 +16,13 @@ class Log(logging.LoggerAdapter[logging.Logger]):
 
     The standard library's own handlers behave so. The callers that log here have an outcome to
     return, or are threads that others depend on.
-
-    Args:
-        name: of the logger.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.getLogger(name), {})
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """As `logging.Logger.log`."""
+        """Log as `logging.Logger.log`."""
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the record names the caller
         try:
             super().log(level, msg, *args, **kwargs)
@@ -39,9 +36,6 @@ class LimitedLog:
 
     The text of a line, before its arguments are put in, is its kind. Each line says how many of
     its kind were left out before it.
-
-    Args:
-        log: Receives the lines.
 
     Attributes:
         count: Lines of all kinds, logged or not.

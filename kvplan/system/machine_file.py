@@ -19,11 +19,7 @@ _CPUINFO_NBYTES: Final = 8192
 
 
 def cache_path(name: str) -> Path:
-    """Where a file is: in XDG_CACHE_HOME, or ~/.cache.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: there is neither.
-    """
+    """Return the path of a file in XDG_CACHE_HOME, or ~/.cache."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     if Path(given).is_absolute():
         return Path(given, "kvplan", name)
@@ -39,7 +35,7 @@ def cache_path(name: str) -> Path:
 
 
 def cpuinfo() -> dict[str, str]:
-    """What the kernel says of the first processor."""
+    """Return the fields of the first processor in /proc/cpuinfo."""
     try:
         with Path("/proc/cpuinfo").open("rb") as file:
             text = file.read(_CPUINFO_NBYTES).decode(errors="replace")
@@ -49,23 +45,19 @@ def cpuinfo() -> dict[str, str]:
     return dict(rows)
 
 
-def model_of(said: dict[str, str]) -> str:
-    """The name of a processor, of what `cpuinfo` returns."""
-    if name := said.get("model name"):
+def model_of(fields: dict[str, str]) -> str:
+    """Return the name of a processor, given the result of `cpuinfo`."""
+    if name := fields.get("model name"):
         return name
-    if part := said.get("CPU part"):  # of Arm, which has no names there
-        return f"Arm {said.get('CPU implementer', '?')}/{part}"
+    if part := fields.get("CPU part"):  # of Arm, which has no names there
+        return f"Arm {fields.get('CPU implementer', '?')}/{part}"
     return platform.machine() or "unknown processor"
 
 
 def read_machines(path: Path, version: int) -> dict[str, Any]:
-    """Return what is stored, by machine; only what is this machine's is to be looked into.
+    """Return the stored values by machine, of which the caller checks those of this machine.
 
-    Nothing where there is no such file.
-
-    Raises:
-        OSError: there is a file, and it cannot be read.
-        LLMException: LLM_PARAM_INVALID: what is wrong with it.
+    The result is empty if the file does not exist.
     """
     try:
         descriptor = open_regular(path)
@@ -92,12 +84,7 @@ def read_machines(path: Path, version: int) -> dict[str, Any]:
 
 
 def write_machines(path: Path, version: int, machines: dict[str, Any]) -> None:
-    """Replace the file in one step: who reads it meanwhile reads the old one.
-
-    Raises:
-        OSError: it cannot be written.
-        LLMException: LLM_PARAM_INVALID: what others have stored is too deep.
-    """
+    """Replace the file in one step: a process that reads it meanwhile reads the old one."""
     import tempfile  # loads much that `import kvplan` needs for nothing else
 
     try:
@@ -116,5 +103,5 @@ def write_machines(path: Path, version: int, machines: dict[str, Any]) -> None:
 
 
 def unreadable(path: Path, why: str) -> LLMException:
-    """Why a file is not used, and what to do about it."""
+    """Return the error of a file that is not used, with a remedy."""
     return invalid(f"{path}: {why}; remove it, and `kvplan tune` makes another")

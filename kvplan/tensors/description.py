@@ -15,11 +15,7 @@ _PLURALS = {"kv": "keys and values", "dim": "elements"}
 
 
 def check_contiguous(form: TensorForm) -> None:
-    """Refuse a tensor that is not in host memory, is empty, or not C-contiguous.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID, naming the permutation that would be C-contiguous.
-    """
+    """Refuse a tensor that is not in host memory, is empty, or not C-contiguous."""
     check_host(form)
     _check_dense(form)
 
@@ -29,7 +25,7 @@ def _check_dense(form: TensorForm) -> None:
     if form.is_contiguous:
         return
     remedy = "contiguous memory is needed, such as a copy of it"
-    if form.gap is None:
+    if form.gap(-1) is None:
         axes = ", ".join(map(str, form.order))
         remedy = (
             f"permuted by ({axes}) it is, of shape {form.memory_shape}: give that (transpose of "
@@ -63,9 +59,6 @@ def check_described(form: TensorForm, desc: CacheDesc) -> None:
     """Refuse a tensor that says something else of itself than `desc` does, but for where it is.
 
     Bytes in a row say nothing, and need only be as many; nor do dimensions of length 1.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID, with both.
     """
     check_present(form)
     if form.is_raw:
@@ -78,14 +71,20 @@ def check_described(form: TensorForm, desc: CacheDesc) -> None:
         return
     shape = desc.shape if form.data_type is desc.data_type else array_form(desc)[0]
     as_shape = _long(form.memory_shape) == _long(shape)
-    if form.gap is None and as_shape and form.may_be(desc.data_type):
+    rows = _rows_of(form, shape, desc.batch_dim_index) if as_shape else -1
+    gap = form.gap(rows)
+    apart = desc.stride if rows < 0 else form.row_stride(rows)
+    if gap is None and as_shape and form.may_be(desc.data_type) and apart == desc.stride:
         return
     layout = f" ({desc.kv_tensor_format})" if desc.kv_tensor_format else ""
     says = f"cache_desc says {desc.data_type.name} of shape {desc.shape}{layout}"
     if not form.may_be(desc.data_type):
         remedy = "; give a view of that type, or of its bytes (flat, uint8), if it holds that"
-    elif form.gap is not None:
-        remedy = f"; its bytes do not lie together: {_gap_text(form, None)}"
+    elif gap is not None:
+        remedy = f"; its bytes do not lie together: {_gap_text(form, gap, None)}"
+    elif apart != desc.stride:
+        says += f", of rows {desc.stride} bytes apart"
+        remedy = f"; its rows lie {apart} bytes apart, which CacheDesc.from_tensors describes"
     elif form.memory_shape != form.shape:
         remedy = (
             f"; in memory its dimensions are {form.memory_shape}, which CacheDesc.from_tensors "
@@ -120,12 +119,13 @@ def describe(
             f"layout={shown(str(layout))} names {len(layout.axes)} axes; {first.name} is {first}, "
             f"of {len(first.shape)} dimensions"
         )
+    rows = 0 if layout is None else layout.row_axis
     for form in forms:
-        _check_alike(form, first)
+        _check_alike(form, first, rows)
         if form.nbytes == 0:
             raise invalid(f"{form.name} of shape {form.shape} is empty")
-        if form.gap is not None:
-            raise invalid(f"{form.name} is {form}: {_gap_text(form, layout)}")
+        if (gap := form.gap(rows)) is not None:
+            raise invalid(f"{form.name} is {form}: {_gap_text(form, gap, layout)}")
     if layout is not None:
         layout = CacheLayout(" ".join(layout.axes[dim] for dim in first.order))
     elif first.order != tuple(range(len(first.shape))):
@@ -145,10 +145,21 @@ def describe(
         placement,
         kv_tensor_format=None if layout is None else str(layout),
         shard=shard,
+        row_stride=first.row_stride(rows) if first.shape else None,
     )
 
 
-def _check_alike(form: TensorForm, first: TensorForm) -> None:
+def _rows_of(form: TensorForm, shape: tuple[int, ...], axis: int) -> int:
+    """Return the dimension of a tensor that is axis `axis` of its shape in memory; -1 for one row.
+
+    Dimensions of length 1 may differ.
+    """
+    if shape[axis] == 1:
+        return -1
+    return _long_dims(form)[len(_long(shape[:axis]))]
+
+
+def _check_alike(form: TensorForm, first: TensorForm, rows: int) -> None:
     if (form.shape, form.dtype_name) != (first.shape, first.dtype_name):
         raise invalid(
             f"{form.name} is {form}, and {first.name} is {first}: tensors of one cache are alike; "
@@ -159,6 +170,11 @@ def _check_alike(form: TensorForm, first: TensorForm) -> None:
             f"{form.name} is {form}, and {first.name} is {first}: they lie in memory in another "
             "order; describe them as two caches"
         )
+    if first.shape and form.row_stride(rows) != first.row_stride(rows):
+        raise invalid(
+            f"{form.name} is {form}, and {first.name} is {first}: their rows lie at other "
+            "distances; describe them as two caches"
+        )
     if form.device != first.device:
         where = [
             "in host memory" if it.device is None else f"on {it.device.text}"
@@ -167,10 +183,8 @@ def _check_alike(form: TensorForm, first: TensorForm) -> None:
         raise invalid(f"{form.name} is {where[0]}, and {first.name} {where[1]}")
 
 
-def _gap_text(form: TensorForm, layout: CacheLayout | None) -> str:
-    """What does not touch or overlaps in a tensor, and what to give instead."""
-    gap = form.gap
-    assert gap is not None
+def _gap_text(form: TensorForm, gap: tuple[int, int], layout: CacheLayout | None) -> str:
+    """Return what does not touch or overlaps in a tensor, and what to give instead."""
     dim, has = gap
     apart, own = form.strides[dim] * form.bits // 8, has * form.bits // 8
     axis = "" if layout is None else layout.axes[dim]
@@ -181,16 +195,11 @@ def _gap_text(form: TensorForm, layout: CacheLayout | None) -> str:
     text = f"its {things} lie {apart} bytes apart and have {own}"
     if apart < own:
         return f"{text}: they share memory; give a tensor that does not"
-    between, odd = divmod(apart, own)
-    names = () if layout is None else layout.axes
-    missing = [
-        it for it in ("kv", "layer") if it not in names and (it == "layer" or between % 2 == 0)
-    ]
-    if odd or (layout is not None and not missing):
-        return f"{text}: give the tensor that it is a view of, or a dense copy"
+    if axis in ("kv", "layer"):
+        return f"{text}: give each of them as a tensor of its own"
     return (
-        f"{text}: give the tensor that it is a view of, with an axis {' or '.join(missing)} for "
-        "what lies between, or a dense copy"
+        f"{text}: give the tensor that it is a view of, or tensors in which each block or slot "
+        "lies together"
     )
 
 

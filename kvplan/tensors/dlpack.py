@@ -117,12 +117,7 @@ _pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctype
 
 
 def read_dlpack(name: str, given: Any) -> Exported:
-    """Return what `given`, which has `__dlpack__`, says of itself; nothing is copied.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID, naming `name`: its library does not hand it out, or in a
-            form that is not DLPack 1.
-    """
+    """Return what `given`, which has `__dlpack__`, says of itself; nothing is copied."""
     capsule = _capsule(name, given)
     flags = 0  # libraries without versions hand out writable memory only
     if _is_valid(capsule, b"dltensor_versioned"):

@@ -97,6 +97,12 @@ class TensorForm:
         """Bytes of all elements."""
         return -(-math.prod(self.shape) * self.bits // 8)
 
+    @property
+    def span_nbytes(self) -> int:
+        """Bytes from the first element to the last, with what lies between."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return -(-(1 + sum((length - 1) * stride for length, stride in steps)) * self.bits // 8)
+
     @cached_property
     def dtype_name(self) -> str:
         """As NumPy or ml_dtypes call it, as far as they do."""
@@ -127,17 +133,23 @@ class TensorForm:
         """Its lengths in the order of memory."""
         return tuple(self.shape[dim] for dim in self.order)
 
-    @property
-    def gap(self) -> tuple[int, int] | None:
-        """The innermost dimension whose elements do not touch, and how many elements they have."""
+    def gap(self, rows: int) -> tuple[int, int] | None:
+        """The innermost dimension whose elements do not touch, and how many elements they have.
+
+        Between the elements of dimension `rows` other bytes may lie.
+        """
         has = 1
         for dim in reversed(self.order):
             if self.shape[dim] == 1:
                 continue
-            if self.strides[dim] != has:
+            if self.strides[dim] != has and (dim != rows or self.strides[dim] < has):
                 return dim, has
-            has *= self.shape[dim]
+            has = self.shape[dim] * self.strides[dim]
         return None
+
+    def row_stride(self, rows: int) -> int | None:
+        """Bytes from one element of dimension `rows` to the next; None if it has only one."""
+        return None if self.shape[rows] == 1 else self.strides[rows] * self.bits // 8
 
     @property
     def is_contiguous(self) -> bool:
@@ -184,9 +196,6 @@ def numpy_dtype(data_type: DataType) -> np.dtype[Any]:
     """NumPy's type for the elements; without a twin: the unsigned integer of that width.
 
     Elements of less than a byte are packed: their type is uint8, of which a row has fewer.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: elements without a width.
     """
     return _TWINS.get(data_type) or np.dtype(f"u{max(data_type.bits // 8, 1)}")
 
@@ -195,18 +204,12 @@ def array_form(desc: CacheDesc) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """The shape and type of an array over a tensor; of packed elements a row is of whole bytes."""
     shape = desc.shape
     if desc.data_type.bits % 8:
-        shape = (*shape[: desc.batch_dim_index + 1], desc.stride)
+        shape = (*shape[: desc.batch_dim_index + 1], desc.row_nbytes)
     return shape, numpy_dtype(desc.data_type)
 
 
 def read_form(name: str, given: Any) -> TensorForm:
-    """Return what `given` says of itself, and hold it.
-
-    Raises:
-        TypeError: it is no tensor, or one of Python objects.
-        LLMException: LLM_PARAM_INVALID: its library does not hand out its memory, or elements that
-            are no whole number of elements apart.
-    """
+    """Return what `given` says of itself, and hold it."""
     if isinstance(given, np.ndarray):
         return _of_array(name, given)
     if all(callable(getattr(given, it, None)) for it in ("data_ptr", "stride", "element_size")):
@@ -273,7 +276,7 @@ def _check_no_objects(name: str, dtype: np.dtype[Any]) -> None:
 def _in_elements(
     name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
 ) -> tuple[int, ...]:
-    """Strides in bytes, in elements."""
+    """Return strides in elements, of strides in bytes."""
     width = max(itemsize, 1)
     for length, stride in zip(shape, strides, strict=True):
         if stride % width and length > 1:

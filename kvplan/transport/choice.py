@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvplan.device.device import Device
-    from kvplan.transport.protocol import Transport
+    from kvplan.transport.transport import Transport
 
 __all__ = [
     "MAX_CONNECTIONS",
@@ -35,23 +35,7 @@ _LOGGER = Log("kvplan")
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
-    """Options of all transports; each transport uses its own.
-
-    Attributes:
-        permit_any_peer: Let every process of this user trace this one, which Yama
-            (`kernel.yama.ptrace_scope=1`) requires for memory that users register.
-        device: The device of this process, if it has one.
-        local_comm_res: The address of the device (llm.LocalCommRes, JSON); empty: detected.
-        rdma_traffic_class, rdma_service_level: For RDMA; None: the system's.
-        staging_nbytes: Size of the device memory that stages what a device cannot send directly.
-        ucx_devices: The devices that UCX may use, such as "mlx5_0:1"; empty: it chooses.
-        ucx_settings: Settings of UCX, JSON such as {"UCX_IB_GID_INDEX": "3"}.
-        tcp_connections: The number of connections of a tcp link; None: by the number of cores.
-        tcp_encrypt: True to encrypt all data that moves over tcp.
-        tcp_congestion: Congestion control of tcp, such as "bbr"; empty: the system's.
-        label: The name of the process in tools that look at transports.
-        populate: When to map pages of peers' arenas here; see `LocalTransport`.
-    """
+    """Options of all transports. The constructor of each transport says what its own mean."""
 
     permit_any_peer: bool = False
     device: Device | None = None
@@ -133,13 +117,7 @@ TRANSPORTS: Final[Mapping[str, Callable[[TransportOptions], Transport]]] = {
 def make_transports(
     choice: str = "auto", options: TransportOptions = TransportOptions()
 ) -> Transports:
-    """Make the transport of that name, or with "auto" all that work here.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: no transport has that name; LLM_FEATURE_NOT_ENABLED: none
-            of them works here, and why.
-        TypeError: `choice` is not a str.
-    """
+    """Make the transport of that name, or with "auto" all that work here."""
     check_type("transport", choice, str)
     if choice != "auto" and choice not in TRANSPORTS:
         known = ", ".join(["auto", *TRANSPORTS])

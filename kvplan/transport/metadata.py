@@ -121,6 +121,35 @@ class PeerMetadata(Record, frozen=True, tag_field="schema"):
         return read(cls, blob, "peer metadata", msgspec.msgpack.decode)
 
 
+class InstanceMetadata(PeerMetadata, frozen=True):
+    """Metadata of a transport that is known by a random number.
+
+    Attributes:
+        instance: 32 hexadecimal digits, unique to this transport.
+    """
+
+    instance: Instance
+
+    @property
+    def owner(self) -> str:
+        """See `PeerMetadata.owner`."""
+        return f"instance {self.instance}"
+
+
+class ProcessMetadata(InstanceMetadata, frozen=True):
+    """Metadata of a transport whose peers may be on other hosts.
+
+    Attributes:
+        host, pid: Name the process in messages.
+    """
+
+    host: Name
+    pid: Pid
+
+    def __str__(self) -> str:
+        return f"process {self.pid} of {self.host}"
+
+
 def read(
     kind: type[_T],
     data: bytes | bytearray | memoryview | str,
@@ -139,15 +168,6 @@ def read(
     else:
         return document
     raise invalid(f"{name}: {printable(reason[:_MAX_TEXT])}")
-
-
-def resolved(kind: type[_T]) -> type[_T]:
-    """Resolve the fields of a struct now: msgspec crashes if two threads decode it first.
-
-    A decorator of all structs that `read` is given.
-    """
-    msgspec.msgpack.Decoder(kind)
-    return kind
 
 
 def check_slots(ranges: Iterable[Range], num_slots: int) -> None:

@@ -9,20 +9,27 @@ import os
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Final,
+    Generic,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+)
 
 from kvnative._signals import Condition, Mutex
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import LimitedLog, Log
-from kvplan.transport import protocol
 from kvplan.transport.host_memory import Releasable, released_if_refused
 from kvplan.transport.metadata import Range
-from kvplan.transport.protocol import kind_of
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
@@ -81,6 +88,9 @@ class Registration(Generic[_Range_co, _Holder_co]):
 
     def __repr__(self) -> str:
         return f"<Registration of {self.range}>"
+
+
+AnyRegistration: TypeAlias = Registration[Any, Any]
 
 
 class Found(NamedTuple, Generic[_Holder]):
@@ -169,7 +179,7 @@ class Registrations(ABC, Generic[_Range, _Holder]):
             self._serve(made)
         return made
 
-    def end(self, registration: protocol.Registration) -> None:
+    def end(self, registration: AnyRegistration) -> None:
         """Deregister: no peer begins to reach the memory any more. Idempotent.
 
         If a peer that writes does not stop in time, the memory is quarantined.
@@ -178,7 +188,7 @@ class Registrations(ABC, Generic[_Range, _Holder]):
         self._withdraw(ended)
         self._release([ended])
 
-    def own(self, registration: protocol.Registration) -> Registration[_Range, _Holder]:
+    def own(self, registration: object) -> Registration[_Range, _Holder]:
         """Return `registration`; raise TypeError if such a transport did not make it."""
         if (
             not isinstance(registration, Registration)
@@ -195,7 +205,7 @@ class Registrations(ABC, Generic[_Range, _Holder]):
         return self._by_slot.get(registration.range.slot) is registration
 
     def select(
-        self, registrations: Iterable[protocol.Registration] | None = None
+        self, registrations: Iterable[AnyRegistration] | None = None
     ) -> tuple[Registration[_Range, _Holder], ...]:
         """Return `registrations`, or all of them; refuse any that does not stand here."""
         given = None if registrations is None else tuple(map(self.own, registrations))
@@ -419,74 +429,3 @@ class Quarantine:
 
 
 QUARANTINE: Final = Quarantine()
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A cache as peers may reach it over the transports of this process.
-
-    Attributes:
-        metadata: What a peer needs to reach the cache, by the name of the transport; empty if the
-            transport does not reach such memory.
-        registrations: Each with its transport.
-    """
-
-    metadata: Mapping[str, bytes]
-    registrations: tuple[tuple[protocol.Transport, protocol.Registration], ...]
-
-    def deregister(self) -> None:
-        """End the registrations. A second call waits for the same peers as the first."""
-        with ExitStack() as all_of_them:
-            for transport, registration in self.registrations:
-                all_of_them.callback(transport.deregister, registration)
-
-
-def offer(
-    transports: Sequence[protocol.Transport],
-    ranges: Sequence[protocol.Registrable],
-    writable: bool,
-    keep: object = None,
-) -> Offer:
-    """Let peers reach `ranges`, and hold `keep` until none can write to them any more.
-
-    Without ranges nothing is offered. Peers that use a transport which does not reach such memory
-    learn of the cache, with empty metadata.
-    """
-    metadata = {}
-    made: list[tuple[protocol.Transport, protocol.Registration]] = []
-    with ExitStack() as undo:
-        for transport in transports if ranges else ():
-            metadata[transport.name] = b""
-            if kind_of(ranges[0]) not in transport.reaches:
-                continue
-            try:
-                offered = _offer_by(transport, ranges, writable, keep)
-            except LLMException as error:
-                if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
-                    raise
-                _LOG.info("peers do not reach a cache over transport %s: %s", transport.name, error)
-            else:
-                undo.callback(offered.deregister)
-                metadata |= offered.metadata
-                made += offered.registrations
-        undo.pop_all()
-    return Offer(MappingProxyType(metadata), tuple(made))
-
-
-def _offer_by(
-    transport: protocol.Transport,
-    ranges: Sequence[protocol.Registrable],
-    writable: bool,
-    keep: object,
-) -> Offer:
-    registrations = []
-    with ExitStack() as unless_all:
-        for memory_range in ranges:
-            registrations.append(transport.register(memory_range, writable=writable, keep=keep))
-            unless_all.callback(transport.deregister, registrations[-1])
-        metadata = transport.metadata(registrations)
-        unless_all.pop_all()
-    return Offer(
-        {transport.name: metadata},
-        tuple((transport, registration) for registration in registrations),
-    )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kvplan.engine.option_kinds import TEXT, Kind, described, one_of, option, rows_of
 from kvplan.serving import ExchangeOptions
 from kvplan.status import invalid
 from kvplan.validation import check_type, shown
@@ -14,39 +15,48 @@ from kvplan.validation import check_type, shown
 _PORT_MAX = 65535
 
 
+def _check_listen(name: str, value: object) -> None:
+    _, _, port = check_type(name, value, str).rpartition(":")
+    if not port.isdecimal() or int(port) > _PORT_MAX:
+        raise invalid(f'{name}={shown(value)} must be "ip:port" with port in [0, {_PORT_MAX}]')
+
+
+def _check_engine(name: str, value: Mapping[str, str]) -> None:
+    for key, text in value.items():
+        check_type(f"a key of {name}", key, str)
+        check_type(f"{name}[{key!r}]", text, str)
+
+
+@described
 @dataclass(frozen=True)
 class ConnectorOptions:
-    """The keys of `kv_connector_extra_config`, besides those of `ExchangeOptions`.
+    """The keys of `kv_connector_extra_config`, which also has those of `ExchangeOptions`."""
 
-    Attributes:
-        mode: "pull": the consumer fetches finished requests; "push": the producer sends each layer
-            while it computes the next, to consumers of this mode.
-        listen: "ip:port" at which the first worker of a producer listens; the others use the next
-            ports. Port 0: any.
-        model: the model name, which must be equal on both sides; empty: vLLM's name.
-        explain: True to log how each request was fetched; also KVPLAN_EXPLAIN=1.
-        engine: options of the kvplan engine, such as {"kvplan.cluster_key_file": "..."}.
-        exchange: time limits.
-    """
-
-    mode: str = "pull"
-    listen: str = "127.0.0.1:0"
-    model: str = ""
-    explain: bool = False
-    engine: Mapping[str, str] = field(default_factory=dict)
+    # fmt: off
+    mode: str = option(
+        "pull", one_of(("pull", "push")),
+        "`pull`: the consumer fetches finished requests; `push`: the producer sends each layer "
+        "while it computes the next, to consumers of this mode.",
+        see="../how-to/vllm.md#layer-by-layer")
+    listen: str = option(
+        "127.0.0.1:0", Kind(_check_listen, values="ip:port"),
+        "Address at which the first worker of a producer listens; the others use the next ports. "
+        "Port 0: any.")
+    model: str = option(
+        "", TEXT, "Name of the model, which must be equal on both sides. Empty: vLLM's name.")
+    explain: bool = option(
+        False, Kind(lambda name, value: check_type(name, value, bool), values="false, true"),
+        "Log how each request was fetched; also with `KVPLAN_EXPLAIN=1`.")
+    engine: Mapping[str, str] = option(
+        {}, Kind(_check_engine, values="object"),
+        "Options of the kvplan engine, such as `{\"kvplan.encrypt\": \"1\"}`.",
+        see="options.md")
+    # fmt: on
     exchange: ExchangeOptions = field(default_factory=ExchangeOptions)
 
     def __post_init__(self) -> None:
-        if check_type("mode", self.mode, str) not in ("pull", "push"):
-            raise invalid(f'mode={shown(self.mode)} must be "pull" or "push"')
-        _, _, port = check_type("listen", self.listen, str).rpartition(":")
-        if not port.isdecimal() or int(port) > _PORT_MAX:
-            raise invalid(f'listen={shown(self.listen)} must be "ip:port"')
-        check_type("model", self.model, str)
-        check_type("explain", self.explain, bool)
-        for key, value in self.engine.items():
-            check_type("a key of engine", key, str)
-            check_type(f"engine[{key!r}]", value, str)
+        for row in rows_of(type(self)):
+            row.check(getattr(self, row.field))
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> ConnectorOptions:

@@ -110,17 +110,13 @@ class Request(Inputs, Protocol):
 
 @dataclass
 class _Computed:
-    """A request that is computed here, for which a consumer may wait.
-
-    Attributes:
-        whole: True if its whole prompt was scheduled.
-    """
+    """A request that is computed here, for which a consumer may wait."""
 
     request: Request
     transfer: str
     digest: bytes
     num_tokens: int
-    whole: bool = False
+    whole: bool = False  # True once its whole prompt was scheduled
 
 
 class ConnectorScheduler:

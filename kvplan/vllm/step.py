@@ -17,55 +17,32 @@ _COUNTS = ("offered", "freed", "expired", "pushed")  # of requests, but `pushed`
 
 @dataclass(frozen=True)
 class Offer:
-    """A finished request, whose blocks consumers may fetch.
+    """A finished request, whose blocks consumers may fetch."""
 
-    Attributes:
-        handle, digest: of its reference. All workers use this handle.
-        request: id of the request.
-        blocks: blocks of a worker's cache; of several groups, or with a window, a table for each.
-        transfer: name by which its consumer asks for it; empty: none.
-    """
-
-    handle: Handle
+    handle: Handle  # all workers use this one
     request: str
-    blocks: Blocks
+    blocks: Blocks  # of several groups, or with a window, a table for each
     digest: bytes
-    transfer: str = ""
+    transfer: str = ""  # name by which its consumer asks for it; empty: none
 
 
 @dataclass
 class Step:
-    """The changes since the last step; requests by their ids.
-
-    Attributes:
-        offers: requests that have finished here.
-        expected: new requests that will be fetched.
-        fetched: requests that have blocks now.
-        dropped: requests that are not fetched, as they are complete or have ended.
-        cancelled: requests whose fetch is cancelled.
-        chunks: the parts that this step computes of requests with a transfer.
-        moved: transfers that have lost their blocks.
-        refused: transfers that will not finish.
-    """
+    """The changes since the last step; requests by their ids."""
 
     offers: list[Offer] = field(default_factory=list)
-    expected: dict[str, Reference] = field(default_factory=dict)
-    fetched: dict[str, tuple[Reference, Target]] = field(default_factory=dict)
-    dropped: dict[str, Reference] = field(default_factory=dict)
-    cancelled: list[str] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    moved: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
+    expected: dict[str, Reference] = field(default_factory=dict)  # new ones that will be fetched
+    fetched: dict[str, tuple[Reference, Target]] = field(default_factory=dict)  # those with blocks
+    dropped: dict[str, Reference] = field(default_factory=dict)  # complete, or ended
+    cancelled: list[str] = field(default_factory=list)  # fetched ones that were aborted
+    chunks: list[Chunk] = field(default_factory=list)  # parts, of requests with a transfer
+    moved: list[str] = field(default_factory=list)  # transfers that have lost their blocks
+    refused: list[str] = field(default_factory=list)  # transfers that will not finish
 
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """The address of a worker, for consumers.
-
-    Attributes:
-        cluster_id: cluster id of its kvplan engine.
-        address: address at which the engine listens.
-    """
+    """The cluster id of a worker's kvplan engine, and the address at which it listens."""
 
     cluster_id: int
     address: str

@@ -28,37 +28,21 @@ _IDLE_WAIT_MS = 2.0  # by which a new request may be delayed
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that share a block table.
+    """Layers that share a block table."""
 
-    Attributes:
-        layers: names of the layers.
-        block_tokens: tokens of a block, as the scheduler counts them.
-        packing: the order inside a block, if attention has its own; empty: that of the shape.
-        window: number of tokens that attention sees; 0: all.
-    """
-
-    layers: tuple[str, ...]
-    block_tokens: int
-    packing: str = ""
-    window: int = 0
+    layers: tuple[str, ...]  # names
+    block_tokens: int  # as the scheduler counts them
+    packing: str = ""  # the order inside a block, if attention has its own
+    window: int = 0  # number of tokens that attention sees; 0: all
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model, and the place of a worker in it.
+    """The model, and the place of a worker in it."""
 
-    Attributes:
-        name: model name, equal on both sides.
-        num_heads: KV heads of the model.
-        rank, ranks: of the worker under tensor parallelism.
-        num_blocks: blocks of the cache.
-        groups: groups of layers.
-        produces, consumes: roles of the engine.
-    """
-
-    name: str
-    num_heads: int
-    rank: int
+    name: str  # equal on both sides
+    num_heads: int  # KV heads of the whole model
+    rank: int  # under tensor parallelism
     ranks: int
     num_blocks: int
     groups: tuple[LayerGroup, ...]
@@ -73,18 +57,13 @@ class Model:
 
 @dataclass(frozen=True)
 class _View:
-    """The cache of a group for kvplan.
-
-    Attributes:
-        names, tensors: names and tensors of its layers, in the order of the model.
-        unit: number of tokens that only move as a whole.
-    """
+    """The cache of a group for kvplan."""
 
     group: LayerGroup
-    names: list[str]
+    names: list[str]  # of its layers, in the order of the model
     tensors: list[Any]
     desc: CacheDesc
-    unit: int
+    unit: int  # number of tokens that only move as a whole
 
     def __str__(self) -> str:
         numbers = "+".join(str(index) for name in self.names for index in _position(name)[0][:1])
@@ -107,19 +86,12 @@ class _View:
 
 @dataclass(frozen=True)
 class Results:
-    """The results since the last step; requests by their ids.
+    """The results since the last step; requests by their ids."""
 
-    Attributes:
-        sent: offered requests whose blocks are free.
-        received: fetched requests, also if they failed.
-        failed: requests that must be computed from their first token on.
-        failed_blocks: blocks of other failed requests, which must be computed.
-    """
-
-    sent: set[str]
-    received: set[str]
-    failed: set[str]
-    failed_blocks: set[int]
+    sent: set[str]  # offered requests whose blocks are free
+    received: set[str]  # fetched requests, also if they failed
+    failed: set[str]  # requests that must be computed from their first token on
+    failed_blocks: set[int]  # blocks of other failed requests, which must be computed
 
 
 class ConnectorWorker:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
+import pytest
 
 import kvplan
 from kvplan import LLMStatusCode
 from kvplan.transport.protocol import DeviceRange
-from tests.ascend.hccl_side import PULL, PUSH, Side, link_both, moved
+from tests.ascend.hccl_side import DEADLINE_S, PULL, PUSH, Side, link_both, moved
 from tests.ascend.hccl_sides import MakeSide, error_of
 from tests.ascend.simulator import Log
 from tests.support.refusals import refused
@@ -77,6 +80,30 @@ def test_memory_that_is_not_registered_any_more_is_staged(
     sim_log.restart()
     kvplan.execute(PULL, remote, ours)
     assert sim_log.counts("HcclCommPrepare")["HcclCommPrepare"] > 0  # a connection that has it
+
+
+@pytest.mark.parametrize("begins", [0, 100])
+def test_memory_is_registered_again_before_hccl_has_forgotten(
+    one: Side, two: Side, begins: int
+) -> None:
+    """A thread in the background lets HCCL forget, and now has no time for that."""
+    theirs, before = two.fill(2), one.fill(1)
+    link, _ = link_both(one, two)
+    remote = two.peer_memory(link)
+    kvplan.execute(PULL, remote, one.memory)
+    free = threading.Event()
+    one.transport._background.do(free.wait)
+    try:
+        one.transport.deregister(one.registration)
+        buffer = one.buffer
+        part = DeviceRange(buffer.address + begins, buffer.nbytes - begins, buffer)
+        one.registration = one.transport.register(part)
+    finally:
+        free.set()
+    kvplan.execute(PULL, remote, one.memory)
+    np.testing.assert_array_equal(one.seen, moved(theirs, before))
+    assert one.transport._background.wait(DEADLINE_S)
+    assert len(one.transport._hccl.regions.all()) == 1
 
 
 def test_one_range_twice_ends_twice(one: Side, two: Side) -> None:

@@ -65,11 +65,6 @@ def transport(it: dict[str, Any], name: str) -> dict[str, Any]:
     return one
 
 
-def ways(it: dict[str, Any], name: str) -> dict[tuple[str, str], str]:
-    """(local, remote) -> how."""
-    return {(way["local"], way["remote"]): way["how"] for way in transport(it, name)["ways"]}
-
-
 class TestWithoutAccelerator:
     def test_says_what_the_host_has(self) -> None:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -93,7 +88,7 @@ class TestWithoutAccelerator:
         assert "KVPLAN_ASCEND_LIBRARY is empty" in it["accelerator"]["why_not"]
         assert "no Ascend device" in transport(it, "hccl")["why_not"]
         for name in ("local", "tcp"):
-            assert ways(it, name) == {("host", "host"): "direct"}
+            assert transport(it, name)["reaches"] == ["host"]
         assert re.match(r"127\.0\.0\.1:\d+ -> 127\.0\.0\.1:\d+", transport(it, "tcp")["tried"])
         assert [(copy["remote"], copy["works"]) for copy in it["copies"]] == [("host", True)]
 
@@ -119,19 +114,16 @@ class TestWithoutAccelerator:
         path.write_text("mine")
         path.chmod(0o644)
         text = " ".join(info("-v", **asked).split())
-        assert "without kvplan.cluster_key_file, engines with this user's key" in text
+        assert f"user_key path {path} is_made yes" in text
         assert "its mode is 0644, so others may use it; chmod 600 is needed" in text
 
     def test_the_text_is_for_people(self) -> None:
         text = info("-v", KVPLAN_ASCEND_LIBRARY="")
         for part in (
-            "accelerator: none",
-            "hccl",
-            "cannot be used",
-            "local host",
-            "direct",
-            "all blocks arrived correctly",
-            "links",
+            "accelerator none:",
+            "name hccl works no why_not no Ascend device",
+            "name tcp works yes reaches host tried 127.0.0.1:",
+            "shared_memory_free_bytes",
         ):
             assert part in " ".join(text.split())  # lines are wrapped
         assert max(map(len, text.splitlines())) <= 110
@@ -163,7 +155,9 @@ class TestBrokenLibraries:
         assert it["stopped"]["reason"] == "ended with SIGABRT"
         assert it["accelerator"]["places"][0]["has"] == ["libacl_rt.so"]
         text = info("-v", **broken)
-        assert "NOT ALL WAS LOOKED AT: opening the ACL library: ended with SIGABRT" in text
+        assert "stopped step opening the ACL library reason ended with SIGABRT" in " ".join(
+            text.split()
+        )
 
     def test_one_that_never_comes_back(self, tmp_path: Path) -> None:
         broken = {
@@ -247,13 +241,8 @@ class TestSimulatedDevices:
             assert (device["product"], device["max_batch"]) == ("A2", 256)
             assert device["free_bytes"] <= device["total_bytes"] == 32 * GIB
             assert device["driver"] == "25.5.0"
-        assert set(ways(it, "hccl").values()) == {"direct"}
-        assert ways(it, "local") == {
-            ("host", "host"): "direct",
-            ("host", "device"): "refused",
-            ("device", "host"): "direct",
-            ("device", "device"): "refused",
-        }
+        assert transport(it, "hccl")["reaches"] == ["device", "host"]
+        assert transport(it, "local")["reaches"] == ["host"]
         assert [(copy["works"], copy["one_by_one"]) for copy in it["copies"]] == [(True, "")] * 3
         assert left(log) == set()
 
@@ -296,12 +285,7 @@ class TestSimulatedDevices:
         it = simulated(KVSIM_SOC="Ascend950")
         assert it["accelerator"]["devices"][0]["max_batch"] == 64
         assert it["accelerator"]["hccl"]["generation"] == "per_comm"
-        assert ways(it, "hccl") == {
-            ("host", "host"): "refused",
-            ("host", "device"): "staged",
-            ("device", "host"): "refused",
-            ("device", "device"): "direct",
-        }
+        assert transport(it, "hccl")["reaches"] == ["device"]
 
     def test_another_device(self) -> None:
         it = simulated("8.5", "--device-id", "5")
@@ -318,15 +302,9 @@ class TestSimulatedDevices:
 
     def test_the_text_has_it_all(self) -> None:
         text = info("-v", ASCEND_HOME_PATH=str(build()), KVSIM_DEVICES="1")
-        for part in (
-            "libacl_rt.so",
-            "CANN 8.5.0",
-            "libhcomm.so",
-            "64.0 of 64.0 GiB",
-            "batch copies",
-        ):
+        for part in ("libacl_rt.so", "CANN 8.5.0", "libhcomm.so", "total_bytes", "batch copies"):
             assert part in text
-        assert "NOT ALL" not in text
+        assert "stopped" not in text
 
 
 TO_DEVICE = ("host", "device")

@@ -58,7 +58,7 @@ class TestTheOneOfTheTests:
 
     def test_the_text_is_for_people(self, ucx: Found) -> None:
         text = info("-v", **NO_NPU)
-        for part in ("\nUCX 1.", ucx.path, "finds", "cma/memory"):
+        for part in ("\nucx\n", ucx.path, "finds", "cma/memory"):
             assert part in text
         assert max(len(line) for line in text.splitlines() if ucx.path not in line) <= 110
 
@@ -99,4 +99,3 @@ class TestBroken:
         path = broken_library(tmp_path / "libucp.so.0")
         text = info("-v", **NO_NPU, **{OVERRIDE: path, "BROKEN": "old"})
         assert f"{path} is UCX 1.12.1; it must be 1.13 or a later 1.x" in " ".join(text.split())
-        assert "UCX: none: " in text

@@ -14,7 +14,7 @@ from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Body, Sync, Synced
 from tests.support.peer import Peer
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 LOCAL = Endpoint.parse("127.0.0.1:0")
 
 

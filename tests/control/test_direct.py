@@ -17,7 +17,7 @@ from kvnative._packets import LARGEST, take_packets
 from kvplan.control.notifying import WINDOW, DirectListener, DirectSender, connect
 
 NOBODY = 65534
-DEADLINE_S = 10  # only what waits for a socket reaches it
+DEADLINE_S = 30  # only what waits for a socket reaches it
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 

@@ -19,7 +19,7 @@ from kvnative._cuda import (
 )
 from kvnative._cuda import Device as NativeDevice
 from kvplan import LLMException
-from kvplan.cli.tune.cuda import SIZES, Way, calibrate, figures, time_copies
+from kvplan.cli.tune.cuda import SIZES, Way, calibrate, time_copies
 from kvplan.device import cuda_copies
 from kvplan.device.cuda import CudaDevice
 from kvplan.device.cuda_copies import NO_LIMIT
@@ -130,21 +130,6 @@ def test_what_was_tried_does_not_stay_if_it_fails(
     with pytest.raises(LLMException, match="701"):
         time_copies(opened, "device_to_device", "single", 4 * KIB, span_nbytes=64 * KIB)
     assert copy_tuning(opened.native, "device_to_device") == before
-
-
-def test_figures_are_of_scattered_blocks_and_of_one_copy(opened: CudaDevice, sim_log: Log) -> None:
-    found = figures(opened, blocks=4)
-    assert [(it.direction, it.block_nbytes, it.blocks) for it in found[:2]] == [
-        ("device_to_device", 4 * KIB, 4),
-        ("device_to_device", 32 * KIB, 4),
-    ]
-    assert len(found) == 6
-    assert all(it.share == it.contiguous_seconds / it.seconds for it in found)
-    assert sim_log.counts("cuLaunchKernel") == {"cuLaunchKernel": 6 * 5}
-    assert {it.fields["bytes"] for it in sim_log.calls("cuMemcpyAsync")} == {
-        4 * KIB,
-        *(4 * KIB * it for it in (4, 32, 256)),
-    }
 
 
 def test_what_is_stored_is_what_devices_copy_by(opened: CudaDevice, folder: Path) -> None:

@@ -27,7 +27,7 @@ from tests.datadist.machine import machine_of
 
 DESC = CacheDesc(4, (4, 4096), DataType.DT_INT8, shard=Shard(num_layers=2))
 PAGED = CacheDesc(2, (4, 16, 2, 64), DataType.DT_INT8, kv_tensor_format="NHD")
-DEADLINE_S = 10
+DEADLINE_S = 30
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -380,9 +380,9 @@ def test_what_does_not_fit_the_plan_is_refused() -> None:
         locate(right, right, plan, source=[right[0], np.zeros(1, np.float16), *right[2:]])
     with refused("LLM_PARAM_INVALID", "atol=-1 must be >= 0 and finite"):
         locate(right, right, plan, atol=-1)
-    with pytest.raises(TypeError, match=r"expected\[0\]=list must be a NumPy array"):
+    with pytest.raises(TypeError, match=r"expected\[0\] must be an array"):
         locate([[1.0]] * 4, right, plan)
-    with pytest.raises(TypeError, match=r"expected\[0\] has Python objects: an array of object"):
+    with pytest.raises(TypeError, match=r"expected\[0\] has dtype object: references to Python"):
         locate([right[0].astype(object)] * 4, right, plan)
     with pytest.raises(TypeError, match="found=ndarray must be a sequence of tensors"):
         locate(right, np.zeros(4), plan)

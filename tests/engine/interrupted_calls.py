@@ -22,7 +22,7 @@ from tests.support.interrupts import Interrupts
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
 INSIDE = "/kvplan/"
-DEADLINE_S = 10
+DEADLINE_S = 30
 
 
 def main(call: str, step: int) -> None:

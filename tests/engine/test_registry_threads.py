@@ -20,7 +20,7 @@ from kvplan.engine.options import Options
 from kvplan.engine.pools import PoolConfig
 from kvplan.engine.registry import CacheRegistry
 from kvplan.transport.local import LocalTransport
-from kvplan.transport.protocol import Registration
+from kvplan.transport.registrations import AnyRegistration
 
 from .caches import ALL_TENSORS, SLOTS, free_nbytes, key, tried
 
@@ -145,7 +145,7 @@ class Sending(LocalTransport):
         self._first = self._first or made
         return made
 
-    def deregister(self, registration: Registration) -> None:
+    def deregister(self, registration: AnyRegistration) -> None:
         if registration is self._first:
             self.events.put("waits")
             assert self.sent.wait(30)

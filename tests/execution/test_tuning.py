@@ -62,11 +62,11 @@ def test_the_environment_says_what_no_option_says(monkeypatch: pytest.MonkeyPatc
 
 
 def test_large_transfers_measure_nothing(path: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     src, dst = np.ones((2, 4, 1 << 20), np.uint8)
     rows = Rows(CacheDesc(1, src.shape, DataType.DT_UINT8), range(4))
     default_transfers("auto").execute(kvplan.plan(Transfer(rows, rows), local="dst"), [src], [dst])
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # earlier tests may have left some that end
     assert not path.parent.exists()
 
 

@@ -328,7 +328,7 @@ def test_no_limit_and_a_large_one_show_everything(plan: Plan, format: str) -> No
 def test_the_default_limit_is_sixteen() -> None:
     assert REVERSED.explain("table") == REVERSED.explain("table", limit=16)
     # Of more rows than that, those at both ends; the rest of the page says what they come to.
-    assert len(REVERSED.explain("table").splitlines()) == 1 + 8 + 4 + 4
+    assert len(REVERSED.explain("table").splitlines()) == 1 + 8 + 2 + 4
     assert "\n... 308 more descriptors. In each of 40 tensors:\n" in REVERSED.explain("table")
 
 

@@ -18,7 +18,7 @@ from kvplan.engine.options import Options
 from kvplan.engine.registry import CacheRegistry
 from kvplan.links import ClusterInfo, Links, LinkState, LinkStatus
 from kvplan.transport.local import LocalTransport
-from kvplan.transport.protocol import Transport
+from kvplan.transport.transport import Transport
 
 DESC = CacheDesc(2, (4, 16), DataType.DT_FLOAT)
 DEADLINE_S = 20.0  # of what happens at once, on a machine that stalls

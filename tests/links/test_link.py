@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import queue
 import socket
 import threading
@@ -50,6 +52,25 @@ def test_linking_twice(end: End, peer: Peer) -> None:
         peer.cluster, LLMStatusCode.LLM_ALREADY_LINK, "cluster 2 is linked already"
     )
     assert peer.state(1) == "LINKED"
+
+
+def test_a_call_that_is_cancelled_before_its_links_begin_leaves_nothing(
+    end: End, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Python warns of each coroutine that never ran."""
+    there = ClusterInfo(2, IpInfo("127.0.0.1", 1))
+
+    async def run() -> None:
+        call = asyncio.create_task(end.links._linking([there], 5000))
+        await asyncio.sleep(0)  # it has begun, and its links begin next
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(run())
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn] == []
+    assert end.links.status() == []
 
 
 def test_unlinking_what_was_never_linked(end: End) -> None:

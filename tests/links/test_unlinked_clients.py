@@ -43,8 +43,8 @@ from kvplan.links import ClusterInfo, LinkState
 from kvplan.links.handshake import HandshakeAcceptor
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.link import LocalLink
-from kvplan.transport.protocol import Transport
 from kvplan.transport.tcp.transport import TcpTransport
+from kvplan.transport.transport import Transport
 from tests.links.end import DEADLINE_S, End
 from tests.links.peer import Peer
 from tests.support.refusals import refused

@@ -43,6 +43,7 @@ class Cache:
     layers: range
     heads: range
     held: Interleaved | range | None = None  # tokens of each request; None: all
+    gap: int = 0  # elements of others after each row
 
     @property
     def row(self) -> str:
@@ -72,16 +73,51 @@ class Cache:
                 self.model.heads if "head" in self.axes else None,
                 self.held,
             ),
+            row_stride=self._strides(self.axes.index(self.row)) * self._itemsize,
         )
 
+    @property
+    def _itemsize(self) -> int:
+        return np.dtype(DTYPES[self.model.data_type]).itemsize
+
+    def _strides(self, axis: int) -> int:
+        """Elements from one index of an axis to the next."""
+        lengths = {
+            self.row: self.rows,
+            "token": self.tokens,
+            "layer": len(self.layers),
+            "kv": self.model.kv,
+            "head": len(self.heads),
+            "dim": self.model.dim,
+        }
+        step = 1
+        for name in reversed(self.axes[axis:]):
+            if name == self.row:
+                step += self.gap
+            if name == self.axes[axis]:
+                break
+            step *= lengths[name]
+        return step
+
     def tensors(self, seed: int) -> list[np.ndarray]:
+        """Arrays of the shape of the cache; with a gap flat ones, of all bytes."""
         desc = self.desc
         dtype = DTYPES[desc.data_type]
         random = np.random.default_rng(seed)
+        steps = [self._strides(axis) for axis in range(len(self.axes))]
+        span = 1 + sum((it - 1) * step for it, step in zip(desc.shape, steps, strict=True))
+        shape = span if self.gap else desc.shape
         return [
-            random.integers(0, np.iinfo(dtype).max, desc.shape, dtype, endpoint=True)
+            random.integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
             for _ in range(desc.num_tensors)
         ]
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        """The array of the shape of the cache that a tensor holds."""
+        if not self.gap:
+            return tensor
+        steps = [self._strides(axis) * self._itemsize for axis in range(len(self.axes))]
+        return np.lib.stride_tricks.as_strided(tensor, self.desc.shape, steps)
 
     def named(self, tensors: list[np.ndarray], layer: int, kv: int) -> np.ndarray:
         """A writable view (row, token, head, dim) of a layer of the model."""
@@ -91,7 +127,7 @@ class Cache:
         index = 0
         for axis in apart:
             index = index * counts[axis] + at[axis]
-        view = tensors[index]
+        view = self.view(tensors[index])
         names = [*self.axes]
         for axis in ("layer", "kv"):
             if axis in names:
@@ -170,6 +206,7 @@ def caches(draw: st.DrawFn, model: Model, row: str = "block") -> Cache:
         draw(st.integers(1, 6)),
         range(model.layers) if whole else draw(parts(model.layers)),
         range(model.heads) if whole else draw(parts(model.heads)),
+        gap=draw(st.sampled_from([0, 0, 1, 5])),
     )
 
 

@@ -6,41 +6,39 @@ from pathlib import Path
 
 import kvplan
 from kvplan.control.messages import PROTOCOL_VERSION
-from kvplan.engine.option_rows import ROWS
+from kvplan.engine.option_kinds import rows_of
 from kvplan.engine.options import Options
+from kvplan.hixl.options import OwnOptions
 from kvplan.planning.plan import SCHEMA_VERSION
 from kvplan.recording.format import MAGIC
+from kvplan.serving import ExchangeOptions
 from kvplan.transport.hccl import metadata as hccl
 from kvplan.transport.local import metadata as local
 from kvplan.transport.tcp import metadata as tcp
 from kvplan.transport.ucx import metadata as ucx
+from tools.option_tables import PAGES, written
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PARTS = ("how-to", "reference")
 
 
-def test_every_option_is_in_the_guide() -> None:
-    guide = (DOCS / "reference/options.md").read_text()
-    table = {
-        word for row in guide.splitlines() if row[:3] == "| `" for word in row.split("`")[1::2]
-    }
-    keys = {key for row in ROWS for key in row.keys} - {"llm.listenIpInfo"}  # in the text
-    assert not (keys | {it.name for it in fields(Options)}) - table
+def test_the_tables_of_options_are_as_their_rows_say() -> None:
+    wrong = [page.name for page in PAGES if written(page, text := page.read_text()) != text]
+    assert wrong == [], "run `make options`"
 
 
-def test_the_defaults_of_options_are_those_of_the_guide() -> None:
-    row = re.compile(r"^\|[^|]*\| `(\w+)` \| ([^|]+?) \|", re.MULTILINE)
-    rows = row.findall((DOCS / "reference/options.md").read_text())
-    # Not of an instance: the suite has larger timeouts (see be_patient of tests/support/peer.py).
-    values = {it.name: it.default for it in fields(Options)}
-    defaults = {name: default.strip("`") for name, default in rows if name in values}
-    assert len(defaults) > 15
-    words: dict[object, str] = {None: "none", "": "empty"}
-    for name, default in defaults.items():
-        value = values[name]
-        said = words.get(value, str(int(value) if isinstance(value, bool) else value))
-        assert (name, said) == (name, default)
+def test_another_default_would_be_seen() -> None:
+    page = DOCS / "reference/options.md"
+    text = page.read_text()
+    other = text.replace("| `max_links` | 512 |", "| `max_links` | 511 |")
+    assert other != text == written(page, other)
+
+
+def test_every_field_of_options_is_a_row() -> None:
+    for kind in (Options, ExchangeOptions, OwnOptions):
+        assert [row.field for row in rows_of(kind)] == [field.name for field in fields(kind)]
+        assert all(f"    {row.field}: " in str(kind.__doc__) for row in rows_of(kind))
 
 
 def test_every_status_code_is_explained() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
@@ -25,7 +27,9 @@ from kvplan import (
     Shard,
     Transfer,
 )
+from kvplan.cli import top
 from kvplan.control import messages as control
+from kvplan.control.status_socket import Answer
 from kvplan.hixl import connections as hixl
 from kvplan.lease import _digest
 from kvplan.links.peer_table import PeerCache
@@ -38,11 +42,13 @@ from kvplan.serving import Handle, Reference, Source
 from kvplan.serving import messages as serving
 from kvplan.serving.pusher import Goal
 from kvplan.serving.tables import GroupLease, decode_leases, encode_leases
+from kvplan.transport.hccl.addresses import read_local_comm_res
 from kvplan.transport.hccl.metadata import Metadata as HcclMetadata
 from kvplan.transport.local.metadata import Metadata as LocalMetadata
 from kvplan.transport.tcp.metadata import Metadata as TcpMetadata
 from kvplan.transport.ucx.metadata import Metadata as UcxMetadata
 from tests.ascend.test_hccl_metadata import EXAMPLE as HCCL
+from tests.support.peer import ROOT
 from tests.transport.test_metadata import EXAMPLE as LOCAL
 from tests.transport.ucx.test_metadata import WHOLE as UCX
 
@@ -143,6 +149,15 @@ def read_reference(data: bytes) -> Reference:
     return Reference.from_dict(given)
 
 
+def read_status(data: bytes) -> None:
+    try:
+        document = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # of the socket's reader
+        return
+    if isinstance(document, dict):
+        top.checked(Answer(1, document, ""))
+
+
 SERVING = [
     serving.Hello({"model": "m"}, b"instance", answer=True),
     serving.Ask(2**62, b"instance", bytes(16), bytes(16), "", 0, 1, b"a part"),
@@ -150,7 +165,6 @@ SERVING = [
     serving.Refusal(1, "reason"),
     serving.Done(b"instance", bytes(16), bytes(16), 4, "transfer"),
     serving.Renew(b"instance", (bytes(16), bytes(range(16)))),
-    serving.Waiting(1),
 ]
 DESC = CacheDesc(
     num_tensors=2,
@@ -229,6 +243,27 @@ DECODERS = {
         {
             "version": "1.0",
             "server_list": [{"server_id": "a", "device": [{"rank_id": "0", "device_id": "0"}]}],
+        },
+        text=True,
+    ),
+    "local-comm-res": Decoder(
+        lambda data: read_local_comm_res(data.decode(errors="replace")),
+        {"version": "1.0", "server_list": [{"server_id": "a", "device": [{"device_id": "0"}]}]},
+        text=True,
+    ),
+    "status": Decoder(
+        read_status,
+        {
+            "cluster_id": 1,
+            "role": "MIX",
+            "command": ["python"],
+            "listen_address": None,
+            "seconds": 1.5,
+            "operations": {},
+            "links": [],
+            "caches": [],
+            "leases": 0,
+            "in_flight": [],
         },
         text=True,
     ),
@@ -320,3 +355,32 @@ def test_bytes_that_were_changed_are_read_or_refused(decoder: Decoder) -> None:
             data[chance.randrange(len(data))] = chance.randrange(256)
         decoder.check_bytes(bytes(data[: chance.randint(0, len(data))]))
         decoder.check_bytes(bytes(data))
+
+
+FIRST_USES = """
+import sys
+
+def look(frame, event, _):
+    if event == "call" and frame.f_code.co_name == "get_class_annotations":
+        while frame.f_globals["__name__"] == "msgspec._utils":
+            frame = frame.f_back
+        name = f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"
+        (at_import if name.endswith((".<module>", ".resolved")) else at_use).add(name)
+
+at_import, at_use = set(), set()
+sys.setprofile(look)
+from tests.project.test_peer_input import DECODERS
+for decoder in DECODERS.values():
+    decoder.check_bytes(decoder.encode(decoder.sample), is_sample=True)
+sys.setprofile(None)
+assert "kvplan.control.messages.<module>" in at_import, at_import
+print(*sorted(at_use))
+"""
+
+
+def test_types_are_resolved_when_they_are_imported() -> None:
+    """Msgspec resolves a type at its first use otherwise, and crashes if two threads do that."""
+    run = subprocess.run(
+        [sys.executable, "-c", FIRST_USES], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert run.stdout.split() == []

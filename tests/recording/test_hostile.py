@@ -43,7 +43,7 @@ def hostile(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--failed"], ["--plan", "0"], ["--block", "1:2"], ["--follow"]],
+    [[], ["--failed"], ["--plan", "0"], ["--block", "1:2"]],
     ids=" ".join,
 )
 def test_nothing_in_a_recording_commands_the_terminal(hostile, capsys, options):

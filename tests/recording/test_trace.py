@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -244,8 +242,7 @@ def test_exports(recorded, capsys, tmp_path):
         (["{0}", "--block", "x"], "write CACHE:BLOCK"),
         (["{0}", "--since", "soon"], "--since soon"),
         (["{0}", "--operation", "pull_blcks"], "similar: pull_blocks"),
-        (["{0}", "--follow", "--operation", "pusch"], "similar: push"),
-        (["{0}", "--follow", "--block", "1:2"], "--follow needs one FILE"),
+        (["{0}", "--operation", "pusch"], "similar: push"),
         (["{0}.missing"], "No such file"),
         (["{0}", "{0}", "--block", "1:2"], "is of cluster 1 too"),
         ([], "Missing argument"),
@@ -258,42 +255,3 @@ def test_what_is_not_understood_exits_with_2(recorded, capsys, arguments, said):
     assert out == ""
     assert said in err
     assert "Traceback" not in err
-
-
-FOLLOWED = """
-import sys
-from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole
-
-with LlmDataDist(1, LlmRole.MIX) as engine:
-    engine.initialize()
-    cache = engine.allocate_blocks_cache(CacheDesc(1, (64, 16), DataType.DT_FLOAT))
-    engine.record(sys.argv[1])
-    engine.copy_blocks(cache, {1: [2]}, tag="first")
-    print("begun", flush=True)
-    sys.stdin.readline()
-    engine.copy_blocks(cache, {1: [2]}, tag="second")
-"""
-
-
-def test_a_recording_is_followed_to_its_end(tmp_path):
-    path = tmp_path / "a.kvrec"
-    python = [sys.executable, "-W", "error"]
-    with subprocess.Popen(
-        [*python, "-c", FOLLOWED, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as engine:
-        assert engine.stdout.readline() == "begun\n"
-        with subprocess.Popen(
-            [*python, "-m", "kvplan", "trace", str(path), "--follow", "--json"],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        ) as trace:
-            assert json.loads(trace.stdout.readline())["tag"] == "first"
-            engine.stdin.write("\n")
-            engine.stdin.flush()
-            assert json.loads(trace.stdout.readline())["tag"] == "second"
-            assert trace.stdout.read() == ""
-            assert trace.wait() == 0

@@ -256,6 +256,35 @@ def test_goals_that_wait_are_bounded(make_worker: MakeWorker) -> None:
     assert 1 <= len(asks.waiting) < 6
 
 
+def test_an_ask_does_not_take_the_place_of_another(make_worker: MakeWorker) -> None:
+    """Its push would be kept for as long as the link, and no limit counts it."""
+    producer, consumer = make_worker(1, push=True), make_worker(2)
+    consumer.engine.link_clusters([ClusterInfo(1, producer.source.address)]).raise_for_status()
+    goal = Goal(BlockLease(2, bytes(16), 1, 1, (1,), True, "", ()), 0, 0).to_bytes()
+    taken: list[bool] = []
+    for number in range(50):
+        ask = Ask(7, INSTANCE, b"", bytes(16), f"never-{number}", data=goal)
+        producer.exchange._call(producer.exchange._asks.take, 2, ask)
+    producer.exchange._call(taken.append, True)
+    until(lambda: bool(taken))
+    assert list(producer.exchange._asks.waiting) == ["never-0"]
+    assert producer.exchange._pusher.transfers() == [(2, "never-0")]
+
+
+def test_a_push_is_forgotten_when_its_consumer_has_the_answer(make_worker: MakeWorker) -> None:
+    producer, consumer = make_worker(1, push=True), make_worker(2, push=True)
+    wanted = reference([producer.source], 0, 11, 21, transfer="t")
+    consumer.exchange.fetch("mine", wanted, Target([7, 1, 30]))
+    producer.wait_asked("t")
+    producer.step(11, [4, 9, 2], 0, 21, 21, "t")
+    pushes = producer.exchange._pusher._pushes
+    assert pushes["t"]
+    producer.enter(0, 11, [4, 9, 2], 21, "t")
+    assert consumer.exchange.wait(60_000)
+    assert [(it.error, it.pushed) for it in consumer.exchange.take_results()] == [(None, 21)]
+    assert not pushes
+
+
 def test_a_stopped_producer_holds_up_no_other(make_peer: MakePeer, make_worker: MakeWorker) -> None:
     """Even where only one transfer at once is let through from each."""
     tcp = {"engine_options": {"kvplan.transport": "tcp"}}

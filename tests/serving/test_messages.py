@@ -16,7 +16,6 @@ from kvplan.serving.messages import (
     Hello,
     Refusal,
     Renew,
-    Waiting,
     decode,
     encode,
     grants,
@@ -45,7 +44,6 @@ REFERENCE = Reference(
         Done(b"instance", HANDLE, bytes(16), 4),
         Done(b"instance", b"", bytes(16), 4, "transfer"),
         Renew(b"instance", (HANDLE,) * 128),
-        Waiting(2**62),
     ],
 )
 def test_a_message_is_a_notification(message: Any) -> None:
@@ -98,7 +96,7 @@ def test_of_a_request_that_has_not_finished_its_name_is_enough() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"protocol": 1}, "protocol=1 of kvplan.serving; here it is 2"),
+        ({"protocol": 1}, "protocol=1 of kvplan.serving; here it is 3"),
         ({"handle": "7"}, "is invalid: "),
         ({"handle": 7}, "is invalid: "),
         ({"handle": ""}, "must have handle, digest and num_tokens"),

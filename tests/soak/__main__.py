@@ -49,6 +49,10 @@ def _chaos(machine: str) -> Command:
     return lambda seed: [sys.executable, "-m", "tests.soak.chaos", machine, str(seed)]
 
 
+def _requests(seed: int) -> Sequence[str]:
+    return [sys.executable, "-m", "tests.soak.requests", str(seed), "300"]
+
+
 def _races(machine: str) -> Command:
     """Chaos with native code that watches its threads; it is some ten times slower."""
     arguments = ["python", "-m", "tests.soak.chaos", machine]
@@ -73,6 +77,7 @@ def _fuzz_tcp(end: str, amount: int, *files: str) -> Command:
 # In this order, again and again. What races are looked for in takes longest.
 PARTS: dict[str, Command] = {
     **{f"chaos-{it}": _chaos(it) for it in MACHINES},
+    "requests": _requests,
     "fuzz-requests": _fuzz_tcp("parser", 1_000_000, *CORPUS),
     "fuzz-answering": _fuzz_tcp("answers", 10, *CORPUS),
     "fuzz-asking": _fuzz_tcp("asks", 10),

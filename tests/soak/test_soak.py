@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from tests.soak import requests_process
 from tests.soak.__main__ import PARTS, ROOT, Command, Soak, main
 from tests.soak.chaos import MACHINES, Wrong, check_growth
 from tests.soak.chaos_process import strange, write
 from tests.soak.parsers import PARSERS
+from tests.soak.requests import DEADLINE_S, one_round
+from tests.soak.requests_process import Decoding
 
 
 def program(text: str) -> Command:
@@ -30,6 +35,7 @@ def soaked(tmp_path: Path, **parts: str) -> Soak:
     return it
 
 
+LEFT = f"kvplan-soak-test-{os.getpid()}"
 COUNTS = """
 import json
 held = {"1": {"first": dict.fromkeys(WHAT, 5), "last": dict.fromkeys(WHAT, 6)}}
@@ -55,13 +61,13 @@ def test_a_summary_adds_up_what_the_rounds_say(
         ("raise SystemExit('bytes of another request')", "ended with 1"),
         ("import os; os.abort()", "ended with -6"),
         ("import subprocess; subprocess.Popen(['sleep', '60'])", "left processes"),
-        ("open('/dev/shm/kvplan-soak-test', 'w')", "left ['kvplan-soak-test'] in /dev/shm"),
+        (f"open('/dev/shm/{LEFT}', 'w')", f"left ['{LEFT}'] in /dev/shm"),
     ],
 )
 def test_a_failure_says_how_to_repeat_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
 ) -> None:
-    clean = "; import pathlib; pathlib.Path('/dev/shm/kvplan-soak-test').unlink(missing_ok=True)"
+    clean = f"; import pathlib; pathlib.Path('/dev/shm/{LEFT}').unlink(missing_ok=True)"
     it = Soak({"bad": program(text), "good": program(f"pass{clean}")}, tmp_path)
     it.run(seed=7, seconds=0, rounds=2)
     assert it.summary() == 1
@@ -166,3 +172,40 @@ def test_a_short_round_of_chaos(
     assert it.summary() == 0, capsys.readouterr().out
     counts = it.tallies[name].counts
     assert min(counts["pull moved"], counts["push moved"], counts["released"]) > 0
+
+
+@pytest.mark.slow
+def test_a_short_round_of_requests() -> None:
+    """Of this seed, with engines of both kinds that are killed."""
+    found = one_round(3, 40)
+    assert min(found["counts"][it] for it in ("fetched", "recomputed", "producers killed")) > 0
+    assert found["until_no_block_is_held_s"] < DEADLINE_S
+
+
+@pytest.fixture
+def decoding() -> Iterator[Decoding]:
+    engine = Decoding("decode", 1, 4)
+    yield engine
+    engine.side.worker.close()
+
+
+def test_the_oracle_of_requests_sees_other_tokens_and_late_writes(decoding: Decoding) -> None:
+    prompt = [*range(70)]
+    blocks = decoding.take(prompt)
+    decoding.compute(prompt, blocks, [0, 1, 2])
+    decoding.check("mine", prompt, blocks)
+    with pytest.raises(requests_process.Wrong, match="mine: block 2 of layer 9 is of other tokens"):
+        decoding.check("mine", [*prompt[:-1], 7], blocks)
+    decoding.give_back(blocks)
+    decoding.side.packed(10)[blocks[1], 0, 0, 0] = 1
+    with pytest.raises(requests_process.Wrong, match="was written to, in layer 10"):
+        decoding.take([*range(128)])
+
+
+def test_the_oracle_of_requests_sees_blocks_that_had_not_failed(decoding: Decoding) -> None:
+    request = SimpleNamespace(request_id="mine", prompt_token_ids=[*range(70)])
+    arrived = requests_process.Arrived(request, 32, [3, 1, 2])
+    decoding.compute(request.prompt_token_ids, arrived.blocks, [0])
+    assert decoding._concluded(arrived, {1, 2}) == "recomputed"
+    with pytest.raises(requests_process.Wrong, match=r"mine: \[1\] of \[3, 1, 2\] failed; 32 were"):
+        decoding._concluded(arrived, {1})

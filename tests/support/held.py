@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-DEADLINE_S = 10
+DEADLINE_S = 30
 
 
 @dataclass(frozen=True)

@@ -339,26 +339,3 @@ def test_a_forked_child_is_another_process() -> None:
         "else: os._exit(Identity.of_self().pid != os.getpid() or Identity.of_self() == parent)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_structs_are_resolved_when_they_are_imported() -> None:
-    """Msgspec resolves a struct at its first use otherwise, and crashes if two threads do that."""
-    script = (
-        "import sys\n"
-        "from kvplan.status import LLMException\n"
-        "from kvplan.transport.hccl.addresses import read_local_comm_res\n"
-        "from kvplan.transport.hccl.metadata import Metadata as hccl\n"
-        "from kvplan.transport.local.metadata import Metadata as local\n"
-        "from kvplan.transport.tcp.metadata import Metadata as tcp\n"
-        "from kvplan.transport.ucx.metadata import Metadata as ucx\n"
-        "called = set()\n"
-        "sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name))\n"
-        "for read, given in (*((it.from_bytes, b'') for it in (hccl, local, tcp, ucx)),\n"
-        "                    (read_local_comm_res, '')):\n"
-        "    try: read(given)\n"
-        "    except LLMException: pass\n"
-        "sys.setprofile(None)\n"
-        "assert 'from_bytes' in called\n"
-        "assert 'get_class_annotations' not in called, called\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)

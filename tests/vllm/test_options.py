@@ -38,7 +38,7 @@ def test_the_environment_says_explain(
 @pytest.mark.parametrize(
     ("extra", "match"),
     [
-        ({"mode": "both"}, 'must be "pull" or "push"'),
+        ({"mode": "both"}, "mode='both' must be one of pull, push"),
         ({"lease_ttl": 5}, "kv_connector_extra_config has 'lease_ttl'; known are engine, enter_"),
         ({"listen": "10.0.0.1"}, "listen='10.0.0.1' must be \"ip:port\""),
         ({"listen": "10.0.0.1:70000"}, 'must be "ip:port"'),

@@ -201,6 +201,38 @@ def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
     decode.worker.close()
 
 
+def test_a_producer_that_dies_in_the_middle_costs_one_computation(prefill: Peer) -> None:
+    """Between two layers of what it pushes: only what was missing is named, and once."""
+    decode = VllmWorker("decode", produces=False, mode="push")
+    known = start(prefill, [6, 1, 3], mode="push")["kvplan"]
+    theirs = {key: known[key] for key in ("protocol", "instance", "sources")}
+    params = {"do_remote_prefill": True, "kvplan": theirs | {"transfer": "cmpl-2"}}
+    decode.packed(9)[2] = 5  # of the prefix cache
+    arrived = decode.request("d1", PROMPT, params)
+    decode.fetch(arrived, [2, 4, 0], computed=32)
+    prefill.run(
+        """
+        import select
+        while not worker.worker.exchange._asks.waiting:
+            select.select([], [], [], 0.001)
+        params = {"do_remote_decode": True, "kvplan": {"transfer": "cmpl-2"}}
+        request = worker.request("p2", prompt, params)
+        request.num_computed_tokens = 0
+        worker.scheduler.arrived(request)
+        worker.scheduler.computing({"p2": 70}, {"p2": [5, 0, 7]}.get)
+        worker.worker.prepare(worker.scheduler.take_step())
+        worker.worker.layer_ready("model.layers.9.attn")
+        """,
+        prompt=PROMPT,
+    )
+    prefill.kill()
+    assert decode.results() == (set(), {"d1"}, {4, 0})  # long before prefill_timeout_ms
+    assert np.all(decode.packed(9)[2] == 5)
+    assert decode.scheduler.missing_tokens(arrived, 32) == 0  # it is computed here
+    assert decode.worker.exchange._engine.leases() == []
+    decode.worker.close()
+
+
 def test_push_needs_host_memory() -> None:
     it = VllmWorker("prefill", mode="push")
     layer = CpuTensor(np.zeros((BLOCKS, 2, 32, 8), np.float32))

@@ -47,10 +47,12 @@ class VllmWorker:
         *,
         produces: bool = True,
         block_tokens: int = 32,
+        blocks: int = BLOCKS,
+        dim: int = DIM,
         windows: Sequence[int] = (0,),
         **options: Any,
     ) -> None:
-        shape = (BLOCKS, HEADS, block_tokens, 2 * DIM)
+        shape = (blocks, HEADS, block_tokens, 2 * dim)
         arrays = [np.zeros(shape, np.float32) for _ in range(LAYERS)]
         groups = [
             LayerGroup(
@@ -71,7 +73,7 @@ class VllmWorker:
             num_heads=HEADS,
             rank=0,
             ranks=1,
-            num_blocks=BLOCKS,
+            num_blocks=blocks,
             groups=tuple(groups),
             produces=produces,
             consumes=not produces,
@@ -85,7 +87,7 @@ class VllmWorker:
     def packed(self, layer: int) -> NDArray[np.float32]:
         """A layer as attention on CPUs has it: (block, head, keys or values, content)."""
         array = self.layers[f"model.layers.{layer}.attn"]
-        return array.reshape(BLOCKS, HEADS, 2, -1)
+        return array.reshape(len(array), HEADS, 2, -1)
 
     def finish(self, name: str, prompt: list[int], *blocks: list[int]) -> dict[str, Any]:
         """Let a request finish, with blocks in each group; returns what travels with it."""

@@ -283,6 +283,9 @@ static int copy_batch(kvn_device *device, kvn_direction direction, const uint64_
 const kvn_device_ops kvn_acl_ops = {
     .name = "acl",
     .runtime = "the Ascend runtime",
+    .symbols = &kvn_acl_symbols,
+    .count_devices = kvn_acl_library_devices,
+    .attribute = kvn_acl_library_attribute,
     .aborted_code = KVN_ACL_STREAM_ABORTED,
     .max_batch = KVN_ACL_MAX_BATCH,
     .can_abort = true,

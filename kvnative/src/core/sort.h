@@ -2,6 +2,7 @@
 #ifndef KVNATIVE_CORE_SORT_H
 #define KVNATIVE_CORE_SORT_H
 
+#include <assert.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -10,8 +11,8 @@
 /* The key of a record. */
 typedef uint64_t (*kvn_key_of)(const void *item, const void *context);
 
-/* Sorts `count` records of `size` bytes by their keys; equal keys keep their order. `spare` has room for as many
- * records. Returns the array that holds the result: `items` or `spare`.
+/* Sorts `count` records of `size` bytes by their keys; equal keys keep their order. `spare` is another array,
+ * with room for as many records. Returns the array that holds the result: `items` or `spare`.
  *
  * One pass for each byte in which keys differ, the lowest first: addresses and offsets differ in few. Inlined, so
  * that `size` and `key_of` are constants. */
@@ -22,6 +23,7 @@ __attribute__((always_inline)) static inline void *kvn_sort(void *items, void *s
     uint64_t differing = 0, first = 0, before = 0;
     bool descends = false;
 
+    assert(items != spare || count == 0);
     for (size_t i = 0; i < count; i++) {
         const uint64_t key = key_of((char *)items + i * size, context);
         first = i == 0 ? key : first;

@@ -439,6 +439,9 @@ static int clear(const kvn_device *device, uint64_t address, uint64_t nbytes, kv
 const kvn_device_ops kvn_cuda_ops = {
     .name = "cuda",
     .runtime = "the CUDA driver",
+    .symbols = &kvn_cuda_symbols,
+    .count_devices = kvn_cuda_library_devices,
+    .attribute = kvn_cuda_library_attribute,
     .aborted_code = KVN_CUDA_ABORTED,
     .max_batch = KVN_CUDA_LAUNCH_COUNT,
     .max_batches = KVN_CUDA_MAX_LAUNCHES,

@@ -16,7 +16,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/failure.h"
+#include "core/library.h"
 #include "kvnative/backend.h"
 
 typedef struct kvn_device kvn_device;
@@ -71,6 +71,16 @@ typedef struct kvn_device_ops {
     unsigned max_batches; /* calls of copy_batch on a stream, until it was waited for; 0: any number */
     kvn_copy_costs host_costs; /* of copies from and to the host */
     kvn_copy_costs within_costs;
+
+    /* ---- the runtime: a struct whose first member is the table of its calls; on any thread, once it is
+     * ready for its first device ---- */
+
+    const kvn_symbols *symbols; /* of these calls */
+    /* How many devices this process may use, which the runtime's own variables may restrict. */
+    int (*count_devices)(const void *runtime, uint32_t *count, kvn_failure *failure);
+    /* KVN_UNSUPPORTED: this version does not know it. */
+    int (*attribute)(const void *runtime, int32_t device, int attribute, int64_t *value,
+                     kvn_failure *failure);
 
     /* ---- contexts; on any thread ---- */
 

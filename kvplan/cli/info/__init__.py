@@ -17,8 +17,8 @@ from typing import Any, Final
 import click
 
 from kvplan.cli.common import ExitCode, console, json_option, write_json
-from kvplan.cli.info import host, text
-from kvplan.cli.info.text import verdict
+from kvplan.cli.info import host
+from kvplan.cli.info.text import outline, verdict
 
 _KILL_TIMEOUT_S: Final = 2.0
 _MAX_LINES: Final = 12  # of the output of a process that died
@@ -57,7 +57,7 @@ def info(device_id: int, timeout: float, *, verbose: bool, as_json: bool) -> Exi
         for line, style in summary.lines:
             out.print(line, style=style)
         if verbose:
-            sys.stdout.write("\n" + text.render(found))
+            out.file.writelines(f"{line}\n" for line in ["", *outline(found)])
     return ExitCode.OK if summary.works else ExitCode.DIFFERENT
 
 

@@ -50,7 +50,7 @@ def _native_modules() -> dict[str, str]:
         return {"kvnative": str(error)}
     folder = Path(str(kvnative.__file__)).parent
     # By the stubs, which exist for modules that were not built, too.
-    return {it.stem: _load(f"kvnative.{it.stem}") for it in sorted(folder.glob("_*.pyi"))}
+    return {stub.stem: _load(f"kvnative.{stub.stem}") for stub in sorted(folder.glob("_*.pyi"))}
 
 
 def _tuning() -> dict[str, object]:
@@ -132,7 +132,7 @@ def _pages() -> dict[str, object]:
         from kvnative._host import Arena, PageWalk, page_use
         from kvplan.engine.numa import numa_nodes
 
-        found["numa_nodes"] = {it: len(cores) for it, cores in numa_nodes().items()}
+        found["numa_nodes"] = {node: len(cores) for node, cores in numa_nodes().items()}
         with Arena(_TRIED_NBYTES, prefault=True) as arena:
             huge = page_use(arena.address, arena.nbytes)[2]
             found["huge"] = None if huge is None else huge == arena.nbytes

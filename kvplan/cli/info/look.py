@@ -19,7 +19,7 @@ import msgspec
 from kvnative._backend import NativeError
 from kvnative.ascend_files import HOME_VARIABLES, homes
 from kvplan.cli.info import trial
-from kvplan.cli.info.trial import ways_between, ways_within
+from kvplan.cli.info.trial import ways_within
 from kvplan.device.ascend import OVERRIDE
 from kvplan.device.ascend import load_library as load_acl
 from kvplan.device.cuda import CudaDevice, driver_version
@@ -99,7 +99,7 @@ def _look_at_ascend(note: Note, device_id: int) -> AscendDevice | None:
     except (LLMException, NativeError) as error:
         note(accelerator={"why_not": _reason(error)})
         return None
-    note(accelerator={"devices": [_of_device(note, library, it) for it in range(count)]})
+    note(accelerator={"devices": [_of_device(note, library, number) for number in range(count)]})
     note(step="opening the HCCL library", accelerator={"hccl": _of_hccl(library)})
     note(step=f"opening device {device_id}")
     try:
@@ -113,7 +113,7 @@ def _of_library(library: AclLibrary) -> dict[str, object]:
     return {
         "library": library.path,
         "version": library.version,
-        "missing": [{"name": it, "cost": COSTS.get(it, "")} for it in library.missing],
+        "missing": [{"name": name, "cost": COSTS.get(name, "")} for name in library.missing],
         "has_batch": library.has_batch,
     }
 
@@ -161,9 +161,9 @@ def _look_at_transports(note: Note, device: Device | None) -> None:
     options = TransportOptions(device=device)
     for name in TRANSPORTS:
         note(step=f"making transport {name}")
-        found: dict[str, object] = {"name": name, "works": False, "reaches": [], "ways": []}
+        found: dict[str, object] = {"name": name, "works": False, "reaches": []}
         try:
-            found |= {"works": True, **_of_transport(note, name, device, options)}
+            found |= {"works": True, **_of_transport(note, name, options)}
         except Exception as error:  # as above
             found["why_not"] = _reason(error)
             if name == "ucx":
@@ -171,9 +171,7 @@ def _look_at_transports(note: Note, device: Device | None) -> None:
         note(transports=found)
 
 
-def _of_transport(
-    note: Note, name: str, device: Device | None, options: TransportOptions
-) -> dict[str, object]:
+def _of_transport(note: Note, name: str, options: TransportOptions) -> dict[str, object]:
     from kvplan.transport.choice import TRANSPORTS
 
     make = TRANSPORTS[name]
@@ -188,8 +186,7 @@ def _of_transport(
         note(step="trying a copy over tcp")
         found["tried"] = trial.between_engines(name)
     with closing(make(options)) as transport:
-        ways = ways_between(name, transport.reaches, device, options)
-        found |= {"reaches": sorted(transport.reaches), "ways": [it._asdict() for it in ways]}
+        found["reaches"] = sorted(transport.reaches)
     return found
 
 
@@ -213,28 +210,26 @@ def _places_of_hccl(acl: Path) -> list[_Place]:
 
 
 def _of_homes(names: tuple[str, ...]) -> list[_Place]:
-    variables = {os.environ.get(it, ""): f"${it}" for it in reversed(HOME_VARIABLES)}
-    return [_place(it, variables.get(str(it), "the installer's"), names) for it in homes()]
+    variables = {os.environ.get(name, ""): f"${name}" for name in reversed(HOME_VARIABLES)}
+    return [_place(home, variables.get(str(home), "the installer's"), names) for home in homes()]
 
 
 def _place(path: Path, origin: str, names: tuple[str, ...]) -> _Place:
     if path.is_file():
         return {"path": str(path), "origin": origin, "has": [path.name]}
-    folders = [it for it in (path / "lib64", path) if it.is_dir()]
-    has = [str(it / name) for it in folders for name in names if (it / name).exists()]
-    return {"path": str(path), "origin": origin, "has": has}
+    return {"path": str(path), "origin": origin, "has": _having(names, path / "lib64", path)}
 
 
 def _of_loader(names: tuple[str, ...]) -> _Place:
-    found = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    has = [
-        str(Path(it) / name) for it in found if it for name in names if (Path(it) / name).exists()
-    ]
-    return {
-        "path": ":".join(filter(None, found)),
-        "origin": "the loader, $LD_LIBRARY_PATH",
-        "has": has,
-    }
+    folders = [*filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))]
+    has = _having(names, *map(Path, folders))
+    return {"path": ":".join(folders), "origin": "the loader, $LD_LIBRARY_PATH", "has": has}
+
+
+def _having(names: tuple[str, ...], *folders: Path) -> list[str]:
+    """Return the paths below these folders that exist."""
+    paths = [folder / name for folder in folders for name in names]
+    return [str(path) for path in paths if path.exists()]
 
 
 def _reason(error: Exception) -> str:
@@ -244,7 +239,7 @@ def _reason(error: Exception) -> str:
     return text if ours and text else f"{type(error).__name__}: {text}"
 
 
-def _look_at_cuda(note: Callable[..., None], device_id: int) -> CudaDevice | None:
+def _look_at_cuda(note: Note, device_id: int) -> CudaDevice | None:
     """Report the CUDA devices; return the device with `device_id`, or None if it cannot open."""
     note(step="opening CUDA's library", cuda={"driver": driver_version()})
     try:
@@ -255,28 +250,21 @@ def _look_at_cuda(note: Callable[..., None], device_id: int) -> CudaDevice | Non
         )
         count = library.device_count()
         note(cuda={"missing": list(library.missing), "num_devices": count})
-        note(cuda={"devices": [_of_cuda_device(note, library, it) for it in range(count)]})
+        note(cuda={"devices": [_of_cuda_device(note, library, number) for number in range(count)]})
         note(step=f"opening CUDA device {device_id}")
         return CudaDevice(device_id, library)
     except (LLMException, NativeError) as error:
-        note(cuda={"why_not": str(error.args[0]) if error.args else type(error).__name__})
+        note(cuda={"why_not": _reason(error)})
     return None
 
 
-def _of_cuda_device(
-    note: Callable[..., None], library: CudaLibrary, device_id: int
-) -> dict[str, object]:
+def _of_cuda_device(note: Note, library: CudaLibrary, device_id: int) -> dict[str, object]:
     note(step=f"opening CUDA device {device_id}")
     try:
-        device = CudaDevice(device_id, library)
-    except LLMException as error:
-        return {"id": device_id, "why_not": str(error.args[0])}
-    try:
-        return device.describe()
+        with closing(CudaDevice(device_id, library)) as device:
+            return device.describe()
     except (LLMException, NativeError) as error:
-        return {"id": device_id, "why_not": str(error.args[0])}
-    finally:
-        device.close()
+        return {"id": device_id, "why_not": _reason(error)}
 
 
 if __name__ == "__main__":

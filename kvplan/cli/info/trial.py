@@ -1,20 +1,18 @@
-"""The ways in which bytes can move on this machine, and trials with scattered blocks."""
+"""Trial copies of scattered blocks, in each way that bytes can move on this machine."""
 
 from __future__ import annotations
 
-import itertools
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from kvnative._backend import NativeError
 from kvnative._host import Arena
-from kvplan.device.ascend import AscendDevice
 from kvplan.device.cuda import CudaDevice
 from kvplan.execution.transfers import Transfers
 from kvplan.planning import planner
@@ -26,134 +24,35 @@ from kvplan.types import BlocksCacheKey, CacheDesc, DataType, LlmRole
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from kvplan.device.ascend import Product
     from kvplan.device.device import Device
     from kvplan.device.memory import DeviceMemory
-    from kvplan.transport.choice import TransportOptions
     from kvplan.transport.ucx.link import UcxLink
     from kvplan.transport.ucx.transport import UcxTransport
 
     Tensors = NDArray[np.uint8] | list[NDArray[np.uint8]]
 
-How = Literal["direct", "staged", "refused"]
-KINDS = get_args(Kind)
-
 
 class Way(NamedTuple):
-    """A way between memory of this process and memory of a peer, in both directions.
+    """A way between caches of one process, in both directions.
 
     Attributes:
-        local: kind of memory of this process.
-        remote: kind of memory of the peer; within a process, of the other side.
-        how: "direct": one batch from source to destination; "staged": through other memory, which
-            `note` names; "refused".
-        note: the means; if refused, the alternative.
+        local, remote: kinds of memory.
+        note: the means.
     """
 
     local: Kind
     remote: Kind
-    how: How
     note: str
 
 
 def ways_within(device: Device | None) -> list[Way]:
     """Return the ways between caches of one process."""
-    ways = [Way("host", "host", "direct", "plain copies, on a pool of threads")]
+    ways = [Way("host", "host", "plain copies, on a pool of threads")]
     if device is not None:
         copies = "copies of CUDA" if isinstance(device, CudaDevice) else "batch copies of ACL"
-        ways += [
-            Way("host", "device", "direct", copies),
-            Way("device", "device", "direct", "asynchronous copies on several streams, one device"),
-        ]
+        ways.append(Way("host", "device", copies))
+        ways.append(Way("device", "device", "asynchronous copies on several streams, one device"))
     return ways
-
-
-def ways_between(
-    transport: str,
-    reaches: frozenset[Kind],
-    device: Device | None,
-    options: TransportOptions,
-) -> list[Way]:
-    """Return the ways over a link of a transport that works here."""
-    kinds = KINDS if device is not None else ("host",)
-    return [
-        Way(local, remote, *_how(transport, local, remote, reaches, device, options))
-        for local, remote in itertools.product(kinds, kinds)
-    ]
-
-
-def _how(
-    transport: str,
-    local: Kind,
-    remote: Kind,
-    reaches: frozenset[Kind],
-    device: Device | None,
-    options: TransportOptions,
-) -> tuple[How, str]:
-    match transport:
-        case "hccl" if remote in reaches:
-            return _over_hccl(local, remote, device, options)
-        case "hccl":
-            return "refused", (
-                f"HCCL takes no {remote} memory on this product: let the peer have that cache in "
-                "device memory, or on one host link with kvplan.transport=local"
-            )
-        case "local" if remote not in reaches:
-            return "refused", "peers on this host reach no device memory: link over hccl"
-        case "local" if remote == "device":
-            return "direct", (
-                "allocations are mapped once a link, and this side's device copies; of another GPU "
-                "where there is peer access"
-            )
-        case "local" if local == "host":
-            return "direct", (
-                "allocated caches are mapped and copied, registered ones go by "
-                "process_vm_readv/writev"
-            )
-        case "local":
-            return "direct", (
-                "caches that the peer's engine has allocated, by copies from pageable memory; not "
-                "what it has registered: copy that to a HOST cache"
-            )
-        case "tcp" if "device" in (local, remote):
-            return "staged", "over sockets, through buffers of the connection"
-        case "tcp":
-            return "direct", "from and to the blocks themselves, over sockets"
-        case "ucx" if {local, remote} <= reaches:
-            return "direct", "a get or put for each descriptor"
-        case "ucx":
-            return "refused", (
-                "UCX takes host memory alone: copy it to a HOST cache, or link over hccl"
-            )
-        case _ if {local, remote} <= reaches:
-            return "direct", ""
-    return "refused", f"it reaches {' and '.join(sorted(reaches))} memory"
-
-
-def _over_hccl(
-    local: Kind, remote: Kind, device: Device | None, options: TransportOptions
-) -> tuple[How, str]:
-    product = device.product if isinstance(device, AscendDevice) else None
-    takes = product.registers if product is not None else frozenset()
-    if local in takes:
-        note = "by HCCL; staged where local memory is not registered"
-        return "direct", note + _over_hccs(local, remote, product)
-    if options.staging_nbytes:
-        return "staged", "by HCCL, through device memory on this side, pipelined"
-    return "refused", "HCCL does not take it as it is, and there is no staging memory"
-
-
-def _over_hccs(local: Kind, remote: Kind, product: Product | None) -> str:
-    """What is otherwise over HCCS, as the end of a note."""
-    if product is None:
-        return ""
-    if remote not in product.remote_kinds(is_hccs=True):
-        how = "refused"
-    elif local not in product.local_kinds(is_hccs=True):
-        how = "staged"
-    else:
-        return ""
-    return f". Over HCCS, between devices of one host or super pod: {how}"
 
 
 _DESC: Final = CacheDesc(num_tensors=2, shape=(8, 32 << 10), data_type=DataType.DT_UINT8)

@@ -60,32 +60,35 @@ def look_at_transport(note: Callable[..., None], ours: UcxTransport, theirs: Ucx
 
 def _places() -> list[dict[str, object]]:
     return [
-        {"path": it.path, "origin": it.source, "has": [str(it.library)] if it.library else []}
-        for it in places()
+        {
+            "path": place.path,
+            "origin": place.source,
+            "has": [str(place.library)] if place.library else [],
+        }
+        for place in places()
     ]
 
 
 def _environment() -> dict[str, str]:
     """Return the environment variables of UCX, and the one that selects its library."""
-    names = (it for it in sorted(os.environ) if it.startswith("UCX_") or it == OVERRIDE)
-    return {it: os.environ[it] for it in names}
+    return {
+        name: os.environ[name]
+        for name in sorted(os.environ)
+        if name.startswith("UCX_") or name == OVERRIDE
+    }
 
 
 def _modules(library: str) -> list[str]:
     """Return the modules of the library, such as "ib" (verbs); shared memory is built in."""
     files = Path(library).resolve().parent.glob("ucx/libuct_*.so")
-    return sorted(it.stem.removeprefix("libuct_") for it in files)
+    return sorted(file.stem.removeprefix("libuct_") for file in files)
 
 
 def _missing_for_rdma(library: str) -> list[str]:
     """Return all reasons; `why_no_rdma` returns only the first."""
     host = why_no_rdma(_ANY_LIBRARY)
     verbs = (
-        ""
-        if "ib" in _modules(library)
-        else (
-            "the library is built without verbs, as the wheel is: for RDMA install the system's "
-            "UCX, or that of MLNX_OFED"
-        )
+        "the library is built without verbs, as the wheel is: for RDMA install the system's UCX, "
+        "or that of MLNX_OFED"
     )
-    return [it for it in (host, verbs) if it]
+    return [*filter(None, [host]), *([] if "ib" in _modules(library) else [verbs])]

@@ -112,59 +112,6 @@ def _time(executor: Executor, descriptors: Descriptors) -> float:
     return took
 
 
-class Figure(NamedTuple):
-    """Times of scattered blocks and of one contiguous copy of as many bytes, in the same run.
-
-    Attributes:
-        direction: Direction of the copies.
-        block_nbytes: Size of a block.
-        blocks: Number of blocks.
-        seconds: Time of the scattered copy.
-        contiguous_seconds: Time of one copy by the driver.
-    """
-
-    direction: CopyDirection
-    block_nbytes: int
-    blocks: int
-    seconds: float
-    contiguous_seconds: float
-
-    @property
-    def share(self) -> float:
-        """The share of the bandwidth of the contiguous copy."""
-        return self.contiguous_seconds / self.seconds
-
-
-def figures(device: Device, blocks: int = _MAX_COUNT) -> list[Figure]:
-    """Measure copies of 4, 32 and 256 KiB on the device, 32 KiB both ways, and one block.
-
-    This needs two spans of `blocks` x 256 KiB on the device, and an eighth of that as pinned
-    memory.
-
-    Raises:
-        NativeError: The device is closed.
-        LLMException: An error of the device.
-    """
-    asked: list[tuple[CopyDirection, int, int]] = [
-        ("device_to_device", 4 << 10, blocks),
-        ("device_to_device", 32 << 10, blocks),
-        ("device_to_device", 256 << 10, blocks),
-        ("host_to_device", 32 << 10, blocks),
-        ("device_to_host", 32 << 10, blocks),
-        ("device_to_device", 4 << 10, 1),
-    ]
-    return [
-        Figure(
-            direction,
-            nbytes,
-            count,
-            time_copies(device, direction, None, nbytes, span_nbytes=nbytes * count),
-            time_copies(device, direction, "single", nbytes * count, span_nbytes=nbytes * count),
-        )
-        for direction, nbytes, count in asked
-    ]
-
-
 def calibrate(timer: Timer) -> Found:
     """Compare the ways in all directions and for all sizes, by the times of `timer`."""
     seconds = {

@@ -24,9 +24,9 @@ from kvnative.ascend_files import driver_folder
 from kvplan.device.ascend import A2, A3
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import Log
-from kvplan.transport.base import link_failed
-from kvplan.transport.metadata import Record, read, resolved
-from kvplan.validation import shown
+from kvplan.transport.link import link_failed
+from kvplan.transport.metadata import Record, read
+from kvplan.validation import resolved, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,9 +16,9 @@ from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
-from kvplan.transport.base import link_failed
 from kvplan.transport.hccl.device import MAX_LINKS
 from kvplan.transport.hccl.metadata import Metadata
+from kvplan.transport.link import link_failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,14 +60,6 @@ class Connections:
 
     A connection that is not used here any more is closed when the peer does not use it either:
     while one end transfers over it, the other must hold it.
-
-    Args:
-        hccl: The device of this process.
-        peer: The metadata of the peer.
-        table: The rank table of both.
-        session: Names the link at both ends.
-        own_metadata: Returns the metadata that tells the peer what is bound.
-        is_hccs: True if HCCL uses HCCS to the peer.
     """
 
     def __init__(
@@ -353,16 +345,7 @@ def _advice(
     is_hccs: bool,
     num_open: int,
 ) -> str:
-    """Return what to check after HCCL's result `code` while connecting; "": nothing is known.
-
-    Args:
-        code: The result.
-        library: HCCL.
-        device_id: The logical number of the device of this process.
-        address: The address of that device, as in the rank table.
-        is_hccs: True if HCCS connects the devices, and not RDMA.
-        num_open: The number of other connections of the transport.
-    """
+    """Return what to check after HCCL's result `code` while connecting; "": nothing is known."""
     if code in (_RUNTIME, _DRV, _NETWORK):
         return f"; {_of_memory(library, device_id)}"
     if code == _UNAVAIL:

@@ -18,9 +18,9 @@ from kvplan.device.device import Device, device_error
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
-from kvplan.transport.base import link_failed
 from kvplan.transport.hccl.metadata import MAX_SLOTS, WORD_NBYTES, GenerationTableRef
 from kvplan.transport.hccl.regions import Regions
+from kvplan.transport.link import link_failed
 from kvplan.transport.registrations import MAX_LEASES, Slots
 
 if TYPE_CHECKING:
@@ -123,17 +123,7 @@ class GenerationTable:
 
 
 class HcclDevice:
-    """The device of this process in HCCL. Any thread may call its methods.
-
-    Args:
-        library: HCCL.
-        device: The device.
-        product: Of the device.
-        generations: The generation table.
-        staging: Stages local memory that HCCL does not transfer; None: such memory is refused.
-        background: Closes connections.
-        traffic_class, service_level: For RDMA; None: the system's.
-    """
+    """The device of this process in HCCL. Any thread may call its methods."""
 
     def __init__(
         self,
@@ -150,9 +140,9 @@ class HcclDevice:
         self.device = device
         self.product = product
         self.generations = generations
-        self.staging = staging
+        self.staging = staging  # None: local memory that HCCL does not transfer is refused
         self.background = background
-        self.regions = Regions(self._make_region)
+        self.regions = Regions(self._make_region, self._forget)
         self._traffic_class = traffic_class
         self._service_level = service_level
         address, nbytes = whole_pages(device, generations.ref.address, generations.nbytes)

@@ -10,14 +10,12 @@ import numpy as np
 from kvnative._hccl import MAX_GUARDS, Guards
 from kvplan.device.memory import check_device_of_link
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.base import BaseLink, BasePeerMemory, columns, lease_words
 from kvplan.transport.hccl.metadata import WORD_NBYTES, Metadata, Range
+from kvplan.transport.link import Located, PeerMemory, TransportLink, columns, lease_words
 from kvplan.transport.metadata import tag_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
     from kvnative._backend import Backend, ThreadPool
     from kvplan.execution.memory import Direction, TensorMemory
@@ -26,30 +24,21 @@ if TYPE_CHECKING:
     from kvplan.transport.hccl.device import HcclDevice
     from kvplan.transport.protocol import Renewable
 
-    Column = NDArray[np.uint64]
     # Of the local side: the kind of its memory, and whether it is staged.
     Way = tuple[Literal["device", "host"], bool]
 
 _TRIES = 3  # memory that is registered during a renewal needs another one
 
 
-class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
+class HcclPeerMemory(PeerMemory):
     """Tensors in a peer."""
 
-    def __init__(
-        self,
-        link: HcclLink,
-        addresses: Column,
-        nbytes: Column,
-        ranges: Sequence[Range],
-        newest: int,
-        *,
-        writable: bool,
-    ) -> None:
-        on_device = ranges[0].on_device
-        super().__init__(link, addresses, nbytes, ranges, writable=writable, on_device=on_device)
-        self._newest = newest  # the highest number of the peer's regions that hold the tensors
-        self._guards = link.guards(ranges)
+    _link: HcclLink
+
+    def __init__(self, link: HcclLink, located: Located) -> None:
+        super().__init__(link, located, on_device=located.ranges[0].on_device)
+        self._newest = _newest_region(located)
+        self._guards = link.guards(located.ranges)
         self._leases: Sequence[str] = ()  # names for the last guards
         # A connection that was used is held: a transfer over it may be in flight.
         self._backends: dict[tuple[Connection, Direction, Way], Backend] = {}
@@ -137,7 +126,7 @@ class HcclPeerMemory(BasePeerMemory["HcclLink", Range]):
         return newest
 
 
-class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
+class HcclLink(TransportLink):
     """The link that `HcclTransport.connect` makes.
 
     It has no `death_fd`, since the peer may be on another host.
@@ -163,16 +152,8 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
         """True if it, or the transport, was closed."""
         return self._connections.closed
 
-    def _memory(
-        self,
-        starts: Column,
-        sizes: Column,
-        ranges: Sequence[Range],
-        held_by: NDArray[np.intp],
-        known: Sequence[Metadata],
-        *,
-        writable: bool,
-    ) -> HcclPeerMemory:
+    def _memory(self, located: Located) -> HcclPeerMemory:
+        ranges: Sequence[Range] = located.ranges
         if len({found.on_device for found in ranges}) > 1:
             raise invalid(
                 f"tensors of {self.peer} are in its device's memory and its host's: a transfer has "
@@ -186,8 +167,7 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
                 "device, set HCCL_INTRA_ROCE_ENABLE=1 at both ends, or link over transport local",
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
-        newest = _newest_region(ranges, starts, sizes, held_by)
-        return HcclPeerMemory(self, starts, sizes, ranges, newest, writable=writable)
+        return HcclPeerMemory(self, located)
 
     def guards(self, ranges: Sequence[Range], leases: Sequence[LeaseWord] = ()) -> Guards:
         """Return what transfers must find in the peer's generation table after their bytes."""
@@ -230,20 +210,20 @@ class HcclLink(BaseLink[Metadata, Range, HcclPeerMemory]):
         self._connections.close(why)
 
 
-def _newest_region(
-    ranges: Sequence[Range], starts: Column, sizes: Column, held_by: NDArray[np.intp]
-) -> int:
+def _newest_region(located: Located) -> int:
     """Return the highest number of the regions that hold the tensors, each in one region."""
     newest = 0
-    for k, found in enumerate(ranges):
+    found: Range
+    for k, found in enumerate(located.ranges):
         if len(found.regions) == 1:
             newest = max(newest, found.regions[0].number)
             continue
-        for i in np.flatnonzero(held_by == k).tolist():
-            region = found.region_of(int(starts[i]), int(sizes[i]))
+        for i in np.flatnonzero(located.held_by == k).tolist():
+            start, size = int(located.starts[i]), int(located.sizes[i])
+            region = found.region_of(start, size)
             if region is None:
                 raise LLMException(
-                    f"tensor {i} at address {int(starts[i]):#x}, nbytes {sizes[i]}, lies in memory "
+                    f"tensor {i} at address {start:#x}, nbytes {size}, lies in memory "
                     "that its peer registered in parts, first one and then more around it; HCCL "
                     "reaches one part at a time: register the whole first",
                     status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,

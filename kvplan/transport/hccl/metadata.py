@@ -11,15 +11,14 @@ from kvplan.transport.hccl.addresses import DeviceAddress
 from kvplan.transport.metadata import (
     Address,
     Extent,
-    Instance,
+    InstanceMetadata,
     Name,
     Number,
-    PeerMetadata,
     Record,
     check_printable,
     check_slots,
-    resolved,
 )
+from kvplan.validation import resolved
 
 MAX_SLOTS: Final = 1 << 24
 WORD_NBYTES: Final = 8
@@ -80,11 +79,10 @@ class Range(metadata.Range, frozen=True):
 
 
 @resolved
-class Metadata(PeerMetadata, frozen=True, tag="kvplan.hccl 3"):
+class Metadata(InstanceMetadata, frozen=True, tag="kvplan.hccl 3"):
     """Everything that a peer needs to reach the device of this process.
 
     Attributes:
-        instance: 32 hexadecimal digits, unique to this transport.
         product: Of the device, such as "A2".
         device: The address of the device.
         generations: The generation table.
@@ -93,7 +91,6 @@ class Metadata(PeerMetadata, frozen=True, tag="kvplan.hccl 3"):
         ranges: The registered memory.
     """
 
-    instance: Instance
     product: Name
     device: DeviceAddress
     generations: GenerationTableRef
@@ -113,11 +110,6 @@ class Metadata(PeerMetadata, frozen=True, tag="kvplan.hccl 3"):
 
     def __str__(self) -> str:
         return f"device {self.device.device_id} of host {self.device.server_id}"
-
-    @property
-    def owner(self) -> str:
-        """See `PeerMetadata.owner`."""
-        return f"instance {self.instance}"
 
     def is_of_owner(self, other: Metadata) -> bool:
         """See `PeerMetadata.is_of_owner`."""

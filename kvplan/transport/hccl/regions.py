@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
@@ -46,9 +47,19 @@ class HeldRegion:
         ref: The region as peers learn of it.
         on_device: True if the memory is on the device.
         is_kept: True if something keeps the memory in place while HCCL knows it.
+        is_closed: True once `close` has returned or failed.
     """
 
-    __slots__ = ("is_kept", "native", "on_device", "pinned", "ref", "users")
+    __slots__ = (
+        "__weakref__",
+        "is_closed",
+        "is_kept",
+        "native",
+        "on_device",
+        "pinned",
+        "ref",
+        "users",
+    )
 
     def __init__(
         self,
@@ -65,6 +76,7 @@ class HeldRegion:
         self.on_device = on_device
         self.is_kept = is_kept
         self.users = 0
+        self.is_closed = False
 
     @property
     def end(self) -> int:
@@ -73,7 +85,10 @@ class HeldRegion:
 
     def close(self) -> None:
         """Let HCCL forget the region, which is not bound to any connection."""
-        self.native.close()
+        try:
+            self.native.close()
+        finally:
+            self.is_closed = True
         self.pinned = ()
 
 
@@ -82,13 +97,16 @@ class Regions:
 
     Args:
         make: Registers memory with HCCL; if it raises, nothing has changed.
+        forget: Closes a region that is not used any more, also if another thread does so now.
     """
 
-    def __init__(self, make: MakeRegion) -> None:
+    def __init__(self, make: MakeRegion, forget: Callable[[HeldRegion], None]) -> None:
         self._make = make
+        self._forget = forget
         # Re-entrant: letting go of memory may run finalizers, which may deregister more.
         self.mutex = Mutex()
         self._regions: list[HeldRegion] = []  # disjoint, by address
+        self._leaving: WeakSet[HeldRegion] = WeakSet()  # not used any more; HCCL may know them
         self._newest = 0
         self.changes = 0  # counts changes of the list
         self._columns: tuple[Column, Column, Column] | None = None
@@ -120,38 +138,57 @@ class Regions:
         of the allocation, is known, all of it becomes one region, unless a part is in another
         already.
         """
-        with self.mutex:
-            start, end = address, address + nbytes
-            if whole is not None and not self._between(whole[0], whole[0] + whole[1]):
-                start, end = whole[0], whole[0] + whole[1]
-            made: list[HeldRegion] = []
-            try:
-                for gap_start, gap_end in self._gaps(start, end):
-                    size = gap_end - gap_start
-                    native, pinned = self._make(gap_start, size, on_device=on_device, owner=owner)
-                    named = RegionRef(gap_start, size, self._newest + 1)
-                    self._newest += 1
-                    is_kept = owner is not None
-                    made.append(
-                        HeldRegion(native, pinned, named, on_device=on_device, is_kept=is_kept)
-                    )
-            except BaseException:
-                for region in made:
-                    region.close()
-                raise
-            if made:
-                self._regions = sorted(
-                    (*self._regions, *made), key=lambda region: region.ref.address
-                )
-                self._columns = None
-                self.changes += 1
-            found = tuple(self._between(address, address + nbytes))
-            for region in found:
-                region.users += 1
-            return found
+        start, end = address, address + nbytes
+        if whole is not None:
+            start, end = min(start, whole[0]), max(end, whole[0] + whole[1])
+        while True:
+            with self.mutex:
+                leaving = [
+                    region
+                    for region in self._leaving
+                    if not region.is_closed and region.ref.address < end and start < region.end
+                ]
+                if not leaving:
+                    return self._cover(address, nbytes, whole, on_device=on_device, owner=owner)
+            for region in leaving:  # HCCL refuses new regions that overlap them
+                self._forget(region)
+
+    def _cover(
+        self,
+        address: int,
+        nbytes: int,
+        whole: tuple[int, int] | None,
+        *,
+        on_device: bool,
+        owner: object,
+    ) -> tuple[HeldRegion, ...]:
+        start, end = address, address + nbytes
+        if whole is not None and not self._between(whole[0], whole[0] + whole[1]):
+            start, end = whole[0], whole[0] + whole[1]
+        made: list[HeldRegion] = []
+        try:
+            for gap_start, gap_end in self._gaps(start, end):
+                size = gap_end - gap_start
+                native, pinned = self._make(gap_start, size, on_device=on_device, owner=owner)
+                named = RegionRef(gap_start, size, self._newest + 1)
+                self._newest += 1
+                is_kept = owner is not None
+                made.append(HeldRegion(native, pinned, named, on_device=on_device, is_kept=is_kept))
+        except BaseException:
+            for region in made:
+                region.close()
+            raise
+        if made:
+            self._regions = sorted((*self._regions, *made), key=lambda region: region.ref.address)
+            self._columns = None
+            self.changes += 1
+        found = tuple(self._between(address, address + nbytes))
+        for region in found:
+            region.users += 1
+        return found
 
     def release(self, held: Sequence[HeldRegion], forget: Callable[[HeldRegion], None]) -> None:
-        """Let go of regions; call `forget` for each that is not used any more."""
+        """Let go of regions; call `forget`, which may do so later, for each that becomes unused."""
         unused = []
         with self.mutex:
             for region in held:
@@ -161,6 +198,7 @@ class Regions:
                     self._regions = [other for other in self._regions if other is not region]
                     self._columns = None
                     self.changes += 1
+                    self._leaving.add(region)
                     unused.append(region)
         for region in unused:
             forget(region)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from typing import TYPE_CHECKING
 
 from kvnative._backend import NativeError
 from kvnative._hccl import HcclLibrary, Staging
-from kvnative._signals import Mutex
 from kvplan.device.device import device_error
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.logs import Log
-from kvplan.transport.base import BaseTransport, link_failed
 from kvplan.transport.hccl.addresses import (
     check_environment,
     device_address,
@@ -24,16 +21,17 @@ from kvplan.transport.hccl.connections import Connections
 from kvplan.transport.hccl.device import BackgroundWorker, GenerationTable, HcclDevice
 from kvplan.transport.hccl.link import HcclLink
 from kvplan.transport.hccl.metadata import Metadata
-from kvplan.transport.hccl.registrations import HcclRegistration, HcclRegistrations
+from kvplan.transport.hccl.registrations import HcclRegistrations
+from kvplan.transport.link import link_failed
 from kvplan.transport.metadata import tag_of
+from kvplan.transport.transport import Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from kvplan.device.ascend import AscendDevice, Product
-    from kvplan.transport import protocol
-    from kvplan.transport.hccl.metadata import Range
-    from kvplan.transport.protocol import Kind, Registrable
+    from kvplan.transport.protocol import Kind, Streams
+    from kvplan.transport.registrations import AnyRegistration
 
 _LOG = Log("kvplan")
 _CLOSING_S = 2.0  # to close connections that are not used any more
@@ -41,10 +39,15 @@ _CLOSING_S = 2.0  # to close connections that are not used any more
 _BUFFERS, _BUFFER_SETS = 4, 2
 
 
-class HcclTransport(BaseTransport[HcclRegistration]):
+class HcclTransport(Transport):
     """The memory that this process offers over HCCL, and its links to peers on other devices.
 
     Close it before the device, and before the memory is freed. A forked child cannot use it.
+
+    Memory may be registered several times, and so may a part of registered memory. Memory that lies
+    partly in other registrations is known to HCCL in parts, and no tensor may cross their borders.
+    `deregister` does not wait for a peer's `put` that is in flight, which may still write to the
+    memory, or fail: agree on the end of transfers first.
 
     Attributes:
         reaches: Device memory, and host memory on products whose HCCL transfers it.
@@ -85,7 +88,6 @@ class HcclTransport(BaseTransport[HcclRegistration]):
         self._instance = secrets.token_hex(16)
         self.reaches: frozenset[Kind] = self._product.registers
         self.maps_host = "host" in self.reaches and not device.notes_pins
-        self._mutex = Mutex()  # re-entrant: a signal handler may end a lease
         self._links: set[Connections] = set()
         self._background = BackgroundWorker(f"kvplan-hccl-{device.id}")
         try:
@@ -123,39 +125,13 @@ class HcclTransport(BaseTransport[HcclRegistration]):
                 raise device_error(error, f"HCCL on device {device.id}") from error
             raise
 
-    def register(
-        self, memory: Registrable, *, writable: bool = True, keep: object = None
-    ) -> HcclRegistration:
-        """See `Transport.register`; memory of the host if the product allows it.
-
-        Memory may be registered several times, and so may a part of registered memory. Memory that
-        lies partly in other registrations is known to HCCL in parts, and no tensor may cross their
-        borders.
-        """
-        return super().register(memory, writable=writable, keep=keep)
-
-    def deregister(self, registration: protocol.Registration) -> None:
-        """End a registration: no peer reports a success for it any more. The memory may be freed.
-
-        A peer's `put` that is in flight may still write to the memory, or fail. Agree on the end of
-        transfers first. A second call does nothing.
-        """
-        super().deregister(registration)
-
-    def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
-        """See `Transport.metadata`."""
-        self._check_open()
-        return self._metadata(
-            tuple(registration.range for registration in self._registrations.select(registrations))
-        ).to_bytes()
-
     def connect(
         self,
         metadata: bytes,
         *,
         timeout_ms: float,
         session: bytes = b"",
-        streams: protocol.Streams | None = None,
+        streams: Streams | None = None,
     ) -> HcclLink:
         """See `Transport.connect`; `streams` is not used.
 
@@ -180,17 +156,9 @@ class HcclTransport(BaseTransport[HcclRegistration]):
             raise
         return HcclLink(self._hccl, peer, connections)
 
-    def close(self) -> None:
-        """Close the links, deregister everything, free the generation table; idempotent.
-
-        Connections with transfers in flight are closed after those, and the device after them.
-        """
-        if os.getpid() != self._pid:
-            return
+    def _close(self) -> None:
+        # Connections with transfers in flight are closed after those, and the device after them.
         with self._mutex:
-            if self._closed:
-                return
-            self._closed = True
             links, self._links = list(self._links), set()
         for connections in links:
             connections.close(link_failed("the transport is closed"))
@@ -208,7 +176,8 @@ class HcclTransport(BaseTransport[HcclRegistration]):
         with self._mutex:
             return tuple(self._links)
 
-    def _metadata(self, ranges: tuple[Range, ...] = ()) -> Metadata:
+    def _metadata(self, registrations: Sequence[AnyRegistration] = ()) -> Metadata:
+        ranges = tuple(registration.range for registration in registrations)
         newest = self._hccl.regions.newest
         return Metadata(
             self._instance, self._product.name, self._address, self._generations.ref, newest, ranges

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from kvnative._process import Peer
 from kvplan.system.limits import reason_of
-from kvplan.transport.base import link_failed
+from kvplan.transport.link import link_failed
 from kvplan.transport.metadata import Record, Uint64
 
 

@@ -15,7 +15,14 @@ from kvnative._writers import Writer
 from kvplan.device.memory import check_device_of_link
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.limits import reason_of
-from kvplan.transport.base import BaseLink, BasePeerMemory, check_process, link_failed, no_leases
+from kvplan.transport.link import (
+    Located,
+    PeerMemory,
+    TransportLink,
+    check_process,
+    link_failed,
+    no_leases,
+)
 from kvplan.transport.local.descriptors import ask, can_ask, token_of
 from kvplan.transport.local.identity import advice, hold
 from kvplan.transport.local.memory import (
@@ -44,31 +51,23 @@ if TYPE_CHECKING:
     Column = NDArray[np.uint64]
 
 
-class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
+class LocalPeerMemory(PeerMemory):
     """Tensors in a peer, either mapped here or at the peer's own addresses."""
+
+    _link: LocalLink
 
     def __init__(
         self,
         link: LocalLink,
-        addresses: Column,
-        nbytes: Column,
-        ranges: Sequence[Range],
+        located: Located,
         words: bytes,
         held: Sequence[object],
         writer: Writer | None,
         *,
-        writable: bool,
         on_device: bool = False,
     ) -> None:
-        super().__init__(
-            link,
-            addresses,
-            nbytes,
-            ranges,
-            writable=writable,
-            in_process=bool(held) or link.is_to_self,
-            on_device=on_device,
-        )
+        is_here = bool(held) or link.is_to_self
+        super().__init__(link, located, in_process=is_here, on_device=on_device)
         self._words = words  # of the ranges, then of the leases
         self._leases: Sequence[BlockLease] = ()
         # Keeps what the addresses point into mapped; empty for the peer's own addresses.
@@ -137,10 +136,11 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
         copy._backends = {}
         return copy
 
-    def check(self) -> None:
+    def check(self, tensors: range | None = None) -> None:
         """Check the peer, its ranges and the leases, before and after a transfer.
 
-        Only if both checks pass has the transfer moved the right bytes.
+        Only if both checks pass has the transfer moved the right bytes. All ranges are checked for
+        any part, as this takes no system call.
         """
         link = self._link
         try:
@@ -150,10 +150,6 @@ class LocalPeerMemory(BasePeerMemory["LocalLink", Range]):
             pass
         held: list[Range | BlockLease] = [*self._ranges, *self._leases]
         link.check_ranges(held, self._words)  # says what is wrong
-
-    def check_tensors(self, tensors: range) -> None:
-        """Check all ranges, whatever the part: it takes no system call."""
-        self.check()
 
 
 class LocalDeviceMemory(LocalPeerMemory):
@@ -198,7 +194,7 @@ class LocalDeviceMemory(LocalPeerMemory):
         """None: a plain copy does not reach the memory."""
 
 
-class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
+class LocalLink(TransportLink):
     """The link that `LocalTransport.connect` makes.
 
     The peer's Python takes no part in anything here.
@@ -268,37 +264,24 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
 
     @property
     def death_fd(self) -> int | None:
-        """A pidfd, which polls readable once the peer has died; None: the link is closed.
-
-        It belongs to the link: stop polling it before `close`.
-        """
+        """See `TransportLink.death_fd`: a pidfd; None: the link is closed."""
         pidfd = self.process.pidfd
         return pidfd if pidfd >= 0 else None
 
-    def _memory(
-        self,
-        starts: Column,
-        sizes: Column,
-        ranges: Sequence[Range],
-        held_by: NDArray[np.intp],
-        known: Sequence[Metadata],
-        *,
-        writable: bool,
-    ) -> LocalPeerMemory:
+    def _memory(self, located: Located) -> LocalPeerMemory:
+        starts, ranges = located.starts, located.ranges
         words = words_of(ranges)
         self.check_ranges(ranges, words)
         on_device = any(found.allocation is not None for found in ranges)
         held, shifts = (self._mapped_for_device if on_device else self._mapped)(ranges)
         if held:
-            starts += shifts[held_by]  # uint64 wraps around, so a shift may be negative
+            starts += shifts[located.held_by]  # uint64 wraps around, so a shift may be negative
         else:
             self._probe()
-        is_announced = writable or any(found.announces_reads for found in ranges)
+        is_announced = located.writable or any(found.announces_reads for found in ranges)
         writer = self._writer_there() if is_announced else None
         kind = LocalDeviceMemory if on_device else LocalPeerMemory
-        return kind(
-            self, starts, sizes, ranges, words, held, writer, writable=writable, on_device=on_device
-        )
+        return kind(self, located, words, held, writer, on_device=on_device)
 
     def _check_peer(self) -> None:
         self._find_stale(b"")
@@ -361,7 +344,7 @@ class LocalLink(BaseLink[Metadata, Range, LocalPeerMemory]):
         )
 
     def close(self, why: LLMException | None = None) -> None:
-        """See `BaseLink.close`.
+        """See `TransportLink.close`.
 
         Memory that `LocalPeerMemory` objects use stays mapped until they end.
         """

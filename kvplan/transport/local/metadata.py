@@ -21,8 +21,8 @@ from kvplan.transport.metadata import (
     Uint64,
     check_inside,
     check_slots,
-    resolved,
 )
+from kvplan.validation import resolved
 
 MAX_SLOTS: Final = 2**24
 """The maximum size of a generation table: registrations and leases."""

@@ -8,16 +8,19 @@ from kvnative._backend import NativeError, striped
 from kvnative._tcp import tcp_backend
 from kvplan.device.memory import DeviceMemory
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.base import BaseLink, BasePeerMemory, columns, lease_words, link_failed
-from kvplan.transport.metadata import Range
+from kvplan.transport.link import (
+    Located,
+    PeerMemory,
+    TransportLink,
+    columns,
+    lease_words,
+    link_failed,
+)
 from kvplan.transport.registrations import transport_closed
 from kvplan.transport.tcp.metadata import Metadata
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._tcp import TcpNativeLink
@@ -25,24 +28,16 @@ if TYPE_CHECKING:
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease, LeaseWord
 
-    Column = NDArray[np.uint64]
-
 _STRIPE_NBYTES: Final = 1 << 20  # the least that another connection moves: 0.3 ms of its time
 
 
-class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
+class TcpPeerMemory(PeerMemory):
     """Tensors in a peer."""
 
-    def __init__(
-        self,
-        link: TcpLink,
-        addresses: Column,
-        nbytes: Column,
-        ranges: Sequence[Range],
-        *,
-        writable: bool,
-    ) -> None:
-        super().__init__(link, addresses, nbytes, ranges, writable=writable)
+    _link: TcpLink
+
+    def __init__(self, link: TcpLink, located: Located) -> None:
+        super().__init__(link, located)
         self._leases: Sequence[BlockLease] = ()
         self._words: Sequence[LeaseWord] = ()
         self._backends: dict[tuple[Direction, bool], Backend] = {}
@@ -95,7 +90,7 @@ class TcpPeerMemory(BasePeerMemory["TcpLink", Range]):
         )
 
 
-class TcpLink(BaseLink[Metadata, Range, TcpPeerMemory]):
+class TcpLink(TransportLink):
     """The link that `TcpTransport.connect` makes."""
 
     transport = "tcp"
@@ -116,17 +111,8 @@ class TcpLink(BaseLink[Metadata, Range, TcpPeerMemory]):
         """See `TransportLink.death_fd`."""
         return file if (file := self.native.death_fd) >= 0 else None
 
-    def _memory(
-        self,
-        starts: Column,
-        sizes: Column,
-        ranges: Sequence[Range],
-        held_by: NDArray[np.intp],
-        known: Sequence[Metadata],
-        *,
-        writable: bool,
-    ) -> TcpPeerMemory:
-        return TcpPeerMemory(self, starts, sizes, ranges, writable=writable)
+    def _memory(self, located: Located) -> TcpPeerMemory:
+        return TcpPeerMemory(self, located)
 
     def _check_peer(self) -> None:
         if (failure := self.native.failure) is not None:

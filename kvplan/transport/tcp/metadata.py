@@ -8,35 +8,27 @@ from msgspec import Meta
 
 from kvnative._backend import MAX_STRIPES
 from kvplan.transport.metadata import (
-    Instance,
-    Name,
-    PeerMetadata,
-    Pid,
+    ProcessMetadata,
     Range,
     check_printable,
     check_slots,
-    resolved,
 )
+from kvplan.validation import resolved
 
 MAX_CONNECTIONS: Final = MAX_STRIPES  # per link and direction of requests
 MAX_SLOTS: Final = 1 << 16  # registrations of one transport
 
 
 @resolved
-class Metadata(PeerMetadata, frozen=True, tag="kvplan.tcp 2"):
+class Metadata(ProcessMetadata, frozen=True, tag="kvplan.tcp 2"):
     """Everything that a peer needs to reach this process, besides connections to it.
 
     Attributes:
-        instance: 32 hexadecimal digits, unique to this transport.
-        host, pid: Name the process in messages.
         connections: The maximum per link and direction of requests.
         encrypt: True if this process demands that all data is encrypted.
         ranges: The registered memory.
     """
 
-    instance: Instance
-    host: Name
-    pid: Pid
     connections: Annotated[int, Meta(ge=1, le=MAX_CONNECTIONS)]
     encrypt: bool
     ranges: tuple[Range, ...] = ()
@@ -44,11 +36,3 @@ class Metadata(PeerMetadata, frozen=True, tag="kvplan.tcp 2"):
     def __post_init__(self) -> None:
         check_printable(host=self.host)
         check_slots(self.ranges, MAX_SLOTS)
-
-    def __str__(self) -> str:
-        return f"process {self.pid} of {self.host}"
-
-    @property
-    def owner(self) -> str:
-        """See `PeerMetadata.owner`."""
-        return f"instance {self.instance}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import time
@@ -10,29 +9,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvnative._backend import NativeError
-from kvnative._signals import Mutex
 from kvnative._tcp import TcpService, check_encryption
 from kvnative.cores import usable_cores
 from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.limits import reason_of
-from kvplan.transport.base import BaseTransport, link_failed
+from kvplan.transport.link import link_failed
 from kvplan.transport.tcp.link import TcpLink
 from kvplan.transport.tcp.metadata import MAX_CONNECTIONS, MAX_SLOTS, Metadata
-from kvplan.transport.tcp.registrations import TcpRegistration, TcpRegistrations
+from kvplan.transport.tcp.registrations import TcpRegistrations
+from kvplan.transport.transport import Transport
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from kvplan.device.device import Device
-    from kvplan.transport import protocol
     from kvplan.transport.protocol import Kind, Streams
+    from kvplan.transport.registrations import AnyRegistration
 
 _ALLOWED: Final = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
 
-class TcpTransport(BaseTransport[TcpRegistration]):
+class TcpTransport(Transport):
     """The memory that this process offers over TCP, and its links to peers.
 
     It opens no port: `connect` takes connections as `Streams`. An engine makes them through the
@@ -88,24 +87,8 @@ class TcpTransport(BaseTransport[TcpRegistration]):
         self._label = label
         self._instance = secrets.token_hex(16)
         self._host = socket.gethostname()[:64] or "localhost"
-        self._mutex = Mutex()  # re-entrant: a signal handler may close it
         self._service: TcpService | None = None  # None: there was no link yet
         self._connecting: set[Streams] = set()
-
-    def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
-        """See `Transport.metadata`.
-
-        Raises:
-            TypeError, LLMException: as `Transport.metadata`; LLM_FAILED: the transport is closed,
-                or a parent process's.
-        """
-        self._check_open()
-        ranges = tuple(
-            registration.range for registration in self._registrations.select(registrations)
-        )
-        return Metadata(
-            self._instance, self._host, self._pid, self._connections, self._encrypt, ranges
-        ).to_bytes()
 
     def num_streams(self, metadata: bytes) -> int:
         """See `Transport.num_streams`: two for each connection of the end with fewer.
@@ -170,17 +153,14 @@ class TcpTransport(BaseTransport[TcpRegistration]):
         way = f"{streams.way}, {plural(num_streams // 2, 'connection')}{encrypted}"
         return TcpLink(native, peer, way, self._device)
 
-    def close(self) -> None:
-        """Close the links, deregister everything, and end the threads; idempotent.
+    def _metadata(self, registrations: Sequence[AnyRegistration]) -> Metadata:
+        ranges = tuple(registration.range for registration in registrations)
+        return Metadata(
+            self._instance, self._host, self._pid, self._connections, self._encrypt, ranges
+        )
 
-        Does nothing in a forked child.
-        """
-        if os.getpid() != self._pid:
-            return
+    def _close(self) -> None:
         with self._mutex:
-            if self._closed:
-                return
-            self._closed = True
             connecting = tuple(self._connecting)
         for streams in connecting:
             streams.close()

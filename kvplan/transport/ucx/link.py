@@ -10,37 +10,33 @@ from kvnative._backend import NativeError
 from kvnative._ucx import ucx_backend, ucx_leased
 from kvplan.execution.task import status_code_of
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.base import BaseLink, BasePeerMemory, columns, lease_words, link_failed
+from kvplan.transport.link import (
+    Located,
+    PeerMemory,
+    TransportLink,
+    columns,
+    lease_words,
+    link_failed,
+)
 from kvplan.transport.ucx.metadata import Metadata, Range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
 
     from kvnative._backend import Backend, ThreadPool
     from kvnative._ucx import UcxEndpoint
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease
 
-    Column = NDArray[np.uint64]
 
-
-class UcxPeerMemory(BasePeerMemory["UcxLink", Range]):
+class UcxPeerMemory(PeerMemory):
     """Tensors in a peer."""
 
-    def __init__(
-        self,
-        link: UcxLink,
-        addresses: Column,
-        nbytes: Column,
-        ranges: Sequence[Range],
-        known: Sequence[Metadata],
-        *,
-        writable: bool,
-    ) -> None:
-        super().__init__(link, addresses, nbytes, ranges, writable=writable)
-        self._known = known  # metadata that names the ranges
+    _link: UcxLink
+
+    def __init__(self, link: UcxLink, located: Located) -> None:
+        super().__init__(link, located)
+        self._known: Sequence[Metadata] = located.known  # metadata that names the ranges
         self._unleased: UcxPeerMemory | None = None  # the same without leases; None: this has none
         self._leases: Sequence[tuple[int, int, str]] = ()  # slot, generation and name
         self._backends: dict[tuple[Direction, bool], Backend] = {}
@@ -84,7 +80,7 @@ class UcxPeerMemory(BasePeerMemory["UcxLink", Range]):
         return made
 
 
-class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
+class UcxLink(TransportLink):
     """The link that `UcxTransport.connect` makes.
 
     Attributes:
@@ -108,10 +104,7 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
 
     @property
     def death_fd(self) -> int | None:
-        """A descriptor that polls readable once UCX has lost the peer, if UCX watches it.
-
-        It belongs to the link: stop polling it before `close`.
-        """
+        """See `TransportLink.death_fd`: once UCX has lost the peer, if UCX watches it."""
         return None if self._endpoint is None else self._endpoint.death_fd
 
     def backend(
@@ -142,17 +135,8 @@ class UcxLink(BaseLink[Metadata, Range, UcxPeerMemory]):
             local="cuda" if on_device else "host",
         )
 
-    def _memory(
-        self,
-        starts: Column,
-        sizes: Column,
-        ranges: Sequence[Range],
-        held_by: NDArray[np.intp],
-        known: Sequence[Metadata],
-        *,
-        writable: bool,
-    ) -> UcxPeerMemory:
-        return UcxPeerMemory(self, starts, sizes, ranges, known, writable=writable)
+    def _memory(self, located: Located) -> UcxPeerMemory:
+        return UcxPeerMemory(self, located)
 
     def _check_peer(self) -> None:
         if (endpoint := self._endpoint) is not None and (failure := endpoint.failure) is not None:

@@ -9,16 +9,13 @@ from msgspec import Meta
 from kvplan.transport import metadata
 from kvplan.transport.metadata import (
     Extent,
-    Instance,
-    Name,
     Number,
-    PeerMetadata,
-    Pid,
+    ProcessMetadata,
     check_inside,
     check_printable,
     check_slots,
-    resolved,
 )
+from kvplan.validation import resolved
 
 MAX_SLOTS: Final = 1 << 16  # registrations of one transport
 
@@ -43,12 +40,10 @@ class Range(metadata.Range, frozen=True):
 
 
 @resolved
-class Metadata(PeerMetadata, frozen=True, tag="kvplan.ucx 4"):
+class Metadata(ProcessMetadata, frozen=True, tag="kvplan.ucx 4"):
     """Everything that a peer needs to reach this process.
 
     Attributes:
-        instance: 32 hexadecimal digits, unique to this transport.
-        host, pid: Name the process in messages.
         version: Of UCX, such as "1.22.0".
         over: The resources that UCX may use, such as "rc_mlx5/mlx5_0:1 cma/memory".
         address: The address of the UCX worker.
@@ -58,9 +53,6 @@ class Metadata(PeerMetadata, frozen=True, tag="kvplan.ucx 4"):
         tickets: The writes to memory of peers that are in flight; see `kvnative._ucx`.
     """
 
-    instance: Instance
-    host: Name
-    pid: Pid
     version: Annotated[str, Meta(pattern=r"^[0-9]{1,4}(\.[0-9]{1,4}){1,2}\Z")]
     over: Annotated[str, Meta(max_length=4096)]
     address: Blob
@@ -80,11 +72,3 @@ class Metadata(PeerMetadata, frozen=True, tag="kvplan.ucx 4"):
                     f"{len(regions)} regions"
                 )
             check_inside(f"ranges[{i}]", item, "region", region)
-
-    def __str__(self) -> str:
-        return f"process {self.pid} of {self.host}"
-
-    @property
-    def owner(self) -> str:
-        """See `PeerMetadata.owner`."""
-        return f"instance {self.instance}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -12,12 +12,12 @@ from kvnative._host import GenerationTable, Pin
 from kvnative._ucx import UcxEndpoint, UcxRegion, UcxWorker
 from kvplan.execution.task import status_code_of
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport import protocol
 from kvplan.transport.announced import AnnouncedRegistrations, Tickets
 from kvplan.transport.host_memory import host_range, released_if_refused
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.registrations import (
     MAX_LEASES,
+    AnyRegistration,
     Found,
     LateWriters,
     Registration,
@@ -87,9 +87,8 @@ class UcxRegistrations(AnnouncedRegistrations[Range, Mapped, UcxEndpoint]):
             {"host", "device"} if "cuda" in worker.transports else {"host"}
         )
 
-    def published(self, registrations: Iterable[protocol.Registration] | None) -> Published:
-        """Return what peers learn of `registrations`; None: of all."""
-        named = self.select(registrations)
+    def published(self, named: Sequence[AnyRegistration]) -> Published:
+        """Return what peers learn of these registrations."""
         regions = {
             _name(registration.holder.region): registration.holder.region for registration in named
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 from functools import partial
@@ -10,14 +9,14 @@ from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
 from kvnative._backend import KVN_TIMEOUT, NativeError
-from kvnative._signals import Mutex
 from kvnative._ucx import UcxError, UcxLibrary, UcxWorker
 from kvplan.execution.task import status_code_of
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.limits import reason_of
-from kvplan.transport.base import BaseTransport, link_failed
+from kvplan.transport.link import link_failed
 from kvplan.transport.metadata import tag_of
 from kvplan.transport.registrations import transport_closed
+from kvplan.transport.transport import Transport
 from kvplan.transport.ucx.library import (
     DEVICES,
     TRANSPORTS,
@@ -29,25 +28,30 @@ from kvplan.transport.ucx.library import (
 )
 from kvplan.transport.ucx.link import UcxLink
 from kvplan.transport.ucx.metadata import MAX_SLOTS, Metadata
-from kvplan.transport.ucx.registrations import UcxRegistration, UcxRegistrations
+from kvplan.transport.ucx.registrations import UcxRegistrations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvnative._ucx import UcxEndpoint
-    from kvplan.transport import protocol
     from kvplan.transport.announced import Tickets
-    from kvplan.transport.protocol import Kind
+    from kvplan.transport.protocol import Kind, Streams
+    from kvplan.transport.registrations import AnyRegistration
 
 _AT_ONCE_MS: Final = 1.0
 _LOOK_MS: Final = 100.0  # that it may take to see what a peer writes
 
 
-class UcxTransport(BaseTransport[UcxRegistration]):
+class UcxTransport(Transport):
     """The memory that this process offers over UCX, and its links to peers.
 
     UCX, which must know the memory, is loaded at once, with a thread that progresses it. Close it
     before the memory is freed. A forked child cannot use it.
+
+    After `deregister` no linked peer writes the memory, which may be freed. A read that a peer has
+    begun goes on, and is not confirmed. A write that a peer has begun is waited for, and reports an
+    error. Memory of a peer that does not stop within 1 s is free once the peer goes on, or its link
+    ends, or, without RDMA, the peer ends.
     """
 
     name = UcxLink.transport
@@ -91,7 +95,6 @@ class UcxTransport(BaseTransport[UcxRegistration]):
         self._host = socket.gethostname()[:64] or "localhost"
         self._version, worker = _open(found, given, label)
         self._worker: UcxWorker | None = worker  # None: closed
-        self._mutex = Mutex()  # re-entrant: a finalizer may deregister
         # Of links, and of observed peers; each with the instance of its peer.
         self._endpoints: WeakKeyDictionary[UcxEndpoint, str] = WeakKeyDictionary()
         # By instance, to peers whose link has ended, and which may still write.
@@ -103,36 +106,7 @@ class UcxTransport(BaseTransport[UcxRegistration]):
         except BaseException:
             worker.close()
             raise
-
-    @property
-    def reaches(self) -> frozenset[Kind]:
-        """Host memory, and memory of a CUDA GPU if UCX reaches it."""
-        return self._registrations.reaches
-
-    def deregister(self, registration: protocol.Registration) -> None:
-        """End a registration: on return no linked peer writes the memory, which may be freed.
-
-        A read that a peer has begun goes on, and is not confirmed. A write that a peer has begun is
-        waited for, and reports an error. A peer that does not stop within 1 s (it is stopped, or
-        cut off) keeps the memory from being used again; a warning
-        names it. The memory is free once the peer goes on, or its link ends, or, without RDMA, the
-        peer ends. A second call waits for the same peers.
-        """
-        super().deregister(registration)
-
-    def metadata(self, registrations: Iterable[protocol.Registration] | None = None) -> bytes:
-        """See `Transport.metadata`."""
-        worker = self._running()
-        published = self._registrations.published(registrations)
-        return Metadata(
-            self._instance,
-            self._host,
-            self._pid,
-            self._version,
-            worker.transports,
-            worker.address,
-            *published,
-        ).to_bytes()
+        self.reaches: frozenset[Kind] = self._registrations.reaches
 
     def connect(
         self,
@@ -140,7 +114,7 @@ class UcxTransport(BaseTransport[UcxRegistration]):
         *,
         timeout_ms: float,
         session: bytes = b"",
-        streams: protocol.Streams | None = None,
+        streams: Streams | None = None,
     ) -> UcxLink:
         """See `Transport.connect`; `session` and `streams` are not used."""
         self._check_open()
@@ -155,16 +129,21 @@ class UcxTransport(BaseTransport[UcxRegistration]):
         on_end = partial(self._observe, peer) if is_unwatched(endpoint) else _nothing
         return UcxLink(endpoint, peer, on_end)
 
-    def close(self) -> None:
-        """Deregister everything, as `deregister`, close the links, and end the thread; idempotent.
+    def _metadata(self, registrations: Sequence[AnyRegistration]) -> Metadata:
+        worker = self._running()
+        published = self._registrations.published(registrations)
+        return Metadata(
+            self._instance,
+            self._host,
+            self._pid,
+            self._version,
+            worker.transports,
+            worker.address,
+            *published,
+        )
 
-        Does nothing in a forked child.
-        """
-        if os.getpid() != self._pid:
-            return
-        with self._mutex:
-            self._closed = True
-            worker, self._worker = self._worker, None  # its files go with its last user
+    def _close(self) -> None:
+        worker, self._worker = self._worker, None  # its files go with its last user
         if worker is not None:
             self._registrations.close()
             worker.close()

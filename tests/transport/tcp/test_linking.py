@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.base import link_failed
+from kvplan.transport.link import link_failed
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.tcp.metadata import Metadata
 from kvplan.transport.tcp.transport import TcpTransport, connections_of

@@ -1,4 +1,4 @@
-"""Base classes of transports: the transport itself, a link, and tensors in the memory of a peer.
+"""The interface of every link and of tensors in the memory of a peer, with their common parts.
 
 This module must not depend on a particular transport.
 """
@@ -8,27 +8,26 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.transport.host_memory import new_arena
-from kvplan.transport.metadata import PeerMetadata, Range
 from kvplan.transport.ranges import RangeTable, sized_tensors
-from kvplan.transport.registrations import Registration, Registrations, transport_closed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
+    from kvnative._backend import Backend, ThreadPool
     from kvnative._host import Arena
     from kvnative._process import Peer
     from kvnative._writers import WriteGuard
+    from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease, LeaseWord
-    from kvplan.transport import protocol
-    from kvplan.transport.protocol import Registrable, Renewable
+    from kvplan.transport.metadata import PeerMetadata, Range
+    from kvplan.transport.protocol import Renewable
 
     Column = NDArray[np.uint64]
 
@@ -66,193 +65,80 @@ def check_process(pid: int, what: str) -> None:
         )
 
 
-_Registration = TypeVar("_Registration", bound=Registration[Any, Any])
+class Located(NamedTuple):
+    """Tensors of a peer, and the registrations that hold them.
+
+    Attributes:
+        starts, sizes: The address and the size of each tensor.
+        ranges: The registrations that hold tensors, by address.
+        held_by: For each tensor, the index of the range that holds it.
+        known: The metadata that names the ranges.
+        writable: True if a transfer may write to the tensors.
+    """
+
+    starts: Column
+    sizes: Column
+    ranges: Sequence[Any]
+    held_by: NDArray[np.intp]
+    known: Sequence[Any]
+    writable: bool
 
 
-class BaseTransport(ABC, Generic[_Registration]):
-    """The common part of all transports. Subclasses set `_registrations`; see `Transport`."""
-
-    name: ClassVar[str]
-    maps_host = False
-    _registrations: Registrations[Any, Any]
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._closed = False
-
-    def allocate(
-        self, nbytes: int, *, prefault: bool = False, allow_overcommit: bool = False
-    ) -> Arena:
-        """Return new zeroed host memory, parts of which can be registered.
-
-        The memory is freed with its last user here and in the peers.
-
-        Args:
-            nbytes: The size in bytes.
-            prefault: Allocate every page now. Otherwise pages are allocated at their first use, and
-                a process that finds no free page then is killed.
-            allow_overcommit: Permit more than all memory and swap.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: a size that is not possible; LLM_OUT_OF_MEMORY: not
-                enough memory; LLM_FAILED: for example, no file descriptor is left.
-        """
-        self._check_open()
-        return new_arena(nbytes, prefault=prefault, allow_overcommit=allow_overcommit)
-
-    def preregister_pool(self, memory: Registrable, keep: object = None) -> None:
-        """See `Transport.preregister_pool`.
-
-        Raises:
-            LLMException: as `Transport.preregister_pool`; LLM_FAILED: the transport is closed, or a
-                parent process's.
-        """
-        self._check_open()
-        self._registrations.preregister_pool(memory, keep)
-
-    def register(
-        self, memory: Registrable, *, writable: bool = True, keep: object = None
-    ) -> _Registration:
-        """See `Transport.register`.
-
-        Raises:
-            TypeError, LLMException: as `Transport.register`; LLM_FAILED: the transport is closed,
-                or a parent process's.
-        """
-        self._check_open()
-        made = self._registrations.add(memory, writable=writable, keep=keep)
-        return cast(_Registration, made)
-
-    def deregister(self, registration: protocol.Registration) -> None:
-        """See `Transport.deregister`.
-
-        Raises:
-            TypeError, LLMException: as `Transport.deregister`; LLM_FAILED: the transport is closed,
-                or a parent process's.
-        """
-        self._check_open()
-        self._registrations.end(registration)
-
-    def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
-        """See `Transport.begin_lease`.
-
-        Raises:
-            LLMException: as `Transport.begin_lease`; LLM_FAILED: the transport is closed, or a
-                parent process's.
-        """
-        self._check_open()
-        return self._registrations.begin_lease(deadline_ns)
-
-    def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
-        """See `Transport.renew_lease`.
-
-        Raises:
-            LLMException: as `Transport.renew_lease`; LLM_FAILED: the transport is closed, or a
-                parent process's.
-        """
-        self._check_open()
-        self._registrations.renew_lease(slot, generation, deadline_ns)
-
-    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
-        """See `Transport.end_leases`.
-
-        Raises:
-            LLMException: as `Transport.end_leases`; LLM_FAILED: the transport is closed, or a
-                parent process's.
-        """
-        self._check_open()
-        self._registrations.end_leases(leases)
-
-    def refusal(self, metadata: bytes) -> str | None:
-        """See `Transport.refusal`.
-
-        Raises:
-            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
-        """
-        self._check_open()
-        try:
-            self._check_reachable(metadata)
-        except LLMException as error:
-            return str(error.args[0])
-        return None
-
-    def shortfall(self, metadata: bytes) -> str | None:
-        """See `Transport.shortfall`: none is known before a transfer."""
-        return None
-
-    def num_streams(self, metadata: bytes) -> int:
-        """See `Transport.num_streams`: none."""
-        return 0
-
-    @abstractmethod
-    def close(self) -> None:
-        """See `Transport.close`."""
-
-    @abstractmethod
-    def _check_reachable(self, metadata: bytes) -> None:
-        """Raise LLMException if the process of `metadata` cannot be reached; does not block."""
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise transport_closed()
-        check_process(self._pid, "transport")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self._registrations)} registrations"
-        return f"<{type(self).__name__} of process {self._pid}: {state}>"
-
-
-_Range = TypeVar("_Range", bound=Range)
-_Metadata = TypeVar("_Metadata", bound=PeerMetadata)
-_Memory = TypeVar("_Memory", bound="BasePeerMemory[Any, Any]")
-_Link = TypeVar("_Link", bound="BaseLink[Any, Any, Any]")
-
-
-class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
-    """The common part of all links; see `TransportLink`. Also a context manager.
+class TransportLink(ABC):
+    """A way to one peer. Any thread may call the methods. Also a context manager.
 
     Attributes:
         transport: The name of the transport, such as "local".
+        way: How bytes move, for people: "rc_mlx5/mlx5_0:1".
+        detects_freed: When it is detected that the peer has deregistered memory. "check": in
+            `check` of that memory; "before": in a transfer, before it moves a byte; "after": in a
+            transfer, after its bytes, so that a writer asks the peer first.
+        checks_every_range: True if a transfer checks all ranges of its memory; False: it checks
+            each byte by its address.
+        renewable: The connection that both ends must renew at times; None: none.
         metadata: The metadata of the peer when the link was made.
         peer: The peer, for messages.
         pid: The process that the link belongs to.
-        checks_every_range: True if a transfer checks all ranges of its memory; False: it checks
-            each byte by its address.
     """
 
     transport: ClassVar[str]
-    detects_freed: Literal["check", "before", "after"]
     way: str
+    detects_freed: Literal["check", "before", "after"]
     checks_every_range = True
     renewable: Renewable | None = None
 
-    def __init__(self, metadata: _Metadata) -> None:
+    def __init__(self, metadata: PeerMetadata) -> None:
         self.pid: int = os.getpid()
-        self.metadata = metadata
+        self.metadata: Any = metadata  # subclasses know more of it
         self.peer: str = str(metadata)
-        self._table: RangeTable[_Range] = RangeTable(self.peer, metadata.ranges)
+        self._table: RangeTable[Any] = RangeTable(self.peer, metadata.ranges)
         self._why_closed: LLMException | None = None
 
     @property
     def death_fd(self) -> int | None:
-        """See `TransportLink.death_fd`."""
+        """A descriptor that polls readable once the peer has died or let go; None: none exists.
+
+        It belongs to the link: stop polling it before `close`.
+        """
         return None
 
     def unreached(self, metadata: bytes) -> str | None:
-        """See `TransportLink.unreached`: all that the peer has registered is reached."""
+        """Return why this link does not reach the memory of `metadata`; None: it does.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: bad metadata, or another peer's.
+        """
         return None
 
     def prepare(self, job: Callable[[], object]) -> None:
-        """See `TransportLink.prepare`: the first transfer needs no preparation."""
+        """Call `job`, which asks for `memory`, in the background, if that helps first transfers.
+
+        It is called at most once, and not after `close`; it may raise LLMException. Does not block.
+        """
+        del job  # the first transfer needs none
 
     def mapped(self) -> list[Arena]:
-        """See `TransportLink.mapped`."""
+        """Return the memory of the peer that is mapped here now."""
         return []
 
     def memory(
@@ -263,10 +149,27 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         writable: bool = False,
         metadata: bytes | Sequence[bytes] | None = None,
         any_holder: bool = False,
-    ) -> _Memory:
-        """See `TransportLink.memory`: only here is it decided which registration holds a tensor.
+    ) -> PeerMemory:
+        """Return tensors of the peer, for use as the remote side of a transfer.
 
-        `detects_freed` tells whether this method or the transfer detects an ended one.
+        Only here is it decided which registration holds a tensor. `detects_freed` tells whether
+        this method or the transfer detects an ended one.
+
+        Args:
+            addresses: The address of each tensor, in the peer.
+            nbytes: The size of each tensor, or one number for all.
+            writable: True if the transfer writes to them.
+            metadata: The peer's, with the registrations that hold the tensors, or one for each
+                tensor; None: the metadata that the link was made with.
+            any_holder: True if bytes that several registrations hold may move by any of them.
+                Otherwise they are refused if the transport cannot tell the registrations apart.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one registration, or
+                that has ended; LLM_PARAM_INVALID: bad sizes or metadata, another peer's metadata,
+                or a write to a read-only registration; LLM_LINK_FAILED: the peer is gone or refuses
+                access; LLM_NOT_YET_LINK: the link was closed.
+            TypeError: an address or size is not a whole number.
         """
         self.check()
         starts, sizes = sized_tensors(addresses, nbytes)
@@ -275,12 +178,16 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
                 (self.metadata, self._table) if metadata is None else self._read(metadata)
             )
             ranges, held_by = table.locate(starts, sizes, writable=writable)
-            return self._memory(starts, sizes, ranges, held_by, [known], writable=writable)
+            return self._memory(Located(starts, sizes, ranges, held_by, [known], writable))
         several, ranges, held_by = self._locate_each(starts, sizes, metadata, writable, any_holder)
-        return self._memory(starts, sizes, ranges, held_by, several, writable=writable)
+        return self._memory(Located(starts, sizes, ranges, held_by, several, writable))
 
     def check(self) -> None:
-        """Raise LLMException unless the peer lives and the link is open."""
+        """Raise LLMException unless the peer lives and the link is open.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: the peer is gone; LLM_NOT_YET_LINK: the link was closed.
+        """
         check_process(self.pid, "link")
         if self._why_closed is not None:
             raise self._closed_error()
@@ -289,8 +196,8 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
     def close(self, why: LLMException | None = None) -> None:
         """Let go of the peer, without waiting for it; idempotent. Does nothing in a forked child.
 
-        Transfers in flight fail their next check with the message and status of `why`; None:
-        LLM_NOT_YET_LINK.
+        Transfers in flight keep their memory mapped, but fail their next check with the message and
+        status of `why`; None: LLM_NOT_YET_LINK.
         """
         if os.getpid() != self.pid:
             return
@@ -306,17 +213,8 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         return self._why_closed is not None
 
     @abstractmethod
-    def _memory(
-        self,
-        starts: Column,
-        sizes: Column,
-        ranges: Sequence[_Range],
-        held_by: NDArray[np.intp],
-        known: Sequence[_Metadata],
-        *,
-        writable: bool,
-    ) -> _Memory:
-        """Return the tensors, each of which lies in the range that `held_by` gives."""
+    def _memory(self, located: Located) -> PeerMemory:
+        """Return these tensors as the remote side of a transfer."""
 
     @abstractmethod
     def _check_peer(self) -> None:
@@ -334,7 +232,7 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
             )
         return LLMException(why.args[0], status_code=why.status_code)
 
-    def _read(self, metadata: bytes) -> tuple[_Metadata, RangeTable[_Range]]:
+    def _read(self, metadata: bytes) -> tuple[Any, RangeTable[Any]]:
         newer = self.metadata.from_bytes(metadata)
         if not newer.is_of_owner(self.metadata):
             raise invalid(
@@ -350,12 +248,12 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
         metadata: Sequence[bytes],
         writable: bool,
         any_holder: bool,
-    ) -> tuple[list[_Metadata], list[_Range], NDArray[np.intp]]:
+    ) -> tuple[list[Any], list[Range], NDArray[np.intp]]:
         """Locate each tensor only in its own metadata: other ranges may be freed first."""
         if len(metadata) != len(starts):
             raise invalid(f"metadata is of {len(metadata)} tensors; there are {len(starts)}")
-        known: list[_Metadata] = []
-        places: dict[_Range, int] = {}
+        known: list[Any] = []
+        places: dict[Range, int] = {}
         held_by = np.empty(len(starts), dtype=np.intp)
         for blob in dict.fromkeys(metadata):
             own = [i for i, other in enumerate(metadata) if other == blob]
@@ -389,8 +287,8 @@ class BaseLink(ABC, Generic[_Metadata, _Range, _Memory]):
 _new = object.__new__
 
 
-class BasePeerMemory(Generic[_Link, _Range]):
-    """The common part of tensors of a peer; see `TensorMemory`.
+class PeerMemory:
+    """Tensors of a peer, as the remote side of a transfer; see `TensorMemory`.
 
     Attributes:
         addresses: The address of each tensor, as the backend reaches it.
@@ -402,38 +300,45 @@ class BasePeerMemory(Generic[_Link, _Range]):
 
     def __init__(
         self,
-        link: _Link,
-        addresses: Column,
-        nbytes: Column,
-        ranges: Sequence[_Range],
+        link: TransportLink,
+        located: Located,
         *,
-        writable: bool,
         in_process: bool = False,
         on_device: bool = False,
     ) -> None:
-        for column in (addresses, nbytes):
+        self.addresses, self.nbytes, self._ranges, _, _, self.writable = located
+        for column in (self.addresses, self.nbytes):
             column.flags.writeable = False
-        self.addresses = addresses
-        self.nbytes = nbytes
-        self.writable = writable
         self.in_process = in_process
         self.on_device = on_device
         self._link = link
-        self._ranges = ranges
+
+    def backend(
+        self, pool: ThreadPool, direction: Direction, other: TensorMemory
+    ) -> Backend | None:
+        """See `TensorMemory.backend`."""
+        raise NotImplementedError
 
     @property
     def guard(self) -> tuple[Peer, bytes] | None:
-        """See `PeerMemory.guard`."""
+        """The check of a peer that needs no Python, and its words; None: it is not mapped."""
         return None
 
     @property
     def write_guard(self) -> WriteGuard | None:
-        """See `PeerMemory.write_guard`."""
+        """The announcement of writes to mapped memory; None: it is not mapped, or read-only."""
         return None
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
-        """See `PeerMemory.leased`; refused here."""
-        raise no_leases(self._link.transport)
+        """Return the same memory; transfers with it fail once one of `leases` has ended.
+
+        A lease is checked wherever the registrations of the memory are checked. If it has ended,
+        LLM_KV_CACHE_NOT_EXIST names it.
+
+        Raises:
+            LLMException: LLM_FEATURE_NOT_ENABLED: this transport cannot check one of them.
+        """
+        raise NotImplementedError
 
     def _copy(self) -> Self:
         """Return the same memory as another object, without what its subclass adds.
@@ -451,13 +356,9 @@ class BasePeerMemory(Generic[_Link, _Range]):
         copy._ranges = self._ranges
         return copy
 
-    def check(self) -> None:
+    def check(self, tensors: range | None = None) -> None:
         """Check the link. Each transfer finds out whether the ranges still stand."""
         self._link.check()
-
-    def check_tensors(self, tensors: range) -> None:
-        """See `check`."""
-        self.check()
 
     def __repr__(self) -> str:
         total = int(self.nbytes.sum())

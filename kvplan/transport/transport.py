@@ -1,0 +1,351 @@
+"""The interface of every transport with its common part, and the offer of a cache over several.
+
+This module must not depend on a particular transport.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from kvnative._signals import Mutex
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system.logs import Log
+from kvplan.transport.host_memory import new_arena
+from kvplan.transport.link import check_process
+from kvplan.transport.protocol import kind_of
+from kvplan.transport.registrations import transport_closed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kvnative._host import Arena
+    from kvplan.transport.link import TransportLink
+    from kvplan.transport.metadata import PeerMetadata
+    from kvplan.transport.protocol import Kind, Registrable, Streams
+    from kvplan.transport.registrations import AnyRegistration, Registrations
+
+_LOG = Log("kvplan")
+
+
+class Transport(ABC):
+    """The memory that this process offers to peers, and its links to them.
+
+    Transfers are one-sided: the owner's Python takes no part. Any thread may call the methods. A
+    transport belongs to the process that made it: in a forked child, as after `close`, every other
+    method raises LLMException (LLM_FAILED). Subclasses set `_registrations`.
+
+    Attributes:
+        name: Names the transport at both ends, such as "local".
+        reaches: The kinds of memory that can be registered.
+        maps_host: True if it maps host memory for a device, where memory can be mapped only once.
+            Then the device's own runtime should allocate host memory, and nothing else should pin
+            it.
+    """
+
+    name: ClassVar[str]
+    maps_host: bool = False
+    reaches: frozenset[Kind]
+    _registrations: Registrations[Any, Any]
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._mutex = Mutex()  # re-entrant: a signal handler may close it, a finalizer deregister
+        self._closed = False
+
+    def allocate(
+        self, nbytes: int, *, prefault: bool = False, allow_overcommit: bool = False
+    ) -> Arena:
+        """Return new zeroed host memory, parts of which can be registered.
+
+        The memory is freed with its last user here and in the peers.
+
+        Args:
+            nbytes: The size in bytes.
+            prefault: Allocate every page now. Otherwise pages are allocated at their first use, and
+                a process that finds no free page then is killed.
+            allow_overcommit: Permit more than all memory and swap.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: a size that is not possible; LLM_OUT_OF_MEMORY: not
+                enough memory; LLM_FAILED: for example, no file descriptor is left.
+        """
+        self._check_open()
+        return new_arena(nbytes, prefault=prefault, allow_overcommit=allow_overcommit)
+
+    def preregister_pool(self, memory: Registrable, keep: object = None) -> None:
+        """Announce a pool before parts of it are registered, so that links can prepare for them.
+
+        Peers do not reach the pool by this. It is held until the transport is closed.
+
+        Args:
+            memory: The whole pool.
+            keep: An object to hold as well, such as the pin of the pool.
+
+        Raises:
+            LLMException: LLM_FAILED, or an error of the device.
+        """
+        self._check_open()
+        self._registrations.preregister_pool(memory, keep)
+
+    def register(
+        self, memory: Registrable, *, writable: bool = True, keep: object = None
+    ) -> AnyRegistration:
+        """Let peers reach `memory`, and write to it unless `writable` is False.
+
+        A part of an arena (a slice of `memoryview(arena)`, or an array over one) is reached as fast
+        as the arena, whichever transport has allocated it. Registrations in one arena end
+        independently.
+
+        Args:
+            memory: An object with a contiguous buffer (NumPy array, bytearray, mmap), which is held
+                until it is deregistered; or (address, nbytes), as of `tensor.data_ptr()`, which the
+                caller holds; or a `DeviceRange`.
+            writable: True if peers may write to it.
+            keep: An object to hold until no peer can write to the memory any more, such as the one
+                that returns the memory to its pool.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: memory that is not mapped, readable, contiguous, or
+                writable as asked; LLM_OUT_OF_MEMORY: no room for another registration;
+                LLM_FEATURE_NOT_ENABLED: the transport does not reach this memory, and why;
+                LLM_FAILED: the transport is closed, or a parent process's.
+            TypeError: neither a buffer nor (address, nbytes), or a kind that is not reached.
+        """
+        self._check_open()
+        return self._registrations.add(memory, writable=writable, keep=keep)
+
+    def deregister(self, registration: AnyRegistration) -> None:
+        """End a registration: no peer reports a success for it any more.
+
+        Peers that write to the memory are waited for if the transport sees them. A peer that cannot
+        be kept from writing (a stopped process, for example) keeps the memory from being used
+        again, and a warning names it. A second call waits for the same peers. The class says what
+        else its peers may do.
+
+        Raises:
+            TypeError: Such a transport did not make `registration`.
+            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
+        """
+        self._check_open()
+        self._registrations.end(registration)
+
+    def metadata(self, registrations: Iterable[AnyRegistration] | None = None) -> bytes:
+        """Return the identity of this process, and where `registrations` are; None: all of them.
+
+        Raises:
+            TypeError: Such a transport did not make one of them.
+            LLMException: LLM_PARAM_INVALID: one is not, or no longer, registered here; LLM_FAILED:
+                the transport is closed, or a parent process's.
+        """
+        self._check_open()
+        with self._registrations.mutex:
+            self._registrations.check_open()
+            published = self._metadata(self._registrations.select(registrations))
+        return published.to_bytes()
+
+    def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
+        """Return a slot and a generation that peers check beside those of registrations.
+
+        Args:
+            deadline_ns: On CLOCK_MONOTONIC; from then on no transfer with the lease succeeds. 0:
+                none.
+
+        Raises:
+            LLMException: LLM_OUT_OF_MEMORY: no room for another lease; LLM_FAILED: the transport is
+                closed, or a parent process's.
+        """
+        self._check_open()
+        return self._registrations.begin_lease(deadline_ns)
+
+    def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
+        """Set another deadline for a lease that was made with a deadline and has not ended.
+
+        Raises:
+            LLMException: LLM_KV_CACHE_NOT_EXIST: it has expired; LLM_FAILED: the transport is
+                closed, or a parent process's.
+        """
+        self._check_open()
+        self._registrations.renew_lease(slot, generation, deadline_ns)
+
+    def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
+        """End leases: no transfer with one of them succeeds any more, and no peer writes with it.
+
+        Peers that are writing are waited for, as by `deregister`, also if a lease has ended before.
+
+        Raises:
+            LLMException: LLM_TIMEOUT: a peer makes no progress, and may still write; call it again;
+                LLM_FAILED: the transport is closed, or a parent process's.
+        """
+        self._check_open()
+        self._registrations.end_leases(leases)
+
+    def refusal(self, metadata: bytes) -> str | None:
+        """Return why the peer of `metadata` cannot be reached from here; None: it can.
+
+        Raises:
+            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
+        """
+        self._check_open()
+        try:
+            self._check_reachable(metadata)
+        except LLMException as error:
+            return str(error.args[0])
+        return None
+
+    def shortfall(self, metadata: bytes) -> str | None:
+        """Return which memory of a reachable peer is not reached, and why; None: none is known.
+
+        A transport without a shortfall is preferred.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: bad metadata.
+        """
+        return None
+
+    def num_streams(self, metadata: bytes) -> int:
+        """Return how many connections, from index 0 on, `connect` to that peer opens first.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: bad metadata.
+        """
+        return 0
+
+    @abstractmethod
+    def connect(
+        self,
+        metadata: bytes,
+        *,
+        timeout_ms: float,
+        session: bytes = b"",
+        streams: Streams | None = None,
+    ) -> TransportLink:
+        """Link to the peer of `metadata`; both ends must do so, in any order.
+
+        Args:
+            metadata: The peer's, whichever registrations it names.
+            timeout_ms: Milliseconds that the call may take.
+            session: The same at both ends, and different for each attempt. It is kept secret.
+            streams: Opens connections to the peer, for a transport that moves bytes over them. The
+                caller closes it afterwards. None: no connections can be opened.
+
+        Raises:
+            LLMException: LLM_LINK_FAILED: the peer cannot be reached, and why; LLM_TIMEOUT;
+                LLM_PARAM_INVALID: bad metadata; LLM_FAILED: the transport is closed, or a parent
+                process's.
+        """
+
+    def close(self) -> None:
+        """Deregister everything, as `deregister`, and end the threads; idempotent.
+
+        Links cannot be used afterwards. Does nothing in a forked child.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+        self._close()
+
+    @abstractmethod
+    def _metadata(self, registrations: Sequence[AnyRegistration]) -> PeerMetadata:
+        """Return the metadata that names these registrations; called with their mutex."""
+
+    @abstractmethod
+    def _check_reachable(self, metadata: bytes) -> None:
+        """Raise LLMException if the process of `metadata` cannot be reached; does not block."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Do what `close` does, the first time."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise transport_closed()
+        check_process(self._pid, "transport")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._registrations)} registrations"
+        return f"<{type(self).__name__} of process {self._pid}: {state}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A cache as peers may reach it over the transports of this process.
+
+    Attributes:
+        metadata: What a peer needs to reach the cache, by the name of the transport; empty if the
+            transport does not reach such memory.
+        registrations: Each with its transport.
+    """
+
+    metadata: Mapping[str, bytes]
+    registrations: tuple[tuple[Transport, AnyRegistration], ...]
+
+    def deregister(self) -> None:
+        """End the registrations. A second call waits for the same peers as the first."""
+        with ExitStack() as all_of_them:
+            for transport, registration in self.registrations:
+                all_of_them.callback(transport.deregister, registration)
+
+
+def offer(
+    transports: Sequence[Transport],
+    ranges: Sequence[Registrable],
+    writable: bool,
+    keep: object = None,
+) -> Offer:
+    """Let peers reach `ranges`, and hold `keep` until none can write to them any more.
+
+    Without ranges nothing is offered. Peers that use a transport which does not reach such memory
+    learn of the cache, with empty metadata.
+    """
+    metadata = {}
+    made: list[tuple[Transport, AnyRegistration]] = []
+    with ExitStack() as undo:
+        for transport in transports if ranges else ():
+            metadata[transport.name] = b""
+            if kind_of(ranges[0]) not in transport.reaches:
+                continue
+            try:
+                offered = _offer_by(transport, ranges, writable, keep)
+            except LLMException as error:
+                if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
+                    raise
+                _LOG.info("peers do not reach a cache over transport %s: %s", transport.name, error)
+            else:
+                undo.callback(offered.deregister)
+                metadata |= offered.metadata
+                made += offered.registrations
+        undo.pop_all()
+    return Offer(MappingProxyType(metadata), tuple(made))
+
+
+def _offer_by(
+    transport: Transport,
+    ranges: Sequence[Registrable],
+    writable: bool,
+    keep: object,
+) -> Offer:
+    registrations = []
+    with ExitStack() as unless_all:
+        for memory_range in ranges:
+            registrations.append(transport.register(memory_range, writable=writable, keep=keep))
+            unless_all.callback(transport.deregister, registrations[-1])
+        metadata = transport.metadata(registrations)
+        unless_all.pop_all()
+    return Offer(
+        {transport.name: metadata},
+        tuple((transport, registration) for registration in registrations),
+    )
