@@ -1,9 +1,9 @@
 """Descriptors of device memory for linked peers that the system does not let duplicate them.
 
 `pidfd_getfd` needs the right to attach to the owner, which the seccomp filter of a container may
-deny. The owner then sends the descriptor over an abstract Unix socket (SCM_RIGHTS). A request has
-the token of a link, 32 bytes, and the number of an export, 8 bytes. The answer is one byte with the
-descriptor, or nothing.
+deny. The owner then sends the descriptor over an abstract Unix socket (SCM_RIGHTS). A connection
+has one request: the token of a link (32 bytes) and the number of an export (8 bytes). The answer is
+a byte, with the descriptor unless the request is refused.
 """
 
 from __future__ import annotations
@@ -12,19 +12,26 @@ import contextlib
 import hmac
 import os
 import secrets
+import selectors
 import socket
 import struct
 import threading
-from typing import Final
+import time
+from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
 from kvplan.device.sharing import Exported
 
-_TIMEOUT_S: Final = 1.0  # of a connection; a linked peer needs one round trip
-_BACKLOG: Final = 16
+_TIMEOUT_S: Final = 1  # for a request, which is one round trip
+_PAUSE_S: Final = 0.1  # if this process has no free descriptor
+_MAX_WAITING: Final = 64  # connections without a request; a newer one replaces the oldest
+_BACKLOG: Final = 64
 _NUMBER: Final = struct.Struct("!Q")
 _TOKEN_NBYTES: Final = 32
-_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+_REQUEST_NBYTES: Final = _TOKEN_NBYTES + _NUMBER.size
+_CREDENTIALS: Final = struct.Struct("3i")
+_DESCRIPTOR: Final = struct.Struct("i")
+_TIMEVAL: Final = struct.Struct("@ll")
 
 
 def token_of(session: bytes) -> bytes:
@@ -33,7 +40,7 @@ def token_of(session: bytes) -> bytes:
 
 
 class DescriptorServer:
-    """Sends descriptors of this process to linked peers, one after the other.
+    """Sends descriptors of this process to linked peers.
 
     Attributes:
         name: The name of the socket, without the leading zero byte of abstract names.
@@ -45,7 +52,9 @@ class DescriptorServer:
         self._exports: WeakValueDictionary[int, Exported] = WeakValueDictionary()
         self._thread: threading.Thread | None = None
         self._mutex = threading.Lock()
-        self._socket = socket.socket(socket.AF_UNIX)
+        self._closed = threading.Event()
+        self._socket = _packets()
+        self._socket.setblocking(False)
         try:
             self._socket.bind(f"\0{self.name}")
             self._socket.listen(_BACKLOG)
@@ -73,6 +82,7 @@ class DescriptorServer:
 
     def close(self) -> None:
         """End the thread. Idempotent."""
+        self._closed.set()
         with self._mutex, contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self.close_in_child()
@@ -82,31 +92,66 @@ class DescriptorServer:
         self._socket.close()
 
     def _serve(self) -> None:
-        while True:
+        waiting: dict[socket.socket, float] = {}  # with deadlines, the first ones first
+        # Poll needs no descriptor, which a forked child would keep.
+        with selectors.PollSelector() as polled:
+            polled.register(self._socket, selectors.EVENT_READ)
             try:
-                connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            with connection, contextlib.suppress(OSError):
-                self._answer(connection)
+                while not self._closed.is_set():
+                    timeout = min(waiting.values()) - time.monotonic() if waiting else None
+                    for key, _ in polled.select(timeout):
+                        if key.data is None:
+                            self._accept(waiting, polled)
+                        elif key.data in waiting:
+                            with contextlib.suppress(OSError):  # the client is gone
+                                self._answer(key.data)
+                            _drop(key.data, waiting, polled)
+                    now = time.monotonic()
+                    for late in [each for each, deadline in waiting.items() if deadline <= now]:
+                        _drop(late, waiting, polled)
+            finally:
+                for connection in waiting:
+                    connection.close()
+
+    def _accept(self, waiting: dict[socket.socket, float], polled: selectors.BaseSelector) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # closed, or out of descriptors
+            self._closed.wait(_PAUSE_S)
+            return
+        if _credentials(connection).uid not in (os.geteuid(), 0):
+            connection.close()
+            return
+        if len(waiting) >= _MAX_WAITING:
+            _drop(next(iter(waiting)), waiting, polled)
+        connection.setblocking(False)
+        polled.register(connection, selectors.EVENT_READ, connection)
+        waiting[connection] = time.monotonic() + _TIMEOUT_S
 
     def _answer(self, connection: socket.socket) -> None:
-        if _credentials(connection)[1] not in (os.geteuid(), 0):
-            return  # another user may not make this thread wait
-        connection.settimeout(_TIMEOUT_S)
-        request = connection.recv(_TOKEN_NBYTES + _NUMBER.size)
-        token, number = request[:_TOKEN_NBYTES], request[_TOKEN_NBYTES:]
-        if len(number) != _NUMBER.size or token not in self._tokens:
-            return
-        exported = self._exports.get(*_NUMBER.unpack(number))  # held until its descriptor is sent
-        if exported is not None:
-            socket.send_fds(connection, [b"\0"], [exported.ref.fd])
+        request = connection.recv(_REQUEST_NBYTES + 1)
+        exported = None  # held until its descriptor is sent
+        if len(request) == _REQUEST_NBYTES and request[:_TOKEN_NBYTES] in self._tokens:
+            exported = self._exports.get(*_NUMBER.unpack(request[_TOKEN_NBYTES:]))
+        socket.send_fds(connection, [b"\0"], [] if exported is None else [exported.ref.fd])
+
+
+def _drop(
+    connection: socket.socket,
+    waiting: dict[socket.socket, float],
+    polled: selectors.BaseSelector,
+) -> None:
+    del waiting[connection]
+    polled.unregister(connection)
+    connection.close()
 
 
 def can_ask(pid: int, name: str) -> bool:
     """Return True if process `pid` has a server of this name, which this process reaches."""
     try:
-        _connect(pid, name).close()
+        _connected(pid, name).close()
     except OSError:
         return False
     return True
@@ -118,29 +163,46 @@ def ask(pid: int, name: str, token: bytes, number: int) -> int:
     Raises:
         OSError: The server cannot be reached, or refuses the request.
     """
-    with _connect(pid, name) as connection:
+    with _connected(pid, name) as connection:
         connection.sendall(token + _NUMBER.pack(number))
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-    if not descriptors:
+        # recv_fds of Python 3.11 ignores its flags, so that programs would inherit the descriptor.
+        space = socket.CMSG_LEN(_DESCRIPTOR.size)
+        _, rights, _, _ = connection.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
+    if not rights:
         raise PermissionError(f"process {pid} does not send a descriptor of its device memory")
-    return descriptors[0]
+    descriptor: int = _DESCRIPTOR.unpack(rights[0][2])[0]
+    return descriptor
 
 
-def _connect(pid: int, name: str) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
+def _packets() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _connected(pid: int, name: str) -> socket.socket:
+    connection = _packets()
     try:
-        connection.settimeout(_TIMEOUT_S)
+        # Not settimeout: to connect would then fail at once while the backlog is full.
+        for timeout in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, timeout, _TIMEVAL.pack(_TIMEOUT_S, 0))
         connection.connect(f"\0{name}")
-        owner = _credentials(connection)[0]
+        owner = _credentials(connection).pid
     except BaseException:
         connection.close()
         raise
     if owner != pid:
         connection.close()
-        raise PermissionError(f"the socket {name} belongs to process {owner}")
+        raise PermissionError(f"the socket {name} belongs to process {owner}, not {pid}")
     return connection
 
 
-def _credentials(connection: socket.socket) -> tuple[int, ...]:
+class _Credentials(NamedTuple):
+    """The process at the other end of a connection, when that was made."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def _credentials(connection: socket.socket) -> _Credentials:
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(found)
+    return _Credentials(*_CREDENTIALS.unpack(found))
