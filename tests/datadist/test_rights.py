@@ -24,6 +24,12 @@ NO_WRITEV = denying("process_vm_writev")
 NO_PIDFD = denying("pidfd_open")
 
 BEGIN = """
+    import logging
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append((record.levelname, record.getMessage()))
+    logging.getLogger("kvplan").addHandler(handler)
+    logging.getLogger("kvplan").setLevel(logging.INFO)
     engine = LlmDataDist(cluster_id, LlmRole.MIX)
     engine.initialize({"llm.ListenIpInfo": "127.0.0.1:0"} | options)
     desc = kvplan.CacheDesc(2, (4, 16), kvplan.DataType.DT_UINT8)
@@ -42,12 +48,13 @@ PULL = """
         engine.pull_blocks(key, mine, [1], [2])
         plan = engine.plan(kvplan.Transfer(kvplan.Rows(key, [1]), kvplan.Rows(mine, [2])))
         over = next(line for line in plan.explain().splitlines() if line.startswith("  over "))
-        return int(engine.arrays(mine, copy=True)[1][2, 3]), over.split()[1]
+        return int(engine.arrays(mine, copy=True)[1][2, 3]), over.split()[1], over
     result = {"pool": read(1), "own": read(2)}
 """
 STATUS = """
     (link,) = engine.links()
-    result = link.transport, "; ".join(link.passed_over)
+    (line,) = [text for level, text in messages if level == "INFO" and "state=LINKED" in text]
+    result = link.transport, "; ".join(link.passed_over), line
 """
 
 
@@ -140,11 +147,16 @@ def check(first: End, second: End, case: Case) -> None:
     for end, other, own in ((first, 2, case.own[0]), (second, 1, case.own[1])):
         pool = "local:" if "local" in case.transport else "tcp:"
         read = end.run(PULL, peer=other)
-        assert read == {"pool": (10 * other, pool), "own": (10 * other + 1, own)}
-        transport, passed_over = end.run(STATUS)
+        assert read["pool"][:2] == (10 * other, pool)
+        assert read["own"][:2] == (10 * other + 1, own)
+        for _, transport, explained in read.values():
+            assert ("(not local: cluster" in explained) is (transport == "tcp:")
+        transport, passed_over, line = end.run(STATUS)
         assert transport == case.transport
         assert "hccl: cluster 1 does not have it: no Ascend device was found" in passed_over
         assert case.said in passed_over
+        assert f" transport={transport} " in line
+        assert f"passed_over={passed_over!r}" in line
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -182,6 +194,6 @@ def test_local_alone_says_what_it_does_not_reach(make_end: Callable[..., End]) -
     with pytest.raises(peer.RemoteError, match="let it pass pidfd_open") as caught:
         first.run(PULL, peer=2)
     assert "LLM_LINK_FAILED" in caught.value.message
-    transport, passed_over = second.run(STATUS)
+    transport, passed_over, _ = second.run(STATUS)
     assert transport == "local"
     assert "local: cluster 1: peer" in passed_over
