@@ -15,16 +15,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "cli": 3345,
-    "control": 3640,
+    "cli": 3359,
+    "control": 3689,
     "debug": 791,
     "device": 1218,
-    "engine": 8404,
+    "engine": 8403,
     "execution": 2907,
     "hixl": 1564,
     "inspection": 1843,
     "kvplan": 1629,
-    "links": 3741,
+    "links": 3899,
     "llm_datadist": 3847,
     "planning": 5260,
     "recording": 1636,
@@ -33,7 +33,7 @@ MAX_LINES = {
     "system": 359,
     "tensors": 797,
     "testing": 471,
-    "transport": 7165,
+    "transport": 7473,
     "vllm": 1332,
 }
 """Lines of each room. Only a commit that says why may raise one."""
