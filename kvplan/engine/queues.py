@@ -185,7 +185,7 @@ class Completions(PollableQueue["_Ended"]):
         """Refuse another task while too many wait here.
 
         Raises:
-            LLMException: LLM_LINK_BUSY.
+            LLMException: LLM_LINK_BUSY: `completions()` is not read.
         """
         if len(self) >= MAX_UNTAKEN:
             raise LLMException(

@@ -23,7 +23,7 @@ from kvplan import (
 )
 from kvplan.cli import main
 from kvplan.recording import read
-from kvplan.recording.queries import OPERATIONS
+from kvplan.recording.records import OPERATIONS
 from tests.recording.operations import record, recorder
 from tests.recording.test_reading import assert_is_a_trace
 from tests.support.plans import joined

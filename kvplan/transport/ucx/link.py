@@ -8,7 +8,7 @@ import numpy as np
 
 from kvnative._backend import NativeError
 from kvnative._ucx import ucx_backend, ucx_leased
-from kvplan.execution.task import status_code_of
+from kvplan.execution.task import native_errors
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.link import (
     Located,
@@ -57,15 +57,10 @@ class UcxPeerMemory(PeerMemory):
             return known
         if (plain := self._plain.get(way)) is None:
             self._link.check()
-            try:
+            with native_errors(f"{self._link.peer} cannot be reached"):
                 made = self._link.backend(
                     direction, self._ranges, self._known, on_device=other.on_device
                 )
-            except NativeError as error:
-                raise LLMException(
-                    f"{self._link.peer} cannot be reached: {error}",
-                    status_code=status_code_of(getattr(error, "status", None)),
-                ) from error
             plain = self._plain.setdefault(way, made)
         made = ucx_leased(plain, self._besides) if self._besides else plain
         return self._backends.setdefault(way, made)
