@@ -82,6 +82,7 @@ class Request(msgspec.Struct):
 
     Attributes:
         pulls: whether the peer's cache is the source.
+        kind: whether blocks or slots are read and written.
         link: the link to the peer.
         pairs: the pairs of the link, read before anything else was looked up.
         name: the name of the pair in `pairs`.
@@ -94,6 +95,7 @@ class Request(msgspec.Struct):
     """
 
     pulls: bool
+    kind: Kind
     link: PeerLink
     pairs: dict[_Key | tuple[_Key, ...], NamedPair]
     name: _Key
@@ -106,16 +108,6 @@ class Request(msgspec.Struct):
     num_tokens: int | None
     src_token: int
     dst_token: int
-
-    @property
-    def kind(self) -> Kind:
-        """Whether blocks or slots are read and written."""
-        return self.name[1]
-
-    @property
-    def by_tokens(self) -> bool:
-        """Whether the request counts tokens, or moves whole rows."""
-        return self.name[-2]
 
 
 class Moved(msgspec.Struct):
@@ -214,7 +206,7 @@ def find_request(engine: Engine, transfer: object, *, by_layer: bool = False) ->
     if pair is not None and pair.entries[0]() is not entry:
         pair = None
     return Request(
-        pulls, link, pairs, name, pair, entry, key, lease, src_rows, dst_rows,
+        pulls, kind, link, pairs, name, pair, entry, key, lease, src_rows, dst_rows,
         num_tokens, src.first_token, dst.first_token,
     )  # fmt: skip
 
@@ -318,7 +310,7 @@ class PairOperation(Operation, ABC):
         requests = []
         for pair in self.pairs:
             request = find_request(self.engine, pair.transfer, by_layer=self.by_layer)
-            if request is None or request.name[1] != "B2B":
+            if request is None or request.kind != "B2B":
                 return []
             requests.append(request)
         return requests

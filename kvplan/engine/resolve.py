@@ -106,7 +106,7 @@ class TransferOperation(PairOperation):
         src_tensor = dst_tensor = 0
         for place, (source, target) in enumerate(self.found):
             # A cache of this process is the same memory in every operation, unlike joined ones.
-            known = self._rows_of(
+            lowered = self._lower(
                 place,
                 source.memory or src,
                 target.memory or dst,
@@ -115,12 +115,13 @@ class TransferOperation(PairOperation):
             )
             src_tensor += source.side.num_tensors
             dst_tensor += target.side.num_tensors
-            if known is not None and (one := self._lower(place, known)) is not None:
-                rows.append(known)
-                parts.append(one[0])
-                each.append(one[1])
-            else:
+            if lowered is None:
                 parts.append(self.plan_part(place))
+            else:
+                pair, (part, descriptors) = lowered
+                rows.append(pair)
+                parts.append(part)
+                each.append(descriptors)
         if self._requests and len(rows) == len(parts):
             self._keep_pairs(rows, parts, src, dst)
         return prepared(parts, each, src, dst)
@@ -309,15 +310,15 @@ class TransferOperation(PairOperation):
         self.leases = tuple(map(attrgetter("lease_id"), leases))
         return theirs.leased(leases) if leases else theirs
 
-    def _rows_of(
+    def _lower(
         self,
         place: int,
         src: TensorMemory,
         dst: TensorMemory,
         src_tensor: int | None,
         dst_tensor: int | None,
-    ) -> RowPair | None:
-        """Return the rows that lower a usual pair natively; None: the planner looks at the pair."""
+    ) -> tuple[RowPair, tuple[Part, Descriptors]] | None:
+        """Lower a usual pair natively; None: the planner looks at the pair."""
         pair, (source, target) = self.pairs[place], self.found[place]
         if not self.moves or not _is_usual(pair):
             return None
@@ -329,26 +330,20 @@ class TransferOperation(PairOperation):
         if by_tokens is None or (pair.taken is not None and pair.taken.tokens is not None):
             return None
         taken = pair.taken
-        gathers = taken is not None
-        return self.engine.transfers.rows.pair(
+        rows = self.engine.transfers.rows.pair(
             operation_name(self._local, read, written), kind, source.side, target.side, src, dst,
             self._layers_of(pair, source.side) if taken is None else taken.layers,
             by_layer=self.by_layer, by_tokens=by_tokens,
-            reinterpret=not gathers and (transfer.reinterpret or self.engine.reinterpret),
+            reinterpret=taken is None and (transfer.reinterpret or self.engine.reinterpret),
             heads=None if taken is None else taken.heads,
             src_tensor=src_tensor, dst_tensor=dst_tensor,
         )  # fmt: skip
-
-    def _lower(self, place: int, rows: RowPair) -> tuple[Part, Descriptors] | None:
-        """Return the part and the descriptors of a pair; None: the planner decides."""
-        pair, (source, target) = self.pairs[place], self.found[place]
-        read, written = pair.src, pair.dst
-        return rows.bind(
+        bound = rows and rows.bind(
             cast("Blocks", read.blocks if source.side.paged else (source.slot or 0,)),
             (target.slot or 0,) if written.blocks is None else written.blocks,
-            cast(Transfer, pair.transfer).num_tokens, read.first_token, written.first_token,
-            pair.name, pair.source,
+            transfer.num_tokens, read.first_token, written.first_token, pair.name, pair.source,
         )  # fmt: skip
+        return None if rows is None or bound is None else (rows, bound)
 
     def _keep_pairs(
         self, rows: Sequence[RowPair], parts: Sequence[Part], src: TensorMemory, dst: TensorMemory

@@ -169,7 +169,8 @@ class TransferOperations(OperationRunner):
             engine = self._running()
         operation = _operation(engine, transfer, find_request(engine, transfer), **options)
         if isinstance(operation, Several):
-            return self._submit_several(operation)
+            task = GatherTask(operation.name, operation.notices)
+            return self._begin(operation, task, self._submit)
         with operation:
             if isinstance(operation, RangeOperation):
                 return operation.submit(partial(self._submit, operation))
@@ -219,7 +220,8 @@ class TransferOperations(OperationRunner):
         request = find_request(engine, transfer, by_layer=True)
         operation = _operation(engine, transfer, request, by_layer=True, **options)
         if isinstance(operation, Several):
-            return self._layer_several(operation)
+            task = LayerGatherTask(operation.name, operation.notices)
+            return self._begin(operation, task, self._layer)
         with operation:
             return self._layer(operation, operation.prepare())
 
@@ -315,12 +317,6 @@ class TransferOperations(OperationRunner):
         except BaseException:  # also an interrupt between the two
             task.drop()
             raise
-
-    def _submit_several(self, several: Several) -> GatherTask:
-        return self._begin(several, GatherTask(several.name, several.notices), self._submit)
-
-    def _layer_several(self, several: Several) -> LayerGatherTask:
-        return self._begin(several, LayerGatherTask(several.name, several.notices), self._layer)
 
     def _begin(
         self, several: Several, task: _Task, submit: Callable[[Operation, Prepared], Any]

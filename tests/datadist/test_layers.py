@@ -288,9 +288,9 @@ def test_what_cannot_be_is_refused(
 
 def test_a_missing_block_table_is_named(user: LlmDataDist, slots: Cache, blocks: Cache) -> None:
     for call, missing in (
-        (lambda: user.layered(Transfer(Rows(blocks), Rows(THERE))), "src_blocks"),
-        (lambda: user.layered(Transfer(Rows(blocks), Rows(PAGED_THERE, [0]))), "src_blocks"),
-        (lambda: user.layered(Transfer(Rows(slots), Rows(BlocksCacheKey(1, 5)))), "dst_blocks"),
+        (lambda: user.layered(Transfer(Rows(blocks), Rows(THERE))), "src.blocks"),
+        (lambda: user.layered(Transfer(Rows(blocks), Rows(PAGED_THERE, [0]))), "src.blocks"),
+        (lambda: user.layered(Transfer(Rows(slots), Rows(BlocksCacheKey(1, 5)))), "dst.blocks"),
     ):
         with refused(INVALID) as error:
             call()

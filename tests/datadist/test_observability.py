@@ -200,7 +200,7 @@ def test_a_failed_operation_logs_why(engine: LlmDataDist, caplog: pytest.LogCapt
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "status=LLM_PARAM_INVALID error=" in record.getMessage()
-    assert "dst_batch_index" in record.getMessage()
+    assert "dst.slot=4 is out of range" in record.getMessage()
 
 
 def test_a_hook_sees_plans_before_they_are_executed(pair: Pair) -> None:

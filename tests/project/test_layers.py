@@ -19,7 +19,7 @@ MAX_LINES = {
     "control": 3689,
     "debug": 791,
     "device": 1218,
-    "engine": 8403,
+    "engine": 8386,
     "execution": 2907,
     "hixl": 1564,
     "inspection": 1843,
