@@ -281,7 +281,7 @@ def test_layer_by_layer(make_engine: MakeEngine, peer: Peer, memory: str) -> Non
     task.wait(LONG_MS)
     for array, was, now in zip(there(peer), pattern(1), pattern(5), strict=True):
         assert array == [now[3].tolist(), was[1].tolist(), now[1].tolist(), was[3].tolist()]
-    with refused("LLM_PARAM_INVALID", r"dst_blocks\[0\]=1 is no block of lease 1 of cmpl-3"):
+    with refused("LLM_PARAM_INVALID", r"dst\.blocks\[0\]=1 is no block of lease 1 of cmpl-3"):
         user.layered(Transfer(Rows(cache, [1]), Rows(lease, [1]), layers=PAIRS))
 
 
