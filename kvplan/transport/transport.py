@@ -128,6 +128,7 @@ class Transport(ABC):
 
         Raises:
             TypeError: Such a transport did not make `registration`.
+            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
         """
         self._check_open()
         self._registrations.end(registration)
