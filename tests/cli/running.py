@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import kvplan
-from kvplan import CacheDesc, DataType, Placement, Plan, Rows, Transfer
+from kvplan import CacheDesc, DataType, Placement, Plan, Rows, Transfer, cli
+from tests.support import zygote
+from tests.support.zygote import ROOT
 
-ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 120
+IMPORTED = ("tests.cli.peer_process", *{row.module: None for row in cli.COMMANDS.values()})
 
 TOKENS_FIRST = CacheDesc(
     4, (16, 16, 4, 32), DataType.DT_BF16, Placement.HOST, kv_tensor_format="block token head dim"
@@ -29,18 +34,49 @@ def push(dst_blocks: list[int], dst: CacheDesc = TOKENS_FIRST, *, coalesce: bool
 
 
 def command(
-    *arguments: str | Path, stdin: str = "", **environment: str
+    *arguments: str | Path,
+    stdin: str = "",
+    environment: Mapping[str, str] | None = None,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """A process of its own, in which warnings are errors."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "kvplan", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | environment,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    """Run the command in a process of its own, in which warnings are errors.
+
+    Args:
+        arguments: what follows `kvplan`.
+        stdin: what the command can read.
+        environment: its environment, if not that of this process.
+        variables: variables besides.
+    """
+    words, flags = [*map(str, arguments)], ("-W", "error")
+    env = dict(os.environ if environment is None else environment) | variables
+    if not zygote.IS_USABLE:
+        return subprocess.run(
+            [sys.executable, *flags, "-m", "kvplan", *words],
+            cwd=ROOT,
+            env=env,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    with TemporaryFile("w+") as given, TemporaryFile("w+") as said, TemporaryFile("w+") as errors:
+        given.write(stdin)
+        given.seek(0)
+        descriptors = given.fileno(), said.fileno(), errors.fileno()
+        forked = zygote.fork("tests.cli.running", words, IMPORTED, flags, env, descriptors)
+        try:
+            code = forked.wait(TIMEOUT_S)
+        finally:
+            forked.kill()
+        for file in (said, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(words, code, said.read(), errors.read())
+
+
+def main(*arguments: str) -> None:
+    """The command, in a fork."""
+    sys.argv = ["kvplan", *arguments]
+    sys.exit(cli.main())
 
 
 def refused(*arguments: str | Path, stdin: str = "", **environment: str) -> str:
