@@ -122,6 +122,14 @@ class TransportLink(ABC):
         """
         return None
 
+    def unreached(self, metadata: bytes) -> str | None:
+        """Return why this link does not reach the memory of `metadata`; None: it does.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: bad metadata, or another peer's.
+        """
+        return None
+
     def prepare(self, job: Callable[[], object]) -> None:
         """Call `job`, which asks for `memory`, in the background, if that helps first transfers.
 
