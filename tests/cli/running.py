@@ -7,14 +7,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryFile
 
 import kvplan
 from kvplan import CacheDesc, DataType, Placement, Plan, Rows, Transfer, cli
 from tests.support import zygote
-from tests.support.zygote import ROOT
 
-TIMEOUT_S = 120
 IMPORTED = ("tests.cli.peer_process", *{row.module: None for row in cli.COMMANDS.values()})
 
 TOKENS_FIRST = CacheDesc(
@@ -47,30 +44,14 @@ def command(
         environment: its environment, if not that of this process.
         variables: variables besides.
     """
-    words, flags = [*map(str, arguments)], ("-W", "error")
-    env = dict(os.environ if environment is None else environment) | variables
-    if not zygote.IS_USABLE:
-        return subprocess.run(
-            [sys.executable, *flags, "-m", "kvplan", *words],
-            cwd=ROOT,
-            env=env,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    with TemporaryFile("w+") as given, TemporaryFile("w+") as said, TemporaryFile("w+") as errors:
-        given.write(stdin)
-        given.seek(0)
-        descriptors = given.fileno(), said.fileno(), errors.fileno()
-        forked = zygote.fork("tests.cli.running", words, IMPORTED, flags, env, descriptors)
-        try:
-            code = forked.wait(TIMEOUT_S)
-        finally:
-            forked.kill()
-        for file in (said, errors):
-            file.seek(0)
-        return subprocess.CompletedProcess(words, code, said.read(), errors.read())
+    return zygote.run(
+        "tests.cli.running",
+        *map(str, arguments),
+        imported=IMPORTED,
+        flags=("-W", "error"),
+        environment=dict(os.environ if environment is None else environment) | variables,
+        stdin=stdin,
+    )
 
 
 def main(*arguments: str) -> None:
@@ -86,3 +67,7 @@ def refused(*arguments: str | Path, stdin: str = "", **environment: str) -> str:
     assert done.stderr.startswith("kvplan: ")
     assert done.stderr.count("\n") == 1
     return done.stderr.removeprefix("kvplan: ").rstrip()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

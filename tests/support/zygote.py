@@ -29,13 +29,15 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-READ_AT_START = ("KVPLAN_", "LANG", "LC_", "LD_", "MALLOC_", "OPENBLAS_", "PYTHON")
+READ_AT_START = ("KVPLAN_TEST_", "LANG", "LC_", "LD_", "MALLOC_", "OPENBLAS_", "PYTHON")
 """Prefixes of variables that the interpreter, or a module while it is imported, reads."""
 MAX_ZYGOTES = 4  # of one process of the tests; each holds some 40 MB
 MAX_REQUEST_NBYTES = 1 << 20
+TIMEOUT_S = 120
 NUM_LIMITS = 16  # of resources
 HUGE_PAGE = 1 << 21  # the system aligns large arrays to it
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
@@ -130,6 +132,35 @@ def fork(
         finally:
             _prctl(PR_SET_CHILD_SUBREAPER, 0)
     return Forked(pid)
+
+
+def run(
+    program: str,
+    *arguments: str,
+    imported: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str],
+    stdin: str = "",
+) -> subprocess.CompletedProcess[str]:
+    """Run `python FLAGS -m PROGRAM ARGUMENTS` to its end, as `fork` does where that is possible."""
+    with TemporaryFile("w+") as given, TemporaryFile("w+") as said, TemporaryFile("w+") as errors:
+        given.write(stdin)
+        given.seek(0)
+        descriptors = given.fileno(), said.fileno(), errors.fileno()
+        process: Forked | subprocess.Popen[bytes]
+        if IS_USABLE:
+            process = fork(program, arguments, imported, flags, environment, descriptors)
+        else:
+            command = [sys.executable, *flags, "-m", program, *arguments]
+            paths = {"PYTHONPATH": str(ROOT)}
+            process = subprocess.Popen(command, 0, None, *descriptors, env={**environment, **paths})
+        try:
+            code = process.wait(TIMEOUT_S)
+        finally:
+            process.kill()
+        for file in (said, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(arguments, code, said.read(), errors.read())
 
 
 def _start(
