@@ -13,14 +13,24 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import click
+from msgspec import structs
 
 from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.cli.trace_plan import Expected, block_tables, plan_lines, save_plan, transfer_at
 from kvplan.planning.contents import local_layers
 from kvplan.planning.texts import nbytes_text, plural, span
-from kvplan.recording.queries import OPERATIONS, select, who_wrote
 from kvplan.recording.reader import read
-from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, TransferRecord, Write
+from kvplan.recording.records import (
+    OPERATIONS,
+    AnyRecord,
+    Dropped,
+    Event,
+    Recording,
+    TransferRecord,
+    Write,
+    select,
+    who_wrote,
+)
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.validation import printable
 
@@ -144,7 +154,7 @@ def trace(
         write_json(
             {
                 "recordings": [
-                    {**vars(one.header), "complete": one.complete, "dropped": one.dropped}
+                    {**structs.asdict(one.header), "complete": one.complete, "dropped": one.dropped}
                     | {"rows": [_document(row) for row in rows]}
                     for one, rows in found
                 ],

@@ -122,6 +122,14 @@ class TransportLink(ABC):
         """
         return None
 
+    def unreached(self, metadata: bytes) -> str | None:
+        """Return why this link does not reach the memory of `metadata`; None: it does.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: bad metadata, or another peer's.
+        """
+        return None
+
     def prepare(self, job: Callable[[], object]) -> None:
         """Call `job`, which asks for `memory`, in the background, if that helps first transfers.
 
@@ -348,13 +356,9 @@ class PeerMemory:
         copy._ranges = self._ranges
         return copy
 
-    def check(self) -> None:
+    def check(self, tensors: range | None = None) -> None:
         """Check the link. Each transfer finds out whether the ranges still stand."""
         self._link.check()
-
-    def check_tensors(self, tensors: range) -> None:
-        """See `check`."""
-        self.check()
 
     def __repr__(self) -> str:
         total = int(self.nbytes.sum())

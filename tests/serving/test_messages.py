@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -205,6 +206,22 @@ def test_workers_read_from_those_that_have_their_layers(
 def test_a_producer_without_the_layers_of_a_stage_is_refused() -> None:
     with refused("LLM_PARAM_INVALID", r"no source has layers of \(2, 4\): \(\(0, 2\),\)"):
         share_of(Place(0, 1, 1, HALVES), 1, ((0, 2),))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8])
+@pytest.mark.parametrize("owners", [1, 2, 8, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 8, 16])
+def test_each_worker_hears_from_as_many_readers_as_it_waits_for(
+    ranks: int, owners: int, heads: int
+) -> None:
+    """And each head of a reader is read from one worker that has it."""
+    shares = [share_of(Place(rank, ranks), heads, (None,) * owners) for rank in range(ranks)]
+    hears = Counter(owner for share in shares for owner in (*share.mine, *share.spare))
+    assert {share.readers for share in shares} == {tuple(hears[it] for it in range(owners))}
+    for rank, share in enumerate(shares):
+        read = [{*heads_of(owner, owners, heads)} for owner in share.mine]
+        for head in heads_of(rank, ranks, heads):
+            assert sum(head in its_heads for its_heads in read) == 1
 
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:

@@ -98,6 +98,9 @@ class CacheManager:
     In *request mode* peers pull by CacheKey, and a pull consumes the key of its request. In *remote
     mode* (llm.EnableRemoteCacheAccessible) peers pull by id, and push.
 
+    Every method raises TypeError for an argument of another type, ValueError for an integer outside
+    its width, and LLM_ENGINE_FINALIZED after `finalize`.
+
     Args:
         llm_datadist: the engine.
         options: as `LLMDataDist.init` completes them.
@@ -116,7 +119,6 @@ class CacheManager:
         """Refuse a key that does not name either a request or a prefix.
 
         Raises:
-            TypeError: cache_key is not a CacheKey.
             LLMException: LLM_PARAM_INVALID: the key names both or neither.
         """
         if is_invalid_id(cache_key.req_id) is is_invalid_id(cache_key.prefix_id):
@@ -136,8 +138,6 @@ class CacheManager:
             cache_keys: key i names slot i; one with req_id=2**64-1 skips a slot.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
             LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: no pool for this placement, more
                 keys than slots, a key in use; LLM_ENGINE_FINALIZED.
         """
@@ -157,8 +157,6 @@ class CacheManager:
             blocks_cache_key: names the whole cache.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
             LLMException: as for `allocate_cache`.
         """
         self._check_pool(cache_desc)
@@ -171,7 +169,6 @@ class CacheManager:
         """Free an allocated contiguous cache, which lives on while it has keys; idempotent.
 
         Raises:
-            TypeError: cache is not a Cache.
             LLMException: LLM_PARAM_INVALID: the cache is paged, or was registered;
                 LLM_ENGINE_FINALIZED.
         """
@@ -182,7 +179,6 @@ class CacheManager:
         """Free an allocated paged cache; idempotent.
 
         Raises:
-            TypeError: cache is not a Cache.
             LLMException: LLM_PARAM_INVALID: the cache is contiguous, or was registered;
                 LLM_ENGINE_FINALIZED.
         """
@@ -193,7 +189,6 @@ class CacheManager:
         """Remove a key of an allocated cache. An unknown key has no effect.
 
         Raises:
-            TypeError: cache_key is not a CacheKey.
             LLMException: LLM_ENGINE_FINALIZED.
         """
         self._engine.remove_cache_key(key_of(cache_key))
@@ -216,8 +211,6 @@ class CacheManager:
                 remote mode for Placement.DEVICE, unless `LLMDataDist.link` was called.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: addresses that do not fit the description or are not
                 mapped, a key in use, remote_accessible=True after `LLMDataDist.link`;
                 LLM_ENGINE_FINALIZED.
@@ -244,7 +237,7 @@ class CacheManager:
         Arguments as for `register_cache`; `blocks_cache_key` names the whole cache.
 
         Raises:
-            TypeError, ValueError, LLMException: as `register_cache`.
+            LLMException: as `register_cache`.
         """
         accessible = self._check_registered(cache_desc, addrs, remote_accessible)
         key = None if blocks_cache_key is None else key_of(blocks_cache_key)
@@ -258,7 +251,6 @@ class CacheManager:
         """Unregister a cache. An unknown id has no effect.
 
         Raises:
-            TypeError, ValueError: cache_id is not an int64.
             LLMException: LLM_PARAM_INVALID: the cache was allocated; LLM_ENGINE_FINALIZED.
         """
         self._engine.unregister_cache(int(cache_id))
@@ -310,8 +302,6 @@ class CacheManager:
                 tensor_num_per_layer=2. Others are ignored.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: a slot, size or layer out of range, a paged cache, a
                 key that names neither a request nor a prefix; LLM_ENGINE_FINALIZED;
                 LLM_NOT_YET_LINK: the cluster is not linked; LLM_LINK_FAILED: the link is broken, or
@@ -348,7 +338,6 @@ class CacheManager:
             **kwargs: as of `pull_cache`.
 
         Raises:
-            TypeError, ValueError: as `pull_cache`.
             LLMException: as `pull_cache`; LLM_PARAM_INVALID: a block out of range, block tables of
                 unequal length or empty, a contiguous local cache; LLM_KV_CACHE_NOT_EXIST: a
                 CacheKey in remote mode.
@@ -398,7 +387,6 @@ class CacheManager:
             tensor_num_per_layer: number of consecutive tensors of one layer.
 
         Raises:
-            TypeError, ValueError: as `pull_cache`.
             LLMException: as `pull_cache`; LLM_PARAM_INVALID: also request mode, or a size other
                 than -1.
         """
@@ -434,7 +422,6 @@ class CacheManager:
             src_layer_range, dst_layer_range, tensor_num_per_layer: as of `push_cache`.
 
         Raises:
-            TypeError, ValueError: as `push_cache`.
             LLMException: as `push_cache`; LLM_PARAM_INVALID: a block out of range, block tables of
                 unequal length or empty, a contiguous cache.
         """
@@ -478,8 +465,6 @@ class CacheManager:
             The task, which returns the status of each destination.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: a cache of Placement.HOST, blocks that do not fit the
                 cache or each other, no destination; LLM_ENGINE_FINALIZED. The failure of one
                 destination is its status in the task.
@@ -523,8 +508,6 @@ class CacheManager:
             req_id: the request; only checked.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: a slot, offset or size out of range, a paged cache;
                 LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: a cache does not exist.
         """
@@ -549,7 +532,6 @@ class CacheManager:
             copy_block_info: source block -> its destination blocks; may be empty.
 
         Raises:
-            TypeError: an argument of another type.
             LLMException: LLM_PARAM_INVALID: a block out of range, a destination named twice, a
                 contiguous cache; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: the cache does not
                 exist.
@@ -567,7 +549,6 @@ class CacheManager:
             src_to_dst: source block -> destination block; may be empty.
 
         Raises:
-            TypeError: an argument of another type.
             LLMException: LLM_PARAM_INVALID: a block out of range, unequal blocks, two caches of one
                 placement, a contiguous cache; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: a cache
                 does not exist.
