@@ -21,7 +21,7 @@ MAX_LINES = {
     "device": 1218,
     "engine": 8403,
     "execution": 2907,
-    "hixl": 1564,
+    "hixl": 1565,
     "inspection": 1843,
     "kvplan": 1629,
     "links": 3899,
