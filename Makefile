@@ -58,7 +58,7 @@ unit: .venv/dev .venv/browser ## all tests, 12 minutes; TESTS=tests/planning: th
 	$(if $(TESTS),,$(BIN)/pytest --collect-only -qq >/dev/null || :)
 	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(QUICK),-m 'not slow') $(TESTS)
 
-EXPLORED := tests/planning/test_unlike.py tests/planning/test_gather.py tests/execution/test_lowered.py
+EXPLORED := tests/planning/test_unlike.py tests/planning/test_gather.py tests/execution/test_lowered.py tests/datadist/test_lowered_requests.py
 explore: .venv/dev ## 20,000 new examples of each test between unlike caches, or of those of TESTS; an hour on two cores
 	HYPOTHESIS_PROFILE=many $(BIN)/pytest --timeout 0 --numprocesses $(JOBS) --dist load $(or $(TESTS),$(EXPLORED))
 

@@ -1,11 +1,10 @@
 """Ascend devices by ACL, whose library is opened at run time."""
 
 cimport cython
-from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdint cimport int32_t
 
 from kvnative._device cimport DeviceLibrary
 from kvnative._host cimport kvn_failure
-from kvnative._native cimport KVN_UNSUPPORTED
 
 import os
 import threading
@@ -69,9 +68,7 @@ cdef class AclLibrary(DeviceLibrary):
     cdef AclLibrary open_files(list files):
         cdef kvn_failure failure
         cdef const char *paths[2]
-        cdef char found[4096]
         cdef AclLibrary self = AclLibrary.__new__(AclLibrary)
-        cdef int status
         cdef size_t count = min(len(files), 2)
         encoded = [os.fsencode(it) for it in files]
         for i in range(count):
@@ -80,22 +77,11 @@ cdef class AclLibrary(DeviceLibrary):
         self.runtime = &self.library
         self.error = AclError
         with nogil:
-            status = kvn_acl_library_open(paths, count, &self.library, &failure)
-        self.check(status, &failure)
-        kvn_acl_library_path(&self.library, found, sizeof(found))
-        self.path = os.fsdecode(<bytes>found)
-        self.missing = tuple(self.list_missing())
+            self.check(kvn_acl_library_open(paths, count, &self.library, &failure), &failure)
+        self.opened()
         self.version = toolkit_version(self.path) or self.interface_version()
         with LIBRARIES_LOCK:
             return LIBRARIES.setdefault(os.path.realpath(self.path), self)
-
-    cdef list list_missing(self):
-        cdef list names = []
-        cdef const char *name = kvn_acl_missing(&self.library.calls, 0)
-        while name is not NULL:
-            names.append(name.decode())
-            name = kvn_acl_missing(&self.library.calls, len(names))
-        return names
 
     cdef object interface_version(self):
         cdef int32_t numbers[3]
@@ -106,15 +92,13 @@ cdef class AclLibrary(DeviceLibrary):
     cdef int begin(self) except -1:
         cdef kvn_failure failure
         cdef int first = 0
-        cdef int status
         self.check_process()
         if self.initialized:
             return 0
         with self.lock:
             if not self.initialized:
                 with nogil:
-                    status = kvn_acl_library_init(&self.library, &first, &failure)
-                self.check(status, &failure)
+                    self.check(kvn_acl_library_init(&self.library, &first, &failure), &failure)
                 self.ours = first != 0
                 self.initialized = True
         return 0
@@ -123,17 +107,6 @@ cdef class AclLibrary(DeviceLibrary):
     def has_batch(self) -> bool:
         """True if the library has batch copies, which a device may still not support."""
         return "aclrtMemcpyBatch" not in self.missing
-
-    def device_count(self) -> int:
-        """Return the number of devices that this process can use."""
-        cdef kvn_failure failure
-        cdef uint32_t count = 0
-        cdef int status
-        self.begin()
-        with nogil:
-            status = kvn_acl_library_devices(&self.library, &count, &failure)
-        self.check(status, &failure)
-        return count
 
     def soc_name(self) -> str:
         """Return the name of the devices' chip, such as "Ascend910B1"."""
@@ -146,7 +119,6 @@ cdef class AclLibrary(DeviceLibrary):
         Use it only if no other part of the process uses ACL.
         """
         cdef kvn_failure failure
-        cdef int status
         self.check_process()
         with self.lock:
             if not self.initialized or not self.ours:
@@ -154,8 +126,7 @@ cdef class AclLibrary(DeviceLibrary):
             if len(self.devices):
                 raise NativeError(f"devices {sorted(self.devices)} are still in use")
             with nogil:
-                status = kvn_acl_library_finalize(&self.library, &failure)
-            self.check(status, &failure)
+                self.check(kvn_acl_library_finalize(&self.library, &failure), &failure)
             self.initialized = False
 
     cdef int physical_number(self, int32_t device) except? -1:
@@ -169,17 +140,6 @@ cdef class AclLibrary(DeviceLibrary):
 
     cdef str name_of(self, int32_t device):
         return self.soc_name()
-
-    cdef object attribute_of(self, int32_t device, int number):
-        cdef kvn_failure failure
-        cdef int64_t value = 0
-        cdef int status
-        with nogil:
-            status = kvn_acl_library_attribute(&self.library, device, number, &value, &failure)
-        if status == KVN_UNSUPPORTED:
-            return None
-        self.check(status, &failure)
-        return value
 
     def __repr__(self):
         return f"<AclLibrary {self.path}>"

@@ -11,10 +11,33 @@ cdef extern from "core/failure.h" nogil:
         const char *message
 
 
+cdef extern from "core/library.h" nogil:
+    ctypedef struct kvn_symbols:
+        pass
+
+    const char *kvn_library_missing(const void *calls, const kvn_symbols *symbols, size_t n)
+    void kvn_library_path(const void *calls, const kvn_symbols *symbols, char *out, size_t room)
+
+
+cdef inline str library_path(const void *calls, const kvn_symbols *symbols):
+    """Return the file of a library; "" if the loader does not know it."""
+    cdef char found[4096]
+    kvn_library_path(calls, symbols, found, sizeof(found))
+    return (<bytes>found).decode("utf-8", "surrogateescape")
+
+
+cdef inline tuple missing_calls(const void *calls, const kvn_symbols *symbols):
+    """Return the names of the optional calls that a library lacks."""
+    cdef list names = []
+    cdef const char *name = kvn_library_missing(calls, symbols, 0)
+    while name is not NULL:
+        names.append(name.decode())
+        name = kvn_library_missing(calls, symbols, len(names))
+    return tuple(names)
+
+
 cdef inline int raise_failure(object error, int status, const kvn_failure *failure) except -1:
     """Raise `error`, a CallError, or ValueError for an argument that was refused before a call."""
-    if status == KVN_OK:
-        return 0
     message = failure.message.decode("utf-8", "replace")
     if status == KVN_INVALID and failure.code == 0:
         raise ValueError(message)

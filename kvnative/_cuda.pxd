@@ -23,19 +23,10 @@ cdef extern from "cuda/library.h" nogil:
         int minor
 
     int kvn_cuda_library_open(const char *file, kvn_cuda_library *out, kvn_failure *failure)
-    void kvn_cuda_library_path(const kvn_cuda_library *library, char *out, size_t room)
-    const char *kvn_cuda_missing(const kvn_cuda *cuda, size_t n)
     int kvn_cuda_library_init(const kvn_cuda_library *library, kvn_failure *failure)
     int kvn_cuda_library_version(const kvn_cuda_library *library)
-    int kvn_cuda_library_devices(
-        const kvn_cuda_library *library, uint32_t *count, kvn_failure *failure
-    )
     int kvn_cuda_library_facts(
         const kvn_cuda_library *library, int32_t device, kvn_cuda_facts *out, kvn_failure *failure
-    )
-    int kvn_cuda_library_attribute(
-        const kvn_cuda_library *library, int32_t device, int attribute, int *value,
-        kvn_failure *failure
     )
     int kvn_cuda_library_reaches(
         const kvn_cuda_library *library, int32_t device, int32_t peer, int *can,
@@ -78,11 +69,9 @@ cdef class CudaLibrary(DeviceLibrary):
     cdef kvn_cuda_library library
     cdef bint initialized
     cdef readonly str context
-    cdef readonly tuple missing
 
     @staticmethod
     cdef CudaLibrary open_file(str file, str context)
-    cdef list list_missing(self)
     cdef int facts_of(self, int32_t device, kvn_cuda_facts *out) except -1
 
 

@@ -1,13 +1,12 @@
 """CUDA devices by the driver API, whose library is opened at run time."""
 
 cimport cython
-from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, uint64_t
 from posix.unistd cimport getpid
 
 from kvnative._crossing cimport acquire_columns, release_columns
 from kvnative._device cimport DeviceLibrary, direction_of
 from kvnative._host cimport kvn_failure, unsigned
-from kvnative._native cimport KVN_UNSUPPORTED
 
 import os
 import threading
@@ -76,57 +75,31 @@ cdef class CudaLibrary(DeviceLibrary):
     @staticmethod
     cdef CudaLibrary open_file(str file, str context):
         cdef kvn_failure failure
-        cdef char found[4096]
         cdef CudaLibrary self = CudaLibrary.__new__(CudaLibrary)
         cdef bytes encoded = os.fsencode(file)
         cdef const char *name = encoded
-        cdef int status
         self.ops = &kvn_cuda_ops
         self.runtime = &self.library
         self.error = CudaError
         self.context = context
         with nogil:
-            status = kvn_cuda_library_open(name, &self.library, &failure)
-        self.check(status, &failure)
+            self.check(kvn_cuda_library_open(name, &self.library, &failure), &failure)
         self.library.own_context = context == "own"
-        kvn_cuda_library_path(&self.library, found, sizeof(found))
-        self.path = os.fsdecode(<bytes>found)
-        self.missing = tuple(self.list_missing())
+        self.opened()
         version = kvn_cuda_library_version(&self.library)
         self.version = f"{version // 1000}.{version % 1000 // 10}" if version else None
         with LIBRARIES_LOCK:
             return LIBRARIES.setdefault((os.path.realpath(self.path), context), self)
 
-    cdef list list_missing(self):
-        cdef list names = []
-        cdef const char *name = kvn_cuda_missing(&self.library.calls, 0)
-        while name is not NULL:
-            names.append(name.decode())
-            name = kvn_cuda_missing(&self.library.calls, len(names))
-        return names
-
     cdef int begin(self) except -1:
         cdef kvn_failure failure
-        cdef int status
         self.check_process()
         if self.initialized:
             return 0
         with nogil:
-            status = kvn_cuda_library_init(&self.library, &failure)
-        self.check(status, &failure)
+            self.check(kvn_cuda_library_init(&self.library, &failure), &failure)
         self.initialized = True
         return 0
-
-    def device_count(self) -> int:
-        """Return the number of devices that this process can use."""
-        cdef kvn_failure failure
-        cdef uint32_t count = 0
-        cdef int status
-        self.begin()
-        with nogil:
-            status = kvn_cuda_library_devices(&self.library, &count, &failure)
-        self.check(status, &failure)
-        return count
 
     def uuid(self, int device_id) -> str:
         """Return the UUID of a device, "GPU-" and 36 characters."""
@@ -149,37 +122,24 @@ cdef class CudaLibrary(DeviceLibrary):
     def reaches(self, int device_id, int peer) -> bool:
         """Return whether a device can have peer access to the memory of `peer`."""
         cdef kvn_failure failure
-        cdef int status, can = 0
+        cdef int can = 0
         self.begin()
         with nogil:
-            status = kvn_cuda_library_reaches(&self.library, device_id, peer, &can, &failure)
-        self.check(status, &failure)
+            self.check(kvn_cuda_library_reaches(&self.library, device_id, peer, &can,
+                                                &failure), &failure)
         return can != 0
 
     cdef int facts_of(self, int32_t device, kvn_cuda_facts *out) except -1:
         cdef kvn_failure failure
-        cdef int status
         self.begin()
         with nogil:
-            status = kvn_cuda_library_facts(&self.library, device, out, &failure)
-        self.check(status, &failure)
+            self.check(kvn_cuda_library_facts(&self.library, device, out, &failure), &failure)
         return 0
 
     cdef str name_of(self, int32_t device):
         cdef kvn_cuda_facts facts
         self.facts_of(device, &facts)
         return facts.name.decode(errors="replace")
-
-    cdef object attribute_of(self, int32_t device, int number):
-        cdef kvn_failure failure
-        cdef int value = 0
-        cdef int status
-        with nogil:
-            status = kvn_cuda_library_attribute(&self.library, device, number, &value, &failure)
-        if status == KVN_UNSUPPORTED:
-            return None
-        self.check(status, &failure)
-        return value
 
     def __repr__(self):
         return f"<CudaLibrary {self.path}, {self.context} context>"

@@ -1,7 +1,8 @@
 # What other Cython modules may see of devices: cimport this to work with one, or to add a kind.
-from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from posix.types cimport pid_t
 
+from kvnative._crossing cimport kvn_symbols
 from kvnative._host cimport kvn_failure
 from kvnative._lower_c cimport kvn_gate
 from kvnative._native cimport kvn_backend
@@ -21,6 +22,10 @@ cdef extern from "device/ops.h" nogil:
         uint32_t page_nbytes
     ctypedef struct kvn_device_ops:
         const char *runtime
+        const kvn_symbols *symbols
+        int (*count_devices)(const void *runtime, uint32_t *count, kvn_failure *failure) nogil
+        int (*attribute)(const void *runtime, int32_t device, int attribute, int64_t *value,
+                         kvn_failure *failure) nogil
 
 
 cdef extern from "device/device.h" nogil:
@@ -110,6 +115,7 @@ cdef class DeviceLibrary:
     cdef object error          # a DeviceError: what its calls raise
     cdef readonly str path     # the file that it was found in
     cdef readonly object version
+    cdef readonly tuple missing  # names of calls of later versions
     cdef object lock
     cdef object devices        # id -> Device, weak
     cdef object __weakref__
@@ -118,15 +124,15 @@ cdef class DeviceLibrary:
     cdef int check_process(self) except -1
     # Raises what `failure` says: self.error, or ValueError for an argument that was refused before
     # any call.
-    cdef int check(self, int status, const kvn_failure *failure) except -1
+    cdef int check(self, int status, const kvn_failure *failure) except -1 nogil
+    # Notes where the opened library was found, and what it lacks.
+    cdef int opened(self) except -1
     # Makes the runtime ready for its first device, once.
     cdef int begin(self) except -1
     # Number of a device on the server.
     cdef int physical_number(self, int32_t device) except? -1
     # Name of its chip.
     cdef str name_of(self, int32_t device)
-    # None where this version does not know it.
-    cdef object attribute_of(self, int32_t device, int number)
 
 
 # KVN_HOST_TO_DEVICE and so on, of one of COPY_DIRECTIONS; ValueError for another word.

@@ -8,12 +8,12 @@ from cpython.buffer cimport (
     PyBuffer_Release,
     PyObject_GetBuffer,
 )
-from libc.stdint cimport int32_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memset
 from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
-from kvnative._crossing cimport kvn_failure, raise_failure
+from kvnative._crossing cimport kvn_failure, library_path, missing_calls, raise_failure
 from kvnative._host cimport unsigned
 from kvnative._task cimport Gate
 from kvnative._native cimport (
@@ -21,6 +21,7 @@ from kvnative._native cimport (
     KVN_DEVICE_TO_HOST,
     KVN_HOST_TO_DEVICE,
     KVN_OK,
+    KVN_UNSUPPORTED,
 )
 
 import threading
@@ -69,6 +70,7 @@ cdef class DeviceLibrary:
     Attributes:
         path: file of the library.
         version: version of the library or of its toolkit, or None.
+        missing: names of calls of later versions that this one lacks.
     """
 
     def __cinit__(self):
@@ -89,8 +91,16 @@ cdef class DeviceLibrary:
                               f" processes with spawn")
         return 0
 
-    cdef int check(self, int status, const kvn_failure *failure) except -1:
-        return raise_failure(self.error, status, failure)
+    cdef int check(self, int status, const kvn_failure *failure) except -1 nogil:
+        if status != KVN_OK:
+            with gil:
+                raise_failure(self.error, status, failure)
+        return 0
+
+    cdef int opened(self) except -1:
+        self.path = library_path(self.runtime, self.ops.symbols)
+        self.missing = missing_calls(self.runtime, self.ops.symbols)
+        return 0
 
     cdef int begin(self) except -1:
         return self.check_process()
@@ -101,8 +111,14 @@ cdef class DeviceLibrary:
     cdef str name_of(self, int32_t device):
         return ""
 
-    cdef object attribute_of(self, int32_t device, int number):
-        return None
+    def device_count(self) -> int:
+        """Return the number of devices that this process can use."""
+        cdef kvn_failure failure
+        cdef uint32_t count = 0
+        self.begin()
+        with nogil:
+            self.check(self.ops.count_devices(self.runtime, &count, &failure), &failure)
+        return count
 
     def device(self, int device_id) -> Device:
         """Return the device with this number; the same object while a reference to it exists."""
@@ -128,13 +144,12 @@ cdef class Device:
     cdef Device open_number(DeviceLibrary library, int32_t number):
         cdef kvn_failure failure
         cdef Device self = Device.__new__(Device)
-        cdef int status
         self.library = library
         self.lock = threading.Lock()
         self.channels = weakref.WeakValueDictionary()
         with nogil:
-            status = kvn_device_open(library.ops, library.runtime, number, &self.device, &failure)
-        self.library.check(status, &failure)
+            self.library.check(kvn_device_open(library.ops, library.runtime, number, &self.device,
+                                               &failure), &failure)
         self.opened = True
         return self
 
@@ -240,7 +255,6 @@ cdef class Device:
         cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
         cdef Pinned pinned
-        cdef int status
         self.check_usable()
         pinned = Pinned.__new__(Pinned)
         pinned.device = self
@@ -248,8 +262,7 @@ cdef class Device:
         pinned.address = start
         pinned.nbytes = size
         with nogil:
-            status = kvn_device_pin(&self.device, start, size, &failure)
-        self.library.check(status, &failure)
+            self.library.check(kvn_device_pin(&self.device, start, size, &failure), &failure)
         pinned.held = True
         return pinned
 
@@ -271,11 +284,9 @@ cdef class Device:
         cdef uint64_t where = unsigned("address", address)
         cdef kvn_failure failure
         cdef kvn_memory_place found
-        cdef int status
         self.check_usable()
         with nogil:
-            status = kvn_device_locate(&self.device, where, &found, &failure)
-        self.library.check(status, &failure)
+            self.library.check(kvn_device_locate(&self.device, where, &found, &failure), &failure)
         return found
 
     def write(self, address, buffer) -> None:
@@ -310,27 +321,34 @@ cdef class Device:
         """Zero memory of the device, and wait. Bounds are not checked."""
         cdef uint64_t where = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
-        cdef int status
         self.check_usable()
         with nogil:
-            status = kvn_device_clear(&self.device, where, size, &failure)
-        self.library.check(status, &failure)
+            self.library.check(kvn_device_clear(&self.device, where, size, &failure), &failure)
 
     def memory(self) -> tuple[int, int]:
         """Return the free and the total bytes of the device's memory."""
         cdef size_t free_nbytes = 0, total_nbytes = 0
         cdef kvn_failure failure
-        cdef int status
         self.check_usable()
         with nogil:
-            status = kvn_device_memory(&self.device, &free_nbytes, &total_nbytes, &failure)
-        self.library.check(status, &failure)
+            self.library.check(kvn_device_memory(&self.device, &free_nbytes, &total_nbytes,
+                                                 &failure), &failure)
         return free_nbytes, total_nbytes
 
     def attribute(self, int number) -> int | None:
         """Return an attribute by the runtime's number; None if this version lacks it."""
+        cdef kvn_failure failure
+        cdef int64_t value = 0
+        cdef int status
         self.check_usable()
-        return self.library.attribute_of(self.device.id, number)
+        with nogil:
+            status = self.library.ops.attribute(
+                self.library.runtime, self.device.id, number, &value, &failure
+            )
+        if status == KVN_UNSUPPORTED:
+            return None
+        self.library.check(status, &failure)
+        return value
 
     def backend(self, str direction not None) -> Backend:
         """Return a backend that copies in a direction.
@@ -428,12 +446,11 @@ cdef class Channels:
     cdef Channels start(Device device, unsigned count):
         cdef Channels self = Channels.__new__(Channels)
         cdef kvn_failure failure
-        cdef int status = KVN_OK
         self.device = device
         while self.count < count:
             with nogil:
-                status = kvn_channel_create(&device.device, &self.items[self.count], &failure)
-            device.library.check(status, &failure)
+                device.library.check(kvn_channel_create(&device.device, &self.items[self.count],
+                                                        &failure), &failure)
             self.count += 1
         return self
 

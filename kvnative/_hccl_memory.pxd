@@ -2,12 +2,16 @@
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from kvnative._acl cimport AclLibrary, kvn_acl
+from kvnative._crossing cimport kvn_symbols
 from kvnative._device cimport Device, kvn_device
 from kvnative._host cimport kvn_failure
 
 
 cdef extern from "hccl/library.h" nogil:
+    ctypedef struct kvn_hccl_calls:
+        pass
     ctypedef struct kvn_hccl:
+        kvn_hccl_calls calls
         bint is_per_comm
         char driver[32]
 
@@ -18,8 +22,7 @@ cdef extern from "hccl/library.h" nogil:
     void kvn_hccl_set_driver(
         kvn_hccl *hccl, const char *version, uint64_t most_host, uint64_t most_device
     )
-    void kvn_hccl_path(const kvn_hccl *hccl, char *out, size_t room)
-    const char *kvn_hccl_missing(const kvn_hccl *hccl, size_t n)
+    const kvn_symbols kvn_hccl_symbols
 
 
 cdef extern from "acl/ops.h" nogil:
@@ -68,9 +71,9 @@ cdef extern from "hccl/communicator.h" nogil:
 
 
 # Raises HcclError with what `failure` says.
-cdef int check_hccl(int status, const kvn_failure *failure) except -1
+cdef int check_hccl(int status, const kvn_failure *failure) except -1 nogil
 # The same, but ValueError for an argument that was refused before any call.
-cdef int check_arguments(int status, const kvn_failure *failure) except -1
+cdef int check_arguments(int status, const kvn_failure *failure) except -1 nogil
 # HCCL works with Ascend devices: TypeError for another, NativeError where it cannot be used.
 cdef int check_device(Device device) except -1
 

@@ -9,7 +9,6 @@ cdef extern from "kvnative/ucx.h" nogil:
     enum:
         KVN_UCS_MEMORY_HOST
         KVN_UCS_MEMORY_CUDA
-        KVN_UCS_MEMORY_ROCM
 
 
 cdef extern from "ucx/library.h" nogil:

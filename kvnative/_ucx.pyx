@@ -10,7 +10,7 @@ from kvnative._crossing cimport (
     acquire_columns, kvn_failure, peer_direction, raise_failure, release_columns
 )
 from kvnative._host cimport unsigned
-from kvnative._native cimport KVN_CANCELLED, kvn_backend
+from kvnative._native cimport KVN_CANCELLED, KVN_OK, kvn_backend
 from kvnative._task cimport deadline_of
 
 import atexit
@@ -27,9 +27,7 @@ __all__ = ["UcxEndpoint", "UcxError", "UcxLibrary", "UcxRegion", "UcxWorker", "u
 PREFIX = "UCX_"
 
 # Memory types, as UCX names them.
-cdef dict KINDS = {
-    "host": KVN_UCS_MEMORY_HOST, "cuda": KVN_UCS_MEMORY_CUDA, "rocm": KVN_UCS_MEMORY_ROCM,
-}
+cdef dict KINDS = {"host": KVN_UCS_MEMORY_HOST, "cuda": KVN_UCS_MEMORY_CUDA}
 cdef dict LIBRARIES = {}  # file -> UcxLibrary: a library is never closed
 cdef object OPENING = threading.Lock()  # opening may change the environment for a while
 # A child that is forked meanwhile would find OPENING locked.
@@ -42,8 +40,11 @@ class UcxError(CallError):
     """A failed call of UCX or a failed link. `code` is a ucs_status_t or an errno."""
 
 
-cdef int check_ucx(int status, const kvn_failure *failure) except -1:
-    return raise_failure(UcxError, status, failure)
+cdef int check_ucx(int status, const kvn_failure *failure) except -1 nogil:
+    if status != KVN_OK:
+        with gil:
+            raise_failure(UcxError, status, failure)
+    return 0
 
 
 @atexit.register
@@ -81,14 +82,12 @@ cdef class UcxLibrary:
         cdef UcxLibrary self = UcxLibrary.__new__(UcxLibrary)
         cdef bytes encoded = os.fsencode(path)
         cdef const char *file = encoded
-        cdef int status
         with OPENING:
             known = LIBRARIES.get(path)
             if known is not None:
                 return known
             # With the GIL held, so that no other thread changes os.environ meanwhile.
-            status = kvn_ucx_library_open(file, &self.library, &failure)
-            check_ucx(status, &failure)
+            check_ucx(kvn_ucx_library_open(file, &self.library, &failure), &failure)
             self.path = os.fsdecode(<bytes>self.library.path)
             self.version = tuple(<int>self.library.version[i] for i in range(3))
             # One object for all names of the file, because it counts its workers.
@@ -187,19 +186,17 @@ cdef class UcxWorker:
 
         Args:
             address, nbytes: range, which must stay allocated until the region is released.
-            kind: type of memory: "host", "cuda" or "rocm".
+            kind: type of memory: "host" or "cuda".
             owner: kept alive as long as the region.
         """
         cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef UcxRegion made = UcxRegion.__new__(UcxRegion)
         cdef int type_ = memory_type("kind", kind)
         cdef kvn_failure failure
-        cdef int status
         self.check_made()
         with nogil:
-            status = kvn_ucx_region_use(&self.regions, start, size, type_, &made.region,
-                                        &failure)
-        check_ucx(status, &failure)
+            check_ucx(kvn_ucx_region_use(&self.regions, start, size, type_, &made.region,
+                                         &failure), &failure)
         made.holder = self
         made.owner = owner
         made.address = start
@@ -230,7 +227,6 @@ cdef class UcxWorker:
         cdef UcxEndpoint made = UcxEndpoint.__new__(UcxEndpoint)
         cdef kvn_failure failure
         cdef kvn_ucx_remote remote
-        cdef int status
         self.check_made()
         if not address or not generations_rkey or not tickets_rkey:
             raise ValueError("address, generations_rkey and tickets_rkey must have at least 1 byte")
@@ -248,8 +244,8 @@ cdef class UcxWorker:
         remote.tag = tag
         made.worker = self
         with nogil:
-            status = kvn_ucx_endpoint_create(self.worker, &remote, &made.endpoint, &failure)
-        check_ucx(status, &failure)
+            check_ucx(kvn_ucx_endpoint_create(self.worker, &remote, &made.endpoint,
+                                              &failure), &failure)
         return made
 
     def close(self) -> None:
@@ -292,14 +288,12 @@ cdef class UcxEndpoint:
         """Connect, and return once the peer's generation table was read."""
         cdef kvn_failure failure
         cdef int64_t deadline
-        cdef int status
         self.check_made()
         if not timeout_ms > 0:
             raise ValueError(f"timeout_ms is {timeout_ms:g}; it must be > 0")
         deadline = deadline_of(timeout_ms)
         with nogil:
-            status = kvn_ucx_endpoint_connect(self.endpoint, deadline, &failure)
-        check_ucx(status, &failure)
+            check_ucx(kvn_ucx_endpoint_connect(self.endpoint, deadline, &failure), &failure)
 
     @property
     def connected(self) -> bool:
@@ -343,11 +337,10 @@ cdef class UcxEndpoint:
         cdef uint64_t words[KVN_UCX_TICKETS]
         cdef kvn_failure failure
         cdef int64_t deadline = deadline_of(timeout_ms)
-        cdef int status
         self.check_made()
         with nogil:
-            status = kvn_ucx_endpoint_read_tickets(self.endpoint, deadline, words, &failure)
-        check_ucx(status, &failure)
+            check_ucx(kvn_ucx_endpoint_read_tickets(self.endpoint, deadline, words,
+                                                    &failure), &failure)
         return frozenset((i, words[i]) for i in range(KVN_UCX_TICKETS)
                          if words[i] and words[i] >> 32 == tag)
 
@@ -495,22 +488,20 @@ def ucx_backend(UcxEndpoint endpoint not None, str direction not None, *, addres
             memory is refused.
         keys: uint64 index into `rkeys` of each range.
         rkeys: keys of the peer's regions.
-        local: type of local memory outside of all regions: "host", "cuda" or "rocm". Host memory
+        local: type of local memory outside of all regions: "host" or "cuda". Host memory
             outside of regions is slower with RDMA.
     """
     cdef BackendOptions taken = BackendOptions.__new__(BackendOptions)
     cdef kvn_backend *backend = NULL
     cdef kvn_failure failure
-    cdef int status
     taken.options.direction = peer_direction(direction)
     endpoint.check_made()
     taken.take_ranges((addresses, nbytes, slots, generations, keys))
     taken.take_keys(list(rkeys))
     taken.options.local_type = memory_type("local", local)
     with nogil:
-        status = kvn_ucx_backend_create(&endpoint.worker.regions, endpoint.endpoint,
-                                        &taken.options, &backend, &failure)
-    check_ucx(status, &failure)
+        check_ucx(kvn_ucx_backend_create(&endpoint.worker.regions, endpoint.endpoint,
+                                         &taken.options, &backend, &failure), &failure)
     return Backend.adopt(backend, endpoint, "ucx_backend")
 
 

@@ -90,6 +90,8 @@ _Static_assert(offsetof(kvn_acl_pointer, reserved) == 12, "rsv at 12");
 
 /* X(result, name, parameters): what every version has. */
 #define KVN_ACL_REQUIRED(X)                                                                       \
+    X(aclError, aclrtMemcpyAsync, /* first: its file is the library's path */                     \
+      (void *dst, size_t room, const void *src, size_t nbytes, int kind, aclrtStream stream))     \
     X(aclError, aclInit, (const char *config_path))                                               \
     X(aclError, aclFinalize, (void))                                                              \
     X(const char *, aclGetRecentErrMsg, (void)) /* of this thread; returns and clears */          \
@@ -120,9 +122,7 @@ _Static_assert(offsetof(kvn_acl_pointer, reserved) == 12, "rsv at 12");
     X(aclError, aclrtGetMemInfo, (int memory, size_t *free, size_t *total))                       \
     X(aclError, aclrtMemset, (void *address, size_t room, int32_t value, size_t nbytes))          \
     X(aclError, aclrtMemcpy,                                                                      \
-      (void *dst, size_t room, const void *src, size_t nbytes, int kind))                         \
-    X(aclError, aclrtMemcpyAsync,                                                                 \
-      (void *dst, size_t room, const void *src, size_t nbytes, int kind, aclrtStream stream))
+      (void *dst, size_t room, const void *src, size_t nbytes, int kind))
 
 /* What came later, or may go: NULL where the library lacks it. */
 #define KVN_ACL_OPTIONAL(X)                                                                       \

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, cast
 
 from kvnative._executor import (
@@ -29,7 +29,7 @@ from kvnative._signals import Mutex
 from kvplan.execution.awaitable import NativeTask
 from kvplan.execution.completion import completion_thread, tracker
 from kvplan.execution.compute_events import no_accelerator
-from kvplan.execution.memory import revocation
+from kvplan.execution.memory import HostMemory, revocation
 from kvplan.planning.contents import source_layers_text
 from kvplan.planning.texts import nbytes_text
 from kvplan.status import LLMException, LLMStatusCode
@@ -65,6 +65,21 @@ _CODES = {
 def status_code_of(status: int | None) -> LLMStatusCode:
     """Return the code of the interface for a KVN_ status; LLM_FAILED for anything else."""
     return _FAILED if status is None else _CODES.get(status, _FAILED)
+
+
+def native_error(error: Exception, what: str) -> LLMException:
+    """Return an error of the native layer as one of the interface; `what` begins its message."""
+    status = getattr(error, "status", None)
+    return LLMException(f"{what}: {error}", status_code=status_code_of(status))
+
+
+@contextmanager
+def native_errors(what: str) -> Iterator[None]:
+    """Raise errors of the native layer inside the block as `native_error` with `what`."""
+    try:
+        yield
+    except NativeError as error:
+        raise native_error(error, what) from error
 
 
 class TransferTask(NativeTask):
@@ -130,6 +145,8 @@ class TransferTask(NativeTask):
             LLMException: LLM_TIMEOUT after the timeout; otherwise the status of the failure.
                 `unconfirmed` lists the descriptors that may not have arrived, `origin` what failed.
         """
+        if timeout_ms is None and self._is_settled and self._error is None:
+            return
         report = self.native.wait(timeout_ms, stop)
         if report.status == KVN_PENDING:
             raise self._goes_on(timeout_ms, report)
@@ -224,7 +241,12 @@ class TransferTask(NativeTask):
             report = self.native.report
             lost = self._lost
             if lost is None and report.status == KVN_OK:
-                lost = _lost(self._memories)
+                try:
+                    for memory in self._memories:
+                        if type(memory) is not HostMemory or not memory.held:
+                            memory.check()
+                except LLMException as error:
+                    lost = error
             if lost is not None or report.status != KVN_OK:
                 missing = "" if report.status == KVN_OK else self._missing()
                 self._error = failure(

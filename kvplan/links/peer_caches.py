@@ -132,13 +132,6 @@ class PeerCaches(LinkLifecycle, ABC):
         found = None if writable else self._table.by_id.get(lease.cache_id)
         return self.cache(lease, writable=writable) if found is None else found
 
-    def leased_memory(
-        self, caches: Sequence[PeerCache], leases: Sequence[BlockLease], *, writable: bool
-    ) -> PeerMemory:
-        """Return memory as `joined_memory` does; transfers with it fail once a lease has ended."""
-        memory = self.joined_memory(caches, writable=writable)
-        return memory.leased(leases) if leases else memory
-
     def memory(self, cache: PeerCache, *, writable: bool) -> PeerMemory:
         """Return the tensors of `cache` as a side of a transfer."""
         key = (cache.cache_id, writable)

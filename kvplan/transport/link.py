@@ -348,13 +348,9 @@ class PeerMemory:
         copy._ranges = self._ranges
         return copy
 
-    def check(self) -> None:
+    def check(self, tensors: range | None = None) -> None:
         """Check the link. Each transfer finds out whether the ranges still stand."""
         self._link.check()
-
-    def check_tensors(self, tensors: range) -> None:
-        """See `check`."""
-        self.check()
 
     def __repr__(self) -> str:
         total = int(self.nbytes.sum())

@@ -22,7 +22,7 @@ from kvplan import CacheDesc, DataType, Placement
 from kvplan.device.cuda import CudaDevice
 from kvplan.device.memory import DeviceMemory
 from kvplan.transport.local import LocalTransport
-from kvplan.transport.local.transport import LocalRegistration
+from kvplan.transport.local.registrations import LocalRegistration
 from kvplan.transport.protocol import DeviceRange
 from tests.cuda_sim.cuda_library import Access, Allocation, Cuda, Location
 from tests.cuda_sim.simulator import controls

@@ -18,12 +18,10 @@ static int locate(const kvn_device *device, uint64_t address, kvn_memory_place *
     return KVN_OK;
 }
 
-static int copy_nothing(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
-                        const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
-                        kvn_failure *failure)
+static int copy_nothing(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
+                        size_t *failed, kvn_failure *failure)
 {
-    (void)device, (void)direction, (void)dst, (void)src, (void)nbytes, (void)count, (void)stream;
-    (void)failed, (void)failure;
+    (void)device, (void)direction, (void)batch, (void)stream, (void)failed, (void)failure;
     return KVN_OK;
 }
 
@@ -56,11 +54,10 @@ static void blocking_behind_asynchronous(void)
     confirm(after, 3, first);
 }
 
-static int refuse_second(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
-                         const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
-                         kvn_failure *failure)
+static int refuse_second(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
+                         size_t *failed, kvn_failure *failure)
 {
-    (void)device, (void)direction, (void)dst, (void)src, (void)nbytes, (void)count, (void)stream;
+    (void)device, (void)direction, (void)batch, (void)stream;
     *failed = 1;
     return kvn_fail(failure, KVN_UNMAPPED, 0, "refused");
 }

@@ -125,18 +125,19 @@ static void find_calls(void)
     void *const math = dlopen("libm.so.6", RTLD_NOW), *const c = dlopen("libc.so.6", RTLD_NOW);
     void *const of_math = dlsym(math, "frexp"), *const of_c = dlsym(c, "frexp");
     const kvn_symbol symbols[] = {{"frexp", 0, false}, {"no_1", 8, true}, {"no_2", 16, false}, {"no_3", 24, false}};
+    const kvn_symbols all = {symbols, 4}, two = {symbols, 2};
     void *calls[4] = {c, c, c, c};
 
     CHECK(of_math && of_c && of_math != of_c);
     CHECK(kvn_library_find((void *[]){math, c}, 2, "frexp") == of_math);
     CHECK(kvn_library_find((void *[]){c, math}, 2, "frexp") == of_c);
     CHECK(kvn_library_find((void *[]){NULL, c}, 2, "frexp") == of_c);
-    CHECK(strcmp(kvn_library_fill((void *[]){c, math}, 2, symbols, 4, calls), "no_2") == 0);
+    CHECK(strcmp(kvn_library_fill((void *[]){c, math}, 2, &all, calls), "no_2") == 0);
     CHECK(calls[0] == of_c && !calls[1] && !calls[2] && !calls[3]);
-    CHECK(kvn_library_fill(&c, 1, symbols, 2, calls) == NULL);
+    CHECK(kvn_library_fill(&c, 1, &two, calls) == NULL);
     for (size_t i = 0; i < 3; i++)
-        CHECK(strcmp(kvn_library_missing(calls, symbols, 4, i), symbols[i + 1].name) == 0);
-    CHECK(kvn_library_missing(calls, symbols, 4, 3) == NULL);
+        CHECK(strcmp(kvn_library_missing(calls, &all, i), symbols[i + 1].name) == 0);
+    CHECK(kvn_library_missing(calls, &all, 3) == NULL);
 }
 
 /* ---- processes ---- */

@@ -18,27 +18,27 @@ MAX_LINES = {
     "cli": 3345,
     "control": 3640,
     "debug": 791,
-    "device": 1246,
-    "engine": 8208,
-    "execution": 2873,
+    "device": 1218,
+    "engine": 8404,
+    "execution": 2907,
     "hixl": 1564,
     "inspection": 1843,
     "kvplan": 1629,
-    "links": 3748,
-    "llm_datadist": 3844,
-    "planning": 5148,
+    "links": 3741,
+    "llm_datadist": 3847,
+    "planning": 5260,
     "recording": 1636,
     "run": 230,
-    "serving": 2721,
+    "serving": 2749,
     "system": 359,
     "tensors": 797,
     "testing": 471,
-    "transport": 7181,
-    "vllm": 1291,
+    "transport": 7165,
+    "vllm": 1332,
 }
 """Lines of each room. Only a commit that says why may raise one."""
 
-MAX_IN_CIRCLES_OF_TYPES = 20
+MAX_IN_CIRCLES_OF_TYPES = 12
 """Modules that need one another if imports for types count. It may only fall."""
 
 TYPES_FROM_ABOVE = ["kvplan.status -> planning"]

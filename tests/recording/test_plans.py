@@ -20,7 +20,7 @@ from kvplan.recording.format import PartRow, TemplateRow, plan_of, template_of
 from tests.planning import test_gather, test_unlike
 from tests.planning.transfers import transfers
 from tests.recording.operations import record, recorder
-from tests.support.plans import joined
+from tests.support.plans import joined, lower_natively
 
 
 def assert_comes_back(*plans: Plan) -> None:
@@ -107,7 +107,7 @@ def test_a_request_that_was_lowered_without_a_plan_is_recorded_as_its_plan(tmp_p
     }[kind]  # fmt: skip
     operation = "pull_cache" if kind == "C2C" else "pull_blocks"
     arguments = kind, *sides, *memories, read_rows, written
-    bound = RowRequests().bind(operation, *arguments, num_tokens=tokens)
+    bound = lower_natively(RowRequests(), operation, *arguments, num_tokens=tokens)
     assert bound is not None
     with recorder(tmp_path / "a.kvrec") as it:
         record(it, bound[0])

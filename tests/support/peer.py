@@ -27,6 +27,8 @@ from textwrap import dedent
 from types import FunctionType
 from typing import Any
 
+from tests.support import zygote
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0  # only a hanging test reaches it
 PATIENCE_MS = 10_000  # of links and operations that have no timeout of their own
@@ -75,23 +77,32 @@ class Peer:
         self.dead, self._prefix = False, prefix
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self._connection, theirs = Pipe()
-        command = [sys.executable, *self.flags, "-m", "tests.support.peer", self.module]
-        own = dict(os.environ if environment is None else environment)
+        own = dict(os.environ if environment is None else environment) | {"PYTHONPATH": str(ROOT)}
         try:
-            self.process = subprocess.Popen(
-                [*prefix, *command, *arguments],
-                stdin=theirs.fileno(),
-                stdout=self._output,
-                stderr=self._output,
-                cwd=ROOT,
-                env=own | {"PYTHONPATH": str(ROOT)},
-            )
+            self.process = self._started(arguments, own, theirs.fileno())
         except BaseException:
             self._connection.close()
             self._output.close()
             raise
         finally:
             theirs.close()
+
+    def _started(
+        self, arguments: Sequence[str], environment: dict[str, str], connection: int
+    ) -> subprocess.Popen[bytes] | zygote.Forked:
+        output = self._output.fileno()
+        if zygote.IS_USABLE and not self._prefix:
+            start = self.module, self.flags, arguments, environment
+            return zygote.fork(*start, connection=connection, output=output)
+        command = [sys.executable, *self.flags, "-m", "tests.support.peer", self.module, *arguments]
+        return subprocess.Popen(
+            [*self._prefix, *command],
+            stdin=connection,
+            stdout=output,
+            stderr=output,
+            cwd=ROOT,
+            env=environment,
+        )
 
     @cached_property
     def pid(self) -> int:

@@ -13,7 +13,7 @@
 #define OPTIONAL(result, name, parameters) {#name, offsetof(kvn_acl, name), true},
 
 static const kvn_symbol symbols[] = {KVN_ACL_REQUIRED(REQUIRED) KVN_ACL_OPTIONAL(OPTIONAL)};
-static const kvn_symbol copy = {"aclrtMemcpyAsync", offsetof(kvn_acl, aclrtMemcpyAsync), false};
+const kvn_symbols kvn_acl_symbols = {symbols, KVN_COUNT_OF(symbols)};
 
 int kvn_acl_library_open(const char *const *paths, size_t num_paths, kvn_acl_library *out,
                          kvn_failure *failure)
@@ -33,22 +33,12 @@ int kvn_acl_library_open(const char *const *paths, size_t num_paths, kvn_acl_lib
     }
     if (!opened)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%s", reason);
-    missing = kvn_library_fill(out->files, KVN_ACL_MAX_FILES, symbols, KVN_COUNT_OF(symbols), &out->calls);
+    missing = kvn_library_fill(out->files, KVN_ACL_MAX_FILES, &kvn_acl_symbols, &out->calls);
     if (missing)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0,
                         "%s has no %s; kvplan needs the ACL runtime of CANN 8.1 or later%s%s",
                         paths[0], missing, *reason ? "; " : "", reason);
     return KVN_OK;
-}
-
-void kvn_acl_library_path(const kvn_acl_library *library, char *out, size_t room)
-{
-    kvn_library_path(&library->calls, &copy, out, room);
-}
-
-const char *kvn_acl_missing(const kvn_acl *acl, size_t n)
-{
-    return kvn_library_missing(acl, symbols, KVN_COUNT_OF(symbols), n);
 }
 
 int kvn_acl_library_init(const kvn_acl_library *library, int *first, kvn_failure *failure)
@@ -72,8 +62,9 @@ int kvn_acl_library_finalize(const kvn_acl_library *library, kvn_failure *failur
 
 /* ---- devices ---- */
 
-int kvn_acl_library_devices(const kvn_acl_library *library, uint32_t *count, kvn_failure *failure)
+int kvn_acl_library_devices(const void *runtime, uint32_t *count, kvn_failure *failure)
 {
+    const kvn_acl_library *library = runtime;
     const int code = library->calls.aclrtGetDeviceCount(count);
 
     return code == KVN_ACL_OK
@@ -120,10 +111,10 @@ bool kvn_acl_library_physical(const kvn_acl_library *library, int32_t logical, i
     return ask_runtime(library, logical, physical);
 }
 
-int kvn_acl_library_attribute(const kvn_acl_library *library, int32_t device, int attribute,
-                              int64_t *value, kvn_failure *failure)
+int kvn_acl_library_attribute(const void *runtime, int32_t device, int attribute, int64_t *value,
+                              kvn_failure *failure)
 {
-    const kvn_acl *acl = &library->calls;
+    const kvn_acl *acl = &((const kvn_acl_library *)runtime)->calls;
     int code;
 
     if (!acl->aclrtGetDeviceInfo)

@@ -6,24 +6,22 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-#include "core/failure.h"
+#include "core/library.h"
 #include "kvnative/acl.h"
 
 #define KVN_ACL_MAX_FILES 2 /* libacl_rt.so, and libascendcl.so which had it all before 8.5 */
 
 typedef struct kvn_acl_library {
-    kvn_acl calls;
+    kvn_acl calls; /* first, as kvn_device_ops asks for it */
     void *files[KVN_ACL_MAX_FILES]; /* dlopen handles; NULL where not opened */
 } kvn_acl_library;
+
+extern const kvn_symbols kvn_acl_symbols;
 
 /* Opens the 1 or 2 files of `paths`, of which one may be missing, and takes each symbol from the first file that has
  * it. `failure` names the missing call or has the loader's message. */
 int kvn_acl_library_open(const char *const *paths, size_t num_paths, kvn_acl_library *out,
                          kvn_failure *failure);
-/* The file that the copies come from, as the loader knows it. */
-void kvn_acl_library_path(const kvn_acl_library *library, char *out, size_t room);
-/* Name of the n-th optional call that the library lacks; NULL when there are no more. */
-const char *kvn_acl_missing(const kvn_acl *acl, size_t n);
 /* Calls aclInit. *first: this was the first call in the process. */
 int kvn_acl_library_init(const kvn_acl_library *library, int *first, kvn_failure *failure);
 /* Calls aclFinalize: only if *first was set, and once nothing of the library is in use. */
@@ -31,16 +29,15 @@ int kvn_acl_library_finalize(const kvn_acl_library *library, kvn_failure *failur
 
 /* ---- what it says of devices; after init, no context is needed ---- */
 
-int kvn_acl_library_devices(const kvn_acl_library *library, uint32_t *count, kvn_failure *failure);
+int kvn_acl_library_devices(const void *runtime, uint32_t *count, kvn_failure *failure);
 /* Such as "Ascend910B1"; "" if unknown. */
 const char *kvn_acl_library_soc(const kvn_acl_library *library);
 /* Version of the interface, three numbers; false if unknown. */
 bool kvn_acl_library_interface(const kvn_acl_library *library, int32_t version[3]);
 /* Number of the device on its server; false if unknown. */
 bool kvn_acl_library_physical(const kvn_acl_library *library, int32_t logical, int32_t *physical);
-/* KVN_UNSUPPORTED if this version lacks the attribute. */
-int kvn_acl_library_attribute(const kvn_acl_library *library, int32_t device, int attribute,
-                              int64_t *value, kvn_failure *failure);
+int kvn_acl_library_attribute(const void *runtime, int32_t device, int attribute, int64_t *value,
+                              kvn_failure *failure);
 
 /* ---- errors ---- */
 

@@ -25,17 +25,17 @@ void *kvn_library_find(void *const *files, size_t num_files, const char *name)
     return address;
 }
 
-const char *kvn_library_fill(void *const *files, size_t num_files, const kvn_symbol *symbols, size_t count,
-                             void *calls)
+const char *kvn_library_fill(void *const *files, size_t num_files, const kvn_symbols *symbols, void *calls)
 {
     const char *missing = NULL;
 
-    for (size_t i = 0; i < count; i++) {
-        void *address = kvn_library_find(files, num_files, symbols[i].name);
-        if (!address && !symbols[i].is_optional && !missing)
-            missing = symbols[i].name;
+    for (size_t i = 0; i < symbols->count; i++) {
+        const kvn_symbol *symbol = &symbols->all[i];
+        void *address = kvn_library_find(files, num_files, symbol->name);
+        if (!address && !symbol->is_optional && !missing)
+            missing = symbol->name;
         /* memcpy: ISO C has no conversion from void * to a pointer to a function. */
-        memcpy((char *)calls + symbols[i].at, &address, sizeof address);
+        memcpy((char *)calls + symbol->at, &address, sizeof address);
     }
     return missing;
 }
@@ -48,19 +48,19 @@ static void *address_of(const void *calls, const kvn_symbol *symbol)
     return address;
 }
 
-const char *kvn_library_missing(const void *calls, const kvn_symbol *symbols, size_t count, size_t n)
+const char *kvn_library_missing(const void *calls, const kvn_symbols *symbols, size_t n)
 {
-    for (size_t i = 0; i < count; i++)
-        if (!address_of(calls, &symbols[i]) && n-- == 0)
-            return symbols[i].name;
+    for (size_t i = 0; i < symbols->count; i++)
+        if (!address_of(calls, &symbols->all[i]) && n-- == 0)
+            return symbols->all[i].name;
     return NULL;
 }
 
-void kvn_library_path(const void *calls, const kvn_symbol *symbol, char *out, size_t room)
+void kvn_library_path(const void *calls, const kvn_symbols *symbols, char *out, size_t room)
 {
     Dl_info found;
 
-    if (!dladdr(address_of(calls, symbol), &found) || !found.dli_fname)
+    if (!dladdr(address_of(calls, &symbols->all[0]), &found) || !found.dli_fname)
         found.dli_fname = "";
     snprintf(out, room, "%s", found.dli_fname);
 }

@@ -16,19 +16,24 @@ typedef struct kvn_symbol {
     bool is_optional; /* the pointer is NULL if the library lacks the call */
 } kvn_symbol;
 
+/* All calls of a library. */
+typedef struct kvn_symbols {
+    const kvn_symbol *all; /* the first is in the file that is the library's path */
+    size_t count;
+} kvn_symbols;
+
 #define KVN_COUNT_OF(array) (sizeof(array) / sizeof *(array))
 
 /* dlopen with these flags. NULL: `failure` has the loader's reason, with KVN_UNSUPPORTED. */
 void *kvn_library_open(const char *path, int flags, kvn_failure *failure);
 /* Writes all symbols to `calls`, each from the first of `files` that has it; a file may be NULL. Returns the name
  * of the first required symbol that is missing, or NULL. */
-const char *kvn_library_fill(void *const *files, size_t num_files, const kvn_symbol *symbols, size_t count,
-                             void *calls);
+const char *kvn_library_fill(void *const *files, size_t num_files, const kvn_symbols *symbols, void *calls);
 /* The address of a symbol in the first of `files` that has it, or NULL. */
 void *kvn_library_find(void *const *files, size_t num_files, const char *name);
 /* The name of the n-th symbol of `calls` that is missing; NULL when there are no more. */
-const char *kvn_library_missing(const void *calls, const kvn_symbol *symbols, size_t count, size_t n);
-/* Writes the path of the file that holds a symbol of `calls`; "" if the loader does not know it. */
-void kvn_library_path(const void *calls, const kvn_symbol *symbol, char *out, size_t room);
+const char *kvn_library_missing(const void *calls, const kvn_symbols *symbols, size_t n);
+/* Writes the path of the file that holds the first symbol; "" if the loader does not know it. */
+void kvn_library_path(const void *calls, const kvn_symbols *symbols, char *out, size_t room);
 
 #endif

@@ -13,6 +13,7 @@
 #define OPTIONAL(name, parameters) {#name, offsetof(kvn_cuda, name), true},
 
 static const kvn_symbol symbols[] = {KVN_CUDA_REQUIRED(REQUIRED) KVN_CUDA_OPTIONAL(OPTIONAL)};
+const kvn_symbols kvn_cuda_symbols = {symbols, KVN_COUNT_OF(symbols)};
 
 int kvn_cuda_library_open(const char *path, kvn_cuda_library *out, kvn_failure *failure)
 {
@@ -22,21 +23,11 @@ int kvn_cuda_library_open(const char *path, kvn_cuda_library *out, kvn_failure *
     memset(out, 0, sizeof *out);
     if (!file)
         return failure->status;
-    missing = kvn_library_fill(&file, 1, symbols, KVN_COUNT_OF(symbols), &out->calls);
+    missing = kvn_library_fill(&file, 1, &kvn_cuda_symbols, &out->calls);
     if (missing)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0,
                         "%s has no %s; kvplan needs the driver of CUDA 11.2 or later", path, missing);
     return KVN_OK;
-}
-
-void kvn_cuda_library_path(const kvn_cuda_library *library, char *out, size_t room)
-{
-    kvn_library_path(&library->calls, &symbols[0], out, room);
-}
-
-const char *kvn_cuda_missing(const kvn_cuda *cuda, size_t n)
-{
-    return kvn_library_missing(cuda, symbols, KVN_COUNT_OF(symbols), n);
 }
 
 static int ended(const kvn_cuda_library *library, const char *call, CUresult code, kvn_failure *failure)
@@ -61,8 +52,9 @@ int kvn_cuda_library_version(const kvn_cuda_library *library)
     return library->calls.cuDriverGetVersion(&version) == KVN_CUDA_OK ? version : 0;
 }
 
-int kvn_cuda_library_devices(const kvn_cuda_library *library, uint32_t *count, kvn_failure *failure)
+int kvn_cuda_library_devices(const void *runtime, uint32_t *count, kvn_failure *failure)
 {
+    const kvn_cuda_library *library = runtime;
     int found = 0;
     const int status = CALL(library, failure, cuDeviceGetCount, &found);
 
@@ -99,15 +91,19 @@ int kvn_cuda_library_facts(const kvn_cuda_library *library, int32_t ordinal, kvn
     return KVN_OK;
 }
 
-int kvn_cuda_library_attribute(const kvn_cuda_library *library, int32_t ordinal, int attribute, int *value,
+int kvn_cuda_library_attribute(const void *runtime, int32_t ordinal, int attribute, int64_t *value,
                                kvn_failure *failure)
 {
+    const kvn_cuda_library *library = runtime;
     CUdevice device;
+    int found = 0;
 
     if (CALL(library, failure, cuDeviceGet, &device, ordinal) != KVN_OK)
         return failure->status;
-    if (CALL(library, failure, cuDeviceGetAttribute, value, attribute, device) == KVN_OK)
+    if (CALL(library, failure, cuDeviceGetAttribute, &found, attribute, device) == KVN_OK) {
+        *value = found;
         return KVN_OK;
+    }
     if (failure->code == KVN_CUDA_INVALID_VALUE) /* an attribute of later drivers */
         failure->status = KVN_UNSUPPORTED;
     return failure->status;

@@ -6,21 +6,19 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-#include "core/failure.h"
+#include "core/library.h"
 #include "kvnative/cuda.h"
 
 typedef struct kvn_cuda_library {
-    kvn_cuda calls;
+    kvn_cuda calls;   /* first, as kvn_device_ops asks for it */
     bool own_context; /* devices work in a context of their own, not in the primary one */
 } kvn_cuda_library;
+
+extern const kvn_symbols kvn_cuda_symbols;
 
 /* Opens `file`, a path or a name for the loader's own search. `failure` names the call that is missing, or
  * says what the loader said. */
 int kvn_cuda_library_open(const char *file, kvn_cuda_library *out, kvn_failure *failure);
-/* The file that the calls come from, as the loader knows it. */
-void kvn_cuda_library_path(const kvn_cuda_library *library, char *out, size_t room);
-/* Name of the n-th optional call that the library lacks; NULL when there are no more. */
-const char *kvn_cuda_missing(const kvn_cuda *cuda, size_t n);
 /* Calls cuInit; any number of times. KVN_UNSUPPORTED if there is no device. */
 int kvn_cuda_library_init(const kvn_cuda_library *library, kvn_failure *failure);
 
@@ -36,12 +34,10 @@ typedef struct kvn_cuda_facts {
 
 /* The newest CUDA that the driver knows: 12040 for 12.4. 0 where it does not say. */
 int kvn_cuda_library_version(const kvn_cuda_library *library);
-/* How many the process may use: CUDA_VISIBLE_DEVICES is the driver's business. */
-int kvn_cuda_library_devices(const kvn_cuda_library *library, uint32_t *count, kvn_failure *failure);
+int kvn_cuda_library_devices(const void *runtime, uint32_t *count, kvn_failure *failure);
 int kvn_cuda_library_facts(const kvn_cuda_library *library, int32_t device, kvn_cuda_facts *out,
                            kvn_failure *failure);
-/* KVN_UNSUPPORTED where this driver does not know it. */
-int kvn_cuda_library_attribute(const kvn_cuda_library *library, int32_t device, int attribute, int *value,
+int kvn_cuda_library_attribute(const void *runtime, int32_t device, int attribute, int64_t *value,
                                kvn_failure *failure);
 /* Whether a device can have peer access to another one's memory. */
 int kvn_cuda_library_reaches(const kvn_cuda_library *library, int32_t device, int32_t peer, int *can,

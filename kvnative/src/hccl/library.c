@@ -32,6 +32,8 @@ static const kvn_symbol symbols[] = {
     OPTIONAL("HcclGetErrorString", error_string),
 };
 
+const kvn_symbols kvn_hccl_symbols = {symbols, KVN_COUNT_OF(symbols)};
+
 /* Other products do so where a variable of HCCL's asks for it. */
 static bool unfolds(const char *soc_name)
 {
@@ -44,8 +46,9 @@ static bool unfolds(const char *soc_name)
  * the calls. */
 static int choose_generation(kvn_hccl *hccl, const char *soc_name, kvn_failure *failure)
 {
-    const char *no_global = kvn_library_missing(&hccl->calls, symbols + GLOBAL, NUM_GLOBAL, 0);
-    const char *no_per_comm = kvn_library_missing(&hccl->calls, symbols + PER_COMM, NUM_PER_COMM, 0);
+    const kvn_symbols global = {symbols + GLOBAL, NUM_GLOBAL}, per_comm = {symbols + PER_COMM, NUM_PER_COMM};
+    const char *no_global = kvn_library_missing(&hccl->calls, &global, 0);
+    const char *no_per_comm = kvn_library_missing(&hccl->calls, &per_comm, 0);
     const bool is_950 = soc_name && strncmp(soc_name, "Ascend950", strlen("Ascend950")) == 0;
     if (no_per_comm && (is_950 || no_global))
         return kvn_fail(failure, KVN_UNSUPPORTED, 0, "it lacks %s%s%s", no_per_comm,
@@ -66,7 +69,7 @@ int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kv
     if (!file)
         return failure->status;
     /* libhccl.so of newer releases lacks HCCL's one-sided part, which is in libhcomm.so. */
-    missing = kvn_library_fill(&file, 1, symbols, KVN_COUNT_OF(symbols), &out->calls);
+    missing = kvn_library_fill(&file, 1, &kvn_hccl_symbols, &out->calls);
     if (missing)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0, "it lacks %s", missing);
     if (choose_generation(out, soc_name, failure) != KVN_OK)
@@ -83,16 +86,6 @@ void kvn_hccl_set_driver(kvn_hccl *hccl, const char *version, uint64_t most_host
     snprintf(hccl->driver, sizeof hccl->driver, "%s", version);
     hccl->most[0] = most_host;
     hccl->most[1] = most_device;
-}
-
-void kvn_hccl_path(const kvn_hccl *hccl, char *out, size_t room)
-{
-    kvn_library_path(&hccl->calls, &symbols[0], out, room);
-}
-
-const char *kvn_hccl_missing(const kvn_hccl *hccl, size_t n)
-{
-    return kvn_library_missing(&hccl->calls, symbols, KVN_COUNT_OF(symbols), n);
 }
 
 int kvn_hccl_status(kvn_hccl_result result)

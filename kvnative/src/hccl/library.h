@@ -55,16 +55,14 @@ typedef struct kvn_hccl {
     struct kvn_words_page *words; /* see words.h */
 } kvn_hccl;
 
+extern const kvn_symbols kvn_hccl_symbols;
+
 /* Opens the file at `path`; the loader searches a bare name. KVN_UNSUPPORTED if that fails or if a required call is
  * missing. `soc_name` (NULL: unknown) selects one of the two interfaces to register memory. */
 int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kvn_hccl *out,
                   kvn_failure *failure);
 /* The version of the driver, or "", and the bytes that it lets HCCL register. Call it before all others. */
 void kvn_hccl_set_driver(kvn_hccl *hccl, const char *version, uint64_t most_host, uint64_t most_device);
-/* The file of the library. */
-void kvn_hccl_path(const kvn_hccl *hccl, char *out, size_t room);
-/* Name of the n-th optional call that the library lacks; NULL when there are no more. */
-const char *kvn_hccl_missing(const kvn_hccl *hccl, size_t n);
 
 /* The KVN_ status of a HcclResult. */
 int kvn_hccl_status(kvn_hccl_result result);

@@ -36,7 +36,7 @@ int kvn_tcp_crypto_open(kvn_tcp_crypto *out, kvn_failure *failure)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0,
                         "encryption needs OpenSSL's libcrypto.so.3 or libcrypto.so.1.1: %s",
                         refusal.message);
-    missing = kvn_library_fill(&file, 1, symbols, KVN_COUNT_OF(symbols), out);
+    missing = kvn_library_fill(&file, 1, &(kvn_symbols){symbols, KVN_COUNT_OF(symbols)}, out);
     if (missing)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0, "the libcrypto that was found lacks %s", missing);
     if (process_vm_readv(getpid(), &part, 1, &part, 1, 0) != 1)

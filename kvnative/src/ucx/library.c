@@ -164,7 +164,7 @@ int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *fa
         return kvn_fail(failure, KVN_UNSUPPORTED, 0,
                         "%.160s is UCX %u.%u.%u; it must be 1.13 or a later 1.x", out->path,
                         out->version[0], out->version[1], out->version[2]);
-    const char *missing = kvn_library_fill(&out->ucp, 1, symbols, KVN_COUNT_OF(symbols), &out->calls);
+    const char *missing = kvn_library_fill(&out->ucp, 1, &(kvn_symbols){symbols, KVN_COUNT_OF(symbols)}, &out->calls);
     if (missing)
         return kvn_fail(failure, KVN_UNSUPPORTED, 0, "%.160s (UCX %u.%u.%u) lacks %s", out->path,
                         out->version[0], out->version[1], out->version[2], missing);

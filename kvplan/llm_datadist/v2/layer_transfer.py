@@ -15,6 +15,7 @@ from typing import Self
 
 import kvplan
 from kvplan.engine.datadist import LlmDataDist
+from kvplan.engine.interface import PARAMETERS
 from kvplan.execution import LayerTask
 from kvplan.llm_datadist.conversion import (
     TENSORS_PER_LAYER,
@@ -32,6 +33,7 @@ from kvplan.llm_datadist.v2.llm_types import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
+from kvplan.planning.texts import rename
 from kvplan.planning.transfer import PeerTensors, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.limits import start_thread
@@ -203,6 +205,7 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
     except LLMException as error:
         if error.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED:
             raise  # the engine is finalized for all destinations
+        rename(error, PARAMETERS)
         log.error("%s", about(name, error))
         return Destination(name, None, error.status_code)
     begun = Destination(name, task)

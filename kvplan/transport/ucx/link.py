@@ -8,7 +8,7 @@ import numpy as np
 
 from kvnative._backend import NativeError
 from kvnative._ucx import ucx_backend, ucx_leased
-from kvplan.execution.task import status_code_of
+from kvplan.execution.task import native_errors
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.link import (
     Located,
@@ -59,15 +59,10 @@ class UcxPeerMemory(PeerMemory):
                 made = ucx_leased(self._unleased.backend(pool, direction, other), self._leases)
                 return self._backends.setdefault(way, made)
             self._link.check()
-            try:
+            with native_errors(f"{self._link.peer} cannot be reached"):
                 made = self._link.backend(
                     direction, self._ranges, self._known, on_device=other.on_device
                 )
-            except NativeError as error:
-                raise LLMException(
-                    f"{self._link.peer} cannot be reached: {error}",
-                    status_code=status_code_of(getattr(error, "status", None)),
-                ) from error
             known = self._backends.setdefault(way, made)
         return known
 
