@@ -48,7 +48,7 @@ class LLMStatusCode(IntEnum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether an operation with this outcome counts as failed: a cancelled one does not."""
+        """True if an operation with this outcome has failed; a cancelled one has not."""
         return self not in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_CANCELLED)
 
     def __str__(self) -> str:
