@@ -128,6 +128,7 @@ class Transport(ABC):
 
         Raises:
             TypeError: Such a transport did not make `registration`.
+            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
         """
         self._check_open()
         self._registrations.end(registration)
@@ -179,7 +180,11 @@ class Transport(ABC):
         self._registrations.end_leases(leases)
 
     def refusal(self, metadata: bytes) -> str | None:
-        """Return why the peer of `metadata` cannot be reached from here; None: it can."""
+        """Return why the peer of `metadata` cannot be reached from here; None: it can.
+
+        Raises:
+            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
+        """
         self._check_open()
         try:
             self._check_reachable(metadata)
