@@ -53,6 +53,7 @@ class _Link(TypedDict):
     state: str
     transport: str
     way: str
+    passed_over: list[str]
     caches: int
     in_flight: int
     operations: int
@@ -339,7 +340,7 @@ def rendered(engines: Sequence[Engine], answers: Sequence[Answer]) -> Group:
         if answer.document is None
     ]
     if any(engine.document["links"] for engine in engines):
-        parts += [Text("\nlinks", "bold"), _links(engines)]
+        parts += [Text("\nlinks", "bold"), _links(engines), *_passed_over(engines)]
     if any(engine.document["in_flight"] for engine in engines):
         parts += [Text("\nin flight, oldest first", "bold"), _in_flight(engines)]
     return Group(*parts)
@@ -367,6 +368,19 @@ def _links(engines: Sequence[Engine]) -> Table:
                 printable(link["last_error"].partition("\n")[0][:100]),
             )
     return rows
+
+
+def _passed_over(engines: Sequence[Engine]) -> list[Text]:
+    """Return a line for each transport that a link does not use, or not for all memory."""
+    from rich.text import Text
+
+    lines = [
+        f"{engine.document['cluster_id']} - {link['cluster_id']}: not {why}"
+        for engine in engines
+        for link in engine.document["links"]
+        for why in link["passed_over"]
+    ]
+    return [Text(printable(line), "dim") for line in lines]
 
 
 def _in_flight(engines: Sequence[Engine]) -> Table:

@@ -24,8 +24,9 @@ from kvplan import (
 from kvplan.recording import read, select, who_wrote
 from kvplan.recording.perfetto import lanes, trace_of
 from kvplan.recording.records import rows_written
+from kvplan.recording.writer import Recorder
 from tests.planning import test_unlike
-from tests.recording.operations import Done, record, recorder
+from tests.recording.operations import Done, Link, record, recorder
 
 DESC = CacheDesc(2, (64, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
 PLAN = kvplan.plan(Transfer(Rows(DESC, [1, 2, 9]), Rows(DESC, [4, 5, 6])), local="dst")
@@ -72,6 +73,21 @@ def test_the_last_write_is_of_the_transfer_that_ended_last(tmp_path):
                 it.transfer(operation, LLMStatusCode.LLM_SUCCESS, seconds, plan.nbytes, "")
         writes = who_wrote(read(tmp_path / name), 1, 4)
         assert [it.transfer.tag for it in writes] == ["short", "long"]
+
+
+def test_pushes_of_peers_count_from_those_that_went_to_this_engine(tmp_path):
+    """A peer pushes into block 4 of cache 1 of two engines: one is cluster 3, which asks."""
+    plan = kvplan.plan(Transfer(Rows(DESC, [1]), Rows(Cache(DESC, 1), [4])))
+    with recorder(tmp_path / "own") as it:
+        record(it, plan, "a pull")
+    with Recorder(tmp_path / "peer", 7, "MIX", max_bytes=1 << 20, files=1) as it:
+        for peer in (2, 3, 4, 3):
+            done = Done(plan, "push_blocks", f"to {peer}", started=1e9, link=Link(peer))
+            it.transfer(done, LLMStatusCode.LLM_SUCCESS, 1e-3, plan.nbytes, "")
+    own, others = read(tmp_path / "own"), [read(tmp_path / "peer")]
+    assert [it.transfer.tag for it in who_wrote(own, 1, 4, others)] == ["a pull", "to 3", "to 3"]
+    assert [it.transfer.tag for it in who_wrote(own, 1, 4)] == ["a pull"]
+    assert [it.transfer.tag for it in who_wrote(own, 2, 4, others)] == []
 
 
 @given(test_unlike.transfers())
