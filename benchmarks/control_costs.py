@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
 from kvplan import CacheDesc, CacheKey, ClusterInfo, DataType, LlmDataDist, LlmRole, Placement
-from kvplan.control.messages import Ping, Table, TableEntry, encode
+from kvplan.control.messages import Offer, Ping, Table, TableEntry, encode
 
 TENSORS = 122
 """Of each cache: keys and values of 61 layers."""
@@ -41,7 +41,7 @@ ENTRY = TableEntry(
     paged=False,
     model_id_of_blocks_key=None,
     addresses=tuple(range(2**46, 2**46 + TENSORS)),
-    metadata=bytes(200),
+    offers=(Offer("local", bytes(200)),),
     writable=True,
 )
 TABLE = Table(version=1000, first=False, entries=(ENTRY,), removed=(999,))

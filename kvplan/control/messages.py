@@ -27,6 +27,7 @@ It is the same in every version of the protocol, so that versions can refuse eac
 
 MAX_TEXT: Final = 4096
 MAX_NAME: Final = 256
+MAX_TRANSPORTS: Final = 16
 MAX_NOTIFICATION_NBYTES: Final = 4096
 
 Natural = Annotated[int, Meta(ge=0)]  # MessagePack itself ends at 2**64 - 1
@@ -59,10 +60,28 @@ class _WithReason(_Body, frozen=True):
 
 
 class Offer(_Message, frozen=True):
-    """A transport of the sender, and the metadata that a peer needs to reach memory by it."""
+    """A transport, and the metadata that a peer needs to reach memory by it.
+
+    Without metadata the sender does not have the transport, for the reason in `missing`.
+    """
 
     transport: Name
     metadata: Metadata
+    missing: Text = ""
+
+
+Offers = Annotated[tuple[Offer, ...], Meta(max_length=MAX_TRANSPORTS)]
+
+
+class Trial(_Message, frozen=True):
+    """The result of trying a transport of the peer.
+
+    `refusal` says why it does not work at all, `shortfall` which memory it does not reach.
+    """
+
+    transport: Name
+    refusal: Text = ""
+    shortfall: Text = ""
 
 
 class Hello(_Body, frozen=True):
@@ -76,20 +95,49 @@ class Hello(_Body, frozen=True):
     instance: Token
     role: LlmRole
     comm: Name
-    offers: Annotated[tuple[Offer, ...], Meta(max_length=16)]
+    offers: Offers
     timeout_ms: Uint31
     proof: Annotated[bytes, Meta(max_length=32)] = b""
 
 
 class Welcome(_Body, frozen=True):
-    """Reply to Hello: reach me by this transport, then confirm with this challenge."""
+    """Reply to Hello: my transports, and the results of trying yours. Choose, and then confirm."""
 
     cluster_id: Natural
     instance: Token
     role: LlmRole
     challenge: Token
+    offers: Offers
+    trials: Annotated[tuple[Trial, ...], Meta(max_length=MAX_TRANSPORTS)]
+
+
+class PassedOver(_Message, frozen=True):
+    """A transport that a link does not use, or not for all memory, and why.
+
+    Attributes:
+        transport: Its name.
+        why: The reason, which names the end.
+        tried: True if both ends have it.
+    """
+
     transport: Name
-    metadata: Metadata
+    why: Text
+    tried: bool
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "transport", printable(self.transport))
+        msgspec.structs.force_setattr(self, "why", printable(self.why))
+
+    def __str__(self) -> str:
+        return f"{self.transport}: {self.why}"
+
+
+class Chosen(_Body, frozen=True):
+    """Notice: reach me by these transports, the preferred first; I begin now."""
+
+    challenge: Token
+    transports: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_TRANSPORTS)]
+    passed_over: Annotated[tuple[PassedOver, ...], Meta(max_length=MAX_TRANSPORTS)]
 
 
 class Confirm(_Body, frozen=True):
@@ -126,7 +174,7 @@ class ShardEntry(_Message, frozen=True):
 
 
 class TableEntry(_Message, frozen=True):
-    """A cache that a peer may reach. `metadata` belongs to the link's transport."""
+    """A cache that a peer may reach, by the transports of the link that reach its memory."""
 
     cache_id: CacheId
     num_tensors: Annotated[int, Meta(ge=1, lt=2**32)]
@@ -140,7 +188,7 @@ class TableEntry(_Message, frozen=True):
     paged: bool
     model_id_of_blocks_key: Natural | None
     addresses: Annotated[tuple[Natural, ...], Meta(max_length=65536)]
-    metadata: Metadata
+    offers: Offers
     writable: bool
     row_stride: Annotated[int, Meta(ge=1)] | None = None
 
@@ -276,6 +324,7 @@ class Close(_WithReason, frozen=True):
 Body: TypeAlias = (
     Hello
     | Welcome
+    | Chosen
     | Confirm
     | Linked
     | Unlink

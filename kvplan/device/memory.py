@@ -153,20 +153,12 @@ class DeviceMemory(Revocable):
         """True if an owner keeps the memory in place."""
         return self._owner is not None
 
-    def check(self) -> None:
+    def check(self, tensors: range | None = None) -> None:
         """Check raw addresses again, and memory that is watched.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: as `check_located`; LLM_KV_CACHE_NOT_EXIST: it was
                 freed, and its addresses are other memory's.
-        """
-        self.check_tensors(range(len(self.addresses)))
-
-    def check_tensors(self, tensors: range) -> None:
-        """See `TensorMemory`.
-
-        Raises:
-            LLMException: as `check`.
         """
         if self._owner is None:
             self.check_located(tensors)

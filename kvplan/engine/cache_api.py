@@ -342,7 +342,7 @@ class CacheOperations(OperationRunner):
                 cache_desc=cache.desc,
                 paged=cache.paged,
                 writable=cache.writable,
-                reachable=bool(cache.metadata),
+                reachable=bool(cache.offers),
                 blocks_key=None
                 if cache.model_id is None
                 else BlocksCacheKey(cache.cluster_id, cache.model_id),

@@ -60,15 +60,14 @@ def ad_hoc(cache: Cache, device: Device | None) -> CacheEntry:
 
 def check_publishable(entry: CacheEntry) -> None:
     """Refuse a cache whose description is too large for a message to a peer."""
-    desc = entry.cache.cache_desc
-    for transport in entry.metadata:
-        nbytes = published_nbytes(entry, transport)
-        if nbytes > MAX_PUBLISHED_NBYTES:
-            most = desc.num_tensors * MAX_PUBLISHED_NBYTES // nbytes
-            raise invalid(
-                f"num_tensors={desc.num_tensors} take {nbytes} bytes to publish to a peer; at most "
-                f"{MAX_PUBLISHED_NBYTES} can be published, which about {most} such tensors take"
-            )
+    num_tensors = entry.cache.cache_desc.num_tensors
+    nbytes = published_nbytes(entry, entry.metadata)
+    if nbytes > MAX_PUBLISHED_NBYTES:
+        most = num_tensors * MAX_PUBLISHED_NBYTES // nbytes
+        raise invalid(
+            f"num_tensors={num_tensors} take {nbytes} bytes to publish to a peer; at most "
+            f"{MAX_PUBLISHED_NBYTES} can be published, which about {most} such tensors take"
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)

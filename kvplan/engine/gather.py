@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from math import inf
@@ -11,13 +11,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from kvnative._signals import Mutex
-from kvplan.engine.operation import Operation, SubmitOptions
-from kvplan.engine.resolve import TransferOperation, refuse_notices
-from kvplan.engine.shares import Shares, is_gather, with_lease_tables
+from kvplan.engine.operation import Operation, SubmitOptions, refuse_notices
+from kvplan.engine.resolve import TransferOperation
+from kvplan.engine.shares import Pair, Shares, is_gather, with_lease_tables
 from kvplan.execution.awaitable import AwaitableTask
 from kvplan.execution.completion import run_aside
-from kvplan.planning.gather import plan_gather
-from kvplan.planning.part import Part
+from kvplan.planning.gather import check_gather, divide
 from kvplan.planning.plan import Plan
 from kvplan.planning.planner import of_part
 from kvplan.planning.transfer import Planned, Transfer
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from kvplan.engine.operation import Prepared
     from kvplan.execution import ComputeEvent, ComputeStream, LayerTask, TransferTask
     from kvplan.links import PeerLink
+    from kvplan.planning.transfer import Rows
 
 
 _STOPPED = "stopped, as another source of the gather failed"
@@ -368,7 +368,7 @@ class Several:
 
     def plan(self) -> Plan:
         """Plan all parts; nothing moves."""
-        return Plan.made(*(part for parts in self._parts() for part in parts.values()))
+        return Plan.made(*(part for operation in self._found() for part in operation.planned()))
 
     def begin(self, task: GatherTask, submit: Callable[[Operation, Prepared], Any]) -> None:
         """Submit all operations; after an error `task` has those that have begun."""
@@ -376,29 +376,39 @@ class Several:
             with ExitStack() as stack:
                 for operation in self.operations:
                     stack.enter_context(operation)
-                found = []
-                for index, parts in enumerate(self._parts()):
-                    if parts:
-                        with self._failing(index):
-                            operation = self.operations[index]
-                            src, dst = operation.memories(
-                                [operation.found[place] for place in sorted(parts)]
-                            )
-                        made = Plan.made(*(parts[place] for place in sorted(parts)))
-                        found.append((index, self._text(index, parts), (made, src, dst, None)))
-                for index, name, prepared in found:
-                    task.begin(index, name, partial(submit, self.operations[index], prepared))
+                begun = self._known()
+                if begun is None:
+                    begun = []
+                    for operation in self._found():
+                        with self._failing(operation):
+                            begun.append((operation, operation.bound()))
+                for operation, prepared in begun:
+                    index = self.operations.index(operation)
+                    name = _text(operation, prepared[0])
+                    task.begin(index, name, partial(submit, operation, prepared))
         except BaseException as error:
             self.notices.finish(error)
             raise
 
-    def _parts(self) -> list[dict[int, Part]]:
-        """Find all caches, and return the parts of each operation by the place of their pair."""
+    def _known(self) -> list[tuple[TransferOperation, Prepared]] | None:
+        """Return what each operation executes if all are between known caches."""
+        known = []
+        for operation in self.operations:
+            prepared = operation.known()
+            if operation.link is not None:
+                self.notices.add(operation.link)
+            if prepared is None:
+                return None
+            known.append((operation, prepared))
+        return known
+
+    def _found(self) -> list[TransferOperation]:
+        """Find all caches, and return the operations that move something."""
         first = self.operations[0]
         for operation in self.operations:
             operation.find_own()
-        for index, operation in enumerate(self.operations):
-            with self._failing(index):
+        for operation in self.operations:
+            with self._failing(operation):
                 try:
                     operation.find_peer()
                 finally:
@@ -406,51 +416,45 @@ class Several:
                         self.notices.add(operation.link)
             if operation.cache_id < 0:
                 operation.cache_id = first.cache_id
-        parts: list[dict[int, Part]] = [{} for _ in self.operations]
         for name, transfer in self._transfers.items():
-            having = [
-                (index, at, pair)
-                for index, operation in enumerate(self.operations)
-                for at, pair in enumerate(operation.pairs)
-                if pair.name == name
-            ]
-            if not is_gather(transfer):
-                ((index, at, _),) = having
-                parts[index][at] = self.operations[index].plan_part(at)
-                continue
-            having.sort(key=lambda place: place[2].source or 0)
-            found = [self.operations[index].found[at] for index, at, _ in having]
-            try:
-                made = plan_gather(
-                    with_lease_tables(cast(Transfer, transfer)),
-                    [source.side for source, _ in found],
-                    found[0][1].side,
-                    by_layer=first.by_layer,
-                )
-            except (LLMException, TypeError) as error:
-                raise of_part(name, error) from None
-            for (index, at, pair), part in zip(having, made, strict=True):
-                if part is not None:
-                    parts[index][at] = part.labelled(name, pair.source)
-        return parts
+            if is_gather(transfer):
+                self._divide(name, cast(Transfer, transfer))
+        return [operation for operation in self.operations if operation.drop_unused()]
 
-    def _text(self, index: int, parts: dict[int, Part]) -> str:
-        """Return the name of a source in errors: its key and its shards."""
-        shards = [f"{part.name}: {part.src.shard or 'whole'}" for part in parts.values()]
-        operation = self.operations[index]
-        key = operation.peer_key(min(parts))
-        return f"{key} ({', '.join(shards).removeprefix(': ')})"
+    def _divide(self, name: str, transfer: Transfer) -> None:
+        """Let each operation know what it takes from its source of a gather."""
+        places = sorted(
+            (pair.source or 0, index, at)
+            for index, operation in enumerate(self.operations)
+            for at, pair in enumerate(operation.pairs)
+            if pair.name == name
+        )
+        found = [self.operations[index].found[at] for _, index, at in places]
+        try:
+            whole = with_lease_tables(transfer)
+            check_gather(whole)
+            taken, whole = divide(whole, [source.side for source, _ in found], found[0][1].side)
+        except (LLMException, TypeError) as error:
+            raise of_part(name, error) from None
+        for (source, index, at), share in zip(places, taken, strict=True):
+            rows = cast("Sequence[Rows]", whole.src)[source]
+            self.operations[index].pairs[at] = Pair(name, whole, rows, whole.dst, source, share)
 
     @contextmanager
-    def _failing(self, index: int) -> Iterator[None]:
+    def _failing(self, operation: TransferOperation) -> Iterator[None]:
         """Add the peer to an error, except to wrong arguments, which name it already."""
         try:
             yield
         except LLMException as error:
             if error.status_code is LLMStatusCode.LLM_PARAM_INVALID:
                 raise
+            index = self.operations.index(operation)
             failed = {index: error.with_traceback(None)}
-            operation = self.operations[index]
-            key = operation.peer_key(0)
-            text = f"{self.name}: sources[{index}] {key}: {error}"
+            text = f"{self.name}: sources[{index}] {operation.peer_key()}: {error}"
             raise GatherError(text, failed, {}) from None
+
+
+def _text(operation: TransferOperation, plan: Plan) -> str:
+    """Return the name of a source in errors: its key and its shards."""
+    shards = [f"{part.name}: {part.src.shard or 'whole'}" for part in plan.parts]
+    return f"{operation.peer_key()} ({', '.join(shards).removeprefix(': ')})"

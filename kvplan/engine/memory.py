@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvplan.device.memory import DeviceMemory
 from kvplan.execution.memory import HostMemory, check_lent, using
-from kvplan.execution.rows import are_interleaved
+from kvplan.execution.rows import are_apart
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.tensors.description import check_described, check_host
 from kvplan.tensors.form import TensorForm, array_form, read_form
@@ -114,7 +114,7 @@ def memory_of_tensors(
 def _check_apart(addresses: NDArray[np.uint64], desc: CacheDesc) -> None:
     """Refuse tensors of one cache that share memory, which would be written twice."""
     nbytes = desc.tensor_nbytes
-    if are_interleaved(addresses, nbytes, desc.stride, desc.row_nbytes):
+    if are_apart(addresses, [desc], [len(addresses)]):
         return
     order = np.argsort(addresses, kind="stable")
     gaps = np.diff(addresses[order])
@@ -186,8 +186,6 @@ def memory_at(
 
 def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
     """Return the memory of several caches of this process, one after another."""
-    if len(memories) == 1:
-        return memories[0]
     addresses = np.concatenate([*map(attrgetter("addresses"), memories)])
     nbytes = np.concatenate([*map(attrgetter("nbytes"), memories)])
     writable = all(map(attrgetter("writable"), memories))

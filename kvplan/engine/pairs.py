@@ -12,34 +12,46 @@ or of a cache comes before it or after it.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
+from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, Unpack
 from weakref import ref
 
 import msgspec
 
-from kvplan.engine.operation import Operation, conclude
+from kvnative._lower import Descriptors
+from kvplan.engine.memory import joined
+from kvplan.engine.operation import Operation, SubmitOptions, conclude, refuse_notices
+from kvplan.engine.shares import local_of, operation_name
 from kvplan.engine.telemetry import logger
+from kvplan.execution.binding import join, parts_are_apart
 from kvplan.execution.memory import HostMemory
-from kvplan.execution.rows import are_plain, are_tokens
+from kvplan.execution.rows import are_plain, counts_tokens
 from kvplan.lease import BlockLease
 from kvplan.links.values import LinkState
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.plan import OBSERVERS, Plan
+from kvplan.planning.planner import VERBS, Local
 from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.types import BlocksCacheKey, Cache, CacheIndex
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvnative._process import Peer
     from kvnative._writers import WriteGuard
     from kvplan.engine.engine import Engine
     from kvplan.engine.entry import CacheEntry
+    from kvplan.engine.operation import Prepared
+    from kvplan.engine.shares import Pair
+    from kvplan.execution.memory import TensorMemory
     from kvplan.execution.rows import RowPair
     from kvplan.links import PeerLink
     from kvplan.planning.blocks import Blocks
-    from kvplan.planning.part import Kind
+    from kvplan.planning.part import Kind, Part
     from kvplan.transport.link import PeerMemory
     from kvplan.types import KvCacheExtParam
 
@@ -51,14 +63,15 @@ _MAX_PAIRS: Final = 1024  # per link
 
 
 class NamedPair(NamedTuple):
-    """A cache of a peer and one of this process; keeps neither memory."""
+    """Caches of a peer, as many of this process, and the rows of each pair; keeps no memory."""
 
-    entry: ref[CacheEntry]
+    entries: tuple[ref[CacheEntry], ...]
     theirs: PeerMemory
-    rows: RowPair
+    rows: tuple[RowPair, ...]
     peer: Peer
     words: bytes
     guard: WriteGuard | None  # of writes to the peer
+    are_apart: bool  # no cache has memory of another
 
 
 _Key: TypeAlias = "tuple[bool, Kind, int | tuple[int], int, KvCacheExtParam | None, bool, bool]"
@@ -82,7 +95,7 @@ class Request(msgspec.Struct):
 
     pulls: bool
     link: PeerLink
-    pairs: dict[_Key, NamedPair]
+    pairs: dict[_Key | tuple[_Key, ...], NamedPair]
     name: _Key
     pair: NamedPair | None
     entry: CacheEntry
@@ -104,16 +117,6 @@ class Request(msgspec.Struct):
         """Whether the request counts tokens, or moves whole rows."""
         return self.name[-2]
 
-    def keep(self, pairs: dict[_Key, NamedPair], rows: RowPair, theirs: PeerMemory) -> None:
-        """Remember the pair in `pairs`, if the peer's memory is mapped here."""
-        ours = self.entry.memory
-        if theirs.guard is None or type(ours) is not HostMemory or not ours.held:
-            return
-        guard = None if self.pulls else theirs.write_guard
-        if len(pairs) >= _MAX_PAIRS:
-            pairs.clear()
-        pairs[self.name] = NamedPair(ref(self.entry), theirs, rows, *theirs.guard, guard)
-
 
 class Moved(msgspec.Struct):
     """A request that has moved inline, as an `Ended` for recordings."""
@@ -127,8 +130,10 @@ class Moved(msgspec.Struct):
     leases: tuple[int, ...]
 
 
-def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) -> Request | None:
+def find_request(engine: Engine, transfer: object, *, by_layer: bool = False) -> Request | None:
     """Look up the names of a transfer; None: the transfer is unusual or wrong."""
+    if type(transfer) is not Transfer:
+        return None
     src, dst = transfer.src, transfer.dst
     if (
         OBSERVERS
@@ -173,7 +178,6 @@ def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) 
         src_rows, dst_rows = (blocks, dst_rows) if pulls else (src_rows, blocks)
     else:
         return None
-    by_tokens = num_tokens is not None or src.first_token != 0 or dst.first_token != 0
     kind: Kind
     if src_rows is not None and dst_rows is not None:
         kind = "B2B"
@@ -194,7 +198,8 @@ def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) 
         src_rows = (slot if pulls else 0 if src.slot is None else src.slot,)
     else:
         return None
-    if by_tokens and not are_tokens(kind, num_tokens, src.first_token, dst.first_token):
+    by_tokens = num_tokens is not None or src.first_token != 0 or dst.first_token != 0
+    if by_tokens and not counts_tokens(kind, num_tokens, src.first_token, dst.first_token):
         return None
     link = engine.links.peers.get(key.cluster_id)
     entry = engine.living.get(cache.cache_id)
@@ -206,12 +211,152 @@ def find_request(engine: Engine, transfer: Transfer, *, by_layer: bool = False) 
     plain_layers = None if layers is ALL_LAYERS else layers
     name: _Key = (pulls, kind, named, cache.cache_id, plain_layers, by_tokens, by_layer)
     pair = pairs.get(name)
-    if pair is not None and pair.entry() is not entry:
+    if pair is not None and pair.entries[0]() is not entry:
         pair = None
     return Request(
         pulls, link, pairs, name, pair, entry, key, lease, src_rows, dst_rows,
         num_tokens, src.first_token, dst.first_token,
     )  # fmt: skip
+
+
+class PairOperation(Operation, ABC):
+    """An operation between pairs of caches; if all pairs are known, it looks up no name.
+
+    Attributes:
+        by_layer: whether each layer moves by itself.
+        pairs: as given; with the block tables of their leases once the caches are searched for.
+    """
+
+    __slots__ = ("_is_alone", "_local", "_requests", "by_layer", "pairs")
+    _local: Local
+
+    def __init__(
+        self,
+        engine: Engine,
+        pairs: list[Pair],
+        name: str = "",
+        request: Request | None = None,
+        *,
+        by_layer: bool = False,
+        speculative: bool = False,
+        **options: Unpack[SubmitOptions],
+    ) -> None:
+        first = pairs[0]
+        self._is_alone = not first.name and first.source is None
+        self.pairs, self.by_layer = pairs, by_layer
+        self._requests = [] if request is None else [request]
+        if request is not None and request.pair is not None:
+            self._local = "dst" if request.pulls else "src"
+            name = request.pair.rows[0].operation
+        else:
+            self._local = local_of(first.src, first.dst)
+            if self._local == "both":
+                refuse_notices(options)
+        if by_layer:
+            name = f"{VERBS[self._local]}_layers"
+        name = name or operation_name(self._local, first.src, first.dst)
+        super().__init__(engine, name, speculative=speculative, **options)
+
+    def prepare(self) -> Prepared:
+        """Return what to execute between the caches of all pairs."""
+        return self.known() or self.resolved()
+
+    @abstractmethod
+    def resolved(self) -> Prepared:
+        """Find the caches of all pairs by their names, and lower or plan each pair."""
+
+    def known(self) -> Prepared | None:
+        """Return what to execute if all pairs are known; None: their names are to be resolved."""
+        # Only before the link is held. Later changes of the peer are found by checks of the memory.
+        if not self.moves or self.link is not None:
+            return None
+        if not self._is_alone:
+            self._requests = self._find_requests()
+        if not self._requests:
+            return None
+        first = self._requests[0]
+        found = first.pair
+        if len(self._requests) > 1:
+            found = first.pairs.get(_name_of(self._requests))
+        link = first.link
+        if found is None or first.pairs is not link.pairs:
+            return None
+        is_key = False  # a key may name another cache now
+        parts, each, ours, leases = [], [], [], []
+        for request, pair, rows, entry in zip(
+            self._requests, self.pairs, found.rows, found.entries, strict=True
+        ):
+            one = rows.bind(
+                request.src_rows, request.dst_rows, request.num_tokens, request.src_token,
+                request.dst_token, pair.name,
+            )  # fmt: skip
+            if one is None or entry() is not request.entry or request.pairs is not first.pairs:
+                return None
+            parts.append(one[0])
+            each.append(one[1])
+            ours.append(request.entry.memory)
+            is_key = is_key or type(request.key) is BlocksCacheKey
+            if request.lease is not None:
+                leases.append(request.lease)
+        if is_key and not self._speculative:
+            return None
+        self.hold(link)
+        self.speculated, self.cache_id = is_key, first.entry.cache.cache_id
+        theirs: TensorMemory = found.theirs
+        if leases:
+            self.leases = tuple([lease.lease_id for lease in leases])
+            theirs = found.theirs.leased(leases)
+        own = ours[0] if len(ours) == 1 else joined(ours)
+        src, dst = (theirs, own) if first.pulls else (own, theirs)
+        if not found.are_apart:
+            return prepared(parts, each, src, dst)
+        descriptors = each[0] if len(each) == 1 else Descriptors.joined(each)
+        return Plan.made(*parts), src, dst, descriptors
+
+    def _find_requests(self) -> list[Request]:
+        """Look up the names of transfers of blocks; empty: one is unusual or wrong."""
+        requests = []
+        for pair in self.pairs:
+            request = find_request(self.engine, pair.transfer, by_layer=self.by_layer)
+            if request is None or request.name[1] != "B2B":
+                return []
+            requests.append(request)
+        return requests
+
+    def keep(
+        self, rows: Sequence[RowPair], parts: Sequence[Part], ours: TensorMemory, theirs: PeerMemory
+    ) -> None:
+        """Let later requests find the rows of these, if the peer's memory is mapped here.
+
+        `theirs` is without leases.
+        """
+        requests, guard = self._requests, theirs.guard
+        if guard is None or type(ours) is not HostMemory or not ours.held:
+            return
+        first = requests[0]
+        if len(first.pairs) >= _MAX_PAIRS:
+            first.pairs.clear()
+        src, dst = (theirs, ours) if first.pulls else (ours, theirs)
+        first.pairs[_name_of(requests)] = NamedPair(
+            tuple([ref(request.entry) for request in requests]), theirs, tuple(rows), *guard,
+            None if first.pulls else theirs.write_guard,
+            len(parts) == 1 or parts_are_apart(parts, src, dst, one_space=True),
+        )  # fmt: skip
+
+
+def _name_of(requests: Sequence[Request]) -> _Key | tuple[_Key, ...]:
+    return requests[0].name if len(requests) == 1 else tuple([its.name for its in requests])
+
+
+def prepared(
+    parts: Sequence[Part], each: Sequence[Descriptors], src: TensorMemory, dst: TensorMemory
+) -> Prepared:
+    """Return the plan of all parts, with one array of descriptors if each part has its own."""
+    plan, descriptors = Plan.made(*parts), None
+    if len(each) == len(parts):
+        with suppress(LLMException):  # raised again where the plan is bound
+            descriptors = join(plan, each, src, dst, one_space=src.in_process and dst.in_process)
+    return plan, src, dst, descriptors
 
 
 def move_now(
@@ -221,7 +366,7 @@ def move_now(
     pair = request.pair
     if pair is None or not engine.moves_small or logger.logger.isEnabledFor(logging.INFO):
         return False
-    words, lease, entry, rows = pair.words, request.lease, request.entry, pair.rows
+    words, lease, entry, rows = pair.words, request.lease, request.entry, pair.rows[0]
     cut = rows.cuts[0]
     if lease is not None:
         word = lease.packed_word(_TRANSPORT)

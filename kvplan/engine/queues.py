@@ -181,34 +181,41 @@ class Completions(PollableQueue["_Ended"]):
     While 65536 wait here, no other task can be submitted. A task keeps its plan, but no memory.
     """
 
+    def check_room(self) -> None:
+        """Refuse another task while too many wait here.
+
+        Raises:
+            LLMException: LLM_LINK_BUSY: `completions()` is not read.
+        """
+        if len(self) >= MAX_UNTAKEN:
+            raise LLMException(
+                f"{len(self)} ended tasks wait in completions(); at most {MAX_UNTAKEN} can: read "
+                "them",
+                status_code=LLMStatusCode.LLM_LINK_BUSY,
+            )
+
 
 class EngineTracker(Tracker):
-    """The tracker of one engine, and the queue of ended tasks if the program asks for it."""
+    """The tracker of one engine.
+
+    Attributes:
+        completions: the queue of ended tasks; None: the program has not asked for it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._mutex = Mutex()
-        self._completions: Completions | None = None
+        self.completions: Completions | None = None
 
     def open_completions(self) -> Completions:
         """Return the queue that reports tasks submitted from now on."""
         with signals_deferred, self._mutex:
-            if self._completions is None:
-                self._completions = Completions()
-            return self._completions
-
-    def report(self) -> Completions | None:
-        """Return the queue that reports the next task; None: the program does not use one."""
-        if (completions := self._completions) is not None and len(completions) >= MAX_UNTAKEN:
-            raise LLMException(
-                f"{len(completions)} ended tasks wait in completions(); at most {MAX_UNTAKEN} "
-                "can: read them",
-                status_code=LLMStatusCode.LLM_LINK_BUSY,
-            )
-        return completions
+            if self.completions is None:
+                self.completions = Completions()
+            return self.completions
 
     def close(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` seconds for all tasks; then nothing more is reported."""
         super().close(timeout_s)
-        if self._completions is not None:
-            self._completions.close()
+        if self.completions is not None:
+            self.completions.close()

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, Unpack, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, cast
 
 from kvplan.engine.memory import joined
-from kvplan.engine.operation import Operation, Prepared, SubmitOptions, TransferOptions
-from kvplan.engine.pairs import Request
-from kvplan.engine.shares import Pair, check_plan, check_slot, fitted, local_of
+from kvplan.engine.pairs import PairOperation, prepared
+from kvplan.engine.shares import Pair, check_plan, check_slot, fitted, operation_name
+from kvplan.execution.rows import counts_tokens
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import is_empty
+from kvplan.planning.gather import plan_taken
 from kvplan.planning.layers import source_tensors
-from kvplan.planning.plan import Plan
-from kvplan.planning.planner import VERBS, Local, of_part, plan_pair
+from kvplan.planning.planner import Local, of_part, plan_pair
 from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.planning.side import Side, is_same_cache, side
 from kvplan.planning.texts import plural
@@ -36,16 +37,15 @@ from kvplan.types import (
 from kvplan.validation import check_type, mismatch, shown
 
 if TYPE_CHECKING:
-    from kvplan.engine.engine import Engine
-    from kvplan.engine.pairs import Request
+    from kvnative._lower import Descriptors
+    from kvplan.engine.operation import Prepared
     from kvplan.execution import TensorMemory
+    from kvplan.execution.rows import RowPair
     from kvplan.links import PeerLink
     from kvplan.links.peer_table import PeerCache
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.part import Kind, Part
-    from kvplan.planning.part import Operation as PlanOperation
     from kvplan.planning.transfer import AnyCache
-    from kvplan.transport.link import PeerMemory
     from kvplan.types import AnyCacheKey
 
 _SHARED: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, BlockLease)
@@ -80,55 +80,54 @@ class Found(NamedTuple):
     key: AnyCache | None = None
 
 
-class TransferOperation(Operation):
-    """An operation between pairs of caches: of this process, or one of each of the same peer.
+class TransferOperation(PairOperation):
+    """An operation between pairs of caches, whose names are resolved.
 
     Attributes:
-        by_layer: as given.
-        pairs: as given; with the block tables of their leases once the caches are searched for.
         found: the source and the destination of each pair, once they are found.
     """
 
-    __slots__ = ("_is_alone", "_kinds", "_local", "_request", "by_layer", "found", "pairs")
-    _local: Local
+    __slots__ = ("_kinds", "found")
 
-    def __init__(
-        self,
-        engine: Engine,
-        pairs: Sequence[Pair],
-        name: str = "",
-        request: Request | None = None,
-        *,
-        by_layer: bool = False,
-        speculative: bool = False,
-        **options: Unpack[SubmitOptions],
-    ) -> None:
-        first = pairs[0]
-        self._is_alone = not first.name and first.source is None
-        self.pairs, self.by_layer, self._request = pairs, by_layer, request
-        self.found: list[tuple[Found, Found]] = []
-        if request is not None and request.pair is not None:
-            self._local = "dst" if request.pulls else "src"
-            name = request.pair.rows.operation
-        else:
-            self._local = local_of(first.src, first.dst)
-            if self._local == "both":
-                refuse_notices(options)
-        if by_layer:
-            name = f"{VERBS[self._local]}_layers"
-        name = name or _operation_name(self._local, first.src, first.dst)
-        super().__init__(engine, name, speculative=speculative, **options)
-
-    def prepare(self) -> Prepared:
-        """Find the caches of all pairs and plan each; a usual request is lowered without a plan."""
-        if (request := self._request) is not None and (known := self._known(request)) is not None:
-            return known
+    def resolved(self) -> Prepared:
+        """Find the caches of all pairs, and lower or plan each."""
         self.find_own()
         self.find_peer()
-        src, dst = self.memories(self.found)
-        if self._is_alone and (lowered := self._lower(src, dst)) is not None:
-            return lowered
-        return Plan.made(*map(self.plan_part, range(len(self.pairs)))), src, dst, None
+        return self.bound()
+
+    def bound(self) -> Prepared:
+        """Lower each pair natively, or plan it, after its caches were found."""
+        sources, targets = zip(*self.found, strict=True)
+        src, dst = self._memory(sources, writable=False), self._memory(targets, writable=True)
+        rows: list[RowPair] = []
+        parts: list[Part] = []
+        each: list[Descriptors] = []
+        shares = len(self.found) > 1
+        src_tensor = dst_tensor = 0
+        for place, (source, target) in enumerate(self.found):
+            # A cache of this process is the same memory in every operation, unlike joined ones.
+            known = self._rows_of(
+                place,
+                source.memory or src,
+                target.memory or dst,
+                src_tensor if shares and source.memory is None else None,
+                dst_tensor if shares and target.memory is None else None,
+            )
+            src_tensor += source.side.num_tensors
+            dst_tensor += target.side.num_tensors
+            if known is not None and (one := self._lower(place, known)) is not None:
+                rows.append(known)
+                parts.append(one[0])
+                each.append(one[1])
+            else:
+                parts.append(self.plan_part(place))
+        if self._requests and len(rows) == len(parts):
+            self._keep_pairs(rows, parts, src, dst)
+        return prepared(parts, each, src, dst)
+
+    def planned(self) -> list[Part]:
+        """Plan all pairs, after their caches were found."""
+        return [*map(self.plan_part, range(len(self.pairs)))]
 
     def find_own(self) -> None:
         """Find the caches of this process."""
@@ -158,16 +157,11 @@ class TransferOperation(Operation):
                 src = self._peer(pair, "src", paged=from_blocks, table=table)
             else:
                 if self._is_alone and isinstance(pair.transfer, Transfer):
-                    table = "dst_blocks"
+                    table = "dst.blocks"
                 dst = self._peer(pair, "dst", paged=to_blocks, table=table, stride=src.side.stride)
                 if isinstance(pair.dst.cache, PeerTensors):
                     _check_addresses(pair.dst.cache, src.side, self._layers_of(pair, src.side))
             self.found[index] = src, dst
-
-    def memories(self, found: Sequence[tuple[Found, Found]]) -> tuple[TensorMemory, TensorMemory]:
-        """Return the memory of the sources, and of the destinations, of some of `found`."""
-        src, dst = zip(*found, strict=True)
-        return self._memory(src, writable=False), self._memory(dst, writable=True)
 
     def plan_part(self, place: int) -> Part:
         """Plan the pair at this place by itself; a plan that was made before is checked."""
@@ -180,6 +174,11 @@ class TransferOperation(Operation):
                 part = fitted(
                     pair.transfer, src.side, dst.side, self._local, by_layer=self.by_layer
                 )
+            elif pair.taken is not None:
+                part = plan_taken(
+                    pair.transfer, pair.source or 0, src.side, dst.side, pair.taken,
+                    by_layer=self.by_layer,
+                )  # fmt: skip
             else:
                 part = plan_pair(
                     self._planned(pair, src, dst), src.side, dst.side, self._local,
@@ -187,18 +186,26 @@ class TransferOperation(Operation):
                 )  # fmt: skip
         except (LLMException, TypeError) as error:
             raise of_part(pair.name, error) from None
-        return part.labelled(pair.name)
+        return part if self._is_alone else part.labelled(pair.name, pair.source)
 
-    def peer_key(self, place: int) -> AnyCache:
-        """Return the name of the peer's cache of the pair at this place."""
-        pair = self.pairs[place]
+    def drop_unused(self) -> bool:
+        """Drop sources of a gather from which nothing is taken; return whether any pair is left."""
+        used = [pair.taken is not None or pair.source is None for pair in self.pairs]
+        if not all(used):
+            self.pairs = [*compress(self.pairs, used)]
+            self.found = [*compress(self.found, used)]
+        return any(used)
+
+    def peer_key(self) -> AnyCache:
+        """Return the name of the first cache of the peer."""
+        pair = self.pairs[0]
         return pair.src.cache if self._local == "dst" else pair.dst.cache
 
     def _planned(self, pair: Pair, src: Found, dst: Found) -> Transfer:
         """Return what the planner is asked: the rows of a pair, with the slots that were found."""
         given, read, written = cast(Transfer, pair.transfer), pair.src, pair.dst
-        if not self._is_alone and None in (read.blocks, written.blocks):
-            field = "src_blocks" if read.blocks is None else "dst_blocks"
+        if not self._is_alone and (read.blocks is None or written.blocks is None):
+            field = "src.blocks" if read.blocks is None else "dst.blocks"
             raise invalid(f"{field} is None; it must name blocks")
         return Transfer(
             Rows(src.side, read.blocks, src.slot, read.first_token, read.offset),
@@ -221,9 +228,9 @@ class TransferOperation(Operation):
             return part.src.paged, part.dst.paged, ""
         read, written = pair.src.blocks, pair.dst.blocks
         if written is None:
-            return False, False, "src_blocks" if self.by_layer else ""
+            return False, False, "src.blocks" if self.by_layer else ""
         from_blocks = None if is_empty(written) else not (read is None or is_empty(read))
-        return from_blocks, True, "src_blocks"
+        return from_blocks, True, "src.blocks"
 
     def _own(self, pair: Pair, field: Local, *, paged: bool | None, table: str = "") -> Found:
         """Return the cache of this process that a side of a pair names."""
@@ -268,7 +275,7 @@ class TransferOperation(Operation):
             _refuse_slot(argument, cast("AnyCacheKey", key), found)
         if rows.slot is not None and rows.slot != slot:
             raise invalid(
-                f"{argument} slot={shown(rows.slot)} must be None or {slot}, the slot of {key}"
+                f"{argument}.slot={shown(rows.slot)} must be None or {slot}, the slot of {key}"
             )
         return Found(found, None if found.paged else slot, None, cache, key)
 
@@ -294,103 +301,74 @@ class TransferOperation(Operation):
     def _memory(self, found: Sequence[Found], *, writable: bool) -> TensorMemory:
         """Return the memory of one side; no transfer with a lease's succeeds after its end."""
         if found[0].cache is None:
-            return joined([*map(attrgetter("memory"), found)])
+            ours = [*map(attrgetter("memory"), found)]
+            return ours[0] if len(ours) == 1 else joined(ours)
+        caches = [*map(attrgetter("cache"), found)]
+        theirs = cast("PeerLink", self.link).joined_memory(caches, writable=writable)
         leases = [its.key for its in found if isinstance(its.key, BlockLease)]
         self.leases = tuple(map(attrgetter("lease_id"), leases))
-        caches = [*map(attrgetter("cache"), found)]
-        return cast("PeerLink", self.link).leased_memory(caches, leases, writable=writable)
+        return theirs.leased(leases) if leases else theirs
 
-    def _lower(self, src: TensorMemory, dst: TensorMemory) -> Prepared | None:
-        """Return what a usual request executes, lowered without a plan; None: plan it."""
-        (pair,), ((source, target),) = self.pairs, self.found
+    def _rows_of(
+        self,
+        place: int,
+        src: TensorMemory,
+        dst: TensorMemory,
+        src_tensor: int | None,
+        dst_tensor: int | None,
+    ) -> RowPair | None:
+        """Return the rows that lower a usual pair natively; None: the planner looks at the pair."""
+        pair, (source, target) = self.pairs[place], self.found[place]
         if not self.moves or not _is_usual(pair):
             return None
         transfer, read, written = cast(Transfer, pair.transfer), pair.src, pair.dst
-        to_blocks = written.blocks is not None
-        kind: Kind = "C2C" if not to_blocks else "B2B" if source.side.paged else "C2B"
-        operation = cast(
-            "PlanOperation", self.name.replace("layers", "blocks" if to_blocks else "cache")
-        )
-        layers = self._layers_of(pair, source.side)
-        bound = self.engine.transfers.rows.bind(
-            operation, kind, source.side, target.side, src, dst,
+        if not self._is_alone and (read.blocks is None or written.blocks is None):
+            return None
+        kind: Kind = "C2C" if written.blocks is None else "B2B" if source.side.paged else "C2B"
+        by_tokens = counts_tokens(kind, transfer.num_tokens, read.first_token, written.first_token)
+        if by_tokens is None or (pair.taken is not None and pair.taken.tokens is not None):
+            return None
+        taken = pair.taken
+        gathers = taken is not None
+        return self.engine.transfers.rows.pair(
+            operation_name(self._local, read, written), kind, source.side, target.side, src, dst,
+            self._layers_of(pair, source.side) if taken is None else taken.layers,
+            by_layer=self.by_layer, by_tokens=by_tokens,
+            reinterpret=not gathers and (transfer.reinterpret or self.engine.reinterpret),
+            heads=None if taken is None else taken.heads,
+            src_tensor=src_tensor, dst_tensor=dst_tensor,
+        )  # fmt: skip
+
+    def _lower(self, place: int, rows: RowPair) -> tuple[Part, Descriptors] | None:
+        """Return the part and the descriptors of a pair; None: the planner decides."""
+        pair, (source, target) = self.pairs[place], self.found[place]
+        read, written = pair.src, pair.dst
+        return rows.bind(
             cast("Blocks", read.blocks if source.side.paged else (source.slot or 0,)),
-            cast("Blocks", written.blocks if to_blocks else (target.slot or 0,)),
-            layers, by_layer=self.by_layer, num_tokens=transfer.num_tokens,
-            src_token=read.first_token, dst_token=written.first_token,
-            reinterpret=transfer.reinterpret or self.engine.reinterpret,
+            (target.slot or 0,) if written.blocks is None else written.blocks,
+            cast(Transfer, pair.transfer).num_tokens, read.first_token, written.first_token,
+            pair.name, pair.source,
         )  # fmt: skip
-        if bound is None:
-            return None
-        if self._request is not None:
-            self._keep_pair(self._request, operation, kind, src, dst)
-        return bound[0], src, dst, bound[1]
 
-    def _known(self, request: Request) -> Prepared | None:
-        """Return what a request of a known pair executes; None: its names are to be resolved."""
-        pair, link = request.pair, request.link
-        # Only before the link is held. Later changes of the peer are found by checks of the memory.
-        if (
-            pair is None
-            or not self.moves
-            or self.link is not None
-            or request.pairs is not link.pairs
-        ):
-            return None
-        is_key = type(request.key) is BlocksCacheKey  # may name another cache now
-        if is_key and not self._speculative:
-            return None
-        bound = pair.rows.bind(
-            request.src_rows, request.dst_rows, request.num_tokens, request.src_token,
-            request.dst_token,
-        )  # fmt: skip
-        if bound is None:
-            return None
-        self.hold(link)
-        entry, theirs = request.entry, pair.theirs
-        self.cache_id = entry.cache.cache_id
-        self.speculated = is_key
-        if request.lease is not None:
-            self.leases = (request.lease.lease_id,)
-            theirs = theirs.leased([request.lease])
-        plan, descriptors = bound
-        if request.pulls:
-            return plan, theirs, entry.memory, descriptors
-        return plan, entry.memory, theirs, descriptors
-
-    def _keep_pair(
-        self,
-        request: Request,
-        operation: PlanOperation,
-        kind: Kind,
-        src: TensorMemory,
-        dst: TensorMemory,
+    def _keep_pairs(
+        self, rows: Sequence[RowPair], parts: Sequence[Part], src: TensorMemory, dst: TensorMemory
     ) -> None:
-        """Let later requests find the pair of these caches, if the peer's memory is mapped here."""
-        link, writable = request.link, not request.pulls
-        theirs = cast("PeerMemory", src if request.pulls else dst)
-        if theirs.guard is None or self.link is not link or request.pair is not None:
+        """Let later requests find the rows of these caches."""
+        link, (ours, theirs) = self._requests[0].link, (src, dst)
+        if self._local == "dst":
+            ours, theirs = dst, src
+        # An empty source table, for example, means a slot.
+        if self.link is not link or any(
+            request.kind != pair.kind for request, pair in zip(self._requests, rows, strict=True)
+        ):
             return
-        if kind != request.kind:  # for example an empty source table, which means a slot
-            return
-        pairs = link.pairs  # first: a later change replaces the dict
+        caches = [cast("PeerCache", (src.cache or dst.cache)) for src, dst in self.found]
         try:
-            found = (
-                link.cache(request.key, writable=writable, speculative=True)
-                if request.lease is None
-                else link.leased(request.lease, writable=writable)
-            )
-            shared = link.memory(found, writable=writable)  # without the lease
+            shared = link.joined_memory(caches, writable=self._local == "src")  # without leases
         except LLMException:
             return  # freed meanwhile: the transfer itself will raise
-        ((source, target),) = self.found
-        layers = cast(Transfer, self.pairs[0].transfer).layers
-        rows = self.engine.transfers.rows.pair(
-            operation, kind, source.side, target.side, src, dst, layers,
-            by_layer=self.by_layer, by_tokens=request.by_tokens,
-        )  # fmt: skip
-        if rows is not None and rows.cuts and shared.addresses is theirs.addresses:
-            request.keep(pairs, rows, shared)
+        if shared.addresses is theirs.addresses:
+            self.keep(rows, parts, ours, shared)
 
     def _layers_of(self, pair: Pair, source: Side) -> KvCacheExtParam:
         """Return the layers of a pair; layer by layer, with how many tensors are one."""
@@ -423,25 +401,6 @@ class TransferOperation(Operation):
         raise invalid(message + _OTHER_KIND.get(self.name, ""))
 
 
-def refuse_notices(options: TransferOptions) -> None:
-    """Refuse notifications of a transfer that has no peer."""
-    for name in ("notify", "notify_failure"):
-        if options.get(name) is not None:
-            raise invalid(f"{name} must be None: a copy inside this process has no peer")
-
-
-def _operation_name(local: Local, src: Rows, dst: Rows) -> str:
-    """Return the name of a transfer in logs, metrics and recordings, such as "pull_blocks"."""
-    verb, cache = VERBS[local], dst.cache
-    if dst.blocks is None and not (type(cache) is BlockLease and cache.paged):
-        return f"{verb}_cache"
-    if verb == "copy" and type(src.cache) is Cache and type(cache) is Cache:
-        placements = {src.cache.cache_desc.placement, cache.cache_desc.placement}
-        if len(placements) > 1:
-            verb = "swap"
-    return f"{verb}_blocks"
-
-
 def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:
     if found.paged:
         raise invalid(f"{argument}={key} names a slot, and a paged cache has none")
@@ -458,7 +417,7 @@ def _is_usual(pair: Pair) -> bool:
         isinstance(transfer, Transfer)
         and transfer.nbytes is None
         and transfer.coalesce is DEFAULT_COALESCE
-        and transfer.rank is None
+        and (transfer.rank is None or pair.taken is not None)
         and type(src.offset) is type(dst.offset) is int
         and src.offset == dst.offset == 0
         and (

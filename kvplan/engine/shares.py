@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import RequestBlocks
 from kvplan.planning.invariants import check_invariants
-from kvplan.planning.part import Part
+from kvplan.planning.part import Operation, Part
 from kvplan.planning.plan import Plan
 from kvplan.planning.planner import VERBS, Local, check_sources, of_part
 from kvplan.planning.transfer import PeerTensors, Planned, Rows, Transfer
 from kvplan.status import LLMException, invalid
-from kvplan.types import BlocksCacheKey, CacheKey, CacheKeyByIdAndIndex
+from kvplan.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
     from kvplan.planning.blocks import Blocks
+    from kvplan.planning.gather import Taken
     from kvplan.planning.side import Side
 
 PEERS: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, CacheKey, BlockLease, PeerTensors)
@@ -33,6 +34,7 @@ class Pair(NamedTuple):
         transfer: of that name.
         src, dst: the rows of the pair.
         source: the place of `src` among the sources of a gather; None: the transfer is none.
+        taken: what a gather takes from the source, once it is known.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Pair(NamedTuple):
     src: Rows
     dst: Rows
     source: int | None = None
+    taken: Taken | None = None
 
     def argument(self, field: str) -> str:
         """Return the name of a field in errors: as the caller gave it."""
@@ -122,6 +125,18 @@ def local_of(src: Rows, dst: Rows) -> Local:
     return "dst" if from_peer else "src" if to_peer else "both"
 
 
+def operation_name(local: Local, src: Rows, dst: Rows) -> Operation:
+    """Return the name of a transfer in logs, metrics and recordings, such as "pull_blocks"."""
+    verb, cache = VERBS[local], dst.cache
+    if dst.blocks is None and not (type(cache) is BlockLease and cache.paged):
+        return cast(Operation, f"{verb}_cache")
+    if verb == "copy" and type(src.cache) is Cache and type(cache) is Cache:
+        placements = {src.cache.cache_desc.placement, cache.cache_desc.placement}
+        if len(placements) > 1:
+            verb = "swap"
+    return cast(Operation, f"{verb}_blocks")
+
+
 def is_gather(transfer: Transfer | Planned) -> bool:
     """Whether a transfer is a gather, from a sequence of sources."""
     return isinstance(transfer, Transfer) and not isinstance(transfer.src, Rows)
@@ -142,11 +157,11 @@ def with_lease_tables(transfer: Transfer) -> Transfer:
     """Return a transfer with the block tables and the tokens that its leases name."""
     src, dst = transfer.src, transfer.dst
     named_rows = (
-        {"src_blocks": src}
+        {"src.blocks": src}
         if isinstance(src, Rows)
-        else {f"src_blocks[{index}]": rows for index, rows in enumerate(src)}
+        else {f"src[{index}].blocks": rows for index, rows in enumerate(src)}
     )
-    named_rows["dst_blocks"] = dst
+    named_rows["dst.blocks"] = dst
     leased = [rows for rows in named_rows.values() if _is_leased(rows)]
     if not leased:
         return transfer

@@ -93,21 +93,20 @@ class TransferOperations(OperationRunner):
             GatherError: a transfer with several peers failed; names each peer that failed.
         """
         started = perf_counter()
-        request, engine = None, self._engine
+        engine = self._engine
         if engine is None or engine.inherited:
             engine = self._running()
-        if type(transfer) is Transfer:
-            request = find_request(engine, transfer)
-            if (
-                request is not None
-                and not self._hooks
-                and (not options or _is_simple(options))
-                and move_now(
-                    engine, request, started, options.get("tag", ""), options.get("notify")
-                )
-            ):
-                return
+        request = find_request(engine, transfer)
+        if (
+            request is not None
+            and not self._hooks
+            and (not options or _is_simple(options))
+            and move_now(engine, request, started, options.get("tag", ""), options.get("notify"))
+        ):
+            return
         timeout_ms = options.pop("timeout_ms", None)
+        if timeout_ms is not None:
+            check_timeout(timeout_ms)
         others = cast(SubmitOptions, options)
         if others.get("after") is not None:
             task = self.submit(transfer, **others)
@@ -163,10 +162,12 @@ class TransferOperations(OperationRunner):
             LLMException: as `run`, before anything moves; LLM_LINK_BUSY: too many ended tasks wait
                 in `completions()`. The task raises later errors.
         """
-        _refuse_timeout(cast("dict[str, Any]", options))
-        engine = self._running()
-        request = find_request(engine, transfer) if type(transfer) is Transfer else None
-        operation = _operation(engine, transfer, request, **options)
+        if options:
+            _refuse_timeout(cast("dict[str, Any]", options))
+        engine = self._engine
+        if engine is None or engine.inherited:
+            engine = self._running()
+        operation = _operation(engine, transfer, find_request(engine, transfer), **options)
         if isinstance(operation, Several):
             return self._submit_several(operation)
         with operation:
@@ -204,17 +205,18 @@ class TransferOperations(OperationRunner):
             LLMException: as `submit`; LLM_PARAM_INVALID: also if neither the transfer nor the cache
                 says how many tensors a layer has.
         """
-        _refuse_timeout(cast("dict[str, Any]", options))
+        if options:
+            _refuse_timeout(cast("dict[str, Any]", options))
         if cast("dict[str, Any]", options).pop("after", None) is not None:
             raise TypeError(
                 "after is not an option of layered; ready(layer, event) takes one for each layer"
             )
         if isinstance(transfer, AddressRanges):
             raise TypeError("layered takes a Transfer; AddressRanges have no layers")
-        engine = self._running()
-        request = None
-        if type(transfer) is Transfer:
-            request = find_request(engine, transfer, by_layer=True)
+        engine = self._engine
+        if engine is None or engine.inherited:
+            engine = self._running()
+        request = find_request(engine, transfer, by_layer=True)
         operation = _operation(engine, transfer, request, by_layer=True, **options)
         if isinstance(operation, Several):
             return self._layer_several(operation)
@@ -229,12 +231,13 @@ class TransferOperations(OperationRunner):
             self._show(operation, plan)
         if timeout_ms is None and operation.link is not None:
             timeout_ms = operation.engine.wait_ms
-        if operation.retried and timeout_ms is not None:
-            timeout_ms = max(0.0, timeout_ms - (perf_counter() - operation.started) * 1000)
+        left_ms = timeout_ms
+        if timeout_ms is not None:  # `operation.left_ms`, without a call of Python
+            left_ms = max(0.0, timeout_ms - (perf_counter() - operation.started) * 1000)
         if operation.verify_every:
             operation.begin_to_move(src, dst)
         try:
-            operation.engine.transfers.execute(plan, src, dst, timeout_ms, descriptors)
+            operation.engine.transfers.execute(plan, src, dst, left_ms, descriptors)
         except LLMException as error:
             missing = error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
             if not (operation.speculated and missing) or revocation((src, dst)):
@@ -242,10 +245,10 @@ class TransferOperations(OperationRunner):
             operation.disable_speculation()  # the key may name another cache now
         else:
             if operation.verify_every:
-                operation.verify(timeout_ms)
+                operation.verify(operation.left_ms(timeout_ms))
             operation.done = True
             if operation.notifies:
-                operation.send_notification()
+                operation.send_notification(operation.left_ms(timeout_ms))
 
     def _submit(self, operation: Operation, prepared: Prepared) -> TransferTask:
         """Submit a prepared transfer; `operation` ends with the task."""
@@ -254,7 +257,9 @@ class TransferOperations(OperationRunner):
         if operation.engine.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
-        report = None if operation.is_part else engine.completion.report()
+        report = None if operation.is_part else engine.completion.completions
+        if report is not None:
+            report.check_room()
         if operation.verify_every:
             operation.begin_to_move(src, dst)
         on_outcome = operation.finish if operation.follows_up else operation.end
@@ -277,7 +282,9 @@ class TransferOperations(OperationRunner):
         if operation.engine.reinterpret or self._hooks:
             self._show(operation, plan)
         engine = operation.engine
-        report = None if operation.is_part else engine.completion.report()
+        report = None if operation.is_part else engine.completion.completions
+        if report is not None:
+            report.check_room()
         if operation.verify_every:
             operation.begin_to_move(src, dst)
         on_last = partial(engine.completion.track, report=report, aside=operation.follows_up)
@@ -301,7 +308,6 @@ class TransferOperations(OperationRunner):
             hook(event)
 
     def _run_several(self, several: Several, timeout_ms: float | None) -> None:
-        check_timeout(timeout_ms)
         task = GatherTask(several.name, several.notices)
         try:
             several.begin(task, self._submit)
@@ -322,7 +328,9 @@ class TransferOperations(OperationRunner):
         """Begin all operations, and report their task as one."""
         completion = several.engine.completion
         try:
-            report = completion.report()
+            report = completion.completions
+            if report is not None:
+                report.check_room()
             several.begin(task, submit)
             if report is not None or task.notices.any:
                 completion.track(task, report, aside=task.notices.any)

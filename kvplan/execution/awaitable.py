@@ -106,13 +106,10 @@ class AwaitableTask(ABC):
             self._follow()
         self._calls.append(call)
         if self._is_settled:  # after it was added, so that one of both sees it
-            self._make_calls()
+            self._note_settled()
 
     def _note_settled(self) -> None:
         self._is_settled = True
-        self._make_calls()
-
-    def _make_calls(self) -> None:
         while self._calls:
             try:
                 call = self._calls.pop()

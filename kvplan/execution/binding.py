@@ -14,9 +14,9 @@ import numpy as np
 from kvnative._extents import first_below
 from kvnative._lower import Descriptors, lower
 from kvplan.execution.memory import Addresses
-from kvplan.execution.rows import tensors_clash, view_addresses
+from kvplan.execution.rows import are_apart, tensors_clash, view_addresses
 from kvplan.planning.part import Part
-from kvplan.planning.plan import PlacedPart, Plan
+from kvplan.planning.plan import Plan
 from kvplan.planning.segments import first_overlap, first_overlapped
 from kvplan.status import LLMException, invalid
 
@@ -103,66 +103,97 @@ class _Tensors(NamedTuple):
 
 def _bind_parts(plan: Plan, src: Bindable, dst: Bindable, one_space: bool) -> Descriptors:
     """Return the descriptors of all parts, one part after the other, as one array."""
-    placed = [*plan.placed()]
+    parts = plan.parts
     for name, memory in (("src", src), ("dst", dst)):
-        needed = sum(getattr(entry.part, name).num_tensors for entry in placed)
+        needed = sum(getattr(part, name).num_tensors for part in parts)
         if len(memory.addresses) != needed:
             raise invalid(
                 f"{name} has {len(memory.addresses)} tensors; the parts of the plan need {needed}"
             )
     each = []
-    for part, _, src_tensor, dst_tensor in placed:
+    src_tensor = dst_tensor = 0
+    for part in parts:
         theirs = _Tensors.of(src, src_tensor, part.src.num_tensors)
         ours = _Tensors.of(dst, dst_tensor, part.dst.num_tensors)
+        src_tensor += part.src.num_tensors
+        dst_tensor += part.dst.num_tensors
         try:
             bound = _bind_part(part.labelled(""), theirs, ours, one_space)
         except LLMException as error:
             text = f"part {part.label}: {error.args[0]}"
             raise LLMException(text, status_code=error.status_code) from None
         each.append(bound)
-    descriptors = Descriptors.joined(each)
+    return join(plan, each, src, dst, one_space=one_space)
+
+
+def join(
+    plan: Plan, bound: Sequence[Descriptors], src: Bindable, dst: Bindable, *, one_space: bool
+) -> Descriptors:
+    """Return the descriptors of each part as one array, one part after the other.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: the result would depend on the order of the parts.
+    """
+    if len(bound) == 1:
+        return bound[0]
+    descriptors = Descriptors.joined(bound)
     # As for one part, compare whole tensors before bytes.
-    extents = written_extents(placed, dst.addresses, dst.nbytes)
-    if extents is None or (
-        one_space
-        and first_overlapped(src.addresses, src.addresses + src.nbytes, *extents) is not None
+    if not parts_are_apart(plan.parts, src, dst, one_space=one_space) and not (
+        _runs_are_apart(plan.parts, bound, src, dst, one_space=one_space)
     ):
         check_order_free(plan, descriptors, one_space)
     return descriptors
 
 
-def written_extents(
-    placed: Sequence[PlacedPart], addresses: Addresses, nbytes: Addresses
-) -> tuple[Addresses, Addresses] | None:
-    """Return first and last + 1 of the tensors that parts write to, ascending and disjoint.
+def parts_are_apart(
+    parts: Sequence[Part], src: Bindable, dst: Bindable, *, one_space: bool
+) -> bool:
+    """Return True if a part may write no tensor that another part reads or writes."""
+    addresses, sides = dst.addresses, [part.dst for part in parts]
+    if one_space:
+        addresses = np.concatenate((addresses, src.addresses))
+        sides += [part.src for part in parts]
+    return are_apart(addresses, sides, [side.num_tensors for side in sides])
 
-    Several parts may write to a tensor, such as layers with and without a sliding window. Then
-    their segments are compared, once for all tensors that the same parts share. None: some tensors
-    overlap otherwise, or parts may write the same bytes.
+
+def _runs_are_apart(
+    parts: Sequence[Part],
+    bound: Sequence[Descriptors],
+    src: Bindable,
+    dst: Bindable,
+    *,
+    one_space: bool,
+) -> bool:
+    """Return True if parts that share tensors write different bytes of them, and read none.
+
+    Such parts may be layers with and without a sliding window. Their runs are compared once for all
+    tensors that the same parts share. False: tensors overlap otherwise, or bytes may be shared.
     """
-    order = np.argsort(addresses)
-    starts, ends = addresses[order], addresses[order] + nbytes[order]
-    if not (starts[1:] < ends[:-1]).any():
-        return starts, ends
     writers: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}
-    for number, entry in enumerate(placed):
-        if entry.part.split:
-            return None
-        first = entry.dst_tensor + entry.part.dst_tensors.start
-        for address in addresses[first : first + entry.part.num_tensor_pairs].tolist():
+    runs: list[tuple[Addresses, Addresses]] = []
+    first = 0
+    for number, part in enumerate(parts):
+        if part.split:
+            return False
+        own = dst.addresses[first + part.dst_tensors.start : first + part.dst_tensors.stop]
+        first += part.dst.num_tensors
+        # All tensors of a part are written in the same places.
+        each = len(bound[number]) // len(own)
+        runs.append((bound[number].dst[:each] - own[0], bound[number].nbytes[:each]))
+        for address in own.tolist():
             writers.setdefault(address, []).append(number)
-            sizes[address] = max(sizes.get(address, 0), entry.part.dst.tensor_nbytes)
+            sizes[address] = max(sizes.get(address, 0), part.dst.tensor_nbytes)
     if any(a + sizes[a] > b for a, b in pairwise(sorted(writers))):
-        return None
+        return False
     for together in {tuple(numbers) for numbers in writers.values() if len(numbers) > 1}:
-        runs = [placed[number].part.segments.expanded() for number in together]
-        columns = ([getattr(run, name) for run in runs] for name in ("dst_offsets", "nbytes"))
-        if first_overlap(*map(np.concatenate, columns)) is not None:
-            return None
+        columns = map(np.concatenate, zip(*(runs[i] for i in together), strict=True))
+        if first_overlap(*columns) is not None:
+            return False
     firsts = np.array(sorted(writers), dtype=np.uint64)
-    lengths = np.array([sizes[address] for address in sorted(writers)], dtype=np.uint64)
-    return firsts, firsts + lengths
+    lasts = firsts + np.array([sizes[address] for address in sorted(writers)], dtype=np.uint64)
+    reads = src.addresses, src.addresses + src.nbytes
+    return not one_space or first_overlapped(*reads, firsts, lasts) is None
 
 
 def check_order_free(plan: Plan | Part, descriptors: Descriptors, one_space: bool) -> None:

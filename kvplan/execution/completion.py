@@ -12,7 +12,9 @@ from threading import Event, current_thread
 from typing import Any, Final, Protocol
 from weakref import WeakValueDictionary, ref
 
-from kvnative._executor import CompletionQueue, NativeError
+import msgspec
+
+from kvnative._executor import CompletionQueue, LayeredTask, NativeError, Task
 from kvnative._signals import Condition, Mutex
 from kvplan.execution.awaitable import AwaitableTask, NativeTask
 from kvplan.status import LLMException
@@ -138,7 +140,8 @@ class Tracker:
         """
         self._open.add(ref(task, self._open.discard))
         with suppress(LLMException):  # without a thread, the caller finds it
-            completion_thread().queue.watch(task.native, _Open(task))
+            thread = _process.thread or _process.begin()
+            thread.queue.watch(task.native, _Open(ref(task), task.native))
             task.is_followed = True
         if self._cancelled:
             task.cancel(self._cancelled)
@@ -158,7 +161,7 @@ class Tracker:
         with self._changed:
             self._closing = True
             self._changed.wait_for(lambda: not self._flying, timeout_s)
-        if (thread := _process.begun_thread()) is not None:
+        if (thread := _process.thread) is not None:
             thread.wait_for_round(timeout_s)
 
     def _forget(self, flying: _Flying) -> None:
@@ -214,20 +217,19 @@ def _settle(task: AwaitableTask, report: Report | None) -> None:
             report.put(task)
 
 
-class _Open:
+class _Open(msgspec.Struct, eq=False):
     """A task that waits for its layers."""
 
-    def __init__(self, task: NativeTask) -> None:
-        self._task = ref(task)
-        self._native = task.native
+    task: ref[NativeTask]
+    native: Task | LayeredTask
 
     def on_end(self) -> None:
         """See `_Flying.on_end`."""
-        task = self._task()
+        task = self.task()
         # Finding the end lets the tracker take over, which removes this entry.
         if task is not None and not _has_ended(task):
             return
-        if completion_thread().queue.forget(self._native, self) and task is not None:
+        if completion_thread().queue.forget(self.native, self) and task is not None:
             _settle(task, None)
 
 
@@ -322,28 +324,23 @@ class _OfThisProcess:
         self._inherited: list[
             CompletionThread
         ] = []  # kept: a child must not finalize objects of its parent
-        self._thread: CompletionThread | None = None
+        self.thread: CompletionThread | None = None
         self.renew()
         os.register_at_fork(after_in_child=self.renew)
 
     def renew(self) -> None:
-        if self._thread is not None:
-            self._inherited.append(self._thread)
+        if self.thread is not None:
+            self._inherited.append(self.thread)
         self._starting = Mutex()
-        self._thread = None
+        self.thread = None
         self.tracker: Tracker = Tracker()
         self.aside = _Aside()
 
-    def begun_thread(self) -> CompletionThread | None:
-        return self._thread
-
-    def thread(self) -> CompletionThread:
-        if (thread := self._thread) is not None:
-            return thread
+    def begin(self) -> CompletionThread:
         with self._starting:
-            if self._thread is None:
-                self._thread = CompletionThread()
-            return self._thread
+            if self.thread is None:
+                self.thread = CompletionThread()
+            return self.thread
 
 
 _process: Final = _OfThisProcess()
@@ -351,7 +348,7 @@ _process: Final = _OfThisProcess()
 
 def completion_thread() -> CompletionThread:
     """Return the thread of this process; LLM_OUT_OF_MEMORY: it cannot be started."""
-    return _process.thread()
+    return _process.thread or _process.begin()
 
 
 def tracker() -> Tracker:

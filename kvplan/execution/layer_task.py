@@ -53,7 +53,7 @@ class LayerTask(TransferTask):
 
     Differs from `TransferTask` in one way: the transfer cannot end before every layer is ready. So
     dropping the last handle earlier cancels it, with a ResourceWarning. Bytes of layers that were
-    never ready are not confirmed.
+    never ready are not confirmed, and errors of `wait` name these layers.
 
     Args:
         gate_of: Returns what a layer comes after, from the name and the value of an argument; None:
@@ -115,7 +115,15 @@ class LayerTask(TransferTask):
         index = layer - layers.start
         gate = None if event is None else self._gate(event)
         if self.plan.nbytes:  # otherwise it has ended
-            self._check(index)
+            if not self._layered.sealed:
+                try:
+                    pieces = self._part.tensors_by_layer[index]
+                    for memory, tensors in zip(self._memories, pieces, strict=True):
+                        if type(memory) is not HostMemory or not memory.held:
+                            memory.check(tensors)  # it may be another's memory now
+                except LLMException as error:
+                    self._lost = error  # first: the thread that finds the end raises it
+                    self.cancel()
             self._layered.open(index, gate)
         if self._on_last and self._layered.sealed:
             self._notify_last()
@@ -124,18 +132,6 @@ class LayerTask(TransferTask):
         if self._gate_of is None:
             raise no_accelerator("event", event)
         return self._gate_of("event", event)
-
-    def _check(self, index: int) -> None:
-        """End the transfer if a memory has gone since it began, as it may be another's now."""
-        if self._layered.sealed:
-            return
-        try:
-            for memory, tensors in zip(self._memories, self._part.tensors_of(index), strict=True):
-                if type(memory) is not HostMemory or not memory.held:  # what is held cannot go
-                    memory.check_tensors(tensors)
-        except LLMException as error:
-            self._lost = error  # first: the thread that finds the end raises it
-            self.cancel()
 
     def block_stream(self, stream: ComputeStream) -> None:
         """Refuse: a stream cannot wait for layers that are not ready yet.
@@ -161,20 +157,10 @@ class LayerTask(TransferTask):
     @property
     def done(self) -> bool:
         """True if the transfer has an outcome, good or bad; never blocks."""
-        if not self._layered.done:
-            return False
-        self._notify_last()
-        return True
-
-    def wait(self, timeout_ms: float | None = None, *, stop: bool = True) -> None:
-        """Wait until every layer was ready and every byte has arrived; see `TransferTask.wait`.
-
-        Raises:
-            ValueError: timeout_ms < 0 or not a number.
-            LLMException: as `TransferTask.wait`; after a timeout or a cancellation it names the
-                layers that were never ready.
-        """
-        super().wait(timeout_ms, stop=stop)
+        is_done = self._layered.done
+        if is_done and self._on_last:
+            self._notify_last()
+        return is_done
 
     def cancel(self, reason: LLMException | None = None) -> None:
         """See `TransferTask.cancel`; no further layer is submitted."""
@@ -196,7 +182,8 @@ class LayerTask(TransferTask):
         tracker().watch(self)
 
     def _conclude(self) -> None:
-        self._notify_last()
+        if self._on_last:
+            self._notify_last()
         super()._conclude()
 
     def _notify_last(self) -> None:

@@ -83,23 +83,18 @@ class TensorMemory(Protocol):
             NativeError: the backend does not exist any more.
         """
 
-    def check(self) -> None:
+    def check(self, tensors: range | None = None) -> None:
         """Refuse memory that is not what was registered any more.
 
         Called before a transfer is submitted and again after its bytes have moved.
 
+        Args:
+            tensors: Consecutive tensors that are about to move as a part of the transfer. A thread
+                that computes waits for the check, which may leave out what it finds after the
+                transfer, if moving the part does no harm until then. None: all.
+
         Raises:
             LLMException: it is not, and why.
-        """
-
-    def check_tensors(self, tensors: range) -> None:
-        """Check only consecutive tensors.
-
-        Called before a part of a transfer moves, by a thread that computes. It may leave out what
-        `check` finds at the end, if moving the part does no harm until then.
-
-        Raises:
-            LLMException: as `check`.
         """
 
 
@@ -202,20 +197,11 @@ class HostMemory(Revocable):
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> None:
         """Return None: any backend reaches plain memory."""
 
-    def check(self) -> None:
+    def check(self, tensors: range | None = None) -> None:
         """Check raw addresses again. Arrays are held: only a call such as `resize_` frees them.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: an address is not mapped any more.
-        """
-        if self._owner is None:
-            self.check_mapped()
-
-    def check_tensors(self, tensors: range) -> None:
-        """See `TensorMemory`.
-
-        Raises:
-            LLMException: as `check`.
         """
         if self._owner is None:
             self.check_mapped(tensors)

@@ -18,12 +18,14 @@ from kvnative._signals import Mutex
 from kvplan.planning.blocks import RequestBlocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.part import Part
-from kvplan.planning.plan import OBSERVERS, Plan
+from kvplan.planning.plan import OBSERVERS
 from kvplan.planning.templates import LoweredPart, Template, templates_of
-from kvplan.types import KvCacheExtParam
+from kvplan.types import CacheDesc, KvCacheExtParam
 from kvplan.validation import INT64_MAX
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvnative._lower import Descriptors
     from kvplan.execution.memory import Addresses, TensorMemory
     from kvplan.planning.blocks import Blocks
@@ -33,9 +35,19 @@ if TYPE_CHECKING:
 _MAX_PAIRS: Final = 1024
 """Number of cached pairs of memories, with the layers that move between them."""
 
-_Key = tuple[int, int, "Operation", "KvCacheExtParam | None", bool, bool, bool, range | None]
+_Key = tuple[
+    int, int, "Operation", "KvCacheExtParam | None", bool, bool, bool, range | None, int | None,
+    int | None,
+]  # fmt: skip
 
-_TABLES: Final = (list, tuple, np.ndarray, RequestBlocks)
+_TABLES: Final[dict[type, Any]] = {
+    list: tuple,
+    tuple: None,
+    np.ndarray: np.ndarray.copy,
+    RequestBlocks: None,
+}
+"""Types of block tables, and how to copy those that the caller may change."""
+
 _NONE = np.empty(0, dtype=np.uint64)
 _new = object.__new__
 _assign = object.__setattr__
@@ -75,12 +87,20 @@ class RowPair(NamedTuple):
         num_tokens: int | None,
         src_token: int,
         dst_token: int,
-    ) -> tuple[Plan, Descriptors] | None:
-        """Return the plan and the descriptors of a request, or None if the planner must decide."""
+        name: str = "",
+        place: int | None = None,
+    ) -> tuple[Part, Descriptors] | None:
+        """Return the part and the descriptors of a request, or None if the planner must decide.
+
+        The rows are block tables, or the index of a slot.
+        `name` and `place` label the part; see `Part.name` and `Part.source`.
+        """
         if type(src_rows) not in _TABLES or type(dst_rows) not in _TABLES:
             return None
-        if self.kind != "C2C":  # the caller may change them
-            src_rows, dst_rows = _copied(src_rows), _copied(dst_rows)
+        if (copy := _TABLES[type(src_rows)]) is not None:
+            src_rows = copy(src_rows)
+        if (copy := _TABLES[type(dst_rows)]) is not None:
+            dst_rows = copy(dst_rows)
         for cut in self.cuts:
             lowered = cut.rows.lower(
                 src_rows,
@@ -97,8 +117,10 @@ class RowPair(NamedTuple):
                     cut, descriptors.total_nbytes, src_rows, dst_rows, num_tokens, src_token,
                     dst_token,
                 )  # fmt: skip
-                vars(part).update(num_slices=num_slices, num_descriptors=len(descriptors))
-                return Plan.made(part), descriptors
+                vars(part).update(
+                    num_slices=num_slices, num_descriptors=len(descriptors), name=name, source=place
+                )
+                return part, descriptors
         return None
 
     def part(
@@ -131,44 +153,6 @@ class RowRequests:
         self._mutex = Mutex()
         self._pairs: dict[_Key, RowPair] = {}
 
-    def bind(
-        self,
-        operation: Operation,
-        kind: Kind,
-        source: Side,
-        target: Side,
-        src: TensorMemory,
-        dst: TensorMemory,
-        src_rows: Blocks,
-        dst_rows: Blocks,
-        ext_param: KvCacheExtParam = ALL_LAYERS,
-        *,
-        by_layer: bool = False,
-        num_tokens: int | None = None,
-        src_token: int = 0,
-        dst_token: int = 0,
-        reinterpret: bool = False,
-        heads: range | None = None,
-    ) -> tuple[Plan, Descriptors] | None:
-        """Return the plan and the descriptors of a request, or None if the planner must decide.
-
-        `src_rows` and `dst_rows` are block tables, or the index of a slot. Between two slots, both
-        token offsets are 0. `heads` are KV heads of the model that move into blocks; None: all
-        common heads.
-        """
-        if type(src_token) is not int or type(dst_token) is not int:
-            return None
-        by_tokens = num_tokens is not None or src_token != 0 or dst_token != 0
-        if by_tokens and not are_tokens(kind, num_tokens, src_token, dst_token):
-            return None
-        pair = self.pair(
-            operation, kind, source, target, src, dst, ext_param, by_layer=by_layer,
-            by_tokens=by_tokens, reinterpret=reinterpret, heads=heads,
-        )  # fmt: skip
-        if pair is None:
-            return None
-        return pair.bind(src_rows, dst_rows, num_tokens, src_token, dst_token)
-
     def pair(
         self,
         operation: Operation,
@@ -183,10 +167,16 @@ class RowRequests:
         by_tokens: bool = False,
         reinterpret: bool = False,
         heads: range | None = None,
+        src_tensor: int | None = None,
+        dst_tensor: int | None = None,
     ) -> RowPair | None:
         """Return the pair of two memories, or None if the planner must decide.
 
-        `by_tokens`: the requests name tokens and do not move whole rows.
+        Args:
+            by_tokens: True if the requests count tokens, see `counts_tokens`.
+            heads: the KV heads of the model that move into blocks; None: all common ones.
+            src_tensor, dst_tensor: the first tensor of a side in memory that other caches share;
+                None: the memory is the side's.
         """
         if OBSERVERS:  # observers look at each plan that is made
             return None
@@ -198,23 +188,29 @@ class RowRequests:
         layers = None if ext_param is ALL_LAYERS else ext_param
         key: _Key = (
             id(src.addresses), id(dst.addresses), operation, layers, by_layer, by_tokens,
-            reinterpret, heads,
+            reinterpret, heads, src_tensor, dst_tensor,
         )  # fmt: skip
         pair = self._pairs.get(key)
         if pair is not None and pair.source is source and pair.target is target:
             return pair
         cuts: list[_Cut] = []
-        if _fits(source, src) and _fits(target, dst) and dst.writable:
+        read, written = _tensors(source, src, src_tensor), _tensors(target, dst, dst_tensor)
+        one_space = src.in_process and dst.in_process
+        if read is not None and written is not None and dst.writable:
             for template in templates_of(
                 operation, kind, source, target, ext_param,
                 by_layer=by_layer, by_tokens=by_tokens, reinterpret=reinterpret, heads=heads,
             ):  # fmt: skip
-                rows = _rows(template, source, target, src, dst)
+                rows = _rows(template, source, target, read, written, one_space=one_space)
                 if rows is None:
                     break
-                fields = template.part | {"as_bytes": template.as_bytes}
+                known = _new(LoweredPart)
+                fields = vars(known)
+                fields.update(template.part, as_bytes=template.as_bytes)
                 fields["common"] = object()  # identifies parts of one pair in recordings
-                cuts.append(_Cut(rows, len(fields["src_tensors"]), fields))
+                if by_layer:
+                    _ = known.src_layers, known.tensors_by_layer
+                cuts.append(_Cut(rows, len(known.src_tensors), fields))
         pair = RowPair(
             operation, kind, src.addresses, dst.addresses, source, target, ext_param, by_layer,
             reinterpret, heads, tuple(cuts),
@@ -235,28 +231,31 @@ def are_plain(layers: KvCacheExtParam) -> bool:
         return True
     if type(layers) is not KvCacheExtParam:
         return False
-    ranges = layers.src_layer_range, layers.dst_layer_range
+    for rows in (layers.src_layer_range, layers.dst_layer_range):
+        if rows is not None and (type(rows) is not range or rows.step != 1):
+            return False
     number = layers.tensor_num_per_layer
-    return all(rows is None or (type(rows) is range and rows.step == 1) for rows in ranges) and (
-        number is None or type(number) is int
-    )
+    return number is None or type(number) is int
 
 
 def _rows(
-    template: Template, source: Side, target: Side, src: TensorMemory, dst: TensorMemory
+    template: Template,
+    source: Side,
+    target: Side,
+    src: Addresses,
+    dst: Addresses,
+    *,
+    one_space: bool,
 ) -> RowLowering | None:
     """Return the rows of the paired tensors, or None if tensors of the caches overlap."""
     fields = template.part
     split, per_layer = fields["split"], fields["tensors_per_layer"]
     src_views, dst_views = fields["src_tensors"], fields["dst_tensors"]
-    read, src_bases, src_start = view_addresses(source, src.addresses, src_views, split, per_layer)
-    written, dst_bases, dst_start = view_addresses(
-        target, dst.addresses, dst_views, split, per_layer
-    )
+    read, src_bases, src_start = view_addresses(source, src, src_views, split, per_layer)
+    written, dst_bases, dst_start = view_addresses(target, dst, dst_views, split, per_layer)
     is_one = src is dst and source == target and src_views == dst_views
-    one_space = not is_one and src.in_process and dst.in_process
     # If tensors of two caches or of one overlap, the rows decide.
-    if tensors_clash(target, written, source, read if one_space else _NONE):
+    if tensors_clash(target, written, source, read if one_space and not is_one else _NONE):
         return None
     return RowLowering(
         src_bases,
@@ -280,26 +279,34 @@ def tensors_clash(target: Side, written: Addresses, source: Side, read: Addresse
     """
     if not extents_clash(written, target.tensor_nbytes, read, source.tensor_nbytes):
         return False
-    apart, nbytes = (target.stride, target.row_nbytes), target.tensor_nbytes
-    if apart != (source.stride, source.row_nbytes):
-        return len(read) > 0 or not are_interleaved(written, nbytes, *apart)
-    both = np.concatenate((written, read))
-    return not are_interleaved(both, max(nbytes, source.tensor_nbytes), *apart)
+    counts = len(written), len(read)
+    return not are_apart(np.concatenate((written, read)), (target, source), counts)
 
 
-def are_interleaved(addresses: Addresses, nbytes: int, stride: int, row_nbytes: int) -> bool:
-    """Return True if rows of `row_nbytes`, `stride` bytes apart, share no byte in any two tensors.
+def are_apart(
+    addresses: Addresses, caches: Sequence[Side | CacheDesc], counts: Sequence[int]
+) -> bool:
+    """Return True if rows of no two tensors share a byte.
 
-    Tensors of `nbytes` at these addresses are compared if their extents overlap.
+    `counts` are the numbers of tensors of each cache, which come one cache after another.
     """
-    if stride == row_nbytes or not len(addresses):
-        return False
-    starts = np.sort(addresses)
-    together = np.split(starts, np.flatnonzero(starts[1:] - starts[:-1] >= np.uint64(nbytes)) + 1)
-    for group in together:
-        places = np.sort((group - group[0]) % np.uint64(stride))
-        ends = np.append(places[1:], places[0] + np.uint64(stride))
-        if (ends - places < np.uint64(row_nbytes)).any():
+    lie = [(side.tensor_nbytes, side.stride, side.row_nbytes) for side in caches]
+    order = np.argsort(addresses)
+    starts = addresses[order]
+    sizes, strides, rows = np.repeat(np.array(lie, np.uint64), counts, axis=0)[order].T
+    reach = np.maximum.accumulate(starts + sizes)
+    together = np.flatnonzero(starts[1:] < reach[:-1])  # with the next tensor
+    if not len(together):
+        return True
+    groups = np.split(together, np.flatnonzero(np.diff(together) > 1) + 1)
+    for group in (slice(int(some[0]), int(some[-1]) + 2) for some in groups):
+        stride = strides[group.start]
+        if (strides[group] != stride).any():
+            return False
+        places = (starts[group] - starts[group.start]) % stride
+        around = np.argsort(places)
+        ends = np.append(places[around][1:], places[around][0] + stride)
+        if (ends - places[around] < rows[group][around]).any():
             return False
     return True
 
@@ -318,23 +325,28 @@ def view_addresses(
     return addresses[once], addresses[numbers] + starts, int(starts.max())
 
 
-def _fits(side: Side, memory: TensorMemory) -> bool:
-    return (
-        len(memory.addresses) == side.num_tensors
-        and first_below(memory.nbytes, side.tensor_nbytes) < 0
-    )
+def _tensors(side: Side, memory: TensorMemory, first: int | None) -> Addresses | None:
+    """Return the addresses of a side in memory from tensor `first` on; None: it does not fit."""
+    addresses, nbytes = memory.addresses, memory.nbytes
+    if first is not None:
+        addresses, nbytes = (
+            column[first : first + side.num_tensors] for column in (addresses, nbytes)
+        )
+    if len(addresses) != side.num_tensors or first_below(nbytes, side.tensor_nbytes) >= 0:
+        return None
+    return addresses
 
 
-def are_tokens(kind: Kind, num_tokens: int | None, src_token: int, dst_token: int) -> bool:
-    """Return True for ordinary numbers of tokens. The planner rejects the others."""
-    if num_tokens is not None and not (type(num_tokens) is int and 1 <= num_tokens <= INT64_MAX):
+def counts_tokens(
+    kind: Kind, num_tokens: int | None, src_token: int, dst_token: int
+) -> bool | None:
+    """Return whether a request counts tokens or moves whole rows; None: the planner decides."""
+    if type(src_token) is not int or type(dst_token) is not int:
+        return None
+    if num_tokens is None and src_token == 0 == dst_token:
         return False
+    if num_tokens is not None and not (type(num_tokens) is int and 1 <= num_tokens <= INT64_MAX):
+        return None
     if kind == "C2C":
-        return src_token == 0 == dst_token
-    return 0 <= src_token <= INT64_MAX and 0 <= dst_token <= INT64_MAX
-
-
-def _copied(rows: Blocks) -> Blocks:
-    if type(rows) is list:
-        return tuple(rows)
-    return rows.copy() if type(rows) is np.ndarray else rows
+        return True if src_token == 0 == dst_token else None
+    return True if 0 <= src_token <= INT64_MAX and 0 <= dst_token <= INT64_MAX else None

@@ -29,7 +29,7 @@ from kvnative._signals import Mutex
 from kvplan.execution.awaitable import NativeTask
 from kvplan.execution.completion import completion_thread, tracker
 from kvplan.execution.compute_events import no_accelerator
-from kvplan.execution.memory import revocation
+from kvplan.execution.memory import HostMemory, revocation
 from kvplan.planning.contents import source_layers_text
 from kvplan.planning.texts import nbytes_text
 from kvplan.status import LLMException, LLMStatusCode
@@ -145,6 +145,8 @@ class TransferTask(NativeTask):
             LLMException: LLM_TIMEOUT after the timeout; otherwise the status of the failure.
                 `unconfirmed` lists the descriptors that may not have arrived, `origin` what failed.
         """
+        if timeout_ms is None and self._is_settled and self._error is None:
+            return
         report = self.native.wait(timeout_ms, stop)
         if report.status == KVN_PENDING:
             raise self._goes_on(timeout_ms, report)
@@ -239,7 +241,12 @@ class TransferTask(NativeTask):
             report = self.native.report
             lost = self._lost
             if lost is None and report.status == KVN_OK:
-                lost = _lost(self._memories)
+                try:
+                    for memory in self._memories:
+                        if type(memory) is not HostMemory or not memory.held:
+                            memory.check()
+                except LLMException as error:
+                    lost = error
             if lost is not None or report.status != KVN_OK:
                 missing = "" if report.status == KVN_OK else self._missing()
                 self._error = failure(

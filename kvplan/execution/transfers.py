@@ -189,9 +189,11 @@ class Transfers:
             TypeError, LLMException: as `submit`; LLM_PARAM_INVALID: also for a plan of several
                 parts.
         """
-        part = check_type("plan", plan, Plan).part
+        if type(plan) is not Plan:
+            check_type("plan", plan, Plan)
+        part = plan.part
         backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
-        per_pair = len(descriptors) // part.num_tensor_pairs
+        per_pair = len(descriptors) // len(part.src_tensors)
         layer_size = part.tensors_per_layer * per_pair or 1  # any size will do without bytes
         try:
             task = self._executor.layered(descriptors, layer_size, (plan, *memories), backend)

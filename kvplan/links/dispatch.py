@@ -10,6 +10,7 @@ from kvplan.control.channel import Channel, Handler
 from kvplan.control.connecting import Server
 from kvplan.control.messages import (
     Body,
+    Chosen,
     Claim,
     Confirm,
     Find,
@@ -106,6 +107,8 @@ class PeerHandler:
             channel.close(f"cluster {self._engine.cluster_id} has no such link")
         elif not link.is_live:
             pass  # the code that ended the link closes the channel with the reason
+        elif isinstance(body, Chosen):
+            self._acceptor.chosen(link, body)
         elif isinstance(body, Table):
             try:
                 link.apply(body)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kvplan.control.auth import link_secret, proof_of
 from kvplan.control.channel import Channel, ChannelClosed, Handler
 from kvplan.control.connecting import connect
-from kvplan.control.messages import Confirm, Hello, Linked, Welcome, encode
+from kvplan.control.messages import Chosen, Confirm, Hello, Linked, Offer, Welcome, encode
 from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.transitions import Transitions
@@ -181,10 +181,16 @@ class HandshakeInitiator:
             raise link_failed(f"cluster {welcome.cluster_id} answered")
         link.instance, link.role = welcome.instance, welcome.role
         link.secret = link_secret(welcome.challenge)
-        link.phase = "transport"
-        publisher = self._transitions.connect(
-            link, welcome.transport, welcome.metadata, welcome.challenge, timeout_s
+        link.transports, link.passed_over = engine.choose(
+            link.cluster_id,
+            welcome.offers,
+            engine.trials(welcome.offers),
+            welcome.trials,
         )
+        self._transitions.expect(link, welcome.challenge)
+        await channel.notify(Chosen(welcome.challenge, link.transports, link.passed_over))
+        link.phase = "transport"
+        publisher = self._transitions.connect(link, welcome.offers, welcome.challenge, timeout_s)
         await publisher.publish()
         await self._transitions.connected(link)
         link.phase = "confirm"
@@ -209,11 +215,15 @@ class _Accepted(NamedTuple):
 
     Attributes:
         challenge: The challenge that the peer must confirm.
+        offers: The transports of the peer.
+        timeout_s: The time that the peer allows.
         replaced: The live link that this handshake may replace, because the peer proved to be the
             same engine.
     """
 
     challenge: bytes
+    offers: tuple[Offer, ...]
+    timeout_s: float
     replaced: PeerLink | None
 
 
@@ -253,7 +263,8 @@ class HandshakeAcceptor:
             transitions.failed(
                 oldest, link_failed("hello: too many peers have begun and not confirmed")
             )
-        transport, metadata = engine.choose(hello.cluster_id, hello.offers)
+        trials = engine.trials(hello.offers)
+        engine.choose(hello.cluster_id, hello.offers, trials, ())  # refuses if none can work
         wait_ms = engine.options.sync_kv_cache_wait_time
         link = PeerLink(hello.cluster_id, channel.peer, hello.comm, engine.control, wait_ms)
         link.comm_id = comm_id
@@ -261,9 +272,9 @@ class HandshakeAcceptor:
         channel.bound = link
         transitions.accepting[hello.cluster_id] = link
         challenge = secrets.token_bytes(16)
-        self._accepted[link] = _Accepted(challenge, replaced)
+        self._accepted[link] = _Accepted(challenge, hello.offers, timeout_s, replaced)
         link.secret = link_secret(challenge)
-        transitions.connect(link, transport.name, metadata, challenge, timeout_s)
+        transitions.expect(link, challenge)  # the peer may connect as soon as it has the challenge
         timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, link)
         transitions.spawn(self._discard(link, timer))
         return Welcome(
@@ -271,9 +282,22 @@ class HandshakeAcceptor:
             instance=engine.instance,
             role=engine.role(),
             challenge=challenge,
-            transport=transport.name,
-            metadata=transport.metadata(()),
+            offers=engine.offers(),
+            trials=trials,
         )
+
+    def chosen(self, link: PeerLink, chosen: Chosen) -> None:
+        """Begin to reach the peer's memory by the transports that the peer has chosen."""
+        accepted = self._accepted.get(link)
+        if accepted is None or link.connecting is not None:
+            return
+        try:
+            if not secrets.compare_digest(chosen.challenge, accepted.challenge):
+                raise link_failed("transport: the challenge is another handshake's")
+            link.transports, link.passed_over = chosen.transports, chosen.passed_over
+            self._transitions.connect(link, accepted.offers, accepted.challenge, accepted.timeout_s)
+        except LLMException as error:
+            self._transitions.failed(link, error)
 
     async def confirm(self, channel: Channel, confirm: Confirm) -> Linked:
         """Complete a handshake: reach the memory of the peer."""
@@ -287,6 +311,8 @@ class HandshakeAcceptor:
         try:
             if not secrets.compare_digest(confirm.challenge, accepted.challenge):
                 raise link_failed("confirm: the challenge is another handshake's")
+            if link.connecting is None:
+                raise link_failed("confirm: no transport was chosen before")
             try:
                 await self._transitions.connected(link)
             except LLMException as error:

@@ -221,12 +221,11 @@ class Links:
     def mapped(self) -> list[tuple[int, Arena]]:
         """Return the mapped memory of peers with their cluster ids, sorted by cluster id."""
         links = sorted(self._transitions.links.copy().items())
-        transport_links = [(cluster_id, link.transport_link) for cluster_id, link in links]
         return [
             (cluster_id, arena)
-            for cluster_id, link in transport_links
-            if link is not None
-            for arena in link.mapped()
+            for cluster_id, link in links
+            for made in link.transport_links.values()
+            for arena in made.mapped()
         ]
 
     def publish_soon(self) -> None:

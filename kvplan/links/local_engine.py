@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
@@ -12,11 +12,22 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from kvplan.control.auth import Keys
 from kvplan.control.channel import ChannelClosed
 from kvplan.control.loop import ControlLoop
-from kvplan.control.messages import MAX_NBYTES, Offer, ShardEntry, Sync, Synced, Table, TableEntry
+from kvplan.control.messages import (
+    MAX_NBYTES,
+    MAX_TEXT,
+    Offer,
+    PassedOver,
+    ShardEntry,
+    Sync,
+    Synced,
+    Table,
+    TableEntry,
+    Trial,
+)
 from kvplan.links.values import link_failed
 from kvplan.status import LLMException
 from kvplan.system.logs import Log
-from kvplan.transport.choice import WHERE_MISSING
+from kvplan.transport.choice import TRANSPORTS
 from kvplan.types import BlocksCacheKey, Cache, CacheKey, LlmRole
 
 if TYPE_CHECKING:
@@ -195,39 +206,62 @@ class LocalEngine:
     keys: Keys
 
     def offers(self) -> tuple[Offer, ...]:
-        """Return the transports by which a peer could reach this process."""
-        return tuple(Offer(transport.name, transport.metadata(())) for transport in self.transports)
+        """Return the transports by which a peer could reach this process, and why others cannot."""
+        here = [Offer(transport.name, transport.metadata(())) for transport in self.transports]
+        missing = [Offer(name, b"", why[:MAX_TEXT]) for name, why in self.missing.items()]
+        return _in_order(_by_name((*missing, *here)))
 
-    def choose(self, peer: int, offers: Sequence[Offer]) -> tuple[Transport, bytes]:
-        """Choose the transport for a peer with these offers, and return it with its metadata.
-
-        The first transport that reaches all known memory of the peer wins, otherwise the first
-        usable one.
-        """
-        offered = {offer.transport: offer.metadata for offer in offers}
-        refusals = []
-        partial: tuple[Transport, bytes] | None = None
-        for transport in self.transports:
-            name = transport.name
-            if (metadata := offered.get(name)) is None:
-                remedy = f" ({WHERE_MISSING[name]})" if name in WHERE_MISSING else ""
-                refusals.append(f"{name}: cluster {peer} does not offer it{remedy}")
-            elif (refusal := transport.refusal(metadata)) is not None:
-                refusals.append(f"{name}: {refusal}")
-            elif (lack := transport.shortfall(metadata)) is None:
-                return transport, metadata
-            elif partial is None:
-                _LOG.info("peer=%d transport=%s is the last to be chosen: %s", peer, name, lack)
-                partial = transport, metadata
-        if partial is not None:
-            return partial
-        for name in offered.keys() & self.missing.keys():
-            why = self.missing[name]
-            refusals.append(f"{name}: cluster {self.cluster_id} does not have it: {why}")
-        raise link_failed(
-            f"no transport between cluster {self.cluster_id} and cluster {peer}: "
-            f"{'; '.join(refusals)}"
+    def trials(self, offers: Iterable[Offer]) -> tuple[Trial, ...]:
+        """Try the transports of a peer that this engine has, too."""
+        offered = {offer.transport: offer.metadata for offer in offers if offer.metadata}
+        kinds = frozenset[str]().union(*(transport.reaches for transport in self.transports))
+        return tuple(
+            _tried(transport, offered[transport.name], kinds)
+            for transport in self.transports
+            if transport.name in offered
         )
+
+    def choose(
+        self, peer: int, offers: Iterable[Offer], ours: Iterable[Trial], theirs: Iterable[Trial]
+    ) -> tuple[tuple[str, ...], tuple[PassedOver, ...]]:
+        """Choose the transports of a link, and return them with the reasons against others.
+
+        They are all that work from both ends, in order of preference, up to the first that reaches
+        all memory.
+
+        Args:
+            peer: Cluster id of the peer.
+            offers: The peer's transports.
+            ours: The results of `trials` for them.
+            theirs: The results of the peer for the transports of this engine.
+        """
+        ends = (
+            (self.cluster_id, _by_name(self.offers()), _by_name(ours)),
+            (peer, _by_name(offers), _by_name(theirs)),
+        )
+        taken: list[str] = []
+        passed_over: list[PassedOver] = []
+        for name in _in_order({name: name for _, offered, _ in ends for name in offered}):
+            missing = [_missing(cluster, offered.get(name)) for cluster, offered, _ in ends]
+            tried = [(cluster, trials[name]) for cluster, _, trials in ends if name in trials]
+            why = [*filter(None, missing)]
+            why = why or [
+                f"cluster {end}: {trial.refusal}" for end, trial in tried if trial.refusal
+            ]
+            if not why:
+                taken.append(name)
+                why = [
+                    f"cluster {end}: {trial.shortfall}" for end, trial in tried if trial.shortfall
+                ]
+            if not why:
+                break
+            passed_over.append(PassedOver(name, "; ".join(why)[:MAX_TEXT], not any(missing)))
+        if not taken:
+            raise link_failed(
+                f"no transport between cluster {self.cluster_id} and cluster {peer}: "
+                f"{'; '.join(map(str, passed_over))}"
+            )
+        return tuple(taken), tuple(passed_over)
 
     def transport(self, name: str) -> Transport:
         """Return the transport that a peer has chosen."""
@@ -237,11 +271,40 @@ class LocalEngine:
         raise link_failed(f"the peer chose {name!r}, which was not offered")
 
 
+_Named = TypeVar("_Named", Offer, Trial)
+
+
+def _by_name(each: Iterable[_Named]) -> dict[str, _Named]:
+    return {named.transport: named for named in each}
+
+
+def _in_order(by_transport: Mapping[str, _T]) -> tuple[_T, ...]:
+    """Return the values in the order of preference of their transports."""
+    known = [name for name in TRANSPORTS if name in by_transport]
+    return tuple(by_transport[name] for name in dict.fromkeys((*known, *by_transport)))
+
+
+def _tried(transport: Transport, metadata: bytes, kinds: frozenset[str]) -> Trial:
+    if (refusal := transport.refusal(metadata)) is not None:
+        return Trial(transport.name, refusal[:MAX_TEXT])
+    lacks = [f"it does not reach {kind} memory" for kind in sorted(kinds - transport.reaches)]
+    lacks += filter(None, [transport.shortfall(metadata)])
+    return Trial(transport.name, "", "; ".join(lacks)[:MAX_TEXT])
+
+
+def _missing(cluster: int, offer: Offer | None) -> str:
+    """Return why a cluster does not have a transport; empty: the cluster offers it."""
+    if offer is not None and offer.metadata:
+        return ""
+    why = "" if offer is None else offer.missing
+    return f"cluster {cluster} does not have it" + (f": {why}" if why else "")
+
+
 class PublishedTable:
     """The table as one peer knows it. Only the control thread uses it."""
 
-    def __init__(self, transport: str) -> None:
-        self._transport = transport
+    def __init__(self, transports: tuple[str, ...]) -> None:
+        self._transports = transports
         self._published: dict[int, Cache] = {}  # not entries, which would keep freed memory alive
         self._version = 0
 
@@ -271,7 +334,7 @@ class PublishedTable:
         entries: list[TableEntry] = []
         chunk = len(removed) * _ID_NBYTES
         for entry in added:
-            nbytes = published_nbytes(entry, self._transport)
+            nbytes = published_nbytes(entry, self._transports)
             if chunk + nbytes > MAX_PUBLISHED_NBYTES:
                 tables.append(self._message(entries, removed))
                 entries, removed, chunk = [], [], 0
@@ -298,7 +361,11 @@ class PublishedTable:
             paged=bool(entry.paged),
             model_id_of_blocks_key=None if entry.blocks_key is None else entry.blocks_key.model_id,
             addresses=cache.tensor_addrs,
-            metadata=entry.metadata[self._transport],
+            offers=tuple(
+                Offer(name, metadata)
+                for name in self._transports
+                if (metadata := entry.metadata[name])
+            ),
             writable=entry.memory.writable,
         )
 
@@ -328,9 +395,13 @@ class Publisher:
     """The sender of changes of the local caches to one peer. Only the control thread uses it."""
 
     def __init__(
-        self, cluster_id: int, channel: Channel, offered: OfferedCaches, transport: str
+        self,
+        cluster_id: int,
+        channel: Channel,
+        offered: OfferedCaches,
+        transports: tuple[str, ...],
     ) -> None:
-        self.table = PublishedTable(transport)
+        self.table = PublishedTable(transports)
         self._cluster_id = cluster_id
         self._channel = channel
         self._offered = offered
@@ -370,8 +441,12 @@ class Publisher:
             _LOG.warning("publish peer=%d error=%r", self._cluster_id, reason)
 
 
-def published_nbytes(entry: OfferedCache, transport: str) -> int:
-    """Estimate the size of a cache in a message to a peer that uses `transport`."""
+def published_nbytes(entry: OfferedCache, transports: Iterable[str]) -> int:
+    """Estimate the size of a cache in a message to a peer that uses `transports`."""
     desc = entry.cache.cache_desc
     own = _ENTRY_NBYTES + 4 * len(desc.kv_tensor_format or "")
-    return own + len(entry.metadata[transport]) + _ADDRESS_NBYTES * desc.num_tensors
+    return (
+        own
+        + sum(len(entry.metadata[name]) for name in transports)
+        + _ADDRESS_NBYTES * desc.num_tensors
+    )

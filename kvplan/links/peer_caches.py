@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvplan.control.messages import Found, Table
+from kvplan.control.messages import Found, PassedOver, Table
 from kvplan.links.address_index import AddressIndex
 from kvplan.links.peer_table import (
     PeerCache,
@@ -42,9 +42,9 @@ class PeerCaches(LinkLifecycle, ABC):
 
     Attributes:
         instance: Id of the run of the peer's engine.
-        transport: Name of the transport of the link.
-        transport_link: Connection of the transport, or None before it is made and after it has
-            ended.
+        transports: Names of the transports of the link, the preferred first.
+        passed_over: Transports that would be preferred, and why they are not used.
+        transport_links: Connection of each transport, by its name; empty before they are made.
         pairs: Pairs of local caches and caches of the peer that users of the link have cached. A
             change of the peer's caches replaces the dict.
     """
@@ -52,8 +52,9 @@ class PeerCaches(LinkLifecycle, ABC):
     def __init__(self, cluster_id: int) -> None:
         super().__init__(cluster_id)
         self.instance = b""
-        self.transport = ""
-        self.transport_link: TransportLink | None = None
+        self.transports: tuple[str, ...] = ()
+        self.passed_over: tuple[PassedOver, ...] = ()
+        self.transport_links: dict[str, TransportLink] = {}
         self._table = PeerTable(cluster_id)
         self.pairs: dict[Any, Any] = {}
         self._sides: dict[int, tuple[PeerCache, Side]] = {}
@@ -80,12 +81,11 @@ class PeerCaches(LinkLifecycle, ABC):
         else:
             offered, wanted = self._table.by_id, index.cache_id
         found = offered.get(wanted)
-        link = self.transport_link
         if found is None or (
             self._may_be_freed(found, speculative=speculative)
             if is_key
             # The index names this cache even if it was freed; the transfer may detect that itself.
-            else writable and (link is None or link.detects_freed == "after")
+            else writable and self._is_detected_after
         ):
             self.sync()
             found = offered.get(wanted)
@@ -104,17 +104,16 @@ class PeerCaches(LinkLifecycle, ABC):
 
     def address_index(self, *, writable: bool, ask: bool = False) -> AddressIndex[PeerCache]:
         """Return the index of the peer's caches by address."""
-        link = self.transport_link
-        if ask or (writable and (link is None or link.detects_freed == "after")):
+        if ask or (writable and self._is_detected_after):
             self.sync()
         return self._table.address_index(writable=writable)
 
     def _may_be_freed(self, cache: PeerCache, *, speculative: bool = False) -> bool:
         """Return True if the peer may have freed the cache, so that its key names another."""
-        link = self.transport_link
-        if link is None or link.detects_freed == "after":
+        links = self.transport_links.values()
+        if self._is_detected_after:
             return True
-        if link.detects_freed == "before":
+        if any(link.detects_freed == "before" for link in links):
             return not speculative
         try:
             self.memory(cache, writable=False).check()
@@ -132,21 +131,18 @@ class PeerCaches(LinkLifecycle, ABC):
         found = None if writable else self._table.by_id.get(lease.cache_id)
         return self.cache(lease, writable=writable) if found is None else found
 
-    def leased_memory(
-        self, caches: Sequence[PeerCache], leases: Sequence[BlockLease], *, writable: bool
-    ) -> PeerMemory:
-        """Return memory as `joined_memory` does; transfers with it fail once a lease has ended."""
-        memory = self.joined_memory(caches, writable=writable)
-        return memory.leased(leases) if leases else memory
-
     def memory(self, cache: PeerCache, *, writable: bool) -> PeerMemory:
         """Return the tensors of `cache` as a side of a transfer."""
         key = (cache.cache_id, writable)
         held = self._memories.get(key)
         if held is not None and held[0] is cache:
             return held[1]
-        memory = self._transport_link_to(cache).memory(
-            cache.addresses, cache.desc.tensor_nbytes, writable=writable, metadata=cache.metadata
+        name, link = self._way_to(cache)
+        memory = link.memory(
+            cache.addresses,
+            cache.desc.tensor_nbytes,
+            writable=writable,
+            metadata=cache.metadata(name),
         )
         self._memories[key] = (cache, memory)
         # A change of the table and the end of the link are visible before memories are cleared.
@@ -164,7 +160,7 @@ class PeerCaches(LinkLifecycle, ABC):
         held = self._joined.get(key)
         if held is not None and all(map(is_, held[0], caches)):
             return held[1]
-        link, *_ = [self._transport_link_to(cache) for cache in caches]
+        name, link = self._way_to(*caches)
         memory = link.memory(
             np.concatenate([np.array(cache.addresses, dtype=np.uint64) for cache in caches]),
             np.repeat(
@@ -172,7 +168,7 @@ class PeerCaches(LinkLifecycle, ABC):
                 [len(cache.addresses) for cache in caches],
             ),
             writable=writable,
-            metadata=[cache.metadata for cache in caches for _ in cache.addresses],
+            metadata=[cache.metadata(name) for cache in caches for _ in cache.addresses],
             any_holder=any_holder,
         )
         if len(self._joined) >= _MAX_JOINED:
@@ -189,7 +185,7 @@ class PeerCaches(LinkLifecycle, ABC):
         """Return `cache` as a side of a plan, with the link that reaches it."""
         known = self._sides.get(cache.cache_id)
         if known is None or known[0] is not cache:
-            side = replace(cache.side, way=self._described_way)
+            side = replace(cache.side, way=self._described(self._find_way(cache)))
             known = self._sides[cache.cache_id] = cache, side
             if self._table.by_id.get(cache.cache_id) is not cache:  # a reply may name any cache
                 self._sides.pop(cache.cache_id, None)
@@ -210,7 +206,7 @@ class PeerCaches(LinkLifecycle, ABC):
         if known is None:
             raise no_cache_at(self._table.caches(), str(self), addresses)
         cache, left = known
-        link = self._transport_link_to(cache)
+        transport, link = self._way_to(cache)
         if (count := min(left) // stride) == 0:
             short = left.index(min(left))
             raise invalid(
@@ -225,18 +221,36 @@ class PeerCaches(LinkLifecycle, ABC):
             paged,
             cache.desc.placement,
             name=name,
-            way=self._described_way,
+            way=self._described((transport, link)),
         )
-        memory = link.memory(addresses, side.tensor_nbytes, writable=True, metadata=cache.metadata)
+        memory = link.memory(
+            addresses, side.tensor_nbytes, writable=True, metadata=cache.metadata(transport)
+        )
         return side, memory
 
-    def _transport_link_to(self, cache: PeerCache) -> TransportLink:
-        link = self.transport_link
-        if link is None:
+    def _way_to(self, *caches: PeerCache) -> tuple[str, TransportLink]:
+        """Return the first transport of the link that reaches all `caches`."""
+        if not self.transport_links:
             raise self.refusal()
-        if not cache.metadata:
+        if (way := self._find_way(*caches)) is None:
+            cache = next((cache for cache in caches if not cache.offers), caches[0])
             raise not_reached(cache, self.transport)
-        return link
+        return way
+
+    def _find_way(self, *caches: PeerCache) -> tuple[str, TransportLink] | None:
+        links = self.transport_links
+        for name, link in links.items():
+            metadata = [cache.metadata(name) for cache in caches]
+            # The only transport of a link says itself why it does not reach memory.
+            if all(metadata) and (len(links) == 1 or not any(map(link.unreached, metadata))):
+                return name, link
+        return None
+
+    @property
+    def _is_detected_after(self) -> bool:
+        """True if a writer does not detect freed memory before the peer is asked."""
+        links = self.transport_links.values()
+        return not links or any(link.detects_freed == "after" for link in links)
 
     def forget(self) -> None:
         """Drop the cached memory of the peer, so that the transport is asked for it again."""
@@ -258,14 +272,14 @@ class PeerCaches(LinkLifecycle, ABC):
 
     def prepare(self, cache_ids: Iterable[int] | None = None) -> None:
         """Reach memory of the given caches, or of all if None, before a transfer needs it."""
-        link = self.transport_link
-        if link is None or not self.is_live:
+        if not self.transport_links or not self.is_live:
             return
         offered = self._table.by_id
         for cache_id in list(offered) if cache_ids is None else cache_ids:
             cache = offered.get(cache_id)
-            if cache is not None and cache.metadata:
-                link.prepare(partial(self._reach, cache))
+            if cache is not None and cache.offers:
+                for link in self.transport_links.values():
+                    link.prepare(partial(self._reach, cache))
 
     def _reach(self, cache: PeerCache) -> None:
         if self._table.by_id.get(cache.cache_id) is cache:
@@ -274,11 +288,20 @@ class PeerCaches(LinkLifecycle, ABC):
     @property
     def way(self) -> str:
         """The means that moves bytes over the link, empty until the peer's memory is reached."""
-        return "" if self.transport_link is None else self.transport_link.way
+        return "; ".join(link.way for link in self.transport_links.values())
 
     @property
-    def _described_way(self) -> str:
-        return f"{self.transport}: {self.way}"
+    def transport(self) -> str:
+        """The names of the transports of the link; empty before both ends agree."""
+        return "+".join(self.transports)
+
+    def _described(self, way: tuple[str, TransportLink] | None) -> str:
+        """Return a way to memory, and why a better transport that both ends have is not it."""
+        if way is None:
+            return f"{self.transport}: {self.way}"
+        transport, link = way
+        better = (each for each in self.passed_over if each.tried and each.transport != transport)
+        return f"{transport}: {link.way}{''.join(f' (not {each})' for each in better)}"
 
     def _cache_of(self, found: Found) -> PeerCache:
         """Return the cache of a reply, or the equal object of the table."""

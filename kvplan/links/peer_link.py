@@ -21,12 +21,12 @@ from kvplan.system.logs import Log
 from kvplan.types import CacheKey, LlmRole
 
 if TYPE_CHECKING:
+    from kvplan.control.data_streams import DataStreams
     from kvplan.control.loop import ControlLoop
     from kvplan.links.local_engine import Publisher
     from kvplan.links.renewals import Renewals
     from kvplan.links.values import LinkLifecycle
     from kvplan.transport.link import TransportLink
-    from kvplan.transport.protocol import Streams
 
 
 _LOG = Log("kvplan")
@@ -176,8 +176,8 @@ class PeerLink(PeerCaches):
         self.secret = b""  # known only to the two ends of this link
         self.role: LlmRole | None = None
         self.channel: Channel | None = None
-        self.streams: Streams | None = None
-        self.connecting: asyncio.Task[TransportLink] | None = None
+        self.streams: DataStreams | None = None
+        self.connecting: asyncio.Task[dict[str, TransportLink]] | None = None
         self.renewals: Renewals | None = None
         self.publisher: Publisher | None = None
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)
@@ -248,7 +248,8 @@ class PeerLink(PeerCaches):
         if connecting is None or not connecting.done() or connecting.cancelled():
             return ""
         try:
-            connecting.result().check()
+            for made in connecting.result().values():
+                made.check()
         except LLMException as error:
             return str(error.args[0])
         return ""
@@ -262,6 +263,7 @@ class PeerLink(PeerCaches):
             state=self.state,
             transport=self.transport,
             way=self.way,
+            passed_over=tuple(map(str, self.passed_over)),
             address=self.address,
             comm_id=self.comm_id,
             since=self.since,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from kvplan.control.messages import ShardEntry, Table, TableEntry
+from kvplan.control.messages import Offer, ShardEntry, Table, TableEntry
 from kvplan.layout import Interleaved, Shard
 from kvplan.links.address_index import AddressIndex, Extent
 from kvplan.planning.side import Side, side
@@ -31,7 +31,7 @@ class PeerCache:
         desc: Description of the cache.
         paged: True if its rows are blocks.
         addresses: Address of each tensor in the peer.
-        metadata: The transport's metadata for it; empty if the transport does not reach it.
+        offers: Its metadata for each transport of the link that reaches it.
         writable: True if it can be pushed to.
         model_id: Model id of its BlocksCacheKey, or None.
         side: The cache as a side of a plan.
@@ -44,7 +44,7 @@ class PeerCache:
     desc: CacheDesc
     paged: bool
     addresses: tuple[int, ...]
-    metadata: bytes
+    offers: tuple[Offer, ...]
     writable: bool
     model_id: int | None = None
     side: Side = field(init=False, repr=False, compare=False)
@@ -54,7 +54,11 @@ class PeerCache:
     @property
     def nbytes(self) -> int:
         """The approximate size of the cache in a message."""
-        return len(self.metadata) + 9 * len(self.addresses)
+        return sum(len(offer.metadata) for offer in self.offers) + 9 * len(self.addresses)
+
+    def metadata(self, transport: str) -> bytes:
+        """Return the metadata for a transport; empty if that does not reach the cache."""
+        return next((offer.metadata for offer in self.offers if offer.transport == transport), b"")
 
     def __post_init__(self) -> None:
         name = f"cache {self.cache_id} of cluster {self.cluster_id}"
@@ -93,7 +97,7 @@ class PeerCache:
             desc,
             entry.paged,
             entry.addresses,
-            entry.metadata,
+            entry.offers,
             entry.writable,
             entry.model_id_of_blocks_key,
         )

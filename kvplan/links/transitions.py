@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvplan.control.channel import Channel, ChannelClosed
-from kvplan.control.messages import Unlink, Unlinked
+from kvplan.control.messages import Offer, Unlink, Unlinked
 from kvplan.links.local_engine import LocalEngine, Publisher
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.renewals import Renewals
@@ -50,7 +51,8 @@ class Transitions:
         self.errors: dict[int, LLMException] = {}
         self.observer: Callable[[PeerLink], object] | None = None
         self._engine = engine
-        self._watched: dict[PeerLink, int] = {}  # by the descriptor that signals the peer's death
+        # With the descriptors that signal the peer's death.
+        self._watched: dict[PeerLink, list[int]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._refusal = ""  # the error of every new link
         self._accepted_workers = asyncio.Semaphore(_MAX_ACCEPTED_WORKERS)
@@ -93,37 +95,49 @@ class Transitions:
                 status_code=LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT,
             )
 
-    def connect(
-        self, link: PeerLink, name: str, metadata: bytes, challenge: bytes, timeout_s: float
-    ) -> Publisher:
-        """Begin to reach the peer's memory. `connected` waits for it."""
-        transport = self._engine.transport(name)
+    def expect(self, link: PeerLink, challenge: bytes) -> None:
+        """Accept data connections of the peer for this link, until `connect` has ended."""
         assert link.channel is not None
-        link.transport = name
-        link.publisher = Publisher(link.cluster_id, link.channel, self._engine.registry, name)
-        # Now: the peer may connect as soon as it has the challenge.
-        streams = link.streams = link.channel.streams(challenge)
+        link.streams = link.channel.streams(challenge)
 
-        async def connect_in_worker(deadline: float) -> TransportLink:
-            return await self._engine.control.in_worker(
-                transport.connect,
-                metadata,
-                timeout_ms=max(0.0, deadline - asyncio.get_running_loop().time()) * 1000,
-                session=challenge,
-                streams=streams,
-            )
+    def connect(
+        self, link: PeerLink, offers: Iterable[Offer], challenge: bytes, timeout_s: float
+    ) -> Publisher:
+        """Begin to reach the peer's memory by `link.transports`. `connected` waits for it."""
+        channel, streams = link.channel, link.streams
+        assert channel is not None
+        assert streams is not None
+        offered = {offer.transport: offer.metadata for offer in offers}
+        ways = [(self._engine.transport(name), offered.get(name, b"")) for name in link.transports]
+        link.publisher = Publisher(link.cluster_id, channel, self._engine.registry, link.transports)
 
-        async def connect() -> TransportLink:
-            deadline = asyncio.get_running_loop().time() + timeout_s
+        def connect_each(deadline: float) -> dict[str, TransportLink]:
+            made: dict[str, TransportLink] = {}
+            for transport, metadata in ways:
+                left_ms = max(0.0, deadline - time.monotonic()) * 1000
+                try:
+                    made[transport.name] = transport.connect(
+                        metadata, timeout_ms=left_ms, session=challenge, streams=streams
+                    )
+                except LLMException as error:
+                    for before in made.values():
+                        before.close(error)
+                    raise in_phase(transport.name, error) from error
+            return made
+
+        async def connect() -> dict[str, TransportLink]:
+            deadline = time.monotonic() + timeout_s
+            in_worker = self._engine.control.in_worker
             try:
                 if streams.dials:
-                    return await connect_in_worker(deadline)
+                    return await in_worker(connect_each, deadline)
                 # A peer that begins many handshakes must not occupy all threads.
-                await streams.arrived(range(transport.num_streams(metadata)), timeout_s)
+                count = max(transport.num_streams(metadata) for transport, metadata in ways)
+                await streams.arrived(range(count), timeout_s)
                 async with self._accepted_workers:
                     if link.state is not LinkState.LINKING:
                         raise link_failed(link.reason)
-                    return await connect_in_worker(deadline)
+                    return await in_worker(connect_each, deadline)
             finally:
                 streams.close()
                 link.streams = None
@@ -134,16 +148,14 @@ class Transitions:
     async def connected(self, link: PeerLink) -> None:
         """Wait until the peer's memory can be reached."""
         assert link.connecting is not None
-        # Shielded: if this wait ends, a transport link that a worker has made must not be lost.
-        try:
-            link.transport_link = await asyncio.shield(link.connecting)
-        except LLMException as error:
-            raise in_phase(link.transport, error) from error
-        if (renewable := link.transport_link.renewable) is not None:
-            assert link.channel is not None
-            link.renewals = Renewals(
-                link, link.channel, renewable, self._engine.control, link.wait_s, link.forget
-            )
+        # Shielded: if this wait ends, transport links that a worker has made must not be lost.
+        link.transport_links = await asyncio.shield(link.connecting)
+        for made in link.transport_links.values():
+            if (renewable := made.renewable) is not None:  # of one transport only
+                assert link.channel is not None
+                link.renewals = Renewals(
+                    link, link.channel, renewable, self._engine.control, link.wait_s, link.forget
+                )
 
     def linked(self, link: PeerLink) -> None:
         """Change LINKING to LINKED, and replace the previous link."""
@@ -227,9 +239,9 @@ class Transitions:
                 del pending[link.cluster_id]
 
     def _watch(self, link: PeerLink) -> None:
-        assert link.transport_link is not None
-        if (fd := link.transport_link.death_fd) is not None:
-            self._watched[link] = fd
+        found = [made.death_fd for made in link.transport_links.values()]
+        self._watched[link] = [fd for fd in found if fd is not None]
+        for fd in self._watched[link]:
             asyncio.get_running_loop().add_reader(fd, self._on_death, link)
 
     def _on_death(self, link: PeerLink) -> None:
@@ -247,16 +259,16 @@ class Transitions:
         self.lost(link, link.death() or "the peer has closed the access to its memory")
 
     def _unwatch(self, link: PeerLink) -> None:
-        if (fd := self._watched.pop(link, None)) is not None:
+        for fd in self._watched.pop(link, ()):
             asyncio.get_running_loop().remove_reader(fd)
 
     def _close_transport(self, link: PeerLink, state: LinkState, reason: str) -> None:
         """Close the access to the peer's memory, which fails its transfers with the new state."""
         self._unwatch(link)
-        if link.connecting is None:
-            return
         if link.streams is not None:
             link.streams.close()
+        if link.connecting is None:
+            return
         close = partial(_close_result, link.refusal_in(state, reason))
         if link.connecting.done():
             close(link.connecting)
@@ -281,7 +293,7 @@ class Transitions:
             self.observer(link)
         _LOG.log(
             level,
-            "link cluster=%d peer=%d state=%s transport=%s way=%r address=%s%s",
+            "link cluster=%d peer=%d state=%s transport=%s way=%r address=%s%s%s",
             self._engine.cluster_id,
             link.cluster_id,
             link.state.name,
@@ -289,12 +301,16 @@ class Transitions:
             link.way,
             link.address,
             f" reason={link.reason!r}" if link.reason else "",
+            f" passed_over={'; '.join(map(str, link.passed_over))!r}"
+            if link.passed_over and link.state is LinkState.LINKED
+            else "",
         )
 
 
-def _close_result(why: LLMException, connecting: asyncio.Task[TransportLink]) -> None:
+def _close_result(why: LLMException, connecting: asyncio.Task[dict[str, TransportLink]]) -> None:
     if not connecting.cancelled() and connecting.exception() is None:
-        connecting.result().close(why)
+        for made in connecting.result().values():
+            made.close(why)
 
 
 class Unlinker:

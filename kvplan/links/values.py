@@ -159,8 +159,10 @@ class LinkStatus:
         instance: Id of the run of the peer's engine as hex; empty before it has answered.
         role: Role of the peer.
         state: See LinkState.
-        transport: Name of the transport ("local"); empty before both ends agree on one.
+        transport: Name of the transport ("local"), or of several ("local+tcp"), each of which
+            moves what those before it do not reach; empty before both ends agree.
         way: The means that moves bytes ("rc_mlx5/mlx5_0:1"); empty before the peer is reached.
+        passed_over: Why transports that would be preferred are not used, or not for all memory.
         address: Address of the control conversation.
         comm_id: Id of the communicator of the link; None if linked by address.
         since: Start of the state, in seconds since the epoch.
@@ -180,6 +182,7 @@ class LinkStatus:
     state: LinkState
     transport: str
     way: str
+    passed_over: tuple[str, ...]
     address: str
     comm_id: int | None
     since: float

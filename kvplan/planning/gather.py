@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import chain, pairwise
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvplan.layout import Layers, consecutive, numbers_text
 from kvplan.planning.axes import Share, heads_of
@@ -15,12 +17,15 @@ from kvplan.planning.kinds import plan_to_blocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.part import Part
 from kvplan.planning.side import Described, Side, side
-from kvplan.planning.texts import spans_of, spans_text
+from kvplan.planning.texts import rename, spans_of, spans_text
 from kvplan.planning.tokens import Mask, fewest, room
 from kvplan.planning.transfer import Rows, Transfer
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 from kvplan.types import KvCacheExtParam
 from kvplan.validation import INT64_MAX, as_int, check_type, check_width
+
+_MAX_DIVISIONS: Final = 256
+"""Number of remembered divisions of a request among caches."""
 
 
 class _Part(NamedTuple):
@@ -47,6 +52,20 @@ class _Tokens(NamedTuple):
     needed: Mask
     held: list[Mask]
     first: int
+
+
+class Taken(NamedTuple):
+    """What a gather takes from one of its sources.
+
+    Attributes:
+        layers: layers of the source, and those of the destination that they become.
+        heads: KV heads of the model; None: all that both sides have.
+        tokens: the tokens to take; None: all that both sides have.
+    """
+
+    layers: KvCacheExtParam
+    heads: range | None
+    tokens: Mask | None = None
 
 
 def plan_gather(
@@ -78,13 +97,28 @@ def plan_gather(
         LLMException: LLM_PARAM_INVALID: as of `plan`; a layer, head or token that no source has
             (named); sources that overlap so that none can give a whole range of layers and heads.
     """
-    rows, rank = cast("Sequence[Rows]", transfer.src), transfer.rank
-    for index, its in enumerate(rows):
+    check_gather(transfer)
+    sides = [side(f"sources[{i}]", cache, paged=True) for i, cache in enumerate(sources)]
+    target = side("dst", dst, paged=True)
+    taken, transfer = divide(transfer, sides, target)
+    return [
+        share and plan_taken(transfer, index, sides[index], target, share, by_layer=by_layer)
+        for index, share in enumerate(taken)
+    ]
+
+
+def check_gather(transfer: Transfer) -> None:
+    """Refuse the rows and options that no gather has.
+
+    Raises:
+        TypeError, ValueError, LLMException: as `plan_gather`.
+    """
+    for index, its in enumerate(cast("Sequence[Rows]", transfer.src)):
         if its.blocks is None:
-            raise invalid(f"src_blocks[{index}] is None; it must name blocks")
-        check_table(f"src_blocks[{index}]", its.blocks)
+            raise invalid(f"src[{index}].blocks is None; it must name blocks")
+        check_table(f"src[{index}].blocks", its.blocks)
     if transfer.dst.blocks is None:
-        raise invalid("dst_blocks is None; a gather needs the blocks that it writes")
+        raise invalid("dst.blocks is None; a gather needs the blocks that it writes")
     if transfer.reinterpret:
         raise invalid("reinterpret=True of a gather: it must know which heads and layers it moves")
     if transfer.layers is not ALL_LAYERS and transfer.layers != ALL_LAYERS:
@@ -92,8 +126,66 @@ def plan_gather(
             f"layers={transfer.layers} of a gather: it moves all layers that dst has; give dst a "
             "Shard that names the layers"
         )
-    sides = [side(f"sources[{i}]", cache, paged=True) for i, cache in enumerate(sources)]
-    target = side("dst", dst, paged=True)
+
+
+def divide(
+    transfer: Transfer, sides: Sequence[Side], target: Side
+) -> tuple[Sequence[Taken | None], Transfer]:
+    """Return what a checked gather takes from each source, and the transfer with its tokens.
+
+    Raises:
+        TypeError, ValueError, LLMException: as `plan_gather`.
+    """
+    if transfer.rank is not None:
+        check_width("rank", check_type("rank", transfer.rank, int), 0, INT64_MAX)
+    if target.has_all_tokens and all(cache.has_all_tokens for cache in sides):
+        return _divided_whole(tuple(sides), target, transfer.rank), transfer
+    rows = cast("Sequence[Rows]", transfer.src)
+    parts, wanted, numbers = _held_parts(sides, target)
+    num_tokens, tokens = _held_tokens(rows, transfer, sides, target)
+    taken = _taken(target, parts, wanted, numbers, transfer.rank, tokens)
+    return taken, replace(transfer, num_tokens=num_tokens)
+
+
+@lru_cache(maxsize=_MAX_DIVISIONS)
+def _divided_whole(
+    sides: tuple[Side, ...], target: Side, rank: int | None
+) -> tuple[Taken | None, ...]:
+    """Divide requests of sides that have all tokens, whatever blocks they name."""
+    return _taken(target, *_held_parts(sides, target), rank)
+
+
+def plan_taken(
+    transfer: Transfer,
+    index: int,
+    source: Side,
+    target: Side,
+    taken: Taken,
+    *,
+    by_layer: bool,
+) -> Part:
+    """Plan what a gather takes from the source at this index.
+
+    Raises:
+        TypeError, ValueError, LLMException: as `plan_gather`.
+    """
+    rows = cast("Sequence[Rows]", transfer.src)[index]
+    assert transfer.dst.blocks is not None
+    layers, heads, tokens = taken
+    try:
+        return plan_to_blocks(
+            "pull_blocks", source, target, rows.blocks, transfer.dst.blocks, rows.slot,
+            transfer.num_tokens, rows.first_token, transfer.dst.first_token, layers,
+            transfer.coalesce, False, by_layer,
+            None if heads is None and tokens is None else Share(heads, tokens),
+        )  # fmt: skip
+    except (LLMException, TypeError, ValueError) as error:
+        rename(error, {"src": f"src[{index}]"})
+        raise
+
+
+def _held_parts(sides: Sequence[Side], target: Side) -> tuple[list[_Part], _Part, Layers]:
+    """Return what each source and the destination have of the model, and the layers' numbers."""
     caches = {"dst": target} | {f"sources[{i}]": cache for i, cache in enumerate(sides)}
     held = {name: _layers_of(name, cache) for name, cache in caches.items()}
     numbers = _numbers_of(held.values())
@@ -101,9 +193,6 @@ def plan_gather(
         _Part(_positions(name, held[name], numbers), heads_of(cache)[0])
         for name, cache in caches.items()
     ]
-    if rank is None:
-        rank = wanted.heads.start // len(wanted.heads)
-    check_width("rank", check_type("rank", rank, int), 0, INT64_MAX)
     for index, (source, piece) in enumerate(zip(sides, parts, strict=True)):
         totals = [_num_layers(cache, own) for cache, own in ((source, piece), (target, wanted))]
         if totals[0] != totals[1]:
@@ -111,43 +200,36 @@ def plan_gather(
                 f"sources[{index}] and dst differ in how many layers the model has, {totals[0]} "
                 f"and {totals[1]}: sources[{index}] is {source}; dst is {target}"
             )
-    num_tokens = transfer.num_tokens
-    held_tokens = None
-    if not all(cache.has_all_tokens for cache in caches.values()):
-        num_tokens, held_tokens = _held_tokens(rows, transfer, sides, target)
-    made: list[Part | None] = []
-    for index, share in enumerate(_shares(parts, wanted, rank, numbers, held_tokens)):
+    return parts, wanted, numbers
+
+
+def _taken(
+    target: Side,
+    parts: list[_Part],
+    wanted: _Part,
+    numbers: Layers,
+    rank: int | None,
+    tokens: _Tokens | None = None,
+) -> tuple[Taken | None, ...]:
+    """Return what is taken from each source."""
+    if rank is None:
+        rank = wanted.heads.start // len(wanted.heads)
+    has_heads = target.layout is not None and "head" in target.layout.axes
+    taken: list[Taken | None] = []
+    for share, own in zip(_shares(parts, wanted, rank, numbers, tokens), parts, strict=True):
         if share is None:
-            made.append(None)
+            taken.append(None)
             continue
-        source = sides[index]
-        local = KvCacheExtParam(
-            _shifted(share.layers, -parts[index].layers.start),
-            _shifted(share.layers, -wanted.layers.start),
-        )
-        whole = parts[index].layers == share.layers == wanted.layers
-        has_heads = "head" in target.layout.axes if target.layout is not None else False
-        common = _overlap(parts[index].heads, wanted.heads)
-        heads = share.heads if has_heads and share.heads != common else None
-        made.append(
-            plan_to_blocks(
-                "pull_blocks",
-                source,
-                target,
-                rows[index].blocks,
-                transfer.dst.blocks,
-                rows[index].slot,
-                num_tokens,
-                rows[index].first_token,
-                transfer.dst.first_token,
-                ALL_LAYERS if whole else local,
-                transfer.coalesce,
-                False,
-                by_layer,
-                None if heads is None and share.tokens is None else Share(heads, share.tokens),
+        layers = ALL_LAYERS
+        if not own.layers == share.layers == wanted.layers:
+            layers = KvCacheExtParam(
+                _shifted(share.layers, -own.layers.start),
+                _shifted(share.layers, -wanted.layers.start),
             )
-        )
-    return made
+        is_common = share.heads == _overlap(own.heads, wanted.heads)
+        heads = share.heads if has_heads and not is_common else None
+        taken.append(Taken(layers, heads, share.tokens))
+    return tuple(taken)
 
 
 def _layers_of(name: str, cache: Side) -> Layers:
@@ -193,18 +275,21 @@ def _held_tokens(
     dst = transfer.dst
     assert dst.blocks is not None
     first, *firsts = (
-        check_width("first_token", as_int("first_token", one_side.first_token), 0, INT64_MAX)
-        for one_side in (dst, *rows)
+        check_width(f"{name}.first_token", as_int(f"{name}.first_token", given), 0, INT64_MAX)
+        for name, given in (
+            ("dst", dst.first_token),
+            *((f"src[{index}]", its.first_token) for index, its in enumerate(rows)),
+        )
     )
     num_tokens = transfer.num_tokens
-    num_blocks = len(block_table("dst_blocks", dst.blocks))
+    num_blocks = len(block_table("dst.blocks", dst.blocks))
     most = room(target, num_blocks, first)
     if num_tokens is None:
         num_tokens = max(fewest(target, num_blocks, first), 0)
     elif not 0 <= (num_tokens := as_int("num_tokens", num_tokens)) <= most:
         raise invalid(
             f"num_tokens={num_tokens} is out of range [1, {max(most, 0)}], what the dst rows hold "
-            f"from dst_token={first} on"
+            f"from dst.first_token={first} on"
         )
     request = np.arange(num_tokens)
     masks: dict[object, Mask] = {}  # replicas share one

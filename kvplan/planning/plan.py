@@ -10,7 +10,8 @@ from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple
 
 from kvplan.planning.contents import model_note, one_line
-from kvplan.planning.part import Origin, Part
+from kvplan.planning.origin import Origin
+from kvplan.planning.part import Part
 from kvplan.planning.texts import DEFAULT_LIMIT, Format, nbytes_text
 from kvplan.status import invalid
 from kvplan.validation import check_index, check_type, shown
@@ -64,8 +65,8 @@ class Plan:
         plan = object.__new__(cls)
         fields = vars(plan)
         fields["parts"] = parts
-        if len(parts) == 1:  # every transfer asks for these two
-            (part,) = parts
+        if len(parts) == 1:
+            fields["part"] = part = parts[0]
             fields["nbytes"], fields["reinterpret"] = part.nbytes, part.reinterpret
         if OBSERVERS:
             plan._observe()
@@ -81,7 +82,7 @@ class Plan:
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{name}: a Plan cannot be changed")
 
-    @property
+    @cached_property
     def part(self) -> Part:
         """The only part.
 
@@ -154,10 +155,16 @@ class Plan:
         """The side of this process: "dst" for a pull, "src" for a push, "both" for a copy."""
         return self.parts[0].local
 
-    @property
+    # `made` sets these two and `part` if there is one part, since every transfer asks for them.
+    @cached_property
     def reinterpret(self) -> bool:
         """Whether any part copies rows of different meaning as bytes."""
         return any(map(attrgetter("reinterpret"), self.parts))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes copied in total."""
+        return sum(map(attrgetter("nbytes"), self.parts))
 
     @property
     def num_tensor_pairs(self) -> int:
@@ -168,11 +175,6 @@ class Plan:
     def num_descriptors(self) -> int:
         """Number of descriptors after lowering."""
         return sum(map(attrgetter("num_descriptors"), self.parts))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes copied in total."""
-        return sum(map(attrgetter("nbytes"), self.parts))
 
     def origin(self, descriptor: int) -> Origin:
         """Return where a descriptor came from; its tensors are counted within the part.
@@ -389,7 +391,8 @@ def check_name(name: object) -> None:
         TypeError: not a str.
         LLMException: LLM_PARAM_INVALID: not 1 to 64 characters, or not printable.
     """
-    check_type("name of a part", name, str)
+    if type(name) is not str:
+        check_type("name of a part", name, str)
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not name.isprintable():
         raise invalid(f"name {shown(name)} must have 1 to {MAX_NAME} printable characters")
 

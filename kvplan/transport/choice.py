@@ -23,7 +23,6 @@ __all__ = [
     "MAX_CONNECTIONS",
     "POPULATE",
     "TRANSPORTS",
-    "WHERE_MISSING",
     "TransportOptions",
     "Transports",
     "check_devices",
@@ -113,14 +112,6 @@ TRANSPORTS: Final[Mapping[str, Callable[[TransportOptions], Transport]]] = {
     "ucx": _ucx,
     "tcp": _tcp,
 }
-
-WHERE_MISSING: Final[Mapping[str, str]] = {
-    "hccl": "it needs an Ascend device there",
-    "ucx": (
-        "it needs RDMA there, the system's UCX, 1.13 or later, and kvplan.transport at auto or ucx"
-    ),
-}
-"""Remedies for a process that lacks a transport, by name."""
 
 
 def make_transports(

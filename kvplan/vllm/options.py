@@ -40,8 +40,8 @@ class ConnectorOptions:
         see="../how-to/vllm.md#layer-by-layer")
     listen: str = option(
         "127.0.0.1:0", Kind(_check_listen, values="ip:port"),
-        "Address at which the first worker of a producer listens; the others use the next ports. "
-        "Port 0: any.")
+        "Address at which the first worker of a producer listens; the others, those of other "
+        "stages and replicas included, use the next ports. Port 0: any.")
     model: str = option(
         "", TEXT, "Name of the model, which must be equal on both sides. Empty: vLLM's name.")
     explain: bool = option(
@@ -73,7 +73,7 @@ class ConnectorOptions:
         exchange = ExchangeOptions(**{k: v for k, v in extra.items() if k in limits})
         return cls(**given, exchange=exchange)
 
-    def listen_of(self, rank: int) -> str:
-        """Return the address at which the worker of a rank listens."""
+    def listen_of(self, worker: int) -> str:
+        """Return the address at which a worker listens."""
         host, _, port = self.listen.rpartition(":")
-        return f"{host}:{int(port) + rank if int(port) else 0}"
+        return f"{host}:{int(port) + worker if int(port) else 0}"

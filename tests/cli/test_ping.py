@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -159,7 +160,7 @@ def test_something_else_is_there() -> None:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         said = refused("ping", address, "--timeout", "0.3")
         assert said.startswith(address)
-        assert "no answer within 300 ms" in said
+        assert re.search(r"no answer within (300|[12]?\d?\d) ms", said)  # what was left of 300
 
 
 def test_ctrl_c_ends_the_link(peer: Peer) -> None:

@@ -107,6 +107,7 @@ def document(**changes: Any) -> dict[str, Any]:
         "state": "LINKED",
         "transport": "local",
         "way": "mapped arenas",
+        "passed_over": ["hccl: cluster 71 does not have it: no Ascend device was found"],
         "caches": 2,
         "in_flight": 1,
         "operations": 0,
@@ -156,8 +157,10 @@ def test_what_is_printed() -> None:
     assert lines[4] == ["links"]
     linked = "2 1 LINKED local (mapped arenas) 2 1 0 - - 30 s first line"
     assert lines[6] == linked.split()
-    assert lines[8] == ["in", "flight,", "oldest", "first"]
-    assert lines[10] == ["2", "push_layers", "cmpl-7", "1", "1.0", "MiB", "250", "ms"]
+    why = "2 - 1: not hccl: cluster 71 does not have it: no Ascend device was found"
+    assert lines[7] == why.split()
+    assert lines[9] == ["in", "flight,", "oldest", "first"]
+    assert lines[11] == ["2", "push_layers", "cmpl-7", "1", "1.0", "MiB", "250", "ms"]
 
 
 def test_a_narrow_terminal_shows_its_first_lines(engines: tuple[LlmDataDist, LlmDataDist]) -> None:
@@ -265,6 +268,7 @@ def test_nothing_that_an_engine_says_commands_the_terminal() -> None:
     escape = "\x1b[2J"
     said = document(role=escape, command=[escape], listen_address=escape)
     said["links"][0] |= dict.fromkeys(("state", "transport", "way", "last_error"), escape)
+    said["links"][0]["passed_over"] = [escape]
     said["in_flight"][0] |= dict.fromkeys(("operation", "tag"), escape)
     assert "\x1b" not in shown([checked(Answer(10, said, "")), Answer(11, None, escape)])
 

@@ -14,6 +14,7 @@ from kvplan.control.messages import (
     MAX_NBYTES,
     PROTOCOL_VERSION,
     Body,
+    Chosen,
     Claim,
     Close,
     Confirm,
@@ -25,6 +26,7 @@ from kvplan.control.messages import (
     Notified,
     Notify,
     Offer,
+    PassedOver,
     Ping,
     Pong,
     Refusal,
@@ -37,6 +39,7 @@ from kvplan.control.messages import (
     Synced,
     Table,
     TableEntry,
+    Trial,
     Undecodable,
     Unlink,
     Unlinked,
@@ -64,13 +67,21 @@ ENTRY = TableEntry(
     True,
     2**64 - 1,
     (4096, 2**64 - 1),
-    b"m",
+    (Offer("local", b"m"),),
     False,
 )
 TOKEN = bytes(range(16))
 BODIES: list[Body] = [
     Hello(2**64 - 1, 0, TOKEN, LlmRole.PROMPT, "", (Offer("local", b"metadata"),), 1000),
-    Welcome(1, TOKEN, LlmRole.DECODER, TOKEN, "local", b""),
+    Welcome(
+        1,
+        TOKEN,
+        LlmRole.DECODER,
+        TOKEN,
+        (Offer("local", b""), Offer("ucx", b"", "no RDMA device")),
+        (Trial("local", "", "no memory of devices"), Trial("tcp", "no route")),
+    ),
+    Chosen(TOKEN, ("local", "tcp"), (PassedOver("ucx", "no RDMA device", tried=False),)),
     Confirm(TOKEN),
     Linked(),
     Unlink(0),
@@ -130,8 +141,9 @@ def test_a_refusal_is_understood_and_its_words_are_made_harmless() -> None:
 
 
 def test_a_frame_that_is_too_large_is_neither_written_nor_read() -> None:
+    welcome = Welcome(1, TOKEN, LlmRole.MIX, TOKEN, (Offer("local", bytes(MAX_NBYTES)),), ())
     with pytest.raises(LLMException, match=r"Welcome has .* bytes; at most 1048576"):
-        encode(Welcome(1, TOKEN, LlmRole.MIX, TOKEN, "local", bytes(MAX_NBYTES)))
+        encode(welcome)
     with pytest.raises(Undecodable, match="1048577 bytes"):
         decode(bytes(MAX_NBYTES + 1))
 

@@ -36,7 +36,9 @@ from tests.cuda_sim.simulator import CudaControls
 from tests.datadist.layers import wait_until
 from tests.device.compute import Compute, compute_on, handle_of
 from tests.support.held import Held
+from tests.support.peer import RemoteError
 from tests.support.refusals import refused
+from tests.support.rights import denying
 
 PULL = kvplan.plan(Transfer(Rows(desc(), [1, 6, 0]), Rows(desc(), [0, 3, 7])), local="dst")
 PUSH = kvplan.plan(Transfer(Rows(desc(), [1, 6, 0]), Rows(desc(), [0, 3, 7])), local="src")
@@ -206,6 +208,43 @@ class TestTransfers:
         other.call("deregister", there)
         other.call("free", there)
         assert other.call("num_descriptors") == before
+
+
+def test_a_peer_that_may_not_duplicate_descriptors_asks_for_them(
+    side: Side, cuda_simulator: CudaControls
+) -> None:
+    """As in a container of Docker without CAP_SYS_PTRACE: the owner sends them."""
+    connect = "link = side.transport.connect(metadata, session=b'link'); "
+    there = side.offer("kvplan", 1)
+    metadata = side.metadata()
+    other = Other()
+    try:
+        other.run(denying("pidfd_getfd"))
+        assert other.run("result = side.transport.shortfall(metadata)", metadata=metadata) is None
+        with side.transport.connect(other.call("metadata"), session=b"link"):
+            found = other.run(
+                connect + "memory = link.memory([there], nbytes)",
+                "from tests.cuda.test_shared_memory import PULL, kvplan, zeros",
+                "here = zeros(side); kvplan.execute(PULL, memory, side.local(here))",
+                "del memory; link.close(); result = side.contents(here)",
+                metadata=metadata,
+                there=there,
+                nbytes=NBYTES,
+            )
+            assert np.array_equal(blocks(found), expected(1))
+        for session in (b"", b"link", b"another"):  # this end has closed the link
+            with pytest.raises(RemoteError, match=r"pidfd_getfd .* let it pass") as caught:
+                other.run(
+                    "link = side.transport.connect(metadata, session=session)",
+                    "link.memory([there], nbytes)",
+                    metadata=metadata,
+                    session=session,
+                    there=there,
+                    nbytes=NBYTES,
+                )
+            assert "LLM_LINK_FAILED" in caught.value.message
+    finally:
+        other.close()
 
 
 class Lease:

@@ -72,8 +72,8 @@ class InParts(HostMemory):
 
     lost = range(0)
 
-    def check_tensors(self, tensors):
-        if set(tensors) & set(self.lost):
+    def check(self, tensors=None):
+        if set(tensors or ()) & set(self.lost):
             raise LLMException("gone", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
 
 
@@ -310,7 +310,7 @@ def test_memory_that_goes_between_two_layers_fails_the_whole(transfers):
     class Watched(HostMemory):
         lost = False
 
-        def check(self):
+        def check(self, tensors=None):
             if self.lost:
                 raise LLMException("gone", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
 
@@ -331,8 +331,9 @@ def test_each_tensor_of_a_layer_is_checked_when_it_is_ready(transfers):
     class Watched(HostMemory):
         checked: list[range]
 
-        def check_tensors(self, tensors):
-            self.checked.append(tensors)
+        def check(self, tensors=None):
+            if tensors is not None:
+                self.checked.append(tensors)
 
     src, dst = Watched.from_arrays(filled(1)), Watched.from_arrays(filled(2))
     src.checked, dst.checked = [], []

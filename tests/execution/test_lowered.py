@@ -25,6 +25,7 @@ from kvplan.planning.part import Kind, Operation
 from kvplan.planning.side import Side, side
 from tests.planning.transfers import block_to_block, slot_to_blocks, slot_to_slot
 from tests.planning.unlike import Cache, Model, caches, models, of_one_request, parts
+from tests.support.plans import lower_natively
 
 OPERATIONS: dict[Kind, tuple[Operation, Operation]] = {
     "B2B": ("pull_blocks", "push_blocks"),
@@ -39,7 +40,7 @@ ROWS: dict[Kind, tuple[str, str]] = {
 
 
 class Request(NamedTuple):
-    """Arguments of `RowRequests.bind`."""
+    """A request between two memories."""
 
     operation: Operation
     kind: Kind
@@ -53,7 +54,7 @@ class Request(NamedTuple):
     more: dict[str, Any]
 
     def bound(self, requests: RowRequests) -> tuple[Plan, Descriptors] | None:
-        return requests.bind(*self[:-1], **self.more)
+        return lower_natively(requests, *self[:-1], **self.more)
 
     def planned(self) -> tuple[Plan, Descriptors]:
         more = {name: it for name, it in self.more.items() if name != "by_layer"}
@@ -404,10 +405,14 @@ def test_what_is_known_of_two_memories_is_of_no_other_request(before: dict[str, 
         for cache in (blocks_of(9, *NHD), blocks_of(9, *HND))
     )
     arguments = "pull_blocks", "B2B", source, target, src, dst, [7, 5], [3, 8]
+
+    def request(ext_param: KvCacheExtParam = ALL_LAYERS, **more: Any) -> Request:
+        return Request(*arguments, ext_param, more)
+
     for varied in VARIED:
         known = RowRequests()
-        known.bind(*arguments, **before)
-        found, alone = known.bind(*arguments, **varied), RowRequests().bind(*arguments, **varied)
+        request(**before).bound(known)
+        found, alone = (request(**varied).bound(it) for it in (known, RowRequests()))
         assert (found is None) == (alone is None), varied
         if found is not None and alone is not None:
             assert columns(found[1]) == columns(alone[1]), varied

@@ -34,6 +34,7 @@ from kvplan import (
 from kvplan.execution.binding import bind
 from kvplan.execution.rows import RowRequests
 from kvplan.planning.side import Side, side
+from tests.support.plans import lower_natively
 
 ROW = 8
 
@@ -78,7 +79,9 @@ def test_a_request_is_lowered_as_its_plan_is_or_left_to_the_planner(
         count = min(len(src_rows), len(dst_rows))
         src_rows, dst_rows = src_rows[:count], dst_rows[:count]
     given_rows = data.draw(forms)(src_rows), data.draw(forms)(dst_rows)
-    bound = RowRequests().bind("pull_blocks", "B2B", source, target, src, dst, *given_rows)
+    bound = lower_natively(
+        RowRequests(), "pull_blocks", "B2B", source, target, src, dst, *given_rows
+    )
     try:
         plan = kvplan.plan(
             Transfer(Rows(source, given_rows[0]), Rows(target, given_rows[1])),
@@ -117,7 +120,7 @@ def test_some_layers_are_lowered_as_their_plan_is(
     dst_rows = data.draw(st.permutations(range(9)))[: len(src_rows)]
     arguments = "push_blocks", "B2B", source, target, src, dst, src_rows, dst_rows, ext_param
     requests = RowRequests()
-    bound = [requests.bind(*arguments, by_layer=by_layer) for _ in range(2)][1]
+    bound = [lower_natively(requests, *arguments, by_layer=by_layer) for _ in range(2)][1]
     try:
         plan = kvplan.plan(
             Transfer(Rows(source, src_rows), Rows(target, dst_rows), layers=ext_param),
@@ -139,7 +142,7 @@ def test_layers_that_are_equal_to_others_and_refused_are_left_to_the_planner() -
     for _ in range(2):
         for read in ALIKE:
             for written in ALIKE:
-                bound = requests.bind(
+                bound = lower_natively(requests,
                     "push_blocks", "B2B", source, target, src, dst, [1], [2],
                     KvCacheExtParam(read, written),
                 )  # fmt: skip
@@ -156,7 +159,9 @@ def test_copies_inside_a_cache_are_lowered_as_their_plan_is(blocks: dict[int, li
     own, memory = cache(9)
     read = [it for it, to in blocks.items() for _ in to]
     written = [*chain(*blocks.values())]
-    bound = RowRequests().bind("copy_blocks", "B2B", own, own, memory, memory, read, written)
+    bound = lower_natively(
+        RowRequests(), "copy_blocks", "B2B", own, own, memory, memory, read, written
+    )
     try:
         plan = kvplan.plan(Transfer(Rows(own, read), Rows(own, written)))
     except LLMException:
@@ -262,7 +267,7 @@ def test_an_array_that_is_no_block_table_of_integers_is_left_to_the_planner(tabl
     (source, src), (target, dst) = cache(5), cache(4)
     for src_rows, dst_rows in ((table, [1, 2]), ([1, 2], table)):
         arguments = "pull_blocks", "B2B", source, target, src, dst, src_rows, dst_rows
-        assert RowRequests().bind(*arguments) is None
+        assert lower_natively(RowRequests(), *arguments) is None
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -273,33 +278,39 @@ def test_block_tables_are_arrays_of_integers_of_any_width(kind: str, width: int)
     tables = [np.array(it, f"{kind}{width}") for it in (there, here)]
     for given_rows in (tables, [np.repeat(it, 3)[::3] for it in tables]):
         arguments = "pull_blocks", "B2B", source, target, src, dst, *given_rows
-        bound = RowRequests().bind(*arguments)
+        bound = lower_natively(RowRequests(), *arguments)
         assert bound is not None
         plan = kvplan.plan(Transfer(Rows(source, there), Rows(target, here)), local="dst")
         assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
         assert bound[0] == plan
     tables[0][1] = np.iinfo(tables[0].dtype).max  # of uint8 255; of uint64 the last one
     if width != 1 or kind == "u":
-        assert RowRequests().bind(*arguments[:6], *tables) is None
+        assert lower_natively(RowRequests(), *arguments[:6], *tables) is None
 
 
 def test_a_slot_is_a_row() -> None:
     (source, src), (target, dst) = cache(5, paged=False), cache(4, paged=False)
     requests = RowRequests()
     for there, here in ((4, 3), (0, 0), (2, 1)):
-        bound = requests.bind("pull_cache", "C2C", source, target, src, dst, (there,), (here,))
+        bound = lower_natively(
+            requests, "pull_cache", "C2C", source, target, src, dst, (there,), (here,)
+        )
         plan = kvplan.plan(Transfer(Rows(source, slot=there), Rows(target, slot=here)), local="dst")
         assert bound is not None
         assert columns(bound[1]) == columns(bind(plan, src, dst, one_space=True))
         assert (bound[0] == plan, bound[0].nbytes) == (True, plan.nbytes)
     for there, here in ((5, 0), (0, 4), (-1, 0), (True, 0)):
-        assert not requests.bind("pull_cache", "C2C", source, target, src, dst, (there,), (here,))
+        assert not lower_natively(
+            requests, "pull_cache", "C2C", source, target, src, dst, (there,), (here,)
+        )
 
 
 def plan_of_rows() -> Plan:
     (source, src), (target, dst) = cache(9), cache(9)
     table = [3, 4, 8]
-    bound = RowRequests().bind("pull_blocks", "B2B", source, target, src, dst, table, [1, 2, 0])
+    bound = lower_natively(
+        RowRequests(), "pull_blocks", "B2B", source, target, src, dst, table, [1, 2, 0]
+    )
     assert bound is not None
     table[0] = 7  # what the caller does with it afterwards is not the plan's
     return bound[0]
@@ -331,11 +342,13 @@ def test_what_the_planner_refuses_of_two_caches_is_left_to_it() -> None:
     requests = RowRequests()
     (plain, src), (other, dst), (nhd, of_heads) = cache(6, 1), cache(6, 1), heads("NHD")
     arguments = "pull_blocks", "B2B"
-    assert not requests.bind(*arguments, plain, nhd, src, of_heads, [1], [2])
-    assert requests.bind(*arguments, plain, other, src, dst, [1], [2])
-    assert not requests.bind(*arguments, plain, other, src, dst, [1], [2], num_tokens=1)
+    assert not lower_natively(requests, *arguments, plain, nhd, src, of_heads, [1], [2])
+    assert lower_natively(requests, *arguments, plain, other, src, dst, [1], [2])
+    assert not lower_natively(requests, *arguments, plain, other, src, dst, [1], [2], num_tokens=1)
     for refused_of_opaque in ({"src_token": 1}, {"dst_token": 1}):
-        assert not requests.bind(*arguments, plain, other, src, dst, [1], [2], **refused_of_opaque)
+        assert not lower_natively(
+            requests, *arguments, plain, other, src, dst, [1], [2], **refused_of_opaque
+        )
 
 
 @pytest.mark.parametrize(
@@ -349,8 +362,8 @@ def test_what_the_planner_refuses_of_two_caches_is_left_to_it() -> None:
 def test_numbers_of_tokens_that_are_not_as_usual_are_left_to_the_planner(tokens: Any) -> None:
     (nhd, src), (hnd, dst) = heads("NHD"), heads("HND")
     arguments = "pull_blocks", "B2B", nhd, hnd, src, dst, [1], [2]
-    assert RowRequests().bind(*arguments, num_tokens=3) is not None
-    assert RowRequests().bind(*arguments, **tokens) is None
+    assert lower_natively(RowRequests(), *arguments, num_tokens=3) is not None
+    assert lower_natively(RowRequests(), *arguments, **tokens) is None
 
 
 def test_tokens_of_a_slot_that_are_skipped_on_both_sides_are_left_to_the_planner() -> None:
@@ -358,8 +371,8 @@ def test_tokens_of_a_slot_that_are_skipped_on_both_sides_are_left_to_the_planner
     own = side("it", desc, paged=False)
     src, dst = (HostMemory.from_arrays([np.zeros((2, 8, 4), np.int8)]) for _ in range(2))
     arguments = "pull_cache", "C2C", own, own, src, dst, (0,), (1,)
-    assert RowRequests().bind(*arguments, num_tokens=3) is not None
-    assert RowRequests().bind(*arguments, num_tokens=3, dst_token=1) is None
+    assert lower_natively(RowRequests(), *arguments, num_tokens=3) is not None
+    assert lower_natively(RowRequests(), *arguments, num_tokens=3, dst_token=1) is None
 
 
 def test_pieces_of_too_many_sizes_are_left_to_the_planner() -> None:
@@ -371,22 +384,22 @@ def test_pieces_of_too_many_sizes_are_left_to_the_planner() -> None:
         sides.append(side("it", desc, paged=True))
         memories.append(HostMemory.from_arrays([np.zeros(desc.shape, np.int8)]))
     arguments = "pull_blocks", "B2B", *sides, *memories, [*range(20)], [*range(20)]
-    assert requests.bind(*arguments, num_tokens=300) is not None
-    assert requests.bind(*arguments, num_tokens=800) is None
+    assert lower_natively(requests, *arguments, num_tokens=300) is not None
+    assert lower_natively(requests, *arguments, num_tokens=800) is None
 
 
 def test_tokens_move_inside_of_a_cache_between_other_blocks_alone() -> None:
     (own, memory), requests = heads("NHD"), RowRequests()
     arguments = "copy_blocks", "B2B", own, own, memory, memory
-    bound = requests.bind(*arguments, [0, 5], [2, 1], num_tokens=4)
+    bound = lower_natively(requests, *arguments, [0, 5], [2, 1], num_tokens=4)
     transfer = Transfer(Rows(own, [0, 5]), Rows(own, [2, 1]), num_tokens=4)
     plan = kvplan.plan(transfer, local="dst")
     assert bound is not None
     assert columns(bound[1]) == columns(bind(plan, memory, memory, one_space=True))
-    assert requests.bind(*arguments, [0, 5], [2, 0], num_tokens=4) is None
+    assert lower_natively(requests, *arguments, [0, 5], [2, 0], num_tokens=4) is None
     hnd, _ = heads("HND")  # of the same memory
     arguments = "copy_blocks", "B2B", own, hnd, memory, memory
-    assert requests.bind(*arguments, [0, 5], [2, 1], num_tokens=4) is None
+    assert lower_natively(requests, *arguments, [0, 5], [2, 1], num_tokens=4) is None
 
 
 def rows_of(**changes: Any) -> RowLowering:
@@ -448,27 +461,35 @@ def test_memory_that_does_not_fit_or_overlaps_is_left_to_the_planner() -> None:
     for given_src, given_dst in (
         (few, dst), (src, few), (short, dst), (src, short), (src, shifted), (shifted, src),
     ):  # fmt: skip
-        assert requests.bind(*arguments, given_src, given_dst, [1], [2]) is None
-    assert requests.bind(*arguments, src, read_only, [1], [2]) is None
-    assert requests.bind(*arguments, read_only, dst, [1], [2]) is not None
+        assert lower_natively(requests, *arguments, given_src, given_dst, [1], [2]) is None
+    assert lower_natively(requests, *arguments, src, read_only, [1], [2]) is None
+    assert lower_natively(requests, *arguments, read_only, dst, [1], [2]) is not None
 
 
 def test_other_descriptions_of_the_same_memory_are_other_requests() -> None:
     """What is known of two memories is of these sides and of this operation."""
     requests = RowRequests()
     (source, src), (target, dst) = cache(6), cache(6)
-    first = requests.bind("pull_blocks", "B2B", source, target, src, dst, [5], [0])
+    first = lower_natively(requests, "pull_blocks", "B2B", source, target, src, dst, [5], [0])
     assert first is not None
     again = side("it", CacheDesc(2, (6, ROW), DataType.DT_INT8), paged=True)
-    assert requests.bind("pull_blocks", "B2B", again, target, src, dst, [5], [0]) is not None
+    assert (
+        lower_natively(requests, "pull_blocks", "B2B", again, target, src, dst, [5], [0])
+        is not None
+    )
     smaller = side("it", CacheDesc(2, (4, ROW), DataType.DT_INT8), paged=True)
-    assert requests.bind("pull_blocks", "B2B", smaller, target, src, dst, [5], [0]) is None
-    pushed = requests.bind("push_blocks", "B2B", source, target, src, dst, [5], [0])
+    assert (
+        lower_natively(requests, "pull_blocks", "B2B", smaller, target, src, dst, [5], [0]) is None
+    )
+    pushed = lower_natively(requests, "push_blocks", "B2B", source, target, src, dst, [5], [0])
     assert pushed is not None
     assert pushed[0].operation == "push_blocks"
     for _ in range(3000):  # far more than are remembered
         other = HostMemory.from_arrays([np.zeros((6, ROW), np.int8) for _ in range(2)])
-        assert requests.bind("pull_blocks", "B2B", source, target, src, other, [5], [0]) is not None
+        assert (
+            lower_natively(requests, "pull_blocks", "B2B", source, target, src, other, [5], [0])
+            is not None
+        )
 
 
 class Mapped(HostMemory):
@@ -495,7 +516,9 @@ def run(copied: str, timeout_ms: Any = None) -> tuple[Mapped, LLMException | Non
     (source, src), (target, dst) = cache(6), cache(6)
     mapped = Mapped(src, copied)
     with Transfers(1) as transfers:
-        bound = transfers.rows.bind("pull_blocks", "B2B", source, target, mapped, dst, [5], [0])
+        bound = lower_natively(
+            transfers.rows, "pull_blocks", "B2B", source, target, mapped, dst, [5], [0]
+        )
         assert bound is not None
         try:
             transfers.execute(bound[0], mapped, dst, timeout_ms, bound[1])

@@ -34,7 +34,8 @@ def at_once(*calls: Callable[[], LinkResults]) -> list[LLMStatusCode]:
 def test_both_ends_link_at_once(make_end: MakeEnd, round_: int) -> None:
     one, two = make_end(1), make_end(2)
     statuses = at_once(
-        lambda: one.links.link([two.cluster], 5000), lambda: two.links.link([one.cluster], 5000)
+        lambda: one.links.link([two.cluster], 30_000),
+        lambda: two.links.link([one.cluster], 30_000),
     )
     # A call that comes when the other has ended finds the link.
     assert set(statuses) <= {OK, LLMStatusCode.LLM_ALREADY_LINK}

@@ -234,7 +234,7 @@ class _Unconnectable(LocalTransport):
 
 def test_no_transport_in_common(make_end: MakeEnd, end: End) -> None:
     other = make_end(2, transports=[_Unreachable()])
-    why = "hello: no transport between cluster 2 and cluster 1: local: the cable is missing"
+    why = "no transport between cluster 2 and cluster 1: local: cluster 2: the cable is missing"
     end.check_link_fails(other.cluster, LLMStatusCode.LLM_LINK_FAILED, why)
     assert other.links.live() == 0
 

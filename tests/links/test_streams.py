@@ -113,13 +113,6 @@ def test_both_ends_call_each_other(make_end: MakeEnd) -> None:
     ]
 
 
-class Failing(Streaming):
-    """Opens no connection."""
-
-    def connect(self, metadata: bytes, **given: Any) -> Any:
-        raise LLMException("no memory left", status_code=LLMStatusCode.LLM_LINK_FAILED)
-
-
 class Waiting(Streaming):
     """Waits for a connection; `ended` has how that ended."""
 
@@ -142,6 +135,18 @@ class Waiting(Streaming):
         return LocalTransport.connect(self, metadata, **given)
 
 
+class Failing(Streaming):
+    """Opens no connection, and fails once `begun` is set."""
+
+    def __init__(self, begun: threading.Event) -> None:
+        super().__init__()
+        self.begun = begun
+
+    def connect(self, metadata: bytes, **given: Any) -> Any:
+        assert self.begun.wait(DEADLINE_S)
+        raise LLMException("no memory left", status_code=LLMStatusCode.LLM_LINK_FAILED)
+
+
 class Silent(Streaming):
     """Opens no connection, and fails on demand."""
 
@@ -158,7 +163,8 @@ class Silent(Streaming):
 def test_the_failure_of_the_peer_ends_the_wait(make_end: MakeEnd, fails: str) -> None:
     """Its thread is not kept for the whole of the time that the link may take."""
     waiting = Waiting()
-    transports = [Failing(), waiting] if fails == "dials" else [waiting, Failing()]
+    failing = Failing(waiting.begun)
+    transports = [failing, waiting] if fails == "dials" else [waiting, failing]
     one, other = (make_end(it, transports=[transports[it - 1]]) for it in (1, 2))
     # A connection that comes before the other end has failed is answered.
     early = "no memory left"

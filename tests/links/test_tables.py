@@ -220,7 +220,7 @@ class TestPublisher:
 
         async def published() -> list[list[int]]:
             channel: Any = _FullChannel()
-            publisher = Publisher(2, channel, end.registry, "local")
+            publisher = Publisher(2, channel, end.registry, ("local",))
             end.registry.allocate(DESC, paged=False)
             first = asyncio.create_task(publisher.publish_pending())
             await channel.asked.wait()
@@ -238,7 +238,7 @@ class TestPublisher:
 
         async def published() -> list[list[int]]:
             channel: Any = _FullChannel()
-            publisher = Publisher(2, channel, end.registry, "local")
+            publisher = Publisher(2, channel, end.registry, ("local",))
             end.registry.allocate(DESC, paged=False)
             await publisher.publish_and_confirm(0.01)
             end.registry.allocate(DESC, paged=False)
@@ -255,7 +255,7 @@ class TestMessages:
     def test_each_fits_into_a_frame_and_all_arrive(self) -> None:
         desc = CacheDesc(240, (1,), DataType.DT_INT8)
         entries = {i: _entry(i, desc, b"m" * 30_000) for i in range(1, 101)}
-        published, known = PublishedTable("local"), PeerTable(1)
+        published, known = PublishedTable(("local",)), PeerTable(1)
         tables = list(published.pending_updates(entries))
         for table in tables:
             assert len(encode(table)) <= MAX_NBYTES
@@ -289,7 +289,7 @@ class TestMessages:
     def test_a_peer_cannot_take_memory_without_limit(self) -> None:
         desc = CacheDesc(2, (1,), DataType.DT_INT8)
         known, metadata = PeerTable(1), b"m" * (MAX_NBYTES // 2)
-        entry = PublishedTable("local").describe(_entry(1, desc, metadata))
+        entry = PublishedTable(("local",)).describe(_entry(1, desc, metadata))
         most = peer_table.MAX_NBYTES // len(metadata)
         for i in range(1, most):
             known.apply(Table(i, i == 1, (msgspec.structs.replace(entry, cache_id=i),), ()))
@@ -322,7 +322,7 @@ class TestMessages:
     )
     def test_descriptions_that_cannot_be(self, change: dict[str, object], message: str) -> None:
         fields = dict.fromkeys(TableEntry.__struct_fields__)
-        entry = PublishedTable("local").describe(_entry(1, DESC, b""))
+        entry = PublishedTable(("local",)).describe(_entry(1, DESC, b""))
         fields = {name: getattr(entry, name) for name in fields} | change
         with pytest.raises(LLMException, match=message):
             PeerCache.of(1, TableEntry(**fields))
@@ -332,7 +332,7 @@ def test_caches_of_replies_alone_are_not_remembered(pair: tuple[End, End]) -> No
     """A peer may name another cache in each reply, whatever it has published."""
     link = pair[0].links.get(2)
     for cache_id in range(1000, 1020):
-        entry = PublishedTable("local").describe(_entry(cache_id, DESC, b""))
+        entry = PublishedTable(("local",)).describe(_entry(cache_id, DESC, b""))
         link.side(PeerCache.of(2, entry))
     assert len(link._sides) == 0
 

@@ -24,6 +24,7 @@ from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import (
     Body,
+    Chosen,
     Claim,
     Confirm,
     Find,
@@ -67,6 +68,14 @@ class UnlinkedClient:
 
     def ask(self, channel: Channel, body: Body) -> Body:
         return self.run(channel.request(body, DEADLINE_S))
+
+    def begin(self, channel: Channel, hello: Hello) -> Welcome:
+        """Ask for a link, and choose all transports that `hello` offers."""
+        welcome = self.ask(channel, hello)
+        assert isinstance(welcome, Welcome)
+        names = tuple(offer.transport for offer in hello.offers)
+        self.run(channel.notify(Chosen(welcome.challenge, names, ())))
+        return welcome
 
     def run(self, task: Coroutine[Any, Any, _T]) -> _T:
         return self.loop.run(task, DEADLINE_S * 1000)
@@ -140,11 +149,10 @@ def test_a_confirmation_that_comes_after_another_link(
             linking = thread.submit(end.link, peer.cluster, timeout_ms=20_000)
             end.wait_until(2, LinkState.LINKING)
             channel = client.call(end)
-            welcome = client.ask(channel, hello(transport, to_cluster_id=3))
+            welcome = client.begin(channel, hello(transport, to_cluster_id=3))
         finally:
             peer.resume()
         linking.result(DEADLINE_S)
-        assert isinstance(welcome, Welcome)
         with refused(LLMStatusCode.LLM_ALREADY_LINK, "another link to cluster 2 was made"):
             client.ask(channel, Confirm(welcome.challenge))
         assert (end.state(2), peer.state(3)) == (LinkState.LINKED, "LINKED")
@@ -176,8 +184,7 @@ def test_no_more_handshakes_are_confirmed_than_links_may_be(
     first, second = client.call(end), client.call(end)
     challenges = []
     for cluster_id, channel in ((10, first), (11, second)):
-        welcome = client.ask(channel, hello(other.transports[0], cluster_id=cluster_id))
-        assert isinstance(welcome, Welcome)
+        welcome = client.begin(channel, hello(other.transports[0], cluster_id=cluster_id))
         challenges.append(welcome.challenge)
     assert client.ask(first, Confirm(challenges[0])) == Linked()
     with pytest.raises(LLMException, match="max_links=1"):
@@ -231,8 +238,7 @@ def test_handshakes_that_wait_for_data_connections_have_no_threads(
     for cluster_id in range(10, 50):
         greeting = hello(other.transports[0], cluster_id=cluster_id, offers=offers)
         channel = client.call(end)
-        welcome = client.ask(channel, greeting)
-        assert isinstance(welcome, Welcome)
+        welcome = client.begin(channel, greeting)
         if cluster_id % 2:  # confirmed, but no data connection comes
             confirmation = channel.request(Confirm(welcome.challenge), DEADLINE_S)
             client.loop.call_soon(asyncio.ensure_future, confirmation)
@@ -247,7 +253,7 @@ def test_handshakes_whose_transport_blocks_have_few_threads(
     blocking = Blocking()
     end, other = make_end(1, transports=[blocking]), make_end(2)
     for cluster_id in range(10, 50):
-        client.ask(client.call(end), hello(other.transports[0], cluster_id=cluster_id))
+        client.begin(client.call(end), hello(other.transports[0], cluster_id=cluster_id))
     assert num_workers(end) < 40
     assert blocking.calls == 32
     blocking.go_on.set()
@@ -262,7 +268,7 @@ def test_handshakes_whose_transport_blocks_have_few_threads(
         ({"comm": "name"}, "communicator 'name' is not linked by address"),
         (
             {"offers": ()},
-            "no transport between cluster 1 and cluster 2: local: cluster 2 does not offer it",
+            "no transport between cluster 1 and cluster 2: local: cluster 2 does not have it",
         ),
         (
             {"offers": (Offer("local", b"x"),)},

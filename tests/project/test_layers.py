@@ -15,30 +15,30 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "cli": 3589,
-    "control": 3640,
-    "debug": 815,
-    "device": 1246,
-    "engine": 8208,
-    "execution": 2873,
-    "hixl": 1638,
-    "inspection": 1862,
-    "kvplan": 1629,
-    "links": 3748,
-    "llm_datadist": 3896,
-    "planning": 5148,
-    "recording": 1723,
+    "cli": 3324,
+    "control": 3689,
+    "debug": 791,
+    "device": 1218,
+    "engine": 8403,
+    "execution": 2907,
+    "hixl": 1565,
+    "inspection": 1843,
+    "kvplan": 1583,
+    "links": 3899,
+    "llm_datadist": 3814,
+    "planning": 5260,
+    "recording": 1636,
     "run": 230,
-    "serving": 2721,
+    "serving": 2745,
     "system": 359,
     "tensors": 797,
-    "testing": 412,
-    "transport": 7181,
-    "vllm": 1291,
+    "testing": 471,
+    "transport": 7490,
+    "vllm": 1336,
 }
 """Lines of each room. Only a commit that says why may raise one."""
 
-MAX_IN_CIRCLES_OF_TYPES = 20
+MAX_IN_CIRCLES_OF_TYPES = 12
 """Modules that need one another if imports for types count. It may only fall."""
 
 TYPES_FROM_ABOVE = ["kvplan.status -> planning"]

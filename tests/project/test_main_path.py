@@ -27,15 +27,15 @@ from kvplan import (
 from tests.datadist.peer import Peer
 
 MOST = {
-    "pull_blocks": (8, 5),
-    "push_blocks": (8, 5),
+    "pull_blocks": (7, 5),
+    "push_blocks": (7, 5),
     "pull_cache": (8, 5),
     "push_cache": (8, 5),
-    "operation": (32, 11),  # more than moves at once
+    "operation": (29, 10),  # more than moves at once
     "planned": (71, 20),  # something needs a plan, as an order of its segments
-    "submit": (49, 16),
-    "layered": (98, 19),  # four layers
-    "groups": (134, 20),  # two caches
+    "submit": (36, 12),
+    "layered": (50, 13),  # four layers
+    "groups": (49, 13),  # two caches
 }
 """Calls and files of each, in the calling thread."""
 

@@ -189,7 +189,7 @@ ENTRY = control.TableEntry(
     paged=True,
     model_id_of_blocks_key=None,
     addresses=(4096, 8192),
-    metadata=b"metadata",
+    offers=(control.Offer("tcp", b"metadata"),),
     writable=True,
 )
 CONTROL = [
@@ -198,6 +198,8 @@ CONTROL = [
     control.Table(1, True, (ENTRY,), (1, 2)),
     control.Find(1, 2, 3),
     control.Found(1, 2, ENTRY),
+    control.Welcome(1, bytes(16), LlmRole.MIX, bytes(16), (), (control.Trial("tcp"),)),
+    control.Chosen(bytes(16), ("tcp",), (control.PassedOver("local", "no rights", tried=True),)),
     control.Hello(1, 2, bytes(16), LlmRole.MIX, "", (control.Offer("tcp", b"metadata"),), 1000),
 ]
 DECODERS = {

@@ -22,12 +22,13 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from textwrap import dedent
 from types import FunctionType
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.support import zygote
+from tests.support.zygote import ROOT
+
 DEADLINE_S = 120.0  # only a hanging test reaches it
 PATIENCE_MS = 10_000  # of links and operations that have no timeout of their own
 
@@ -75,23 +76,34 @@ class Peer:
         self.dead, self._prefix = False, prefix
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self._connection, theirs = Pipe()
-        command = [sys.executable, *self.flags, "-m", "tests.support.peer", self.module]
-        own = dict(os.environ if environment is None else environment)
+        own = dict(os.environ if environment is None else environment) | {"PYTHONPATH": str(ROOT)}
         try:
-            self.process = subprocess.Popen(
-                [*prefix, *command, *arguments],
-                stdin=theirs.fileno(),
-                stdout=self._output,
-                stderr=self._output,
-                cwd=ROOT,
-                env=own | {"PYTHONPATH": str(ROOT)},
-            )
+            self.process = self._started(arguments, own, theirs.fileno())
         except BaseException:
             self._connection.close()
             self._output.close()
             raise
         finally:
             theirs.close()
+
+    def _started(
+        self, arguments: Sequence[str], environment: dict[str, str], connection: int
+    ) -> subprocess.Popen[bytes] | zygote.Forked:
+        output, words = self._output.fileno(), (self.module, *arguments)
+        if zygote.IS_USABLE and not self._prefix:
+            imported = [self.module] if self.module else []
+            descriptors = connection, output, output
+            return zygote.fork(
+                "tests.support.peer", words, imported, self.flags, environment, descriptors
+            )
+        return subprocess.Popen(
+            [*self._prefix, sys.executable, *self.flags, "-m", "tests.support.peer", *words],
+            stdin=connection,
+            stdout=output,
+            stderr=output,
+            cwd=ROOT,
+            env=environment,
+        )
 
     @cached_property
     def pid(self) -> int:

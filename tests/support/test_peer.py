@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from textwrap import dedent
+from typing import Any
 
 import pytest
 
+from tests.support import zygote
 from tests.support.held import Held
-from tests.support.peer import EXECUTE_ANOTHER_PROGRAM, Peer, PeerDiedError, Remote, RemoteError
+from tests.support.peer import (
+    EXECUTE_ANOTHER_PROGRAM,
+    ROOT,
+    Peer,
+    PeerDiedError,
+    Remote,
+    RemoteError,
+)
+
+AT_IMPORT = os.environ.get("KVPLAN_TEST_IP", "none")
+
+
+def names() -> dict[str, Any]:
+    """As a peer's module this one has the value of a variable when it was imported."""
+    return {"at_import": AT_IMPORT}
 
 
 @pytest.fixture
@@ -129,3 +150,68 @@ def test_nothing_is_left_of_a_peer(
     assert capfd.readouterr().err == "a line\n"
     with pytest.raises(ProcessLookupError):
         os.kill(peer.process.pid, 0)
+
+
+class Reader(Peer):
+    """A peer whose module reads a variable while it is imported."""
+
+    module = "tests.support.test_peer"
+
+    def found(self) -> list[str]:
+        code = "import os", "result = [at_import, os.environ.get('LATE', 'none')]"
+        return list(self.run(*code))
+
+
+def test_a_peer_has_the_variables_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVPLAN_TEST_IP", raising=False)
+    plain = dict(os.environ)
+    for variables, found in (
+        ({}, ["none", "none"]),
+        ({"LATE": "1"}, ["none", "1"]),
+        ({"LATE": "2", "KVPLAN_TEST_IP": "127.0.0.2"}, ["127.0.0.2", "2"]),
+        ({}, ["none", "none"]),
+    ):
+        with closing(Reader(environment=plain | variables)) as peer:
+            assert peer.found() == found
+    monkeypatch.setenv("LATE", "3")
+    with closing(Reader()) as peer:
+        assert peer.found() == ["none", "3"]
+
+
+def test_more_environments_than_zygotes() -> None:
+    for number in [*range(zygote.MAX_ZYGOTES + 1)] * 2:
+        environment = os.environ | {"KVPLAN_TEST_ANY": str(number)}
+        with closing(Peer(environment=environment)) as peer:
+            code = "import os; result = os.environ['KVPLAN_TEST_ANY']"
+            assert peer.run(code) == str(number)
+
+
+def test_peers_have_unlike_addresses() -> None:
+    code = "import numpy; array = numpy.ones(1 << 20); result = array.ctypes.data"
+    with closing(Peer()) as one, closing(Peer()) as other:
+        assert one.run(code) != other.run(code)
+
+
+def test_peers_of_several_threads() -> None:
+    def pids() -> tuple[int, int]:
+        with closing(Peer()) as peer:
+            return peer.run("import os; result = os.getpid(), os.getppid()")
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [it.result() for it in [pool.submit(pids) for _ in range(8)]]
+    assert len({pid for pid, _ in found}) == 8
+    assert {parent for _, parent in found} == {os.getpid()}
+
+
+def test_nothing_outlives_the_tests() -> None:
+    program = """
+        import os, signal
+        from tests.support.peer import Peer
+        print(Peer().run("result = 'ran'"), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    # Its output ends when the last process ends that has it.
+    done = subprocess.run(
+        [sys.executable, "-c", dedent(program)], cwd=ROOT, stdout=subprocess.PIPE, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"ran\n")

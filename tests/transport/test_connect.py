@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -18,38 +15,17 @@ from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.local import LocalTransport, identity
 from tests.support.held import Held
 from tests.support.refusals import refused
+from tests.support.rights import DUMPABLE, PID_NAMESPACE, denying, may, needs_root
 from tests.transport.owner import Owner
 
 NOBODY = 65534
 ARENA = "transport.register(transport.allocate(100))"
 REGISTERED = "memory = np.zeros(100, np.uint8); transport.register(memory)"
 DROP = f"import os; os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)"
-DUMPABLE = "import ctypes; ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)"  # setuid has cleared it
-NO_PROCESS_VM = """
-    import ctypes, platform, struct
-    number = {"x86_64": 310, "aarch64": 270}[platform.machine()]
-    load, equal = (0x20, 0, 0, 0), (0x15, 0, 1, number)
-    deny, allow = (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)
-    code = b"".join(struct.pack("HBBI", *it) for it in (load, equal, deny, allow))
-    buffer = ctypes.create_string_buffer(code)
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 4, ctypes.addressof(buffer)))
-    libc = ctypes.CDLL(None)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
-    assert libc.prctl(22, 2, program, 0, 0) == 0  # seccomp filter
-"""
-
-PID_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child"]
+NO_PROCESS_VM = denying("process_vm_readv", "process_vm_writev")
 HIDE_OTHERS = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
 
 
-def may(*command: str) -> bool:
-    return (
-        shutil.which(command[0]) is not None
-        and not subprocess.run([*command, "true"], stderr=subprocess.DEVNULL).returncode
-    )
-
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 needs_namespaces = pytest.mark.skipif(
     not may(*PID_NAMESPACE, "--mount-proc"),
     reason="only root outside of containers can make a PID namespace, with `unshare` of util-linux",

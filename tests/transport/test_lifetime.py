@@ -123,20 +123,20 @@ class TestBefore:
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
-        memory.check_tensors(range(1))
+        memory.check(range(1))
         owner.run("transport.deregister(memory)")
         with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered"):
-            memory.check_tensors(range(1))
+            memory.check(range(1))
         link.close()
         with refused(LLMStatusCode.LLM_NOT_YET_LINK, "is closed"):
-            memory.check_tensors(range(1))
+            memory.check(range(1))
 
     def test_a_peer_that_exits_between_two_parts(
         self, owner: Owner, link: LocalLink, setup: str
     ) -> None:
         memory = link.memory([link.metadata.ranges[0].address], NBYTES)
         owner.kill()
-        for check in (partial(memory.check_tensors, range(1)), memory.check):
+        for check in (partial(memory.check, range(1)), memory.check):
             with refused(LLMStatusCode.LLM_LINK_FAILED, "has exited"):
                 check()
 

@@ -317,13 +317,13 @@ def test_hostile_documents(blob: bytes) -> None:
     [
         {"schema": "kvplan.other 7"},
         {"schema": None},
-        {"schema": "kvplan.local 8", "fields": "that this version does not know"},
+        {"schema": "kvplan.local 9", "fields": "that this version does not know"},
         {"schema": "kvplan.local 6"},
     ],
 )
 def test_another_schema(change: dict[str, Any]) -> None:
     document = {**msgspec.msgpack.decode(EXAMPLE.to_bytes()), **change}
-    assert "this kvplan reads 'kvplan.local 7'" in refusal(msgspec.msgpack.encode(document))
+    assert "this kvplan reads 'kvplan.local 8'" in refusal(msgspec.msgpack.encode(document))
 
 
 def test_bytes_only() -> None:

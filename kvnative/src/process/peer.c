@@ -106,9 +106,13 @@ int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
 int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure)
 {
     char byte;
+    const char *call = "process_vm_readv";
     struct iovec local = {&byte, 1}, remote = {(void *)(uintptr_t)address, 1};
-    if (process_vm_readv(peer->pid, &local, 1, &remote, 1, 0) == 1)
-        return KVN_OK;
+    if (process_vm_readv(peer->pid, &local, 1, &remote, 1, 0) == 1) {
+        call = "process_vm_writev"; /* of no bytes: only a filter refuses that */
+        if (process_vm_writev(peer->pid, NULL, 0, NULL, 0, 0) == 0)
+            return KVN_OK;
+    }
     const int error = errno;
     if (error == ESRCH)
         return gone(peer, failure);
@@ -116,8 +120,8 @@ int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure)
                        : error == ENOSYS ? KVN_UNSUPPORTED
                                          : KVN_UNMAPPED;
     return kvn_fail(failure, status, error,
-                    "process_vm_readv of address 0x%" PRIx64 " in process %d: %s", address,
-                    peer->pid, strerror(error));
+                    "%s of address 0x%" PRIx64 " in process %d: %s", call, address, peer->pid,
+                    strerror(error));
 }
 
 int kvn_peer_take_descriptor(const kvn_peer *peer, int fd, int *out, kvn_failure *failure)

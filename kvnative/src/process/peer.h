@@ -23,7 +23,7 @@ int kvn_peer_attach(kvn_peer *peer, int generations_fd, uint64_t inode, uint64_t
  * KVN_DENIED. Asks the system only if the table does not tell. */
 int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure);
 
-/* KVN_OK if process_vm_readv of `address` of the peer is permitted. */
+/* KVN_OK if process_vm_readv of `address` of the peer, and process_vm_writev, are permitted. */
 int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure);
 
 /* Duplicates descriptor `fd` of the peer into this process. KVN_DENIED: this process may not attach to the peer;

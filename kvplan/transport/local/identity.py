@@ -6,6 +6,7 @@ another host. What is compared here never takes one process for another.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvnative._process import Peer
+from kvplan.system.limits import reason_of
 from kvplan.transport.link import link_failed
 from kvplan.transport.metadata import Record, Uint64
 
@@ -100,7 +102,10 @@ def hold(peer: Identity) -> Peer:
     try:
         process = Peer(peer.pid)
     except OSError as error:
-        raise link_failed(f"peer {peer.pid} cannot be reached: {error.strerror}") from error
+        reason = reason_of(error)
+        if error.errno in (errno.EPERM, errno.ENOSYS):
+            reason += f"; {advice(peer)}"
+        raise link_failed(f"peer {peer.pid} cannot be reached: {reason}") from error
     try:
         # Read while the pidfd holds the process: a later one of this pid cannot slip in.
         started = start_time(peer.pid)
@@ -156,8 +161,8 @@ def advice(peer: Identity) -> str:
         )
     if theirs["Seccomp"] != "0" or ours["Seccomp"] != "0":
         causes.append(
-            "a seccomp filter is active: let it pass process_vm_readv, process_vm_writev and "
-            "pidfd_getfd, as with `docker run --cap-add=SYS_PTRACE`"
+            "a seccomp filter is active: let it pass pidfd_open, pidfd_getfd, process_vm_readv "
+            "and process_vm_writev, as with `docker run --cap-add=SYS_PTRACE`"
         )
     return "; ".join(causes) or "a security module refuses it: see its log"
 

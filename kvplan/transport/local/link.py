@@ -23,6 +23,7 @@ from kvplan.transport.link import (
     link_failed,
     no_leases,
 )
+from kvplan.transport.local.descriptors import ask, can_ask, token_of
 from kvplan.transport.local.identity import advice, hold
 from kvplan.transport.local.memory import (
     PeerAllocations,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from kvplan.device.sharing import AllocationRef, Exported, Mapped, Sharing
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease
+    from kvplan.transport.local.descriptors import DescriptorServer
 
     Column = NDArray[np.uint64]
 
@@ -134,10 +136,11 @@ class LocalPeerMemory(PeerMemory):
         copy._backends = {}
         return copy
 
-    def check(self) -> None:
+    def check(self, tensors: range | None = None) -> None:
         """Check the peer, its ranges and the leases, before and after a transfer.
 
-        Only if both checks pass has the transfer moved the right bytes.
+        Only if both checks pass has the transfer moved the right bytes. All ranges are checked for
+        any part, as this takes no system call.
         """
         link = self._link
         try:
@@ -147,10 +150,6 @@ class LocalPeerMemory(PeerMemory):
             pass
         held: list[Range | BlockLease] = [*self._ranges, *self._leases]
         link.check_ranges(held, self._words)  # says what is wrong
-
-    def check_tensors(self, tensors: range) -> None:
-        """Check all ranges, whatever the part: it takes no system call."""
-        self.check()
 
 
 class LocalDeviceMemory(LocalPeerMemory):
@@ -205,6 +204,8 @@ class LocalLink(TransportLink):
 
     Attributes:
         is_to_self: True if the peer is this process, whose memory is not mapped again.
+        lacks: Why memory of a kind is not reached: what the peer has registered itself, or the
+            memory of its device.
         device: The device of this process that memory of the peer's devices is mapped for.
     """
 
@@ -212,13 +213,24 @@ class LocalLink(TransportLink):
     way = "mapped arenas, process_vm"
     detects_freed: Literal["check"] = "check"
 
-    def __init__(self, metadata: Metadata, *, populate: str, device: Device | None = None) -> None:
+    def __init__(
+        self,
+        metadata: Metadata,
+        *,
+        populate: str,
+        device: Device | None = None,
+        session: bytes = b"",
+        server: DescriptorServer | None = None,
+    ) -> None:
         super().__init__(metadata)
         self.device = device
         self._peer_pid = metadata.identity.pid
         self.is_to_self: bool = self._peer_pid == self.pid
         self._arenas = PeerArenas(self._peer_pid, populate=populate)
         self._can_reach_registered = False
+        self.lacks: dict[Literal["registered", "device"], str] = {}
+        self._server = server
+        self._token = token_of(session) if session else b""
         self._mutex = Mutex()  # of the writer, which all written memory shares
         self._writer: Writer | None = None
         self.process = hold(metadata.identity)
@@ -226,21 +238,29 @@ class LocalLink(TransportLink):
         self._allocations = (
             None
             if device is None or sharing is None
-            else PeerAllocations(self.process, device, sharing)
+            else PeerAllocations(self._descriptor, device, sharing)
         )
         if sharing is not None:
             self.way = f"mapped arenas and GPU memory{_between(sharing, metadata)}, process_vm"
         generations = metadata.generations
         try:
             self.process.attach(generations.fd, generations.inode, generations.num_slots)
-            if any(not found.is_mapped for found in metadata.ranges):
+            if sharing is not None and metadata.device:
+                self._try_device(sharing)
+            try:
                 self._probe()
+            except LLMException as error:
+                if any(not found.is_mapped for found in metadata.ranges):
+                    raise
+                self.lacks["registered"] = str(error.args[0])
         except (OSError, ValueError, MemoryError) as error:
             self.process.close()
             raise self._refusal(error, "cannot be reached") from error
         except LLMException:
             self.process.close()
             raise
+        if server is not None and self._token:
+            server.admit(self._token)
 
     @property
     def death_fd(self) -> int | None:
@@ -295,6 +315,16 @@ class LocalLink(TransportLink):
         """Return the backend that reads from the peer's own addresses."""
         return process_backend(pool, self._peer_pid, "get")
 
+    def unreached(self, metadata: bytes) -> str | None:
+        """See `TransportLink.unreached`."""
+        ranges = self._read(metadata)[0].ranges if self.lacks else ()
+        kinds = {
+            "device" if found.allocation is not None else "registered"
+            for found in ranges
+            if found.arena is None
+        }
+        return next((why for kind, why in self.lacks.items() if kind in kinds), None)
+
     def prepare(self, job: Callable[[], object]) -> None:
         """See `TransportLink.prepare`: arenas are mapped, and their pages populated."""
         if not self.is_to_self:
@@ -325,6 +355,8 @@ class LocalLink(TransportLink):
         self._arenas.close()
         if self._allocations is not None:
             self._allocations.close()
+        if self._server is not None:
+            self._server.dismiss(self._token)
         self._writer = None  # memory that is in use keeps it
 
     def _mapped(self, ranges: Sequence[Range]) -> tuple[list[Arena | Pin], Column]:
@@ -400,8 +432,35 @@ class LocalLink(TransportLink):
             self.check_ranges([memory], words_of([memory]))
             raise self._refusal(error, f"has {memory}, which cannot be mapped") from error
 
+    def _try_device(self, sharing: Sharing) -> None:
+        """Find out whether memory of the peer's device can be mapped."""
+        peer = self.metadata
+        if why := sharing.shortfall(peer.device):
+            self.lacks["device"] = f"memory of the GPU of {self.peer} is not reached: {why}"
+            return
+        try:
+            os.close(self.process.take_descriptor(peer.generations.fd))
+        except OSError as error:
+            if not can_ask(peer.identity.pid, peer.descriptors):
+                self.lacks["device"] = str(
+                    self._refusal(error, "has memory of a GPU, which cannot be mapped").args[0]
+                )
+
+    def _descriptor(self, ref: AllocationRef) -> int:
+        """Return a duplicate of the peer's descriptor of an allocation."""
+        try:
+            return self.process.take_descriptor(ref.fd)
+        except OSError as error:
+            if isinstance(error, ProcessLookupError) or not self._token:
+                raise
+            peer = self.metadata
+            try:
+                return ask(peer.identity.pid, peer.descriptors, self._token, ref.number)
+            except OSError:
+                raise error from None  # its remedy needs no help of the peer
+
     def _probe(self) -> None:
-        """Find out once, before the first transfer, whether the system refuses process_vm_readv."""
+        """Find out whether the system refuses process_vm_readv and process_vm_writev."""
         if self._can_reach_registered:
             return
         try:
@@ -410,6 +469,7 @@ class LocalLink(TransportLink):
             self.check()
             raise self._refusal(error, "has registered memory, which cannot be reached") from error
         self._can_reach_registered = True
+        self.lacks.pop("registered", None)
 
     def _writer_there(self) -> Writer:
         """Return the writer that announces to the peer what this process writes."""

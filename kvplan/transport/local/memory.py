@@ -17,7 +17,6 @@ from kvplan.transport.pages import background_pages
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvnative._process import Peer
     from kvplan.device.device import Device
     from kvplan.device.sharing import Mapped, Sharing
 
@@ -105,11 +104,19 @@ class PeerArenas:
 
 
 class PeerAllocations:
-    """The allocations of a peer's devices that are mapped for a device here, each once."""
+    """The allocations of a peer's devices that are mapped for a device here, each once.
 
-    def __init__(self, process: Peer, device: Device, sharing: Sharing) -> None:
+    Args:
+        descriptor: Duplicates the peer's descriptor of an allocation into this process.
+        device: The device that the memory is mapped for.
+        sharing: The sharing of that device.
+    """
+
+    def __init__(
+        self, descriptor: Callable[[AllocationRef], int], device: Device, sharing: Sharing
+    ) -> None:
         self.device = device
-        self._process = process
+        self._descriptor = descriptor
         self._sharing = sharing
         self._mutex = Mutex()  # a signal handler may close the link
         self._mapped: WeakValueDictionary[AllocationRef, Mapped] = WeakValueDictionary()
@@ -143,7 +150,7 @@ class PeerAllocations:
     def _map(self, ref: AllocationRef) -> Mapped:
         if ref.fd < 0:
             return self._sharing.map(ref, -1)
-        fd = self._process.take_descriptor(ref.fd)
+        fd = self._descriptor(ref)
         try:
             return self._sharing.map(ref, fd)
         finally:

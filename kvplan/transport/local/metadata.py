@@ -106,7 +106,7 @@ class Range(metadata.Range, frozen=True):
 
 
 @resolved
-class Metadata(PeerMetadata, frozen=True, tag="kvplan.local 7"):
+class Metadata(PeerMetadata, frozen=True, tag="kvplan.local 8"):
     """Everything that a peer needs to reach the memory of this process.
 
     Attributes:
@@ -115,6 +115,7 @@ class Metadata(PeerMetadata, frozen=True, tag="kvplan.local 7"):
         writers: Its writer table.
         ranges: The registered memory.
         device: UUID of the device whose memory it shares: 32 hexadecimal digits; empty: none.
+        descriptors: Name of the abstract socket that sends descriptors of that memory.
     """
 
     identity: Identity
@@ -122,6 +123,7 @@ class Metadata(PeerMetadata, frozen=True, tag="kvplan.local 7"):
     writers: WritersRef
     ranges: tuple[Range, ...]
     device: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
+    descriptors: Annotated[str, Meta(pattern=r"^(kvplan-descriptors-[0-9a-f]{32})?\Z")] = ""
 
     def __post_init__(self) -> None:
         check_slots(self.ranges, self.generations.num_slots)

@@ -12,6 +12,7 @@ from kvplan.device.sharing import Exported
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.logs import Log
 from kvplan.transport.host_memory import Releasable, host_range
+from kvplan.transport.local.descriptors import DescriptorServer
 from kvplan.transport.local.memory import offer
 from kvplan.transport.local.metadata import MAX_SLOTS, GenerationTableRef, Range, WritersRef
 from kvplan.transport.protocol import DeviceRange
@@ -61,6 +62,7 @@ class LocalRegistrations(Registrations[Range, Releasable | None]):
         super().__init__(Range, self._table, MAX_SLOTS)
         self._device = device
         self.sharing = None if device is None else device.sharing
+        self.descriptors = None if self.sharing is None else DescriptorServer()
         self._pools: list[Exported] = []
 
     @property
@@ -90,6 +92,7 @@ class LocalRegistrations(Registrations[Range, Releasable | None]):
         with self.mutex:
             self.check_open()
             self._pools.append(pool)
+        self._send(pool)
 
     def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
         """See `Transport.renew_lease`."""
@@ -110,6 +113,8 @@ class LocalRegistrations(Registrations[Range, Releasable | None]):
     def close(self) -> None:
         """See `Registrations.close`; the tables are taken down."""
         self._writers.close()
+        if self.descriptors is not None:
+            self.descriptors.close()
         with self.mutex:
             ended = self.select()
             for registration in ended:
@@ -124,6 +129,12 @@ class LocalRegistrations(Registrations[Range, Releasable | None]):
         self._closed = True
         self._writers.close()
         self._table.close()
+        if self.descriptors is not None:
+            self.descriptors.close_in_child()
+
+    def _send(self, exported: Exported) -> None:
+        if self.descriptors is not None and exported.ref.fd >= 0:
+            self.descriptors.add(exported)
 
     def _find(self, memory: Registrable, *, writable: bool) -> Found[Releasable | None]:
         if self._device is None or self.sharing is None or not isinstance(memory, DeviceRange):
@@ -132,6 +143,7 @@ class LocalRegistrations(Registrations[Range, Releasable | None]):
         if memory.buffer is None:
             self._device.check_range("memory", memory.address, memory.nbytes)
         exported = self.sharing.export(memory.address, memory.nbytes, memory.buffer)
+        self._send(exported)
         return Found(memory.address, memory.nbytes, _ExportPin(exported), (None, exported.ref))
 
     def _wait_for_writers(self) -> LateWriters | None:

@@ -101,7 +101,9 @@ class LocalTransport(Transport):
 
         Args:
             metadata: The peer's.
-            timeout_ms, session, streams: Not used: `connect` does not wait for the peer.
+            session: The secret with which this link asks the peer for descriptors of device
+                memory, if the system does not let this process duplicate them; empty: it does not.
+            timeout_ms, streams: Not used: `connect` does not wait for the peer.
 
         Raises:
             LLMException: LLM_LINK_FAILED: the peer is on another host or in another PID namespace,
@@ -109,16 +111,27 @@ class LocalTransport(Transport):
                 LLM_PARAM_INVALID: bad metadata.
         """
         self._check_open()
+        return self._link_to(metadata, session)
+
+    def _link_to(self, metadata: bytes, session: bytes = b"") -> LocalLink:
         return LocalLink(
-            Metadata.from_bytes(metadata), populate=self._populate, device=self._device
+            Metadata.from_bytes(metadata),
+            populate=self._populate,
+            device=self._device,
+            session=session,
+            server=self._registrations.descriptors,
         )
 
     def shortfall(self, metadata: bytes) -> str | None:
-        """See `Transport.shortfall`: two GPUs may lack peer access."""
-        peer = Metadata.from_bytes(metadata)
-        if self._sharing is None or not peer.device:
-            return None
-        return self._sharing.shortfall(peer.device)
+        """See `Transport.shortfall`.
+
+        The system may deny process_vm_readv or pidfd_getfd, and two GPUs may lack peer access.
+
+        Raises:
+            LLMException: as `connect`.
+        """
+        with self._link_to(metadata) as link:
+            return "; ".join(link.lacks.values()) or None
 
     def close(self) -> None:
         """See `Transport.close`; a forked child unmaps the tables."""
@@ -131,13 +144,15 @@ class LocalTransport(Transport):
         generations, writers = self._registrations.refs()
         ranges = tuple(registration.range for registration in registrations)
         device = "" if self._sharing is None else self._sharing.uuid
-        return Metadata(self._identity, generations, writers, ranges, device)
+        server = self._registrations.descriptors
+        name = "" if server is None else server.name
+        return Metadata(self._identity, generations, writers, ranges, device, name)
 
     def _close(self) -> None:
         self._registrations.close()
 
     def _check_reachable(self, metadata: bytes) -> None:
-        self.connect(metadata).close()  # about 0.1 ms
+        self._link_to(metadata).close()  # about 0.1 ms
 
 
 def _refused(error: Exception) -> LLMException:

@@ -1,0 +1,63 @@
+"""Rights that a process of a test gives up, as containers and sandboxes take them away.
+
+`denying` returns a snippet for a `Peer`, to be run before the peer starts threads. The other names
+are prefixes of the command that starts a peer.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+NO_CAPABILITIES = (
+    ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"] if os.geteuid() == 0 else []
+)
+"""Root without capabilities: the rights of a user, and root's files."""
+
+USER_NAMESPACE = ["unshare", "--user", "--map-current-user"]
+PID_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child"]
+NOT_DUMPABLE = "import ctypes; assert ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0"
+DUMPABLE = "import ctypes; assert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0"
+
+_CALLS = {  # numbers on x86_64, aarch64
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+}
+_DENY = """
+    import ctypes, platform, struct
+    which = ("x86_64", "aarch64").index(platform.machine())
+    numbers = [each[which] for each in {calls}]
+    load, deny, allow = (0x20, 0, 0, 0), (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)  # EPERM
+    tests = [(0x15, len(numbers) - place, 0, number) for place, number in enumerate(numbers)]
+    program = [load, *tests, allow, deny]
+    code = b"".join(struct.pack("HBBI", *each) for each in program)
+    buffer = ctypes.create_string_buffer(code)
+    header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
+    assert libc.prctl(22, 2, ctypes.create_string_buffer(header), 0, 0) == 0  # seccomp filter
+"""
+
+
+def denying(*calls: str) -> str:
+    """A snippet after which the system calls of these names fail with EPERM."""
+    return _DENY.format(calls=[_CALLS[name] for name in calls])
+
+
+def may(*command: str) -> bool:
+    """Whether a command that changes rights works here; it is asked to run `true`."""
+    return (
+        shutil.which(command[0]) is not None
+        and not subprocess.run([*command, "true"], stderr=subprocess.DEVNULL).returncode
+    )
+
+
+needs_users = pytest.mark.skipif(
+    not may(*USER_NAMESPACE), reason="this system lets nobody make a user namespace"
+)
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has rights to give up")

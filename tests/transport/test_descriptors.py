@@ -1,0 +1,179 @@
+"""The socket that sends descriptors of device memory: who gets them, and hostile clients."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvplan.device.sharing import AllocationRef, Exported
+from kvplan.transport.local.descriptors import DescriptorServer, ask, can_ask, token_of
+from tests.support.held import Held
+from tests.transport.owner import Owner
+
+TOKEN, OTHER_TOKEN = token_of(b"a link"), token_of(b"another link")
+
+
+def export(number: int, fd: int) -> Exported:
+    device: Any = SimpleNamespace()
+    return Exported(AllocationRef("0" * 32, 4096, 8, number, fd, "", is_pool=False), device, None)
+
+
+@pytest.fixture
+def server() -> Iterator[DescriptorServer]:
+    server = DescriptorServer()
+    server.admit(TOKEN)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def exported(server: DescriptorServer) -> Iterator[Exported]:
+    """An export whose descriptor is a file of eight bytes."""
+    fd = os.memfd_create("device memory")
+    os.write(fd, b"content!")
+    exported = export(7, fd)
+    server.add(exported)
+    yield exported
+    os.close(fd)
+
+
+def asked(server: DescriptorServer, token: bytes = TOKEN, number: int = 7) -> int:
+    return ask(os.getpid(), server.name, token, number)
+
+
+def client(server: DescriptorServer) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.connect(f"\0{server.name}")
+    made.settimeout(10)
+    return made
+
+
+def check_nothing_is_left(server: DescriptorServer, before: Held) -> None:
+    """Fail unless the server has closed all connections but silent ones."""
+    with client(server) as last:
+        last.send(b"no request")
+        assert last.recv(1) + last.recv(1) == b"\0"  # it answers one after the other
+    before.check_nothing_new()
+
+
+def check_works(server: DescriptorServer) -> None:
+    fd = asked(server)
+    try:
+        assert os.pread(fd, 8, 0) == b"content!"
+        assert not os.get_inheritable(fd)
+    finally:
+        os.close(fd)
+
+
+def test_a_link_gets_what_is_exported(server: DescriptorServer, exported: Exported) -> None:
+    before = Held.now()
+    assert can_ask(os.getpid(), server.name)
+    check_works(server)
+    check_nothing_is_left(server, before)
+
+
+def test_an_end_of_the_link_or_of_the_export_is_an_end(
+    server: DescriptorServer, exported: Exported
+) -> None:
+    for token, number in ((OTHER_TOKEN, 7), (TOKEN, 8), (b"", 7), (TOKEN[:-1], 7)):
+        with pytest.raises(PermissionError, match="does not send a descriptor"):
+            asked(server, token, number)
+    check_works(server)
+    server.dismiss(TOKEN)
+    with pytest.raises(PermissionError):
+        asked(server)
+
+
+def test_an_export_that_has_gone(server: DescriptorServer) -> None:
+    gone = export(9, 0)
+    server.add(gone)
+    del gone
+    with pytest.raises(PermissionError):
+        asked(server, number=9)
+
+
+NO_REQUESTS = [TOKEN, TOKEN + b"\0" * 7, TOKEN + b"\0" * 7 + b"\7\0", b"x" * 4096, b"\0"]
+
+
+@pytest.mark.parametrize("request_", NO_REQUESTS, ids=len)
+def test_requests_that_are_none(
+    server: DescriptorServer, exported: Exported, request_: bytes
+) -> None:
+    """Half and long ones, and ones with descriptors that were not asked for."""
+    before = Held.now()
+    with client(server) as hostile:
+        fds = array.array("i", [hostile.fileno()] * 200)
+        hostile.sendmsg([request_], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        assert socket.recv_fds(hostile, 1, 1)[:2] == (b"\0", [])
+    check_works(server)
+    check_nothing_is_left(server, before)
+
+
+def test_many_connections_without_a_request(server: DescriptorServer, exported: Exported) -> None:
+    """They delay no other, the oldest are replaced, and all are given up after their time."""
+    before = Held.now()
+    with ExitStack() as stack:
+        silent = [stack.enter_context(client(server)) for _ in range(200)]
+        check_works(server)
+        assert silent[0].recv(1) == b""
+        silent[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
+        silent[-1].settimeout(10)
+        assert silent[-1].recv(1) == b""
+        check_works(server)
+    check_nothing_is_left(server, before)
+
+
+def test_clients_that_read_no_answers_or_are_gone(
+    server: DescriptorServer, exported: Exported
+) -> None:
+    before = Held.now()
+    with ExitStack() as stack:
+        for number in range(100):
+            deaf = stack.enter_context(client(server))
+            deaf.send(TOKEN + (7).to_bytes(8, "big"))
+            if number % 2:
+                deaf.close()
+        check_works(server)
+    check_nothing_is_left(server, before)
+
+
+def test_another_process_at_the_name(exported: Exported) -> None:
+    """What it sends is not taken for the peer's, and is closed."""
+    with closing(Owner()) as squatter:
+        name = squatter.run(
+            """
+            import threading
+            from kvplan.device.sharing import AllocationRef, Exported
+            from kvplan.transport.local.descriptors import DescriptorServer, token_of
+            server = DescriptorServer()
+            server.admit(token_of(b"a link"))
+            export = Exported(AllocationRef("0" * 32, 4096, 8, 7, 0, "", False), None, None)
+            server.add(export)
+            result = server.name
+            """
+        )
+        before = Held.now()
+        with pytest.raises(PermissionError, match=f"belongs to process {squatter.pid}, not"):
+            ask(os.getpid(), name, TOKEN, 7)
+        before.check_nothing_new()
+        os.close(ask(squatter.pid, name, TOKEN, 7))
+
+
+def test_the_thread_ends(exported: Exported) -> None:
+    before = Held.now()
+    server = DescriptorServer()
+    assert before.new().threads == frozenset()
+    server.admit(TOKEN)
+    server.close()
+    server.close()
+    before.check_nothing_new()
+    assert not can_ask(os.getpid(), server.name)
