@@ -209,14 +209,10 @@ def heads_of(rank: int, ranks: int, num_heads: int) -> range:
 def read_from(rank: int, ranks: int, owners: int, num_heads: int) -> list[int]:
     """Return the producer's workers that worker `rank` reads, in order of heads."""
     wanted = heads_of(rank, ranks, num_heads)
-    found: list[int] = []
-    covered = wanted.start
-    for owner in range(owners):
-        heads = heads_of(owner, owners, num_heads)
-        if heads.start <= covered < heads.stop and covered < wanted.stop:
-            found.append(owner)
-            covered = heads.stop
-    return found
+    each = len(heads_of(0, owners, num_heads))
+    found = range(wanted.start // each, (wanted.stop - 1) // each + 1)
+    copies = max(1, owners // num_heads)  # of each head, shared out among the readers
+    return [owner * copies + rank % copies for owner in found]
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -34,6 +34,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -48,7 +49,7 @@ from kvplan.vllm.stats import KvplanMetrics, KvplanStats
 from kvplan.vllm.step import Step, WorkerAddress
 from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model
 
-_SUPPORTED = {FullAttentionSpec, SlidingWindowSpec}  # exactly; not subclasses, such as MLA
+_SUPPORTED = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec}  # exactly; not subclasses
 
 
 @dataclass
@@ -74,7 +75,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: configuration of the paged cache.
 
     Raises:
-        NotImplementedError: layers other than full attention and sliding windows; context
+        NotImplementedError: layers other than full attention, sliding windows and MLA; context
             parallelism; a pipeline of several groups of layers; sleep mode.
         TypeError, LLMException: invalid options.
     """
@@ -105,7 +106,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
             replica = parallel.data_parallel_index
             model = Model(
                 name=options.model or config.model,
-                num_heads=config.get_total_num_kv_heads(),
+                num_heads=1 if config.use_mla else config.get_total_num_kv_heads(),
                 place=Place(
                     rank, ranks, stage, _stages(config.get_total_num_hidden_layers(), stages)
                 ),
@@ -302,7 +303,7 @@ def _layer_group(group: KVCacheGroupSpec) -> LayerGroup:
 
 def _packing(spec: Any) -> str:
     """Return the order inside a block if attention on a CPU has its own; otherwise empty."""
-    if current_platform.device_type != "cpu":
+    if current_platform.device_type != "cpu" or isinstance(spec, MLAAttentionSpec):
         return ""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -328,7 +329,7 @@ def _check_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
         names = ", ".join(type(spec).__name__ for spec in specs)
         raise NotImplementedError(
             f"KvplanConnector: the cache has {len(specs)} groups ({names}); only groups of full "
-            "attention and of sliding windows are supported"
+            "attention, of sliding windows and of MLA are supported"
         )
     if getattr(config.model_config, "enable_sleep_mode", False):
         raise NotImplementedError(

@@ -22,7 +22,6 @@ from kvplan.vllm.step import Figures, Step, WorkerAddress
 
 logger = Log("kvplan.vllm")
 
-_NDIM = 4
 _IDLE_WAIT_MS = 2.0  # by which a new request may be delayed
 
 
@@ -312,17 +311,21 @@ class ConnectorWorker:
 def readable(tensors: Sequence[Any], *, packed: bool) -> tuple[list[Any], str, int]:
     """Return views of the layers' tensors, their axes, and the tokens that move as a whole.
 
-    vLLM's tensor of a layer is (block, head, token, keys and values), with strides. In a packed
-    one, on CPUs, the keys of a head in a block come before its values, in an order of the
-    processor, in which tokens are not contiguous. So a block moves as a whole.
+    vLLM's tensor of a layer is (block, head, token, keys and values), with strides; of MLA it is
+    (block, token, latent). In a packed one, on CPUs, the keys of a head in a block come before its
+    values, in an order of the processor, in which tokens are not contiguous. So a block moves as a
+    whole.
     """
-    if any(getattr(tensor, "ndim", 0) != _NDIM for tensor in tensors) or not tensors:
-        raise invalid(f"a cache of {len(tensors)} layers must have tensors of {_NDIM} dimensions")
-    if not packed:
-        return list(tensors), "block head token dim", 1
-    blocks, heads, tokens, both = tensors[0].shape
-    shape = (blocks, heads, 2, 1, tokens * both // 2)
-    return [tensor.view(shape) for tensor in tensors], "block head kv token dim", tokens
+    ndims = {getattr(tensor, "ndim", 0) for tensor in tensors}
+    if ndims not in ({3}, {4}):
+        raise invalid(f"a cache of {len(tensors)} layers must have tensors of 4 or 3 dimensions")
+    layout, unit, shape = "block head token dim", 1, tuple(tensors[0].shape)
+    if ndims == {3}:  # one head, which all workers have
+        shape = (shape[0], 1, *shape[1:])
+    elif packed:
+        blocks, heads, unit, both = shape
+        layout, shape = "block head kv token dim", (blocks, heads, 2, 1, unit * both // 2)
+    return [tensor.view(shape) for tensor in tensors], layout, unit
 
 
 def compatibility(model: Model, views: Sequence[_View]) -> Compatibility:

@@ -189,8 +189,11 @@ HALVES, UNEVEN = ((0, 2), (2, 4)), ((0, 3), (3, 4))
         (Place(1, 2), 8, ((0, 2), (0, 2), (2, 4), (2, 4)), Share((1, 3), (), (1, 1, 1, 1))),
         (Place(0, 1), 8, ((0, 2), (0, 2), (2, 4), (2, 4)), Share((0, 1, 2, 3), (), (1,) * 4)),
         # Four workers share two heads: two are not read, and freed by the first worker.
-        (Place(0, 2), 2, (None,) * 4, Share((0,), (1, 3), (1, 1, 1, 1))),
-        (Place(1, 2), 2, (None,) * 4, Share((2,), (), (1, 1, 1, 1))),
+        (Place(0, 2), 2, (None,) * 4, Share((0,), (1, 2), (1, 1, 1, 1))),
+        (Place(1, 2), 2, (None,) * 4, Share((3,), (), (1, 1, 1, 1))),
+        # All have the only head: each reads another one.
+        (Place(1, 2), 1, (None,) * 2, Share((1,), (), (1, 1))),
+        (Place(2, 4), 1, (None,) * 2, Share((0,), (), (2, 2))),
         (Place(5, 16), 8, (None,) * 8, Share((2,), (), (2,) * 8)),
     ],
 )

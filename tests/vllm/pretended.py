@@ -48,6 +48,7 @@ NAMES = {
         "FullAttentionSpec",
         "KVCacheConfig",
         "KVCacheGroupSpec",
+        "MLAAttentionSpec",
         "SlidingWindowSpec",
     ],
     "vllm.v1.metrics": [],

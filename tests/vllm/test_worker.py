@@ -187,8 +187,39 @@ def test_a_stage_is_fetched_from_a_worker_of_all_layers(prefill: Peer) -> None:
     decode.worker.close()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_mla_is_fetched_whole_by_each_worker(prefill: Peer, rank: int) -> None:
+    """Its tokens are contiguous, so that block sizes may differ; of two workers each reads one."""
+    decode = VllmWorker(
+        "decode", produces=False, latent=True, block_tokens=16, place=Place(rank, 2)
+    )
+    params = prefill.run(
+        """
+        from kvplan.serving import Place
+        workers = [VllmWorker("prefill", latent=True, place=Place(rank, 2)) for rank in (0, 1)]
+        for rank, worker in enumerate(workers):
+            for layer, array in enumerate(worker.layers.values()):
+                array[[6, 1, 3]] = np.arange(384).reshape(3, 32, 4) + 1000 * layer + 10_000 * rank
+        addresses = {(0, rank): worker.worker.address for rank, worker in enumerate(workers)}
+        workers[0].scheduler.set_workers(addresses)
+        request = workers[0].request("p1", prompt, {"do_remote_decode": True})
+        _, result = workers[0].scheduler.finished(request, ([6, 1, 3],))
+        step = workers[0].scheduler.take_step()
+        for worker in workers:
+            worker.worker.prepare(step)
+        """,
+        prompt=PROMPT,
+    )
+    decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0, 5, 7])
+    assert decode.results() == (set(), {"d1"}, set())
+    for layer, array in enumerate(decode.layers.values()):
+        found = array[[2, 4, 0, 5, 7]].reshape(80, 4)[:70]
+        assert np.all(found == np.arange(280).reshape(70, 4) + 1000 * layer + 10_000 * rank)
+    decode.worker.close()
+
+
 def test_a_cache_of_no_such_tensors_is_refused(decode: VllmWorker) -> None:
-    with refused("LLM_PARAM_INVALID", "must have tensors of 4 dimensions"):
+    with refused("LLM_PARAM_INVALID", "must have tensors of 4 or 3 dimensions"):
         decode.worker.register(
             {name: CpuTensor(np.zeros((8, 64), np.float32)) for name in decode.layers}
         )

@@ -40,6 +40,7 @@ class VllmWorker:
 
     Args:
         windows: of each group of two layers; 0: none.
+        latent: True for layers of MLA, which all workers have whole.
     """
 
     def __init__(
@@ -51,18 +52,19 @@ class VllmWorker:
         blocks: int = BLOCKS,
         layers: int = LAYERS,
         dim: int = DIM,
+        latent: bool = False,
         windows: Sequence[int] = (0,),
         place: Place | None = None,
         **options: Any,
     ) -> None:
         place = place or Place()
-        shape = (blocks, HEADS, block_tokens, 2 * dim)
+        shape = (blocks, block_tokens, dim) if latent else (blocks, HEADS, block_tokens, 2 * dim)
         arrays = [np.zeros(shape, np.float32) for _ in range(layers)]
         groups = [
             LayerGroup(
                 tuple(f"model.layers.{9 + it}.attn" for it in reversed(range(*ends))),
                 block_tokens,
-                "vec",
+                "" if latent else "vec",
                 window,
             )
             for number, window in enumerate(windows)
@@ -75,7 +77,7 @@ class VllmWorker:
         }
         model = Model(
             name="tiny",
-            num_heads=HEADS,
+            num_heads=1 if latent else HEADS,
             place=place,
             worker=place.stage,
             num_blocks=blocks,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 
 from kvnative._backend import NativeError
-from kvnative._ucx import ucx_backend, ucx_leased
+from kvnative._ucx_backend import ucx_backend, ucx_leased
 from kvplan.execution.task import native_errors
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.link import (
