@@ -109,7 +109,7 @@ def test_an_engine_may_be_told_to_warn_instead(
 
 
 def test_the_option_takes_two_words(make_engine: MakeEngine) -> None:
-    with refused(INVALID, r"kvplan.unlike_caches.*'allow' must be \"refuse\" or \"warn\""):
+    with refused(INVALID, r"kvplan.unlike_caches.*'allow' must be one of refuse, warn"):
         make_engine(3, **{"kvplan.unlike_caches": "allow"})
 
 
