@@ -7,7 +7,7 @@ from libc.stdlib cimport calloc, free
 from kvnative._crossing cimport kvn_failure, raise_failure
 from kvnative._host cimport unsigned
 from kvnative._native cimport KVN_CANCELLED, KVN_OK
-from kvnative._task cimport deadline_of
+from kvnative._report cimport deadline_of
 
 import atexit
 import os

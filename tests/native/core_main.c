@@ -12,7 +12,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/clock.h"
 #include "core/intervals.h"
 #include "core/layered.h"
 #include "core/library.h"
