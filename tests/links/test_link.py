@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import queue
+import re
 import socket
 import threading
 import time
@@ -192,7 +193,8 @@ def test_a_listener_that_says_nothing(end: End) -> None:
         cluster = ClusterInfo(2, f"127.0.0.1:{silent.getsockname()[1]}")
         (result,) = end.links.link([cluster], 200)
     assert result.status is LLMStatusCode.LLM_LINK_FAILED
-    assert "200 ms" in str(result.error)
+    (waited,) = re.findall(r"no answer within (\d+) ms", str(result.error))
+    assert int(waited) <= 200  # what connecting has left of it
 
 
 def test_another_cluster_listens_there(make_end: MakeEnd, end: End) -> None:
