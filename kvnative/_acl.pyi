@@ -1,15 +1,11 @@
 from typing import Final, Never, final
 
-from kvnative._device import (
-    Device,
-    DeviceBuffer,
-    DeviceError,
-    DeviceLibrary,
-    HostBuffer,
-    Pinned,
-)
+from kvnative._device import DeviceError, DeviceLibrary
 
-__all__ = ["AclError", "AclLibrary", "Device", "DeviceBuffer", "HostBuffer", "Pinned"]
+__all__ = [
+    "AclError",
+    "AclLibrary",
+]
 
 class AclError(DeviceError): ...
 

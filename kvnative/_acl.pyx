@@ -10,11 +10,10 @@ import os
 import threading
 
 from kvnative._backend import NativeError
-from kvnative._device import Device, DeviceBuffer, DeviceError, HostBuffer, Pinned
+from kvnative._device import DeviceError
 from kvnative.ascend_files import candidates, toolkit_version
 
-# Modules outside of kvnative import all names of Ascend devices from here.
-__all__ = ["AclError", "AclLibrary", "Device", "DeviceBuffer", "HostBuffer", "Pinned"]
+__all__ = ["AclError", "AclLibrary"]
 
 NAMES = ("libacl_rt.so", "libascendcl.so")  # since CANN 8.5; before, and kept for old links
 

@@ -34,7 +34,7 @@ cdef extern from "cuda/library.h" nogil:
     )
 
 
-cdef extern from "cuda/ops.h" nogil:
+cdef extern from "cuda/device.h" nogil:
     const kvn_device_ops kvn_cuda_ops
 
 

@@ -3,23 +3,12 @@ from typing import Final, Literal, NamedTuple, Never, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvnative._device import (
-    Device,
-    DeviceBuffer,
-    DeviceError,
-    DeviceLibrary,
-    HostBuffer,
-    Pinned,
-)
+from kvnative._device import Device, DeviceError, DeviceLibrary
 
 __all__ = [
     "CopyTuning",
     "CudaError",
     "CudaLibrary",
-    "Device",
-    "DeviceBuffer",
-    "HostBuffer",
-    "Pinned",
     "Watch",
     "builtin_copy_tuning",
     "copy_tuning",

@@ -13,12 +13,10 @@ import threading
 from typing import NamedTuple
 
 from kvnative._backend import NativeError
-from kvnative._device import Device, DeviceBuffer, DeviceError, HostBuffer, Pinned
+from kvnative._device import DeviceError
 
-# Modules outside of kvnative import all names of CUDA devices from here.
-__all__ = ["CopyTuning", "CudaError", "CudaLibrary", "Device", "DeviceBuffer", "HostBuffer",
-           "Pinned", "Watch", "builtin_copy_tuning", "copy_tuning", "copy_way", "far_copy_tuning",
-           "tune_copies", "watch"]
+__all__ = ["CopyTuning", "CudaError", "CudaLibrary", "Watch", "builtin_copy_tuning", "copy_tuning",
+           "copy_way", "far_copy_tuning", "tune_copies", "watch"]
 
 NAME = "libcuda.so.1"
 CONTEXTS = ("primary", "own")

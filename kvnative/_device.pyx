@@ -551,6 +551,7 @@ cdef class Pinned:
     cdef readonly uint64_t address
     cdef readonly uint64_t nbytes
     cdef bint held
+    cdef object __weakref__
 
     def __init__(self, *args, **kwargs):
         raise TypeError("Pinned memory comes from Device.pin()")

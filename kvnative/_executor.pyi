@@ -33,7 +33,8 @@ from kvnative._layered import (
     LayeredTask,
 )
 from kvnative._lower import Descriptors
-from kvnative._task import CompletionQueue, Gate, Report, Revocable, Task, revoke
+from kvnative._report import Report
+from kvnative._task import CompletionQueue, Gate, Revocable, Task, revoke
 
 __all__ = [
     "KVN_CANCELLED",

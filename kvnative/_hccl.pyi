@@ -3,24 +3,11 @@ from typing import Final, Literal, final
 
 from kvnative._backend import Backend
 from kvnative._device import Device
-from kvnative._hccl_memory import (
-    MAX_GUARDS,
-    Guards,
-    HcclError,
-    HcclLibrary,
-    Region,
-    Staging,
-)
+from kvnative._hccl_memory import Guards, HcclLibrary, Region, Staging
 
 __all__ = [
-    "MAX_GUARDS",
     "NUM_TICKETS",
     "Communicator",
-    "Guards",
-    "HcclError",
-    "HcclLibrary",
-    "Region",
-    "Staging",
     "Tickets",
 ]
 

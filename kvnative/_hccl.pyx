@@ -24,11 +24,7 @@ from kvnative._native cimport KVN_OK, KVN_PENDING
 import math
 import threading
 
-from kvnative import _hccl_memory
-
-# Modules outside of kvnative import all names of HCCL from here.
-__all__ = [*_hccl_memory.__all__, "NUM_TICKETS", "Communicator", "Tickets"]
-globals().update({name: getattr(_hccl_memory, name) for name in _hccl_memory.__all__})
+__all__ = ["NUM_TICKETS", "Communicator", "Tickets"]
 
 NUM_TICKETS = KVN_HCCL_TICKETS
 

@@ -8,7 +8,8 @@ from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
 from kvnative._lower_c cimport kvn_columns, kvn_gate
 from kvnative._native cimport *
-from kvnative._task cimport AnyTask, Gate, Report, report_of, report_with
+from kvnative._report cimport Report, report_of, report_with
+from kvnative._task cimport AnyTask, Gate
 
 __all__ = ["LAYER_DONE", "LAYER_FAILED", "LAYER_MOVING", "LAYER_WAITING", "LayeredTask"]
 

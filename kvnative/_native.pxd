@@ -139,5 +139,5 @@ cdef extern from "core/layered.h" nogil:
     uint32_t kvn_layered_spans(const kvn_layered *layered, uint64_t layer, kvn_span *spans)
     void kvn_layered_release(kvn_layered *layered)
 
-cdef extern from "core/clock.h" nogil:
+cdef extern from "core/thread.h" nogil:
     int64_t kvn_now_ns()

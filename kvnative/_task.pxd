@@ -4,26 +4,8 @@ from libc.stdint cimport int64_t, uint64_t
 from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
 from kvnative._lower_c cimport kvn_columns, kvn_gate
-from kvnative._native cimport kvn_completions, kvn_ending, kvn_report, kvn_task
-
-# The CLOCK_MONOTONIC time, in ns, that is `timeout_ms` from now.
-cdef int64_t deadline_of(object timeout_ms) except -1
-
-
-cdef class Report:
-    cdef readonly int status
-    cdef readonly int code
-    cdef readonly object failed
-    cdef readonly unsigned long long bytes_done
-    cdef readonly unsigned long long descriptors_done
-    cdef readonly tuple unconfirmed
-    cdef readonly str message
-
-
-# `native` of `count` descriptors.
-cdef Report report_of(const kvn_report *native, uint64_t count)
-# The same where the spans are kept elsewhere.
-cdef Report report_with(const kvn_report *native, uint64_t count, tuple unconfirmed)
+from kvnative._native cimport kvn_completions, kvn_ending, kvn_task
+from kvnative._report cimport Report
 
 
 # An event that transfers wait for, such as work on a device. Subclasses set `gate`.

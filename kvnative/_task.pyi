@@ -1,19 +1,10 @@
-from typing import Any, Final, Never, final
+from typing import Any, Never, final
 
 from typing_extensions import disjoint_base
 
-__all__ = ["CompletionQueue", "Gate", "Report", "Revocable", "Task", "revoke"]
+from kvnative._report import Report
 
-@final
-class Report:
-    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
-    status: Final[int]
-    code: Final[int]
-    failed: Final[int | None]
-    bytes_done: Final[int]
-    descriptors_done: Final[int]
-    unconfirmed: Final[tuple[tuple[int, int], ...]]
-    message: Final[str]
+__all__ = ["CompletionQueue", "Gate", "Revocable", "Task", "revoke"]
 
 @disjoint_base
 class Gate:

@@ -1,10 +1,7 @@
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Final, Literal, Never, final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvnative._backend import Backend, CallError
+from kvnative._backend import CallError
 
 __all__ = [
     "UcxEndpoint",
@@ -12,12 +9,9 @@ __all__ = [
     "UcxLibrary",
     "UcxRegion",
     "UcxWorker",
-    "ucx_backend",
-    "ucx_leased",
 ]
 
 _Kind = Literal["host", "cuda"]
-_Column = NDArray[np.uint64]
 
 class UcxError(CallError): ...
 
@@ -84,17 +78,3 @@ class UcxRegion:
     @property
     def released(self) -> bool: ...
     def release(self) -> None: ...
-
-def ucx_backend(
-    endpoint: UcxEndpoint,
-    direction: Literal["get", "put"],
-    *,
-    addresses: _Column,
-    nbytes: _Column,
-    slots: _Column,
-    generations: _Column,
-    keys: _Column,
-    rkeys: Sequence[bytes],
-    local: _Kind = "host",
-) -> Backend: ...
-def ucx_leased(backend: Backend, leases: Iterable[tuple[int, int, str]]) -> Backend: ...

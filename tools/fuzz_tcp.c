@@ -17,8 +17,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "core/clock.h"
 #include "core/report.h"
+#include "core/thread.h"
 #include "tcp/client.h"
 #include "tcp/server.h"
 

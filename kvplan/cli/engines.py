@@ -10,6 +10,7 @@ import click
 from kvplan.cli.common import ExitCode, console, json_option, write_json
 from kvplan.cli.probe import Found, Probe, Report
 from kvplan.engine.options import Options
+from kvplan.links.values import LinkStatus
 from kvplan.planning.texts import nbytes_text, plural
 from kvplan.validation import printable
 
@@ -70,7 +71,7 @@ def ping(
 ) -> ExitCode:
     """Link with the engine that listens at ADDRESS ("ip:port"), measure, and unlink.
 
-    Prints the time of linking, the chosen transport and the reason against each one before it,
+    Prints the time of linking, the chosen transport and the reason against each preferred one,
     the round trip of a control message, the caches of the peer, and the times of a small and a
     large pull from the first readable cache. The peer has one more link in the meantime; nothing
     is written to it, and no key of a request is consumed. Exits with 2 if linking or a pull fails.
@@ -119,12 +120,18 @@ def _document(report: Report) -> dict[str, object]:
         "role": None if status.role is None else status.role.name,
         "transport": status.transport,
         "way": status.way,
-        "passed": [passed._asdict() for passed in report.passed],
+        "passed": [{"transport": name, "why_not": why_not} for name, why_not in _passed(status)],
         "link_ms": 1e3 * report.link_s,
         "unlink_ms": 1e3 * report.unlink_s,
         "round_trip": _times(report.round_trips),
         "caches": [*map(_cache_document, report.caches)],
     }
+
+
+def _passed(status: LinkStatus) -> list[tuple[str, str]]:
+    """Return the transports that would be preferred, each with the reason against it."""
+    pairs = (text.partition(": ") for text in status.passed_over)
+    return [(name, why_not) for name, _, why_not in pairs]
 
 
 def _times(seconds: list[float]) -> dict[str, object]:
@@ -138,8 +145,8 @@ def _write(report: Report) -> None:
     out.print(f"cluster {status.cluster_id} at {status.address}{role}", style="bold")
     out.print(f"  linked        {_ms(report.link_s)}")
     out.print(f"  transport     {status.transport}: {printable(status.way)}", style="green")
-    for passed in report.passed:
-        out.print(f"  not {passed.transport:<9} {printable(passed.why_not)}", style="yellow")
+    for name, why_not in _passed(status):
+        out.print(f"  not {name:<9} {printable(why_not)}", style="yellow")
     out.print(f"  round trip    {_spread(report.round_trips)}")
     for found in report.caches[:_LISTED]:
         out.print(f"  cache {found.cache.cache_id:<7} {found.text}")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, NamedTuple
@@ -17,7 +16,6 @@ from kvplan.links.values import ClusterInfo, LinkStatus, cluster_here
 from kvplan.planning.texts import nbytes_text, plural
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import LLMException
-from kvplan.transport.choice import TRANSPORTS
 from kvplan.types import (
     Cache,
     CacheDesc,
@@ -36,13 +34,6 @@ _ONE_LAYER: Final = (
     KvCacheExtParam(_FIRST, _FIRST, tensor_num_per_layer=1),
 )
 _ALL_LAYERS: Final = (KvCacheExtParam(), KvCacheExtParam(tensor_num_per_layer=1))
-
-
-class Passed(NamedTuple):
-    """A transport that comes before the chosen one, and the reason why it was not chosen."""
-
-    transport: str
-    why_not: str
 
 
 class Pull(NamedTuple):
@@ -72,7 +63,6 @@ class Report(NamedTuple):
     unlink_s: float
     status: LinkStatus  # of the link, after the pulls
     round_trips: list[float]  # seconds of each control message and its reply
-    passed: list[Passed]  # the transports that come before the chosen one
     caches: list[Found]  # all caches of the peer
 
 
@@ -81,7 +71,7 @@ class Probe:
     """A probe of the engine that listens at an address."""
 
     address: str  # of the peer
-    options: Options  # of the engines that link with it
+    options: Options  # of the engine that links with it
     timeout_ms: int  # of each step
     count: int  # of measurements of each kind
     # Of this side, in the upper half of the range: programs that count from 0 do not reach it.
@@ -89,7 +79,8 @@ class Probe:
 
     def run(self, peer: int | None) -> Report:
         """Link with cluster `peer` (None: the one that listens there), measure, and unlink."""
-        with self._engine(self.options) as engine:
+        with LlmDataDist(self.cluster_id, LlmRole.DECODER) as engine:
+            engine.initialize(self.options)
             if peer is None:
                 peer = self._ask(engine)
             link_s = _timed(lambda: self._link(engine, peer))
@@ -100,15 +91,7 @@ class Probe:
             unlink_s = _timed(
                 lambda: engine.unlink_clusters([peer], self.timeout_ms).raise_for_status()
             )
-        return Report(
-            link_s, unlink_s, status, round_trips, [*self._passed(peer, status.transport)], caches
-        )
-
-    def _engine(self, options: Options) -> LlmDataDist:
-        """Return an engine, whose `with` block ends it and its link."""
-        engine = LlmDataDist(self.cluster_id, LlmRole.DECODER)
-        engine.initialize(options)
-        return engine
+        return Report(link_s, unlink_s, status, round_trips, caches)
 
     def _link(self, engine: LlmDataDist, peer: int) -> None:
         engine.link_clusters([ClusterInfo(peer, self.address)], self.timeout_ms).raise_for_status()
@@ -164,29 +147,6 @@ class Probe:
             reading.pull("small", 1, (*_ONE_LAYER, *_ALL_LAYERS), self.count),
             reading.pull("large", count, _ALL_LAYERS, self.count),
         ]
-
-    def _passed(self, peer: int, chosen: str) -> Iterator[Passed]:
-        """Yield the transports before the chosen one, each with the reason of its failure."""
-        if self.options.transport != "auto":
-            return
-        for name in TRANSPORTS:
-            if name == chosen:
-                return
-            yield Passed(name, self._why_not(peer, name))
-
-    def _why_not(self, peer: int, transport: str) -> str:
-        try:
-            with self._engine(replace(self.options, transport=transport)) as engine:
-                self._link(engine, peer)
-                engine.unlink_clusters([peer], self.timeout_ms).raise_for_status()
-        except LLMException as error:
-            names = "|".join(TRANSPORTS)
-            text = str(error.args[0])
-            reason = re.search(
-                rf"(?:^|[:;] ){transport}: (.*?)(?=; (?:{names}): |$)", text, re.DOTALL
-            )
-            return reason[1] if reason else text
-        return "it works now; it may have failed when the link was made"
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class Coordinates:
 
 
 def _is_whole(side: Side, axis: str) -> bool:
-    """Whether the steps along an axis are whole bytes."""
+    """Return True if the steps along an axis are whole bytes."""
     assert side.layout is not None
     assert side.data_type is not None
     elements = math.prod(side.shape[side.layout.axes.index(axis) + 1 :])

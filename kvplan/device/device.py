@@ -82,7 +82,7 @@ class Device:
 
     def __init__(self, device_id: int, library: AclLibrary | CudaLibrary) -> None:
         self._key = os.getpid(), library, device_id
-        self._pinned: WeakSet[PinnedMemory] = WeakSet()
+        self._pinned: WeakSet[Pinned] = WeakSet()
         self._closed = True  # until the device is open
         self.id = device_id
         try:
@@ -139,7 +139,7 @@ class Device:
         except ValueError as error:
             raise invalid(str(error)) from error
 
-    def pin(self, address: int, nbytes: int, keep: object = None) -> PinnedMemory:
+    def pin(self, address: int, nbytes: int, keep: object = None) -> Pinned:
         """Let the device reach host memory by itself, until the result is dropped, or `close`.
 
         No byte of the memory may be pinned already. `keep` is held until the memory is unpinned.
@@ -150,7 +150,7 @@ class Device:
         """
         try:
             with native_errors(f"{nbytes} bytes of host memory at {address:#x} to be pinned"):
-                pinned = PinnedMemory(address, nbytes, self.native.pin(address, nbytes), keep)
+                pinned = self.native.pin(address, nbytes, keep)
         except ValueError as error:
             raise invalid(str(error)) from error
         self._pinned.add(pinned)
@@ -306,31 +306,6 @@ class Device:
         except NativeError:  # the original error matters more
             return f"device {self.id}"
         return f"device {self.id}, which has {free} of {total} bytes free"
-
-
-class PinnedMemory:
-    """Host memory that a device reaches by itself, unpinned before `keep` is dropped.
-
-    Attributes:
-        address: The first byte.
-        nbytes: The size in bytes.
-        keep: An object that is held until the memory is unpinned.
-    """
-
-    __slots__ = ("__weakref__", "_pinned", "address", "keep", "nbytes")
-
-    def __init__(self, address: int, nbytes: int, pinned: Pinned, keep: object) -> None:
-        self.address: int = address
-        self.nbytes: int = nbytes
-        self.keep: object = keep
-        self._pinned = pinned
-
-    def close(self) -> None:
-        """Unpin the memory. Idempotent."""
-        self._pinned.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def find_library(what: str, override: str, load: Callable[[str | None], _L]) -> _L:

@@ -22,9 +22,9 @@ from kvplan.validation import check_type
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvnative._device import HostBuffer
+    from kvnative._device import HostBuffer, Pinned
     from kvnative._host import Arena
-    from kvplan.device.device import Device, PinnedMemory
+    from kvplan.device.device import Device
     from kvplan.transport.protocol import Registrable
     from kvplan.transport.transport import Transport
 
@@ -89,7 +89,7 @@ class Span:
         nbytes: int,
         returned: deque[tuple[int, int]] | None,
         device: Device | None = None,
-        pinned: PinnedMemory | None = None,
+        pinned: Pinned | None = None,
     ) -> None:
         self.allocation = allocation
         self.address = allocation.address + offset
@@ -130,7 +130,7 @@ class Pool:
         allocation: Allocation,
         page_shift: int = DEFAULT_PAGE_SHIFT,
         device: Device | None = None,
-        pinned: PinnedMemory | None = None,
+        pinned: Pinned | None = None,
     ) -> None:
         self._allocation = allocation
         self._device = device
@@ -254,7 +254,7 @@ class Pools:
 
     def _allocate(
         self, placement: Placement, nbytes: int
-    ) -> tuple[Allocation, Device | None, PinnedMemory | None]:
+    ) -> tuple[Allocation, Device | None, Pinned | None]:
         """Return new memory, its device if it has one, and its pin if it is pinned."""
         device = self._device
         if device is not None and placement is Placement.DEVICE:

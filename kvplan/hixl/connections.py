@@ -321,10 +321,11 @@ class AsyncConnector:
                 )
             queue = self._queues.get(remote_engine)
             if queue is None:
-                queue = self._queues[remote_engine] = deque()
-                self._ready.append(remote_engine)
+                # First: a queue without a thread would keep later tasks waiting for ever.
                 if len(self._threads) < self._max_threads:
                     self._threads.add(start_thread(self._name, self._work))
+                queue = self._queues[remote_engine] = deque()
+                self._ready.append(remote_engine)
             task = _Task(_CONNECT_STATES if connects else _DISCONNECT_STATES, run)
             queue.append(task)
             self._waiting += 1

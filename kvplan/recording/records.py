@@ -74,7 +74,7 @@ class TransferRecord:
 
     @property
     def failed(self) -> bool:
-        """Whether the transfer failed; a cancelled one did not."""
+        """True if the transfer failed; a cancelled one did not."""
         return self.status.is_failure
 
     @property
@@ -105,7 +105,7 @@ class TransferRecord:
         return sum(len(part.dst) // 8 for part in self.parts)
 
     def may_write(self, cache: int, row: int) -> bool:
-        """Whether the transfer may have written this row of this cache, judged without its plan.
+        """Return True if the transfer may have written this row of this cache; needs no plan.
 
         Args:
             cache: id of the cache in the engine of the destination.
@@ -186,7 +186,7 @@ class Event:
 
     @property
     def failed(self) -> bool:
-        """Whether the operation failed; a cancelled one did not."""
+        """True if the operation failed; a cancelled one did not."""
         return self.status.is_failure
 
 

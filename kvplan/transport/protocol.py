@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-    from kvnative._acl import DeviceBuffer
+    from kvnative._device import DeviceBuffer
 
     # NumPy's arrays have a typed buffer only from Python 3.12 on.
     HostRange = Buffer | NDArray[Any] | tuple[int, int]

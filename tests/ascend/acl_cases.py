@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvnative._acl import Device
+from kvnative._device import Device
 from kvnative._lower import Descriptors
 from tests.ascend.simulator import VARIANT, Controls
 from tests.native.scatter import UNTOUCHED, Scattered, scatter

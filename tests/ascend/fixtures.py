@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvnative._acl import AclLibrary, Device
+from kvnative._acl import AclLibrary
+from kvnative._device import Device
 from tests.ascend.simulator import Controls, Log, controls, found
 
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from kvnative._acl import AclLibrary
 from kvnative._executor import Executor, Report, Task
-from kvnative._hccl import Communicator, Guards, HcclLibrary, Region, Staging, Tickets
+from kvnative._hccl import Communicator, Tickets
+from kvnative._hccl_memory import Guards, HcclLibrary, Region, Staging
 from kvnative._lower import Descriptors
 from tests.ascend.simulator import HOME, Controls
 from tests.support.peer import described

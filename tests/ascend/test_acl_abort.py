@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvnative._acl import Device
+from kvnative._device import Device
 from kvnative._executor import (
     KVN_CANCELLED,
     KVN_FAILED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvnative._acl import Device
+from kvnative._device import Device
 from kvnative._executor import (
     KVN_DEVICE_MEMORY,
     KVN_FAILED,

@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvnative._acl import AclError, AclLibrary, Device, DeviceBuffer, Pinned
+from kvnative._acl import AclError, AclLibrary
 from kvnative._backend import (
     KVN_INVALID,
     KVN_NO_DEVICE_MEMORY,
     NativeError,
 )
+from kvnative._device import Device, DeviceBuffer, Pinned
 from tests.ascend.acl_cases import VARIANT
 from tests.ascend.simulator import Controls, Log, found
 

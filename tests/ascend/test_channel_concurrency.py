@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvnative._acl import AclLibrary, Device
+from kvnative._acl import AclLibrary
+from kvnative._device import Device
 from kvnative._executor import KVN_CANCELLED, KVN_FAILED, KVN_OK, KVN_TIMEOUT, Executor
 from tests.ascend.acl_cases import (
     DIRECTIONS,

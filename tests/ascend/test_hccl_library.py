@@ -21,7 +21,7 @@ from tests.support.peer import ROOT
 PROGRAM = """
 import json, sys
 from kvnative._acl import AclLibrary
-from kvnative._hccl import HcclError, HcclLibrary
+from kvnative._hccl_memory import HcclError, HcclLibrary
 acl = AclLibrary.load(sys.argv[1])
 try:
     hccl = HcclLibrary.load(acl, *sys.argv[2:])
@@ -102,7 +102,8 @@ FORK = """
 import os, sys
 from kvnative._acl import AclLibrary
 from kvnative._backend import NativeError
-from kvnative._hccl import Communicator, HcclLibrary, Region
+from kvnative._hccl import Communicator
+from kvnative._hccl_memory import HcclLibrary, Region
 acl = AclLibrary.load(sys.argv[1])
 hccl = HcclLibrary.load(acl)
 device = acl.device(0)

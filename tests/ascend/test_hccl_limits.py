@@ -10,7 +10,7 @@ import pytest
 
 from kvnative._acl import AclLibrary
 from kvnative._backend import KVN_OK
-from kvnative._hccl import HcclLibrary
+from kvnative._hccl_memory import HcclLibrary
 from kvplan import LLMStatusCode
 from tests.ascend.hccl_end import NORESERVE
 from tests.ascend.hccl_ends import A2, Ends, two_ends

@@ -16,7 +16,7 @@ import pytest
 from kvplan.cli import COMMANDS, main
 from kvplan.cli.common import ExitCode
 from tests.cli.peer import Peer
-from tests.cli.running import ROOT
+from tests.support.zygote import ROOT
 
 DOCUMENT = (ROOT / "docs/reference/command.md").read_text()
 BLOCK = re.compile(

@@ -17,7 +17,8 @@ import pytest
 
 from kvplan.control.auth import ClusterKey
 from tests.cli.peer import Peer
-from tests.cli.running import ROOT, command, refused
+from tests.cli.running import command, refused
+from tests.support.zygote import ROOT
 
 SLOTS = """
     desc = CacheDesc(4, (3, 1024, 64), DataType.DT_BF16, Placement.HOST)

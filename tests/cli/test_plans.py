@@ -15,8 +15,9 @@ import pytest
 import kvplan
 from kvplan import Plan, Rows, Transfer
 from kvplan.cli import main
-from tests.cli.running import HEADS_FIRST, ROOT, TOKENS_FIRST, command, push, refused
+from tests.cli.running import HEADS_FIRST, TOKENS_FIRST, command, push, refused
 from tests.support.plans import joined
+from tests.support.zygote import ROOT
 
 PLAN = push([7, 8, 2])
 

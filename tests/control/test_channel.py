@@ -20,6 +20,7 @@ from kvplan.control.channel import (
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import (
     MAX_NBYTES,
+    MAX_TEXT,
     PROTOCOL_VERSION,
     Body,
     Failed,
@@ -323,3 +324,46 @@ def test_a_few_undecodable_frames_are_dropped_and_more_end_the_channel(
     assert conversation.far_loop.refusals.count == MAX_UNDECODABLE
     conversation.loop.run(send_noise(1))
     assert conversation.near.next() == ("lost", "too many frames that are not messages")
+
+
+def test_a_long_reason_of_the_end_is_cut(conversation: Conversation) -> None:
+    """A message that is too long would arrive as no message: the peer would see no orderly end."""
+    conversation.far_channel()
+    call(conversation.loop, conversation.channel.close, "x" * (2 * MAX_TEXT))
+    assert conversation.far.next() == ("lost", "x" * MAX_TEXT)
+
+
+def test_a_notice_that_came_before_the_end_is_not_handled_after_it(
+    conversation: Conversation,
+) -> None:
+    def receive_and_close() -> None:
+        for _ in range(3):
+            conversation.channel._receive(encode(Sync()))
+        conversation.channel.close("enough")
+
+    call(conversation.loop, receive_and_close)
+    call(conversation.loop, lambda: None)  # all that was put off is done
+    assert conversation.near.heard.empty()
+
+
+def test_each_ping_waits_for_a_message_of_its_own(conversation: Conversation) -> None:
+    conversation.far_channel()
+    go_on = threading.Event()
+
+    async def ping() -> str:
+        try:
+            await asyncio.wait_for(conversation.channel.ping(), 0.2)
+        except TimeoutError:
+            return "silent"
+        return "heard"
+
+    async def ping_for_long() -> None:
+        await asyncio.wait_for(conversation.channel.ping(), DEADLINE_S)
+
+    conversation.loop.run(ping_for_long())
+    conversation.far_loop.call_soon(go_on.wait)
+    try:
+        assert [conversation.loop.run(ping()) for _ in range(2)] == ["silent"] * 2
+    finally:
+        go_on.set()
+    conversation.loop.run(ping_for_long())

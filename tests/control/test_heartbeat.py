@@ -95,3 +95,15 @@ def test_keeping_alive_again_replaces_the_times(conversation: Conversation) -> N
     call(conversation.loop, conversation.channel.keep_alive, 1.0, 5.0)
     call(conversation.loop, time.sleep, 0.02)
     assert conversation.request(Sync())
+
+
+def test_of_several_heartbeats_one_beats(loop: ControlLoop, far_loop: ControlLoop) -> None:
+    """And none once the conversation has ended."""
+    conversation = Conversation(loop, far_loop, None)
+    made = []
+    for _ in range(3):
+        call(loop, conversation.channel.keep_alive, 60.0, 120.0)
+        made.append(conversation.channel._heartbeat)
+    assert [it._timer.cancelled() for it in made] == [True, True, False]
+    call(loop, conversation.channel.close)
+    assert made[-1]._timer.cancelled()

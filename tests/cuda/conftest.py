@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvnative._cuda import CudaLibrary, Device
+from kvnative._cuda import CudaLibrary
+from kvnative._device import Device
 from tests.ascend.fixtures import sim_folder, sim_log
 from tests.cuda_sim.simulator import CudaControls, cuda_simulator
 from tests.datadist.conftest import idle, make_engine, make_peer, pair, peer, user

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from kvnative._backend import KVN_OK, KVN_UNMAPPED
-from kvnative._cuda import CudaError, CudaLibrary, Device
+from kvnative._cuda import CudaError, CudaLibrary
+from kvnative._device import Device
 from kvnative._executor import Executor, Report
 from kvnative._lower import Descriptors
 from tests.ascend.acl_cases import DIRECTIONS, Case, between

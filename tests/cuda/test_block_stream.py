@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvnative._cuda import CudaError, CudaLibrary, Device
+from kvnative._cuda import CudaError, CudaLibrary
+from kvnative._device import Device
 from kvnative._executor import (
     KVN_CANCELLED,
     KVN_FAILED,

@@ -10,8 +10,9 @@ import gc
 import numpy as np
 import pytest
 
-from kvnative._cuda import CudaLibrary, Device
+from kvnative._cuda import CudaLibrary
 from kvnative._cuda_share import export, import_descriptor
+from kvnative._device import Device
 from kvnative._executor import (
     KVN_CANCELLED,
     KVN_OK,

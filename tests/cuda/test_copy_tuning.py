@@ -17,7 +17,7 @@ from kvnative._cuda import (
     far_copy_tuning,
     tune_copies,
 )
-from kvnative._cuda import Device as NativeDevice
+from kvnative._device import Device as NativeDevice
 from kvplan import LLMException
 from kvplan.cli.tune.cuda import SIZES, Way, calibrate, time_copies
 from kvplan.device import cuda_copies

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from kvnative._backend import KVN_NO_DEVICE_MEMORY, NativeError
-from kvnative._cuda import CudaError, CudaLibrary, Device
+from kvnative._cuda import CudaError, CudaLibrary
+from kvnative._device import Device
 from kvnative._executor import KVN_OK, Executor, Report
 from kvnative._lower import Descriptors
 from kvplan.device.cuda import CudaDevice

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvnative._cuda import CudaLibrary, Device
+from kvnative._cuda import CudaLibrary
+from kvnative._device import Device
 from kvnative._executor import (
     KVN_CANCELLED,
     KVN_OK,

@@ -85,9 +85,9 @@ def test_pushes_of_peers_count_from_those_that_went_to_this_engine(tmp_path):
             done = Done(plan, "push_blocks", f"to {peer}", started=1e9, link=Link(peer))
             it.transfer(done, LLMStatusCode.LLM_SUCCESS, 1e-3, plan.nbytes, "")
     own, others = read(tmp_path / "own"), [read(tmp_path / "peer")]
-    assert [it.transfer.tag for it in own.who_wrote(1, 4, others)] == ["a pull", "to 3", "to 3"]
-    assert [it.transfer.tag for it in own.who_wrote(1, 4)] == ["a pull"]
-    assert [it.transfer.tag for it in own.who_wrote(2, 4, others)] == []
+    assert [it.transfer.tag for it in who_wrote(own, 1, 4, others)] == ["a pull", "to 3", "to 3"]
+    assert [it.transfer.tag for it in who_wrote(own, 1, 4)] == ["a pull"]
+    assert [it.transfer.tag for it in who_wrote(own, 2, 4, others)] == []
 
 
 @given(test_unlike.transfers())

@@ -9,7 +9,7 @@ from ctypes import c_uint8
 import numpy as np
 import pytest
 
-from kvnative._acl import Device, DeviceBuffer
+from kvnative._device import Device, DeviceBuffer
 from kvnative._executor import KVN_CANCELLED, KVN_FAILED, KVN_OK, Executor, Report
 from kvnative._lower import Descriptors
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend

@@ -17,7 +17,8 @@ from kvnative._executor import (
     KVN_UNMAPPED,
     Executor,
 )
-from kvnative._ucx import UcxEndpoint, UcxWorker, ucx_leased
+from kvnative._ucx import UcxEndpoint, UcxWorker
+from kvnative._ucx_backend import ucx_leased
 from tests.ucx.peer import NBYTES, TIMEOUT_MS, Bytes, Range, UcxPeer, blocks, both
 
 DIRECTIONS = ["get", "put"]

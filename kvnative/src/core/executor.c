@@ -4,9 +4,9 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "core/clock.h"
 #include "core/columns.h"
 #include "core/report.h"
+#include "core/thread.h"
 
 static const kvn_backend_vtable *calls(const kvn_task *task) { return task->backend->vtable; }
 

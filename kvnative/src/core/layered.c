@@ -5,9 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/clock.h"
 #include "core/columns.h"
 #include "core/report.h"
+#include "core/thread.h"
 
 /* How many of the layers in flight an open looks at: enough to notice a failure and to keep layers of
  * several batches going, without making an open dearer the more is in flight. */

@@ -7,6 +7,10 @@
 #include "cuda/library.h"
 #include "device/device.h"
 
+/* The calls that device/ works with. The `runtime` of such a device is a kvn_cuda_library, which says whose context
+ * it works in. */
+extern const kvn_device_ops kvn_cuda_ops;
+
 /* Device memory as `allocate` made it: whole granules, mapped at one address. */
 typedef struct kvn_cuda_allocated {
     CUdeviceptr address;

@@ -1,4 +1,4 @@
-/* Launches the copy kernel, keeps what launches read, and stops launches that have not begun. */
+/* Launches the copy kernel, and stops launches that have not begun. */
 #include "cuda/launch.h"
 
 #include <errno.h>
@@ -7,33 +7,15 @@
 
 #include "cuda/kernel.h"
 
-/* A page of control words at a time. */
-#define CONTROLS (4096 / sizeof(kvn_copy_control))
 #define MAX_PIECES (1u << 30)
 
 _Static_assert(sizeof(kvn_copy_few) <= 4096, "parameters of a launch are 4 KiB at most");
-_Static_assert(sizeof(kvn_copy_control) == 64, "a cache line for each launch");
-
-/* Columns of a launch that do not fit in its parameters: filled on the host, and copied to the device in front
- * of the launch. One copy of up to 229 KB takes less than 10 us by DMA; read by the kernel from the host, each
- * piece would wait for PCIe, and a binary search for each of its steps. */
-typedef struct columns {
-    char *host;
-    CUdeviceptr device;
-} columns;
-
-/* What one launch reads. */
-typedef struct launch {
-    struct launch *next;
-    kvn_copy_control *control;
-    columns columns; /* .host NULL: it has none yet */
-} launch;
 
 /* A stream that has work, as far as is known. */
 typedef struct busy {
     struct busy *next;
     kvn_stream stream; /* NULL: of none, and may be taken for another */
-    launch *launches;
+    kvn_cuda_launch_memory *launches;
     bool has_others; /* work that cannot be stopped */
     bool was_told;   /* to stop: nothing is launched on it until it is idle */
     bool is_void;    /* none of its launches had begun when it was told: they will touch nothing */
@@ -44,10 +26,8 @@ typedef struct kvn_cuda_launcher {
     const kvn_device *device;
     pthread_mutex_t mutex; /* guards what follows: held while a launch is given to a stream and noted */
     kvn_cuda_kernel kernel;
-    launch *idle;
+    kvn_cuda_launches launches;
     busy *streams;
-    launch **pages; /* of control words: each the array of its launches */
-    size_t num_pages;
 } kvn_cuda_launcher;
 
 static kvn_cuda_launcher *launcher_of(const kvn_device *device) { return kvn_cuda_state(device)->launcher; }
@@ -63,60 +43,6 @@ int kvn_cuda_launcher_load(const kvn_device *device, kvn_failure *failure)
     status = kvn_cuda_kernel_load(&self->kernel, self->device, failure);
     pthread_mutex_unlock(&self->mutex);
     return status;
-}
-
-/* ---- what launches read; with the mutex ---- */
-
-/* Another page of control words, as launches that are idle. */
-static int add_page(kvn_cuda_launcher *self, kvn_failure *failure)
-{
-    launch **pages = realloc(self->pages, (self->num_pages + 1) * sizeof *pages);
-    launch *made = pages ? calloc(CONTROLS, sizeof *made) : NULL;
-    kvn_copy_control *controls;
-    void *page;
-
-    if (pages)
-        self->pages = pages;
-    if (!made)
-        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for launches");
-    if (CALL(self->device, failure, cuMemHostAlloc, &page, CONTROLS * sizeof *controls,
-             KVN_CUDA_HOST_PORTABLE | KVN_CUDA_HOST_MAPPED) != KVN_OK) {
-        free(made);
-        return failure->status;
-    }
-    controls = page;
-    self->pages[self->num_pages++] = made;
-    for (size_t i = 0; i < CONTROLS; i++) {
-        made[i] = (launch){.control = &controls[i], .next = self->idle};
-        self->idle = &made[i];
-    }
-    return KVN_OK;
-}
-
-static int add_columns(kvn_cuda_launcher *self, columns *out, kvn_failure *failure)
-{
-    const size_t nbytes = KVN_CUDA_LAUNCH_COUNT * (3 * sizeof(uint64_t) + sizeof(unsigned));
-    void *host;
-
-    if (CALL(self->device, failure, cuMemAlloc_v2, &out->device, nbytes) != KVN_OK)
-        return failure->status;
-    if (CALL(self->device, failure, cuMemHostAlloc, &host, nbytes, KVN_CUDA_HOST_PORTABLE) == KVN_OK) {
-        out->host = host;
-        return KVN_OK;
-    }
-    kvn_cuda_of(self->device)->cuMemFree_v2(out->device);
-    return failure->status;
-}
-
-/* Those of `launches` are idle again. */
-static void give_back(kvn_cuda_launcher *self, launch *launches)
-{
-    while (launches) {
-        launch *next = launches->next;
-        launches->next = self->idle;
-        self->idle = launches;
-        launches = next;
-    }
 }
 
 /* ---- streams; with the mutex ---- */
@@ -153,7 +79,7 @@ static void settle(kvn_cuda_launcher *self, busy *it)
 {
     busy *next = it->next;
 
-    give_back(self, it->launches);
+    kvn_cuda_launches_give(&self->launches, it->launches);
     *it = (busy){.next = next};
 }
 
@@ -168,27 +94,6 @@ static void collect(kvn_cuda_launcher *self)
         cuda->cuStreamDestroy_v2(it->stream);
         settle(self, it);
     }
-}
-
-/* Takes an idle launch, with columns if so it shall be, out of the list. */
-static launch *take(kvn_cuda_launcher *self, bool with_columns, kvn_failure *failure)
-{
-    launch **link, *it;
-
-    collect(self);
-    if (!self->idle && add_page(self, failure) != KVN_OK)
-        return NULL;
-    for (link = &self->idle; *link && with_columns != ((*link)->columns.host != NULL); link = &(*link)->next)
-        ;
-    if (!*link)
-        link = &self->idle;
-    it = *link;
-    if (with_columns && !it->columns.host && add_columns(self, &it->columns, failure) != KVN_OK)
-        return NULL;
-    *link = it->next;
-    it->next = NULL;
-    memset(it->control, 0, sizeof *it->control);
-    return it;
 }
 
 static int fail_told(kvn_failure *failure)
@@ -259,7 +164,7 @@ static int start_few(kvn_cuda_launcher *self, const kvn_copy_work *work, unsigne
     return start(self, self->kernel.few, work, blocks, stream, &few, failure);
 }
 
-static int start_many(kvn_cuda_launcher *self, const columns *columns, const kvn_copy_work *work, unsigned blocks,
+static int start_many(kvn_cuda_launcher *self, const kvn_cuda_columns *columns, const kvn_copy_work *work, unsigned blocks,
                       kvn_stream stream, const kvn_columns *batch, kvn_failure *failure)
 {
     const size_t column = work->count * sizeof(uint64_t);
@@ -290,14 +195,15 @@ static int launch_some(kvn_cuda_launcher *self, kvn_stream stream, unsigned bloc
 {
     const bool is_few = work->count <= KVN_COPY_FEW;
     busy *on = find_or_make(self, stream);
-    launch *it;
+    kvn_cuda_launch_memory *it;
     int status;
 
     if (!on)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a launch");
     if (on->was_told)
         return fail_told(failure);
-    it = take(self, !is_few, failure);
+    collect(self);
+    it = kvn_cuda_launches_take(&self->launches, self->device, !is_few, failure);
     if (!it)
         return failure->status;
     work->control = it->control;
@@ -369,14 +275,14 @@ static void fence_system(void)
 }
 
 /* Whether none of them touches memory, now or later. */
-static bool stop(const launch *launches)
+static bool stop(const kvn_cuda_launch_memory *launches)
 {
     unsigned begun = 0;
 
-    for (const launch *it = launches; it; it = it->next)
+    for (const kvn_cuda_launch_memory *it = launches; it; it = it->next)
         __atomic_store_n(&it->control->stop, 1, __ATOMIC_RELAXED);
     fence_system();
-    for (const launch *it = launches; it; it = it->next)
+    for (const kvn_cuda_launch_memory *it = launches; it; it = it->next)
         begun |= __atomic_load_n(&it->control->begun, __ATOMIC_RELAXED);
     return !begun;
 }
@@ -472,7 +378,6 @@ int kvn_cuda_launcher_open(const kvn_device *device, kvn_failure *failure)
 bool kvn_cuda_launcher_close(const kvn_device *device)
 {
     kvn_cuda_launcher *self = launcher_of(device);
-    const kvn_cuda *cuda = kvn_cuda_of(device);
     bool has_dropped = false;
 
     collect(self);
@@ -482,16 +387,7 @@ bool kvn_cuda_launcher_close(const kvn_device *device)
             settle(self, it); /* its user has waited for it */
     }
     if (!has_dropped) {
-        for (launch *it = self->idle; it; it = it->next) {
-            if (it->columns.host) {
-                cuda->cuMemFreeHost(it->columns.host);
-                cuda->cuMemFree_v2(it->columns.device);
-            }
-        }
-        for (size_t i = 0; i < self->num_pages; i++) {
-            cuda->cuMemFreeHost(self->pages[i]->control);
-            free(self->pages[i]);
-        }
+        kvn_cuda_launches_free(&self->launches, device);
         kvn_cuda_kernel_unload(&self->kernel, device);
     }
     while (self->streams) {
@@ -499,7 +395,7 @@ bool kvn_cuda_launcher_close(const kvn_device *device)
         free(self->streams);
         self->streams = next;
     }
-    free(self->pages);
+    free(self->launches.pages);
     pthread_mutex_destroy(&self->mutex);
     free(self);
     kvn_cuda_state(device)->launcher = NULL;

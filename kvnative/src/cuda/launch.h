@@ -1,13 +1,11 @@
 /* Launches of the copy kernel on streams, and how they are stopped. What a launch reads later, its control words
- * and its descriptors, is the launcher's: it outlives the launch, whenever that begins and whoever has given it
+ * and its descriptors, is the launcher's: it outlives the launch, whenever that begins, also if it was given
  * up. All calls are made with the device's context current; they may come from several threads. */
 #ifndef KVN_CUDA_LAUNCH_H
 #define KVN_CUDA_LAUNCH_H
 
-#include "cuda/copy_kernel.h"
-#include "cuda/device.h"
+#include "cuda/launch_memory.h"
 
-#define KVN_CUDA_LAUNCH_COUNT 8192u /* descriptors of a launch, at most */
 /* Launches on a stream at one time, at most: each of them has 458 KB for its descriptors. */
 #define KVN_CUDA_MAX_LAUNCHES 16u
 /* Of work that was told to stop: a CUresult that CUDA does not have. */

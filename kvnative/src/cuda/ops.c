@@ -1,6 +1,4 @@
 /* Implements the operations of a device by calls of the CUDA driver. */
-#include "cuda/ops.h"
-
 #include <errno.h>
 #include <inttypes.h>
 #include <stdlib.h>
@@ -8,7 +6,7 @@
 #include <sys/prctl.h>
 #include <time.h>
 
-#include "core/clock.h"
+#include "core/thread.h"
 #include "cuda/copies.h"
 #include "cuda/launch.h"
 #include "cuda/memory.h"

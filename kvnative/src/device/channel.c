@@ -7,7 +7,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "core/clock.h"
 #include "core/thread.h"
 
 /* What an abort waits for at most, before it stops the stream. */

@@ -7,7 +7,6 @@
 #include <string.h>
 #include <sys/prctl.h>
 
-#include "core/clock.h"
 #include "core/thread.h"
 
 /* How soon the device is asked again: at first, and at most where nothing happens for long. In between, a

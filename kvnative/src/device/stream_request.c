@@ -4,9 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/clock.h"
 #include "core/columns.h"
 #include "core/report.h"
+#include "core/thread.h"
 #include "device/events.h"
 
 /* How long a wait looks before it sleeps: a few blocks are there by then, and to wake a thread takes as long. */

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/clock.h"
+#include "core/thread.h"
 
 /* Time between two checks of a waiting thread whether to stop. */
 #define MS_PER_SLICE 10

@@ -5,7 +5,7 @@
 #include <inttypes.h>
 #include <sys/random.h>
 
-#include "core/clock.h"
+#include "core/thread.h"
 
 #define KVN_GENERATIONS_MAX_SLOTS (UINT64_C(1) << 24)
 #define KVN_GENERATIONS_START_BITS 48

@@ -6,7 +6,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/clock.h"
 #include "core/thread.h"
 #include "host/host.h"
 

@@ -12,7 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/clock.h"
+#include "core/thread.h"
 
 #define STEP_NBYTES ((uint64_t)512 << 10) /* populated in some 50 us */
 #define NAP_NS 50000

@@ -10,7 +10,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/clock.h"
 #include "core/report.h"
 #include "core/thread.h"
 

@@ -11,7 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/clock.h"
+#include "core/thread.h"
 #include "host/identity.h"
 
 #define MAX_ENTRIES (UINT64_C(1) << 16)

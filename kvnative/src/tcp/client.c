@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <sys/epoll.h>
 
-#include "core/clock.h"
+#include "core/thread.h"
 #include "tcp/answers.h"
 #include "tcp/asking.h"
 

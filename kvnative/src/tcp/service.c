@@ -9,7 +9,6 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "core/clock.h"
 #include "core/thread.h"
 
 #define MAX_EVENTS 64

@@ -7,8 +7,8 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
-#include "core/clock.h"
 #include "core/failure.h"
+#include "core/thread.h"
 #include "device/device.h"
 #include "tcp/wire.h"
 

@@ -6,9 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/clock.h"
 #include "core/columns.h"
 #include "core/report.h"
+#include "core/thread.h"
 
 #define ABORT_NS INT64_C(500000000) /* for what is in flight to end by itself */
 

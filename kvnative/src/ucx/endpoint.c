@@ -7,7 +7,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "core/clock.h"
+#include "core/thread.h"
 #include "kvnative/backend.h"
 
 /* UCX is not given the length of an address or a key: what a wrong one makes it read is ours, too. */

@@ -12,7 +12,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "core/clock.h"
 #include "core/thread.h"
 #include "kvnative/backend.h"
 

@@ -163,7 +163,7 @@ def _of_device(note: Note, library: AclLibrary, device_id: int) -> dict[str, obj
 def _of_hccl(library: AclLibrary) -> dict[str, object]:
     found: dict[str, object] = {"places": _places_of_hccl(Path(library.path))}
     try:
-        from kvnative._hccl import HcclLibrary
+        from kvnative._hccl_memory import HcclLibrary
 
         hccl = HcclLibrary.load(library)
     except Exception as error:  # also if a module does not load

@@ -12,7 +12,6 @@ from kvplan.llm_datadist.conversion import (
     cache_of,
     check_alike,
     check_kind,
-    check_size,
     check_some,
     copies_of,
     desc_of,
@@ -83,7 +82,7 @@ _checked = checked(
         "src_batch_index": check_uint32,
         "dst_batch_index": check_uint32,
         "offset": check_uint64,
-        "size": lambda _, size: check_size(size),
+        "size": check_int64,
         "req_id": _check_request,
         "copy_block_info": kind_of(dict),
         "src_to_dst": kind_of(dict),
@@ -310,10 +309,7 @@ class CacheManager:
         """
         if self._enable_remote_cache_accessible:
             check_isinstance("cache_key", cache_key, CacheKeyByIdAndIndex)
-        check_kind("cache", cache, is_blocks=False)
         layers = layers_given(kwargs)
-        if isinstance(cache_key, CacheKey):
-            self.check_cache_key(cache_key)
         self._engine.pull_cache(
             key_of(cache_key), cache_of(cache), int(batch_index), int(size), layers
         )
@@ -344,7 +340,6 @@ class CacheManager:
         """
         src = table_of("src_blocks", src_blocks, allow_none=False)
         dst = table_of("dst_blocks", dst_blocks, allow_none=False)
-        check_kind("dst_cache", dst_cache, is_blocks=True)
         check_some("dst_blocks", dst)
         layers = layers_given(kwargs)
         if isinstance(src_cache_key, BlocksCacheKey):
@@ -353,18 +348,16 @@ class CacheManager:
             raise invalid(
                 f"src_blocks={shown(src_blocks)} must be empty: {src_cache_key} names a slot"
             )
-        if isinstance(src_cache_key, CacheKey):
-            self.check_cache_key(src_cache_key)
-            if self._enable_remote_cache_accessible:
-                raise LLMException(
-                    f"src_cache_key={src_cache_key}: in remote mode requests have no keys",
-                    status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-                )
+        if isinstance(src_cache_key, CacheKey) and self._enable_remote_cache_accessible:
+            raise LLMException(
+                f"src_cache_key={src_cache_key}: in remote mode requests have no keys",
+                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            )
         self._engine.pull_blocks(
             key_of(src_cache_key), cache_of(dst_cache), *last_wins(src, dst), layers
         )
 
-    @_checked(self=_check_remote, dst_cache_key=kind_of(CacheKeyByIdAndIndex), size=check_int64)
+    @_checked(self=_check_remote, dst_cache_key=kind_of(CacheKeyByIdAndIndex))
     def push_cache(
         self,
         dst_cache_key: CacheKeyByIdAndIndex,
@@ -390,7 +383,6 @@ class CacheManager:
             LLMException: as `pull_cache`; LLM_PARAM_INVALID: also request mode, or a size other
                 than -1.
         """
-        check_kind("src_cache", src_cache, is_blocks=False)
         num_tensors = src_cache.cache_desc.num_tensors
         layers = pushed_layers_of(
             src_layer_range, dst_layer_range, tensor_num_per_layer, num_tensors
@@ -427,7 +419,6 @@ class CacheManager:
         """
         src = table_of("src_blocks", src_blocks)
         dst = table_of("dst_blocks", dst_blocks, allow_none=False)
-        check_kind("src_cache", src_cache, is_blocks=True)
         check_some("dst_blocks", dst)
         num_tensors = src_cache.cache_desc.num_tensors
         layers = pushed_layers_of(
@@ -512,8 +503,6 @@ class CacheManager:
                 LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: a cache does not exist.
         """
         check_isinstance("src", src, Cache, allow_none=False)
-        check_kind("src", src, is_blocks=False)
-        check_kind("dst", dst, is_blocks=False)
         self._engine.copy_cache(
             cache_of(src),
             cache_of(dst),
@@ -537,7 +526,6 @@ class CacheManager:
                 exist.
         """
         check_dict("copy_block_info", copy_block_info, int, list, int)
-        check_kind("cache", cache, is_blocks=True)
         self._engine.copy_blocks(cache_of(cache), copies_of(copy_block_info))
 
     @_checked()
@@ -553,10 +541,10 @@ class CacheManager:
                 placement, a contiguous cache; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: a cache
                 does not exist.
         """
+        check_dict("src_to_dst", src_to_dst, int, int)
         check_kind("src_cache", src_cache, is_blocks=True)
         check_kind("dst_cache", dst_cache, is_blocks=True)
-        check_dict("src_to_dst", src_to_dst, int, int)
-        check_alike("src_cache", src_cache, "dst_cache", dst_cache)
+        check_alike("src_cache", src_cache, "dst_cache", dst_cache)  # also if nothing moves
         pairs = zip(*last_wins(list(src_to_dst), list(src_to_dst.values())), strict=True)
         if src_to_dst:
             self._engine.swap_blocks(
@@ -564,8 +552,6 @@ class CacheManager:
             )
 
     def _check_pool(self, cache_desc: CacheDesc) -> None:
-        if cache_desc.num_tensors < 1:
-            raise invalid(f"num_tensors={cache_desc.num_tensors} must be > 0")
         check_isinstance("placement", cache_desc.placement, Placement, allow_none=False)
         if not self._pools[cache_desc.placement]:
             option = POOL if cache_desc.placement is Placement.DEVICE else HOST_POOL
@@ -576,12 +562,7 @@ class CacheManager:
     ) -> bool:
         if remote_accessible and self._is_call_linked:
             raise invalid("remote_accessible=True is not allowed after link; register before link")
-        if len(addrs) != cache_desc.num_tensors or not all(addrs):
-            raise invalid(
-                f"addrs={shown(addrs)} must be num_tensors={cache_desc.num_tensors} addresses, "
-                "not 0"
-            )
-        if min(addrs) < 0 or max(addrs) > UINT64_MAX:
+        if addrs and (min(addrs) < 0 or max(addrs) > UINT64_MAX):
             raise TypeError(f"addrs={shown(addrs)}: addresses must be in range [1, 2**64)")
         if remote_accessible is not None:
             return remote_accessible

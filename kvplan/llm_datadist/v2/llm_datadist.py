@@ -39,9 +39,6 @@ from kvplan.types import LlmRole
 __all__ = ["LLMDataDist"]
 
 
-_MAX_COMM_NAME = 127
-
-
 class EngineSlots:
     """The initialized engines of this process, which it keeps alive until they are finalized.
 
@@ -250,10 +247,6 @@ class LLMDataDist:
         """
         engine = self._running_by_name("link")
         check_isinstance("comm_name", comm_name, str, allow_none=False)
-        if not 1 <= len(comm_name) <= _MAX_COMM_NAME:
-            raise invalid(
-                f"comm_name has {len(comm_name)} characters; it must have 1 to {_MAX_COMM_NAME}"
-            )
         check_isinstance("cluster_rank_info", cluster_rank_info, dict, allow_none=False)
         check_dict("cluster_rank_info", cluster_rank_info, int, int)
         for cluster_id, rank in cluster_rank_info.items():

@@ -23,7 +23,8 @@ from kvplan.transport.link import link_failed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvnative._hccl import Communicator, HcclLibrary
+    from kvnative._hccl import Communicator
+    from kvnative._hccl_memory import HcclLibrary
     from kvplan.transport.announced import Tickets
     from kvplan.transport.hccl.addresses import DeviceAddress, RankTable
     from kvplan.transport.hccl.device import HcclDevice

@@ -11,7 +11,8 @@ import numpy as np
 
 from kvnative._backend import NativeError
 from kvnative._executor import KVN_OK, Executor
-from kvnative._hccl import NUM_TICKETS, Communicator, Region, Staging, Tickets
+from kvnative._hccl import NUM_TICKETS, Communicator, Tickets
+from kvnative._hccl_memory import Region, Staging
 from kvnative._lower import Descriptors
 from kvnative._signals import Mutex
 from kvplan.device.device import Device
@@ -27,10 +28,9 @@ from kvplan.transport.registrations import MAX_LEASES, Slots
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvnative._acl import DeviceBuffer
-    from kvnative._hccl import HcclLibrary
+    from kvnative._device import DeviceBuffer, Pinned
+    from kvnative._hccl_memory import HcclLibrary
     from kvplan.device.ascend import AscendDevice, Product
-    from kvplan.device.device import PinnedMemory
     from kvplan.transport.hccl.addresses import RankTable
     from kvplan.transport.hccl.regions import HeldRegion
 
@@ -289,7 +289,7 @@ class HcclDevice:
     def _warn(self, error: NativeError) -> None:
         _LOG.warning("event=hccl_keeps device=%d reason=%s", self.device.id, error)
 
-    def _pin(self, address: int, nbytes: int) -> tuple[PinnedMemory, ...]:
+    def _pin(self, address: int, nbytes: int) -> tuple[Pinned, ...]:
         """Pin whole pages of the host that HCCL does not pin: it maps them when it connects.
 
         LLM_FEATURE_NOT_ENABLED: HCCL could not map them, which would make the whole connection
@@ -314,7 +314,7 @@ class HcclDevice:
 
     def _make_region(
         self, address: int, nbytes: int, *, on_device: bool, owner: object
-    ) -> tuple[Region, tuple[PinnedMemory, ...]]:
+    ) -> tuple[Region, tuple[Pinned, ...]]:
         limit = _MAX_NBYTES[on_device]
         if self.library.generation == "per_comm" and nbytes > limit:
             raise invalid(

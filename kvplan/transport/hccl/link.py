@@ -7,7 +7,7 @@ from weakref import ref
 
 import numpy as np
 
-from kvnative._hccl import MAX_GUARDS, Guards
+from kvnative._hccl_memory import MAX_GUARDS, Guards
 from kvplan.device.memory import check_device_of_link
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.transport.hccl.metadata import WORD_NBYTES, Metadata, Range

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvnative._hccl import Region
-    from kvplan.device.device import PinnedMemory
+    from kvnative._device import Pinned
+    from kvnative._hccl_memory import Region
 
     Column = NDArray[np.uint64]
 
@@ -31,7 +31,7 @@ class MakeRegion(Protocol):
 
     def __call__(
         self, address: int, nbytes: int, *, on_device: bool, owner: object
-    ) -> tuple[Region, tuple[PinnedMemory, ...]]:
+    ) -> tuple[Region, tuple[Pinned, ...]]:
         """Register memory, and pin what must be pinned for it.
 
         `owner` keeps the memory in place while HCCL knows it; None: the caller does.
@@ -64,7 +64,7 @@ class HeldRegion:
     def __init__(
         self,
         native: Region,
-        pinned: tuple[PinnedMemory, ...],
+        pinned: tuple[Pinned, ...],
         ref: RegionRef,
         *,
         on_device: bool,

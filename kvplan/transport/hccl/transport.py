@@ -6,7 +6,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from kvnative._backend import NativeError
-from kvnative._hccl import HcclLibrary, Staging
+from kvnative._hccl_memory import HcclLibrary, Staging
 from kvplan.execution.task import native_error
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.logs import Log

@@ -24,7 +24,7 @@ from kvplan.transport.registrations import (
 from kvplan.transport.tcp.metadata import MAX_SLOTS
 
 if TYPE_CHECKING:
-    from kvnative._acl import DeviceBuffer
+    from kvnative._device import DeviceBuffer
     from kvnative._tcp import TcpService
     from kvplan.transport.protocol import Registrable
 

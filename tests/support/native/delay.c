@@ -5,9 +5,9 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "core/clock.h"
 #include "core/columns.h"
 #include "core/report.h"
+#include "core/thread.h"
 #include "wrappers.h"
 
 typedef struct delay {

@@ -1,8 +1,8 @@
 /* hold: the inner backend moves a batch at once; its outcome is held back until the test lets it go. */
-#include "core/clock.h"
 #include "core/columns.h"
 #include "core/list.h"
 #include "core/report.h"
+#include "core/thread.h"
 #include "wrappers.h"
 
 typedef struct hold {

@@ -8,9 +8,9 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "core/clock.h"
 #include "core/columns.h"
 #include "core/report.h"
+#include "core/thread.h"
 #include "wrappers.h"
 
 #define SLICE_SECONDS 0.002 /* of the limit; also what an abort may have to wait for */

@@ -8,8 +8,8 @@
 #include <unistd.h>
 
 #include "core/columns.h"
-#include "core/clock.h"
 #include "core/report.h"
+#include "core/thread.h"
 #include "wrappers.h"
 
 typedef struct trace {

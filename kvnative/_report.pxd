@@ -1,0 +1,25 @@
+# What other Cython modules may see of reports.
+from libc.stdint cimport int64_t, uint64_t
+
+from kvnative._native cimport kvn_report
+
+# The CLOCK_MONOTONIC time, in ns, that is `timeout_ms` from now.
+cdef int64_t deadline_of(object timeout_ms) except -1
+# When a wait until `deadline_ns` next checks for signals.
+cdef int64_t next_look(int64_t deadline_ns) noexcept nogil
+
+
+cdef class Report:
+    cdef readonly int status
+    cdef readonly int code
+    cdef readonly object failed
+    cdef readonly unsigned long long bytes_done
+    cdef readonly unsigned long long descriptors_done
+    cdef readonly tuple unconfirmed
+    cdef readonly str message
+
+
+# `native` of `count` descriptors.
+cdef Report report_of(const kvn_report *native, uint64_t count)
+# The same where the spans are kept elsewhere.
+cdef Report report_with(const kvn_report *native, uint64_t count, tuple unconfirmed)

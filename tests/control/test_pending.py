@@ -1,0 +1,218 @@
+"""Places of a listener and of its pending connections: who has one, who is ended, what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvplan.control.auth import Keys
+from kvplan.control.channel import Channel
+from kvplan.control.connecting import PENDING_S, Server, connect
+from kvplan.control.endpoint import Endpoint
+from kvplan.control.loop import ControlLoop
+from kvplan.control.messages import Notified, Notify, Sync, Synced
+from kvplan.control.notifying import Notifier
+from kvplan.control.pending_connections import PendingConnection, PendingConnections
+from tests.control.conversation import DEADLINE_S, LOCAL, Recorder, call
+
+OLD_S = PENDING_S + 1
+
+
+class Fields:
+    """An object with these attributes, which is equal to itself only."""
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+
+def listen(loop: ControlLoop, endpoint: Endpoint) -> Server:
+    return loop.run(Server.listen(loop, endpoint, Recorder(), Keys()))
+
+
+def test_a_server_removes_its_own_path_only(loop: ControlLoop, tmp_path: Path) -> None:
+    """Another one may have its name by now, as an administrator has removed the first."""
+    path = tmp_path / "socket"
+    first = listen(loop, Endpoint(path=str(path)))
+    path.unlink()
+    second = listen(loop, Endpoint(path=str(path)))
+    call(loop, first.close)
+    assert path.is_socket()
+
+    async def ask() -> object:
+        channel = await connect(loop, second.endpoint, Recorder(), Keys(), DEADLINE_S)
+        return await channel.request(Sync(), DEADLINE_S)
+
+    assert loop.run(ask()) == Synced(1)
+    call(loop, second.close)
+    assert not path.exists()
+
+
+def test_a_closed_server_has_no_timer_left(loop: ControlLoop) -> None:
+    server = listen(loop, LOCAL)
+    assert server._sweeping is not None
+    call(loop, server.close)
+    assert server._sweeping.cancelled()
+    call(loop, server.close)
+
+
+def test_only_silent_conversations_without_a_link_are_ended(loop: ControlLoop) -> None:
+    """Silent since it has begun, or since it has said something; not while it is served."""
+    server, now, dropped = listen(loop, LOCAL), time.monotonic(), []
+    expected = []
+    for case in product((0, OLD_S), (0, OLD_S), (None, "a link"), (False, True)):
+        begun, received, bound, serving = case
+        channel = Fields(
+            last_received=now - received,
+            bound=bound,
+            serving=serving,
+            drop=lambda reason, case=case: dropped.append((case, reason)),
+            close=lambda reason: None,
+        )
+        server._channels[cast(Channel, channel)] = now - begun
+        if begun and received and bound is None and not serving:
+            expected.append((case, "silent for 10 s without a link"))
+    call(loop, server._sweep)
+    assert dropped == expected == [((OLD_S, OLD_S, None, False), expected[0][1])]
+    call(loop, server.close)
+
+
+class Places:
+    """Pending connections with room for `limit`, each with a conversation that only says so."""
+
+    def __init__(self, limit: int) -> None:
+        self.refused: list[str] = []
+        refusals: Any = SimpleNamespace(note=lambda peer, reason: self.refused.append(reason))
+        self.pending = PendingConnections(limit, lambda _: cast(Channel, None), refusals)
+        self.dropped: list[int] = []
+        self.made: list[PendingConnection] = []
+        self.far: list[socket.socket] = []
+
+    def add(self, *, bound: bool) -> PendingConnection:
+        ends = socket.socketpair()
+        ends[0].setblocking(False)
+        self.far.append(ends[1])
+        connection = PendingConnection(ends[0], None, None)
+        number = len(self.made)
+        channel: Any = SimpleNamespace(
+            bound="a link" if bound else None, drop=lambda _: self.dropped.append(number)
+        )
+        connection.channel = channel
+        self.made.append(connection)
+        self.pending.add(connection)
+        return connection
+
+    def close(self) -> None:
+        for connection in self.made:
+            self.pending.drop(connection)
+        for end in self.far:
+            end.close()
+
+
+@pytest.fixture
+def in_places(loop: ControlLoop) -> Callable[[int, Callable[[Places], None]], None]:
+    """Runs a check in the loop's thread."""
+
+    def run(limit: int, check: Callable[[Places], None]) -> None:
+        def made() -> None:
+            places = Places(limit)
+            try:
+                check(places)
+            finally:
+                places.close()
+
+        call(loop, made)
+
+    return run
+
+
+def test_what_has_a_link_leaves_its_place(in_places: Any) -> None:
+    """At the next look, without being ended."""
+
+    def check(places: Places) -> None:
+        linked = [places.add(bound=number % 2 == 0) for number in range(5)]
+        places.pending.sweep(0.0)
+        assert places.pending._all() == linked[1::2]
+        assert places.pending._count == 2
+        assert places.dropped == []
+
+    in_places(8, check)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_one_too_many_takes_the_place_of_another_and_never_of_itself(
+    in_places: Any, bound: bool
+) -> None:
+    """Who has a link by now is not ended for that; its place is free all the same."""
+
+    def check(places: Places) -> None:
+        for number in range(30):
+            newest = places.add(bound=bound)
+            assert newest in places.pending._all()
+            assert places.pending._count == len(places.pending._all()) == min(number + 1, 3)
+        assert len(places.dropped) == (0 if bound else 27)
+        assert places.refused == [] if bound else ["too many pending connections"] * 27
+
+    in_places(3, check)
+
+
+def test_addresses_of_one_site_count_as_one() -> None:
+    def source(address: str) -> str:
+        ends = socket.socketpair()
+        try:
+            return PendingConnection(ends[0], (address, 1, 0, 0), None).source
+        finally:
+            for end in ends:
+                end.close()
+
+    assert source("::ffff:10.0.0.1") != source("::ffff:10.0.0.2")
+    assert source("10.0.0.1") != source("10.0.0.2")
+    assert source("2001:db8:1:1::1") == source("2001:db8:1:1:ffff::2")
+    assert source("2001:db8:1:1::1") != source("2001:db8:1:2::1")
+    assert source("fe80::1%eth0") == source("fe80::1%eth1")
+
+
+class Offers:
+    """A channel that notes which requests offer a direct connection, and fails as it is told to."""
+
+    def __init__(self, *outcomes: BaseException | None) -> None:
+        self.outcomes = [*outcomes]
+        self.offered: list[bool] = []
+
+    async def typed_request(self, body: Notify, expected: type, timeout_s: float) -> Notified:
+        self.offered.append(body.direct is not None)
+        if (error := self.outcomes.pop(0)) is not None:
+            raise error
+        return Notified(1)
+
+
+@pytest.mark.parametrize(
+    "error", [TimeoutError(), ConnectionError("lost"), asyncio.CancelledError(), None]
+)
+def test_a_direct_connection_is_offered_until_the_offer_is_answered(
+    loop: ControlLoop, error: BaseException | None
+) -> None:
+    """With whatever error it was not; and never after the end."""
+    notifier, channel = Notifier(7), Offers(error, error, None, None, None)
+
+    async def send() -> None:
+        fails = channel.outcomes[0] is not None
+        with pytest.raises(type(error)) if fails else nullcontext():
+            await notifier.send(cast(Channel, channel), b"x", DEADLINE_S)
+
+    for _ in range(4):
+        loop.run(send())
+    until_answered = 1 if error is None else 3
+    assert channel.offered == [number < until_answered for number in range(4)]
+    ended, late = Notifier(7), Offers(None)
+    call(loop, ended.end, None)
+    loop.run(ended.send(cast(Channel, late), b"x", DEADLINE_S))
+    assert late.offered == [False]

@@ -1,0 +1,215 @@
+"""Which of several: links of one cluster, handshakes, sides of a limit, tensors and memories."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvplan import BlockLease, LLMStatusCode
+from kvplan.control.auth import Keys
+from kvplan.control.channel import Channel
+from kvplan.control.connecting import Server
+from kvplan.control.endpoint import Endpoint
+from kvplan.control.loop import ControlLoop
+from kvplan.control.messages import Body, Hello, Welcome
+from kvplan.links import ClusterInfo, LinkState
+from kvplan.links.handshake import HandshakeAcceptor
+from kvplan.links.local_engine import LocalEngine
+from kvplan.links.transitions import Transitions
+from kvplan.types import LlmRole
+from tests.links.end import DESC, End
+from tests.support.refusals import refused
+
+MakeEnd = Callable[..., End]
+INSTANCE, OTHER = bytes(16), bytes(15) + b"x"
+
+
+@pytest.fixture
+def pair(make_end: MakeEnd) -> tuple[End, End]:
+    """Linked, with room for one link each."""
+    one, two = make_end(1, max_links=1), make_end(2, max_links=1)
+    one.link(two.cluster)
+    return one, two
+
+
+@pytest.mark.parametrize("kinds", [*product((False, True), repeat=3)])
+def test_the_link_that_counts_is_shown(end: End, kinds: tuple[bool, bool, bool]) -> None:
+    """One that is up or was, before one that this end begins, before one that the peer begins."""
+    transitions = end.links._transitions
+    of_kind = (transitions.links, transitions.initiating, transitions.accepting)
+    names = ("links", "initiating", "accepting")
+    for has, links, name in zip(kinds, of_kind, names, strict=True):
+        if has:
+            links[5] = cast(Any, SimpleNamespace(status=lambda name=name: name))
+    shown = end.links.status()
+    for links in of_kind:
+        links.pop(5, None)
+    assert shown == [name for has, name in zip(kinds, names, strict=True) if has][:1]
+
+
+def test_a_link_that_is_up_may_be_made_again_at_the_limit(pair: tuple[End, End]) -> None:
+    transitions = pair[0].links._transitions
+    transitions.check_capacity(2)
+    with refused("LLM_CLUSTER_NUM_EXCEED_LIMIT", "cluster 1 has 1 link; max_links=1"):
+        transitions.check_capacity(3)
+
+
+def test_nothing_is_kept_of_who_has_waited_for_a_link_to_be_idle(pair: tuple[End, End]) -> None:
+    one, _ = pair
+    link = one.links.get(2)
+    link.begin(link)
+    for _ in range(2):
+        assert one.links.unlink([2], 20).status is LLMStatusCode.LLM_LINK_BUSY
+        assert one.links._unlinker._waiting == {}
+        assert link.state is LinkState.LINKED
+    link.end(link, 0, 0)
+    one.links.unlink([2], 5000).raise_for_status()
+    assert one.links._unlinker._waiting == {}
+
+
+class Liar:
+    """A server that answers in the name of another cluster."""
+
+    async def on_request(self, channel: Channel, body: Body) -> Body:
+        return Welcome(9, INSTANCE, LlmRole.MIX, bytes(16), "local", b"")
+
+    def on_notice(self, channel: Channel, body: Body) -> None: ...
+
+    def on_lost(self, channel: Channel, reason: str) -> None: ...
+
+
+def test_an_answer_of_another_cluster_makes_no_link(make_end: MakeEnd) -> None:
+    end, loop = make_end(1, keyless=True), ControlLoop("test-liar")
+    loop.start()
+    try:
+        at = Endpoint.parse("127.0.0.1:0")
+        server = loop.run(Server.listen(loop, at, Liar(), Keys()))
+        cluster = ClusterInfo(2, str(server.endpoint))
+        end.check_link_fails(cluster, LLMStatusCode.LLM_LINK_FAILED, "cluster 9 answered")
+        assert end.state(2) is None
+    finally:
+        loop.stop()
+
+
+def acceptor(own_id: int, **links: Any) -> tuple[HandshakeAcceptor, list[Any]]:
+    """An acceptor of cluster `own_id` that knows these links, and what it ends of them."""
+    failed: list[Any] = []
+    known = {"accepting": {}, "initiating": {}, **links}
+    transitions = SimpleNamespace(**known, failed=lambda link, error: failed.append(link))
+    engine = SimpleNamespace(cluster_id=own_id, options=SimpleNamespace(max_links=4))
+    made = HandshakeAcceptor(
+        cast(LocalEngine, engine), cast(Transitions, transitions), lambda link: None
+    )
+    return made, failed
+
+
+def hello(cluster_id: int, instance: bytes = INSTANCE) -> Hello:
+    return Hello(cluster_id, 1, instance, LlmRole.MIX, "", {}, 1000)
+
+
+@pytest.mark.parametrize(
+    ("instance", "death", "ends"),
+    [(INSTANCE, "", True), (OTHER, "", False), (OTHER, "it is dead", True)],
+)
+def test_a_handshake_that_was_begun_before(instance: bytes, death: str, ends: bool) -> None:
+    """By the same process or a dead one it is over; another that lives keeps it."""
+    before = SimpleNamespace(instance=instance, death=lambda: death)
+    made, failed = acceptor(1, accepting={5: before})
+    made._end_unconfirmed(hello(6))
+    assert failed == []
+    if ends:
+        made._end_unconfirmed(hello(5))
+        assert failed == [before]
+    else:
+        with refused("LLM_PROCESSING_LINK", "another process of cluster 5 is linking"):
+            made._end_unconfirmed(hello(5))
+        assert failed == []
+
+
+@pytest.mark.parametrize("state", [LinkState.LINKED, LinkState.UNLINKED])
+@pytest.mark.parametrize("own_id", [1, 9])
+def test_of_two_handshakes_that_of_the_lower_id_goes_on(own_id: int, state: LinkState) -> None:
+    async def meet() -> bool:
+        """Return whether the peer's handshake of cluster 5 waits for this end's."""
+        own = SimpleNamespace(settled=asyncio.Event(), state=state)
+        made, _ = acceptor(own_id, initiating={5: own})
+        waiting = asyncio.create_task(made._yield_to_own_handshake(hello(5), 30.0))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        waits = not waiting.done()
+        own.settled.set()
+        if waits and state is LinkState.LINKED:
+            with refused("LLM_ALREADY_LINK", f"cluster {own_id} has just linked from its end"):
+                await waiting
+        else:
+            await waiting
+        return waits
+
+    assert asyncio.run(meet()) is (own_id < 5)
+
+
+class Memories:
+    """A link of a transport that says which memory was asked for."""
+
+    detects_freed = "before"
+    way = ""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, bool, bool]] = []
+
+    def memory(self, addresses: Any, *_: Any, writable: bool, metadata: Any, **more: Any) -> object:
+        self.asked.append((len(addresses), writable, more.get("any_holder", False)))
+        return object()
+
+
+def test_memories_that_differ_in_one_thing_are_others(pair: tuple[End, End]) -> None:
+    one, two = pair
+    link = one.links.get(2)
+    ids = [two.registry.allocate(DESC, paged=False).cache.cache_id for _ in range(3)]
+    link.sync()
+    a, b, c = [link._table.by_id[cache_id] for cache_id in ids]
+    memories, real = Memories(), link.transport_link
+    link.transport_link = cast(Any, memories)
+    try:
+        made = {}
+        for caches, writable, any_holder in product(
+            ((a, b), (b, a), (a, c), (a, b, c)), (False, True), (False, True)
+        ):
+            memory = link.joined_memory(caches, writable=writable, any_holder=any_holder)
+            assert link.joined_memory(caches, writable=writable, any_holder=any_holder) is memory
+            made[tuple(it.cache_id for it in caches), writable, any_holder] = memory
+            assert memories.asked[-1] == (2 * len(caches), writable, any_holder)
+        assert len({id(memory) for memory in made.values()}) == len(memories.asked) == 16
+    finally:
+        link.transport_link = real
+
+
+def test_a_lease_of_a_process_before_is_refused(pair: tuple[End, End]) -> None:
+    one, two = pair
+    link = one.links.get(2)
+    cache_id = two.registry.allocate(DESC, paged=True).cache.cache_id
+    own = BlockLease(2, link.instance, cache_id, 1, (1,), True, "", ())
+    old = BlockLease(2, OTHER, cache_id, 1, (1,), True, "", ())
+    for writable in (False, True):
+        assert link.leased(own, writable=writable).cache_id == cache_id
+        with refused("LLM_KV_CACHE_NOT_EXIST", "cluster 2 was restarted since"):
+            link.leased(old, writable=writable)
+
+
+@pytest.mark.parametrize("skipped", [*product((0, 64, 192), repeat=2)])
+def test_rows_at_addresses_fit_into_each_tensor(
+    pair: tuple[End, End], skipped: tuple[int, int]
+) -> None:
+    """Whichever of the tensors has the fewest bytes behind its address."""
+    one, two = pair
+    link = one.links.get(2)
+    addresses = two.registry.allocate(DESC, paged=True).cache.tensor_addrs
+    link.sync()
+    at = [address + bytes_ for address, bytes_ in zip(addresses, skipped, strict=True)]
+    side, _ = link.tensors(at, 64, paged=True)
+    assert side.count == min((256 - bytes_) // 64 for bytes_ in skipped)
