@@ -113,14 +113,13 @@ static void nothing_left_after_wait(void)
 
 static size_t num_copied;
 
-static int copy_some_bytes(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
-                           const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
-                           kvn_failure *failure)
+static int copy_some_bytes(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
+                           size_t *failed, kvn_failure *failure)
 {
-    (void)device, (void)direction, (void)dst, (void)src, (void)stream, (void)failed, (void)failure;
-    for (size_t i = 0; i < *count; i++)
-        CHECK(nbytes[i] > 0);
-    num_copied += *count;
+    (void)device, (void)direction, (void)stream, (void)failed, (void)failure;
+    for (size_t i = 0; i < batch->count; i++)
+        CHECK(batch->nbytes[i] > 0);
+    num_copied += batch->count;
     return KVN_OK;
 }
 
@@ -149,11 +148,10 @@ static void empty_descriptors(void)
     }
 }
 
-static int refuse_later(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
-                        const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
-                        kvn_failure *failure)
+static int refuse_later(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
+                        size_t *failed, kvn_failure *failure)
 {
-    (void)device, (void)direction, (void)dst, (void)src, (void)nbytes, (void)count, (void)stream;
+    (void)device, (void)direction, (void)batch, (void)stream;
     *failed = 0;
     return num_copied++ ? kvn_fail(failure, KVN_UNMAPPED, 0, "refused") : KVN_OK;
 }

@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "core/clock.h"
+#include "core/thread.h"
 #include "device/channel.h"
 
 static int destroyed, entered;
