@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvplan.hixl.connections import AsyncConnector
+from kvplan.hixl.connections import _HEAD, AsyncConnector, _message
 from kvplan.hixl.values import AsyncConnectStatus
 from tests.support.refusals import refused
 
@@ -159,3 +159,16 @@ def test_a_task_that_finds_no_thread_keeps_no_later_one_waiting() -> None:
         assert ran.get(timeout=20)
     """
     subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("length", range(6))
+def test_a_message_is_as_long_as_it_says(length: int) -> None:
+    """A peer may send anything: the name does not end behind the message."""
+    found = _message(_HEAD.pack(b"N", length) + b"abcd")
+    if length > 4:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.name, found.notify_msg) == ("abcd"[:length], "abcd"[length:])
+    assert _message(_HEAD.pack(b"X", length) + b"abcd") is None
+    assert _message(_HEAD.pack(b"N", length)[:-1]) is None

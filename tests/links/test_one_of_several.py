@@ -76,7 +76,7 @@ class Liar:
     """A server that answers in the name of another cluster."""
 
     async def on_request(self, channel: Channel, body: Body) -> Body:
-        return Welcome(9, INSTANCE, LlmRole.MIX, bytes(16), "local", b"")
+        return Welcome(9, INSTANCE, LlmRole.MIX, bytes(16), (), ())
 
     def on_notice(self, channel: Channel, body: Body) -> None: ...
 
@@ -173,8 +173,8 @@ def test_memories_that_differ_in_one_thing_are_others(pair: tuple[End, End]) -> 
     ids = [two.registry.allocate(DESC, paged=False).cache.cache_id for _ in range(3)]
     link.sync()
     a, b, c = [link._table.by_id[cache_id] for cache_id in ids]
-    memories, real = Memories(), link.transport_link
-    link.transport_link = cast(Any, memories)
+    memories, real = Memories(), link.transport_links
+    link.transport_links = cast(Any, dict.fromkeys(real, memories))
     try:
         made = {}
         for caches, writable, any_holder in product(
@@ -186,7 +186,7 @@ def test_memories_that_differ_in_one_thing_are_others(pair: tuple[End, End]) -> 
             assert memories.asked[-1] == (2 * len(caches), writable, any_holder)
         assert len({id(memory) for memory in made.values()}) == len(memories.asked) == 16
     finally:
-        link.transport_link = real
+        link.transport_links = real
 
 
 def test_a_lease_of_a_process_before_is_refused(pair: tuple[End, End]) -> None:

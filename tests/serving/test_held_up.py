@@ -15,6 +15,7 @@ from kvplan.serving import Chunk, Handle, Source, Target, token_digest
 from kvplan.serving.asks import MAX_GOAL_NBYTES
 from kvplan.serving.messages import Ask, encode, pieces
 from kvplan.serving.pusher import Goal
+from kvplan.serving.tables import Place
 from tests.faults.gate import Gate
 from tests.serving.test_exchange import MakePeer, MakeWorker
 from tests.serving.worker import INSTANCE, Worker, handle, prompt, reference
@@ -121,7 +122,7 @@ def test_a_push_goes_with_the_link_of_its_consumer(make_worker: MakeWorker) -> N
 
 def test_each_producer_of_a_request_keeps_it_for_its_consumer(make_worker: MakeWorker) -> None:
     """Not only the first of the workers that it is read from."""
-    producers = [make_worker(it + 3, rank=it, ranks=2) for it in range(2)]
+    producers = [make_worker(it + 3, place=Place(it, 2)) for it in range(2)]
     consumer = make_worker(2, renew_interval_ms=20)
     for it in producers:
         it.finish(0, 11, [4, 9, 2], 21)

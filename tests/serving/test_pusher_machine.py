@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from kvplan import BlockLease, LlmDataDist, LLMException
-from kvplan.serving import Chunk, ExchangeOptions
+from kvplan import BlockLease, Cache, CacheDesc, DataType, LlmDataDist, LLMException
+from kvplan.serving import CacheGroup, Chunk, ExchangeOptions
 from kvplan.serving.pusher import Goal, Pusher
 
-from .test_book import CACHE
-
 UNIT, BLOCK = 2, 4  # tokens
+DESC = CacheDesc(1, (8, BLOCK // UNIT, 2), DataType.DT_FLOAT, kv_tensor_format="block token dim")
+GROUP = CacheGroup("", Cache(DESC, 1), UNIT)
 DIGESTS = {"x": b"of x", "y": b"of y"}
 CLUSTERS, NUMBERS = (4, 5), (0, 1)
 Key = tuple[int, int, str]
@@ -104,9 +104,7 @@ class Machine:
         self.stopped: list[tuple[int, str]] = []
         self.pusher = Pusher(
             cast(LlmDataDist, self.engine),
-            CACHE,
-            block_tokens=BLOCK,
-            token_unit=UNIT,
+            GROUP,
             options=ExchangeOptions(pull_timeout_ms=1234),
             stop=lambda cluster_id, name: self.stopped.append((cluster_id, name)),
         )
@@ -161,7 +159,7 @@ class Machine:
     def check_task(self, task: Task, key: Key, push: Push, end: int) -> None:
         """It takes [begun, end) from the blocks, and puts them behind the lease's first."""
         read, written = task.transfer.src, task.transfer.dst
-        assert read.cache is CACHE
+        assert read.cache is GROUP.cache
         assert written.cache.cluster_id == key[0]
         lease_token = push.missing // BLOCK * BLOCK
         units = [*range(push.begun // UNIT, -(-end // UNIT))]
