@@ -15,16 +15,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "cli": 3590,
-    "control": 3689,
+    "cli": 3603,
+    "control": 3720,
     "debug": 815,
     "device": 1238,
-    "engine": 8345,
+    "engine": 8373,
     "execution": 2892,
     "hixl": 1638,
     "inspection": 1862,
     "kvplan": 1629,
-    "links": 3899,
+    "links": 3923,
     "llm_datadist": 3896,
     "planning": 5231,
     "recording": 1723,
@@ -33,8 +33,8 @@ MAX_LINES = {
     "system": 359,
     "tensors": 797,
     "testing": 412,
-    "transport": 7420,
-    "vllm": 1291,
+    "transport": 7485,
+    "vllm": 1316,
 }
 """Lines of each room. Only a commit that says why may raise one."""
 
