@@ -29,9 +29,9 @@ demo: .venv/demo .venv/weights ## a real model prefills in one process and gener
 
 # In parallel, because tests often wait and mypy uses one core. A check that fails does not stop the
 # others.
-CHECKS := unit types sanitize-addresses sanitize-threads
+CHECKS := unit lint types sanitize-addresses sanitize-threads
 test: export KVPLAN_WERROR := 1
-test: lint .venv/browser .venv/weights ## every check, as CI runs them; 15 minutes on two cores; installs 700 MB in .venv, and Chromium as root
+test: .venv/dev .venv/browser .venv/weights ## every check, as CI runs them; 15 minutes on two cores; installs 700 MB in .venv, and Chromium as root
 	@echo 'running $(CHECKS) in parallel, about 13 minutes on two cores; each prints its output when it ends'
 	@$(MAKE) --no-print-directory --keep-going --jobs 3 --output-sync=target $(CHECKS) || \
 	  { echo 'make test has failed: lines with *** above say where' >&2; exit 1; }
@@ -58,7 +58,7 @@ unit: .venv/dev .venv/browser ## all tests, 12 minutes; TESTS=tests/planning: th
 	$(if $(TESTS),,$(BIN)/pytest --collect-only -qq >/dev/null || :)
 	KVPLAN_WERROR=1 $(BIN)/pytest --timeout 300 --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(QUICK),-m 'not slow') $(TESTS)
 
-EXPLORED := tests/planning/test_unlike.py tests/planning/test_gather.py tests/execution/test_lowered.py
+EXPLORED := tests/planning/test_unlike.py tests/planning/test_gather.py tests/execution/test_lowered.py tests/datadist/test_lowered_requests.py
 explore: .venv/dev ## 20,000 new examples of each test between unlike caches, or of those of TESTS; an hour on two cores
 	HYPOTHESIS_PROFILE=many $(BIN)/pytest --timeout 0 --numprocesses $(JOBS) --dist load $(or $(TESTS),$(EXPLORED))
 

@@ -15,13 +15,14 @@ from zlib import crc32
 import pytest
 
 if TYPE_CHECKING:
-    from kvplan import CacheDesc
-    from kvplan.planning.groups import AnyPlan
+    from numpy.typing import NDArray
+
+    from kvplan import CacheDesc, Plan
     from kvplan.testing import BlockTables, Budget, Executed, GoldenPlans
 
 _budgets = pytest.StashKey["tuple[Budget, ExitStack]"]()
 _tables = pytest.StashKey["BlockTables"]()
-_plans = pytest.StashKey["list[AnyPlan]"]()
+_plans = pytest.StashKey["list[Plan]"]()
 
 WRITTEN = "kvplan_golden_plan_written"
 """The property of a test's report that names a file; xdist's workers have it sent."""
@@ -135,7 +136,7 @@ def _budget(mark: pytest.Mark) -> Budget:
     pytest.fail(f"@pytest.mark.kvplan: {said}", pytrace=False)
 
 
-def _observe(item: pytest.Item, stack: ExitStack) -> list[AnyPlan]:
+def _observe(item: pytest.Item, stack: ExitStack) -> list[Plan]:
     from kvplan.testing import observe_plans
 
     if _plans not in item.stash:
@@ -192,7 +193,18 @@ def kvplan_reference() -> Callable[..., Executed]:
 
 
 @pytest.fixture
-def kvplan_plans(request: pytest.FixtureRequest) -> Iterator[list[AnyPlan]]:
+def kvplan_tokens() -> Callable[..., NDArray[Any]]:
+    """Return what a cache holds of a request, by token: `kvplan_tokens(desc, moved.dst, blocks)`.
+
+    Arguments as for `kvplan.testing.request_tokens`.
+    """
+    from kvplan.testing import request_tokens
+
+    return request_tokens
+
+
+@pytest.fixture
+def kvplan_plans(request: pytest.FixtureRequest) -> Iterator[list[Plan]]:
     """Every plan that is made in the test, by kvplan's functions or by an engine, in order.
 
     Add others to it, of fixtures of a wider scope, that the test's budget is to hold for.

@@ -27,7 +27,6 @@ from benchmarks import (
     peers_memory,
     planning,
     recording,
-    requests,
     serving,
 )
 from benchmarks.table import Blank, Row, Run, Unmeasured, format_table
@@ -38,7 +37,6 @@ TOPICS = (
     copying.TOPIC,
     peers_memory.TOPIC,
     engines.TOPIC,
-    requests.TOPIC,
     leases.TOPIC,
     serving.TOPIC,
     hixl.TOPIC,

@@ -7,15 +7,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from kvplan import (
-    BlocksCacheKey,
-    CacheDesc,
-    CacheKeyByIdAndIndex,
-    DataType,
-    LlmDataDist,
-    LlmRole,
-    Shard,
-)
+from kvplan import BlocksCacheKey, CacheDesc, CacheKeyByIdAndIndex, DataType, LlmDataDist, LlmRole
 
 LAYERS, BLOCKS, BLOCK = 64, 96, 32 << 10
 PAGED = CacheDesc(2 * LAYERS, (BLOCKS, BLOCK), DataType.DT_UINT8)
@@ -27,14 +19,6 @@ LEASED = CacheDesc(1, (8, 4096), DataType.DT_UINT8)
 LEASES = 64  # more than are kept anywhere: each pull has another one
 RAGGED = CacheDesc(32, (128, 16, 2, 64), DataType.DT_FLOAT16, kv_tensor_format="NHD")
 RAGGED_BLOCKS = 64  # of one request, the last of them not full
-HALVES = [
-    CacheDesc(
-        32, (128, 16, 1, 64), DataType.DT_FLOAT16, kv_tensor_format="NHD",
-        shard=Shard(heads=range(head, head + 1), num_heads=2, num_layers=16),
-    )
-    for head in range(2)
-]  # fmt: skip
-"""A model of 16 layers and two KV heads, as two ranks have it."""
 LISTEN = {"llm.ListenIpInfo": "127.0.0.1:0"}
 
 
@@ -51,11 +35,6 @@ def model_key(cluster_id: int) -> BlocksCacheKey:
 def leased_key(cluster_id: int) -> BlocksCacheKey:
     """The cache of which the peer that has a paged one leases a block."""
     return BlocksCacheKey(cluster_id, model_id=2)
-
-
-def half_key(cluster_id: int, head: int) -> BlocksCacheKey:
-    """The cache of one KV head of a peer that has a paged cache."""
-    return BlocksCacheKey(cluster_id, model_id=3 + head)
 
 
 def small_key(cluster_id: int) -> CacheKeyByIdAndIndex:
@@ -88,10 +67,6 @@ def serve(first_cluster_id: int, engines: int, with_paged: bool, transport: str)
                 ragged = datadist.allocate_blocks_cache(RAGGED)
                 for tensor in datadist.arrays(ragged):
                     tensor[:] = 0
-                for head, half in enumerate(HALVES):
-                    cache = datadist.allocate_blocks_cache(half, half_key(cluster_id, head))
-                    for number, tensor in enumerate(datadist.arrays(cache)):
-                        tensor[:] = 2 * number + head
                 table = np.random.default_rng(4).permutation(RAGGED.batch_size)[:RAGGED_BLOCKS]
                 tokens = RAGGED_BLOCKS * RAGGED.shape[1] - 5
                 leases.append(datadist.lease_blocks(ragged, table.tolist(), tokens=tokens))

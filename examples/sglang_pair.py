@@ -57,7 +57,7 @@ class KVManager:
         self.engine.initialize(Options(listen_ip_info="127.0.0.1:0"))
         self.pool = self.engine.allocate_blocks_cache(DESC)
         fits = Compatibility({"model": "tiny", "page_size": str(PAGE_SIZE)})
-        self.exchange = Exchange(self.engine, self.pool, fits, self.instance, num_heads=HEADS)
+        self.exchange = Exchange(self.engine, self.pool, fits, self.instance)
         self.freed: set[Handle] = set()
         self.results: dict[str, PullResult] = {}
 

@@ -69,7 +69,6 @@ cdef class AclLibrary(DeviceLibrary):
         cdef kvn_failure failure
         cdef const char *paths[2]
         cdef AclLibrary self = AclLibrary.__new__(AclLibrary)
-        cdef int status
         cdef size_t count = min(len(files), 2)
         encoded = [os.fsencode(it) for it in files]
         for i in range(count):
@@ -78,8 +77,7 @@ cdef class AclLibrary(DeviceLibrary):
         self.runtime = &self.library
         self.error = AclError
         with nogil:
-            status = kvn_acl_library_open(paths, count, &self.library, &failure)
-        self.check(status, &failure)
+            self.check(kvn_acl_library_open(paths, count, &self.library, &failure), &failure)
         self.opened()
         self.version = toolkit_version(self.path) or self.interface_version()
         with LIBRARIES_LOCK:
@@ -94,15 +92,13 @@ cdef class AclLibrary(DeviceLibrary):
     cdef int begin(self) except -1:
         cdef kvn_failure failure
         cdef int first = 0
-        cdef int status
         self.check_process()
         if self.initialized:
             return 0
         with self.lock:
             if not self.initialized:
                 with nogil:
-                    status = kvn_acl_library_init(&self.library, &first, &failure)
-                self.check(status, &failure)
+                    self.check(kvn_acl_library_init(&self.library, &first, &failure), &failure)
                 self.ours = first != 0
                 self.initialized = True
         return 0
@@ -123,7 +119,6 @@ cdef class AclLibrary(DeviceLibrary):
         Use it only if no other part of the process uses ACL.
         """
         cdef kvn_failure failure
-        cdef int status
         self.check_process()
         with self.lock:
             if not self.initialized or not self.ours:
@@ -131,8 +126,7 @@ cdef class AclLibrary(DeviceLibrary):
             if len(self.devices):
                 raise NativeError(f"devices {sorted(self.devices)} are still in use")
             with nogil:
-                status = kvn_acl_library_finalize(&self.library, &failure)
-            self.check(status, &failure)
+                self.check(kvn_acl_library_finalize(&self.library, &failure), &failure)
             self.initialized = False
 
     cdef int physical_number(self, int32_t device) except? -1:

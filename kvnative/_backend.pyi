@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import Never, Self, final
+from typing import Final, Never, Self, final
 
 from kvnative._tuning import Tuning
 
@@ -68,8 +68,7 @@ class ThreadPool:
 @final
 class Backend:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
-    @property
-    def name(self) -> str: ...
+    name: Final[str]
 
 def host_backend(pool: ThreadPool) -> Backend: ...
 def striped(backends: Sequence[Backend], *, min_nbytes: int) -> Backend: ...

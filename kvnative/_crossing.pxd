@@ -38,8 +38,6 @@ cdef inline tuple missing_calls(const void *calls, const kvn_symbols *symbols):
 
 cdef inline int raise_failure(object error, int status, const kvn_failure *failure) except -1:
     """Raise `error`, a CallError, or ValueError for an argument that was refused before a call."""
-    if status == KVN_OK:
-        return 0
     message = failure.message.decode("utf-8", "replace")
     if status == KVN_INVALID and failure.code == 0:
         raise ValueError(message)

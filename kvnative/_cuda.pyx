@@ -78,14 +78,12 @@ cdef class CudaLibrary(DeviceLibrary):
         cdef CudaLibrary self = CudaLibrary.__new__(CudaLibrary)
         cdef bytes encoded = os.fsencode(file)
         cdef const char *name = encoded
-        cdef int status
         self.ops = &kvn_cuda_ops
         self.runtime = &self.library
         self.error = CudaError
         self.context = context
         with nogil:
-            status = kvn_cuda_library_open(name, &self.library, &failure)
-        self.check(status, &failure)
+            self.check(kvn_cuda_library_open(name, &self.library, &failure), &failure)
         self.library.own_context = context == "own"
         self.opened()
         version = kvn_cuda_library_version(&self.library)
@@ -95,13 +93,11 @@ cdef class CudaLibrary(DeviceLibrary):
 
     cdef int begin(self) except -1:
         cdef kvn_failure failure
-        cdef int status
         self.check_process()
         if self.initialized:
             return 0
         with nogil:
-            status = kvn_cuda_library_init(&self.library, &failure)
-        self.check(status, &failure)
+            self.check(kvn_cuda_library_init(&self.library, &failure), &failure)
         self.initialized = True
         return 0
 
@@ -126,20 +122,18 @@ cdef class CudaLibrary(DeviceLibrary):
     def reaches(self, int device_id, int peer) -> bool:
         """Return whether a device can have peer access to the memory of `peer`."""
         cdef kvn_failure failure
-        cdef int status, can = 0
+        cdef int can = 0
         self.begin()
         with nogil:
-            status = kvn_cuda_library_reaches(&self.library, device_id, peer, &can, &failure)
-        self.check(status, &failure)
+            self.check(kvn_cuda_library_reaches(&self.library, device_id, peer, &can,
+                                                &failure), &failure)
         return can != 0
 
     cdef int facts_of(self, int32_t device, kvn_cuda_facts *out) except -1:
         cdef kvn_failure failure
-        cdef int status
         self.begin()
         with nogil:
-            status = kvn_cuda_library_facts(&self.library, device, out, &failure)
-        self.check(status, &failure)
+            self.check(kvn_cuda_library_facts(&self.library, device, out, &failure), &failure)
         return 0
 
     cdef str name_of(self, int32_t device):

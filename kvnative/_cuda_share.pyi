@@ -1,4 +1,4 @@
-from typing import Literal, Never, final
+from typing import Final, Literal, Never, final
 
 from kvnative._device import Device
 
@@ -15,24 +15,17 @@ __all__ = [
 @final
 class Exported:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def fd(self) -> int: ...
-    @property
-    def handle(self) -> bytes: ...
+    address: Final[int]
+    nbytes: Final[int]
+    fd: Final[int]
+    handle: Final[bytes]
 
 @final
 class Imported:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
-    @property
-    def device(self) -> Device: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
+    device: Final[Device]
+    address: Final[int]
+    nbytes: Final[int]
 
 def export(device: Device, address: int, nbytes: int) -> Exported: ...
 def import_descriptor(device: Device, fd: int, nbytes: int, *, is_far: bool) -> Imported: ...

@@ -135,11 +135,10 @@ def export(Device device not None, address, nbytes) -> Exported:
     cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
     cdef Exported made = Exported.__new__(Exported)
     cdef kvn_failure failure
-    cdef int status
     check_cuda(device)
     with nogil:
-        status = kvn_cuda_export(&device.device, start, size, &made.exported, &failure)
-    device.library.check(status, &failure)
+        device.library.check(kvn_cuda_export(&device.device, start, size, &made.exported,
+                                             &failure), &failure)
     return made
 
 
@@ -155,13 +154,11 @@ def import_descriptor(Device device not None, int fd, nbytes, *, bint is_far) ->
     cdef uint64_t size = unsigned("nbytes", nbytes)
     cdef Imported made = Imported.__new__(Imported)
     cdef kvn_failure failure
-    cdef int status
     check_cuda(device)
     made.device = device
     with nogil:
-        status = kvn_cuda_import_descriptor(&device.device, fd, size, is_far, &made.imported,
-                                            &failure)
-    device.library.check(status, &failure)
+        device.library.check(kvn_cuda_import_descriptor(&device.device, fd, size, is_far,
+                                                        &made.imported, &failure), &failure)
     made.is_mapped = True
     return made
 
@@ -173,16 +170,14 @@ def import_handle(Device device not None, bytes handle not None, nbytes, *,
     cdef Imported made = Imported.__new__(Imported)
     cdef kvn_cuda_ipc_memory given
     cdef kvn_failure failure
-    cdef int status
     check_cuda(device)
     if len(handle) != sizeof(given):
         raise ValueError(f"handle has {len(handle)} bytes; it must have {sizeof(given)}")
     memcpy(&given, <const char *>handle, sizeof(given))
     made.device = device
     with nogil:
-        status = kvn_cuda_import_handle(&device.device, &given, size, is_far, &made.imported,
-                                        &failure)
-    device.library.check(status, &failure)
+        device.library.check(kvn_cuda_import_handle(&device.device, &given, size, is_far,
+                                                    &made.imported, &failure), &failure)
     made.is_mapped = True
     return made
 
@@ -192,14 +187,12 @@ def import_here(Device device not None, Device owner not None, address, nbytes) 
     cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
     cdef Imported made = Imported.__new__(Imported)
     cdef kvn_failure failure
-    cdef int status
     check_cuda(device)
     check_cuda(owner)
     made.device, made.owner = device, owner
     with nogil:
-        status = kvn_cuda_import_here(&device.device, &owner.device, start, size, &made.imported,
-                                      &failure)
-    device.library.check(status, &failure)
+        device.library.check(kvn_cuda_import_here(&device.device, &owner.device, start, size,
+                                                  &made.imported, &failure), &failure)
     made.is_mapped = True
     return made
 
@@ -219,12 +212,11 @@ def check_reach(Device device not None, bytes uuid not None, *, bint both_ways) 
     cdef kvn_cuda_uuid given
     cdef kvn_cuda_gpu found
     cdef kvn_failure failure
-    cdef int status
     check_cuda(device)
     if len(uuid) != sizeof(given):
         raise ValueError(f"uuid has {len(uuid)} bytes; it must have {sizeof(given)}")
     memcpy(&given, <const char *>uuid, sizeof(given))
     with nogil:
-        status = kvn_cuda_check_reach(&device.device, &given, both_ways, &found, &failure)
-    device.library.check(status, &failure)
+        device.library.check(kvn_cuda_check_reach(&device.device, &given, both_ways, &found,
+                                                  &failure), &failure)
     return GPUS[<int>found]

@@ -124,7 +124,7 @@ cdef class DeviceLibrary:
     cdef int check_process(self) except -1
     # Raises what `failure` says: self.error, or ValueError for an argument that was refused before
     # any call.
-    cdef int check(self, int status, const kvn_failure *failure) except -1
+    cdef int check(self, int status, const kvn_failure *failure) except -1 nogil
     # Notes where the opened library was found, and what it lacks.
     cdef int opened(self) except -1
     # Makes the runtime ready for its first device, once.

@@ -91,8 +91,11 @@ cdef class DeviceLibrary:
                               f" processes with spawn")
         return 0
 
-    cdef int check(self, int status, const kvn_failure *failure) except -1:
-        return raise_failure(self.error, status, failure)
+    cdef int check(self, int status, const kvn_failure *failure) except -1 nogil:
+        if status != KVN_OK:
+            with gil:
+                raise_failure(self.error, status, failure)
+        return 0
 
     cdef int opened(self) except -1:
         self.path = library_path(self.runtime, self.ops.symbols)
@@ -112,11 +115,9 @@ cdef class DeviceLibrary:
         """Return the number of devices that this process can use."""
         cdef kvn_failure failure
         cdef uint32_t count = 0
-        cdef int status
         self.begin()
         with nogil:
-            status = self.ops.count_devices(self.runtime, &count, &failure)
-        self.check(status, &failure)
+            self.check(self.ops.count_devices(self.runtime, &count, &failure), &failure)
         return count
 
     def device(self, int device_id) -> Device:
@@ -143,13 +144,12 @@ cdef class Device:
     cdef Device open_number(DeviceLibrary library, int32_t number):
         cdef kvn_failure failure
         cdef Device self = Device.__new__(Device)
-        cdef int status
         self.library = library
         self.lock = threading.Lock()
         self.channels = weakref.WeakValueDictionary()
         with nogil:
-            status = kvn_device_open(library.ops, library.runtime, number, &self.device, &failure)
-        self.library.check(status, &failure)
+            self.library.check(kvn_device_open(library.ops, library.runtime, number, &self.device,
+                                               &failure), &failure)
         self.opened = True
         return self
 
@@ -255,7 +255,6 @@ cdef class Device:
         cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
         cdef Pinned pinned
-        cdef int status
         self.check_usable()
         pinned = Pinned.__new__(Pinned)
         pinned.device = self
@@ -263,8 +262,7 @@ cdef class Device:
         pinned.address = start
         pinned.nbytes = size
         with nogil:
-            status = kvn_device_pin(&self.device, start, size, &failure)
-        self.library.check(status, &failure)
+            self.library.check(kvn_device_pin(&self.device, start, size, &failure), &failure)
         pinned.held = True
         return pinned
 
@@ -286,11 +284,9 @@ cdef class Device:
         cdef uint64_t where = unsigned("address", address)
         cdef kvn_failure failure
         cdef kvn_memory_place found
-        cdef int status
         self.check_usable()
         with nogil:
-            status = kvn_device_locate(&self.device, where, &found, &failure)
-        self.library.check(status, &failure)
+            self.library.check(kvn_device_locate(&self.device, where, &found, &failure), &failure)
         return found
 
     def write(self, address, buffer) -> None:
@@ -325,21 +321,18 @@ cdef class Device:
         """Zero memory of the device, and wait. Bounds are not checked."""
         cdef uint64_t where = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
-        cdef int status
         self.check_usable()
         with nogil:
-            status = kvn_device_clear(&self.device, where, size, &failure)
-        self.library.check(status, &failure)
+            self.library.check(kvn_device_clear(&self.device, where, size, &failure), &failure)
 
     def memory(self) -> tuple[int, int]:
         """Return the free and the total bytes of the device's memory."""
         cdef size_t free_nbytes = 0, total_nbytes = 0
         cdef kvn_failure failure
-        cdef int status
         self.check_usable()
         with nogil:
-            status = kvn_device_memory(&self.device, &free_nbytes, &total_nbytes, &failure)
-        self.library.check(status, &failure)
+            self.library.check(kvn_device_memory(&self.device, &free_nbytes, &total_nbytes,
+                                                 &failure), &failure)
         return free_nbytes, total_nbytes
 
     def attribute(self, int number) -> int | None:
@@ -453,12 +446,11 @@ cdef class Channels:
     cdef Channels start(Device device, unsigned count):
         cdef Channels self = Channels.__new__(Channels)
         cdef kvn_failure failure
-        cdef int status = KVN_OK
         self.device = device
         while self.count < count:
             with nogil:
-                status = kvn_channel_create(&device.device, &self.items[self.count], &failure)
-            device.library.check(status, &failure)
+                device.library.check(kvn_channel_create(&device.device, &self.items[self.count],
+                                                        &failure), &failure)
             self.count += 1
         return self
 

@@ -1,5 +1,5 @@
 from types import TracebackType
-from typing import Self, final
+from typing import Final, Self, final
 
 from kvnative._backend import (
     KVN_CANCELLED,
@@ -75,8 +75,7 @@ __all__ = [
 @final
 class Executor:
     def __new__(cls, backend: Backend) -> Self: ...
-    @property
-    def backend(self) -> Backend: ...
+    backend: Final[Backend]
     def submit(
         self,
         descriptors: Descriptors,

@@ -1,5 +1,5 @@
 # Declarations of the sources behind _hccl, and its class.
-from libc.stdint cimport int32_t, uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
 from kvnative._device cimport Device, kvn_device
 from kvnative._hccl_memory cimport HcclLibrary, kvn_hccl, kvn_region, kvn_staging
@@ -37,7 +37,6 @@ cdef extern from "hccl/communicator.h" nogil:
     void kvn_communicator_cancel(kvn_communicator *self, const char *message)
     int kvn_communicator_state_of(kvn_communicator *self)
     bint kvn_communicator_is_disturbed(const kvn_communicator *self)
-    int32_t kvn_communicator_async_error(kvn_communicator *self, char *text, size_t room)
 
 
 cdef extern from "hccl/transfer.h" nogil:

@@ -1,7 +1,7 @@
 """One-sided transfers between Ascend devices by HCCL."""
 
 cimport cython
-from libc.stdint cimport int32_t, uint32_t
+from libc.stdint cimport uint32_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport strncpy
 from posix.unistd cimport getpid
@@ -87,7 +87,6 @@ cdef class Communicator:
                  traffic_class=None, service_level=None, int max_batch=256):
         cdef kvn_communicator_options options
         cdef kvn_failure failure
-        cdef int status
         cdef bytes table = rank_table.encode(), label = name.encode()
         if self.communicator is not NULL:
             raise TypeError("a Communicator is made once")
@@ -112,9 +111,8 @@ cdef class Communicator:
         self.rank = rank
         self.remote_rank = remote_rank
         with nogil:
-            status = kvn_communicator_create(&library.hccl, &device.device, &options,
-                                             &self.communicator, &failure)
-        check_arguments(status, &failure)
+            check_arguments(kvn_communicator_create(&library.hccl, &device.device, &options,
+                                                    &self.communicator, &failure), &failure)
 
     cdef int check_made(self) except -1:
         if self.communicator is NULL:
@@ -239,15 +237,6 @@ cdef class Communicator:
                                  (self, staging, tickets), f"communicator {self.name}")
         finally:
             free(names)
-
-    def async_error(self) -> tuple[int, str]:
-        """Return the connection's asynchronous error and its text; (0, "") without an error."""
-        cdef char text[256]
-        cdef int32_t result
-        self.check_made()
-        with nogil:
-            result = kvn_communicator_async_error(self.communicator, text, sizeof(text))
-        return result, text.decode("utf-8", "replace") if result else ""
 
     def cancel(self, str message not None) -> None:
         """Give up the peer without waiting.

@@ -71,9 +71,9 @@ cdef extern from "hccl/communicator.h" nogil:
 
 
 # Raises HcclError with what `failure` says.
-cdef int check_hccl(int status, const kvn_failure *failure) except -1
+cdef int check_hccl(int status, const kvn_failure *failure) except -1 nogil
 # The same, but ValueError for an argument that was refused before any call.
-cdef int check_arguments(int status, const kvn_failure *failure) except -1
+cdef int check_arguments(int status, const kvn_failure *failure) except -1 nogil
 # HCCL works with Ascend devices: TypeError for another, NativeError where it cannot be used.
 cdef int check_device(Device device) except -1
 

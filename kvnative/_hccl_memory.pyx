@@ -33,14 +33,18 @@ class HcclError(DeviceError):
     """A failed call of HCCL, or of ACL on its behalf."""
 
 
-cdef int check_hccl(int status, const kvn_failure *failure) except -1:
-    if status == KVN_OK:
-        return 0
-    raise HcclError(failure.message.decode("utf-8", "replace"), failure.code, status)
+cdef int check_hccl(int status, const kvn_failure *failure) except -1 nogil:
+    if status != KVN_OK:
+        with gil:
+            raise HcclError(failure.message.decode("utf-8", "replace"), failure.code, status)
+    return 0
 
 
-cdef int check_arguments(int status, const kvn_failure *failure) except -1:
-    return raise_failure(HcclError, status, failure)
+cdef int check_arguments(int status, const kvn_failure *failure) except -1 nogil:
+    if status != KVN_OK:
+        with gil:
+            raise_failure(HcclError, status, failure)
+    return 0
 
 
 cdef int check_device(Device device) except -1:
@@ -88,15 +92,14 @@ cdef class HcclLibrary:
     @staticmethod
     cdef HcclLibrary open_file(AclLibrary acl, str file):
         cdef kvn_failure failure
-        cdef int status
         cdef HcclLibrary self = HcclLibrary.__new__(HcclLibrary)
         cdef bytes encoded = os.fsencode(file), soc_name = acl.soc_name().encode()
         cdef const char *place = encoded
         cdef const char *soc = soc_name
         self.acl = acl
         with nogil:
-            status = kvn_hccl_open(place, &acl.library.calls, soc, &self.hccl, &failure)
-        check_hccl(status, &failure)
+            check_hccl(kvn_hccl_open(place, &acl.library.calls, soc, &self.hccl,
+                                     &failure), &failure)
         driver = driver_version()
         version = (driver or "").encode()
         most = max_registered(driver)
@@ -115,11 +118,9 @@ cdef class HcclLibrary:
         """Raise if HCCL could not map these host pages when it connects; it maps them now."""
         cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
-        cdef int status
         check_device(device)
         with nogil:
-            status = kvn_acl_try_map(&device.device, start, size, &failure)
-        check_hccl(status, &failure)
+            check_hccl(kvn_acl_try_map(&device.device, start, size, &failure), &failure)
 
     def registered(self, int device_id) -> tuple[int, int]:
         """Return the bytes of host and of device memory that are registered with a device."""
@@ -156,7 +157,6 @@ cdef class Region:
                  bint on_device, object owner=None):
         cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef kvn_failure failure
-        cdef int status
         if self.made:
             raise TypeError("a Region is made once")
         check_device(device)
@@ -164,9 +164,8 @@ cdef class Region:
         self.device = device
         self.owner = owner
         with nogil:
-            status = kvn_region_open(&library.hccl, &device.device, start, size, on_device,
-                                     &self.region, &failure)
-        check_arguments(status, &failure)
+            check_arguments(kvn_region_open(&library.hccl, &device.device, start, size, on_device,
+                                            &self.region, &failure), &failure)
         self.made = True
 
     @property
@@ -280,7 +279,6 @@ cdef class Staging:
         cdef uint64_t num_sets = unsigned("buffer_sets", buffer_sets)
         cdef kvn_failure failure
         cdef DeviceBuffer buffer
-        cdef int status
         if self.made:
             raise TypeError("Staging is made once")
         check_arguments(kvn_staging_check(size, per_set, num_sets, &failure), &failure)
@@ -289,31 +287,15 @@ cdef class Staging:
         self.region = Region(library, device, buffer.address, buffer.nbytes, on_device=True,
                              owner=buffer)
         with nogil:
-            status = kvn_staging_open(&device.device, <uintptr_t>buffer.start, size,
-                                      <uint32_t>per_set, <uint32_t>num_sets, &self.staging,
-                                      &failure)
-        check_hccl(status, &failure)
+            check_hccl(kvn_staging_open(&device.device, <uintptr_t>buffer.start, size,
+                                        <uint32_t>per_set, <uint32_t>num_sets, &self.staging,
+                                        &failure), &failure)
         self.made = True
 
     @property
     def nbytes(self) -> int:
         """Size of the whole memory in bytes."""
         return self.region.nbytes
-
-    @property
-    def slot_nbytes(self) -> int:
-        """Size of a slot in bytes."""
-        return self.staging.slot_nbytes
-
-    @property
-    def slots(self) -> int:
-        """Number of slots of a transfer."""
-        return self.staging.slots
-
-    @property
-    def buffer_sets(self) -> int:
-        """Number of simultaneous transfers."""
-        return self.staging.num_sets
 
     @property
     def closed(self) -> bool:
@@ -346,4 +328,5 @@ cdef class Staging:
         kvn_staging_free(&self.staging)
 
     def __repr__(self):
-        return f"<Staging of {self.buffer_sets} x {self.slots} x {self.slot_nbytes} bytes>"
+        sizes = self.staging.num_sets, self.staging.slots, self.staging.slot_nbytes
+        return f"<Staging of {' x '.join(map(str, sizes))} bytes>"

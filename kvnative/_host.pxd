@@ -109,7 +109,7 @@ cdef class GenerationTable:
 
 
 # Raises what `failure` says: ValueError, MemoryError, or the OSError of its errno.
-cdef int check(int status, const kvn_failure *failure) except -1
+cdef int check(int status, const kvn_failure *failure) except -1 nogil
 # Words as they cross from Python, 16 bytes each: slot and generation. ValueError: half a one.
 cdef const kvn_word *words_in(bytes words, uint64_t *count) except NULL
 # `value` as 64 bits; the error names the argument.

@@ -33,13 +33,14 @@ ARENA_PAGES = {
 MAPS_SOURCES = {"auto": KVN_MAPS_AUTO, "query": KVN_MAPS_QUERY, "text": KVN_MAPS_TEXT}
 
 
-cdef int check(int status, const kvn_failure *failure) except -1:
-    return check_named(status, failure, "")
+cdef int check(int status, const kvn_failure *failure) except -1 nogil:
+    if status != KVN_OK:
+        with gil:
+            raise_named(status, failure, "")
+    return 0
 
 
-cdef int check_named(int status, const kvn_failure *failure, str name) except -1:
-    if status == KVN_OK:
-        return 0
+cdef int raise_named(int status, const kvn_failure *failure, str name) except -1:
     message = name + failure.message.decode("utf-8", "replace")
     if status == KVN_INVALID or status == KVN_UNMAPPED:
         raise ValueError(message)
@@ -79,10 +80,8 @@ def check_memory(address, nbytes, bint writable=False, *, str via="auto"):
     cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
     cdef kvn_maps_source source = source_named(via)
     cdef kvn_failure failure
-    cdef int status
     with nogil:
-        status = kvn_mapping_check(start, size, writable, source, &failure)
-    check(status, &failure)
+        check(kvn_mapping_check(start, size, writable, source, &failure), &failure)
 
 
 def check_ranges(addresses, nbytes, bint writable=False, *, str name="range", uint64_t first=0,
@@ -105,7 +104,7 @@ def check_ranges(addresses, nbytes, bint writable=False, *, str name="range", ui
             columns[0].shape[0], writable, source, &failed, &failure)
     release_columns(columns, 2)
     if status != KVN_OK:
-        check_named(status, &failure, f"{name} {first + failed}: ")
+        raise_named(status, &failure, f"{name} {first + failed}: ")
 
 
 @cython.final
@@ -147,10 +146,8 @@ cdef class Arena:
             )
         cdef kvn_arena_pages kind = ARENA_PAGES[pages]
         cdef const char *title = label
-        cdef int status
         with nogil:
-            status = kvn_arena_create(title, size, 0, kind, node, &self.arena, &failure)
-        check(status, &failure)
+            check(kvn_arena_create(title, size, 0, kind, node, &self.arena, &failure), &failure)
         if prefault:
             self.populate()
 
@@ -164,10 +161,9 @@ cdef class Arena:
         cdef Arena self = Arena.__new__(Arena)
         cdef uint64_t size = unsigned("nbytes", nbytes), number = unsigned("inode", inode)
         cdef kvn_failure failure
-        cdef int status
         with nogil:
-            status = kvn_arena_import(pid, fd, number, size, writable, &self.arena, &failure)
-        check(status, &failure)
+            check(kvn_arena_import(pid, fd, number, size, writable, &self.arena,
+                                   &failure), &failure)
         return self
 
     def populate(self):
@@ -338,10 +334,8 @@ def page_use(address, nbytes):
     cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
     cdef kvn_page_use found
     cdef kvn_failure failure
-    cdef int status
     with nogil:
-        status = kvn_pages_look(start, size, &found, &failure)
-    check(status, &failure)
+        check(kvn_pages_look(start, size, &found, &failure), &failure)
     if not found.has_mapped:
         return found.present, None, None
     return found.present, found.mapped, found.huge

@@ -1,4 +1,4 @@
-from typing import final
+from typing import Final, final
 
 from kvnative._task import AnyTask, Gate
 
@@ -11,8 +11,7 @@ LAYER_FAILED: int
 
 @final
 class LayeredTask(AnyTask):
-    @property
-    def num_layers(self) -> int: ...
+    num_layers: Final[int]
     @property
     def sealed(self) -> bool: ...
     def open(self, layer: int, after: Gate | None = None) -> bool: ...

@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +14,11 @@ class Descriptors:
     ) -> Descriptors: ...
     @staticmethod
     def joined(parts: Sequence[Descriptors]) -> Descriptors: ...
-    @property
-    def count(self) -> int: ...
-    @property
-    def total_nbytes(self) -> int: ...
-    @property
-    def dst(self) -> NDArray[np.uint64]: ...
-    @property
-    def src(self) -> NDArray[np.uint64]: ...
-    @property
-    def nbytes(self) -> NDArray[np.uint64]: ...
+    count: Final[int]
+    total_nbytes: Final[int]
+    dst: Final[NDArray[np.uint64]]
+    src: Final[NDArray[np.uint64]]
+    nbytes: Final[NDArray[np.uint64]]
     def __len__(self) -> int: ...
 
 def lower(

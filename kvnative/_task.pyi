@@ -1,4 +1,4 @@
-from typing import Any, Never, final
+from typing import Any, Final, Never, final
 
 from typing_extensions import disjoint_base
 
@@ -7,20 +7,13 @@ __all__ = ["CompletionQueue", "Gate", "Report", "Revocable", "Task", "revoke"]
 @final
 class Report:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
-    @property
-    def status(self) -> int: ...
-    @property
-    def code(self) -> int: ...
-    @property
-    def failed(self) -> int | None: ...
-    @property
-    def bytes_done(self) -> int: ...
-    @property
-    def descriptors_done(self) -> int: ...
-    @property
-    def unconfirmed(self) -> tuple[tuple[int, int], ...]: ...
-    @property
-    def message(self) -> str: ...
+    status: Final[int]
+    code: Final[int]
+    failed: Final[int | None]
+    bytes_done: Final[int]
+    descriptors_done: Final[int]
+    unconfirmed: Final[tuple[tuple[int, int], ...]]
+    message: Final[str]
 
 @disjoint_base
 class Gate:

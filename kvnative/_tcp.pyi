@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,8 +58,7 @@ class TcpService:
 @final
 class TcpNativeLink:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    @property
-    def connections(self) -> int: ...
+    connections: Final[int]
     @property
     def death_fd(self) -> int: ...
     @property

@@ -1,15 +1,13 @@
-# Declarations of the sources behind _ucx.
+# What other Cython modules may see of UCX: cimport this to work with its workers and endpoints.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from kvnative._host cimport kvn_failure
-from kvnative._native cimport kvn_backend
 
 
 cdef extern from "kvnative/ucx.h" nogil:
     enum:
         KVN_UCS_MEMORY_HOST
         KVN_UCS_MEMORY_CUDA
-        KVN_UCS_MEMORY_ROCM
 
 
 cdef extern from "ucx/library.h" nogil:
@@ -95,37 +93,34 @@ cdef extern from "ucx/region.h" nogil:
     void kvn_ucx_region_drop(kvn_ucx_regions *self, kvn_ucx_region *region)
 
 
-cdef extern from "ucx/transfer.h" nogil:
-    ctypedef struct kvn_ucx_peer_range:
-        uint64_t address
-        uint64_t nbytes
-        uint64_t slot
-        uint64_t generation
-        uint64_t key
-
-    ctypedef struct kvn_ucx_lease:
-        uint64_t slot
-        uint64_t generation
-        char name[128]
+cdef class UcxLibrary:
+    cdef kvn_ucx_library library
+    cdef readonly str path
+    cdef readonly tuple version
 
 
-cdef extern from "ucx/backend.h" nogil:
-    ctypedef struct kvn_ucx_packed_key:
-        const void *bytes
-        size_t nbytes
-    ctypedef struct kvn_ucx_backend_options:
-        int direction
-        const kvn_ucx_peer_range *ranges
-        uint64_t num_ranges
-        const kvn_ucx_packed_key *keys
-        uint64_t num_keys
-        int local_type
+cdef class UcxWorker:
+    cdef UcxLibrary library
+    cdef kvn_ucx_worker *worker
+    cdef kvn_ucx_regions regions
+    cdef readonly bytes address
+    cdef readonly str transports
+    cdef object __weakref__
 
-    int kvn_ucx_backend_create(
-        kvn_ucx_regions *regions, kvn_ucx_endpoint *endpoint,
-        const kvn_ucx_backend_options *options, kvn_backend **out, kvn_failure *failure
-    )
-    int kvn_ucx_backend_create_leased(
-        const kvn_backend *whole, const kvn_ucx_lease *leases, uint64_t num_leases,
-        kvn_backend **out, kvn_failure *failure
-    )
+    # TypeError unless it was made; NativeError in a forked child.
+    cdef int check_made(self) except -1
+
+
+cdef class UcxEndpoint:
+    cdef readonly UcxWorker worker
+    cdef kvn_ucx_endpoint *endpoint
+    cdef object __weakref__
+
+    # As of UcxWorker.
+    cdef int check_made(self) except -1
+
+
+# Raises UcxError with what `failure` says, or ValueError for an argument.
+cdef int check_ucx(int status, const kvn_failure *failure) except -1 nogil
+# The type of memory as UCX numbers it; ValueError names the argument.
+cdef int memory_type(str name, kind) except -1

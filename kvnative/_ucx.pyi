@@ -1,10 +1,7 @@
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Never, final
+from collections.abc import Iterable, Mapping
+from typing import Final, Literal, Never, final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvnative._backend import Backend, CallError
+from kvnative._backend import CallError
 
 __all__ = [
     "UcxEndpoint",
@@ -12,12 +9,9 @@ __all__ = [
     "UcxLibrary",
     "UcxRegion",
     "UcxWorker",
-    "ucx_backend",
-    "ucx_leased",
 ]
 
-_Kind = Literal["host", "cuda", "rocm"]
-_Column = NDArray[np.uint64]
+_Kind = Literal["host", "cuda"]
 
 class UcxError(CallError): ...
 
@@ -26,10 +20,8 @@ class UcxLibrary:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @staticmethod
     def load(path: str) -> UcxLibrary: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def version(self) -> tuple[int, int, int]: ...
+    path: Final[str]
+    version: Final[tuple[int, int, int]]
 
 @final
 class UcxWorker:
@@ -40,10 +32,8 @@ class UcxWorker:
         settings: Mapping[str, str] | Iterable[tuple[str, str]] = (),
         name: str = "",
     ) -> None: ...
-    @property
-    def address(self) -> bytes: ...
-    @property
-    def transports(self) -> str: ...
+    address: Final[bytes]
+    transports: Final[str]
     def map(
         self, address: int, nbytes: int, *, kind: _Kind = "host", owner: object = None
     ) -> UcxRegion: ...
@@ -64,15 +54,13 @@ class UcxWorker:
 @final
 class UcxEndpoint:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
-    @property
-    def worker(self) -> UcxWorker: ...
+    worker: Final[UcxWorker]
     def connect(self, timeout_ms: float) -> None: ...
     @property
     def connected(self) -> bool: ...
     @property
     def failure(self) -> tuple[int, str] | None: ...
-    @property
-    def death_fd(self) -> int: ...
+    death_fd: Final[int]
     @property
     def transport(self) -> str: ...
     def writing(self, tag: int, timeout_ms: float) -> frozenset[tuple[int, int]]: ...
@@ -83,28 +71,10 @@ class UcxRegion:
     def __init__(self, *args: Never, **kwargs: Never) -> None: ...
     @property
     def worker(self) -> UcxWorker | None: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def kind(self) -> _Kind: ...
-    @property
-    def rkey(self) -> bytes: ...
+    address: Final[int]
+    nbytes: Final[int]
+    kind: Final[_Kind]
+    rkey: Final[bytes]
     @property
     def released(self) -> bool: ...
     def release(self) -> None: ...
-
-def ucx_backend(
-    endpoint: UcxEndpoint,
-    direction: Literal["get", "put"],
-    *,
-    addresses: _Column,
-    nbytes: _Column,
-    slots: _Column,
-    generations: _Column,
-    keys: _Column,
-    rkeys: Sequence[bytes],
-    local: _Kind = "host",
-) -> Backend: ...
-def ucx_leased(backend: Backend, leases: Iterable[tuple[int, int, str]]) -> Backend: ...

@@ -3,14 +3,10 @@
 cimport cython
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport strncpy
 
-from kvnative._backend cimport Backend
-from kvnative._crossing cimport (
-    acquire_columns, kvn_failure, peer_direction, raise_failure, release_columns
-)
+from kvnative._crossing cimport kvn_failure, raise_failure
 from kvnative._host cimport unsigned
-from kvnative._native cimport KVN_CANCELLED, kvn_backend
+from kvnative._native cimport KVN_CANCELLED, KVN_OK
 from kvnative._task cimport deadline_of
 
 import atexit
@@ -20,16 +16,13 @@ import weakref
 
 from kvnative._backend import CallError, NativeError
 
-__all__ = ["UcxEndpoint", "UcxError", "UcxLibrary", "UcxRegion", "UcxWorker", "ucx_backend",
-           "ucx_leased"]
+__all__ = ["UcxEndpoint", "UcxError", "UcxLibrary", "UcxRegion", "UcxWorker"]
 
 # Settings may have this prefix of environment variables.
 PREFIX = "UCX_"
 
 # Memory types, as UCX names them.
-cdef dict KINDS = {
-    "host": KVN_UCS_MEMORY_HOST, "cuda": KVN_UCS_MEMORY_CUDA, "rocm": KVN_UCS_MEMORY_ROCM,
-}
+cdef dict KINDS = {"host": KVN_UCS_MEMORY_HOST, "cuda": KVN_UCS_MEMORY_CUDA}
 cdef dict LIBRARIES = {}  # file -> UcxLibrary: a library is never closed
 cdef object OPENING = threading.Lock()  # opening may change the environment for a while
 # A child that is forked meanwhile would find OPENING locked.
@@ -42,8 +35,11 @@ class UcxError(CallError):
     """A failed call of UCX or a failed link. `code` is a ucs_status_t or an errno."""
 
 
-cdef int check_ucx(int status, const kvn_failure *failure) except -1:
-    return raise_failure(UcxError, status, failure)
+cdef int check_ucx(int status, const kvn_failure *failure) except -1 nogil:
+    if status != KVN_OK:
+        with gil:
+            raise_failure(UcxError, status, failure)
+    return 0
 
 
 @atexit.register
@@ -63,10 +59,6 @@ cdef class UcxLibrary:
         version: such as (1, 22, 0).
     """
 
-    cdef kvn_ucx_library library
-    cdef readonly str path
-    cdef readonly tuple version
-
     def __init__(self, *args, **kwargs):
         raise TypeError("a UcxLibrary comes from UcxLibrary.load()")
 
@@ -81,14 +73,12 @@ cdef class UcxLibrary:
         cdef UcxLibrary self = UcxLibrary.__new__(UcxLibrary)
         cdef bytes encoded = os.fsencode(path)
         cdef const char *file = encoded
-        cdef int status
         with OPENING:
             known = LIBRARIES.get(path)
             if known is not None:
                 return known
             # With the GIL held, so that no other thread changes os.environ meanwhile.
-            status = kvn_ucx_library_open(file, &self.library, &failure)
-            check_ucx(status, &failure)
+            check_ucx(kvn_ucx_library_open(file, &self.library, &failure), &failure)
             self.path = os.fsdecode(<bytes>self.library.path)
             self.version = tuple(<int>self.library.version[i] for i in range(3))
             # One object for all names of the file, because it counts its workers.
@@ -135,13 +125,6 @@ cdef class UcxWorker:
         transports: transports that UCX selected, such as "rc_mlx5/mlx5_0:1 cma/memory".
     """
 
-    cdef UcxLibrary library
-    cdef kvn_ucx_worker *worker
-    cdef kvn_ucx_regions regions
-    cdef readonly bytes address
-    cdef readonly str transports
-    cdef object __weakref__
-
     def __init__(self, UcxLibrary library not None, *, settings=(), str name not None=""):
         cdef kvn_failure failure
         cdef int status
@@ -187,19 +170,17 @@ cdef class UcxWorker:
 
         Args:
             address, nbytes: range, which must stay allocated until the region is released.
-            kind: type of memory: "host", "cuda" or "rocm".
+            kind: type of memory: "host" or "cuda".
             owner: kept alive as long as the region.
         """
         cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
         cdef UcxRegion made = UcxRegion.__new__(UcxRegion)
         cdef int type_ = memory_type("kind", kind)
         cdef kvn_failure failure
-        cdef int status
         self.check_made()
         with nogil:
-            status = kvn_ucx_region_use(&self.regions, start, size, type_, &made.region,
-                                        &failure)
-        check_ucx(status, &failure)
+            check_ucx(kvn_ucx_region_use(&self.regions, start, size, type_, &made.region,
+                                         &failure), &failure)
         made.holder = self
         made.owner = owner
         made.address = start
@@ -230,7 +211,6 @@ cdef class UcxWorker:
         cdef UcxEndpoint made = UcxEndpoint.__new__(UcxEndpoint)
         cdef kvn_failure failure
         cdef kvn_ucx_remote remote
-        cdef int status
         self.check_made()
         if not address or not generations_rkey or not tickets_rkey:
             raise ValueError("address, generations_rkey and tickets_rkey must have at least 1 byte")
@@ -248,8 +228,8 @@ cdef class UcxWorker:
         remote.tag = tag
         made.worker = self
         with nogil:
-            status = kvn_ucx_endpoint_create(self.worker, &remote, &made.endpoint, &failure)
-        check_ucx(status, &failure)
+            check_ucx(kvn_ucx_endpoint_create(self.worker, &remote, &made.endpoint,
+                                              &failure), &failure)
         return made
 
     def close(self) -> None:
@@ -276,10 +256,6 @@ cdef class UcxEndpoint:
         worker: worker of this process.
     """
 
-    cdef readonly UcxWorker worker
-    cdef kvn_ucx_endpoint *endpoint
-    cdef object __weakref__
-
     def __init__(self, *args, **kwargs):
         raise TypeError("a UcxEndpoint comes from UcxWorker.endpoint()")
 
@@ -292,14 +268,12 @@ cdef class UcxEndpoint:
         """Connect, and return once the peer's generation table was read."""
         cdef kvn_failure failure
         cdef int64_t deadline
-        cdef int status
         self.check_made()
         if not timeout_ms > 0:
             raise ValueError(f"timeout_ms is {timeout_ms:g}; it must be > 0")
         deadline = deadline_of(timeout_ms)
         with nogil:
-            status = kvn_ucx_endpoint_connect(self.endpoint, deadline, &failure)
-        check_ucx(status, &failure)
+            check_ucx(kvn_ucx_endpoint_connect(self.endpoint, deadline, &failure), &failure)
 
     @property
     def connected(self) -> bool:
@@ -343,11 +317,10 @@ cdef class UcxEndpoint:
         cdef uint64_t words[KVN_UCX_TICKETS]
         cdef kvn_failure failure
         cdef int64_t deadline = deadline_of(timeout_ms)
-        cdef int status
         self.check_made()
         with nogil:
-            status = kvn_ucx_endpoint_read_tickets(self.endpoint, deadline, words, &failure)
-        check_ucx(status, &failure)
+            check_ucx(kvn_ucx_endpoint_read_tickets(self.endpoint, deadline, words,
+                                                    &failure), &failure)
         return frozenset((i, words[i]) for i in range(KVN_UCX_TICKETS)
                          if words[i] and words[i] >> 32 == tag)
 
@@ -427,125 +400,3 @@ cdef class UcxRegion:
     def __repr__(self):
         return (f"<UcxRegion [{self.address:#x}, {self.address + self.nbytes:#x}) of"
                 f" {self.kind} memory{', released' if self.released else ''}>")
-
-
-# The arguments of ucx_backend as C structs.
-@cython.final
-@cython.internal
-@cython.no_gc
-cdef class BackendOptions:
-    cdef kvn_ucx_backend_options options
-    cdef kvn_ucx_peer_range *ranges
-    cdef kvn_ucx_packed_key *keys
-    cdef list packed  # bytes that `keys` points to
-
-    cdef int take_ranges(self, tuple columns) except -1:
-        cdef Py_buffer views[5]
-        cdef const uint64_t *words
-        cdef Py_ssize_t count, i, field
-        acquire_columns(views, columns, ("addresses", "nbytes", "slots", "generations", "keys"))
-        try:
-            count = views[0].shape[0]
-            self.ranges = <kvn_ucx_peer_range *>calloc(count + 1, sizeof(kvn_ucx_peer_range))
-            if self.ranges is NULL:
-                raise MemoryError
-            for field in range(5):
-                words = <const uint64_t *>views[field].buf
-                for i in range(count):
-                    (<uint64_t *>&self.ranges[i])[field] = words[i]
-        finally:
-            release_columns(views, 5)
-        self.options.ranges = self.ranges
-        self.options.num_ranges = count
-        return 0
-
-    cdef int take_keys(self, list rkeys) except -1:
-        cdef bytes key
-        cdef Py_ssize_t i
-        self.packed = rkeys
-        self.keys = <kvn_ucx_packed_key *>calloc(len(rkeys) + 1, sizeof(kvn_ucx_packed_key))
-        if self.keys is NULL:
-            raise MemoryError
-        for i, item in enumerate(rkeys):
-            if not isinstance(item, bytes) or not item:
-                raise TypeError(f"rkeys[{i}]: expected bytes that are not empty, got {item!r}")
-            key = item
-            self.keys[i].bytes = <const char *>key
-            self.keys[i].nbytes = len(key)
-        self.options.keys = self.keys
-        self.options.num_keys = len(rkeys)
-        return 0
-
-    def __dealloc__(self):
-        free(self.ranges)
-        free(self.keys)
-
-
-def ucx_backend(UcxEndpoint endpoint not None, str direction not None, *, addresses, nbytes, slots,
-                generations, keys, rkeys, local="host") -> Backend:
-    """Return a backend whose remote addresses are memory of the peer.
-
-    A transfer reads the generations of its ranges before and after its bytes, and ends with
-    KVN_UNMAPPED if one differs from `generations`.
-
-    Args:
-        endpoint: a connected endpoint.
-        direction: "get" from the peer, or "put".
-        addresses, nbytes, slots, generations: columns of uint64: the peer's ranges. Other remote
-            memory is refused.
-        keys: uint64 index into `rkeys` of each range.
-        rkeys: keys of the peer's regions.
-        local: type of local memory outside of all regions: "host", "cuda" or "rocm". Host memory
-            outside of regions is slower with RDMA.
-    """
-    cdef BackendOptions taken = BackendOptions.__new__(BackendOptions)
-    cdef kvn_backend *backend = NULL
-    cdef kvn_failure failure
-    cdef int status
-    taken.options.direction = peer_direction(direction)
-    endpoint.check_made()
-    taken.take_ranges((addresses, nbytes, slots, generations, keys))
-    taken.take_keys(list(rkeys))
-    taken.options.local_type = memory_type("local", local)
-    with nogil:
-        status = kvn_ucx_backend_create(&endpoint.worker.regions, endpoint.endpoint,
-                                        &taken.options, &backend, &failure)
-    check_ucx(status, &failure)
-    return Backend.adopt(backend, endpoint, "ucx_backend")
-
-
-def ucx_leased(Backend backend not None, leases) -> Backend:
-    """Return a backend that reaches the same memory with leases.
-
-    Its transfers also read the generations of the leases before and after their bytes, and end with
-    KVN_UNMAPPED if one differs.
-
-    Args:
-        backend: result of `ucx_backend`.
-        leases: slot, generation and name for messages of each lease of the peer.
-    """
-    cdef kvn_ucx_lease *taken
-    cdef kvn_backend *made = NULL
-    cdef kvn_failure failure
-    cdef bytes text
-    cdef const char *name_
-    cdef Py_ssize_t i
-    cdef int status
-    given = tuple(leases)
-    backend.calls()
-    backend.check_process()
-    taken = <kvn_ucx_lease *>calloc(len(given) + 1, sizeof(kvn_ucx_lease))
-    if taken is NULL:
-        raise MemoryError
-    try:
-        for i, (slot, generation, name) in enumerate(given):
-            taken[i].slot = unsigned("slot", slot)
-            taken[i].generation = unsigned("generation", generation)
-            text = name.encode(errors="replace")
-            name_ = text
-            strncpy(taken[i].name, name_, sizeof(taken[i].name) - 1)
-        status = kvn_ucx_backend_create_leased(backend.handle, taken, len(given), &made, &failure)
-    finally:
-        free(taken)
-    check_ucx(status, &failure)
-    return Backend.adopt(made, backend, "ucx_leased")

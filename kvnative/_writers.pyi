@@ -1,5 +1,5 @@
 from collections.abc import Iterable
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from kvnative._backend import Backend, ThreadPool
 from kvnative._host import GenerationTable
@@ -15,14 +15,10 @@ class Ticket(NamedTuple):
 @final
 class WriterTable:
     def __init__(self, num_entries: int = 4096) -> None: ...
-    @property
-    def fd(self) -> int: ...
-    @property
-    def inode(self) -> int: ...
-    @property
-    def num_entries(self) -> int: ...
-    @property
-    def address(self) -> int: ...
+    fd: Final[int]
+    inode: Final[int]
+    num_entries: Final[int]
+    address: Final[int]
     def drain(self, timeout_s: float) -> list[Ticket]: ...
     def end_leases(
         self, generations: GenerationTable, leases: Iterable[tuple[int, int]], timeout_s: float

@@ -1,4 +1,4 @@
-"""What the axes of a cache's tensors mean, and which part of the model's cache they hold."""
+"""Meaning of the axes of tensors of a cache, and the part of the model that the cache holds."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ _LETTERS = {"L": "layer", "B": "block", "H": "head", "N": "token", "C": "kv dim"
 _VLLM = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 OPAQUE = "opaque "
-"""Begins a kv_tensor_format that is not a layout: the name of one that kvplan does not know. It is
-compared with that of the other side, and not read."""
+"""Prefix of a kv_tensor_format that kvplan does not know: only compared with the other side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,8 @@ class CacheLayout:
     """The axes of one tensor as they lie in memory, outermost first.
 
     Written with spaces between the names, as in `CacheLayout("block token head dim")`, or by a
-    known name: NHD, HND, and vLLM's letters (LBHNC and the like, where a tensor holds one layer if
-    L comes first).
+    known name: NHD, HND, or letters of vLLM, such as LBHNC. If L comes first, a tensor holds one
+    layer.
 
     Attributes:
         axes: the names, outermost first; given as one text.
@@ -72,7 +71,7 @@ class CacheLayout:
 
 
 def _axes_of(argument: str, text: str) -> tuple[str, ...]:
-    """Return the names of the axes that a text says.
+    """Return the names of the axes in a text.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: as `CacheLayout`; names `argument`.
@@ -103,7 +102,7 @@ def _axes_of(argument: str, text: str) -> tuple[str, ...]:
 
 
 def _nearest(text: str) -> str:
-    """The names of layouts that are most like a word that is none."""
+    """Return the names of the layouts that are most like a word that is not a layout."""
     near = get_close_matches(text.upper(), (*_NAMED, *_VLLM), 2)
     nearest = f"the nearest are {' and '.join(near)}" if near else f"known are {', '.join(_NAMED)}"
     return (
@@ -180,26 +179,25 @@ class Interleaved:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of the model's cache a cache holds.
+    """The part of the model that a cache holds.
 
     Layers (pipeline parallelism), KV heads (tensor parallelism) and tokens of each request
     (context parallelism).
 
     Args:
-        layers: layers of the model, ascending: a range, or a sequence of their numbers, which need
-            not follow each other (`[0, 6, 12]` of a hybrid model); None: all of `num_layers`.
+        layers: layers of the model, ascending: a range, or a sequence of numbers with gaps, such as
+            `[0, 6, 12]` of a hybrid model; None: all of `num_layers`.
         heads: KV heads of the model that follow each other, likewise; None: all of `num_heads`.
-        num_layers: of the model; None: not known, where `layers` is None.
-        num_heads: KV heads of the model; None: not known, where `heads` is None.
-        tokens: tokens of each request, counted from its first token on: every n-th run of them
-            (`Interleaved`), or a range. None: all. A block table has these tokens only, one after
-            another. The one rank of `Interleaved(0, 1)` has all tokens, and becomes None.
+        num_layers: layers of the model; None: unknown, only if `layers` is None.
+        num_heads: KV heads of the model; None: unknown, only if `heads` is None.
+        tokens: tokens of each request, counted from its first token: every n-th run
+            (`Interleaved`), or a range. None: all. A block table has only these tokens, one after
+            another. `Interleaved(0, 1)` has all tokens, and becomes None.
 
     Raises:
         TypeError: a field of another type.
         LLMException: LLM_PARAM_INVALID: no number, numbers that do not ascend or are outside of
-            the model, heads or tokens that do not follow each other, or numbers without the
-            model's total.
+            the model, heads or tokens with gaps, or numbers without the total of the model.
     """
 
     layers: Layers | None = None
@@ -288,7 +286,7 @@ def _numbers(name: str, given: Any) -> Layers:
             f"{name}={shown(given)} must be a range or a sequence of int, not "
             f"{type(given).__name__}"
         )
-    numbers = tuple([as_int(f"{name}[{i}]", it) for i, it in enumerate(given)])
+    numbers = tuple([as_int(f"{name}[{i}]", number) for i, number in enumerate(given)])
     if any(b <= a for a, b in pairwise(numbers)):
         raise invalid(f"{name}={shown(given)} must ascend, each number once")
     return consecutive(numbers)

@@ -1,4 +1,4 @@
-"""Status codes of the LLM-DataDist interface, and the one exception that carries them."""
+"""Status codes of the LLM-DataDist interface, and the exception that carries them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvplan.planning.part import Origin
+    from kvplan.planning.origin import Origin
 
 
 class LLMStatusCode(IntEnum):
-    """Outcome of an operation; names and values are those of the reference (section 4).
+    """Outcome of an operation, with the names and values of LLM-DataDist.
 
-    LLM_CANCELLED is kvplan's own. Its number cannot be one of the reference's, which are uint32.
+    LLM_CANCELLED is kvplan's own. Its number is not a uint32, so LLM-DataDist cannot have it.
     """
 
     LLM_SUCCESS = 0
@@ -48,7 +48,7 @@ class LLMStatusCode(IntEnum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether an operation with this outcome counts as failed: a cancelled one does not."""
+        """True if an operation with this outcome has failed; a cancelled one has not."""
         return self not in (LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_CANCELLED)
 
     def __str__(self) -> str:
@@ -60,15 +60,15 @@ class LLMException(RuntimeError):
 
     Args:
         *args: the message.
-        status_code: why, as a code of the reference. Unlike the reference, whose default is
-            LLM_SUCCESS, the default here is LLM_FAILED: an exception is never a success.
+        status_code: the reason as a code. The default of LLM-DataDist is LLM_SUCCESS; here it is
+            LLM_FAILED, as an exception is never a success.
         origin: see below.
         unconfirmed: see below.
 
     Attributes:
-        origin: the (layer, tensor, block span) of the plan that failed first, where known.
-        unconfirmed: half-open spans of descriptor indices whose bytes are not known to have
-            arrived; empty when nothing was submitted.
+        origin: the (layer, tensor, block span) of the plan that failed first; None: unknown.
+        unconfirmed: half-open spans of indices of descriptors whose bytes may not have arrived;
+            empty if nothing was submitted.
     """
 
     def __init__(
@@ -85,17 +85,17 @@ class LLMException(RuntimeError):
 
     @property
     def status_code(self) -> LLMStatusCode:
-        """Why, as a code of the reference."""
+        """The reason as a code."""
         return self._status_code
 
     def __str__(self) -> str:
-        # Tests of programs raise it with numbers of their own, too.
+        # Tests of programs also raise it with numbers of their own.
         name = getattr(self.status_code, "name", self.status_code)
         text, status = super().__str__(), f"({name})"
-        # The message may be the text of another one, which has it.
+        # The message may be the text of another exception, which has the status.
         return text if text.endswith(status) else f"{text} {status}".lstrip()
 
 
 def invalid(message: str) -> LLMException:
-    """The refusal of an argument: LLM_PARAM_INVALID with a message that says what is allowed."""
+    """Return the refusal of an argument; the message says what is allowed."""
     return LLMException(message, status_code=LLMStatusCode.LLM_PARAM_INVALID)

@@ -1,6 +1,6 @@
-"""The values that callers describe caches and transfers with: frozen, typed, without behaviour.
+"""Values that describe caches and transfers: frozen, typed, without behaviour.
 
-Names, fields and defaults are those of the reference's C++ and Python interface.
+Names, fields and defaults are those of the C++ and Python interface of LLM-DataDist.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NO_ID = UINT64_MAX
-"""The reference's mark for "no request id" and "no prefix id"."""
+"""Id that means "no request" or "no prefix"."""
 
 MAX_DIMS = 32
 MAX_FORMAT = 256
-"""Characters of a kv_tensor_format: it is published to peers, which accept no more."""
+"""Maximum characters of a kv_tensor_format; peers accept no more."""
 
 DEFAULT_TENSORS_PER_LAYER = 2
 
 
 class _Named(IntEnum):
-    """Prints as the reference's enums do: with the class, and without the number."""
+    """An enum that prints as in LLM-DataDist: with its class, without its number."""
 
     def __str__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
 
 
 class LlmRole(_Named):
-    """The role of a cluster; it labels the engine and has no influence on a transfer."""
+    """The role of a cluster; a label that does not influence transfers."""
 
     PROMPT = 1
     DECODER = 2
@@ -54,14 +54,14 @@ class LlmRole(_Named):
 
 
 class Placement(_Named):
-    """Where a cache lives."""
+    """The place of a cache."""
 
     HOST = 0
     DEVICE = 1
 
 
 class DataType(_Named):
-    """Element types, with the reference's numbers; `bits` is the width of one element."""
+    """Types of elements, with the numbers of LLM-DataDist."""
 
     DT_FLOAT = 0
     DT_FLOAT16 = 1
@@ -110,8 +110,8 @@ class DataType(_Named):
         """Bits of one element; sub-byte types are packed.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID for a type whose elements have no fixed width in
-                memory (strings, resources, DT_UNDEFINED), which no copy of bytes can carry.
+            LLMException: LLM_PARAM_INVALID: a type whose elements have no fixed width (strings,
+                resources, DT_UNDEFINED).
         """
         if (bits := _BITS.get(self)) is None:
             raise invalid(f"data_type={self.name} has no fixed width; a KV cache needs one")
@@ -140,31 +140,30 @@ _BITS: dict[int, int] = {
 class CacheDesc:
     """The shape of a cache: `num_tensors` tensors of equal `shape` and `data_type`.
 
-    `shape[batch_dim_index]` counts slots (contiguous cache) or blocks (paged cache); what follows
-    is one row. Where no layout says otherwise, dimensions before it must be 1: a row is then
+    `shape[batch_dim_index]` counts slots (contiguous cache) or blocks (paged cache); the dimensions
+    after it are one row. Without a layout, dimensions before it must be 1, so that a row is
     contiguous.
 
     Args:
-        num_tensors: how many there are; with keys and values in tensors of their own, two for
-            each layer.
-        shape: of each tensor.
-        data_type: of its elements.
-        placement: where the tensors are: in memory of the device, or of the host.
-        batch_dim_index: of the dimension that counts slots or blocks.
-        seq_len_dim_index: of the dimension that counts tokens; -1: not said.
-        kv_tensor_format: what the dimensions mean, outermost first, as `CacheLayout` takes it
-            ("block head token dim", or "HND"); it then says which dimension counts rows and which
-            tokens. "opaque NAME" is the name of a layout that kvplan does not know, which is only
-            compared with the other side's. None: not known.
-        shard: which part of the model's cache it holds; None: all of it, or not known.
-        row_stride: bytes from the begin of one slot or block to the next, where other bytes lie
+        num_tensors: number of tensors; two for each layer if keys and values are apart.
+        shape: shape of each tensor.
+        data_type: type of its elements.
+        placement: memory of the device, or of the host.
+        batch_dim_index: the dimension that counts slots or blocks.
+        seq_len_dim_index: the dimension that counts tokens; -1: unknown.
+        kv_tensor_format: meaning of the dimensions, outermost first, as for `CacheLayout` ("block
+            head token dim", or "HND"); it determines both indices above. "opaque NAME" names a
+            layout that kvplan does not know, and that is only compared with the other side. None:
+            unknown.
+        shard: the part of the model that the cache holds; None: all of it, or unknown.
+        row_stride: bytes from the begin of one slot or block to the next, if other bytes lie
             between, such as the same block of other layers. Transfers neither read nor write those
             bytes. None: rows touch; a stride that is the size of a row becomes None.
 
     Raises:
         TypeError: a field of another type.
         ValueError: num_tensors outside uint32, or a dimension or row_stride outside int64.
-        LLMException: LLM_PARAM_INVALID for no tensors, an empty or too long shape, a dimension
+        LLMException: LLM_PARAM_INVALID: no tensors, an empty or too long shape, a dimension
             below 1, a format that is not a layout of as many dimensions, or has more than 256
             characters, an index outside the shape, a row that is not contiguous or not whole
             bytes, a row_stride below the size of a row, tensors too large to address, or a shard
@@ -187,10 +186,10 @@ class CacheDesc:
             raise invalid("num_tensors=0 is out of range [1, 2**32)")
         if not isinstance(self.shape, tuple | list):
             raise TypeError(f"shape={shown(self.shape)} must be a tuple or list of int")
-        # A list is what half of the callers write; a frozen value holds a tuple.
+        # Many callers pass a list; a frozen value holds a tuple.
         shape = [
-            it if type(it) is int else as_int(f"shape[{dim}]", it)
-            for dim, it in enumerate(self.shape)
+            length if type(length) is int else as_int(f"shape[{dim}]", length)
+            for dim, length in enumerate(self.shape)
         ]
         object.__setattr__(self, "shape", tuple(shape))
         for dim, length in enumerate(self.shape):
@@ -242,34 +241,34 @@ class CacheDesc:
         placement: Placement | None = None,
         shard: Shard | None = None,
     ) -> CacheDesc:
-        """Describe the cache that `tensors` are, as they lie in memory; nothing is copied.
+        """Describe tensors as they lie in memory; nothing is copied.
 
         A permuted view is described in the order of its strides: the description of (block, token,
         head, dim) whose heads lie outside of tokens says `block head token dim`.
 
         Args:
-            tensors: of one shape and type: NumPy, torch, DLPack, or the buffer protocol; of the
-                host or of a device.
-            layout: what the dimensions of each tensor are, in its own order, as `CacheLayout` takes
-                it; None: they are not known, and rows are opaque.
-            data_type: what the elements are, where the tensors do not say it, such as DT_BF16 of an
-                array of uint16; None: what they say.
+            tensors: tensors of one shape and type, of the host or of a device: NumPy, torch,
+                DLPack, or the buffer protocol.
+            layout: the dimensions of each tensor, in its own order, as for `CacheLayout`; None:
+                unknown, and rows are opaque.
+            data_type: type of the elements if it is not that of the tensors, such as DT_BF16 of an
+                array of uint16.
             placement: None: HOST for memory of the host, DEVICE for any other.
-            shard: which part of the model's cache they hold.
+            shard: the part of the model that they hold.
 
         Raises:
-            TypeError: an argument of another type, or an element that is no tensor.
-            LLMException: LLM_PARAM_INVALID for no tensors, other dimensions than the layout has,
-                tensors that are not alike (named), with a gap or an overlap (with what to give
-                instead), or of a type that is no DataType; and as the constructor.
+            TypeError: an argument of another type, or an element that is not a tensor.
+            LLMException: LLM_PARAM_INVALID: no tensors, other dimensions than the layout has,
+                tensors that are not alike, with a gap or an overlap, or of a type that is not a
+                DataType; and as the constructor.
         """
-        # Loaded here: planning itself reads no memory.
+        # Loaded here, as planning reads no memory.
         module = import_module("kvplan.tensors.description")
         described: CacheDesc = module.describe(tensors, layout, data_type, placement, shard)
         return described
 
     def _take_row_stride(self, given: int) -> None:
-        """Refuse a stride at which rows would overlap; None where rows touch."""
+        """Refuse a stride at which rows would overlap; keep None if rows touch."""
         stride = check_width("row_stride", as_int("row_stride", given), -(2**63), INT64_MAX)
         if stride < self.row_nbytes:
             raise invalid(
@@ -328,7 +327,7 @@ class CacheDesc:
 
     @property
     def layout(self) -> CacheLayout | None:
-        """What the dimensions mean; None: not known, rows are opaque."""
+        """Meaning of the dimensions; None: unknown, rows are opaque."""
         return layout_of(self.kv_tensor_format, len(self.shape))
 
     @property
@@ -343,7 +342,7 @@ class CacheDesc:
 
     @property
     def row_nbytes(self) -> int:
-        """Contiguous bytes of one slot or block: all of them, if no dimension is before."""
+        """Contiguous bytes of one slot or block; all of its bytes if no dimension is before it."""
         return self.row_bits // 8
 
     @property
@@ -370,14 +369,13 @@ class CacheDesc:
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """Names a slot by the request (or the prefix) whose KV it holds.
+    """Key of a slot by the request (or the prefix) whose KV it holds.
 
     Attributes:
-        cluster_id: of the engine that has the slot; where a cache is made it is not used.
+        cluster_id: of the engine that has the slot; not used to make a cache.
         req_id: the request; NO_ID (2**64 - 1): none.
-        model_id: of the model, where one engine serves several.
-        prefix_id: the prefix; NO_ID: none. A key with neither names no slot: where a cache is
-            made it skips one.
+        model_id: the model, if one engine serves several.
+        prefix_id: the prefix; NO_ID: none. When a cache is made, a key with neither skips a slot.
     """
 
     cluster_id: int
@@ -398,11 +396,11 @@ class CacheKey:
 
 @dataclass(frozen=True, slots=True)
 class BlocksCacheKey:
-    """Names the paged cache of a model in a cluster.
+    """Key of the paged cache of a model in a cluster.
 
     Attributes:
-        cluster_id: of the engine that has the cache; where a cache is made it is not used.
-        model_id: of the model; an engine has one paged cache of each.
+        cluster_id: of the engine that has the cache; not used to make a cache.
+        model_id: the model; an engine has one paged cache with a key for each.
     """
 
     cluster_id: int
@@ -416,12 +414,12 @@ class BlocksCacheKey:
 
 @dataclass(frozen=True, slots=True)
 class CacheKeyByIdAndIndex:
-    """Names a slot by cache id and batch index.
+    """Key of a slot by cache id and batch index.
 
     Attributes:
         cluster_id: of the engine that has the cache.
-        cache_id: in that engine.
-        batch_index: the slot; of a paged cache it is not used.
+        cache_id: of the cache in that engine.
+        batch_index: the slot; not used for a paged cache.
     """
 
     cluster_id: int
@@ -436,7 +434,7 @@ class CacheKeyByIdAndIndex:
 
 
 CacheIndex = CacheKeyByIdAndIndex
-"""The C++ interface's name for the same: which slot of which cache of which cluster."""
+"""The name of the same key in the C++ interface."""
 
 
 AnyCacheKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
@@ -448,8 +446,8 @@ class Cache:
 
     Attributes:
         cache_desc: its description.
-        cache_id: in the engine of this process; -1: it is known by its addresses alone.
-        tensor_addrs: the address of each tensor; empty: none are given.
+        cache_id: in the engine of this process; -1: none, the addresses identify the cache.
+        tensor_addrs: the address of each tensor; empty: not given.
         owner: the token of the engine that made it; empty: made by hand.
     """
 
@@ -481,7 +479,7 @@ class RemoteCache:
     """A cache of another cluster, as its owner describes it.
 
     Attributes:
-        key: how it is addressed from here.
+        key: its key for this engine.
         cache_desc: its description.
     """
 
@@ -495,20 +493,18 @@ class RemoteCache:
 
 
 LayerRange = range | tuple[int, int] | None
-"""Layers: a Python `range` of step 1, the C++ pair (first, last) inclusive, or None or (-1, -1)
-for all."""
+"""Layers: a `range` of step 1, or as in C++ (first, last), both included. None, (-1, -1): all."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvCacheExtParam:
-    """Which layers go where. A layer is `tensor_num_per_layer` consecutive tensors (K, V).
+    """Pairs of layers of a transfer. A layer is `tensor_num_per_layer` consecutive tensors (K, V).
 
     Attributes:
         src_layer_range: layers of the source; a `LayerRange`.
         dst_layer_range: layers of the destination, as many.
-        tensor_num_per_layer: consecutive tensors that are one layer. None: as many as the
-            layout of the caches says, or 2, as in the reference, where they have none. Only a
-            range needs 2 to divide the tensors; otherwise any number of tensors moves.
+        tensor_num_per_layer: consecutive tensors of one layer. None: as the layout of the caches
+            says, or 2 without a layout. Only ranges need a number of tensors that it divides.
     """
 
     src_layer_range: LayerRange = None

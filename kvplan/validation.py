@@ -25,12 +25,12 @@ _SHORT.maxother = _SHORT.maxstring = 200
 
 
 def shown(value: object) -> str:
-    """The repr of `value` as a message carries it: cut where a caller's data would be endless."""
+    """Return the repr of `value` for a message; a long one is cut."""
     return _SHORT.repr(value)
 
 
 def printable(text: str) -> str:
-    """Return `text` as one line, in which nothing commands the terminal that shows it."""
+    """Return `text` as one line without control characters for terminals."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else "?" for char in " ".join(text.splitlines()))
@@ -51,16 +51,16 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def resolved(kind: type[_T]) -> type[_T]:
-    """Resolve the fields of a struct now: msgspec crashes if two threads do that first.
+    """Resolve the fields of a struct now: msgspec crashes if two threads do it at the same time.
 
-    A decorator of all structs that no decoder at module level knows.
+    It decorates all structs that no decoder at module level knows.
     """
     msgspec.msgpack.Decoder(kind)
     return kind
 
 
 def mismatch(value: object, *expected: type) -> str:
-    """`int or str, not float`: what `value` must be, and is; with modules if two have one name."""
+    """Return `int or str, not float`; with modules if two types have the same name."""
     kinds = (*expected, type(value))
     twice = type(value).__name__ in [kind.__name__ for kind in expected]
     *needed, found = [
@@ -70,7 +70,7 @@ def mismatch(value: object, *expected: type) -> str:
 
 
 def check_type(name: str, value: object, expected: type[_T]) -> _T:
-    """Return `value` if it is an `expected`; a bool is never taken for an int.
+    """Return `value` if it is an `expected`; a bool is not an int.
 
     Raises:
         TypeError: otherwise.
@@ -83,32 +83,32 @@ def check_type(name: str, value: object, expected: type[_T]) -> _T:
 
 
 def check_one_of(name: str, value: object, allowed: Collection[str]) -> None:
-    """Refuse anything but one of these words.
+    """Refuse a word that is not allowed.
 
     Raises:
         TypeError: not a str.
-        LLMException: LLM_PARAM_INVALID: another word; names all that are allowed.
+        LLMException: LLM_PARAM_INVALID: another word.
     """
     if check_type(name, value, str) not in allowed:
         raise invalid(f"{name}={shown(value)} must be one of {', '.join(allowed)}")
 
 
 def check_mapping(name: str, value: object) -> None:
-    """Refuse anything but a mapping.
+    """Refuse what is not a mapping.
 
     Raises:
-        TypeError: naming the argument.
+        TypeError: not a mapping.
     """
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}={shown(value)} must be a mapping, not {type(value).__name__}")
 
 
 def check_width(name: str, value: object, low: int, high: int) -> int:
-    """Return `value` if it is an int that fits the reference's field [low, high].
+    """Return `value` if it is an int in [low, high], the width of a field.
 
     Raises:
         TypeError: not an int.
-        ValueError: outside the field.
+        ValueError: out of range.
     """
     number = check_type(name, value, int)
     if not low <= number <= high:
@@ -117,10 +117,10 @@ def check_width(name: str, value: object, low: int, high: int) -> int:
 
 
 def take_ints(value: object, *names: str) -> None:
-    """Have attributes of a frozen value that stand for an int, such as np.int64, be int.
+    """Convert attributes of a frozen value, such as np.int64, to int.
 
     Raises:
-        TypeError: one does not.
+        TypeError: an attribute does not stand for an int.
     """
     for name in names:
         if type(number := getattr(value, name)) is not int:
@@ -128,10 +128,10 @@ def take_ints(value: object, *names: str) -> None:
 
 
 def as_int(name: str, value: SupportsIndex) -> int:
-    """Return `value` as an int if it stands for one, as NumPy's integers do; a bool does not.
+    """Return `value` as an int, such as an integer of NumPy; refuse a bool.
 
     Raises:
-        TypeError: otherwise.
+        TypeError: not an int.
     """
     if not isinstance(value, bool):
         with suppress(TypeError):
@@ -144,7 +144,7 @@ def check_index(name: str, value: SupportsIndex, size: int) -> int:
 
     Raises:
         TypeError: not an int.
-        LLMException: LLM_PARAM_INVALID, out of range.
+        LLMException: LLM_PARAM_INVALID: out of range.
     """
     if type(value) is int and 0 <= value < size:  # almost always
         return value

@@ -5,6 +5,7 @@ As a program it is that process: it reads requests from the connection that is i
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -73,7 +74,8 @@ class Engine:
         **arguments: Any,
     ) -> None:
         self.name = name
-        self.workers = int(arguments.get("tensor_parallel_size", 1))
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+        self.workers = math.prod(int(arguments.get(size, 1)) for size in sizes)
         self.took_s = 0.0
         self.log = folder / f"{name}.log"
         self._connection, theirs = Pipe()

@@ -41,6 +41,9 @@ def leaks(*engines: Engine) -> list[str]:
 class Pair:
     """The checks, in the order in which they are made."""
 
+    at_once = 100  # prompts
+    tokens = TOKENS  # that are generated for each
+
     def __init__(self, report: Report, held: ExitStack) -> None:
         self.report, self.held = report, held
         self.prompts = self.make_prompts()
@@ -52,7 +55,7 @@ class Pair:
         self.prefill.started()
         self.decode.started()
         report.say("two engines are up")
-        self.alone = self.prefill.generate(self.prompts, TOKENS)
+        self.alone = self.generate(self.prefill, self.prompts, self.tokens)
         self.prefill.forget()
         report.say(f"one engine alone has answered {len(self.prompts)} prompts")
 
@@ -78,13 +81,25 @@ class Pair:
 
     def finished(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Let the prefill engine compute prompts; returns what travels with them."""
-        answers = self.prefill.generate(
-            [self.prompts[it] for it in numbers], 1, [FINISH] * len(numbers)
-        )
+        given = [self.prompts[it] for it in numbers]
+        answers = self.generate(self.prefill, given, 1, [FINISH] * len(given))
         return [it.params or {} for it in answers]
 
     def decoded(self, numbers: Sequence[int], params: Sequence[dict[str, Any]]) -> list[Answer]:
-        return self.decode.generate([self.prompts[it] for it in numbers], TOKENS, params)
+        return self.generate(self.decode, [self.prompts[it] for it in numbers], self.tokens, params)
+
+    def generate(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        params: Sequence[dict[str, Any]] = (),
+    ) -> list[Answer]:
+        answers: list[Answer] = []
+        for at in range(0, len(prompts), self.at_once):
+            some = slice(at, at + self.at_once)
+            answers += engine.generate(prompts[some], tokens, params[some] or None)
+        return answers
 
     def right(self, numbers: Sequence[int], found: Sequence[Answer]) -> list[str]:
         return differences([self.alone[it] for it in numbers], found)

@@ -1,4 +1,4 @@
-"""Tensor parallelism of unlike sizes: each worker fetches its heads from those that have them.
+"""Unlike tensor and pipeline parallelism: each worker fetches its heads and layers.
 
 vLLM takes the cores of several workers as "0|1". All engines here share two cores.
 """
@@ -16,12 +16,12 @@ from examples.vllm.report import FOLDER, TOKENS, Report, connector, differences,
 
 MODEL = FOLDER / "model-even"
 BLOCKS = 400
-# Five workers share two cores, so that all takes long.
+# Seven workers share two cores, so that all takes long.
 LIMITS = {"lease_ttl_ms": 120_000, "link_timeout_ms": 30_000, "pull_timeout_ms": 60_000}
 
 
 class Parallel:
-    """Engines of one and two workers, all of which give and fetch."""
+    """Engines of one worker, of two, and of two stages, all of which give and fetch."""
 
     def __init__(self, report: Report, held: ExitStack) -> None:
         self.report, self.held = report, held
@@ -31,29 +31,37 @@ class Parallel:
         self.one = self.engine("parallel-1", 1)
         self.two = self.engine("parallel-2", 2)
         self.other = self.engine("parallel-2b", 2)
-        for it in (self.one, self.two, self.other):
+        self.stages = self.engine("parallel-stages", 1, 2)
+        for it in (self.one, self.two, self.other, self.stages):
             it.started()
-        self.report.say("engines of one, two and two workers are up")
+        self.report.say("engines of one, two and two workers, and of two stages, are up")
         self.alone = self.one.generate(self.prompts, TOKENS)
 
-    def engine(self, name: str, workers: int) -> Engine:
+    def engine(self, name: str, workers: int, stages: int = 1) -> Engine:
+        # Without the run that warms up compiled models, later stages of vLLM's on CPUs lack memory
+        # for what they receive.
+        warm = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
         it = Engine(
             name,
             FOLDER,
-            "|".join(map(str, range(workers))),
+            "|".join(map(str, range(workers * stages))),
             connector("kv_both", **LIMITS),
             model=str(MODEL),
             tensor_parallel_size=workers,
+            pipeline_parallel_size=stages,
             num_gpu_blocks_override=BLOCKS,
+            **(warm if stages > 1 else {}),
         )
         self.held.callback(it.close)
         return it
 
     def run(self) -> None:
         """Make the checks."""
-        self.moves("1 -> 2", self.one, self.two)
-        self.moves("2 -> 1", self.two, self.one)
-        self.moves("2 -> 2", self.two, self.other)
+        self.moves("1 worker -> 2", self.one, self.two)
+        self.moves("2 workers -> 1", self.two, self.one)
+        self.moves("2 workers -> 2", self.two, self.other)
+        self.moves("1 stage -> 2", self.one, self.stages)
+        self.moves("2 stages -> 2 workers", self.stages, self.two)
 
     def moves(self, name: str, prefill: Engine, decode: Engine) -> None:
         for it in (prefill, decode):
@@ -69,7 +77,7 @@ class Parallel:
             problems.append(f"only {moved:.0f} of {total} tokens were fetched")
         problems += leaks(prefill, decode)
         self.report.check(
-            f"tensor parallelism {name}: tokens are those of one worker alone, no block leaks",
+            f"{name}: tokens are those of one worker alone, no block leaks",
             problems,
             f"{moved:.0f} of {total} tokens fetched",
         )

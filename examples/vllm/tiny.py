@@ -50,6 +50,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 32,
         },
     ),
+    # MLA, of the only size that vLLM has on CPUs. Experts are not used.
+    "deepseek": (
+        "deepseek_v2",
+        {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "first_k_dense_replace": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "tie_word_embeddings": False,
+        },
+    ),
     # One group, with a window.
     "mistral": ("mistral", {**SHARED, "num_hidden_layers": 2, "sliding_window": WINDOW}),
 }

@@ -132,8 +132,7 @@ enum {
 };
 enum {
     KVN_UCS_MEMORY_HOST = 0,
-    KVN_UCS_MEMORY_CUDA = 1,
-    KVN_UCS_MEMORY_ROCM = 3
+    KVN_UCS_MEMORY_CUDA = 1
 };
 
 typedef struct kvn_ucp_mem_map_params {

@@ -46,75 +46,45 @@ class Passed(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """Timed pulls of one size.
+    """Timed pulls of one size."""
 
-    Attributes:
-        size: "small" or "large".
-        nbytes, descriptors: of one pull.
-        seconds: duration of each pull.
-    """
-
-    size: str
-    nbytes: int
+    size: str  # "small" or "large"
+    nbytes: int  # of one pull, as descriptors
     descriptors: int
-    seconds: list[float]
+    seconds: list[float]  # of each pull
 
 
 @dataclass
 class Found:
-    """A cache of the peer.
-
-    Attributes:
-        cache: its description.
-        text: its description in words.
-        pulls: timed pulls from it.
-        why_not: the reason why it cannot be read, if that is known.
-        failed: True if a pull failed.
-    """
+    """A cache of the peer."""
 
     cache: PeerCacheStatus
-    text: str
+    text: str  # its description in words
     pulls: list[Pull] = field(default_factory=list)
-    why_not: str = ""
-    failed: bool = False
+    why_not: str = ""  # the reason why it cannot be read, if that is known
+    failed: bool = False  # True if a pull failed
 
 
 class Report(NamedTuple):
-    """The results of a probe.
+    """The results of a probe."""
 
-    Attributes:
-        link_s, unlink_s: seconds for linking and unlinking.
-        status: of the link, after the pulls.
-        round_trips: seconds of each control message and its reply.
-        passed: the transports that come before the chosen one.
-        caches: all caches of the peer.
-    """
-
-    link_s: float
+    link_s: float  # seconds for linking, as unlink_s
     unlink_s: float
-    status: LinkStatus
-    round_trips: list[float]
-    passed: list[Passed]
-    caches: list[Found]
+    status: LinkStatus  # of the link, after the pulls
+    round_trips: list[float]  # seconds of each control message and its reply
+    passed: list[Passed]  # the transports that come before the chosen one
+    caches: list[Found]  # all caches of the peer
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe of the engine that listens at an address.
+    """A probe of the engine that listens at an address."""
 
-    Attributes:
-        address: address of the peer.
-        options: of the engines that link with it.
-        timeout_ms: time limit of each step.
-        count: number of measurements of each kind.
-        cluster_id: of this side; no other engine has it.
-    """
-
-    address: str
-    options: Options
-    timeout_ms: int
-    count: int
-    # In the upper half of the range, which programs that count from 0 do not reach.
+    address: str  # of the peer
+    options: Options  # of the engines that link with it
+    timeout_ms: int  # of each step
+    count: int  # of measurements of each kind
+    # Of this side, in the upper half of the range: programs that count from 0 do not reach it.
     cluster_id: int = field(default_factory=lambda: secrets.randbits(63) + 2**63)
 
     def run(self, peer: int | None) -> Report:

@@ -93,21 +93,14 @@ class _Document(TypedDict):
 
 @dataclass
 class Rates:
-    """Rates between two looks, per second.
+    """Rates between two looks, per second."""
 
-    Attributes:
-        operations: completed calls of all kinds.
-        pulled, pushed, copied: bytes.
-        failed: failed calls.
-        median_us, slowest_us: upper bounds of the duration of a transfer; None without transfers.
-    """
-
-    operations: float = 0.0
-    pulled: float = 0.0
+    operations: float = 0.0  # completed calls of all kinds
+    pulled: float = 0.0  # bytes, as pushed and copied
     pushed: float = 0.0
     copied: float = 0.0
-    failed: float = 0.0
-    median_us: float | None = None
+    failed: float = 0.0  # failed calls
+    median_us: float | None = None  # upper bound of the duration of a transfer; None without one
     slowest_us: float | None = None
 
 
@@ -147,16 +140,12 @@ def top(
     """
 
     def look() -> list[Answer]:
-        answers = [*map(checked, read_all())]
-        if pid is not None:
-            answers = [answer for answer in answers if answer.pid == pid]
-        if cluster is not None:
-            answers = [
-                answer
-                for answer in answers
-                if answer.document and answer.document["cluster_id"] == cluster
-            ]
-        return answers
+        return [
+            answer
+            for answer in map(checked, read_all())
+            if pid in (None, answer.pid)
+            and (cluster is None or (answer.document or {}).get("cluster_id") == cluster)
+        ]
 
     before = look()
     if once or as_json:
@@ -165,19 +154,11 @@ def top(
         found = compared(before, after)
         if as_json:
             engines = [
-                engine.document
-                | {
-                    "pid": engine.pid,
-                    "rates": asdict(engine.rates),
-                    "link_rates": [asdict(link) for link in engine.links],
-                }
-                for engine in found
+                {**one.document, "pid": one.pid, "rates": asdict(one.rates)}
+                | {"link_rates": [asdict(link) for link in one.links]}
+                for one in found
             ]
-            silent = [
-                {"pid": answer.pid, "error": answer.error}
-                for answer in after
-                if answer.document is None
-            ]
+            silent = [{"pid": one.pid, "error": one.error} for one in after if not one.document]
             write_json({"engines": engines, "silent": silent})
         else:
             console().print(page(found, after))

@@ -9,49 +9,34 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import click
+from msgspec import structs
 
 from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.cli.trace_plan import Expected, block_tables, plan_lines, save_plan, transfer_at
 from kvplan.planning.contents import local_layers
 from kvplan.planning.texts import nbytes_text, plural, span
-from kvplan.recording.queries import OPERATIONS, select, who_wrote
 from kvplan.recording.reader import read
-from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, TransferRecord, Write
+from kvplan.recording.records import (
+    OPERATIONS,
+    AnyRecord,
+    Dropped,
+    Event,
+    Recording,
+    TransferRecord,
+    Write,
+    select,
+    who_wrote,
+)
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.validation import printable
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _Found = list[tuple[Recording, list[AnyRecord]]]
-
-
-class _Filter(NamedTuple):
-    """The selection of records; see `select`."""
-
-    tag: str | None
-    cluster: int | None
-    operation: str | None
-    failed: bool
-    since: str | None
-
-    def of(self, records: Sequence[AnyRecord], began: float) -> list[AnyRecord]:
-        since = None if self.since is None else _moment(self.since, began)
-        everything = since is None and not any(self[:4])
-        if everything and self.cluster is None:
-            return [*records]
-        return [
-            *select(
-                records,
-                tag=self.tag,
-                cluster=self.cluster,
-                operation=self.operation,
-                failed=self.failed,
-                since=since,
-            )
-        ]
 
 
 @click.command(
@@ -127,7 +112,6 @@ def trace(
     cannot be read. See docs/how-to/recording.md.
     """
     files = tuple(_recordings_of(files))
-    chosen = _Filter(tag, cluster, operation, failed, since)
     recordings = [read(path) for path in files]
     if operation is not None:
         _check_operation(operation, recordings)
@@ -137,14 +121,23 @@ def trace(
         return _one_plan(recordings, explained, saved, expected, as_json=as_json)
     if block is not None:
         return _block(recordings, block, as_json=as_json)
-    found = [(one, chosen.of(one.rows, one.header.started)) for one in recordings]
+    found: _Found = [(one, one.rows) for one in recordings]
+    if tag or operation or failed or (cluster, since) != (None, None):
+        chosen = partial(select, tag=tag, cluster=cluster, operation=operation, failed=failed)
+        begins = [
+            None if since is None else _moment(since, one.header.started) for one in recordings
+        ]
+        found = [
+            (one, [*chosen(one, since=begin)])
+            for one, begin in zip(recordings, begins, strict=True)
+        ]
     if perfetto is not None:
         return _export(found, perfetto)
     if as_json:
         write_json(
             {
                 "recordings": [
-                    {**vars(one.header), "complete": one.complete, "dropped": one.dropped}
+                    {**structs.asdict(one.header), "complete": one.complete, "dropped": one.dropped}
                     | {"rows": [_document(row) for row in rows]}
                     for one, rows in found
                 ],
@@ -192,7 +185,7 @@ def _print(*lines: str) -> None:
 
 def _list(recording: Recording, rows: list[AnyRecord]) -> None:
     _print(_title(recording), _HEAD)
-    _print(*map(_Lines().of, rows))
+    _print(*_lines(rows))
     left = len(recording.rows) - len(rows)
     ended = "" if recording.complete else "; the recording was cut off, or is still growing"
     missing = f"; {recording.dropped:,} rows were dropped" if recording.dropped else ""
@@ -215,20 +208,15 @@ def _title(recording: Recording) -> str:
     )
 
 
-class _Lines:
-    """The lines of one recording. Transfers of one template have the same layers."""
-
-    def __init__(self) -> None:
-        self._layers: dict[tuple[int, ...], str] = {}
-
-    def of(self, record: AnyRecord) -> str:
-        """Return the line of a record."""
-        if not isinstance(record, TransferRecord):
-            return _line(record, "")
-        key = tuple(part.template for part in record.parts)
-        if key not in self._layers:
-            self._layers[key] = _layers(record)
-        return _line(record, self._layers[key])
+def _lines(records: Sequence[AnyRecord]) -> Iterator[str]:
+    """Yield the lines of records of one recording. Transfers of one template have equal layers."""
+    known: dict[tuple[int, ...], str] = {}
+    for record in records:
+        layers = ""
+        if isinstance(record, TransferRecord):
+            key = tuple(part.template for part in record.parts)
+            layers = known.get(key) or known.setdefault(key, _layers(record))
+        yield _line(record, layers)
 
 
 def _layers(transfer: TransferRecord) -> str:
@@ -280,16 +268,11 @@ def _short(value: object) -> str:
 
 
 def _document(record: AnyRecord) -> dict[str, Any]:
+    place = {"number": record.number, "time": record.time}
     if isinstance(record, Dropped):
-        return {
-            "kind": "dropped",
-            "number": record.number,
-            "time": record.time,
-            "count": record.count,
-        }
+        return {"kind": "dropped", **place, "count": record.count}
     common = {
-        "number": record.number,
-        "time": record.time,
+        **place,
         "ms": record.seconds * 1e3,
         "operation": record.operation,
         "status": record.status.name,
@@ -297,17 +280,9 @@ def _document(record: AnyRecord) -> dict[str, Any]:
     }
     if isinstance(record, Event):
         return {"kind": "event", **common, "fields": record.fields}
-    return {
-        "kind": "transfer",
-        **common,
-        "peer": record.peer,
-        "cache": record.cache_id,
-        "caches": record.caches,
-        "tag": record.tag,
-        "leases": record.leases,
-        "blocks": record.blocks,
-        "nbytes": record.nbytes,
-    }
+    names = ("peer", "caches", "tag", "leases", "blocks", "nbytes")
+    fields = {name: getattr(record, name) for name in names}
+    return {"kind": "transfer", **common, "cache": record.cache_id, **fields}
 
 
 def _block(recordings: list[Recording], given: str, *, as_json: bool) -> ExitCode:
@@ -370,7 +345,7 @@ def _one_plan(
         tables = {"block_tables": block_tables(transfer), "unexpected": wrong}
         write_json({"plan": plan} | tables | _document(transfer))
     else:
-        _print(_HEAD, _Lines().of(transfer), *plan_lines(transfer))
+        _print(_HEAD, *_lines([transfer]), *plan_lines(transfer))
         if expected is not None:
             _print(wrong or f"{expected.side}_blocks is as expected")
     return ExitCode.DIFFERENT if wrong else ExitCode.OK

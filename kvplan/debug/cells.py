@@ -1,8 +1,10 @@
-"""Coordinates of the bytes of a tensor, in the model and in the request."""
+"""Cells of tensors: their bytes, when two are equal, and where they are in model and request."""
 
 from __future__ import annotations
 
+import ctypes
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -11,8 +13,24 @@ from numpy.typing import NDArray
 from kvplan.planning.contents import tokens_spanned
 from kvplan.planning.part import Part
 from kvplan.planning.side import Side
+from kvplan.planning.texts import plural
+from kvplan.status import invalid
+from kvplan.tensors.form import read_form
+from kvplan.types import DataType
 
 Offsets = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+Same = Callable[[Bytes, Bytes], NDArray[np.bool_]]
+
+CHUNK: Final = 16 << 20
+"""Bytes of a tensor that are compared at once."""
+
+_FLOATS: Final = {
+    DataType.DT_FLOAT16: "<f2",
+    DataType.DT_BF16: "<u2",  # the upper half of a float
+    DataType.DT_FLOAT: "<f4",
+    DataType.DT_DOUBLE: "<f8",
+}
 
 _INNER: Final = ("dim", "group", "state")
 """Axes of a cell: what one token has in one head of the keys or values of a layer."""
@@ -22,24 +40,15 @@ _OPAQUE_NBYTES: Final = 64
 
 
 class Cells(NamedTuple):
-    """Coordinates of cells; each column has an entry for each cell.
+    """Coordinates of cells; each column has an entry for each cell."""
 
-    Attributes:
-        offsets: bytes in their tensor.
-        layer, head: counted from the cache's first.
-        part: 0 for keys, 1 for values; otherwise the position among the layer's tensors.
-        row: the block or slot.
-        token: the token in its row.
-        order: the number of the token in the request, or of the row if there are no tokens.
-    """
-
-    offsets: Offsets
-    layer: Offsets
-    part: Offsets
+    offsets: Offsets  # bytes in their tensor
+    layer: Offsets  # as heads, counted from the first of the cache
+    part: Offsets  # 0 for keys, 1 for values; else the position among the tensors of the layer
     head: Offsets
-    row: Offsets
-    token: Offsets
-    order: Offsets
+    row: Offsets  # block or slot
+    token: Offsets  # in its row
+    order: Offsets  # number of the token in the request; of the row if there are no tokens
 
     def take(self, chosen: Any) -> Cells:
         """Return some of the cells, by a NumPy index."""
@@ -47,19 +56,7 @@ class Cells(NamedTuple):
 
 
 class Coordinates:
-    """Meaning of the offsets in the tensors of one side of a part.
-
-    Attributes:
-        has_kv, has_heads, knows_tokens: True if these are known.
-        apart: tensors of one layer.
-        parts: `apart`, or the number of keys and values inside of one tensor.
-        tokens: tokens of a row.
-        rows: rows of the request, in its order.
-        tokens_moved: numbers of the tokens that move, as in `Cells.order`.
-        entries: positions of each row in the block table.
-        layers: the layers' numbers in the model; None: unknown.
-        first_head: the model's number of the first head.
-    """
+    """Meaning of the offsets in the tensors of one side of a part."""
 
     def __init__(self, part: Part, name: str) -> None:
         self.side: Side = getattr(part, name)
@@ -67,6 +64,7 @@ class Coordinates:
         # Neighbours that share a byte (4 bits an element) are one.
         named = side.layout.axes if side.layout else ()
         axes = [axis for axis in named if _is_whole(side, axis)]
+        # Tensors of one layer; `parts` also counts keys and values inside of one tensor.
         self.apart = part.tensors_per_layer // (side.extent("kv") if "kv" in part.split else 1)
         self.has_heads = "head" in axes
         self._kv_inside = side.extent("kv") > 1
@@ -76,7 +74,7 @@ class Coordinates:
         strides = [side.stride_of(axis) for axis in axes if axis not in _INNER]
         self.cell_nbytes = min(strides, default=math.gcd(side.row_nbytes, _OPAQUE_NBYTES))
         rows = [] if tables is None else getattr(tables, name).tolist()
-        self.rows: Offsets = np.array(rows, np.int64)
+        self.rows: Offsets = np.array(rows, np.int64)  # of the request, in its order
         self.entries: dict[int, list[int]] = {}
         for entry, row in enumerate(rows):
             self.entries.setdefault(row, []).append(entry)
@@ -84,7 +82,7 @@ class Coordinates:
             bool(rows) and part.local != "both" and "token" in axes and side.has_all_tokens
         )
         self.shift = 0 if tables is None else tables.src_token - tables.dst_token
-        self.tokens_moved = range(0)
+        self.tokens_moved = range(0)  # as in `Cells.order`
         if tables is not None:
             count = tokens_spanned(part) if self.knows_tokens else None
             last = len(rows) * self.tokens + self.shift
@@ -126,8 +124,80 @@ class Coordinates:
 
 
 def _is_whole(side: Side, axis: str) -> bool:
-    """Whether the steps along an axis are whole bytes."""
+    """Return True if the steps along an axis are whole bytes."""
     assert side.layout is not None
     assert side.data_type is not None
     elements = math.prod(side.shape[side.layout.axes.index(axis) + 1 :])
     return elements * side.data_type.bits % 8 == 0
+
+
+def tensors_of(name: str, given: Any, parts: Sequence[Part], side: str) -> list[Bytes]:
+    """Return the bytes of each tensor; refuse tensors of another size than the plan's."""
+    if isinstance(given, np.ndarray) or not isinstance(given, Sequence):
+        raise TypeError(f"{name}={type(given).__name__} must be a sequence of tensors")
+    sizes = [
+        cache.tensor_nbytes
+        for part in parts
+        for cache in [getattr(part, side)]
+        for _ in range(cache.num_tensors)
+    ]
+    if len(given) != len(sizes):
+        raise invalid(f"{name} has {plural(len(given), 'tensor')}; the plan needs {len(sizes)}")
+    found = []
+    for position, (tensor, nbytes) in enumerate(zip(given, sizes, strict=True)):
+        array = _bytes_of(f"{name}[{position}]", tensor, nbytes)
+        if array.nbytes != nbytes:
+            raise invalid(
+                f"{name}[{position}] has {array.nbytes} bytes; the plan's tensors have {nbytes}"
+            )
+        found.append(array)
+    return found
+
+
+def _bytes_of(name: str, tensor: Any, nbytes: int) -> Bytes:
+    """Return the bytes of a tensor, and those between its rows if the plan has them so."""
+    form = read_form(name, tensor)
+    if form.device is not None:
+        raise invalid(f"{name} is on {form.device.text}; copy it to the host first")
+    if form.nbytes == 0:
+        return np.empty(0, np.uint8)
+    in_order = form.order == (*range(len(form.shape)),)
+    if not (form.is_contiguous or (in_order and form.span_nbytes == nbytes)):
+        if isinstance(tensor, np.ndarray):
+            return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+        raise invalid(f"{name} is not contiguous: strides {form.strides} of shape {form.shape}")
+    memory: Any = (ctypes.c_uint8 * form.span_nbytes).from_address(form.address)
+    memory.owner = form.owner  # for as long as the array lives
+    array: Bytes = np.frombuffer(memory, np.uint8)
+    return array
+
+
+def _same_bits(a: Bytes, b: Bytes) -> NDArray[np.bool_]:
+    word = f"u{math.gcd(a.shape[1], 8)}"  # a few words are faster than many bytes
+    left, right = a.view(word), b.view(word)
+    return np.asarray(left[:, 0] == right[:, 0] if left.shape[1] == 1 else (left == right).all(1))
+
+
+def comparison(part: Part, atol: float) -> Same:
+    """Return a function that tells which cells, of shape (n, bytes), are equal: (n,)."""
+    if not atol:
+        return _same_bits
+    data_type = part.dst.data_type
+    if data_type not in _FLOATS:
+        name = "opaque rows" if data_type is None else data_type.name
+        allowed = ", ".join(dtype.name for dtype in _FLOATS)
+        raise invalid(f"atol={atol} must be 0 for {name}; other values are for {allowed}")
+
+    def values(cells: Bytes) -> NDArray[np.float64]:
+        raw = np.ascontiguousarray(cells).view(_FLOATS[data_type])
+        if data_type is DataType.DT_BF16:
+            raw = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return raw.astype(np.float64)
+
+    def same(a: Bytes, b: Bytes) -> NDArray[np.bool_]:
+        left, right = values(a), values(b)
+        with np.errstate(invalid="ignore"):
+            close = (left == right) | (np.abs(left - right) <= atol)
+        return np.asarray((close | (np.isnan(left) & np.isnan(right))).all(axis=1))
+
+    return same

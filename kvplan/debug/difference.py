@@ -116,12 +116,14 @@ class Difference:
             yield f"  {part.src.row} {first.src_row} is in the block table more than once"
         if first.holds:
             yield f"  it holds {first.holds}"
-        if first.as_planned:
+        if first.as_planned is None:
+            yield "  give source=, to know whether it was copied as planned or overwritten"
+        elif first.as_planned:
             yield (
                 "  the source holds the same there: it was copied as planned, so the source, or "
                 "the plan, was wrong"
             )
-        elif first.as_planned is not None:
+        else:
             yield (
                 "  the source holds something else there, so another transfer wrote it, or the "
                 "source has changed since"

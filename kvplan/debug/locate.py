@@ -10,15 +10,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.debug.cells import Cells, Coordinates
+from kvplan.debug.cells import (
+    CHUNK,
+    Bytes,
+    Cells,
+    Coordinates,
+    Same,
+    comparison,
+    tensors_of,
+)
 from kvplan.debug.difference import Difference, Located
 from kvplan.debug.search import Search
-from kvplan.debug.tensors import CHUNK, Bytes, Same, comparison, tensors_of
 from kvplan.planning import reference
 from kvplan.planning.part import Part
 from kvplan.planning.plan import PlacedPart, Plan
 from kvplan.planning.texts import spans_of
-from kvplan.recording import Recording
+from kvplan.recording import Recording, who_wrote
 from kvplan.status import invalid
 from kvplan.validation import INT64_MAX, check_type, check_width, shown
 
@@ -82,7 +89,7 @@ def locate(
     if recordings and (first := found_in[0].first) is not None:
         own, *others = recordings
         cache = check_width("cache_id", cache_id, 0, INT64_MAX)
-        writes = own.who_wrote(cache, first.row, others)
+        writes = who_wrote(own, cache, first.row, others)
         found_in = [replace(found_in[0], first=replace(first, writes=tuple(writes)))]
     return Located(tuple(found_in))
 

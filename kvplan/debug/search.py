@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvplan.debug.cells import Cells, Coordinates, Offsets
+from kvplan.debug.cells import CHUNK, Bytes, Cells, Coordinates, Offsets, Same
 from kvplan.debug.difference import Wrong
-from kvplan.debug.tensors import CHUNK, Bytes, Same
 from kvplan.planning.part import Part
 from kvplan.planning.segments import Segments
 from kvplan.planning.texts import spans_of, spans_text

@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-from kvnative._backend import NativeError
 from kvplan.device.cuda_sharing import CudaSharing
-from kvplan.device.device import Device, device_error, find_library
+from kvplan.device.device import Device, find_library
+from kvplan.execution.task import native_errors
 from kvplan.status import LLMException
 from kvplan.system.logs import Log
 
@@ -83,10 +83,8 @@ class CudaDevice(Device):
         """Watch memory by CUDA's allocation ids, which CUDA never reuses; see `Device.watch`."""
         from kvnative import _cuda
 
-        try:
+        with native_errors(f"memory of device {self.id} to be registered"):
             made, replaced = _cuda.watch(self.native, addresses, nbytes)
-        except NativeError as error:
-            raise device_error(error, f"memory of device {self.id} to be registered") from error
         if replaced:
             _LOG.warning(
                 "device=%d memory of %d registered caches was freed without unregister_cache: its "

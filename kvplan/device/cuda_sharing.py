@@ -8,8 +8,8 @@ from weakref import WeakValueDictionary
 from kvnative import _cuda_share
 from kvnative._backend import NativeError
 from kvnative._signals import Mutex
-from kvplan.device.device import device_error
 from kvplan.device.sharing import AllocationRef, Exported, exported, next_number
+from kvplan.execution.task import native_error, native_errors
 from kvplan.status import LLMException, LLMStatusCode, invalid
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class CudaSharing:
         except ValueError as error:
             raise invalid(f"{what}: {error}") from error
         except NativeError as error:
-            failure = device_error(error, f"{what}, to be mapped for device {native.id}")
+            failure = native_error(error, f"{what}, to be mapped for device {native.id}")
             if gpu != "hidden":
                 raise failure from error
             raise LLMException(
@@ -83,10 +83,8 @@ class CudaSharing:
     def _export(
         self, address: int, nbytes: int, buffer: DeviceBuffer | None, is_pool: bool
     ) -> Exported:
-        try:
+        with native_errors(f"memory of device {self._native.id}"):
             native = _cuda_share.export(self._native, address, nbytes)
-        except NativeError as error:
-            raise device_error(error, f"memory of device {self._native.id}") from error
         handle = native.handle.hex()
         ref = AllocationRef(
             self.uuid, native.address, native.nbytes, next_number(), native.fd, handle, is_pool

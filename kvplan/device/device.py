@@ -10,7 +10,7 @@ from weakref import WeakSet
 from kvnative._backend import NativeError
 from kvnative._signals import Mutex
 from kvplan.execution.compute_events import handle_of, stream_handle_of
-from kvplan.execution.task import status_code_of
+from kvplan.execution.task import native_error, native_errors
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import Log
 from kvplan.validation import shown
@@ -99,7 +99,7 @@ class Device:
                     shared = _shared[self._key] = _Shared(library.device(device_id))
                 shared.users += 1
         except NativeError as error:
-            raise device_error(error, f"device {device_id} cannot be used") from error
+            raise native_error(error, f"device {device_id} cannot be used") from error
         self._shared = shared
         self._closed = False
         self.native: NativeDevice = shared.native
@@ -124,7 +124,7 @@ class Device:
             buffer = self.native.allocate(nbytes)
             self.native.clear(buffer.address, nbytes)
         except NativeError as error:
-            raise device_error(error, f"{nbytes} bytes of {self._memory()}") from error
+            raise native_error(error, f"{nbytes} bytes of {self._memory()}") from error
         return buffer
 
     def allocate_host(self, nbytes: int) -> HostBuffer:
@@ -134,13 +134,10 @@ class Device:
             LLMException: LLM_PARAM_INVALID: a size that cannot be; an error of the library.
         """
         try:
-            return self.native.allocate_host(nbytes)
+            with native_errors(f"{nbytes} bytes of host memory for device {self.id}"):
+                return self.native.allocate_host(nbytes)
         except ValueError as error:
             raise invalid(str(error)) from error
-        except NativeError as error:
-            raise device_error(
-                error, f"{nbytes} bytes of host memory for device {self.id}"
-            ) from error
 
     def pin(self, address: int, nbytes: int, keep: object = None) -> PinnedMemory:
         """Let the device reach host memory by itself, until the result is dropped, or `close`.
@@ -152,13 +149,10 @@ class Device:
                 an error of the library.
         """
         try:
-            pinned = PinnedMemory(address, nbytes, self.native.pin(address, nbytes), keep)
+            with native_errors(f"{nbytes} bytes of host memory at {address:#x} to be pinned"):
+                pinned = PinnedMemory(address, nbytes, self.native.pin(address, nbytes), keep)
         except ValueError as error:
             raise invalid(str(error)) from error
-        except NativeError as error:
-            raise device_error(
-                error, f"{nbytes} bytes of host memory at {address:#x} to be pinned"
-            ) from error
         self._pinned.add(pinned)
         return pinned
 
@@ -209,10 +203,8 @@ class Device:
         Raises:
             LLMException: an error of the device.
         """
-        try:
+        with native_errors(f"device {self.id} at {address:#x}"):
             self.native.read(address, buffer)
-        except NativeError as error:
-            raise device_error(error, f"device {self.id} at {address:#x}") from error
 
     def write(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
         """Write the bytes of `buffer` to the device, which must have room for them.
@@ -220,10 +212,8 @@ class Device:
         Raises:
             LLMException: an error of the device.
         """
-        try:
+        with native_errors(f"device {self.id} at {address:#x}"):
             self.native.write(address, buffer)
-        except NativeError as error:
-            raise device_error(error, f"device {self.id} at {address:#x}") from error
 
     def backend(self, direction: CopyDirection) -> Backend:
         """Return the copies in that direction, which all users of the device share.
@@ -257,7 +247,7 @@ class Device:
             return self.native.take_stream(handle) if is_stream else self.native.take_event(handle)
         except NativeError as error:
             what = f"{name}={shown(event)} cannot be waited for on device {self.id}"
-            raise device_error(error, what) from error
+            raise native_error(error, what) from error
 
     def stream(self, name: str, stream: ComputeStream) -> int:
         """Return the handle of a stream of this device.
@@ -305,10 +295,10 @@ class Device:
         return f"<{type(self).__name__} {self.id}, {self.name}{state}>"
 
     def _locate(self, address: int) -> tuple[str, int]:
-        try:
+        try:  # not `native_errors`: raw addresses are checked with each transfer
             return self.native.locate(address)
         except NativeError as error:
-            raise device_error(error, f"address {address:#x}") from error
+            raise native_error(error, f"address {address:#x}") from error
 
     def _memory(self) -> str:
         try:
@@ -366,9 +356,3 @@ def find_library(what: str, override: str, load: Callable[[str | None], _L]) -> 
         f"no {what} can be used: {cause or f'{override} is empty'}",
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
     ) from cause
-
-
-def device_error(error: NativeError, what: str) -> LLMException:
-    """Return an error of the native layer as one of the interface; `what` begins its message."""
-    status = getattr(error, "status", None)
-    return LLMException(f"{what}: {error}", status_code=status_code_of(status))

@@ -11,9 +11,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from kvnative._signals import Mutex
-from kvplan.engine.operation import Operation, SubmitOptions
+from kvplan.engine.operation import Operation, SubmitOptions, refuse_notices
 from kvplan.engine.resolve import TransferOperation
-from kvplan.engine.shares import Pair, Shares, is_gather, refuse_notices, with_lease_tables
+from kvplan.engine.shares import Pair, Shares, is_gather, with_lease_tables
 from kvplan.execution.awaitable import AwaitableTask
 from kvplan.execution.completion import run_aside
 from kvplan.planning.gather import check_gather, divide

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Final, Unpack
 
 from kvplan.engine.transfers import TransferOperations
 from kvplan.planning.blocks import BlockPairs, pair_tables
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.segments import DEFAULT_COALESCE
+from kvplan.planning.texts import rename
 from kvplan.planning.transfer import PeerTensors, Rows, Transfer
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheIndex, CacheKey, KvCacheExtParam, Placement
 from kvplan.validation import as_int, check_type, shown
 
@@ -20,6 +21,19 @@ if TYPE_CHECKING:
     from kvplan.planning import Coalesce
     from kvplan.planning.blocks import Blocks
     from kvplan.types import AnyCacheKey
+
+
+_REFUSED: Final = (LLMException, TypeError, ValueError)
+
+PARAMETERS: Final = {
+    "src.blocks": "src_blocks", "dst.blocks": "dst_blocks",
+    "src.first_token": "src_token", "dst.first_token": "dst_token",
+    "src.slot": "src_batch_index", "dst.slot": "dst_batch_index",
+    "src.offset": "src_offset", "dst.offset": "dst_offset", "nbytes": "size",
+}  # fmt: skip
+"""The parameters that fields of a transfer come from."""
+
+_OF_COPIES: Final = {**PARAMETERS, "src.offset": "offset", "dst.offset": "offset"}
 
 
 class InterfaceOperations(TransferOperations):
@@ -58,14 +72,18 @@ class InterfaceOperations(TransferOperations):
         """
         if not _names_peer(src, dst):
             raise _misplaced("src", src, "dst", dst)
-        self.run(
-            Transfer(
-                Rows(src, None, None, 0, src_offset),
-                Rows(dst, None, dst_batch_index, 0, dst_offset),
-                num_tokens, _nbytes(size), layers, reinterpret, coalesce,
-            ),
-            **options,
-        )  # fmt: skip
+        try:
+            self.run(
+                Transfer(
+                    Rows(src, None, None, 0, src_offset),
+                    Rows(dst, None, dst_batch_index, 0, dst_offset),
+                    num_tokens, _nbytes(size), layers, reinterpret, coalesce,
+                ),
+                **options,
+            )  # fmt: skip
+        except _REFUSED as error:
+            rename(error, PARAMETERS)
+            raise
 
     def pull_blocks(
         self,
@@ -100,13 +118,17 @@ class InterfaceOperations(TransferOperations):
             raise TypeError("dst_blocks is None; it must name blocks of dst")
         if not _names_peer(src, dst):
             raise _misplaced("src", src, "dst", dst)
-        self.run(
-            Transfer(
-                Rows(src, src_blocks, None, src_token), Rows(dst, dst_blocks, None, dst_token),
-                num_tokens, None, layers, reinterpret, coalesce,
-            ),
-            **options,
-        )  # fmt: skip
+        try:
+            self.run(
+                Transfer(
+                    Rows(src, src_blocks, None, src_token), Rows(dst, dst_blocks, None, dst_token),
+                    num_tokens, None, layers, reinterpret, coalesce,
+                ),
+                **options,
+            )  # fmt: skip
+        except _REFUSED as error:
+            rename(error, PARAMETERS)
+            raise
 
     def push_cache(
         self,
@@ -138,14 +160,18 @@ class InterfaceOperations(TransferOperations):
         """
         if not _names_peer(dst, src):
             raise _misplaced("dst", dst, "src", src)
-        self.run(
-            Transfer(
-                Rows(src, None, src_batch_index, 0, src_offset),
-                Rows(dst, None, None, 0, dst_offset),
-                num_tokens, _nbytes(size), layers, reinterpret, coalesce,
-            ),
-            **options,
-        )  # fmt: skip
+        try:
+            self.run(
+                Transfer(
+                    Rows(src, None, src_batch_index, 0, src_offset),
+                    Rows(dst, None, None, 0, dst_offset),
+                    num_tokens, _nbytes(size), layers, reinterpret, coalesce,
+                ),
+                **options,
+            )  # fmt: skip
+        except _REFUSED as error:
+            rename(error, PARAMETERS)
+            raise
 
     def push_blocks(
         self,
@@ -177,13 +203,17 @@ class InterfaceOperations(TransferOperations):
         """
         if not _names_peer(dst, src):
             raise _misplaced("dst", dst, "src", src)
-        self.run(
-            Transfer(
-                Rows(src, src_blocks, None, src_token), Rows(dst, dst_blocks, None, dst_token),
-                num_tokens, None, layers, reinterpret, coalesce,
-            ),
-            **options,
-        )  # fmt: skip
+        try:
+            self.run(
+                Transfer(
+                    Rows(src, src_blocks, None, src_token), Rows(dst, dst_blocks, None, dst_token),
+                    num_tokens, None, layers, reinterpret, coalesce,
+                ),
+                **options,
+            )  # fmt: skip
+        except _REFUSED as error:
+            rename(error, PARAMETERS)
+            raise
 
     def copy_cache(
         self,
@@ -210,14 +240,18 @@ class InterfaceOperations(TransferOperations):
         Raises:
             TypeError, ValueError, LLMException: as `run`.
         """
-        self.run(
-            Transfer(
-                Rows(src, None, src_batch_index, 0, offset),
-                Rows(dst, None, dst_batch_index, 0, offset),
-                None, _nbytes(size), ALL_LAYERS, reinterpret, coalesce,
-            ),
-            **options,
-        )  # fmt: skip
+        try:
+            self.run(
+                Transfer(
+                    Rows(src, None, src_batch_index, 0, offset),
+                    Rows(dst, None, dst_batch_index, 0, offset),
+                    None, _nbytes(size), ALL_LAYERS, reinterpret, coalesce,
+                ),
+                **options,
+            )  # fmt: skip
+        except _REFUSED as error:
+            rename(error, _OF_COPIES)
+            raise
 
     def copy_blocks(
         self,
@@ -239,7 +273,11 @@ class InterfaceOperations(TransferOperations):
             TypeError, ValueError, LLMException: as `run`.
         """
         src, dst = pair_tables("blocks", blocks)
-        self.run(Transfer(Rows(cache, src), Rows(cache, dst), coalesce=coalesce), **options)
+        try:
+            self.run(Transfer(Rows(cache, src), Rows(cache, dst), coalesce=coalesce), **options)
+        except _REFUSED as error:
+            rename(error, _of_pairs("blocks"))
+            raise
 
     def swap_blocks(
         self,
@@ -272,12 +310,16 @@ class InterfaceOperations(TransferOperations):
                 "swap needs one HOST and one DEVICE"
             )
         read, written = pair_tables("src_to_dst", src_to_dst)
-        self.run(
-            Transfer(
-                Rows(src, read), Rows(dst, written), reinterpret=reinterpret, coalesce=coalesce
-            ),
-            **options,
-        )
+        try:
+            self.run(
+                Transfer(
+                    Rows(src, read), Rows(dst, written), reinterpret=reinterpret, coalesce=coalesce
+                ),
+                **options,
+            )
+        except _REFUSED as error:
+            rename(error, _of_pairs("src_to_dst"))
+            raise
 
 
 def _names_peer(key: object, cache: object) -> bool:
@@ -289,6 +331,11 @@ def _misplaced(theirs: str, key: object, ours: str, cache: object) -> TypeError:
     """Return the error of arguments in the wrong order, which would move the other way."""
     check_type(ours, cache, Cache)
     return TypeError(f"{theirs}={shown(key)} must be what names a cache of a peer, not Cache")
+
+
+def _of_pairs(argument: str) -> dict[str, str]:
+    """Return the names of fields that come from pairs of source and destination block."""
+    return {"src.blocks": f"{argument}.sources", "dst.blocks": f"{argument}.destinations"}
 
 
 def _nbytes(size: int) -> int | None:

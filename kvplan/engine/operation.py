@@ -72,8 +72,8 @@ class RunOptions(SubmitOptions, total=False):
     """Options of `run`.
 
     Attributes:
-        timeout_ms: milliseconds for the whole transfer. None: the option SyncKvCacheWaitTime of
-            the engine; inside one process no limit.
+        timeout_ms: milliseconds for the whole call, with verification and notification. None: the
+            option SyncKvCacheWaitTime of the engine; inside one process no limit.
     """
 
     timeout_ms: float | None
@@ -236,12 +236,18 @@ class Operation:
         if self._memories is not None and self.plan is not None:
             self.engine.transfers.verify(self.plan, *self._memories, self.verify_every, timeout_ms)
 
-    def send_notification(self) -> None:
-        """Send the notification of success, if there is one."""
+    def left_ms(self, timeout_ms: float | None) -> float | None:
+        """Return what is left of a time limit that began with the operation."""
+        if timeout_ms is None:
+            return None
+        return max(0.0, timeout_ms - (perf_counter() - self.started) * 1000)
+
+    def send_notification(self, timeout_ms: float | None = None) -> None:
+        """Send the notification of success, if any; without a limit, wait as the link does."""
         if self._notify is None or self.link is None:
             return
         try:
-            self.link.notify(self._notify)
+            self.link.notify(self._notify, timeout_ms)
         except LLMException as error:
             raise self.undelivered(error) from None
 
@@ -350,6 +356,13 @@ def check_notification(name: str, data: bytes) -> bytes:
     if not 1 <= len(data) <= MAX_NOTIFICATION_NBYTES:
         raise invalid(f"{name} has {len(data)} bytes; allowed are [1, {MAX_NOTIFICATION_NBYTES}]")
     return data
+
+
+def refuse_notices(options: TransferOptions) -> None:
+    """Refuse notifications of a transfer that has no peer."""
+    for name in ("notify", "notify_failure"):
+        if options.get(name) is not None:
+            raise invalid(f"{name} must be None: a copy inside this process has no peer")
 
 
 def check_tag(tag: str) -> str:

@@ -22,8 +22,8 @@ import msgspec
 
 from kvnative._lower import Descriptors
 from kvplan.engine.memory import joined
-from kvplan.engine.operation import Operation, SubmitOptions, conclude
-from kvplan.engine.shares import local_of, operation_name, refuse_notices
+from kvplan.engine.operation import Operation, SubmitOptions, conclude, refuse_notices
+from kvplan.engine.shares import local_of, operation_name
 from kvplan.engine.telemetry import logger
 from kvplan.execution.binding import join, parts_are_apart
 from kvplan.execution.memory import HostMemory

@@ -182,7 +182,11 @@ class Completions(PollableQueue["_Ended"]):
     """
 
     def check_room(self) -> None:
-        """Refuse another task while too many wait here: LLM_LINK_BUSY."""
+        """Refuse another task while too many wait here.
+
+        Raises:
+            LLMException: LLM_LINK_BUSY: `completions()` is not read.
+        """
         if len(self) >= MAX_UNTAKEN:
             raise LLMException(
                 f"{len(self)} ended tasks wait in completions(); at most {MAX_UNTAKEN} can: read "

@@ -157,7 +157,7 @@ class TransferOperation(PairOperation):
                 src = self._peer(pair, "src", paged=from_blocks, table=table)
             else:
                 if self._is_alone and isinstance(pair.transfer, Transfer):
-                    table = "dst_blocks"
+                    table = "dst.blocks"
                 dst = self._peer(pair, "dst", paged=to_blocks, table=table, stride=src.side.stride)
                 if isinstance(pair.dst.cache, PeerTensors):
                     _check_addresses(pair.dst.cache, src.side, self._layers_of(pair, src.side))
@@ -204,8 +204,8 @@ class TransferOperation(PairOperation):
     def _planned(self, pair: Pair, src: Found, dst: Found) -> Transfer:
         """Return what the planner is asked: the rows of a pair, with the slots that were found."""
         given, read, written = cast(Transfer, pair.transfer), pair.src, pair.dst
-        if not self._is_alone and None in (read.blocks, written.blocks):
-            field = "src_blocks" if read.blocks is None else "dst_blocks"
+        if not self._is_alone and (read.blocks is None or written.blocks is None):
+            field = "src.blocks" if read.blocks is None else "dst.blocks"
             raise invalid(f"{field} is None; it must name blocks")
         return Transfer(
             Rows(src.side, read.blocks, src.slot, read.first_token, read.offset),
@@ -228,9 +228,9 @@ class TransferOperation(PairOperation):
             return part.src.paged, part.dst.paged, ""
         read, written = pair.src.blocks, pair.dst.blocks
         if written is None:
-            return False, False, "src_blocks" if self.by_layer else ""
+            return False, False, "src.blocks" if self.by_layer else ""
         from_blocks = None if is_empty(written) else not (read is None or is_empty(read))
-        return from_blocks, True, "src_blocks"
+        return from_blocks, True, "src.blocks"
 
     def _own(self, pair: Pair, field: Local, *, paged: bool | None, table: str = "") -> Found:
         """Return the cache of this process that a side of a pair names."""
@@ -275,7 +275,7 @@ class TransferOperation(PairOperation):
             _refuse_slot(argument, cast("AnyCacheKey", key), found)
         if rows.slot is not None and rows.slot != slot:
             raise invalid(
-                f"{argument} slot={shown(rows.slot)} must be None or {slot}, the slot of {key}"
+                f"{argument}.slot={shown(rows.slot)} must be None or {slot}, the slot of {key}"
             )
         return Found(found, None if found.paged else slot, None, cache, key)
 
@@ -417,7 +417,7 @@ def _is_usual(pair: Pair) -> bool:
         isinstance(transfer, Transfer)
         and transfer.nbytes is None
         and transfer.coalesce is DEFAULT_COALESCE
-        and transfer.rank is None
+        and (transfer.rank is None or pair.taken is not None)
         and type(src.offset) is type(dst.offset) is int
         and src.offset == dst.offset == 0
         and (

@@ -18,7 +18,6 @@ from kvplan.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
-    from kvplan.engine.operation import TransferOptions
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.gather import Taken
     from kvplan.planning.side import Side
@@ -126,13 +125,6 @@ def local_of(src: Rows, dst: Rows) -> Local:
     return "dst" if from_peer else "src" if to_peer else "both"
 
 
-def refuse_notices(options: TransferOptions) -> None:
-    """Refuse notifications of a transfer that has no peer."""
-    for name in ("notify", "notify_failure"):
-        if options.get(name) is not None:
-            raise invalid(f"{name} must be None: a copy inside this process has no peer")
-
-
 def operation_name(local: Local, src: Rows, dst: Rows) -> Operation:
     """Return the name of a transfer in logs, metrics and recordings, such as "pull_blocks"."""
     verb, cache = VERBS[local], dst.cache
@@ -165,11 +157,11 @@ def with_lease_tables(transfer: Transfer) -> Transfer:
     """Return a transfer with the block tables and the tokens that its leases name."""
     src, dst = transfer.src, transfer.dst
     named_rows = (
-        {"src_blocks": src}
+        {"src.blocks": src}
         if isinstance(src, Rows)
-        else {f"src_blocks[{index}]": rows for index, rows in enumerate(src)}
+        else {f"src[{index}].blocks": rows for index, rows in enumerate(src)}
     )
-    named_rows["dst_blocks"] = dst
+    named_rows["dst.blocks"] = dst
     leased = [rows for rows in named_rows.values() if _is_leased(rows)]
     if not leased:
         return transfer

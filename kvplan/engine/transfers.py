@@ -105,6 +105,8 @@ class TransferOperations(OperationRunner):
         ):
             return
         timeout_ms = options.pop("timeout_ms", None)
+        if timeout_ms is not None:
+            check_timeout(timeout_ms)
         others = cast(SubmitOptions, options)
         if others.get("after") is not None:
             task = self.submit(transfer, **others)
@@ -229,12 +231,13 @@ class TransferOperations(OperationRunner):
             self._show(operation, plan)
         if timeout_ms is None and operation.link is not None:
             timeout_ms = operation.engine.wait_ms
-        if operation.retried and timeout_ms is not None:
-            timeout_ms = max(0.0, timeout_ms - (perf_counter() - operation.started) * 1000)
+        left_ms = timeout_ms
+        if timeout_ms is not None:  # `operation.left_ms`, without a call of Python
+            left_ms = max(0.0, timeout_ms - (perf_counter() - operation.started) * 1000)
         if operation.verify_every:
             operation.begin_to_move(src, dst)
         try:
-            operation.engine.transfers.execute(plan, src, dst, timeout_ms, descriptors)
+            operation.engine.transfers.execute(plan, src, dst, left_ms, descriptors)
         except LLMException as error:
             missing = error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
             if not (operation.speculated and missing) or revocation((src, dst)):
@@ -242,10 +245,10 @@ class TransferOperations(OperationRunner):
             operation.disable_speculation()  # the key may name another cache now
         else:
             if operation.verify_every:
-                operation.verify(timeout_ms)
+                operation.verify(operation.left_ms(timeout_ms))
             operation.done = True
             if operation.notifies:
-                operation.send_notification()
+                operation.send_notification(operation.left_ms(timeout_ms))
 
     def _submit(self, operation: Operation, prepared: Prepared) -> TransferTask:
         """Submit a prepared transfer; `operation` ends with the task."""
@@ -305,7 +308,6 @@ class TransferOperations(OperationRunner):
             hook(event)
 
     def _run_several(self, several: Several, timeout_ms: float | None) -> None:
-        check_timeout(timeout_ms)
         task = GatherTask(several.name, several.notices)
         try:
             several.begin(task, self._submit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, cast
 
 from kvnative._executor import (
@@ -65,6 +65,21 @@ _CODES = {
 def status_code_of(status: int | None) -> LLMStatusCode:
     """Return the code of the interface for a KVN_ status; LLM_FAILED for anything else."""
     return _FAILED if status is None else _CODES.get(status, _FAILED)
+
+
+def native_error(error: Exception, what: str) -> LLMException:
+    """Return an error of the native layer as one of the interface; `what` begins its message."""
+    status = getattr(error, "status", None)
+    return LLMException(f"{what}: {error}", status_code=status_code_of(status))
+
+
+@contextmanager
+def native_errors(what: str) -> Iterator[None]:
+    """Raise errors of the native layer inside the block as `native_error` with `what`."""
+    try:
+        yield
+    except NativeError as error:
+        raise native_error(error, what) from error
 
 
 class TransferTask(NativeTask):

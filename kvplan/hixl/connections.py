@@ -45,11 +45,7 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """The remote engines that one engine is connected with.
-
-    Args:
-        datadist: the engine below.
-    """
+    """The remote engines that one engine is connected with."""
 
     def __init__(self, datadist: LlmDataDist) -> None:
         self._datadist = datadist
@@ -296,12 +292,8 @@ class _Task(NamedTuple):
 class AsyncConnector:
     """Connects and disconnects in the background, in threads that exist while there are tasks.
 
-    The threads do not keep the process from ending without `finalize`.
-
-    Args:
-        threads: maximum number of threads.
-        capacity: maximum number of waiting tasks.
-        name: of the threads.
+    The threads do not keep the process from ending without `finalize`. At most `capacity` tasks may
+    wait.
     """
 
     def __init__(self, threads: int, capacity: int, name: str) -> None:
@@ -329,10 +321,11 @@ class AsyncConnector:
                 )
             queue = self._queues.get(remote_engine)
             if queue is None:
-                queue = self._queues[remote_engine] = deque()
-                self._ready.append(remote_engine)
+                # First: a queue without a thread would keep later tasks waiting for ever.
                 if len(self._threads) < self._max_threads:
                     self._threads.add(start_thread(self._name, self._work))
+                queue = self._queues[remote_engine] = deque()
+                self._ready.append(remote_engine)
             task = _Task(_CONNECT_STATES if connects else _DISCONNECT_STATES, run)
             queue.append(task)
             self._waiting += 1

@@ -57,19 +57,40 @@ _DIRECTIONS: Final[dict[TransferOp, Literal["pull", "push"]]] = {
 }
 
 
-def _returns_status(*rest: object) -> Callable[[_F], _F]:
-    """Let a method return the status number of what it raises, and log the reason.
+_KINDS: Final[Mapping[str, type]] = {
+    "local_engine": str,
+    "options": dict,
+    "mem_desc": MemDesc,
+    "mem_type": MemType,
+    "remote_engine": str,
+    "op": TransferOp,
+    "notify": NotifyDesc,
+}
+_INTEGERS: Final = frozenset({"mem_handle", "timeout_in_millis", "req_id"})
 
-    `rest` are the values that are returned after the number of a failure.
+
+def _returns_status(*rest: object) -> Callable[[_F], _F]:
+    """Check the types of arguments by their names, and return the status number of what is raised.
+
+    The reason is logged. `rest` are the values that are returned after the number of a failure.
     """
 
     def decorate(method: _F) -> _F:
+        names = tuple(signature(method).parameters)[1:]
+
         @wraps(method)
         def call(engine: Hixl, *args: Any, **kwargs: Any) -> Any:
-            try:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            if len(given) < len(args) + len(kwargs):  # too many arguments: this raises TypeError
                 return method(engine, *args, **kwargs)
+            for name, value in given.items():
+                if name in _INTEGERS:
+                    given[name] = _index(name, value)
+                elif name in _KINDS and not (value is None and name == "options"):
+                    check_type(name, value, _KINDS[name])
+            try:
+                return method(engine, **given)
             except _REFUSALS as error:
-                given = signature(method).bind(engine, *args, **kwargs).arguments
                 status = _log_failure(f"{method.__name__}{_subject(given)}", error)
                 return (status, *map(copy, rest)) if rest else status
 
@@ -101,7 +122,10 @@ class Hixl:
 
     Every call returns a status number, alone or first in a tuple, and logs why it is not SUCCESS
     (logger `kvplan.hixl`). Before `initialize` and after `finalize` the number is FAILED. Any
-    thread may call the methods. They raise only TypeError, for an argument of another type.
+    thread may call the methods.
+
+    Every method raises TypeError for an argument of another type. Methods of the original raise
+    nothing else.
 
     Args:
         transfers: executes the copies; None: the transfers of this process. Not in hixl.
@@ -124,13 +148,8 @@ class Hixl:
         Returns:
             SUCCESS; PARAM_INVALID: a malformed name, or an invalid option; FAILED: for example, the
             port is in use.
-
-        Raises:
-            TypeError: an argument of another type.
         """
-        check_type("local_engine", local_engine, str)
         given = {} if options is None else options
-        check_type("options", given, dict)
         for key, text in given.items():
             check_type("options key", key, str)
             check_type(f"options[{key!r}]", text, str)
@@ -165,12 +184,7 @@ class Hixl:
             memory that is not mapped or does not match `mem_type`; UNSUPPORTED: MEM_DEVICE on a
             host without a device, unless option kvplan.mem_device (environment variable
             KVPLAN_MEM_DEVICE) is "host", which registers the memory as host memory.
-
-        Raises:
-            TypeError: an argument of another type.
         """
-        check_type("mem_desc", mem_desc, MemDesc)
-        check_type("mem_type", mem_type, MemType)
         address, nbytes = mem_desc.addr, mem_desc.len
         running = self._initialized()
         if address == 0 or nbytes == 0 or address + nbytes > UINT64_MAX + 1:
@@ -199,11 +213,7 @@ class Hixl:
 
         Returns:
             SUCCESS, also for an unknown handle; PARAM_INVALID: handle 0.
-
-        Raises:
-            TypeError: an argument of another type.
         """
-        mem_handle = _index("mem_handle", mem_handle)
         running = self._initialized()
         if mem_handle == 0:
             raise invalid("mem_handle=0 is not a handle; pass one that register_mem returned")
@@ -222,14 +232,8 @@ class Hixl:
         Returns:
             SUCCESS; PARAM_INVALID: a malformed name, the name of this engine, or a timeout below 1;
             ALREADY_CONNECTED; TIMEOUT; FAILED: for example, no engine listens there.
-
-        Raises:
-            TypeError: an argument of another type.
         """
-        check_type("remote_engine", remote_engine, str)
-        timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
-        running = self._initialized()
-        _check_timeout(timeout_in_millis)
+        running = self._initialized(timeout_in_millis)
         running.connections.connect(remote_engine, timeout_in_millis)
         return SUCCESS
 
@@ -240,14 +244,8 @@ class Hixl:
         Returns:
             SUCCESS; PARAM_INVALID: a malformed name, or a timeout below 1; NOT_CONNECTED; TIMEOUT:
             the remote engine has not confirmed the end.
-
-        Raises:
-            TypeError: an argument of another type.
         """
-        check_type("remote_engine", remote_engine, str)
-        timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
-        running = self._initialized()
-        _check_timeout(timeout_in_millis)
+        running = self._initialized(timeout_in_millis)
         cluster_id = running.connections.cluster_of(remote_engine)
         running.requests.stop_peer(cluster_id, f"stopped, as {remote_engine} was disconnected")
         running.connections.disconnect(remote_engine, timeout_in_millis)
@@ -261,29 +259,17 @@ class Hixl:
 
         Returns:
             SUCCESS: the task is queued; PARAM_INVALID; RESOURCE_EXHAUSTED: the queue is full.
-
-        Raises:
-            TypeError: an argument of another type.
         """
         return self._begin(remote_engine, timeout_in_millis, connects=True)
 
     @_returns_status()
     def disconnect_async(self, remote_engine: str, timeout_in_millis: int = 1000) -> int:
-        """End a connection in the background. Otherwise as `connect_async`.
-
-        Raises:
-            TypeError: an argument of another type.
-        """
+        """End a connection in the background. Otherwise as `connect_async`."""
         return self._begin(remote_engine, timeout_in_millis, connects=False)
 
     @_returns_status(AsyncConnectStatus.NOT_CONNECT)
     def get_async_connect_status(self, remote_engine: str) -> tuple[int, AsyncConnectStatus]:
-        """Return the state of the last asynchronous task with a remote engine.
-
-        Raises:
-            TypeError: an argument of another type.
-        """
-        check_type("remote_engine", remote_engine, str)
+        """Return the state of the last asynchronous task with a remote engine."""
         running = self._initialized()
         peer_endpoint(remote_engine)
         return SUCCESS, running.async_status(remote_engine, running.connector.states())
@@ -317,15 +303,9 @@ class Hixl:
             or overlaps another; NOT_CONNECTED: not connected, or the remote engine is gone;
             TIMEOUT; UNSUPPORTED: memory that the transport does not reach; FAILED: for example,
             memory was deregistered or freed during the transfer.
-
-        Raises:
-            TypeError: an argument of another type.
         """
-        _check_move(remote_engine, op)
-        timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
         columns = address_columns(op_descs)
-        running = self._initialized()
-        _check_timeout(timeout_in_millis)
+        running = self._initialized(timeout_in_millis)
         started = perf_counter()
         cluster = running.cluster_of(remote_engine, timeout_in_millis)
         ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
@@ -349,11 +329,7 @@ class Hixl:
         Returns:
             The status, and the request (0 unless SUCCESS). As of `transfer_sync`;
             RESOURCE_EXHAUSTED: too many requests are open; get their status first.
-
-        Raises:
-            TypeError: an argument of another type.
         """
-        _check_move(remote_engine, op)
         given = TransferArgs() if args is None else args
         check_type("args", given, TransferArgs)
         columns = address_columns(op_descs)
@@ -371,22 +347,14 @@ class Hixl:
         Returns:
             SUCCESS and the state; PARAM_INVALID and FAILED: unknown request, or one whose end was
             returned before; NOT_CONNECTED and FAILED: it failed because the remote engine is gone.
-
-        Raises:
-            TypeError: an argument of another type.
         """
-        req_id = _index("req_id", req_id)
         return self._initialized().requests.status(req_id)
 
     @_returns_status([])
     def get_all_transfer_status(
         self, args: GetTransferStatusArgs | None = None
     ) -> tuple[int, list[TransferResult]]:
-        """Return the states of all requests, oldest first; forget the requests that have ended.
-
-        Raises:
-            TypeError: an argument of another type.
-        """
+        """Return the states of all requests, oldest first; forget the requests that have ended."""
         given = GetTransferStatusArgs() if args is None else args
         check_type("args", given, GetTransferStatusArgs)
         return SUCCESS, self._initialized().requests.all(given)
@@ -400,15 +368,8 @@ class Hixl:
         Returns:
             SUCCESS; PARAM_INVALID: a name or message of more than 1024 bytes, or a timeout below 1;
             NOT_CONNECTED; RESOURCE_EXHAUSTED: the remote engine has 4096 unread messages; TIMEOUT.
-
-        Raises:
-            TypeError: an argument of another type.
         """
-        check_type("remote_engine", remote_engine, str)
-        check_type("notify", notify, NotifyDesc)
-        timeout_in_millis = _index("timeout_in_millis", timeout_in_millis)
-        running = self._initialized()
-        _check_timeout(timeout_in_millis)
+        running = self._initialized(timeout_in_millis)
         running.connections.notify(remote_engine, notify, timeout_in_millis)
         return SUCCESS
 
@@ -435,22 +396,22 @@ class Hixl:
             TypeError: an argument of another type.
             LLMException: the reason that `transfer_sync` would log.
         """
-        _check_move(remote_engine, op)
+        check_type("remote_engine", remote_engine, str)
+        check_type("op", op, TransferOp)
         columns = address_columns(op_descs)
         running = self._initialized()
         cluster = running.cluster_of(remote_engine, _AUTO_CONNECT_MS)
         return running.datadist.plan(AddressRanges(cluster, *columns, _DIRECTIONS[op]))
 
-    def _initialized(self) -> Running:
+    def _initialized(self, timeout_ms: int = 1) -> Running:
         if self._running is None:
             raise LLMException("the engine is not initialized; call initialize() first")
+        if not 1 <= timeout_ms <= _INT32_MAX:
+            raise invalid(f"timeout_in_millis={timeout_ms} is out of range [1, {_INT32_MAX}]")
         return self._running
 
     def _begin(self, remote_engine: str, timeout_ms: int, *, connects: bool) -> int:
-        check_type("remote_engine", remote_engine, str)
-        timeout_ms = _index("timeout_in_millis", timeout_ms)
-        running = self._initialized()
-        _check_timeout(timeout_ms)
+        running = self._initialized(timeout_ms)
         peer_endpoint(remote_engine)
 
         def run() -> bool:
@@ -466,19 +427,9 @@ class Hixl:
         return f"<Hixl {'not initialized' if running is None else running.settings.name}>"
 
 
-def _check_move(remote_engine: object, op: object) -> None:
-    check_type("remote_engine", remote_engine, str)
-    check_type("op", op, TransferOp)
-
-
 def _index(name: str, value: SupportsIndex) -> int:
     """Return an integer, also one of NumPy, as the original takes them."""
     try:
         return index(value)
     except TypeError:
         raise TypeError(f"{name} is a {type(value).__name__}; it must be int") from None
-
-
-def _check_timeout(timeout_ms: int) -> None:
-    if not 1 <= timeout_ms <= _INT32_MAX:
-        raise invalid(f"timeout_in_millis={timeout_ms} is out of range [1, {_INT32_MAX}]")

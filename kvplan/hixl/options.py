@@ -84,25 +84,15 @@ _MEM_DEVICE: Final = _OWN[OPTION_MEM_DEVICE]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of a `Hixl`.
+    """The settings of a `Hixl`."""
 
-    Attributes:
-        name: of the engine, as given.
-        cluster_id: of the engine below; of one that listens it follows from the name.
-        engine: options of the engine below.
-        auto_connect: True if a transfer connects.
-        device_is_host: True if MEM_DEVICE is host memory on a host without a device.
-        threads: maximum number of threads for asynchronous connects.
-        capacity: maximum number of waiting asynchronous connects.
-    """
-
-    name: str
-    cluster_id: int
-    engine: Options
+    name: str  # of the engine, as given
+    cluster_id: int  # of the engine below; of one that listens it follows from the name
+    engine: Options  # of the engine below
     auto_connect: bool
     device_is_host: bool
-    threads: int
-    capacity: int
+    threads: int  # at most, for asynchronous connects
+    capacity: int  # waiting asynchronous connects, at most
 
 
 def read(local_engine: str, options: Mapping[str, str]) -> Settings:

@@ -20,27 +20,16 @@ Numbers = NDArray[np.int64]
 
 
 class Places(NamedTuple):
-    """The ends of bands on one side.
+    """The ends of bands on one side."""
 
-    Attributes:
-        first, last: rows.
-        begin, end: where a band begins in its first row and ends in its last, in pieces of a row.
-    """
-
-    first: Numbers
+    first: Numbers  # row, as last
     last: Numbers
-    begin: Numbers
+    begin: Numbers  # in the first row, in pieces of a row; `end` in the last
     end: Numbers
 
 
 class Bands:
-    """All bands of a part, in the order of the request.
-
-    Attributes:
-        src, dst: where each band begins and ends.
-        parts: pieces (tokens, or bytes) of a row at src and at dst.
-        labelled_by: "entry" of the block table, "token" of the request, or "" for a number.
-    """
+    """All bands of a part, in the order of the request."""
 
     def __init__(self, part: Part) -> None:
         self.part = part
@@ -50,7 +39,7 @@ class Bands:
         ends = [column.astype(np.int64) for column in segments.ends()]
         src, src_parts = _places(part.src, columns[0], ends[0])
         dst, dst_parts = _places(part.dst, columns[1], ends[1])
-        self.parts = src_parts, dst_parts
+        self.parts = src_parts, dst_parts  # pieces (tokens, or bytes) of a row
         entries = self._entries(dst)
         keys = (entries[0], dst.first, dst.begin, dst.last, dst.end, *src)
         self._order = np.lexsort(keys[::-1])
@@ -64,6 +53,7 @@ class Bands:
         self._dst, self._nbytes, self._dst_end = columns[1], columns[2], ends[1]
         self._runs = segments.runs().astype(np.int64)
         self._held: dict[tuple[int, ...], tuple[Span | None, str]] = {}
+        # "entry" of the block table, "token" of the request, or "" for a number
         self.labelled_by = self._labelled_by()
 
     def __len__(self) -> int:

@@ -1,10 +1,13 @@
-"""A plan as a tree or a table. Offsets are relative: stable in tests, safe in logs."""
+"""A plan as a tree or a table, and what stands out in it: what makes it slow, or may be a mistake.
+
+Offsets are relative: stable in tests, safe in logs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import get_args
+from typing import Final, get_args
 
 import numpy as np
 
@@ -36,6 +39,9 @@ from kvplan.validation import check_type, shown
 
 _SIDE_WIDTH = 100
 """Columns of the lines that say what both sides are."""
+
+TINY: Final = 2048
+"""Bytes of a descriptor below which its fixed cost exceeds that of its bytes, over "local"."""
 
 
 def explain_plan(
@@ -101,7 +107,7 @@ def labels_text(labels: list[str]) -> str:
 
 
 def _is_same(a: Part, b: Part) -> bool:
-    """Whether the texts of both parts are equal: equal parts of caches of the same names."""
+    """Return True if the texts of both parts are equal: equal parts of caches of the same names."""
     return (
         a == b
         and (a.src.name, a.dst.name, a.src.way, a.dst.way)
@@ -117,7 +123,7 @@ def _has_same_tables(a: Part, b: Part) -> bool:
 
 
 def _has_same_rows(a: Part, b: Part) -> bool:
-    """Whether both have the same segments, counted in rows, for the same tokens of the request."""
+    """Return True if both have the same segments, in rows, for the same tokens of the request."""
     if a.tables is None or b.tables is None or len(a.segments) != len(b.segments):
         return False
     if a.split or b.split or a.segments.repeats or b.segments.repeats:
@@ -197,7 +203,7 @@ def _rows_moved(part: Part) -> str:
 
 
 def _is_cut(part: Part) -> bool:
-    """Whether blocks are written only in part: other heads or layers of them stay."""
+    """Return True if blocks are written only in part: other heads or layers of them stay."""
     if part.split or part.kind != "B2B":
         return bool(part.split)
     return part.nbytes_per_tensor < rows_written(part) * _row_nbytes(part)
@@ -208,17 +214,22 @@ def _row_nbytes(part: Part) -> int:
     return part.dst.rows_nbytes // part.dst.count
 
 
-def _transposed(part: Part) -> str:
-    """Return the cost of rows that lie differently: how many runs make up a row."""
+def _most_runs(part: Part) -> tuple[int, int] | None:
+    """Return into how many runs a row is cut, and their bytes; None if rows lie alike."""
     segments = part.segments
     if not segments.repeats or not len(segments):
+        return None
+    runs = segments.runs()
+    index = int(runs.argmax())
+    return int(runs[index]), int(segments.nbytes[index])
+
+
+def _transposed(part: Part) -> str:
+    """Return the cost of rows that lie differently: how many runs make up a row."""
+    if (most := _most_runs(part)) is None:
         return ""
-    runs = int(segments.runs().max())
-    index = int(segments.runs().argmax())
-    nbytes = int(segments.nbytes[index])
-    same = part.src.layout == part.dst.layout
-    word = "cut by head or token" if same else "transposing"
-    return f"{word}: {plural(runs, 'run')} of {nbytes_text(nbytes)} a {part.dst.row}"
+    word = "cut by head or token" if part.src.layout == part.dst.layout else "transposing"
+    return f"{word}: {plural(most[0], 'run')} of {nbytes_text(most[1])} a {part.dst.row}"
 
 
 def _places(part: Part, indices: range) -> Iterator[tuple[str, str, str]]:
@@ -350,3 +361,89 @@ def _kv(part: Part, index: int) -> str:
     if "kv" not in part.split and part.tensors_per_layer != 2:
         return ""
     return kv_of(part, part.dst_tensors[index], 0, 0)
+
+
+def oddities(part: Part) -> list[str]:
+    """Return what stands out, most severe first.
+
+    Stale leases are not included: a plan does not contain them.
+    """
+    found = (_reinterpreted(part), _read_twice(part), _cut(part), _tiny(part), _apart(part))
+    return [sentence for several in found for sentence in several]
+
+
+def _reinterpreted(part: Part) -> Iterator[str]:
+    if part.reinterpret:
+        yield (
+            "REINTERPRETED: the bytes are copied as they are, whatever the two sides say that they "
+            f"mean: {part.src} at the source, {part.dst} at the destination."
+        )
+
+
+def _read_twice(part: Part) -> Iterator[str]:
+    """Report source rows that a request reads twice; a copy inside of a process may do so."""
+    if part.tables is None or part.local == "both":
+        return
+    rows, counts = np.unique(part.tables.src, return_counts=True)
+    twice = np.flatnonzero(counts > 1)
+    if len(twice):
+        first = int(twice[0])
+        more = f", and {len(twice) - 1:,} more are" if len(twice) > 1 else ""
+        yield (
+            f"Source {part.src.row} {int(rows[first])} is read {int(counts[first])} times{more}: "
+            "is the block table right?"
+        )
+
+
+def _cut(part: Part) -> Iterator[str]:
+    """Report rows that lie differently at the two ends and are cut into runs."""
+    if (most := _most_runs(part)) is None:
+        return
+    count = f"{most[0]:,} runs of {nbytes_text(most[1])}"
+    if part.src.layout == part.dst.layout:
+        yield f"Cut by head or token: each {part.dst.row} is moved in {count}."
+    else:
+        yield (
+            "Transposing: the axes lie in another order at the two ends, so that each "
+            f"{part.dst.row} is moved in {count}."
+        )
+
+
+def _tiny(part: Part) -> Iterator[str]:
+    segments = part.segments
+    runs = segments.runs()
+    tiny = int(runs[segments.nbytes < TINY].sum())
+    if 2 * tiny > segments.num_runs and part.num_descriptors > 1:
+        yield (
+            f"Tiny runs: {plural(tiny * part.num_tensor_pairs, 'descriptor')} of less than "
+            f"{nbytes_text(TINY)}, each of which costs more than its bytes do."
+        )
+
+
+def _apart(part: Part) -> Iterator[str]:
+    """Report rows without neighbours that are adjacent on both sides."""
+    tables, segments = part.tables, part.segments
+    if segments.repeats or part.split or tables is None or len(segments) < 2:
+        return
+    sizes = segments.nbytes[:-1]
+    src, dst = np.diff(segments.src_offsets), np.diff(segments.dst_offsets)
+    if unmerged := int(((src == sizes) & (dst == sizes)).sum()):
+        yield (
+            f"Not merged: {plural(unmerged, 'run')} could be one with the run before "
+            f"(coalesce is {part.coalesce.value})."
+        )
+        return
+    if part.src.row_nbytes != part.dst.row_nbytes:
+        return  # larger blocks on one side: a run is a part of a block
+    alone = int((segments.nbytes <= part.dst.row_nbytes).sum())
+    row, count = part.dst.row, len(segments)
+    if alone == count:
+        yield (
+            f"Scattered: each of the {count:,} {row}s is a run alone, as no two are neighbours at "
+            "both ends."
+        )
+    elif alone:
+        yield (
+            f"Alone: {alone:,} of {count:,} runs {'is' if alone == 1 else 'are'} one {row}, which "
+            "has no neighbour at both ends."
+        )

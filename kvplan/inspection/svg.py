@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from kvplan.inspection.bands import Bands, Places
-from kvplan.inspection.oddities import oddities
+from kvplan.inspection.explain import oddities
 from kvplan.planning.contents import kv_of, layers_text, tokens_moved
 from kvplan.planning.part import Part
 from kvplan.planning.plan import Plan

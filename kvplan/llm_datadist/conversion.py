@@ -16,7 +16,7 @@ import kvplan
 from kvplan.layout import OPAQUE
 from kvplan.links import ClusterInfo, IpInfo
 from kvplan.llm_datadist.configs import LLMClusterInfo
-from kvplan.llm_datadist.utils.utils import check_int64, check_isinstance, check_uint32
+from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint32
 from kvplan.llm_datadist.v2.llm_types import (
     BlocksCacheKey,
     Cache,
@@ -117,7 +117,7 @@ _LONG = 64  # blocks; an array is faster for longer tables
 def layers_of(
     src_layer_range: range | None, dst_layer_range: range | None, tensor_num_per_layer: int
 ) -> KvCacheExtParam:
-    """Check ranges of layers, of step 1, and return them for the engine.
+    """Return ranges of layers for the engine, which checks them.
 
     Without ranges, tensor_num_per_layer=2 is the default, with which all tensors move.
     """
@@ -250,13 +250,6 @@ def _index(name: str, value: int, refusal: type[Exception] = TypeError) -> int:
     if not 0 <= value <= UINT64_MAX:
         raise refusal(f"{name} holds {shown(value)}; block indices must be in range [0, 2**64)")
     return int(value)
-
-
-def check_size(size: int) -> None:
-    """Check a size in bytes: an int64 that is -1 (the whole row) or positive."""
-    check_int64("size", size)
-    if size != -1 and size <= 0:
-        raise invalid(f"size={size} must be -1 or > 0")
 
 
 def check_kind(name: str, cache: Cache, *, is_blocks: bool) -> None:

@@ -17,10 +17,10 @@ from kvplan.planning.kinds import plan_to_blocks
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.part import Part
 from kvplan.planning.side import Described, Side, side
-from kvplan.planning.texts import spans_of, spans_text
+from kvplan.planning.texts import rename, spans_of, spans_text
 from kvplan.planning.tokens import Mask, fewest, room
 from kvplan.planning.transfer import Rows, Transfer
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 from kvplan.types import KvCacheExtParam
 from kvplan.validation import INT64_MAX, as_int, check_type, check_width
 
@@ -115,10 +115,10 @@ def check_gather(transfer: Transfer) -> None:
     """
     for index, its in enumerate(cast("Sequence[Rows]", transfer.src)):
         if its.blocks is None:
-            raise invalid(f"src_blocks[{index}] is None; it must name blocks")
-        check_table(f"src_blocks[{index}]", its.blocks)
+            raise invalid(f"src[{index}].blocks is None; it must name blocks")
+        check_table(f"src[{index}].blocks", its.blocks)
     if transfer.dst.blocks is None:
-        raise invalid("dst_blocks is None; a gather needs the blocks that it writes")
+        raise invalid("dst.blocks is None; a gather needs the blocks that it writes")
     if transfer.reinterpret:
         raise invalid("reinterpret=True of a gather: it must know which heads and layers it moves")
     if transfer.layers is not ALL_LAYERS and transfer.layers != ALL_LAYERS:
@@ -172,11 +172,16 @@ def plan_taken(
     rows = cast("Sequence[Rows]", transfer.src)[index]
     assert transfer.dst.blocks is not None
     layers, heads, tokens = taken
-    return plan_to_blocks(
-        "pull_blocks", source, target, rows.blocks, transfer.dst.blocks, rows.slot,
-        transfer.num_tokens, rows.first_token, transfer.dst.first_token, layers, transfer.coalesce,
-        False, by_layer, None if heads is None and tokens is None else Share(heads, tokens),
-    )  # fmt: skip
+    try:
+        return plan_to_blocks(
+            "pull_blocks", source, target, rows.blocks, transfer.dst.blocks, rows.slot,
+            transfer.num_tokens, rows.first_token, transfer.dst.first_token, layers,
+            transfer.coalesce, False, by_layer,
+            None if heads is None and tokens is None else Share(heads, tokens),
+        )  # fmt: skip
+    except (LLMException, TypeError, ValueError) as error:
+        rename(error, {"src": f"src[{index}]"})
+        raise
 
 
 def _held_parts(sides: Sequence[Side], target: Side) -> tuple[list[_Part], _Part, Layers]:
@@ -270,18 +275,21 @@ def _held_tokens(
     dst = transfer.dst
     assert dst.blocks is not None
     first, *firsts = (
-        check_width("first_token", as_int("first_token", one_side.first_token), 0, INT64_MAX)
-        for one_side in (dst, *rows)
+        check_width(f"{name}.first_token", as_int(f"{name}.first_token", given), 0, INT64_MAX)
+        for name, given in (
+            ("dst", dst.first_token),
+            *((f"src[{index}]", its.first_token) for index, its in enumerate(rows)),
+        )
     )
     num_tokens = transfer.num_tokens
-    num_blocks = len(block_table("dst_blocks", dst.blocks))
+    num_blocks = len(block_table("dst.blocks", dst.blocks))
     most = room(target, num_blocks, first)
     if num_tokens is None:
         num_tokens = max(fewest(target, num_blocks, first), 0)
     elif not 0 <= (num_tokens := as_int("num_tokens", num_tokens)) <= most:
         raise invalid(
             f"num_tokens={num_tokens} is out of range [1, {max(most, 0)}], what the dst rows hold "
-            f"from dst_token={first} on"
+            f"from dst.first_token={first} on"
         )
     request = np.arange(num_tokens)
     masks: dict[object, Mask] = {}  # replicas share one

@@ -29,7 +29,7 @@ from kvplan.planning.segments import DEFAULT_COALESCE, Coalesce, Segments
 from kvplan.planning.side import Described, Side, side, slot_index
 from kvplan.planning.texts import plural
 from kvplan.planning.tokens import BlockTables, room
-from kvplan.status import LLMException, invalid
+from kvplan.status import invalid
 from kvplan.types import BlocksCacheKey, CacheDesc, KvCacheExtParam, RemoteCache
 from kvplan.validation import INT64_MAX, as_int, check_index, check_type, check_width
 
@@ -38,9 +38,9 @@ def plan_slot_to_slot(
     operation: Operation,
     src: Described,
     dst: Described,
-    src_batch_index: int | None,
-    dst_batch_index: int | None,
-    size: int,
+    src_slot: int | None,
+    dst_slot: int | None,
+    nbytes: int | None,
     src_offset: int,
     dst_offset: int,
     num_tokens: int | None,
@@ -49,62 +49,52 @@ def plan_slot_to_slot(
     reinterpret: bool,
     by_layer: bool,
 ) -> Part:
-    """Plan C2C: `size` bytes from an offset into each slot on, or `num_tokens` tokens."""
+    """Plan C2C: `nbytes` from an offset into each slot on, or `num_tokens` tokens."""
     source = src if type(src) is Side and not src.paged else side("src", src, paged=False)
     target = dst if type(dst) is Side and not dst.paged else side("dst", dst, paged=False)
     how = how if type(how) is Coalesce else _coalesce(how)
-    src_slot = slot_index("src_batch_index", src_batch_index, src, source)
-    dst_slot = slot_index("dst_batch_index", dst_batch_index, dst, target)
-    one = (
-        operation == "copy_cache" and src_offset is dst_offset
-    )  # copy_cache has one offset for both
-    src_name, dst_name = ("offset", "offset") if one else ("src_offset", "dst_offset")
-    size, src_offset, dst_offset = (
-        value if type(value) is int else as_int(name, value)
-        for name, value in (("size", size), (src_name, src_offset), (dst_name, dst_offset))
-    )
+    src_slot = slot_index("src.slot", src_slot, src, source)
+    dst_slot = slot_index("dst.slot", dst_slot, dst, target)
+    if nbytes is not None:
+        nbytes = as_int("nbytes", nbytes)
+    if type(src_offset) is not int or type(dst_offset) is not int:
+        src_offset, dst_offset = as_int("src.offset", src_offset), as_int("dst.offset", dst_offset)
     if num_tokens is not None:
         num_tokens = as_int("num_tokens", num_tokens)
     if num_tokens is not None or not move_as_bytes(
         source, target, ext_param, by_layer, chunked=True, reinterpret=reinterpret
     ):
         for name, value, whole in (
-            ("size", size, -1), (src_name, src_offset, 0), (dst_name, dst_offset, 0)
+            ("nbytes", nbytes, None), ("src.offset", src_offset, 0), ("dst.offset", dst_offset, 0)
         ):  # fmt: skip
             if value != whole:
                 raise invalid(
-                    f"{name}={value} must be {whole}: bytes do not say what is moved between rows "
-                    "that lie differently, or of num_tokens; move whole rows, or give num_tokens "
-                    "alone"
+                    f"{name}={value} must be left out: bytes do not say what is moved between rows "
+                    "that lie differently, or of num_tokens; move whole rows, or give only "
+                    "num_tokens"
                 )
         tables = _slot_tables(source, target, src_slot, np.array([dst_slot]), num_tokens)
         return _by_axes(
             operation, "C2C", source, target, tables, ext_param, how, reinterpret=reinterpret
         )
-    for name, offset, row in ((src_name, src_offset, source), (dst_name, dst_offset, target)):
-        if type(offset) is not int or not 0 <= offset < row.row_nbytes:
-            check_index(name, offset, row.row_nbytes)
-    if size != -1 and size <= 0:
-        raise invalid(f"size={size} must be -1 or > 0")
-    # -1 means the local row, as in the reference: a pull fills it, other calls send it.
+    sides = ("src", src_offset, source.row_nbytes), ("dst", dst_offset, target.row_nbytes)
+    for name, offset, row in sides:
+        check_index(f"{name}.offset", offset, row)
+    # None means the local row, as in the reference: a pull fills it, other calls send it.
     pulls = operation == "pull_cache"
     rest = target.row_nbytes - dst_offset if pulls else source.row_nbytes - src_offset
-    nbytes = rest if size == -1 else size
-    if nbytes > source.row_nbytes - src_offset:
-        raise _too_long(size, nbytes, src_name, src_offset, "src", source)
-    if nbytes > target.row_nbytes - dst_offset:
-        raise _too_long(size, nbytes, dst_name, dst_offset, "dst", target)
+    moved = rest if nbytes is None else nbytes
+    for name, offset, row in sides:
+        if not 1 <= moved <= row - offset:
+            given = "" if nbytes is None else f"nbytes={nbytes}: "
+            raise invalid(
+                f"{given}{moved} bytes from {name}.offset={offset} are out of range "
+                f"[1, {row - offset}] of the {name} row of {row} bytes"
+            )
     segments = Segments.single(
-        src_slot * source.stride + src_offset, dst_slot * target.stride + dst_offset, nbytes
+        src_slot * source.stride + src_offset, dst_slot * target.stride + dst_offset, moved
     )
-    return _plan(operation, "C2C", source, target, segments, 1, nbytes, ext_param, how, reinterpret)
-
-
-def _too_long(size: int, nbytes: int, name: str, offset: int, word: str, row: Side) -> LLMException:
-    return invalid(
-        f"size={size}: {nbytes} bytes from {name}={offset} are out of range "
-        f"[1, {row.row_nbytes - offset}] of the {word} row of {row.row_nbytes} bytes"
-    )
+    return _plan(operation, "C2C", source, target, segments, 1, moved, ext_param, how, reinterpret)
 
 
 def _slot_tables(
@@ -144,26 +134,27 @@ def plan_to_blocks(
     A `share` limits what is taken from the source.
     """
     target = dst if type(dst) is Side and dst.paged else side("dst", dst, paged=True)
-    dst_table = check_indices("dst_blocks", block_table("dst_blocks", dst_blocks), target)
-    check_distinct("dst_blocks", dst_table, target)
-    given = np.empty(0) if src_blocks is None else block_table("src_blocks", src_blocks)
+    dst_table = check_indices("dst.blocks", block_table("dst.blocks", dst_blocks), target)
+    check_distinct("dst.blocks", dst_table, target)
+    given = np.empty(0) if src_blocks is None else block_table("src.blocks", src_blocks)
     paged = given.size > 0 or (
         (dst_table.size == 0 or _may_lack_tokens(src)) and _is_paged(src, src_blocks)
     )
     source = src if type(src) is Side and src.paged is paged else side("src", src, paged=paged)
     if type(src_token) is not int or type(dst_token) is not int:
-        src_token, dst_token = as_int("src_token", src_token), as_int("dst_token", dst_token)
+        src_token = as_int("src.first_token", src_token)
+        dst_token = as_int("dst.first_token", dst_token)
     by_tokens = num_tokens is not None or src_token != 0 or dst_token != 0
     if by_tokens:
-        for name, value in (("src_token", src_token), ("dst_token", dst_token)):
+        for name, value in (("src.first_token", src_token), ("dst.first_token", dst_token)):
             check_width(name, value, 0, INT64_MAX)
         if num_tokens is not None:
             num_tokens = as_int("num_tokens", num_tokens)
             check_width("num_tokens", num_tokens, 0, INT64_MAX)
     if paged:
         if src_batch_index is not None:  # only 0 is valid
-            slot_index("src_batch_index", src_batch_index, src, source)
-        src_table = check_indices("src_blocks", given, source)
+            slot_index("src.slot", src_batch_index, src, source)
+        src_table = check_indices("src.blocks", given, source)
         tables = BlockTables(src_table, dst_table, src_token, dst_token, num_tokens)
         if num_tokens is not None:
             tables = tables.of_leases(source, target, src_blocks, dst_blocks)
@@ -172,7 +163,7 @@ def plan_to_blocks(
         )
 
     how = how if type(how) is Coalesce else _coalesce(how)
-    slot = slot_index("src_batch_index", src_batch_index, src, source)
+    slot = slot_index("src.slot", src_batch_index, src, source)
     if (
         by_tokens
         or share is not None
@@ -184,7 +175,7 @@ def plan_to_blocks(
         has_all = source.has_all_tokens and target.has_all_tokens
         if has_all and not by_tokens and (len(dst_table) - 1) * block >= row:
             raise invalid(
-                f"dst_blocks has {plural(len(dst_table), 'block')} of {plural(block, 'token')}; "
+                f"dst.blocks has {plural(len(dst_table), 'block')} of {plural(block, 'token')}; "
                 f"the src row of {plural(row, 'token')} fills at most {-(-row // block)}"
             )
         tables = _slot_tables(source, target, slot, dst_table, num_tokens, src_token, dst_token)
@@ -194,7 +185,7 @@ def plan_to_blocks(
     starts = np.arange(len(dst_table), dtype=np.int64) * target.row_nbytes
     if len(starts) and int(starts[-1]) >= source.row_nbytes:
         raise invalid(
-            f"dst_blocks has {plural(len(dst_table), 'block')} of {target.row_nbytes} bytes; the "
+            f"dst.blocks has {plural(len(dst_table), 'block')} of {target.row_nbytes} bytes; the "
             f"src row of {source.row_nbytes} bytes fills at most "
             f"{-(-source.row_nbytes // target.row_nbytes)}"
         )
@@ -262,7 +253,7 @@ def plan_block_to_block(
     src_table, dst_table = tables.src, tables.dst
     if len(src_table) != len(dst_table):
         raise invalid(
-            f"src_blocks has {plural(len(src_table), 'block')} and dst_blocks "
+            f"src.blocks has {plural(len(src_table), 'block')} and dst.blocks "
             f"{len(dst_table)}; they must be of equal length"
         )
     num_blocks = len(src_table)
@@ -312,7 +303,7 @@ def plan_rows(
     if kind == "C2C":
         (dst_slot,) = map(int, dst_rows)
         return plan_slot_to_slot(
-            operation, src, dst, slot, dst_slot, -1, 0, 0, num_tokens, ext_param,
+            operation, src, dst, slot, dst_slot, None, 0, 0, num_tokens, ext_param,
             DEFAULT_COALESCE, reinterpret, by_layer,
         )  # fmt: skip
     return plan_to_blocks(

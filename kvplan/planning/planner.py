@@ -111,17 +111,17 @@ def plan_pair(
     verb = VERBS[local]
     if dst.blocks is None:
         if src.blocks is not None:
-            raise invalid(f"src_blocks={shown(src.blocks)} go to blocks; dst_blocks must name them")
+            raise invalid(f"src.blocks={shown(src.blocks)} go to blocks; dst.blocks must name them")
         if src.first_token != 0 or dst.first_token != 0:
             raise invalid(
-                f"src_token={shown(src.first_token)} and dst_token={shown(dst.first_token)} skip "
-                "tokens of block tables; a slot begins at its first token"
+                f"src.first_token={shown(src.first_token)} and "
+                f"dst.first_token={shown(dst.first_token)} skip tokens of block tables; a slot "
+                "begins at its first token"
             )
-        nbytes = -1 if transfer.nbytes is None else transfer.nbytes
         made = plan_slot_to_slot(
-            cast(Operation, f"{verb}_cache"), source, target, src.slot, dst.slot, nbytes,
-            src.offset, dst.offset, transfer.num_tokens, transfer.layers, transfer.coalesce,
-            transfer.reinterpret, by_layer,
+            cast(Operation, f"{verb}_cache"), source, target, src.slot, dst.slot,
+            transfer.nbytes, src.offset, dst.offset, transfer.num_tokens, transfer.layers,
+            transfer.coalesce, transfer.reinterpret, by_layer,
         )  # fmt: skip
     else:
         made = _plan_blocks(transfer, source, target, verb, by_layer=by_layer)
@@ -137,8 +137,8 @@ def _plan_blocks(
     src, dst = cast(Rows, transfer.src), transfer.dst
     assert dst.blocks is not None
     for name, value, unset in (
-        ("nbytes", transfer.nbytes, None), ("src offset", src.offset, 0),
-        ("dst offset", dst.offset, 0),
+        ("nbytes", transfer.nbytes, None), ("src.offset", src.offset, 0),
+        ("dst.offset", dst.offset, 0),
     ):  # fmt: skip
         if value != unset:
             raise invalid(f"{name}={shown(value)} must be {unset}: blocks are cut by num_tokens")
@@ -150,7 +150,7 @@ def _plan_blocks(
         transfer.reinterpret, by_layer,
     )  # fmt: skip
     if dst.slot is not None:
-        slot_index("dst_batch_index", dst.slot, target, made.dst)
+        slot_index("dst.slot", dst.slot, target, made.dst)
     return made
 
 

@@ -336,8 +336,7 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
         desc, key, name, cache_id = cache.cache_desc, cache.key, repr(cache.key), -1
         if isinstance(key, BlocksCacheKey) and not paged:
             raise invalid(
-                f"{argument}={name} names a paged cache; its blocks must be given, "
-                "as plan_pull_blocks and plan_push_blocks take them"
+                f"{argument}={name} names a paged cache; {argument}.blocks must name blocks of it"
             )
         slot = isinstance(key, CacheKeyByIdAndIndex) and key.batch_index
         if paged and (slot or isinstance(key, CacheKey)):

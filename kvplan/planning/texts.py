@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from textwrap import wrap
 from typing import Final, Literal
 
@@ -46,6 +48,25 @@ def place(rows: tuple[int, int], offset: int, stride: int) -> str:
     """`9`, or `9+0x40` for bytes that begin 64 bytes into row 9."""
     inside = offset % stride
     return span(rows) + (f"+{inside:#x}" if inside else "")
+
+
+_FIELD: Final = re.compile(r"\b(src|dst)\.(blocks|slot|first_token|offset)\b|\bnbytes(?==)")
+
+
+def rename(error: Exception, names: Mapping[str, str]) -> None:
+    """Change the names of fields in the message of an error to those that the caller has used.
+
+    Args:
+        error: an error of a transfer; its message names fields of `Rows`, such as "src.blocks".
+        names: other names of fields, or of a side ("src").
+    """
+
+    def named(field: re.Match[str]) -> str:
+        side, inner = field[1], field[2]
+        return names.get(field[0]) or (f"{names[side]}.{inner}" if side in names else field[0])
+
+    if error.args and isinstance(error.args[0], str):
+        error.args = (_FIELD.sub(named, error.args[0]), *error.args[1:])
 
 
 def plural(count: int, word: str) -> str:

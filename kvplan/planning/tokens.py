@@ -110,15 +110,15 @@ def token_runs(
                 for side, count, skipped in sides
             )
             raise invalid(
-                f"src_blocks hold {src_has} tokens ({len(tables.src)} of {src_size}) and "
-                f"dst_blocks {dst_has} ({len(tables.dst)} of {dst_size}); a pull or push needs "
+                f"src.blocks hold {src_has} tokens ({len(tables.src)} of {src_size}) and "
+                f"dst.blocks {dst_has} ({len(tables.dst)} of {dst_size}); a pull or push needs "
                 "num_tokens, which are moved, a copy or swap blocks of as many"
             )
     for name, most in zip(("src", "dst"), has, strict=True):
         if not 1 <= num_tokens <= most:
             raise invalid(
                 f"num_tokens={num_tokens} is out of range [1, {max(most, 0)}], what the {name} "
-                f"rows hold from {name}_token={getattr(tables, f'{name}_token')} on"
+                f"rows hold from {name}.first_token={getattr(tables, f'{name}_token')} on"
             )
     _check_one_request(source, target, tables, num_tokens)
     src, dst = source.spread, target.spread
@@ -230,14 +230,14 @@ def _check_one_request(source: Side, target: Side, tables: BlockTables, num_toke
     for name, cache, count, skipped in sides:
         size = cache.extent("token")
         if cache.paged:
-            texts.append(f"{name}_blocks has {plural(count, 'block')} of {plural(size, 'token')}")
+            texts.append(f"{name}.blocks has {plural(count, 'block')} of {plural(size, 'token')}")
             blocks = -(-cache.spread.count(skipped + num_tokens) // size)
-            needed.append(f"{blocks} of {name}_blocks")
+            needed.append(f"{blocks} of {name}.blocks")
         else:
             texts.append(f"the {name} slot has {plural(size, 'token')}")
     raise invalid(
-        f"{' and '.join(texts)}: no request fills both from src_token={tables.src_token} and "
-        f"dst_token={tables.dst_token} on; num_tokens={num_tokens} needs the first "
+        f"{' and '.join(texts)}: no request fills both from src.first_token={tables.src_token} and "
+        f"dst.first_token={tables.dst_token} on; num_tokens={num_tokens} needs the first "
         f"{' and '.join(needed)}"
     )
 

@@ -4,16 +4,17 @@
 transports and the engine's own objects do not belong here.
 """
 
-from kvplan.recording.queries import select, who_wrote
+from kvplan.recording.format import Header
 from kvplan.recording.reader import read
 from kvplan.recording.records import (
     AnyRecord,
     Dropped,
     Event,
-    Header,
     Recording,
     TransferRecord,
     Write,
+    select,
+    who_wrote,
 )
 
 __all__ = [

@@ -22,17 +22,8 @@ class RotatingFile:
     """The files `path` (being written), `path.1` (the one before) and so on.
 
     An existing recording at `path` becomes `path.1`. A lock on the file tells other recorders that
-    it is in use.
-
-    Args:
-        path: the file to write.
-        head: returns the first rows of a file, given its number, from 0.
-        max_bytes: size of a file; a single larger row is still written.
-        files: number of files to keep, at least 1.
-
-    Raises:
-        OSError: the file cannot be made.
-        LLMException: LLM_PARAM_INVALID: another recorder writes it, or it is not a recording.
+    it is in use. `head` returns the first rows of a file, given its number, from 0. A row that is
+    larger than `max_bytes` is still written. Of the files the last `files` are kept.
     """
 
     def __init__(
@@ -60,7 +51,7 @@ class RotatingFile:
 
     @property
     def closed(self) -> bool:
-        """Whether the file is closed."""
+        """True if the file is closed."""
         return self._fd < 0
 
     def write(self, rows: Sequence[bytes], *, compress: bool) -> None:
@@ -169,7 +160,7 @@ def _opened(path: Path) -> int:
 
 
 def _lock(fd: int) -> bool:
-    """Return whether this process is the only writer of the file."""
+    """Return True if this process is the only writer of the file."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

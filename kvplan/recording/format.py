@@ -2,7 +2,7 @@
 
 A file begins with `MAGIC`. Then comes row after row: four bytes with its length (little-endian; the
 highest bit: the row is compressed by zlib), and an array whose first element says which kind it is.
-The first row of a file is a `HeaderRow`. A file may end in the middle of a row.
+The first row of a file is a `Header`. A file may end in the middle of a row.
 
 What many transfers share, the sides and options of their plans, is a `TemplateRow`; each transfer
 then has block tables, or segments where the tables do not say them all.
@@ -45,14 +45,17 @@ SPARE_ROOM: Final = 1 << 20
 HEADER, TEMPLATE, TRANSFER, EVENT, DROPPED, END = range(6)
 
 
-class HeaderRow(msgspec.Struct, frozen=True, array_like=True, tag=HEADER):
-    """The origin of a recording, and the relation of its clock to wall time.
+class Header(msgspec.Struct, frozen=True, array_like=True, tag=HEADER):
+    """The origin of a recording.
 
     Attributes:
-        recording: 8 bytes in hex that the files of one recording share.
+        recording: 16 hexadecimal digits that all files of one recording share.
         file: the number of the file in the recording, from 0.
-        wall, clock: one moment, in seconds since the epoch and on the clock of the rows
-            (CLOCK_MONOTONIC).
+        version: the version of kvplan that wrote it.
+        host, pid: the process.
+        cluster_id, role: the engine.
+        started: the beginning of this file, in seconds since the epoch.
+        clock: the same moment on the clock of the rows (CLOCK_MONOTONIC), in seconds.
     """
 
     recording: str
@@ -62,22 +65,17 @@ class HeaderRow(msgspec.Struct, frozen=True, array_like=True, tag=HEADER):
     pid: int
     cluster_id: int
     role: str
-    wall: float
+    started: float
     clock: float
 
 
 class TemplateRow(msgspec.Struct, frozen=True, array_like=True, tag=TEMPLATE):
-    """The content of a part except block tables and segments; transfers refer to its number.
-
-    Attributes:
-        plan: the part as in `Plan.to_dict`, with the version of that schema, without segments,
-            num_slices and tables.
-        ways, cache_ids: of src and dst, which that does not have.
-    """
+    """The content of a part except block tables and segments; transfers refer to its number."""
 
     number: int
+    # As in `Plan.to_dict`, with the version of its schema, without segments, num_slices, tables.
     plan: dict[str, Any]
-    ways: tuple[str, str]
+    ways: tuple[str, str]  # of src and dst, which `plan` does not have
     cache_ids: tuple[int, int]
 
 
@@ -99,18 +97,13 @@ class SegmentsRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartRow(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a plan; its label is empty where it is the only one.
-
-    Attributes:
-        src, dst: block tables, little-endian, 8 bytes each.
-        segments: None: whole rows move, each of `src` to that of `dst`; a slot is cut into rows of
-            dst.
-    """
+    """A part of a plan; its label is empty if it is the only one."""
 
     label: str
     template: int
-    src: bytes
+    src: bytes  # block tables, little-endian, 8 bytes each
     dst: bytes
+    # None: whole rows move, each of `src` to that of `dst`; a slot is cut into rows of dst.
     segments: SegmentsRow | None
 
 
@@ -158,7 +151,7 @@ class EndRow(msgspec.Struct, frozen=True, array_like=True, tag=END):
     at: float
 
 
-AnyRow = HeaderRow | TemplateRow | TransferRow | EventRow | DroppedRow | EndRow
+AnyRow = Header | TemplateRow | TransferRow | EventRow | DroppedRow | EndRow
 
 encode: Final = msgspec.msgpack.Encoder(enc_hook=repr).encode
 decode: Final = msgspec.msgpack.Decoder(AnyRow).decode
@@ -176,17 +169,11 @@ def framed(rows: Iterable[bytes], *, compress: bool = True) -> Iterator[bytes]:
 
 
 class FoundRow(NamedTuple):
-    """A row of a file.
-
-    Attributes:
-        row: the row.
-        end: offset of the next one.
-        nbytes: of the row as it was decoded.
-    """
+    """A row of a file."""
 
     row: AnyRow
-    end: int
-    nbytes: int
+    end: int  # offset of the next row
+    nbytes: int  # of the row as it was decoded
 
 
 def row_in(data: bytes | memoryview, offset: int, room: int = SPARE_ROOM) -> FoundRow | None:

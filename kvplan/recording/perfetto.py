@@ -89,37 +89,24 @@ def _slice(transfer: TransferRecord, pid: int, tid: int, origin: float) -> dict[
     } | ({"cname": "terrible"} if transfer.failed else {})
 
 
-class _Tracks:
-    """The tracks of one peer and operation. A transfer goes into the first free track."""
-
-    def __init__(self) -> None:
-        self.lanes: list[list[TransferRecord]] = []
-        self._free: list[int] = []  # heap of track numbers
-        self._busy: list[tuple[float, int]] = []  # heap of ends, each with its track
-
-    def add(self, transfer: TransferRecord) -> None:
-        """Add a transfer that does not begin before those already added."""
-        while self._busy and self._busy[0][0] <= transfer.time:
-            heappush(self._free, heappop(self._busy)[1])
-        if self._free:
-            number = heappop(self._free)
-            self.lanes[number].append(transfer)
-        else:
-            number = len(self.lanes)
-            self.lanes.append([transfer])
-        heappush(self._busy, (transfer.time + transfer.seconds, number))
-
-
 def lanes(transfers: Iterable[TransferRecord]) -> list[tuple[str, list[TransferRecord]]]:
     """Return tracks of one peer and operation each, in which no two transfers overlap."""
-    tracks: dict[tuple[int, str], _Tracks] = {}
+    tracks: dict[tuple[int, str], list[list[TransferRecord]]] = {}
+    ends: dict[tuple[int, str], list[tuple[float, int]]] = {}  # heaps of ends, each with its track
     for transfer in sorted(transfers, key=lambda transfer: transfer.time):
-        peer = -1 if transfer.peer is None else transfer.peer
-        tracks.setdefault((peer, transfer.operation), _Tracks()).add(transfer)
+        key = -1 if transfer.peer is None else transfer.peer, transfer.operation
+        of_kind, busy = tracks.setdefault(key, []), ends.setdefault(key, [])
+        if busy and busy[0][0] <= transfer.time:
+            number = heappop(busy)[1]
+        else:
+            number = len(of_kind)
+            of_kind.append([])
+        of_kind[number].append(transfer)
+        heappush(busy, (transfer.time + transfer.seconds, number))
     named = []
     for (peer, operation), of_kind in sorted(tracks.items()):
         where = "this process" if peer < 0 else f"cluster {peer}"
-        for number, lane in enumerate(of_kind.lanes, 1):
+        for number, lane in enumerate(of_kind, 1):
             named.append((f"{where}: {operation}" + (f" ({number})" if number > 1 else ""), lane))
     return named
 

@@ -16,12 +16,12 @@ from kvplan.recording.format import (
     EndRow,
     EventRow,
     Field,
-    HeaderRow,
+    Header,
     TemplateRow,
     TransferRow,
     row_in,
 )
-from kvplan.recording.records import AnyRecord, Dropped, Event, Header, Recording, TransferRecord
+from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, TransferRecord
 from kvplan.status import LLMStatusCode, invalid
 from kvplan.validation import open_regular
 
@@ -44,17 +44,12 @@ def read(path: str | os.PathLike[str]) -> Recording:
         reading = _Reading(name)
         for file in sorted(found):
             reading.take(*found[file])
-    head = found[min(found)][0]
-    header = Header(
-        head.recording, head.file, head.version, head.host, head.pid, head.cluster_id, head.role,
-        head.wall,
-    )  # fmt: skip
-    return Recording(name, header, reading.rows, reading.complete)
+    return Recording(name, found[min(found)][0], reading.rows, reading.complete)
 
 
-def _files_of(path: Path, opened: ExitStack) -> dict[int, tuple[HeaderRow, int]]:
+def _files_of(path: Path, opened: ExitStack) -> dict[int, tuple[Header, int]]:
     """Return header and descriptor of each file of the recording at `path`, by its number."""
-    found: dict[int, tuple[HeaderRow, int]] = {}
+    found: dict[int, tuple[Header, int]] = {}
     recording = ""
     # From newest to oldest: a file that the writer renames meanwhile is met twice, and not missed.
     for number in range(_MAX_FILES):
@@ -83,7 +78,7 @@ def _open(path: Path, opened: ExitStack) -> int:
     return fd
 
 
-def _header_of(fd: int) -> HeaderRow | None:
+def _header_of(fd: int) -> Header | None:
     """Return the first row of a file; None: not a recording, or not written yet."""
     data = os.pread(fd, 4096, 0)
     if not data.startswith(MAGIC):
@@ -93,7 +88,7 @@ def _header_of(fd: int) -> HeaderRow | None:
     except ValueError:
         return None
     row = None if found is None else found.row
-    return row if isinstance(row, HeaderRow) else None
+    return row if isinstance(row, Header) else None
 
 
 class _Reading:
@@ -106,10 +101,10 @@ class _Reading:
         self._templates: dict[int, TemplateRow] = {}
         self._next_file: int | None = None
 
-    def take(self, head: HeaderRow, fd: int) -> None:
+    def take(self, head: Header, fd: int) -> None:
         """Append the records of one file."""
         if self._next_file not in (None, head.file):
-            self.rows.append(Dropped(len(self.rows), head.wall, None))
+            self.rows.append(Dropped(len(self.rows), head.started, None))
         self._next_file = head.file + 1
         with os.fdopen(os.dup(fd), "rb") as file:
             data = file.read()
@@ -128,9 +123,9 @@ class _Reading:
             at = found.end
             self._add(head, found.row)
 
-    def _add(self, head: HeaderRow, row: object) -> None:
+    def _add(self, head: Header, row: object) -> None:
         number = len(self.rows)
-        moment = getattr(row, "started", getattr(row, "at", 0.0)) + head.wall - head.clock
+        moment = getattr(row, "started", getattr(row, "at", 0.0)) + head.started - head.clock
         if not (abs(moment) < _MAX_S and 0 <= getattr(row, "seconds", 0.0) < _MAX_S):
             raise invalid(f"{self._path}: row {number} is damaged: its time is {moment}")
         if isinstance(row, TransferRow):

@@ -96,18 +96,8 @@ class Recorder:
 
     A record is encoded in the calling thread, which takes some microseconds, and written by a
     thread. If the thread cannot keep up, rows are dropped, and the file has their number. If the
-    file cannot be written any more, the recording ends with one warning.
-
-    Args:
-        path: the file to write.
-        cluster_id, role: the engine.
-        max_bytes: size of a file.
-        files: number of files to keep, including the one being written.
-        max_queued: bytes of rows that may wait; further rows are dropped.
-
-    Raises:
-        OSError: the file cannot be made.
-        LLMException: LLM_PARAM_INVALID: another recorder writes it, or it is not a recording.
+    file cannot be written any more, the recording ends with one warning. Rows of `max_queued` bytes
+    may wait; further rows are dropped.
     """
 
     def __init__(
@@ -161,7 +151,7 @@ class Recorder:
 
     @property
     def ended(self) -> bool:
-        """Whether recording has ended: by `close`, or because the file could not be written."""
+        """True if recording has ended: by `close`, or because the file could not be written."""
         return self._ended
 
     @property

@@ -8,7 +8,7 @@ from kvplan.serving.exchange import Exchange
 from kvplan.serving.messages import Compatibility, Handle, Reference, Source, token_digest
 from kvplan.serving.puller import PullResult, Target
 from kvplan.serving.pusher import Chunk
-from kvplan.serving.tables import CacheGroup, Table
+from kvplan.serving.tables import CacheGroup, Place, Table
 from kvplan.serving.tasks import ExchangeOptions
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "ExchangeOptions",
     "Handle",
     "LeaseBook",
+    "Place",
     "PullResult",
     "Reference",
     "Source",

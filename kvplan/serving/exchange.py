@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from kvnative._signals import Condition, Mutex
@@ -31,7 +32,7 @@ from kvplan.serving.messages import (
 from kvplan.serving.producers import Producers
 from kvplan.serving.puller import Pull, Puller, PullResult, Target, closed
 from kvplan.serving.pusher import Chunk, Pusher
-from kvplan.serving.tables import Blocks, CacheGroup, groups_of, share_of
+from kvplan.serving.tables import Blocks, CacheGroup, Place, groups_of, share_of
 from kvplan.serving.tasks import OWN, ExchangeOptions, PeerThreads, Tasks
 from kvplan.status import LLMException, invalid
 from kvplan.system.limits import start_thread
@@ -58,12 +59,9 @@ class Exchange:
         compatibility: properties in which both sides must agree.
         instance: 1 to 32 bytes that name the process of the serving engine. All of its workers use
             the same; after a restart it differs.
-        rank, ranks: of this worker under tensor parallelism.
-        num_heads: KV heads of the model.
+        place: place of this worker; the shard of the cache has its heads and layers.
         push: True to push requests while they are computed, if consumers ask for that; and to ask
-            for that as a consumer.
-        token_unit: number of tokens that are packed together and only move as a whole; the axis
-            `token` of the cache's layout counts these units. Groups have their own.
+            for that as a consumer. Not with several stages.
         options: time limits.
 
     Raises:
@@ -78,23 +76,24 @@ class Exchange:
         compatibility: Compatibility,
         instance: bytes,
         *,
-        rank: int = 0,
-        ranks: int = 1,
-        num_heads: int = 1,
+        place: Place | None = None,
         push: bool = False,
-        token_unit: int = 1,
         options: ExchangeOptions | None = None,
     ) -> None:
         self._options = options = options or ExchangeOptions()
-        groups = groups_of(cache, token_unit)
-        if push and len(groups) > 1:
-            raise invalid(f"push=True needs one cache, not {len(groups)} groups")
+        groups, place = groups_of(cache), place or Place()
+        if push and len(groups) * len(place.stages) > 1:
+            raise invalid(
+                f"push=True needs one cache and one stage, not {len(groups)} groups and "
+                f"{len(place.stages)} stages"
+            )
         self._engine = engine
         self._compatibility = compatibility
         self._instance = check_type("instance", instance, bytes)
         if not 1 <= len(instance) <= MAX_INSTANCE:
             raise invalid(f"instance={shown(instance)} must have 1 to {MAX_INSTANCE} bytes")
-        self._rank, self._ranks, self._num_heads = rank, ranks, num_heads
+        shard = groups[0].cache.cache_desc.shard
+        self._share_of = partial(share_of, place, (shard and shard.num_heads) or 1)
         self._movers = PeerThreads("kvplan-serving", options.max_pulls)
         # Without these, leases would expire while all transfers wait.
         self._helpers = PeerThreads("kvplan-serving-helper", _HELPERS_OF_PEER)
@@ -104,14 +103,7 @@ class Exchange:
         self._calling = Mutex()
         self._closed = False
         self._stopped = asyncio.Event()
-        self._pusher = Pusher(
-            engine,
-            groups[0].cache,
-            block_tokens=groups[0].block_tokens,
-            token_unit=groups[0].token_unit,
-            options=options,
-            stop=self._stop_push,
-        )
+        self._pusher = Pusher(engine, groups[0], options=options, stop=self._stop_push)
         self.book: LeaseBook = LeaseBook(
             engine,
             groups,
@@ -143,7 +135,7 @@ class Exchange:
             engine,
             groups,
             self._producers,
-            rank=rank,
+            rank=place.rank,
             push=push,
             options=options,
             movers=self._movers,
@@ -216,7 +208,7 @@ class Exchange:
         """
         with self._calling:
             self._check_idle(request)
-            self._call(self._expect, request, reference)
+            self._call(self._prepare, request, reference)
 
     def fetch(self, request: str, reference: Reference, target: Target) -> None:
         """Fetch a request into blocks of the cache; `take_results` returns its result once.
@@ -398,7 +390,7 @@ class Exchange:
                 return pull
             self._drop(pull)  # now another request has the name
         sources = reference.sources
-        share = share_of(self._rank, self._ranks, len(sources), self._num_heads)
+        share = self._share_of(tuple([source.layers for source in sources]))
         pull = Pull(
             request,
             reference,
@@ -410,6 +402,10 @@ class Exchange:
         self._puller.pulls[request] = pull
         self._tasks.spawn(self._puller.run(pull))
         return pull
+
+    def _prepare(self, request: str, reference: Reference) -> None:
+        with suppress(LLMException):  # numbers of workers that do not match: `fetch` reports that
+            self._expect(request, reference)
 
     def _fetch(self, request: str, reference: Reference, target: Target | None) -> None:
         try:

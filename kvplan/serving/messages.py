@@ -235,16 +235,22 @@ def check_transfer(transfer: object) -> str:
     return transfer
 
 
+LayerRange = tuple[Annotated[int, Meta(ge=0, lt=2**20)], Annotated[int, Meta(ge=1, lt=2**20)]]
+"""The first of the model's layers that a worker has, and one past the last."""
+
+
 class Source(msgspec.Struct, frozen=True, array_like=True):
     """The kvplan engine of a producer's worker, with a part of a request's cache.
 
     Attributes:
         cluster_id: cluster id of the engine.
         address: address at which it listens.
+        layers: the layers of its stage under pipeline parallelism; None: all.
     """
 
     cluster_id: Annotated[int, Meta(ge=0, le=2**53 - 1)]  # exact in every JSON library
     address: Annotated[str, Meta(max_length=256)]
+    layers: LayerRange | None = None
 
 
 _Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2}){1,32}$")]
@@ -272,7 +278,7 @@ class Reference:
         handle: handle of the request at the producer; None with a transfer.
         digest: digest of the tokens (`token_digest`), which the consumer compares with its own.
         num_tokens: number of computed tokens, from the first on.
-        sources: the producer's workers, by rank.
+        sources: the producer's workers: the stages in their order, and by rank in each.
         transfer: name of a request that has not finished, which producer and consumer agree on;
             empty: it has finished, and has a handle.
     """

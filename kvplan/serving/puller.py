@@ -68,12 +68,13 @@ class PullResult:
     Attributes:
         request: name of the request.
         error: reason of the failure; None: every byte has arrived.
-        blocks, first_token: of the target. After an error its content from first_token on must not
-            be used.
+        blocks, first_token: of the target. After an error its content from first_token + pushed on
+            must not be used.
         tokens, nbytes: the missing tokens and their bytes, which have arrived unless `error`.
         wait_ms: time from the first call for the request to its transfer, or its failure.
         move_ms: duration of the transfer, without pushes.
-        pushed: number of these tokens that were pushed before their producer had finished.
+        pushed: number of these tokens, the first, that were pushed before their producer had
+            finished; also after an error.
     """
 
     request: str

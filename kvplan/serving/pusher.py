@@ -16,9 +16,9 @@ from kvplan.execution.completion import run_aside
 from kvplan.lease import BlockLease, tag_of
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.serving.messages import Number, peer_log
+from kvplan.serving.tables import CacheGroup
 from kvplan.serving.tasks import ExchangeOptions
 from kvplan.status import LLMException, invalid
-from kvplan.types import Cache
 from kvplan.validation import shown
 
 _decoder = msgspec.msgpack.Decoder(tuple[bytes, Number, Number])
@@ -106,18 +106,14 @@ class Pusher:
     def __init__(
         self,
         engine: LlmDataDist,
-        cache: Cache,
+        group: CacheGroup,
         *,
-        block_tokens: int,
-        token_unit: int,
         options: ExchangeOptions,
         stop: Callable[[int, str], None],
     ) -> None:
         self._engine = engine
         self._stop = stop
-        self._cache = cache
-        self._block_tokens = block_tokens
-        self._unit = token_unit
+        self._group = group
         self._timeout_ms = options.pull_timeout_ms
         self._mutex = Mutex()
         # By transfer, then by cluster id and number of the ask, as a consumer may ask twice.
@@ -249,14 +245,14 @@ class Pusher:
 
     def _begin(self, push: _Push, chunk: Chunk) -> None:
         """Make a task of the blocks that the step completes; the lock is held."""
-        unit, whole = self._unit, chunk.end // self._block_tokens * self._block_tokens
-        end = chunk.end if chunk.last else whole
+        unit, block_tokens = self._group.token_unit, self._group.block_tokens
+        end = chunk.end if chunk.last else chunk.end // block_tokens * block_tokens
         first_unit, end_unit = push.begun // unit, -(-end // unit)
         if push.begun % unit or end <= push.begun:
             return
-        blocks = chunk.blocks[: -(-end // self._block_tokens)]
+        blocks = chunk.blocks[: -(-end // block_tokens)]
         transfer = Transfer(
-            Rows(self._cache, blocks, None, first_unit),
+            Rows(self._group.cache, blocks, None, first_unit),
             Rows(push.goal.lease, None, None, first_unit - push.goal.lease_token // unit),
             num_tokens=end_unit - first_unit,
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import NamedTuple, cast
 
 import msgspec
 
 from kvplan.lease import BlockLease
 from kvplan.planning.transfer import Rows, Transfer
-from kvplan.serving.messages import Number, gone
+from kvplan.serving.messages import LayerRange, Number, gone
 from kvplan.status import invalid
 from kvplan.types import Cache
 from kvplan.validation import shown
@@ -24,7 +25,8 @@ class CacheGroup:
     Args:
         name: unique name, for plans and errors.
         cache: cache of these layers, with a layout.
-        token_unit: as of `Exchange`.
+        token_unit: number of tokens that are packed together and only move as a whole; the axis
+            `token` of the cache's layout counts these units.
     """
 
     name: str
@@ -69,10 +71,10 @@ class GroupLease(NamedTuple):
     first_token: int  # of the first leased block
 
 
-def groups_of(cache: Cache | Sequence[CacheGroup], token_unit: int = 1) -> tuple[CacheGroup, ...]:
+def groups_of(cache: Cache | Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
     """Return the groups, or one group of the only cache."""
     if isinstance(cache, Cache):
-        return (CacheGroup("", cache, token_unit),)
+        return (CacheGroup("", cache),)
     names = [group.name for group in cache]
     if not names or len(set(names)) < len(names):
         raise invalid(f"cache={shown(names)} must be one or more groups with unique names")
@@ -138,24 +140,59 @@ def missing_of(
     return transfers, nbytes
 
 
-class Share(NamedTuple):
-    """The producer's workers that a consumer's worker reads under tensor parallelism."""
+@dataclass(frozen=True)
+class Place:
+    """The place of a worker in its serving engine, under tensor and pipeline parallelism.
 
-    mine: tuple[int, ...]  # workers that this worker reads, in order of heads
+    Args:
+        rank, ranks: of this worker, and the number of workers, in its stage.
+        stage: of this worker.
+        stages: the layers of each stage: the first, and one past the last; None: all. Sources of an
+            engine with several stages name their layers, too.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    stage: int = 0
+    stages: tuple[LayerRange | None, ...] = (None,)
+
+    @property
+    def layers(self) -> LayerRange | None:
+        """The layers of the worker's stage; None: all."""
+        return self.stages[self.stage]
+
+
+class Share(NamedTuple):
+    """The producer's workers that a consumer's worker reads."""
+
+    mine: tuple[int, ...]  # workers that this worker reads, in order of layers and of heads
     spare: tuple[int, ...]  # workers that no worker reads, and that this one frees
     readers: tuple[int, ...]  # number of workers that report to each that they are done
 
 
 @lru_cache(64)
-def share_of(rank: int, ranks: int, owners: int, num_heads: int) -> Share:
-    """Return the share of worker `rank` of `ranks` in a producer with `owners` workers."""
-    counts = readers_of(ranks, owners, num_heads)
-    spare = [owner for owner in range(owners) if not counts[owner] and rank == 0]
-    return Share(
-        tuple(read_from(rank, ranks, owners, num_heads)),
-        tuple(spare),
-        tuple(max(1, count) for count in counts),
-    )
+def share_of(place: Place, num_heads: int, sources: tuple[LayerRange | None, ...]) -> Share:
+    """Return a worker's share in a producer whose workers have these layers."""
+    by_layers: dict[LayerRange | None, list[int]] = {}
+    for owner, layers in enumerate(sources):
+        by_layers.setdefault(layers, []).append(owner)
+    mine: list[int] = []
+    counts = [0] * len(sources)
+    for layers, owners in by_layers.items():
+        ranks = range(place.ranks)
+        reads = [read_from(rank, place.ranks, len(owners), num_heads) for rank in ranks]
+        for stage, wanted in enumerate(place.stages):
+            if layers and wanted and not (layers[0] < wanted[1] and wanted[0] < layers[1]):
+                continue
+            for at in chain(*reads):
+                counts[owners[at]] += 1
+            if stage == place.stage:
+                mine += [owners[at] for at in reads[place.rank]]
+    if not mine:
+        raise invalid(f"no source has layers of {place.layers}: {shown(sources)}")
+    is_first = place.rank == place.stage == 0
+    spare = [owner for owner, count in enumerate(counts) if is_first and not count]
+    return Share(tuple(mine), tuple(spare), tuple(max(1, count) for count in counts))
 
 
 def heads_of(rank: int, ranks: int, num_heads: int) -> range:
@@ -172,23 +209,10 @@ def heads_of(rank: int, ranks: int, num_heads: int) -> range:
 def read_from(rank: int, ranks: int, owners: int, num_heads: int) -> list[int]:
     """Return the producer's workers that worker `rank` reads, in order of heads."""
     wanted = heads_of(rank, ranks, num_heads)
-    found: list[int] = []
-    covered = wanted.start
-    for owner in range(owners):
-        heads = heads_of(owner, owners, num_heads)
-        if heads.start <= covered < heads.stop and covered < wanted.stop:
-            found.append(owner)
-            covered = heads.stop
-    return found
-
-
-def readers_of(ranks: int, owners: int, num_heads: int) -> list[int]:
-    """Return how many consumer's workers read each of the producer's workers."""
-    counts = [0] * owners
-    for rank in range(ranks):
-        for owner in read_from(rank, ranks, owners, num_heads):
-            counts[owner] += 1
-    return counts
+    each = len(heads_of(0, owners, num_heads))
+    found = range(wanted.start // each, (wanted.stop - 1) // each + 1)
+    copies = max(1, owners // num_heads)  # of each head, shared out among the readers
+    return [owner * copies + rank % copies for owner in found]
 
 
 _encoder = msgspec.msgpack.Encoder()

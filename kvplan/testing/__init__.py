@@ -3,7 +3,7 @@
 Planning only: nothing here needs an engine, a peer, or compiled code.
 """
 
-from kvplan.testing.caches import BlockTables, Executed, make_desc, run_reference
+from kvplan.testing.caches import BlockTables, Executed, make_desc, request_tokens, run_reference
 from kvplan.testing.plans import Budget, GoldenPlans, difference, observe_plans, write_plan
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "difference",
     "make_desc",
     "observe_plans",
+    "request_tokens",
     "run_reference",
     "write_plan",
 ]

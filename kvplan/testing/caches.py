@@ -174,11 +174,19 @@ def run_reference(
         TypeError, LLMException: as `kvplan.reference.execute`.
     """
     random = np.random.default_rng(seed)
-    if src is None:
-        src = [tensor for one in plan.parts for tensor in _tensors(one.src, random)]
-    if dst is None:
-        dst = [tensor for one in plan.parts for tensor in _tensors(one.dst, None)]
-    reference.execute(plan, src, dst)
+    flat: list[list[NDArray[Any]]] = []
+    shown: list[list[NDArray[Any]]] = []
+    for given, name, numbers in ((src, "src", random), (dst, "dst", None)):
+        if given is None:
+            sides = [getattr(part, name) for part in plan.parts]
+            made = [tensor for side in sides for tensor in _tensors(side, numbers)]
+            flat.append([memory for memory, _ in made])
+            shown.append([tensor for _, tensor in made])
+        else:
+            flat.append(given)
+            shown.append(given)
+    reference.execute(plan, *flat)
+    src, dst = shown
     return Executed(
         src,
         dst,
@@ -192,17 +200,67 @@ def run_reference(
     )
 
 
-def _tensors(side: Side, random: np.random.Generator | None) -> list[NDArray[Any]]:
+def _tensors(
+    side: Side, random: np.random.Generator | None
+) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    """Return the memory of each tensor, and the tensor in it."""
     width = 8 if side.data_type is None else side.data_type.bits
-    # What has no unsigned integer as wide (4 bits, 128 bits) is seen as bytes of rows.
-    dtype = _OF_WIDTH.get(width, np.uint8)
+    # Elements without an unsigned integer as wide (4 bits, 128 bits) are seen as bytes of rows.
+    dtype = np.dtype(_OF_WIDTH.get(width, np.uint8))
     shape = side.shape if side.shape and width in _OF_WIDTH else (side.count, -1)
-    count = side.tensor_nbytes * 8 // (width if width in _OF_WIDTH else 8)
+    if side.stride % dtype.itemsize:
+        dtype, shape = np.dtype(np.uint8), (side.count, -1)
+    rows = side.rows_nbytes // side.row_nbytes
     tensors = []
     for _ in range(side.num_tensors):
         if random is None:
-            flat = np.zeros(count, dtype)
+            flat = np.zeros(rows * side.stride // dtype.itemsize, dtype)
         else:
-            flat = random.integers(1, np.iinfo(dtype).max, count, dtype, endpoint=True)
-        tensors.append(flat.reshape(shape))
+            flat = random.integers(
+                1, np.iinfo(dtype).max, rows * side.stride // dtype.itemsize, dtype, endpoint=True
+            )
+        # What lies between rows is in the memory, and not in the tensor.
+        inside = flat.reshape(rows, -1)[:, : side.row_nbytes // dtype.itemsize]
+        memory = flat[: side.tensor_nbytes // dtype.itemsize]
+        tensors.append((memory, inside.reshape(shape)))
     return tensors
+
+
+def request_tokens(
+    desc: CacheDesc, tensors: Sequence[NDArray[Any]], blocks: Sequence[int]
+) -> NDArray[Any]:
+    """Return what a cache holds of a request: (token, layer, K or V, head, dim), in its order.
+
+    Requests in caches of other layouts and block sizes compare equal if their tokens do. An axis
+    that the layout does not have has length 1, but for the last ones of other models.
+
+    Args:
+        desc: the cache; its layout has an axis of tokens.
+        tensors: its tensors, in its shape: of an `Executed`, or of `LlmDataDist.arrays`.
+        blocks: the block table of the request, or its slot.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: the layout is unknown or has no axis of tokens, or another
+            number of tensors.
+        IndexError: a block that the cache does not have.
+    """
+    layout = desc.layout
+    if layout is None or "token" not in layout.axes:
+        raise invalid(f"desc={desc} must have a layout with an axis of tokens")
+    if len(tensors) != desc.num_tensors:
+        raise invalid(f"tensors has {len(tensors)} arrays; desc has {desc.num_tensors}")
+    # Layers, and keys and values, that are not an axis have tensors of their own.
+    apart = 1 if "kv" in layout.axes or "head" not in layout.axes else 2
+    whole = np.stack(tensors).reshape(-1, apart, *desc.shape)
+    names = ["tensor", "part", *layout.axes]
+    row = layout.axes[layout.row_axis]
+    whole = np.take(whole, blocks, axis=names.index(row))
+    for name in ("layer", "kv", "head"):
+        if name not in names:
+            names.append(name)
+            whole = whole[..., None]
+    order = [row, "token", "tensor", "layer", "part", "kv", "head"]
+    order += [name for name in names if name not in order]
+    whole = whole.transpose([names.index(name) for name in order])
+    merged = zip(whole.shape[:6:2], whole.shape[1:6:2], strict=True)
+    return whole.reshape(*(first * second for first, second in merged), *whole.shape[6:])

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -65,6 +64,10 @@ def check_process(pid: int, what: str) -> None:
         )
 
 
+_MAX_OVERLAPPING: Final = 16
+"""Ranges of a transfer that share bytes with others."""
+
+
 class Located(NamedTuple):
     """Tensors of a peer, and the registrations that hold them.
 
@@ -74,6 +77,8 @@ class Located(NamedTuple):
         held_by: For each tensor, the index of the range that holds it.
         known: The metadata that names the ranges.
         writable: True if a transfer may write to the tensors.
+        overlapping: Ranges that share bytes with others. Where each byte is checked by its address,
+            a transfer checks these besides, whichever bytes it moves.
     """
 
     starts: Column
@@ -82,6 +87,7 @@ class Located(NamedTuple):
     held_by: NDArray[np.intp]
     known: Sequence[Any]
     writable: bool
+    overlapping: Sequence[Any] = ()
 
 
 class TransportLink(ABC):
@@ -162,7 +168,7 @@ class TransportLink(ABC):
             metadata: The peer's, with the registrations that hold the tensors, or one for each
                 tensor; None: the metadata that the link was made with.
             any_holder: True if bytes that several registrations hold may move by any of them.
-                Otherwise they are refused if the transport cannot tell the registrations apart.
+                Otherwise no transfer succeeds after the end of one that holds a tensor.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one registration, or
@@ -179,8 +185,16 @@ class TransportLink(ABC):
             )
             ranges, held_by = table.locate(starts, sizes, writable=writable)
             return self._memory(Located(starts, sizes, ranges, held_by, [known], writable))
-        several, ranges, held_by = self._locate_each(starts, sizes, metadata, writable, any_holder)
-        return self._memory(Located(starts, sizes, ranges, held_by, several, writable))
+        several, ranges, held_by = self._locate_each(starts, sizes, metadata, writable)
+        shared = () if self.checks_every_range or any_holder else _overlapping(ranges)
+        if len(shared) > _MAX_OVERLAPPING:
+            raise LLMException(
+                f"{self.peer} has registered memory {len(shared)} times, {shared[0]} and others, "
+                f"and one transfer would use all of them; at most {_MAX_OVERLAPPING} are allowed: "
+                "register it once, or transfer them apart",
+                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            )
+        return self._memory(Located(starts, sizes, ranges, held_by, several, writable, shared))
 
     def check(self) -> None:
         """Raise LLMException unless the peer lives and the link is open.
@@ -247,7 +261,6 @@ class TransportLink(ABC):
         sizes: Column,
         metadata: Sequence[bytes],
         writable: bool,
-        any_holder: bool,
     ) -> tuple[list[Any], list[Range], NDArray[np.intp]]:
         """Locate each tensor only in its own metadata: other ranges may be freed first."""
         if len(metadata) != len(starts):
@@ -264,14 +277,6 @@ class TransportLink(ABC):
             held_by[own] = np.array(numbers, dtype=np.intp)[holding]
         ranges = [*places]
         ordered = sorted(range(len(ranges)), key=lambda i: ranges[i].address)
-        if not (self.checks_every_range or any_holder):
-            for i, j in pairwise(ordered):
-                if ranges[j].address < ranges[i].address + ranges[i].nbytes:
-                    raise LLMException(
-                        f"{self.peer} has registered memory twice, {ranges[i]} and {ranges[j]}, "
-                        "and one transfer would use both: register it once, or transfer them apart",
-                        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-                    )
         return known, [ranges[i] for i in ordered], np.argsort(ordered)[held_by]
 
     def __enter__(self) -> Self:
@@ -282,6 +287,17 @@ class TransportLink(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} to {self.peer}: {'closed' if self.closed else self.way}>"
+
+
+def _overlapping(ranges: Sequence[Range]) -> Sequence[Range]:
+    """Return those of some ranges, given by address, that share bytes with another."""
+    found: dict[Range, None] = {}
+    furthest = ranges[0]
+    for item in ranges[1:]:
+        if item.address < furthest.address + furthest.nbytes:
+            found[furthest] = found[item] = None
+        furthest = max(furthest, item, key=lambda each: each.address + each.nbytes)
+    return [*found]
 
 
 _new = object.__new__
@@ -306,7 +322,11 @@ class PeerMemory:
         in_process: bool = False,
         on_device: bool = False,
     ) -> None:
-        self.addresses, self.nbytes, self._ranges, _, _, self.writable = located
+        self.addresses, self.nbytes, self._ranges, _, _, self.writable, overlapping = located
+        # What each transfer checks besides: slot, generation and name of ranges and of leases.
+        self._besides: Sequence[tuple[int, int, str]] = [
+            (item.slot, item.generation, f"the registration of {item}") for item in overlapping
+        ]
         for column in (self.addresses, self.nbytes):
             column.flags.writeable = False
         self.in_process = in_process
@@ -340,6 +360,12 @@ class PeerMemory:
         """
         raise NotImplementedError
 
+    def _besides_with(self, leases: Sequence[BlockLease]) -> Sequence[tuple[int, int, str]]:
+        """Return what each transfer checks besides, with these leases."""
+        words = lease_words(leases, self._link.transport)
+        named = [(w.slot, w.generation, str(its)) for w, its in zip(words, leases, strict=True)]
+        return [*self._besides, *named]
+
     def _copy(self) -> Self:
         """Return the same memory as another object, without what its subclass adds.
 
@@ -354,6 +380,7 @@ class PeerMemory:
         copy.on_device = self.on_device
         copy._link = self._link
         copy._ranges = self._ranges
+        copy._besides = self._besides
         return copy
 
     def check(self, tensors: range | None = None) -> None:

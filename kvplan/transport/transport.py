@@ -112,8 +112,7 @@ class Transport(ABC):
         Raises:
             LLMException: LLM_PARAM_INVALID: memory that is not mapped, readable, contiguous, or
                 writable as asked; LLM_OUT_OF_MEMORY: no room for another registration;
-                LLM_FEATURE_NOT_ENABLED: the transport does not reach this memory, and why;
-                LLM_FAILED: the transport is closed, or a parent process's.
+                LLM_FEATURE_NOT_ENABLED: the transport does not reach this memory, and why.
             TypeError: neither a buffer nor (address, nbytes), or a kind that is not reached.
         """
         self._check_open()
@@ -139,8 +138,7 @@ class Transport(ABC):
 
         Raises:
             TypeError: Such a transport did not make one of them.
-            LLMException: LLM_PARAM_INVALID: one is not, or no longer, registered here; LLM_FAILED:
-                the transport is closed, or a parent process's.
+            LLMException: LLM_PARAM_INVALID: one is not, or no longer, registered here.
         """
         self._check_open()
         with self._registrations.mutex:
@@ -156,8 +154,7 @@ class Transport(ABC):
                 none.
 
         Raises:
-            LLMException: LLM_OUT_OF_MEMORY: no room for another lease; LLM_FAILED: the transport is
-                closed, or a parent process's.
+            LLMException: LLM_OUT_OF_MEMORY: no room for another lease.
         """
         self._check_open()
         return self._registrations.begin_lease(deadline_ns)
@@ -166,8 +163,7 @@ class Transport(ABC):
         """Set another deadline for a lease that was made with a deadline and has not ended.
 
         Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: it has expired; LLM_FAILED: the transport is
-                closed, or a parent process's.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: it has expired.
         """
         self._check_open()
         self._registrations.renew_lease(slot, generation, deadline_ns)
@@ -178,8 +174,7 @@ class Transport(ABC):
         Peers that are writing are waited for, as by `deregister`, also if a lease has ended before.
 
         Raises:
-            LLMException: LLM_TIMEOUT: a peer makes no progress, and may still write; call it again;
-                LLM_FAILED: the transport is closed, or a parent process's.
+            LLMException: LLM_TIMEOUT: a peer makes no progress, and may still write; call it again.
         """
         self._check_open()
         self._registrations.end_leases(leases)
@@ -235,8 +230,7 @@ class Transport(ABC):
 
         Raises:
             LLMException: LLM_LINK_FAILED: the peer cannot be reached, and why; LLM_TIMEOUT;
-                LLM_PARAM_INVALID: bad metadata; LLM_FAILED: the transport is closed, or a parent
-                process's.
+                LLM_PARAM_INVALID: bad metadata.
         """
 
     def close(self) -> None:

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -21,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
+from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -29,18 +34,22 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvplan.serving import Place
+from kvplan.serving.messages import LayerRange
 from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.scheduler import ConnectorScheduler, instance_of
 from kvplan.vllm.stats import KvplanMetrics, KvplanStats
 from kvplan.vllm.step import Step, WorkerAddress
 from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model
 
-_SUPPORTED = {FullAttentionSpec, SlidingWindowSpec}  # exactly; not subclasses, such as MLA
+_SUPPORTED = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec}  # exactly; not subclasses
 
 
 @dataclass
@@ -66,10 +75,12 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: configuration of the paged cache.
 
     Raises:
-        NotImplementedError: layers other than full attention and sliding windows; pipeline or
-            context parallelism; sleep mode.
+        NotImplementedError: layers other than full attention, sliding windows and MLA; context
+            parallelism; a pipeline of several groups of layers; sleep mode.
         TypeError, LLMException: invalid options.
     """
+
+    _cache_hit_source = CacheHitSource.P2P  # for vLLM's metrics
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -89,12 +100,17 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
                 engine_id, windowed=any(group.window for group in groups), count_keys=_count_keys
             )
         else:
-            config = vllm_config.model_config
+            config, parallel = vllm_config.model_config, vllm_config.parallel_config
+            rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+            stage, stages = get_pp_group().rank_in_group, parallel.pipeline_parallel_size
+            replica = parallel.data_parallel_index
             model = Model(
                 name=options.model or config.model,
-                num_heads=config.get_total_num_kv_heads(),
-                rank=get_tensor_model_parallel_rank(),
-                ranks=get_tensor_model_parallel_world_size(),
+                num_heads=1 if config.use_mla else config.get_total_num_kv_heads(),
+                place=Place(
+                    rank, ranks, stage, _stages(config.get_total_num_hidden_layers(), stages)
+                ),
+                worker=(replica * stages + stage) * ranks + rank,
                 num_blocks=kv_cache_config.num_blocks,
                 groups=groups,
                 produces=self._kv_transfer_config.is_kv_producer,
@@ -109,17 +125,21 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Called in the scheduler.
 
-    def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Store the addresses of the workers."""
+        """Store the addresses of the workers, by stage and rank."""
         self._in_scheduler.set_workers(
             {
-                rank: handshake.address
-                for rank, handshake in metadata.items()
+                place: handshake.address
+                for place, handshake in metadata.items()
                 if isinstance(handshake, KvplanHandshake)
             }
         )
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Return all groups: the blocks of a request in each of them are fetched."""
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def on_new_request(self, request: Request) -> None:
         """Take a request that has arrived."""
@@ -258,6 +278,13 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
 
+def _stages(num_layers: int, stages: int) -> tuple[LayerRange | None, ...]:
+    """Return the layers of each stage of a pipeline; None for the only one, which has all."""
+    if stages == 1:
+        return (None,)
+    return tuple(get_pp_indices(num_layers, stage, stages) for stage in range(stages))
+
+
 def _count_keys(request: Request, num_tokens: int) -> int:
     """Return how many keys vLLM's prefix cache has for a prefix, besides its tokens."""
     keys, _ = generate_block_hash_extra_keys(request, 0, num_tokens, 0)
@@ -276,7 +303,7 @@ def _layer_group(group: KVCacheGroupSpec) -> LayerGroup:
 
 def _packing(spec: Any) -> str:
     """Return the order inside a block if attention on a CPU has its own; otherwise empty."""
-    if current_platform.device_type != "cpu":
+    if current_platform.device_type != "cpu" or isinstance(spec, MLAAttentionSpec):
         return ""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -302,7 +329,7 @@ def _check_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
         names = ", ".join(type(spec).__name__ for spec in specs)
         raise NotImplementedError(
             f"KvplanConnector: the cache has {len(specs)} groups ({names}); only groups of full "
-            "attention and of sliding windows are supported"
+            "attention, of sliding windows and of MLA are supported"
         )
     if getattr(config.model_config, "enable_sleep_mode", False):
         raise NotImplementedError(
@@ -310,8 +337,13 @@ def _check_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
             "registered cache: start vLLM without it"
         )
     parallel = config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) != 1:
             raise NotImplementedError(
                 f"KvplanConnector: {name}={getattr(parallel, name)} must be 1"
             )
+    if (stages := parallel.pipeline_parallel_size) != 1 and len(specs) > 1:
+        raise NotImplementedError(
+            f"KvplanConnector: pipeline_parallel_size={stages} must be 1 for a cache of "
+            f"{len(specs)} groups"
+        )

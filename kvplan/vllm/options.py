@@ -41,8 +41,8 @@ class ConnectorOptions:
         see="../how-to/vllm.md#layer-by-layer")
     listen: str = option(
         "127.0.0.1:0", Kind(_check_listen, values="ip:port"),
-        "Address at which the first worker of a producer listens; the others use the next ports. "
-        "Port 0: any.")
+        "Address at which the first worker of a producer listens; the others, those of other "
+        "stages and replicas included, use the next ports. Port 0: any.")
     advertise: str = option(
         "", ADVERTISED,
         "Address that consumers link to, if it is not `listen`: \"host\", or \"host:port\" of the "
@@ -80,16 +80,16 @@ class ConnectorOptions:
         exchange = ExchangeOptions(**{k: v for k, v in extra.items() if k in limits})
         return cls(**given, exchange=exchange)
 
-    def listen_of(self, rank: int) -> str:
-        """Return the address at which the worker of a rank listens."""
-        return _of_rank(self.listen, rank)
+    def listen_of(self, worker: int) -> str:
+        """Return the address at which a worker listens."""
+        return _of_worker(self.listen, worker)
 
-    def advertised_of(self, rank: int) -> str:
-        """Return the address that consumers use for the worker of a rank; empty: its listener's."""
+    def advertised_of(self, worker: int) -> str:
+        """Return the address that consumers use for a worker; empty: its listener's."""
         has_port = re.search(":[0-9]+$", self.advertise) is not None
-        return _of_rank(self.advertise, rank) if has_port else self.advertise
+        return _of_worker(self.advertise, worker) if has_port else self.advertise
 
 
-def _of_rank(first: str, rank: int) -> str:
+def _of_worker(first: str, worker: int) -> str:
     host, _, port = first.rpartition(":")
-    return f"{host}:{int(port) + rank if int(port) else 0}"
+    return f"{host}:{int(port) + worker if int(port) else 0}"

@@ -134,10 +134,11 @@ class ConnectorScheduler:
         self._computing: dict[str, _Computed] = {}  # requests for waiting consumers
         self._step = Step()
 
-    def set_workers(self, workers: Mapping[int, WorkerAddress]) -> None:
-        """Store the addresses of the workers, by rank."""
+    def set_workers(self, workers: Mapping[tuple[int, int], WorkerAddress]) -> None:
+        """Store the addresses of the workers, by stage and rank."""
         self._sources = tuple(
-            Source(workers[rank].cluster_id, workers[rank].address) for rank in sorted(workers)
+            Source(worker.cluster_id, worker.address, worker.layers)
+            for _, worker in sorted(workers.items())
         )
 
     def arrived(self, request: Request) -> None:

@@ -13,7 +13,7 @@ from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.options import Options
 from kvplan.layout import Shard
 from kvplan.planning.plan import MAX_NAME
-from kvplan.serving import CacheGroup, Compatibility, Exchange, Handle
+from kvplan.serving import CacheGroup, Compatibility, Exchange, Handle, Place
 from kvplan.serving.tables import heads_of, tables_of
 from kvplan.status import LLMException, invalid
 from kvplan.system.logs import Log
@@ -23,7 +23,6 @@ from kvplan.vllm.step import Figures, Step, WorkerAddress
 
 logger = Log("kvplan.vllm")
 
-_NDIM = 4
 _IDLE_WAIT_MS = 2.0  # by which a new request may be delayed
 
 
@@ -43,8 +42,8 @@ class Model:
 
     name: str  # equal on both sides
     num_heads: int  # KV heads of the whole model
-    rank: int  # under tensor parallelism
-    ranks: int
+    place: Place
+    worker: int  # number among all workers of all replicas
     num_blocks: int
     groups: tuple[LayerGroup, ...]
     produces: bool
@@ -75,7 +74,7 @@ class _View:
         group, desc = self.group, self.desc
         fields = {
             "dtype": desc.data_type.name,
-            "layers": str(len(self.names)),
+            "layers": str(desc.shard.num_layers if desc.shard else len(self.names)),
             "kv_heads": str(model.num_heads),
             "head_bytes": str(desc.shape[-1] * desc.data_type.bits // 8 // self.unit),
             "packing": f"{group.packing or 'plain'}, {self.unit} tokens",
@@ -127,8 +126,8 @@ class ConnectorWorker:
         )
         given = dict(options.engine)
         if model.produces:
-            given.setdefault("llm.ListenIpInfo", options.listen_of(model.rank))
-            if advertised := options.advertised_of(model.rank):
+            given.setdefault("llm.ListenIpInfo", options.listen_of(model.worker))
+            if advertised := options.advertised_of(model.worker):
                 given.setdefault("kvplan.advertise", advertised)
         settings = Options.of(given)
         where = settings.listen_ip_info
@@ -149,14 +148,11 @@ class ConnectorWorker:
             ]
             self._exchange = Exchange(
                 engine,
-                groups if len(groups) > 1 else groups[0].cache,
+                groups,
                 compatibility(model, views),
                 self._instance,
-                rank=model.rank,
-                ranks=model.ranks,
-                num_heads=model.num_heads,
+                place=model.place,
                 push=options.mode == "push",
-                token_unit=views[0].unit,
                 options=options.exchange,
             )
         except BaseException:
@@ -164,26 +160,34 @@ class ConnectorWorker:
             raise
         self._engine = engine
         logger.info(
-            "worker %d of %d: %d layers, %s, %s",
-            model.rank,
-            model.ranks,
+            "worker %d, of rank %d of %d in stage %d of %d: %d layers, %s, %s",
+            model.worker,
+            model.place.rank,
+            model.place.ranks,
+            model.place.stage,
+            len(model.place.stages),
             len(names),
             "; ".join(map(str, views)),
             f"at {engine.listen_address}" if model.produces else "not listening",
         )
 
     def _view(self, group: LayerGroup, layers: Mapping[str, Any]) -> _View:
-        model = self._model
+        model, place = self._model, self._model.place
         if absent := [name for name in group.layers if name not in layers]:
             raise invalid(f"layer {absent[0]} has no tensor")
         names = sorted(group.layers, key=_position)
         tensors, layout, unit = readable(
             [layers[name] for name in names], packed=bool(group.packing)
         )
+        first, end = place.layers or (0, len(names))
+        if end - first != len(names):
+            raise invalid(
+                f"the cache has {len(names)} layers; stage {place.stage} has {end - first}"
+            )
         shard = Shard(
-            layers=range(len(names)),
-            heads=heads_of(model.rank, model.ranks, model.num_heads),
-            num_layers=len(names),
+            layers=range(first, end),
+            heads=heads_of(place.rank, place.ranks, model.num_heads),
+            num_layers=(place.stages[-1] or (0, end))[1],
             num_heads=model.num_heads,
         )
         desc = CacheDesc.from_tensors(tensors, layout, shard=shard)
@@ -219,7 +223,9 @@ class ConnectorWorker:
         """The address of this worker; None if it does not listen."""
         if self._engine is None or self._engine.listen_address is None:
             return None
-        return WorkerAddress(self._engine.cluster_id, self._engine.listen_address)
+        return WorkerAddress(
+            self._engine.cluster_id, self._engine.listen_address, self._model.place.layers
+        )
 
     def prepare(self, step: Step) -> None:
         """Begin the parts of a step that do not depend on its computation.
@@ -286,7 +292,7 @@ class ConnectorWorker:
             if self._model.simple:
                 block_tokens = self._model.groups[0].block_tokens
                 blocks = tables_of(result.blocks, 1)[0].blocks
-                failed_blocks.update(blocks[result.first_token // block_tokens :])
+                failed_blocks.update(blocks[(result.first_token + result.pushed) // block_tokens :])
             else:  # vLLM cannot find a request by blocks of several groups
                 failed.add(result.request)
         freed = {self._offered.pop(handle) for handle in exchange.take_freed()}
@@ -314,17 +320,21 @@ class ConnectorWorker:
 def readable(tensors: Sequence[Any], *, packed: bool) -> tuple[list[Any], str, int]:
     """Return views of the layers' tensors, their axes, and the tokens that move as a whole.
 
-    vLLM's tensor of a layer is (block, head, token, keys and values), with strides. In a packed
-    one, on CPUs, the keys of a head in a block come before its values, in an order of the
-    processor, in which tokens are not contiguous. So a block moves as a whole.
+    vLLM's tensor of a layer is (block, head, token, keys and values), with strides; of MLA it is
+    (block, token, latent). In a packed one, on CPUs, the keys of a head in a block come before its
+    values, in an order of the processor, in which tokens are not contiguous. So a block moves as a
+    whole.
     """
-    if any(getattr(tensor, "ndim", 0) != _NDIM for tensor in tensors) or not tensors:
-        raise invalid(f"a cache of {len(tensors)} layers must have tensors of {_NDIM} dimensions")
-    if not packed:
-        return list(tensors), "block head token dim", 1
-    blocks, heads, tokens, both = tensors[0].shape
-    shape = (blocks, heads, 2, 1, tokens * both // 2)
-    return [tensor.view(shape) for tensor in tensors], "block head kv token dim", tokens
+    ndims = {getattr(tensor, "ndim", 0) for tensor in tensors}
+    if ndims not in ({3}, {4}):
+        raise invalid(f"a cache of {len(tensors)} layers must have tensors of 4 or 3 dimensions")
+    layout, unit, shape = "block head token dim", 1, tuple(tensors[0].shape)
+    if ndims == {3}:  # one head, which all workers have
+        shape = (shape[0], 1, *shape[1:])
+    elif packed:
+        blocks, heads, unit, both = shape
+        layout, shape = "block head kv token dim", (blocks, heads, 2, 1, unit * both // 2)
+    return [tensor.view(shape) for tensor in tensors], layout, unit
 
 
 def compatibility(model: Model, views: Sequence[_View]) -> Compatibility:

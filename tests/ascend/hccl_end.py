@@ -178,9 +178,6 @@ class End:
     def ask(self, name: str, what: str) -> Any:
         return getattr(self.communicators[name], what)
 
-    def async_error(self, name: str) -> tuple[int, str]:
-        return self.communicators[name].async_error()
-
     def cancel(self, name: str, message: str) -> None:
         self.communicators[name].cancel(message)
 

@@ -8,7 +8,8 @@ from tests.ascend.simulator import Controls, Log
 from tests.examples.test_examples import SHOWN, run
 from tests.examples.test_llm_datadist_pair import FOLDER, Pair
 
-ON_DEVICES = [it for it in SHOWN if it not in {"asyncio_service", "torch_tensors"}]  # host memory
+ON_HOST = {"asyncio_service", "lmcache_chunks", "sglang_pair", "torch_tensors"}
+ON_DEVICES = [name for name in SHOWN if name not in ON_HOST]
 
 MOVES = {
     "copy_and_swap": {"aclrtMemcpyAsync", "aclrtMemcpyBatchAsync"},

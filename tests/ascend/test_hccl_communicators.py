@@ -315,7 +315,6 @@ def test_closed_communicator_takes_nothing(ends: Ends) -> None:
     assert report.message == (
         f"communicator {connection.name} is closed: nothing can be transferred"
     )
-    assert ends[0].async_error(connection.name) == (0, "")
     connection.close()
 
 
@@ -340,7 +339,6 @@ def test_contexts_of_the_calling_thread_stay(ends: Ends) -> None:
     ends[0].set_own_context()
     connection = ends.connect(NBYTES, staging={"slot_nbytes": 4096, "slots": 2, "buffer_sets": 1})
     assert connection.transfer("put", connection.rows([64])).status == KVN_OK
-    ends[0].async_error(connection.name)
     ends[0].unbind(connection.name, connection.addresses[0])
     connection.close()
     assert ends[0].has_own_context()

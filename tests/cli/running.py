@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import kvplan
-from kvplan import CacheDesc, DataType, Placement, Plan, Rows, Transfer
+from kvplan import CacheDesc, DataType, Placement, Plan, Rows, Transfer, cli
+from tests.support import zygote
 
-ROOT = Path(__file__).parents[2]
+IMPORTED = ("tests.cli.peer_process", *{row.module: None for row in cli.COMMANDS.values()})
 
 TOKENS_FIRST = CacheDesc(
     4, (16, 16, 4, 32), DataType.DT_BF16, Placement.HOST, kv_tensor_format="block token head dim"
@@ -29,18 +31,33 @@ def push(dst_blocks: list[int], dst: CacheDesc = TOKENS_FIRST, *, coalesce: bool
 
 
 def command(
-    *arguments: str | Path, stdin: str = "", **environment: str
+    *arguments: str | Path,
+    stdin: str = "",
+    environment: Mapping[str, str] | None = None,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """A process of its own, in which warnings are errors."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "kvplan", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | environment,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
+    """Run the command in a process of its own, in which warnings are errors.
+
+    Args:
+        arguments: what follows `kvplan`.
+        stdin: what the command can read.
+        environment: its environment, if not that of this process.
+        variables: variables besides.
+    """
+    return zygote.run(
+        "tests.cli.running",
+        *map(str, arguments),
+        imported=IMPORTED,
+        flags=("-W", "error"),
+        environment=dict(os.environ if environment is None else environment) | variables,
+        stdin=stdin,
     )
+
+
+def main(*arguments: str) -> None:
+    """The command, in a fork."""
+    sys.argv = ["kvplan", *arguments]
+    sys.exit(cli.main())
 
 
 def refused(*arguments: str | Path, stdin: str = "", **environment: str) -> str:
@@ -50,3 +67,7 @@ def refused(*arguments: str | Path, stdin: str = "", **environment: str) -> str:
     assert done.stderr.startswith("kvplan: ")
     assert done.stderr.count("\n") == 1
     return done.stderr.removeprefix("kvplan: ").rstrip()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

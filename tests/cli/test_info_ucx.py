@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvplan.cli.info.ucx import look_at_transport
-from kvplan.status import LLMException
 from kvplan.transport.ucx.library import OVERRIDE, Found
-from kvplan.transport.ucx.transport import UcxTransport
 from tests.cli.test_info import broken_library, found, info, transport
 
 NO_NPU = {"KVPLAN_ASCEND_LIBRARY": ""}
@@ -35,26 +31,20 @@ class TestTheOneOfTheTests:
         if not it["ucx"]["missing_for_rdma"]:
             pytest.skip("RDMA is here")
         assert it["ucx"]["missing_for_rdma"][0] in transport(it, "ucx")["why_not"]
-        assert "copy" not in it["ucx"]
+        assert "tried" not in transport(it, "ucx")
 
     def test_a_copy(self, ucx: Found) -> None:
-        """As where there is RDMA, but over shared memory."""
-        noted: dict[str, Any] = {}
+        """As where there is RDMA, but over shared memory, by the settings of the environment."""
         shared = '{"UCX_TLS": "shm"}'
-        with UcxTransport(settings=shared) as ours, UcxTransport(settings=shared) as theirs:
-            look_at_transport(lambda **fields: noted.update(fields.get("ucx", {})), ours, theirs)
-        assert "cma/memory" in noted["over"]
-        assert noted["copy"] == {"way": "cma/memory", "works": True, "why_not": ""}
+        row = transport(found(**NO_NPU, KVPLAN_UCX_SETTINGS=shared), "ucx")
+        assert (row["works"], row["reaches"], row["tried"]) == (True, ["host"], "cma/memory")
 
     def test_a_copy_that_fails(self, ucx: Found) -> None:
         """A transport that reads nothing."""
-        mapped, shared = (f'{{"UCX_TLS": "{it}"}}' for it in ("posix", "shm"))
-        with (
-            UcxTransport(settings=mapped) as ours,
-            UcxTransport(settings=shared) as theirs,
-            pytest.raises(LLMException, match="a trial copy failed: process"),
-        ):
-            look_at_transport(lambda **fields: None, ours, theirs)
+        mapped = '{"UCX_TLS": "posix"}'
+        row = transport(found(**NO_NPU, KVPLAN_UCX_SETTINGS=mapped), "ucx")
+        assert not row["works"]
+        assert row["why_not"]
 
     def test_the_text_is_for_people(self, ucx: Found) -> None:
         text = info("-v", **NO_NPU)

@@ -66,8 +66,8 @@ def test_a_plain_host(found: dict[str, Any]) -> None:
 
 def test_a_host_that_has_everything(found: dict[str, Any]) -> None:
     for it in found["transports"]:
-        it["works"] = True
-    found["ucx"] = {"version": "1.18.0", "missing_for_rdma": [], "over": ["rc_mlx5/mlx5_0:1"]}
+        it |= {"works": True, "tried": "rc_mlx5/mlx5_0:1"}
+    found["ucx"] = {"version": "1.18.0", "missing_for_rdma": []}
     devices = [{"name": "Ascend910B"}, {"why_not": "busy"}]
     found["accelerator"] = {
         "soc": "Ascend910B", "num_devices": 2, "version": "8.5.0", "devices": devices, "places": [],

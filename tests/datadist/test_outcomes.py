@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,12 +22,14 @@ from kvplan import (
     LlmDataDist,
     LLMException,
     LLMStatusCode,
+    Plan,
     PlanEvent,
     Rows,
     Transfer,
     Transfers,
 )
 from tests.datadist.conftest import MakeEngine, link
+from tests.datadist.machine import Machine, on_host_only
 from tests.support.refusals import refused
 from tests.support.wrappers import delay, fail_at
 
@@ -303,3 +307,38 @@ def test_finalize_amid_transfers_ends_them_all(linked: Linked) -> None:
     for thread in threads:
         thread.join(10)
     assert seen == [LLMStatusCode.LLM_ENGINE_FINALIZED] * 4
+
+
+class _Watched(Transfers):
+    """Whose batches take 100 ms, and which remember the time limits that they were given."""
+
+    limits: ClassVar[list[Any]] = []  # of all shares
+
+    def execute(self, plan: Plan, src: Any, dst: Any, timeout_ms: Any = None, *more: Any) -> None:
+        self.limits.append(timeout_ms)
+        super().execute(plan, src, dst, timeout_ms, *more)
+
+    def verify(self, *args: Any) -> None:
+        self.limits.append(args[-1])
+        super().verify(*args)
+
+
+def test_verification_has_what_the_transfer_left_of_the_time_limit(
+    make_engine: MakeEngine, owner: LlmDataDist, machine: Machine
+) -> None:
+    on_host_only(machine, "what a device has moved is not compared")
+    _Watched.limits.clear()
+    with closing(_Watched(1, slowed)) as transfers:
+        user = make_engine(2, transfers=transfers)
+        mine = user.allocate_cache(DESC)
+        link(user, owner)
+        user.run(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)), timeout_ms=30_000, verify=True)
+    first, second = _Watched.limits
+    assert 0 < second <= first - 100 <= 29_900
+
+
+@pytest.mark.parametrize("wrong", [-1, float("nan")])
+def test_a_wrong_time_limit_is_refused_with_its_value(linked: Linked, wrong: float) -> None:
+    user, mine = linked()
+    with pytest.raises(ValueError, match=f"timeout_ms={wrong} must be >= 0"):
+        user.run(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)), timeout_ms=wrong, tag="a")

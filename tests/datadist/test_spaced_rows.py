@@ -44,17 +44,9 @@ def offered(machine: Machine, peer: Peer, user: LlmDataDist) -> list[BlockLease]
     return [BlockLease.from_bytes(it) for it in made]
 
 
-def _at_once(machine: Machine, transfers: dict[str, Transfer]) -> list[dict[str, Transfer]]:
-    """Return the groups as one transfer; over tcp, which sees memory registered twice, apart."""
-    if "tcp" in machine.name:
-        return [{name: transfer} for name, transfer in transfers.items()]
-    return [transfers]
-
-
 @pytest.mark.over_tcp
-def test_groups_of_one_page(
-    user: LlmDataDist, machine: Machine, peer: Peer, offered: list[BlockLease]
-) -> None:
+def test_groups_of_one_page(user: LlmDataDist, peer: Peer, offered: list[BlockLease]) -> None:
+    """Their registrations overlap: each is checked, whichever bytes move."""
     pages = pages_of(8)
     here = register(user, pages)
     transfers = {
@@ -62,8 +54,7 @@ def test_groups_of_one_page(
         for name, theirs, ours in zip(("wide", "narrow"), offered, here, strict=True)
     }
     wanted = moved(pages_of(7), pages, SRC, DST, NUM_TOKENS)
-    for each in _at_once(machine, transfers):
-        user.run(each, verify=True)
+    user.run(transfers, verify=True)
     np.testing.assert_array_equal(pages, wanted)
 
     pages[...] = pages_of(8)
@@ -83,8 +74,7 @@ def test_groups_of_one_page(
         str(number): Transfer(Rows(ours, DST), Rows(BlocksCacheKey(1, number), [3, 6, 1]))
         for number, ours in enumerate(here)
     }
-    for each in _at_once(machine, pushes):
-        user.run(each)
+    user.run(pushes)
     np.testing.assert_array_equal(peer.run("result = pages"), back)
 
 

@@ -19,6 +19,7 @@ from kvplan import (
     DataType,
     KvCacheExtParam,
     LlmDataDist,
+    LLMException,
     LlmRole,
     LLMStatusCode,
     Placement,
@@ -534,3 +535,35 @@ def test_caches_of_host_and_device_meet(user: LlmDataDist, peer: Peer) -> None:
     target = user.allocate_cache(host)
     user.pull_cache(CacheIndex(1, CACHE), target)
     assert (user.arrays(target)[0][0] == theirs(SLOTS)[0][0]).all()
+
+
+def test_an_error_names_the_parameter_or_the_field_that_is_wrong(
+    user: LlmDataDist, slots: Cache, blocks: Cache
+) -> None:
+    """A method of the interface has parameters, a `Transfer` has fields."""
+    paged, slot = CacheIndex(1, PAGED), CacheIndex(1, CACHE)
+    for text, call in (
+        (r"src_blocks\[1\]=8 is", lambda: user.pull_blocks(paged, blocks, [0, 8], [1, 2])),
+        (r"dst_blocks\[1\]=8 is", lambda: user.push_blocks(blocks, paged, [0, 1], [2, 8])),
+        ("src_token='1' must", lambda: user.pull_blocks(paged, blocks, [0], [1], src_token="1")),
+        ("^dst_batch_index=4 is", lambda: user.pull_cache(slot, slots, 4)),
+        ("^src_batch_index=4 is", lambda: user.push_cache(slots, slot, 4)),
+        ("^size=257: .* from src_offset=0", lambda: user.pull_cache(slot, slots, size=257)),
+        ("^size=8: .* from offset=250", lambda: user.copy_cache(slots, slots, 0, 1, 250, 8)),
+        (r"^blocks\.sources\[0\]=9 is", lambda: user.copy_blocks(blocks, {9: [1]})),
+        (
+            r"^blocks\.destinations\[1\]=1 is already blocks\.destinations\[0\]",
+            lambda: user.copy_blocks(blocks, [(0, 1), (2, 1)]),
+        ),
+        (
+            r"^src\.blocks\[1\]=8 is",
+            lambda: user.run(Transfer(Rows(paged, [0, 8]), Rows(blocks, [1, 2]))),
+        ),
+        ("^dst.slot=4 is", lambda: user.run(Transfer(Rows(slot), Rows(slots, slot=4)))),
+        (
+            "^nbytes=257: .* from src.offset=0",
+            lambda: user.submit(Transfer(Rows(slot), Rows(slots), nbytes=257)),
+        ),
+    ):
+        with pytest.raises((TypeError, LLMException), match=text):
+            call()

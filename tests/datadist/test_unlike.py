@@ -163,7 +163,9 @@ def test_tokens_are_skipped_in_block_tables_only(ends: Ends) -> None:
     flat = replace(flat, kv_tensor_format="slot token dim")
     here = ends.user.allocate_cache(flat)
     there = CacheIndex(1, ends.peer.run("result = datadist.allocate_cache(d).cache_id", d=flat))
-    with refused("LLM_PARAM_INVALID", "src_token=3 and dst_token=0 skip tokens of block tables"):
+    with refused(
+        "LLM_PARAM_INVALID", "src.first_token=3 and dst.first_token=0 skip tokens of block tables"
+    ):
         ends.user.layered(Transfer(Rows(here, first_token=3), Rows(there)))
     task = ends.user.layered(Transfer(Rows(here), Rows(there), num_tokens=5))
     for layer in task.layers:

@@ -234,6 +234,61 @@ def test_what_lies_behind_the_last_token_is_not_of_the_request() -> None:
         assert (first.tokens, first.holds) == ((5, 5), "")
 
 
+@pytest.mark.parametrize(("first", "into"), [(4, 0), (0, 4), (20, 3), (5, 5)])
+def test_tokens_are_those_of_the_request_wherever_the_two_ends_begin(first: int, into: int) -> None:
+    """The source has skipped `first` tokens, and the destination `into`."""
+    source = filled(NHD, 1)
+    blocks = Rows(NHD, SRC, first_token=first), Rows(NHD, DST, first_token=into)
+    plan = kvplan.plan(Transfer(*blocks, num_tokens=40), local="dst")
+    right = moved(plan, source, filled(NHD, 2))
+    found = [it.copy() for it in right]
+    for token, other in ((into + 7, into + 25), (into + 30, into + 2)):
+        there = [(DST[at // 16], at % 16) for at in (token, other)]
+        found[2][there[0]] = right[2][there[1]]
+        result = locate(right, found, plan, source=source).first
+        assert result is not None
+        assert result.tokens == (token - into + first,) * 2
+        assert result.holds == f"what is expected of token {other - into + first}, in block " + str(
+            there[1][0]
+        )
+        found[2][there[0]] = right[2][there[0]]
+
+
+def test_the_first_wrong_token_is_described_whatever_its_head() -> None:
+    """Its descriptor and its source, where small blocks at the source make a large one."""
+    small = CacheDesc(4, (32, 4, 4, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
+    source = filled(small, 1)
+    plan = kvplan.plan(Transfer(Rows(small, [3, 9, 12, 5]), Rows(NHD, [7])), local="dst")
+    right = moved(plan, source, filled(NHD, 2))
+    found = [it.copy() for it in right]
+    for token, head in ((13, 0), (9, 1), (2, 3), (6, 2)):
+        found[1][7, token, head] += 1
+        result = locate(right, found, plan, source=source).first
+        assert result is not None
+        first = min(it for it in (13, 9, 2, 6) if (found[1][7, it] != right[1][7, it]).any())
+        assert (result.src_row, result.entries) == ([3, 9, 12, 5][first // 4], (first // 4,))
+        assert plan.origin(result.descriptor).src_rows[0] == result.src_row
+
+
+@pytest.mark.parametrize("name", ["DT_FLOAT16", "DT_FLOAT", "DT_DOUBLE"])
+def test_only_a_nan_at_both_ends_is_equal(name: str) -> None:
+    desc = CacheDesc(2, (8, 4, 2, 3), DataType[name], kv_tensor_format="NHD")
+    plan = kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [5])), local="dst")
+    kind = {"DT_FLOAT16": np.float16, "DT_FLOAT": np.float32, "DT_DOUBLE": np.float64}[name]
+    for left, right, alike in (
+        (np.nan, np.nan, True),
+        (np.nan, 1.0, False),
+        (1.0, np.nan, False),
+        (np.inf, np.inf, True),
+        (np.inf, -np.inf, False),
+        (np.inf, np.nan, False),
+    ):
+        one = [np.ones(desc.shape, kind) for _ in range(2)]
+        other = [np.ones(desc.shape, kind) for _ in range(2)]
+        one[1][5, 2, 1, 0], other[1][5, 2, 1, 0] = left, right
+        assert (not locate(one, other, plan, atol=1e-3)) is alike
+
+
 def test_tensors_of_a_layer_without_names_have_numbers() -> None:
     desc = CacheDesc(4, (8, 64), DataType.DT_FLOAT16)
     source = filled(desc, 1)

@@ -11,6 +11,22 @@ kvn_stream kvn_channel_stream(const kvn_channel *channel)
     return (kvn_stream)1;
 }
 
+static int num_waits;
+
+int kvn_stream_request_look(const kvn_columns *shard, kvn_failure *failure)
+{
+    (void)shard, (void)failure;
+    return KVN_OK;
+}
+
+int kvn_stream_request_synchronize(kvn_channel *channel, const kvn_columns *shard, const atomic_int *stop,
+                                   kvn_channel_fault *fault)
+{
+    (void)channel, (void)shard, (void)stop, (void)fault;
+    num_waits++;
+    return KVN_OK;
+}
+
 static int locate(const kvn_device *device, uint64_t address, kvn_memory_place *place, kvn_failure *failure)
 {
     (void)device, (void)failure;
@@ -18,12 +34,10 @@ static int locate(const kvn_device *device, uint64_t address, kvn_memory_place *
     return KVN_OK;
 }
 
-static int copy_nothing(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
-                        const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
-                        kvn_failure *failure)
+static int copy_nothing(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
+                        size_t *failed, kvn_failure *failure)
 {
-    (void)device, (void)direction, (void)dst, (void)src, (void)nbytes, (void)count, (void)stream;
-    (void)failed, (void)failure;
+    (void)device, (void)direction, (void)batch, (void)stream, (void)failed, (void)failure;
     return KVN_OK;
 }
 
@@ -56,11 +70,10 @@ static void blocking_behind_asynchronous(void)
     confirm(after, 3, first);
 }
 
-static int refuse_second(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
-                         const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
-                         kvn_failure *failure)
+static int refuse_second(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
+                         size_t *failed, kvn_failure *failure)
 {
-    (void)device, (void)direction, (void)dst, (void)src, (void)nbytes, (void)count, (void)stream;
+    (void)device, (void)direction, (void)batch, (void)stream;
     *failed = 1;
     return kvn_fail(failure, KVN_UNMAPPED, 0, "refused");
 }
@@ -86,11 +99,93 @@ static void failed_behind_others(void)
     }
 }
 
+/* What is on the stream once it was waited for: no call, and no byte. */
+static void nothing_left_after_wait(void)
+{
+    const kvn_columns shard = {.count = 5};
+    kvn_channel_fault fault = {.confirmed = 0};
+    transfer t = {.shard = &shard, .fault = &fault, .at = 3, .issued = 2, .unstoppable = 4096};
+
+    CHECK(drain(&t, &fault) == KVN_OK && num_waits == 1);
+    CHECK(t.issued == 0 && t.unstoppable == 0 && fault.confirmed == 3);
+    CHECK(drain(&t, &fault) == KVN_OK && num_waits == 1);
+}
+
+static size_t num_copied;
+
+static int copy_some_bytes(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
+                           const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
+                           kvn_failure *failure)
+{
+    (void)device, (void)direction, (void)dst, (void)src, (void)stream, (void)failed, (void)failure;
+    for (size_t i = 0; i < *count; i++)
+        CHECK(nbytes[i] > 0);
+    num_copied += *count;
+    return KVN_OK;
+}
+
+/* Calls of a device refuse empty descriptors, wherever they stand among the others. */
+static void empty_descriptors(void)
+{
+    static const kvn_device_ops ops = {.max_batch = 16, .locate = locate, .copy_batch = copy_some_bytes};
+    kvn_device device = {.ops = &ops, .mutex = PTHREAD_MUTEX_INITIALIZER};
+    copy_backend backend = {.device = &device, .direction = KVN_HOST_TO_DEVICE};
+    const uint64_t nowhere[4] = {0}, pinned[4] = {PINNED, PINNED, PINNED, PINNED};
+    atomic_int stop = 0;
+
+    atomic_store(&device.batch_copies, KVN_BATCH_ASYNC);
+    for (unsigned full = 0; full < 16; full++) {
+        uint64_t nbytes[4];
+        const kvn_columns shard = {.dst = nowhere, .src = pinned, .nbytes = nbytes, .count = 4};
+        kvn_channel_fault fault = {.confirmed = 0};
+        transfer t = {.self = &backend, .shard = &shard, .stop = &stop, .fault = &fault};
+
+        for (unsigned i = 0; i < 4; i++)
+            nbytes[i] = full >> i & 1 ? 64 : 0;
+        num_copied = 0;
+        while (t.at < 4)
+            CHECK(issue(&t) == KVN_OK);
+        CHECK(num_copied == (size_t)__builtin_popcount(full));
+    }
+}
+
+static int refuse_later(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
+                        const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
+                        kvn_failure *failure)
+{
+    (void)device, (void)direction, (void)dst, (void)src, (void)nbytes, (void)count, (void)stream;
+    *failed = 0;
+    return num_copied++ ? kvn_fail(failure, KVN_UNMAPPED, 0, "refused") : KVN_OK;
+}
+
+/* Where a later call fails, the bytes of the earlier ones have arrived before the shard ends. */
+static void waited_for_after_failure(void)
+{
+    static const kvn_device_ops ops = {.max_batch = 1, .locate = locate, .copy_batch = refuse_later};
+    kvn_device device = {.ops = &ops, .mutex = PTHREAD_MUTEX_INITIALIZER};
+    copy_backend backend = {.device = &device, .direction = KVN_HOST_TO_DEVICE};
+    const uint64_t nowhere[3] = {0}, pinned[3] = {PINNED, PINNED, PINNED}, nbytes[3] = {64, 64, 64};
+    const kvn_columns shard = {.dst = nowhere, .src = pinned, .nbytes = nbytes, .count = 3};
+    kvn_channel_fault fault = {.confirmed = 0};
+    atomic_int stop = 0;
+
+    atomic_store(&device.batch_copies, KVN_BATCH_ASYNC);
+    for (int before = 1; before >= 0; before--) {
+        num_copied = !before; /* the first call fails in the second round: nothing was issued */
+        num_waits = 0;
+        CHECK(move((kvn_stream_backend *)&backend, NULL, &shard, &stop, &fault) == KVN_UNMAPPED);
+        CHECK(num_waits >= before && fault.failed == (uint64_t)before);
+    }
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
         {"blocking_behind_asynchronous", blocking_behind_asynchronous},
         {"failed_behind_others", failed_behind_others},
+        {"nothing_left_after_wait", nothing_left_after_wait},
+        {"empty_descriptors", empty_descriptors},
+        {"waited_for_after_failure", waited_for_after_failure},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

@@ -1,11 +1,14 @@
 /* Checks of which events are kept for others, and of what a channel has to do. */
 #include "device/events.c"
 
+#include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "check.h"
+#include "core/clock.h"
 #include "device/channel.h"
 
 static int destroyed, entered;
@@ -86,7 +89,7 @@ static void load_of_what_is_left(void)
     static const kvn_device_ops ops = {.name = "said", .runtime = "said", .set_context = set_context,
                                        .create_stream = create_stream, .destroy_stream = destroy_stream};
     kvn_device device = {.ops = &ops, .pid = getpid()};
-    kvn_channel_job jobs[4] = {{.run = hold}, {.run = hold}, {.run = hold}, {.run = hold}};
+    kvn_channel_job jobs[5] = {{.run = hold}, {.run = hold}, {.run = hold}, {.run = hold}, {.run = hold}};
     kvn_channel *channel;
     kvn_failure failure;
 
@@ -100,10 +103,85 @@ static void load_of_what_is_left(void)
     CHECK(!kvn_channel_dequeue(channel, &jobs[3]));
     CHECK(kvn_channel_dequeue(channel, &jobs[1]));
     CHECK(kvn_channel_load(channel) == 2);
+    kvn_channel_submit(channel, &jobs[4]); /* behind what is left */
+    CHECK(kvn_channel_load(channel) == 3);
+    CHECK(kvn_channel_dequeue(channel, &jobs[4]) && kvn_channel_dequeue(channel, &jobs[2]));
+    kvn_channel_submit(channel, &jobs[4]); /* to an empty queue */
+    kvn_channel_submit(channel, &jobs[2]);
     atomic_store(&may_end, true);
     while (kvn_channel_load(channel) > 0)
         sched_yield();
     CHECK(!kvn_channel_dequeue(channel, &jobs[2]));
+    kvn_channel_destroy(channel);
+}
+
+static atomic_int awaiting;
+
+typedef struct awaited {
+    kvn_channel *channel;
+    kvn_channel_job *job;
+    bool in_time;
+} awaited;
+
+static void *await_issued(void *argument)
+{
+    awaited *it = argument;
+
+    atomic_store(&awaiting, (int)syscall(SYS_gettid));
+    it->in_time = kvn_channel_await_issued(it->channel, it->job, kvn_now_ns() + INT64_C(20000000000));
+    return NULL;
+}
+
+static void wait_until_it_sleeps(void)
+{
+    char path[64], state = 'R';
+
+    while (!atomic_load(&awaiting))
+        sched_yield();
+    snprintf(path, sizeof path, "/proc/self/task/%d/stat", atomic_load(&awaiting));
+    while (state != 'S') {
+        FILE *file = fopen(path, "r");
+        CHECK(file && fscanf(file, "%*d (%*[^)]) %c", &state) == 1);
+        fclose(file);
+        sched_yield();
+    }
+    atomic_store(&awaiting, 0);
+}
+
+/* Who waits until all work of a job is on the stream is woken: when it is, and when the job is taken back. */
+static void await_wakes(void)
+{
+    static const kvn_device_ops ops = {.name = "said", .runtime = "said", .set_context = set_context,
+                                       .create_stream = create_stream, .destroy_stream = destroy_stream};
+    kvn_device device = {.ops = &ops, .pid = getpid()};
+    kvn_channel_job jobs[2] = {{.run = hold}, {.run = hold}};
+    kvn_channel *channel;
+    kvn_failure failure;
+
+    CHECK(kvn_channel_create(&device, &channel, &failure) == KVN_OK);
+    for (int how = 0; how < 3; how++) {
+        pthread_t thread;
+
+        atomic_store(&may_end, false);
+        kvn_channel_submit(channel, &jobs[0]);
+        while (jobs[0].queued)
+            sched_yield();
+        kvn_channel_submit(channel, &jobs[1]);
+        awaited it = {channel, &jobs[how == 0], false};
+        CHECK(pthread_create(&thread, NULL, await_issued, &it) == 0);
+        wait_until_it_sleeps();
+        if (how == 0)
+            CHECK(kvn_channel_dequeue(channel, &jobs[1]));
+        else if (how == 1)
+            kvn_channel_note_issued(channel);
+        else
+            atomic_store(&may_end, true);
+        pthread_join(thread, NULL);
+        CHECK(it.in_time);
+        atomic_store(&may_end, true);
+        while (kvn_channel_load(channel) > 0)
+            sched_yield();
+    }
     kvn_channel_destroy(channel);
 }
 
@@ -126,6 +204,7 @@ static int count_abort(const kvn_device *device, kvn_stream stream, kvn_failure 
 typedef struct told_job {
     kvn_channel_job job;
     kvn_stream other; /* of its own, besides the channel's */
+    bool is_silent;   /* does not say which it uses: none */
     atomic_bool has_begun, may_end, has_ended;
     bool began_interrupted, ended_interrupted;
 } told_job;
@@ -134,7 +213,7 @@ static void run_told(kvn_channel_job *job, kvn_channel *channel)
 {
     told_job *it = (told_job *)job;
 
-    it->began_interrupted = kvn_channel_also_uses(channel, it->other);
+    it->began_interrupted = !it->is_silent && kvn_channel_also_uses(channel, it->other);
     atomic_store(&it->has_begun, true);
     while (!atomic_load(&it->may_end))
         sched_yield();
@@ -160,6 +239,7 @@ static void interrupt_ends_with_its_job(void)
 
         jobs[i].job.run = run_told;
         jobs[i].other = i == 1 ? (kvn_stream)&another : NULL;
+        jobs[i].is_silent = i == 2 || i == 3;
         kvn_channel_submit(channel, &jobs[i].job);
         while (!atomic_load(&jobs[i].has_begun))
             sched_yield();
@@ -184,6 +264,7 @@ int main(int count, char **arguments)
         {"kept_by_context", kept_by_context},
         {"load_of_what_is_left", load_of_what_is_left},
         {"interrupt_ends_with_its_job", interrupt_ends_with_its_job},
+        {"await_wakes", await_wakes},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

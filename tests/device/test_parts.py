@@ -12,9 +12,13 @@ from tests.support.compiled import compiled
     [
         ("copy", "blocking_behind_asynchronous"),
         ("copy", "failed_behind_others"),
+        ("copy", "nothing_left_after_wait"),
+        ("copy", "empty_descriptors"),
+        ("copy", "waited_for_after_failure"),
         ("events", "kept_by_context"),
         ("events", "load_of_what_is_left"),
         ("events", "interrupt_ends_with_its_job"),
+        ("events", "await_wakes"),
         ("shards", "endings_in_any_order"),
     ],
 )

@@ -372,6 +372,77 @@ def test_held_up_leases_end_later_and_are_reported_then(
     )
 
 
+def test_a_peer_that_holds_up_a_lease_for_long_is_logged_once(
+    leases: Leases, words: list[Words], blocks: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And again for the next lease: nothing is kept of those that have ended."""
+    ended: SimpleQueue[BlockLease] = SimpleQueue()
+    leases.on_released(lambda it, _: ended.put(it))
+    for number in (1, 2):
+        lease = leases.begin(blocks, [number], "", None)
+        words[0].held_up = 2
+        leases.end_cache(blocks.cache_id)
+        with leases._changed:  # it is tried again at once
+            leases._wake_at(lease.lease_id, 1)
+        assert ended.get(timeout=WAIT_S) is lease
+        assert len(words[0].calls) == 3 * number
+        assert sum("leases_held_up" in it.getMessage() for it in caplog.records) == number
+        assert (leases._held_up, leases._ending, leases._deadlines) == (set(), {}, {})
+
+
+@pytest.mark.parametrize("how", ["released", "cache freed", "later released"])
+def test_a_lease_that_is_late_has_expired_whatever_ends_it(
+    leases: Leases, blocks: Cache, how: str
+) -> None:
+    ended: SimpleQueue[tuple[BlockLease, LeaseEnd]] = SimpleQueue()
+    leases.on_released(lambda *it: ended.put(it))
+    with leases._changed:  # the thread has not looked yet
+        lease = leases.begin(blocks, [1], "", 1e12 if how.startswith("later") else 1e-6)
+        if how == "cache freed":
+            leases.end_cache(blocks.cache_id)
+        else:
+            leases.end(lease)
+    end = LeaseEnd.RELEASED if how.startswith("later") else LeaseEnd.EXPIRED
+    assert ended.get(timeout=WAIT_S) == (lease, end)
+
+
+def test_a_cache_that_is_freed_while_it_is_leased_has_no_lease(
+    leases: Leases, registry: CacheRegistry, words: list[Words], blocks: Cache
+) -> None:
+    """Between the look at the cache and the lease: that is when a transport begins its word."""
+    ended: SimpleQueue[tuple[int, LeaseEnd]] = SimpleQueue()
+    leases.on_released(lambda it, end: ended.put((it.lease_id, end)))
+    begin = words[1].begin_lease
+
+    class Freeing(Words):
+        def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
+            registry.deallocate(blocks.cache_id)
+            return begin(deadline_ns)
+
+    leases._transports["local"] = Freeing("local")  # type: ignore[assignment]
+    with refused("LLM_KV_CACHE_NOT_EXIST", f"cache_id={blocks.cache_id} was freed"):
+        leases.begin(blocks, [1], "", None)
+    assert leases.live() == []
+    assert ended.get(timeout=WAIT_S) == (1, LeaseEnd.CACHE_FREED)
+    assert words[0].standing == {}
+
+
+def test_a_callback_may_close(
+    leases: Leases, blocks: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the thread that ends leases, which does not wait for itself."""
+    closed: SimpleQueue[str] = SimpleQueue()
+
+    def close(lease: BlockLease, end: LeaseEnd) -> None:
+        leases.close()
+        closed.put(current_thread().name)
+
+    leases.on_released(close)
+    leases.begin(blocks, [1], "", 1e-6)
+    assert closed.get(timeout=WAIT_S) == "kvplan-leases-1"
+    assert "a callback has failed" not in caplog.text
+
+
 def test_a_slot(engine: LlmDataDist, cache: Cache) -> None:
     contiguous = engine.allocate_cache(DESC)
     lease = engine.lease_blocks(contiguous, [7], tag="a")

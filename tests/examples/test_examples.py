@@ -51,6 +51,16 @@ SHOWN = {
         "8 clients at once: 80 answers, every number as it should be",
         "peer 4: ",
     ],
+    "sglang_pair": [
+        "tensor 3, pages [1, 30, 2, 8]: 301 302 303 304",
+        "room 4712: cluster 1 refuses: 4712 was given up by prefill (LLM_KV_CACHE_NOT_EXIST)",
+        "prefill: Success",
+    ],
+    "lmcache_chunks": [
+        "64 tokens, 2 blocks -> 8 blocks",
+        "layer 1: 64 of 75 tokens in 8 blocks",
+        "after the eviction: lease 1 of prompt 1 was released",
+    ],
     "torch_tensors": ["layer 3: 75 tokens in 10 blocks, and nothing else is written"],
 }
 """What each that is one program prints, among other things."""
@@ -98,6 +108,8 @@ def test_says_what_it_is_about(
             "Rows(key, mine), Rows(cache, mine)",
         ),
         ("gather_leases", "Transfer(sources, Rows", "Transfer(sources, num_tokens=27, dst=Rows"),
+        ("sglang_pair", "Target(kv_indices.tolist())", "Target(kv_indices.tolist()[::-1])"),
+        ("lmcache_chunks", "Rows(cache, MINE)", "Rows(cache, MINE[::-1])"),
         ("role_switch", "cache, ALL, ALL)", "cache, ALL, ALL[::-1])"),
         ("asyncio_service", "1_000 * tensor + block", "1_000 * tensor + block + (block == 63)"),
         ("asyncio_service", "DEADLINE_S = 5.0", "DEADLINE_S = 0.0"),  # a client waits for none

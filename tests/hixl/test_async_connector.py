@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from textwrap import dedent
 
 import pytest
 from hypothesis import settings
@@ -131,3 +135,27 @@ def test_engines_wait_for_each_other_only_where_threads_are_short(held: threadin
     assert begun.get(timeout=DEADLINE_S) == "c"
     connector.join()
     assert connector.states() == dict.fromkeys(NAMES, AsyncConnectStatus.CONNECTED)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
+def test_a_task_that_finds_no_thread_keeps_no_later_one_waiting() -> None:
+    program = """
+        import os, resource
+        from queue import SimpleQueue
+        from kvplan import LLMException
+        from kvplan.hixl.connections import AsyncConnector
+
+        user = 100_000 + os.getpid()
+        os.setresuid(user, user, user)
+        many = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        connector, ran = AsyncConnector(2, 8, "test"), SimpleQueue()
+        for room in (1, many):
+            resource.setrlimit(resource.RLIMIT_NPROC, (room, many))
+            try:
+                connector.submit("a", connects=True, run=lambda: ran.put(True) or True)
+            except LLMException as error:
+                assert room == 1 and error.status_code.name == "LLM_OUT_OF_MEMORY", error
+                assert connector.states() == {}
+        assert ran.get(timeout=20)
+    """
+    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)

@@ -22,7 +22,7 @@ from kvplan import (
     Shard,
     Transfer,
 )
-from kvplan.inspection.oddities import oddities
+from kvplan.inspection.explain import oddities
 from tests.support.plans import joined
 
 FP16 = DataType.DT_FLOAT16

@@ -1,5 +1,6 @@
 /* Checks of core and of the pool whose moments only C can choose. */
 #include <dlfcn.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <sched.h>
 #include <semaphore.h>
@@ -394,6 +395,44 @@ static void order_wakes(void)
     kvn_task_release(&task);
 }
 
+static int refuse_entry(kvn_gate *gate, kvn_gate_waiter *waiter, kvn_failure *failure)
+{
+    (void)gate, (void)waiter;
+    return kvn_fail(failure, KVN_NO_MEMORY, 12, "no room at the gate");
+}
+
+/* A task has the failure of its gate, and leaves the gate exactly if it has entered it. */
+static void gate_fails(void)
+{
+    static const int statuses[] = {KVN_NO_MEMORY, KVN_PEER_GONE, KVN_CANCELLED, KVN_UNSUPPORTED};
+    kvn_gate refusing = {.enter = refuse_entry, .leave = note_leaving};
+    kvn_backend backend = {&plain};
+    kvn_columns columns = columns_of(2);
+    kvn_failure why;
+    kvn_task task;
+
+    columns.after = &refusing;
+    kvn_task_init(&task, &backend, &columns, NULL);
+    CHECK(kvn_task_begin(&task) == KVN_NO_MEMORY);
+    CHECK(kvn_task_outcome(&task)->code == 12 && strstr(kvn_task_outcome(&task)->message, "no room"));
+    kvn_task_release(&task);
+    CHECK(said.left == 0);
+    columns.after = &gate;
+    for (int i = 0; i < 4; i++) {
+        kvn_task_init(&task, &backend, &columns, NULL);
+        CHECK(kvn_task_begin(&task) == KVN_PENDING);
+        kvn_fail(&why, statuses[i], 5 + i, "the stream has failed");
+        said.waiter->open(said.waiter, statuses[i], &why);
+        CHECK(kvn_task_poll(&task) == statuses[i]);
+        CHECK(kvn_task_outcome(&task)->code == 5 + i);
+        CHECK(strstr(kvn_task_outcome(&task)->message, "the stream has failed"));
+        CHECK(kvn_task_outcome(&task)->num_unconfirmed == 1);
+        kvn_task_release(&task);
+        CHECK(said.left == i + 1);
+    }
+    CHECK(said.submitted == 0);
+}
+
 /* ---- layers ---- */
 
 static kvn_layered layered;
@@ -458,6 +497,101 @@ static void abort_twice(void)
     pthread_join(second, &status);
     CHECK((intptr_t)status == KVN_TIMEOUT);
     kvn_layered_release(&layered);
+}
+
+static int fail_instead(kvn_backend *self, kvn_request *request, int why, kvn_report *report)
+{
+    (void)why;
+    said.polled = KVN_FAILED;
+    return poll_said(self, request, report);
+}
+
+static int poll_place(kvn_backend *self, kvn_request *request, kvn_report *report)
+{
+    const int status = poll_said(self, request, report);
+
+    if (status == KVN_FAILED)
+        report->failed = 0;
+    return status;
+}
+
+/* What fails while it is given up has failed, of whichever layer it is. */
+static void fail_beside_abort(void)
+{
+    kvn_backend_vtable failing = plain;
+    kvn_backend backend = {&failing};
+    const kvn_columns columns = columns_of(3);
+    kvn_report report;
+    int opened;
+
+    failing.abort = fail_instead;
+    failing.poll = poll_place;
+    for (uint64_t layer = 0; layer < 3; layer++) {
+        said.polled = KVN_PENDING;
+        init_layered(&backend, &columns);
+        CHECK(kvn_layered_open(&layered, layer, NULL, &opened) == KVN_PENDING && opened);
+        CHECK(kvn_layered_abort(&layered, KVN_CANCELLED) == KVN_FAILED);
+        CHECK(kvn_layered_report(&layered, &report) == KVN_FAILED && report.failed == layer);
+        kvn_layered_release(&layered);
+    }
+}
+
+static int submit_beside_abort(kvn_backend *self, const kvn_columns *batch, kvn_request **out, kvn_report *report)
+{
+    abort_in_another_thread();
+    return submit(self, batch, out, report);
+}
+
+/* An abort that finds a layer not submitted yet stops it afterwards. */
+static void open_beside_abort(void)
+{
+    kvn_backend_vtable aborted = plain;
+    kvn_backend backend = {&aborted};
+    const kvn_columns columns = columns_of(2);
+    int opened;
+    void *status;
+
+    aborted.submit = submit_beside_abort;
+    init_layered(&backend, &columns);
+    kvn_layered_open(&layered, 0, NULL, &opened);
+    CHECK(opened);
+    pthread_join(second, &status);
+    CHECK((intptr_t)status == KVN_CANCELLED);
+    kvn_layered_release(&layered);
+}
+
+static size_t heap_nbytes(void)
+{
+#if defined(__GLIBC__)
+    return mallinfo2().uordblks;
+#else
+    return 0;
+#endif
+}
+
+/* Whatever has become of its layers: done, failed, given up, or never opened. */
+static void layers_are_freed(void)
+{
+    static const int ends[] = {KVN_OK, KVN_FAILED, KVN_CANCELLED};
+    kvn_backend backend = {&plain};
+    const kvn_columns columns = columns_of(4);
+    size_t before = 0;
+    int opened;
+
+    for (int round = 0; round < 300; round++) {
+        if (round == 30)
+            before = heap_nbytes();
+        init_layered(&backend, &columns);
+        said.polled = KVN_PENDING;
+        for (uint64_t layer = 0; layer < 3; layer++)
+            CHECK(kvn_layered_open(&layered, layer, NULL, &opened) == KVN_PENDING && opened);
+        said.polled = ends[round % 3];
+        kvn_layered_poll(&layered);
+        said.polled = KVN_PENDING;
+        kvn_layered_abort(&layered, KVN_TIMEOUT);
+        kvn_layered_release(&layered);
+    }
+    CHECK(heap_nbytes() - before < 270 * sizeof(uint64_t));
 }
 
 /* ---- pool ---- */
@@ -706,6 +840,44 @@ static void renewed_and_left(void)
     kvn_generations_close(&table);
 }
 
+/* A writer that was late once is waited for again, and tickets of many entries are all seen. */
+static void late_is_forgiven(void)
+{
+    enum { ENTRIES = 40 };
+    static kvn_writer opened[ENTRIES];
+    kvn_generations table;
+    kvn_writers writers;
+    kvn_failure failure;
+    kvn_fault fault;
+    kvn_announcement announced;
+    kvn_word word;
+
+    CHECK(kvn_generations_create(1, 0, &table, &failure) == KVN_OK);
+    CHECK(kvn_generations_take(&table, false, 0, &word.slot, &word.generation, &failure) == KVN_OK);
+    CHECK(kvn_writers_create(ENTRIES, &writers, &failure) == KVN_OK);
+    for (int entry = 0; entry < ENTRIES; entry++) {
+        CHECK(kvn_writer_open(getpid(), table.memory.fd, table.memory.inode, 1, writers.memory.fd,
+                              writers.memory.inode, ENTRIES, (uintptr_t)writers.gates, &opened[entry],
+                              &failure) == KVN_OK);
+        kvn_guard *guard = kvn_guard_create(&opened[entry], &word, 1);
+
+        for (int by_glance = 0; by_glance < 2; by_glance++) {
+            CHECK(kvn_guard_enter(guard, false, 0, &announced, &fault) == KVN_OK);
+            CHECK(!kvn_writers_are_idle(&writers));
+            CHECK(count_tickets(&writers) == 1);
+            CHECK(atomic_load(&writers.stopped[opened[entry].entry]));
+            kvn_guard_leave(guard, &announced);
+            CHECK(by_glance ? kvn_writers_are_idle(&writers) || entry >= 32 : count_tickets(&writers) == 0);
+            CHECK(!atomic_load(&writers.stopped[opened[entry].entry]) || (by_glance && entry >= 32));
+        }
+        kvn_guard_destroy(guard);
+    }
+    for (int entry = 0; entry < ENTRIES; entry++)
+        kvn_writer_close(&opened[entry]);
+    kvn_writers_close(&writers);
+    kvn_generations_close(&table);
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
@@ -724,6 +896,11 @@ int main(int count, char **arguments)
         {"give_up_between_pieces", give_up_between_pieces},
         {"all_who_wait_wake", all_who_wait_wake},
         {"renewed_and_left", renewed_and_left},
+        {"gate_fails", gate_fails},
+        {"fail_beside_abort", fail_beside_abort},
+        {"open_beside_abort", open_beside_abort},
+        {"layers_are_freed", layers_are_freed},
+        {"late_is_forgiven", late_is_forgiven},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

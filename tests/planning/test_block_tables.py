@@ -142,11 +142,11 @@ NOT_A_TABLE: list[Any] = [
 
 
 @pytest.mark.parametrize("blocks", NOT_A_TABLE, ids=without_address)
-@pytest.mark.parametrize("name", ["src_blocks", "dst_blocks"])
-def test_what_is_no_sequence_of_integers_is_named(name: str, blocks: Any) -> None:
-    tables = {"src_blocks": [0, 1], "dst_blocks": [0, 1]} | {name: blocks}
-    with pytest.raises(TypeError, match=name):
-        plan(**tables)
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_what_is_no_sequence_of_integers_is_named(side: str, blocks: Any) -> None:
+    tables = {"src": [0, 1], "dst": [0, 1]} | {side: blocks}
+    with pytest.raises(TypeError, match=rf"{side}\.blocks"):
+        plan(*tables.values())
 
 
 OUT_OF_RANGE: list[tuple[Any, int]] = [
@@ -165,20 +165,20 @@ OUT_OF_RANGE: list[tuple[Any, int]] = [
 
 
 @pytest.mark.parametrize(("blocks", "value"), OUT_OF_RANGE, ids=repr)
-@pytest.mark.parametrize("name", ["src_blocks", "dst_blocks"])
+@pytest.mark.parametrize("side", ["src", "dst"])
 def test_an_index_out_of_range_is_named_whatever_holds_it(
-    name: str, blocks: Any, value: int
+    side: str, blocks: Any, value: int
 ) -> None:
-    tables = {"src_blocks": [0, 1], "dst_blocks": [0, 1]} | {name: blocks}
+    tables = {"src": [0, 1], "dst": [0, 1]} | {side: blocks}
     with pytest.raises(LLMException) as raised:
-        plan(**tables)
-    assert f"{name}[1]={value} is out of range [0, 8)" in str(raised.value)
+        plan(*tables.values())
+    assert f"{side}.blocks[1]={value} is out of range [0, 8)" in str(raised.value)
 
     # One block alone is looked at without NumPy's reductions.
-    alone = {"src_blocks": [0], "dst_blocks": [0]} | {name: blocks[1:]}
+    alone = {"src": [0], "dst": [0]} | {side: blocks[1:]}
     with pytest.raises(LLMException) as raised:
-        plan(**alone)
-    assert f"{name}[0]={value} is out of range [0, 8)" in str(raised.value)
+        plan(*alone.values())
+    assert f"{side}.blocks[0]={value} is out of range [0, 8)" in str(raised.value)
 
 
 @given(st.lists(st.integers(-3, 12), min_size=1, max_size=6))
@@ -192,7 +192,7 @@ def test_a_source_table_is_accepted_if_and_only_if_it_is_in_range(blocks: list[i
         with pytest.raises(LLMException) as raised:
             plan(kind(blocks), range(len(blocks)))
         position = next(i for i, block in enumerate(blocks) if not 0 <= block < 8)
-        assert f"src_blocks[{position}]={blocks[position]} " in str(raised.value)
+        assert f"src.blocks[{position}]={blocks[position]} " in str(raised.value)
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=10), st.booleans())
@@ -212,7 +212,7 @@ def test_a_destination_table_is_accepted_if_and_only_if_it_is_distinct(
     message = str(raised.value)
     pairs = [(i, j) for j in range(len(blocks)) for i in range(j) if blocks[i] == blocks[j]]
     assert any(
-        f"dst_blocks[{j}]={blocks[j]} is already dst_blocks[{i}]" in message for i, j in pairs
+        f"dst.blocks[{j}]={blocks[j]} is already dst.blocks[{i}]" in message for i, j in pairs
     )
 
 

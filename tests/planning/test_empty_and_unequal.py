@@ -128,14 +128,14 @@ def planned(
 @pytest.mark.parametrize(
     ("src", "dst", "src_blocks", "dst_blocks", "more", "text"),
     [
-        (NHD, NHD, 8, 2, {"num_tokens": 32}, "src_blocks has 8 blocks of 16 tokens and dst_blocks "
-         "has 2 blocks of 16 tokens: .* needs the first 2 of src_blocks and 2 of dst_blocks"),
-        (NHD, NHD, 2, 3, {"num_tokens": 32}, "needs the first 2 of src_blocks and 2 of dst_blocks"),
-        (NHD, WIDE, 2, 2, {"num_tokens": 30}, "needs the first 2 of src_blocks and 1 of dst_block"),
-        (NHD, NHD, 4, 5, {"num_tokens": 9, "src_token": 16}, "src_token=16 and dst_token=0"),
-        (SLOTS, NHD, 0, 5, {"num_tokens": 9}, "the src slot has 64 tokens and dst_blocks has 5"),
+        (NHD, NHD, 8, 2, {"num_tokens": 32}, "src.blocks has 8 blocks of 16 tokens and dst.blocks "
+         "has 2 blocks of 16 tokens: .* needs the first 2 of src.blocks and 2 of dst.blocks"),
+        (NHD, NHD, 2, 3, {"num_tokens": 32}, "needs the first 2 of src.blocks and 2 of dst.blocks"),
+        (NHD, WIDE, 2, 2, {"num_tokens": 30}, "needs the first 2 of src.blocks and 1 of dst"),
+        (NHD, NHD, 4, 5, {"num_tokens": 9, "src_token": 16}, "src.first_token=16 and dst"),
+        (SLOTS, NHD, 0, 5, {"num_tokens": 9}, "the src slot has 64 tokens and dst.blocks has 5"),
         (NHD, NHD, 0, 0, {"num_tokens": 3}, r"num_tokens=3 is out of range \[1, 0\]"),
-        (NHD, HND, 1, 0, {}, "src_blocks hold 16 tokens"),
+        (NHD, HND, 1, 0, {}, "src.blocks hold 16 tokens"),
     ],
 )  # fmt: skip
 def test_tables_of_no_one_request_are_refused(

@@ -100,7 +100,7 @@ def test_what_stands_for_an_int_is_taken_as_one(name: str, number: Any) -> None:
 def test_what_stands_for_no_int_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"cluster_id=.* must be int"):
         CacheKey(wrong)
-    with pytest.raises(TypeError, match=r"src_token=.* must be int"):
+    with pytest.raises(TypeError, match=r"src.first_token=.* must be int"):
         kvplan.plan(Transfer(Rows(NHD, [1], first_token=wrong), Rows(NHD, [2])), local="dst")
 
 
@@ -128,7 +128,7 @@ def test_a_tensor_is_a_block_table() -> None:
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a block for each source": (
         lambda: kvplan.plan(Transfer([Rows(NHD, 1)], Rows(NHD, [2]))),
-        r"src_blocks\[0\]=1 must be a block table, .* one for each source, as in \[\[1, 2\]\]",
+        r"src\[0\].blocks=1 must be a block table, .* one for each source, as in \[\[1, 2\]\]",
     ),
     "a block for pairs": (
         lambda: pair_tables("blocks", 5),
@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: kvplan.plan(
             Transfer(Rows(NHD, Tensor([1], "cuda:0")), Rows(NHD, [2])), local="dst"
         ),  # type: ignore[arg-type]
-        "src_blocks is a Tensor that cannot be read here, .* as a list .* cuda:0 device type",
+        "src.blocks is a Tensor that cannot be read here, .* as a list .* cuda:0 device type",
     ),
     "a set": (
         lambda: kvplan.plan(Transfer(Rows(NHD, {1}), Rows(NHD, [2])), local="dst"),
@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),  # type: ignore[arg-type]
     "numbers that are not int": (
         lambda: kvplan.plan(Transfer(Rows(NHD, Tensor([1.5])), Rows(NHD, [2])), local="dst"),  # type: ignore[arg-type]
-        "src_blocks must hold integers, not float64",
+        "src.blocks must hold integers, not float64",
     ),
 }
 

@@ -178,28 +178,28 @@ TO_A_SLOT = Transfer(Rows(SLOTS), Rows(SLOTS, slot=1))
         (
             TO_BLOCKS,
             {"src": Rows(DESC, [0], offset=4)},
-            "src offset=4 must be 0: blocks are cut by num_tokens",
+            "src.offset=4 must be 0: blocks are cut by num_tokens",
         ),
         (
             TO_BLOCKS,
             {"dst": Rows(DESC, [1], offset=1)},
-            "dst offset=1 must be 0: blocks are cut by num_tokens",
+            "dst.offset=1 must be 0: blocks are cut by num_tokens",
         ),
         (
             TO_BLOCKS,
             {"src": Rows(SLOTS, offset=4)},
-            "src offset=4 must be 0: blocks are cut by num_tokens",
+            "src.offset=4 must be 0: blocks are cut by num_tokens",
         ),
-        (TO_A_SLOT, {"src": Rows(SLOTS, [1])}, r"src_blocks=\[1\] go to blocks; dst_blocks must"),
+        (TO_A_SLOT, {"src": Rows(SLOTS, [1])}, r"src.blocks=\[1\] go to blocks; dst.blocks must"),
         (
             TO_A_SLOT,
             {"src": Rows(SLOTS, first_token=1)},
-            "src_token=1 and dst_token=0 skip tokens of block tables",
+            "src.first_token=1 and dst.first_token=0 skip tokens of block tables",
         ),
         (
             TO_A_SLOT,
             {"dst": Rows(SLOTS, slot=1, first_token=2)},
-            "src_token=0 and dst_token=2 skip tokens of block tables",
+            "src.first_token=0 and dst.first_token=2 skip tokens of block tables",
         ),
     ],
 )

@@ -365,6 +365,41 @@ def planned(num_layers: int, num_blocks: int) -> Plan:
     )
 
 
+COLUMNS = [0, 64], [8, 96], [4, 4]
+REPEATS = ([2, 3], 16, 32), ([1, 2], 4, 8)
+
+
+class TestRepeats:
+    """Of tables in which one thing differs: a column's entry, a count, or a stride."""
+
+    @pytest.mark.parametrize(
+        ("level", "place"), [(level, place) for level in (-1, 0, 1) for place in range(3)]
+    )
+    def test_whatever_differs_makes_another_table(self, level: int, place: int) -> None:
+        table = Segments(*COLUMNS, REPEATS)
+        columns, repeats = copy.deepcopy([*COLUMNS]), [[*repeat] for repeat in REPEATS]
+        changed = columns if level < 0 else repeats[level]
+        if isinstance(changed[place], list):
+            changed[place] = [changed[place][0], changed[place][1] + 1]
+        else:
+            changed[place] += 1
+        other = Segments(*columns, [tuple(repeat) for repeat in repeats])
+        assert table == Segments(*COLUMNS, REPEATS)
+        assert hash(table) == hash(Segments(*COLUMNS, REPEATS))
+        assert table != other
+        assert [part.tolist() for part in table.parts()] != [
+            part.tolist() for part in other.parts()
+        ]
+        assert pickle.loads(pickle.dumps(other)) == other
+
+    def test_levels_are_not_exchanged(self) -> None:
+        table, other = Segments(*COLUMNS, REPEATS), Segments(*COLUMNS, REPEATS[::-1])
+        assert table != other
+        assert [*table.expanded()] != [*other.expanded()]
+        assert table != Segments(*COLUMNS, REPEATS[:1])
+        assert table != Segments(*COLUMNS)
+
+
 class TestGrowth:
     def test_a_segment_is_24_bytes(self) -> None:
         few, many = (

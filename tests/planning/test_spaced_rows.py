@@ -177,7 +177,7 @@ def test_a_slot_within_its_row() -> None:
     (run,) = kvplan.plan(slots, local="dst").part.segments
     assert run == (648, 3 * 640 + 8, 120)
     for nbytes in (121, 500):
-        with refused("LLM_PARAM_INVALID", f"size={nbytes}: .* of the src row of 128 bytes"):
+        with refused("LLM_PARAM_INVALID", f"nbytes={nbytes}: .* of the src row of 128 bytes"):
             kvplan.plan(
                 Transfer(Rows(cache, slot=1, offset=8), Rows(cache, slot=3), nbytes=nbytes),
                 local="dst",

@@ -234,7 +234,9 @@ def test_without_a_number_all_blocks_are_of_the_request() -> None:
     plans = gather(FIRST, SECOND).by_part()
     assert [it.nbytes for it in plans.values()] == [32 * TOKEN_NBYTES] * 2
     assert plans == gather(FIRST, SECOND, num_tokens=64).by_part()
-    with refused("LLM_PARAM_INVALID", "src_blocks has 2 blocks of 16 tokens and dst_blocks has 1"):
+    with refused(
+        "LLM_PARAM_INVALID", r"src\[0\].blocks has 2 blocks of 16 tokens and dst.blocks has 1"
+    ):
         gather(FIRST, SECOND, blocks=[6])
 
 

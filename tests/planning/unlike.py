@@ -73,8 +73,13 @@ class Cache:
                 self.model.heads if "head" in self.axes else None,
                 self.held,
             ),
-            row_stride=self._strides(self.axes.index(self.row)) * self._itemsize,
+            row_stride=self._row_stride if self.gap else None,
         )
+
+    @property
+    def _row_stride(self) -> int:
+        """Bytes; of packed elements at least as many as there are."""
+        return -(-self._strides(self.axes.index(self.row)) * self.model.data_type.bits // 8)
 
     @property
     def _itemsize(self) -> int:

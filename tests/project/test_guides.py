@@ -1,8 +1,11 @@
 """What the guides list is what there is: they cannot fall behind the code."""
 
 import re
+import subprocess
 from dataclasses import fields
 from pathlib import Path
+
+import pytest
 
 import kvplan
 from kvplan.control.messages import PROTOCOL_VERSION
@@ -21,6 +24,9 @@ from tools.option_tables import PAGES, written
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PARTS = ("how-to", "reference")
+
+EXAMPLES_OF_NAMES = {"_name.pyx", "name.c", "test_x.py"}
+"""Of files that a reader is to make."""
 
 
 def test_the_tables_of_options_are_as_their_rows_say() -> None:
@@ -77,11 +83,25 @@ def test_every_file_that_the_architecture_names_exists() -> None:
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
 
 
+@pytest.mark.parametrize("page", ["docs/internals/architecture.md", "CONTRIBUTING.md"])
+def test_every_file_that_a_guide_names_without_a_folder_exists(page: str) -> None:
+    files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    there = {Path(it).name for it in files}
+    named = set(
+        re.findall(r"`(?:[\w/]+/)?(\w+\.(?:py|pyx|pxd|c|h|cu))`", (ROOT / page).read_text())
+    )
+    assert len(named) > 5
+    assert sorted(named - there - EXAMPLES_OF_NAMES) == []
+
+
 def test_versions_that_work_together_are_those_of_the_code() -> None:
     page = (DOCS / "reference/compatibility.md").read_text()
     tags = [str(it.Metadata.__struct_config__.tag) for it in (local, tcp, ucx, hccl)]
     said = ", ".join("`{}` {}".format(*tag.removeprefix("kvplan.").split()) for tag in tags)
     assert f"| control protocol | {PROTOCOL_VERSION} |" in page
+    protocol = (DOCS / "internals/control-protocol.md").read_text()
+    assert f"version: 1 byte ({PROTOCOL_VERSION})" in protocol
+    assert f"Version {PROTOCOL_VERSION}" in protocol
     assert f"| metadata of a transport | {said} |" in page
     assert f"`schema_version` {SCHEMA_VERSION} |" in page
     assert f"`{MAGIC.decode().strip()}`" in page

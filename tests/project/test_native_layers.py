@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCES = Path(__file__).parents[2] / "kvnative/src"
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "kvnative/src"
 # Those of one row do not know each other; a folder may include what stands in rows before its own.
 FOLDERS = [["core"], ["host"], ["process"], ["device"], ["acl", "cuda", "tcp", "ucx"], ["hccl"]]
 
@@ -78,3 +79,22 @@ def test_they_would_be_seen() -> None:
     assert set(upward(included)) == {("core/a", "host/b")}
     assert circles(included) == {frozenset({"core/a", "host/b", "core/c"})}
     assert set(upward({"tcp/d": {"acl/e"}, "acl/e": set()})) == {("tcp/d", "acl/e")}
+
+
+def atomics(text: str) -> set[str]:
+    """Names of the fields and variables that a source declares atomic."""
+    kind = r"^\s*(?:static )?(?:atomic_\w+|_Atomic(?:\(\w+\)| \w+)) \*?(\w+)(?:\[\w+\])?;"
+    return set(re.findall(kind, text, re.MULTILINE))
+
+
+def test_every_atomic_has_a_row_on_memory_ordering() -> None:
+    page = (ROOT / "docs/internals/memory-ordering.md").read_text()
+    declared = set().union(*(atomics(it.read_text()) for it in SOURCES.rglob("*.[ch]")))
+    assert len(declared) > 30
+    explained = set(re.findall(r"\w+", page))
+    assert sorted(declared - explained) == []
+
+
+def test_an_atomic_without_a_row_would_be_seen() -> None:
+    text = "    atomic_bool lonely; /* x */\nstatic _Atomic uint64_t *pages;\n    atomic_int stop;"
+    assert atomics(text) == {"lonely", "pages", "stop"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support import zygote
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,13 +68,20 @@ def project(built: Path, tmp_path: Path) -> Path:
 
 def build(project: Path, *command: str, **switches: str) -> None:
     bare = {name: text for name, text in os.environ.items() if not name.startswith("KVPLAN_")}
-    subprocess.run(
-        [sys.executable, "setup.py", "-q", *(command or ("build_ext", "--inplace"))],
-        cwd=project,
-        env=bare | switches,
-        check=True,
-        capture_output=True,
+    done = zygote.run(
+        "tests.project.test_setup",
+        *(str(project), "-q", *(command or ("build_ext", "--inplace"))),
+        imported=("setuptools", "Cython.Build", "Cython.Compiler.ParseTreeTransforms"),
+        environment=bare | switches,
     )
+    assert done.returncode == 0, done.stderr
+
+
+def main(project: str, *arguments: str) -> None:
+    """Run `setup.py ARGUMENTS`, in a fork: to import Cython takes longer than most builds."""
+    os.chdir(project)
+    sys.argv = ["setup.py", *arguments]
+    runpy.run_path("setup.py", run_name="__main__")
 
 
 def core(folder: Path) -> bytes:
@@ -189,3 +199,7 @@ def facts(project: Path, inplace: bool) -> dict[str, Any]:
         text=True,
     ).stdout
     return json.loads(printed.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -27,7 +27,7 @@ from kvplan import (
     Transfer,
 )
 from kvplan.recording import read, select, who_wrote
-from kvplan.recording.queries import OPERATIONS
+from kvplan.recording.records import OPERATIONS
 from tests.support.refusals import refused
 
 DESC = CacheDesc(4, (64, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")

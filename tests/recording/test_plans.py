@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import CacheDesc, Coalesce, DataType, HostMemory, Plan, Rows, Transfer
+from kvplan import CacheDesc, Coalesce, DataType, HostMemory, KvCacheExtParam, Plan, Rows, Transfer
 from kvplan.execution.rows import RowRequests
 from kvplan.planning.kinds import plan_rows
 from kvplan.planning.side import side
@@ -74,6 +75,29 @@ def test_of_tables_of_any_length(coalesce, blocks):
     assert_comes_back(
         kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst), coalesce=coalesce), local="dst")
     )
+
+
+DESC = CacheDesc(8, (64, 16), DataType.DT_FLOAT)
+LAYERS = (((0, 2), (0, 2)), ((0, 2), (1, 3)), ((0, 2), (2, 4)), ((1, 3), (0, 2)), ((0, 1), (0, 1)))
+VARIANTS = [
+    kvplan.plan(
+        Transfer(
+            Rows(DESC, [1, 2]),
+            Rows(DESC, [3, 4]),
+            layers=KvCacheExtParam(range(*of_src), range(*of_dst), 2),
+        )
+    )
+    for of_src, of_dst in LAYERS
+]
+
+
+@pytest.mark.parametrize("one", range(len(VARIANTS)))
+@pytest.mark.parametrize("other", range(len(VARIANTS)))
+def test_plans_of_the_same_caches_that_differ_in_their_layers(one, other):
+    """Between the same two sides, as objects, which a recorder finds again by their identity."""
+    src, dst = VARIANTS[0].part.src, VARIANTS[0].part.dst
+    parts = [replace(VARIANTS[number].part, src=src, dst=dst) for number in (one, other, one)]
+    assert_comes_back(*map(Plan.made, parts))
 
 
 def test_a_template_of_an_older_plan_is_read():

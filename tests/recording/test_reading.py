@@ -21,11 +21,12 @@ from kvplan import (
     Rows,
     Transfer,
 )
-from kvplan.recording import read, select
+from kvplan.recording import read, select, who_wrote
 from kvplan.recording.perfetto import lanes, trace_of
-from kvplan.recording.queries import rows_written
+from kvplan.recording.records import rows_written
+from kvplan.recording.writer import Recorder
 from tests.planning import test_unlike
-from tests.recording.operations import Done, record, recorder
+from tests.recording.operations import Done, Link, record, recorder
 
 DESC = CacheDesc(2, (64, 4, 2, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
 PLAN = kvplan.plan(Transfer(Rows(DESC, [1, 2, 9]), Rows(DESC, [4, 5, 6])), local="dst")
@@ -70,8 +71,23 @@ def test_the_last_write_is_of_the_transfer_that_ended_last(tmp_path):
         with recorder(tmp_path / name) as it:
             for operation, seconds in order:
                 it.transfer(operation, LLMStatusCode.LLM_SUCCESS, seconds, plan.nbytes, "")
-        writes = read(tmp_path / name).who_wrote(1, 4)
+        writes = who_wrote(read(tmp_path / name), 1, 4)
         assert [it.transfer.tag for it in writes] == ["short", "long"]
+
+
+def test_pushes_of_peers_count_from_those_that_went_to_this_engine(tmp_path):
+    """A peer pushes into block 4 of cache 1 of two engines: one is cluster 3, which asks."""
+    plan = kvplan.plan(Transfer(Rows(DESC, [1]), Rows(Cache(DESC, 1), [4])))
+    with recorder(tmp_path / "own") as it:
+        record(it, plan, "a pull")
+    with Recorder(tmp_path / "peer", 7, "MIX", max_bytes=1 << 20, files=1) as it:
+        for peer in (2, 3, 4, 3):
+            done = Done(plan, "push_blocks", f"to {peer}", started=1e9, link=Link(peer))
+            it.transfer(done, LLMStatusCode.LLM_SUCCESS, 1e-3, plan.nbytes, "")
+    own, others = read(tmp_path / "own"), [read(tmp_path / "peer")]
+    assert [it.transfer.tag for it in who_wrote(own, 1, 4, others)] == ["a pull", "to 3", "to 3"]
+    assert [it.transfer.tag for it in who_wrote(own, 1, 4)] == ["a pull"]
+    assert [it.transfer.tag for it in who_wrote(own, 2, 4, others)] == []
 
 
 @given(test_unlike.transfers())
@@ -187,7 +203,7 @@ def test_overlapping_transfers_are_shared_out_in_few_steps(recording):
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=30))
-def test_a_transfer_goes_into_the_first_track_that_is_free(times):
+def test_transfers_of_a_track_do_not_overlap_and_tracks_are_few(times):
     class Timed:
         peer, operation = 7, "pull_blocks"
 
@@ -195,8 +211,12 @@ def test_a_transfer_goes_into_the_first_track_that_is_free(times):
             self.time, self.seconds = time, seconds
 
     made = [Timed(*values) for values in times]
-    wanted: list[list[Timed]] = []
+    found = [lane for _, lane in lanes(made)]
+    assert sorted(map(id, made)) == sorted(id(one) for lane in found for one in lane)
+    for lane in found:
+        assert all(a.time + a.seconds <= b.time for a, b in pairwise(lane))
+    most: list[list[Timed]] = []  # by the rule of the first free track, which is optimal
     for timed in sorted(made, key=lambda timed: timed.time):
-        free = [lane for lane in wanted if lane[-1].time + lane[-1].seconds <= timed.time]
-        (free[0] if free else wanted.append([]) or wanted[-1]).append(timed)
-    assert [lane for _, lane in lanes(made)] == wanted
+        free = [lane for lane in most if lane[-1].time + lane[-1].seconds <= timed.time]
+        (free[0] if free else most.append([]) or most[-1]).append(timed)
+    assert len(found) == len(most)

@@ -23,7 +23,7 @@ from kvplan import (
 )
 from kvplan.cli import main
 from kvplan.recording import read
-from kvplan.recording.queries import OPERATIONS
+from kvplan.recording.records import OPERATIONS
 from tests.recording.operations import record, recorder
 from tests.recording.test_reading import assert_is_a_trace
 from tests.support.plans import joined
@@ -75,7 +75,7 @@ def test_lists_one_line_a_transfer(recorded, capsys):
     words = pushes[0].split()
     assert words[2:8] == ["push_blocks", "2", "request", "7", "0-1", "3"]
     assert pushes[0].endswith("done")
-    assert "LLM_PARAM_INVALID: dst_blocks[0]=64 is out of range" in pushes[2]
+    assert "LLM_PARAM_INVALID: dst.blocks[0]=64 is out of range" in pushes[2]
     assert count == f"{len(rows)} rows"
 
 

@@ -396,6 +396,20 @@ def test_a_recording_of_before_is_kept(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_files_of_a_longer_recording_of_before_are_not_of_this_one(tmp_path):
+    """Its files follow the new one's, with higher numbers than those that this one has."""
+    path = tmp_path / "a.kvrec"
+    with recorder(path, max_bytes=SMALLEST, files=4) as it:
+        for number in range(60):
+            record(it, PLAN, os.urandom(1500).hex())  # which is not compressed to nothing
+            if number % 10 == 0:
+                it.flush()
+    with recorder(path, max_bytes=SMALLEST, files=4) as it:
+        record(it, PLAN, "now")
+    assert len(list(tmp_path.iterdir())) > 2
+    assert tags(path) == ["now"]
+
+
 def test_one_file_has_one_recorder(tmp_path):
     path = tmp_path / "a.kvrec"
     with recorder(path) as it:

@@ -8,31 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Placement, Shard
-from kvplan.serving import (
-    CacheGroup,
-    Compatibility,
-    Exchange,
-    ExchangeOptions,
-    Handle,
-    PullResult,
-    Reference,
-    Source,
-    Table,
-    Target,
-    token_digest,
-)
-from kvplan.serving.tables import heads_of
-from tests.serving.worker import (
-    DEADLINE_MS,
-    DIM,
-    HEADS,
-    INSTANCE,
-    LAYERS,
-    contents,
-    handle,
-    prompt,
-)
+from kvplan import CacheDesc
+from kvplan.serving import CacheGroup, PullResult, Reference, Table
+from tests.serving.worker import Base, contents
 
 BLOCK_TOKENS, BLOCKS = 8, 32
 GROUPS = ("window", "full")
@@ -41,62 +19,30 @@ Tables = Sequence[tuple[Sequence[int], int]]
 """Of each group its blocks, and how many before them are skipped."""
 
 
-class GroupWorker:
-    """An engine, a cache of each group in the same memory, and their exchange."""
+class GroupWorker(Base):
+    """With a cache of each group, in the same memory."""
 
-    def __init__(
-        self, cluster_id: int, *, rank: int = 0, ranks: int = 1, groups: int = 2, **options: Any
-    ) -> None:
-        self.heads = heads_of(rank, ranks, HEADS)
-        self.groups = groups
-        self.names: dict[Handle, str] = {}  # of requests that were entered
-        shape = (BLOCKS, len(self.heads), BLOCK_TOKENS, DIM)
-        self.arrays = [np.zeros(shape, np.float32) for _ in range(LAYERS)]
-        self.engine = LlmDataDist(cluster_id, LlmRole.MIX)
-        self.engine.initialize({"ListenIpInfo": "127.0.0.1:0"})
-        desc = CacheDesc(
-            num_tensors=LAYERS,
-            shape=shape,
-            data_type=DataType.DT_FLOAT,
-            placement=Placement.HOST,
-            kv_tensor_format="block head token dim",
-            shard=Shard(range(LAYERS), self.heads, LAYERS, HEADS),
-        )
-        caches = [
+    def __init__(self, cluster_id: int, *, groups: int = 2, **options: Any) -> None:
+        self.groups = GROUPS[:groups]
+        super().__init__(cluster_id, block_tokens=BLOCK_TOKENS, blocks=BLOCKS, **options)
+
+    def make_cache(self, desc: CacheDesc) -> list[CacheGroup]:
+        self.arrays = [np.zeros(desc.shape, np.float32) for _ in self.layers]
+        return [
             CacheGroup(name, self.engine.register_blocks_cache(desc, self.arrays))
-            for name in GROUPS[:groups]
+            for name in self.groups
         ]
-        self.exchange = Exchange(
-            self.engine,
-            caches,
-            Compatibility({"model": "hybrid"}),
-            INSTANCE,
-            rank=rank,
-            ranks=ranks,
-            num_heads=HEADS,
-            options=ExchangeOptions(**options),
-        )
-
-    @property
-    def source(self) -> Source:
-        assert self.engine.listen_address
-        return Source(self.engine.cluster_id, self.engine.listen_address)
 
     def finish(self, sequence: int, request: int, tables: Tables, tokens: int) -> None:
         """Compute what a request still has in each group, and offer it."""
         for mine, right in self._rows(request, tables, 0, tokens):
             mine[:] = right
-        digest = token_digest(prompt(request, tokens))
-        name = f"request-{request}"
-        made = self.exchange.enter(name, _tables(tables), digest, handle=handle(sequence))
-        self.names[made] = name
+        self.enter(sequence, request, _tables(tables), tokens)
 
-    def fetch(self, reference: Reference, tables: Tables, first: int = 0) -> PullResult:
-        """Fetch a request, and return how it ended."""
-        self.exchange.fetch("mine", reference, Target(_tables(tables), first))
-        assert self.exchange.wait(DEADLINE_MS)
-        (result,) = self.exchange.take_results()
-        return result
+    def fetch(
+        self, reference: Reference, tables: Any, first: int = 0, name: str = "mine"
+    ) -> PullResult:
+        return super().fetch(reference, _tables(tables), first, name)
 
     def has(self, request: int, tables: Tables, first: int, tokens: int) -> bool:
         """Whether blocks hold these tokens of a request, as far as they are not skipped."""
@@ -110,15 +56,6 @@ class GroupWorker:
         return {
             block for block in range(BLOCKS) if any(array[block].any() for array in self.arrays)
         }
-
-    def freed(self) -> set[str]:
-        """The requests whose blocks have become free, once there is one."""
-        assert self.exchange.wait(DEADLINE_MS)
-        return {self.names[it] for it in self.exchange.take_freed()}
-
-    def close(self) -> None:
-        self.exchange.close()
-        self.engine.finalize()
 
     def _rows(
         self, request: int, tables: Tables, first: int, tokens: int

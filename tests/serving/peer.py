@@ -24,9 +24,8 @@ class Peer(peer.Peer):
 
     def begin(self, cluster_id: int, **options: Any) -> None:
         """Let it have a worker."""
-        code = "worker = Worker(cluster_id, **options); result = worker.source.address"
-        address = self.run(code, cluster_id=cluster_id, options=options)
-        self.source = Source(cluster_id, str(address))
+        code = "worker = Worker(cluster_id, **options); result = worker.source"
+        self.source: Source = self.run(code, cluster_id=cluster_id, options=options)
 
     @cached_property
     def worker(self) -> peer.Remote:

@@ -10,12 +10,23 @@ from collections.abc import Callable
 import pytest
 
 from kvplan import LLMException, PlanEvent
-from kvplan.serving import PullResult, Source, Target
+from kvplan.serving import Compatibility, Exchange, Place, PullResult, Source, Target
 from tests.serving.peer import Peer
 from tests.serving.worker import INSTANCE, Worker, reference
+from tests.support.refusals import refused
 
 MakeWorker = Callable[..., Worker]
 MakePeer = Callable[..., Peer]
+
+
+Stages = tuple[tuple[int, int] | None, ...]
+
+
+def places(ranks: int, stages: Stages = (None,)) -> list[Place]:
+    """The workers of an engine: the stages in their order, and by rank in each."""
+    return [
+        Place(rank, ranks, stage, stages) for stage in range(len(stages)) for rank in range(ranks)
+    ]
 
 
 def failed(result: PullResult, match: str) -> bool:
@@ -65,26 +76,65 @@ def test_block_sizes_may_differ(
     assert consumer.has(11, blocks, 0, 19)
 
 
-@pytest.mark.parametrize(("owners", "readers"), [(1, 2), (2, 1), (2, 2), (2, 4), (8, 1)])
-def test_numbers_of_workers_may_differ(
-    make_worker: MakeWorker, make_peer: MakePeer, owners: int, readers: int
+WHOLE, STAGES = (None,), ((0, 1), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "owners", "mine", "readers"),
+    [
+        (WHOLE, 1, WHOLE, 2),
+        (WHOLE, 2, WHOLE, 1),
+        (WHOLE, 2, WHOLE, 2),
+        (WHOLE, 2, WHOLE, 4),
+        (WHOLE, 8, WHOLE, 1),
+        (STAGES, 1, WHOLE, 1),
+        (WHOLE, 1, STAGES, 1),
+        (STAGES, 1, STAGES, 1),
+        (STAGES, 2, WHOLE, 1),
+        (STAGES, 1, STAGES, 2),
+    ],
+)
+def test_numbers_of_workers_and_stages_may_differ(
+    make_worker: MakeWorker,
+    make_peer: MakePeer,
+    theirs: Stages,
+    owners: int,
+    mine: Stages,
+    readers: int,
 ) -> None:
-    peer = make_peer(10, ranks=owners)
-    options = [{"rank": it, "ranks": owners} for it in range(owners)]
-    sources = [peer.source]
-    for rank in range(1, owners):  # in one process, which is enough of another one
-        code = f"w{rank} = Worker({10 + rank}, **options); result = w{rank}.source.address"
-        address = peer.run(code, options=options[rank])
-        sources.append(type(peer.source)(10 + rank, address))
-    names = ["worker", *(f"w{it}" for it in range(1, owners))]
+    first, *others = places(owners, theirs)
+    peer = make_peer(10, place=first)
+    names, sources = ["worker"], [peer.source]
+    for number, place in enumerate(others, 11):  # in one process, which is enough of another one
+        code = f"w{number} = Worker({number}, place=place); result = w{number}.source"
+        sources.append(peer.run(code, place=place))
+        names.append(f"w{number}")
     for it in names:
         peer.run(f"{it}.finish(0, 11, [4, 9], 13)")
-    for rank in range(readers):
-        consumer = make_worker(100 + rank, rank=rank, ranks=readers)
+    for number, place in enumerate(places(readers, mine), 100):
+        consumer = make_worker(number, place=place)
         assert consumer.fetch(reference(sources, 0, 11, 13), [7, 1]).error is None
         assert consumer.has(11, [7, 1], 0, 13)
     for it in names:
         assert peer.run(f"result = {it}.freed()") == {"request-11"}
+
+
+def test_several_stages_are_not_pushed_to(make_worker: MakeWorker) -> None:
+    it, fields = make_worker(), Compatibility({})
+    with refused("LLM_PARAM_INVALID", "push=True needs one cache and one stage, not 1 groups and"):
+        Exchange(it.engine, it.cache, fields, INSTANCE, place=Place(stages=STAGES), push=True)
+
+
+def test_a_producer_of_other_layers_fails_the_request(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = (
+        make_peer(place=Place(stages=STAGES)),
+        make_worker(place=Place(0, 1, 1, STAGES)),
+    )
+    wanted = reference([peer.source], 0, 11, 21)
+    consumer.exchange.expect("mine", wanted)
+    assert failed(consumer.fetch(wanted, [7, 1, 30]), r"no source has layers of \(1, 2\)")
 
 
 def test_a_reference_that_is_used_again_is_refused(

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from kvplan import BlockLease, Cache, CacheDesc, DataType, LLMException
-from kvplan.serving import Source, Table
+from kvplan.serving import Place, Source, Table
 from kvplan.serving.tables import CacheGroup, GroupLease, decode_leases, missing_of, tables_of
 from tests.serving.group_worker import GroupWorker, Tables
 from tests.serving.peer import Peer
@@ -146,11 +146,11 @@ def test_numbers_of_workers_may_differ(
 ) -> None:
     peer = make_peer()
     names = [f"w{it}" for it in range(owners)]
-    sources = [start(peer, 10 + it, name, rank=it, ranks=owners) for it, name in enumerate(names)]
+    sources = [start(peer, 10 + it, name, place=Place(it, owners)) for it, name in enumerate(names)]
     for it in names:
         finish(peer, 0, 11, THEIRS, it)
     for rank in range(readers):
-        consumer = make_consumer(100 + rank, rank=rank, ranks=readers)
+        consumer = make_consumer(100 + rank, place=Place(rank, readers))
         assert consumer.fetch(reference(sources, 0, 11, 21), MINE).error is None
         assert consumer.has(11, MINE, 0, 21)
     for it in names:
@@ -212,3 +212,46 @@ def test_the_unit_that_a_request_ends_in_is_fetched_whole(
 def test_what_is_no_grant_is_refused() -> None:
     with refused("LLM_PARAM_INVALID", "is not a grant of leases"):
         decode_leases(b"lease")
+
+
+@pytest.mark.parametrize("unit", [1, 2])
+@pytest.mark.parametrize("skipped", [0, 1, 2])
+@pytest.mark.parametrize("missing", [0, 6, 8, 14, 18])
+@pytest.mark.parametrize("tokens", [19, 24])
+@pytest.mark.parametrize("begin", [0, 4])
+def test_each_missing_token_goes_to_its_block(
+    unit: int, skipped: int, missing: int, tokens: int, begin: int
+) -> None:
+    """A table may skip blocks and have some for tokens to come; the lease begins elsewhere."""
+    desc = CacheDesc(1, (32, 8 // unit, 2), DataType.DT_FLOAT, kv_tensor_format="block token dim")
+    group = CacheGroup("g", Cache(desc, 1), unit)
+    blocks = [20, 21, 22, 23, 24][skipped:]
+    lease = BlockLease(1, bytes(16), 1, 1, (5, 6, 7), True, "", ())
+    first = max(missing, 8 * skipped)
+    arguments = [group], [(GroupLease(lease, begin),)], (Table(blocks, skipped),), missing, tokens
+    if begin > first:
+        with refused("LLM_KV_CACHE_NOT_EXIST", f"token {first} is missing of g"):
+            missing_of(*arguments)
+        return
+    transfers, _ = missing_of(*arguments)
+    (transfer,) = transfers.values()
+    read, written = transfer.src, transfer.dst
+    assert begin + read.first_token * unit == first
+    for token in range(first, tokens):
+        at = written.first_token * unit + token - first
+        assert written.blocks[at // 8] == 20 + token // 8
+        assert at % 8 == token % 8
+    assert written.blocks[-1] == 20 + (tokens - 1) // 8
+    last_unit = first // unit + transfer.num_tokens
+    assert (last_unit - 1) * unit < tokens <= last_unit * unit
+
+
+@pytest.mark.parametrize("starts", [(0, 8), (8, 0), (8, 16), (16, 8)])
+def test_workers_whose_leases_start_apart_are_refused(starts: tuple[int, int]) -> None:
+    """Even where both have the first missing token, the rows of one of them would be others."""
+    desc = CacheDesc(1, (32, 8, 2), DataType.DT_FLOAT, kv_tensor_format="block token dim")
+    group = CacheGroup("", Cache(desc, 1))
+    lease = BlockLease(1, bytes(16), 1, 1, (5, 6, 7), True, "", ())
+    leases = [(GroupLease(lease, start),) for start in starts]
+    with refused("LLM_KV_CACHE_NOT_EXIST", f"only has tokens from {max(starts)} on"):
+        missing_of([group], leases, [20, 21, 22], 16, 24)

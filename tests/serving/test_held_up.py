@@ -105,6 +105,32 @@ def test_half_a_goal_goes_with_the_link_of_its_consumer(make_worker: MakeWorker)
     until(lambda: asks.clusters() == {3})
 
 
+def test_a_push_goes_with_the_link_of_its_consumer(make_worker: MakeWorker) -> None:
+    """And only that one: another consumer of the same transfer still gets it."""
+    producer = make_worker(1, push=True, lease_ttl_ms=40)  # looks for links ten times in that
+    others = [make_worker(2, push=True), make_worker(3, push=True)]
+    for it in others:
+        wanted = reference([producer.source], 0, 11, 21, transfer="t")
+        it.exchange.fetch("mine", wanted, Target([7, 1, 30]))
+    producer.wait_asked("t", 2)
+    pusher = producer.exchange._pusher
+    assert sorted(pusher.transfers()) == [(2, "t"), (3, "t")]
+    others[0].engine.unlink_clusters([1], force=True).raise_for_status()
+    until(lambda: pusher.transfers() == [(3, "t")])
+
+
+def test_each_producer_of_a_request_keeps_it_for_its_consumer(make_worker: MakeWorker) -> None:
+    """Not only the first of the workers that it is read from."""
+    producers = [make_worker(it + 3, rank=it, ranks=2) for it in range(2)]
+    consumer = make_worker(2, renew_interval_ms=20)
+    for it in producers:
+        it.finish(0, 11, [4, 9, 2], 21)
+    held = [it.exchange.book._held[handle(0)] for it in producers]
+    first = [it.deadline for it in held]
+    consumer.exchange.expect("mine", reference([it.source for it in producers], 0, 11, 21))
+    until(lambda: all(it.deadline > before for it, before in zip(held, first, strict=True)))
+
+
 def until(holds: Callable[[], bool]) -> None:
     """Wait for what another thread does; only what never comes reaches the deadline."""
     end = time.monotonic() + 20

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvplan.serving import Compatibility, ExchangeOptions, Handle, Reference, Source, token_digest
+from kvplan.serving import (
+    Compatibility,
+    ExchangeOptions,
+    Handle,
+    Place,
+    Reference,
+    Source,
+    token_digest,
+)
 from kvplan.serving.messages import (
     Ask,
     Done,
@@ -20,7 +29,7 @@ from kvplan.serving.messages import (
     encode,
     grants,
 )
-from kvplan.serving.tables import heads_of, read_from, readers_of
+from kvplan.serving.tables import Share, heads_of, read_from, share_of
 from tests.support.refusals import refused
 
 HANDLE = bytes(range(16))
@@ -164,12 +173,55 @@ def test_workers_read_from_those_that_have_their_heads(
     assert read_from(rank, ranks, owners, num_heads=8) == sources
 
 
+HALVES, UNEVEN = ((0, 2), (2, 4)), ((0, 3), (3, 4))
+
+
 @pytest.mark.parametrize(
-    ("ranks", "owners", "counts"),
-    [(1, 2, [1, 1]), (2, 1, [2]), (4, 2, [2, 2]), (1, 16, [1, 0] * 8), (16, 8, [2] * 8)],
+    ("place", "num_heads", "sources", "share"),
+    [
+        # One stage reads all of two, and frees no other.
+        (Place(), 1, UNEVEN, Share((0, 1), (), (1, 1))),
+        # Of two stages the second reads the end of the first source, which both read.
+        (Place(0, 1, 1, HALVES), 1, UNEVEN, Share((0, 1), (), (2, 1))),
+        (Place(0, 1, 0, HALVES), 1, UNEVEN, Share((0,), (), (2, 1))),
+        (Place(0, 1, 1, HALVES), 1, (None,), Share((0,), (), (2,))),
+        # Each of two stages has two workers: heads and layers are cut.
+        (Place(1, 2), 8, ((0, 2), (0, 2), (2, 4), (2, 4)), Share((1, 3), (), (1, 1, 1, 1))),
+        (Place(0, 1), 8, ((0, 2), (0, 2), (2, 4), (2, 4)), Share((0, 1, 2, 3), (), (1,) * 4)),
+        # Four workers share two heads: two are not read, and freed by the first worker.
+        (Place(0, 2), 2, (None,) * 4, Share((0,), (1, 2), (1, 1, 1, 1))),
+        (Place(1, 2), 2, (None,) * 4, Share((3,), (), (1, 1, 1, 1))),
+        # All have the only head: each reads another one.
+        (Place(1, 2), 1, (None,) * 2, Share((1,), (), (1, 1))),
+        (Place(2, 4), 1, (None,) * 2, Share((0,), (), (2, 2))),
+        (Place(5, 16), 8, (None,) * 8, Share((2,), (), (2,) * 8)),
+    ],
 )
-def test_readers_are_counted(ranks: int, owners: int, counts: list[int]) -> None:
-    assert readers_of(ranks, owners, num_heads=8) == counts
+def test_workers_read_from_those_that_have_their_layers(
+    place: Place, num_heads: int, sources: tuple[tuple[int, int] | None, ...], share: Share
+) -> None:
+    assert share_of(place, num_heads, sources) == share
+
+
+def test_a_producer_without_the_layers_of_a_stage_is_refused() -> None:
+    with refused("LLM_PARAM_INVALID", r"no source has layers of \(2, 4\): \(\(0, 2\),\)"):
+        share_of(Place(0, 1, 1, HALVES), 1, ((0, 2),))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8])
+@pytest.mark.parametrize("owners", [1, 2, 8, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 8, 16])
+def test_each_worker_hears_from_as_many_readers_as_it_waits_for(
+    ranks: int, owners: int, heads: int
+) -> None:
+    """And each head of a reader is read from one worker that has it."""
+    shares = [share_of(Place(rank, ranks), heads, (None,) * owners) for rank in range(ranks)]
+    hears = Counter(owner for share in shares for owner in (*share.mine, *share.spare))
+    assert {share.readers for share in shares} == {tuple(hears[it] for it in range(owners))}
+    for rank, share in enumerate(shares):
+        read = [{*heads_of(owner, owners, heads)} for owner in share.mine]
+        for head in heads_of(rank, ranks, heads):
+            assert sum(head in its_heads for its_heads in read) == 1
 
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
+from threading import Event
 
 import pytest
 
-from kvplan.serving import PullResult, Target
+from kvplan.serving import Place, PullResult, Target
 from tests.serving.peer import Peer
 from tests.serving.test_exchange import MakePeer, MakeWorker, failed
 from tests.serving.worker import Worker, reference
@@ -77,6 +78,22 @@ def test_a_layer_moves_before_the_next_is_computed(
     peer.run(f"worker.exchange.end_step(); worker.enter(0, 11, [4], 8, {NAME!r})")
     assert result(consumer).error is None
     assert consumer.has(11, [7], 0, 8)
+
+
+def test_what_was_pushed_is_there_if_the_rest_cannot_be_pulled(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    peer, consumer = make_peer(push=True), make_worker(push=True)
+    entered = Event()
+    consumer.engine.on_plan(lambda _: entered.wait(60) and peer.kill())  # before the pull
+    ask(peer, consumer, [7, 1, 30], 21)
+    peer.run(f"worker.step(11, [4, 9, 2], 0, 17, 21, {NAME!r})")  # whole blocks: 16 tokens
+    peer.run(f"worker.enter(0, 11, [4, 9, 2], 21, {NAME!r})")
+    entered.set()
+    it = result(consumer)
+    assert failed(it, "has exited")
+    assert (it.tokens, it.pushed) == (21, 16)
+    assert consumer.has(11, [7, 1], 0, 16)
 
 
 def test_only_what_is_missing_is_pushed(make_peer: MakePeer, make_worker: MakeWorker) -> None:
@@ -236,15 +253,16 @@ def test_a_request_that_is_never_computed_fails_in_time(
 def test_each_worker_pushes_the_heads_that_it_has(
     make_worker: MakeWorker, make_peer: MakePeer, owners: int, readers: int
 ) -> None:
-    peer = make_peer(10, push=True, ranks=owners)
+    peer = make_peer(10, push=True, place=Place(0, owners))
     sources = [peer.source]
     for rank in range(1, owners):
-        code = f"w{rank} = Worker({10 + rank}, **options); result = w{rank}.source.address"
-        address = peer.run(code, options={"rank": rank, "ranks": owners, "push": True})
-        sources.append(type(peer.source)(10 + rank, address))
+        code = f"w{rank} = Worker({10 + rank}, place=place, push=True); result = w{rank}.source"
+        sources.append(peer.run(code, place=Place(rank, owners)))
     names = ["worker", *(f"w{it}" for it in range(1, owners))]
     wanted = reference(sources, 0, 11, 13, transfer=NAME)
-    consumers = [make_worker(100 + it, rank=it, ranks=readers, push=True) for it in range(readers)]
+    consumers = [
+        make_worker(100 + it, place=Place(it, readers), push=True) for it in range(readers)
+    ]
     for it in consumers:
         it.exchange.fetch("mine", wanted, Target([7, 1]))
     for it in names:
@@ -263,9 +281,9 @@ def test_what_one_of_two_producers_has_not_pushed_is_pulled(
     make_worker: MakeWorker, make_peer: MakePeer, pushes: tuple[bool, bool]
 ) -> None:
     """Each has half of the heads: how much has arrived is what the slower one says."""
-    peer = make_peer(10, push=pushes[0], ranks=2)
+    peer = make_peer(10, push=pushes[0], place=Place(0, 2))
     code = "other = Worker(11, **options); result = other.source.address"
-    address = peer.run(code, options={"rank": 1, "ranks": 2, "push": pushes[1]})
+    address = peer.run(code, options={"place": Place(1, 2), "push": pushes[1]})
     sources = [peer.source, type(peer.source)(11, address)]
     consumer = make_worker(100, push=True)
     wanted = reference(sources, 0, 11, 13, transfer=NAME)

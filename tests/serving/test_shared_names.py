@@ -107,6 +107,23 @@ def test_a_name_can_be_used_as_soon_as_it_was_dropped(make_worker: MakeWorker) -
     assert consumer.has(12, [7, 1, 30], 0, 21)
 
 
+def test_an_expected_request_whose_name_is_used_for_another_is_free(
+    make_worker: MakeWorker,
+) -> None:
+    """As if it was dropped: its producer frees it, long before its lease expires."""
+    producer, consumer = make_worker(1), make_worker(2)
+    producer.finish(0, 11, [4, 9, 2], 21)
+    producer.finish(1, 12, [5, 6, 8], 21)
+    consumer.exchange.expect("mine", reference([producer.source], 0, 11, 21))
+    consumer.exchange.expect("mine", reference([producer.source], 1, 12, 21))
+    assert producer.freed() == {"request-11"}
+    assert producer.exchange.book.expired == 0
+    wanted = reference([producer.source], 1, 12, 21)
+    assert consumer.fetch(wanted, [7, 1, 30]).error is None
+    assert consumer.has(12, [7, 1, 30], 0, 21)
+    assert producer.freed() == {"request-12"}
+
+
 def test_what_is_fetched_is_what_fetch_says(make_worker: MakeWorker) -> None:
     producer, consumer = make_worker(1), make_worker(2)
     producer.finish(0, 11, [4, 9, 2], 21)

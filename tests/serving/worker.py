@@ -9,20 +9,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan import CacheDesc, DataType, LlmDataDist, LlmRole, Placement, Shard, Transfers
+from kvplan import Cache, CacheDesc, DataType, LlmDataDist, LlmRole, Placement, Shard, Transfers
 from kvplan.serving import (
+    CacheGroup,
     Chunk,
     Compatibility,
     Exchange,
     ExchangeOptions,
     Handle,
+    Place,
     PullResult,
     Reference,
     Source,
     Target,
     token_digest,
 )
-from kvplan.serving.tables import heads_of
+from kvplan.serving.tables import Blocks, heads_of
 
 LAYERS, HEADS, DIM = 2, 4, 8
 INSTANCE = bytes(range(16))
@@ -44,8 +46,8 @@ def handle(sequence: int) -> Handle:
     return Handle(sequence.to_bytes(16, "little"))
 
 
-class Worker:
-    """An engine, a paged cache, and their exchange."""
+class Base:
+    """An engine, the cache that `make_cache` makes, and their exchange."""
 
     def __init__(
         self,
@@ -53,8 +55,7 @@ class Worker:
         *,
         block_tokens: int = 8,
         blocks: int = 32,
-        rank: int = 0,
-        ranks: int = 1,
+        place: Place | None = None,
         model: str = "tiny",
         instance: bytes = INSTANCE,
         push: bool = False,
@@ -62,37 +63,74 @@ class Worker:
         transfers: Transfers | None = None,
         **options: Any,
     ) -> None:
-        heads = heads_of(rank, ranks, HEADS)
-        self.block_tokens, self.heads = block_tokens, heads
+        self.place = place or Place()
+        self.heads = heads_of(self.place.rank, self.place.ranks, HEADS)
+        self.layers = range(*self.place.layers or (0, LAYERS))
+        self.block_tokens = block_tokens
         self.names: dict[Handle, str] = {}  # of requests that were entered
         self.engine = LlmDataDist(cluster_id, LlmRole.MIX, transfers=transfers)
         self.engine.initialize({"ListenIpInfo": "127.0.0.1:0"} | (engine_options or {}))
-        self.cache = self.engine.allocate_blocks_cache(
-            CacheDesc(
-                num_tensors=LAYERS,
-                shape=(blocks, len(heads), block_tokens, DIM),
-                data_type=DataType.DT_FLOAT,
-                placement=Placement.HOST,
-                kv_tensor_format="block head token dim",
-                shard=Shard(range(LAYERS), heads, LAYERS, HEADS),
-            )
+        desc = CacheDesc(
+            num_tensors=len(self.layers),
+            shape=(blocks, len(self.heads), block_tokens, DIM),
+            data_type=DataType.DT_FLOAT,
+            placement=Placement.HOST,
+            kv_tensor_format="block head token dim",
+            shard=Shard(self.layers, self.heads, LAYERS, HEADS),
         )
         self.exchange = Exchange(
             self.engine,
-            self.cache,
+            self.make_cache(desc),
             Compatibility({"model": model, "layers": str(LAYERS)}),
             instance,
-            rank=rank,
-            ranks=ranks,
-            num_heads=HEADS,
+            place=place,
             push=push,
             options=ExchangeOptions(**options),
         )
 
+    def make_cache(self, desc: CacheDesc) -> Cache | Sequence[CacheGroup]:
+        raise NotImplementedError
+
     @property
     def source(self) -> Source:
         assert self.engine.listen_address
-        return Source(self.engine.cluster_id, self.engine.listen_address)
+        return Source(self.engine.cluster_id, self.engine.listen_address, self.place.layers)
+
+    def enter(
+        self, sequence: int, request: int, blocks: Blocks, tokens: int, name: str = ""
+    ) -> None:
+        """Offer a request that is computed."""
+        digest = token_digest(prompt(request, tokens))
+        named = f"request-{request}"
+        made = self.exchange.enter(named, blocks, digest, name, handle=handle(sequence))
+        self.names[made] = named
+
+    def fetch(
+        self, reference: Reference, blocks: Any, first: int = 0, name: str = "mine"
+    ) -> PullResult:
+        """Fetch a request, and return how it ended."""
+        self.exchange.fetch(name, reference, Target(blocks, first))
+        assert self.exchange.wait(DEADLINE_MS)
+        (result,) = self.exchange.take_results()
+        assert (result.request, result.blocks) == (name, blocks)
+        return result
+
+    def freed(self) -> set[str]:
+        """The requests whose blocks have become free, once there is one."""
+        assert self.exchange.wait(DEADLINE_MS)
+        return {self.names[it] for it in self.exchange.take_freed()}
+
+    def close(self) -> None:
+        self.exchange.close()
+        self.engine.finalize()
+
+
+class Worker(Base):
+    """With one cache."""
+
+    def make_cache(self, desc: CacheDesc) -> Cache:
+        self.cache = self.engine.allocate_blocks_cache(desc)
+        return self.cache
 
     def compute(
         self,
@@ -107,9 +145,9 @@ class Worker:
         whole = contents(request, tokens)
         for position in range(first, tokens):
             block, slot = blocks[position // self.block_tokens], position % self.block_tokens
-            for layer in layers:
+            for layer in set(layers) & set(self.layers):
                 content = whole[layer, self.heads.start : self.heads.stop, position]
-                arrays[layer][block, :, slot] = content
+                arrays[layer - self.layers.start][block, :, slot] = content
 
     def step(
         self, request: int, blocks: Sequence[int], first: int, end: int, tokens: int, name: str
@@ -135,7 +173,7 @@ class Worker:
                 array[blocks[it // self.block_tokens], :, it % self.block_tokens],
                 whole[layer, self.heads.start : self.heads.stop, it],
             )
-            for layer, array in enumerate(arrays)
+            for layer, array in zip(self.layers, arrays, strict=True)
             for it in range(first, tokens)
         )
 
@@ -144,38 +182,10 @@ class Worker:
         self.compute(request, blocks, tokens)
         self.enter(sequence, request, blocks, tokens)
 
-    def enter(
-        self, sequence: int, request: int, blocks: Sequence[int], tokens: int, name: str = ""
-    ) -> None:
-        """Offer a request that is computed."""
-        digest = token_digest(prompt(request, tokens))
-        named = f"request-{request}"
-        made = self.exchange.enter(named, blocks, digest, name, handle=handle(sequence))
-        self.names[made] = named
-
     def wait_asked(self, name: str, readers: int = 1) -> None:
         """Wait until consumers have asked for a transfer."""
         while len(self.exchange._asks.waiting.get(name, ())) < readers:
             select.select([], [], [], 0.001)
-
-    def fetch(
-        self, reference: Reference, blocks: Sequence[int], first: int = 0, name: str = "mine"
-    ) -> PullResult:
-        """Fetch a request, and return how it ended."""
-        self.exchange.fetch(name, reference, Target(blocks, first))
-        assert self.exchange.wait(DEADLINE_MS)
-        (result,) = self.exchange.take_results()
-        assert (result.request, result.blocks) == (name, blocks)
-        return result
-
-    def freed(self) -> set[str]:
-        """The requests whose blocks have become free, once there is one."""
-        assert self.exchange.wait(DEADLINE_MS)
-        return {self.names[it] for it in self.exchange.take_freed()}
-
-    def close(self) -> None:
-        self.exchange.close()
-        self.engine.finalize()
 
 
 def reference(

@@ -39,8 +39,8 @@ from kvplan.control.messages import Undecodable, decode, encode
 from kvplan.debug import locate
 from kvplan.recording.format import COMPRESSED, LENGTH, MAGIC
 from kvplan.recording.perfetto import trace_of
-from kvplan.recording.queries import who_wrote
 from kvplan.recording.reader import read
+from kvplan.recording.records import who_wrote
 from tests.control.test_messages import BODIES
 from tests.planning.test_schema_unlike import LAYERS, RESHARD
 from tests.recording.operations import record, recorder

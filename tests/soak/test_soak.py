@@ -63,6 +63,7 @@ def test_a_summary_adds_up_what_the_rounds_say(
         ("import subprocess; subprocess.Popen(['sleep', '60'])", "left processes"),
         (f"open('/dev/shm/{LEFT}', 'w')", f"left ['{LEFT}'] in /dev/shm"),
     ],
+    ids=["status", "signal", "processes", "memory"],
 )
 def test_a_failure_says_how_to_repeat_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str

@@ -22,14 +22,13 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from textwrap import dedent
 from types import FunctionType
 from typing import Any
 
 from tests.support import zygote
+from tests.support.zygote import ROOT
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0  # only a hanging test reaches it
 PATIENCE_MS = 10_000  # of links and operations that have no timeout of their own
 
@@ -90,13 +89,15 @@ class Peer:
     def _started(
         self, arguments: Sequence[str], environment: dict[str, str], connection: int
     ) -> subprocess.Popen[bytes] | zygote.Forked:
-        output = self._output.fileno()
+        output, words = self._output.fileno(), (self.module, *arguments)
         if zygote.IS_USABLE and not self._prefix:
-            start = self.module, self.flags, arguments, environment
-            return zygote.fork(*start, connection=connection, output=output)
-        command = [sys.executable, *self.flags, "-m", "tests.support.peer", self.module, *arguments]
+            imported = [self.module] if self.module else []
+            descriptors = connection, output, output
+            return zygote.fork(
+                "tests.support.peer", words, imported, self.flags, environment, descriptors
+            )
         return subprocess.Popen(
-            [*self._prefix, *command],
+            [*self._prefix, sys.executable, *self.flags, "-m", "tests.support.peer", *words],
             stdin=connection,
             stdout=output,
             stderr=output,

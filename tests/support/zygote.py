@@ -1,17 +1,18 @@
-"""Peers that are forks of a process which has imported their module before, their zygote.
+"""Processes that are forks of one which has imported their modules before, their zygote.
 
 An interpreter that imports kvplan takes half a second of processor time, and the suite starts a
 thousand peers. A fork takes milliseconds. It has the modules of its zygote, but no memory, thread
-or descriptor of another peer, since a zygote only imports.
+or descriptor of another fork, since a zygote only imports.
 
 `multiprocessing.forkserver` is not enough: tests wait for peers and see them stop, which only their
-parent can. A zygote forks twice. As the process between ends, the tests inherit the peer.
+parent can. A zygote forks twice. As the process between ends, the tests inherit the other.
 
 As a program, this file is a zygote.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -19,6 +20,7 @@ import importlib
 import mmap
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
@@ -26,18 +28,30 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple
 
-READ_AT_START = ("KVPLAN_", "LD_", "MALLOC_", "OPENBLAS_", "PYTHON")
+ROOT = Path(__file__).parents[2]
+READ_AT_START = ("KVPLAN_TEST_", "LANG", "LC_", "LD_", "MALLOC_", "OPENBLAS_", "PYTHON")
 """Prefixes of variables that the interpreter, or a module while it is imported, reads."""
 MAX_ZYGOTES = 4  # of one process of the tests; each holds some 40 MB
 MAX_REQUEST_NBYTES = 1 << 20
+TIMEOUT_S = 120
+NUM_LIMITS = 16  # of resources
 HUGE_PAGE = 1 << 21  # the system aligns large arrays to it
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 
 _prctl = ctypes.CDLL(None).prctl
 IS_USABLE = "LD_PRELOAD" not in os.environ and _prctl(PR_SET_CHILD_SUBREAPER, 0) == 0
 """False under sanitizers, whose runtimes do not expect forks, and where qemu-user emulates."""
+
+
+Limits = dict[int, tuple[int, int]]
+"""The soft and the hard limit of each resource."""
+
+Request = tuple[Sequence[str], dict[str, str], Limits]
+"""The arguments, the environment and the limits of a process."""
 
 
 class Zygote(NamedTuple):
@@ -85,71 +99,110 @@ class Forked:
 
 
 def fork(
-    module: str,
-    flags: Sequence[str],
+    program: str,
     arguments: Sequence[str],
+    imported: Sequence[str],
+    flags: Sequence[str],
     environment: Mapping[str, str],
-    connection: int,
-    output: int,
+    descriptors: tuple[int, int, int],
 ) -> Forked:
-    """Start a peer: `python FLAGS -m tests.support.peer MODULE ARGUMENTS`, but forked.
+    """Start a process that calls `main` of a module: as `python FLAGS -m PROGRAM`, but forked.
 
     Args:
-        module: module with the peer's names.
+        program: name of that module.
+        arguments: arguments of its `main`.
+        imported: names of other modules that are imported before.
         flags: flags of the interpreter.
-        arguments: arguments of the module's `names`.
-        environment: variables of the peer.
-        connection: descriptor that becomes its stdin.
-        output: descriptor that becomes its stdout and stderr.
+        environment: variables of the process.
+        descriptors: what become its stdin, stdout and stderr.
     """
     at_start = {name: environment[name] for name in environment if name.startswith(READ_AT_START)}
-    key = module, *flags, *sorted(at_start.items())
-    request = pickle.dumps((arguments, dict(environment)))
+    key = program, *imported, *flags, *sorted(at_start.items())
+    request = pickle.dumps((arguments, dict(environment), _limits()))
     with _lock, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
         if key not in _zygotes:
-            _start(key, module, flags, environment)
+            _end_zygotes(MAX_ZYGOTES - 1)
+            _zygotes[key] = _start(program, imported, flags, environment)
         asking.connect(_zygotes[key].address)
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         try:
-            socket.send_fds(asking, [request], [connection, output])
+            socket.send_fds(asking, [request], descriptors)
             pid = int(asking.recv(64))
-            asking.recv(64)  # nothing comes; its end says that the parent of the peer has ended
+            asking.recv(64)  # nothing comes; its end says that the process between has ended
         finally:
             _prctl(PR_SET_CHILD_SUBREAPER, 0)
     return Forked(pid)
 
 
+def run(
+    program: str,
+    *arguments: str,
+    imported: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str],
+    stdin: str = "",
+) -> subprocess.CompletedProcess[str]:
+    """Run `python FLAGS -m PROGRAM ARGUMENTS` to its end, as `fork` does where that is possible."""
+    with TemporaryFile("w+") as given, TemporaryFile("w+") as said, TemporaryFile("w+") as errors:
+        given.write(stdin)
+        given.seek(0)
+        descriptors = given.fileno(), said.fileno(), errors.fileno()
+        process: Forked | subprocess.Popen[bytes]
+        if IS_USABLE:
+            process = fork(program, arguments, imported, flags, environment, descriptors)
+        else:
+            command = [sys.executable, *flags, "-m", program, *arguments]
+            paths = {"PYTHONPATH": str(ROOT)}
+            process = subprocess.Popen(command, 0, None, *descriptors, env={**environment, **paths})
+        try:
+            code = process.wait(TIMEOUT_S)
+        finally:
+            process.kill()
+        for file in (said, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(arguments, code, said.read(), errors.read())
+
+
 def _start(
-    key: tuple[object, ...], module: str, flags: Sequence[str], environment: Mapping[str, str]
-) -> None:
-    if len(_zygotes) == MAX_ZYGOTES:
-        oldest = _zygotes.pop(next(iter(_zygotes)))
-        os.kill(oldest.pid, signal.SIGKILL)
-        os.waitpid(oldest.pid, 0)
+    program: str, imported: Sequence[str], flags: Sequence[str], environment: Mapping[str, str]
+) -> Zygote:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind("")  # an abstract name, which the kernel chooses
         listening.listen()
-        command = [sys.executable, *flags, "-m", "tests.support.zygote", module, str(os.getpid())]
+        command = [sys.executable, *flags, "-m", "tests.support.zygote", str(os.getpid())]
         # A fork does not have the threads that NumPy would start.
-        variables = {**environment, "OPENBLAS_NUM_THREADS": "1"}
+        variables = {**environment, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         actions = [(os.POSIX_SPAWN_DUP2, listening.fileno(), 0)]
-        pid = os.posix_spawn(sys.executable, command, variables, file_actions=actions)
-        _zygotes[key] = Zygote(pid, listening.getsockname())
+        pid = os.posix_spawn(
+            sys.executable, [*command, program, *imported], variables, file_actions=actions
+        )
+        return Zygote(pid, listening.getsockname())
 
 
-def main(module: str, tests: str) -> None:
-    """Be a zygote until the tests end; in a fork, be its peer."""
+def _limits() -> Limits:
+    return {number: resource.getrlimit(number) for number in range(NUM_LIMITS)}
+
+
+@atexit.register
+def _end_zygotes(left: int = 0) -> None:
+    """End the oldest of them."""
+    while len(_zygotes) > left:
+        oldest = _zygotes.pop(next(iter(_zygotes)))
+        os.kill(oldest.pid, signal.SIGKILL)
+        os.waitpid(oldest.pid, 0)
+
+
+def main(tests: str, program: str, *imported: str) -> None:
+    """Be a zygote until the tests end; in a fork, be the program."""
     given = dict(os.environ)
     process = os.pidfd_open(int(tests))
     if os.getppid() != int(tests):
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from tests.support import peer
-
-    os.chdir(peer.ROOT)
-    if module:
-        with contextlib.suppress(Exception):  # each peer imports it again, and says why it cannot
-            importlib.import_module(module)
+    os.chdir(ROOT)
+    for name in (program, *imported):
+        with contextlib.suppress(Exception):  # a fork imports it again, and says why it cannot
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     listening = socket.socket(fileno=0)
@@ -160,20 +213,22 @@ def main(module: str, tests: str) -> None:
         return
     os.close(process)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    arguments, environment = received
+    arguments, environment, limits = received
+    for number, limit in limits.items() - _limits().items():
+        resource.setrlimit(number, limit)
     for name in given.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment.items() - given.items())
     # Two programs have unlike addresses, without which a test may not see one taken for the other.
     with mmap.mmap(-1, HUGE_PAGE * (1 + os.getpid() % 64), mmap.MAP_PRIVATE):
-        peer.main(module, *arguments)
+        importlib.import_module(program).main(*arguments)
 
 
-def _fork(listening: socket.socket) -> tuple[Sequence[str], dict[str, str]] | None:
-    """Fork a peer. Returns its arguments and environment there, and None in the zygote."""
+def _fork(listening: socket.socket) -> Request | None:
+    """Fork a process. Returns the request there, and None in the zygote."""
     asking, _ = listening.accept()
     with asking:
-        request, descriptors, _, _ = socket.recv_fds(asking, MAX_REQUEST_NBYTES, 2)
+        request, descriptors, _, _ = socket.recv_fds(asking, MAX_REQUEST_NBYTES, 3)
         if between := os.fork():
             os.waitpid(between, 0)
             for descriptor in descriptors:
@@ -183,12 +238,11 @@ def _fork(listening: socket.socket) -> tuple[Sequence[str], dict[str, str]] | No
             asking.send(b"%d" % pid)
             os._exit(0)
     listening.detach()
-    connection, output = descriptors
-    for old, new in ((connection, 0), (output, 1), (output, 2)):
-        os.dup2(old, new)
-    for descriptor in descriptors:
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
         os.close(descriptor)
-    return pickle.loads(request)
+    received: Request = pickle.loads(request)
+    return received
 
 
 if __name__ == "__main__":

@@ -1,10 +1,20 @@
 /* Checks of the table of registered ranges, of what a service watches, and of transfers that are given up. */
 #include "tcp/table.h"
 
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "check.h"
 #include "tcp/client.h"
+#include "tcp/link.h"
+#include "tcp/server.h"
 #include "tcp/service.h"
 
 #define SECOND INT64_C(1000000000)
@@ -130,6 +140,207 @@ static void given_up_when_all_was_taken(void)
     }
 }
 
+/* ---- what is refused ---- */
+
+static bool is_refused(uint64_t slot, uint64_t address, uint64_t nbytes, const char *word)
+{
+    const kvn_tcp_row row = {.address = address, .nbytes = nbytes, .generation = 9};
+    kvn_failure failure;
+
+    return kvn_tcp_table_add(&table, slot, &row, &failure) == KVN_INVALID && strstr(failure.message, word);
+}
+
+/* A range that cannot be is refused, and one that is there stays as it is. */
+static void refused_rows(void)
+{
+    static const uint32_t slots[] = {2};
+
+    begin_table();
+    add_row(2, 0);
+    CHECK(is_refused(2, 8192, 64, "has a range already"));
+    CHECK(is_refused(8, 4096, 64, "must be below 8"));
+    CHECK(is_refused(UINT64_MAX, 4096, 64, "must be below 8"));
+    CHECK(is_refused(3, 4096, 0, "is empty"));
+    CHECK(is_refused(3, UINT64_MAX - 62, 64, "ends past"));
+    checked_of(slots, 1);
+    CHECK(kvn_tcp_table_remove(&table, 2) && !kvn_tcp_table_remove(&table, 2));
+    CHECK(!kvn_tcp_table_remove(&table, 3) && !kvn_tcp_table_renew(&table, 2, 1));
+    add_row(2, 0);
+    kvn_tcp_table_fini(&table);
+}
+
+/* ---- what a server does not write ---- */
+
+static void count_failure(void *context, int code, const char *why)
+{
+    (void)code, (void)why;
+    ++*(int *)context;
+}
+
+/* A push that has come whole is not written any more once its peer has gone, however that is seen. */
+static void push_of_gone_peer(void)
+{
+    static const uint32_t seen[] = {0, EPOLLRDHUP, EPOLLHUP, EPOLLERR, EPOLLRDHUP | EPOLLHUP};
+    static kvn_tcp_server server;
+    static uint64_t memory;
+    kvn_tcp_service *service;
+    kvn_failure failure;
+    const kvn_tcp_row row = {.address = (uintptr_t)&memory, .nbytes = 8, .generation = 1, .writable = true};
+
+    CHECK(kvn_tcp_service_create(1, 1, NULL, "checked", &service, &failure) == KVN_OK);
+    CHECK(kvn_tcp_table_add(kvn_tcp_service_table(service), 0, &row, &failure) == KVN_OK);
+    for (int i = 0; i < 5; i++) {
+        const kvn_tcp_head head = {.kind = KVN_TCP_PUSH, .num_ranges = 1, .num_runs = 1, .nbytes = 8,
+                                   .range = {.slot = 0, .generation = 1},
+                                   .run = {.address = (uintptr_t)&memory, .nbytes = 8, .count = 1}};
+        const uint64_t bytes = 7;
+        int ends[2], failures = 0;
+
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0);
+        server = (kvn_tcp_server){.watched.stream.fd = ends[0], .table = kvn_tcp_service_table(service),
+                                  .on_failed = count_failure, .context = &failures};
+        kvn_tcp_server_init(&server);
+        CHECK(kvn_tcp_service_watch(service, 0, &server.watched, 0, &failure) == KVN_OK);
+        memory = 0;
+        CHECK(send(ends[1], &head, sizeof head, 0) == sizeof head);
+        CHECK(send(ends[1], &bytes, sizeof bytes, 0) == sizeof bytes);
+        server.watched.on_ready(&server.watched, EPOLLIN | seen[i]);
+        CHECK(memory == (seen[i] ? 0 : bytes));
+        CHECK(failures == (seen[i] != 0));
+        server.watched.on_ready(&server.watched, EPOLLIN);
+        CHECK(failures == (seen[i] != 0));
+        kvn_tcp_service_forget(&server.watched);
+        close(ends[0]);
+        close(ends[1]);
+    }
+    kvn_tcp_service_destroy(service);
+}
+
+/* ---- what is released where something cannot be had ---- */
+
+static int count_files(void)
+{
+    DIR *folder = opendir("/proc/self/fd");
+    int found = 0;
+
+    CHECK(folder);
+    while (readdir(folder))
+        found++;
+    closedir(folder);
+    return found;
+}
+
+/* A connection that cannot be watched takes no place: of a closed descriptor, one of a file, one that is there. */
+static void unwatched(void)
+{
+    kvn_tcp_service *service;
+    kvn_failure failure;
+    const int file = open("/proc/self/exe", O_RDONLY | O_CLOEXEC), files[] = {-1, 4000, file};
+    int ends[2];
+
+    CHECK(kvn_tcp_service_create(1, 1, NULL, "checked", &service, &failure) == KVN_OK);
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+    for (int i = 0; i < 3; i++) {
+        kvn_tcp_watched refused = {.stream = {.fd = files[i]}, .on_ready = never};
+        kvn_tcp_watched watched = {.stream = {.fd = ends[0]}, .on_ready = never};
+
+        CHECK(kvn_tcp_service_watch(service, 0, &refused, 0, &failure) == KVN_FAILED && !refused.thread);
+        kvn_tcp_service_forget(&refused);
+        CHECK(kvn_tcp_service_watch(service, 0, &watched, 0, &failure) == KVN_OK);
+        CHECK((uint32_t)watched.key == 0);
+        kvn_tcp_service_forget(&watched);
+    }
+    kvn_tcp_service_destroy(service);
+}
+
+/* Of a service whose n-th thread cannot be had no descriptor is left. As a user who runs nothing else. */
+static void no_threads(void)
+{
+    const uid_t user = 100000 + (uid_t)getpid();
+    kvn_tcp_service *service;
+    kvn_failure failure;
+    struct rlimit limit;
+    int refused = 0;
+
+    CHECK(getrlimit(RLIMIT_NPROC, &limit) == 0);
+    if (getuid() == 0)
+        CHECK(setresuid(user, user, user) == 0);
+    for (rlim_t threads = 1; threads < 6; threads++) {
+        const int before = count_files();
+
+        CHECK(setrlimit(RLIMIT_NPROC, &(struct rlimit){threads, limit.rlim_max}) == 0);
+        if (kvn_tcp_service_create(3, 1, NULL, "checked", &service, &failure) == KVN_OK) {
+            kvn_tcp_service_destroy(service);
+        } else {
+            CHECK(!service && strstr(failure.message, "threads cannot be had"));
+            refused++;
+        }
+        CHECK(count_files() == before);
+    }
+    CHECK(refused > 0);
+}
+
+/* A link for which there is no descriptor closes all sockets that it was given. */
+static void no_link(void)
+{
+    kvn_tcp_service *service;
+    kvn_tcp_link *link;
+    kvn_failure failure;
+    struct rlimit limit;
+    int clients[4], servers[4];
+
+    CHECK(kvn_tcp_service_create(1, 1, NULL, "checked", &service, &failure) == KVN_OK);
+    CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+    for (unsigned count = 1; count <= 2; count++) {
+        const int before = count_files();
+
+        for (unsigned i = 0; i < count; i++) {
+            CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, &clients[2 * i]) == 0);
+            CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, &servers[2 * i]) == 0);
+        }
+        CHECK(setrlimit(RLIMIT_NOFILE, &(struct rlimit){3, limit.rlim_max}) == 0);
+        CHECK(kvn_tcp_link_create(service, clients, servers, 2 * count, NULL, true, &link, &failure) != KVN_OK);
+        CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+        CHECK(!link && strstr(failure.message, "cannot be had"));
+        CHECK(count_files() == before);
+    }
+    kvn_tcp_service_destroy(service);
+}
+
+static bool is_mapped(void *address)
+{
+    return msync(address, 1, MS_ASYNC) == 0;
+}
+
+/* A service is gone with its creator and its last link, in whichever order they end. */
+static void last_user(void)
+{
+    for (int link_ends_first = 0; link_ends_first < 2; link_ends_first++) {
+        kvn_tcp_service *service;
+        kvn_tcp_link *links[2];
+        kvn_failure failure;
+        int ends[2];
+
+        CHECK(kvn_tcp_service_create(1, 1 << 16, NULL, "checked", &service, &failure) == KVN_OK);
+        void *rows = kvn_tcp_service_table(service)->rows;
+        for (int i = 0; i < 2; i++) {
+            CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) == 0);
+            CHECK(kvn_tcp_link_create(service, &ends[0], &ends[1], 1, NULL, true, &links[i], &failure) == KVN_OK);
+        }
+        if (!link_ends_first)
+            kvn_tcp_service_destroy(service);
+        for (int i = 0; i < 2; i++) {
+            CHECK(is_mapped(rows));
+            kvn_tcp_link_close(links[i], "checked");
+            kvn_tcp_link_destroy(links[i]);
+        }
+        CHECK(is_mapped(rows) == link_ends_first);
+        if (link_ends_first)
+            kvn_tcp_service_destroy(service);
+        CHECK(!is_mapped(rows));
+    }
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
@@ -137,6 +348,12 @@ int main(int count, char **arguments)
         {"renewed_under_way", renewed_under_way},
         {"key_of_reused_place", key_of_reused_place},
         {"given_up_when_all_was_taken", given_up_when_all_was_taken},
+        {"refused_rows", refused_rows},
+        {"push_of_gone_peer", push_of_gone_peer},
+        {"unwatched", unwatched},
+        {"no_threads", no_threads},
+        {"no_link", no_link},
+        {"last_user", last_user},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 import kvplan
 from kvplan import DataType, LLMStatusCode, Plan, Rows, Transfer, load_plan
 from kvplan.planning.plan import OBSERVERS
-from kvplan.testing import BlockTables, Budget, GoldenPlans, make_desc, observe_plans, run_reference
+from kvplan.testing import (
+    BlockTables,
+    Budget,
+    GoldenPlans,
+    make_desc,
+    observe_plans,
+    request_tokens,
+    run_reference,
+)
 from kvplan.testing.plans import write_plan
 from tests.planning.transfers import Example, transfers
 from tests.support.plans import joined
@@ -220,3 +229,40 @@ def test_parameters_and_names_are_kept_apart(tmp_path: Path) -> None:
     paths = [GoldenPlans(tmp_path, test).path(name).name for test, name in given]
     assert paths[:4] == ["t+a.json", "t-a.json", "t-a+b.json", "t-a-b.json"]
     assert len({*paths}) == len(given)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "block kv token head dim", "NHD, apart"])
+@pytest.mark.parametrize("other", ["block layer kv token head dim", "block head kv token dim"])
+def test_tokens_of_a_request_compare_between_layouts(layout: str, other: str) -> None:
+    """Blocks of 16 and 8 tokens, and blocks that do not touch."""
+    src = make_desc(layout.partition(",")[0], blocks=8, heads=3, dim=4)
+    if "apart" in layout:
+        src = replace(src, row_stride=src.row_nbytes + 64)
+    dst = make_desc(other, blocks=20, tokens=8, heads=3, dim=4)
+    theirs, mine = [5, 2, 7], [9, 3, 4, 19, 0, 1]
+    moved = run_reference(
+        kvplan.plan(
+            Transfer(Rows(src, theirs, first_token=3), Rows(dst, mine, first_token=3), 40),
+            local="dst",
+        )
+    )
+    sent = request_tokens(src, moved.src, theirs)
+    arrived = request_tokens(dst, moved.dst, mine)
+    assert sent.shape == arrived.shape == (48, 2, 2, 3, 4)
+    assert (arrived[3:43] == sent[3:43]).all()
+    assert not arrived[:3].any()
+    assert not arrived[43:].any()
+    assert arrived.astype(bool).sum() == sum(tensor.astype(bool).sum() for tensor in moved.dst)
+
+
+def test_tokens_of_a_latent_and_of_what_has_no_tokens() -> None:
+    desc = make_desc("MLA", blocks=4, layers=3, dim=5)
+    tensors = [np.full(desc.shape, number) for number in range(3)]
+    tokens = request_tokens(desc, tensors, [3, 1])
+    assert tokens.shape == (32, 3, 1, 1, 5)
+    assert tokens[7, :, 0, 0, 0].tolist() == [0, 1, 2]
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "tensors has 2 arrays; desc has 3"):
+        request_tokens(desc, tensors[:2], [3])
+    opaque = kvplan.CacheDesc(1, (4, 16), DataType.DT_FLOAT16)
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "must have a layout with an axis of tokens"):
+        request_tokens(opaque, tensors[:1], [3])

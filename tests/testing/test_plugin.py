@@ -356,8 +356,8 @@ REFUSED = """
 def test_a_refusal_is_shown_at_the_line_of_the_test(folder: Folder) -> None:
     folder.write(REFUSED)
     said = folder.run(code=1)
-    assert "E       kvplan.status.LLMException: dst_blocks[0]=99 is out of range [0, 8)" in said
-    assert "E       TypeError: src_blocks must hold integers, not <U1" in said
+    assert "E       kvplan.status.LLMException: dst.blocks[0]=99 is out of range [0, 8)" in said
+    assert "E       TypeError: src.blocks must hold integers, not <U1" in said
     assert {*re.findall(r"^(\S+\.py):\d+: ", said, re.MULTILINE)} == {"test_it.py"}
     assert "kvplan/planning/planner.py" in folder.run("--full-trace", code=1)
 

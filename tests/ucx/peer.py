@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from kvnative._backend import Backend
 from kvnative._lower import Descriptors
-from kvnative._ucx import UcxEndpoint, UcxLibrary, UcxWorker, ucx_backend
+from kvnative._ucx import UcxEndpoint, UcxLibrary, UcxWorker
+from kvnative._ucx_backend import ucx_backend
 from kvplan.transport.ucx.library import find
 from tests.support.peer import Peer
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
 
 NAMES = {
     "torch": ["Tensor"],
     "vllm": [],
     "vllm.config": ["VllmConfig"],
     "vllm.distributed": [
+        "get_pp_group",
         "get_tensor_model_parallel_rank",
         "get_tensor_model_parallel_world_size",
     ],
@@ -31,6 +36,7 @@ NAMES = {
         "PromMetric",
         "PromMetricT",
     ],
+    "vllm.distributed.utils": ["get_pp_indices"],
     "vllm.platforms": ["current_platform"],
     "vllm.v1": [],
     "vllm.v1.core": [],
@@ -42,11 +48,49 @@ NAMES = {
         "FullAttentionSpec",
         "KVCacheConfig",
         "KVCacheGroupSpec",
+        "MLAAttentionSpec",
         "SlidingWindowSpec",
     ],
+    "vllm.v1.metrics": [],
+    "vllm.v1.metrics.cache_hit_source": ["CacheHitSource"],
     "vllm.v1.outputs": ["KVConnectorOutput"],
     "vllm.v1.request": ["Request"],
 }
+
+
+INTERFACE = """
+bind_connector_metadata(connector_metadata)
+build_connector_meta(scheduler_output)
+build_kv_connector_stats(data)
+build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+get_block_ids_with_load_errors()
+get_handshake_metadata()
+get_kv_connector_stats()
+get_loaded_kv_cache_group_ids(request)
+get_num_new_matched_tokens(request, num_computed_tokens)
+get_transfer_results(finished_req_ids)
+on_new_request(request)
+register_kv_caches(kv_caches)
+request_finished(request, block_ids)
+request_finished_all_groups(request, block_ids)
+save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+set_xfer_handshake_metadata_pp_aware(metadata)
+shutdown()
+start_load_kv(forward_context, **kwargs)
+supports_sleep_mode(kv_transfer_config)
+update_connector_output(connector_output)
+update_state_after_alloc(request, blocks, num_external_tokens)
+wait_for_layer_load(layer_name)
+wait_for_save()
+"""
+"""Those methods of KVConnectorBase_V1 and SupportsHMA that the connector has, as in vLLM 0.33."""
+
+SET_UP = Path(__file__).parents[2] / "build/vllm/env/bin/python"
+PYTHON = Path(sys.executable) if find_spec("vllm") is not None else SET_UP
+"""A Python with vLLM, if it exists: this one, or that of `make vllm-setup`."""
+NEEDS_VLLM = pytest.mark.skipif(
+    not PYTHON.exists(), reason="vLLM is not installed here: make vllm-setup"
+)
 
 
 def install() -> dict[str, Any]:
@@ -56,6 +100,6 @@ def install() -> dict[str, Any]:
         sys.modules[module] = found = ModuleType(module)
         found.__path__ = []  # type: ignore[attr-defined]
         for name in names:
-            made[name] = type(name, (), {})
+            made[name] = type(name, (), {"P2P": "p2p"} if name == "CacheHitSource" else {})
             setattr(found, name, made[name])
     return made

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,9 @@ import pytest
 import kvplan
 from kvplan import Rows, Transfer
 from kvplan.testing import make_desc, run_reference
+from tests.vllm.pretended import NEEDS_VLLM, PYTHON
 
 ROOT = Path(__file__).parents[2]
-SET_UP = ROOT / "build/vllm/env/bin/python"
-"""Has vLLM after `make vllm-setup`."""
-PYTHON = Path(sys.executable) if find_spec("vllm") is not None else SET_UP
 
 
 def documented(name: str) -> list[int]:
@@ -30,7 +26,7 @@ def documented(name: str) -> list[int]:
 
 
 @pytest.mark.slow  # imports torch
-@pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed here: make vllm-setup")
+@NEEDS_VLLM
 def test_the_documented_tables_are_those_of_vllms_manager() -> None:
     code = "import json, examples.vllm.block_tables as it; print(json.dumps(it.tables()))"
     run = subprocess.run([PYTHON, "-c", code], cwd=ROOT, capture_output=True, text=True)

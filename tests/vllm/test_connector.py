@@ -9,14 +9,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm.pretended import INTERFACE, NEEDS_VLLM, PYTHON
+
 ROOT = Path(__file__).parents[2]
-NEEDS_VLLM = pytest.mark.skipif(
-    find_spec("vllm") is None, reason="vLLM is not installed here: make vllm runs this with it"
-)
+WITHOUT_VLLM = pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+METHODS = """
+from inspect import signature
+def methods(cls):
+    for name, value in vars(cls).items():
+        function = getattr(value, "__func__", value)
+        if callable(function) and not name.startswith("_"):
+            parameters = list(signature(function).parameters.values())[1:]
+            shown = (str(it.replace(annotation=it.empty, default=it.empty)) for it in parameters)
+            yield f"{name}({', '.join(shown)})"
+"""
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+def python(code: str, program: str | Path = sys.executable) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_the_package_is_imported_without_vllm() -> None:
@@ -24,14 +34,27 @@ def test_the_package_is_imported_without_vllm() -> None:
     assert python(code).stdout.strip() == "False ['KvplanConnector']"
 
 
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+@WITHOUT_VLLM
 def test_the_connector_says_that_vllm_is_missing() -> None:
     assert "No module named" in python("from kvplan.vllm import KvplanConnector").stderr
 
 
+@WITHOUT_VLLM
+def test_the_methods_of_the_connector_are_those_that_vllm_calls() -> None:
+    code = f"""
+from tests.vllm.pretended import install
+install()
+from kvplan.vllm import KvplanConnector
+{METHODS}
+print(*methods(KvplanConnector), sep="\\n")
+"""
+    assert sorted(python(code).stdout.split("\n")) == INTERFACE.splitlines()
+
+
+@pytest.mark.slow  # imports torch
 @NEEDS_VLLM
-def test_vllm_finds_the_connector_and_its_abstract_methods_are_there() -> None:
-    code = """
+def test_vllm_finds_the_connector_and_calls_its_methods() -> None:
+    code = f"""
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 config = KVTransferConfig(
@@ -40,13 +63,18 @@ config = KVTransferConfig(
 found = KVConnectorFactory.get_connector_class(config)
 hma = KVConnectorFactory.supports_hma_config(config)
 print(found.__name__, sorted(found.__abstractmethods__), hma)
+{METHODS}
+print(*(it for base in found.__bases__ for it in methods(base)), sep="\\n")
 """
-    assert python(code).stdout.splitlines()[-1] == "KvplanConnector [] True"
+    lines = python(code, PYTHON).stdout.splitlines()
+    at = lines.index("KvplanConnector [] True")
+    missing = set(INTERFACE.split("\n")) - {"", *lines[at + 1 :]}
+    assert missing <= {"supports_sleep_mode(kv_transfer_config)"}  # which 0.32 does not have
 
 
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
-def test_sleep_mode_is_refused() -> None:
-    """By the answer that vLLM 0.33 asks for, and by the connector itself for versions before."""
+@WITHOUT_VLLM
+def test_what_is_not_supported_is_refused() -> None:
+    """Sleep mode by the answer that vLLM 0.33 asks for, and by the connector itself before it."""
     code = """
 from types import SimpleNamespace as Of
 from tests.vllm.pretended import install
@@ -54,12 +82,15 @@ vllm = install()
 from kvplan.vllm.connector import KvplanConnector, _check_supported
 print(KvplanConnector.supports_sleep_mode(None))
 group = Of(kv_cache_spec=vllm["FullAttentionSpec"]())
-caches = Of(kv_cache_groups=[group])
-parallel = Of(pipeline_parallel_size=1, decode_context_parallel_size=1)
-for sleeps in (False, True):
-    config = Of(model_config=Of(enable_sleep_mode=sleeps), parallel_config=parallel)
+sizes = ("pipeline", "decode_context", "prefill_context")
+for sleeps, groups, *parallel in (
+    (False, 1, 1, 1, 1), (True, 1, 1, 1, 1),
+    (False, 1, 2, 1, 1), (False, 2, 2, 1, 1), (False, 1, 1, 2, 1), (False, 1, 1, 1, 2),
+):
+    sized = Of(**{f"{name}_parallel_size": size for name, size in zip(sizes, parallel)})
+    config = Of(model_config=Of(enable_sleep_mode=sleeps), parallel_config=sized)
     try:
-        _check_supported(config, caches)
+        _check_supported(config, Of(kv_cache_groups=[group] * groups))
     except NotImplementedError as error:
         print(error)
     else:
@@ -70,4 +101,8 @@ for sleeps in (False, True):
         "supported",
         "KvplanConnector: enable_sleep_mode=True; sleep mode replaces the memory of the "
         "registered cache: start vLLM without it",
+        "supported",
+        "KvplanConnector: pipeline_parallel_size=2 must be 1 for a cache of 2 groups",
+        "KvplanConnector: decode_context_parallel_size=2 must be 1",
+        "KvplanConnector: prefill_context_parallel_size=2 must be 1",
     ]

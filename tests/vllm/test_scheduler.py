@@ -35,7 +35,7 @@ def request(name: str = "r1", status: str = "FINISHED_LENGTH_CAPPED", **values: 
 @pytest.fixture
 def producer() -> ConnectorScheduler:
     scheduler = ConnectorScheduler("an engine's id")
-    scheduler.set_workers({1: WorkerAddress(12, "b:2"), 0: WorkerAddress(11, "a:1")})
+    scheduler.set_workers({(0, 1): WorkerAddress(12, "b:2"), (0, 0): WorkerAddress(11, "a:1")})
     return scheduler
 
 
@@ -63,6 +63,18 @@ def test_a_request_that_is_finished_is_offered(producer: ConnectorScheduler) -> 
     assert reference.instance == producer.instance
     assert [(it.cluster_id, it.address) for it in reference.sources] == [(11, "a:1"), (12, "b:2")]
     assert producer.take_step() == Step()
+
+
+def test_workers_are_named_by_stage_and_then_by_rank(producer: ConnectorScheduler) -> None:
+    places = [(1, 1), (0, 1), (1, 0), (0, 0)]
+    workers = {
+        (stage, rank): WorkerAddress(10 * stage + rank, "a:1", ((0, 3), (3, 4))[stage])
+        for stage, rank in places
+    }
+    producer.set_workers(workers)
+    sources = Reference.from_dict(finished(producer)["kvplan"]).sources
+    assert [it.cluster_id for it in sources] == [0, 1, 10, 11]
+    assert [it.layers for it in sources] == [(0, 3), (0, 3), (3, 4), (3, 4)]
 
 
 def test_each_request_is_offered_once_under_a_handle_of_its_own(
@@ -267,7 +279,7 @@ def test_a_transfer_that_has_no_name_is_none(producer: ConnectorScheduler, trans
 def windowed_offer(**values: Any) -> tuple[Any, dict[str, Any] | None, Step]:
     """A prompt of 70 tokens has finished, in blocks of 32, and one layer sees the last 32."""
     producer = ConnectorScheduler("an engine's id", windowed=True)
-    producer.set_workers({0: WorkerAddress(11, "a:1")})
+    producer.set_workers({(0, 0): WorkerAddress(11, "a:1")})
     given = {"kv_transfer_params": {"do_remote_decode": True}, "prompt_token_ids": [*PROMPT]}
     it = request("p1", **(given | values))
     producer.arrived(it)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvplan.serving import Place
 from tests.support import peer
 from tests.support.refusals import refused
 from tests.vllm.worker import BLOCKS, CpuTensor, VllmWorker
@@ -167,19 +169,79 @@ def test_a_producer_that_listens_everywhere_must_say_where_it_is() -> None:
     worker.worker.close()
 
 
+def test_a_worker_names_the_layers_of_its_stage() -> None:
+    it = VllmWorker("prefill", place=Place(0, 1, 1, ((0, 2), (2, 4))))
+    assert it.worker.address is not None
+    assert it.worker.address.layers == (2, 4)
+    it.worker.close()
+    with refused("LLM_PARAM_INVALID", "the cache has 2 layers; stage 0 has 3"):
+        VllmWorker("prefill", place=Place(stages=((0, 3), (3, 4))))
+
+
+def test_a_stage_is_fetched_from_a_worker_of_all_layers(prefill: Peer) -> None:
+    """A consumer of four layers in two stages; the producer has them in one."""
+    decode = VllmWorker("decode", produces=False, place=Place(0, 1, 1, ((0, 2), (2, 4))))
+    params = prefill.run(
+        """
+        whole = VllmWorker("prefill", layers=4)
+        for layer in range(9, 13):
+            whole.packed(layer)[:] = layer
+        result = whole.finish("p1", prompt, [6, 1, 3])
+        """,
+        prompt=PROMPT,
+    )
+    decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0])
+    assert decode.results() == (set(), {"d1"}, set())
+    for mine, theirs in {9: 11, 10: 12}.items():
+        assert np.all(decode.packed(mine)[[2, 4, 0]] == theirs)
+    decode.worker.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_mla_is_fetched_whole_by_each_worker(prefill: Peer, rank: int) -> None:
+    """Its tokens are contiguous, so that block sizes may differ; of two workers each reads one."""
+    decode = VllmWorker(
+        "decode", produces=False, latent=True, block_tokens=16, place=Place(rank, 2)
+    )
+    params = prefill.run(
+        """
+        from kvplan.serving import Place
+        workers = [VllmWorker("prefill", latent=True, place=Place(rank, 2)) for rank in (0, 1)]
+        for rank, worker in enumerate(workers):
+            for layer, array in enumerate(worker.layers.values()):
+                array[[6, 1, 3]] = np.arange(384).reshape(3, 32, 4) + 1000 * layer + 10_000 * rank
+        addresses = {(0, rank): worker.worker.address for rank, worker in enumerate(workers)}
+        workers[0].scheduler.set_workers(addresses)
+        request = workers[0].request("p1", prompt, {"do_remote_decode": True})
+        _, result = workers[0].scheduler.finished(request, ([6, 1, 3],))
+        step = workers[0].scheduler.take_step()
+        for worker in workers:
+            worker.worker.prepare(step)
+        """,
+        prompt=PROMPT,
+    )
+    decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0, 5, 7])
+    assert decode.results() == (set(), {"d1"}, set())
+    for layer, array in enumerate(decode.layers.values()):
+        found = array[[2, 4, 0, 5, 7]].reshape(80, 4)[:70]
+        assert np.all(found == np.arange(280).reshape(70, 4) + 1000 * layer + 10_000 * rank)
+    decode.worker.close()
+
+
 def test_a_cache_of_no_such_tensors_is_refused(decode: VllmWorker) -> None:
-    with refused("LLM_PARAM_INVALID", "must have tensors of 4 dimensions"):
+    with refused("LLM_PARAM_INVALID", "must have tensors of 4 or 3 dimensions"):
         decode.worker.register(
             {name: CpuTensor(np.zeros((8, 64), np.float32)) for name in decode.layers}
         )
 
 
-def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
-    decode = VllmWorker("decode", produces=False, mode="push")
+def pushing(prefill: Peer, decode: VllmWorker, computed: int = 0) -> Any:
+    """Let the decoding worker wait for a prompt, whose computation begins; return its request."""
     known = start(prefill, [6, 1, 3], mode="push")["kvplan"]
     theirs = {key: known[key] for key in ("protocol", "instance", "sources")}
     params = {"do_remote_prefill": True, "kvplan": theirs | {"transfer": "cmpl-2"}}
-    decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0])
+    arrived = decode.request("d1", PROMPT, params)
+    decode.fetch(arrived, [2, 4, 0], computed=computed)
     prefill.run(
         """
         import select
@@ -189,19 +251,30 @@ def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
         request = worker.request("p2", prompt, params)
         request.num_computed_tokens = 0
         worker.scheduler.arrived(request)
-        worker.scheduler.computing({"p2": 70}, {"p2": [5, 0, 7]}.get)
-        worker.worker.prepare(worker.scheduler.take_step())
-        for layer in (9, 10):
-            worker.packed(layer)[[5, 0, 7]] = layer
-            worker.worker.layer_ready(f"model.layers.{layer}.attn")
-            worker.worker.layer_ready("model.layers.11.attn")  # it shares those of another
-        worker.worker.computed()
-        request.num_computed_tokens = 70
-        worker.scheduler.finished(request, ([5, 0, 7],))
-        worker.worker.prepare(worker.scheduler.take_step())
+
+        def step(tokens, layers):
+            worker.scheduler.computing({"p2": tokens}, {"p2": [5, 0, 7]}.get)
+            worker.worker.prepare(worker.scheduler.take_step())
+            for layer in layers:
+                worker.packed(layer)[[5, 0, 7]] = layer
+                worker.worker.layer_ready(f"model.layers.{layer}.attn")
+                worker.worker.layer_ready("model.layers.11.attn")  # it shares those of another
+
+        def finish():
+            worker.worker.computed()
+            request.num_computed_tokens = 70
+            worker.scheduler.finished(request, ([5, 0, 7],))
+            worker.worker.prepare(worker.scheduler.take_step())
         """,
         prompt=PROMPT,
     )
+    return arrived
+
+
+def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
+    decode = VllmWorker("decode", produces=False, mode="push")
+    pushing(prefill, decode)
+    prefill.run("step(70, (9, 10)); finish()")
     assert decode.worker.exchange.wait(60_000)
     (result,) = decode.worker.exchange.take_results()
     assert (result.error, result.pushed) == (None, 70)
@@ -211,32 +284,26 @@ def test_with_push_each_layer_moves_when_it_is_computed(prefill: Peer) -> None:
     decode.worker.close()
 
 
-def test_a_producer_that_dies_in_the_middle_costs_one_computation(prefill: Peer) -> None:
-    """Between two layers of what it pushes: only what was missing is named, and once."""
+@pytest.mark.parametrize(
+    ("code", "failed"), [("step(70, [9])", {4, 0}), ("step(64, [9, 10])", {0})]
+)
+def test_a_producer_that_dies_in_the_middle_costs_one_computation(
+    prefill: Peer, code: str, failed: set[int]
+) -> None:
+    """Between two layers, or before the rest is pulled: only what is missing is named, and once."""
     decode = VllmWorker("decode", produces=False, mode="push")
-    known = start(prefill, [6, 1, 3], mode="push")["kvplan"]
-    theirs = {key: known[key] for key in ("protocol", "instance", "sources")}
-    params = {"do_remote_prefill": True, "kvplan": theirs | {"transfer": "cmpl-2"}}
+    assert decode.worker._engine is not None
+    finished = Event()
+    decode.worker._engine.on_plan(lambda _: finished.wait(60) and prefill.kill())
     decode.packed(9)[2] = 5  # of the prefix cache
-    arrived = decode.request("d1", PROMPT, params)
-    decode.fetch(arrived, [2, 4, 0], computed=32)
-    prefill.run(
-        """
-        import select
-        while not worker.worker.exchange._asks.waiting:
-            select.select([], [], [], 0.001)
-        params = {"do_remote_decode": True, "kvplan": {"transfer": "cmpl-2"}}
-        request = worker.request("p2", prompt, params)
-        request.num_computed_tokens = 0
-        worker.scheduler.arrived(request)
-        worker.scheduler.computing({"p2": 70}, {"p2": [5, 0, 7]}.get)
-        worker.worker.prepare(worker.scheduler.take_step())
-        worker.worker.layer_ready("model.layers.9.attn")
-        """,
-        prompt=PROMPT,
-    )
-    prefill.kill()
-    assert decode.results() == (set(), {"d1"}, {4, 0})  # long before prefill_timeout_ms
+    arrived = pushing(prefill, decode, computed=32)
+    prefill.run(code)
+    if failed == {0}:
+        prefill.run("finish()")
+        finished.set()
+    else:
+        prefill.kill()
+    assert decode.results() == (set(), {"d1"}, failed)  # long before prefill_timeout_ms
     assert np.all(decode.packed(9)[2] == 5)
     assert decode.scheduler.missing_tokens(arrived, 32) == 0  # it is computed here
     assert decode.worker.exchange._engine.leases() == []

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvplan.serving import Place
 from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.scheduler import ConnectorScheduler
 from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model
@@ -39,6 +40,7 @@ class VllmWorker:
 
     Args:
         windows: of each group of two layers; 0: none.
+        latent: True for layers of MLA, which all workers have whole.
     """
 
     def __init__(
@@ -48,20 +50,25 @@ class VllmWorker:
         produces: bool = True,
         block_tokens: int = 32,
         blocks: int = BLOCKS,
+        layers: int = LAYERS,
         dim: int = DIM,
+        latent: bool = False,
         windows: Sequence[int] = (0,),
+        place: Place | None = None,
         **options: Any,
     ) -> None:
-        shape = (blocks, HEADS, block_tokens, 2 * dim)
-        arrays = [np.zeros(shape, np.float32) for _ in range(LAYERS)]
+        place = place or Place()
+        shape = (blocks, block_tokens, dim) if latent else (blocks, HEADS, block_tokens, 2 * dim)
+        arrays = [np.zeros(shape, np.float32) for _ in range(layers)]
         groups = [
             LayerGroup(
-                tuple(f"model.layers.{9 + LAYERS * number + it}.attn" for it in (1, 0)),
+                tuple(f"model.layers.{9 + it}.attn" for it in reversed(range(*ends))),
                 block_tokens,
-                "vec",
+                "" if latent else "vec",
                 window,
             )
             for number, window in enumerate(windows)
+            for ends in [(layers * number, layers * (number + 1))]
         ]
         self.layers = {
             name: array
@@ -70,9 +77,9 @@ class VllmWorker:
         }
         model = Model(
             name="tiny",
-            num_heads=HEADS,
-            rank=0,
-            ranks=1,
+            num_heads=1 if latent else HEADS,
+            place=place,
+            worker=place.stage,
             num_blocks=blocks,
             groups=tuple(groups),
             produces=produces,
@@ -82,7 +89,7 @@ class VllmWorker:
         self.worker = ConnectorWorker(self.scheduler.instance, model, ConnectorOptions.of(options))
         self.worker.register({name: CpuTensor(it) for name, it in self.layers.items()})
         if (address := self.worker.address) is not None:
-            self.scheduler.set_workers({0: address})
+            self.scheduler.set_workers({(0, 0): address})
 
     def packed(self, layer: int) -> NDArray[np.float32]:
         """A layer as attention on CPUs has it: (block, head, keys or values, content)."""

@@ -261,10 +261,11 @@ static unsigned batch_copies(const kvn_device *device, char *why, size_t room)
 }
 
 /* An array of uint64_t is one of pointers, and of sizes: kvnative/acl.h asserts it. */
-static int copy_batch(kvn_device *device, kvn_direction direction, const uint64_t *dst,
-                      const uint64_t *src, const uint64_t *nbytes, size_t *count, kvn_stream stream,
+static int copy_batch(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                       size_t *failed, kvn_failure *failure)
 {
+    void **dst = (void **)batch->dst, **src = (void **)batch->src;
+    size_t *nbytes = (size_t *)batch->nbytes;
     const kvn_acl_location host = {.id = 0, .type = KVN_ACL_LOCATION_HOST};
     const kvn_acl_location here = {.id = (uint32_t)device->id, .type = KVN_ACL_LOCATION_DEVICE};
     kvn_acl_batch_attribute attribute = {
@@ -274,10 +275,10 @@ static int copy_batch(kvn_device *device, kvn_direction direction, const uint64_
     size_t first = 0;
 
     if (!stream)
-        return CALL(device, failure, aclrtMemcpyBatch, (void **)dst, (size_t *)nbytes, (void **)src,
-                    (size_t *)nbytes, *count, &attribute, &first, 1, failed);
-    return CALL(device, failure, aclrtMemcpyBatchAsync, (void **)dst, (size_t *)nbytes, (void **)src,
-                (size_t *)nbytes, *count, &attribute, &first, 1, failed, stream);
+        return CALL(device, failure, aclrtMemcpyBatch, dst, nbytes, src, nbytes, batch->count, &attribute,
+                    &first, 1, failed);
+    return CALL(device, failure, aclrtMemcpyBatchAsync, dst, nbytes, src, nbytes, batch->count, &attribute,
+                &first, 1, failed, stream);
 }
 
 const kvn_device_ops kvn_acl_ops = {

@@ -28,8 +28,7 @@
 /* Single copies of one call, after which the thread checks whether to stop. */
 #define SINGLES 64
 
-typedef struct copies {
-    kvn_cuda_launcher *launcher;
+typedef struct kvn_cuda_copies {
     uint32_t num_blocks; /* of the kernel that the device runs at one time */
     atomic_bool no_kernel;
     atomic_bool no_batch;
@@ -97,7 +96,7 @@ kvn_cuda_way kvn_cuda_copies_way(const kvn_device *device, kvn_direction directi
     return has_batch && count > 1 && mean_nbytes < batch_below ? KVN_CUDA_BATCH : KVN_CUDA_SINGLE;
 }
 
-/* ---- the three ways: *count is what they take, and did ---- */
+/* ---- the three ways: batch->count is what they take, and did ---- */
 
 static int refuse(kvn_cuda_reach reach, uint64_t address, uint64_t nbytes, kvn_failure *failure)
 {
@@ -114,15 +113,15 @@ typedef struct sides {
 /* How many of the first descriptors go that way: the kernel must reach both sides. The driver's copies may know
  * more of the host's side than its attributes say, but need the device's. KVN_UNMAPPED where that of the next
  * one is no memory. */
-static int count_reached(sides *known, kvn_direction direction, kvn_cuda_way way, const uint64_t *dst,
-                         const uint64_t *src, const uint64_t *nbytes, size_t *count, size_t *failed,
+static int count_reached(sides *known, kvn_direction direction, kvn_cuda_way way, kvn_columns *batch, size_t *failed,
                          kvn_failure *failure)
 {
+    const uint64_t *dst = batch->dst, *src = batch->src, *nbytes = batch->nbytes;
     const kvn_cuda_reach least = way == KVN_CUDA_KERNEL ? KVN_CUDA_REACHED : KVN_CUDA_COPIED;
     const bool all_targets = way == KVN_CUDA_KERNEL || direction != KVN_DEVICE_TO_HOST;
     const bool all_sources = way == KVN_CUDA_KERNEL || direction != KVN_HOST_TO_DEVICE;
 
-    for (size_t i = 0; i < *count; i++) {
+    for (size_t i = 0; i < batch->count; i++) {
         kvn_cuda_reach to = KVN_CUDA_REACHED, from = KVN_CUDA_REACHED;
 
         if (all_targets && !kvn_cuda_is_beside(&known->targets, dst[i], nbytes[i]))
@@ -137,7 +136,7 @@ static int count_reached(sides *known, kvn_direction direction, kvn_cuda_way way
             return refuse(to, dst[i], nbytes[i], failure);
         if (i == 0 && from <= KVN_CUDA_UNMAPPED && direction != KVN_HOST_TO_DEVICE)
             return refuse(from, src[i], nbytes[i], failure);
-        *count = i;
+        batch->count = i;
     }
     return KVN_OK;
 }
@@ -153,21 +152,21 @@ static bool is_far(sides *known, kvn_direction direction, uint64_t dst, uint64_t
 static int copy_one(const kvn_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, kvn_stream stream,
                     kvn_failure *failure)
 {
-    if (kvn_cuda_launcher_note(copies_of(device)->launcher, stream, failure) != KVN_OK)
+    if (kvn_cuda_launcher_note(device, stream, failure) != KVN_OK)
         return failure->status;
     /* The driver knows of each address where it lies. */
     return KVN_CUDA_CALL(device, failure, cuMemcpyAsync, dst, src, nbytes, stream);
 }
 
-static int copy_single(const kvn_device *device, const uint64_t *dst, const uint64_t *src, const uint64_t *nbytes,
-                       size_t *count, kvn_stream stream, size_t *failed, kvn_failure *failure)
+static int copy_single(const kvn_device *device, kvn_columns *batch, kvn_stream stream, size_t *failed,
+                       kvn_failure *failure)
 {
     int status = KVN_OK;
 
-    if (*count > SINGLES)
-        *count = SINGLES;
-    for (size_t i = 0; i < *count && status == KVN_OK; i++) {
-        status = copy_one(device, dst[i], src[i], nbytes[i], stream, failure);
+    if (batch->count > SINGLES)
+        batch->count = SINGLES;
+    for (size_t i = 0; i < batch->count && status == KVN_OK; i++) {
+        status = copy_one(device, batch->dst[i], batch->src[i], batch->nbytes[i], stream, failure);
         if (status != KVN_OK)
             *failed = i;
     }
@@ -175,34 +174,36 @@ static int copy_single(const kvn_device *device, const uint64_t *dst, const uint
 }
 
 /* An array of uint64_t is one of CUdeviceptr, and of sizes. */
-static int copy_batch(const kvn_device *device, const uint64_t *dst, const uint64_t *src, const uint64_t *nbytes,
-                      size_t count, kvn_stream stream, size_t *failed, kvn_failure *failure)
+static int copy_batch(const kvn_device *device, const kvn_columns *batch, kvn_stream stream, size_t *failed,
+                      kvn_failure *failure)
 {
     const kvn_cuda *cuda = kvn_cuda_of(device);
+    CUdeviceptr *dst = (CUdeviceptr *)batch->dst, *src = (CUdeviceptr *)batch->src;
+    size_t *nbytes = (size_t *)batch->nbytes;
     kvn_cuda_copy_attributes attributes = {.src_access_order = KVN_CUDA_SRC_ACCESS_STREAM};
     size_t first = 0;
 
-    if (kvn_cuda_launcher_note(copies_of(device)->launcher, stream, failure) != KVN_OK)
+    if (kvn_cuda_launcher_note(device, stream, failure) != KVN_OK)
         return failure->status;
     if (cuda->cuMemcpyBatchAsync_v2)
-        return KVN_CUDA_CALL(device, failure, cuMemcpyBatchAsync_v2, dst, src, (const size_t *)nbytes, count,
-                             &attributes, &first, 1, stream);
-    return KVN_CUDA_CALL(device, failure, cuMemcpyBatchAsync, (CUdeviceptr *)dst, (CUdeviceptr *)src,
-                         (size_t *)nbytes, count, &attributes, &first, 1, failed, stream);
+        return KVN_CUDA_CALL(device, failure, cuMemcpyBatchAsync_v2, dst, src, nbytes, batch->count, &attributes,
+                             &first, 1, stream);
+    return KVN_CUDA_CALL(device, failure, cuMemcpyBatchAsync, dst, src, nbytes, batch->count, &attributes, &first, 1,
+                         failed, stream);
 }
 
-static int copy_kernel(const kvn_device *device, uint32_t blocks, const uint64_t *dst, const uint64_t *src,
-                       const uint64_t *nbytes, size_t *count, kvn_stream stream, kvn_failure *failure)
+static int copy_kernel(const kvn_device *device, uint32_t blocks, kvn_columns *batch, kvn_stream stream,
+                       kvn_failure *failure)
 {
     copies *self = copies_of(device);
     const uint32_t most = blocks && blocks < self->num_blocks ? blocks : self->num_blocks;
-    const int status = kvn_cuda_launch(self->launcher, stream, most, dst, src, nbytes, *count, failure);
+    const int status = kvn_cuda_launch(device, stream, most, *batch, failure);
 
-    if (status == KVN_OK || failure->code != KVN_CUDA_OUT_OF_MEMORY || *count <= KVN_COPY_FEW)
+    if (status == KVN_OK || failure->code != KVN_CUDA_OUT_OF_MEMORY || batch->count <= KVN_COPY_FEW)
         return status;
     /* A model has filled the GPU's memory: so many need none. */
-    *count = KVN_COPY_FEW;
-    return kvn_cuda_launch(self->launcher, stream, most, dst, src, nbytes, KVN_COPY_FEW, failure);
+    batch->count = KVN_COPY_FEW;
+    return kvn_cuda_launch(device, stream, most, *batch, failure);
 }
 
 /* What never works here; other refusals are of this batch. */
@@ -232,18 +233,18 @@ static size_t count_unstoppable(kvn_direction direction, const uint64_t *nbytes,
     return taken ? taken : 1;
 }
 
-int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
-                        const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
-                        kvn_failure *failure)
+int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
+                        size_t *failed, kvn_failure *failure)
 {
     copies *self = copies_of(device);
     sides known = {{.device = device}, {.device = device}};
-    const bool far = is_far(&known, direction, *dst, *src);
-    kvn_cuda_way way = kvn_cuda_copies_way(device, direction, far, mean(nbytes, *count), *count);
+    const bool far = is_far(&known, direction, *batch->dst, *batch->src);
+    kvn_cuda_way way =
+        kvn_cuda_copies_way(device, direction, far, mean(batch->nbytes, batch->count), batch->count);
     int status = KVN_OK;
 
     if (way == KVN_CUDA_KERNEL)
-        status = kvn_cuda_launcher_load(self->launcher, failure);
+        status = kvn_cuda_launcher_load(device, failure);
     if (status == KVN_UNSUPPORTED) {
         atomic_store(&self->no_kernel, true);
         if (atomic_load(&self->no_batch))
@@ -251,22 +252,21 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint6
         kvn_device_note_fallback(device, failure->message);
     }
     if (status != KVN_OK)
-        way = atomic_load(&self->no_batch) || *count == 1 ? KVN_CUDA_SINGLE : KVN_CUDA_BATCH;
-    if (way == KVN_CUDA_SINGLE && *count > SINGLES)
-        *count = SINGLES;
+        way = atomic_load(&self->no_batch) || batch->count == 1 ? KVN_CUDA_SINGLE : KVN_CUDA_BATCH;
+    if (way == KVN_CUDA_SINGLE && batch->count > SINGLES)
+        batch->count = SINGLES;
     if (way != KVN_CUDA_KERNEL)
-        *count = count_unstoppable(direction, nbytes, *count);
-    if (count_reached(&known, direction, way, dst, src, nbytes, count, failed, failure) != KVN_OK)
+        batch->count = count_unstoppable(direction, batch->nbytes, batch->count);
+    if (count_reached(&known, direction, way, batch, failed, failure) != KVN_OK)
         return failure->status;
-    if (*count == 0) {
-        *count = 1; /* out of the kernel's reach, or of what the driver says of it */
+    if (batch->count == 0) {
+        batch->count = 1; /* out of the kernel's reach, or of what the driver says of it */
         way = KVN_CUDA_SINGLE;
     }
     if (way == KVN_CUDA_KERNEL)
-        return copy_kernel(device, tuning_of(device, direction, far).blocks, dst, src, nbytes, count, stream,
-                           failure);
+        return copy_kernel(device, tuning_of(device, direction, far).blocks, batch, stream, failure);
     if (way == KVN_CUDA_BATCH) {
-        status = copy_batch(device, dst, src, nbytes, *count, stream, failed, failure);
+        status = copy_batch(device, batch, stream, failed, failure);
         if (status == KVN_OK || !is_unsupported(failure))
             return status;
         atomic_store(&self->no_batch, true);
@@ -274,37 +274,38 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint6
             return status;
         kvn_device_note_fallback(device, failure->message);
     }
-    return copy_single(device, dst, src, nbytes, count, stream, failed, failure);
+    return copy_single(device, batch, stream, failed, failure);
 }
 
 /* By the kernel alone, whatever their size, as nothing stops the driver's copies: it is near the limit at all
  * sizes, and where it is not, to begin at once is worth more. */
-int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
-                       const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
-                       kvn_failure *failure)
+int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
+                       size_t *failed, kvn_failure *failure)
 {
     sides known = {{.device = device}, {.device = device}};
+    bool far;
 
     if (copies_of(device)->launches_wait)
         return KVN_PENDING;
     /* Should it be refused, the copies that come after the event find that, too, and do without. */
-    if (kvn_cuda_launcher_load(copies_of(device)->launcher, failure) != KVN_OK)
+    if (kvn_cuda_launcher_load(device, failure) != KVN_OK)
         return KVN_PENDING;
-    if (count_reached(&known, direction, KVN_CUDA_KERNEL, dst, src, nbytes, count, failed, failure) != KVN_OK)
+    if (count_reached(&known, direction, KVN_CUDA_KERNEL, batch, failed, failure) != KVN_OK)
         return failure->status;
-    if (*count == 0)
+    if (batch->count == 0)
         return KVN_PENDING;
-    return copy_kernel(device, tuning_of(device, direction, is_far(&known, direction, *dst, *src)).blocks, dst, src,
-                       nbytes, count, stream, failure);
+    far = is_far(&known, direction, *batch->dst, *batch->src);
+    return copy_kernel(device, tuning_of(device, direction, far).blocks, batch, stream, failure);
 }
 
 int kvn_cuda_copy_async(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
                         uint64_t nbytes, kvn_stream stream, kvn_failure *failure)
 {
     sides known = {{.device = device}, {.device = device}};
-    size_t count = 1, ignored;
+    kvn_columns batch = {.dst = &dst, .src = &src, .nbytes = &nbytes, .count = 1};
+    size_t ignored;
 
-    if (count_reached(&known, direction, KVN_CUDA_SINGLE, &dst, &src, &nbytes, &count, &ignored, failure) != KVN_OK)
+    if (count_reached(&known, direction, KVN_CUDA_SINGLE, &batch, &ignored, failure) != KVN_OK)
         return failure->status;
     return copy_one(device, dst, src, nbytes, stream, failure);
 }
@@ -315,37 +316,6 @@ unsigned kvn_cuda_batch_copies(const kvn_device *device, char *why, size_t room)
     (void)why;
     (void)room;
     return KVN_BATCH_ASYNC | KVN_BATCH_WITHIN | KVN_BATCH_PINNED;
-}
-
-/* ---- streams ---- */
-
-/* To load the kernel may wait for all work of the context, and so for what this stream would wait for. */
-int kvn_cuda_copies_wait(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure)
-{
-    kvn_failure ignored; /* who needs it asks again */
-
-    kvn_cuda_launcher_load(copies_of(device)->launcher, &ignored);
-    return KVN_CUDA_CALL(device, failure, cuStreamWaitEvent, stream, event, 0);
-}
-
-bool kvn_cuda_copies_can_stop(const kvn_device *device, kvn_stream stream)
-{
-    return kvn_cuda_launcher_can_stop(copies_of(device)->launcher, stream);
-}
-
-int kvn_cuda_copies_query(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
-{
-    return kvn_cuda_launcher_query(copies_of(device)->launcher, stream, failure);
-}
-
-int kvn_cuda_copies_abort(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
-{
-    return kvn_cuda_launcher_abort(copies_of(device)->launcher, stream, failure);
-}
-
-int kvn_cuda_copies_drop(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
-{
-    return kvn_cuda_launcher_drop(copies_of(device)->launcher, stream, failure);
 }
 
 /* ---- opening ---- */
@@ -372,13 +342,14 @@ int kvn_cuda_copies_open(const kvn_device *device, kvn_failure *failure)
     const kvn_cuda *cuda = kvn_cuda_of(device);
     copies *self = calloc(1, sizeof *self);
 
-    if (self)
-        self->launcher = kvn_cuda_launcher_create(device);
-    if (!self || !self->launcher || pthread_mutex_init(&self->mutex, NULL)) {
-        if (self && self->launcher)
-            kvn_cuda_launcher_destroy(self->launcher);
+    if (!self || pthread_mutex_init(&self->mutex, NULL)) {
         free(self);
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the copies of device %d", (int)device->id);
+    }
+    if (kvn_cuda_launcher_open(device, failure) != KVN_OK) {
+        pthread_mutex_destroy(&self->mutex);
+        free(self);
+        return failure->status;
     }
     self->num_blocks = ask_blocks(device);
     self->launches_wait = does_launch_block();
@@ -392,7 +363,7 @@ int kvn_cuda_copies_open(const kvn_device *device, kvn_failure *failure)
 bool kvn_cuda_copies_close(const kvn_device *device)
 {
     copies *self = copies_of(device);
-    const bool may_begin = kvn_cuda_launcher_destroy(self->launcher);
+    const bool may_begin = kvn_cuda_launcher_close(device);
 
     pthread_mutex_destroy(&self->mutex);
     free(self);

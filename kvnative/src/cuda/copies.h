@@ -35,18 +35,10 @@ bool kvn_cuda_copies_close(const kvn_device *device);
 int kvn_cuda_copy_async(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
                         uint64_t nbytes, kvn_stream stream, kvn_failure *failure);
 unsigned kvn_cuda_batch_copies(const kvn_device *device, char *why, size_t room);
-int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, const uint64_t *dst,
-                        const uint64_t *src, const uint64_t *nbytes, size_t *count, kvn_stream stream,
+int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                         size_t *failed, kvn_failure *failure);
-int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
-                       const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
-                       kvn_failure *failure);
-int kvn_cuda_copies_wait(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure);
-/* As kvn_cuda_launcher_can_stop, _query, _abort and _drop. */
-bool kvn_cuda_copies_can_stop(const kvn_device *device, kvn_stream stream);
-int kvn_cuda_copies_query(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
-int kvn_cuda_copies_abort(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
-int kvn_cuda_copies_drop(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
+int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
+                       size_t *failed, kvn_failure *failure);
 
 /* ---- the table of ways ---- */
 

@@ -23,7 +23,8 @@ typedef struct kvn_cuda_device {
     size_t granularity;             /* of it; 0: memory comes from cuMemAlloc, and cannot be exported */
     bool can_export;                /* memory of `allocate`, as file descriptors */
     bool maps_registered;           /* memory of cuMemHostRegister is at the host's addresses for kernels, too */
-    void *copies;                   /* of cuda/copies.c, which alone touches it */
+    struct kvn_cuda_copies *copies; /* of cuda/copies.c */
+    struct kvn_cuda_launcher *launcher; /* of cuda/launch.c */
     pthread_mutex_t mutex;          /* guards what follows */
     kvn_cuda_allocated *allocated;  /* by address, ascending */
     size_t num_allocated;

@@ -40,7 +40,7 @@ typedef struct busy {
     bool is_dropped; /* and the stream is no channel's any more: it goes when it is idle */
 } busy;
 
-struct kvn_cuda_launcher {
+typedef struct kvn_cuda_launcher {
     const kvn_device *device;
     pthread_mutex_t mutex; /* guards what follows: held while a launch is given to a stream and noted */
     kvn_cuda_kernel kernel;
@@ -48,12 +48,15 @@ struct kvn_cuda_launcher {
     busy *streams;
     launch **pages; /* of control words: each the array of its launches */
     size_t num_pages;
-};
+} kvn_cuda_launcher;
+
+static kvn_cuda_launcher *launcher_of(const kvn_device *device) { return kvn_cuda_state(device)->launcher; }
 
 #define CALL KVN_CUDA_CALL
 
-int kvn_cuda_launcher_load(kvn_cuda_launcher *self, kvn_failure *failure)
+int kvn_cuda_launcher_load(const kvn_device *device, kvn_failure *failure)
 {
+    kvn_cuda_launcher *self = launcher_of(device);
     int status;
 
     pthread_mutex_lock(&self->mutex);
@@ -243,22 +246,21 @@ static int start(kvn_cuda_launcher *self, CUfunction kernel, const kvn_copy_work
 }
 
 static int start_few(kvn_cuda_launcher *self, const kvn_copy_work *work, unsigned blocks, kvn_stream stream,
-                     const uint64_t *dst, const uint64_t *src, const uint64_t *nbytes, kvn_failure *failure)
+                     const kvn_columns *batch, kvn_failure *failure)
 {
     const size_t count = work->count;
     kvn_copy_few few; /* the rest is never looked at */
 
     few.work = *work;
-    memcpy(few.dst, dst, count * sizeof *dst);
-    memcpy(few.src, src, count * sizeof *src);
-    memcpy(few.nbytes, nbytes, count * sizeof *nbytes);
-    number_pieces(nbytes, count, few.first_piece);
+    memcpy(few.dst, batch->dst, count * sizeof(uint64_t));
+    memcpy(few.src, batch->src, count * sizeof(uint64_t));
+    memcpy(few.nbytes, batch->nbytes, count * sizeof(uint64_t));
+    number_pieces(batch->nbytes, count, few.first_piece);
     return start(self, self->kernel.few, work, blocks, stream, &few, failure);
 }
 
 static int start_many(kvn_cuda_launcher *self, const columns *columns, const kvn_copy_work *work, unsigned blocks,
-                      kvn_stream stream, const uint64_t *dst, const uint64_t *src, const uint64_t *nbytes,
-                      kvn_failure *failure)
+                      kvn_stream stream, const kvn_columns *batch, kvn_failure *failure)
 {
     const size_t column = work->count * sizeof(uint64_t);
     const size_t used = work->nbytes_each ? 2 * column : 3 * column + work->count * sizeof(unsigned);
@@ -268,11 +270,11 @@ static int start_many(kvn_cuda_launcher *self, const columns *columns, const kvn
         .src = (const kvn_copy_word *)(columns->device + column),
     };
 
-    memcpy(columns->host, dst, column);
-    memcpy(columns->host + column, src, column);
+    memcpy(columns->host, batch->dst, column);
+    memcpy(columns->host + column, batch->src, column);
     if (!work->nbytes_each) {
-        memcpy(columns->host + 2 * column, nbytes, column);
-        number_pieces(nbytes, work->count, (unsigned *)(columns->host + 3 * column));
+        memcpy(columns->host + 2 * column, batch->nbytes, column);
+        number_pieces(batch->nbytes, work->count, (unsigned *)(columns->host + 3 * column));
         many.nbytes = (const kvn_copy_word *)(columns->device + 2 * column);
         many.first_piece = (const unsigned *)(columns->device + 3 * column);
     }
@@ -283,8 +285,8 @@ static int start_many(kvn_cuda_launcher *self, const columns *columns, const kvn
 }
 
 /* With the mutex. */
-static int launch_some(kvn_cuda_launcher *self, kvn_stream stream, unsigned blocks, const uint64_t *dst,
-                       const uint64_t *src, const uint64_t *nbytes, kvn_copy_work *work, kvn_failure *failure)
+static int launch_some(kvn_cuda_launcher *self, kvn_stream stream, unsigned blocks, const kvn_columns *batch,
+                       kvn_copy_work *work, kvn_failure *failure)
 {
     const bool is_few = work->count <= KVN_COPY_FEW;
     busy *on = find_or_make(self, stream);
@@ -299,36 +301,38 @@ static int launch_some(kvn_cuda_launcher *self, kvn_stream stream, unsigned bloc
     if (!it)
         return failure->status;
     work->control = it->control;
-    status = is_few ? start_few(self, work, blocks, stream, dst, src, nbytes, failure)
-                    : start_many(self, &it->columns, work, blocks, stream, dst, src, nbytes, failure);
+    status = is_few ? start_few(self, work, blocks, stream, batch, failure)
+                    : start_many(self, &it->columns, work, blocks, stream, batch, failure);
     /* Also where it failed: a copy of its columns may be on the stream. */
     it->next = on->launches;
     on->launches = it;
     return status;
 }
 
-int kvn_cuda_launch(kvn_cuda_launcher *self, kvn_stream stream, unsigned blocks, const uint64_t *dst,
-                    const uint64_t *src, const uint64_t *nbytes, size_t count, kvn_failure *failure)
+int kvn_cuda_launch(const kvn_device *device, kvn_stream stream, unsigned blocks, kvn_columns batch,
+                    kvn_failure *failure)
 {
+    kvn_cuda_launcher *self = launcher_of(device);
     int status = KVN_OK;
 
-    while (count > 0 && status == KVN_OK) {
+    while (batch.count > 0 && status == KVN_OK) {
         kvn_copy_work work = {0};
-        const size_t taken = measure(nbytes, count, &work);
+        const size_t taken = measure(batch.nbytes, batch.count, &work);
 
         pthread_mutex_lock(&self->mutex);
-        status = launch_some(self, stream, blocks, dst, src, nbytes, &work, failure);
+        status = launch_some(self, stream, blocks, &batch, &work, failure);
         pthread_mutex_unlock(&self->mutex);
-        dst += taken;
-        src += taken;
-        nbytes += taken;
-        count -= taken;
+        batch.dst += taken;
+        batch.src += taken;
+        batch.nbytes += taken;
+        batch.count -= taken;
     }
     return status;
 }
 
-int kvn_cuda_launcher_note(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure)
+int kvn_cuda_launcher_note(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
+    kvn_cuda_launcher *self = launcher_of(device);
     busy *it;
 
     pthread_mutex_lock(&self->mutex);
@@ -341,8 +345,9 @@ int kvn_cuda_launcher_note(kvn_cuda_launcher *self, kvn_stream stream, kvn_failu
 
 /* ---- stopping ---- */
 
-bool kvn_cuda_launcher_can_stop(kvn_cuda_launcher *self, kvn_stream stream)
+bool kvn_cuda_can_stop(const kvn_device *device, kvn_stream stream)
 {
+    kvn_cuda_launcher *self = launcher_of(device);
     const busy *it;
     bool can_stop;
 
@@ -392,8 +397,9 @@ static int abort_work(kvn_cuda_launcher *self, busy *it, kvn_failure *failure)
                     it->launches ? " until the kernel sees that it shall end" : "");
 }
 
-int kvn_cuda_launcher_abort(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure)
+int kvn_cuda_abort(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
+    kvn_cuda_launcher *self = launcher_of(device);
     int status;
 
     pthread_mutex_lock(&self->mutex);
@@ -402,8 +408,9 @@ int kvn_cuda_launcher_abort(kvn_cuda_launcher *self, kvn_stream stream, kvn_fail
     return status;
 }
 
-int kvn_cuda_launcher_drop(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure)
+int kvn_cuda_drop(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
+    kvn_cuda_launcher *self = launcher_of(device);
     busy *it;
     int status;
 
@@ -422,8 +429,9 @@ int kvn_cuda_launcher_drop(kvn_cuda_launcher *self, kvn_stream stream, kvn_failu
     return status;
 }
 
-int kvn_cuda_launcher_query(kvn_cuda_launcher *self, kvn_stream stream, kvn_failure *failure)
+int kvn_cuda_query(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
+    kvn_cuda_launcher *self = launcher_of(device);
     const kvn_cuda *cuda = kvn_cuda_of(self->device);
     CUresult code = cuda->cuStreamQuery(stream);
     bool was_told = false;
@@ -448,23 +456,23 @@ int kvn_cuda_launcher_query(kvn_cuda_launcher *self, kvn_stream stream, kvn_fail
 
 /* ---- the launcher ---- */
 
-kvn_cuda_launcher *kvn_cuda_launcher_create(const kvn_device *device)
+int kvn_cuda_launcher_open(const kvn_device *device, kvn_failure *failure)
 {
     kvn_cuda_launcher *self = calloc(1, sizeof *self);
 
-    if (!self)
-        return NULL;
-    self->device = device;
-    if (pthread_mutex_init(&self->mutex, NULL)) {
+    if (!self || pthread_mutex_init(&self->mutex, NULL)) {
         free(self);
-        return NULL;
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the launches of device %d", (int)device->id);
     }
-    return self;
+    self->device = device;
+    kvn_cuda_state(device)->launcher = self;
+    return KVN_OK;
 }
 
-bool kvn_cuda_launcher_destroy(kvn_cuda_launcher *self)
+bool kvn_cuda_launcher_close(const kvn_device *device)
 {
-    const kvn_cuda *cuda = kvn_cuda_of(self->device);
+    kvn_cuda_launcher *self = launcher_of(device);
+    const kvn_cuda *cuda = kvn_cuda_of(device);
     bool has_dropped = false;
 
     collect(self);
@@ -484,7 +492,7 @@ bool kvn_cuda_launcher_destroy(kvn_cuda_launcher *self)
             cuda->cuMemFreeHost(self->pages[i]->control);
             free(self->pages[i]);
         }
-        kvn_cuda_kernel_unload(&self->kernel, self->device);
+        kvn_cuda_kernel_unload(&self->kernel, device);
     }
     while (self->streams) {
         busy *next = self->streams->next;
@@ -494,5 +502,6 @@ bool kvn_cuda_launcher_destroy(kvn_cuda_launcher *self)
     free(self->pages);
     pthread_mutex_destroy(&self->mutex);
     free(self);
+    kvn_cuda_state(device)->launcher = NULL;
     return has_dropped;
 }

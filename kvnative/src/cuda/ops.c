@@ -232,12 +232,6 @@ static int create_stream(const kvn_device *device, kvn_stream *out, kvn_failure 
     return CALL(device, failure, cuStreamCreate, out, KVN_CUDA_STREAM_NON_BLOCKING);
 }
 
-/* KVN_PENDING while it has work; the failure of the work. */
-static int query(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
-{
-    return kvn_cuda_copies_query(device, stream, failure);
-}
-
 static void sleep_ns(int64_t ns)
 {
     const int slack = prctl(PR_GET_TIMERSLACK);
@@ -254,7 +248,7 @@ static int wait_stream(const kvn_device *device, kvn_stream stream, int ms, kvn_
     const int64_t begin = kvn_now_ns(), deadline = begin + ms * INT64_C(1000000);
     int status;
 
-    while ((status = query(device, stream, failure)) == KVN_PENDING) {
+    while ((status = kvn_cuda_query(device, stream, failure)) == KVN_PENDING) {
         const int64_t now = kvn_now_ns();
         if (now >= deadline)
             break;
@@ -280,17 +274,6 @@ static int destroy_stream(const kvn_device *device, kvn_stream stream, kvn_failu
     if (wait_until_done(device, stream, failure) != KVN_OK)
         return failure->status;
     return CALL(device, failure, cuStreamDestroy_v2, stream);
-}
-
-/* CUDA stops nothing that was given to a stream; launches of our kernel stop themselves. */
-static int abort_stream(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
-{
-    return kvn_cuda_copies_abort(device, stream, failure);
-}
-
-static int drop_stream(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
-{
-    return kvn_cuda_copies_drop(device, stream, failure);
 }
 
 /* ---- events: without times, which cost the device more ---- */
@@ -340,9 +323,14 @@ static int check_event(const kvn_device *device, void *event, kvn_failure *failu
 /* An event of another context, or device, is fine. */
 static int wait_event(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure)
 {
+    kvn_failure ignored;
+
     if (check_capture(device, stream, failure) != KVN_OK)
         return failure->status;
-    return kvn_cuda_copies_wait(device, stream, event, failure);
+    /* Loading the kernel later could wait for all work of the context, and so for this event. A launch that needs
+     * the kernel reports a failure. */
+    kvn_cuda_launcher_load(device, &ignored);
+    return CALL(device, failure, cuStreamWaitEvent, stream, event, 0);
 }
 
 static int query_event(const kvn_device *device, void *event, kvn_failure *failure)
@@ -467,8 +455,8 @@ const kvn_device_ops kvn_cuda_ops = {
     .memory = memory,
     .create_stream = create_stream,
     .destroy_stream = destroy_stream,
-    .abort_stream = abort_stream,
-    .drop_stream = drop_stream,
+    .abort_stream = kvn_cuda_abort, /* CUDA stops no work itself; launches of our kernel stop */
+    .drop_stream = kvn_cuda_drop,
     .wait_stream = wait_stream,
     .create_event = create_event,
     .destroy_event = destroy_event,
@@ -480,5 +468,5 @@ const kvn_device_ops kvn_cuda_ops = {
     .batch_copies = kvn_cuda_batch_copies,
     .copy_batch = kvn_cuda_copy_batch,
     .copy_held = kvn_cuda_copy_held,
-    .can_stop = kvn_cuda_copies_can_stop,
+    .can_stop = kvn_cuda_can_stop,
 };

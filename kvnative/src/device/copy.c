@@ -193,9 +193,16 @@ static int fail_batch(transfer *t, int status, size_t count, size_t failed, cons
     return KVN_PENDING;
 }
 
-/* On the stream, or before it returns. *count is then what was copied. */
-static int copy_some(transfer *t, bool blocking, const uint64_t *dst, const uint64_t *src, const uint64_t *nbytes,
-                     size_t *count)
+static kvn_columns batch_of(const transfer *t, size_t count)
+{
+    const kvn_columns *shard = t->shard;
+
+    return (kvn_columns){
+        .dst = shard->dst + t->at, .src = shard->src + t->at, .nbytes = shard->nbytes + t->at, .count = count};
+}
+
+/* On the stream, or before it returns. batch->count is then what was copied. */
+static int copy_some(transfer *t, bool blocking, kvn_columns *batch)
 {
     const copy_backend *self = t->self;
     size_t failed = SIZE_MAX;
@@ -204,11 +211,11 @@ static int copy_some(transfer *t, bool blocking, const uint64_t *dst, const uint
 
     if (status != KVN_OK)
         return status;
-    status = ops_of(t)->copy_batch(self->device, self->direction, dst, src, nbytes, count,
+    status = ops_of(t)->copy_batch(self->device, self->direction, batch,
                                    blocking ? NULL : kvn_channel_stream(t->channel), &failed, &failure);
     if (!blocking)
-        note_issued(t, nbytes, *count);
-    return status == KVN_OK ? KVN_OK : fail_batch(t, status, *count, failed, &failure);
+        note_issued(t, batch->nbytes, batch->count);
+    return status == KVN_OK ? KVN_OK : fail_batch(t, status, batch->count, failed, &failure);
 }
 
 /* A descriptor of more bytes than may be unstoppable: slice by slice. */
@@ -219,11 +226,10 @@ static int copy_sliced(transfer *t, bool blocking)
 
     while (left && status == KVN_OK) {
         const uint64_t nbytes = left < most_unstoppable(t) ? left : most_unstoppable(t);
-        size_t count = 1;
 
         status = look(t);
         if (status == KVN_OK)
-            status = copy_some(t, blocking, &dst, &src, &nbytes, &count);
+            status = copy_some(t, blocking, &(kvn_columns){.dst = &dst, .src = &src, .nbytes = &nbytes, .count = 1});
         dst += nbytes;
         src += nbytes;
         left -= nbytes;
@@ -233,8 +239,8 @@ static int copy_sliced(transfer *t, bool blocking)
 
 static int copy_batch(transfer *t, unsigned copies)
 {
-    const kvn_columns *shard = t->shard;
-    chunk chunk = next_chunk(t, copies);
+    const chunk chunk = next_chunk(t, copies);
+    kvn_columns batch = batch_of(t, chunk.count);
     int status = chunk.blocking ? await(t) : KVN_OK;
 
     if (status != KVN_OK)
@@ -242,13 +248,12 @@ static int copy_batch(transfer *t, unsigned copies)
     if (chunk.sliced)
         status = copy_sliced(t, chunk.blocking);
     else
-        status = copy_some(t, chunk.blocking, shard->dst + t->at, shard->src + t->at, shard->nbytes + t->at,
-                           &chunk.count);
+        status = copy_some(t, chunk.blocking, &batch);
     if (status == KVN_PENDING)
         return KVN_OK;
     if (status != KVN_OK)
         return status;
-    t->at += chunk.count;
+    t->at += batch.count;
     if (chunk.blocking && t->issued == 0)
         t->fault->confirmed = t->at;
     return KVN_OK;
@@ -260,25 +265,24 @@ static int copy_batch(transfer *t, unsigned copies)
 static int copy_held(transfer *t)
 {
     const copy_backend *self = t->self;
-    const kvn_columns *shard = t->shard;
-    const uint64_t left = shard->count - t->at, max_batch = ops_of(t)->max_batch;
-    size_t count = 1, failed = SIZE_MAX;
+    const uint64_t left = t->shard->count - t->at, max_batch = ops_of(t)->max_batch;
+    kvn_columns batch = batch_of(t, 1);
+    size_t failed = SIZE_MAX;
     kvn_failure failure;
     int status;
 
     if (ops_of(t)->max_batches && t->issued >= ops_of(t)->max_batches)
         return await(t);
-    while (count < left && count < max_batch && shard->nbytes[t->at + count] > 0)
-        count++;
-    status = ops_of(t)->copy_held(self->device, self->direction, shard->dst + t->at, shard->src + t->at,
-                                  shard->nbytes + t->at, &count, kvn_channel_stream(t->channel), &failed,
+    while (batch.count < left && batch.count < max_batch && batch.nbytes[batch.count] > 0)
+        batch.count++;
+    status = ops_of(t)->copy_held(self->device, self->direction, &batch, kvn_channel_stream(t->channel), &failed,
                                   &failure);
     if (status == KVN_PENDING)
         return await(t);
     t->issued++;
     if (status != KVN_OK)
-        return fail(t, failed < count ? t->at + failed : KVN_NO_DESCRIPTOR, &failure);
-    t->at += count;
+        return fail(t, failed < batch.count ? t->at + failed : KVN_NO_DESCRIPTOR, &failure);
+    t->at += batch.count;
     return KVN_OK;
 }
 

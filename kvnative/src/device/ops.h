@@ -167,20 +167,18 @@ typedef struct kvn_device_ops {
      * to "". */
     unsigned (*batch_copies)(const kvn_device *device, char *why, size_t room);
     /* Copies 1 to max_batch descriptors, on the stream; or, where that is NULL, before it returns. It may take
-     * fewer than it is given, at least one: then *count is how many.
+     * fewer than it is given, at least one: then batch->count is how many. Only dst, src, nbytes and count are set.
      * KVN_UNSUPPORTED: nothing was copied, and no batch ever will be. Other failures: *failed (preset to
      * SIZE_MAX) is the index of the descriptor at fault, where that is known. NULL where batch_copies is
      * always 0. Of what abort_stream would not stop it takes no more bytes than kvn_most_unstoppable, but for a
      * descriptor that alone has more. */
-    int (*copy_batch)(kvn_device *device, kvn_direction direction, const uint64_t *dst,
-                      const uint64_t *src, const uint64_t *nbytes, size_t *count, kvn_stream stream,
+    int (*copy_batch)(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                       size_t *failed, kvn_failure *failure);
     /* As copy_batch, on a stream that waits for an event which may never come: of a device whose streams cannot
      * be aborted, for what abort_stream can stop until then. KVN_PENDING: the first descriptor is no such; it
      * has to wait for the event. NULL: nothing is, or `can_abort`, and then all is. */
-    int (*copy_held)(kvn_device *device, kvn_direction direction, const uint64_t *dst, const uint64_t *src,
-                     const uint64_t *nbytes, size_t *count, kvn_stream stream, size_t *failed,
-                     kvn_failure *failure);
+    int (*copy_held)(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
+                     size_t *failed, kvn_failure *failure);
     /* Whether abort_stream would stop all that is on the stream now. NULL: it does, as it `can_abort`. */
     bool (*can_stop)(const kvn_device *device, kvn_stream stream);
 } kvn_device_ops;

@@ -6,12 +6,10 @@ A separate process looks at accelerators and UCX, as a broken library may end it
 from __future__ import annotations
 
 import json
-import os
-import selectors
 import signal
 import subprocess
 import sys
-import time
+from tempfile import TemporaryFile
 from typing import Any, Final
 
 import click
@@ -21,6 +19,7 @@ from kvplan.cli.info import host
 from kvplan.cli.info.text import outline, verdict
 
 _KILL_TIMEOUT_S: Final = 2.0
+_SCHEMA_VERSION: Final = 2  # of --json
 _MAX_LINES: Final = 12  # of the output of a process that died
 
 
@@ -51,7 +50,7 @@ def info(device_id: int, timeout: float, *, verbose: bool, as_json: bool) -> Exi
     found = {**host.describe(), **_look(device_id, timeout)}
     summary = verdict(found)
     if as_json:
-        write_json(found)
+        write_json(found, _SCHEMA_VERSION)
     else:
         out = console()
         for line, style in summary.lines:
@@ -66,80 +65,48 @@ def _look(device_id: int, timeout_s: float) -> dict[str, Any]:
 
     If it did not complete, `stopped` has the step and the reason.
     """
-    reader, writer = os.pipe()
-    with os.fdopen(reader, "rb", buffering=0) as notes:
+    reason = ""
+    with TemporaryFile() as notes, TemporaryFile() as said:
+        command = [sys.executable, "-m", "kvplan.cli.info.look", str(notes.fileno())]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvplan.cli.info.look", str(writer), str(device_id)],
+                [*command, str(device_id)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=[writer],
+                stderr=said,
+                pass_fds=[notes.fileno()],
             )
         except OSError as error:
-            return _gather(b"", f"no process could be started: {error}")
-        finally:
-            os.close(writer)
-        try:
-            lines, said, ended = _read(notes.fileno(), process, timeout_s)
-        finally:
-            is_gone = _end(process)
-        late = f"took longer than {timeout_s:g} s{'' if is_gone else ', and cannot be killed'}"
-        return _gather(lines, "" if ended else late, process, said)
+            reason = f"no process could be started: {error}"
+        else:
+            reason = _end_of(process, timeout_s)
+        for file in (notes, said):
+            file.seek(0)
+        return _gather(notes.read(), reason, said.read().decode(errors="replace"))
 
 
-def _read(
-    notes: int, process: subprocess.Popen[bytes], timeout_s: float
-) -> tuple[bytes, bytes, bool]:
-    """Return the content of the pipe and of stderr, and True if the process ended in time."""
-    assert process.stderr is not None
-    written = {notes: bytearray(), process.stderr.fileno(): bytearray()}
-    deadline = time.monotonic() + timeout_s
-    with selectors.DefaultSelector() as selector:
-        for file in written:
-            selector.register(file, selectors.EVENT_READ)
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                if piece := os.read(key.fd, 65536):
-                    written[key.fd] += piece
-                else:
-                    selector.unregister(key.fd)
-        ended = not selector.get_map()
-    if ended:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            ended = False
-    lines, output = map(bytes, written.values())
-    return lines, output, ended
-
-
-def _end(process: subprocess.Popen[bytes]) -> bool:
-    """Kill the process; return False if it waits inside a driver and cannot be killed."""
-    assert process.stderr is not None
-    process.kill()
-    process.stderr.close()
+def _end_of(process: subprocess.Popen[bytes], timeout_s: float) -> str:
+    """Wait for the process; return why it did not complete, or an empty text."""
     try:
-        process.wait(_KILL_TIMEOUT_S)
+        code = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        return False
-    return True
+        process.kill()
+        try:
+            process.wait(_KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # it waits inside of a driver
+            return f"took longer than {timeout_s:g} s, and cannot be killed"
+        return f"took longer than {timeout_s:g} s"
+    finally:
+        process.kill()  # after Ctrl-C
+    if code >= 0:
+        return f"ended with exit code {code}" if code else ""
+    return f"ended with {_signal_name(-code)}"
 
 
-def _gather(
-    lines: bytes,
-    reason: str,
-    process: subprocess.Popen[bytes] | None = None,
-    said: bytes = b"",
-) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "accelerator": {},
-        "cuda": {},
-        "ucx": {},
-        "copies": [],
-        "transports": [],
-        "stopped": None,
-    }
+def _gather(lines: bytes, reason: str, said: str) -> dict[str, Any]:
+    names = ("accelerator", "cuda", "ucx", "copies", "transports", "stopped")
+    kinds: tuple[Any, ...] = ({}, {}, {}, [], [], None)
+    found = dict(zip(names, kinds, strict=True))
     step = "starting Python"
     # The last piece is empty, or an incomplete line.
     for line in lines.split(b"\n")[:-1]:
@@ -150,15 +117,9 @@ def _gather(
                 found[name].update(value)
             else:
                 found[name].append(value)
-    if not reason and process is not None and process.returncode:
-        code = process.returncode
-        reason = f"ended with {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     if reason:
-        found["stopped"] = {
-            "step": step,
-            "reason": reason,
-            "said": said.decode(errors="replace").splitlines()[-_MAX_LINES:],
-        }
+        last = said.splitlines()[-_MAX_LINES:]
+        found["stopped"] = {"step": step, "reason": reason, "said": last}
     return found
 
 

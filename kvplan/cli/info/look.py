@@ -1,4 +1,4 @@
-"""Look at accelerators and UCX: `python -m kvplan.cli.info.look FD DEVICE_ID`.
+"""Look at accelerators and UCX, and try copies: `python -m kvplan.cli.info.look FD DEVICE_ID`.
 
 Writes a line of JSON to FD for each step and each finding, so that none is lost if a library ends
 the process or hangs.
@@ -9,36 +9,55 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import numpy as np
 
 from kvnative._backend import NativeError
 from kvnative.ascend_files import HOME_VARIABLES, homes
-from kvplan.cli.info import trial
-from kvplan.cli.info.trial import ways_within
+from kvplan.control.auth import ClusterKey
 from kvplan.device.ascend import OVERRIDE
 from kvplan.device.ascend import load_library as load_acl
 from kvplan.device.cuda import CudaDevice, driver_version
 from kvplan.device.cuda import load_library as load_cuda
+from kvplan.engine.datadist import LlmDataDist
+from kvplan.engine.options import Options
+from kvplan.links import ClusterInfo
+from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import LLMException
+from kvplan.transport.ucx import library as ucx_library
+from kvplan.types import BlocksCacheKey, CacheDesc, DataType, LlmRole, Placement
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvnative._acl import AclLibrary
     from kvnative._cuda import CudaLibrary
     from kvplan.device.ascend import AscendDevice
     from kvplan.device.device import Device
     from kvplan.transport.choice import TransportOptions
-    from kvplan.transport.ucx.transport import UcxTransport
 
 Note = Callable[..., None]
 _Place = dict[str, object]
 
 _ACL_NAMES = ("libacl_rt.so", "libascendcl.so")
 _HCCL_NAMES = ("libhcomm.so", "libhccl.so")
+_ANY_DEVICE: Final = {"TLS": "^tcp", "NET_DEVICES": "all"}  # of UCX
+
+_DESC: Final = CacheDesc(2, (8, 32 << 10), DataType.DT_UINT8, Placement.HOST)
+_TIMEOUT_MS: Final = 10_000
+# The blocks at each stop: those of one go to those of the next.
+_STOPS: Final = ([0, 2, 5, 7], [6, 1, 3, 0], [4, 7, 2, 5])
+_GIVEN, _CAME, _BACK = _STOPS
+
+_WAYS: Final = (("host", "host"), ("host", "device"), ("device", "device"))
 
 COSTS: Final = {
     "aclrtMemcpyBatch": "pageable host memory is copied one descriptor at a time",
@@ -68,8 +87,10 @@ def main() -> None:
 def look(note: Note, device_id: int) -> None:
     """Report all findings to `note`."""
     with _open_device(note, device_id) as device:
-        for way in ways_within(device):
-            note(copies=trial.of_copies(way, device))
+        kind = "cuda" if isinstance(device, CudaDevice) else "ascend"
+        accelerator = "none" if device is None else kind
+        for num_devices in range(1 if device is None else 3):
+            note(copies=_tried_copies(num_devices, accelerator, device_id))
         _look_at_transports(note, device)
 
 
@@ -158,7 +179,10 @@ def _of_hccl(library: AclLibrary) -> dict[str, object]:
 def _look_at_transports(note: Note, device: Device | None) -> None:
     from kvplan.transport.choice import TRANSPORTS, TransportOptions
 
-    options = TransportOptions(device=device)
+    own = Options()  # of an engine in this environment
+    options = TransportOptions(
+        device=device, ucx_devices=own.ucx_devices, ucx_settings=own.ucx_settings
+    )
     for name in TRANSPORTS:
         note(step=f"making transport {name}")
         found: dict[str, object] = {"name": name, "works": False, "reaches": []}
@@ -174,19 +198,13 @@ def _look_at_transports(note: Note, device: Device | None) -> None:
 def _of_transport(note: Note, name: str, options: TransportOptions) -> dict[str, object]:
     from kvplan.transport.choice import TRANSPORTS
 
-    make = TRANSPORTS[name]
     if name == "ucx":
-        from kvplan.cli.info import ucx
-
-        ucx.look(note)
-        with closing(make(options)) as ours, closing(make(options)) as theirs:
-            ucx.look_at_transport(note, cast("UcxTransport", ours), cast("UcxTransport", theirs))
-    found: dict[str, object] = {}
-    if name == "tcp":
-        note(step="trying a copy over tcp")
-        found["tried"] = trial.between_engines(name)
-    with closing(make(options)) as transport:
-        found["reaches"] = sorted(transport.reaches)
+        _look_at_ucx(note)
+    with closing(TRANSPORTS[name](options)) as transport:
+        found: dict[str, object] = {"reaches": sorted(transport.reaches)}
+    if name in ("tcp", "ucx"):
+        note(step=f"trying a copy over {name}")
+        found["tried"] = _tried_between_engines(name)
     return found
 
 
@@ -265,6 +283,132 @@ def _of_cuda_device(note: Note, library: CudaLibrary, device_id: int) -> dict[st
             return device.describe()
     except (LLMException, NativeError) as error:
         return {"id": device_id, "why_not": _reason(error)}
+
+
+def _look_at_ucx(note: Note) -> None:
+    """Report the library, its modules, the devices that it finds, and what RDMA lacks."""
+    note(
+        step="looking for UCX",
+        ucx={"places": _places_of_ucx(), "environment": _environment()},
+    )
+    found = ucx_library.find()
+    note(
+        step=f"loading UCX ({found.path})",
+        ucx={
+            "library": found.path,
+            "source": found.source,
+            "modules": _modules(found.path),
+            "missing_for_rdma": _missing_for_rdma(found.path),
+        },
+    )
+    from kvnative._ucx import UcxLibrary, UcxWorker
+
+    library = UcxLibrary.load(found.path)
+    version = ".".join(map(str, library.version))
+    note(step="asking UCX what it finds", ucx={"library": library.path, "version": version})
+    worker = UcxWorker(library, settings=_ANY_DEVICE, name="kvplan info")
+    try:
+        note(ucx={"finds": worker.transports.split()})
+    finally:
+        worker.close()
+
+
+def _places_of_ucx() -> list[dict[str, object]]:
+    return [
+        {
+            "path": place.path,
+            "origin": place.source,
+            "has": [str(place.library)] if place.library else [],
+        }
+        for place in ucx_library.places()
+    ]
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment variables of UCX, and the one that selects its library."""
+    return {
+        name: os.environ[name]
+        for name in sorted(os.environ)
+        if name.startswith("UCX_") or name == ucx_library.OVERRIDE
+    }
+
+
+def _modules(library: str) -> list[str]:
+    """Return the modules of the library, such as "ib" (verbs); shared memory is built in."""
+    files = Path(library).resolve().parent.glob("ucx/libuct_*.so")
+    return sorted(file.stem.removeprefix("libuct_") for file in files)
+
+
+def _missing_for_rdma(library: str) -> list[str]:
+    """Return all reasons; `why_no_rdma` returns only the first."""
+    host = ucx_library.why_no_rdma("")
+    verbs = (
+        "the library is built without verbs, as the wheel is: for RDMA install the system's UCX, "
+        "or that of MLNX_OFED"
+    )
+    return [*filter(None, [host]), *([] if "ib" in _modules(library) else [verbs])]
+
+
+def _tried_copies(num_devices: int, accelerator: str, device_id: int) -> dict[str, object]:
+    """Move blocks from host memory by way of 0, 1 or 2 caches of a device to host memory again."""
+    fault = one_by_one = ""
+    options = Options(accelerator=accelerator, device_id=device_id, listen_ip_info="")
+    try:
+        with LlmDataDist(1, LlmRole.MIX) as engine:
+            engine.initialize(options)
+            fault = _wrong_within(engine, num_devices)
+            if engine.device is not None:
+                one_by_one = engine.device.native.fallback_reason
+    except (LLMException, NativeError, MemoryError) as error:
+        fault = str(error.args[0]) if error.args else type(error).__name__
+    local, remote = _WAYS[num_devices]
+    found = {"local": local, "remote": remote, "works": not fault, "why_not": fault}
+    return {**found, "one_by_one": one_by_one}
+
+
+def _wrong_within(engine: LlmDataDist, num_devices: int) -> str:
+    """Return the blocks that came back wrong, in words; empty if there are none."""
+    on_device = replace(_DESC, placement=Placement.DEVICE)
+    descs = [_DESC, *[on_device] * num_devices, _DESC]
+    caches = [engine.allocate_blocks_cache(desc) for desc in descs]
+    given, got = engine.arrays(caches[0]), engine.arrays(caches[-1])
+    _fill(given)
+    tables = [*_STOPS[: num_devices + 1], _GIVEN]
+    for source, target in pairwise(map(Rows, caches, tables)):
+        engine.run(Transfer(source, target), timeout_ms=_TIMEOUT_MS)
+    wrong = [block for block in _GIVEN if (np.stack(got) != np.stack(given))[:, block].any()]
+    return f"blocks {wrong} came back wrong" if wrong else ""
+
+
+def _tried_between_engines(transport: str) -> str:
+    """Pull and push over a transport on the loopback; return the way of the bytes."""
+    with ExitStack() as stack:
+        # A temporary key, as the first use of the user's key would make it.
+        key = Path(stack.enter_context(TemporaryDirectory(prefix="kvplan-info-"))) / "key"
+        ClusterKey.generate().save(key)
+        common = Options(transport=transport, accelerator="none", cluster_key_file=str(key))
+        owner, user = LlmDataDist(1, LlmRole.MIX), LlmDataDist(2, LlmRole.MIX)
+        for engine, address in ((owner, "127.0.0.1:0"), (user, "")):
+            engine.initialize(replace(common, listen_ip_info=address))
+            stack.callback(engine.finalize)
+        user.link_clusters([ClusterInfo(1, str(owner.listen_address))]).raise_for_status()
+        there, here = BlocksCacheKey(1), user.allocate_blocks_cache(_DESC)
+        tensors = owner.arrays(owner.allocate_blocks_cache(_DESC, there))
+        expected = _fill(tensors)
+        user.pull_blocks(there, here, _GIVEN, _CAME, timeout_ms=_TIMEOUT_MS)
+        user.push_blocks(here, there, _CAME, _BACK, timeout_ms=_TIMEOUT_MS)
+        if not np.array_equal(tensors, expected):
+            raise LLMException(f"blocks {_GIVEN} were pulled or pushed wrong over {transport}")
+        return user.links()[0].way
+
+
+def _fill(tensors: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Fill tensors with random bytes; return the expected content after both copies."""
+    for number, tensor in enumerate(tensors):
+        tensor[:] = np.random.default_rng(number).integers(1, 256, tensor.shape, np.uint8)
+    expected = np.stack(tensors)
+    expected[:, _BACK] = expected[:, _GIVEN]
+    return expected
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def _opened(kind: Found) -> str:
 
 def _rdma(found: Found, usable: Found) -> str:
     if "ucx" in usable:
-        return f"by UCX {found['ucx'].get('version', '')}, over {', '.join(found['ucx']['over'])}"
+        return f"by UCX {found['ucx'].get('version', '')}, over {usable['ucx']['tried']}"
     if "hccl" in usable:
         return "by HCCL, between devices"
     missing = found["ucx"].get("missing_for_rdma") or []

@@ -25,17 +25,11 @@ _MAX_TRIES: Final = 5  # of copies in host memory, while other processes disturb
 
 
 class TunedCuda(NamedTuple):
-    """Result of tuning a GPU.
+    """Result of tuning a GPU."""
 
-    Attributes:
-        name: model of the GPU.
-        copies: its fastest ways, by direction, in words.
-        why_not: the reason of a failure; empty on success.
-    """
-
-    name: str
-    copies: dict[str, str]
-    why_not: str = ""
+    name: str  # model of the GPU
+    copies: dict[str, str]  # its fastest ways, by direction, in words
+    why_not: str = ""  # reason of a failure
 
 
 @click.command("tune", epilog="Example: kvplan tune --only host --dry-run")

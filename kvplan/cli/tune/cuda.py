@@ -39,15 +39,10 @@ _FORCED: Final[Mapping[Way, tuple[int, int]]] = {
 
 
 class Found(NamedTuple):
-    """A measurement of the ways of a GPU.
+    """A measurement of the ways of a GPU."""
 
-    Attributes:
-        tunings: The best tuning for each direction.
-        seconds: Seconds of a sample by (direction, way, bytes of a descriptor).
-    """
-
-    tunings: Tunings
-    seconds: Mapping[tuple[CopyDirection, Way, int], float]
+    tunings: Tunings  # the best ones, by direction
+    seconds: Mapping[tuple[CopyDirection, Way, int], float]  # by direction, way, descriptor's bytes
 
     def words(self, device: Device) -> dict[CopyDirection, str]:
         """Describe how the device copies with the measured tunings."""
@@ -81,10 +76,6 @@ def time_copies(
 
     A given `way` also applies to concurrent transfers of the device; None: the device's own choice.
     A batch has at most 4,096 descriptors of `nbytes` each and moves at most `span_nbytes`.
-
-    Raises:
-        NativeError: The device is closed.
-        LLMException: An error of the device.
     """
     native = device.native
     source, target = (

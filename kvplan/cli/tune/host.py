@@ -71,9 +71,9 @@ class _Comparison:
     def gain(self, of: int, over: int) -> float:
         """Return the relative gain of one tuning over another, 0 if it is not clear."""
         ratios = [row[of] / row[over] for row in self._rounds]
-        fastest, other = (min(row[it] for row in self._rounds) for it in (of, over))
+        fastest, other = (min(row[one] for row in self._rounds) for one in (of, over))
         gain = 1 - max(median(ratios), fastest / other)
-        wins = sum(it < 1 for it in ratios) / len(ratios)
+        wins = sum(ratio < 1 for ratio in ratios) / len(ratios)
         return gain if gain >= _MARGIN and wins >= _SHARE else 0.0
 
 
@@ -96,11 +96,11 @@ class _Calibration:
     ) -> None:
         """Set a field to the clearly best value, within the share `until` of the time."""
         values = [getattr(self.tuning, field)]
-        values += [it for it in others if it not in values]
+        values += [value for value in others if value not in values]
         if len(values) == 1:
             return
         found = self._compare(title, field, values, nbytes, until)
-        gains = [found.gain(it, 0) for it in range(len(values))]
+        gains = [found.gain(index, 0) for index in range(len(values))]
         best = max(range(len(values)), key=gains.__getitem__)
         if gains[best]:
             text = f"{values[best]}, {gains[best]:.0%} faster than {values[0]} at {_mib(nbytes)}"
@@ -119,21 +119,23 @@ class _Calibration:
             until = begin + (end - begin) * done / sum(_SIZES)
             found = self._compare(title, "bypass_nbytes", [NEVER, 0], nbytes, until)
             gains[nbytes] = found.gain(1, 0) - found.gain(0, 1)
-        lost = [it for it, gain in gains.items() if (gain < 0 if it >= builtin else gain > 0)]
+        lost = [size for size, gain in gains.items() if (gain < 0 if size >= builtin else gain > 0)]
         if not lost:
             self.reasons.append(f"{title} {_mib(builtin)}, as built in: nothing is clearly faster")
             return
-        kept = max((it for it, gain in gains.items() if gain < 0), default=0)
-        past = min((it for it, gain in gains.items() if gain > 0 and it > kept), default=2 * kept)
+        kept = max((size for size, gain in gains.items() if gain < 0), default=0)
+        past = min(
+            (size for size, gain in gains.items() if gain > 0 and size > kept), default=2 * kept
+        )
         self.tuning = self.tuning._replace(bypass_nbytes=past)
-        most = max(abs(gains[it]) for it in lost)
-        where = ", ".join(_mib(it) for it in lost)
+        most = max(abs(gains[size]) for size in lost)
+        where = ", ".join(map(_mib, lost))
         self.reasons.append(f"{title} {_mib(past)}: up to {most:.0%} faster at {where}")
 
     def _compare(
         self, title: str, field: str, values: Sequence[object], nbytes: int, until: float
     ) -> _Comparison:
-        candidates = [_with(self.tuning, field, it) for it in values]
+        candidates = [_with(self.tuning, field, value) for value in values]
         deadline_ns = self._began_ns + int(until * self._budget_ns)
         found = _Comparison(*self._measure(candidates, nbytes, _ROUNDS, deadline_ns))
         if not found.sure:
@@ -149,16 +151,16 @@ def calibrate(
 ) -> Finding:
     """Compare tunings with the built-in one within the time budget, by the times of `measure`."""
     began_ns = clock()
-    it = _Calibration(builtin, measure, began_ns, 1e6 * budget_ms)
+    found = _Calibration(builtin, measure, began_ns, 1e6 * budget_ms)
     try:
         if builtin.bypass_nbytes < NEVER:
-            it.find_bypass(0.0, 0.6)
-        it.settle("at once", "piece_nbytes", _PIECES_NBYTES, _LARGE_NBYTES, 0.7)
+            found.find_bypass(0.0, 0.6)
+        found.settle("at once", "piece_nbytes", _PIECES_NBYTES, _LARGE_NBYTES, 0.7)
         fewer = [count for count in _THREADS if count < builtin.threads]
-        it.settle("threads", "threads", fewer, _LARGE_NBYTES, 0.8)
+        found.settle("threads", "threads", fewer, _LARGE_NBYTES, 0.8)
     except _BusyError as busy:
         return Finding(builtin, False, (f"{busy}; all is as built in",), (clock() - began_ns) / 1e6)
-    return Finding(it.tuning, True, tuple(it.reasons), (clock() - began_ns) / 1e6)
+    return Finding(found.tuning, True, tuple(found.reasons), (clock() - began_ns) / 1e6)
 
 
 def _with(tuning: Tuning, field: str, value: object) -> Tuning:
@@ -171,12 +173,7 @@ def _mib(nbytes: int) -> str:
 
 @contextmanager
 def measured_here() -> Iterator[Measure]:
-    """Return a `Measure` of this machine with its own memory.
-
-    Raises:
-        OSError: The system has too few threads.
-        MemoryError: The system has too little memory.
-    """
+    """Return a `Measure` of this machine with its own memory."""
     with Arena(2 * _SPAN_NBYTES, prefault=True) as arena:
         rng = np.random.default_rng(0)
         count = _SPAN_NBYTES // _BLOCK_NBYTES
@@ -214,12 +211,7 @@ def tune(
     budget_ms: float = BUDGET_MS,
     crowded: Callable[[], bool] = is_crowded,
 ) -> Finding:
-    """Measure this machine, unless `crowded` returns True because other processes disturb it.
-
-    Raises:
-        OSError: The system has too few threads.
-        MemoryError: The system has too little memory.
-    """
+    """Measure this machine, unless `crowded` returns True because other processes disturb it."""
     began = time.monotonic_ns()
     if crowded():
         reason = "more threads want to run than there are cores; all is as built in"

@@ -12,7 +12,6 @@ from kvplan.llm_datadist.conversion import (
     cache_of,
     check_alike,
     check_kind,
-    check_size,
     check_some,
     copies_of,
     desc_of,
@@ -83,7 +82,7 @@ _checked = checked(
         "src_batch_index": check_uint32,
         "dst_batch_index": check_uint32,
         "offset": check_uint64,
-        "size": lambda _, size: check_size(size),
+        "size": check_int64,
         "req_id": _check_request,
         "copy_block_info": kind_of(dict),
         "src_to_dst": kind_of(dict),
@@ -97,6 +96,9 @@ class CacheManager:
 
     In *request mode* peers pull by CacheKey, and a pull consumes the key of its request. In *remote
     mode* (llm.EnableRemoteCacheAccessible) peers pull by id, and push.
+
+    Every method raises TypeError for an argument of another type, ValueError for an integer outside
+    its width, and LLM_ENGINE_FINALIZED after `finalize`.
 
     Args:
         llm_datadist: the engine.
@@ -116,7 +118,6 @@ class CacheManager:
         """Refuse a key that does not name either a request or a prefix.
 
         Raises:
-            TypeError: cache_key is not a CacheKey.
             LLMException: LLM_PARAM_INVALID: the key names both or neither.
         """
         if is_invalid_id(cache_key.req_id) is is_invalid_id(cache_key.prefix_id):
@@ -136,8 +137,6 @@ class CacheManager:
             cache_keys: key i names slot i; one with req_id=2**64-1 skips a slot.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
             LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: no pool for this placement, more
                 keys than slots, a key in use; LLM_ENGINE_FINALIZED.
         """
@@ -157,8 +156,6 @@ class CacheManager:
             blocks_cache_key: names the whole cache.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
             LLMException: as for `allocate_cache`.
         """
         self._check_pool(cache_desc)
@@ -171,7 +168,6 @@ class CacheManager:
         """Free an allocated contiguous cache, which lives on while it has keys; idempotent.
 
         Raises:
-            TypeError: cache is not a Cache.
             LLMException: LLM_PARAM_INVALID: the cache is paged, or was registered;
                 LLM_ENGINE_FINALIZED.
         """
@@ -182,7 +178,6 @@ class CacheManager:
         """Free an allocated paged cache; idempotent.
 
         Raises:
-            TypeError: cache is not a Cache.
             LLMException: LLM_PARAM_INVALID: the cache is contiguous, or was registered;
                 LLM_ENGINE_FINALIZED.
         """
@@ -193,7 +188,6 @@ class CacheManager:
         """Remove a key of an allocated cache. An unknown key has no effect.
 
         Raises:
-            TypeError: cache_key is not a CacheKey.
             LLMException: LLM_ENGINE_FINALIZED.
         """
         self._engine.remove_cache_key(key_of(cache_key))
@@ -216,8 +210,6 @@ class CacheManager:
                 remote mode for Placement.DEVICE, unless `LLMDataDist.link` was called.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: addresses that do not fit the description or are not
                 mapped, a key in use, remote_accessible=True after `LLMDataDist.link`;
                 LLM_ENGINE_FINALIZED.
@@ -244,7 +236,7 @@ class CacheManager:
         Arguments as for `register_cache`; `blocks_cache_key` names the whole cache.
 
         Raises:
-            TypeError, ValueError, LLMException: as `register_cache`.
+            LLMException: as `register_cache`.
         """
         accessible = self._check_registered(cache_desc, addrs, remote_accessible)
         key = None if blocks_cache_key is None else key_of(blocks_cache_key)
@@ -258,7 +250,6 @@ class CacheManager:
         """Unregister a cache. An unknown id has no effect.
 
         Raises:
-            TypeError, ValueError: cache_id is not an int64.
             LLMException: LLM_PARAM_INVALID: the cache was allocated; LLM_ENGINE_FINALIZED.
         """
         self._engine.unregister_cache(int(cache_id))
@@ -310,8 +301,6 @@ class CacheManager:
                 tensor_num_per_layer=2. Others are ignored.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: a slot, size or layer out of range, a paged cache, a
                 key that names neither a request nor a prefix; LLM_ENGINE_FINALIZED;
                 LLM_NOT_YET_LINK: the cluster is not linked; LLM_LINK_FAILED: the link is broken, or
@@ -320,10 +309,7 @@ class CacheManager:
         """
         if self._enable_remote_cache_accessible:
             check_isinstance("cache_key", cache_key, CacheKeyByIdAndIndex)
-        check_kind("cache", cache, is_blocks=False)
         layers = layers_given(kwargs)
-        if isinstance(cache_key, CacheKey):
-            self.check_cache_key(cache_key)
         self._engine.pull_cache(
             key_of(cache_key), cache_of(cache), int(batch_index), int(size), layers
         )
@@ -348,14 +334,12 @@ class CacheManager:
             **kwargs: as of `pull_cache`.
 
         Raises:
-            TypeError, ValueError: as `pull_cache`.
             LLMException: as `pull_cache`; LLM_PARAM_INVALID: a block out of range, block tables of
                 unequal length or empty, a contiguous local cache; LLM_KV_CACHE_NOT_EXIST: a
                 CacheKey in remote mode.
         """
         src = table_of("src_blocks", src_blocks, allow_none=False)
         dst = table_of("dst_blocks", dst_blocks, allow_none=False)
-        check_kind("dst_cache", dst_cache, is_blocks=True)
         check_some("dst_blocks", dst)
         layers = layers_given(kwargs)
         if isinstance(src_cache_key, BlocksCacheKey):
@@ -364,18 +348,16 @@ class CacheManager:
             raise invalid(
                 f"src_blocks={shown(src_blocks)} must be empty: {src_cache_key} names a slot"
             )
-        if isinstance(src_cache_key, CacheKey):
-            self.check_cache_key(src_cache_key)
-            if self._enable_remote_cache_accessible:
-                raise LLMException(
-                    f"src_cache_key={src_cache_key}: in remote mode requests have no keys",
-                    status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-                )
+        if isinstance(src_cache_key, CacheKey) and self._enable_remote_cache_accessible:
+            raise LLMException(
+                f"src_cache_key={src_cache_key}: in remote mode requests have no keys",
+                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            )
         self._engine.pull_blocks(
             key_of(src_cache_key), cache_of(dst_cache), *last_wins(src, dst), layers
         )
 
-    @_checked(self=_check_remote, dst_cache_key=kind_of(CacheKeyByIdAndIndex), size=check_int64)
+    @_checked(self=_check_remote, dst_cache_key=kind_of(CacheKeyByIdAndIndex))
     def push_cache(
         self,
         dst_cache_key: CacheKeyByIdAndIndex,
@@ -398,11 +380,9 @@ class CacheManager:
             tensor_num_per_layer: number of consecutive tensors of one layer.
 
         Raises:
-            TypeError, ValueError: as `pull_cache`.
             LLMException: as `pull_cache`; LLM_PARAM_INVALID: also request mode, or a size other
                 than -1.
         """
-        check_kind("src_cache", src_cache, is_blocks=False)
         num_tensors = src_cache.cache_desc.num_tensors
         layers = pushed_layers_of(
             src_layer_range, dst_layer_range, tensor_num_per_layer, num_tensors
@@ -434,13 +414,11 @@ class CacheManager:
             src_layer_range, dst_layer_range, tensor_num_per_layer: as of `push_cache`.
 
         Raises:
-            TypeError, ValueError: as `push_cache`.
             LLMException: as `push_cache`; LLM_PARAM_INVALID: a block out of range, block tables of
                 unequal length or empty, a contiguous cache.
         """
         src = table_of("src_blocks", src_blocks)
         dst = table_of("dst_blocks", dst_blocks, allow_none=False)
-        check_kind("src_cache", src_cache, is_blocks=True)
         check_some("dst_blocks", dst)
         num_tensors = src_cache.cache_desc.num_tensors
         layers = pushed_layers_of(
@@ -478,8 +456,6 @@ class CacheManager:
             The task, which returns the status of each destination.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: a cache of Placement.HOST, blocks that do not fit the
                 cache or each other, no destination; LLM_ENGINE_FINALIZED. The failure of one
                 destination is its status in the task.
@@ -523,14 +499,10 @@ class CacheManager:
             req_id: the request; only checked.
 
         Raises:
-            TypeError: an argument of another type.
-            ValueError: an integer outside its width.
             LLMException: LLM_PARAM_INVALID: a slot, offset or size out of range, a paged cache;
                 LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: a cache does not exist.
         """
         check_isinstance("src", src, Cache, allow_none=False)
-        check_kind("src", src, is_blocks=False)
-        check_kind("dst", dst, is_blocks=False)
         self._engine.copy_cache(
             cache_of(src),
             cache_of(dst),
@@ -549,13 +521,11 @@ class CacheManager:
             copy_block_info: source block -> its destination blocks; may be empty.
 
         Raises:
-            TypeError: an argument of another type.
             LLMException: LLM_PARAM_INVALID: a block out of range, a destination named twice, a
                 contiguous cache; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: the cache does not
                 exist.
         """
         check_dict("copy_block_info", copy_block_info, int, list, int)
-        check_kind("cache", cache, is_blocks=True)
         self._engine.copy_blocks(cache_of(cache), copies_of(copy_block_info))
 
     @_checked()
@@ -567,15 +537,14 @@ class CacheManager:
             src_to_dst: source block -> destination block; may be empty.
 
         Raises:
-            TypeError: an argument of another type.
             LLMException: LLM_PARAM_INVALID: a block out of range, unequal blocks, two caches of one
                 placement, a contiguous cache; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: a cache
                 does not exist.
         """
+        check_dict("src_to_dst", src_to_dst, int, int)
         check_kind("src_cache", src_cache, is_blocks=True)
         check_kind("dst_cache", dst_cache, is_blocks=True)
-        check_dict("src_to_dst", src_to_dst, int, int)
-        check_alike("src_cache", src_cache, "dst_cache", dst_cache)
+        check_alike("src_cache", src_cache, "dst_cache", dst_cache)  # also if nothing moves
         pairs = zip(*last_wins(list(src_to_dst), list(src_to_dst.values())), strict=True)
         if src_to_dst:
             self._engine.swap_blocks(
@@ -583,8 +552,6 @@ class CacheManager:
             )
 
     def _check_pool(self, cache_desc: CacheDesc) -> None:
-        if cache_desc.num_tensors < 1:
-            raise invalid(f"num_tensors={cache_desc.num_tensors} must be > 0")
         check_isinstance("placement", cache_desc.placement, Placement, allow_none=False)
         if not self._pools[cache_desc.placement]:
             option = POOL if cache_desc.placement is Placement.DEVICE else HOST_POOL
@@ -595,12 +562,7 @@ class CacheManager:
     ) -> bool:
         if remote_accessible and self._is_call_linked:
             raise invalid("remote_accessible=True is not allowed after link; register before link")
-        if len(addrs) != cache_desc.num_tensors or not all(addrs):
-            raise invalid(
-                f"addrs={shown(addrs)} must be num_tensors={cache_desc.num_tensors} addresses, "
-                "not 0"
-            )
-        if min(addrs) < 0 or max(addrs) > UINT64_MAX:
+        if addrs and (min(addrs) < 0 or max(addrs) > UINT64_MAX):
             raise TypeError(f"addrs={shown(addrs)}: addresses must be in range [1, 2**64)")
         if remote_accessible is not None:
             return remote_accessible

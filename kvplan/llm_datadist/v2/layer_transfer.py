@@ -15,6 +15,7 @@ from typing import Self
 
 import kvplan
 from kvplan.engine.datadist import LlmDataDist
+from kvplan.engine.interface import PARAMETERS
 from kvplan.execution import LayerTask
 from kvplan.llm_datadist.conversion import (
     TENSORS_PER_LAYER,
@@ -32,6 +33,7 @@ from kvplan.llm_datadist.v2.llm_types import (
     TransferConfig,
     TransferWithCacheKeyConfig,
 )
+from kvplan.planning.texts import rename
 from kvplan.planning.transfer import PeerTensors, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.limits import start_thread
@@ -44,21 +46,13 @@ Configs = Sequence[Config]
 
 @dataclass(frozen=True, slots=True)
 class LayerSource:
-    """The source of a `transfer_cache_async` call, which all destinations share.
+    """The source of a `transfer_cache_async` call, which all destinations share."""
 
-    Attributes:
-        cache: the local cache.
-        is_blocks: True if it is paged.
-        src_blocks: source blocks; empty: the row that the config names.
-        dst_blocks: blocks of each destination; empty: a row.
-        dst_block_nbytes: bytes of a destination block; 0: as of a source block.
-    """
-
-    cache: kvplan.Cache
-    is_blocks: bool
-    src_blocks: list[int]
-    dst_blocks: list[int]
-    dst_block_nbytes: int
+    cache: kvplan.Cache  # the local one
+    is_blocks: bool  # True if it is paged
+    src_blocks: list[int]  # empty: the row that the config names
+    dst_blocks: list[int]  # of each destination; empty: a row
+    dst_block_nbytes: int  # 0: as of a source block
 
     @classmethod
     def of(
@@ -211,6 +205,7 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
     except LLMException as error:
         if error.status_code is LLMStatusCode.LLM_ENGINE_FINALIZED:
             raise  # the engine is finalized for all destinations
+        rename(error, PARAMETERS)
         log.error("%s", about(name, error))
         return Destination(name, None, error.status_code)
     begun = Destination(name, task)
@@ -222,13 +217,7 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
 
 
 class Destination:
-    """A push in flight, or one that could not begin.
-
-    Args:
-        name: for the log.
-        task: the push; None: it could not begin.
-        refusal: the status if it could not begin.
-    """
+    """A push in flight, or one that could not begin: then `task` is None, `refusal` the status."""
 
     def __init__(
         self,
@@ -296,12 +285,8 @@ class Destination:
 class LayerFeed:
     """The destinations of one call, and the thread that feeds them layers.
 
-    Args:
-        destinations: in the order of the configs.
-        synchronizer: waits for a layer; called for each needed layer, ascending, until it returns
-            False.
-        finish_ms: milliseconds that a destination may take after its last layer.
-        running_status: as for `AsyncTransfer`.
+    It calls the synchronizer for each needed layer, ascending, until that returns False. After its
+    last layer a destination may take `finish_ms` milliseconds.
     """
 
     def __init__(

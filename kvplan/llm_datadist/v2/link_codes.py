@@ -21,7 +21,7 @@ _UNLINKED = {LLMStatusCode.LLM_NOT_YET_LINK: LLMStatusCode.LLM_UNLINK_FAILED}
 
 
 def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
-    """Check the clusters, and that timeout (ms) is >= 1.
+    """Check the types of clusters, and that timeout (ms) is >= 1.
 
     With `needed`, the name of an option that is not given, each must have a local address.
     """

@@ -39,9 +39,6 @@ from kvplan.types import LlmRole
 __all__ = ["LLMDataDist"]
 
 
-_MAX_COMM_NAME = 127
-
-
 class EngineSlots:
     """The initialized engines of this process, which it keeps alive until they are finalized.
 
@@ -112,6 +109,9 @@ class LLMDataDist:
     A process may have one initialized engine (`kvplan.llm_datadist.permit_several_engines` permits
     more). Engines that are still initialized when the process ends are finalized then.
 
+    Every method raises TypeError for an argument of another type, ValueError for an integer outside
+    its width, and RuntimeError before `init` and after `finalize`, if it needs the engine.
+
     Args:
         role: PROMPT, DECODER or MIX.
         cluster_id: id of this engine, unique among linked clusters.
@@ -142,11 +142,7 @@ class LLMDataDist:
 
     @property
     def cache_manager(self) -> CacheManager:
-        """The caches of this engine.
-
-        Raises:
-            RuntimeError: not initialized.
-        """
+        """The caches of this engine."""
         self._running()
         assert self._cache_manager is not None
         return self._cache_manager
@@ -156,7 +152,6 @@ class LLMDataDist:
         """The cache manager of version 1, which kvplan does not have. Use `cache_manager`.
 
         Raises:
-            RuntimeError: not initialized.
             LLMException: LLM_PARAM_INVALID.
         """
         self._running()
@@ -214,8 +209,6 @@ class LLMDataDist:
             switch_options: llm.listenIpInfo is the new address; without it, stop listening.
 
         Raises:
-            TypeError: an argument of another type.
-            RuntimeError: not initialized.
             LLMException: LLM_EXIST_LINK: clusters are linked; LLM_PARAM_INVALID: a malformed
                 address, or a misspelled llm.listenIpInfo; LLM_FAILED: the address is not available.
                 After an error nothing has changed.
@@ -250,16 +243,10 @@ class LLMDataDist:
             The id for `query_register_mem_status`; linking continues in the background.
 
         Raises:
-            TypeError, ValueError: an argument of another type or width.
-            RuntimeError: not initialized.
             LLMException: LLM_PARAM_INVALID.
         """
         engine = self._running_by_name("link")
         check_isinstance("comm_name", comm_name, str, allow_none=False)
-        if not 1 <= len(comm_name) <= _MAX_COMM_NAME:
-            raise invalid(
-                f"comm_name has {len(comm_name)} characters; it must have 1 to {_MAX_COMM_NAME}"
-            )
         check_isinstance("cluster_rank_info", cluster_rank_info, dict, allow_none=False)
         check_dict("cluster_rank_info", cluster_rank_info, int, int)
         for cluster_id, rank in cluster_rank_info.items():
@@ -276,8 +263,6 @@ class LLMDataDist:
         """End a communicator that `link` made.
 
         Raises:
-            TypeError, ValueError: comm_id is not a uint64.
-            RuntimeError: not initialized.
             LLMException: LLM_NOT_YET_LINK: the communicator does not exist.
         """
         engine = self._running_by_name("unlink")
@@ -288,8 +273,6 @@ class LLMDataDist:
         """Return the state of a `link`: PREPARING, OK or FAILED.
 
         Raises:
-            TypeError, ValueError: comm_id is not a uint64.
-            RuntimeError: not initialized.
             LLMException: LLM_NOT_YET_LINK: the communicator does not exist.
         """
         engine = self._running_by_name("query_register_mem_status")
@@ -309,8 +292,6 @@ class LLMDataDist:
             LLM_LINK_FAILED... A failure to link does not raise.
 
         Raises:
-            TypeError, ValueError: an argument of another type or width.
-            RuntimeError: not initialized.
             LLMException: LLM_PARAM_INVALID: an invalid timeout, or no local address.
         """
         engine = self._running()
@@ -333,8 +314,6 @@ class LLMDataDist:
             LLM_UNLINK_FAILED (was not linked, or the peer has not confirmed)...
 
         Raises:
-            TypeError, ValueError: an argument of another type or width.
-            RuntimeError: not initialized.
             LLMException: LLM_PARAM_INVALID: an invalid timeout.
         """
         engine = self._running()
@@ -348,7 +327,6 @@ class LLMDataDist:
         """Raise LLM_PARAM_INVALID: the call belongs to version 1, which kvplan does not have.
 
         Raises:
-            RuntimeError: not initialized.
             LLMException: LLM_PARAM_INVALID.
         """
         self._running()

@@ -14,7 +14,8 @@ from kvnative._executor import KVN_OK, Executor
 from kvnative._hccl import NUM_TICKETS, Communicator, Region, Staging, Tickets
 from kvnative._lower import Descriptors
 from kvnative._signals import Mutex
-from kvplan.device.device import Device, device_error
+from kvplan.device.device import Device
+from kvplan.execution.task import native_errors
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
@@ -323,13 +324,14 @@ class HcclDevice:
         native = self.device.native
         try:
             pinned = () if on_device else self._pin(address, nbytes)
-            region = Region(
-                self.library, native, address, nbytes, on_device=on_device, owner=(owner, pinned)
-            )
+            with native_errors(f"{nbytes} bytes at {address:#x}"):
+                region = Region(
+                    *(self.library, native, address, nbytes),
+                    on_device=on_device,
+                    owner=(owner, pinned),
+                )
         except ValueError as error:
             raise invalid(f"{nbytes} bytes at {address:#x}: {error}") from error
-        except NativeError as error:
-            raise device_error(error, f"{nbytes} bytes at {address:#x}") from error
         return region, pinned
 
 

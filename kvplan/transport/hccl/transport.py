@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvnative._backend import NativeError
 from kvnative._hccl import HcclLibrary, Staging
-from kvplan.device.device import device_error
+from kvplan.execution.task import native_error
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.logs import Log
 from kvplan.transport.hccl.addresses import (
@@ -122,7 +122,7 @@ class HcclTransport(Transport):
         except BaseException as error:
             self._background.close()
             if isinstance(error, NativeError):
-                raise device_error(error, f"HCCL on device {device.id}") from error
+                raise native_error(error, f"HCCL on device {device.id}") from error
             raise
 
     def connect(

@@ -128,7 +128,7 @@ class LocalTransport(Transport):
         The system may deny process_vm_readv or pidfd_getfd, and two GPUs may lack peer access.
 
         Raises:
-            LLMException: As `Transport.shortfall`; LLM_LINK_FAILED: the peer cannot be reached.
+            LLMException: as `connect`.
         """
         with self._link_to(metadata) as link:
             return "; ".join(link.lacks.values()) or None

@@ -13,7 +13,6 @@ from kvplan.transport.link import (
     PeerMemory,
     TransportLink,
     columns,
-    lease_words,
     link_failed,
 )
 from kvplan.transport.registrations import transport_closed
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from kvnative._tcp import TcpNativeLink
     from kvplan.device.device import Device
     from kvplan.execution.memory import Direction, TensorMemory
-    from kvplan.lease import BlockLease, LeaseWord
+    from kvplan.lease import BlockLease
 
 _STRIPE_NBYTES: Final = 1 << 20  # the least that another connection moves: 0.3 ms of its time
 
@@ -38,8 +37,6 @@ class TcpPeerMemory(PeerMemory):
 
     def __init__(self, link: TcpLink, located: Located) -> None:
         super().__init__(link, located)
-        self._leases: Sequence[BlockLease] = ()
-        self._words: Sequence[LeaseWord] = ()
         self._backends: dict[tuple[Direction, bool], Backend] = {}
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
@@ -58,8 +55,8 @@ class TcpPeerMemory(PeerMemory):
                 tcp_backend(
                     *(native, word, direction, slots, generations, addresses, nbytes),
                     on_device=other.on_device,
-                    leases=[(word.slot, word.generation) for word in self._words],
-                    leases_name=" or ".join(map(str, self._leases)),
+                    leases=[(slot, generation) for slot, generation, _ in self._besides],
+                    leases_name=" or ".join(name for *_, name in self._besides),
                 )
                 for word in range(native.connections)
             ]
@@ -71,9 +68,8 @@ class TcpPeerMemory(PeerMemory):
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """See `PeerMemory.leased`: the owner checks them with each request."""
-        words = lease_words(leases, self._link.transport)
         made = self._copy()
-        made._leases, made._words, made._backends = leases, words, {}
+        made._besides, made._backends = self._besides_with(leases), {}
         return made
 
     def _check_device(self, local: TensorMemory) -> None:

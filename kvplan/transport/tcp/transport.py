@@ -114,8 +114,7 @@ class TcpTransport(Transport):
         Raises:
             LLMException: LLM_LINK_FAILED: the peer cannot be reached, `streams` is None, or data
                 must be encrypted without a private secret; LLM_FEATURE_NOT_ENABLED: libcrypto is
-                not installed; LLM_PARAM_INVALID: bad metadata; LLM_FAILED: the transport is closed,
-                or a parent process's.
+                not installed; LLM_PARAM_INVALID: bad metadata.
         """
         deadline = time.monotonic() + timeout_ms / 1e3
         self._check_open()

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 
 from kvnative._backend import NativeError
-from kvnative._ucx import ucx_backend, ucx_leased
-from kvplan.execution.task import status_code_of
+from kvnative._ucx_backend import ucx_backend, ucx_leased
+from kvplan.execution.task import native_errors
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.link import (
     Located,
     PeerMemory,
     TransportLink,
     columns,
-    lease_words,
     link_failed,
 )
 from kvplan.transport.ucx.metadata import Metadata, Range
@@ -37,8 +36,8 @@ class UcxPeerMemory(PeerMemory):
     def __init__(self, link: UcxLink, located: Located) -> None:
         super().__init__(link, located)
         self._known: Sequence[Metadata] = located.known  # metadata that names the ranges
-        self._unleased: UcxPeerMemory | None = None  # the same without leases; None: this has none
-        self._leases: Sequence[tuple[int, int, str]] = ()  # slot, generation and name
+        # Of the ranges, whatever is checked besides.
+        self._plain: dict[tuple[Direction, bool], Backend] = {}
         self._backends: dict[tuple[Direction, bool], Backend] = {}
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
@@ -54,29 +53,23 @@ class UcxPeerMemory(PeerMemory):
                 status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
             )
         way = direction, other.on_device
-        if (known := self._backends.get(way)) is None:
-            if self._unleased is not None:
-                made = ucx_leased(self._unleased.backend(pool, direction, other), self._leases)
-                return self._backends.setdefault(way, made)
+        if (known := self._backends.get(way)) is not None:
+            return known
+        if (plain := self._plain.get(way)) is None:
             self._link.check()
-            try:
+            with native_errors(f"{self._link.peer} cannot be reached"):
                 made = self._link.backend(
                     direction, self._ranges, self._known, on_device=other.on_device
                 )
-            except NativeError as error:
-                raise LLMException(
-                    f"{self._link.peer} cannot be reached: {error}",
-                    status_code=status_code_of(getattr(error, "status", None)),
-                ) from error
-            known = self._backends.setdefault(way, made)
-        return known
+            plain = self._plain.setdefault(way, made)
+        made = ucx_leased(plain, self._besides) if self._besides else plain
+        return self._backends.setdefault(way, made)
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """See `PeerMemory.leased`: a transfer reads the generations of leases too."""
-        found = zip(lease_words(leases, self._link.transport), leases, strict=True)
-        words = [(word.slot, word.generation, str(lease)) for word, lease in found]
         made = self._copy()
-        made._known, made._unleased, made._leases, made._backends = self._known, self, words, {}
+        made._besides = self._besides_with(leases)
+        made._known, made._plain, made._backends = self._known, self._plain, {}
         return made
 
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from kvnative._backend import NativeError
 from kvnative._host import GenerationTable, Pin
 from kvnative._ucx import UcxEndpoint, UcxRegion, UcxWorker
-from kvplan.execution.task import status_code_of
+from kvplan.execution.task import native_errors
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.announced import AnnouncedRegistrations, Tickets
 from kvplan.transport.host_memory import host_range, released_if_refused
@@ -144,13 +143,8 @@ def _map(
     owner: object,
     kind: Literal["host", "cuda"] = "host",
 ) -> UcxRegion:
-    try:
+    with native_errors(f"UCX does not take {nbytes} bytes at {address:#x}"):
         return worker.map(address, nbytes, kind=kind, owner=owner)
-    except NativeError as error:
-        raise LLMException(
-            f"UCX does not take {nbytes} bytes at {address:#x}: {error}",
-            status_code=status_code_of(getattr(error, "status", None)),
-        ) from error
 
 
 def _name(region: UcxRegion) -> tuple[int, int]:

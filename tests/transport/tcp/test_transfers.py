@@ -487,3 +487,24 @@ def test_memory_with_a_lease_shares_nothing_with_the_same_memory_without(directi
         assert statuses() == [KVN_OK, KVN_OK]
         two.end_leases([(word.slot, word.generation)])
         assert statuses() == [KVN_OK, KVN_UNMAPPED]
+
+
+@BOTH
+@pytest.mark.parametrize("ended", [0, 1, 2])
+def test_of_registrations_that_overlap_each_is_checked(direction: str, ended: int) -> None:
+    """Whichever bytes move: two ranges begin in the first, which ends last."""
+    with TcpTransport() as one, TcpTransport() as two:
+        there, here = pattern(1, 4 * BLOCK), np.zeros(BLOCK, np.uint8)
+        pieces = there, there[BLOCK : 2 * BLOCK], there[3 * BLOCK :]
+        held = [two.register(piece) for piece in pieces]
+        link, _other = linked(one, two)
+        addresses = [piece.ctypes.data for piece in pieces]
+        memory = link.memory(
+            addresses, [piece.nbytes for piece in pieces], writable=True,
+            metadata=[two.metadata([registration]) for registration in held],
+        )  # fmt: skip
+        work = descriptors(addresses[0], here, direction, np.arange(1))
+        with executor(memory, here, direction) as moving:
+            assert moving.run(work, TIMEOUT_MS).status == KVN_OK
+            two.deregister(held[ended])
+            assert moving.run(work, TIMEOUT_MS).status == KVN_UNMAPPED

@@ -173,9 +173,10 @@ def test_memory_that_several_documents_name_is_one_side(
     again = owner.run(
         "twice = transport.register(several[0]); result = transport.metadata([twice])"
     )
-    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "has registered memory twice"):
-        link.memory(addresses[:1] * 2, 4096, metadata=[metadata[0], again])
+    twice = link.memory(addresses[:1] * 2, 4096, metadata=[metadata[0], again])
+    assert move(pool, twice, local, "get").status == KVN_OK
     owner.run("transport.deregister(twice)")
+    assert move(pool, twice, local, "get").status == KVN_UNMAPPED
     owner.run("transport.deregister(both[1])")
     assert move(pool, remote, local, "get").status == KVN_UNMAPPED
     owner.run("transport.deregister(both[0])")

@@ -1,0 +1,181 @@
+"""The task of a transfer with several peers, over tasks that end as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import permutations
+from threading import Event, Thread
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvplan import GatherError, GatherTask, LLMException, LLMStatusCode
+from kvplan.engine.gather import GatherNotices, LayerGatherTask
+from kvplan.execution.awaitable import AwaitableTask
+from kvplan.execution.task import TransferTask
+from tests.support.refusals import refused
+
+WAIT_S = 20  # for what happens at once
+TIMEOUT = LLMException("too late", status_code=LLMStatusCode.LLM_TIMEOUT)
+LOST = LLMException("no link", status_code=LLMStatusCode.LLM_LINK_FAILED)
+
+
+class Notices:
+    """The outcomes of which peers would be notified."""
+
+    any = False
+
+    def __init__(self) -> None:
+        self.outcomes: list[BaseException | None] = []
+
+    def finish(self, error: BaseException | None) -> None:
+        self.outcomes.append(error)
+
+
+class Source(AwaitableTask):
+    """One of several transfers. A slow one goes on for a moment after it was cancelled."""
+
+    def __init__(self, *, slow: bool = False) -> None:
+        super().__init__()
+        self._error: LLMException | None = None
+        self._ended, self.told, self._slow = Event(), Event(), slow
+
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait_done(self, timeout_ms: float) -> bool:
+        return self._ended.wait(min(timeout_ms / 1000, WAIT_S))
+
+    def wait(self, timeout_ms: float | None = None) -> None:
+        assert self.wait_done(WAIT_S * 1000)
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self, reason: LLMException | None = None) -> None:
+        self.told.set()
+        if self._slow:
+            Thread(target=self.end, args=(reason,)).start()
+        else:
+            self.end(reason)
+
+    def end(self, error: LLMException | None = None) -> None:
+        if not self.done:
+            self._error = error
+            self._ended.set()
+            self._note_settled()
+
+    def _follow(self) -> None:
+        pass
+
+
+def gather(*sources: Source) -> GatherTask:
+    task = GatherTask("pull_blocks", cast(GatherNotices, Notices()))
+    for index, source in enumerate(sources):
+        task.begin(index, f"source {index}", lambda source=source: cast(TransferTask, source))
+    return task
+
+
+@pytest.mark.parametrize("how", ["wait", "await", "settled"])
+@pytest.mark.parametrize("order", [*permutations(range(3))])
+def test_a_failure_stops_the_others_whoever_learns_of_it(order: tuple[int, ...], how: str) -> None:
+    """One has moved, the next fails, the last would go on for ever."""
+    sources = [Source() for _ in range(3)]
+    moved, victim, other = order
+    task = gather(*sources)
+    settled = Event()
+    if how != "wait":
+        task.when_settled(settled.set)
+    sources[moved].end()
+    sources[victim].end(LOST)
+    if how != "wait":
+        assert settled.wait(WAIT_S)
+
+    def learn() -> None:
+        if how == "await":
+            asyncio.run(task.coroutine())
+        else:
+            task.wait()
+
+    with pytest.raises(GatherError) as error:
+        learn()
+    assert (error.value.status_code, [*error.value.failed]) == (LOST.status_code, [victim])
+    assert [*error.value.stopped] == [other]
+    assert sources[other].done
+    assert str(error.value).startswith("pull_blocks: 1 of 3 sources failed: ")
+    (outcome, *_) = cast(Notices, task.notices).outcomes
+    assert isinstance(outcome, GatherError)
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_failures_are_named_in_the_order_of_the_sources(lost: int) -> None:
+    """Though the last one is refused before another is found to have failed by itself."""
+    sources = [Source() for _ in range(3)]
+    task = gather(*sources)
+    sources[lost].end(LOST)
+
+    def refuse() -> TransferTask:
+        raise TIMEOUT
+
+    with pytest.raises(GatherError) as error:
+        task.begin(3, "the one that is refused", refuse)
+    assert [*error.value.failed] == [lost, 3]
+    assert error.value.status_code is LOST.status_code
+    assert [*error.value.stopped] == [index for index in range(3) if index != lost]
+    named = [text.partition("]")[0] for text in str(error.value).split("sources[")[1:]]
+    assert named[:2] == [str(lost), "3"]
+
+
+@pytest.mark.parametrize("victim", range(1, 4))
+def test_a_source_that_cannot_begin_leaves_none_in_flight(victim: int) -> None:
+    """Those that have begun are waited for: each moves bytes for a moment after it is stopped."""
+    sources = [Source(slow=True) for _ in range(victim)]
+    task = gather(*sources)
+
+    def refuse() -> TransferTask:
+        raise LOST
+
+    with pytest.raises(GatherError) as error:
+        task.begin(victim, "the one that is refused", refuse)
+    assert all(source.done for source in sources)
+    assert [*error.value.failed] == [victim]
+    assert [*error.value.stopped] == [*range(victim)]
+
+
+def test_a_gather_of_nothing_has_ended() -> None:
+    task, settled = gather(), Event()
+    assert task.done
+    task.when_settled(settled.set)
+    assert settled.wait(WAIT_S)
+    task.wait()
+    asyncio.run(task.coroutine())
+
+
+@pytest.mark.parametrize("local", ["src", "dst"])
+def test_a_layer_is_ready_in_each_pair_that_has_it(local: str) -> None:
+    """By the numbers of this process; each pair has its own at the other end."""
+    made_ready: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    task = LayerGatherTask("pull_layers", cast(GatherNotices, Notices()))
+    own = {0: range(4), 1: range(2, 6), 2: range(2, 3)}
+    for number, layers in own.items():
+        read = range(10 * number, 10 * number + len(layers))
+        ends = (layers, read) if local == "src" else (read, layers)
+        part = SimpleNamespace(local=local, src_layers=ends[0], dst_layers=ends[1])
+        pair: Any = SimpleNamespace(
+            plan=SimpleNamespace(part=part),
+            layers=ends[0],
+            ready=lambda layer, event, number=number: made_ready[number].append(layer),
+        )
+        task.tasks[number] = pair
+    assert task.layers == (0, 1, 2, 3, 4, 5)
+    for layer in range(6):
+        before = {number: len(ready) for number, ready in made_ready.items()}
+        task.ready(layer)
+        having = [number for number, ready in made_ready.items() if len(ready) > before[number]]
+        assert having == [number for number, layers in own.items() if layer in layers]
+    for number, layers in own.items():
+        start = layers.start if local == "src" else 10 * number
+        assert made_ready[number] == [*range(start, start + len(layers))]
+    with refused("LLM_PARAM_INVALID", r"layer=6 is not one of the layers \(0, 1, 2, 3, 4, 5\)"):
+        task.ready(6)

@@ -1,0 +1,188 @@
+"""Trackers: which tasks they stop, in which order, and what they do where threads are short."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from textwrap import dedent
+from threading import Event, Thread, current_thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvplan
+from kvplan import CacheDesc, DataType, LLMException, Rows, Transfer, Transfers
+from kvplan.execution.awaitable import AwaitableTask
+from kvplan.execution.completion import Tracker
+from tests.support.refusals import refused
+from tests.support.wrappers import hold, let_go
+
+WAIT_S = 20  # for what happens at once
+DESC = CacheDesc(4, (8, 100), DataType.DT_UINT8)
+PLAN = kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(DESC, [5, 3])), local="src")
+REASON = LLMException("the engine is finalized")
+
+
+def tensors(value: int) -> list[np.ndarray]:
+    return [np.full(DESC.tensor_nbytes, value, np.uint8) for _ in range(4)]
+
+
+class Task(AwaitableTask):
+    """A task that ends when it is told to, or cancelled."""
+
+    def __init__(self, name: str, cancelled: list[str]) -> None:
+        super().__init__()
+        self._name, self._cancelled, self._error = name, cancelled, None
+        self._ended = Event()
+
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, timeout_ms: float | None = None) -> None:
+        assert self._ended.wait(WAIT_S)
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self, reason: LLMException | None = None) -> None:
+        if not self.done:
+            self._cancelled.append(self._name)
+            self._error = reason
+            self.end()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._note_settled()
+
+    def _follow(self) -> None:
+        pass
+
+
+def test_what_began_last_is_cancelled_first():
+    """Otherwise a task that waits for an earlier one would begin when that one ends."""
+    cancelled, reported = [], SimpleQueue()
+    tracker = Tracker()
+    tasks = [Task(name, cancelled) for name in "abcd"]
+    for task in tasks:
+        tracker.track(task, reported)
+    tasks[1].end()
+    tracker.cancel(REASON)
+    assert cancelled == ["d", "c", "a"]
+    assert {reported.get(timeout=WAIT_S) for _ in tasks} == {*tasks}
+    tracker.close(WAIT_S)
+
+
+def test_what_comes_after_a_cancellation_is_cancelled_too():
+    cancelled = []
+    tracker = Tracker()
+    tracker.cancel(REASON)
+    late = Task("late", cancelled)
+    tracker.track(late)
+    assert cancelled == ["late"]
+    with refused("LLM_FAILED", "the engine is finalized"):
+        late.wait()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_layers_that_are_not_ready_are_cancelled(order):
+    tracker = Tracker()
+    with Transfers(1) as transfers:
+        task = transfers.layered(PLAN, tensors(1), tensors(2))
+        if order == "before":
+            tracker.cancel(REASON)
+        tracker.watch(task)
+        if order == "after":
+            assert not task.done
+            tracker.cancel(REASON)
+        assert task.done
+        with refused("LLM_FAILED", "the engine is finalized"):
+            task.wait()
+
+
+@contextmanager
+def holding() -> Iterator[tuple[Transfers, Callable[[], None]]]:
+    """Transfers without an outcome until the second is called."""
+    held: list[Any] = []
+    with Transfers(1, lambda backend: held.append(hold(backend)) or held[0]) as transfers:
+        try:
+            yield transfers, lambda: let_go(held[0])
+        finally:
+            let_go(held[0])
+
+
+def in_completion_thread(call: Callable[[], Any]) -> Any:
+    """Return what `call` returns in the thread that settles tasks."""
+    found: SimpleQueue[Any] = SimpleQueue()
+
+    class Report:
+        def put(self, task: Any) -> None:
+            found.put((current_thread(), call()))
+
+    with holding() as (transfers, let):
+        task = transfers.submit(PLAN, tensors(1), tensors(2))
+        Tracker().track(task, Report())
+        let()
+        thread, result = found.get(timeout=WAIT_S)
+    assert thread.name == "kvplan-completions"
+    return result
+
+
+def test_a_tracker_is_closed_in_the_thread_that_settles_tasks():
+    """A callback may finalize its engine: it does not wait for its own end."""
+    ended = Event()
+
+    def close() -> bool:
+        Tracker().close(WAIT_S * 10)
+        ended.set()
+        return True
+
+    thread = Thread(target=in_completion_thread, args=(close,))
+    thread.start()
+    assert ended.wait(WAIT_S)
+    thread.join()
+
+
+def test_a_slow_settling_that_is_set_aside_delays_no_other():
+    go_on, settled = Event(), SimpleQueue()
+    with holding() as (transfers, let):
+
+        def slow(error: LLMException | None) -> None:
+            assert go_on.wait(WAIT_S)
+
+        held = [
+            transfers.submit(PLAN, tensors(1), tensors(2), on_outcome=on_outcome)
+            for on_outcome in (slow, None)
+        ]
+        for task, aside in zip(held, (True, False), strict=True):
+            Tracker().track(task, settled, aside=aside)
+        let()
+        assert settled.get(timeout=WAIT_S) is held[1]
+        go_on.set()
+        assert settled.get(timeout=WAIT_S) is held[0]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
+def test_calls_that_find_no_thread_run_at_once_and_take_none_from_later_ones():
+    program = """
+        import os, resource, threading
+        from queue import SimpleQueue
+        from kvplan.execution.completion import run_aside
+
+        user = 100_000 + os.getpid()
+        os.setresuid(user, user, user)
+        many = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, many))
+        ran_in = SimpleQueue()
+        for _ in range(40):
+            run_aside(lambda: ran_in.put(threading.current_thread()))
+        assert {ran_in.get_nowait() for _ in range(40)} == {threading.main_thread()}
+        resource.setrlimit(resource.RLIMIT_NPROC, (many, many))
+        run_aside(lambda: ran_in.put(threading.current_thread()))
+        assert ran_in.get(timeout=20).name == "kvplan-aside"
+    """
+    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)
