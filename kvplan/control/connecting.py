@@ -223,6 +223,19 @@ def warn_unauthenticated(endpoint: Endpoint, stacklevel: int) -> None:
             )
 
 
+def warn_loopback_name(endpoint: Endpoint, stacklevel: int) -> None:
+    """Warn a caller that is about to listen at a host name that only this host can reach."""
+    with contextlib.suppress(OSError):
+        if endpoint.is_name and (address := Endpoint(_resolve(endpoint)[-1][0])).is_loopback:
+            warnings.warn(
+                f"listening on {endpoint}: {endpoint.host} resolves to {address.host} here, which "
+                "only processes of this host reach; listen at the address of a network, or correct "
+                "the name in /etc/hosts",
+                RuntimeWarning,
+                stacklevel=stacklevel + 1,
+            )
+
+
 def _resolve(endpoint: Endpoint) -> tuple[Any, ...]:
     """Return the first result of `socket.getaddrinfo`."""
     kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -46,6 +47,18 @@ class Endpoint:
             raise invalid(f"endpoint={shown(text)}: port {shown(port)} is out of range [0, 65535]")
         return cls(host, int(port))
 
+    @classmethod
+    def advertised(cls, text: str, port: int) -> Endpoint:
+        """Read the address that peers use for a listener: as `parse`, or a host without `port`."""
+        check_type("endpoint", text, str)
+        has_port = re.fullmatch(r"(\[.*\]|[^:]*):[^:]*", text) is not None
+        endpoint = cls.parse(text if has_port else f"{text}:{port}")
+        if endpoint.path or not endpoint.port:
+            raise invalid(f"endpoint={shown(text)} must name a host, and a port in [1, 65535]")
+        if endpoint.is_wildcard:
+            raise invalid(f"endpoint={shown(text)} stands for all addresses; peers need one")
+        return endpoint
+
     @property
     def is_loopback(self) -> bool:
         """True if only processes of this host can reach it."""
@@ -60,6 +73,11 @@ class Endpoint:
     def is_wildcard(self) -> bool:
         """True if it stands for all addresses of this host."""
         return self._address is not None and self._address.is_unspecified
+
+    @property
+    def is_name(self) -> bool:
+        """True for a host name that may resolve to any address."""
+        return not self.path and self.host != "localhost" and self._address is None
 
     @property
     def _address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

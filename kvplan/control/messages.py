@@ -139,6 +139,10 @@ class Chosen(_Body, frozen=True):
     transports: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_TRANSPORTS)]
     passed_over: Annotated[tuple[PassedOver, ...], Meta(max_length=MAX_TRANSPORTS)]
 
+    def __post_init__(self) -> None:
+        if len(set(self.transports)) < len(self.transports):
+            raise ValueError(f"transports={self.transports} must not repeat a name")
+
 
 class Confirm(_Body, frozen=True):
     """Request: I have reached you; the challenge of your Welcome comes back."""

@@ -80,7 +80,11 @@ class LlmDataDist(
 
     @property
     def listen_address(self) -> str | None:
-        """The address that peers link to, such as "127.0.0.1:43121"; None: a client."""
+        """The address that peers link to, such as "127.0.0.1:43121"; None: a client.
+
+        It is `kvplan.advertise` if that is set, otherwise the address of the listener. Peers cannot
+        link to a wildcard address (0.0.0.0).
+        """
         return None if self._engine is None else self._engine.listen_address
 
     @property

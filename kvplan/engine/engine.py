@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvnative._signals import Mutex, signals_deferred
-from kvplan.control.connecting import warn_unauthenticated
+from kvplan.control.connecting import warn_loopback_name, warn_unauthenticated
 from kvplan.control.endpoint import Endpoint
 from kvplan.device.choice import open_accelerator
 from kvplan.engine.leases import Leases
@@ -159,9 +159,11 @@ class Engine:
 
     @property
     def listen_address(self) -> str | None:
-        """The listening address with the real port; None: the engine does not listen."""
-        endpoint = self.links.endpoint
-        return None if endpoint is None else str(endpoint)
+        """The address that peers link to; None: the engine does not listen."""
+        endpoint, advertise = self.links.endpoint, self.options.advertise
+        if endpoint is None:
+            return None
+        return str(Endpoint.advertised(advertise, endpoint.port) if advertise else endpoint)
 
     def listen(self, address: str, stacklevel: int) -> None:
         """Listen only at `address` ("ip:port", port 0: any); empty: stop listening.
@@ -169,11 +171,12 @@ class Engine:
         Warns without a cluster key, as any program could link then. `stacklevel` is that of the
         warning: 1 is the caller of this method.
         """
-        here = self.listen_address
-        if here is not None and address in (here, self._listen_at):
+        here = self.links.endpoint
+        if here is not None and address in (str(here), self._listen_at):
             return
         if address:
             endpoint = Endpoint.parse(address)
+            warn_loopback_name(endpoint, stacklevel + 1)
             if self.options.cluster_key_file is None:
                 warn_unauthenticated(endpoint, stacklevel + 1)
             self.links.listen(endpoint)

@@ -13,10 +13,11 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final, TypeVar
 
+from kvplan.control.endpoint import Endpoint
 from kvplan.engine.pools import PoolConfig
 from kvplan.execution.tuning import check_choice
 from kvplan.execution.verification import verify_every
-from kvplan.status import invalid
+from kvplan.status import LLMException, invalid
 from kvplan.transport.choice import check_devices, check_settings
 from kvplan.validation import UINT32_MAX, check_one_of, check_type, check_width, shown
 
@@ -239,6 +240,19 @@ def _check_address(name: str, value: object) -> None:
         )
 
 
+def _check_advertise(name: str, value: object) -> None:
+    text = check_type(name, value, str)
+    if not text:
+        return
+    try:
+        Endpoint.advertised(text, PORT_MAX)
+    except LLMException as error:
+        raise invalid(
+            f'{name}={shown(text)} must be "host", "host:port" or "[ipv6]:port", as peers reach '
+            f"it: {error.args[0]}"
+        ) from None
+
+
 def _check_source(name: str, value: object) -> None:
     text = check_type(name, value, str)
     try:
@@ -298,6 +312,7 @@ JSON: Final = Kind(_check_json, values="JSON")
 RESOURCES: Final = Kind(_check_resources, values="JSON")
 POOL: Final = Kind(_typed(PoolConfig), _pool_config, "JSON")
 ADDRESS: Final = Kind(_check_address, values="address")
+ADVERTISED: Final = Kind(_check_advertise, values="address")
 SOURCE: Final = Kind(_check_source, values="IP address")
 VERIFY: Final = Kind(_check_verify, values="`off`, `all`, `sample:1/N`")
 CONGESTION: Final = Kind(_check_congestion, values="name")

@@ -49,6 +49,12 @@ class OptionRows:
         'Address to listen at: "ip:port", "[ipv6]:port", "name:port" or "ipc:///path". Port 0: '
         "any free port. Empty: do not listen.",
         OPTION_LISTEN_IP_INFO, "llm.listenIpInfo")
+    advertise: str = option(
+        "", kinds.ADVERTISED,
+        'Address that peers link to, if it is not the one to listen at: "host", or "host:port" '
+        "behind a port mapping. It is needed to listen at all addresses (0.0.0.0) and hand "
+        "`listen_address` to peers. Empty: the address to listen at.",
+        see="../how-to/containers.md#addresses")
     device_id: int = option(
         0, number(0, INT32[1], INT32),
         "Number of the device of the caches; only a label without an accelerator.",

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvplan.control.auth import ClusterKey, Keys, user_key
-from kvplan.control.connecting import warn_unauthenticated
+from kvplan.control.connecting import warn_loopback_name, warn_unauthenticated
 from kvplan.control.endpoint import Endpoint
 from kvplan.control.loop import MAX_WORKERS, ControlLoop
 from kvplan.control.status_socket import StatusSocket
@@ -187,8 +187,10 @@ class Links:
         engine = self._engine
         members = locate_members(engine.cluster_id, cluster_rank_info, rank_table)
         exposed = exposed_point(engine.cluster_id, members, engine.options)
-        if exposed is not None and engine.keys.cluster is None:
-            warn_unauthenticated(exposed, stacklevel=3)  # at the caller of the engine
+        if exposed is not None:
+            warn_loopback_name(exposed, stacklevel=3)  # at the caller of the engine
+            if engine.keys.cluster is None:
+                warn_unauthenticated(exposed, stacklevel=3)
         return self._run(self._rendezvous.link(comm_name, members))
 
     def comm_unlink(self, comm_id: int) -> None:

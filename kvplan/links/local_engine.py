@@ -285,10 +285,14 @@ def _in_order(by_transport: Mapping[str, _T]) -> tuple[_T, ...]:
 
 
 def _tried(transport: Transport, metadata: bytes, kinds: frozenset[str]) -> Trial:
-    if (refusal := transport.refusal(metadata)) is not None:
-        return Trial(transport.name, refusal[:MAX_TEXT])
     lacks = [f"it does not reach {kind} memory" for kind in sorted(kinds - transport.reaches)]
-    lacks += filter(None, [transport.shortfall(metadata)])
+    if (refusal := transport.refusal(metadata)) is None:
+        try:
+            lacks += filter(None, [transport.shortfall(metadata)])
+        except LLMException as error:  # the peer has gone since
+            refusal = str(error.args[0])
+    if refusal is not None:
+        return Trial(transport.name, refusal[:MAX_TEXT])
     return Trial(transport.name, "", "; ".join(lacks)[:MAX_TEXT])
 
 

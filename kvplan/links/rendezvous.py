@@ -44,6 +44,10 @@ _TOTAL_S = 60.0  # for all members, if link_total_time is 0
 _ATTEMPT_S = 5.0
 _PAUSE_S = (0.01, 0.5)  # between attempts: the first and the longest
 _UNLINK_S = 1.0
+_OTHER_CONTAINERS = (
+    "a member in another container, or of another user, does not see that directory: share one "
+    "(kvplan.comm_dir), or give each container its own server_id in the rank table"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,11 +270,14 @@ class Rendezvous:
                 await asyncio.gather(*pairs)
         except TimeoutError:
             missing = [member for member in others if not comm.arrived[member].is_set()]
-            errors = "; ".join(
+            errors = [
                 str(e.args[0]) for member in missing if (e := self._transitions.errors.get(member))
-            )
+            ]
+            reasons = [*(self._waited_for(comm, member) for member in missing), *errors]
+            if any(self._meeting_point(comm, member).path for member in missing):
+                reasons.append(_OTHER_CONTAINERS)
             reason = f"clusters {missing} have not linked within {total_s:g} s"
-            self._conclude(comm, f"{reason}: {errors}" if errors else reason)
+            self._conclude(comm, f"{reason}: {'; '.join(reasons)}")
         except LLMException as error:
             self._conclude(comm, str(error.args[0]))
         else:
@@ -278,6 +285,12 @@ class Rendezvous:
         finally:
             for pair in pairs:
                 pair.cancel()
+
+    def _waited_for(self, comm: Communicator, cluster_id: int) -> str:
+        endpoint = self._meeting_point(comm, cluster_id)
+        if self._listens_for(cluster_id):
+            return f"cluster {cluster_id} has not come to {endpoint}"
+        return f"cluster {cluster_id} has not listened at {endpoint}"
 
     async def _pair(self, comm: Communicator, cluster_id: int) -> None:
         """Link with one member, and repeat that until it listens."""

@@ -89,6 +89,11 @@ class ClusterInfo:
         endpoint = Endpoint.parse(str(remote[0]))
         if endpoint.port == 0:
             raise invalid(f"remote={endpoint}: port 0 cannot be linked to")
+        if endpoint.is_wildcard:
+            raise invalid(
+                f"remote={endpoint} stands for all addresses of the peer's host; link to one of "
+                "them, which the peer can name by kvplan.advertise"
+            )
         return endpoint
 
 

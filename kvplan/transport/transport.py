@@ -198,7 +198,7 @@ class Transport(ABC):
         A transport without a shortfall is preferred.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: bad metadata.
+            LLMException: LLM_PARAM_INVALID: bad metadata; LLM_LINK_FAILED: the peer has gone.
         """
         return None
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvplan.engine.option_kinds import TEXT, Kind, described, one_of, option, rows_of
+from kvplan.engine.option_kinds import ADVERTISED, TEXT, Kind, described, one_of, option, rows_of
 from kvplan.serving import ExchangeOptions
 from kvplan.status import invalid
 from kvplan.validation import check_type, shown
@@ -42,6 +43,12 @@ class ConnectorOptions:
         "127.0.0.1:0", Kind(_check_listen, values="ip:port"),
         "Address at which the first worker of a producer listens; the others, those of other "
         "stages and replicas included, use the next ports. Port 0: any.")
+    advertise: str = option(
+        "", ADVERTISED,
+        "Address that consumers link to, if it is not `listen`: \"host\", or \"host:port\" of the "
+        "first worker behind a port mapping; the others have the next ports. Needed if `listen` "
+        "is 0.0.0.0.",
+        see="../how-to/containers.md#addresses")
     model: str = option(
         "", TEXT, "Name of the model, which must be equal on both sides. Empty: vLLM's name.")
     explain: bool = option(
@@ -75,5 +82,14 @@ class ConnectorOptions:
 
     def listen_of(self, worker: int) -> str:
         """Return the address at which a worker listens."""
-        host, _, port = self.listen.rpartition(":")
-        return f"{host}:{int(port) + worker if int(port) else 0}"
+        return _of_worker(self.listen, worker)
+
+    def advertised_of(self, worker: int) -> str:
+        """Return the address that consumers use for a worker; empty: its listener's."""
+        has_port = re.search(":[0-9]+$", self.advertise) is not None
+        return _of_worker(self.advertise, worker) if has_port else self.advertise
+
+
+def _of_worker(first: str, worker: int) -> str:
+    host, _, port = first.rpartition(":")
+    return f"{host}:{int(port) + worker if int(port) else 0}"

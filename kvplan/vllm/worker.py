@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvplan.control.endpoint import Endpoint
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.options import Options
 from kvplan.layout import Shard
@@ -126,7 +127,15 @@ class ConnectorWorker:
         given = dict(options.engine)
         if model.produces:
             given.setdefault("llm.ListenIpInfo", options.listen_of(model.worker))
+            if advertised := options.advertised_of(model.worker):
+                given.setdefault("kvplan.advertise", advertised)
         settings = Options.of(given)
+        where = settings.listen_ip_info
+        if where and not settings.advertise and Endpoint.parse(where).is_wildcard:
+            raise invalid(
+                f'listen="{where}" stands for all addresses of this host; set advertise to the one '
+                "that consumers reach"
+            )
         if not self._on_host:  # the cache is on the device of the worker's rank
             settings = replace(settings, device_id=device.index)
         engine.initialize(settings)

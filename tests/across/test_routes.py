@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -40,6 +42,50 @@ def test_auto_is_local_only_where_that_works(
     moved(peer, user)
     assert transport(user, peer) == expected
     assert (network.received(hosts[1]) - before_it > NBYTES) == (expected == "tcp")
+
+
+RELAY = """
+import socket, sys, threading
+
+def copied(source, target):
+    while data := source.recv(1 << 16):
+        target.sendall(data)
+    target.shutdown(socket.SHUT_WR)
+
+listening = socket.create_server((sys.argv[1], 0))
+print(listening.getsockname()[1], flush=True)
+host, _, port = sys.stdin.readline().strip().rpartition(":")
+while True:
+    outer, _ = listening.accept()
+    inner = socket.create_connection((host, int(port)))
+    for ends in ((outer, inner), (inner, outer)):
+        threading.Thread(target=copied, args=ends, daemon=True).start()
+"""
+"""A port mapping: passes connections on, as Docker's proxy does."""
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["all addresses", "port mapping"])
+def test_peers_link_to_the_address_that_is_advertised(
+    three: list[Namespace], make_engine: MakeEngine, mapped: bool
+) -> None:
+    inside, outside, gateway = three
+    anywhere = {"listen_ip_info": "0.0.0.0:0", "transport": "tcp"}
+    if mapped:
+        ends = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        relay = gateway.start(sys.executable, "-c", RELAY, gateway.address, text=True, **ends)
+        expected = f"{gateway.address}:{relay.stdout.readline().strip()}"
+        peer = make_engine(inside, 1, advertise=expected, **anywhere)
+        assert peer.address == expected
+        (port,) = network.listening(inside, peer.pid)
+        relay.stdin.write(f"{inside.address}:{port}\n")
+        relay.stdin.flush()
+    else:
+        peer = make_engine(inside, 1, advertise=inside.address, **anywhere)
+        (port,) = network.listening(inside, peer.pid)
+        assert peer.address == f"{inside.address}:{port}"
+    before = network.received(gateway)
+    moved(peer, make_engine(outside, 2, transport="tcp"))
+    assert (network.received(gateway) - before > NBYTES) is mapped
 
 
 @pytest.fixture(scope="module")

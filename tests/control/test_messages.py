@@ -214,6 +214,13 @@ def test_a_notification_out_of_its_bounds_is_refused(data: object) -> None:
         decode(frame)
 
 
+def test_a_transport_is_not_chosen_twice() -> None:
+    """The first of two equal links would never be closed."""
+    frame = encode(Chosen(TOKEN, ("local", "lacol"), ())).replace(b"lacol", b"local")
+    with pytest.raises(Undecodable, match="must not repeat a name"):
+        decode(frame)
+
+
 def test_a_request_cannot_be_a_reply() -> None:
     with pytest.raises(Undecodable, match="request and a reply"):
         decode(encode(Ping(), seq=1, reply_to=1))

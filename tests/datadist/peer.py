@@ -6,11 +6,16 @@ from tests.support import peer
 from tests.support.places import PEER_COMMAND, PEER_LISTEN
 
 
-class Peer(peer.Peer):
-    """An engine `datadist` of cluster 1, listening at `address`, in a process of its own."""
+class OnItsOwn(peer.Peer):
+    """A process that has no engine yet; a prefix starts it, as in a container."""
 
     module = "tests.datadist.peer_process"
     flags = ("-W", "error")
+
+
+class Peer(OnItsOwn):
+    """An engine `datadist` of cluster 1, listening at `address`, in a process of its own."""
+
     cluster_id = 1
 
     def __init__(self, machine: str = "host") -> None:

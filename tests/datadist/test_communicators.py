@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
+
+import pytest
 
 from kvplan import (
     CacheDesc,
@@ -14,7 +18,9 @@ from kvplan import (
     RegisterMemStatus,
 )
 from tests.datadist.conftest import MakeEngine
+from tests.datadist.peer import OnItsOwn
 from tests.support.refusals import refused
+from tests.support.rights import OWN_MOUNTS, needs_mounts
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
 
@@ -34,6 +40,46 @@ def test_a_pull_says_why_a_rendezvous_has_failed(make_engine: MakeEngine, tmp_pa
     mine = engine.allocate_cache(DESC)
     with refused(LLMStatusCode.LLM_NOT_YET_LINK, r"communicator 'both': .*must be 0700"):
         engine.pull_cache(CacheIndex(2, 1), mine)
+
+
+LINK = """
+    engine = LlmDataDist(cluster_id, LlmRole.MIX)
+    engine.initialize({"llm.LinkTotalTime": seconds} | options)
+    comm_id = engine.link("both", {1: 0, 2: 1})
+"""
+SETTLE = """
+    from tests.datadist.test_communicators import settled
+    cache = engine.allocate_cache(kvplan.CacheDesc(1, (1, 64), kvplan.DataType.DT_INT8))
+    result = settled(engine, comm_id).name, str(engine._engine.links._transitions.errors.get(other))
+"""
+
+
+@needs_mounts
+@pytest.mark.parametrize("shared", [False, True])
+def test_containers_share_a_directory_or_say_where_each_waits(tmp_path: Path, shared: bool) -> None:
+    """The runtime directory of each is its own, as /tmp of a container."""
+    runtime, common = tmp_path / "runtime", tmp_path / "common"
+    for directory in (runtime, common):
+        directory.mkdir(mode=0o700)
+    mount = f'mount -t tmpfs tmpfs {runtime} && exec "$@"'
+    prefix = [*OWN_MOUNTS, "sh", "-c", mount, "-"]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime)}
+    options = {"kvplan.comm_dir": str(common)} if shared else {}
+    with ExitStack() as held:
+        ends = [OnItsOwn("host", prefix=prefix, environment=environment) for _ in range(2)]
+        for cluster_id, end in enumerate(ends, 1):
+            held.callback(end.close)
+            end.run(LINK, cluster_id=cluster_id, options=options, seconds="10" if shared else "1")
+        found = [end.run(SETTLE, other=other) for end, other in zip(ends, (2, 1), strict=True)]
+    if shared:
+        assert [status for status, _ in found] == ["OK", "OK"]
+        return
+    waited = ("cluster 2 has not come to ", "cluster 1 has not listened at ")
+    for (status, why), text in zip(found, waited, strict=True):
+        assert status == "FAILED"
+        assert f"{text}ipc://{runtime}/kvplan/" in why
+        assert "a member in another container" in why
+        assert "share one (kvplan.comm_dir), or give each container its own server_id" in why
 
 
 def test_engines_link_by_a_common_name(make_engine: MakeEngine, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.datadist.peer import Peer
+from tests.datadist.peer import OnItsOwn
 from tests.support import peer
 from tests.support.rights import (
     NO_CAPABILITIES,
@@ -58,21 +58,19 @@ STATUS = """
 """
 
 
-class End(peer.Peer):
+class End(OnItsOwn):
     """An engine in a process with few rights; the machine of the other tests does not matter."""
-
-    module = Peer.module
 
     def __init__(
         self,
         cluster_id: int,
-        lost: str = "",
-        prefix: Sequence[str] = NO_CAPABILITIES,
+        *lost: str,
+        prefix: Sequence[str] = (),
         **options: str,
     ) -> None:
         super().__init__("host", prefix=prefix)
         try:
-            self.address = str(self.run(lost, BEGIN, cluster_id=cluster_id, options=options))
+            self.address = str(self.run(*lost, BEGIN, cluster_id=cluster_id, options=options))
         except BaseException:
             self.close()
             raise
@@ -164,7 +162,8 @@ def test_each_kind_of_memory_goes_by_what_both_ends_may(
     make_end: Callable[..., End], name: str
 ) -> None:
     case = CASES[name]
-    check(make_end(1, case.lost[0]), make_end(2, case.lost[1]), case)
+    ends = [make_end(number, NO_CAPABILITIES, lost) for number, lost in enumerate(case.lost, 1)]
+    check(*ends, case)
 
 
 @needs_root
@@ -173,7 +172,7 @@ def test_an_end_without_the_capabilities_of_the_other(
     make_end: Callable[..., End], lacking: int
 ) -> None:
     ends = [
-        make_end(cluster_id, prefix=NO_CAPABILITIES if cluster_id == lacking else ())
+        make_end(cluster_id, NO_CAPABILITIES if cluster_id == lacking else "")
         for cluster_id in (1, 2)
     ]
     said = "the peer holds capabilities that this process lacks"
@@ -182,14 +181,15 @@ def test_an_end_without_the_capabilities_of_the_other(
 
 @needs_users
 def test_an_end_in_another_user_namespace(make_end: Callable[..., End]) -> None:
-    ends = make_end(1, prefix=USER_NAMESPACE), make_end(2)
+    ends = make_end(1, prefix=USER_NAMESPACE), make_end(2, NO_CAPABILITIES)
     said = "the peer is in another user namespace"
     check(*ends, Case(("", ""), "tcp", ("tcp:", "tcp:"), said))
 
 
 def test_local_alone_says_what_it_does_not_reach(make_end: Callable[..., End]) -> None:
     option = {"kvplan.transport": "local"}
-    first, second = make_end(1, NO_PROCESS_VM, **option), make_end(2, **option)
+    first = make_end(1, NO_CAPABILITIES, NO_PROCESS_VM, **option)
+    second = make_end(2, NO_CAPABILITIES, **option)
     first.link(second)
     with pytest.raises(peer.RemoteError, match="let it pass pidfd_open") as caught:
         first.run(PULL, peer=2)

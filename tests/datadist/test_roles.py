@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from kvplan import ClusterInfo, LlmDataDist, LLMException, LlmRole, LLMStatusCode, Options
 from tests.datadist.conftest import MakeEngine, link
+from tests.datadist.peer import OnItsOwn
 from tests.support.places import CLUSTER_KEY, LISTEN
 from tests.support.refusals import refused
+from tests.support.rights import OWN_MOUNTS, needs_mounts
 
 ANYWHERE = {"llm.ListenIpInfo": LISTEN}
 without_key = pytest.mark.skipif(bool(CLUSTER_KEY), reason="engines on a network have a key")
@@ -141,6 +145,42 @@ def test_a_server_moves_to_another_address_with_its_port(
     for host in ("127.0.0.1", "0.0.0.0", "127.0.0.1"):  # the second stands for the first too
         owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": f"{host}:{port}"})
         assert can_link(user, owner, f"127.0.0.1:{port}")
+
+
+@pytest.mark.filterwarnings("ignore:listening on 0.0.0.0")
+def test_no_peer_is_sent_to_all_addresses(make_engine: MakeEngine) -> None:
+    owner, user = make_engine(1), make_engine(2)
+    owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": "0.0.0.0:0"})
+    assert owner.listen_address is not None
+    with refused("LLM_PARAM_INVALID", r"remote=0.0.0.0:\d+ stands for all .* kvplan.advertise"):
+        user.link_clusters([ClusterInfo(1, owner.listen_address)])
+
+
+@needs_mounts
+def test_a_host_name_that_is_loopback_is_warned_about(tmp_path: Path) -> None:
+    """As Debian has it in /etc/hosts."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node-1\n")
+    mounted = f'mount --bind {hosts} /etc/hosts && exec "$@"'
+    with closing(OnItsOwn("host", prefix=[*OWN_MOUNTS, "sh", "-c", mounted, "-"])) as process:
+        found = process.run(
+            """
+            import warnings
+            found = []
+            for host in ("node-1", "localhost", "127.0.1.1"):
+                with warnings.catch_warnings(record=True) as caught, LlmDataDist(1, ROLE) as engine:
+                    warnings.simplefilter("always")
+                    engine.initialize({"ListenIpInfo": f"{host}:0"})
+                found.append([str(each.message) for each in caught])
+            result = found
+            """,
+            ROLE=LlmRole.PROMPT,
+        )
+    assert found[1:] == [[], []]
+    assert [text.partition(":0: ")[2] for text in found[0]] == [
+        "node-1 resolves to 127.0.1.1 here, which only processes of this host reach; listen at the "
+        "address of a network, or correct the name in /etc/hosts"
+    ]
 
 
 def test_only_the_address_can_be_given(make_engine: MakeEngine) -> None:

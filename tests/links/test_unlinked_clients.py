@@ -47,6 +47,7 @@ from kvplan.transport.tcp.transport import TcpTransport
 from kvplan.transport.transport import Transport
 from tests.links.end import DEADLINE_S, End
 from tests.links.peer import Peer
+from tests.support.held import Held
 from tests.support.refusals import refused
 
 _T = TypeVar("_T")
@@ -283,6 +284,46 @@ def test_hellos_that_are_refused(
         body = hello(transport, **change)
         with refused(LLMStatusCode.LLM_LINK_FAILED, message):
             client.ask(client.call(end), body)
+    assert end.links.live() == 0
+
+
+@pytest.mark.parametrize(
+    ("transports", "challenge", "message"),
+    [
+        (("tcp",), b"", "the peer chose 'tcp', which was not offered"),
+        (("local", "tcp"), b"", "the peer chose 'tcp', which was not offered"),
+        (("local",), bytes(16), "the challenge is another handshake's"),
+    ],
+)
+def test_choices_that_are_refused(
+    end: End,
+    client: UnlinkedClient,
+    transports: tuple[str, ...],
+    challenge: bytes,
+    message: str,
+) -> None:
+    with LocalTransport() as transport:
+        channel = client.call(end)
+        welcome = client.ask(channel, hello(transport))
+        assert isinstance(welcome, Welcome)
+        before = Held.now()
+        chosen = Chosen(challenge or welcome.challenge, transports, ())
+        client.run(channel.notify(chosen))
+        assert message in end.wait_for(2, "UNLINKED")
+        assert client.lost.get(timeout=DEADLINE_S)
+        assert not Held.now().descriptors - before.descriptors
+    assert end.links.live() == 0
+
+
+def test_a_link_is_not_confirmed_before_transports_are_chosen(
+    end: End, client: UnlinkedClient
+) -> None:
+    with LocalTransport() as transport:
+        channel = client.call(end)
+        welcome = client.ask(channel, hello(transport))
+        assert isinstance(welcome, Welcome)
+        with refused(LLMStatusCode.LLM_LINK_FAILED, "confirm: no transport was chosen before"):
+            client.ask(channel, Confirm(welcome.challenge))
     assert end.links.live() == 0
 
 

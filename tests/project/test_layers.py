@@ -16,15 +16,15 @@ ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
     "cli": 3291,
-    "control": 3689,
+    "control": 3724,
     "debug": 791,
     "device": 1193,
-    "engine": 8386,
+    "engine": 8414,
     "execution": 2907,
     "hixl": 1565,
     "inspection": 1843,
     "kvplan": 1583,
-    "links": 3899,
+    "links": 3923,
     "llm_datadist": 3814,
     "planning": 5260,
     "recording": 1636,
@@ -33,8 +33,8 @@ MAX_LINES = {
     "system": 359,
     "tensors": 797,
     "testing": 471,
-    "transport": 7491,
-    "vllm": 1336,
+    "transport": 7494,
+    "vllm": 1361,
 }
 """Lines of each room. Only a commit that says why may raise one."""
 

@@ -1,7 +1,7 @@
 """Rights that a process of a test gives up, as containers and sandboxes take them away.
 
-`denying` returns a snippet for a `Peer`, to be run before the peer starts threads. The other names
-are prefixes of the command that starts a peer.
+Snippets are for a `Peer`, to be run before it starts threads; lists are prefixes of the command
+that starts it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import subprocess
 
 import pytest
 
-NO_CAPABILITIES = (
-    ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"] if os.geteuid() == 0 else []
-)
+NO_CAPABILITIES = """
+    import ctypes, struct
+    none = ctypes.create_string_buffer(24)
+    assert ctypes.CDLL(None).capset(struct.pack("Ii", 0x20080522, 0), none) == 0
+"""
 """Root without capabilities: the rights of a user, and root's files."""
 
 USER_NAMESPACE = ["unshare", "--user", "--map-current-user"]
+OWN_MOUNTS = ["unshare", "--user", "--map-root-user", "--mount"]
 PID_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child"]
 NOT_DUMPABLE = "import ctypes; assert ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0"
 DUMPABLE = "import ctypes; assert ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0"
@@ -59,5 +62,8 @@ def may(*command: str) -> bool:
 
 needs_users = pytest.mark.skipif(
     not may(*USER_NAMESPACE), reason="this system lets nobody make a user namespace"
+)
+needs_mounts = pytest.mark.skipif(
+    not may(*OWN_MOUNTS), reason="this system lets nobody make a mount namespace"
 )
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has rights to give up")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from types import SimpleNamespace
@@ -166,6 +167,27 @@ def test_another_process_at_the_name(exported: Exported) -> None:
             ask(os.getpid(), name, TOKEN, 7)
         before.check_nothing_new()
         os.close(ask(squatter.pid, name, TOKEN, 7))
+
+
+def test_a_peer_that_accepts_nothing_does_not_delay_a_handshake() -> None:
+    """Its backlog is full, so that another connection would wait."""
+    with ExitStack() as stack:
+        hostile = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        hostile.bind("")
+        hostile.listen(0)
+        name = hostile.getsockname()[1:].decode()
+        while True:
+            filling = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stack.callback(filling.close)
+            filling.setblocking(False)
+            try:
+                filling.connect(f"\0{name}")
+            except BlockingIOError:
+                break
+        begun = time.monotonic()
+        for _ in range(100):
+            assert can_ask(os.getpid(), name)
+        assert time.monotonic() - begun < 100, "each would wait for a second"
 
 
 def test_the_thread_ends(exported: Exported) -> None:

@@ -26,6 +26,20 @@ def test_time_limits_and_options_of_the_engine_are_among_them() -> None:
     assert ConnectorOptions().listen_of(3) == "127.0.0.1:0"
 
 
+@pytest.mark.parametrize(
+    ("advertise", "expected"),
+    [
+        ("", ""),
+        ("node-1", "node-1"),
+        ("10.0.0.1:36000", "10.0.0.1:36003"),
+        ("[::1]", "[::1]"),
+        ("[::1]:36000", "[::1]:36003"),
+    ],
+)
+def test_workers_behind_a_port_mapping_have_ports_in_a_row(advertise: str, expected: str) -> None:
+    assert ConnectorOptions(advertise=advertise).advertised_of(3) == expected
+
+
 @pytest.mark.parametrize(("text", "explain"), [("1", True), ("0", False), ("", False)])
 def test_the_environment_says_explain(
     monkeypatch: pytest.MonkeyPatch, text: str, explain: bool
@@ -39,9 +53,13 @@ def test_the_environment_says_explain(
     ("extra", "match"),
     [
         ({"mode": "both"}, "mode='both' must be one of pull, push"),
-        ({"lease_ttl": 5}, "kv_connector_extra_config has 'lease_ttl'; known are engine, enter_"),
+        (
+            {"lease_ttl": 5},
+            "kv_connector_extra_config has 'lease_ttl'; known are advertise, ",
+        ),
         ({"listen": "10.0.0.1"}, "listen='10.0.0.1' must be \"ip:port\""),
         ({"listen": "10.0.0.1:70000"}, 'must be "ip:port"'),
+        ({"advertise": "0.0.0.0:26000"}, "advertise='0.0.0.0:26000' must be"),
         ({"pull_timeout_ms": 0}, "pull_timeout_ms=0 must be > 0"),
     ],
 )

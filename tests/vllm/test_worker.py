@@ -159,6 +159,16 @@ def test_a_cache_of_other_blocks_than_the_scheduler_has_is_refused() -> None:
     it.worker.close()
 
 
+def test_a_producer_that_listens_everywhere_must_say_where_it_is() -> None:
+    with refused("LLM_PARAM_INVALID", 'listen="0.0.0.0:0" stands for all addresses.*advertise'):
+        VllmWorker("prefill", listen="0.0.0.0:0")
+    engine = {"llm.ListenIpInfo": "127.0.0.1:0"}
+    worker = VllmWorker("prefill", advertise="10.0.0.1:36000", engine=engine)
+    assert worker.worker.address is not None
+    assert worker.worker.address.address == "10.0.0.1:36000"
+    worker.worker.close()
+
+
 def test_a_worker_names_the_layers_of_its_stage() -> None:
     it = VllmWorker("prefill", place=Place(0, 1, 1, ((0, 2), (2, 4))))
     assert it.worker.address is not None

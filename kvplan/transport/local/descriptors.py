@@ -151,7 +151,9 @@ def _drop(
 def can_ask(pid: int, name: str) -> bool:
     """Return True if process `pid` has a server of this name, which this process reaches."""
     try:
-        _connected(pid, name).close()
+        _connected(pid, name, timeout_s=0).close()
+    except BlockingIOError:  # its backlog is full
+        return True
     except OSError:
         return False
     return True
@@ -178,12 +180,13 @@ def _packets() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _connected(pid: int, name: str) -> socket.socket:
+def _connected(pid: int, name: str, timeout_s: int = _TIMEOUT_S) -> socket.socket:
     connection = _packets()
     try:
+        connection.setblocking(timeout_s > 0)
         # Not settimeout: to connect would then fail at once while the backlog is full.
         for timeout in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            connection.setsockopt(socket.SOL_SOCKET, timeout, _TIMEVAL.pack(_TIMEOUT_S, 0))
+            connection.setsockopt(socket.SOL_SOCKET, timeout, _TIMEVAL.pack(timeout_s, 0))
         connection.connect(f"\0{name}")
         owner = _credentials(connection).pid
     except BaseException:
