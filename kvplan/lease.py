@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import lru_cache
+from operator import attrgetter
 from struct import Struct
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
@@ -86,7 +87,7 @@ class _Packed:
     @property
     def words(self) -> tuple[LeaseWord, ...]:
         """The words by which the transports of the owner check the lease."""
-        return tuple(LeaseWord(name, *word) for name, word in self.places())
+        return tuple([LeaseWord(name, *word) for name, word in self.places()])
 
     def places(self) -> list[tuple[str, tuple[int, int]]]:
         """Return the same as names of transports, each with slot and generation."""
@@ -150,19 +151,22 @@ class BlockLease(_Packed):
             raise invalid(f"instance={shown(instance)} must have {_INSTANCE_NBYTES} bytes")
         if len(check_type("tag", tag, str)) > MAX_TAG or not tag.isprintable():
             raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
-        if not all(type(block) is int for block in check_type("blocks", blocks, tuple)):
+        if not {*map(type, check_type("blocks", blocks, tuple))} <= {int}:
             raise TypeError(f"blocks={shown(blocks)} must hold int")
         if blocks and not 0 <= min(blocks) <= max(blocks) <= INT64_MAX:
             raise invalid(f"blocks={shown(blocks)} must be in [0, 2**63)")
         check_type("paged", paged, bool)
         if tokens is not None:
             check_width("tokens", tokens, 1, INT64_MAX)
-        for word in check_type("words", words, tuple):
-            name = check_type("transport", check_type("words", word, LeaseWord).transport, str)
+        if not {*map(type, check_type("words", words, tuple))} <= {LeaseWord}:
+            raise TypeError(f"words={shown(words)} must hold LeaseWord")
+        for name, slot, generation in words:
+            if not isinstance(name, str):
+                raise TypeError(f"transport={shown(name)} must be str")
             if len(name) > _MAX_NAME:  # `_places_of` keeps it longer than the lease
                 raise invalid(f"transport={shown(name)} must have at most {_MAX_NAME} characters")
-            check_width("slot", word.slot, 0, _MAX_SLOT)
-            check_width("generation", word.generation, 0, UINT64_MAX)
+            check_width("slot", slot, 0, _MAX_SLOT)
+            check_width("generation", generation, 0, UINT64_MAX)
         if not paged and len(blocks) != 1:
             raise invalid(f"blocks={shown(blocks)} must be one slot, as paged is False")
         packed, names = b"", []
@@ -189,14 +193,14 @@ class BlockLease(_Packed):
             object.__setattr__(self, field, value)
 
     def __reduce__(self) -> tuple[type[BlockLease], tuple[object, ...]]:
-        return BlockLease, tuple(getattr(self, field.name) for field in fields(self))
+        return BlockLease, _fields_of(self)
 
     def __str__(self) -> str:
         return f"lease {self.lease_id}{f' of {self.tag}' if self.tag else ''}"
 
     def to_bytes(self) -> bytes:
         """Return the lease for any channel: some 100 bytes, and 1 to 5 for each block."""
-        body = _encoder.encode(self.__reduce__()[1])
+        body = _encoder.encode(_fields_of(self))
         return _digest(body) + body
 
     @classmethod
@@ -291,6 +295,9 @@ class BlockLease(_Packed):
                 f"of {self}"
             )
         return wanted
+
+
+_fields_of = attrgetter(*(field.name for field in fields(BlockLease)))
 
 
 @lru_cache(64)

@@ -247,7 +247,7 @@ class TestEnginesOfOneProcess:
         assert self.link(two) == "local"
 
     @pytest.mark.parametrize(
-        ("two", "taken"), [("auto", "tcp"), ("local", "local")], indirect=["two"]
+        ("two", "taken"), [("auto", "local+tcp"), ("local", "local")], indirect=["two"]
     )
     @pytest.mark.parametrize("peers", [0, 2])
     def test_without_peer_access(
@@ -264,7 +264,7 @@ class TestEnginesOfOneProcess:
             there = two[0].allocate_blocks_cache(DEVICE, BlocksCacheKey(1))
             two[0].write_cache(there, contents(1))
             here = two[1].allocate_blocks_cache(DEVICE)
-            if taken == "tcp":
+            if taken == "local+tcp":
                 two[1].pull_blocks(BlocksCacheKey(1), here, [0, 5], [3, 4])
                 assert np.array_equal(two[1].arrays(here, copy=True)[1][3], contents(1)[1][0])
             else:
