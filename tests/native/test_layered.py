@@ -29,7 +29,7 @@ from kvnative._executor import (
 )
 from kvnative._lower import Descriptors, lower
 from tests.native.scatter import assert_same, scatter
-from tests.support.wrappers import delay, fail_at, limit_bandwidth, limit_batch, trace
+from tests.support.wrappers import delay, fail_at, hold, let_go, limit_bandwidth, limit_batch, trace
 
 FOREVER_MS = 1e9
 
@@ -171,12 +171,14 @@ def test_a_fault_ends_the_task(host: Backend, max_batch: int, index: int) -> Non
 
 def test_a_failure_waits_for_the_layers_in_flight(host: Backend) -> None:
     case = scatter([100] * 9)
-    task = Executor(fail_at(delay(host, 30), 0)).layered(case.descriptors, 3)
+    held = hold(host)
+    task = Executor(fail_at(held, 0)).layered(case.descriptors, 3)
     assert task.open(1)
     assert task.open(0)
     assert task.states() == (LAYER_FAILED, LAYER_MOVING, LAYER_WAITING)
     assert not task.open(2)
     assert task.report.status == KVN_PENDING
+    let_go(held)
     report = task.wait()
     assert (report.failed, report.unconfirmed) == (0, ((0, 3), (6, 9)))
     assert task.states() == (LAYER_FAILED, LAYER_DONE, LAYER_WAITING)
@@ -227,10 +229,12 @@ def test_a_deadline_gives_up_what_is_not_open(host: Backend, executor: Executor)
 def test_a_deadline_may_leave_it_to_go_on(host: Backend, executor: Executor) -> None:
     case = scatter([100] * 6)
     layered = executor.layered(case.descriptors, 3)
-    submitted = Executor(delay(host, 30)).submit(case.descriptors)
+    held = hold(host)
+    submitted = Executor(held).submit(case.descriptors)
     for task in (layered, submitted):
         report = task.wait(timeout_ms=0, give_up=False)
         assert (report.status, report.unconfirmed) == (KVN_PENDING, ((0, 6),))
+    let_go(held)
     layered.open(0)
     while layered.wait(1, False).bytes_done != 300:
         pass
