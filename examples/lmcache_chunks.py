@@ -68,7 +68,7 @@ def prefill(pipe: Connection) -> None:
         datadist.initialize(Options(listen_ip_info="127.0.0.1:0"))
         cache = datadist.register_blocks_cache(desc, [tensor])
         pipe.send(datadist.listen_address)
-        known = [slots[name] for name in takewhile(slots.__contains__, pipe.recv())]
+        known = [slots[name] for name in takewhile(lambda name: name in slots, pipe.recv())]
         lease = datadist.lease_blocks(cache, known, tokens=len(known) * CHUNK, tag="prompt 1")
         pipe.send(lease.to_bytes())
         pipe.recv()  # decode has the tokens

@@ -45,7 +45,7 @@ SHOWN = {
     ],
     "role_switch": ["LLM_EXIST_LINK", "cluster 1, DECODER", "tensor 3: 1300 1301 1302 1303"],
     "asyncio_service": [
-        '"blocks": [64]}: src_blocks[0]=64 is out of range [0, 64)',
+        '"blocks": [64]}: src.blocks[0]=64 is out of range [0, 64)',
         '"blocks": [0]}: cluster 5 is not linked',
         "blocks!: JSON is malformed",
         "8 clients at once: 80 answers, every number as it should be",
