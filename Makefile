@@ -31,8 +31,8 @@ demo: .venv/demo .venv/weights ## a real model prefills in one process and gener
 # others.
 CHECKS := unit lint types sanitize-addresses sanitize-threads
 test: export KVPLAN_WERROR := 1
-test: .venv/dev .venv/browser .venv/weights ## every check, as CI runs them; 15 minutes on two cores; installs 700 MB in .venv, and Chromium as root
-	@echo 'running $(CHECKS) in parallel, about 13 minutes on two cores; each prints its output when it ends'
+test: .venv/dev .venv/browser .venv/weights ## every check, as CI runs them; 12 minutes on two cores; installs 700 MB in .venv, and Chromium as root
+	@echo 'running $(CHECKS) in parallel, about 12 minutes on two cores; each prints its output when it ends'
 	@$(MAKE) --no-print-directory --keep-going --jobs 3 --output-sync=target $(CHECKS) || \
 	  { echo 'make test has failed: lines with *** above say where' >&2; exit 1; }
 
