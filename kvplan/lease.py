@@ -37,6 +37,8 @@ _MAX_SLOT: Final = 2**32 - 1
 _MAX_NAME: Final = 32  # characters of a transport's name
 _WORD: Final = Struct("=QQ")
 _unpack: Final = _WORD.unpack
+_CHECKED: Final = "instance", "tag", "blocks", "paged", "words"
+_KINDS: Final[tuple[type[object], ...]] = bytes, str, tuple, bool, tuple
 
 
 def tag_of(name: str) -> str:
@@ -87,7 +89,10 @@ class _Packed:
     @property
     def words(self) -> tuple[LeaseWord, ...]:
         """The words by which the transports of the owner check the lease."""
-        return tuple([LeaseWord(name, *word) for name, word in self.places()])
+        words = []
+        for name, word in self.places():
+            words.append(LeaseWord(name, *word))
+        return tuple(words)
 
     def places(self) -> list[tuple[str, tuple[int, int]]]:
         """Return the same as names of transports, each with slot and generation."""
@@ -147,18 +152,21 @@ class BlockLease(_Packed):
         check_width("cluster_id", cluster_id, 0, UINT64_MAX)
         check_width("cache_id", cache_id, 0, 2**63 - 1)
         check_width("lease_id", lease_id, 0, UINT64_MAX)
-        if len(check_type("instance", instance, bytes)) != _INSTANCE_NBYTES:
+        given = instance, tag, blocks, paged, words
+        if tuple(map(type, given)) != _KINDS:  # a call for each would count in every request
+            for name, value, kind in zip(_CHECKED, given, _KINDS, strict=True):
+                check_type(name, value, kind)
+        if len(instance) != _INSTANCE_NBYTES:
             raise invalid(f"instance={shown(instance)} must have {_INSTANCE_NBYTES} bytes")
-        if len(check_type("tag", tag, str)) > MAX_TAG or not tag.isprintable():
+        if len(tag) > MAX_TAG or not tag.isprintable():
             raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
-        if not {*map(type, check_type("blocks", blocks, tuple))} <= {int}:
+        if not {*map(type, blocks)} <= {int}:
             raise TypeError(f"blocks={shown(blocks)} must hold int")
         if blocks and not 0 <= min(blocks) <= max(blocks) <= INT64_MAX:
             raise invalid(f"blocks={shown(blocks)} must be in [0, 2**63)")
-        check_type("paged", paged, bool)
         if tokens is not None:
             check_width("tokens", tokens, 1, INT64_MAX)
-        if not {*map(type, check_type("words", words, tuple))} <= {LeaseWord}:
+        if not {*map(type, words)} <= {LeaseWord}:
             raise TypeError(f"words={shown(words)} must hold LeaseWord")
         for name, slot, generation in words:
             if not isinstance(name, str):

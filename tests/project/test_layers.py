@@ -23,7 +23,7 @@ MAX_LINES = {
     "execution": 2907,
     "hixl": 1565,
     "inspection": 1843,
-    "kvplan": 1590,
+    "kvplan": 1598,
     "links": 3923,
     "llm_datadist": 3814,
     "planning": 5260,
