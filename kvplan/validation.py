@@ -110,7 +110,7 @@ def check_width(name: str, value: object, low: int, high: int) -> int:
         TypeError: not an int.
         ValueError: out of range.
     """
-    number = check_type(name, value, int)
+    number = value if type(value) is int else check_type(name, value, int)
     if not low <= number <= high:
         raise ValueError(f"{name}={number} is out of range [{low}, {high}]")
     return number

@@ -91,7 +91,8 @@ def test_what_was_pushed_is_there_if_the_rest_cannot_be_pulled(
     peer.run(f"worker.enter(0, 11, [4, 9, 2], 21, {NAME!r})")
     entered.set()
     it = result(consumer)
-    assert failed(it, "has exited")
+    # Its descriptors are closed a moment before it has exited.
+    assert failed(it, "has exited|has closed its transport")
     assert (it.tokens, it.pushed) == (21, 16)
     assert consumer.has(11, [7, 1], 0, 16)
 
