@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from kvnative._signals import signals_deferred
 from kvplan.device.memory import DeviceMemory
+from kvplan.engine.claims import not_exist
 from kvplan.engine.memory import block_checksum, read_tensors, tensor_arrays, write_tensors
 from kvplan.engine.runner import OperationRunner
 from kvplan.execution.memory import check_lent, using
@@ -259,9 +260,13 @@ class CacheOperations(OperationRunner):
                 LLM_ENGINE_FINALIZED.
         """
         with self._recorded("fingerprint") as engine:
+            lease = None
             if isinstance(cache, BlockLease):
-                entry = engine.registry.get(engine.leases.standing(cache).cache_id)
+                lease = engine.leases.standing(cache)
+                entry = engine.registry.get(lease.cache_id)
                 blocks = cache.named("blocks", blocks)
+                if lease.moves > cache.moves:
+                    blocks = lease.places_of("blocks", cache, blocks)
             else:
                 entry = engine.registry.resolve(cache)
             if entry.side is None:
@@ -279,8 +284,8 @@ class CacheOperations(OperationRunner):
                     check_lent(memory)
                     sums.append(block_checksum(tensors, axis, block))
             memory.check()
-            if isinstance(cache, BlockLease):
-                engine.leases.standing(cache)  # was live all the time
+            if isinstance(cache, BlockLease) and engine.leases.standing(cache) is not lease:
+                raise not_exist(f"{cache} has moved to other blocks meanwhile: try again")
             return sums
 
     def write_cache(self, cache: Cache, arrays: Sequence[Any] | NDArray[Any]) -> None:

@@ -431,7 +431,7 @@ class Several:
         )
         found = [self.operations[index].found[at] for _, index, at in places]
         try:
-            whole = with_lease_tables(transfer)
+            whole = with_lease_tables(transfer, self.operations[0].engine.links.peers)
             check_gather(whole)
             taken, whole = divide(whole, [source.side for source, _ in found], found[0][1].side)
         except (LLMException, TypeError) as error:

@@ -92,7 +92,7 @@ class Operation:
             yet.
         plan: the plan that is executed; None: not known yet.
         link: the link to the peer; None inside one process.
-        leases: ids of the peer's leases that the transfer uses.
+        leases: the peer's leases that the transfer uses.
         span: span of OpenTelemetry, if the options of the engine ask for spans.
         moves: True inside the `with` block of an operation that transfers bytes.
         speculated: whether a key is assumed to name its last known cache. If that cache was freed,
@@ -105,7 +105,7 @@ class Operation:
         is_part: whether the operation is one of several with one outcome.
         started: start time by `perf_counter`, in seconds.
         done: whether every byte has arrived; otherwise the operation is prepared and executed.
-        retried: True once a stale key has forced a second attempt.
+        retried: True once a stale key or a lease that has moved has forced a second attempt.
     """
 
     __slots__ = (
@@ -170,7 +170,7 @@ class Operation:
         self.started = perf_counter()
         self.done = self.retried = self.speculated = self.is_part = False
         self.link: PeerLink | None = None
-        self.leases: tuple[int, ...] = ()
+        self.leases: tuple[BlockLease, ...] = ()
         self.span: Span | None = None
         self.plan: Plan | None = None
 
@@ -192,6 +192,10 @@ class Operation:
             if error is not None and self._notify_failure is not None and not self.done:
                 self._send_failure(error)
             self.end(error)
+
+    def has_moved(self) -> bool:
+        """Return whether a lease that the operation uses names other blocks by now."""
+        return False
 
     def disable_speculation(self) -> None:
         """Let the next `prepare` ask the peer for what this one assumed."""

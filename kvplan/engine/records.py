@@ -63,18 +63,6 @@ class RecordingOperations(OperationRunner):
         """
         return _record(self._running(), path, max_bytes=max_bytes, files=files)
 
-    @property
-    def recording(self) -> Recorder | None:
-        """The recorder of this engine; None: nothing is recorded.
-
-        Also the recorder that an interrupt has left between `record` and its `with` block.
-
-        Raises:
-            LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
-        """
-        recorder = self._running().recorder
-        return None if recorder is None or recorder.ended else recorder
-
 
 def record_where_said(engine: Engine) -> None:
     """Record a new engine if the environment names a directory.

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, cast
 
+from kvplan.engine.claims import not_exist
 from kvplan.engine.memory import joined
 from kvplan.engine.pairs import PairOperation, prepared
 from kvplan.engine.shares import Pair, check_plan, check_slot, fitted, operation_name
@@ -132,7 +134,8 @@ class TransferOperation(PairOperation):
 
     def find_own(self) -> None:
         """Find the caches of this process."""
-        self.pairs = [*map(Pair.with_tables, self.pairs)]
+        links = self.engine.links.peers
+        self.pairs = [*map(partial(Pair.with_tables, links=links), self.pairs)]
         self._kinds = [*map(self._kinds_of, self.pairs)]
         self.found = []
         for pair, (from_blocks, to_blocks, table) in zip(self.pairs, self._kinds, strict=True):
@@ -285,6 +288,8 @@ class TransferOperation(PairOperation):
     ) -> tuple[PeerCache, int]:
         """Return the cache and the slot that a key names."""
         if isinstance(key, BlockLease):
+            if link.latest(key) is not key:  # of a plan that was made before, mostly
+                raise not_exist(f"{argument}={key} has moved to other blocks: plan again")
             return link.leased(key, writable=writable), 0
         if isinstance(key, CacheKeyByIdAndIndex):
             return link.cache(key, writable=writable), key.batch_index
@@ -307,7 +312,7 @@ class TransferOperation(PairOperation):
         caches = [*map(attrgetter("cache"), found)]
         theirs = cast("PeerLink", self.link).joined_memory(caches, writable=writable)
         leases = [its.key for its in found if isinstance(its.key, BlockLease)]
-        self.leases = tuple(map(attrgetter("lease_id"), leases))
+        self.leases = tuple(leases)
         return theirs.leased(leases) if leases else theirs
 
     def _lower(

@@ -18,9 +18,12 @@ from kvplan.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
+    from kvplan.links import PeerLink
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.gather import Taken
     from kvplan.planning.side import Side
+
+    Links = Mapping[int, PeerLink]
 
 PEERS: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, CacheKey, BlockLease, PeerTensors)
 """Types that name a cache of a peer."""
@@ -49,14 +52,20 @@ class Pair(NamedTuple):
         place = f"{field}[{self.source}]" if field == "src" and self.source is not None else field
         return f"transfer[{shown(self.name)}].{place}" if self.name else place
 
-    def with_tables(self) -> Pair:
-        """Return the pair with the block tables and tokens of its leases; a gather's as given."""
-        if self.source is not None or isinstance(self.transfer, Planned):
-            return self
+    def with_tables(self, links: Links) -> Pair:
+        """Return the pair with the latest values of its leases, and their block tables and tokens.
+
+        A gather gets its tables later. A plan keeps its lease, whose blocks it names.
+        """
         if type(self.src.cache) is not BlockLease and type(self.dst.cache) is not BlockLease:
             return self
+        if isinstance(self.transfer, Planned):
+            return self
         try:
-            transfer = with_lease_tables(self.transfer)
+            if self.source is not None:
+                src = followed(self.argument("src"), self.src, links)
+                return self._replace(src=src, dst=followed("dst", self.dst, links))
+            transfer = with_lease_tables(self.transfer, links)
         except (LLMException, TypeError) as error:
             raise of_part(self.name, error) from None
         return Pair(self.name, transfer, cast(Rows, transfer.src), transfer.dst)
@@ -153,8 +162,20 @@ def _rows_of(transfer: Transfer | Planned) -> tuple[Sequence[Rows], Rows]:
     return transfer.src, transfer.dst
 
 
-def with_lease_tables(transfer: Transfer) -> Transfer:
-    """Return a transfer with the block tables and the tokens that its leases name."""
+def followed(argument: str, rows: Rows, links: Links) -> Rows:
+    """Return rows with the latest value of their lease, if its owner has moved blocks."""
+    lease = rows.cache
+    if not isinstance(lease, BlockLease) or (link := links.get(lease.cluster_id)) is None:
+        return rows
+    if not link.has_moved_leases or (latest := link.latest(lease)) is lease:
+        return rows
+    blocks = latest.places_of(f"{argument}.blocks", lease, rows.blocks)
+    slot = latest.blocks[0] if lease.blocks == (rows.slot,) else rows.slot
+    return Rows(latest, blocks, slot, rows.first_token, rows.offset)
+
+
+def with_lease_tables(transfer: Transfer, links: Links) -> Transfer:
+    """Return a transfer with the latest values of its leases, and the tables that they name."""
     src, dst = transfer.src, transfer.dst
     named_rows = (
         {"src.blocks": src}
@@ -162,10 +183,12 @@ def with_lease_tables(transfer: Transfer) -> Transfer:
         else {f"src[{index}].blocks": rows for index, rows in enumerate(src)}
     )
     named_rows["dst.blocks"] = dst
+    named_rows = {
+        argument: followed(argument.removesuffix(".blocks"), rows, links)
+        for argument, rows in named_rows.items()
+    }
     leased = [rows for rows in named_rows.values() if _is_leased(rows)]
-    if not leased:
-        return transfer
-    num_tokens = _num_tokens(leased, transfer.num_tokens)
+    num_tokens = _num_tokens(leased, transfer.num_tokens) if leased else transfer.num_tokens
     *sources, dst = [
         _with_table(argument, rows, num_tokens) if _is_leased(rows) else rows
         for argument, rows in named_rows.items()

@@ -242,7 +242,8 @@ class TransferOperations(OperationRunner):
             operation.engine.transfers.execute(plan, src, dst, left_ms, descriptors)
         except LLMException as error:
             missing = error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-            if not (operation.speculated and missing) or revocation((src, dst)):
+            is_stale = operation.speculated and not revocation((src, dst))
+            if not missing or not (is_stale or operation.has_moved()):
                 raise
             operation.disable_speculation()  # the key may name another cache now
         else:

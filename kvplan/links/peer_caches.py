@@ -121,6 +121,17 @@ class PeerCaches(LinkLifecycle, ABC):
             return error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
         return False
 
+    @property
+    def has_moved_leases(self) -> bool:
+        """True if the peer has moved blocks of a live lease."""
+        return bool(self._table.leases)
+
+    def latest(self, lease: BlockLease) -> BlockLease:
+        """Return the latest value of `lease` that the peer has published, or `lease` itself."""
+        latest = self._table.leases.get(lease.lease_id)
+        is_later = latest is not None and latest.replaces(lease)
+        return latest if latest is not None and is_later else lease
+
     def leased(self, lease: BlockLease, *, writable: bool = False) -> PeerCache:
         """Return the cache that `lease` names."""
         if lease.instance != self.instance:

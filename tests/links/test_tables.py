@@ -256,20 +256,20 @@ class TestMessages:
         desc = CacheDesc(240, (1,), DataType.DT_INT8)
         entries = {i: _entry(i, desc, b"m" * 30_000) for i in range(1, 101)}
         published, known = PublishedTable(("local",)), PeerTable(1)
-        tables = list(published.pending_updates(entries))
+        tables = list(published.pending_updates(entries, {}))
         for table in tables:
             assert len(encode(table)) <= MAX_NBYTES
             known.apply(table)
         assert len(tables) > 1
         assert (sorted(known.by_id), known.version) == (list(range(1, 101)), published.version)
-        assert list(published.pending_updates(entries)) == []
+        assert list(published.pending_updates(entries, {})) == []
         replaced = {**entries, 5: _entry(5, desc, b"new")}
         del replaced[6]
-        (table,) = published.pending_updates(replaced)
+        (table,) = published.pending_updates(replaced, {})
         assert sorted(known.apply(table)) == [5, 5, 6]
         assert 6 not in sorted(known.by_id)
         renewed = {i: _entry(i, desc, b"n" * 30_000) for i in range(1, 101)}
-        tables = published.pending_updates(renewed)
+        tables = published.pending_updates(renewed, {})
         assert len(tables) > 1
         for table in tables:
             known.apply(table)

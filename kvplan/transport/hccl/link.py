@@ -70,7 +70,7 @@ class HcclPeerMemory(PeerMemory):
         for lease, word in zip(leases, words, strict=True):
             if word.slot >= self._link.metadata.generations.num_slots or not word.generation:
                 raise LLMException(  # a lease that cannot exist
-                    f"{lease} was released by {self._link.peer}, or has expired",
+                    f"{lease} was released or moved by {self._link.peer}, or has expired",
                     status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
                 )
         made = self._copy()

@@ -298,7 +298,7 @@ class LocalLink(TransportLink):
             raise LLMException(
                 f"{self.peer} has deregistered {ended}"
                 if isinstance(ended, Range)
-                else f"{ended} was released by {self.peer}, or has expired",
+                else f"{ended} was released or moved by {self.peer}, or has expired",
                 status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
             )
 
