@@ -1,8 +1,8 @@
 """States of recurrent layers (Mamba, linear attention) as ranks of tensor parallelism hold them.
 
-A rank has the state of its heads. A convolution state has columns of several projections beside
-each other, such as x, B and C of Mamba2, and ranks share out each of them by heads of its own. So
-each projection is a cache: views of the engine's tensors, with the heads as an axis of the layout.
+A rank has the state of its heads. A convolution state has columns of several projections, such as
+x, B and C of Mamba2. Ranks share out each projection by heads of its own, so each is a cache: views
+of the engine's tensors, with the heads as an axis of the layout.
 """
 
 from __future__ import annotations
