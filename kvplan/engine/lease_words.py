@@ -53,17 +53,28 @@ class LeaseWords:
         """End words that no peer has."""
         self._end((transport, (slot, generation)) for transport, slot, generation in words)
 
-    def end(self, leases: Iterable[BlockLease]) -> None:
-        """End the words of leases together; on return no peer writes with them. Idempotent.
+    def end(self, lease: BlockLease) -> None:
+        """End the words of a lease; on return no peer writes with them. Idempotent.
 
         If a peer delays one transport, the words of the others have ended all the same.
         """
-        self._end(place for lease in leases for place in lease.places())
+        self._end(lease.places())
 
-    def _end(self, places: Iterable[tuple[str, tuple[int, int]]]) -> None:
+    def end_together(self, leases: Iterable[BlockLease]) -> None:
+        """End the words of several leases, as `end`: each transport waits once for its peers."""
         words: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-        for name, word in places:
-            words[name].append(word)
+        for lease in leases:
+            for name, word in lease.places():
+                words[name].append(word)
         with ExitStack() as ends:
             for name, of_transport in words.items():
                 ends.callback(self._transports[name].end_leases, of_transport)
+
+    def _end(self, words: Iterable[tuple[str, tuple[int, int]]]) -> None:
+        left = iter(words)
+        for transport, word in left:
+            try:
+                self._transports[transport].end_leases((word,))
+            except BaseException:  # a peer delays this transport; the others still end
+                self._end(left)
+                raise

@@ -146,7 +146,7 @@ class Leases:
                 return
             self._move_to_ending(lease_id, _RELEASED)
         try:
-            self._words.end([held])
+            self._words.end(held)
         except BaseException:
             self._try_again([lease_id])
             raise
@@ -171,7 +171,7 @@ class Leases:
                 return self._follow(leases, blocks, copy)
             numbers = [lease.lease_id for lease in leases]
             try:
-                self._words.end(leases)
+                self._words.end_together(leases)
             except BaseException:
                 self._try_again(numbers)
                 raise
@@ -233,7 +233,7 @@ class Leases:
         with self._changed:
             self._moving.update(numbers)
         try:
-            self._words.end(leases)
+            self._words.end_together(leases)
             if copy is not None:
                 copy()
         except BaseException:
@@ -257,7 +257,7 @@ class Leases:
                     with suppress(LLMException):  # has expired just now
                         self._words.renew(latest, deadline_ns)
         if not is_live:
-            self._words.end([latest])
+            self._words.end(latest)
             return None
         if self.observer is not None:
             self.observer(latest, None)
@@ -372,7 +372,7 @@ class Leases:
         ended = [held for number in lease_ids if (held := self._ending.get(number)) is not None]
         numbers = [lease.lease_id for lease, _ in ended]
         try:
-            self._words.end([lease for lease, _ in ended])
+            self._words.end_together([lease for lease, _ in ended])
         except Exception as error:
             if not self._held_up.issuperset(numbers):
                 logger.warning("event=leases_held_up leases=%s reason=%s", numbers[:8], error)
