@@ -51,7 +51,8 @@ class Leases:
         transports: check the leases of peers.
 
     Attributes:
-        observer: called with None after a lease has begun, and with the reason after its end.
+        observer: called with None after a lease has begun or moved, and with the reason after its
+            end.
     """
 
     def __init__(

@@ -123,7 +123,7 @@ def _record_lease(recorder: Recorder, lease: BlockLease, end: LeaseEnd | None) -
         "tag": lease.tag,
         "tokens": lease.tokens,
     }
-    operation = "lease"
+    operation = "lease_moved" if lease.moves else "lease"
     if end is not None:
         operation, fields["end"] = "release", end.value
     recorder.event(operation, LLMStatusCode.LLM_SUCCESS, 0.0, "", fields)
