@@ -22,7 +22,7 @@ import msgspec
 
 from kvnative._lower import Descriptors
 from kvplan.engine.memory import joined
-from kvplan.engine.operation import Operation, SubmitOptions, conclude, refuse_notices
+from kvplan.engine.operation import Operation, RunOptions, conclude, refuse_notices
 from kvplan.engine.shares import local_of, operation_name
 from kvplan.engine.telemetry import logger
 from kvplan.execution.binding import join, parts_are_apart
@@ -219,7 +219,6 @@ class PairOperation(Operation, ABC):
         pairs: as given; with the block tables of their leases once the caches are searched for.
     """
 
-    __slots__ = ("_is_alone", "_local", "_requests", "by_layer", "pairs")
     _local: Local
 
     def __init__(
@@ -231,7 +230,7 @@ class PairOperation(Operation, ABC):
         *,
         by_layer: bool = False,
         speculative: bool = False,
-        **options: Unpack[SubmitOptions],
+        **options: Unpack[RunOptions],
     ) -> None:
         first = pairs[0]
         self._is_alone = not first.name and first.source is None

@@ -87,8 +87,6 @@ class TransferOperation(PairOperation):
         found: the source and the destination of each pair, once they are found.
     """
 
-    __slots__ = ("_kinds", "found")
-
     def resolved(self) -> Prepared:
         """Find the caches of all pairs, and lower or plan each."""
         self.find_own()
@@ -259,7 +257,7 @@ class TransferOperation(PairOperation):
             raise TypeError(f"{argument}={shown(key)} must be {mismatch(key, *kinds)}")
         link = self.link
         if link is None:
-            link = self._linked(argument, cast("AnyCacheKey | BlockLease | PeerTensors", key))
+            link = self._linked(argument, key, cast(BlockLease, key).cluster_id)
             self.link = link  # also of an operation that is only planned
         if isinstance(key, PeerTensors):
             tensors, memory = link.tensors(
