@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 from kvnative._signals import Mutex
 from kvplan.engine.operation import Operation, RunOptions, refuse_notices
 from kvplan.engine.resolve import TransferOperation
-from kvplan.engine.shares import Pair, Shares, is_gather, with_lease_tables
+from kvplan.engine.shares import Pair, Shares, is_gather
 from kvplan.execution.gather_task import GatherError, GatherTask
 from kvplan.planning.gather import check_gather, divide
+from kvplan.planning.lease_tables import with_lease_tables
 from kvplan.planning.plan import Plan
 from kvplan.planning.planner import of_part
 from kvplan.planning.transfer import Planned, Transfer
@@ -26,11 +27,7 @@ if TYPE_CHECKING:
 
 
 class GatherNotices:
-    """Final notifications to the peers of a transfer, one to each.
-
-    Attributes:
-        any: whether peers may get a notification at the end.
-    """
+    """Final notifications to the peers of a transfer, one to each."""
 
     def __init__(self, engine: Engine, operation: str, options: dict[str, Any]) -> None:
         """Take the notifications out of `options`."""
@@ -64,15 +61,7 @@ class GatherNotices:
 
 
 class Several:
-    """The operations of one transfer: one for each peer, or by layers for each pair of caches.
-
-    Attributes:
-        engine: runs the operations.
-        name: name in logs, metrics and recordings.
-        by_layer: whether each layer moves by itself.
-        notices: final notifications to the peers.
-        operations: one for each peer, in the order of the transfer.
-    """
+    """The operations of one transfer: one for each peer, or by layers for each pair of caches."""
 
     def __init__(
         self,
@@ -104,7 +93,7 @@ class Several:
 
     def plan(self) -> Plan:
         """Plan all parts; nothing moves."""
-        return Plan.made(*(part for operation in self._found() for part in operation.planned()))
+        return Plan.made(*(part for operation in self._find() for part in operation.plan_parts()))
 
     def begin(self, task: GatherTask, submit: Callable[[Operation, Prepared], Any]) -> None:
         """Submit all operations; after an error `task` has those that have begun."""
@@ -112,12 +101,12 @@ class Several:
             with ExitStack() as stack:
                 for operation in self.operations:
                     stack.enter_context(operation)
-                begun = self._known()
+                begun = self._use_known()
                 if begun is None:
                     begun = []
-                    for operation in self._found():
+                    for operation in self._find():
                         with self._failing(operation):
-                            begun.append((operation, operation.bound()))
+                            begun.append((operation, operation.bind()))
                 for operation, prepared in begun:
                     index = self.operations.index(operation)
                     name = _text(operation, prepared[0])
@@ -126,11 +115,11 @@ class Several:
             self.notices.finish(error)
             raise
 
-    def _known(self) -> list[tuple[TransferOperation, Prepared]] | None:
+    def _use_known(self) -> list[tuple[TransferOperation, Prepared]] | None:
         """Return what each operation executes if all are between known caches."""
         known = []
         for operation in self.operations:
-            prepared = operation.known()
+            prepared = operation.use_known()
             if operation.link is not None:
                 self.notices.add(operation.link, operation.left_ms())
             if prepared is None:
@@ -138,7 +127,7 @@ class Several:
             known.append((operation, prepared))
         return known
 
-    def _found(self) -> list[TransferOperation]:
+    def _find(self) -> list[TransferOperation]:
         """Find all caches, and return the operations that move something."""
         first = self.operations[0]
         for operation in self.operations:

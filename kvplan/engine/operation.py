@@ -90,32 +90,10 @@ class Operation:
     In flight from the start of the block to its end, or once submitted to the outcome of its task.
     An operation that only plans has no block: it holds nothing, and is not counted. Options are
     those of `checked`.
-
-    Attributes:
-        after: the gate of the compute that the transfer waits for; None: no wait.
-        timeout_ms: limit from `started` to the end; None: no limit.
-        cache_id: the cache of this process that takes part, the source if both are; -1: not found
-            yet.
-        plan: the plan that is executed; None: not known yet.
-        link: the link to the peer; None inside one process.
-        leases: ids of the peer's leases that the transfer uses.
-        span: span of OpenTelemetry, if the options of the engine ask for spans.
-        moves: True inside the `with` block of an operation that transfers bytes.
-        speculated: whether a key is assumed to name its last known cache. If that cache was freed,
-            the transfer fails before it moves a byte, and is retried without the assumption.
-        notifies: whether the peer may get a notification at the end.
-        verify_every: one of that many descriptors is compared after the transfer; 0: none.
-        follows_up: whether verification or a notification follows the transfer.
-        submitted: whether the outcome of a task ends the operation.
-        is_reported: whether the task of the operation is put into `completions()`.
-        by_layer: whether each layer moves by itself.
-        started: start time by `perf_counter`, in seconds.
-        done: whether every byte has arrived; otherwise the operation is prepared and executed.
-        retried: True once a stale key has forced a second attempt.
     """
 
-    by_layer = False
-    is_reported = True
+    by_layer = False  # whether each layer moves by itself
+    is_reported = True  # whether the task is put into `completions()`
 
     def __init__(
         self,
@@ -132,22 +110,29 @@ class Operation:
     ) -> None:
         self.started = perf_counter()
         self.engine, self.name, self.tag = engine, name, tag
+        # The compute that the transfer waits for.
         self.after: Gate | None = None if after is None else engine.gate("after", after)
-        self.timeout_ms = timeout_ms
+        self.timeout_ms = timeout_ms  # from `started` to the end; None: no limit
         self._notify, self._notify_failure = notify, notify_failure
-        self.verify_every = 1 if verify else engine.verify_every
         self.notifies = not (notify is None and notify_failure is None)
+        self.verify_every = 1 if verify else engine.verify_every  # descriptors; 0: none
         self.follows_up = bool(self.notifies or self.verify_every)
-        self._memories: tuple[TensorMemory, TensorMemory] | None = None
+        self._memories: tuple[TensorMemory, TensorMemory] | None = None  # to be verified
         self._speculative = speculative
-        self.moves = self._recorded = self.submitted = False
-        self.done = self.retried = self.speculated = False
-        self.cache_id = -1
+        # Whether a key is assumed to name its last known cache. If that cache was freed, the
+        # transfer fails before it moves a byte, and is retried without the assumption.
+        self.speculated = False
+        self.retried = False
+        self.moves = False  # True inside the `with` block
+        self.submitted = False  # the outcome of a task ends the operation
+        self.done = False  # every byte has arrived; otherwise it is prepared and executed
+        self._recorded = False
+        self.cache_id = -1  # of this process, the source if both are; -1: not found yet
         self._claim: PeerClaim | None = None
-        self.link: PeerLink | None = None
-        self.leases: tuple[int, ...] = ()
+        self.link: PeerLink | None = None  # None inside one process
+        self.leases: tuple[int, ...] = ()  # ids of the peer's
         self.span: Span | None = None
-        self.plan: Plan | None = None
+        self.plan: Plan | None = None  # that is executed
 
     def prepare(self) -> Prepared:
         """Return what to execute; of an operation without bytes there is nothing."""
@@ -331,12 +316,7 @@ def conclude(
 
 
 def checked(options: Mapping[str, Any], allowed: Container[str]) -> dict[str, Any]:
-    """Return the options that are not None, after a check of their names and values.
-
-    Args:
-        options: as the caller of a verb gave them.
-        allowed: the names that this verb takes.
-    """
+    """Return the options that are not None; refuse wrong values, and names not in `allowed`."""
     given = {}
     for name, value in options.items():
         if name not in ALL_OPTIONS:

@@ -70,7 +70,7 @@ class NamedPair(NamedTuple):
     rows: tuple[RowPair, ...]
     peer: Peer
     words: bytes
-    guard: WriteGuard | None  # of writes to the peer
+    write_guard: WriteGuard | None
     are_apart: bool  # no cache has memory of another
 
 
@@ -78,32 +78,18 @@ _Key: TypeAlias = "tuple[bool, Kind, int | tuple[int], int, KvCacheExtParam | No
 
 
 class Request(msgspec.Struct):
-    """A usual transfer with a peer: its link, its own cache, and the rows that move.
-
-    Attributes:
-        pulls: whether the peer's cache is the source.
-        kind: whether blocks or slots are read and written.
-        link: the link to the peer.
-        pairs: the pairs of the link, read before anything else was looked up.
-        name: the name of the pair in `pairs`.
-        pair: the pair, if an earlier request has made it.
-        entry: the cache of this process.
-        key: the name of the peer's cache.
-        lease: the key, if the key is a lease.
-        src_rows, dst_rows: block tables; of a slot only its index.
-        num_tokens, src_token, dst_token: as of `RowPair.bind`.
-    """
+    """A usual transfer with a peer: its link, its own cache, and the rows that move."""
 
     pulls: bool
     kind: Kind
     link: PeerLink
-    pairs: dict[_Key | tuple[_Key, ...], NamedPair]
-    name: _Key
-    pair: NamedPair | None
-    entry: CacheEntry
+    pairs: dict[_Key | tuple[_Key, ...], NamedPair]  # of the link, read before anything else
+    name: _Key  # in `pairs`
+    pair: NamedPair | None  # if an earlier request has made it
+    entry: CacheEntry  # of this process
     key: CacheIndex | BlocksCacheKey | BlockLease
-    lease: BlockLease | None
-    src_rows: Blocks
+    lease: BlockLease | None  # the key, if it is a lease
+    src_rows: Blocks  # of a slot only its index
     dst_rows: Blocks
     num_tokens: int | None
     src_token: int
@@ -212,12 +198,7 @@ def find_request(engine: Engine, transfer: object, *, by_layer: bool = False) ->
 
 
 class PairOperation(Operation, ABC):
-    """An operation between pairs of caches; if all pairs are known, it looks up no name.
-
-    Attributes:
-        by_layer: whether each layer moves by itself.
-        pairs: as given; with the block tables of their leases once the caches are searched for.
-    """
+    """An operation between pairs of caches; if all pairs are known, it looks up no name."""
 
     _local: Local
 
@@ -250,13 +231,13 @@ class PairOperation(Operation, ABC):
 
     def prepare(self) -> Prepared:
         """Return what to execute between the caches of all pairs."""
-        return self.known() or self.resolved()
+        return self.use_known() or self.resolve()
 
     @abstractmethod
-    def resolved(self) -> Prepared:
+    def resolve(self) -> Prepared:
         """Find the caches of all pairs by their names, and lower or plan each pair."""
 
-    def known(self) -> Prepared | None:
+    def use_known(self) -> Prepared | None:
         """Return what to execute if all pairs are known; None: their names are to be resolved."""
         # Only before the link is held. Later changes of the peer are found by checks of the memory.
         if not self.moves or self.link is not None:
@@ -300,7 +281,7 @@ class PairOperation(Operation, ABC):
         own = ours[0] if len(ours) == 1 else joined(ours)
         src, dst = (theirs, own) if first.pulls else (own, theirs)
         if not found.are_apart:
-            return prepared(parts, each, src, dst)
+            return prepare_parts(parts, each, src, dst)
         descriptors = each[0] if len(each) == 1 else Descriptors.joined(each)
         return Plan.made(*parts), src, dst, descriptors
 
@@ -339,7 +320,7 @@ def _name_of(requests: Sequence[Request]) -> _Key | tuple[_Key, ...]:
     return requests[0].name if len(requests) == 1 else tuple([its.name for its in requests])
 
 
-def prepared(
+def prepare_parts(
     parts: Sequence[Part], each: Sequence[Descriptors], src: TensorMemory, dst: TensorMemory
 ) -> Prepared:
     """Return the plan of all parts, with one array of descriptors if each part has its own."""
@@ -368,7 +349,7 @@ def move_now(
         nbytes = cut.rows.move_now(
             pair.peer,
             words,
-            pair.guard,
+            pair.write_guard,
             engine.living,
             entry.cache.cache_id,
             entry,

@@ -21,9 +21,10 @@ from kvplan.engine.pairs import Request, find_request, move_now
 from kvplan.engine.ranges import AddressRanges, RangeOperation
 from kvplan.engine.resolve import TransferOperation
 from kvplan.engine.runner import OperationRunner, PlanEvent
-from kvplan.engine.shares import Pair, check_plan, shares_of
+from kvplan.engine.shares import Pair, shares_of
 from kvplan.execution.gather_task import GatherTask, LayerGatherTask
 from kvplan.execution.memory import revocation
+from kvplan.planning.planned import check_plan
 from kvplan.planning.planner import check_transfers
 from kvplan.planning.transfer import AnyRequest, Planned, Rows, Transfer
 from kvplan.status import LLMException
