@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kvplan.execution.memory import TensorMemory
     from kvplan.execution.rows import RowPair
     from kvplan.links import PeerLink
+    from kvplan.links.peer_table import PeerCache
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.part import Kind, Part
     from kvplan.transport.link import PeerMemory
@@ -296,22 +297,38 @@ class PairOperation(Operation, ABC):
         return requests
 
     def keep(
-        self, rows: Sequence[RowPair], parts: Sequence[Part], ours: TensorMemory, theirs: PeerMemory
+        self,
+        rows: Sequence[RowPair],
+        parts: Sequence[Part],
+        ours: TensorMemory,
+        theirs: TensorMemory,
+        caches: Sequence[PeerCache],
     ) -> None:
-        """Let later requests find the rows of these, if the peer's memory is mapped here.
-
-        `theirs` is without leases.
-        """
-        requests, guard = self._requests, theirs.guard
-        if guard is None or type(ours) is not HostMemory or not ours.held:
+        """Let later requests find the rows of these caches, if the peer's memory is mapped here."""
+        requests, link = self._requests, self._requests[0].link
+        # An empty source table, for example, means a slot.
+        kinds = [(request.kind, pair.kind) for request, pair in zip(requests, rows, strict=True)]
+        if self.link is not link or any(asked != found for asked, found in kinds):
             return
-        first = requests[0]
-        if len(first.pairs) >= _MAX_PAIRS:
-            first.pairs.clear()
-        src, dst = (theirs, ours) if first.pulls else (ours, theirs)
-        first.pairs[_name_of(requests)] = NamedPair(
-            tuple([ref(request.entry) for request in requests]), theirs, tuple(rows), *guard,
-            None if first.pulls else theirs.write_guard,
+        pulls, pairs = requests[0].pulls, requests[0].pairs
+        try:
+            shared = link.joined_memory(caches, writable=not pulls)  # without leases
+        except LLMException:
+            return  # freed meanwhile: the transfer itself will raise
+        guard = shared.guard
+        if (
+            shared.addresses is not theirs.addresses
+            or guard is None
+            or type(ours) is not HostMemory
+            or not ours.held
+        ):
+            return
+        if len(pairs) >= _MAX_PAIRS:
+            pairs.clear()
+        src, dst = (shared, ours) if pulls else (ours, shared)
+        pairs[_name_of(requests)] = NamedPair(
+            tuple([ref(request.entry) for request in requests]), shared, tuple(rows), *guard,
+            None if pulls else shared.write_guard,
             len(parts) == 1 or parts_are_apart(parts, src, dst, one_space=True),
         )  # fmt: skip
 

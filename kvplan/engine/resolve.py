@@ -114,7 +114,11 @@ class TransferOperation(PairOperation):
                 parts.append(part)
                 each.append(descriptors)
         if self._requests and len(rows) == len(parts):
-            self._keep_pairs(rows, parts, src, dst)
+            ours, theirs = (dst, src) if self._local == "dst" else (src, dst)
+            caches = [
+                cast("PeerCache", (read.cache or written.cache)) for read, written in self.found
+            ]
+            self.keep(rows, parts, ours, theirs, caches)
         return prepare_parts(parts, each, src, dst)
 
     def plan_parts(self) -> list[Part]:
@@ -336,26 +340,6 @@ class TransferOperation(PairOperation):
             transfer.num_tokens, read.first_token, written.first_token, pair.name, pair.source,
         )  # fmt: skip
         return None if rows is None or bound is None else (rows, bound)
-
-    def _keep_pairs(
-        self, rows: Sequence[RowPair], parts: Sequence[Part], src: TensorMemory, dst: TensorMemory
-    ) -> None:
-        """Let later requests find the rows of these caches."""
-        link, (ours, theirs) = self._requests[0].link, (src, dst)
-        if self._local == "dst":
-            ours, theirs = dst, src
-        # An empty source table, for example, means a slot.
-        if self.link is not link or any(
-            request.kind != pair.kind for request, pair in zip(self._requests, rows, strict=True)
-        ):
-            return
-        caches = [cast("PeerCache", (src.cache or dst.cache)) for src, dst in self.found]
-        try:
-            shared = link.joined_memory(caches, writable=self._local == "src")  # without leases
-        except LLMException:
-            return  # freed meanwhile: the transfer itself will raise
-        if shared.addresses is theirs.addresses:
-            self.keep(rows, parts, ours, shared)
 
     def _layers_of(self, pair: Pair, source: Side) -> KvCacheExtParam:
         """Return the layers of a pair; layer by layer, with how many tensors are one."""
