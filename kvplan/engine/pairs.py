@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, Unpack
 from weakref import ref
@@ -22,7 +23,7 @@ import msgspec
 
 from kvnative._lower import Descriptors
 from kvplan.engine.memory import joined
-from kvplan.engine.operation import Operation, RunOptions, conclude, refuse_notices
+from kvplan.engine.operation import Operation, RunOptions, refuse_notices
 from kvplan.engine.shares import local_of, operation_name
 from kvplan.engine.telemetry import logger
 from kvplan.execution.binding import join, parts_are_apart
@@ -95,18 +96,6 @@ class Request(msgspec.Struct):
     num_tokens: int | None
     src_token: int
     dst_token: int
-
-
-class Moved(msgspec.Struct):
-    """A request that has moved inline, as an `Ended` for recordings."""
-
-    name: str
-    tag: str
-    started: float
-    plan: Plan
-    cache_id: int
-    link: PeerLink
-    leases: tuple[int, ...]
 
 
 def find_request(engine: Engine, transfer: object, *, by_layer: bool = False) -> Request | None:
@@ -389,17 +378,18 @@ def move_now(
             with Operation(engine, rows.operation, tag=tag) as operation:
                 operation.hold(link)
                 raise operation.undelivered(error) from None
-    ended = None
-    if (recorder := engine.recorder) is not None and not recorder.ended:
-        part = rows.part(
-            cut, nbytes, request.src_rows, request.dst_rows, request.num_tokens, request.src_token,
-            request.dst_token,
-        )  # fmt: skip
-        leases = () if lease is None else (lease.lease_id,)
-        plan, cache_id = Plan.made(part), entry.cache.cache_id
-        ended = Moved(rows.operation, tag, started, plan, cache_id, link, leases)
     seconds = perf_counter() - started
-    conclude(engine, rows.operation, ended, _SUCCESS, nbytes, seconds)
+    if (recorder := engine.recorder) is not None and not recorder.ended:  # before it is counted
+        head = (
+            started, seconds, rows.operation, 0, "", tag, link.cluster_id, entry.cache.cache_id,
+            () if lease is None else (lease.lease_id,), nbytes,
+        )  # fmt: skip
+        moved = request.src_rows, request.dst_rows
+        make = partial(
+            rows.part, cut, nbytes, *moved, request.num_tokens, request.src_token, request.dst_token
+        )
+        recorder.moved(head, cut.part, moved, nbytes // cut.num_pairs, make)
+    engine.metrics.record(rows.operation, _SUCCESS, nbytes, seconds)
     if request.pulls:
         link.traffic.add(1, nbytes)
     else:
