@@ -249,8 +249,7 @@ class Operation:
         engine, link, recorded = self.engine, self.link, self._recorded
         seconds, nbytes = perf_counter() - self.started, 0
         moved = self.plan if error is None else None
-        status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
-        failure = None if error is None or not status.is_failure else error
+        failure = error
         try:
             # Before the link is released, as its peer must learn whether the key is consumed.
             if self._claim is not None:
@@ -260,7 +259,10 @@ class Operation:
             if moved is not None:
                 nbytes = moved.nbytes
         finally:
-            try:
+            try:  # the status of a program's own error may raise
+                status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
+                if error is not None and not status.is_failure:
+                    failure = None
                 if not recorded:
                     conclude(engine, self.name, self, status, nbytes, seconds, error)
                     self._recorded = True

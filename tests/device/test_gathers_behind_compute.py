@@ -132,6 +132,7 @@ def test_the_deadline_of_what_never_comes(linked: Pair) -> None:
 @pytest.mark.parametrize("several", [False, True])
 def test_the_limit_of_a_call_begins_with_it(linked: Pair, several: bool) -> None:
     """A hook takes all of the time: what then waits for compute fails without as long again."""
+    ended = linked.prefill.completions()
     gathered = Gathered(linked)
     desc = replace(WHOLE, num_tensors=1, shard=Shard(range(1), num_layers=NUM_TENSORS))
     one = Rows(linked.prefill.allocate_blocks_cache(desc), [6, 5])
@@ -149,6 +150,7 @@ def test_the_limit_of_a_call_begins_with_it(linked: Pair, several: bool) -> None
     with refused(LLMStatusCode.LLM_TIMEOUT):
         linked.prefill.run(transfer, after=linked.compute, timeout_ms=LIMIT_MS)
     assert perf_counter() - shown[-1] < LIMIT_MS / 1000
+    assert not len(ended)  # the call has raised it
     remove()
     gathered.release()
     assert gathered.found() == COMPUTED
