@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.control.connecting import warn_loopback_name, warn_unauthenticated
 from kvplan.control.endpoint import Endpoint
-from kvplan.device.choice import open_accelerator
+from kvplan.device.choice import CudaOptions, open_accelerator
 from kvplan.engine.leases import Leases
 from kvplan.engine.memory import merged_ranges
 from kvplan.engine.notifications import NotificationCallbacks, Notifications
@@ -103,7 +103,11 @@ class Engine:
             held.callback(self._end_recording)  # first: it runs last, after the links' end
             held.callback(self.notifications.close)
             self.device = open_accelerator(
-                options.accelerator, options.device_id, options.cuda_context
+                options.accelerator,
+                options.device_id,
+                CudaOptions(
+                    options.cuda_context, options.cuda_batch_calls, options.cuda_copy_blocks
+                ),
             )
             if self.device is not None:
                 held.callback(self.device.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 from collections.abc import Iterator
@@ -347,8 +348,13 @@ def test_the_time_of_a_call_counts_while_another_one_is_at_its_engine(engine: hi
         first = threading.Thread(target=engine.connect, args=(name, 2**31 - 1))
         first.start()
         held = silent.accept()
-        assert engine.connect(name, 50) == hixl.TIMEOUT
-        assert engine.disconnect(name, 50) in (hixl.TIMEOUT, hixl.NOT_CONNECTED)
+        found: queue.Queue[int] = queue.Queue()
+        for call in (engine.connect, engine.disconnect):
+            behind = threading.Thread(
+                target=lambda call: found.put(call(name, 100)), args=(call,), daemon=True
+            )
+            behind.start()
+            assert found.get(timeout=30) in (hixl.TIMEOUT, hixl.NOT_CONNECTED)
         engine.finalize()
         first.join()
         held[0].close()

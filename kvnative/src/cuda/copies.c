@@ -18,13 +18,20 @@
 /* A copy of the driver's own costs about 2 us from and to the host: there 128 KiB take that long at 55 GB/s. */
 #define HOST_KERNEL_BELOW (128u << 10)
 #define HOST_BATCH_BELOW (4u << 20)
-/* Within the device both are limited by its memory, and the copies of 8 MiB take about as long as their issue. */
+/* Within the device both are limited by its memory, and the copies of 8 MiB take about as long as their issue. Blocks on
+ * every multiprocessor would delay each step of a model that decodes: 64 leave more than half of an H100's 132 to it,
+ * and have 1 MiB in flight, an estimated 0.6 of what all have. */
 #define WITHIN_KERNEL_BELOW (8u << 20)
+#define WITHIN_BLOCKS 64
 /* Between two GPUs the link is the limit: at the 450 GB/s of an H100's NVLink a copy's 2 us are 900 KiB, and as much
  * must be in flight, which 64 blocks have (an estimate: no two GPUs were at hand). Over PCIe less would do. */
 #define FAR_KERNEL_BELOW (1u << 20)
 #define FAR_BATCH_BELOW (8u << 20)
 #define FAR_BLOCKS 64
+/* Of one batch call. Driver 580.159 crashes or hangs in a call of 51,828 descriptors, and others crash on sm_100: calls
+ * that frameworks make all the time are far smaller. */
+#define MAX_BATCH 1024
+#define MAX_BATCH_NBYTES (64u << 20)
 /* Single copies of one call, after which the thread checks whether to stop. */
 #define SINGLES 64
 
@@ -33,6 +40,7 @@ typedef struct kvn_cuda_copies {
     atomic_bool no_kernel;
     atomic_bool no_batch;
     bool launches_wait; /* each for its end, as CUDA_LAUNCH_BLOCKING asks for */
+    atomic_uint max_blocks; /* by option, in place of the table's; 0: as the table has it */
     pthread_mutex_t mutex;     /* guards what follows */
     kvn_cuda_tuning tuning[3]; /* by direction */
 } copies;
@@ -46,7 +54,7 @@ static size_t row_of(kvn_direction direction) { return (size_t)direction - KVN_H
 kvn_cuda_tuning kvn_cuda_tuning_builtin(kvn_direction direction)
 {
     if (direction == KVN_DEVICE_TO_DEVICE)
-        return (kvn_cuda_tuning){.kernel_below = WITHIN_KERNEL_BELOW};
+        return (kvn_cuda_tuning){.kernel_below = WITHIN_KERNEL_BELOW, .blocks = WITHIN_BLOCKS};
     return (kvn_cuda_tuning){HOST_KERNEL_BELOW, HOST_BATCH_BELOW, HOST_BLOCKS};
 }
 
@@ -73,6 +81,15 @@ void kvn_cuda_copies_tune(const kvn_device *device, kvn_direction direction, kvn
     pthread_mutex_lock(&self->mutex);
     self->tuning[row_of(direction)] = tuning;
     pthread_mutex_unlock(&self->mutex);
+}
+
+void kvn_cuda_copies_limit(const kvn_device *device, bool without_batch, uint32_t max_blocks)
+{
+    copies *self = copies_of(device);
+
+    if (without_batch)
+        atomic_store(&self->no_batch, true);
+    atomic_store(&self->max_blocks, max_blocks);
 }
 
 static kvn_cuda_tuning tuning_of(const kvn_device *device, kvn_direction direction, bool is_far)
@@ -196,7 +213,8 @@ static int copy_kernel(const kvn_device *device, uint32_t blocks, kvn_columns *b
                        kvn_failure *failure)
 {
     copies *self = copies_of(device);
-    const uint32_t most = blocks && blocks < self->num_blocks ? blocks : self->num_blocks;
+    const uint32_t by_option = atomic_load(&self->max_blocks), wanted = by_option ? by_option : blocks;
+    const uint32_t most = wanted && wanted < self->num_blocks ? wanted : self->num_blocks;
     const int status = kvn_cuda_launch(device, stream, most, *batch, failure);
 
     if (status == KVN_OK || failure->code != KVN_CUDA_OUT_OF_MEMORY || batch->count <= KVN_COPY_FEW)
@@ -223,11 +241,15 @@ static uint64_t mean(const uint64_t *nbytes, size_t count)
 }
 
 /* How many go in calls of the driver's, which nothing stops. */
-static size_t count_unstoppable(kvn_direction direction, const uint64_t *nbytes, size_t count)
+static size_t count_unstoppable(kvn_direction direction, kvn_cuda_way way, const uint64_t *nbytes, size_t count)
 {
     uint64_t left = kvn_most_unstoppable(direction);
     size_t taken = 0;
 
+    if (way == KVN_CUDA_BATCH && count > MAX_BATCH)
+        count = MAX_BATCH;
+    if (way == KVN_CUDA_BATCH && left > MAX_BATCH_NBYTES)
+        left = MAX_BATCH_NBYTES;
     while (taken < count && nbytes[taken] <= left)
         left -= nbytes[taken++];
     return taken ? taken : 1;
@@ -256,7 +278,7 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, kvn_columns
     if (way == KVN_CUDA_SINGLE && batch->count > SINGLES)
         batch->count = SINGLES;
     if (way != KVN_CUDA_KERNEL)
-        batch->count = count_unstoppable(direction, batch->nbytes, batch->count);
+        batch->count = count_unstoppable(direction, way, batch->nbytes, batch->count);
     if (count_reached(&known, direction, way, batch, failed, failure) != KVN_OK)
         return failure->status;
     if (batch->count == 0) {

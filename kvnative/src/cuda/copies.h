@@ -46,6 +46,9 @@ int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, kvn_columns 
 kvn_cuda_tuning kvn_cuda_tuning_builtin(kvn_direction direction);
 kvn_cuda_tuning kvn_cuda_copies_tuning(const kvn_device *device, kvn_direction direction);
 void kvn_cuda_copies_tune(const kvn_device *device, kvn_direction direction, kvn_cuda_tuning tuning);
+/* Of all directions: whether the driver's batch call is never made, and how many blocks the kernel has; 0: as many as the
+ * table says. */
+void kvn_cuda_copies_limit(const kvn_device *device, bool without_batch, uint32_t max_blocks);
 /* What copies between two GPUs go by: built in, as no tool measures it. */
 kvn_cuda_tuning kvn_cuda_tuning_far(void);
 /* How a batch with descriptors of that mean size goes; what this driver lacks or has refused is left out.

@@ -1,6 +1,9 @@
 /* What launches of the copy kernel read: control words, and columns of descriptors. A launch that was given up may
  * still begin, and then reads them; so they are used again, but not freed before the launcher is. The launcher
- * serializes all calls, with the device's context current. */
+ * serializes all calls, with the device's context current.
+ *
+ * Columns are made once, with the kernel, before a stream of ours can wait for an event of the program's: to allocate
+ * memory of the device may wait for all of its work, and so for the event. */
 #ifndef KVN_CUDA_LAUNCH_MEMORY_H
 #define KVN_CUDA_LAUNCH_MEMORY_H
 
@@ -31,7 +34,11 @@ typedef struct kvn_cuda_launches {
     size_t num_pages;
 } kvn_cuda_launches;
 
-/* Takes an idle launch out, with zeroed control words, and with columns if `with_columns`. NULL: `failure` says why. */
+/* Makes the columns, and control words for as many launches as are on streams at one time; on a device whose memory is
+ * full, fewer. */
+void kvn_cuda_launches_reserve(kvn_cuda_launches *self, const kvn_device *device);
+/* Takes an idle launch out, with zeroed control words, and with columns if `with_columns`. NULL: `failure` says why;
+ * KVN_CUDA_OUT_OF_MEMORY: all columns are in use. */
 kvn_cuda_launch_memory *kvn_cuda_launches_take(kvn_cuda_launches *self, const kvn_device *device, bool with_columns,
                                                kvn_failure *failure);
 /* The launches of a list, which have ended, are idle again. */
