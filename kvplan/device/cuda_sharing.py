@@ -10,7 +10,7 @@ from kvnative._backend import NativeError
 from kvnative._signals import Mutex
 from kvplan.device.sharing import AllocationRef, Exported, exported, next_number
 from kvplan.execution.task import native_error, native_errors
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import invalid, unsupported
 
 if TYPE_CHECKING:
     from kvnative._device import Device as NativeDevice
@@ -64,12 +64,11 @@ class CudaSharing:
             failure = native_error(error, f"{what}, to be mapped for device {native.id}")
             if gpu != "hidden":
                 raise failure from error
-            raise LLMException(
+            raise unsupported(
                 f"{failure.args[0]}; CUDA_VISIBLE_DEVICES hides that GPU from this process: if the "
                 "driver does not reach it so, let both processes see both GPUs, and choose by "
                 "llm.DeviceId; if the two have no peer access (nvidia-smi topo -p2p r), "
-                "use kvplan.transport=tcp",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                "use kvplan.transport=tcp"
             ) from error
 
     def shortfall(self, uuid: str) -> str | None:

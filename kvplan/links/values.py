@@ -16,7 +16,7 @@ from weakref import ref
 from kvnative._signals import Mutex
 from kvnative._tally import Traffic
 from kvplan.control.endpoint import Endpoint
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed
 from kvplan.types import LlmRole
 from kvplan.validation import UINT64_MAX, check_type, check_width, shown, take_ints
 
@@ -251,11 +251,6 @@ class LinkResults(list[LinkResult]):
                 raise result.error
 
 
-def link_failed(message: str) -> LLMException:
-    """Return LLM_LINK_FAILED. The message names the peer, the phase and the reason."""
-    return LLMException(message, status_code=LLMStatusCode.LLM_LINK_FAILED)
-
-
 def in_phase(phase: str, error: LLMException) -> LLMException:
     """Return `error` with `phase` in front of its message."""
     return LLMException(f"{phase}: {error.args[0]}", status_code=error.status_code)
@@ -401,7 +396,7 @@ class LinkLifecycle:
         who = f"the link to cluster {self.cluster_id}"
         if state in LOST:
             how = "is broken" if state is LinkState.BROKEN else "was ended by the peer"
-            return LLMException(f"{who} {how}: {reason}", status_code=LLMStatusCode.LLM_LINK_FAILED)
+            return link_failed(f"{who} {how}: {reason}")
         condition = {
             LinkState.LINKING: "is still being made",
             LinkState.UNLINKING: "is being unlinked",

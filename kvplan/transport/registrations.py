@@ -25,7 +25,7 @@ from typing import (
 )
 
 from kvnative._signals import Condition, Mutex
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, timed_out
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import LimitedLog, Log
 from kvplan.transport.host_memory import Releasable, released_if_refused
@@ -306,11 +306,10 @@ class Registrations(ABC, Generic[_Range, _Holder]):
 
 def still_written(late: LateWriters) -> LLMException:
     """Return the error of a lease whose blocks a peer may still write: LLM_TIMEOUT."""
-    return LLMException(
+    return timed_out(
         f"{late.names} had begun to write to this process's memory and did not stop within "
         f"{PATIENCE_S:g} s (is it stopped, or cut off, or does its GPU copy that much?): use the "
-        "blocks again when it has stopped, or its link has ended",
-        status_code=LLMStatusCode.LLM_TIMEOUT,
+        "blocks again when it has stopped, or its link has ended"
     )
 
 

@@ -266,7 +266,7 @@ def test_what_is_mapped_while_the_link_is_closed_goes_with_its_last_user(pool: P
     (part,) = Metadata.from_bytes(pool.metadata("[registrations[0]]")).ranges
     arenas = PeerArenas(pool.owner.pid, populate="off")
     arenas.close()
-    mapped = arenas.map(part)
+    mapped = arenas.hold(part)
     assert mappings(inode) == 1
     del mapped
     assert mappings(inode) == 0

@@ -286,13 +286,15 @@ def test_there_is_one_of_a_process_whoever_asks_first() -> None:
 
 def test_arenas_are_listed_while_others_come_and_go() -> None:
     arenas = [Arena(4096) for _ in range(64)]
-    ranges = [Range(it.address, it.nbytes, 0, 0, True, offer(it), None) for it in arenas]
+    ranges = [
+        Range(arena.address, arena.nbytes, 0, 0, True, offer(arena), None) for arena in arenas
+    ]
     peer = PeerArenas(os.getpid(), populate="off")
     stop = threading.Event()
 
     def come_and_go() -> None:
         while not stop.is_set():
-            held = [peer.map(it) for it in ranges]
+            held = [peer.hold(memory) for memory in ranges]
             del held
 
     with ThreadPoolExecutor(1) as others:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from kvplan.transport.link import link_failed
+from kvplan.status import link_failed
 
 HOST = "127.0.0.1"
 SECRET = bytes(range(32))

@@ -17,8 +17,7 @@ from weakref import ref
 import numpy as np
 import pytest
 
-from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.link import link_failed
+from kvplan.status import LLMException, LLMStatusCode, link_failed
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.tcp.metadata import Metadata
 from kvplan.transport.tcp.transport import TcpTransport, connections_of
