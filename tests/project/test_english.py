@@ -157,7 +157,7 @@ def test_english_gets_no_worse(check: Callable[[str], Iterator[str]]) -> None:
     assert not worse, {room: (len(texts), ceilings[room], texts) for room, texts in worse.items()}
 
 
-def test_what_is_wrong_would_be_seen() -> None:
+def test_each_kind_of_bad_english_would_be_seen() -> None:
     source = (
         '"""A module."""\n'
         "def f(it):  # nobody waits\n"

@@ -16,24 +16,24 @@ ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
     "cli": 3291,
-    "control": 3724,
+    "control": 3608,
     "debug": 791,
-    "device": 1193,
+    "device": 1172,
     "engine": 8414,
     "execution": 2907,
     "hixl": 1565,
     "inspection": 1843,
-    "kvplan": 1598,
-    "links": 3923,
+    "kvplan": 1618,
+    "links": 3901,
     "llm_datadist": 3814,
     "planning": 5260,
     "recording": 1636,
     "run": 230,
     "serving": 2745,
-    "system": 359,
+    "system": 467,
     "tensors": 797,
     "testing": 471,
-    "transport": 7494,
+    "transport": 7420,
     "vllm": 1782,
 }
 """Lines of each room. Only a commit that says why may raise one."""
@@ -59,13 +59,13 @@ def test_importing_kvplan_loads_neither_the_native_layer_nor_sockets() -> None:
     assert "kvplan.inspection.svg" not in loaded
 
 
-def test_neither_kvplan_nor_an_engine_loads_what_only_the_command_needs() -> None:
+def test_neither_kvplan_nor_an_engine_loads_libraries_of_the_command() -> None:
     loaded = python("import sys, kvplan; kvplan.LlmDataDist; print(*sys.modules)").split()
     assert "kvplan.engine.datadist" in loaded
     assert not {"kvplan.cli", "click", "rich"} & set(loaded)
 
 
-def test_a_command_loads_what_it_needs_and_no_more() -> None:
+def test_a_command_loads_only_its_own_libraries() -> None:
     loaded = python(
         "import sys; from kvplan.cli import main; main(['--help']); print(*sys.modules)"
     ).split()
