@@ -83,8 +83,8 @@ class DirectSender:
         """Return True if the receiver's program has taken all packets."""
         if not self._has_room:
             return False
-        lying = fcntl.ioctl(self._socket, termios.TIOCOUTQ, _NOTHING)
-        if lying == _NOTHING:
+        unread = fcntl.ioctl(self._socket, termios.TIOCOUTQ, _NOTHING)
+        if unread == _NOTHING:
             self._left = WINDOW
         return self._left > 0
 

@@ -142,7 +142,7 @@ class TransportLink(ABC):
 
         It is called at most once, and not after `close`; it may raise LLMException. Does not block.
         """
-        del job  # the first transfer needs none
+        del job  # nothing to prepare
 
     def mapped(self) -> list[Arena]:
         """Return the memory of the peer that is mapped here now."""

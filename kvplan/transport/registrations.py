@@ -44,7 +44,7 @@ _START_BITS: Final = 48  # of the random number at which generations begin
 _POLL_S: Final = 0.05  # of the quarantine
 
 _LOG = Log("kvplan")
-_LIMITED_LOG = LimitedLog(_LOG)  # of a loop
+_LIMITED_LOG = LimitedLog(_LOG)  # for the loop of a thread
 
 _Range_co = TypeVar("_Range_co", bound=Range, covariant=True)
 _Range = TypeVar("_Range", bound=Range)

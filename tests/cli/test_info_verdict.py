@@ -103,7 +103,7 @@ def test_where_nothing_was_built(found: dict[str, Any]) -> None:
 def test_without_any_transport(found: dict[str, Any]) -> None:
     for entry in found["transports"]:
         entry |= {"works": False, "why_not": "refused"}
-    assert "does not work here: there is no transport" in lines(found, works=False)[0]
+    assert "does not work here: no transport does" in lines(found, works=False)[0]
 
 
 @pytest.mark.parametrize(

@@ -235,10 +235,10 @@ def table_of(here: DeviceAddress, there: DeviceAddress) -> RankTable:
             "server_id": server_id,
             "device": [
                 _device(address, ranked.index(address), version, with_ip=with_ip)
-                for address in of_it
+                for address in of_server
             ],
         }
-        for server_id, of_it in groupby(ranked, key=lambda address: address.server_id)
+        for server_id, of_server in groupby(ranked, key=lambda address: address.server_id)
     ]
     table["server_count"] = str(len(servers))
     table["server_list"] = servers
@@ -330,8 +330,8 @@ def _pods(ranked: Sequence[DeviceAddress]) -> list[dict[str, Any]]:
     # Each host once, in the order of ranks.
     hosts = dict.fromkeys((address.super_pod_id or "", address.server_id) for address in ranked)
     return [
-        {"super_pod_id": pod, "server_list": [{"server_id": host} for _, host in of_it]}
-        for pod, of_it in groupby(sorted(hosts), key=lambda row: row[0])
+        {"super_pod_id": pod, "server_list": [{"server_id": host} for _, host in of_pod]}
+        for pod, of_pod in groupby(sorted(hosts), key=lambda row: row[0])
     ]
 
 

@@ -199,7 +199,7 @@ def read_settings(name: str, text: str) -> dict[str, str]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"{name}={shown(text)} is no JSON: {error}") from None
+        raise invalid(f"{name}={shown(text)} is not JSON: {error}") from None
     if not isinstance(document, dict) or len(document) > _MAX_SETTINGS:
         raise invalid(
             f"{name}={shown(text)} must be a JSON object of at most {_MAX_SETTINGS} settings"
