@@ -24,7 +24,7 @@ MAX_LINES = {
     "hixl": 1564,
     "inspection": 1844,
     "kvplan": 1625,
-    "links": 4046,
+    "links": 3909,
     "llm_datadist": 3814,
     "planning": 5411,
     "recording": 1670,
