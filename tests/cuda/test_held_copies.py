@@ -259,7 +259,7 @@ class TestTheWay:
     def test_nothing_is_allocated_while_one_of_ours_waits(
         self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
     ) -> None:
-        """As to allocate may wait for all work of the context, and so for the event, which waits."""
+        """To allocate may wait for all work of the context, and so for the event."""
         executor = Executor(device.backend("device_to_device"))
         compute.hold()
         cases = [
