@@ -138,8 +138,10 @@ def test_what_the_kernel_has_no_room_for_was_not_sent(
 ) -> None:
     sender, receiver = ends
     large = [bytes((i,)) * LARGEST for i in range(WINDOW)]
-    count = [sender.send(it) for it in large].index(False)
-    assert taken(receiver)[0] == large[:count]
+    count = next(i for i, it in enumerate(large) if not sender.send(it))
+    assert taken(receiver, 1)[0] == large[:1]
+    assert sender.send(b"while others lie there") is False
+    assert taken(receiver)[0] == large[1:count]
     assert sender.send(b"again") is True
 
 
