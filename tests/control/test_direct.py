@@ -139,7 +139,9 @@ def test_a_packet_without_room_in_the_kernel_was_not_sent(
     sender, receiver = ends
     large = [bytes((i,)) * LARGEST for i in range(WINDOW)]
     count = [sender.send(packet) for packet in large].index(False)
-    assert taken(receiver)[0] == large[:count]
+    assert taken(receiver, 1)[0] == large[:1]
+    assert sender.send(b"while others lie there") is False
+    assert taken(receiver)[0] == large[1:count]
     assert sender.send(b"again") is True
 
 

@@ -125,6 +125,17 @@ def test_a_launch_takes_8192_descriptors(
     assert uploads == [8192 * 16, 808 * 16], "all are alike: two columns"
 
 
+@pytest.mark.parametrize("count", [20, 300], ids=["few", "many"])
+@pytest.mark.parametrize("position", [0, 10, -1])
+def test_one_that_is_not_as_large_as_the_others(
+    device: Device, cuda_simulator: CudaControls, count: int, position: int
+) -> None:
+    sizes = [64] * count
+    sizes[position] = 4096
+    case = between(device, cuda_simulator, "device_to_device", sizes)
+    run(Executor(device.backend("device_to_device")), case)
+
+
 @pytest.mark.parametrize("direction", HOST)
 def test_pageable_memory_is_the_drivers_matter(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, direction: str
