@@ -10,7 +10,7 @@ from weakref import ref
 from kvnative._signals import Mutex
 from kvnative._tally import Traffic
 from kvplan.links.values import LOST, NEXT_STATES, LinkState
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, link_failed
 
 
 class LinkLifecycle:
@@ -139,7 +139,7 @@ class LinkLifecycle:
         who = f"the link to cluster {self.cluster_id}"
         if state in LOST:
             how = "is broken" if state is LinkState.BROKEN else "was ended by the peer"
-            return LLMException(f"{who} {how}: {reason}", status_code=LLMStatusCode.LLM_LINK_FAILED)
+            return link_failed(f"{who} {how}: {reason}")
         condition = {
             LinkState.LINKING: "is still being made",
             LinkState.UNLINKING: "is being unlinked",

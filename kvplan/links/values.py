@@ -11,7 +11,7 @@ from types import UnionType
 from typing import Self
 
 from kvplan.control.endpoint import Endpoint
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed
 from kvplan.types import LlmRole
 from kvplan.validation import UINT64_MAX, check_type, check_width, shown, take_ints
 
@@ -244,11 +244,6 @@ class LinkResults(list[LinkResult]):
         for result in self:
             if result.error is not None:
                 raise result.error
-
-
-def link_failed(message: str) -> LLMException:
-    """Return LLM_LINK_FAILED. The message names the peer, the phase and the reason."""
-    return LLMException(message, status_code=LLMStatusCode.LLM_LINK_FAILED)
 
 
 def in_phase(phase: str, error: LLMException) -> LLMException:

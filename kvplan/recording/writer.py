@@ -126,7 +126,7 @@ class Recorder:
         recording = secrets.token_hex(8)
 
         def head(file: int) -> list[bytes]:
-            """The first rows of a file: whose it is, and what its transfers may name."""
+            """Return the first rows of a file: its origin, and the templates of its transfers."""
             wall, clock = time.time(), perf_counter()
             header = (
                 HEADER, recording, file, kvplan.__version__, socket.gethostname(), self._pid,

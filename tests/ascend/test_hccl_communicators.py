@@ -230,7 +230,7 @@ def test_order_of_calls_at_the_end(ends: Ends) -> None:
     ends.log.restart()
     connection.close()
     pid = ends[0].peer.pid
-    calls = [it.name for it in ends.log.calls(pid=pid) if it.name.startswith("Hccl")]
+    calls = [call.name for call in ends.log.calls(pid=pid) if call.name.startswith("Hccl")]
     if ends.product is A950:
         assert calls == [
             *["HcclDisableMemAccess"] * 2,
@@ -267,7 +267,7 @@ def test_peer_that_does_not_come(ends: Ends, timeout_ms: int) -> None:
 
 
 @pytest.mark.parametrize("timeout_ms", [0, -1])
-def test_timeouts_that_cannot_be(ends: Ends, timeout_ms: int) -> None:
+def test_impossible_timeouts_are_refused(ends: Ends, timeout_ms: int) -> None:
     name = ends.open()
     failure = remote_error(ends, "prepare", name, timeout_ms)
     assert (failure.kind, failure.message) == (

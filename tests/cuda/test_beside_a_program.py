@@ -59,7 +59,9 @@ def run(executor: Executor, case: Case) -> None:
 def moved(device: Device, direction: str, dst: list[int], src: list[int], nbytes: int) -> Report:
     columns = (dst, src, [nbytes] * len(dst))
     with Executor(device.backend(direction)) as executor:
-        return executor.run(Descriptors.from_columns(*(np.array(it, np.uint64) for it in columns)))
+        return executor.run(
+            Descriptors.from_columns(*(np.array(column, np.uint64) for column in columns))
+        )
 
 
 # ---- graphs ----
@@ -150,7 +152,7 @@ def segment(program: Cuda) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("page", [2, 3], ids=["no access", "a hole"])
-def test_what_a_segment_lacks_is_never_launched(
+def test_descriptors_outside_of_a_segment_are_never_launched(
     device: Device, program: Cuda, segment: int, sim_log: Log, page: int
 ) -> None:
     """As torch's expandable segments are: a pointer's range is all that was reserved."""

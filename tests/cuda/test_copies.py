@@ -38,7 +38,7 @@ LAUNCH, SINGLE = "cuLaunchKernel", "cuMemcpyAsync"
 HAS_BATCH = VARIANT != "12.4"
 BATCH = "cuMemcpyBatchAsync" if VARIANT == "12.8" else "cuMemcpyBatchAsync_v2"
 MODULE = "cuModuleLoadDataEx"
-HOST = [it for it in DIRECTIONS if it != "device_to_device"]
+HOST = [direction for direction in DIRECTIONS if direction != "device_to_device"]
 MIB = 1 << 20
 CHANNELS = 2  # between host and device
 
@@ -65,7 +65,7 @@ def given_up(simulator: CudaControls, executor: Executor, case: Case) -> Report:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_one_launch_moves_all(
+def test_a_single_launch_moves_a_batch(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, direction: str
 ) -> None:
     executor = Executor(device.backend(direction))
@@ -80,7 +80,7 @@ def test_one_launch_moves_all(
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_of_its_own_memory_the_driver_is_not_asked(
+def test_the_driver_is_not_asked_about_memory_of_kvplan(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, direction: str
 ) -> None:
     """One block takes a launch, and questions to the stream whether it is done."""
@@ -93,21 +93,21 @@ def test_of_its_own_memory_the_driver_is_not_asked(
 
 
 @pytest.mark.parametrize("how", ["revoked", "closed"])
-def test_of_many_transfers_that_are_given_up_none_begins(
+def test_transfers_that_are_given_up_in_the_queue_never_begin(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, how: str
 ) -> None:
     """Each would be waited for, 10 ms, if it began when the one before it ends."""
     executor, memory = Executor(device.backend("host_to_device")), Revocable()
     cases = [between(device, cuda_simulator, "host_to_device", [100] * 4) for _ in range(12)]
     cuda_simulator.add_fault(*(f"{LAUNCH}:{number}=hang" for number in range(1, 13)))
-    tasks = [executor.submit(it.descriptors, (memory,)) for it in cases]
+    tasks = [executor.submit(case.descriptors, (memory,)) for case in cases]
     while not sim_log.calls(LAUNCH):
         tasks[0].wait(1, give_up=False)
     if how == "revoked":
         revoke(memory, "it goes")
     else:
         executor.close(cancel=True)
-    assert {it.report.status for it in tasks} == {
+    assert {task.report.status for task in tasks} == {
         KVN_REVOKED if how == "revoked" else KVN_CANCELLED
     }
     assert len(sim_log.calls(LAUNCH)) <= CHANNELS
@@ -121,8 +121,19 @@ def test_a_launch_takes_8192_descriptors(
     case = between(device, cuda_simulator, "device_to_device", [16] * 9000)
     run(Executor(device.backend("device_to_device")), case)
     assert counts(sim_log) == (2, 0, 2)
-    uploads = [it.fields["bytes"] for it in sim_log.calls(SINGLE)]
+    uploads = [call.fields["bytes"] for call in sim_log.calls(SINGLE)]
     assert uploads == [8192 * 16, 808 * 16], "all are alike: two columns"
+
+
+@pytest.mark.parametrize("count", [20, 300], ids=["few", "many"])
+@pytest.mark.parametrize("position", [0, 10, -1])
+def test_one_that_is_not_as_large_as_the_others(
+    device: Device, cuda_simulator: CudaControls, count: int, position: int
+) -> None:
+    sizes = [64] * count
+    sizes[position] = 4096
+    case = between(device, cuda_simulator, "device_to_device", sizes)
+    run(Executor(device.backend("device_to_device")), case)
 
 
 @pytest.mark.parametrize("direction", HOST)
@@ -134,7 +145,7 @@ def test_pageable_memory_is_the_drivers_matter(
     assert counts(sim_log) == (0, 0, 20)
 
 
-def test_what_nothing_could_stop_goes_in_slices(
+def test_copies_that_cannot_be_stopped_are_cut_into_slices(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
     """64 MiB between host and device: a descriptor of more, and a batch of the driver's."""
@@ -146,7 +157,7 @@ def test_what_nothing_could_stop_goes_in_slices(
     assert counts(sim_log) == ((0, 1, 4) if HAS_BATCH else (0, 0, 25))
 
 
-def test_what_is_large_goes_by_the_drivers_copies(
+def test_large_descriptors_use_the_copies_of_the_driver(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
     run(
@@ -178,7 +189,7 @@ def test_a_driver_that_refuses_the_kernel_copies_in_batches(
 
 
 @pytest.mark.skipif(not HAS_BATCH, reason="that driver has no batch copies")
-def test_one_that_refuses_batches_too_copies_one_by_one(
+def test_a_driver_that_refuses_batches_copies_one_by_one(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
     cuda_simulator.add_fault(f"{MODULE}:1=218", f"{BATCH}:1=801")
@@ -238,7 +249,7 @@ def test_the_kernel_leaves_processors_to_the_model(
 
 
 @pytest.mark.parametrize("side", ["dst", "src"])
-def test_an_address_that_is_no_memory_is_never_launched(
+def test_an_address_without_memory_is_never_launched(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, side: str
 ) -> None:
     """It would end the context, with all that others have in it."""
@@ -262,7 +273,7 @@ def test_a_range_that_leaves_its_allocation_is_never_launched(
     device: Device, cuda_simulator: CudaControls
 ) -> None:
     case = between(device, cuda_simulator, "device_to_device", [64])
-    target, source = (np.array([case.sides[it].address], np.uint64) for it in (1, 0))
+    target, source = (np.array([case.sides[number].address], np.uint64) for number in (1, 0))
     report = Executor(device.backend("device_to_device")).run(
         Descriptors.from_columns(target, source, np.array([4 * MIB], np.uint64))
     )
@@ -337,7 +348,7 @@ def test_a_launch_that_is_refused_fails_alone(device: Device, cuda_simulator: Cu
     run(executor, case)
 
 
-def test_what_launches_have_used_is_given_back_with_the_device(
+def test_memory_of_launches_is_freed_with_the_device(
     cuda_simulator: CudaControls,
 ) -> None:
     device = CudaLibrary.load().device(5)
@@ -373,7 +384,9 @@ def test_a_launch_that_never_begins_is_given_up_at_once(
     assert (case.target == UNTOUCHED).all()
 
 
-def test_one_that_runs_is_told_and_waited_for(device: Device, cuda_simulator: CudaControls) -> None:
+def test_a_running_launch_is_stopped_and_waited_for(
+    device: Device, cuda_simulator: CudaControls
+) -> None:
     executor = Executor(device.backend("device_to_device"))
     case = between(device, cuda_simulator, "device_to_device", [MIB] * 64)
     task = executor.submit(case.descriptors)

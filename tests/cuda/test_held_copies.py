@@ -118,7 +118,7 @@ class TestOnTheStream:
         compute.release()
         compute.wait()
         compute.settle()  # the launches have begun, and ended
-        assert all((it.target == UNTOUCHED).all() for it in cases)
+        assert all((case.target == UNTOUCHED).all() for case in cases)
         task = executor.submit(case.descriptors, after=taken(device, compute))
         assert task.wait(FOREVER).status == KVN_OK
         case.assert_moved()
@@ -140,24 +140,24 @@ def test_nothing_is_loaded_behind_a_wait(
 
 
 class TestWhatWaitsOnTheHost:
-    def test_of_one_transfer_what_the_kernel_reaches_goes_first(
+    def test_descriptors_that_the_kernel_reaches_go_first(
         self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
     ) -> None:
         """Pinned, pageable and pinned memory: the pageable is not begun before the event."""
         parts = [
-            between(device, cuda_simulator, "device_to_host", [100] * 3, pinned=it, seed=number)
-            for number, it in enumerate([True, False, True])
+            between(device, cuda_simulator, "device_to_host", [100] * 3, pinned=flag, seed=number)
+            for number, flag in enumerate([True, False, True])
         ]
 
         def column(side: int, offsets: str) -> Any:
             return np.concatenate(
-                [getattr(it, offsets) + np.uint64(it.sides[side].address) for it in parts]
+                [getattr(part, offsets) + np.uint64(part.sides[side].address) for part in parts]
             )
 
         descriptors = Descriptors.from_columns(
             column(1, "dst_offsets"),
             column(0, "src_offsets"),
-            np.concatenate([it.nbytes for it in parts]),
+            np.concatenate([part.nbytes for part in parts]),
         )
         executor = Executor(device.backend("device_to_host"))
         compute.hold()
@@ -166,12 +166,12 @@ class TestWhatWaitsOnTheHost:
         task = executor.submit(descriptors, after=taken(device, compute))
         wait_until(lambda: len(sim_log.calls(LAUNCH)) == 2)
         assert given_up.cancel().status == KVN_CANCELLED
-        assert all(waits(task, it) for it in parts)
+        assert all(waits(task, part) for part in parts)
         assert sim_log.calls(SINGLE) == []
         compute.release()
         assert task.wait(FOREVER).status == KVN_OK
-        for it in parts:
-            it.assert_moved()
+        for part in parts:
+            part.assert_moved()
         # More where it is asked whether memory is pinned for 2 MiB at a time.
         assert len(sim_log.calls(SINGLE)) >= 3
 
@@ -225,7 +225,7 @@ class TestWhatWaitsOnTheHost:
 
 class TestTheWay:
     @pytest.mark.parametrize("direction", DIRECTIONS)
-    def test_what_is_large_is_the_kernels_too(
+    def test_large_descriptors_use_the_kernel_too(
         self,
         device: Device,
         cuda_simulator: CudaControls,
@@ -252,14 +252,14 @@ class TestTheWay:
         point = device.take_event(event)
         executor = Executor(device.backend("device_to_device"))
         assert executor.submit(case.descriptors, after=point).wait(FOREVER).status == KVN_OK
-        calls = [it.name for it in sim_log.calls(MODULE, "cuStreamWaitEvent")]
+        calls = [call.name for call in sim_log.calls(MODULE, "cuStreamWaitEvent")]
         assert calls[0] == MODULE
         assert calls.count(MODULE) == 1
 
     def test_nothing_is_allocated_while_one_of_ours_waits(
         self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
     ) -> None:
-        """As to allocate may wait for all work of the context, and so for the event, which waits."""
+        """To allocate may wait for all work of the context, and so for the event."""
         executor = Executor(device.backend("device_to_device"))
         compute.hold()
         cases = [
@@ -314,7 +314,7 @@ class TestTheWay:
             assert task.wait(FOREVER).status == KVN_OK
             case.assert_moved()
 
-    def test_one_direction_that_is_full_keeps_no_other_from_streams(
+    def test_a_full_direction_does_not_keep_the_others_from_streams(
         self, device: Device, cuda_simulator: CudaControls, compute: Compute, sim_log: Log
     ) -> None:
         """Those of another that wait behind it at the gate are put on a stream when one is free."""
@@ -328,8 +328,8 @@ class TestTheWay:
             tasks.extend(executor.submit(case.descriptors, after=point) for _ in range(count))
 
         ways = {
-            it: (Executor(device.backend(it)), between(device, cuda_simulator, it, [64] * 3))
-            for it in ("host_to_device", "device_to_device")
+            name: (Executor(device.backend(name)), between(device, cuda_simulator, name, [64] * 3))
+            for name in ("host_to_device", "device_to_device")
         }
         sim_log.restart()
         submit(compute, "host_to_device", ORDERED + 1)
@@ -342,7 +342,7 @@ class TestTheWay:
         assert not tasks[-1].held
         other.close()
         compute.release()
-        assert all(it.wait(FOREVER).status == KVN_OK for it in tasks)
+        assert all(task.wait(FOREVER).status == KVN_OK for task in tasks)
 
     def test_many_at_once(
         self, device: Device, cuda_simulator: CudaControls, compute: Compute
@@ -357,8 +357,8 @@ class TestTheWay:
         for task in tasks[1::3]:
             assert task.cancel().status == KVN_CANCELLED
         assert all(
-            it.wait(0, give_up=False).status == KVN_PENDING
-            for number, it in enumerate(tasks)
+            task.wait(0, give_up=False).status == KVN_PENDING
+            for number, task in enumerate(tasks)
             if number % 3 != 1
         )
         for _ in cases:
@@ -368,7 +368,7 @@ class TestTheWay:
                 assert task.wait(FOREVER).status == KVN_OK
                 case.assert_moved()
         compute.settle()
-        assert all((it.target == UNTOUCHED).all() for it in cases[1::3])
+        assert all((case.target == UNTOUCHED).all() for case in cases[1::3])
 
 
 class TestFailures:
@@ -388,7 +388,7 @@ class TestFailures:
         compute.settle()
         assert (case.target == UNTOUCHED).all()
 
-    def test_it_cannot_be_ordered_or_asked_for(
+    def test_an_event_that_cannot_be_ordered_or_queried(
         self, device: Device, cuda_simulator: CudaControls, compute: Compute
     ) -> None:
         executor = Executor(device.backend("device_to_device"))

@@ -196,7 +196,7 @@ def test_closing_does_not_wait_for_stopped_or_dead_peers(
     assert "finalized" in stopped.wait_for(1, "CLOSED")
 
 
-def test_what_moved_is_counted(make_end: MakeEnd) -> None:
+def test_moved_bytes_are_counted(make_end: MakeEnd) -> None:
     one, two = make_end(1), make_end(2)
     one.link(two.cluster)
     link = one.links.get(2)

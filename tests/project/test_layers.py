@@ -15,26 +15,26 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "cli": 3291,
-    "control": 3724,
+    "cli": 3292,
+    "control": 3608,
     "debug": 791,
-    "device": 1219,
+    "device": 1193,
     "engine": 8020,
     "execution": 3179,
     "hixl": 1564,
-    "inspection": 1843,
-    "kvplan": 1605,
-    "links": 3931,
+    "inspection": 1844,
+    "kvplan": 1625,
+    "links": 3909,
     "llm_datadist": 3814,
     "planning": 5411,
     "recording": 1670,
     "run": 230,
     "serving": 2745,
-    "system": 359,
+    "system": 467,
     "tensors": 797,
     "testing": 471,
-    "transport": 7495,
-    "vllm": 1361,
+    "transport": 7421,
+    "vllm": 1782,
 }
 """Lines of each room. Only a commit that says why may raise one."""
 
@@ -66,13 +66,13 @@ def test_importing_kvplan_loads_neither_the_native_layer_nor_sockets() -> None:
     assert "kvplan.inspection.svg" not in loaded
 
 
-def test_neither_kvplan_nor_an_engine_loads_what_only_the_command_needs() -> None:
+def test_neither_kvplan_nor_an_engine_loads_libraries_of_the_command() -> None:
     loaded = python("import sys, kvplan; kvplan.LlmDataDist; print(*sys.modules)").split()
     assert "kvplan.engine.datadist" in loaded
     assert not {"kvplan.cli", "click", "rich"} & set(loaded)
 
 
-def test_a_command_loads_what_it_needs_and_no_more() -> None:
+def test_a_command_loads_only_its_own_libraries() -> None:
     loaded = python(
         "import sys; from kvplan.cli import main; main(['--help']); print(*sys.modules)"
     ).split()

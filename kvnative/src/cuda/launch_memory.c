@@ -1,4 +1,4 @@
-/* Keeps what launches of the copy kernel read. */
+/* Keeps the memory that launches of the copy kernel read. */
 #include "cuda/launch_memory.h"
 
 #include <errno.h>
@@ -6,7 +6,7 @@
 #include <string.h>
 
 #define CALL KVN_CUDA_CALL
-/* A page of control words at a time. */
+/* Control words are allocated by the page. */
 #define CONTROLS (4096 / sizeof(kvn_copy_control))
 /* Launches with columns that one stream has at most; others are on streams with fewer descriptors for each. */
 #define MAX_COLUMNS 16
@@ -15,7 +15,7 @@
 
 _Static_assert(sizeof(kvn_copy_control) == 64, "a cache line for each launch");
 
-/* Another page of control words, as launches that are idle. */
+/* Adds a page of control words, each as an idle launch. */
 static int add_page(kvn_cuda_launches *self, const kvn_device *device, kvn_failure *failure)
 {
     kvn_cuda_launch_memory **pages = realloc(self->pages, (self->num_pages + 1) * sizeof *pages);
@@ -58,14 +58,14 @@ static int add_columns(const kvn_device *device, kvn_cuda_columns *out, kvn_fail
 
 void kvn_cuda_launches_reserve(kvn_cuda_launches *self, const kvn_device *device)
 {
-    kvn_cuda_launch_memory *it;
+    kvn_cuda_launch_memory *launch;
     kvn_failure ignored; /* launches of few descriptors need no columns, and pages are added later */
 
     while (self->num_pages < PAGES && add_page(self, device, &ignored) == KVN_OK)
         ;
-    it = self->idle;
-    for (int i = 0; i < MAX_COLUMNS && it; i++, it = it->next)
-        if (add_columns(device, &it->columns, &ignored) != KVN_OK)
+    launch = self->idle;
+    for (int i = 0; i < MAX_COLUMNS && launch; i++, launch = launch->next)
+        if (add_columns(device, &launch->columns, &ignored) != KVN_OK)
             return;
 }
 
@@ -82,7 +82,7 @@ void kvn_cuda_launches_give(kvn_cuda_launches *self, kvn_cuda_launch_memory *lau
 kvn_cuda_launch_memory *kvn_cuda_launches_take(kvn_cuda_launches *self, const kvn_device *device, bool with_columns,
                                                kvn_failure *failure)
 {
-    kvn_cuda_launch_memory **link, *it;
+    kvn_cuda_launch_memory **link, *found;
 
     if (!self->idle && add_page(self, device, failure) != KVN_OK)
         return NULL;
@@ -94,21 +94,21 @@ kvn_cuda_launch_memory *kvn_cuda_launches_take(kvn_cuda_launches *self, const kv
     }
     if (!*link)
         link = &self->idle;
-    it = *link;
-    *link = it->next;
-    it->next = NULL;
-    memset(it->control, 0, sizeof *it->control);
-    return it;
+    found = *link;
+    *link = found->next;
+    found->next = NULL;
+    memset(found->control, 0, sizeof *found->control);
+    return found;
 }
 
 void kvn_cuda_launches_free(kvn_cuda_launches *self, const kvn_device *device)
 {
     const kvn_cuda *cuda = kvn_cuda_of(device);
 
-    for (kvn_cuda_launch_memory *it = self->idle; it; it = it->next) {
-        if (it->columns.host) {
-            cuda->cuMemFreeHost(it->columns.host);
-            cuda->cuMemFree_v2(it->columns.device);
+    for (kvn_cuda_launch_memory *found = self->idle; found; found = found->next) {
+        if (found->columns.host) {
+            cuda->cuMemFreeHost(found->columns.host);
+            cuda->cuMemFree_v2(found->columns.device);
         }
     }
     for (size_t i = 0; i < self->num_pages; i++) {

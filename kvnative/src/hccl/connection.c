@@ -1,4 +1,4 @@
-/* Holds the handle of a communicator, the regions bound to it, and those of the peer that it may reach. */
+/* Holds the handle of a communicator, its bound regions, and the regions of the peer that it may reach. */
 #include "hccl/connection.h"
 
 #include <errno.h>

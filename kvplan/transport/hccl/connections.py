@@ -13,12 +13,11 @@ import msgspec
 from kvnative._backend import NativeError
 from kvnative._signals import Mutex
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, link_failed
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
 from kvplan.transport.hccl.device import MAX_LINKS
 from kvplan.transport.hccl.metadata import Metadata
-from kvplan.transport.link import link_failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
