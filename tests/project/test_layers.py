@@ -19,7 +19,7 @@ MAX_LINES = {
     "control": 3608,
     "debug": 791,
     "device": 1193,
-    "engine": 8020,
+    "engine": 8024,
     "execution": 3179,
     "hixl": 1564,
     "inspection": 1844,
