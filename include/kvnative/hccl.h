@@ -21,6 +21,7 @@ typedef int32_t kvn_hccl_result;
 enum {
     KVN_HCCL_SUCCESS = 0,
     KVN_HCCL_E_PARA = 1,
+    KVN_HCCL_E_PTR = 2,
     KVN_HCCL_E_NOT_SUPPORT = 5,
     KVN_HCCL_E_TIMEOUT = 9,
     KVN_HCCL_E_OOM = 24

@@ -153,6 +153,17 @@ class CudaDevice(Device):
         except (OSError, LLMException) as error:
             _LOG.info("device=%d copies as is built in: %s", device_id, error)
 
+    def limit_copies(self, *, batch_calls: bool, max_blocks: int) -> None:
+        """Limit how copies use the driver and the GPU, in all directions.
+
+        Args:
+            batch_calls: False: the driver's batch call is not used.
+            max_blocks: Maximum number of blocks of the copy kernel; 0: as tuned or built in.
+        """
+        from kvnative._cuda import limit_copies
+
+        limit_copies(self.native, batch_calls=batch_calls, max_blocks=max_blocks)
+
     @cached_property
     def sharing(self) -> CudaSharing:
         """The sharing of its memory with processes of this host."""

@@ -23,9 +23,9 @@ from kvplan.types import CacheKey, LlmRole
 if TYPE_CHECKING:
     from kvplan.control.data_streams import DataStreams
     from kvplan.control.loop import ControlLoop
+    from kvplan.links.lifecycle import LinkLifecycle
     from kvplan.links.local_engine import Publisher
     from kvplan.links.renewals import Renewals
-    from kvplan.links.values import LinkLifecycle
     from kvplan.transport.link import TransportLink
 
 

@@ -19,7 +19,7 @@ from kvplan.system.logs import LimitedLog, Log
 
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
-    from kvplan.links.values import LinkLifecycle
+    from kvplan.links.lifecycle import LinkLifecycle
     from kvplan.transport.protocol import Renewable
 
 _LOG = Log("kvplan")

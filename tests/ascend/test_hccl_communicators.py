@@ -151,11 +151,33 @@ def test_longest_name_and_settings_of_rdma(ends: Ends) -> None:
 def test_a_step_that_fails_leaves_nothing(ends: Ends, call: str) -> None:
     if ends.product is A950:
         call = {"HcclRegisterGlobalMem": BIND_950, "HcclCommBindMem": BIND_950}.get(call, call)
-    code = 15 if call.startswith("Hccl") else 207001
+    code = 2 if call.startswith("Hccl") else 207001  # HCCL_E_PTR, which no retry helps
     ends[0].fault(f"{call}:1={code}")
     failure = remote_error(ends, "open", "name", ends.table, 0)
     assert (failure.kind, failure.code) == ("HcclError", code)
     assert f"{call}: {code}" in failure.message
+
+
+@pytest.mark.parametrize(("code", "attempts"), [(4, 6), (7, 6), (15, 6), (1, 1), (24, 1)])
+def test_a_communicator_that_cannot_be_made_for_a_moment_is_made_later(
+    ends: Ends, code: int, attempts: int
+) -> None:
+    """Five retries where processes of a node may have met; none of what is refused for ever."""
+    call = "HcclCommInitClusterInfoMemConfig"
+    for nth in range(1, attempts):
+        ends[0].fault(f"{call}:{nth}={code}")
+    ends.log.restart()
+    ends[0].open("name", ends.table, 0)
+    ends[0].close("name")
+    calls = ends.log.calls(call)
+    assert len(calls) == attempts
+    assert calls[-1].fields["buffer_mb"] == 2, "of device memory, twice for each link"
+    ends.log.restart()
+    for nth in range(1, attempts + 1):
+        ends[0].fault(f"{call}:{nth}={code}")
+    failure = remote_error(ends, "open", "name", ends.table, 0)
+    assert (failure.kind, failure.code) == ("HcclError", code)
+    assert ends.log.counts(call) == {call: attempts}
 
 
 def test_wrong_rank_table_has_the_vendors_text(ends: Ends) -> None:

@@ -77,7 +77,7 @@ def test_a_failed_renewal_leaves_the_connection_as_it_was(
     link, back = link_both(one, two)
     two.register()
     later = two.peer_memory(link, metadata=two.transport.metadata())
-    simulator.add_fault("HcclCommInitClusterInfoMemConfig:1=4")
+    simulator.add_fault("HcclCommInitClusterInfoMemConfig:1=2")
     with refused(LLMStatusCode.LLM_LINK_FAILED) as error:
         kvplan.execute(PULL, later, one.memory)
     assert "HcclCommInitClusterInfoMemConfig" in str(error.value)

@@ -125,6 +125,7 @@ def test_a_port_that_another_process_has(sides: tuple[Side, Side], sim_folder: P
         message = why_not_linked(*sides)
         assert "port 16666 of device" in message
         assert "device_port of its own" in message
+        assert "HCCL_NPU_SOCKET_PORT_RANGE=auto" in message
         connection.close()
     link_both(*sides)
 

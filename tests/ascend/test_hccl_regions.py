@@ -49,19 +49,24 @@ def end(held: HeldRegion) -> None:
 ranges = st.tuples(st.integers(1, 40), st.integers(1, 20))
 
 
+wholes = st.sampled_from([None, (1, 60)])  # the allocation of a range, where that is known
+
+
 @given(
-    st.lists(st.tuples(ranges, st.sampled_from(["stays", "ends", "ends later"])), max_size=12),
+    st.lists(
+        st.tuples(ranges, wholes, st.sampled_from(["stays", "ends", "ends later"])), max_size=12
+    ),
     st.randoms(),
 )
 def test_each_byte_is_known_once_and_no_longer_than_needed(
-    steps: list[tuple[tuple[int, int], str]], random: Any
+    steps: list[tuple[tuple[int, int], tuple[int, int] | None, str]], random: Any
 ) -> None:
     hccl = Hccl()
     regions = Regions(hccl.make, end)
     later: list[HeldRegion] = []
     held: list[tuple[tuple[int, int], tuple[HeldRegion, ...]]] = []
-    for (address, nbytes), one in steps:
-        found = regions.cover(address, nbytes, on_device=True)
+    for (address, nbytes), whole, one in steps:
+        found = regions.cover(address, nbytes, on_device=True, whole=whole)
         at = address
         for entry in found:  # they hold it without a gap
             assert entry.ref.address <= at < entry.end

@@ -83,8 +83,8 @@ def test_no_side_prepares_a_connection_that_the_other_cannot_open(
     key = CacheKeyByIdAndIndex(owner.cluster_id, theirs.cache_id, 0)
     sim_log.restart()
     for nth in (1, 2):  # of one end, of the other
-        simulator.add_fault(f"HcclCommInitClusterInfoMemConfig:{nth}=4")
-        with refused(LLMStatusCode.LLM_LINK_FAILED, "HcclCommInitClusterInfoMemConfig: 4"):
+        simulator.add_fault(f"HcclCommInitClusterInfoMemConfig:{nth}=2")
+        with refused(LLMStatusCode.LLM_LINK_FAILED, "HcclCommInitClusterInfoMemConfig: 2"):
             user.pull_cache(key, mine)
         assert simulator.faults_left() == 0
     assert sim_log.calls("HcclCommPrepare") == []

@@ -30,6 +30,7 @@ from kvplan.lease import LeaseWord
 from kvplan.transport.hccl.link import HcclLink, HcclPeerMemory
 from kvplan.transport.registrations import MAX_LEASES
 from tests.ascend.hccl_side import DEADLINE_S, PUSH, TENSOR, Side, link_both
+from tests.ascend.hccl_sides import MakeSide
 from tests.ascend.simulator import Controls, Log
 from tests.datadist.conftest import MakeEngine
 from tests.datadist.peer import Peer
@@ -211,6 +212,21 @@ def test_a_push_under_way_is_waited_for(one: Side, two: Side, hanging: Callable[
         kvplan.execute(PUSH, one.memory, remote)
     np.testing.assert_array_equal(two.seen, theirs)
     assert tickets_of(one) == []
+
+
+def test_a_push_to_another_is_not_waited_for(
+    make_side: MakeSide, one: Side, two: Side, hanging: Callable[[], None]
+) -> None:
+    """The table of a peer also has its writes to others."""
+    three = make_side(2)
+    remote, lease, _ = leased(one, two)
+    link_both(one, three)
+    task = kvplan.submit(PUSH, one.memory, remote)
+    hanging()
+    three.transport.end_leases([three.transport.begin_lease()])
+    with refused("LLM_TIMEOUT", "1 peer had begun to write"):
+        two.transport.end_leases([lease])
+    task.cancel()
 
 
 def test_a_link_that_has_ended_is_not_waited_for(

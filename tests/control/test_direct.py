@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import select
@@ -10,11 +11,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import Any
 
 import pytest
 
 from kvnative._packets import LARGEST, take_packets
-from kvplan.control.notifying import WINDOW, DirectListener, DirectSender, connect
+from kvplan.control.messages import Notified, Notify
+from kvplan.control.notifying import WINDOW, DirectListener, DirectSender, Notifier, connect
 
 NOBODY = 65534
 DEADLINE_S = 30  # only what waits for a socket reaches it
@@ -135,7 +139,9 @@ def test_a_packet_without_room_in_the_kernel_was_not_sent(
     sender, receiver = ends
     large = [bytes((i,)) * LARGEST for i in range(WINDOW)]
     count = [sender.send(packet) for packet in large].index(False)
-    assert taken(receiver)[0] == large[:count]
+    assert taken(receiver, 1)[0] == large[:1]
+    assert sender.send(b"while others lie there") is False
+    assert taken(receiver)[0] == large[1:count]
     assert sender.send(b"again") is True
 
 
@@ -246,3 +252,77 @@ def test_another_user_that_knows_the_name_cannot_notify() -> None:
     for fd in (*ready, *done):
         os.close(fd)
     os.waitpid(child, 0)
+
+
+class Receiving:
+    """The other end of a control connection, which takes messages when the test says so."""
+
+    def __init__(self) -> None:
+        self.wire: deque[tuple[Notify, asyncio.Future[Notified]]] = deque()
+        self.arrived: list[int] = []
+        self._direct: list[socket.socket] = []
+        self._notifier = Notifier(1)
+
+    async def typed_request(self, message: Notify, *_: object) -> Notified:
+        answer = asyncio.get_running_loop().create_future()
+        self.wire.append((message, answer))
+        return await answer
+
+    def take(self) -> None:
+        message, answer = self.wire.popleft()
+        reply = self._notifier.receive(message, self)
+        if not answer.done():
+            answer.set_result(reply)
+
+    def deliver(self, _: int, data: bytes, direct: socket.socket | None) -> int:
+        if direct is not None:
+            self.arrived += map(int, taken(direct)[0])
+        self.arrived.append(int(data))
+        return WINDOW
+
+    def attach(self, _: int, direct: socket.socket) -> None:
+        self._direct.append(direct)
+
+    def detach(self, direct: socket.socket) -> None:
+        self.arrived += map(int, taken(direct)[0])
+        direct.close()
+
+    def end(self) -> None:
+        self._notifier.end(self)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_notifications_arrive_in_the_order_of_the_calls(seed: int) -> None:
+    """Whichever way each goes, and however many callers have given up waiting."""
+    random = Random(seed)
+
+    async def walk() -> None:
+        sender, receiving = Notifier(2), Receiving()
+        channel: Any = receiving
+        calls: list[asyncio.Task[None]] = []
+        num_direct = 0
+        for number in range(400):
+            choice = random.choice(("call", "call", "take", "give up"))
+            if number < 2:  # whose answer makes the direct connection
+                choice = ("call", "take")[number]
+            if choice == "call" and sender.send_directly(b"%d" % number):
+                num_direct += 1
+            elif choice == "call":
+                calls.append(asyncio.create_task(sender.send(channel, b"%d" % number, 60)))
+            elif choice == "take" and receiving.wire:
+                receiving.take()
+            elif choice == "give up" and calls:
+                calls.pop(random.randrange(len(calls))).cancel()
+            for _ in range(3):  # steps of a call until it waits for an answer, or has one
+                await asyncio.sleep(0)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        while receiving.wire:
+            receiving.take()
+        sender.end(None)
+        receiving.end()
+        assert receiving.arrived == sorted({*receiving.arrived})
+        assert 0 < num_direct < len(receiving.arrived)
+
+    asyncio.run(walk())

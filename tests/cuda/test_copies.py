@@ -10,7 +10,13 @@ import gc
 import numpy as np
 import pytest
 
-from kvnative._cuda import CudaLibrary
+from kvnative._cuda import (
+    CopyTuning,
+    CudaLibrary,
+    builtin_copy_tuning,
+    limit_copies,
+    tune_copies,
+)
 from kvnative._cuda_share import export, import_descriptor
 from kvnative._device import Device
 from kvnative._executor import (
@@ -119,6 +125,17 @@ def test_a_launch_takes_8192_descriptors(
     assert uploads == [8192 * 16, 808 * 16], "all are alike: two columns"
 
 
+@pytest.mark.parametrize("count", [20, 300], ids=["few", "many"])
+@pytest.mark.parametrize("position", [0, 10, -1])
+def test_one_that_is_not_as_large_as_the_others(
+    device: Device, cuda_simulator: CudaControls, count: int, position: int
+) -> None:
+    sizes = [64] * count
+    sizes[position] = 4096
+    case = between(device, cuda_simulator, "device_to_device", sizes)
+    run(Executor(device.backend("device_to_device")), case)
+
+
 @pytest.mark.parametrize("direction", HOST)
 def test_pageable_memory_is_the_drivers_matter(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, direction: str
@@ -181,6 +198,58 @@ def test_a_driver_that_refuses_batches_copies_one_by_one(
         run(executor, between(device, cuda_simulator, "host_to_device", [100] * 20))
     assert counts(sim_log) == (0, 1, 40)
     assert device.fallback_reason.startswith(f"{BATCH}: 801 (")
+
+
+@pytest.mark.skipif(not HAS_BATCH, reason="that driver has no batch copies")
+@pytest.mark.parametrize(
+    ("sizes", "calls"), [([100] * 2050, 3), ([16 * MIB] * 6, 2), ([100] * 1024, 1)]
+)
+def test_a_batch_is_no_larger_than_drivers_survive(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log, sizes: list[int], calls: int
+) -> None:
+    """1,024 descriptors and 64 MiB: the stand-in counts larger ones as violations."""
+    cuda_simulator.add_fault(f"{MODULE}:1=218")  # where the kernel would be faster
+    tune_copies(device, "device_to_device", CopyTuning(0, 1 << 30, 0))
+    executor = Executor(device.backend("device_to_device"))
+    run(executor, between(device, cuda_simulator, "device_to_device", sizes))
+    assert counts(sim_log) == (0, calls, 0)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_batch_calls_that_are_switched_off_are_never_made(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log, kernel: bool
+) -> None:
+    limit_copies(device, batch_calls=False)
+    if not kernel:
+        cuda_simulator.add_fault(f"{MODULE}:1=218")
+    executor = Executor(device.backend("host_to_device"))
+    run(executor, between(device, cuda_simulator, "host_to_device", [100] * 20))
+    run(executor, between(device, cuda_simulator, "host_to_device", [MIB] * 4))
+    assert counts(sim_log) == ((1, 0, 4) if kernel else (0, 0, 24))
+
+
+def test_the_kernel_leaves_processors_to_the_model(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log
+) -> None:
+    """64 blocks within a GPU and 32 from and to the host; or by option, up to what it runs."""
+
+    def blocks() -> list[int]:
+        sim_log.restart()
+        for direction in ("device_to_device", "host_to_device"):
+            case = between(device, cuda_simulator, direction, [100 << 10] * 20)
+            run(Executor(device.backend(direction)), case)
+        return [call.fields["blocks"] for call in sim_log.calls(LAUNCH)]
+
+    assert [builtin_copy_tuning(item).blocks for item in ("device_to_device", *HOST)] == [
+        64,
+        32,
+        32,
+    ]
+    assert blocks() == [32, 32], "8 multiprocessors of the stand-in run 4 each"
+    limit_copies(device, max_blocks=5)
+    assert blocks() == [5, 5]
+    limit_copies(device, max_blocks=1 << 20)
+    assert blocks() == [32, 32]
 
 
 @pytest.mark.parametrize("side", ["dst", "src"])

@@ -236,6 +236,20 @@ def test_a_context_of_its_own(cuda_simulator: CudaControls) -> None:
     assert cuda_simulator.contexts() <= before
 
 
+def test_options_limit_what_copies_take(cuda_simulator: CudaControls, sim_log: Log) -> None:
+    """No batch call of the driver, and one block of the kernel, in a local copy and back."""
+    with engine_on(cuda_simulator, cuda_batch_calls=False, cuda_copy_blocks=1) as datadist:
+        device = filled(datadist, DEVICE, 1, paged=True)
+        host = datadist.allocate_blocks_cache(HOST)
+        sim_log.restart()
+        datadist.swap_blocks(device, host, {0: 1, 3: 2})
+        assert np.array_equal(datadist.arrays(host)[0][1], contents(1)[0][0])
+        launches = sim_log.calls("cuLaunchKernel")
+        assert launches
+        assert {launch.fields["blocks"] for launch in launches} == {1}
+        assert not any(sim_log.counts("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2").values())
+
+
 def test_contexts_of_one_device_are_two_devices(cuda_simulator: CudaControls) -> None:
     with (
         engine_on(cuda_simulator, cluster_id=1) as primary,

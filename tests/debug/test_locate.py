@@ -279,6 +279,7 @@ def test_only_a_nan_at_both_ends_is_equal(name: str) -> None:
     kind = {"DT_FLOAT16": np.float16, "DT_FLOAT": np.float32, "DT_DOUBLE": np.float64}[name]
     for left, right, alike in (
         (np.nan, np.nan, True),
+        (np.nan, -np.nan, True),  # of other bits, as another way of computing gives
         (np.nan, 1.0, False),
         (1.0, np.nan, False),
         (np.inf, np.inf, True),

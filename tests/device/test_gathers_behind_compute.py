@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from threading import Event
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from kvplan import (
     GatherTask,
     LLMStatusCode,
     Placement,
+    PlanEvent,
     Rows,
     Shard,
     Transfer,
@@ -36,6 +39,7 @@ WHOLE = CacheDesc(
 )
 """Of a model whose gathered parts are layers of it."""
 ARRIVED = [[number + 1] for number in range(NUM_TENSORS)]
+LIMIT_MS = 400
 COMPUTED = [[row(9)]] * NUM_TENSORS
 
 
@@ -123,6 +127,33 @@ def test_the_deadline_of_an_event_that_never_comes(linked: Pair) -> None:
     assert gathered.found() == COMPUTED
     gathered.submit(after=linked.compute).wait(FOREVER)
     assert gathered.found() == ARRIVED
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_limit_of_a_call_begins_with_it(linked: Pair, several: bool) -> None:
+    """A hook takes all of the time: what then waits for compute fails without as long again."""
+    ended = linked.prefill.completions()
+    gathered = Gathered(linked)
+    desc = replace(WHOLE, num_tensors=1, shard=Shard(range(1), num_layers=NUM_TENSORS))
+    one = Rows(linked.prefill.allocate_blocks_cache(desc), [6, 5])
+    transfer = Transfer(Rows(gathered.sources[0], [0, 3]), one)
+    if several:
+        transfer = gathered.transfer(gathered.mine)
+    began = perf_counter()
+    shown: list[float] = []
+
+    def hook(_: PlanEvent) -> None:
+        Event().wait(max(0.0, began + LIMIT_MS / 1000 - perf_counter()))
+        shown.append(perf_counter())
+
+    remove = linked.prefill.on_plan(hook)
+    with refused(LLMStatusCode.LLM_TIMEOUT):
+        linked.prefill.run(transfer, after=linked.compute, timeout_ms=LIMIT_MS)
+    assert perf_counter() - shown[-1] < LIMIT_MS / 1000
+    assert not len(ended)  # the call has raised it
+    remove()
+    gathered.release()
+    assert gathered.found() == COMPUTED
 
 
 def test_a_gather_behind_an_event_is_cancelled(linked: Pair) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvplan import LLMStatusCode
-from kvplan.links import LinkResults, LinkState
+from kvplan.links import ClusterInfo, LinkResults, LinkState
 from kvplan.transport.local import LocalTransport
 from tests.links.end import DEADLINE_S, End
 
@@ -83,6 +84,19 @@ def test_the_second_call_joins_the_first(make_end: MakeEnd, caller: int) -> None
     assert first.links.live() == second.links.live() == 1
     first.transports = second.transports = ()
     slow.close()
+
+
+def test_a_handshake_that_is_held_up_ends_with_that_of_the_peer(make_end: MakeEnd) -> None:
+    """What the peer's address leads to says nothing, and never will."""
+    one, two = make_end(1), make_end(2)
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as threads:
+        nowhere = f"127.0.0.1:{silent.getsockname()[1]}"
+        call = threads.submit(two.links.link, [ClusterInfo(1, nowhere)], 3_600_000)
+        held, _ = silent.accept()
+        with held:
+            one.link(two.cluster)
+            assert call.result(DEADLINE_S).status is OK
+        assert one.links.live() == two.links.live() == 1
 
 
 def test_two_threads_link_one_cluster(make_end: MakeEnd) -> None:

@@ -14,7 +14,7 @@ import pytest
 from kvplan import CacheIndex, LLMException, LLMStatusCode
 from kvplan.control.messages import Unlink, Unlinked
 from kvplan.links import LinkState
-from kvplan.links.values import LinkLifecycle
+from kvplan.links.lifecycle import LinkLifecycle
 from tests.links.end import DEADLINE_S, DESC, End
 from tests.links.peer import Peer
 from tests.support.peer import PATIENCE_MS, PeerDiedError

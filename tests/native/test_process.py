@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
 
 import numpy as np
 import pytest
@@ -372,6 +373,33 @@ class TestPeer:
                 table.take(is_lease=is_lease)
             table.release(*held[0])
             assert table.take(is_lease=is_lease)[0] == held[0][0]
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_a_slot_has_nothing_of_who_had_it_before(self, seed: int) -> None:
+        """In any order of takes, renewals and releases: each has its own deadline, or none."""
+        random, slots = Random(seed), 3
+        table, peer = GenerationTable(slots, slots), Peer(os.getpid())
+        peer.attach(table.fd, table.inode, 2 * slots)
+        passed, later = 1, time.monotonic_ns() + 3_600 * 10**9
+        deadlines: dict[tuple[int, int], int] = {}
+        ended: list[tuple[int, int]] = []
+        for _ in range(300):
+            deadline = random.choice((0, passed, later))
+            is_lease, word = random.random() < 0.5, random.choice([*deadlines, None])
+            if word is None or random.random() < 0.4:
+                if sum((slot >= slots) is is_lease for slot, _ in deadlines) < slots:
+                    deadlines[table.take(is_lease=is_lease, deadline_ns=deadline)] = deadline
+            elif random.random() < 0.5:
+                table.renew(*word, deadline)
+                deadlines[word] = deadline
+            else:
+                table.release(*word)
+                del deadlines[word]
+                ended.append(word)
+            live = {word for word, until in deadlines.items() if until != passed}
+            words = [*deadlines, *ended]
+            assert {word for word in words if peer.check(words_of(word)) == -1} == live
+        peer.close()
 
     def test_generations_begin_again_behind_the_last(self) -> None:
         """After 2**63 leases of one slot: what is odd is taken, and the last is not the first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,8 @@ def test_locate() -> None:
 
     assert of((10, 10), (49, 1), (20, 1)) == ([0, 2, 1], -1, False)
     assert of((19, 2)) == ([0], -1, True)
+    for order in permutations([(10, 10), (19, 2), (40, 1)]):  # whichever of them passes
+        assert of(*order)[1:] == (-1, True)
     assert of((20, 1), (30, 1), (9, 1)) == ([1], 1, False)
     assert of((9, 1)) == ([], 0, False)
     assert of() == ([], -1, False)

@@ -174,5 +174,5 @@ def test_a_name_of_the_interface_is_one_call_above_the_verb(
     of_name, of_verb = (
         [item.function for item in calls_of(operations[name])] for name in ("operation", "run")
     )
-    assert of_name == ["InterfaceOperations.pull_blocks", "_names_peer", *of_verb]
+    assert of_name == ["InterfaceOperations.pull_blocks", "InterfaceOperations._move", *of_verb]
     assert of_verb[0] == "TransferOperations.run"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from kvplan import (
 )
 from kvplan.cli import main
 from kvplan.recording import read
+from kvplan.recording.format import EVENT, HEADER, MAGIC, encode, framed
 from kvplan.recording.records import OPERATIONS
 from tests.recording.operations import record, recorder
 from tests.recording.test_reading import assert_is_a_trace
@@ -104,6 +106,21 @@ def test_filters(recorded, capsys, options, tags):
     assert [item["tag"] for item in recording["rows"]] == tags
     text = run(capsys, recorded[0], *options)
     assert len(text.splitlines()) == 3 + len(tags)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_time_without_a_date_is_of_the_day_of_each_recording(tmp_path, capsys, order):
+    files = []
+    for day in (3, 4):
+        hours = [datetime(2026, 5, day, hour).timestamp() for hour in (9, 10, 14)]
+        head = (HEADER, "ab" * 8, 0, "1", "host", 1, day, "MIX", hours[0], 0.0)
+        events = [(EVENT, hour - hours[0], 0.0, "link", 0, "", {"at": hour}) for hour in hours[1:]]
+        files.append(tmp_path / f"{day}.kvrec")
+        files[-1].write_bytes(MAGIC + b"".join(framed(map(encode, (head, *events)))))
+    given = [files[index] for index in order]
+    found = json.loads(run(capsys, *given, "--since", "12:00", "--json"))["recordings"]
+    times = [datetime.fromtimestamp(item["time"]) for one in found for item in one["rows"]]
+    assert times == [datetime(2026, 5, (3, 4)[index], 14) for index in order]
 
 
 def test_who_wrote_a_block_is_found_with_the_peers_recording(recorded, capsys):

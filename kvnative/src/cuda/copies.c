@@ -18,13 +18,19 @@
 /* A single driver copy from or to the host costs about 2 us, in which 128 KiB move at 55 GB/s. */
 #define HOST_KERNEL_BELOW (128u << 10)
 #define HOST_BATCH_BELOW (4u << 20)
-/* Within the device its memory limits both ways. A copy of 8 MiB takes about as long as issuing it. */
+/* Within the device its memory limits both ways. A copy of 8 MiB takes about as long as issuing it. Blocks on every
+ * multiprocessor would delay each step of a model that decodes: 64 leave more than half of an H100's 132 to the model,
+ * and have 1 MiB in flight, an estimated 0.6 of the bandwidth. */
 #define WITHIN_KERNEL_BELOW (8u << 20)
+#define WITHIN_BLOCKS 64
 /* Between two GPUs the link is the limit. At the 450 GB/s of an H100's NVLink 900 KiB move in the 2 us of a copy, and
  * as much must be in flight: 64 blocks. This is an estimate, since no two GPUs were at hand. PCIe needs less. */
 #define FAR_KERNEL_BELOW (1u << 20)
 #define FAR_BATCH_BELOW (8u << 20)
 #define FAR_BLOCKS 64
+/* Maxima of one batch call. Driver 580.159 crashes or hangs in a call of 51,828 descriptors, others crash on sm_100. */
+#define MAX_BATCH 1024
+#define MAX_BATCH_NBYTES (64u << 20)
 /* Maximum of single copies in one call. After each call the thread checks whether to stop. */
 #define SINGLES 64
 
@@ -33,6 +39,7 @@ typedef struct kvn_cuda_copies {
     atomic_bool no_kernel;
     atomic_bool no_batch;
     bool launches_wait; /* CUDA_LAUNCH_BLOCKING is set: each launch waits for its end */
+    atomic_uint max_blocks; /* set by option, in place of the tuning's; 0: the tuning's */
     pthread_mutex_t mutex;     /* guards the fields below */
     kvn_cuda_tuning tuning[3]; /* by direction */
 } copies;
@@ -46,7 +53,7 @@ static size_t row_of(kvn_direction direction) { return (size_t)direction - KVN_H
 kvn_cuda_tuning kvn_cuda_tuning_builtin(kvn_direction direction)
 {
     if (direction == KVN_DEVICE_TO_DEVICE)
-        return (kvn_cuda_tuning){.kernel_below = WITHIN_KERNEL_BELOW};
+        return (kvn_cuda_tuning){.kernel_below = WITHIN_KERNEL_BELOW, .blocks = WITHIN_BLOCKS};
     return (kvn_cuda_tuning){HOST_KERNEL_BELOW, HOST_BATCH_BELOW, HOST_BLOCKS};
 }
 
@@ -73,6 +80,15 @@ void kvn_cuda_copies_tune(const kvn_device *device, kvn_direction direction, kvn
     pthread_mutex_lock(&self->mutex);
     self->tuning[row_of(direction)] = tuning;
     pthread_mutex_unlock(&self->mutex);
+}
+
+void kvn_cuda_copies_limit(const kvn_device *device, bool without_batch, uint32_t max_blocks)
+{
+    copies *self = copies_of(device);
+
+    if (without_batch)
+        atomic_store(&self->no_batch, true);
+    atomic_store(&self->max_blocks, max_blocks);
 }
 
 static kvn_cuda_tuning tuning_of(const kvn_device *device, kvn_direction direction, bool is_far)
@@ -196,7 +212,8 @@ static int copy_kernel(const kvn_device *device, uint32_t blocks, kvn_columns *b
                        kvn_failure *failure)
 {
     copies *self = copies_of(device);
-    const uint32_t most = blocks && blocks < self->num_blocks ? blocks : self->num_blocks;
+    const uint32_t by_option = atomic_load(&self->max_blocks), wanted = by_option ? by_option : blocks;
+    const uint32_t most = wanted && wanted < self->num_blocks ? wanted : self->num_blocks;
     const int status = kvn_cuda_launch(device, stream, most, *batch, failure);
 
     if (status == KVN_OK || failure->code != KVN_CUDA_OUT_OF_MEMORY || batch->count <= KVN_COPY_FEW)
@@ -223,11 +240,15 @@ static uint64_t mean(const uint64_t *nbytes, size_t count)
 }
 
 /* Returns how many descriptors to give to driver copies at one time, since nothing stops those. */
-static size_t count_unstoppable(kvn_direction direction, const uint64_t *nbytes, size_t count)
+static size_t count_unstoppable(kvn_direction direction, kvn_cuda_way way, const uint64_t *nbytes, size_t count)
 {
     uint64_t left = kvn_most_unstoppable(direction);
     size_t taken = 0;
 
+    if (way == KVN_CUDA_BATCH && count > MAX_BATCH)
+        count = MAX_BATCH;
+    if (way == KVN_CUDA_BATCH && left > MAX_BATCH_NBYTES)
+        left = MAX_BATCH_NBYTES;
     while (taken < count && nbytes[taken] <= left)
         left -= nbytes[taken++];
     return taken ? taken : 1;
@@ -256,7 +277,7 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, kvn_columns
     if (way == KVN_CUDA_SINGLE && batch->count > SINGLES)
         batch->count = SINGLES;
     if (way != KVN_CUDA_KERNEL)
-        batch->count = count_unstoppable(direction, batch->nbytes, batch->count);
+        batch->count = count_unstoppable(direction, way, batch->nbytes, batch->count);
     if (count_reached(&known, direction, way, batch, failed, failure) != KVN_OK)
         return failure->status;
     if (batch->count == 0) {

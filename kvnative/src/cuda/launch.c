@@ -24,8 +24,10 @@ typedef struct busy {
 
 typedef struct kvn_cuda_launcher {
     const kvn_device *device;
-    pthread_mutex_t mutex; /* guards the fields below; held while a launch is given to a stream and noted */
+    pthread_mutex_t loading; /* guards the kernel while the driver compiles it; aborts do not need it */
     kvn_cuda_kernel kernel;
+    bool has_reserved;
+    pthread_mutex_t mutex; /* guards the fields below; held while a launch is given to a stream and noted */
     kvn_cuda_launches launches;
     busy *streams;
 } kvn_cuda_launcher;
@@ -39,9 +41,13 @@ int kvn_cuda_launcher_load(const kvn_device *device, kvn_failure *failure)
     kvn_cuda_launcher *self = launcher_of(device);
     int status;
 
-    pthread_mutex_lock(&self->mutex);
+    pthread_mutex_lock(&self->loading);
     status = kvn_cuda_kernel_load(&self->kernel, self->device, failure);
-    pthread_mutex_unlock(&self->mutex);
+    if (status == KVN_OK && !self->has_reserved) { /* no launch was taken so far */
+        kvn_cuda_launches_reserve(&self->launches, self->device);
+        self->has_reserved = true;
+    }
+    pthread_mutex_unlock(&self->loading);
     return status;
 }
 
@@ -366,10 +372,10 @@ int kvn_cuda_launcher_open(const kvn_device *device, kvn_failure *failure)
 {
     kvn_cuda_launcher *self = calloc(1, sizeof *self);
 
-    if (!self || pthread_mutex_init(&self->mutex, NULL)) {
-        free(self);
+    if (!self)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the launches of device %d", (int)device->id);
-    }
+    pthread_mutex_init(&self->loading, NULL);
+    pthread_mutex_init(&self->mutex, NULL);
     self->device = device;
     kvn_cuda_state(device)->launcher = self;
     return KVN_OK;
@@ -397,6 +403,7 @@ bool kvn_cuda_launcher_close(const kvn_device *device)
     }
     free(self->launches.pages);
     pthread_mutex_destroy(&self->mutex);
+    pthread_mutex_destroy(&self->loading);
     free(self);
     kvn_cuda_state(device)->launcher = NULL;
     return has_dropped;

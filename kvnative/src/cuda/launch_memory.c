@@ -8,6 +8,10 @@
 #define CALL KVN_CUDA_CALL
 /* Control words are allocated by the page. */
 #define CONTROLS (4096 / sizeof(kvn_copy_control))
+/* Launches with columns that one stream has at most; others are on streams with fewer descriptors for each. */
+#define MAX_COLUMNS 16
+/* 16 launches on each of 12 streams, four in each direction. */
+#define PAGES 3
 
 _Static_assert(sizeof(kvn_copy_control) == 64, "a cache line for each launch");
 
@@ -52,6 +56,19 @@ static int add_columns(const kvn_device *device, kvn_cuda_columns *out, kvn_fail
     return failure->status;
 }
 
+void kvn_cuda_launches_reserve(kvn_cuda_launches *self, const kvn_device *device)
+{
+    kvn_cuda_launch_memory *launch;
+    kvn_failure ignored; /* launches of few descriptors need no columns, and pages are added later */
+
+    while (self->num_pages < PAGES && add_page(self, device, &ignored) == KVN_OK)
+        ;
+    launch = self->idle;
+    for (int i = 0; i < MAX_COLUMNS && launch; i++, launch = launch->next)
+        if (add_columns(device, &launch->columns, &ignored) != KVN_OK)
+            return;
+}
+
 void kvn_cuda_launches_give(kvn_cuda_launches *self, kvn_cuda_launch_memory *launches)
 {
     while (launches) {
@@ -71,11 +88,13 @@ kvn_cuda_launch_memory *kvn_cuda_launches_take(kvn_cuda_launches *self, const kv
         return NULL;
     for (link = &self->idle; *link && with_columns != ((*link)->columns.host != NULL); link = &(*link)->next)
         ;
+    if (!*link && with_columns) {
+        kvn_fail(failure, KVN_NO_MEMORY, KVN_CUDA_OUT_OF_MEMORY, "all columns of launches are in use");
+        return NULL;
+    }
     if (!*link)
         link = &self->idle;
     found = *link;
-    if (with_columns && !found->columns.host && add_columns(device, &found->columns, failure) != KVN_OK)
-        return NULL;
     *link = found->next;
     found->next = NULL;
     memset(found->control, 0, sizeof *found->control);

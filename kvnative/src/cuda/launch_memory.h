@@ -1,6 +1,9 @@
 /* Memory that launches of the copy kernel read: control words, and columns of descriptors. A launch that was given up
  * may still begin and read them. So they are reused, and only freed with the launcher. The launcher serializes all
- * calls, with the device's context current. */
+ * calls, with the device's context current.
+ *
+ * Columns are made once, with the kernel, before a stream of ours can wait for an event of the program. Allocating device
+ * memory may wait for all work of the context, and so for that event. */
 #ifndef KVN_CUDA_LAUNCH_MEMORY_H
 #define KVN_CUDA_LAUNCH_MEMORY_H
 
@@ -31,7 +34,11 @@ typedef struct kvn_cuda_launches {
     size_t num_pages;
 } kvn_cuda_launches;
 
-/* Takes an idle launch with zeroed control words, and columns if `with_columns`. NULL: `failure` says why. */
+/* Makes the columns, and control words for as many launches as are on streams at one time. Makes fewer if the memory of
+ * the device is full. */
+void kvn_cuda_launches_reserve(kvn_cuda_launches *self, const kvn_device *device);
+/* Takes an idle launch with zeroed control words, and columns if `with_columns`. NULL: `failure` says why;
+ * KVN_CUDA_OUT_OF_MEMORY: all columns are in use. */
 kvn_cuda_launch_memory *kvn_cuda_launches_take(kvn_cuda_launches *self, const kvn_device *device, bool with_columns,
                                                kvn_failure *failure);
 /* Returns a list of launches that have ended. */

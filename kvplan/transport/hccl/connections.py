@@ -352,7 +352,8 @@ def _advice(
         port = address.device_port or _DEFAULT_PORT
         return (
             f"; port {port} of device {device_id} may be taken: another process that uses the "
-            "device over HCCL has it; give this one a device_port of its own (llm.LocalCommRes)"
+            "device over HCCL has it, or torch_npu in this one; give this one a device_port of its "
+            "own (llm.LocalCommRes), or start the process with HCCL_NPU_SOCKET_PORT_RANGE=auto"
         )
     if code == _ROCE_CONNECT and num_open:
         return (

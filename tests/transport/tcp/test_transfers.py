@@ -491,6 +491,35 @@ def test_memory_with_a_lease_shares_nothing_with_the_same_memory_without(directi
         assert statuses() == [KVN_OK, KVN_UNMAPPED]
 
 
+@pytest.mark.parametrize("is_linked", [False, True], ids=["before the link", "linked"])
+def test_a_lease_has_its_deadline_whenever_it_was_made(is_linked: bool) -> None:
+    """Also where it was renewed before the threads that serve peers began."""
+    passed_ns, later_ns = 1, time.monotonic_ns() + 3_600 * 10**9
+    with TcpTransport() as one, TcpTransport() as two:
+        there, here = pattern(1, BLOCK), np.zeros(BLOCK, np.uint8)
+        two.register(there)
+        link = linked(one, two) if is_linked else None
+        words = {
+            name: LeaseWord("tcp", *two.begin_lease(deadline_ns))
+            for name, deadline_ns in (
+                *(("late", passed_ns), ("later", later_ns), ("forever", 0)),
+                *(("prolonged", passed_ns + 1), ("shortened", later_ns)),
+            )
+        }
+        for name, deadline_ns in (("prolonged", later_ns), ("shortened", passed_ns)):
+            two.renew_lease(words[name].slot, words[name].generation, deadline_ns)
+        link = link or linked(one, two)
+        plain = link[0].memory([there.ctypes.data], BLOCK)
+        work = descriptors(there.ctypes.data, here, "get", np.arange(1))
+        found = {}
+        for name, word in words.items():
+            lease = BlockLease(1, bytes(16), 1, 1, (0,), paged=True, tag="", words=(word,))
+            with executor(plain.leased([lease]), here, "get") as moving:
+                found[name] = moving.run(work, TIMEOUT_MS).status
+        ended = {"late", "shortened"}
+        assert found == {name: KVN_UNMAPPED if name in ended else KVN_OK for name in words}
+
+
 @BOTH
 @pytest.mark.parametrize("ended", [0, 1, 2])
 def test_each_of_overlapping_registrations_is_checked(direction: str, ended: int) -> None:

@@ -6,15 +6,24 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from kvnative._executor import KVN_OK, KVN_UNMAPPED, Executor, Report, ThreadPool
+from kvnative._executor import (
+    KVN_OK,
+    KVN_PEER_GONE,
+    KVN_TIMEOUT,
+    KVN_UNMAPPED,
+    Executor,
+    Report,
+    ThreadPool,
+)
 from kvnative._lower import Descriptors
+from kvnative._ucx import UcxError
 from kvplan.execution.memory import HostMemory
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.protocol import DeviceRange
@@ -398,6 +407,47 @@ class TestWriters:
                 )
                 assert not task.done or task.report.status == KVN_UNMAPPED
                 assert task.wait(TIMEOUT_MS).status == KVN_UNMAPPED
+
+
+class Answering:
+    """An endpoint that has been read: what is being written, or an error of the look."""
+
+    def __init__(self, answer: frozenset[tuple[int, int]] | int) -> None:
+        self.answer = answer
+
+    def writing(self, tag: int, timeout_ms: float) -> frozenset[tuple[int, int]]:
+        if isinstance(self.answer, int):
+            raise UcxError("no look", 0, self.answer)
+        return self.answer
+
+
+NONE, SOME = frozenset[tuple[int, int]](), frozenset({(3, 7)})
+
+
+@pytest.mark.parametrize(
+    ("of_the_link", "of_another", "wanted"),
+    [
+        *((SOME, item, SOME) for item in (None, NONE, KVN_TIMEOUT, KVN_PEER_GONE)),
+        *((KVN_TIMEOUT, item, None) for item in (None, NONE, SOME, KVN_PEER_GONE)),
+        (KVN_PEER_GONE, None, NONE),
+        (KVN_PEER_GONE, NONE, NONE),
+        (KVN_PEER_GONE, SOME, SOME),
+        (KVN_PEER_GONE, KVN_TIMEOUT, None),
+        (KVN_PEER_GONE, KVN_PEER_GONE, NONE),
+    ],
+)
+def test_only_a_peer_that_is_gone_writes_nothing(
+    transport: UcxTransport, of_the_link: Any, of_another: Any, wanted: Any
+) -> None:
+    """One that does not answer in time may write: nobody knows."""
+    endpoint: Any = Answering(of_the_link)
+    transport._endpoints[endpoint] = "a peer"
+    if of_another is not None:
+        transport._observed["a peer"] = cast(Any, Answering(of_another))
+    try:
+        assert transport._tickets_of(endpoint) == wanted
+    finally:
+        transport._observed.pop("a peer", None)
 
 
 def is_over(transport: UcxTransport, leases: list[tuple[int, int]]) -> bool:
