@@ -20,7 +20,7 @@ MAX_LINES = {
     "debug": 791,
     "device": 1193,
     "engine": 8289,
-    "execution": 3183,
+    "execution": 3179,
     "hixl": 1564,
     "inspection": 1844,
     "kvplan": 1671,
