@@ -1,4 +1,4 @@
-"""A timeout of 0 is 0 in every public call that has one: never the default, and never no limit."""
+"""A timeout of 0 is 0 in every public call that has one, and another is in milliseconds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
@@ -46,6 +47,8 @@ from tests.support.wrappers import delay
 
 FOR_EVER_MS = 600_000
 DEADLINE_S = 20.0  # only a call that takes 0 for something else reaches it
+
+UNIT_MS = 50  # less than DEADLINE_S, of which it is more in seconds
 
 EXEMPT = {
     "kvplan.execute",  # `Transfers.execute` of transfers that no test can hold up
@@ -154,64 +157,88 @@ KINDS: dict[str, Callable[[Scene], Any]] = {
 }
 """Everything that moves, by what it is."""
 
-CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
+WAITS: dict[str, tuple[object, Callable[[Scene, float], object]]] = {
     # A transfer that moves ends with LLM_TIMEOUT; one that is asked about has no outcome yet.
     "kvplan.LlmDataDist.pull_cache": (
         TIMEOUT,
-        lambda it: it.user.pull_cache(it.remote_slot, it.slots[0], timeout_ms=0),
+        lambda it, ms: it.user.pull_cache(it.remote_slot, it.slots[0], timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.push_cache": (
         TIMEOUT,
-        lambda it: it.user.push_cache(it.slots[0], it.remote_slot, timeout_ms=0),
+        lambda it, ms: it.user.push_cache(it.slots[0], it.remote_slot, timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.copy_cache": (
         TIMEOUT,
-        lambda it: it.user.copy_cache(*it.slots, timeout_ms=0),
+        lambda it, ms: it.user.copy_cache(*it.slots, timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.pull_blocks": (
         TIMEOUT,
-        lambda it: it.user.pull_blocks(it.remote, it.cache, [1], [2], timeout_ms=0),
+        lambda it, ms: it.user.pull_blocks(it.remote, it.cache, [1], [2], timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.push_blocks": (
         TIMEOUT,
-        lambda it: it.user.push_blocks(it.cache, it.remote, [1], [2], timeout_ms=0),
+        lambda it, ms: it.user.push_blocks(it.cache, it.remote, [1], [2], timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.copy_blocks": (
         TIMEOUT,
-        lambda it: it.user.copy_blocks(it.cache, {1: [2]}, timeout_ms=0),
+        lambda it, ms: it.user.copy_blocks(it.cache, {1: [2]}, timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.swap_blocks": (
         TIMEOUT,
-        lambda it: it.user.swap_blocks(it.mine[HOST], it.mine[DEVICE], {1: 2}, timeout_ms=0),
+        lambda it, ms: it.user.swap_blocks(it.mine[HOST], it.mine[DEVICE], {1: 2}, timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.run": (
         TIMEOUT,
-        lambda it: it.user.run(Transfer(Rows(it.remote, [1]), Rows(it.cache, [2])), timeout_ms=0),
+        lambda it, ms: it.user.run(
+            Transfer(Rows(it.remote, [1]), Rows(it.cache, [2])), timeout_ms=ms
+        ),
     ),
     "kvplan.Transfers.execute": (
         TIMEOUT,
-        lambda it: it.transfers.execute(*it.executed(), timeout_ms=0),
+        lambda it, ms: it.transfers.execute(*it.executed(), timeout_ms=ms),
     ),
-    "kvplan.Transfers.verify": (TIMEOUT, lambda it: it.verify(0)),
-    "kvplan.TransferTask.wait": (TIMEOUT, lambda it: it.submitted("pull of blocks").wait(0)),
-    "kvplan.TransferTask.result": (TIMEOUT, lambda it: it.submitted("pull of blocks").result(0)),
+    "kvplan.Transfers.verify": (TIMEOUT, lambda it, ms: it.verify(ms)),
+    "kvplan.TransferTask.wait": (TIMEOUT, lambda it, ms: it.submitted("pull of blocks").wait(ms)),
+    "kvplan.TransferTask.result": (
+        TIMEOUT,
+        lambda it, ms: it.submitted("pull of blocks").result(ms),
+    ),
     "kvplan.TransferTask.wait_done": (
         False,
-        lambda it: it.submitted("pull of blocks").wait_done(0),
+        lambda it, ms: it.submitted("pull of blocks").wait_done(ms),
     ),
-    "kvplan.GatherTask.wait": (TIMEOUT, lambda it: it.submitted("gather").wait(0)),
-    "kvplan.GatherTask.result": (TIMEOUT, lambda it: it.submitted("gather").result(0)),
-    "kvplan.GatherTask.wait_done": (False, lambda it: it.submitted("gather").wait_done(0)),
-    "kvplan.LayerGatherTask.wait": (TIMEOUT, lambda it: it.layered("gather").wait(0)),
-    "kvplan.LayerGatherTask.result": (TIMEOUT, lambda it: it.layered("gather").result(0)),
-    "kvplan.LayerGatherTask.wait_done": (False, lambda it: it.layered("gather").wait_done(0)),
-    "kvplan.LayerTask.wait": (TIMEOUT, lambda it: it.layered("push of blocks").wait(0)),
-    "kvplan.LayerTask.result": (TIMEOUT, lambda it: it.layered("push of blocks").result(0)),
-    "kvplan.LayerTask.wait_done": (False, lambda it: it.layered("push of blocks").wait_done(0)),
+    "kvplan.GatherTask.wait": (TIMEOUT, lambda it, ms: it.submitted("gather").wait(ms)),
+    "kvplan.GatherTask.result": (TIMEOUT, lambda it, ms: it.submitted("gather").result(ms)),
+    "kvplan.GatherTask.wait_done": (False, lambda it, ms: it.submitted("gather").wait_done(ms)),
+    "kvplan.LayerGatherTask.wait": (TIMEOUT, lambda it, ms: it.layered("gather").wait(ms)),
+    "kvplan.LayerGatherTask.result": (TIMEOUT, lambda it, ms: it.layered("gather").result(ms)),
+    "kvplan.LayerGatherTask.wait_done": (False, lambda it, ms: it.layered("gather").wait_done(ms)),
+    "kvplan.LayerTask.wait": (TIMEOUT, lambda it, ms: it.layered("push of blocks").wait(ms)),
+    "kvplan.LayerTask.result": (TIMEOUT, lambda it, ms: it.layered("push of blocks").result(ms)),
+    "kvplan.LayerTask.wait_done": (
+        False,
+        lambda it, ms: it.layered("push of blocks").wait_done(ms),
+    ),
     # What is not there does not come at once.
-    "kvplan.Completions.wait": (False, lambda it: it.user.completions().wait(0)),
-    "kvplan.Notifications.wait": (False, lambda it: it.user.notifications().wait(0)),
-    "kvplan.serving.Exchange.wait": (False, lambda it: it.exchange.wait(0)),
+    "kvplan.Completions.wait": (False, lambda it, ms: it.owner.completions().wait(ms)),
+    "kvplan.Notifications.wait": (False, lambda it, ms: it.user.notifications().wait(ms)),
+    "kvplan.serving.Exchange.wait": (False, lambda it, ms: it.exchange.wait(ms)),
+    "kvplan.llm_datadist.CacheTask.synchronize": (
+        TIMEOUT,
+        lambda it, ms: llm_datadist.CacheTask(Running(ms)).synchronize(ms),
+    ),
+    "kvplan.llm_datadist.CacheTask.get_results": (
+        [TIMEOUT],
+        lambda it, ms: llm_datadist.CacheTask(Running(ms)).get_results(ms),
+    ),
+}
+"""Every public call that waits at most so many milliseconds, and what it returns then."""
+
+CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
+    **{
+        name: (expected, partial(lambda call, it: call(it, 0), call))
+        for name, (expected, call) in WAITS.items()
+    },
     # No conversation takes no time, and no lease is for none: that is refused.
     "kvplan.LlmDataDist.link_clusters": (
         INVALID,
@@ -275,14 +302,6 @@ CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
         )
         for name in ("link_clusters", "unlink_clusters")
     },
-    "kvplan.llm_datadist.CacheTask.synchronize": (
-        TIMEOUT,
-        lambda it: llm_datadist.CacheTask(Running()).synchronize(0),
-    ),
-    "kvplan.llm_datadist.CacheTask.get_results": (
-        [TIMEOUT],
-        lambda it: llm_datadist.CacheTask(Running()).get_results(0),
-    ),
 }
 
 
@@ -291,8 +310,11 @@ class Running:
 
     running_status = TIMEOUT
 
+    def __init__(self, timeout_ms: float) -> None:
+        self._timeout_s = timeout_ms / 1000
+
     def statuses(self, timeout_s: float | None) -> list[LLMStatusCode | None]:
-        assert timeout_s == 0
+        assert timeout_s == self._timeout_s
         return [None]
 
 
@@ -349,6 +371,16 @@ def outcome_of(scene: Scene, call: Callable[[Scene], object]) -> object:
 def test_a_timeout_of_zero_is_zero(scene: Scene, name: str) -> None:
     expected, call = CALLS[name]
     assert outcome_of(scene, call) == expected
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_timeout_is_in_milliseconds(scene: Scene, name: str) -> None:
+    """As seconds it would outlast the test; as less it would be over too early."""
+    expected, call = WAITS[name]
+    began = time.monotonic()
+    assert outcome_of(scene, lambda it: call(it, UNIT_MS)) == expected
+    if "CacheTask" not in name:  # which is not waited for here
+        assert time.monotonic() - began >= UNIT_MS / 1000
 
 
 @pytest.mark.parametrize("kind", KINDS)
