@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any, overload
 
 from kvnative._signals import signals_deferred
 from kvplan.device.memory import DeviceMemory
-from kvplan.engine.claims import not_exist
 from kvplan.engine.memory import block_checksum, read_tensors, tensor_arrays, write_tensors
 from kvplan.engine.runner import OperationRunner
 from kvplan.engine.views import LeaseView, view_lease
 from kvplan.execution.memory import check_lent, using
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import block_indices
-from kvplan.status import invalid
+from kvplan.status import invalid, not_exist
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey
 from kvplan.validation import check_type
 

@@ -11,15 +11,14 @@ from numbers import Real
 from typing import TYPE_CHECKING, Final
 
 from kvnative._signals import Condition, Mutex
-from kvplan.engine.claims import not_exist
-from kvplan.engine.lease_words import LeaseWords
 from kvplan.engine.telemetry import logger
 from kvplan.lease import BlockLease, LeaseEnd, LeaseWord
 from kvplan.planning.blocks import block_indices, check_distinct
 from kvplan.planning.tokens import room
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException, invalid, not_exist
 from kvplan.system.limits import start_thread
 from kvplan.transport.lease_expiry import Deadlines, seconds_left
+from kvplan.transport.transport import LeaseWords
 from kvplan.types import Cache
 from kvplan.validation import as_int, shown
 

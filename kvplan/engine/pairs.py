@@ -140,7 +140,7 @@ def find_request(engine: Engine, transfer: object, *, by_layer: bool = False) ->
             return None
         link, blocks = engine.links.peers.get(key.cluster_id), there.blocks
         try:
-            if link is not None and link.has_moved_leases:
+            if link is not None and link.moved_leases:
                 key, earlier = link.latest(key), key
                 if key is not earlier:
                     blocks = key.places_of("blocks", earlier, blocks)

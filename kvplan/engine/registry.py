@@ -11,7 +11,7 @@ from operator import call, itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvnative._signals import Mutex, signals_deferred
-from kvplan.engine.claims import AnyKey, BoundKey, KeyIndex, check_fit, check_keys, not_exist
+from kvplan.engine.claims import AnyKey, BoundKey, KeyIndex, check_fit, check_keys
 from kvplan.engine.entry import (
     CacheEntry,
     Claim,
@@ -27,7 +27,7 @@ from kvplan.engine.options import Options
 from kvplan.engine.pools import Pools, Span
 from kvplan.execution.memory import take_back
 from kvplan.links.address_index import AddressIndex, Extent
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
 from kvplan.transport.transport import Transport, offer
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement
 from kvplan.validation import INT64_MAX, check_type, check_width, shown

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, cast
 
 from msgspec import structs
 
-from kvplan.engine.claims import not_exist
 from kvplan.engine.memory import joined
 from kvplan.engine.pairs import PairOperation, prepare_parts
 from kvplan.engine.shares import Pair, operation_name
@@ -30,7 +29,7 @@ from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.planning.side import Side, is_same_cache, side
 from kvplan.planning.texts import plural
 from kvplan.planning.transfer import PeerTensors, Planned, Transfer
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
 from kvplan.types import (
     NO_ID,
     BlocksCacheKey,

@@ -160,7 +160,7 @@ def followed(argument: str, rows: Rows, links: Links) -> Rows:
     lease = rows.cache
     if not isinstance(lease, BlockLease) or (link := links.get(lease.cluster_id)) is None:
         return rows
-    if not link.has_moved_leases or (latest := link.latest(lease)) is lease:
+    if not link.moved_leases or (latest := link.latest(lease)) is lease:
         return rows
     blocks = latest.places_of(f"{argument}.blocks", lease, rows.blocks)
     slot = latest.blocks[0] if lease.blocks == (rows.slot,) else rows.slot

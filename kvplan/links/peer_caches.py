@@ -43,6 +43,7 @@ class PeerCaches(LinkLifecycle, ABC):
     Attributes:
         instance: Id of the run of the peer's engine.
         transports: Names of the transports of the link, the preferred first.
+        moved_leases: Live leases whose blocks the peer has moved, by id.
         passed_over: Transports that would be preferred, and why they are not used.
         transport_links: Connection of each transport, by its name; empty before they are made.
         pairs: Pairs of local caches and caches of the peer that users of the link have cached. A
@@ -56,6 +57,7 @@ class PeerCaches(LinkLifecycle, ABC):
         self.passed_over: tuple[PassedOver, ...] = ()
         self.transport_links: dict[str, TransportLink] = {}
         self._table = PeerTable(cluster_id)
+        self.moved_leases = self._table.leases
         self.pairs: dict[Any, Any] = {}
         self._sides: dict[int, tuple[PeerCache, Side]] = {}
         self._memories: dict[tuple[int, bool], tuple[PeerCache, PeerMemory]] = {}
@@ -119,11 +121,6 @@ class PeerCaches(LinkLifecycle, ABC):
         except LLMException as error:
             return error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
         return False
-
-    @property
-    def has_moved_leases(self) -> bool:
-        """True if the peer has moved blocks of a live lease."""
-        return bool(self._table.leases)
 
     def latest(self, lease: BlockLease) -> BlockLease:
         """Return the latest value of `lease` that the peer has published, or `lease` itself."""
