@@ -1,4 +1,4 @@
-"""One agent's or engine's memory and transfers, as the calls show them, and what is wrong in them."""
+"""The memory and transfers of one agent or engine, as its calls show them, and what is wrong."""
 
 from __future__ import annotations
 
@@ -101,6 +101,7 @@ class Agent:
         self._lists: dict[int, tuple[Regions, int | None]] = {}
         self._transfers: dict[int, Observed] = {}
         self._num_caches = 0
+        self._num_tensors = 1  # of the last list of this process: those of a peer have as many
 
     def register(self, _: float, ranges: Numbers, names: list[str]) -> None:
         """Remember registered memory by name."""
@@ -132,10 +133,11 @@ class Agent:
 
     def _regions(self, ranges: Numbers, peer: int | None) -> Regions:
         cuts = np.array([address for address, _ in self._registered], np.int64)
-        number, name = (self._num_caches, "local") if peer is None else (_REMOTE_CACHES, "remote")
-        regions = regions_of(ranges, name, cuts, number)
-        if peer is None:
-            self._num_caches += len(regions.sides)
+        if peer is not None:
+            return regions_of(ranges, "remote", cuts, _REMOTE_CACHES, self._num_tensors)
+        regions = regions_of(ranges, "local", cuts, self._num_caches)
+        self._num_caches += len(regions.sides)
+        self._num_tensors = sum(side.num_tensors for side in regions.sides)
         return regions
 
     def make(
@@ -212,11 +214,12 @@ class Agent:
                 if (at := written.common(theirs)) is not None:
                     self._warn("two_writers", transfer, f"{other} writes {at:#x}, too, and is in "
                                "flight")  # fmt: skip
-            elif transfer.pulls != other.pulls:
-                if (at := transfer.here.common(other.here)) is not None:
-                    reader, writer = (other, transfer) if transfer.pulls else (transfer, other)
-                    self._warn("rewritten_source", transfer, f"{reader} reads {at:#x} while "
-                               f"{writer} writes it")  # fmt: skip
+            elif transfer.pulls != other.pulls and (
+                (at := transfer.here.common(other.here)) is not None
+            ):
+                reader, writer = (other, transfer) if transfer.pulls else (transfer, other)
+                text = f"{reader} reads {at:#x} while {writer} writes it"
+                self._warn("rewritten_source", transfer, text)
         transfer.in_flight = True
 
     def end(self, moment: float, handle: int, succeeded: bool, error: str) -> None:
@@ -264,7 +267,11 @@ class Agent:
         return int(spans.starts[bad[0]]) if len(bad) else None
 
     def _warn(self, finding: str, transfer: Observed, text: str) -> None:
-        fields = {"finding": finding, "tag": transfer.tag, "transfer": transfer.name}
+        fields: dict[str, object] = {
+            "finding": finding,
+            "tag": transfer.tag,
+            "transfer": transfer.name,
+        }
         if transfer.link is not None:
             fields |= {"peer": transfer.link.cluster_id}
         message = f"{transfer}: {text}"

@@ -1,4 +1,4 @@
-"""Plans of observed transfers: lists of descriptors as tensors of blocks, indices as block tables."""
+"""Plans of observed transfers: descriptors as tensors of blocks, indices as block tables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class Regions:
     sides: tuple[Side, ...]
 
 
-def regions_of(ranges: Numbers, name: str, cuts: Numbers, cache_id: int) -> Regions:
+def regions_of(
+    ranges: Numbers, name: str, cuts: Numbers, cache_id: int, num_tensors: int = 1
+) -> Regions:
     """Return ranges as tensors of blocks: what has one size and one distance is a tensor.
 
     Args:
@@ -47,6 +49,8 @@ def regions_of(ranges: Numbers, name: str, cuts: Numbers, cache_id: int) -> Regi
         name: the caches' name in texts.
         cuts: addresses at which another tensor begins, such as those of registrations.
         cache_id: the number of the first cache.
+        num_tensors: how many tensors of equal length there are at least, if that divides the list:
+            tensors that touch in memory show no border.
     """
     addresses, nbytes = ranges[:, 0], ranges[:, 1]
     count = len(addresses)
@@ -60,6 +64,8 @@ def regions_of(ranges: Numbers, name: str, cuts: Numbers, cache_id: int) -> Regi
         inside &= nbytes[1:] == nbytes[:-1]
         first[1:] = ~inside | np.isin(addresses[1:], cuts)
         first[2:] |= inside[1:] & inside[:-1] & ~like[1:-2]
+    if num_tensors and count % num_tensors == 0:
+        first[:: count // num_tensors or 1] = True
     starts = np.flatnonzero(first)
     sizes = np.diff(np.append(starts, count))
     strides = nbytes[starts]

@@ -1,4 +1,4 @@
-"""A module with the surface of `nixl._api`, for programs that are observed: all memory is its own."""
+"""A module with the surface of `nixl._api`, whose memory is all of one process."""
 
 from __future__ import annotations
 

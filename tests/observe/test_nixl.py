@@ -130,6 +130,19 @@ def test_an_observer_that_fails_says_so_once_and_steps_aside(
     assert len(said) == 1
 
 
+def test_tensors_that_touch_in_memory_are_told_apart(program: Program) -> None:
+    """Here by registrations, of the peer by the number of tensors here."""
+    memory, theirs = (np.zeros((LAYERS, BLOCKS * BLOCK), np.uint8) for _ in range(2))
+    program.agent.register_memory([(its.ctypes.data, BLOCKS * BLOCK, 0, "") for its in memory])
+    program.local = program.agent.prep_xfer_dlist("", program.blocks(memory))
+    program.remote = program.agent.prep_xfer_dlist("prefill", program.blocks(theirs))
+    run(program, [1, 4], [7, 2])
+    (transfer,) = program.recording().transfers
+    assert transfer.plan is not None
+    part = transfer.plan.part
+    assert (part.src.num_tensors, part.src.count, part.num_tensor_pairs) == (LAYERS, BLOCKS, LAYERS)
+
+
 def run(program: Program, here: list[int], there: list[int], op: str = "READ") -> Any:
     handle = program.make(here, there, op)
     program.agent.transfer(handle)
