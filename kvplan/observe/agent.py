@@ -93,7 +93,7 @@ class Observed:
 
 
 class Agent:
-    """What one agent or engine has registered, prepared and posted. One thread calls it."""
+    """Memory, lists and transfers of one agent or engine. One thread calls the methods."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -101,6 +101,7 @@ class Agent:
         self._lists: dict[int, tuple[Regions, int | None]] = {}
         self._transfers: dict[int, Observed] = {}
         self._num_caches = 0
+        self._logged: set[str] = set()
         self._num_tensors = 1  # of the last list of this process: those of a peer have as many
 
     def register(self, _: float, ranges: Numbers, names: list[str]) -> None:
@@ -276,7 +277,10 @@ class Agent:
             fields |= {"peer": transfer.link.cluster_id}
         message = f"{transfer}: {text}"
         self.recorder.event("warning", LLMStatusCode.LLM_PARAM_INVALID, 0.0, message, fields)
-        _log.warning("observed: %s (%s)", message, finding)
+        if finding not in self._logged:  # the others are in the recording
+            self._logged.add(finding)
+            path = self.recorder.path
+            _log.warning("observed: %s (%s; all findings: %s)", message, finding, path)
 
 
 def tag_of(message: bytes) -> str:

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import lru_cache, wraps
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from zlib import crc32
 
 from kvplan.observe.agent import Agent
@@ -33,28 +33,16 @@ _log = Log("kvplan")
 Note = Callable[..., None]
 
 
-class Seen(NamedTuple):
-    """A call that the program made, for the thread.
-
-    Attributes:
-        agent: the id of the agent or engine whose call it was.
-        handle: calls the method of `Agent` of this name.
-        time: by `perf_counter`.
-        values: arguments for the method.
-    """
-
-    agent: int
-    handle: str
-    time: float
-    values: tuple[Any, ...]
+_Seen = tuple[Callable[..., None], tuple[Any, ...]]
+"""A call for the thread, and its arguments."""
 
 
 @dataclass
 class _Queue:
-    """What the threads of one process have seen."""
+    """Calls that the threads of one process have seen."""
 
     pid: int
-    seen: deque[Seen] = field(default_factory=deque)
+    seen: deque[_Seen] = field(default_factory=deque)
     tokens: SimpleQueue[bool | threading.Event] = field(default_factory=SimpleQueue)
     awake: bool = False
     thread: threading.Thread | None = None
@@ -75,40 +63,64 @@ class Observer:
 
     def __init__(self, folder: str | os.PathLike[str] = "") -> None:
         self.active = True
+        self._failed = False
         self._folder = Path(folder).absolute()
         self._queue = _Queue(os.getpid())
         atexit.register(self.close)
 
-    def wrap(self, owner: type, name: str, after: Note, before: Note | None = None) -> None:
+    def wrap(
+        self, owner: type, name: str, after: Note, kept: Callable[[Any], Any] | None = None
+    ) -> None:
         """Replace a method by one that calls it and passes on what it saw.
 
         Args:
             owner: the class.
             name: the method; nothing happens if the class lacks it.
-            after: called with the arguments, the beginning, the result and the exception or None.
-            before: called with the arguments and the beginning, before the method.
+            after: called with the arguments, the beginning, the end, the result, and the exception
+                or None: by the thread, or, without `kept`, in the call.
+            kept: returns the arguments as they are now, if the program may change them.
         """
         original = getattr(owner, name, None)
         if original is None:
             return
-        guarded = self.guarded
 
         @wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return original(*args, **kwargs)
             begin = perf_counter()
-            if before is not None:
-                guarded(before, args, kwargs, begin)
             try:
                 result = original(*args, **kwargs)
             except BaseException as error:
-                guarded(after, args, kwargs, begin, None, error)
+                self.guarded(self._after, after, kept, args, kwargs, begin, None, error)
                 raise
-            guarded(after, args, kwargs, begin, result, None)
+            if kept is None or kept is as_is:
+                if kept is None:
+                    self.guarded(after, args, kwargs, begin, perf_counter(), result, None)
+                    return result
+                # As in `_after`: these calls are made for each transfer, and for each look at one.
+                queue = self._queue
+                queue.seen.append((after, (args, kwargs, begin, perf_counter(), result, None)))
+                if not queue.awake:
+                    queue.awake = True
+                    queue.tokens.put(True)
+                return result
+            self.guarded(self._after, after, kept, args, kwargs, begin, result, None)
             return result
 
         setattr(owner, name, observed)
+
+    def _after(
+        self, after: Note, kept: Callable[[Any], Any] | None, args: Any, kwargs: Any,
+        begin: float, result: Any, error: BaseException | None,
+    ) -> None:  # fmt: skip
+        """Pass on what a call saw, now or by the queue."""
+        text = None if error is None else f"{type(error).__name__}: {error}"  # no frames are kept
+        if kept is None:
+            after(args, kwargs, begin, perf_counter(), result, text)
+        else:
+            values = kept(args), {k: kept((v,))[0] for k, v in kwargs.items()}
+            self._append((after, (*values, begin, perf_counter(), result, text)))
 
     def guarded(self, call: Note, *values: Any) -> None:
         """Call a function of the observer; an error ends observing, and nothing else."""
@@ -118,9 +130,21 @@ class Observer:
             self._step_aside(error)
 
     def saw(self, owner: object, handle: str, moment: float, *values: Any) -> None:
-        """Append a call to the queue."""
+        """Have the thread call a method of an `Agent`."""
+        if threading.current_thread() is self._queue.thread:
+            self._dispatch(self._queue, id(owner), handle, moment, *values)
+        else:
+            self._append((self._dispatch, (self._queue, id(owner), handle, moment, *values)))
+
+    @staticmethod
+    def _dispatch(queue: _Queue, owner: int, handle: str, moment: float, *values: Any) -> None:
+        agent = queue.agents.get(owner)
+        if agent is not None:
+            getattr(agent, handle)(moment, *values)
+
+    def _append(self, seen: _Seen) -> None:
         queue = self._queue
-        queue.seen.append(Seen(id(owner), handle, moment, values))
+        queue.seen.append(seen)
         if not queue.awake:
             queue.awake = True
             queue.tokens.put(True)
@@ -176,21 +200,26 @@ class Observer:
                     token = queue.tokens.get(timeout=_INTERVAL_S)
             queue.awake = False  # first: what is seen from here on wakes the thread again
             while queue.seen:
-                seen = queue.seen.popleft()
-                agent = queue.agents.get(seen.agent)
-                if agent is not None and self.active | (token is False):
-                    self.guarded(getattr(agent, seen.handle), seen.time, *seen.values)
+                call, values = queue.seen.popleft()
+                if not self._failed:
+                    self.guarded(call, *values)
             if isinstance(token, threading.Event):
                 token.set()
 
     def _step_aside(self, error: Exception) -> None:
-        if self.active:
-            self.active = False
+        if not self._failed:
+            self.active, self._failed = False, True
             _log.warning(
                 "observing has ended: %s: %s; the program goes on", type(error).__name__, error
             )
 
 
+def as_is(args: Any) -> Any:
+    """Return arguments that no program changes."""
+    return args
+
+
+@lru_cache(maxsize=1024)
 def peer_number(name: str) -> int:
     """Return the number that stands for an agent's name where recordings have a cluster id."""
     return crc32(name.encode("utf-8", "replace")) & 0x7FFFFFFF

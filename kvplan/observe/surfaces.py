@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from time import perf_counter
 from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
 
-from kvplan.observe.observer import Observer, peer_number
+from kvplan.observe.observer import Observer, as_is, peer_number
 from kvplan.observe.plans import Numbers
 
 _OWN_NAMES: Final = ("", "NIXL_INIT_AGENT")
@@ -48,38 +47,48 @@ def wrap_nixl(module: ModuleType, observer: Observer) -> None:
     """Observe the class `nixl_agent` of a module."""
     agent, saw = module.nixl_agent, observer.saw
 
-    def began(args: _Arguments, kwargs: _Named, _: float, __: Any, error: object) -> None:
+    def began(
+        args: _Arguments, kwargs: _Named, _: float, __: float, ___: Any, error: object
+    ) -> None:
         if error is None:
             observer.begin(args[0], str(_argument(args, kwargs, 0, "agent_name")), "nixl")
 
-    def registered(args: _Arguments, kwargs: _Named, at: float, _: Any, error: object) -> None:
+    def registered(
+        args: _Arguments, kwargs: _Named, at: float, _: float, __: Any, error: object
+    ) -> None:
         if error is None:
             saw(args[0], "register", at, *ranges_of(_argument(args, kwargs, 0, "reg_list")))
 
-    def deregistered(args: _Arguments, kwargs: _Named, at: float, _: Any, error: object) -> None:
+    def deregistered(
+        args: _Arguments, kwargs: _Named, at: float, _: float, __: Any, error: object
+    ) -> None:
         if error is None:
             saw(args[0], "deregister", at, ranges_of(_argument(args, kwargs, 0, "dereg_list"))[0])
 
-    def prepared(args: _Arguments, kwargs: _Named, at: float, made: Any, error: object) -> None:
+    def prepared(
+        args: _Arguments, kwargs: _Named, at: float, _: float, made: Any, error: object
+    ) -> None:
         if error is None:
             name = str(_argument(args, kwargs, 0, "agent_name"))
             own = name in (*_OWN_NAMES, args[0].name)
             ranges = ranges_of(_argument(args, kwargs, 1, "xfer_list"))[0]
             saw(args[0], "prepare", at, _key(made), ranges, None if own else peer_number(name))
 
-    def made(args: _Arguments, kwargs: _Named, at: float, handle: Any, error: object) -> None:
+    def made(
+        args: _Arguments, kwargs: _Named, at: float, _: float, handle: Any, error: object
+    ) -> None:
         if error is not None:
             return
         pick = partial(_argument, args, kwargs)
         saw(
             args[0], "make", at, _key(handle), pick(0, "operation"),
-            _key(pick(1, "local_xfer_side")), _kept(pick(2, "local_indices")),
-            _key(pick(3, "remote_xfer_side")), _kept(pick(4, "remote_indices")),
+            _key(pick(1, "local_xfer_side")), pick(2, "local_indices"),
+            _key(pick(3, "remote_xfer_side")), pick(4, "remote_indices"),
             pick(5, "notif_msg", b""),
         )  # fmt: skip
 
     def initialized(
-        args: _Arguments, kwargs: _Named, at: float, handle: Any, error: object
+        args: _Arguments, kwargs: _Named, at: float, _: float, handle: Any, error: object
     ) -> None:
         if error is not None:
             return
@@ -94,41 +103,47 @@ def wrap_nixl(module: ModuleType, observer: Observer) -> None:
             pick(4, "notif_msg", b""),
         )  # fmt: skip
 
-    def posts(args: _Arguments, kwargs: _Named, at: float) -> None:
+    def posted(
+        args: _Arguments, kwargs: _Named, begin: float, end: float, state: Any, error: object
+    ) -> None:
         handle = _key(_argument(args, kwargs, 0, "handle"))
-        saw(args[0], "post", at, handle, _argument(args, kwargs, 1, "notif_msg", b""))
+        saw(args[0], "post", begin, handle, _argument(args, kwargs, 1, "notif_msg", b""))
+        stands(args, kwargs, begin, end, state, error)
 
-    def stands(args: _Arguments, kwargs: _Named, at: float, state: Any, error: object) -> None:
+    def stands(
+        args: _Arguments, kwargs: _Named, _: float, end: float, state: Any, error: object
+    ) -> None:
         if error is None and state == "PROC":
             return
-        text = f"{type(error).__name__}: {error}" if error else "" if state == "DONE" else "ERR"
         handle = _key(_argument(args, kwargs, 0, "handle"))
-        saw(args[0], "end", perf_counter(), handle, state == "DONE", text)
+        saw(args[0], "end", end, handle, state == "DONE", str(error or "")
+            or ("" if state == "DONE" else "ERR"))  # fmt: skip
 
-    def releases(args: _Arguments, kwargs: _Named, at: float) -> None:
+    def released(
+        args: _Arguments, kwargs: _Named, at: float, _: float, __: Any, error: object
+    ) -> None:
         saw(args[0], "release", at, _key(_argument(args, kwargs, 0, "handle")))
 
-    def notifies(args: _Arguments, kwargs: _Named, at: float) -> None:
+    def notified(
+        args: _Arguments, kwargs: _Named, at: float, _: float, __: Any, error: object
+    ) -> None:
         peer = peer_number(str(_argument(args, kwargs, 0, "remote_agent_name")))
         saw(args[0], "notify", at, peer, _argument(args, kwargs, 1, "notif_msg", b""))
 
-    def nothing(*_: object) -> None:
-        """After a call that was seen before it began."""
-
-    rows: dict[str, tuple[Callable[..., None], Callable[..., None] | None]] = {
+    rows: dict[str, tuple[Callable[..., None], Callable[[Any], Any] | None]] = {
         "__init__": (began, None),
         "register_memory": (registered, None),
         "deregister_memory": (deregistered, None),
         "prep_xfer_dlist": (prepared, None),
-        "make_prepped_xfer": (made, None),
+        "make_prepped_xfer": (made, _kept),
         "initialize_xfer": (initialized, None),
-        "transfer": (stands, posts),
-        "check_xfer_state": (stands, None),
-        "release_xfer_handle": (nothing, releases),
-        "send_notif": (nothing, notifies),
+        "transfer": (posted, as_is),
+        "check_xfer_state": (stands, as_is),
+        "release_xfer_handle": (released, as_is),
+        "send_notif": (notified, as_is),
     }
-    for name, (after, before) in rows.items():
-        observer.wrap(agent, name, after, before)
+    for name, (after, kept) in rows.items():
+        observer.wrap(agent, name, after, kept)
 
 
 def _key(handle: Any) -> int:
@@ -136,45 +151,50 @@ def _key(handle: Any) -> int:
     return handle if isinstance(handle, int) else id(handle)
 
 
-def _kept(indices: Any) -> Any:
-    """Return indices that the program may change afterwards, as they are now."""
-    return indices.copy() if isinstance(indices, np.ndarray) else list(indices)
+def _kept(args: Any) -> Any:
+    """Return arguments with the lists and arrays of indices as they are now."""
+    return [its.copy() if isinstance(its, list | np.ndarray) else its for its in args]
 
 
 def wrap_mooncake(module: ModuleType, observer: Observer) -> None:
     """Observe the class `TransferEngine` of a module."""
     engine, saw = module.TransferEngine, observer.saw
 
-    def began(args: _Arguments, kwargs: _Named, _: float, code: Any, error: object) -> None:
+    def began(
+        args: _Arguments, kwargs: _Named, _: float, __: float, code: Any, error: object
+    ) -> None:
         if error is None and code == 0:
             name = str(_argument(args, kwargs, 0, "local_hostname"))
             port = getattr(args[0], "get_rpc_port", lambda: 0)()
             name = name if ":" in name or not port else f"{name}:{port}"
             observer.begin(args[0], name, "mooncake")
 
-    def registered(args: _Arguments, kwargs: _Named, at: float, code: Any, _: object) -> None:
+    def registered(
+        args: _Arguments, kwargs: _Named, at: float, _: float, code: Any, __: object
+    ) -> None:
         if code == 0:
             entries = np.array([[args[1], args[2]]], np.int64)
             saw(args[0], "register", at, entries, [""])
 
-    def registered_all(args: _Arguments, kwargs: _Named, at: float, code: Any, _: object) -> None:
+    def registered_all(
+        args: _Arguments, kwargs: _Named, at: float, _: float, code: Any, __: object
+    ) -> None:
         if code == 0:
             entries = np.array([args[1], args[2]], np.int64).T
             saw(args[0], "register", at, entries, [""] * len(entries))
 
-    def moves(
-        names: tuple[str, ...], reads: bool, args: _Arguments, kwargs: _Named, at: float
-    ) -> None:
+    def moved(
+        names: tuple[str, ...], reads: bool, args: _Arguments, kwargs: _Named, begin: float,
+        end: float, code: Any, error: object,
+    ) -> None:  # fmt: skip
         peer, here, there, nbytes = (
             _argument(args, kwargs, index, name) for index, name in enumerate(names)
         )
         columns = (np.atleast_1d(np.array(its, np.int64)) for its in (here, there, nbytes))
-        saw(args[0], "move", at, id(args), reads, peer_number(str(peer)), *columns)
-
-    def moved(args: _Arguments, kwargs: _Named, at: float, code: Any, error: object) -> None:
-        text = f"{type(error).__name__}: {error}" if error else "" if code == 0 else f"ret: {code}"
-        saw(args[0], "end", perf_counter(), id(args), code == 0, text)
-        saw(args[0], "release", at, id(args))
+        saw(args[0], "move", begin, id(args), reads, peer_number(str(peer)), *columns)
+        text = str(error or "") or ("" if code == 0 else f"ret: {code}")
+        saw(args[0], "end", end, id(args), code == 0, text)
+        saw(args[0], "release", end, id(args))
 
     for name in ("initialize", "initialize_ext"):
         observer.wrap(engine, name, began)
@@ -185,4 +205,4 @@ def wrap_mooncake(module: ModuleType, observer: Observer) -> None:
         ("batch_transfer_sync", ("target_hostname", "buffers", "peer_buffer_addresses", "lengths")),
     ):
         for way in ("read", "write"):
-            observer.wrap(engine, f"{prefix}_{way}", moved, partial(moves, names, way == "read"))
+            observer.wrap(engine, f"{prefix}_{way}", partial(moved, names, way == "read"), _kept)
