@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from kvplan.lease import BlockLease
 from kvplan.observe.plans import Numbers, Regions, plan_of, plan_of_ranges, regions_of
 from kvplan.planning.plan import Plan
 from kvplan.planning.side import Side
@@ -79,7 +80,7 @@ class Observed:
     pulls: bool
     here: Spans
     there: Spans
-    leases: tuple[int, ...] = ()
+    leases: tuple[BlockLease, ...] = ()
     in_flight: bool = False
     deregistered: bool = False
 
