@@ -26,7 +26,7 @@ MAX_LINES = {
     "kvplan": 1671,
     "links": 3994,
     "llm_datadist": 3814,
-    "observe": 990,
+    "observe": 991,
     "planning": 5825,
     "recording": 1672,
     "run": 258,
