@@ -47,7 +47,13 @@ _Found = list[tuple[Recording, list[AnyRecord]]]
 @click.argument(
     "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
-@click.option("--tag", metavar="TAG", help="Only this request; TAG* for all that begin with TAG.")
+@click.option(
+    "--tag",
+    "--request",
+    "tag",
+    metavar="TAG",
+    help="Only this request; TAG* for all that begin with TAG.",
+)
 @click.option("--cluster", metavar="ID", type=click.IntRange(min=0), help="Only this peer.")
 @click.option(
     "--operation",

@@ -19,7 +19,8 @@ from kvplan.llm_datadist.installation import OURS, SEVERAL_ENGINES, STUBS, offic
 MODULE: Final = "kvplan.run"
 
 USAGE: Final = """\
-usage: python [OPTION OF PYTHON]... -m kvplan.run [--several-engines] PROGRAM [ARGUMENT]...
+usage: python [OPTION OF PYTHON]... -m kvplan.run [--several-engines] [--observe WHAT]
+                                             PROGRAM [ARGUMENT]...
 
 Run a Python program, as it is, with kvplan's llm_datadist: `import llm_datadist` and every path
 below it give kvplan's, also in the Python processes that the program starts. So does `import hixl`
@@ -29,6 +30,9 @@ PROGRAM is what python takes: a script, a folder or archive with a __main__.py, 
 -c COMMAND, or - for what comes by standard input.
 
   --several-engines  let a process have several LLMDataDist objects initialized at once
+  --observe WHAT     record the transfers of nixl, mooncake, or both (nixl,mooncake), also in
+                     processes that the program starts; nixl=FOLDER: to files there
+  --                 PROGRAM begins here
   -h, --help         print this text
 """
 
@@ -42,6 +46,7 @@ class Launch(NamedTuple):
 
     several_engines: bool
     program: tuple[str, ...]
+    observe: str = ""
 
 
 def main() -> NoReturn:
@@ -66,18 +71,26 @@ def main() -> NoReturn:
 
 def parse(arguments: Sequence[str]) -> Launch | None:
     """Parse the arguments; return None for --help."""
-    several_engines = False
-    for position, argument in enumerate(arguments):
+    several_engines, observe, position = False, "", 0
+    while position < len(arguments):
+        argument = arguments[position]
         if argument in ("-h", "--help"):
             return None
         if argument == "--several-engines":
             several_engines = True
+        elif argument == "--observe":
+            position += 1
+            if not (observe := "".join(arguments[position : position + 1])):
+                raise Misuse("--observe needs what to observe, such as nixl")
+        elif argument == "--" and position + 1 < len(arguments):
+            return Launch(several_engines, tuple(arguments[position + 1 :]), observe)
         elif argument in ("-m", "-c") and position + 1 == len(arguments):
             raise Misuse(f"{argument} needs an argument")
         elif argument.startswith("-") and argument[:2] not in ("-m", "-c") and argument != "-":
             raise Misuse(f"no option {argument}; those of python stand before -m {MODULE}")
         else:
-            return Launch(several_engines, tuple(arguments[position:]))
+            return Launch(several_engines, tuple(arguments[position:]), observe)
+        position += 1
     raise Misuse("no program to run")
 
 
@@ -109,6 +122,8 @@ def environment(inherited: Mapping[str, str], launch: Launch) -> dict[str, str]:
     changed = {"PYTHONPATH": os.pathsep.join([STUBS, *path] if any(path) else [STUBS])}
     if launch.several_engines:
         changed[SEVERAL_ENGINES] = "1"
+    if launch.observe:
+        changed["KVPLAN_OBSERVE"] = launch.observe
     return {**inherited, **changed}
 
 
