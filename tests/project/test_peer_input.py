@@ -27,10 +27,10 @@ from kvplan import (
     Shard,
     Transfer,
 )
+from kvplan.addressed.connections import read_frame
 from kvplan.cli import top
 from kvplan.control import messages as control
 from kvplan.control.status_socket import Answer
-from kvplan.hixl import connections as hixl
 from kvplan.lease import _digest
 from kvplan.links.peer_table import PeerCache
 from kvplan.links.rendezvous import locate
@@ -237,7 +237,9 @@ DECODERS = {
     ),
     "ucx": Decoder(UcxMetadata.from_bytes, of_metadata(UCX)),
     "hccl": Decoder(HcclMetadata.from_bytes, of_metadata(HCCL)),
-    "hixl": Decoder(hixl._message, ["name", "text"], wrap=lambda data: b"N\x02\x00" + data),
+    "message": Decoder(
+        read_frame, ["name", "text"], wrap=lambda data: b"N" + bytes(8) + b"\x02\x00" + data
+    ),
     "rank-table": Decoder(
         lambda data: locate(data.decode(errors="replace"), {0}),
         {
