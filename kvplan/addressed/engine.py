@@ -133,6 +133,12 @@ class AddressedEngine:
                     raise
         return self.connections.cluster_of(remote_engine)
 
+    def first_address(self, cluster_id: int) -> int:
+        """Return the address of the memory that a peer has registered first; 0: it has none."""
+        link = self.datadist._running().links.get(cluster_id)
+        extents = link.address_index(writable=False, ask=True).extents
+        return min(((each.cache.cache_id, each.address) for each in extents), default=(0, 0))[1]
+
     def register(
         self, address: int, nbytes: int, place: Placement, *, remote_accessible: bool = True
     ) -> int:

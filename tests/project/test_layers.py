@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "addressed": 653,
+    "addressed": 659,
     "cli": 3291,
     "control": 3724,
     "debug": 791,
@@ -27,7 +27,8 @@ MAX_LINES = {
     "kvplan": 1598,
     "links": 3923,
     "llm_datadist": 3814,
-    "nixl": 1633,
+    "mooncake": 540,
+    "nixl": 1637,
     "planning": 5260,
     "recording": 1636,
     "run": 322,
