@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from kvnative._signals import Mutex
 from kvplan.addressed.connections import Connections, Where
 from kvplan.engine.datadist import LlmDataDist
+from kvplan.engine.operation import TransferOptions
 from kvplan.engine.options import Options
 from kvplan.engine.ranges import AddressRanges, unconfirmed_text
 from kvplan.execution import Transfers, TransferTask
+from kvplan.execution.transfers import SMALL_NBYTES
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import Log
 from kvplan.types import CacheDesc, DataType, LlmRole, Placement
@@ -132,6 +134,21 @@ class AddressedEngine:
                 if error.status_code is not LLMStatusCode.LLM_ALREADY_LINK:  # by another thread
                     raise
         return self.connections.cluster_of(remote_engine)
+
+    def begin(
+        self, ranges: AddressRanges, nbytes: int, **options: Unpack[TransferOptions]
+    ) -> TransferTask | None:
+        """Begin a transfer and return its task; None: it was small, and is done.
+
+        A peer's program cannot hold up what this process copies by itself.
+        """
+        datadist = self.datadist
+        if nbytes <= SMALL_NBYTES and ranges.cluster_id != datadist.cluster_id:
+            link = datadist._running().links.peers.get(ranges.cluster_id)
+            if link is not None and not link.needs_peer:
+                datadist.run(ranges, **options)
+                return None
+        return datadist.submit(ranges, **options)
 
     def first_address(self, cluster_id: int) -> int:
         """Return the address of the memory that a peer has registered first; 0: it has none."""

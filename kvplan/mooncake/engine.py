@@ -157,8 +157,8 @@ class TransferEngine:
             engine.datadist.finalize()
         self._buffers.clear()
 
-    def __del__(self) -> None:
-        with suppress(Exception):
+    def __del__(self, ignoring: Any = suppress) -> None:  # a global may be gone at the exit
+        with ignoring(Exception):
             self.close()
 
     @_returns_status()

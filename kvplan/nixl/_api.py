@@ -81,8 +81,8 @@ class _Handle:
             self._released = True
             self._release()
 
-    def __del__(self) -> None:
-        with suppress(Exception):  # at the end of the interpreter
+    def __del__(self, ignoring: Any = suppress) -> None:  # a global may be gone at the exit
+        with ignoring(Exception):
             self.release()
 
     def __repr__(self) -> str:

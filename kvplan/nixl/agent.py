@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from time import monotonic, perf_counter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,12 +80,14 @@ class _Transfer:
     local: Column
     remote: Column
     sizes: Column
+    nbytes: int
     message: bytes
     status: nixl_status_t | None = None  # None: not posted
     error: LLMException | None = None
     request: Request | None = None
     began: float = 0.0
     telemetry: nixlXferTelemetry = field(default_factory=nixlXferTelemetry)
+    ranges: AddressRanges | None = None  # of the last post
 
     @property
     def text(self) -> str:
@@ -144,8 +146,8 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
         self.engine.datadist.finalize()
         self._connector.join()
 
-    def __del__(self) -> None:
-        with suppress(Exception):  # also of an agent that was never made
+    def __del__(self, ignoring: Any = suppress) -> None:  # a global may be gone at the exit
+        with ignoring(Exception):  # also of an agent that was never made
             self.close()
 
     # Plugins and backends: there is one, by several names.
@@ -429,7 +431,9 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
             texts = [span_text(int(written[at]), int(sizes[at])) for at in sorted(clash)]
             raise self._logged("transfer", ValueError(f"{' and '.join(texts)} overlap"))
         number = next(self._numbers)
-        self._transfers[number] = _Transfer(agent, operation, here, there, sizes, bytes_of(message))
+        self._transfers[number] = _Transfer(
+            agent, operation, here, there, sizes, int(sizes.sum()), bytes_of(message)
+        )
         return number
 
     def postXferReq(self, reqh: int, notif_msg: bytes | str = b"") -> nixl_status_t:  # noqa: N802
@@ -450,24 +454,32 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
             found = self._logged(f"{transfer.text} with {transfer.agent}", error)
             if not isinstance(found, nixlBackendError):
                 raise found from error
-        transfer.telemetry.postDuration = int((perf_counter() - transfer.began) * 1e6)
+        posted = transfer.telemetry
+        posted.postDuration = int((perf_counter() - transfer.began) * 1e6)
+        posted.xferDuration = posted.postDuration  # at least
         return self.getXferStatus(reqh)
 
     def _post(self, transfer: _Transfer) -> None:
         datadist, agent = self.engine.datadist, transfer.agent
         is_loop = agent == self.name
         cluster = datadist.cluster_id if is_loop else self._linked(agent)
-        ranges = AddressRanges(
-            cluster, transfer.local, transfer.remote, transfer.sizes,
-            "pull" if transfer.operation is nixl_xfer_op_t.NIXL_READ else "push",
-        )  # fmt: skip
+        ranges = transfer.ranges
+        if ranges is None or ranges.cluster_id != cluster:
+            direction: Literal["pull", "push"] = "push"
+            if transfer.operation is nixl_xfer_op_t.NIXL_READ:
+                direction = "pull"
+            columns = transfer.local, transfer.remote, transfer.sizes
+            ranges = transfer.ranges = AddressRanges(cluster, *columns, direction)
         frames: list[bytes] = []
         if transfer.message and not is_loop:
             frames = self.engine.connections.frames(self.name.encode(), transfer.message)
             for frame in frames[:-1]:
                 datadist.notify(cluster, frame)
         notify = frames[-1] if frames else None
-        task = datadist.submit(ranges, notify=notify, tag=f"nixl {agent}"[:128])
+        task = self.engine.begin(ranges, transfer.nbytes, notify=notify)
+        if task is None:
+            self._succeeded(transfer)
+            return
         transfer.request = Request(task, ranges, agent, transfer.text)
         transfer.status = _IN_PROGRESS
 
@@ -496,7 +508,7 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
         if transfer.message and transfer.agent == self.name:
             self._looped.append(transfer.message)
         transfer.telemetry.xferDuration = int((perf_counter() - transfer.began) * 1e6)
-        transfer.telemetry.totalBytes = int(transfer.sizes.sum())
+        transfer.telemetry.totalBytes = transfer.nbytes
         transfer.telemetry.descCount = len(transfer.local)
         transfer.request, transfer.status = None, _SUCCESS
 
