@@ -10,9 +10,8 @@ from kvplan.addressed.connections import Connections, Where
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.operation import TransferOptions
 from kvplan.engine.options import Options
-from kvplan.engine.ranges import AddressRanges, unconfirmed_text
+from kvplan.engine.ranges import AddressRanges
 from kvplan.execution import Transfers, TransferTask
-from kvplan.execution.transfers import SMALL_NBYTES
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import Log
 from kvplan.types import CacheDesc, DataType, LlmRole, Placement
@@ -38,12 +37,7 @@ class Request:
             self.task.wait()
         except LLMException as error:
             log.warning(
-                "request %d, %s of %s: %s%s",
-                number,
-                self.operation,
-                self.remote_engine,
-                error,
-                unconfirmed_text(self.task.plan, error),
+                "request %d, %s of %s: %s", number, self.operation, self.remote_engine, error
             )
             return error
         return None
@@ -143,11 +137,11 @@ class AddressedEngine:
         A peer's program cannot hold up what this process copies by itself.
         """
         datadist = self.datadist
-        if nbytes <= SMALL_NBYTES and ranges.cluster_id != datadist.cluster_id:
-            link = datadist._running().links.peers.get(ranges.cluster_id)
-            if link is not None and not link.needs_peer:
-                datadist.run(ranges, **options)
-                return None
+        engine = datadist._running()
+        link = engine.links.peers.get(ranges.cluster_id)
+        if link is not None and not link.needs_peer and nbytes <= engine.transfers.small_nbytes:
+            datadist.run(ranges, **options)
+            return None
         return datadist.submit(ranges, **options)
 
     def first_address(self, cluster_id: int) -> int:

@@ -52,7 +52,7 @@ _Found = list[tuple[Recording, list[AnyRecord]]]
 @click.option(
     "--operation",
     metavar="NAME",
-    help="Only this one: pull_blocks, say; pull for all.",
+    help="Only this operation, such as pull_blocks; pull stands for all pulls.",
 )
 @click.option("--failed", is_flag=True, help="Only failures.")
 @click.option(

@@ -252,7 +252,7 @@ class Released(_Body, frozen=True):
 
 
 class Notify(_Body, frozen=True):
-    """Request: a notification of my program for yours; yours reads it in the order of mine.
+    """Request: a notification of my program for yours, which reads them in the order of sending.
 
     `direct` is the secret of a listener inside the host: connect there for those to come.
     """
@@ -262,7 +262,7 @@ class Notify(_Body, frozen=True):
 
 
 class Notified(_Body, frozen=True):
-    """Reply to Notify: it is where my program reads, and so many more have room."""
+    """Reply to Notify: my program can read it, and `window` more have room."""
 
     window: Uint32 = 0
 
@@ -270,7 +270,7 @@ class Notified(_Body, frozen=True):
 class Renew(_Body, frozen=True):
     """Notice: I have opened this generation of the link's connection; do so too, at once.
 
-    Both ends say it, whichever began, and then make it; `metadata` is the link's transport's.
+    Both ends send it, whichever began, and then make it; `metadata` is that of the transport.
     """
 
     generation: Generation
@@ -278,7 +278,7 @@ class Renew(_Body, frozen=True):
 
 
 class Renewed(_WithReason, frozen=True):
-    """Notice: I have made it; with a reason: I have not, and never will."""
+    """Notice: I have made it. With a reason: I have not, and never will."""
 
     generation: Generation
 

@@ -1,4 +1,4 @@
-"""How two plans differ, ending in a verdict: identical, equivalent, or different bytes."""
+"""The difference of two plans, ending in a verdict: identical, equivalent, or different bytes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from kvplan.planning.texts import fit, nbytes_text, place, plural, shown_rows, s
 from kvplan.planning.tokens import BlockTables
 
 OTHER_BYTES = "different bytes"
-"""How the verdict on plans begins that do not put the same bytes into the same places."""
+"""Beginning of the verdict on plans that do not put the same bytes into the same places."""
 
 LIMIT = 16
-"""Changed segments; of more the first and the last are shown, and what they come to."""
+"""Maximum of listed segments; of more, the first and the last are listed, and a summary."""
 
 
 def diff_plans(old: Plan, new: Plan) -> str:

@@ -24,8 +24,7 @@ from kvplan.control.messages import (
     TableEntry,
     Trial,
 )
-from kvplan.links.values import link_failed
-from kvplan.status import LLMException
+from kvplan.status import LLMException, link_failed
 from kvplan.system.logs import Log
 from kvplan.transport.choice import TRANSPORTS
 from kvplan.types import BlocksCacheKey, Cache, CacheKey, LlmRole

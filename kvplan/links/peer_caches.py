@@ -13,6 +13,7 @@ import numpy as np
 
 from kvplan.control.messages import Found, PassedOver, Table
 from kvplan.links.address_index import AddressIndex
+from kvplan.links.lifecycle import LinkLifecycle
 from kvplan.links.peer_table import (
     PeerCache,
     PeerTable,
@@ -20,9 +21,8 @@ from kvplan.links.peer_table import (
     no_cache_at,
     not_reached,
 )
-from kvplan.links.values import LinkLifecycle
 from kvplan.planning.side import Side
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
 from kvplan.types import BlocksCacheKey, CacheKeyByIdAndIndex
 from kvplan.validation import shown
 
@@ -92,10 +92,9 @@ class PeerCaches(LinkLifecycle, ABC):
         if found is not None:
             return found
         name = "model_id" if is_key else "cache_id"
-        raise LLMException(
+        raise not_exist(
             f"cluster {self.cluster_id} offers no cache with {name}={wanted}; it offers "
-            f"{shown(sorted(offered))}",
-            status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            f"{shown(sorted(offered))}"
         )
 
     def caches(self) -> tuple[PeerCache, ...]:
@@ -124,10 +123,7 @@ class PeerCaches(LinkLifecycle, ABC):
     def leased(self, lease: BlockLease, *, writable: bool = False) -> PeerCache:
         """Return the cache that `lease` names."""
         if lease.instance != self.instance:
-            raise LLMException(
-                f"{lease} has ended: cluster {self.cluster_id} was restarted since",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-            )
+            raise not_exist(f"{lease} has ended: cluster {self.cluster_id} was restarted since")
         found = None if writable else self._table.by_id.get(lease.cache_id)
         return self.cache(lease, writable=writable) if found is None else found
 

@@ -11,7 +11,7 @@ from kvplan.control.messages import Offer, ShardEntry, Table, TableEntry
 from kvplan.layout import Interleaved, Shard
 from kvplan.links.address_index import AddressIndex, Extent
 from kvplan.planning.side import Side, side
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, not_exist, unsupported
 from kvplan.types import CacheDesc, Placement
 
 MAX_CACHES = 65536
@@ -217,9 +217,8 @@ def no_cache_at(caches: Sequence[PeerCache], who: str, addresses: Sequence[int])
     for position, address in enumerate(addresses):
         cache = next((cache for cache in caches if _left(cache, [address])[0]), None)
         if cache is None:
-            return LLMException(
-                f"addresses[{position}]={address:#x} lies in no cache that {who} offers",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            return not_exist(
+                f"addresses[{position}]={address:#x} lies in no cache that {who} offers"
             )
         cache_ids.append(cache.cache_id)
     other = next(
@@ -252,8 +251,7 @@ def not_reached(cache: PeerCache, transport: str) -> LLMException:
         if cache.desc.placement is Placement.DEVICE
         else ("host", "let its engine allocate it, or link over another transport (local)")
     )
-    return LLMException(
+    return unsupported(
         f"{cache.side.name} is in {kind} memory, which transport {transport} does not reach: "
-        f"{remedy}",
-        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        f"{remedy}"
     )

@@ -115,7 +115,7 @@ def _errno_of(error: Exception) -> int:
     if "can't start new thread" in str(error):  # Python's RuntimeError has no number
         return EAGAIN
     number = getattr(error, "errno", None) or 0  # of an OSError, or a NativeError
-    # Of a socket it is no lack.
+    # EAGAIN of a socket does not mean a lack.
     return 0 if number == EAGAIN and isinstance(error, OSError) else number
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import select
@@ -10,11 +11,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import Any
 
 import pytest
 
 from kvnative._packets import LARGEST, take_packets
-from kvplan.control.notifying import WINDOW, DirectListener, DirectSender, connect
+from kvplan.control.messages import Notified, Notify
+from kvplan.control.notifying import WINDOW, DirectListener, DirectSender, Notifier, connect
 
 NOBODY = 65534
 DEADLINE_S = 30  # only what waits for a socket reaches it
@@ -51,7 +55,7 @@ def taken(receiver: socket.socket, most: int = 10_000) -> tuple[list[bytes], boo
 def test_packets_are_kept_whole_and_in_order(ends: tuple[DirectSender, socket.socket]) -> None:
     sender, receiver = ends
     packets = [b"x", bytes(LARGEST), b"last"]
-    assert [sender.send(it) for it in packets] == [True] * 3
+    assert [sender.send(packet) for packet in packets] == [True] * 3
     assert taken(receiver, 0) == ([], True)
     assert taken(receiver, 1) == (packets[:1], True)
     assert taken(receiver) == (packets[1:], True)
@@ -75,21 +79,21 @@ def test_several_readers_keep_the_order(ends: tuple[DirectSender, socket.socket]
             for number in range(count):
                 while not sender.send(number.to_bytes(4)):
                     pass  # they have not taken what fills the window
-            for it in reading:
-                it.result()
+            for task in reading:
+                task.result()
     finally:
         os.close(eventfd)
     assert [int.from_bytes(data) for _, data in queue] == [*range(count)]
     assert len(unread) == count
 
 
-def test_a_reader_that_collects_garbage_lets_nobody_in(
+def test_garbage_collection_in_a_reader_lets_no_other_reader_in(
     ends: tuple[DirectSender, socket.socket],
 ) -> None:
     """What it calls may read itself, or let another thread run that does."""
     sender, receiver = ends
     packets = [b"%d" % i for i in range(WINDOW)]
-    assert [sender.send(it) for it in packets] == [True] * WINDOW
+    assert [sender.send(packet) for packet in packets] == [True] * WINDOW
     queue: deque[tuple[int, bytes]] = deque()
     eventfd = os.eventfd(0, os.EFD_NONBLOCK)
     calls = 0
@@ -129,13 +133,15 @@ def test_no_more_than_the_window_lie_there_until_they_are_taken(
     assert taken(receiver)[0] == [b"again"]
 
 
-def test_what_the_kernel_has_no_room_for_was_not_sent(
+def test_a_packet_without_room_in_the_kernel_was_not_sent(
     ends: tuple[DirectSender, socket.socket],
 ) -> None:
     sender, receiver = ends
     large = [bytes((i,)) * LARGEST for i in range(WINDOW)]
-    count = [sender.send(it) for it in large].index(False)
-    assert taken(receiver)[0] == large[:count]
+    count = [sender.send(packet) for packet in large].index(False)
+    assert taken(receiver, 1)[0] == large[:1]
+    assert sender.send(b"while others lie there") is False
+    assert taken(receiver)[0] == large[1:count]
     assert sender.send(b"again") is True
 
 
@@ -152,7 +158,7 @@ def test_a_receiver_that_ends_has_all_that_was_accepted(
     assert taken(receiver) == ([], False)
 
 
-def test_a_sender_that_ends_has_sent_what_was_accepted(
+def test_a_sender_that_ends_has_sent_all_accepted_packets(
     ends: tuple[DirectSender, socket.socket],
 ) -> None:
     sender, receiver = ends
@@ -175,8 +181,8 @@ def test_who_does_not_know_the_secret_is_not_taken_for_the_receiver() -> None:
     listener = DirectListener()
     name = listener._listener.getsockname()
     others = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
-    for it in others:
-        it.connect(name)
+    for other in others:
+        other.connect(name)
     others[1].send(bytes(16))  # and the others say nothing
     receiver = connect(listener.secret)
     assert connect(listener.secret) is None  # the queue was full with it
@@ -185,9 +191,9 @@ def test_who_does_not_know_the_secret_is_not_taken_for_the_receiver() -> None:
     assert sender.send(b"for the receiver")
     assert receiver is not None
     assert taken(receiver)[0] == [b"for the receiver"]
-    for it in others:
-        with it:
-            assert it.recv(1) == b""
+    for other in others:
+        with other:
+            assert other.recv(1) == b""
     receiver.close()
     listener.close()
 
@@ -201,7 +207,7 @@ def default_timeout() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("default_timeout")
-def test_the_timeout_of_a_programs_sockets_holds_up_nobody(
+def test_a_default_timeout_of_sockets_does_not_delay_notifications(
     ends: tuple[DirectSender, socket.socket],
 ) -> None:
     sender, receiver = ends
@@ -217,7 +223,7 @@ def test_the_timeout_of_a_programs_sockets_holds_up_nobody(
     assert time.monotonic() - began < DEADLINE_S
 
 
-def test_without_a_receiver_there_is_no_connection() -> None:
+def test_an_offer_without_a_receiver_makes_no_connection() -> None:
     listener = DirectListener()
     assert listener.accept() is None
     listener.close()
@@ -226,7 +232,7 @@ def test_without_a_receiver_there_is_no_connection() -> None:
 
 
 @needs_root
-def test_another_user_that_has_the_name_notifies_nobody() -> None:
+def test_another_user_that_knows_the_name_cannot_notify() -> None:
     """The name is seen by all; whoever takes it once it is free is not the peer."""
     listener = DirectListener()
     name = listener._listener.getsockname()
@@ -246,3 +252,77 @@ def test_another_user_that_has_the_name_notifies_nobody() -> None:
     for fd in (*ready, *done):
         os.close(fd)
     os.waitpid(child, 0)
+
+
+class Receiving:
+    """The other end of a control connection, which takes messages when the test says so."""
+
+    def __init__(self) -> None:
+        self.wire: deque[tuple[Notify, asyncio.Future[Notified]]] = deque()
+        self.arrived: list[int] = []
+        self._direct: list[socket.socket] = []
+        self._notifier = Notifier(1)
+
+    async def typed_request(self, message: Notify, *_: object) -> Notified:
+        answer = asyncio.get_running_loop().create_future()
+        self.wire.append((message, answer))
+        return await answer
+
+    def take(self) -> None:
+        message, answer = self.wire.popleft()
+        reply = self._notifier.receive(message, self)
+        if not answer.done():
+            answer.set_result(reply)
+
+    def deliver(self, _: int, data: bytes, direct: socket.socket | None) -> int:
+        if direct is not None:
+            self.arrived += map(int, taken(direct)[0])
+        self.arrived.append(int(data))
+        return WINDOW
+
+    def attach(self, _: int, direct: socket.socket) -> None:
+        self._direct.append(direct)
+
+    def detach(self, direct: socket.socket) -> None:
+        self.arrived += map(int, taken(direct)[0])
+        direct.close()
+
+    def end(self) -> None:
+        self._notifier.end(self)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_notifications_arrive_in_the_order_of_the_calls(seed: int) -> None:
+    """Whichever way each goes, and however many callers have given up waiting."""
+    random = Random(seed)
+
+    async def walk() -> None:
+        sender, receiving = Notifier(2), Receiving()
+        channel: Any = receiving
+        calls: list[asyncio.Task[None]] = []
+        num_direct = 0
+        for number in range(400):
+            choice = random.choice(("call", "call", "take", "give up"))
+            if number < 2:  # whose answer makes the direct connection
+                choice = ("call", "take")[number]
+            if choice == "call" and sender.send_directly(b"%d" % number):
+                num_direct += 1
+            elif choice == "call":
+                calls.append(asyncio.create_task(sender.send(channel, b"%d" % number, 60)))
+            elif choice == "take" and receiving.wire:
+                receiving.take()
+            elif choice == "give up" and calls:
+                calls.pop(random.randrange(len(calls))).cancel()
+            for _ in range(3):  # steps of a call until it waits for an answer, or has one
+                await asyncio.sleep(0)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        while receiving.wire:
+            receiving.take()
+        sender.end(None)
+        receiving.end()
+        assert receiving.arrived == sorted({*receiving.arrived})
+        assert 0 < num_direct < len(receiving.arrived)
+
+    asyncio.run(walk())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -61,6 +63,27 @@ def test_a_closed_server_has_no_timer_left(loop: ControlLoop) -> None:
     assert server._sweeping is not None
     call(loop, server.close)
     assert server._sweeping.cancelled()
+    call(loop, server.close)
+
+
+def test_a_server_accepts_again_once_a_descriptor_is_free(
+    loop: ControlLoop, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, (soft, hard) = listen(loop, LOCAL), resource.getrlimit(resource.RLIMIT_NOFILE)
+    for _ in range(2):
+        caplog.clear()
+        with socket.socket() as client:
+            client.settimeout(DEADLINE_S)
+            os.close(lowest := os.dup(client.fileno()))  # which is free
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+            try:
+                client.connect((server.endpoint.host, server.endpoint.port))
+                give_up = time.monotonic() + DEADLINE_S
+                while "event=accept_failed" not in caplog.text:
+                    assert time.monotonic() < give_up
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert client.recv(1) == b"\xff"  # it is greeted
     call(loop, server.close)
 
 
@@ -134,7 +157,7 @@ def in_places(loop: ControlLoop) -> Callable[[int, Callable[[Places], None]], No
     return run
 
 
-def test_what_has_a_link_leaves_its_place(in_places: Any) -> None:
+def test_a_conversation_with_a_link_leaves_its_place(in_places: Any) -> None:
     """At the next look, without being ended."""
 
     def check(places: Places) -> None:
@@ -148,9 +171,7 @@ def test_what_has_a_link_leaves_its_place(in_places: Any) -> None:
 
 
 @pytest.mark.parametrize("bound", [False, True])
-def test_one_too_many_takes_the_place_of_another_and_never_of_itself(
-    in_places: Any, bound: bool
-) -> None:
+def test_a_connection_too_many_takes_the_place_of_another_one(in_places: Any, bound: bool) -> None:
     """Who has a link by now is not ended for that; its place is free all the same."""
 
     def check(places: Places) -> None:

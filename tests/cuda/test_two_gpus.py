@@ -58,8 +58,8 @@ def processes() -> Iterator[dict[str, Other]]:
     """By what they see."""
     kept: dict[str, Other] = {}
     yield kept
-    for it in kept.values():
-        it.close()
+    for value in kept.values():
+        value.close()
 
 
 def other_on_1(processes: dict[str, Other], sees: str) -> Other:
@@ -175,7 +175,7 @@ class TestWithoutPeerAccess:
 
     @WHOSE
     @pytest.mark.parametrize("setting", ["cuda_peers", "cuda_hidden"])
-    def test_one_that_is_hidden(self, side: Side, other: Other, whose: Whose, setting: str) -> None:
+    def test_a_hidden_gpu(self, side: Side, other: Other, whose: Whose, setting: str) -> None:
         """The driver alone can say so, when the memory is mapped."""
         there = side.offer(whose, 1)
         message, status = other.run(
@@ -223,15 +223,15 @@ class TestEnginesOfOneProcess:
     ) -> Iterator[tuple[LlmDataDist, LlmDataDist]]:
         """On GPU 0 and 1, with transport auto, or that which is given; they are not linked."""
         with ExitStack() as held:
-            made = [held.enter_context(LlmDataDist(it, LlmRole.MIX)) for it in (1, 2)]
-            for device_id, it in enumerate(made):
+            made = [held.enter_context(LlmDataDist(number, LlmRole.MIX)) for number in (1, 2)]
+            for device_id, item in enumerate(made):
                 options = Options(
                     accelerator="cuda",
                     device_id=device_id,
                     transport=getattr(request, "param", "auto"),
                     listen_ip_info="127.0.0.1:0",
                 )
-                it.initialize(options)
+                item.initialize(options)
             yield made[0], made[1]
         gc.collect()
 
@@ -280,8 +280,8 @@ class TestEnginesOfOneProcess:
         assert self.link(two) == "local"
         with ExitStack() as held:
             programs = [Memory(0), Memory(1)]
-            for it in programs:
-                held.callback(it.close)
+            for other_program in programs:
+                held.callback(other_program.close)
             caches = [
                 engine.register_blocks_cache(MANY, [program.address], BlocksCacheKey(number, 5))
                 for number, (engine, program) in enumerate(zip(two, programs, strict=True), 1)

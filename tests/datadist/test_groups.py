@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -440,6 +442,47 @@ def test_groups_by_leases(
     ):
         with refused("LLM_KV_CACHE_NOT_EXIST", "lease 2 of indexer.* was released"):
             move()
+
+
+def test_sources_come_in_any_order_in_each_group(make_engine: MakeEngine) -> None:
+    """Two peers have two heads each, in caches of their own: also turn by turn."""
+
+    def one_head(heads: range) -> CacheDesc:
+        shard = Shard(range(1), heads, 1, 4)
+        shape = 6, 4, len(heads), 2
+        return CacheDesc(2, shape, DataType.DT_INT16, kv_tensor_format="NHD", shard=shard)
+
+    engines, user = [make_engine(it, listen=True) for it in (1, 3)], make_engine(2)
+    for engine in engines:
+        link(user, engine)
+    sources, content = [], []
+    for head in range(4):
+        engine, desc = engines[head % 2], one_head(range(head, head + 1))
+        cache = engine.allocate_blocks_cache(desc)
+        numbers = 100 * head + np.arange(48, dtype=np.int16).reshape(desc.shape)
+        engine.write_cache(cache, [numbers, -numbers])
+        content.append(numbers)
+        sources.append(CacheIndex(engine.cluster_id, cache.cache_id))
+    mine = {name: user.allocate_blocks_cache(one_head(range(4))) for name in "abc"}
+    random = Random(1)
+    for _ in range(10):
+        orders = {name: random.sample(range(4), 4) for name in mine}
+        tables = {name: [random.sample(range(6), 2) for _ in range(4)] for name in mine}
+        user.run(
+            {
+                name: Transfer(
+                    [Rows(sources[head], tables[name][head]) for head in orders[name]],
+                    Rows(mine[name], [5, 2]),
+                    num_tokens=8,
+                )
+                for name in mine
+            }
+        )
+        for name, tensor in itertools.product(mine, range(2)):
+            found = user.arrays(mine[name], copy=True)[tensor][[5, 2]]
+            for head in range(4):
+                wanted = content[head][tables[name][head], :, 0] * (-1) ** tensor
+                np.testing.assert_array_equal(found[:, :, head], wanted)
 
 
 @pytest.mark.over_tcp

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import queue
 import select
 import socket
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from random import Random
 
 import pytest
 
-from kvplan.engine.notifications import MAX_UNREAD, MAX_UNREAD_OF_ONE, Notification, Notifications
+from kvplan.engine.notifications import (
+    MAX_UNREAD,
+    MAX_UNREAD_OF_ONE,
+    Notification,
+    NotificationCallbacks,
+    Notifications,
+)
 from tests.support.refusals import refused
 
 
@@ -141,3 +149,35 @@ def test_a_forked_child_takes_nothing_from_its_parent(arrived: Notifications) ->
     assert os.waitstatus_to_exitcode(status) == 0
     assert len(arrived) == count
     sender.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_each_callback_gets_what_arrives_while_it_is_there(
+    arrived: Notifications, seed: int
+) -> None:
+    """In any order of additions and removals; without one, notifications wait for the next."""
+    random, callbacks = Random(seed), NotificationCallbacks(arrived, "kvplan-callbacks")
+    there: list[tuple[queue.Queue[Notification], Callable[[], None]]] = []
+    waiting: list[Notification] = []
+    for number in range(60):
+        choice = random.choice(("add", "remove", "arrive", "arrive"))
+        if choice == "add":
+            seen: queue.Queue[Notification] = queue.Queue()
+            there.append((seen, callbacks.add(seen.put)))
+            assert [seen.get(timeout=30) for _ in waiting] == waiting
+            waiting.clear()
+        elif choice == "remove" and there:
+            seen, remove = there.pop(random.randrange(len(there)))
+            remove()
+            remove()
+            assert seen.empty()
+        elif choice == "arrive":
+            notification = Notification(1, b"%d" % number)
+            arrived.deliver(*notification, None)
+            if there:
+                assert [it.get(timeout=30) for it, _ in there] == [notification] * len(there)
+            else:
+                waiting.append(notification)
+    for _, remove in there:
+        remove()
+    assert list(arrived) == waiting

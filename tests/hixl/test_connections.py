@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 from collections.abc import Iterator
@@ -235,6 +236,13 @@ class TestInTheBackground:
         self.until(engine, name, AsyncConnectStatus.CONNECT_FAILED)
         assert engine.connect_async(name, 0) == hixl.PARAM_INVALID
 
+    def test_to_connect_again_is_no_failure(self, connected: hixl.Hixl, peer: Peer) -> None:
+        assert connected.connect_async(peer.name, LONG_MS) == hixl.SUCCESS
+        ends = CONNECTED, AsyncConnectStatus.CONNECT_FAILED
+        state = next(it for it in self.states(connected, peer.name) if it in ends)
+        assert state == CONNECTED
+        assert connected.connect(peer.name) == hixl.ALREADY_CONNECTED
+
     def test_tasks_of_one_engine_run_in_order(self, engine: hixl.Hixl, peer: Peer) -> None:
         for _ in range(5):
             assert engine.connect_async(peer.name, LONG_MS) == hixl.SUCCESS
@@ -347,11 +355,39 @@ def test_the_time_of_a_call_counts_while_another_one_is_at_its_engine(engine: hi
         first = threading.Thread(target=engine.connect, args=(name, 2**31 - 1))
         first.start()
         held = silent.accept()
-        assert engine.connect(name, 50) == hixl.TIMEOUT
-        assert engine.disconnect(name, 50) in (hixl.TIMEOUT, hixl.NOT_CONNECTED)
+        found: queue.Queue[int] = queue.Queue()
+        for call in (engine.connect, engine.disconnect):
+            behind = threading.Thread(
+                target=lambda call: found.put(call(name, 100)), args=(call,), daemon=True
+            )
+            behind.start()
+            assert found.get(timeout=30) in (hixl.TIMEOUT, hixl.NOT_CONNECTED)
         engine.finalize()
         first.join()
         held[0].close()
+
+
+def test_a_link_that_the_peer_has_made_in_its_place_is_not_this_ends(
+    make_engine: MakeEngine, place: Place
+) -> None:
+    """The peer has begun again, under its name, and connected."""
+    names = free_name(), free_name()
+    engine, before = make_engine(names[0]), make_engine(names[1])
+    ours, theirs = (registered(it, place) for it in (engine, before))
+    moved = [TransferOpDesc(ours.address, theirs.address, 4096)]
+    assert engine.connect(names[1], LONG_MS) == hixl.SUCCESS
+    before.finalize()
+    now = make_engine(names[1])
+    again = registered(now, place)
+    assert now.connect(names[0], LONG_MS) == hixl.SUCCESS
+    message = hixl.NotifyDesc("n", "")
+    assert engine.transfer_sync(names[1], hixl.READ, moved) == hixl.NOT_CONNECTED
+    assert engine.transfer_async(names[1], hixl.READ, moved)[0] == hixl.NOT_CONNECTED
+    assert engine.send_notify(names[1], message) == hixl.NOT_CONNECTED
+    assert engine.disconnect(names[1]) == hixl.NOT_CONNECTED
+    assert engine.connect(names[1], LONG_MS) == hixl.SUCCESS
+    moved = [TransferOpDesc(ours.address, again.address, 4096)]
+    assert engine.transfer_sync(names[1], hixl.READ, moved, LONG_MS) == hixl.SUCCESS
 
 
 def test_disconnecting_from_a_peer_that_reads_no_messages(make_engine: MakeEngine) -> None:

@@ -6,13 +6,16 @@ import ctypes
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvplan import LinkState, hixl
 from kvplan.hixl import TransferOp, TransferOpDesc, TransferStatus
+from kvplan.hixl.connections import Connections
 from tests.faults.gate import Gate
 from tests.hixl.conftest import MakeEngine, MakePeer
 from tests.hixl.peer import Peer
@@ -393,3 +396,39 @@ def test_in_a_forked_child_calls_fail(connected: hixl.Hixl, memory: Memory, peer
         os._exit(0 if status == hixl.FAILED else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert connected.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == hixl.SUCCESS
+
+
+class SlowToConnect:
+    """Connections of an engine that takes all of the time of a call to connect."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self.over = 0.0
+
+    def is_linked(self, _: str) -> bool:
+        return False
+
+    def connect(self, _: str, timeout_ms: int) -> None:
+        threading.Event().wait(timeout_ms / 1000)
+        self.over = time.monotonic()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connections, name)
+
+
+@pytest.mark.over_tcp(only=True)
+def test_the_time_to_connect_is_of_the_transfers_time(
+    make_engine: MakeEngine, place: Place, peer: Peer
+) -> None:
+    engine = make_engine(AutoConnect="1")
+    memory = registered(engine, place)
+    assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
+    peer.stop()  # so that no transfer ends by itself
+    running: Any = engine._running
+    slow = running.connections = SlowToConnect(running.connections)
+    limit_ms, spent = 400, []
+    for _ in range(3):
+        status = engine.transfer_sync(peer.name, hixl.READ, blocks(memory, peer), limit_ms)
+        spent.append(time.monotonic() - slow.over)
+        assert status == hixl.TIMEOUT
+    assert min(spent) < limit_ms / 2000, "a busy machine holds up some of them, and not each"

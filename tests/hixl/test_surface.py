@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from kvplan import hixl
+from kvplan.hixl import TransferOpDesc, TransferStatus
+from kvplan.hixl.running import MAX_REQUESTS
 from tests.hixl.conftest import MakeEngine
 from tests.hixl.peer import Peer
 from tests.hixl.places import Memory, Place, free_name, registered
 
+LONG_MS = 30_000
 NUMBERS = {
     "SUCCESS": 0,
     "PARAM_INVALID": 103900,
@@ -327,3 +330,52 @@ def test_memory_that_is_only_local(engine: hixl.Hixl, peer: Peer) -> None:
     # Registered again for all, it is another registration.
     peer.run("desc.local_only = False\nassert engine.register_mem(desc, hixl.MEM_HOST)[0] == 0")
     assert engine.transfer_sync(peer.name, hixl.READ, refused, 10_000) == hixl.SUCCESS
+
+
+def test_of_a_handle_that_is_not_registered_nothing_is_deregistered(
+    engine: hixl.Hixl, peer: Peer
+) -> None:
+    place = Place("host", 2)
+    first, second = (registered(engine, place) for _ in range(2))
+    assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
+    assert engine.deregister_mem(0) == hixl.PARAM_INVALID
+    for handle in (first.handle, first.handle, 2**40, first.handle + second.handle + 1):
+        assert engine.deregister_mem(handle) == hixl.SUCCESS
+    for memory, status in ((first, hixl.PARAM_INVALID), (second, hixl.SUCCESS)):
+        moved = [TransferOpDesc(memory.address, peer.address, 4096)]
+        assert engine.transfer_sync(peer.name, hixl.READ, moved, LONG_MS) == status
+
+
+class Ended:
+    """A task that has, or has not."""
+
+    def __init__(self, done: bool = False) -> None:
+        self.done = done
+
+    def wait(self) -> None:
+        assert self.done
+
+
+def test_so_many_requests_may_be_open(engine: hixl.Hixl, peer: Peer) -> None:
+    """One more moves nothing, until the end of another has been returned."""
+    memory = registered(engine, Place("host", 2))
+    peer.fill(5)
+    assert engine.connect(peer.name, LONG_MS) == hixl.SUCCESS
+    moved = [TransferOpDesc(memory.address, peer.address, 4096)]
+    running: Any = engine._running
+    before = memory.array.copy()
+    tasks = [Ended() for _ in range(MAX_REQUESTS)]
+    numbers = [running.requests.add(it, None, peer.name, hixl.READ, 0) for it in tasks]
+    for done in (False, True):
+        tasks[7].done = done  # which is open until it is asked for
+        refused = engine.transfer_async(peer.name, hixl.READ, moved)
+        assert refused == (hixl.RESOURCE_EXHAUSTED, 0)
+    np.testing.assert_array_equal(memory.array, before)
+    assert engine.get_transfer_status(numbers[7]) == (hixl.SUCCESS, TransferStatus.COMPLETED)
+    status, request = engine.transfer_async(peer.name, hixl.READ, moved)
+    assert status == hixl.SUCCESS
+    assert engine.transfer_async(peer.name, hixl.READ, moved)[0] == hixl.RESOURCE_EXHAUSTED
+    while (ended := engine.get_transfer_status(request))[1] == TransferStatus.WAITING:
+        pass
+    assert ended == (hixl.SUCCESS, TransferStatus.COMPLETED)
+    running.requests = type(running.requests)()  # these are no tasks to be stopped

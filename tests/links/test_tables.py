@@ -59,7 +59,7 @@ def test_caches_from_before_and_after_linking(end: End, peer: Peer) -> None:
     mine = [np.zeros(DESC.shape, np.float32) for _ in range(2)]
     plan = kvplan.plan(Transfer(Rows(DESC, range(4)), Rows(DESC, range(4))), local="dst")
     kvplan.execute(plan, link.memory(found, writable=False), mine)
-    assert all((it == 7).all() for it in mine)
+    assert all((array == 7).all() for array in mine)
 
 
 def test_a_freed_cache_is_gone_for_its_peer(end: End, peer: Peer) -> None:
@@ -99,7 +99,7 @@ def test_memory_of_a_freed_cache_is_not_kept(pair: tuple[End, End], writable: bo
     assert memory() is None
 
 
-def test_what_is_not_offered_names_what_is(pair: tuple[End, End]) -> None:
+def test_the_error_for_an_unknown_cache_lists_the_offered_ones(pair: tuple[End, End]) -> None:
     one, two = pair
     two.registry.register(DESC, _tensors(), paged=False, remote_accessible=False)
     two.registry.allocate(DESC, paged=True, keys=[BlocksCacheKey(2, 5)])
@@ -137,7 +137,7 @@ def test_many_changes_at_once(pair: tuple[End, End]) -> None:
 class TestKeys:
     """Slots that are found and claimed by the key of a request."""
 
-    def test_find(self, pair: tuple[End, End]) -> None:
+    def test_a_key_is_found_without_a_claim(self, pair: tuple[End, End]) -> None:
         one, two = pair
         two.registry.allocate(DESC, paged=False, keys=[CacheKey(2, 70), CacheKey(2, 71)])
         cache, batch_index = one.links.get(2).find(CacheKey(2, 71))
@@ -165,8 +165,8 @@ class TestKeys:
         key = CacheKey(1, 70)
         end.registry.allocate(DESC, paged=False, keys=[key])
         peer, other = make_peer(2), make_peer(3)
-        for it in (peer, other):
-            it.link(end.cluster)
+        for linked in (peer, other):
+            linked.link(end.cluster)
         peer.run(f"claim = end.links.get(1).claim(kvplan.{key!r})")
         peer.kill()
         end.wait_for(2, "BROKEN")
@@ -189,7 +189,7 @@ class TestKeys:
             memory.check()
 
 
-def test_of_caches_that_hold_an_address_a_writable_one_is_taken() -> None:
+def test_a_writable_cache_is_preferred_at_an_address() -> None:
     large, small = (CacheDesc(1, (rows, 16), DataType.DT_INT8) for rows in (8, 4))
     read_only = PeerCache(2, 1, large, False, (1000,), b"", writable=False)
     writable = PeerCache(2, 2, small, False, (1000,), b"", writable=True)
@@ -229,11 +229,11 @@ class TestPublisher:
             await asyncio.sleep(0)  # until it has begun
             channel.room.set()
             await asyncio.gather(first, second)
-            return [[it.cache_id for it in table.entries] for table in channel.sent]
+            return [[entry.cache_id for entry in table.entries] for table in channel.sent]
 
         assert asyncio.run(published()) == [[1], [2]]
 
-    def test_what_was_not_sent_in_time_is_sent_later(self, make_end: MakeEnd) -> None:
+    def test_tables_that_were_not_sent_in_time_are_sent_later(self, make_end: MakeEnd) -> None:
         end = make_end(1, listen="")
 
         async def published() -> list[list[int]]:
@@ -244,7 +244,7 @@ class TestPublisher:
             end.registry.allocate(DESC, paged=False)
             channel.room.set()
             await publisher.publish()
-            return [[it.cache_id for it in table.entries] for table in channel.sent]
+            return [[entry.cache_id for entry in table.entries] for table in channel.sent]
 
         assert asyncio.run(published()) == [[1], [2]]
 
@@ -320,7 +320,9 @@ class TestMessages:
             ({"kv_tensor_format": "block token head"}, "names 3 axes; the shape has"),
         ],
     )
-    def test_descriptions_that_cannot_be(self, change: dict[str, object], message: str) -> None:
+    def test_impossible_descriptions_are_refused(
+        self, change: dict[str, object], message: str
+    ) -> None:
         fields = dict.fromkeys(TableEntry.__struct_fields__)
         entry = PublishedTable(("local",)).describe(_entry(1, DESC, b""))
         fields = {name: getattr(entry, name) for name in fields} | change

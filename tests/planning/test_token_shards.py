@@ -25,6 +25,7 @@ from kvplan import (
     Transfer,
     reference,
 )
+from kvplan.planning.blocks import RequestBlocks
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.side import side
@@ -133,6 +134,30 @@ def test_a_pair_moves_the_tokens_that_both_hold(pair: Any) -> None:
         said = [it for first, last in plan.origin(descriptor).tokens
                 for it in range(first, last + 1)]  # fmt: skip
         assert {it - src_token for it in said} <= here.keys() & there.keys()
+
+
+@pytest.mark.parametrize("leased", ["src", "dst"])
+@given(pair=pairs())
+def test_a_lease_of_more_blocks_moves_the_same_tokens(leased: str, pair: Any) -> None:
+    """A lease has blocks for tokens that come later, which neither move nor count."""
+    src, dst, src_blocks, dst_blocks, src_token, dst_token, num_tokens = pair
+    if not src_blocks or not dst_blocks:
+        return
+    here = places(src, src_blocks, src_token, num_tokens)
+    there = places(dst, dst_blocks, dst_token, num_tokens)
+    sources, targets = src.tensors(1), dst.tensors(2)
+    wanted = moved(src, dst, sources, targets, here, there)
+    tables = {"src": (src, src_blocks), "dst": (dst, dst_blocks)}
+    cache, blocks = tables[leased]
+    tables[leased] = cache, RequestBlocks([*blocks, *({*range(cache.rows)} - {*blocks})])
+    transfer = Transfer(
+        Rows(src.desc, tables["src"][1], first_token=src_token),
+        Rows(dst.desc, tables["dst"][1], first_token=dst_token),
+        num_tokens=num_tokens,
+    )
+    reference.execute(kvplan.plan(transfer, local="dst"), sources, targets)
+    for a, b in zip(wanted, targets, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @st.composite

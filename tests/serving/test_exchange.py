@@ -222,6 +222,18 @@ def test_what_nobody_fetches_expires(make_peer: MakePeer, make_worker: MakeWorke
     assert failed(consumer.fetch(reference([peer.source], 0, 11, 21), [7, 1, 30]), "has ended")
 
 
+def test_what_has_expired_is_free_soon(make_worker: MakeWorker) -> None:
+    """Leases that are short are looked for as often."""
+    ttl_ms, spent = 200, []
+    producer = make_worker(lease_ttl_ms=ttl_ms)
+    for number in range(3):
+        began = time.monotonic()
+        producer.finish(number, 11 + number, [4, 9, 2], 21)
+        assert producer.freed() == {f"request-{11 + number}"}
+        spent.append(time.monotonic() - began)
+    assert ttl_ms / 1000 <= min(spent) < 2 * ttl_ms / 1000, "a busy machine holds up some of them"
+
+
 def test_what_is_expected_does_not_expire(make_peer: MakePeer, make_worker: MakeWorker) -> None:
     peer = make_peer(lease_ttl_ms=1000)
     consumer = make_worker(renew_interval_ms=50)

@@ -53,9 +53,58 @@ static void gone_at_the_end(void)
     }
 }
 
+static void *flushing; /* the operation of the flush under way */
+
+static kvn_ucs_status_ptr flush(kvn_ucp_ep_h ep, const kvn_ucp_request_param *param)
+{
+    CHECK(ep && !flushing);
+    flushing = param->user_data;
+    return &flushing; /* it ends later */
+}
+
+static void free_handle(void *handle) { CHECK(handle == &flushing); }
+
+/* What is put may be on its way until a flush has ended, also of a transfer that is given up or has failed. */
+static void flushed_before_the_end(void)
+{
+    static const struct {
+        int why, failure;
+    } ends[] = {{KVN_OK, KVN_OK}, {KVN_CANCELLED, KVN_OK}, {KVN_TIMEOUT, KVN_OK}, {KVN_OK, KVN_UNMAPPED}};
+    const kvn_ucx calls = {.ucp_ep_flush_nbx = flush, .ucp_request_free = free_handle};
+
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+        _Atomic uint64_t tickets[KVN_UCX_TICKETS] = {0};
+        kvn_ucx_worker worker = {.calls = &calls, .tickets = tickets, .wake_fd = -1};
+        kvn_ucx_endpoint endpoint = {.worker = &worker, .handle = (kvn_ucp_ep_h)&worker};
+        const kvn_ucx_route route = {.endpoint = &endpoint, .direction = KVN_PEER_PUT};
+        kvn_request *request = calloc(1, sizeof *request);
+
+        request->route = &route;
+        request->phase = KVN_UCX_MOVING;
+        request->free = request->operations;
+        request->operations[0].next = &request->operations[1];
+        kvn_ucx_add_task(&worker, &request->task, step, request);
+        put_ticket(request, 0);
+        kvn_ucx_operation *put = begin(request, 0, 8);
+        request->why = ends[i].why;
+        request->failure.status = ends[i].failure;
+        CHECK(step(request) == 0 && !flushing); /* the put has not left yet */
+        complete(put, KVN_UCS_OK);
+        CHECK(step(request) == 1 && flushing);
+        CHECK(step(request) == 0 && !atomic_load(&request->finished) && atomic_load(&tickets[0]) != 0);
+        on_complete(&flushing, KVN_UCS_OK, flushing);
+        flushing = NULL;
+        step(request);
+        CHECK(atomic_load(&request->finished) && atomic_load(&tickets[0]) == 0);
+        CHECK(request->report.status == (ends[i].why ? ends[i].why : ends[i].failure));
+        free(request);
+    }
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
+        {"flushed_before_the_end", flushed_before_the_end},
         {"after_the_last_number", after_the_last_number},
         {"gone_at_the_end", gone_at_the_end},
     };

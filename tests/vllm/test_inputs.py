@@ -128,3 +128,19 @@ def test_what_only_vllm_keys_on_is_unknown() -> None:
     assert digest_of(request(**values), 60, lambda request, num_tokens: 2)
     with pytest.raises(UnknownInputError, match="vLLM has 3 keys besides its tokens; kvplan has 2"):
         digest_of(request(**values), 60, lambda request, num_tokens: 3)
+
+
+@pytest.mark.parametrize("position", [0, 1, 29, 30, 31, 69])
+@pytest.mark.parametrize("length", [1, 2, 40])
+def test_of_each_input_what_begins_in_the_prefix_counts(position: int, length: int) -> None:
+    """An image that reaches over the end of the prefix is read by tokens before the end."""
+    tokens = [*TOKENS]
+    tokens[position] += 1
+    for values in (
+        {"prompt_token_ids": tokens},
+        {"mm_features": [image("other", position, length)]},
+        {"prompt_embeds": ones(position)},
+    ):
+        usual = {"mm_features": [image("x", position, length)], "prompt_embeds": ones()}
+        digests = {digest_of(request(**it), 30) for it in (usual, usual | values)}
+        assert len(digests) == (2 if position < 30 else 1), values

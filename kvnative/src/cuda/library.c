@@ -104,7 +104,7 @@ int kvn_cuda_library_attribute(const void *runtime, int32_t ordinal, int attribu
         *value = found;
         return KVN_OK;
     }
-    if (failure->code == KVN_CUDA_INVALID_VALUE) /* an attribute of later drivers */
+    if (failure->code == KVN_CUDA_INVALID_VALUE) /* only later drivers have the attribute */
         failure->status = KVN_UNSUPPORTED;
     return failure->status;
 }
@@ -122,7 +122,7 @@ int kvn_cuda_library_reaches(const kvn_cuda_library *library, int32_t ordinal, i
 
 /* ---- errors ---- */
 
-/* What does not mean KVN_FAILED. The driver has the words. */
+/* Results with a status of their own; all others are KVN_FAILED. The driver has the words. */
 static int status_of(CUresult code)
 {
     switch (code) {
@@ -149,7 +149,7 @@ static int status_of(CUresult code)
     case KVN_CUDA_SYSTEM_NOT_READY:
     case KVN_CUDA_SYSTEM_DRIVER_MISMATCH:
     case KVN_CUDA_COMPAT_NOT_SUPPORTED: return KVN_UNSUPPORTED;
-    case KVN_CUDA_DEVICE_UNAVAILABLE: /* another process has it for itself */
+    case KVN_CUDA_DEVICE_UNAVAILABLE: /* another process uses it exclusively */
     case KVN_CUDA_NOT_PERMITTED: return KVN_DENIED;
     case KVN_CUDA_ECC_UNCORRECTABLE: return KVN_DEVICE_MEMORY;
     case KVN_CUDA_LAUNCH_TIMEOUT: return KVN_TIMEOUT;

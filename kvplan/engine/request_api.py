@@ -1,4 +1,4 @@
-"""Public methods of an engine for leases: see docs/how-to/leases.md."""
+"""Public methods of an engine around requests: leases of their blocks, and notifications."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 
 from kvnative._signals import signals_deferred
 from kvplan.engine.leases import OnReleased
+from kvplan.engine.notifications import Notification, Notifications
+from kvplan.engine.operation import Operation, check_notification, check_tag
 from kvplan.engine.runner import OperationRunner
 from kvplan.lease import BlockLease
+from kvplan.status import invalid
 from kvplan.types import Cache
-from kvplan.validation import check_type
+from kvplan.validation import UINT64_MAX, check_type, check_width
 
 if TYPE_CHECKING:
+    from kvplan.links import PeerLink
     from kvplan.planning.blocks import Blocks
 
 
@@ -114,3 +118,93 @@ class LeaseOperations(OperationRunner):
                 LLM_ENGINE_FINALIZED.
         """
         return self._running().leases.live()
+
+
+class NotificationOperations(OperationRunner):
+    """Notifications to peers, and from them."""
+
+    def notify(
+        self, cluster_id: int, data: bytes, *, timeout_ms: float | None = None, tag: str = ""
+    ) -> None:
+        """Send a notification; after the return the peer's program can read it.
+
+        Delivered at most once. After LLM_TIMEOUT or LLM_LINK_FAILED the peer may have it; after any
+        other error it does not.
+
+        Args:
+            cluster_id: of the peer.
+            data: 1 to 4096 bytes.
+            timeout_ms: milliseconds, > 0; None: SyncKvCacheWaitTime.
+            tag: name in logs and recordings, such as the id of a request.
+
+        Raises:
+            TypeError: an argument of another type.
+            ValueError: cluster_id is not a uint64; timeout_ms is not > 0.
+            LLMException: LLM_PARAM_INVALID: no bytes, too many, a bad tag, or this engine's own
+                cluster; LLM_NOT_YET_LINK; LLM_LINK_FAILED: the link is broken, or broke meanwhile;
+                LLM_LINK_BUSY: too many wait to be read at the peer; LLM_TIMEOUT.
+        """
+        with self._notice(cluster_id, data, timeout_ms, tag) as operation:
+            _linked(operation, cluster_id).notify(data, timeout_ms)
+
+    async def notify_async(
+        self, cluster_id: int, data: bytes, *, timeout_ms: float | None = None, tag: str = ""
+    ) -> None:
+        """Do as `notify`, without blocking the asyncio loop.
+
+        Notifications of one thread to a peer, by `notify` and this, arrive in the order of the
+        calls. After a cancellation the notification may have been delivered.
+
+        Raises:
+            TypeError, ValueError, LLMException: as `notify`.
+        """
+        with self._notice(cluster_id, data, timeout_ms, tag) as operation:
+            await _linked(operation, cluster_id).notify_async(data, timeout_ms)
+
+    def _notice(
+        self, cluster_id: int, data: bytes, timeout_ms: float | None, tag: str
+    ) -> Operation:
+        """Check the arguments and return the operation that sends a notification."""
+        check_width("cluster_id", cluster_id, 0, UINT64_MAX)
+        check_notification("data", data)
+        check_tag(tag)
+        if timeout_ms is not None and not timeout_ms > 0:
+            raise ValueError(f"timeout_ms={timeout_ms} must be > 0 or None")
+        return Operation(self._running(), "notify", tag=tag)
+
+    def notifications(self) -> Notifications:
+        """Return the queue of unread notifications: one object for each engine.
+
+        Raises:
+            LLMException: LLM_FAILED: not initialized, or in a forked child;
+                LLM_ENGINE_FINALIZED.
+        """
+        return self._running().notifications
+
+    def on_notification(self, callback: Callable[[Notification], object]) -> Callable[[], None]:
+        """Call `callback` with each notification from now on, in a thread of the engine.
+
+        Exceptions of the callback are logged. Callbacks read `notifications()`, so no other reader
+        gets these notifications.
+
+        Returns:
+            A function that removes the callback.
+
+        Raises:
+            LLMException: LLM_FAILED: not initialized, or in a forked child;
+                LLM_ENGINE_FINALIZED.
+            TypeError: callback is not callable.
+        """
+        if not callable(callback):
+            raise TypeError(f"callback={callback!r} must be callable with a Notification")
+        return self._running().callbacks.add(callback)
+
+
+def _linked(operation: Operation, cluster_id: int) -> PeerLink:
+    """Return the link of a notification, and keep it until the operation ends."""
+    engine = operation.engine
+    if cluster_id == engine.cluster_id:
+        raise invalid(f"cluster_id={cluster_id} is this engine's own")
+    link = engine.links.peers.get(cluster_id) or engine.links.get(cluster_id)
+    operation.hold(link)
+    return link
