@@ -28,6 +28,7 @@ from benchmarks import (
     planning,
     recording,
     serving,
+    surfaces,
 )
 from benchmarks.table import Blank, Row, Run, Unmeasured, format_table
 
@@ -47,6 +48,7 @@ TOPICS = (
     latency.TOPIC,
     notifying.TOPIC,
     one_host.TOPIC,
+    surfaces.TOPIC,
     pages.TOPIC,
     gpu.TOPIC,
 )

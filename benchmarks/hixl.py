@@ -14,8 +14,8 @@ import numpy as np
 from benchmarks.table import Row, Run, Topic, timed
 from kvnative._ranges import address_columns
 from kvplan import AddressRanges, hixl
+from kvplan.addressed.names import cluster_id_of, peer_endpoint
 from kvplan.engine.ranges import RangeOperation
-from kvplan.hixl.options import cluster_id_of, peer_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

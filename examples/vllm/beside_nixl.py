@@ -9,6 +9,7 @@ go to build/vllm.jsonl.
 
 from __future__ import annotations
 
+import os
 import signal
 import statistics
 import time
@@ -29,6 +30,8 @@ from examples.vllm.report import (
     free_port,
     prompts,
 )
+from kvplan.llm_datadist.installation import STUBS
+from kvplan.run.aliases import AS
 
 JSON_LINES = ROOT / "build" / "vllm.jsonl"
 BLOCKS = 480  # enough for 8 requests
@@ -73,6 +76,7 @@ class Pair:
 
     Args:
         transfer: the metric of vLLM with the times of its transfers.
+        variables: further ones of both processes.
     """
 
     def __init__(
@@ -81,11 +85,12 @@ class Pair:
         held: ExitStack,
         configs: tuple[Mapping[str, Any], Mapping[str, Any]],
         transfer: str,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self._transfer = name, transfer
         engines = []
         for core, (role, config) in enumerate(zip(("prefill", "decode"), configs, strict=True)):
-            environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), **(variables or {})}
             engines.append(
                 Engine(
                     f"{name}-{role}",
@@ -260,6 +265,27 @@ class Beside:
         JSON_LINES.write_text("".join(f"{it.to_json()}\n" for it in rows))
         for it in rows:
             self.report.say(f"{'met   ' if it.met else 'MISSED'}  {'  '.join(it.cells())}")
+
+
+def over_kvplan(report: Report) -> None:
+    """Compare the tokens of vLLM's NixlConnector over kvplan's `nixl` with those of one engine."""
+    # What `python -m kvplan.run --as nixl` sets: vLLM starts its own interpreter.
+    variables = {AS: "nixl", "PYTHONPATH": os.pathsep.join([STUBS, str(ROOT)])}
+    with ExitStack() as held:
+        configs = nixl("kv_producer"), nixl("kv_consumer")
+        pair = Pair("nixl-over-kvplan", held, configs, "vllm:nixl_xfer_time_seconds", variables)
+        alone = Engine("alone", FOLDER, 0, **ARGUMENTS)
+        held.callback(alone.close)
+        for engine in (*pair.engines, alone):
+            engine.started()
+        asked = prompts()[13:16]
+        right = alone.generate(asked, TOKENS)
+        params = [pair.finished(prompt) for prompt in asked]
+        found = pair.decode.generate(asked, TOKENS, params)
+        wrong = sum(a.tokens != b.tokens for a, b in zip(right, found, strict=True))
+        moved = pair.decode.metrics().get("vllm:nixl_num_descriptors_sum", 0.0)
+        text = f"NixlConnector over kvplan, {moved:.0f} descriptors: the tokens of one engine"
+        report.check(text, ["other tokens"] if wrong or not moved else [])
 
 
 def run(report: Report) -> None:

@@ -28,6 +28,7 @@ PARTS = {
     "push": live_push.run,
     "hybrid": hybrid.run,
     "parallel": live_parallel.run,
+    "nixl-over-kvplan": beside_nixl.over_kvplan,
     "nixl": beside_nixl.run,
 }
 

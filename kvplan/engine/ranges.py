@@ -44,7 +44,7 @@ class AddressRanges:
     into an adjacent one.
 
     Args:
-        cluster_id: of the peer.
+        cluster_id: of the peer; that of the engine itself: copies inside of it.
         local: the address of each range here.
         remote: the address of each range in the peer.
         nbytes: the size of each range.
@@ -95,7 +95,7 @@ class _Found(NamedTuple):
     """Ranges that were cut: each lies in one tensor here and in one of the peer."""
 
     own: AddressIndex[CacheEntry]
-    peer: AddressIndex[PeerCache]
+    peer: AddressIndex[Any]  # of a PeerCache; of a CacheEntry inside of one engine
     own_extents: Column
     peer_extents: Column
     local: Column
@@ -115,7 +115,9 @@ class RangeOperation(Operation):
     def prepare(self) -> tuple[Plan, TensorMemory, TensorMemory, Descriptors]:
         """Find the memory of the ranges, sort them and lower them."""
         ranges, pulls = self._ranges, self._ranges.direction == "pull"
-        link = self._linked("ranges", ranges, ranges.cluster_id)
+        cluster_id = ranges.cluster_id
+        is_own = cluster_id == self.engine.cluster_id
+        link = None if is_own else self._linked("ranges", ranges, cluster_id)
         # Assumes that the peer's last published registrations are valid. The transfer fails if they
         # are not, and then the peer is asked.
         self.speculated = not self.retried
@@ -127,7 +129,7 @@ class RangeOperation(Operation):
         return self._prepare(link, ranges, pulls)
 
     def _prepare(
-        self, link: PeerLink, ranges: AddressRanges, pulls: bool
+        self, link: PeerLink | None, ranges: AddressRanges, pulls: bool
     ) -> tuple[Plan, TensorMemory, TensorMemory, Descriptors]:
         found = self._locate(link, ranges, pulls)
         pairs = _pairs(found)
@@ -142,10 +144,14 @@ class RangeOperation(Operation):
         own, peer, firsts = _parts(found, groups)
         self.cache_id = own[0].cache.cache.cache_id
         ours = joined([extent.cache.memory for extent in own])
-        theirs = link.joined_memory(
-            [each.cache for each in peer], writable=not pulls, any_holder=True
+        theirs: TensorMemory = (
+            joined([extent.cache.memory for extent in peer])
+            if link is None
+            else link.joined_memory(
+                [extent.cache for extent in peer], writable=not pulls, any_holder=True
+            )
         )
-        if pulls and not ours.writable:
+        if not (ours if pulls else theirs).writable:
             raise invalid(
                 "local ranges are to be written, and their memory is registered read-only"
             )
@@ -153,28 +159,29 @@ class RangeOperation(Operation):
         made = partial(
             _made_parts,
             pulls,
-            [
-                (each.cache.cache.cache_desc, each.cache.cache.cache_id, each.tensor, each.address)
-                for each in own
-            ],
-            [(each.cache.desc, each.cache.cache_id, each.tensor, each.address) for each in peer],
-            (str(link), link.side(peer[0].cache).way),
+            [_own_place(extent) for extent in own],
+            [_own_place(each) if link is None else _peer_place(each) for each in peer],
+            ("", "") if link is None else (f" of {link}", link.side(peer[0].cache).way),
             bounds,
             len(found.nbytes),
             pairs,
         )
         plan = RangePlan(Ranges(src, dst, nbytes, pulls), len(own), made)
-        reached = _as_reached(src if pulls else dst, theirs, peer, bounds)
+        reached = src if pulls else dst
+        if link is not None:
+            reached = _as_reached(reached, theirs, peer, bounds)
         read, written = (reached, dst) if pulls else (src, reached)
         descriptors = Descriptors.from_columns(written, read, nbytes)
         if theirs.in_process:
             check_order_free(plan, descriptors, one_space=True)
         return (plan, theirs, ours, descriptors) if pulls else (plan, ours, theirs, descriptors)
 
-    def _locate(self, link: PeerLink, ranges: AddressRanges, pulls: bool) -> _Found:
+    def _locate(self, link: PeerLink | None, ranges: AddressRanges, pulls: bool) -> _Found:
         own = self.engine.registry.address_index()
         here = own.cut("local", ranges.local, ranges.remote, ranges.nbytes)
-        peer = link.address_index(writable=not pulls, ask=self.retried)
+        peer: AddressIndex[Any] = own
+        if link is not None:
+            peer = link.address_index(writable=not pulls, ask=self.retried)
         there = _cut_remote(peer, ranges, here)
         if len(there.nbytes) != len(here.nbytes):  # the peer's registrations have cut further
             here = own.cut("local", there.others, there.starts, there.nbytes)
@@ -183,7 +190,7 @@ class RangeOperation(Operation):
         )
 
 
-def _cut_remote(peer: AddressIndex[PeerCache], ranges: AddressRanges, here: Cut) -> Cut:
+def _cut_remote(peer: AddressIndex[Any], ranges: AddressRanges, here: Cut) -> Cut:
     if len(here.nbytes) != len(ranges.nbytes):  # first, so that errors have the caller's numbers
         peer.cut("remote", ranges.remote, ranges.local, ranges.nbytes)
     return peer.cut("remote", here.others, here.starts, here.nbytes)
@@ -199,7 +206,7 @@ def _pairs(found: _Found) -> Column | None:
 
 def _parts(
     found: _Found, groups: Column | None
-) -> tuple[list[Extent[CacheEntry]], list[Extent[PeerCache]], list[int]]:
+) -> tuple[list[Extent[CacheEntry]], list[Extent[Any]], list[int]]:
     """Return the extents of each pair in order, and the first range of each."""
     if groups is None:
         firsts = [0]
@@ -235,11 +242,20 @@ _Place = tuple[CacheDesc, int, int, int]
 """A tensor: description and id of its cache, its number, its address. Keeps no memory."""
 
 
+def _own_place(extent: Extent[CacheEntry]) -> _Place:
+    cache = extent.cache.cache
+    return cache.cache_desc, cache.cache_id, extent.tensor, extent.address
+
+
+def _peer_place(extent: Extent[PeerCache]) -> _Place:
+    return extent.cache.desc, extent.cache.cache_id, extent.tensor, extent.address
+
+
 def _made_parts(
     pulls: bool,
     own: Sequence[_Place],
     peer: Sequence[_Place],
-    link: tuple[str, str],  # name of the peer, and the way of its transport
+    link: tuple[str, str],  # the peer's name in texts, and the way of its transport
     bounds: Sequence[int],
     count: int,  # number of ranges before they were merged
     pairs: Column | None,  # the pair of each range; None: all have the same pair
@@ -249,7 +265,7 @@ def _made_parts(
     parts = []
     for i, (mine, its) in enumerate(zip(own, peer, strict=True)):
         here = _side(*mine[:2], f"memory {mine[1]}")
-        there = _side(*its[:2], f"memory {its[1]} of {link[0]}", link[1])
+        there = _side(*its[:2], f"memory {its[1]}{link[0]}", link[1])
         (src, dst), (a, b) = ((there, here), (its, mine)) if pulls else ((here, there), (mine, its))
         parts.append(
             RangePart(src, dst, a[2], b[2], a[3], b[3], bounds[i], bounds[i + 1], counts[i])

@@ -28,6 +28,11 @@ class AwaitableTask(ABC):
     def done(self) -> bool:
         """True if no byte moves any more. Never blocks."""
 
+    @property
+    def settled(self) -> bool:
+        """True once `wait` does not block: what follows the last byte is over, too."""
+        return self._is_settled
+
     @abstractmethod
     def wait(self, timeout_ms: float | None = None) -> None:
         """Wait until every byte has arrived."""

@@ -13,11 +13,13 @@ from typing import Any, Final, Literal, SupportsIndex, TypeVar, cast
 from kvnative._executor import NativeError
 from kvnative._ranges import TransferOpDesc, address_columns
 from kvnative._signals import Mutex
+from kvplan.addressed.engine import Request
+from kvplan.addressed.names import peer_endpoint
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.ranges import AddressRanges
 from kvplan.execution import Transfers
-from kvplan.hixl.options import peer_endpoint, read
-from kvplan.hixl.running import Running
+from kvplan.hixl.options import read
+from kvplan.hixl.running import CONNECT_STATES, DISCONNECT_STATES, Running
 from kvplan.hixl.values import (
     ALREADY_CONNECTED,
     NOT_CONNECTED,
@@ -39,8 +41,6 @@ from kvplan.planning.plan import Plan
 from kvplan.planning.texts import plural
 from kvplan.status import LLMException, invalid
 from kvplan.system.logs import Log
-from kvplan.types import CacheDesc, DataType
-from kvplan.validation import UINT64_MAX
 
 _log = Log("kvplan.hixl")
 
@@ -50,6 +50,7 @@ _REFUSALS = (LLMException, ValueError, NativeError, OSError, MemoryError)
 """Exceptions of the engine, which become a status number and a line of the log."""
 
 _INT32_MAX = 2**31 - 1
+_MAX_TEXT: Final = 1024  # bytes of a notification's name, and of its message
 _AUTO_CONNECT_MS = 1000  # for a transfer without a timeout of its own
 _DIRECTIONS: Final[dict[TransferOp, Literal["pull", "push"]]] = {
     TransferOp.READ: "pull",
@@ -185,21 +186,13 @@ class Hixl:
             host without a device, unless option kvplan.mem_device (environment variable
             KVPLAN_MEM_DEVICE) is "host", which registers the memory as host memory.
         """
-        address, nbytes = mem_desc.addr, mem_desc.len
         running = self._initialized()
-        if address == 0 or nbytes == 0 or address + nbytes > UINT64_MAX + 1:
-            raise invalid(
-                f"addr={address:#x}, len={nbytes}: memory must have at least 1 byte, begin above 0 "
-                "and end by 2**64"
-            )
-        region = address, nbytes, mem_desc.local_only
-        desc = CacheDesc(1, (1, nbytes), DataType.DT_UINT8, running.place_of(mem_type))
+        region = mem_desc.addr, mem_desc.len, mem_desc.local_only
+        place = running.place_of(mem_type)
         with running.mutex:
             if (known := running.handles.get(region)) is not None:
                 return SUCCESS, known
-            handle = running.datadist.register_cache(
-                desc, [address], remote_accessible=not mem_desc.local_only
-            ).cache_id
+            handle = running.register(*region[:2], place, remote_accessible=not mem_desc.local_only)
             running.registered[handle] = region
             running.handles[region] = handle
         return SUCCESS, handle
@@ -222,7 +215,7 @@ class Hixl:
             if region is not None:
                 del running.handles[region]
         if region is not None:
-            running.datadist.unregister_cache(mem_handle)
+            running.deregister(mem_handle)
         return SUCCESS
 
     @_returns_status()
@@ -338,7 +331,8 @@ class Hixl:
         cluster = running.cluster_of(remote_engine, _AUTO_CONNECT_MS)
         ranges = AddressRanges(cluster, *columns, _DIRECTIONS[op])
         task = running.datadist.submit(ranges)
-        return SUCCESS, running.requests.add(task, ranges, remote_engine, op, given.user_data)
+        request = Request(task, ranges, remote_engine, op.name, given.user_data)
+        return SUCCESS, running.requests.add(request)
 
     @_returns_status(TransferStatus.FAILED)
     def get_transfer_status(self, req_id: int) -> tuple[int, TransferStatus]:
@@ -348,7 +342,7 @@ class Hixl:
             SUCCESS and the state; PARAM_INVALID and FAILED: unknown request, or one whose end was
             returned before; NOT_CONNECTED and FAILED: it failed because the remote engine is gone.
         """
-        return self._initialized().requests.status(req_id)
+        return self._initialized().status(req_id)
 
     @_returns_status([])
     def get_all_transfer_status(
@@ -357,7 +351,7 @@ class Hixl:
         """Return the states of all requests, oldest first; forget the requests that have ended."""
         given = GetTransferStatusArgs() if args is None else args
         check_type("args", given, GetTransferStatusArgs)
-        return SUCCESS, self._initialized().requests.all(given)
+        return SUCCESS, self._initialized().statuses(given)
 
     @_returns_status()
     def send_notify(
@@ -370,13 +364,17 @@ class Hixl:
             NOT_CONNECTED; RESOURCE_EXHAUSTED: the remote engine has 4096 unread messages; TIMEOUT.
         """
         running = self._initialized(timeout_in_millis)
-        running.connections.notify(remote_engine, notify, timeout_in_millis)
+        name, text = notify.name.encode(), notify.notify_msg.encode()
+        for argument, data in (("name", name), ("notify_msg", text)):
+            if len(data) > _MAX_TEXT:
+                raise invalid(f"{argument} has {len(data)} bytes; at most {_MAX_TEXT} can be sent")
+        running.connections.notify(remote_engine, name, text, timeout_in_millis)
         return SUCCESS
 
     @_returns_status([])
     def get_notifies(self) -> tuple[int, list[NotifyDesc]]:
         """Return the messages that have arrived since the last call."""
-        return SUCCESS, self._initialized().connections.take_messages()
+        return SUCCESS, self._initialized().notifies()
 
     @property
     def datadist(self) -> LlmDataDist:
@@ -419,7 +417,8 @@ class Hixl:
                 return self.connect(remote_engine, timeout_ms) in (SUCCESS, ALREADY_CONNECTED)
             return self.disconnect(remote_engine, timeout_ms) in (SUCCESS, NOT_CONNECTED)
 
-        running.connector.submit(remote_engine, connects=connects, run=run)
+        states = CONNECT_STATES if connects else DISCONNECT_STATES
+        running.connector.submit(remote_engine, states, run)
         return SUCCESS
 
     def __repr__(self) -> str:

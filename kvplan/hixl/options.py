@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from kvplan.control.endpoint import Endpoint
+from kvplan.addressed.names import cluster_id_of, own_endpoint
 from kvplan.device.choice import current_device
 from kvplan.engine.option_kinds import FLAG, Kind, described, one_of, option, rows_of
 from kvplan.engine.option_rows import OPTION_GLOBAL_RESOURCE_CONFIG, SPELLINGS
@@ -137,39 +136,6 @@ def read(local_engine: str, options: Mapping[str, str]) -> Settings:
         threads=_number(resources, "connect_pool.thread_num", _THREADS),
         capacity=_number(resources, "connect_pool.task_queue_capacity", _CAPACITY),
     )
-
-
-def own_endpoint(local_engine: str) -> Endpoint | None:
-    """Return where an engine of this name listens; None without a port, or with one below 1."""
-    host, port = _split(local_engine, "local_engine")
-    if port is None or port < 1:
-        Endpoint.parse(f"{host}:0")
-        return None
-    return Endpoint.parse(f"{host}:{port}")
-
-
-def peer_endpoint(remote_engine: str) -> Endpoint:
-    """Return where a remote engine of this name listens."""
-    host, port = _split(remote_engine, "remote_engine")
-    if port is None or port < 1:
-        raise invalid(f"remote_engine={shown(remote_engine)} has no port; give host:port")
-    return Endpoint.parse(f"{host}:{port}")
-
-
-def cluster_id_of(endpoint: Endpoint) -> int:
-    """Return the cluster id of the engine that listens there; it follows from the name."""
-    digest = hashlib.blake2b(f"hixl {endpoint}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
-
-def _split(name: str, argument: str) -> tuple[str, int | None]:
-    found = re.fullmatch(r"(\[[^\]\s]+\]|[^\[\]:\s]+)(?::(-?[0-9]{1,9}))?", name)
-    if found is None:
-        raise invalid(
-            f"{argument}={shown(name)} must be 'host:port', 'host', '[ipv6]:port' or '[ipv6]'"
-        )
-    host, port = found.groups()
-    return host, None if port is None else int(port)
 
 
 def _number(resources: str, name: str, default: int) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from kvnative._signals import Mutex
-from kvplan.engine.datadist import LlmDataDist
-from kvplan.engine.ranges import AddressRanges
-from kvplan.execution import Transfers, TransferTask
-from kvplan.hixl.connections import AsyncConnector, Connections
+from kvplan.addressed.connector import Connector
+from kvplan.addressed.engine import AddressedEngine, Request
+from kvplan.addressed.names import where_named
+from kvplan.execution import Transfers
 from kvplan.hixl.options import Settings
 from kvplan.hixl.values import (
     NOT_CONNECTED,
@@ -19,135 +18,70 @@ from kvplan.hixl.values import (
     AsyncConnectStatus,
     GetTransferStatusArgs,
     MemType,
-    TransferOp,
+    NotifyDesc,
     TransferResult,
     TransferStatus,
     status_of,
 )
-from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system.logs import Log
-from kvplan.types import LlmRole, Placement
+from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system.logs import LimitedLog, Log
+from kvplan.types import Placement
 
 _log = Log("kvplan.hixl")
+_peer_log = LimitedLog(_log)
 
-MAX_REQUESTS: Final = 1 << 16
-"""Maximum number of open requests."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Request:
-    task: TransferTask
-    ranges: AddressRanges
-    remote_engine: str
-    op: TransferOp
-    user_data: Any
-
-
-class Requests:
-    """The open requests of one `Hixl`. Any thread may call the methods."""
-
-    def __init__(self) -> None:
-        self._mutex = Mutex()
-        self._last = 0
-        self._requests: dict[int, _Request] = {}  # in the order in which they were submitted
-
-    def check_room(self) -> None:
-        """Raise LLM_LINK_BUSY if too many requests are open."""
-        if len(self._requests) >= MAX_REQUESTS:
-            raise LLMException(
-                f"{MAX_REQUESTS} requests are open; call get_transfer_status to end some",
-                status_code=LLMStatusCode.LLM_LINK_BUSY,
-            )
-
-    def add(
-        self,
-        task: TransferTask,
-        ranges: AddressRanges,
-        remote_engine: str,
-        op: TransferOp,
-        user_data: Any,
-    ) -> int:
-        """Add a submitted request, and return its number."""
-        with self._mutex:
-            self._last += 1
-            self._requests[self._last] = _Request(task, ranges, remote_engine, op, user_data)
-            return self._last
-
-    def status(self, number: int) -> tuple[int, TransferStatus]:
-        """Return the state of a request; forget the request if it has ended."""
-        with self._mutex:
-            request = self._requests.get(number)
-            if request is None:
-                raise invalid(f"req_id={number} is unknown, or its end was already returned")
-            if not request.task.done:
-                return SUCCESS, TransferStatus.WAITING
-            del self._requests[number]
-        return _outcome(number, request)
-
-    def all(self, args: GetTransferStatusArgs) -> list[TransferResult]:
-        """Return the states of requests, oldest first; forget the requests that have ended."""
-        results: list[TransferResult] = []
-        with self._mutex:
-            for number, request in list(self._requests.items()):
-                if len(results) >= args.max_query_count:
-                    break
-                if not request.task.done:
-                    if not args.skip_waiting:
-                        waiting = TransferStatus.WAITING
-                        results.append(TransferResult.of(number, request.user_data, waiting))
-                    continue
-                del self._requests[number]
-                _, status = _outcome(number, request)
-                results.append(TransferResult.of(number, request.user_data, status))
-        return results
-
-    def stop_peer(self, cluster_id: int, reason: str) -> None:
-        """Stop the requests with a peer, under all of its names."""
-        with self._mutex:
-            requests = list(self._requests.values())
-        for request in requests:
-            if request.ranges.cluster_id == cluster_id:
-                request.task.cancel(LLMException(reason))
-
-
-def _outcome(number: int, request: _Request) -> tuple[int, TransferStatus]:
-    """Return the outcome of a request that has ended, and log the reason of a failure."""
-    try:
-        request.task.wait()
-    except LLMException as error:
-        status = status_of(error)
-        _log.warning(
-            "request %d, %s of %s: %s",
-            number,
-            request.op.name,
-            request.remote_engine,
-            error,
-        )
-        if status == TIMEOUT:
-            return SUCCESS, TransferStatus.TIMEOUT
-        return (NOT_CONNECTED if status == NOT_CONNECTED else SUCCESS), TransferStatus.FAILED
-    return SUCCESS, TransferStatus.COMPLETED
-
+# While waiting, while running, after success, after failure.
+CONNECT_STATES: Final = (
+    AsyncConnectStatus.CONNECT_PENDING,
+    AsyncConnectStatus.CONNECTING,
+    AsyncConnectStatus.CONNECTED,
+    AsyncConnectStatus.CONNECT_FAILED,
+)
+DISCONNECT_STATES: Final = (
+    AsyncConnectStatus.DISCONNECT_PENDING,
+    AsyncConnectStatus.DISCONNECTING,
+    AsyncConnectStatus.NOT_CONNECT,
+    AsyncConnectStatus.NOT_CONNECT,
+)
 
 Region = tuple[int, int, bool]
 """Registered memory: address, bytes, and True if it is local only."""
 
 
-class Running:
+class Running(AddressedEngine):
     """The state between `initialize` and `finalize`."""
 
     def __init__(self, settings: Settings, transfers: Transfers | None) -> None:
+        super().__init__(settings.cluster_id, settings.engine, where_named, _log, transfers)
         self.settings = settings
-        self.datadist = LlmDataDist(settings.cluster_id, LlmRole.MIX, transfers=transfers)
-        self.datadist.initialize(settings.engine)
-        self.connections = Connections(self.datadist)
-        self.connector = AsyncConnector(
-            settings.threads, settings.capacity, f"kvplan-hixl-{settings.name}"
+        self.connector = Connector(
+            settings.threads, settings.capacity, f"kvplan-hixl-{settings.name}", _log
         )
-        self.requests = Requests()
         self.registered: dict[int, Region] = {}  # by handle
         self.handles: dict[Region, int] = {}  # the inverse of `registered`
         self.mutex = Mutex()  # of `registered` and `handles`
+
+    def status(self, number: int) -> tuple[int, TransferStatus]:
+        """Return the state of a request; forget the request if it has ended."""
+        request = self.requests.take(number)
+        if request is None:
+            return SUCCESS, TransferStatus.WAITING
+        return _outcome(number, request)
+
+    def statuses(self, args: GetTransferStatusArgs) -> list[TransferResult]:
+        """Return the states of requests, oldest first; forget the requests that have ended."""
+        results: list[TransferResult] = []
+        for number in self.requests.numbers():
+            if len(results) >= args.max_query_count:
+                break
+            try:
+                data = self.requests.get(number).data
+                _, status = self.status(number)
+            except LLMException:  # another thread has just taken it
+                continue
+            if status is not TransferStatus.WAITING or not args.skip_waiting:
+                results.append(TransferResult.of(number, data, status))
+        return results
 
     def place_of(self, mem_type: MemType) -> Placement:
         """Return the placement of memory of this type."""
@@ -166,14 +100,21 @@ class Running:
 
     def cluster_of(self, remote_engine: str, timeout_ms: int) -> int:
         """Return the cluster of a remote engine; with AutoConnect, connect first."""
-        connections = self.connections
-        if self.settings.auto_connect and not connections.is_linked(remote_engine):
+        if self.settings.auto_connect:
+            return self.connect(remote_engine, timeout_ms)
+        return self.connections.cluster_of(remote_engine)
+
+    def notifies(self) -> list[NotifyDesc]:
+        """Return the messages that have arrived since the last call."""
+        found = []
+        for message in self.connections.take_messages():
             try:
-                connections.connect(remote_engine, timeout_ms)
-            except LLMException as error:
-                if error.status_code is not LLMStatusCode.LLM_ALREADY_LINK:  # by another thread
-                    raise
-        return connections.cluster_of(remote_engine)
+                found.append(NotifyDesc(message.name.decode(), message.body.decode()))
+            except UnicodeDecodeError:
+                _peer_log.warning(
+                    "cluster %d has sent a notification that is not UTF-8", message.cluster_id
+                )
+        return found
 
     def async_status(
         self, remote_engine: str, states: Mapping[str, AsyncConnectStatus]
@@ -190,3 +131,13 @@ class Running:
         self.connector.stop()
         self.datadist.finalize()
         self.connector.join()
+
+
+def _outcome(number: int, request: Request) -> tuple[int, TransferStatus]:
+    """Return the outcome of a request that has ended."""
+    if (error := request.error(_log, number)) is None:
+        return SUCCESS, TransferStatus.COMPLETED
+    status = status_of(error)
+    if status == TIMEOUT:
+        return SUCCESS, TransferStatus.TIMEOUT
+    return (NOT_CONNECTED if status == NOT_CONNECTED else SUCCESS), TransferStatus.FAILED

@@ -256,6 +256,12 @@ class PeerCaches(LinkLifecycle, ABC):
         links = self.transport_links.values()
         return not links or any(link.detects_freed == "after" for link in links)
 
+    @property
+    def needs_peer(self) -> bool:
+        """True if a transfer may have to wait for the peer, as this process does not copy alone."""
+        links = self.transport_links.values()
+        return not links or any(link.detects_freed != "check" for link in links)
+
     def forget(self) -> None:
         """Drop the cached memory of the peer, so that the transport is asked for it again."""
         self.pairs = {}

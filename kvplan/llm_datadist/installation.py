@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -106,15 +106,23 @@ def official_path(path: Sequence[str] | None = None) -> str | None:
 
 
 class AliasFinder(MetaPathFinder, Loader):
-    """Finds the modules of this package by the names `llm_datadist[.x]`, `llm_datadist_v1[.x]`."""
+    """Finds modules by the names that programs import.
+
+    Args:
+        roots: the real name of each root; modules below one are found below the other.
+    """
+
+    def __init__(self, roots: Mapping[str, str]) -> None:
+        self.roots = roots
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec for a name of ours with an existing module, otherwise None."""
-        name = real_name(fullname)
-        if name is None:
+        root, _, rest = fullname.partition(".")
+        if root not in self.roots:
             return None
+        name = f"{self.roots[root]}.{rest}" if rest else self.roots[root]
         found = find_spec(name)
         if found is None:
             return None
@@ -141,15 +149,7 @@ class AliasFinder(MetaPathFinder, Loader):
         module.__spec__ = alias.loader_state
 
 
-def real_name(alias: str) -> str | None:
-    """Return the name of our module for `llm_datadist.x`; None if the name is not ours."""
-    root, _, rest = alias.partition(".")
-    if root not in ROOTS:
-        return None
-    return f"{ROOTS[root]}.{rest}" if rest else ROOTS[root]
-
-
-finder = AliasFinder()
+finder = AliasFinder(ROOTS)
 """The finder that `install` puts on `sys.meta_path`."""
 
 _mutex = Lock()

@@ -15,12 +15,12 @@ from subprocess import _args_from_interpreter_flags  # type: ignore[attr-defined
 from typing import Final, NamedTuple, NoReturn
 
 from kvplan.llm_datadist.installation import OURS, SEVERAL_ENGINES, STUBS, official_path
+from kvplan.run.aliases import AS, INTERFACES, installed
 
 MODULE: Final = "kvplan.run"
 
 USAGE: Final = """\
-usage: python [OPTION OF PYTHON]... -m kvplan.run [--several-engines] [--observe WHAT]
-                                             PROGRAM [ARGUMENT]...
+usage: python [OPTION OF PYTHON]... -m kvplan.run [OPTION]... PROGRAM [ARGUMENT]...
 
 Run a Python program, as it is, with kvplan's llm_datadist: `import llm_datadist` and every path
 below it give kvplan's, also in the Python processes that the program starts. So does `import hixl`
@@ -29,6 +29,8 @@ where no other hixl is installed.
 PROGRAM is what python takes: a script, a folder or archive with a __main__.py, -m MODULE,
 -c COMMAND, or - for what comes by standard input.
 
+  --as NAME          let `import nixl` (and nixl_cu12, nixl_cu13, nixl_rocm) or
+                     `import mooncake.engine` give kvplan's, too: nixl, mooncake
   --several-engines  let a process have several LLMDataDist objects initialized at once
   --observe WHAT     record the transfers of nixl, mooncake, or both (nixl,mooncake), also in
                      processes that the program starts; nixl=FOLDER: to files there
@@ -47,6 +49,7 @@ class Launch(NamedTuple):
     several_engines: bool
     program: tuple[str, ...]
     observe: str = ""
+    interfaces: tuple[str, ...] = ()
 
 
 def main() -> NoReturn:
@@ -63,6 +66,9 @@ def main() -> NoReturn:
     if (official := official_path(search_path(launch.program))) is not None:
         ours = Path(STUBS).parents[1] / "llm_datadist"
         sys.stderr.write(f"{MODULE}: llm_datadist is kvplan's, {ours}; {official} is not used\n")
+    for name in launch.interfaces:
+        for unused in installed(name, search_path(launch.program)):
+            sys.stderr.write(f"{MODULE}: {name} is kvplan's; {unused} is not used\n")
     sys.stdout.flush()
     sys.stderr.flush()
     command = [sys.executable, *flags, *launch.program]
@@ -72,24 +78,33 @@ def main() -> NoReturn:
 def parse(arguments: Sequence[str]) -> Launch | None:
     """Parse the arguments; return None for --help."""
     several_engines, observe, position = False, "", 0
+    interfaces: list[str] = []
     while position < len(arguments):
         argument = arguments[position]
         if argument in ("-h", "--help"):
             return None
         if argument == "--several-engines":
             several_engines = True
+        elif argument == "--as":
+            position += 1
+            name = "".join(arguments[position : position + 1])
+            if name not in INTERFACES:
+                raise Misuse(f"--as {name!r} must be one of {', '.join(INTERFACES)}")
+            interfaces.append(name)
         elif argument == "--observe":
             position += 1
             if not (observe := "".join(arguments[position : position + 1])):
                 raise Misuse("--observe needs what to observe, such as nixl")
         elif argument == "--" and position + 1 < len(arguments):
-            return Launch(several_engines, tuple(arguments[position + 1 :]), observe)
+            return Launch(
+                several_engines, tuple(arguments[position + 1 :]), observe, tuple(interfaces)
+            )
         elif argument in ("-m", "-c") and position + 1 == len(arguments):
             raise Misuse(f"{argument} needs an argument")
         elif argument.startswith("-") and argument[:2] not in ("-m", "-c") and argument != "-":
             raise Misuse(f"no option {argument}; those of python stand before -m {MODULE}")
         else:
-            return Launch(several_engines, tuple(arguments[position:]), observe)
+            return Launch(several_engines, tuple(arguments[position:]), observe, tuple(interfaces))
         position += 1
     raise Misuse("no program to run")
 
@@ -124,6 +139,8 @@ def environment(inherited: Mapping[str, str], launch: Launch) -> dict[str, str]:
         changed[SEVERAL_ENGINES] = "1"
     if launch.observe:
         changed["KVPLAN_OBSERVE"] = launch.observe
+    if launch.interfaces:
+        changed[AS] = ",".join(launch.interfaces)
     return {**inherited, **changed}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -67,13 +68,29 @@ def test_between_tensors(user: LlmDataDist, there: tuple[int, ...], peer: Peer) 
     assert pushed[230:].tolist() == tensor(2)[230:].tolist()
 
 
+@pytest.mark.parametrize("direction", ["pull", "push"])
+def test_inside_of_one_engine(user: LlmDataDist, direction: Literal["pull", "push"]) -> None:
+    cache = user.allocate_cache(DESC)
+    first, second, _ = cache.tensor_addrs
+    arrays = [array.reshape(-1) for array in user.arrays(cache)]
+    arrays[0][:], arrays[1][:] = 1, 2
+    ranges = AddressRanges(2, [first + 5, first], [second, second + 100], [7, 3], direction)
+    user.run(ranges)
+    written, taken = (arrays[0], 2) if direction == "pull" else (arrays[1], 1)
+    assert written.tolist().count(taken) == 10
+    assert written[[5, 11] if direction == "pull" else [0, 6, 100]].tolist()[0] == taken
+    assert "memory" in user.plan(ranges).explain()
+
+
 def test_what_is_refused(user: LlmDataDist, there: tuple[int, ...]) -> None:
     cache = user.allocate_cache(DESC)
     (here, *_) = cache.tensor_addrs
     with refused("LLM_NOT_YET_LINK"):
         user.run(AddressRanges(7, [here], [there[0]], [1]))
-    with refused("LLM_PARAM_INVALID", "own cluster"):
-        user.run(AddressRanges(2, [here], [there[0]], [1]))
+    with refused("LLM_KV_CACHE_NOT_EXIST", "remote range 0.*this engine has registered"):
+        user.run(AddressRanges(2, [here], [there[0]], [1]))  # inside of this engine
+    with refused("LLM_PARAM_INVALID", "overlap"):
+        user.run(AddressRanges(2, [here], [here + 8], [9]))
     with refused("LLM_KV_CACHE_NOT_EXIST", "this engine has registered; the nearest is"):
         user.run(AddressRanges(1, [here - 1], [there[0]], [1]))
     with refused("LLM_KV_CACHE_NOT_EXIST", "cluster 1 has registered; the nearest is"):

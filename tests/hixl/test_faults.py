@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvplan import LinkState, hixl
+from kvplan.addressed.connections import Connections
 from kvplan.hixl import TransferOp, TransferOpDesc, TransferStatus
-from kvplan.hixl.connections import Connections
 from tests.faults.gate import Gate
 from tests.hixl.conftest import MakeEngine, MakePeer
 from tests.hixl.peer import Peer

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvplan import hixl
+from kvplan.addressed.engine import MAX_REQUESTS, Request
 from kvplan.hixl import TransferOpDesc, TransferStatus
-from kvplan.hixl.running import MAX_REQUESTS
 from tests.hixl.conftest import MakeEngine
 from tests.hixl.peer import Peer
 from tests.hixl.places import Memory, Place, free_name, registered
@@ -365,7 +365,7 @@ def test_so_many_requests_may_be_open(engine: hixl.Hixl, peer: Peer) -> None:
     running: Any = engine._running
     before = memory.array.copy()
     tasks = [Ended() for _ in range(MAX_REQUESTS)]
-    numbers = [running.requests.add(it, None, peer.name, hixl.READ, 0) for it in tasks]
+    numbers = [running.requests.add(Request(it, None, peer.name, "READ")) for it in tasks]
     for done in (False, True):
         tasks[7].done = done  # which is open until it is asked for
         refused = engine.transfer_async(peer.name, hixl.READ, moved)

@@ -27,14 +27,16 @@ from kvplan import (
     Shard,
     Transfer,
 )
+from kvplan.addressed.connections import read_frame
 from kvplan.cli import top
 from kvplan.control import messages as control
 from kvplan.control.status_socket import Answer
-from kvplan.hixl import connections as hixl
 from kvplan.lease import _digest
 from kvplan.links.peer_table import PeerCache
 from kvplan.links.rendezvous import locate
 from kvplan.llm_datadist.configs import _checked_cluster_info
+from kvplan.nixl import metadata as nixl_metadata
+from kvplan.nixl.values import nixlMismatchError
 from kvplan.planning import schema
 from kvplan.recording import format as recording
 from kvplan.recording.records import TransferRecord
@@ -237,7 +239,19 @@ DECODERS = {
     ),
     "ucx": Decoder(UcxMetadata.from_bytes, of_metadata(UCX)),
     "hccl": Decoder(HcclMetadata.from_bytes, of_metadata(HCCL)),
-    "hixl": Decoder(hixl._message, ["name", "text"], wrap=lambda data: b"N\x02\x00" + data),
+    "nixl-metadata": Decoder(
+        nixl_metadata.Metadata.from_bytes,
+        of_messages(
+            nixl_metadata.Metadata("a", 1, "127.0.0.1:1", False, [(0, 1, 2, 0)]).to_bytes()[
+                len(nixl_metadata.MAGIC) :
+            ]
+        ),
+        wrap=lambda data: nixl_metadata.MAGIC + data,
+        refusals=(nixlMismatchError,),
+    ),
+    "message": Decoder(
+        read_frame, ["name", "text"], wrap=lambda data: b"N" + bytes(8) + b"\x02\x00" + data
+    ),
     "rank-table": Decoder(
         lambda data: locate(data.decode(errors="replace"), {0}),
         {

@@ -20,17 +20,23 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 
 
 class Hook:
-    """A finder for our two names and the modules below them; it comes before all others."""
+    """A finder for our names and the modules below them; it comes before all others."""
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: None = None
     ) -> ModuleSpec | None:
         """Install, and return the result of the installed finder."""
+        root = name.partition(".")[0]
         if name in ("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm", "mooncake"):
             observe(os.environ.get(OBSERVE, ""))
-        if name.partition(".")[0] in ("llm_datadist", "llm_datadist_v1"):
+        if root in ("llm_datadist", "llm_datadist_v1"):
             return install().find_spec(name, path, target)
+        if os.environ.get("KVPLAN_AS") and (root == "mooncake" or root.startswith("nixl")):
+            find_kvplan()
+            from kvplan.run import aliases
+
+            return aliases.install().find_spec(name, path, target)
         return None
 
 

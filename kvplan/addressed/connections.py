@@ -1,35 +1,45 @@
-"""Connections with remote engines by their names, made at once or in the background."""
+"""Connections with remote engines by their names, and messages over them.
+
+Each of two engines connects and disconnects by itself, over one link.
+"""
 
 from __future__ import annotations
 
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Thread, current_thread
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from kvnative._signals import Mutex
 from kvplan.control.endpoint import Endpoint
+from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.datadist import LlmDataDist
-from kvplan.hixl.options import cluster_id_of, peer_endpoint
-from kvplan.hixl.values import AsyncConnectStatus, NotifyDesc
 from kvplan.links import ClusterInfo, LinkState, PeerLink
 from kvplan.links.values import cluster_here
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system.limits import start_thread
 from kvplan.system.logs import LimitedLog, Log
 
-_log = Log("kvplan.hixl")
-_peer_log = LimitedLog(_log)
-
-_MAX_TEXT: Final = 1024  # bytes of a notification's name, and of its message
-_HEAD: Final = struct.Struct("<cH")  # kind, bytes of the name
-_MESSAGE, _USES, _LEAVES = b"N", b"U", b"L"
+_HEAD: Final = struct.Struct("<cQH")  # kind, number of the message, bytes of its name
+_PIECE, _LAST, _USES, _LEAVES = b"P", b"N", b"U", b"L"
+MAX_NAME_NBYTES: Final = 1024
+MAX_BODY_NBYTES: Final = 1 << 20
+"""Bytes of a message, and of the unfinished ones of a peer."""
 _ATTEMPTS: Final = 3  # to get a link that its peer does not end at the same time
 _NOT_LINKED: Final = LLMStatusCode.LLM_NOT_YET_LINK
+
+
+Where = Callable[[str], tuple[Endpoint, int]]
+"""Returns where the engine of a name listens, and its cluster id as far as it is known."""
+
+
+class Message(NamedTuple):
+    """A message of a peer: two texts, of which the interface says what they are."""
+
+    cluster_id: int
+    name: bytes
+    body: bytes
 
 
 class _Connection(NamedTuple):
@@ -45,21 +55,32 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """The remote engines that one engine is connected with."""
+    """The remote engines that one engine is connected with.
 
-    def __init__(self, datadist: LlmDataDist) -> None:
+    Args:
+        datadist: the engine.
+        where: finds remote engines by their names.
+        log: of the interface.
+    """
+
+    def __init__(self, datadist: LlmDataDist, where: Where, log: Log) -> None:
         self._datadist = datadist
+        self._where = where
+        self._log = log
+        self._peer_log = LimitedLog(log)
         self._mutex = Mutex()
         self._busy: dict[str, Mutex] = {}  # by address: one call at a time for each engine
         self._connected: dict[str, _Connection] = {}  # by each name that was used
         self._peer_uses: WeakKeyDictionary[PeerLink, bool] = WeakKeyDictionary()
-        self._messages: list[NotifyDesc] = []
+        self._messages: list[Message] = []
+        self._pieces: dict[tuple[int, int], bytes] = {}  # of unfinished messages, oldest first
+        self._sent = 0  # messages that had to be cut
 
     def cluster_of(self, remote_engine: str) -> int:
         """Return the cluster id of a connected engine. Its link may be broken all the same."""
         found = self._connected.get(remote_engine)
         if found is None:
-            found = self._connected.get(str(peer_endpoint(remote_engine)))
+            found = self._connected.get(str(self._where(remote_engine)[0]))
         if found is None or found.is_replaced(self._datadist):
             raise _not_connected(remote_engine)
         return found.cluster_id
@@ -73,7 +94,7 @@ class Connections:
 
     def connect(self, remote_engine: str, timeout_ms: int) -> None:
         """Connect with an engine that listens."""
-        endpoint = peer_endpoint(remote_engine)
+        endpoint, cluster_id = self._where(remote_engine)
         started = time.monotonic()
         with self._one_call(remote_engine, str(endpoint), timeout_ms):
             if self.is_linked(remote_engine):
@@ -82,12 +103,12 @@ class Connections:
                     status_code=LLMStatusCode.LLM_ALREADY_LINK,
                 )
             try:
-                self._connect(remote_engine, str(endpoint), started + timeout_ms / 1000)
+                deadline = started + timeout_ms / 1000
+                self._connect(remote_engine, str(endpoint), cluster_id, deadline)
             except LLMException as error:
                 raise _connect_error(error, started, timeout_ms) from None
 
-    def _connect(self, remote_engine: str, address: str, deadline: float) -> None:
-        cluster_id = cluster_id_of(Endpoint.parse(address))
+    def _connect(self, remote_engine: str, address: str, cluster_id: int, deadline: float) -> None:
         for attempt in range(_ATTEMPTS):
             try:
                 is_made = self._linked(cluster_id, address, deadline)
@@ -117,7 +138,7 @@ class Connections:
     def disconnect(self, remote_engine: str, timeout_ms: int) -> None:
         """End a connection; on return this end moves no bytes over it."""
         deadline = time.monotonic() + timeout_ms / 1000
-        with self._one_call(remote_engine, str(peer_endpoint(remote_engine)), timeout_ms):
+        with self._one_call(remote_engine, str(self._where(remote_engine)[0]), timeout_ms):
             cluster_id = self.cluster_of(remote_engine)
             self.receive()  # the peer may have said that it uses the link
             try:
@@ -137,7 +158,7 @@ class Connections:
                     raise LLMException(error.args[0], status_code=timeout) from None
                 if code not in (_NOT_LINKED, LLMStatusCode.LLM_LINK_FAILED):
                     raise
-                _log.info("disconnect: %s was already gone: %s", remote_engine, error)
+                self._log.info("disconnect: %s was already gone: %s", remote_engine, error)
             else:
                 self._forget(cluster_id)
 
@@ -149,19 +170,38 @@ class Connections:
             if error.status_code is not LLMStatusCode.LLM_LINK_BUSY:
                 raise
             # The peer reads no messages. The link stays until one of the engines is finalized.
-            _log.info("disconnect: %s could not be notified: %s", remote_engine, error)
+            self._log.info("disconnect: %s could not be notified: %s", remote_engine, error)
 
-    def notify(self, remote_engine: str, message: NotifyDesc, timeout_ms: int) -> None:
+    def frames(self, name: bytes, body: bytes) -> list[bytes]:
+        """Return the notifications of the engine that carry a message; the last completes it."""
+        if len(name) > MAX_NAME_NBYTES or len(body) > MAX_BODY_NBYTES:
+            raise invalid(
+                f"a message has {len(body)} bytes, and a name of {len(name)}; at most "
+                f"{MAX_BODY_NBYTES}, and a name of {MAX_NAME_NBYTES}, can be sent"
+            )
+        room = MAX_NOTIFICATION_NBYTES - _HEAD.size - len(name)
+        if len(body) <= room:
+            return [_HEAD.pack(_LAST, 0, len(name)) + name + body]
+        with self._mutex:
+            self._sent += 1
+            number = self._sent
+        cuts = range(0, len(body), room)
+        return [
+            _HEAD.pack(_LAST if at == cuts[-1] else _PIECE, number, len(name))
+            + name
+            + body[at : at + room]
+            for at in cuts
+        ]
+
+    def notify(self, remote_engine: str, name: bytes, body: bytes, timeout_ms: int) -> None:
         """Send a message; on return the remote engine has it."""
-        name, text = message.name.encode(), message.notify_msg.encode()
-        for argument, data in (("name", name), ("notify_msg", text)):
-            if len(data) > _MAX_TEXT:
-                raise invalid(f"{argument} has {len(data)} bytes; at most {_MAX_TEXT} can be sent")
-        frame = _HEAD.pack(_MESSAGE, len(name)) + name + text
-        self._datadist.notify(self.cluster_of(remote_engine), frame, timeout_ms=timeout_ms)
+        deadline = time.monotonic() + timeout_ms / 1000
+        cluster_id = self.cluster_of(remote_engine)
+        for frame in self.frames(name, body):
+            self._datadist.notify(cluster_id, frame, timeout_ms=_left_ms(deadline))
 
-    def take_messages(self) -> list[NotifyDesc]:
-        """Return the messages that have arrived since the last call."""
+    def take_messages(self) -> list[Message]:
+        """Return the messages that have arrived since the last call, oldest first."""
         with self._mutex:
             self.receive()
             taken, self._messages = self._messages, []
@@ -176,14 +216,34 @@ class Connections:
                         self._peer_uses[self._link(cluster_id)] = data == _USES
                     except LLMException:
                         continue  # the link is gone, and with it the peer's use of it
-                elif (message := _message(data)) is not None:
-                    self._messages.append(message)
-                else:
-                    _peer_log.warning(
-                        "cluster %d has sent %d bytes that are not a notification of hixl",
+                elif not self._add_frame(cluster_id, data):
+                    self._peer_log.warning(
+                        "cluster %d has sent %d bytes that are not a message",
                         cluster_id,
                         len(data),
                     )
+
+    def _add_frame(self, cluster_id: int, data: bytes) -> bool:
+        """Add what a peer has sent to its messages; return False if it is not a message."""
+        if (frame := read_frame(data)) is None:
+            return False
+        is_last, number, name, piece = frame
+        key = cluster_id, number
+        body = self._pieces.pop(key, b"") + piece if number else piece
+        if is_last:
+            self._messages.append(Message(cluster_id, name, body))
+            return True
+        # Pieces of a transfer that failed have no end: the oldest give way.
+        pending = [other for other in self._pieces if other[0] == cluster_id]
+        kept = len(body) + sum(len(self._pieces[other]) for other in pending)
+        for other in pending:
+            if kept <= MAX_BODY_NBYTES:
+                break
+            kept -= len(self._pieces.pop(other))
+        if kept > MAX_BODY_NBYTES:
+            return False
+        self._pieces[key] = body
+        return True
 
     def _linked(self, cluster_id: int, address: str, deadline: float) -> bool:
         """Link with a cluster; return True if this call has made the link."""
@@ -242,17 +302,17 @@ def _left_ms(deadline: float) -> int:
     return max(1, int((deadline - time.monotonic()) * 1000))
 
 
-def _message(data: bytes) -> NotifyDesc | None:
+def read_frame(data: bytes) -> tuple[bool, int, bytes, bytes] | None:
+    """Return whether a frame is the last, its message's number and name, and a piece of it."""
     if len(data) < _HEAD.size:
         return None
-    kind, length = _HEAD.unpack_from(data)
+    kind, number, length = _HEAD.unpack_from(data)
     body = data[_HEAD.size :]
-    if kind != _MESSAGE or length > len(body):
+    if kind not in (_PIECE, _LAST) or length > min(len(body), MAX_NAME_NBYTES):
         return None
-    try:
-        return NotifyDesc(body[:length].decode(), body[length:].decode())
-    except UnicodeDecodeError:
+    if kind == _PIECE and not number:
         return None
+    return kind == _LAST, number, body[:length], body[length:]
 
 
 def _not_connected(remote_engine: str) -> LLMException:
@@ -267,115 +327,3 @@ def _connect_error(error: LLMException, started: float, timeout_ms: int) -> LLME
         late = (time.monotonic() - started) * 1000 >= timeout_ms
         code = LLMStatusCode.LLM_TIMEOUT if late else LLMStatusCode.LLM_FAILED
     return LLMException(error.args[0], status_code=code)
-
-
-# While waiting, while running, after success, after failure.
-_CONNECT_STATES: Final = (
-    AsyncConnectStatus.CONNECT_PENDING,
-    AsyncConnectStatus.CONNECTING,
-    AsyncConnectStatus.CONNECTED,
-    AsyncConnectStatus.CONNECT_FAILED,
-)
-_DISCONNECT_STATES: Final = (
-    AsyncConnectStatus.DISCONNECT_PENDING,
-    AsyncConnectStatus.DISCONNECTING,
-    AsyncConnectStatus.NOT_CONNECT,
-    AsyncConnectStatus.NOT_CONNECT,
-)
-
-
-class _Task(NamedTuple):
-    states: tuple[AsyncConnectStatus, ...]
-    run: Callable[[], bool]  # returns True on success
-
-
-class AsyncConnector:
-    """Connects and disconnects in the background, in threads that exist while there are tasks.
-
-    The threads do not keep the process from ending without `finalize`. At most `capacity` tasks may
-    wait.
-    """
-
-    def __init__(self, threads: int, capacity: int, name: str) -> None:
-        self._max_threads, self._capacity, self._name = threads, capacity, name
-        self._mutex = Mutex()
-        self._closed = False
-        self._threads: set[Thread] = set()
-        self._queues: dict[str, deque[_Task]] = {}  # by remote engine, for those with a task
-        self._ready: deque[str] = deque()  # remote engines that no thread works for
-        self._waiting = 0
-        self._states: dict[str, AsyncConnectStatus] = {}
-
-    def submit(self, remote_engine: str, *, connects: bool, run: Callable[[], bool]) -> None:
-        """Queue a task behind those of the same remote engine."""
-        with self._mutex:
-            if self._closed:
-                raise LLMException(
-                    "the engine is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED
-                )
-            if self._waiting >= self._capacity:
-                raise LLMException(
-                    f"{self._waiting} asynchronous connects are waiting; at most {self._capacity} "
-                    "may (connect_pool.task_queue_capacity)",
-                    status_code=LLMStatusCode.LLM_LINK_BUSY,
-                )
-            queue = self._queues.get(remote_engine)
-            if queue is None:
-                # First: a queue without a thread would keep later tasks waiting for ever.
-                if len(self._threads) < self._max_threads:
-                    self._threads.add(start_thread(self._name, self._work))
-                queue = self._queues[remote_engine] = deque()
-                self._ready.append(remote_engine)
-            task = _Task(_CONNECT_STATES if connects else _DISCONNECT_STATES, run)
-            queue.append(task)
-            self._waiting += 1
-            self._states[remote_engine] = task.states[0]
-
-    def states(self) -> dict[str, AsyncConnectStatus]:
-        """Return the state of the last task of each remote engine."""
-        with self._mutex:
-            return dict(self._states)
-
-    def stop(self) -> None:
-        """Start no more tasks."""
-        with self._mutex:
-            self._closed = True
-            for queue in self._queues.values():
-                queue.clear()
-
-    def join(self) -> None:
-        """Wait for the tasks that are running."""
-        with self._mutex:
-            threads = tuple(self._threads)
-        for thread in threads:
-            thread.join()
-
-    def _work(self) -> None:
-        while True:
-            with self._mutex:
-                if not self._ready:
-                    self._threads.discard(current_thread())
-                    return
-                remote_engine = self._ready.popleft()
-            self._work_for(remote_engine)
-
-    def _work_for(self, remote_engine: str) -> None:
-        """Run the tasks of a remote engine until its queue is empty."""
-        while True:
-            with self._mutex:
-                queue = self._queues[remote_engine]
-                if not queue:
-                    del self._queues[remote_engine]
-                    return
-                task = queue.popleft()
-                self._waiting -= 1
-                if not queue:
-                    self._states[remote_engine] = task.states[1]
-            has_succeeded = False
-            try:
-                has_succeeded = task.run()
-            except Exception:  # a bug of this package must not stop other tasks
-                _log.exception("connecting with %s in the background", remote_engine)
-            with self._mutex:
-                if not queue:  # otherwise the state is that of a later task
-                    self._states[remote_engine] = task.states[2 if has_succeeded else 3]

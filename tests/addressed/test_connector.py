@@ -15,8 +15,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvplan.hixl.connections import _HEAD, AsyncConnector, _message
+from kvplan.addressed.connections import _HEAD, read_frame
+from kvplan.addressed.connector import Connector
+from kvplan.hixl.running import CONNECT_STATES, DISCONNECT_STATES
 from kvplan.hixl.values import AsyncConnectStatus
+from kvplan.system.logs import Log
 from tests.support.refusals import refused
 
 DEADLINE_S = 30.0  # only a task that never begins or ends reaches it
@@ -29,7 +32,7 @@ class Tasks(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.connector = AsyncConnector(1, CAPACITY, "test")
+        self.connector = Connector(1, CAPACITY, "test", Log("kvplan.hixl"))
         self.begun: queue.Queue[int] = queue.Queue()
         self.end: queue.Queue[object] = queue.Queue()
         self.number = 0
@@ -51,9 +54,9 @@ class Tasks(RuleBasedStateMachine):
 
         if sum(map(len, self.waiting.values())) >= CAPACITY:
             with refused("LLM_LINK_BUSY", f"{CAPACITY} asynchronous connects are waiting; at most"):
-                self.connector.submit(name, connects=connects, run=run)
+                self.connector.submit(name, (DISCONNECT_STATES, CONNECT_STATES)[connects], run)
             return
-        self.connector.submit(name, connects=connects, run=run)
+        self.connector.submit(name, (DISCONNECT_STATES, CONNECT_STATES)[connects], run)
         self.waiting.setdefault(name, []).append((connects, number))
         pending = AsyncConnectStatus.CONNECT_PENDING, AsyncConnectStatus.DISCONNECT_PENDING
         self.states[name] = pending[not connects]
@@ -99,7 +102,7 @@ class Tasks(RuleBasedStateMachine):
             return
         self.connector.stop()
         with refused("LLM_ENGINE_FINALIZED"):
-            self.connector.submit("a", connects=True, run=lambda: True)
+            self.connector.submit("a", CONNECT_STATES, lambda: True)
         if self.running is not None:
             self.end.put(True)
         self.connector.join()
@@ -119,7 +122,7 @@ def held() -> Iterator[threading.Event]:
 
 
 def test_engines_wait_for_each_other_only_where_threads_are_short(held: threading.Event) -> None:
-    connector = AsyncConnector(2, 8, "test")
+    connector = Connector(2, 8, "test", Log("kvplan.hixl"))
     begun: queue.Queue[str] = queue.Queue()
     for name in NAMES:
 
@@ -127,7 +130,7 @@ def test_engines_wait_for_each_other_only_where_threads_are_short(held: threadin
             begun.put(name)
             return held.wait(DEADLINE_S)
 
-        connector.submit(name, connects=True, run=run)
+        connector.submit(name, CONNECT_STATES, run)
     assert {begun.get(timeout=DEADLINE_S) for _ in range(2)} == {"a", "b"}
     assert begun.empty()
     assert connector.states()["c"] is AsyncConnectStatus.CONNECT_PENDING
@@ -143,16 +146,17 @@ def test_a_task_that_finds_no_thread_keeps_no_later_one_waiting() -> None:
         import os, resource
         from queue import SimpleQueue
         from kvplan import LLMException
-        from kvplan.hixl.connections import AsyncConnector
+        from kvplan.addressed.connector import Connector
+        from kvplan.system.logs import Log
 
         user = 100_000 + os.getpid()
         os.setresuid(user, user, user)
         many = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-        connector, ran = AsyncConnector(2, 8, "test"), SimpleQueue()
+        connector, ran = Connector(2, 8, "test", Log("kvplan.hixl")), SimpleQueue()
         for room in (1, many):
             resource.setrlimit(resource.RLIMIT_NPROC, (room, many))
             try:
-                connector.submit("a", connects=True, run=lambda: ran.put(True) or True)
+                connector.submit("a", range(4), lambda: ran.put(True) or True)
             except LLMException as error:
                 assert room == 1 and error.status_code.name == "LLM_OUT_OF_MEMORY", error
                 assert connector.states() == {}
@@ -164,11 +168,11 @@ def test_a_task_that_finds_no_thread_keeps_no_later_one_waiting() -> None:
 @pytest.mark.parametrize("length", range(6))
 def test_a_message_is_as_long_as_it_says(length: int) -> None:
     """A peer may send anything: the name does not end behind the message."""
-    found = _message(_HEAD.pack(b"N", length) + b"abcd")
+    found = read_frame(_HEAD.pack(b"N", 0, length) + b"abcd")
     if length > 4:
         assert found is None
     else:
-        assert found is not None
-        assert (found.name, found.notify_msg) == ("abcd"[:length], "abcd"[length:])
-    assert _message(_HEAD.pack(b"X", length) + b"abcd") is None
-    assert _message(_HEAD.pack(b"N", length)[:-1]) is None
+        assert found == (True, 0, b"abcd"[:length], b"abcd"[length:])
+    assert read_frame(_HEAD.pack(b"X", 0, length) + b"abcd") is None
+    assert read_frame(_HEAD.pack(b"P", 0, length) + b"abcd") is None  # a piece of no message
+    assert read_frame(_HEAD.pack(b"N", 0, length)[:-1]) is None

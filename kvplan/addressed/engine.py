@@ -1,0 +1,169 @@
+"""The engine below an interface of addresses: registered memory, and requests in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Unpack
+
+from kvnative._signals import Mutex
+from kvplan.addressed.connections import Connections, Where
+from kvplan.engine.datadist import LlmDataDist
+from kvplan.engine.operation import TransferOptions
+from kvplan.engine.options import Options
+from kvplan.engine.ranges import AddressRanges
+from kvplan.execution import Transfers, TransferTask
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system.logs import Log
+from kvplan.types import CacheDesc, DataType, LlmRole, Placement
+from kvplan.validation import UINT64_MAX
+
+MAX_REQUESTS: Final = 1 << 16
+"""Maximum number of open requests."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Request:
+    """A submitted transfer: what moves, with whom, and what its caller wants to know again."""
+
+    task: TransferTask
+    ranges: AddressRanges
+    remote_engine: str
+    operation: str
+    data: Any = None
+
+    def error(self, log: Log, number: int) -> LLMException | None:
+        """Return why a request that has ended has failed, and log it; None after a success."""
+        try:
+            self.task.wait()
+        except LLMException as error:
+            log.warning(
+                "request %d, %s of %s: %s", number, self.operation, self.remote_engine, error
+            )
+            return error
+        return None
+
+
+class Requests:
+    """The open requests of one engine, by number. Any thread may call the methods."""
+
+    def __init__(self) -> None:
+        self._mutex = Mutex()
+        self._last = 0
+        self._requests: dict[int, Request] = {}  # in the order in which they were submitted
+
+    def check_room(self) -> None:
+        """Raise LLM_LINK_BUSY if too many requests are open."""
+        if len(self._requests) >= MAX_REQUESTS:
+            raise LLMException(
+                f"{MAX_REQUESTS} requests are open; ask for the status of some, which ends them",
+                status_code=LLMStatusCode.LLM_LINK_BUSY,
+            )
+
+    def add(self, request: Request) -> int:
+        """Add a submitted request, and return its number."""
+        with self._mutex:
+            self._last += 1
+            self._requests[self._last] = request
+            return self._last
+
+    def get(self, number: int) -> Request:
+        """Return an open request."""
+        request = self._requests.get(number)
+        if request is None:
+            raise invalid(f"request {number} is unknown, or its end was already returned")
+        return request
+
+    def take(self, number: int) -> Request | None:
+        """Return a request that has ended, and forget it; None: it is in flight."""
+        with self._mutex:
+            request = self.get(number)
+            if not request.task.done:
+                return None
+            del self._requests[number]
+        return request
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the open requests, oldest first."""
+        return list(self._requests)
+
+    def stop_peer(self, cluster_id: int, reason: str) -> None:
+        """Stop the requests with a peer, under all of its names."""
+        with self._mutex:
+            requests = list(self._requests.values())
+        for request in requests:
+            if request.ranges.cluster_id == cluster_id:
+                request.task.cancel(LLMException(reason))
+
+
+class AddressedEngine:
+    """An engine with memory by addresses and peers by names.
+
+    Args:
+        cluster_id: of the engine.
+        options: of the engine.
+        where: finds remote engines by their names.
+        log: of the interface.
+        transfers: executes the copies; None: the transfers of this process.
+    """
+
+    def __init__(
+        self,
+        cluster_id: int,
+        options: Options,
+        where: Where,
+        log: Log,
+        transfers: Transfers | None = None,
+    ) -> None:
+        self.datadist = LlmDataDist(cluster_id, LlmRole.MIX, transfers=transfers)
+        self.datadist.initialize(options)
+        self.connections = Connections(self.datadist, where, log)
+        self.requests = Requests()
+
+    def connect(self, remote_engine: str, timeout_ms: int) -> int:
+        """Connect with a remote engine unless that was done, and return its cluster."""
+        if not self.connections.is_linked(remote_engine):
+            try:
+                self.connections.connect(remote_engine, timeout_ms)
+            except LLMException as error:
+                if error.status_code is not LLMStatusCode.LLM_ALREADY_LINK:  # by another thread
+                    raise
+        return self.connections.cluster_of(remote_engine)
+
+    def begin(
+        self, ranges: AddressRanges, nbytes: int, **options: Unpack[TransferOptions]
+    ) -> TransferTask | None:
+        """Begin a transfer and return its task; None: it was small, and is done.
+
+        A peer's program cannot hold up what this process copies by itself.
+        """
+        datadist = self.datadist
+        engine = datadist._running()
+        link = engine.links.peers.get(ranges.cluster_id)
+        if link is not None and not link.needs_peer and nbytes <= engine.transfers.small_nbytes:
+            datadist.run(ranges, **options)
+            return None
+        return datadist.submit(ranges, **options)
+
+    def first_address(self, cluster_id: int) -> int:
+        """Return the address of the memory that a peer has registered first; 0: it has none."""
+        link = self.datadist._running().links.get(cluster_id)
+        extents = link.address_index(writable=False, ask=True).extents
+        return min(((each.cache.cache_id, each.address) for each in extents), default=(0, 0))[1]
+
+    def register(
+        self, address: int, nbytes: int, place: Placement, *, remote_accessible: bool = True
+    ) -> int:
+        """Let transfers use memory until it is deregistered, and return its handle."""
+        if address == 0 or nbytes == 0 or address + nbytes > UINT64_MAX + 1:
+            raise invalid(
+                f"addr={address:#x}, len={nbytes}: memory must have at least 1 byte, begin above 0 "
+                "and end by 2**64"
+            )
+        desc = CacheDesc(1, (1, nbytes), DataType.DT_UINT8, place)  # a cache of one tensor of bytes
+        return self.datadist.register_cache(
+            desc, [address], remote_accessible=remote_accessible
+        ).cache_id
+
+    def deregister(self, handle: int) -> None:
+        """Withdraw memory. On return no transfer uses it; what used it is stopped, and fails."""
+        self.datadist.unregister_cache(handle)

@@ -1,0 +1,535 @@
+"""`TransferEngine`: memory by addresses, peers by "host:port", numbers instead of exceptions."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import secrets
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import Enum, IntEnum
+from functools import wraps
+from typing import Any, ClassVar, Concatenate, Final, Literal, ParamSpec
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvnative._executor import NativeError
+from kvnative._signals import Mutex
+from kvplan.addressed.engine import AddressedEngine, Request
+from kvplan.addressed.names import split_name, where_named
+from kvplan.engine.option_sources import configured
+from kvplan.engine.options import Options
+from kvplan.engine.ranges import AddressRanges
+from kvplan.planning.ranges import span_text
+from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.system.logs import Log
+from kvplan.types import Placement
+from kvplan.validation import UINT64_MAX, shown
+
+_log = Log("kvplan.mooncake")
+
+SUPPORT_MUSA: Final = False
+P2P: Final = "P2PHANDSHAKE"
+"""The one metadata server: peers are named by where they listen."""
+
+TIMEOUT_VARIABLE: Final = "MC_TRANSFER_TIMEOUT"
+_TIMEOUT_S, _LEAST_S = 30, 5  # and 1 ns for each byte
+_CONNECT_MS: Final = 10_000
+_NS_PER_MS: Final = 1e6
+_REFUSALS = (LLMException, ValueError, NativeError, OSError, MemoryError)
+_IN_FLIGHT, _DONE, _FAILED, _TIMED_OUT = 0, 1, -1, -2
+
+_P = ParamSpec("_P")
+_Column = NDArray[np.uint64]
+
+
+class TransferOpcode(IntEnum):
+    """The direction of a transfer, as its caller sees it."""
+
+    __str__ = Enum.__str__
+
+    Read = 0
+    Write = 1
+
+
+_Opcode = TransferOpcode  # the engine has an attribute of that name
+Read, Write = TransferOpcode.Read, TransferOpcode.Write
+
+
+class TransferNotify:
+    """A message to a peer, which it reads by `get_notifies`."""
+
+    def __init__(self, name: str = "", msg: str = "") -> None:
+        self.name: str = name
+        self.msg: str = msg
+
+    def __repr__(self) -> str:
+        return f"TransferNotify(name={self.name!r}, msg={self.msg!r})"
+
+
+_Call = Callable[Concatenate["TransferEngine", _P], int]
+
+
+def _returns_status(failed: int = _FAILED) -> Callable[[_Call[_P]], _Call[_P]]:
+    """Return `failed` for what the engine refuses, and log why."""
+
+    def decorate(method: _Call[_P]) -> _Call[_P]:
+        @wraps(method)
+        def call(engine: TransferEngine, /, *args: _P.args, **kwargs: _P.kwargs) -> int:
+            try:
+                return method(engine, *args, **kwargs)
+            except _REFUSALS as error:
+                _log.warning("%s%s: %s", method.__name__, _subject(args), error, stacklevel=2)
+                return failed
+
+        return call
+
+    return decorate
+
+
+def _subject(args: Sequence[object]) -> str:
+    """Return the peer or the address of a call for the log."""
+    if not args:
+        return ""
+    return f" {args[0]:#x}" if isinstance(args[0], int) else f" {shown(args[0])}"
+
+
+class TransferEngine:
+    """An engine. Calls return 0, or a number below 0 and a line of the log `kvplan.mooncake`.
+
+    After -1 no byte of the transfer moves. Any thread may call the methods.
+
+    Every method raises TypeError for an argument of another type.
+    """
+
+    TransferOpcode: ClassVar[type[IntEnum]] = TransferOpcode
+
+    def __init__(self) -> None:
+        self._engine: AddressedEngine | None = None
+        self._own = ""  # the name by which peers know this engine
+        self._mutex = Mutex()
+        self._starts: list[int] = []  # of registered memory, ascending
+        self._registered: dict[int, tuple[int, int]] = {}  # size and handle by address
+        self._buffers: dict[int, mmap.mmap] = {}  # managed ones by address
+
+    def initialize(
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
+    ) -> int:
+        """Start the engine, which listens at this host and any free port (`get_rpc_port`).
+
+        Protocol and device have no effect: the options of kvplan select a transport.
+        """
+        return self.initialize_ext(local_hostname, metadata_server, protocol, device_name, "")
+
+    @_returns_status()
+    def initialize_ext(
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str,
+        metadata_type: str,
+    ) -> int:  # fmt: skip
+        """Start the engine. Otherwise as `initialize`."""
+        for name, value in (("local_hostname", local_hostname), ("protocol", protocol)):
+            _check_text(name, value)
+        if metadata_server != P2P:
+            raise invalid(f"metadata_server={shown(metadata_server)} must be {P2P!r}")
+        host, _ = split_name(local_hostname, "local_hostname")
+        listens = {} if "listen_ip_info" in configured() else {"llm.ListenIpInfo": f"{host}:0"}
+        with self._mutex:
+            if self._engine is not None:
+                raise LLMException("the engine is initialized already")
+            self._engine = AddressedEngine(
+                secrets.randbits(64), Options.of(listens), where_named, _log
+            )
+            self._own = f"{host}:{self._port()}"
+        _log.info("%s: protocol %s is kvplan's", self._own, shown(protocol))
+        return 0
+
+    def close(self) -> None:
+        """End transfers and links. Not in Mooncake, which does so when an engine is freed."""
+        with self._mutex:
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.datadist.finalize()
+        self._buffers.clear()
+
+    def __del__(self, ignoring: Any = suppress) -> None:  # a global may be gone at the exit
+        with ignoring(Exception):
+            self.close()
+
+    @_returns_status()
+    def get_rpc_port(self) -> int:
+        """Return the port of this engine, for its name "host:port"."""
+        return self._port()
+
+    def _port(self) -> int:
+        address = self._running().datadist.listen_address or ""
+        return split_name(address, "listen_address")[1] or 0
+
+    @property
+    def datadist(self) -> Any:
+        """The engine below, of kvplan: `on_plan`, `metrics`, `links`. Not in Mooncake.
+
+        Raises:
+            LLMException: LLM_FAILED: not initialized.
+        """
+        return self._running().datadist
+
+    def get_engine(self) -> TransferEngine:
+        """Return this engine."""
+        return self
+
+    def get_engine_ptr(self) -> int:
+        """Return 0: no engine of C++ is behind this one."""
+        return 0
+
+    def get_local_topology(self, device_name: str | None = None) -> str:
+        """Return the devices of this host as JSON; kvplan chooses by itself."""
+        return json.dumps({"cpu:0": [[], []]})
+
+    @_returns_status()
+    def send_probe(self, peer_server_name: str) -> int:
+        """Connect with a peer."""
+        self._cluster(peer_server_name)
+        return 0
+
+    warmup_efa_segment = send_probe
+
+    # Memory.
+
+    @_returns_status()
+    def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
+        """Let transfers use memory until it is unregistered; memory that overlaps is refused."""
+        self._register(_uint("buffer_addr", buffer_addr), _uint("capacity", capacity), location)
+        return 0
+
+    def _register(self, address: int, nbytes: int, location: str) -> None:
+        engine = self._running()
+        with self._mutex:
+            place = bisect_right(self._starts, address)
+            for start in self._starts[max(place - 1, 0) : place + 1]:
+                size, _ = self._registered[start]
+                if address < start + size and start < address + nbytes:
+                    raise invalid(
+                        f"{span_text(address, nbytes)} overlaps {span_text(start, size)}, "
+                        "which is registered"
+                    )
+            has_device = engine.datadist.device is not None
+            kind = Placement.HOST
+            if has_device and location.startswith(("cuda", "npu")):
+                kind = Placement.DEVICE
+            try:
+                handle = engine.register(address, nbytes, kind)
+            except LLMException:
+                if not has_device or location != "*":
+                    raise
+                handle = engine.register(address, nbytes, Placement.DEVICE)
+            self._starts.insert(place, address)
+            self._registered[address] = nbytes, handle
+
+    @_returns_status()
+    def unregister_memory(self, buffer_addr: int) -> int:
+        """Withdraw memory; on return no transfer uses it."""
+        self._unregister(_uint("buffer_addr", buffer_addr))
+        return 0
+
+    def _unregister(self, address: int) -> None:
+        engine = self._running()
+        with self._mutex:
+            if address not in self._registered:
+                raise invalid(f"no registered memory begins at {address:#x}")
+            _, handle = self._registered.pop(address)
+            self._starts.remove(address)
+        engine.deregister(handle)
+
+    @_returns_status()
+    def batch_register_memory(
+        self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: str = "*"
+    ) -> int:
+        """Register several pieces of memory, or none."""
+        addresses = _uints("buffer_addresses", buffer_addresses).tolist()
+        sizes = _uints("capacities", capacities).tolist()
+        if len(addresses) != len(sizes):
+            raise invalid(f"{len(addresses)} buffer_addresses and {len(sizes)} capacities")
+        made: list[int] = []
+        try:
+            for address, nbytes in zip(addresses, sizes, strict=True):
+                self._register(address, nbytes, location)
+                made.append(address)
+        except BaseException:
+            for address in made:
+                self._unregister(address)
+            raise
+        return 0
+
+    @_returns_status()
+    def batch_unregister_memory(self, buffer_addresses: Sequence[int]) -> int:
+        """Withdraw several pieces of memory."""
+        for address in _uints("buffer_addresses", buffer_addresses).tolist():
+            self._unregister(address)
+        return 0
+
+    @_returns_status(0)
+    def allocate_managed_buffer(self, length: int) -> int:
+        """Return the address of registered memory of the engine; 0 after a failure."""
+        memory = mmap.mmap(-1, max(1, _uint("length", length)))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._register(address, len(memory), "cpu")
+        self._buffers[address] = memory
+        return address
+
+    @_returns_status()
+    def free_managed_buffer(self, buffer_addr: int, length: int) -> int:
+        """Free memory of `allocate_managed_buffer`."""
+        if buffer_addr not in self._buffers:
+            raise invalid(f"buffer_addr={buffer_addr:#x} is not of allocate_managed_buffer")
+        self._unregister(buffer_addr)
+        del self._buffers[buffer_addr]
+        return 0
+
+    @_returns_status()
+    def write_bytes_to_buffer(self, dest_address: int, data: bytes | str, length: int) -> int:
+        """Copy bytes to registered memory."""
+        given = data.encode() if isinstance(data, str) else bytes(data)
+        if length > len(given):
+            raise invalid(f"length={length} is above the {len(given)} bytes of data")
+        self._check_registered(dest_address, length)
+        ctypes.memmove(dest_address, given, length)
+        return 0
+
+    def read_bytes_from_buffer(self, source_address: int, length: int) -> bytes:
+        """Return bytes of registered memory.
+
+        Raises:
+            LLMException: LLM_PARAM_INVALID: it is not registered; LLM_FAILED: not initialized.
+        """
+        self._check_registered(source_address, length)
+        return ctypes.string_at(source_address, length)
+
+    def _check_registered(self, address: int, nbytes: int) -> None:
+        place = bisect_right(self._starts, address) - 1
+        start = self._starts[place] if place >= 0 else 0
+        if place < 0 or address + nbytes > start + self._registered[start][0]:
+            raise invalid(f"{span_text(address, nbytes)} is not registered")
+
+    @_returns_status(0)
+    def get_first_buffer_address(self, segment_name: str) -> int:
+        """Return the address of the memory that a peer has registered first; 0: it has none."""
+        if segment_name == self._own:
+            return next(iter(self._registered), 0)
+        return self._running().first_address(self._cluster(segment_name))
+
+    # Transfers.
+
+    def transfer_sync_write(
+        self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int,
+        transport_hint: str = "",
+    ) -> int:  # fmt: skip
+        """Write to a peer; after 0 every byte has arrived."""
+        one = ([buffer], [peer_buffer_address], [length])
+        return self.batch_transfer_sync(target_hostname, *one, Write)
+
+    def transfer_sync_read(
+        self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int,
+        transport_hint: str = "",
+    ) -> int:  # fmt: skip
+        """Read from a peer; after 0 every byte has arrived."""
+        one = ([buffer], [peer_buffer_address], [length])
+        return self.batch_transfer_sync(target_hostname, *one, Read)
+
+    def transfer_sync(
+        self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int,
+        opcode: _Opcode, notify: TransferNotify | None = None, transport_hint: str = "",
+    ) -> int:  # fmt: skip
+        """Read or write; after 0 every byte, and the notification, have arrived."""
+        one = ([buffer], [peer_buffer_address], [length])
+        return self.batch_transfer_sync(target_hostname, *one, opcode, notify)
+
+    def batch_transfer_sync_write(
+        self, target_hostname: str, buffers: Sequence[int], peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int], transport_hint: str = "",
+    ) -> int:  # fmt: skip
+        """Write several ranges to a peer."""
+        lists = (buffers, peer_buffer_addresses, lengths)
+        return self.batch_transfer_sync(target_hostname, *lists, Write)
+
+    def batch_transfer_sync_read(
+        self, target_hostname: str, buffers: Sequence[int], peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int], transport_hint: str = "",
+    ) -> int:  # fmt: skip
+        """Read several ranges from a peer."""
+        lists = (buffers, peer_buffer_addresses, lengths)
+        return self.batch_transfer_sync(target_hostname, *lists, Read)
+
+    @_returns_status()
+    def batch_transfer_sync(
+        self, target_hostname: str, buffers: Sequence[int], peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int], opcode: _Opcode, notify: TransferNotify | None = None,
+        transport_hint: str = "",
+    ) -> int:  # fmt: skip
+        """Read or write several ranges; after 0 every byte, and the notification, have arrived."""
+        columns = _columns(buffers, peer_buffer_addresses, lengths)
+        engine = self._running()
+        if not len(columns[0]):
+            return 0
+        started = time.monotonic()
+        cluster = self._cluster(target_hostname)
+        *firsts, last = [None] if notify is None else engine.connections.frames(*_texts(notify))
+        for frame in firsts:
+            engine.datadist.notify(cluster, frame or b"")
+        left_ms = _timeout_ms(columns[2]) - (time.monotonic() - started) * 1000
+        ranges = AddressRanges(cluster, *columns, _direction(opcode))
+        engine.datadist.run(ranges, timeout_ms=max(0.0, left_ms), notify=last)
+        return 0
+
+    def batch_transfer_async_write(
+        self, target_hostname: str, buffers: Sequence[int], peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int], transport_hint: str = "",
+    ) -> int:  # fmt: skip
+        """Begin to write several ranges; return the batch, or 0 after a failure."""
+        lists = (buffers, peer_buffer_addresses, lengths)
+        return self.batch_transfer_async(target_hostname, *lists, Write)
+
+    def batch_transfer_async_read(
+        self, target_hostname: str, buffers: Sequence[int], peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int], transport_hint: str = "",
+    ) -> int:  # fmt: skip
+        """Begin to read several ranges; return the batch, or 0 after a failure."""
+        lists = (buffers, peer_buffer_addresses, lengths)
+        return self.batch_transfer_async(target_hostname, *lists, Read)
+
+    @_returns_status()
+    def transfer_submit_write(
+        self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int,
+        transport_hint: str = "",
+    ) -> int:  # fmt: skip
+        """Begin to write a range; return the batch, or -1 after a failure."""
+        one = ([buffer], [peer_buffer_address], [length])
+        return self.batch_transfer_async(target_hostname, *one, Write) or _FAILED
+
+    @_returns_status(0)
+    def batch_transfer_async(
+        self, target_hostname: str, buffers: Sequence[int], peer_buffer_addresses: Sequence[int],
+        lengths: Sequence[int], opcode: _Opcode, transport_hint: str = "",
+    ) -> int:  # fmt: skip
+        """Begin to read or write several ranges; return the batch, or 0 after a failure."""
+        columns = _columns(buffers, peer_buffer_addresses, lengths)
+        engine = self._running()
+        engine.requests.check_room()
+        deadline = time.monotonic() + _timeout_ms(columns[2]) / 1000
+        ranges = AddressRanges(self._cluster(target_hostname), *columns, _direction(opcode))
+        task = engine.datadist.submit(ranges)
+        text = f"{opcode.name} of {len(ranges)} ranges"
+        return engine.requests.add(Request(task, ranges, target_hostname, text, deadline))
+
+    @_returns_status()
+    def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:
+        """Wait for batches and forget them; return 0, or -1 if one of them has failed."""
+        engine = self._running()
+        statuses = []
+        for batch in _uints("batch_ids", batch_ids).tolist():
+            request = engine.requests.get(batch)
+            request.task.wait_done(max(0.0, (request.data - time.monotonic()) * 1000))
+            statuses.append(self._status(batch))
+        return 0 if set(statuses) <= {_DONE} else _FAILED
+
+    @_returns_status()
+    def transfer_check_status(self, batch_id: int) -> int:
+        """Return 1: all of a batch is done; 0: in flight; -1: failed; -2: its time has passed.
+
+        A batch that is not in flight any more is forgotten.
+        """
+        return self._status(_uint("batch_id", batch_id))
+
+    def _status(self, batch: int) -> int:
+        requests = self._running().requests
+        request = requests.get(batch)
+        if not request.task.done and time.monotonic() >= request.data:
+            request.task.cancel(
+                LLMException("the time has passed", status_code=LLMStatusCode.LLM_TIMEOUT)
+            )
+        if (ended := requests.take(batch)) is None:
+            return _IN_FLIGHT
+        if (error := ended.error(_log, batch)) is None:
+            return _DONE
+        return _TIMED_OUT if error.status_code is LLMStatusCode.LLM_TIMEOUT else _FAILED
+
+    def get_notifies(self) -> list[TransferNotify]:
+        """Return the messages that have arrived since the last call."""
+        if self._engine is None:
+            return []
+        found = self._engine.connections.take_messages()
+        return [TransferNotify(_text(each.name), _text(each.body)) for each in found]
+
+    def _running(self) -> AddressedEngine:
+        if self._engine is None:
+            raise LLMException("the engine is not initialized; call initialize() first")
+        return self._engine
+
+    def _cluster(self, name: str) -> int:
+        """Return the cluster of a peer; connect with it first."""
+        _check_text("target_hostname", name)
+        engine = self._running()
+        if name == self._own:
+            return engine.datadist.cluster_id
+        return engine.connect(name, _CONNECT_MS)
+
+
+def _direction(opcode: _Opcode) -> Literal["pull", "push"]:
+    if not isinstance(opcode, TransferOpcode):
+        raise TypeError(f"opcode={shown(opcode)} must be a TransferOpcode")
+    return "pull" if opcode is Read else "push"
+
+
+def _timeout_ms(sizes: _Column) -> float:
+    """Return the time of a transfer: that of the variable, and 1 ns for each byte."""
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    seconds = int(text) if text.isdecimal() else _TIMEOUT_S
+    return max(seconds, _LEAST_S) * 1000 + int(sizes.sum()) / _NS_PER_MS
+
+
+def _columns(*lists: Sequence[int]) -> tuple[_Column, _Column, _Column]:
+    names = ("buffers", "peer_buffer_addresses", "lengths")
+    local, remote, sizes = (_uints(*pair) for pair in zip(names, lists, strict=True))
+    if not len(local) == len(remote) == len(sizes):
+        raise invalid(
+            f"{len(local)} buffers, {len(remote)} peer_buffer_addresses, {len(sizes)} lengths"
+        )
+    return local, remote, sizes
+
+
+def _uints(name: str, values: Any) -> _Column:
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{name} is a {type(values).__name__}; it must be a list of int")
+    try:
+        return np.frombuffer(array("Q", values), np.uint64) if values else np.empty(0, np.uint64)
+    except (OverflowError, TypeError) as error:
+        raise TypeError(f"{name} must have integers in [0, 2**64): {error}") from None
+
+
+def _uint(name: str, value: Any) -> int:
+    if not hasattr(type(value), "__index__"):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be int")
+    number = int(value)
+    if not 0 <= number <= UINT64_MAX:
+        raise TypeError(f"{name}={number:#x} is out of range [0, 2**64)")
+    return number
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be str")
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+def _texts(notify: TransferNotify) -> tuple[bytes, bytes]:
+    return notify.name.encode(), notify.msg.encode()

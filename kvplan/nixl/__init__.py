@@ -1,0 +1,25 @@
+"""The Python interface of NIXL over kvplan's engine: agents, descriptors and transfers.
+
+Only names, checks and conversions may enter; bytes move by the verbs of `LlmDataDist`. Programs
+import it as `nixl` under `python -m kvplan.run --as nixl`.
+"""
+
+from kvplan.nixl._api import (
+    DEFAULT_COMM_PORT,
+    nixl_agent,
+    nixl_agent_config,
+    nixl_backend_handle,
+    nixl_prepped_dlist_handle,
+    nixl_thread_sync_t,
+    nixl_xfer_handle,
+)
+
+__all__ = [
+    "DEFAULT_COMM_PORT",
+    "nixl_agent",
+    "nixl_agent_config",
+    "nixl_backend_handle",
+    "nixl_prepped_dlist_handle",
+    "nixl_thread_sync_t",
+    "nixl_xfer_handle",
+]

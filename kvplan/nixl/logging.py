@@ -1,0 +1,8 @@
+"""Loggers, by the function of NIXL's module."""
+
+import logging
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return a logger of the standard library."""
+    return logging.getLogger(name)

@@ -1,0 +1,69 @@
+"""`import nixl` and `import mooncake.engine` of kvplan, where the environment asks for them.
+
+`python -m kvplan.run --as nixl` sets the variable, and operators of vLLM and SGLang can: both
+load this module as a plugin. Nothing is on the search path of modules: no file is hidden.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from importlib.machinery import PathFinder
+from typing import Final
+
+from kvplan.llm_datadist.installation import AliasFinder
+
+AS: Final = "KVPLAN_AS"
+"""Environment variable: names of interfaces, with commas between them."""
+
+INTERFACES: Final = {
+    "nixl": dict.fromkeys(("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm"), "kvplan.nixl"),
+    "mooncake": {"mooncake": "kvplan.mooncake"},
+}
+"""The modules of each interface, by the names that programs import."""
+
+_logger = logging.getLogger("kvplan")
+
+
+def asked(text: str) -> dict[str, str]:
+    """Return the modules that the value of the variable asks for.
+
+    Raises:
+        ValueError: a name that is none of `INTERFACES`.
+    """
+    names = [name for part in text.split(",") if (name := part.strip())]
+    if unknown := [name for name in names if name not in INTERFACES]:
+        raise ValueError(f"{AS}={text!r}: {unknown[0]!r} is none of {sorted(INTERFACES)}")
+    return {alias: real for name in names for alias, real in INTERFACES[name].items()}
+
+
+finder = AliasFinder({})
+"""The finder that `install` puts on `sys.meta_path`."""
+
+
+def install() -> AliasFinder:
+    """Let imports of what the environment asks for return kvplan's modules; idempotent.
+
+    A package of that name that was imported before stays; a warning of logger `kvplan` names it.
+    """
+    finder.roots = roots = asked(os.environ.get(AS, ""))
+    for name, real in roots.items():
+        module = sys.modules.get(name)
+        if module is not None and module.__name__ != real:
+            _logger.warning("%s=%s comes too late: %s is imported", AS, name, module.__file__)
+    if roots and finder not in sys.meta_path:
+        sys.meta_path.insert(0, finder)
+    return finder
+
+
+def installed(interface: str, path: list[str]) -> list[str]:
+    """Return the files of installed packages that have a name of an interface."""
+    specs = (PathFinder.find_spec(name, path) for name in INTERFACES[interface])
+    return [spec.origin for spec in specs if spec is not None and spec.origin]
+
+
+def plugin() -> None:
+    """Install, as a plugin of vLLM or SGLang; without the variable nothing happens."""
+    if os.environ.get(AS):
+        install()

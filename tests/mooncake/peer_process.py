@@ -1,0 +1,12 @@
+"""What a peer of the tests has: Mooncake's engine."""
+
+import mmap
+from typing import Any
+
+import numpy as np
+
+from kvplan.mooncake.engine import TransferEngine
+
+
+def names() -> dict[str, Any]:
+    return {"TransferEngine": TransferEngine, "mmap": mmap, "np": np}

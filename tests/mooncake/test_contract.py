@@ -1,0 +1,150 @@
+"""Between two processes: right bytes, and after -1 no more of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from kvplan.mooncake.engine import TransferEngine
+from tests.support import peer
+
+MIB = 1 << 20
+
+
+class Peer(peer.Peer):
+    """An engine with `memory`, at `address` there; `name` is that of the engine."""
+
+    module = "tests.mooncake.peer_process"
+
+    def __init__(self, nbytes: int = MIB) -> None:
+        super().__init__()
+        self.name, self.address = self.run(
+            """
+            memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+            memory[:] = np.arange(nbytes, dtype=np.uint64) % 251
+            engine = TransferEngine()
+            assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+            assert engine.register_memory(memory.ctypes.data, nbytes) == 0
+            result = f"127.0.0.1:{engine.get_rpc_port()}", memory.ctypes.data
+            """,
+            nbytes=nbytes,
+        )
+
+
+class Here:
+    """An engine of this process, and its memory."""
+
+    def __init__(self, peer: Peer, nbytes: int = MIB) -> None:
+        self.peer = peer
+        self.engine = TransferEngine()
+        assert self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+        self.memory = np.full(nbytes, 0xAB, np.uint8)
+        self.address = self.memory.ctypes.data
+        assert self.engine.register_memory(self.address, nbytes) == 0
+
+
+@pytest.fixture(params=["local", "tcp"])
+def make(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[int], Here]]:
+    """Makes a peer with memory of a size, and an engine here with as much."""
+    monkeypatch.setenv("KVPLAN_TRANSPORT", request.param)
+    with ExitStack() as held:
+
+        def make(nbytes: int = MIB) -> Here:
+            peer = Peer(nbytes)
+            held.callback(peer.close)
+            here = Here(peer, nbytes)
+            held.callback(here.engine.close)
+            return here
+
+        yield make
+
+
+def pattern(first: int, nbytes: int) -> bytes:
+    return (np.arange(first, first + nbytes, dtype=np.uint64) % 251).astype(np.uint8).tobytes()
+
+
+@pytest.mark.parametrize("nbytes", [1, 4 * MIB + 1, 12 * MIB + 4096])
+def test_bytes_of_any_size_arrive(make: Callable[[int], Here], nbytes: int) -> None:
+    here = make(13 * MIB)
+    name, address = here.peer.name, here.peer.address
+    assert here.engine.transfer_sync_read(name, here.address + 1, address + 3, nbytes) == 0
+    assert here.memory[1 : 1 + nbytes].tobytes() == pattern(3, nbytes)
+    assert (here.memory[0], here.memory[1 + nbytes]) == (0xAB, 0xAB)
+
+
+def test_a_batch_is_done_when_all_of_its_entries_are(make: Callable[[int], Here]) -> None:
+    """A caller that polls Mooncake learns of the first entry only."""
+    here = make(16 * MIB)
+    count = 64
+    size = 16 * MIB // count
+    starts = [size * i for i in range(count)]
+    batch = here.engine.batch_transfer_async_read(
+        here.peer.name,
+        [here.address + start for start in starts],
+        [here.peer.address + start for start in starts],
+        [size - 1] * count,
+    )
+    assert batch > 0
+    while (status := here.engine.transfer_check_status(batch)) == 0:
+        pass
+    assert status == 1
+    expected = np.frombuffer(pattern(0, 16 * MIB), np.uint8).reshape(count, size)[:, :-1]
+    assert np.array_equal(here.memory.reshape(count, size)[:, :-1], expected)
+    assert here.engine.transfer_check_status(batch) == -1  # it is forgotten
+
+
+def test_after_minus_one_nothing_is_written(
+    make: Callable[[int], Here], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Mooncake #4247: a batch returns -1 at its deadline, and still writes."""
+    if "local" in request.node.name:
+        pytest.skip("over local the owner takes no part")
+    monkeypatch.setattr("kvplan.mooncake.engine._LEAST_S", 0)
+    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "0")
+    here = make(4 * MIB)
+    name, address = here.peer.name, here.peer.address
+    assert here.engine.send_probe(name) == 0
+    os.kill(here.peer.pid, signal.SIGSTOP)
+    try:
+        status = here.engine.transfer_sync_read(name, here.address, address, 4 * MIB)
+        assert status == -1
+        here.memory[:] = 0xCD
+    finally:
+        os.kill(here.peer.pid, signal.SIGCONT)
+    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "30")
+    probe = Here(here.peer, 4096)
+    assert probe.engine.transfer_sync_read(name, probe.address, address, 4096) == 0
+    probe.engine.close()
+    assert (here.memory == 0xCD).all()
+
+
+def test_a_peer_that_is_killed(
+    make: Callable[[int], Here], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = make(MIB)
+    args = (here.peer.name, here.address, here.peer.address, 4096)
+    assert here.engine.transfer_sync_read(*args) == 0
+    here.peer.kill()
+    with caplog.at_level(logging.WARNING, "kvplan.mooncake"):
+        assert here.engine.transfer_sync_read(*args) == -1
+    assert f"batch_transfer_sync '{here.peer.name}'" in caplog.text
+    assert here.engine.unregister_memory(here.address) == 0
+
+
+def test_an_error_names_the_range(
+    make: Callable[[int], Here], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = make(MIB)
+    start = here.peer.address + MIB
+    with caplog.at_level(logging.WARNING, "kvplan.mooncake"):
+        assert here.engine.transfer_sync_read(here.peer.name, here.address, start, 8) == -1
+    assert f"remote range 0, [{start:#x}, {start + 8:#x})" in caplog.text
+    assert (here.memory == 0xAB).all()

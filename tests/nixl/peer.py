@@ -1,0 +1,30 @@
+"""The tests' side of peer_process.py: an agent of NIXL in another process."""
+
+from __future__ import annotations
+
+from tests.support import peer
+
+MIB = 1 << 20
+
+
+class Peer(peer.Peer):
+    """An agent "there" with `memory` of this size, at `address` there."""
+
+    module = "tests.nixl.peer_process"
+
+    def __init__(self, nbytes: int = MIB) -> None:
+        super().__init__()
+        try:
+            self.address, self.metadata = self.run(
+                """
+                memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+                memory[:] = np.arange(nbytes, dtype=np.uint64) % 251
+                agent = nixl_agent("there")
+                registered = agent.register_memory([(memory.ctypes.data, nbytes, 0, "")], "DRAM")
+                result = memory.ctypes.data, agent.get_agent_metadata()
+                """,
+                nbytes=nbytes,
+            )
+        except BaseException:
+            self.close()
+            raise

@@ -1,0 +1,192 @@
+"""Between two processes: right bytes, none after a release, and errors that say what and why.
+
+Most are reports of users of NIXL (transfer-apis.md of the issue): what it is that must not happen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from kvplan.nixl import _bindings as bindings
+from tests.nixl.conftest import Here, MakeHere, pattern
+from tests.nixl.peer import MIB
+
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize("nbytes", [1, 4 * MIB + 1, 8 * MIB, 12 * MIB + 4 * KIB])
+def test_bytes_of_any_size_arrive(make: MakeHere, nbytes: int) -> None:
+    here = make(12 * MIB + 8 * KIB)
+    assert here.move((1, 3, nbytes)) == "DONE"
+    assert np.array_equal(here.memory[1 : 1 + nbytes], pattern(3, nbytes))
+    assert here.memory[0] == 0xAB
+    assert here.memory[1 + nbytes] == 0xAB
+
+
+def test_a_write_is_there_before_its_notification(make: MakeHere) -> None:
+    here = make()
+    here.memory[:64] = 7
+    assert here.move((0, 128, 64), op="WRITE", note=b"written") == "DONE"
+    found, sums = here.peer.run(
+        """
+        found = {}
+        while not found:
+            found = agent.get_new_notifs()
+        result = found, (int(memory[128:192].min()), int(memory[128:192].max()), int(memory[192]))
+        """
+    )
+    assert found == {"here": [b"written"]}
+    assert sums == (7, 7, 192)
+
+
+def test_a_handle_that_is_released_at_once_writes_nothing_more(make: MakeHere) -> None:
+    """NIXL #2044: bytes landed for seconds after the release."""
+    here = make(64 * MIB)
+    handle = here.request((0, 0, 64 * MIB))
+    here.agent.transfer(handle)
+    here.agent.release_xfer_handle(handle)
+    here.memory[:] = 0xAB
+    # What was asked for before on this link is over when this has arrived.
+    assert here.move((0, 0, KIB)) == "DONE"
+    assert (here.memory[KIB:] == 0xAB).all()
+
+
+@pytest.mark.parametrize("how", ["release", "remove", "deregister"])
+def test_an_owner_that_was_stopped_writes_nothing_when_it_goes_on(
+    make: MakeHere, how: str, way: str
+) -> None:
+    if way == "local":
+        pytest.skip("over local the owner takes no part")
+    here = make(16 * MIB)
+    handle = here.request((0, 0, 16 * MIB))
+    os.kill(here.peer.pid, signal.SIGSTOP)
+    try:
+        assert here.agent.transfer(handle) == "PROC"
+        if how == "release":
+            here.agent.release_xfer_handle(handle)
+        elif how == "remove":
+            here.agent.remove_remote_agent("there")
+        else:
+            here.agent.deregister_memory(here.registered)
+        here.memory[:] = 0xCD  # the blocks have another request's content
+    finally:
+        os.kill(here.peer.pid, signal.SIGCONT)
+    other = make(KIB, name="other", peer=here.peer)
+    assert other.move((0, 0, KIB)) == "DONE"  # the owner has answered since
+    assert (here.memory == 0xCD).all()
+
+
+def test_one_of_eight_ranges_that_is_not_mapped_any_more_is_named(
+    make: MakeHere, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = make(8 * 64 * KIB)
+    here.peer.run(
+        """
+        import ctypes
+        at, size = memory.ctypes.data + 5 * 65536, 65536
+        assert ctypes.CDLL(None).munmap(ctypes.c_void_p(at), ctypes.c_size_t(size)) == 0
+        """
+    )
+    # Apart from each other, so that they are eight descriptors.
+    handle = here.request(*((64 * KIB * i, 64 * KIB * i, 32 * KIB) for i in range(8)))
+    with caplog.at_level(logging.WARNING, "kvplan.nixl"):
+        state = here.agent.transfer(handle)
+        assert here.end(handle, state) == "ERR"
+    start = here.peer.address + 5 * 65536
+    assert f"{start:#x}" in caplog.text
+    assert "descriptor 5" in caplog.text
+    assert "NIXL_READ of 8 descriptors of there" in caplog.text
+    assert here.agent.check_xfer_state(handle) == "ERR"
+    assert here.move((0, 0, 32 * KIB)) == "DONE"  # the others can be read
+
+
+def test_memory_that_its_owner_has_withdrawn_is_no_success(
+    make: MakeHere, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = make()
+    handle = here.request((0, 0, KIB))
+    here.peer.run("agent.deregister_memory(registered)")
+    with caplog.at_level(logging.WARNING, "kvplan.nixl"):
+        assert here.end(handle, here.agent.transfer(handle)) == "ERR"
+    assert "NIXL_READ of 1 descriptor" in caplog.text
+    assert f"{here.peer.address:#x}" in caplog.text
+    assert (here.memory == 0xAB).all()
+
+
+def test_eight_readers_of_an_owner_that_is_killed(make: MakeHere) -> None:
+    first = make(4 * MIB, name="reader 0")
+    readers = [first, *(make(4 * MIB, f"reader {i}", first.peer) for i in range(1, 8))]
+    outcomes: list[str] = []
+    begun = threading.Barrier(9)
+
+    def read(here: Here) -> None:
+        handle = here.request((0, 0, 4 * MIB))
+        begun.wait()
+        try:
+            while True:
+                here.end(handle, here.agent.transfer(handle))
+        except bindings.nixlRemoteDisconnectError:
+            outcomes.append("gone")
+        here.agent.deregister_memory(here.registered)
+        here.memory[:] = 0xEE
+
+    threads = [threading.Thread(target=read, args=(here,)) for here in readers]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    first.peer.kill()
+    for thread in threads:
+        thread.join()
+    assert outcomes == ["gone"] * 8
+    assert all((here.memory == 0xEE).all() for here in readers)
+
+
+def test_an_agent_that_was_started_again_replaces_itself(make: MakeHere) -> None:
+    here = make()
+    assert here.move((0, 0, KIB)) == "DONE"
+    here.peer.kill()
+    again = make(name="another").peer
+    assert here.agent.add_remote_agent(again.metadata) == b"there"
+    here.peer = again
+    here.memory[:KIB] = 0
+    assert here.move((0, 0, KIB)) == "DONE"
+    assert np.array_equal(here.memory[:KIB], pattern(0, KIB))
+
+
+def test_registrations_come_and_go_without_a_rest(make: MakeHere) -> None:
+    here = make()
+    for _ in range(3):
+        views = [here.row(64 * i, 128) for i in range(200)]
+        held = here.agent.register_memory(views, "DRAM")
+        assert held.descCount() == 200
+        here.agent.deregister_memory(held)
+        with pytest.raises(bindings.nixlNotFoundError):
+            here.agent.deregister_memory(held)
+    assert len(here.agent.agent._handles) == 1
+    assert here.move((0, 0, KIB)) == "DONE"
+
+
+def test_prepared_lists_of_100_000_descriptors(make: MakeHere) -> None:
+    here = make(4 * MIB)
+    count = 100_000
+    rows = np.zeros((count, 3), np.uint64)
+    rows[:, 0] = np.arange(count, dtype=np.uint64) * np.uint64(32)
+    rows[:, 1] = 16
+    mine, theirs = rows.copy(), rows.copy()
+    mine[:, 0] += np.uint64(here.memory.ctypes.data)
+    theirs[:, 0] += np.uint64(here.peer.address)
+    agent = here.agent
+    sides = agent.prep_xfer_dlist("", mine, "DRAM"), agent.prep_xfer_dlist("there", theirs, "DRAM")
+    order = np.random.default_rng(1).permutation(count).astype(np.int32)
+    handle = agent.make_prepped_xfer("READ", sides[0], order, sides[1], order)
+    assert here.end(handle, agent.transfer(handle)) == "DONE"
+    moved = here.memory[: count * 32].reshape(count, 32)
+    assert np.array_equal(moved[:, :16], pattern(0, count * 32).reshape(count, 32)[:, :16])
+    assert (moved[:, 16:] == 0xAB).all()
+    assert agent.get_xfer_telemetry(handle).totalBytes == 16 * count
