@@ -60,7 +60,7 @@ unit: .venv/dev .venv/browser ## all tests, 12 minutes; TESTS=tests/planning: th
 
 EXPLORED := tests/planning/test_unlike.py tests/planning/test_gather.py tests/execution/test_lowered.py tests/datadist/test_lowered_requests.py
 explore: .venv/dev ## 20,000 new examples of each test between unlike caches, or of those of TESTS; an hour on two cores
-	HYPOTHESIS_PROFILE=many $(BIN)/pytest --timeout 0 --numprocesses $(JOBS) --dist load $(or $(TESTS),$(EXPLORED))
+	HYPOTHESIS_PROFILE=many $(BIN)/pytest --timeout 0 -o faulthandler_timeout=0 --numprocesses $(JOBS) --dist load $(or $(TESTS),$(EXPLORED))
 
 across: .venv/dev ## the whole suites of transfers and faults between two hosts, made of network namespaces
 	KVPLAN_TEST_ACROSS=all $(BIN)/pytest tests/across -o faulthandler_timeout=0

@@ -11,23 +11,20 @@ import time
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from benchmarks.engine_peer import LEASED, LISTEN, leased_key
 from benchmarks.engines import linked_engine
 from benchmarks.table import Row, Run, Topic, timed
-from kvplan import CacheDesc, CacheIndex, ClusterInfo, DataType, LlmDataDist, LlmRole
-
-if TYPE_CHECKING:
-    from kvplan import BlockLease
+from kvplan import BlockLease, CacheDesc, CacheIndex, ClusterInfo, DataType, LlmDataDist, LlmRole
 
 TOPIC = Topic()
 OWNER_CLUSTER = 2
 POOL = CacheDesc(1, (65_536, 64), DataType.DT_UINT8)
 BLOCKS_OF_EACH = 4
 LIVE = 100_000
+VIEWED = 64  # blocks
 BATCH = 100  # leases that are released one after another
 
 
@@ -99,6 +96,24 @@ def notified_pull(run: Run, name: str) -> Row:
         datadist.unlink_clusters(peers, timeout_ms=10_000).raise_for_status()
         datadist.deallocate_cache(cache)
     return Row(name, 1e6 * ours, "us", 8, note="a block of 4 KiB; limit: the budget")
+
+
+@TOPIC.row("lease_view_us")
+def lease_view(run: Run, name: str) -> Row:
+    """What a block costs that is read in its owner's memory, without a copy: an array of it."""
+    datadist = linked_engine(run)
+    lease = run.shared["leases"][0]
+    fields = {it: getattr(lease, it) for it in BlockLease.__slots__}
+    blocks = BlockLease(**fields, blocks=(5,) * VIEWED, words=lease.words)
+
+    def viewed() -> None:
+        with datadist.arrays(blocks) as view:
+            assert len(view[0]) == VIEWED
+
+    (seconds,) = run.medians(timed(viewed, repeats=20), rounds=101)
+    each = 1e6 * seconds / VIEWED
+    note = f"{VIEWED} blocks of one tensor, with both checks of the lease; limit: the budget"
+    return Row(name, each, "us", 0.3, note=note)
 
 
 @TOPIC.row("release_us")

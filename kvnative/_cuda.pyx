@@ -16,7 +16,7 @@ from kvnative._backend import NativeError
 from kvnative._device import DeviceError
 
 __all__ = ["CopyTuning", "CudaError", "CudaLibrary", "Watch", "builtin_copy_tuning", "copy_tuning",
-           "copy_way", "far_copy_tuning", "tune_copies", "watch"]
+           "copy_way", "far_copy_tuning", "limit_copies", "tune_copies", "watch"]
 
 NAME = "libcuda.so.1"
 CONTEXTS = ("primary", "own")
@@ -187,6 +187,21 @@ def tune_copies(NativeDevice device not None, str direction not None, tuning) ->
         raise ValueError(f"blocks is {tuning.blocks}; it must be 0 to 2**31 - 1")
     given.blocks = tuning.blocks
     kvn_cuda_copies_tune(&device.device, direction_of(direction), given)
+
+
+def limit_copies(
+    NativeDevice device not None, *, bint batch_calls=True, uint32_t max_blocks=0
+) -> None:
+    """Limit the copies of a device in all directions.
+
+    Args:
+        device: a CUDA device.
+        batch_calls: False: cuMemcpyBatchAsync is not called any more.
+        max_blocks: maximum number of blocks of the kernel, in place of the one of each CopyTuning,
+            also between two GPUs; 0: those.
+    """
+    check_cuda(device)
+    kvn_cuda_copies_limit(&device.device, not batch_calls, max_blocks)
 
 
 def far_copy_tuning() -> CopyTuning:

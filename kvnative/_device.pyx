@@ -1,4 +1,7 @@
-"""Devices of any kind: their memory, and backends that copy it."""
+"""Devices of any kind: their memory, and backends that copy it.
+
+One module for all of them: a Device makes objects of every other class, and they hold the Device.
+"""
 
 cimport cython
 from cpython.buffer cimport (

@@ -39,7 +39,6 @@ from kvplan.types import (
 
 if TYPE_CHECKING:
     from kvplan.engine.datadist import LlmDataDist
-    from kvplan.engine.gather import GatherError, GatherTask, LayerGatherTask
     from kvplan.engine.layer_event import LayerEvent
     from kvplan.engine.notifications import Notification, Notifications
     from kvplan.engine.operation import RunOptions, SubmitOptions, TransferOptions
@@ -51,7 +50,10 @@ if TYPE_CHECKING:
     from kvplan.execution import (
         ComputeEvent,
         ComputeStream,
+        GatherError,
+        GatherTask,
         HostMemory,
+        LayerGatherTask,
         LayerProgress,
         LayerTask,
         Transfers,
@@ -138,11 +140,10 @@ __all__ = [
 _LAZY = {
     name: room
     for room, names in {
-        "kvplan.execution": "ComputeEvent ComputeStream HostMemory LayerProgress LayerTask "
-        "TransferTask Transfers execute submit",
+        "kvplan.execution": "ComputeEvent ComputeStream GatherError GatherTask HostMemory "
+        "LayerGatherTask LayerProgress LayerTask TransferTask Transfers execute submit",
         "kvplan.engine.queues": "Completions",
         "kvplan.engine.datadist": "LlmDataDist",
-        "kvplan.engine.gather": "GatherError GatherTask LayerGatherTask",
         "kvplan.engine.layer_event": "LayerEvent",
         "kvplan.lease": "BlockLease LeaseEnd",
         "kvplan.links": "ClusterInfo IpInfo LinkResult LinkResults LinkState LinkStatus "

@@ -99,3 +99,23 @@ class LLMException(RuntimeError):
 def invalid(message: str) -> LLMException:
     """Return the refusal of an argument; the message says what is allowed."""
     return LLMException(message, status_code=LLMStatusCode.LLM_PARAM_INVALID)
+
+
+def unsupported(message: str) -> LLMException:
+    """Return the refusal of what this machine, transport or peer cannot do."""
+    return LLMException(message, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
+
+
+def not_exist(message: str) -> LLMException:
+    """Return the refusal of a cache, key, lease or registration that has ended or never existed."""
+    return LLMException(message, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+
+
+def link_failed(message: str) -> LLMException:
+    """Return the error of a peer that cannot be reached; the message has the phase and reason."""
+    return LLMException(message, status_code=LLMStatusCode.LLM_LINK_FAILED)
+
+
+def timed_out(message: str) -> LLMException:
+    """Return the error of a wait that took too long."""
+    return LLMException(message, status_code=LLMStatusCode.LLM_TIMEOUT)

@@ -116,6 +116,12 @@ def check_width(name: str, value: object, low: int, high: int) -> int:
     return number
 
 
+def check_timeout(timeout_ms: float | None) -> None:
+    """Refuse a negative timeout, or one that is not a number."""
+    if timeout_ms is not None and not timeout_ms >= 0:
+        raise ValueError(f"timeout_ms={timeout_ms} must be >= 0 or None")
+
+
 def take_ints(value: object, *names: str) -> None:
     """Convert attributes of a frozen value, such as np.int64, to int.
 

@@ -17,14 +17,12 @@ from examples.vllm import (
     hybrid,
     live_engines,
     live_parallel,
-    live_proxy,
     live_push,
     live_servers,
 )
 from examples.vllm.report import FOLDER, Report
 
 PARTS = {
-    "proxy": live_proxy.run,
     "engines": live_engines.run,
     "servers": live_servers.run,
     "push": live_push.run,

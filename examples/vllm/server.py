@@ -119,7 +119,7 @@ class Server(Service):
 
 
 class Proxy(Service):
-    """`python -m examples.vllm.proxy` over servers."""
+    """`python -m kvplan.vllm.proxy` over servers."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Proxy(Service):
         timeout_s: float = 60,
     ) -> None:
         port = free_port()
-        command = [sys.executable, "-m", "examples.vllm.proxy", "--port", str(port)]
+        command = [sys.executable, "-m", "kvplan.vllm.proxy", "--port", str(port)]
         for role, servers in (("--prefill", prefill), ("--decode", decode)):
             for it in servers:
                 command += [role, it.url]

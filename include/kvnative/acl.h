@@ -1,5 +1,5 @@
-/* What kvplan uses of ACL, the runtime interface of Ascend devices: declarations of our own, so that
- * nothing of a vendor is needed to build. The library is found and opened at run time.
+/* The parts of ACL, the runtime interface of Ascend devices, that kvplan uses. The declarations are kvplan's own, so
+ * that building needs no files of the vendor. The library is found and opened at run time.
  *
  * Layouts are those of CANN 8.1 to 9.x on 64-bit Linux; enumerations are passed as int. */
 #ifndef KVNATIVE_ACL_H
@@ -88,7 +88,7 @@ _Static_assert(offsetof(kvn_acl_pointer, page_size) == 8, "pageSize at 8");
 _Static_assert(offsetof(kvn_acl_pointer, reserved) == 12, "rsv at 12");
 #endif
 
-/* X(result, name, parameters): what every version has. */
+/* X(result, name, parameters): calls that every version has. */
 #define KVN_ACL_REQUIRED(X)                                                                       \
     X(aclError, aclrtMemcpyAsync, /* first: its file is the library's path */                     \
       (void *dst, size_t room, const void *src, size_t nbytes, int kind, aclrtStream stream))     \
@@ -124,7 +124,7 @@ _Static_assert(offsetof(kvn_acl_pointer, reserved) == 12, "rsv at 12");
     X(aclError, aclrtMemcpy,                                                                      \
       (void *dst, size_t room, const void *src, size_t nbytes, int kind))
 
-/* What came later, or may go: NULL where the library lacks it. */
+/* Calls of later versions, or that may be removed: NULL if the library lacks them. */
 #define KVN_ACL_OPTIONAL(X)                                                                       \
     X(aclError, aclrtGetVersion, (int32_t *major, int32_t *minor, int32_t *patch))                \
     X(aclError, aclrtCreateEventExWithFlag, (aclrtEvent *event, uint32_t flags))                  \

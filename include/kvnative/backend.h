@@ -1,6 +1,5 @@
-/* Contract 2: what moves bytes. A backend takes batches of descriptors, and answers poll, wait and
- * abort for each. One with the same vtable may hold another backend: the tests' make every failure,
- * on any machine.
+/* Contract 2: backends move bytes. A backend takes batches of descriptors, and answers poll, wait and abort for each. A
+ * backend may wrap another one: the wrappers of the tests produce every failure on any machine.
  *
  * Rules:
  * - No call holds the GIL or allocates per descriptor.
@@ -41,8 +40,8 @@ typedef struct kvn_span {
 #define KVN_NO_DESCRIPTOR UINT64_MAX
 #define KVN_MAX_SPANS 66 /* a piece per thread, and the unclaimed tail */
 
-/* What is known about a request. Spans are ascending and disjoint; a descriptor in none of them is
- * confirmed. While KVN_PENDING only `bytes_done` is meaningful. */
+/* The outcome of a request, or its progress. Spans are ascending and disjoint; a descriptor outside of them is
+ * confirmed. While KVN_PENDING, only `bytes_done` is meaningful. */
 typedef struct kvn_report {
     int32_t status;
     int32_t code;            /* errno, aclError, HcclResult: as the system gave it */
@@ -62,8 +61,8 @@ typedef struct kvn_request kvn_request; /* one submitted batch; each backend has
 
 typedef struct kvn_backend_vtable {
     const char *name;
-    /* Whether it takes batches with an `after`, and moves no byte of one before. Others are given such a
-     * batch when that has come. */
+    /* True: it takes batches with an `after`, and moves no byte of them before that. Other backends get such a batch
+     * when its gate has opened. */
     bool orders;
     /* Issues the batch. On KVN_OK *out is a request to poll, wait and release; otherwise *out is
      * NULL and `report` says why. Small batches may be complete on return. KVN_PENDING, of a batch with an

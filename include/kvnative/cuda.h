@@ -1,8 +1,8 @@
-/* What kvplan uses of CUDA's driver API: declarations of our own, so that nothing of a vendor is needed to
- * build. The library (libcuda.so.1, of the driver) is found and opened at run time.
+/* The parts of CUDA's driver API that kvplan uses. The declarations are kvplan's own, so that building needs no files
+ * of the vendor. The library (libcuda.so.1, of the driver) is found and opened at run time.
  *
- * Layouts are those of CUDA 11.2 to 13 on 64-bit Linux; enumerations are passed as int. Calls have the names
- * that the library exports, with the version at the end that has these parameters. */
+ * Layouts are those of CUDA 11.2 to 13 on 64-bit Linux; enumerations are passed as int. Calls have the names that the
+ * library exports, with the version at the end that has these parameters. */
 #ifndef KVNATIVE_CUDA_H
 #define KVNATIVE_CUDA_H
 
@@ -58,7 +58,7 @@ enum {
     KVN_CUDA_SYSTEM_DRIVER_MISMATCH = 803,
     KVN_CUDA_COMPAT_NOT_SUPPORTED = 804, /* on this device */
     KVN_CUDA_CAPTURE_UNSUPPORTED = 900, /* a stream is being captured into a graph: the first of nine codes */
-    KVN_CUDA_CAPTURE_IMPLICIT = 906,   /* of the default stream, as one that is ordered with it is captured */
+    KVN_CUDA_CAPTURE_IMPLICIT = 906,   /* the default stream is ordered with a captured stream */
     KVN_CUDA_CAPTURED_EVENT = 907,
     KVN_CUDA_CAPTURE_WRONG_THREAD = 908 /* the last of them */
 };
@@ -74,7 +74,7 @@ enum {
     KVN_CUDA_GPU_DIRECT_RDMA = 110   /* GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
 };
 
-/* CUpointer_attribute, and the size of what each writes */
+/* CUpointer_attribute, and the size that each writes */
 enum {
     KVN_CUDA_POINTER_CONTEXT = 1,        /* CUcontext; NULL: of none, as mapped memory is */
     KVN_CUDA_POINTER_MEMORY_TYPE = 2,    /* unsigned */
@@ -152,7 +152,7 @@ _Static_assert(sizeof(kvn_cuda_access) == 12, "CUmemAccessDesc is 12 bytes");
 _Static_assert(sizeof(kvn_cuda_copy_attributes) == 24, "CUmemcpyAttributes is 24 bytes");
 #endif
 
-/* X(name, parameters); each returns CUresult. What every driver since 11.2 has. */
+/* X(name, parameters); each returns CUresult. Calls that every driver since 11.2 has. */
 #define KVN_CUDA_REQUIRED(X)                                                                      \
     X(cuInit, (unsigned flags))                                                                   \
     X(cuDriverGetVersion, (int *version)) /* 12040 for 12.4 */                                    \
@@ -230,8 +230,9 @@ _Static_assert(sizeof(kvn_cuda_copy_attributes) == 24, "CUmemcpyAttributes is 24
     X(cuIpcOpenMemHandle_v2, (CUdeviceptr *address, kvn_cuda_ipc_memory handle, unsigned flags))  \
     X(cuIpcCloseMemHandle, (CUdeviceptr address))
 
-/* What came later, or went: NULL where the library lacks it. */
+/* Calls of later versions, or that were removed: NULL if the library lacks them. */
 #define KVN_CUDA_OPTIONAL(X)                                                                      \
+    X(cuDeviceGetUuid_v2, (kvn_cuda_uuid *uuid, CUdevice device)) /* 11.4 */                      \
     X(cuFuncLoad, (CUfunction function)) /* 12.4 */                                               \
     X(cuMemcpyBatchAsync, /* 12.8 */                                                              \
       (CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, size_t count,                         \

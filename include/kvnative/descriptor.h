@@ -1,5 +1,5 @@
-/* Descriptors: what is moved from where to where. Addresses are uint64_t as in ACL and HCCL records;
- * sizes are bytes. */
+/* Descriptors of copies: destination, source and size. Addresses are uint64_t, as in ACL and HCCL records; sizes are
+ * bytes. */
 #ifndef KVNATIVE_DESCRIPTOR_H
 #define KVNATIVE_DESCRIPTOR_H
 
@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-/* What the thread that submits does next: a hint, which any backend may use. */
+/* The next action of the thread that submits: a hint for backends. */
 typedef enum kvn_caller {
     KVN_CALLER_RETURNS,
     KVN_CALLER_WAITS,    /* for this batch, at once: it can move it itself */
@@ -19,7 +19,7 @@ typedef enum kvn_caller {
 
 struct kvn_failure;
 
-/* Is told that a batch is over, whether or not anyone asks for its outcome. */
+/* The receiver of the end of a batch, which is called even if no thread asks for the outcome. */
 typedef struct kvn_batch_end {
     /* Once, from any thread and with any lock held, `submit` included, when no byte of the batch is touched any more:
      * `wait` then returns without waiting for anything but this call. `status` is that of the outcome. `release` of
@@ -39,7 +39,7 @@ typedef struct kvn_columns {
     size_t count;
     uint64_t first; /* index of descriptor 0 in the array that the batch is cut from; the executor's */
     uint32_t caller; /* kvn_caller */
-    struct kvn_gate *after; /* what the batch has to come after; NULL: nothing. Only for a backend that `orders` */
+    struct kvn_gate *after; /* the gate that the batch comes after; NULL: none. Only for a backend that `orders` */
     kvn_batch_end *end; /* NULL: none. Every backend calls it, but not of a batch that `submit` refuses */
 } kvn_columns;
 

@@ -1,7 +1,7 @@
-/* What is used of HCCL's one-sided interface: own declarations of its ABI. The library is found at run
- * time, so there are types of functions here and no functions. Sizes and offsets hold for LP64.
+/* The parts of HCCL's one-sided interface that kvplan uses, as declarations of its own. The library is found at run
+ * time, so this file has types of functions and no functions. Sizes and offsets hold for LP64.
  *
- * Names follow the vendor's, with the prefix kvn_, so that his documentation can be looked up. */
+ * Names are the vendor's with the prefix kvn_, so that the vendor's documentation can be looked up. */
 #ifndef KVNATIVE_HCCL_H
 #define KVNATIVE_HCCL_H
 
@@ -21,6 +21,7 @@ typedef int32_t kvn_hccl_result;
 enum {
     KVN_HCCL_SUCCESS = 0,
     KVN_HCCL_E_PARA = 1,
+    KVN_HCCL_E_PTR = 2,
     KVN_HCCL_E_NOT_SUPPORT = 5,
     KVN_HCCL_E_TIMEOUT = 9,
     KVN_HCCL_E_OOM = 24
@@ -36,7 +37,7 @@ typedef struct kvn_hccl_mem {
     uint64_t nbytes;
 } kvn_hccl_mem;
 
-/* Opaque; what one side has registered, as the other one imports it. */
+/* An opaque description of registered memory, which the other side imports. */
 typedef struct kvn_hccl_mem_desc {
     char bytes[512];
 } kvn_hccl_mem_desc;
@@ -53,8 +54,8 @@ typedef struct kvn_hccl_prepare_config {
     uint64_t more[3];
 } kvn_hccl_prepare_config;
 
-/* The record of a communicator's settings as of version 5. Every later version begins like this and
- * takes a shorter record for what it is: `size` and `version` say which. */
+/* The settings of a communicator in version 5. Every later version begins like this, and accepts shorter records by
+ * their `size` and `version`. */
 typedef struct kvn_hccl_config {
     uint64_t size;
     uint32_t magic;

@@ -17,7 +17,7 @@ typedef enum kvn_status {
     KVN_DENIED = -6,      /* the system refuses access to the other process */
     KVN_UNMAPPED = -7,    /* a range is not (or no longer) mapped or not writable */
     KVN_UNSUPPORTED = -8, /* this backend or system cannot do that */
-    KVN_FAILED = -9,      /* anything else: `code` and `message` say what */
+    KVN_FAILED = -9,      /* any other error; see `code` and `message` */
     KVN_DEVICE_MEMORY = -10,   /* a device's memory is damaged */
     KVN_SUSPECT_REMOTE = -11,  /* the device at the other end is not well */
     KVN_NO_DEVICE_MEMORY = -12, /* the device is out of memory, or of streams and the like */

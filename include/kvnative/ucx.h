@@ -1,9 +1,9 @@
-/* What kvplan uses of UCX (libucp, libucs): declarations of our own, so that nothing of a vendor is needed
- * to build. The library is found and opened at run time.
+/* The parts of UCX (libucp, libucs) that kvplan uses. The declarations are kvplan's own, so that building needs no
+ * files of UCX. The library is found and opened at run time.
  *
- * Layouts are those of API 1.13 on 64-bit Linux. Later releases append fields; its mask says
- * what a structure holds, so one build runs with all of them. Names follow UCX's, with the prefix kvn_, so that
- * its documentation can be looked up. */
+ * Layouts are those of API 1.13 on 64-bit Linux. Later releases append fields, and the mask of a structure says which
+ * it has, so one build runs with all of them. Names are UCX's with the prefix kvn_, so that its documentation can be
+ * looked up. */
 #ifndef KVNATIVE_UCX_H
 #define KVNATIVE_UCX_H
 
@@ -30,7 +30,7 @@ typedef struct kvn_ucp_address kvn_ucp_address;
 /* NULL: done; an error: KVN_UCS_IS_ERROR; else a request, to be freed after its callback. */
 typedef void *kvn_ucs_status_ptr;
 
-/* ucs_status_t: those that are treated in some way of their own. */
+/* The values of ucs_status_t with a treatment of their own. */
 enum {
     KVN_UCS_OK = 0,
     KVN_UCS_INPROGRESS = 1,
@@ -176,7 +176,7 @@ enum { KVN_UCS_LOG_LEVEL_FATAL = 0, KVN_UCS_LOG_LEVEL_ERROR = 1 };
 typedef int (*kvn_ucs_log_func)(const char *file, unsigned line, const char *function, int level,
                                 const void *component, const char *format, va_list arguments);
 
-/* X(result, name, parameters): what every supported version has. */
+/* X(result, name, parameters): calls that every supported version has. */
 #define KVN_UCP_REQUIRED(X)                                                                        \
     X(void, ucp_get_version, (unsigned *major, unsigned *minor, unsigned *release))                \
     X(kvn_ucs_status, ucp_config_read,                                                             \

@@ -71,10 +71,11 @@ def ping(
 ) -> ExitCode:
     """Link with the engine that listens at ADDRESS ("ip:port"), measure, and unlink.
 
-    Prints the time of linking, the chosen transport and the reason against each preferred one,
-    the round trip of a control message, the caches of the peer, and the times of a small and a
-    large pull from the first readable cache. The peer has one more link in the meantime; nothing
-    is written to it, and no key of a request is consumed. Exits with 2 if linking or a pull fails.
+    Prints the time of linking, the chosen transport and the reason against each preferred one.
+    Then it prints the round trip of a control message, the caches of the peer, and the times of a
+    small and a large pull from the first readable cache. The peer has one more link in the
+    meantime; nothing is written to it, and no key of a request is consumed. Exits with 2 if
+    linking or a pull fails.
     """
     options = Options(
         listen_ip_info="",  # even if the environment has an address

@@ -130,8 +130,8 @@ def diff(old: Plan, new: Plan, html: str | None, *, as_json: bool) -> ExitCode:
     """Show how plan B differs from plan A, with a verdict at the end.
 
     Names of caches are not compared. One of the two files may be - for stdin. Exits with 0 if the
-    plans are identical or equivalent (they copy the same bytes to the same places), with 1 if they
-    differ, with 2 if one file is not a plan.
+    plans are identical or equivalent: they copy the same bytes to the same places. Exits with 1 if
+    they differ, with 2 if one file is not a plan.
     """
     same = is_equivalent(old, new)
     if html is not None:

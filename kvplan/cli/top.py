@@ -77,7 +77,7 @@ class _InFlight(TypedDict):
 
 @resolved
 class _Document(TypedDict):
-    """The fields that are read from an engine; see `kvplan.engine.telemetry.describe`."""
+    """The fields that are read from an engine; see `kvplan.engine.engine.describe`."""
 
     cluster_id: int
     role: str

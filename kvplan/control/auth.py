@@ -23,9 +23,9 @@ import zmq
 from zmq.utils import z85
 
 from kvplan.control.endpoint import Endpoint
-from kvplan.control.users import private_directory, state_file
 from kvplan.status import LLMException, invalid
 from kvplan.system.logs import Log
+from kvplan.system.users import private_directory, state_file
 from kvplan.validation import open_regular
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from kvplan.control.messages import (
     encode,
     encode_refusal,
 )
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, link_failed
 
 MAX_REQUESTS: Final = 32
 """Concurrent requests of one peer. More are refused."""
@@ -143,9 +143,8 @@ class Channel:
         """Send a request, and return its reply if that has the expected type."""
         reply = await self.request(body, timeout_s)
         if not isinstance(reply, expected):
-            raise LLMException(
-                f"the peer answered {type(reply).__name__} to a {type(body).__name__}",
-                status_code=LLMStatusCode.LLM_LINK_FAILED,
+            raise link_failed(
+                f"the peer answered {type(reply).__name__} to a {type(body).__name__}"
             )
         return reply
 

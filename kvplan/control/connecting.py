@@ -25,7 +25,7 @@ from kvplan.control.pending_connections import (
     PendingConnection,
     PendingConnections,
 )
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, link_failed
 from kvplan.system.limits import reason_of, system_error
 from kvplan.system.logs import Log
 
@@ -317,9 +317,7 @@ async def connect(
             reason += f"; has it {causes}? Its log says"
         if key is not None and " key" in reason:
             reason += f"; {key.advice}"
-        raise LLMException(
-            f"{endpoint}: {phase}: {reason}", status_code=LLMStatusCode.LLM_LINK_FAILED
-        ) from None
+        raise link_failed(f"{endpoint}: {phase}: {reason}") from None
     channel.introduced = True
     return channel
 

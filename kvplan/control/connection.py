@@ -19,7 +19,6 @@ import zmq
 
 from kvplan.control.auth import ClusterKey
 from kvplan.control.loop import CLOSING_S, ControlLoop
-from kvplan.control.users import peer_credentials
 from kvplan.control.zmtp import (
     GREETING_NBYTES,
     MAX_FRAME_NBYTES,
@@ -29,6 +28,7 @@ from kvplan.control.zmtp import (
     ZmtpValidator,
 )
 from kvplan.control.zmtp import greeting as zmtp_greeting
+from kvplan.system.users import peer_credentials
 
 QUEUE_LENGTH: Final = 32
 """Frames that wait in ZeroMQ, in each direction of a connection."""

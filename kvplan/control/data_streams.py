@@ -31,7 +31,7 @@ from typing import Any, Final, TypeAlias
 from kvnative._signals import Mutex
 from kvplan.control.endpoint import endpoint_of
 from kvplan.control.zmtp import GREETING_NBYTES, Unacceptable
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, link_failed
 
 HELLO_NBYTES: Final = 64
 
@@ -71,10 +71,7 @@ class DataStreams(ABC):
         """End waiting calls of `open`, and connections that were not taken. Idempotent."""
 
     def _failed(self, index: int, phase: str, reason: str) -> LLMException:
-        return LLMException(
-            f"{self.way}: data connection {index}: {phase}: {reason}",
-            status_code=LLMStatusCode.LLM_LINK_FAILED,
-        )
+        return link_failed(f"{self.way}: data connection {index}: {phase}: {reason}")
 
     def _answer(self, greeting: bytes, hello: bytes) -> tuple[int, bytes]:
         """Return the index in a complete hello, and the answer to the hello."""

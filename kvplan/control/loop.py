@@ -16,7 +16,7 @@ import zmq
 
 from kvnative._signals import Mutex
 from kvplan.control.zmtp import ZapAuthenticator
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, timed_out
 from kvplan.system.limits import check_threads, system_error
 from kvplan.system.logs import LimitedLog, Log
 
@@ -100,9 +100,7 @@ class PendingCall(Generic[_T]):
                 timeout=None if timeout_ms is None else max(0.0, timeout_ms / 1000)
             )
         except Empty:
-            raise LLMException(
-                f"no result after {timeout_ms:g} ms", status_code=LLMStatusCode.LLM_TIMEOUT
-            ) from None
+            raise timed_out(f"no result after {timeout_ms:g} ms") from None
         if outcome[0] is None:
             return outcome[1]
         try:

@@ -15,7 +15,7 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import DataType, LlmRole, Placement
 from kvplan.validation import printable
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 MAX_NBYTES: Final = 1 << 20
 """Bytes of the largest frame."""
 
@@ -198,12 +198,18 @@ class TableEntry(_Message, frozen=True):
 
 
 class Table(_Body, frozen=True):
-    """Notice: caches that were added and removed; `first` replaces all that the peer had."""
+    """Notice: caches that were added and removed; `first` replaces all that the peer had.
+
+    `moved` has leases whose blocks the sender has moved (`BlockLease.to_bytes`), `ended` the ids of
+    such leases that do not exist any more.
+    """
 
     version: Natural
     first: bool
     entries: Annotated[tuple[TableEntry, ...], Meta(max_length=4096)]
     removed: Annotated[tuple[CacheId, ...], Meta(max_length=65536)]
+    moved: Annotated[tuple[Metadata, ...], Meta(max_length=4096)] = ()
+    ended: Annotated[tuple[Natural, ...], Meta(max_length=65536)] = ()
 
 
 class Sync(_Body, frozen=True):
@@ -252,7 +258,7 @@ class Released(_Body, frozen=True):
 
 
 class Notify(_Body, frozen=True):
-    """Request: a notification of my program for yours; yours reads it in the order of mine.
+    """Request: a notification of my program for yours, which reads them in the order of sending.
 
     `direct` is the secret of a listener inside the host: connect there for those to come.
     """
@@ -262,7 +268,7 @@ class Notify(_Body, frozen=True):
 
 
 class Notified(_Body, frozen=True):
-    """Reply to Notify: it is where my program reads, and so many more have room."""
+    """Reply to Notify: my program can read it, and `window` more have room."""
 
     window: Uint32 = 0
 
@@ -270,7 +276,7 @@ class Notified(_Body, frozen=True):
 class Renew(_Body, frozen=True):
     """Notice: I have opened this generation of the link's connection; do so too, at once.
 
-    Both ends say it, whichever began, and then make it; `metadata` is the link's transport's.
+    Both ends send it, whichever began, and then make it; `metadata` is that of the transport.
     """
 
     generation: Generation
@@ -278,7 +284,7 @@ class Renew(_Body, frozen=True):
 
 
 class Renewed(_WithReason, frozen=True):
-    """Notice: I have made it; with a reason: I have not, and never will."""
+    """Notice: I have made it. With a reason: I have not, and never will."""
 
     generation: Generation
 
@@ -364,7 +370,7 @@ class Envelope(_Message, frozen=True, array_like=True):
     body: Body
 
 
-class Undecodable(ValueError):  # noqa: N818 - what it says of a frame
+class Undecodable(ValueError):  # noqa: N818 - a property of a frame
     """A frame that is not a message of this protocol."""
 
 

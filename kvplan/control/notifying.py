@@ -29,9 +29,9 @@ from typing import Final, Protocol
 
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import Notified, Notify
-from kvplan.control.users import peer_credentials
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.logs import LimitedLog, Log
+from kvplan.system.users import peer_credentials
 
 WINDOW: Final = 256
 """Maximum of unread packets in the receiver's socket. The kernel has room for 50 of 4 KiB."""
@@ -83,8 +83,8 @@ class DirectSender:
         """Return True if the receiver's program has taken all packets."""
         if not self._has_room:
             return False
-        lying = fcntl.ioctl(self._socket, termios.TIOCOUTQ, _NOTHING)
-        if lying == _NOTHING:
+        unread = fcntl.ioctl(self._socket, termios.TIOCOUTQ, _NOTHING)
+        if unread == _NOTHING:
             self._left = WINDOW
         return self._left > 0
 

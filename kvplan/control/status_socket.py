@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from kvplan.control.users import peer_credentials
 from kvplan.status import LLMException
 from kvplan.system.logs import Log
+from kvplan.system.users import peer_credentials
 
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop

@@ -48,7 +48,7 @@ class Cells(NamedTuple):
     head: Offsets
     row: Offsets  # block or slot
     token: Offsets  # in its row
-    order: Offsets  # number of the token in the request; of the row if there are no tokens
+    order: Offsets  # number of the token in the request; without tokens, of the row
 
     def take(self, chosen: Any) -> Cells:
         """Return some of the cells, by a NumPy index."""

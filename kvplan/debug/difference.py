@@ -1,4 +1,4 @@
-"""What differs in a cache: the first wrong bytes, a summary, and both as text."""
+"""The difference of a cache from its expected content: first wrong bytes, summary, and text."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Difference:
-    """How a cache differs from its expected content, after a plan was executed.
+    """The difference between a cache and its expected content, after a plan was executed.
 
-    Sizes count cells. A cell is a token's bytes in one head of the keys or values of a layer, or
-    the smallest piece of that which the layout allows to tell apart.
+    Sizes count cells. A cell has the bytes of one token in one head of the keys or values of a
+    layer, or of the smallest piece that the layout tells apart.
 
     Attributes:
         part: the part of the plan that was executed.

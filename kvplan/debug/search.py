@@ -159,7 +159,7 @@ class Search:
 
 
 class _Read(NamedTuple):
-    """What the plan reads for bytes of a dst tensor; each column has an entry for each byte."""
+    """The reads of a plan for bytes of a dst tensor; each column has an entry for each byte."""
 
     descriptors: Offsets
     tensors: Offsets

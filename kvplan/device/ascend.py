@@ -69,12 +69,7 @@ def product_of(soc_name: str) -> Product | None:
 
 
 def load_library() -> AclLibrary:
-    """Return the ACL library, which a process loads once; LLM_FEATURE_NOT_ENABLED: none.
-
-    Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: none is installed, or it cannot be used; says where
-            it was looked for, and what the loader said.
-    """
+    """Return the ACL library, which a process loads once; see `find_library`."""
 
     def load(place: str | None) -> AclLibrary:
         from kvnative._acl import AclLibrary

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvplan.status import LLMException
 from kvplan.system.logs import Log
@@ -17,21 +17,36 @@ if TYPE_CHECKING:
 _LOG = Log("kvplan")
 
 
-def _ascend(device_id: int, cuda_context: str) -> Device:
+class CudaOptions(NamedTuple):
+    """The options of an engine that only CUDA devices have."""
+
+    context: str = "primary"
+    batch_calls: bool = True
+    copy_blocks: int = 0
+
+
+def _ascend(device_id: int, cuda: CudaOptions) -> Device:
     from kvplan.device.ascend import AscendDevice  # loaded only if it is used
 
-    del cuda_context
+    del cuda
     return AscendDevice(device_id)
 
 
-def _cuda(device_id: int, cuda_context: str) -> Device:
+def _cuda(device_id: int, cuda: CudaOptions) -> Device:
     from kvplan.device.cuda import CudaDevice, load_library
 
-    return CudaDevice(device_id, load_library(cuda_context))
+    device = CudaDevice(device_id, load_library(cuda.context))
+    device.limit_copies(batch_calls=cuda.batch_calls, max_blocks=cuda.copy_blocks)
+    return device
 
+
+_DEFAULTS: Final = CudaOptions()
 
 # In the order in which "auto" tries them.
-_OPEN: Final[Mapping[str, Callable[[int, str], Device]]] = {"ascend": _ascend, "cuda": _cuda}
+_OPEN: Final[Mapping[str, Callable[[int, CudaOptions], Device]]] = {
+    "ascend": _ascend,
+    "cuda": _cuda,
+}
 
 ACCELERATORS: Final = ("auto", "none", *_OPEN)
 """The values of the option."""
@@ -65,13 +80,13 @@ def _asked(load_library: Callable[[], DeviceLibrary], call: str) -> int | None:
     return number.value
 
 
-def open_accelerator(choice: str, device_id: int, cuda_context: str = "primary") -> Device | None:
+def open_accelerator(choice: str, device_id: int, cuda: CudaOptions = _DEFAULTS) -> Device | None:
     """Return the device to use, which the caller closes."""
     if choice == "none":
         return None
     if choice != "auto":
         try:
-            return _OPEN[choice](device_id, cuda_context)
+            return _OPEN[choice](device_id, cuda)
         except LLMException as error:
             raise LLMException(
                 f"accelerator={choice!r}: {error.args[0]}", status_code=error.status_code
@@ -79,7 +94,7 @@ def open_accelerator(choice: str, device_id: int, cuda_context: str = "primary")
     reasons = []
     for open_one in _OPEN.values():
         try:
-            return open_one(device_id, cuda_context)
+            return open_one(device_id, cuda)
         except LLMException as error:
             reasons.append(str(error))
     _LOG.info(

@@ -1,4 +1,4 @@
-"""CUDA devices: the driver's library of this host, never linked."""
+"""CUDA devices: the driver's library of this host, never linked, and shared memory of GPUs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
+from weakref import WeakValueDictionary
 
-from kvplan.device.cuda_sharing import CudaSharing
+from kvnative import _cuda_share
+from kvnative._backend import NativeError
+from kvnative._signals import Mutex
 from kvplan.device.device import Device, find_library
-from kvplan.execution.task import native_errors
-from kvplan.status import LLMException
+from kvplan.device.sharing import AllocationRef, Exported, exported, next_number
+from kvplan.execution.task import native_error, native_errors
+from kvplan.status import LLMException, invalid, unsupported
 from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvnative._cuda import CudaLibrary
+    from kvnative._device import Device as NativeDevice
+    from kvnative._device import DeviceBuffer
     from kvplan.device.device import Watch
 
 _LOG = Log("kvplan")
@@ -51,6 +57,80 @@ def driver_version() -> str | None:
     return None
 
 
+class CudaSharing:
+    """The sharing of a CUDA device; see `Sharing`.
+
+    kvplan's own memory is exported as a descriptor, which a mapping keeps. Memory of users has a
+    handle of cuIpcGetMemHandle, which keeps nothing.
+    """
+
+    def __init__(self, native: NativeDevice, uuid: str) -> None:
+        self._native = native
+        self._mutex = Mutex()  # a finalizer may register memory
+        self._buffers: WeakValueDictionary[int, Exported] = WeakValueDictionary()  # by address
+        self.uuid = uuid
+
+    def export(
+        self, address: int, nbytes: int, buffer: DeviceBuffer | None, *, is_pool: bool = False
+    ) -> Exported:
+        """See `Sharing.export`; of one buffer always the same."""
+        if buffer is None:
+            return self._export(address, nbytes, None, is_pool)
+        with self._mutex:
+            # The export holds the buffer, so no other buffer is at that address.
+            known = self._buffers.get(buffer.address)
+            if known is None:
+                known = self._export(address, nbytes, buffer, is_pool)
+                self._buffers[buffer.address] = known
+            return known
+
+    def map(self, ref: AllocationRef, fd: int) -> _cuda_share.Imported:
+        """See `Sharing.map`."""
+        native, what = self._native, f"{ref.nbytes} bytes of GPU {ref.device} of a peer"
+        uuid, gpu = bytes.fromhex(ref.device), ""
+        here = exported(ref)
+        try:
+            gpu = _cuda_share.check_reach(native, uuid, both_ways=False)
+            is_far = gpu != "same"
+            if ref.fd >= 0:
+                return _cuda_share.import_descriptor(native, fd, ref.nbytes, is_far=is_far)
+            if here is not None:  # CUDA does not open a handle in its own process
+                return _cuda_share.import_here(native, here.device, ref.address, ref.nbytes)
+            handle = bytes.fromhex(ref.handle)
+            return _cuda_share.import_handle(native, handle, ref.nbytes, is_far=is_far)
+        except ValueError as error:
+            raise invalid(f"{what}: {error}") from error
+        except NativeError as error:
+            failure = native_error(error, f"{what}, to be mapped for device {native.id}")
+            if gpu != "hidden":
+                raise failure from error
+            raise unsupported(
+                f"{failure.args[0]}; CUDA_VISIBLE_DEVICES hides that GPU from this process: if the "
+                "driver does not reach it so, let both processes see both GPUs, and choose by "
+                "llm.DeviceId; if the two have no peer access (nvidia-smi topo -p2p r), "
+                "use kvplan.transport=tcp"
+            ) from error
+
+    def shortfall(self, uuid: str) -> str | None:
+        """See `Sharing.shortfall`."""
+        try:
+            _cuda_share.check_reach(self._native, bytes.fromhex(uuid), both_ways=True)
+        except NativeError as error:
+            return str(error)
+        return None
+
+    def _export(
+        self, address: int, nbytes: int, buffer: DeviceBuffer | None, is_pool: bool
+    ) -> Exported:
+        with native_errors(f"memory of device {self._native.id}"):
+            native = _cuda_share.export(self._native, address, nbytes)
+        handle = native.handle.hex()
+        ref = AllocationRef(
+            self.uuid, native.address, native.nbytes, next_number(), native.fd, handle, is_pool
+        )
+        return Exported(ref, self._native, (native, buffer))
+
+
 class CudaDevice(Device):
     """A CUDA device of this process, for the lifetime of one engine. Any thread may use it.
 
@@ -73,11 +153,22 @@ class CudaDevice(Device):
         except (OSError, LLMException) as error:
             _LOG.info("device=%d copies as is built in: %s", device_id, error)
 
+    def limit_copies(self, *, batch_calls: bool, max_blocks: int) -> None:
+        """Limit how copies use the driver and the GPU, in all directions.
+
+        Args:
+            batch_calls: False: the driver's batch call is not used.
+            max_blocks: Maximum number of blocks of the copy kernel; 0: as tuned or built in.
+        """
+        from kvnative._cuda import limit_copies
+
+        limit_copies(self.native, batch_calls=batch_calls, max_blocks=max_blocks)
+
     @cached_property
     def sharing(self) -> CudaSharing:
         """The sharing of its memory with processes of this host."""
         uuid = cast("CudaLibrary", self.native.library).uuid(self.id)
-        return CudaSharing(self.native, uuid.removeprefix("GPU-").replace("-", ""))
+        return CudaSharing(self.native, uuid.partition("-")[2].replace("-", ""))  # GPU- or MIG-
 
     def watch(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> tuple[Watch, ...]:
         """Watch memory by CUDA's allocation ids, which CUDA never reuses; see `Device.watch`."""

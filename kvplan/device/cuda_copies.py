@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 NO_LIMIT: Final = 2**63
-FILE_VERSION: Final = 2
+FILE_VERSION: Final = 3
 FILE_NAME: Final = "cuda.json"
 
 Tunings = Mapping[CopyDirection, CopyTuning]

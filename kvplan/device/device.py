@@ -11,7 +11,7 @@ from kvnative._backend import NativeError
 from kvnative._signals import Mutex
 from kvplan.execution.compute_events import handle_of, stream_handle_of
 from kvplan.execution.task import native_error, native_errors
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import invalid, unsupported
 from kvplan.system.logs import Log
 from kvplan.validation import shown
 
@@ -88,10 +88,9 @@ class Device:
         try:
             count = library.device_count()
             if not 0 <= device_id < count:
-                raise LLMException(
+                raise unsupported(
                     f"device_id={device_id} is out of range [0, {count}): {library.path} has "
-                    f"{count} devices",
-                    status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                    f"{count} devices"
                 )
             with _mutex:
                 shared = _shared.get(self._key)
@@ -327,7 +326,4 @@ def find_library(what: str, override: str, load: Callable[[str | None], _L]) -> 
             return load(place)
         except NativeError as error:
             cause = error
-    raise LLMException(
-        f"no {what} can be used: {cause or f'{override} is empty'}",
-        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-    ) from cause
+    raise unsupported(f"no {what} can be used: {cause or f'{override} is empty'}") from cause

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvnative._executor import Revocable
 from kvplan.device.device import Device
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import invalid, not_exist, unsupported
 from kvplan.types import Cache, CacheDesc
 
 if TYPE_CHECKING:
@@ -27,10 +27,9 @@ def check_device_of_link(side: TensorMemory, device: Device, peer: object) -> No
         LLMException: LLM_FEATURE_NOT_ENABLED.
     """
     if isinstance(side, DeviceMemory) and side.device.native is not device.native:
-        raise LLMException(
+        raise unsupported(
             f"the local side is on device {side.device.id}, the link to {peer} is device "
-            f"{device.id}'s: use the engine of that device",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            f"{device.id}'s: use the engine of that device"
         )
 
 
@@ -142,10 +141,7 @@ class DeviceMemory(Revocable):
                 else f"one side is on device {self.device.id} and the other on device "
                 f"{other.device.id}"
             )
-            raise LLMException(
-                f"{sides}; between devices only linked engines transfer",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            )
+            raise unsupported(f"{sides}; between devices only linked engines transfer")
         return self.device.backend("device_to_device") if direction == "get" else None
 
     @property
@@ -163,11 +159,10 @@ class DeviceMemory(Revocable):
         if self._owner is None:
             self.check_located(tensors)
         elif any(watch.is_replaced for watch in self.watches):
-            raise LLMException(
+            raise not_exist(
                 f"memory of device {self.device.id} that was registered has been freed, and its "
                 "addresses are other memory's now: unregister the cache (before its memory goes), "
-                "and register what is there",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+                "and register what is there"
             )
 
     def check_located(self, tensors: range | None = None) -> None:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 from kvnative._signals import signals_deferred
 from kvplan.device.memory import DeviceMemory
+from kvplan.engine.claims import not_exist
 from kvplan.engine.memory import block_checksum, read_tensors, tensor_arrays, write_tensors
 from kvplan.engine.runner import OperationRunner
+from kvplan.engine.views import LeaseView, view_lease
 from kvplan.execution.memory import check_lent, using
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import block_indices
@@ -215,24 +217,40 @@ class CacheOperations(OperationRunner):
         with self._recorded("remove_cache_key") as engine, signals_deferred:
             engine.registry.remove_key(key)
 
-    def arrays(self, cache: Cache, *, copy: bool = False) -> list[NDArray[Any]]:
+    @overload
+    def arrays(self, cache: Cache, *, copy: bool = False) -> list[NDArray[Any]]: ...
+    @overload
+    def arrays(self, cache: BlockLease) -> LeaseView: ...
+    def arrays(
+        self, cache: Cache | BlockLease, *, copy: bool = False
+    ) -> list[NDArray[Any]] | LeaseView:
         """Return a NumPy array of each tensor, with the shape of the cache.
+
+        Of a lease of a peer on this host return its blocks in the peer's memory, read-only and
+        without a copy: `with datadist.arrays(lease) as tensors: tensors[0][2]`. The end of the
+        `with` statement fails with LLM_KV_CACHE_NOT_EXIST if the lease has ended meanwhile.
 
         Memory of an allocated cache lives as long as views of it. Types that NumPy lacks (bfloat16,
         float8) become unsigned integers of the same width; `torch.from_numpy(array)
         .view(torch.bfloat16)` restores them.
 
         Args:
-            cache: a cache of this engine.
+            cache: a cache of this engine, or a lease of a peer.
             copy: True: return copies, also of a cache on a device; transfers in flight may write
                 to the cache meanwhile. False: return views.
 
         Raises:
-            TypeError: not a Cache.
-            LLMException: LLM_KV_CACHE_NOT_EXIST: the cache does not exist;
-                LLM_FEATURE_NOT_ENABLED: a view of device memory; errors of the device; LLM_FAILED:
-                not initialized; LLM_ENGINE_FINALIZED.
+            TypeError: neither a Cache nor a BlockLease.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: the cache does not exist, or the lease has ended;
+                LLM_FEATURE_NOT_ENABLED: a view of device memory, or of memory of a peer that is
+                not mapped here; LLM_PARAM_INVALID: a lease of this engine, or copies of a lease;
+                LLM_NOT_YET_LINK; errors of the device; LLM_FAILED: not initialized;
+                LLM_ENGINE_FINALIZED.
         """
+        if isinstance(cache, BlockLease):
+            if copy:
+                raise invalid(f"copy=True copies no blocks of a peer; pull {cache}, or copy arrays")
+            return view_lease(self._running(), cache)
         if not copy:
             entry = self._running().registry.resolve(cache)
             return tensor_arrays(entry.cache.cache_desc, entry.memory)
@@ -259,9 +277,13 @@ class CacheOperations(OperationRunner):
                 LLM_ENGINE_FINALIZED.
         """
         with self._recorded("fingerprint") as engine:
+            lease = None
             if isinstance(cache, BlockLease):
-                entry = engine.registry.get(engine.leases.standing(cache).cache_id)
+                lease = engine.leases.standing(cache)
+                entry = engine.registry.get(lease.cache_id)
                 blocks = cache.named("blocks", blocks)
+                if lease.moves > cache.moves:
+                    blocks = lease.places_of("blocks", cache, blocks)
             else:
                 entry = engine.registry.resolve(cache)
             if entry.side is None:
@@ -279,8 +301,8 @@ class CacheOperations(OperationRunner):
                     check_lent(memory)
                     sums.append(block_checksum(tensors, axis, block))
             memory.check()
-            if isinstance(cache, BlockLease):
-                engine.leases.standing(cache)  # was live all the time
+            if isinstance(cache, BlockLease) and engine.leases.standing(cache) is not lease:
+                raise not_exist(f"{cache} has moved to other blocks meanwhile: try again")
             return sums
 
     def write_cache(self, cache: Cache, arrays: Sequence[Any] | NDArray[Any]) -> None:

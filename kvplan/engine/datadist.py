@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Self
 from kvnative._backend import NativeError
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.engine.cache_api import CacheOperations
-from kvplan.engine.engine import Engine, release, released_with
+from kvplan.engine.engine import Engine, metrics_of, release, released_with
 from kvplan.engine.interface import InterfaceOperations
-from kvplan.engine.lease_api import LeaseOperations
-from kvplan.engine.notifications import NotificationOperations
 from kvplan.engine.options import Options
 from kvplan.engine.records import RecordingOperations, record_where_said
+from kvplan.engine.request_api import LeaseOperations, NotificationOperations
 from kvplan.engine.runner import PlanHook
-from kvplan.engine.telemetry import EngineMetrics, Metrics, error_text, log_operation, metrics_of
+from kvplan.engine.telemetry import EngineMetrics, Metrics, error_text, log_operation
 from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.limits import system_error

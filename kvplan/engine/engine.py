@@ -6,25 +6,30 @@ An engine without a call of `finalize` is released when its owner is collected, 
 from __future__ import annotations
 
 import atexit
+import math
 import os
+import sys
+import time
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
 
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.control.connecting import warn_loopback_name, warn_unauthenticated
 from kvplan.control.endpoint import Endpoint
-from kvplan.device.choice import open_accelerator
+from kvplan.device.choice import CudaOptions, open_accelerator
 from kvplan.engine.leases import Leases
 from kvplan.engine.memory import merged_ranges
 from kvplan.engine.notifications import NotificationCallbacks, Notifications
 from kvplan.engine.numa import check_node, numa_nodes, transfers_on
-from kvplan.engine.operation import InFlight
 from kvplan.engine.queues import EngineTracker
 from kvplan.engine.registry import CacheRegistry
-from kvplan.engine.telemetry import describe, logger
+from kvplan.engine.telemetry import InFlight, logger
 from kvplan.execution.compute_events import no_accelerator
 from kvplan.execution.verification import verify_every
 from kvplan.links import Links, LinkState
@@ -37,16 +42,16 @@ from kvplan.validation import UINT64_MAX, check_width, shown
 if TYPE_CHECKING:
     from kvnative._executor import Gate
     from kvplan.engine.entry import CacheEntry
-    from kvplan.engine.operation import Operation
     from kvplan.engine.options import Options
-    from kvplan.engine.telemetry import Metrics, Tracer
+    from kvplan.engine.telemetry import EngineMetrics, Metrics, Tracer
     from kvplan.execution import ComputeEvent, Transfers
     from kvplan.planning import Part
     from kvplan.recording.writer import Recorder
     from kvplan.types import LlmRole
 
-_MAX_WARNED_PAIRS = 4096  # pairs of unlike caches that were warned of
-_STOPPED_S = 1.0  # time for cancelled transfers to stop
+_MAX_LISTED: Final = 100  # transfers in flight that `describe` lists, the oldest first
+_MAX_WARNED_PAIRS: Final = 4096  # pairs of unlike caches that were warned of
+_STOPPED_S: Final = 1.0  # time for cancelled transfers to stop
 
 
 class Engine:
@@ -98,7 +103,11 @@ class Engine:
             held.callback(self._end_recording)  # first: it runs last, after the links' end
             held.callback(self.notifications.close)
             self.device = open_accelerator(
-                options.accelerator, options.device_id, options.cuda_context
+                options.accelerator,
+                options.device_id,
+                CudaOptions(
+                    options.cuda_context, options.cuda_batch_calls, options.cuda_copy_blocks
+                ),
             )
             if self.device is not None:
                 held.callback(self.device.close)
@@ -190,7 +199,7 @@ class Engine:
             raise no_accelerator(name, event)
         return self.device.gate(name, event)
 
-    def warn_reinterpret(self, operation: Operation, part: Part) -> None:
+    def warn_reinterpret(self, operation: str, part: Part) -> None:
         """Warn of bytes that are copied between unlike caches, once for each pair."""
         pair = frozenset((side.name, side.meaning) for side in (part.src, part.dst))
         if pair in self._reinterpreted:
@@ -201,7 +210,7 @@ class Engine:
         logger.warning(
             "%s between caches that differ: src is %s; dst is %s. The bytes are copied as they are "
             "(kvplan.unlike_caches=refuse would refuse it); this pair is not mentioned again",
-            operation.name,
+            operation,
             part.src,
             part.dst,
         )
@@ -243,6 +252,97 @@ class Engine:
             held.callback(self.transfers.close, cancel=True)
             if not self.in_flight.wait(0):
                 self.completion.cancel(LLMException("stopped, as the engine was finalized"))
+
+
+def metrics_of(cluster_id: int, metrics: Metrics, engine: Engine | None) -> EngineMetrics:
+    """Return the counters of an engine; see `LlmDataDist.metrics`."""
+    cache_bytes: Counter[str] = Counter()
+    links: Counter[str] = Counter()
+    if engine is not None:
+        engine.check_process()
+        links.update(link.state.name for link in engine.links.status())
+        for entry, _ in engine.registry.entries():
+            cache_bytes[entry.cache.cache_desc.placement.name] += entry.cache.cache_desc.nbytes
+    return {
+        "cluster_id": cluster_id,
+        "in_flight": 0 if engine is None else len(engine.in_flight),
+        "links": dict(links),
+        "cache_bytes": dict(cache_bytes),
+        "operations": metrics.snapshot(),
+    }
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """Return the state of an engine as JSON values, for `kvplan top`."""
+    from kvplan import __version__  # here, as kvplan imports this room
+
+    operations = metrics_of(engine.cluster_id, engine.metrics, engine)["operations"]
+    return {
+        "kvplan": __version__,
+        "pid": os.getpid(),
+        "command": sys.argv,
+        "cluster_id": engine.cluster_id,
+        "role": engine.role.name,
+        "listen_address": engine.listen_address,
+        "transports": list(engine.transport_names),
+        "seconds": time.monotonic(),
+        "operations": {
+            name: {
+                "statuses": row["statuses"],
+                "nbytes": row["nbytes"],
+                "count": row["seconds"]["count"],
+                "seconds": row["seconds"]["sum"],
+                "buckets": [
+                    [None if math.isinf(bound) else bound, count]
+                    for bound, count in row["seconds"]["buckets"].items()
+                ],
+            }
+            for name, row in operations.items()
+        },
+        "links": [
+            asdict(link) | {"role": link.role and link.role.name, "state": link.state.name}
+            for link in engine.links.status()
+        ],
+        "caches": [
+            {
+                "cache_id": entry.cache.cache_id,
+                "nbytes": entry.cache.cache_desc.nbytes,
+                "num_tensors": entry.cache.cache_desc.num_tensors,
+                "placement": entry.cache.cache_desc.placement.name,
+                "allocated": is_allocated,
+            }
+            for entry, is_allocated in engine.registry.entries()
+        ],
+        "pages": {
+            "option": engine.options.pages,
+            "prefault": engine.options.prefault,
+            "numa_node": engine.options.numa_node,
+            "populate": engine.options.populate,
+            "mapped_arenas": len(mapped := engine.links.mapped()),
+            "mapped_bytes": sum(arena.nbytes for _, arena in mapped),
+        },
+        "leases": len(engine.leases.live()),
+        "in_flight": _in_flight(engine),
+    }
+
+
+def _in_flight(engine: Engine) -> list[dict[str, Any]]:
+    now = perf_counter()
+    found = sorted(engine.in_flight.operations(), key=lambda operation: operation.started)
+    rows = []
+    for operation in found[:_MAX_LISTED]:
+        plan = operation.plan
+        rows.append(
+            {
+                "operation": operation.name,
+                "tag": operation.tag,
+                "peer": None if operation.link is None else operation.link.cluster_id,
+                "cache_id": None if operation.cache_id < 0 else operation.cache_id,
+                "nbytes": None if plan is None else plan.nbytes,
+                "age_s": now - operation.started,
+            }
+        )
+    return rows
 
 
 _open: set[Engine] = set()

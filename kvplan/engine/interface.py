@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from kvplan.lease import BlockLease
     from kvplan.planning import Coalesce
     from kvplan.planning.blocks import Blocks
+    from kvplan.planning.planner import Local
     from kvplan.types import AnyCacheKey
 
-
-_REFUSED: Final = (LLMException, TypeError, ValueError)
 
 PARAMETERS: Final = {
     "src.blocks": "src_blocks", "dst.blocks": "dst_blocks",
@@ -70,20 +69,16 @@ class InterfaceOperations(TransferOperations):
         Raises:
             TypeError, ValueError, LLMException: as `run`.
         """
-        if not _names_peer(src, dst):
-            raise _misplaced("src", src, "dst", dst)
-        try:
-            self.run(
-                Transfer(
-                    Rows(src, None, None, 0, src_offset),
-                    Rows(dst, None, dst_batch_index, 0, dst_offset),
-                    num_tokens, _nbytes(size), layers, reinterpret, coalesce,
-                ),
-                **options,
-            )  # fmt: skip
-        except _REFUSED as error:
-            rename(error, PARAMETERS)
-            raise
+        self._move(
+            "dst",
+            Transfer(
+                Rows(src, None, None, 0, src_offset),
+                Rows(dst, None, dst_batch_index, 0, dst_offset),
+                num_tokens, _nbytes(size), layers, reinterpret, coalesce,
+            ),
+            PARAMETERS,
+            options,
+        )  # fmt: skip
 
     def pull_blocks(
         self,
@@ -116,19 +111,15 @@ class InterfaceOperations(TransferOperations):
         """
         if dst_blocks is None:
             raise TypeError("dst_blocks is None; it must name blocks of dst")
-        if not _names_peer(src, dst):
-            raise _misplaced("src", src, "dst", dst)
-        try:
-            self.run(
-                Transfer(
-                    Rows(src, src_blocks, None, src_token), Rows(dst, dst_blocks, None, dst_token),
-                    num_tokens, None, layers, reinterpret, coalesce,
-                ),
-                **options,
-            )  # fmt: skip
-        except _REFUSED as error:
-            rename(error, PARAMETERS)
-            raise
+        self._move(
+            "dst",
+            Transfer(
+                Rows(src, src_blocks, None, src_token), Rows(dst, dst_blocks, None, dst_token),
+                num_tokens, None, layers, reinterpret, coalesce,
+            ),
+            PARAMETERS,
+            options,
+        )  # fmt: skip
 
     def push_cache(
         self,
@@ -158,20 +149,16 @@ class InterfaceOperations(TransferOperations):
         Raises:
             TypeError, ValueError, LLMException: as `run`.
         """
-        if not _names_peer(dst, src):
-            raise _misplaced("dst", dst, "src", src)
-        try:
-            self.run(
-                Transfer(
-                    Rows(src, None, src_batch_index, 0, src_offset),
-                    Rows(dst, None, None, 0, dst_offset),
-                    num_tokens, _nbytes(size), layers, reinterpret, coalesce,
-                ),
-                **options,
-            )  # fmt: skip
-        except _REFUSED as error:
-            rename(error, PARAMETERS)
-            raise
+        self._move(
+            "src",
+            Transfer(
+                Rows(src, None, src_batch_index, 0, src_offset),
+                Rows(dst, None, None, 0, dst_offset),
+                num_tokens, _nbytes(size), layers, reinterpret, coalesce,
+            ),
+            PARAMETERS,
+            options,
+        )  # fmt: skip
 
     def push_blocks(
         self,
@@ -201,19 +188,15 @@ class InterfaceOperations(TransferOperations):
         Raises:
             TypeError, ValueError, LLMException: as `run`.
         """
-        if not _names_peer(dst, src):
-            raise _misplaced("dst", dst, "src", src)
-        try:
-            self.run(
-                Transfer(
-                    Rows(src, src_blocks, None, src_token), Rows(dst, dst_blocks, None, dst_token),
-                    num_tokens, None, layers, reinterpret, coalesce,
-                ),
-                **options,
-            )  # fmt: skip
-        except _REFUSED as error:
-            rename(error, PARAMETERS)
-            raise
+        self._move(
+            "src",
+            Transfer(
+                Rows(src, src_blocks, None, src_token), Rows(dst, dst_blocks, None, dst_token),
+                num_tokens, None, layers, reinterpret, coalesce,
+            ),
+            PARAMETERS,
+            options,
+        )  # fmt: skip
 
     def copy_cache(
         self,
@@ -240,18 +223,16 @@ class InterfaceOperations(TransferOperations):
         Raises:
             TypeError, ValueError, LLMException: as `run`.
         """
-        try:
-            self.run(
-                Transfer(
-                    Rows(src, None, src_batch_index, 0, offset),
-                    Rows(dst, None, dst_batch_index, 0, offset),
-                    None, _nbytes(size), ALL_LAYERS, reinterpret, coalesce,
-                ),
-                **options,
-            )  # fmt: skip
-        except _REFUSED as error:
-            rename(error, _OF_COPIES)
-            raise
+        self._move(
+            "both",
+            Transfer(
+                Rows(src, None, src_batch_index, 0, offset),
+                Rows(dst, None, dst_batch_index, 0, offset),
+                None, _nbytes(size), ALL_LAYERS, reinterpret, coalesce,
+            ),
+            _OF_COPIES,
+            options,
+        )  # fmt: skip
 
     def copy_blocks(
         self,
@@ -273,11 +254,8 @@ class InterfaceOperations(TransferOperations):
             TypeError, ValueError, LLMException: as `run`.
         """
         src, dst = pair_tables("blocks", blocks)
-        try:
-            self.run(Transfer(Rows(cache, src), Rows(cache, dst), coalesce=coalesce), **options)
-        except _REFUSED as error:
-            rename(error, _of_pairs("blocks"))
-            raise
+        transfer = Transfer(Rows(cache, src), Rows(cache, dst), coalesce=coalesce)
+        self._move("both", transfer, _of_pairs("blocks"), options)
 
     def swap_blocks(
         self,
@@ -310,27 +288,38 @@ class InterfaceOperations(TransferOperations):
                 "swap needs one HOST and one DEVICE"
             )
         read, written = pair_tables("src_to_dst", src_to_dst)
+        self._move(
+            "both",
+            Transfer(
+                Rows(src, read), Rows(dst, written), reinterpret=reinterpret, coalesce=coalesce
+            ),
+            _of_pairs("src_to_dst"),
+            options,
+        )
+
+    def _move(
+        self, local: Local, transfer: Transfer[Rows], names: Mapping[str, str], options: RunOptions
+    ) -> None:
+        """Run what the arguments of a method make, of which errors name these arguments.
+
+        Refuses arguments in the wrong order, which would move the other way.
+        """
+        if local != "both":
+            theirs, ours = (transfer.src.cache, transfer.dst.cache)
+            if local == "src":
+                theirs, ours = ours, theirs
+            if type(ours) is not Cache:
+                check_type(local, ours, Cache)
+            if type(theirs) is Cache:
+                field = "src" if local == "dst" else "dst"
+                raise TypeError(
+                    f"{field}={shown(theirs)} must be what names a cache of a peer, not Cache"
+                )
         try:
-            self.run(
-                Transfer(
-                    Rows(src, read), Rows(dst, written), reinterpret=reinterpret, coalesce=coalesce
-                ),
-                **options,
-            )
-        except _REFUSED as error:
-            rename(error, _of_pairs("src_to_dst"))
+            self.run(transfer, **options)
+        except (LLMException, TypeError, ValueError) as error:
+            rename(error, names)
             raise
-
-
-def _names_peer(key: object, cache: object) -> bool:
-    """Return whether two arguments are a peer's cache and one of this process, in that order."""
-    return type(cache) is Cache and type(key) is not Cache
-
-
-def _misplaced(theirs: str, key: object, ours: str, cache: object) -> TypeError:
-    """Return the error of arguments in the wrong order, which would move the other way."""
-    check_type(ours, cache, Cache)
-    return TypeError(f"{theirs}={shown(key)} must be what names a cache of a peer, not Cache")
 
 
 def _of_pairs(argument: str) -> dict[str, str]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvplan.device.device import Device
     from kvplan.engine.pools import Span
     from kvplan.execution import TensorMemory
+    from kvplan.transport.link import PeerMemory
     from kvplan.transport.protocol import Registrable
 
 
@@ -32,6 +33,8 @@ CacheMemory = HostMemory | DeviceMemory
 
 _ACCELERATORS: Final = {"cuda": "cuda", "npu": "ascend"}
 """Value of kvplan.accelerator by the kind of device in torch."""
+
+_ALL: Final = slice(None)  # tensors
 
 # Owner of registered addresses. Without an owner each transfer would look up every address twice,
 # which costs microseconds a tensor.
@@ -245,8 +248,10 @@ def _pairs(addresses: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> Iterable
     return zip(addresses.tolist(), sizes.tolist(), strict=True)
 
 
-def tensor_arrays(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
-    """Return an array over each tensor, which keeps the memory as long as it lives.
+def tensor_arrays(
+    desc: CacheDesc, memory: CacheMemory | PeerMemory, chosen: slice = _ALL
+) -> list[NDArray[Any]]:
+    """Return an array over each tensor, or the chosen ones, which keeps the memory while it lives.
 
     Its shape is the cache's; for packed elements a row is flat, of whole bytes.
     """
@@ -260,7 +265,7 @@ def tensor_arrays(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
     strides = _strides(desc, shape, dtype.itemsize)
     return [
         np.asarray(_Tensor(memory, address, shape, strides, dtype))
-        for address in memory.addresses.tolist()
+        for address in memory.addresses[chosen].tolist()
     ]
 
 
@@ -280,7 +285,7 @@ class _Tensor:
 
     def __init__(
         self,
-        memory: HostMemory,
+        memory: HostMemory | PeerMemory,
         address: int,
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None,

@@ -8,22 +8,16 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvnative._packets import take_packets
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.control.notifying import WINDOW
-from kvplan.engine.operation import Operation, check_notification
 from kvplan.engine.queues import PollableQueue
 from kvplan.engine.registry import finalized
-from kvplan.engine.runner import OperationRunner
 from kvplan.engine.telemetry import logger
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.limits import start_thread
-from kvplan.validation import UINT64_MAX, check_width
-
-if TYPE_CHECKING:
-    from kvplan.links import PeerLink
 
 MAX_UNREAD: Final = 16384
 """Unread notifications that an engine keeps; senders of further ones are refused."""
@@ -234,92 +228,3 @@ class _CallingThread:
     def __del__(self) -> None:
         with suppress(AttributeError):  # the event could not be created
             os.close(self._wake)
-
-
-class NotificationOperations(OperationRunner):
-    """Notifications to peers, and from them."""
-
-    def notify(
-        self, cluster_id: int, data: bytes, *, timeout_ms: float | None = None, tag: str = ""
-    ) -> None:
-        """Send a notification; after the return the peer's program can read it.
-
-        Delivered at most once. After LLM_TIMEOUT or LLM_LINK_FAILED the peer may have it; after any
-        other error it does not.
-
-        Args:
-            cluster_id: of the peer.
-            data: 1 to 4096 bytes.
-            timeout_ms: milliseconds, > 0; None: SyncKvCacheWaitTime.
-            tag: name in logs and recordings, such as the id of a request.
-
-        Raises:
-            TypeError: an argument of another type.
-            ValueError: cluster_id is not a uint64; timeout_ms is not > 0.
-            LLMException: LLM_PARAM_INVALID: no bytes, too many, a bad tag, or this engine's own
-                cluster; LLM_NOT_YET_LINK; LLM_LINK_FAILED: the link is broken, or broke meanwhile;
-                LLM_LINK_BUSY: too many wait to be read at the peer; LLM_TIMEOUT.
-        """
-        with self._notice(cluster_id, data, timeout_ms, tag) as operation:
-            _linked(operation, cluster_id).notify(data, timeout_ms)
-
-    async def notify_async(
-        self, cluster_id: int, data: bytes, *, timeout_ms: float | None = None, tag: str = ""
-    ) -> None:
-        """Do as `notify`, without blocking the asyncio loop.
-
-        Notifications of one thread to a peer, by `notify` and this, arrive in the order of the
-        calls. After a cancellation the notification may have been delivered.
-
-        Raises:
-            TypeError, ValueError, LLMException: as `notify`.
-        """
-        with self._notice(cluster_id, data, timeout_ms, tag) as operation:
-            await _linked(operation, cluster_id).notify_async(data, timeout_ms)
-
-    def _notice(
-        self, cluster_id: int, data: bytes, timeout_ms: float | None, tag: str
-    ) -> Operation:
-        """Check the arguments and return the operation that sends a notification."""
-        check_width("cluster_id", cluster_id, 0, UINT64_MAX)
-        check_notification("data", data)
-        if timeout_ms is not None and not timeout_ms > 0:
-            raise ValueError(f"timeout_ms={timeout_ms} must be > 0 or None")
-        return Operation(self._running(), "notify", tag=tag)
-
-    def notifications(self) -> Notifications:
-        """Return the queue of unread notifications: one object for each engine.
-
-        Raises:
-            LLMException: LLM_FAILED: not initialized, or in a forked child;
-                LLM_ENGINE_FINALIZED.
-        """
-        return self._running().notifications
-
-    def on_notification(self, callback: Callable[[Notification], object]) -> Callable[[], None]:
-        """Call `callback` with each notification from now on, in a thread of the engine.
-
-        Exceptions of the callback are logged. Callbacks read `notifications()`, so no other reader
-        gets these notifications.
-
-        Returns:
-            A function that removes the callback.
-
-        Raises:
-            LLMException: LLM_FAILED: not initialized, or in a forked child;
-                LLM_ENGINE_FINALIZED.
-            TypeError: callback is not callable.
-        """
-        if not callable(callback):
-            raise TypeError(f"callback={callback!r} must be callable with a Notification")
-        return self._running().callbacks.add(callback)
-
-
-def _linked(operation: Operation, cluster_id: int) -> PeerLink:
-    """Return the link of a notification, and keep it until the operation ends."""
-    engine = operation.engine
-    if cluster_id == engine.cluster_id:
-        raise invalid(f"cluster_id={cluster_id} is this engine's own")
-    link = operation.link = engine.links.peers.get(cluster_id) or engine.links.get(cluster_id)
-    link.begin(operation)
-    return link

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Container, Mapping
+from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self, TypeAlias, TypedDict
-from weakref import ref
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypedDict
 
-from kvnative._signals import Condition
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
-from kvplan.engine.registry import finalized
 from kvplan.engine.telemetry import error_text, log_operation, logger, status_of
 from kvplan.execution.verification import check_verifiable
 from kvplan.planning.plan import Plan
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.validation import check_type, shown
+from kvplan.validation import check_timeout, check_type, shown
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -23,13 +22,10 @@ if TYPE_CHECKING:
     from kvnative._executor import Gate
     from kvnative._lower import Descriptors
     from kvplan.engine.engine import Engine
-    from kvplan.engine.ranges import AddressRanges
     from kvplan.execution import ComputeEvent, TensorMemory
     from kvplan.lease import BlockLease
     from kvplan.links import PeerClaim, PeerLink
-    from kvplan.planning.transfer import PeerTensors
     from kvplan.recording.writer import Ended
-    from kvplan.types import AnyCacheKey
 
 Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory, Descriptors | None]"
 """A plan to execute, the memory of src and of dst, and the descriptors if they are known."""
@@ -79,63 +75,27 @@ class RunOptions(SubmitOptions, total=False):
     timeout_ms: float | None
 
 
+ALL_OPTIONS: Final = RunOptions.__annotations__.keys()
+OF_SUBMIT: Final = SubmitOptions.__annotations__.keys()
+OF_LAYERED: Final = TransferOptions.__annotations__.keys()
+
+_ELSEWHERE: Final = {
+    "timeout_ms": "timeout_ms is an option of run; a task takes it in wait(timeout_ms)",
+    "after": "after is not an option of layered; ready(layer, event) takes one for each layer",
+}
+"""Errors of options that other verbs take."""
+
+
 class Operation:
     """An operation with the resources that it holds inside its `with` block.
 
     In flight from the start of the block to its end, or once submitted to the outcome of its task.
-    An operation that only plans has no block: it holds nothing, and is not counted.
-
-    Attributes:
-        name, tag: as given.
-        after: the gate of the compute that the transfer waits for; None: no wait.
-        cache_id: the cache of this process that takes part, the source if both are; -1: not found
-            yet.
-        plan: the plan that is executed; None: not known yet.
-        link: the link to the peer; None inside one process.
-        leases: ids of the peer's leases that the transfer uses.
-        span: span of OpenTelemetry, if the options of the engine ask for spans.
-        moves: True inside the `with` block of an operation that transfers bytes.
-        speculated: whether a key is assumed to name its last known cache. If that cache was freed,
-            the transfer fails before it moves a byte, and is retried without the assumption.
-        notifies: whether the peer may get a notification at the end.
-        verify_every: one of that many descriptors is compared after the transfer; 0: none.
-        follows_up: whether verification or a notification follows the transfer.
-        engine: runs the operation.
-        submitted: whether the outcome of a task ends the operation.
-        is_part: whether the operation is one of several with one outcome.
-        started: start time by `perf_counter`, in seconds.
-        done: whether every byte has arrived; otherwise the operation is prepared and executed.
-        retried: True once a stale key has forced a second attempt.
+    An operation that only plans has no block: it holds nothing, and is not counted. Options are
+    those of `checked`.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_claim",
-        "_memories",
-        "_notify",
-        "_notify_failure",
-        "_recorded",
-        "_speculative",
-        "after",
-        "cache_id",
-        "done",
-        "engine",
-        "follows_up",
-        "is_part",
-        "leases",
-        "link",
-        "moves",
-        "name",
-        "notifies",
-        "plan",
-        "retried",
-        "span",
-        "speculated",
-        "started",
-        "submitted",
-        "tag",
-        "verify_every",
-    )
+    by_layer = False  # whether each layer moves by itself
+    is_reported = True  # whether the task is put into `completions()`
 
     def __init__(
         self,
@@ -143,36 +103,38 @@ class Operation:
         name: str,
         *,
         speculative: bool = False,
+        timeout_ms: float | None = None,
         notify: bytes | None = None,
         notify_failure: bytes | None = None,
         verify: bool = False,
         tag: str = "",
         after: ComputeEvent | None = None,
     ) -> None:
-        if tag != "":
-            check_tag(tag)
-        self.tag = tag
-        self.after: Gate | None = None if after is None else engine.gate("after", after)
-        self._notify = None if notify is None else check_notification("notify", notify)
-        self._notify_failure = notify_failure
-        if notify_failure is not None:
-            check_notification("notify_failure", notify_failure)
-        self.verify_every = 1 if verify else engine.verify_every
-        self.notifies = not (notify is None and notify_failure is None)
-        self.follows_up = bool(self.notifies or self.verify_every)
-        self._memories: tuple[TensorMemory, TensorMemory] | None = None
-        self.engine = engine
-        self.name = name
-        self._speculative = speculative
-        self.moves = self._recorded = self.submitted = False
-        self.cache_id = -1
-        self._claim: PeerClaim | None = None
         self.started = perf_counter()
-        self.done = self.retried = self.speculated = self.is_part = False
-        self.link: PeerLink | None = None
-        self.leases: tuple[int, ...] = ()
+        self.engine, self.name, self.tag = engine, name, tag
+        # The compute that the transfer waits for.
+        self.after: Gate | None = None if after is None else engine.gate("after", after)
+        self.timeout_ms = timeout_ms  # from `started` to the end; None: no limit
+        self._notify, self._notify_failure = notify, notify_failure
+        self.notifies = not (notify is None and notify_failure is None)
+        self.verify_every = 1 if verify else engine.verify_every  # descriptors; 0: none
+        self.follows_up = bool(self.notifies or self.verify_every)
+        self._memories: tuple[TensorMemory, TensorMemory] | None = None  # to be verified
+        self._speculative = speculative
+        # Whether a key is assumed to name its last known cache. If that cache was freed, the
+        # transfer fails before it moves a byte, and is retried without the assumption.
+        self.speculated = False
+        self.retried = False
+        self.moves = False  # True inside the `with` block
+        self.submitted = False  # the outcome of a task ends the operation
+        self.done = False  # every byte has arrived; otherwise it is prepared and executed
+        self._recorded = False
+        self.cache_id = -1  # of this process, the source if both are; -1: not found yet
+        self._claim: PeerClaim | None = None
+        self.link: PeerLink | None = None  # None inside one process
+        self.leases: tuple[BlockLease, ...] = ()  # of the peer
         self.span: Span | None = None
-        self.plan: Plan | None = None
+        self.plan: Plan | None = None  # that is executed
 
     def __enter__(self) -> Self:
         self.moves = True
@@ -193,10 +155,19 @@ class Operation:
                 self._send_failure(error)
             self.end(error)
 
-    def disable_speculation(self) -> None:
-        """Let the next `prepare` ask the peer for what this one assumed."""
+    def has_moved(self) -> bool:
+        """Return whether a lease that the operation uses names other blocks by now."""
+        return False
+
+    def asks_again(self, error: LLMException) -> bool:
+        """Return whether a stale name may have caused an error; then `prepare` asks the peer."""
+        if error.status_code is not LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
+            return False
+        if not self.speculated and not self.has_moved():
+            return False
         self._speculative = self.speculated = False
         self.retried = True
+        return True
 
     @property
     def cluster_id(self) -> int | None:
@@ -214,7 +185,7 @@ class Operation:
                 if not self.done:
                     self._send_failure(error)
             else:
-                self.verify(None)
+                self.verify()
                 self.done = True
                 self.send_notification()
         except BaseException as raised:
@@ -231,23 +202,34 @@ class Operation:
             check_verifiable(src, dst)
             self._memories = src, dst
 
-    def verify(self, timeout_ms: float | None) -> None:
+    def verify(self) -> None:
         """Read the moved bytes again and compare them, if the options ask for that."""
         if self._memories is not None and self.plan is not None:
-            self.engine.transfers.verify(self.plan, *self._memories, self.verify_every, timeout_ms)
+            self.engine.transfers.verify(
+                self.plan, *self._memories, self.verify_every, self.left_ms()
+            )
 
-    def left_ms(self, timeout_ms: float | None) -> float | None:
-        """Return what is left of a time limit that began with the operation."""
-        if timeout_ms is None:
+    def left_ms(self) -> float | None:
+        """Return what is left of the time limit, in milliseconds; None: there is none."""
+        if self.timeout_ms is None:
             return None
-        return max(0.0, timeout_ms - (perf_counter() - self.started) * 1000)
+        return max(0.0, self.timeout_ms - (perf_counter() - self.started) * 1000)
 
-    def send_notification(self, timeout_ms: float | None = None) -> None:
+    def limited(self) -> float | None:
+        """Return what is left of the time limit of a call that waits: with a peer, there is one."""
+        limit_ms = self.timeout_ms
+        if limit_ms is None:
+            if self.link is None:
+                return None
+            limit_ms = self.timeout_ms = self.engine.wait_ms
+        return max(0.0, limit_ms - (perf_counter() - self.started) * 1000)
+
+    def send_notification(self) -> None:
         """Send the notification of success, if any; without a limit, wait as the link does."""
         if self._notify is None or self.link is None:
             return
         try:
-            self.link.notify(self._notify, timeout_ms)
+            self.link.notify(self._notify, self.left_ms())
         except LLMException as error:
             raise self.undelivered(error) from None
 
@@ -268,11 +250,10 @@ class Operation:
 
     def end(self, error: BaseException | None) -> None:
         """Release the resources of the operation, and record its outcome; idempotent."""
-        recorded, seconds = self._recorded, perf_counter() - self.started
-        engine, plan, link = self.engine, self.plan, self.link
-        moved = plan if error is None else None
+        engine, link, recorded = self.engine, self.link, self._recorded
+        seconds, nbytes = perf_counter() - self.started, 0
+        moved = self.plan if error is None else None
         failure = error
-        nbytes = 0
         try:
             # Before the link is released, as its peer must learn whether the key is consumed.
             if self._claim is not None:
@@ -282,7 +263,7 @@ class Operation:
             if moved is not None:
                 nbytes = moved.nbytes
         finally:
-            try:
+            try:  # the status of a program's own error may raise
                 status = LLMStatusCode.LLM_SUCCESS if error is None else status_of(error)
                 if error is not None and not status.is_failure:
                     failure = None
@@ -299,27 +280,18 @@ class Operation:
                         link.forget()  # cached memory may be stale
                     pulls = self.name.startswith(("pull", "gather"))
                     link.end(self, nbytes if pulls else 0, 0 if pulls else nbytes, failure)
-        if recorded:
-            return
-        if logger.logger.isEnabledFor(logging.INFO if failure is None else logging.WARNING):
+        if not recorded and logger.logger.isEnabledFor(
+            logging.INFO if failure is None else logging.WARNING
+        ):
             log_operation(
-                self.name,
-                seconds,
-                error,
-                cluster=engine.cluster_id,
-                peer=self.cluster_id,
-                cache=self.cache_id,
-                tag=self.tag or None,
-                kind=plan and plan.kind,
-                descriptors=plan and plan.num_descriptors,
-                bytes=nbytes,
-            )
+                self.name, seconds, error, cluster=engine.cluster_id, peer=self.cluster_id,
+                cache=self.cache_id, tag=self.tag or None, kind=self.plan and self.plan.kind,
+                descriptors=self.plan and self.plan.num_descriptors, bytes=nbytes,
+            )  # fmt: skip
 
-    def _linked(
-        self, argument: str, key: AnyCacheKey | PeerTensors | AddressRanges | BlockLease
-    ) -> PeerLink:
+    def _linked(self, argument: str, key: object, cluster_id: int) -> PeerLink:
         """Return the link to the peer that `key` names; an operation that moves holds the link."""
-        engine, cluster_id = self.engine, key.cluster_id
+        engine = self.engine
         if cluster_id == engine.cluster_id:
             raise invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
         link = engine.links.peers.get(cluster_id) or engine.links.get(cluster_id)
@@ -349,13 +321,46 @@ def conclude(
     engine.metrics.record(name, status, nbytes, seconds)
 
 
-def check_notification(name: str, data: bytes) -> bytes:
-    """Return the bytes of a notification after a check of their number."""
+def checked(options: Mapping[str, Any], allowed: Container[str]) -> dict[str, Any]:
+    """Return the options that are not None; refuse wrong values, and names not in `allowed`."""
+    given = {}
+    for name, value in options.items():
+        if name not in allowed:
+            if name not in ALL_OPTIONS:
+                raise TypeError(
+                    f"{name} is not an option of a transfer; options are {sorted(ALL_OPTIONS)}"
+                )
+            if value is not None:
+                raise TypeError(_ELSEWHERE[name])
+        elif value is not None or name == "tag":
+            if (check := _CHECKS.get(name)) is not None:
+                check(value)
+            given[name] = value
+    return given
+
+
+def check_notification(name: str, data: bytes) -> None:
+    """Refuse a notification that is not bytes, or too few or too many."""
     if type(data) is not bytes:
         check_type(name, data, bytes)
     if not 1 <= len(data) <= MAX_NOTIFICATION_NBYTES:
         raise invalid(f"{name} has {len(data)} bytes; allowed are [1, {MAX_NOTIFICATION_NBYTES}]")
-    return data
+
+
+def check_tag(tag: str) -> None:
+    """Refuse a tag that is too long, or that does not print."""
+    if type(tag) is not str:
+        check_type("tag", tag, str)
+    if len(tag) > MAX_TAG or not tag.isprintable():
+        raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
+
+
+_CHECKS: Final[Mapping[str, Callable[[Any], None]]] = {
+    "timeout_ms": check_timeout,
+    "tag": check_tag,
+    "notify": partial(check_notification, "notify"),
+    "notify_failure": partial(check_notification, "notify_failure"),
+}
 
 
 def refuse_notices(options: TransferOptions) -> None:
@@ -363,62 +368,3 @@ def refuse_notices(options: TransferOptions) -> None:
     for name in ("notify", "notify_failure"):
         if options.get(name) is not None:
             raise invalid(f"{name} must be None: a copy inside this process has no peer")
-
-
-def check_tag(tag: str) -> str:
-    """Return the tag of a transfer after a check of its characters."""
-    if type(tag) is not str:
-        check_type("tag", tag, str)
-    if len(tag) > MAX_TAG or not tag.isprintable():
-        raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
-    return tag
-
-
-class InFlight:
-    """The operations of an engine in flight, from before they look up a cache to their outcome.
-
-    Without a lock: an operation is added before it reads `closed`, and `close` sets `closed` before
-    it looks for operations. References are weak, as an interrupt may drop an operation at any step.
-
-    Attributes:
-        closed: whether `close` was called.
-    """
-
-    def __init__(self) -> None:
-        self._operations: set[ref[Operation]] = set()
-        self.closed = False
-        self._changed = Condition()
-
-    def __len__(self) -> int:
-        return len(self._operations)
-
-    def operations(self) -> list[Operation]:
-        """Return the operations that are in flight."""
-        return [found for held in list(self._operations) if (found := held()) is not None]
-
-    def add(self, operation: Operation) -> None:
-        """Add an operation that begins, until `remove`."""
-        self._operations.add(ref(operation, self._operations.discard))
-        if self.closed:
-            self.remove(operation)
-            raise finalized()
-
-    def remove(self, operation: Operation) -> None:
-        """Remove an operation that uses nothing of the engine any more; idempotent."""
-        self._operations.discard(ref(operation))
-        if self.closed:
-            with self._changed:
-                self._changed.notify_all()
-
-    def close(self) -> bool:
-        """Refuse further operations; return False if they were refused already."""
-        with self._changed:
-            if self.closed:
-                return False
-            self.closed = True
-            return True
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until no operation is in flight; return False after `timeout_s` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._operations, timeout_s)

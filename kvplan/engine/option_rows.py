@@ -139,6 +139,17 @@ class OptionRows:
         "can be registered; `own`: errors of their streams do not affect transfers, but their "
         "memory cannot be registered.",
         see="../how-to/cuda.md")
+    cuda_batch_calls: bool = option(
+        True, kinds.FLAG,
+        "False: `cuMemcpyBatchAsync` is never called, as drivers have faults in it; copies are "
+        "launches of the kernel, or single copies.",
+        see="../how-to/cuda.md")
+    cuda_copy_blocks: int = option(
+        0, number(0, 65_535),
+        "Maximum number of thread blocks of the copy kernel, of which a multiprocessor runs 4: "
+        "what is left of the GPU is the model's. 0: 32 from and to the host, 64 within a GPU and "
+        "between two.",
+        see="../how-to/cuda.md")
     staging_nbytes: int = option(
         32 << 20, number(0, 64 << 30),
         "Device memory to stage memory that HCCL cannot register; 0: none, and such transfers "

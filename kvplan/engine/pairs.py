@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, Unpack
 from weakref import ref
@@ -22,7 +23,7 @@ import msgspec
 
 from kvnative._lower import Descriptors
 from kvplan.engine.memory import joined
-from kvplan.engine.operation import Operation, SubmitOptions, conclude, refuse_notices
+from kvplan.engine.operation import Operation, RunOptions, refuse_notices
 from kvplan.engine.shares import local_of, operation_name
 from kvplan.engine.telemetry import logger
 from kvplan.execution.binding import join, parts_are_apart
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from kvplan.execution.memory import TensorMemory
     from kvplan.execution.rows import RowPair
     from kvplan.links import PeerLink
+    from kvplan.links.peer_table import PeerCache
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.part import Kind, Part
     from kvplan.transport.link import PeerMemory
@@ -70,7 +72,7 @@ class NamedPair(NamedTuple):
     rows: tuple[RowPair, ...]
     peer: Peer
     words: bytes
-    guard: WriteGuard | None  # of writes to the peer
+    write_guard: WriteGuard | None
     are_apart: bool  # no cache has memory of another
 
 
@@ -78,48 +80,22 @@ _Key: TypeAlias = "tuple[bool, Kind, int | tuple[int], int, KvCacheExtParam | No
 
 
 class Request(msgspec.Struct):
-    """A usual transfer with a peer: its link, its own cache, and the rows that move.
-
-    Attributes:
-        pulls: whether the peer's cache is the source.
-        kind: whether blocks or slots are read and written.
-        link: the link to the peer.
-        pairs: the pairs of the link, read before anything else was looked up.
-        name: the name of the pair in `pairs`.
-        pair: the pair, if an earlier request has made it.
-        entry: the cache of this process.
-        key: the name of the peer's cache.
-        lease: the key, if the key is a lease.
-        src_rows, dst_rows: block tables; of a slot only its index.
-        num_tokens, src_token, dst_token: as of `RowPair.bind`.
-    """
+    """A usual transfer with a peer: its link, its own cache, and the rows that move."""
 
     pulls: bool
     kind: Kind
     link: PeerLink
-    pairs: dict[_Key | tuple[_Key, ...], NamedPair]
-    name: _Key
-    pair: NamedPair | None
-    entry: CacheEntry
+    pairs: dict[_Key | tuple[_Key, ...], NamedPair]  # of the link, read before anything else
+    name: _Key  # in `pairs`
+    pair: NamedPair | None  # if an earlier request has made it
+    entry: CacheEntry  # of this process
     key: CacheIndex | BlocksCacheKey | BlockLease
-    lease: BlockLease | None
-    src_rows: Blocks
+    lease: BlockLease | None  # the key, if it is a lease
+    src_rows: Blocks  # of a slot only its index
     dst_rows: Blocks
     num_tokens: int | None
     src_token: int
     dst_token: int
-
-
-class Moved(msgspec.Struct):
-    """A request that has moved inline, as an `Ended` for recordings."""
-
-    name: str
-    tag: str
-    started: float
-    plan: Plan
-    cache_id: int
-    link: PeerLink
-    leases: tuple[int, ...]
 
 
 def find_request(engine: Engine, transfer: object, *, by_layer: bool = False) -> Request | None:
@@ -160,11 +136,16 @@ def find_request(engine: Engine, transfer: object, *, by_layer: bool = False) ->
     elif type(key) is BlocksCacheKey:
         named = (key.model_id,)
     elif type(key) is BlockLease and key.paged:
-        named, lease = key.cache_id, key
         if here.blocks is None:
             return None
+        link, blocks = engine.links.peers.get(key.cluster_id), there.blocks
         try:
-            blocks, num_tokens = key.request("blocks", there.blocks, num_tokens, there.first_token)
+            if link is not None and link.has_moved_leases:
+                key, earlier = link.latest(key), key
+                if key is not earlier:
+                    blocks = key.places_of("blocks", earlier, blocks)
+            named, lease = key.cache_id, key
+            blocks, num_tokens = key.request("blocks", blocks, num_tokens, there.first_token)
         except (LLMException, TypeError):
             return None
         src_rows, dst_rows = (blocks, dst_rows) if pulls else (src_rows, blocks)
@@ -212,14 +193,8 @@ def find_request(engine: Engine, transfer: object, *, by_layer: bool = False) ->
 
 
 class PairOperation(Operation, ABC):
-    """An operation between pairs of caches; if all pairs are known, it looks up no name.
+    """An operation between pairs of caches; if all pairs are known, it looks up no name."""
 
-    Attributes:
-        by_layer: whether each layer moves by itself.
-        pairs: as given; with the block tables of their leases once the caches are searched for.
-    """
-
-    __slots__ = ("_is_alone", "_local", "_requests", "by_layer", "pairs")
     _local: Local
 
     def __init__(
@@ -231,7 +206,7 @@ class PairOperation(Operation, ABC):
         *,
         by_layer: bool = False,
         speculative: bool = False,
-        **options: Unpack[SubmitOptions],
+        **options: Unpack[RunOptions],
     ) -> None:
         first = pairs[0]
         self._is_alone = not first.name and first.source is None
@@ -251,13 +226,13 @@ class PairOperation(Operation, ABC):
 
     def prepare(self) -> Prepared:
         """Return what to execute between the caches of all pairs."""
-        return self.known() or self.resolved()
+        return self.use_known() or self.resolve()
 
     @abstractmethod
-    def resolved(self) -> Prepared:
+    def resolve(self) -> Prepared:
         """Find the caches of all pairs by their names, and lower or plan each pair."""
 
-    def known(self) -> Prepared | None:
+    def use_known(self) -> Prepared | None:
         """Return what to execute if all pairs are known; None: their names are to be resolved."""
         # Only before the link is held. Later changes of the peer are found by checks of the memory.
         if not self.moves or self.link is not None:
@@ -296,14 +271,19 @@ class PairOperation(Operation, ABC):
         self.speculated, self.cache_id = is_key, first.entry.cache.cache_id
         theirs: TensorMemory = found.theirs
         if leases:
-            self.leases = tuple([lease.lease_id for lease in leases])
+            self.leases = tuple(leases)
             theirs = found.theirs.leased(leases)
         own = ours[0] if len(ours) == 1 else joined(ours)
         src, dst = (theirs, own) if first.pulls else (own, theirs)
         if not found.are_apart:
-            return prepared(parts, each, src, dst)
+            return prepare_parts(parts, each, src, dst)
         descriptors = each[0] if len(each) == 1 else Descriptors.joined(each)
         return Plan.made(*parts), src, dst, descriptors
+
+    def has_moved(self) -> bool:
+        """Return whether the peer has moved blocks of a lease since this operation looked it up."""
+        link = self.link
+        return link is not None and any(link.latest(lease) is not lease for lease in self.leases)
 
     def _find_requests(self) -> list[Request]:
         """Look up the names of transfers of blocks; empty: one is unusual or wrong."""
@@ -316,22 +296,38 @@ class PairOperation(Operation, ABC):
         return requests
 
     def keep(
-        self, rows: Sequence[RowPair], parts: Sequence[Part], ours: TensorMemory, theirs: PeerMemory
+        self,
+        rows: Sequence[RowPair],
+        parts: Sequence[Part],
+        ours: TensorMemory,
+        theirs: TensorMemory,
+        caches: Sequence[PeerCache],
     ) -> None:
-        """Let later requests find the rows of these, if the peer's memory is mapped here.
-
-        `theirs` is without leases.
-        """
-        requests, guard = self._requests, theirs.guard
-        if guard is None or type(ours) is not HostMemory or not ours.held:
+        """Let later requests find the rows of these caches, if the peer's memory is mapped here."""
+        requests, link = self._requests, self._requests[0].link
+        # An empty source table, for example, means a slot.
+        kinds = [(request.kind, pair.kind) for request, pair in zip(requests, rows, strict=True)]
+        if self.link is not link or any(asked != found for asked, found in kinds):
             return
-        first = requests[0]
-        if len(first.pairs) >= _MAX_PAIRS:
-            first.pairs.clear()
-        src, dst = (theirs, ours) if first.pulls else (ours, theirs)
-        first.pairs[_name_of(requests)] = NamedPair(
-            tuple([ref(request.entry) for request in requests]), theirs, tuple(rows), *guard,
-            None if first.pulls else theirs.write_guard,
+        pulls, pairs = requests[0].pulls, requests[0].pairs
+        try:
+            shared = link.joined_memory(caches, writable=not pulls)  # without leases
+        except LLMException:
+            return  # freed meanwhile: the transfer itself will raise
+        guard = shared.guard
+        if (
+            shared.addresses is not theirs.addresses
+            or guard is None
+            or type(ours) is not HostMemory
+            or not ours.held
+        ):
+            return
+        if len(pairs) >= _MAX_PAIRS:
+            pairs.clear()
+        src, dst = (shared, ours) if pulls else (ours, shared)
+        pairs[_name_of(requests)] = NamedPair(
+            tuple([ref(request.entry) for request in requests]), shared, tuple(rows), *guard,
+            None if pulls else shared.write_guard,
             len(parts) == 1 or parts_are_apart(parts, src, dst, one_space=True),
         )  # fmt: skip
 
@@ -340,7 +336,7 @@ def _name_of(requests: Sequence[Request]) -> _Key | tuple[_Key, ...]:
     return requests[0].name if len(requests) == 1 else tuple([its.name for its in requests])
 
 
-def prepared(
+def prepare_parts(
     parts: Sequence[Part], each: Sequence[Descriptors], src: TensorMemory, dst: TensorMemory
 ) -> Prepared:
     """Return the plan of all parts, with one array of descriptors if each part has its own."""
@@ -369,7 +365,7 @@ def move_now(
         nbytes = cut.rows.move_now(
             pair.peer,
             words,
-            pair.guard,
+            pair.write_guard,
             engine.living,
             entry.cache.cache_id,
             entry,
@@ -392,17 +388,18 @@ def move_now(
             with Operation(engine, rows.operation, tag=tag) as operation:
                 operation.hold(link)
                 raise operation.undelivered(error) from None
-    ended = None
-    if (recorder := engine.recorder) is not None and not recorder.ended:
-        part = rows.part(
-            cut, nbytes, request.src_rows, request.dst_rows, request.num_tokens, request.src_token,
-            request.dst_token,
-        )  # fmt: skip
-        leases = () if lease is None else (lease.lease_id,)
-        plan, cache_id = Plan.made(part), entry.cache.cache_id
-        ended = Moved(rows.operation, tag, started, plan, cache_id, link, leases)
     seconds = perf_counter() - started
-    conclude(engine, rows.operation, ended, _SUCCESS, nbytes, seconds)
+    if (recorder := engine.recorder) is not None and not recorder.ended:  # before it is counted
+        head = (
+            started, seconds, rows.operation, 0, "", tag, link.cluster_id, entry.cache.cache_id,
+            () if lease is None else (lease.lease_id,), nbytes,
+        )  # fmt: skip
+        moved = request.src_rows, request.dst_rows
+        make = partial(
+            rows.part, cut, nbytes, *moved, request.num_tokens, request.src_token, request.dst_token
+        )
+        recorder.moved(head, cut.part, moved, nbytes // cut.num_pairs, make)
+    engine.metrics.record(rows.operation, _SUCCESS, nbytes, seconds)
     if request.pulls:
         link.traffic.add(1, nbytes)
     else:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.execution.completion import Tracker
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.validation import check_timeout
 
 if TYPE_CHECKING:
-    from kvplan.engine.gather import GatherTask
-    from kvplan.execution import TransferTask
+    from kvplan.execution import GatherTask, TransferTask
 
 
 _T = TypeVar("_T")
@@ -72,8 +72,7 @@ class PollableQueue(Generic[_T]):
             ValueError: timeout_ms < 0 or not a number.
             LLMException: LLM_FAILED: in a forked child.
         """
-        if timeout_ms is not None and not timeout_ms >= 0:
-            raise ValueError(f"timeout_ms={timeout_ms} must be >= 0 or None")
+        check_timeout(timeout_ms)
         self._check_process()
         end = None if timeout_ms is None else perf_counter() + timeout_ms / 1000
         poll = select.poll()

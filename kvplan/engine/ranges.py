@@ -11,23 +11,23 @@ import numpy as np
 from kvnative._lower import Descriptors
 from kvnative._ranges import arrange, first_overlap
 from kvplan.engine.memory import joined
-from kvplan.engine.operation import Operation, Prepared, SubmitOptions
+from kvplan.engine.operation import Operation, RunOptions
 from kvplan.execution.binding import check_order_free
 from kvplan.links.address_index import check_ranges
 from kvplan.planning.ranges import RangePart, RangePlan, Ranges, span_text
 from kvplan.planning.side import Side
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc
 from kvplan.validation import UINT64_MAX, check_width, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import ArrayLike, NDArray
 
     from kvplan.engine.engine import Engine
     from kvplan.engine.entry import CacheEntry
-    from kvplan.execution import TensorMemory, TransferTask
+    from kvplan.execution import TensorMemory
     from kvplan.links import PeerLink
     from kvplan.links.address_index import AddressIndex, Cut, Extent
     from kvplan.links.peer_table import PeerCache
@@ -106,49 +106,25 @@ class _Found(NamedTuple):
 class RangeOperation(Operation):
     """An operation on ranges of addresses."""
 
-    __slots__ = ("_ranges",)
-
     def __init__(
-        self,
-        engine: Engine,
-        ranges: AddressRanges,
-        *,
-        speculative: bool = False,
-        **options: Unpack[SubmitOptions],
+        self, engine: Engine, ranges: AddressRanges, **options: Unpack[RunOptions]
     ) -> None:
         self._ranges = ranges
-        name = f"{ranges.direction}_ranges"
-        super().__init__(engine, name, speculative=speculative, **options)
+        super().__init__(engine, f"{ranges.direction}_ranges", **options)
 
     def prepare(self) -> tuple[Plan, TensorMemory, TensorMemory, Descriptors]:
         """Find the memory of the ranges, sort them and lower them."""
         ranges, pulls = self._ranges, self._ranges.direction == "pull"
-        link = self._linked("ranges", ranges)
+        link = self._linked("ranges", ranges, ranges.cluster_id)
         # Assumes that the peer's last published registrations are valid. The transfer fails if they
         # are not, and then the peer is asked.
-        self.speculated = self._speculative and not self.retried
+        self.speculated = not self.retried
         try:
             return self._prepare(link, ranges, pulls)
         except LLMException as error:
-            if not self._asks_again(error):
+            if not self.asks_again(error):
                 raise
         return self._prepare(link, ranges, pulls)
-
-    def submit(self, submit: Callable[[Prepared], TransferTask]) -> TransferTask:
-        """Submit the ranges; again if the peer has registered other memory meanwhile."""
-        try:
-            return submit(self.prepare())
-        except LLMException as error:
-            if not self._asks_again(error):
-                raise
-        return submit(self.prepare())
-
-    def _asks_again(self, error: LLMException) -> bool:
-        """Return whether to ask the peer for its registrations and to try again."""
-        again = not self.retried and error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-        if again:
-            self.disable_speculation()
-        return again
 
     def _prepare(
         self, link: PeerLink, ranges: AddressRanges, pulls: bool
@@ -205,13 +181,6 @@ class RangeOperation(Operation):
         return _Found(
             own, peer, here.extents, there.extents, there.others, there.starts, there.nbytes
         )
-
-
-def unconfirmed_text(plan: Plan | None, error: LLMException) -> str:
-    """Return text for a failed transfer of ranges: the first range that may be missing."""
-    if not isinstance(plan, RangePlan) or not error.unconfirmed:
-        return ""
-    return f"; the first that is not confirmed: {plan.ranges.text(error.unconfirmed[0][0])}"
 
 
 def _cut_remote(peer: AddressIndex[PeerCache], ranges: AddressRanges, here: Cut) -> Cut:

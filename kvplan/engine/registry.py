@@ -34,6 +34,7 @@ from kvplan.validation import INT64_MAX, check_type, check_width, shown
 
 if TYPE_CHECKING:
     from kvplan.device.device import Device
+    from kvplan.lease import BlockLease
     from kvplan.transport.protocol import Registrable
 
 _T = TypeVar("_T")
@@ -54,6 +55,7 @@ class CacheRegistry:
 
     Attributes:
         owner: the value of `Cache.owner` of each cache.
+        moved_leases: see `OfferedCaches`; `Leases` writes it.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class CacheRegistry:
         # loops run over copies, and an entry that was just seen may be gone.
         self._mutex = Mutex()
         self.owner = secrets.token_bytes(8)
+        self.moved_leases: dict[int, BlockLease] = {}
         self._closed = False
         self._last_id = 0
         self._held: dict[int, HeldCache] = {}

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, cast
 
+from msgspec import structs
+
+from kvplan.engine.claims import not_exist
 from kvplan.engine.memory import joined
-from kvplan.engine.pairs import PairOperation, prepared
-from kvplan.engine.shares import Pair, check_plan, check_slot, fitted, operation_name
+from kvplan.engine.pairs import PairOperation, prepare_parts
+from kvplan.engine.shares import Pair, operation_name
 from kvplan.execution.rows import counts_tokens
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import is_empty
 from kvplan.planning.gather import plan_taken
 from kvplan.planning.layers import source_tensors
+from kvplan.planning.planned import check_plan, check_slot, fitted
 from kvplan.planning.planner import Local, of_part, plan_pair
 from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.planning.side import Side, is_same_cache, side
 from kvplan.planning.texts import plural
-from kvplan.planning.transfer import PeerTensors, Planned, Rows, Transfer
+from kvplan.planning.transfer import PeerTensors, Planned, Transfer
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import (
     NO_ID,
@@ -63,39 +68,27 @@ _OTHER_KIND = {
 
 
 class Found(NamedTuple):
-    """A cache that rows name.
-
-    Attributes:
-        side: the cache as planning sees it.
-        slot: as the rows or their key name it; None: no slot is named, or the cache is paged.
-        memory: of this process, or of addresses of a peer; None: that of `cache`.
-        cache: the peer's.
-        key: the name of the peer's cache.
-    """
+    """A cache that rows name, and for a peer's cache its name."""
 
     side: Side
-    slot: int | None
-    memory: TensorMemory | None
-    cache: PeerCache | None = None
+    slot: int | None  # None: no slot is named, or the cache is paged
+    memory: TensorMemory | None  # of this process, or of addresses of a peer; None: of `cache`
+    cache: PeerCache | None = None  # the peer's
     key: AnyCache | None = None
 
 
 class TransferOperation(PairOperation):
-    """An operation between pairs of caches, whose names are resolved.
+    """An operation between pairs of caches, whose names are resolved."""
 
-    Attributes:
-        found: the source and the destination of each pair, once they are found.
-    """
+    found: list[tuple[Found, Found]]  # source and destination of each pair
 
-    __slots__ = ("_kinds", "found")
-
-    def resolved(self) -> Prepared:
+    def resolve(self) -> Prepared:
         """Find the caches of all pairs, and lower or plan each."""
         self.find_own()
         self.find_peer()
-        return self.bound()
+        return self.bind()
 
-    def bound(self) -> Prepared:
+    def bind(self) -> Prepared:
         """Lower each pair natively, or plan it, after its caches were found."""
         sources, targets = zip(*self.found, strict=True)
         src, dst = self._memory(sources, writable=False), self._memory(targets, writable=True)
@@ -123,16 +116,21 @@ class TransferOperation(PairOperation):
                 parts.append(part)
                 each.append(descriptors)
         if self._requests and len(rows) == len(parts):
-            self._keep_pairs(rows, parts, src, dst)
-        return prepared(parts, each, src, dst)
+            ours, theirs = (dst, src) if self._local == "dst" else (src, dst)
+            caches = [
+                cast("PeerCache", (read.cache or written.cache)) for read, written in self.found
+            ]
+            self.keep(rows, parts, ours, theirs, caches)
+        return prepare_parts(parts, each, src, dst)
 
-    def planned(self) -> list[Part]:
+    def plan_parts(self) -> list[Part]:
         """Plan all pairs, after their caches were found."""
         return [*map(self.plan_part, range(len(self.pairs)))]
 
     def find_own(self) -> None:
         """Find the caches of this process."""
-        self.pairs = [*map(Pair.with_tables, self.pairs)]
+        links = self.engine.links.peers
+        self.pairs = [*map(partial(Pair.with_tables, links=links), self.pairs)]
         self._kinds = [*map(self._kinds_of, self.pairs)]
         self.found = []
         for pair, (from_blocks, to_blocks, table) in zip(self.pairs, self._kinds, strict=True):
@@ -182,7 +180,7 @@ class TransferOperation(PairOperation):
                 )  # fmt: skip
             else:
                 part = plan_pair(
-                    self._planned(pair, src, dst), src.side, dst.side, self._local,
+                    self._request_of(pair, src, dst), src.side, dst.side, self._local,
                     by_layer=self.by_layer,
                 )  # fmt: skip
         except (LLMException, TypeError) as error:
@@ -202,19 +200,20 @@ class TransferOperation(PairOperation):
         pair = self.pairs[0]
         return pair.src.cache if self._local == "dst" else pair.dst.cache
 
-    def _planned(self, pair: Pair, src: Found, dst: Found) -> Transfer:
+    def _request_of(self, pair: Pair, src: Found, dst: Found) -> Transfer:
         """Return what the planner is asked: the rows of a pair, with the slots that were found."""
         given, read, written = cast(Transfer, pair.transfer), pair.src, pair.dst
         if not self._is_alone and (read.blocks is None or written.blocks is None):
             field = "src.blocks" if read.blocks is None else "dst.blocks"
             raise invalid(f"{field} is None; it must name blocks")
-        return Transfer(
-            Rows(src.side, read.blocks, src.slot, read.first_token, read.offset),
-            Rows(dst.side, written.blocks, dst.slot, written.first_token, written.offset),
-            given.num_tokens, given.nbytes, self._layers_of(pair, src.side),
-            given.reinterpret or self.engine.reinterpret, given.coalesce,
-            given.rank if self._is_alone else None,
-        )  # fmt: skip
+        return structs.replace(
+            given,
+            src=structs.replace(read, cache=src.side, slot=src.slot),
+            dst=structs.replace(written, cache=dst.side, slot=dst.slot),
+            layers=self._layers_of(pair, src.side),
+            reinterpret=given.reinterpret or self.engine.reinterpret,
+            rank=given.rank if self._is_alone else None,
+        )
 
     def _kinds_of(self, pair: Pair) -> tuple[bool | None, bool, str]:
         """Return whether the source and the destination of a pair have to be paged.
@@ -259,7 +258,7 @@ class TransferOperation(PairOperation):
             raise TypeError(f"{argument}={shown(key)} must be {mismatch(key, *kinds)}")
         link = self.link
         if link is None:
-            link = self._linked(argument, cast("AnyCacheKey | BlockLease | PeerTensors", key))
+            link = self._linked(argument, key, cast(BlockLease, key).cluster_id)
             self.link = link  # also of an operation that is only planned
         if isinstance(key, PeerTensors):
             tensors, memory = link.tensors(
@@ -285,6 +284,8 @@ class TransferOperation(PairOperation):
     ) -> tuple[PeerCache, int]:
         """Return the cache and the slot that a key names."""
         if isinstance(key, BlockLease):
+            if link.latest(key) is not key:  # of a plan that was made before, mostly
+                raise not_exist(f"{argument}={key} has moved to other blocks: plan again")
             return link.leased(key, writable=writable), 0
         if isinstance(key, CacheKeyByIdAndIndex):
             return link.cache(key, writable=writable), key.batch_index
@@ -307,7 +308,7 @@ class TransferOperation(PairOperation):
         caches = [*map(attrgetter("cache"), found)]
         theirs = cast("PeerLink", self.link).joined_memory(caches, writable=writable)
         leases = [its.key for its in found if isinstance(its.key, BlockLease)]
-        self.leases = tuple(map(attrgetter("lease_id"), leases))
+        self.leases = tuple(leases)
         return theirs.leased(leases) if leases else theirs
 
     def _lower(
@@ -344,26 +345,6 @@ class TransferOperation(PairOperation):
             transfer.num_tokens, read.first_token, written.first_token, pair.name, pair.source,
         )  # fmt: skip
         return None if rows is None or bound is None else (rows, bound)
-
-    def _keep_pairs(
-        self, rows: Sequence[RowPair], parts: Sequence[Part], src: TensorMemory, dst: TensorMemory
-    ) -> None:
-        """Let later requests find the rows of these caches."""
-        link, (ours, theirs) = self._requests[0].link, (src, dst)
-        if self._local == "dst":
-            ours, theirs = dst, src
-        # An empty source table, for example, means a slot.
-        if self.link is not link or any(
-            request.kind != pair.kind for request, pair in zip(self._requests, rows, strict=True)
-        ):
-            return
-        caches = [cast("PeerCache", (src.cache or dst.cache)) for src, dst in self.found]
-        try:
-            shared = link.joined_memory(caches, writable=self._local == "src")  # without leases
-        except LLMException:
-            return  # freed meanwhile: the transfer itself will raise
-        if shared.addresses is theirs.addresses:
-            self.keep(rows, parts, ours, shared)
 
     def _layers_of(self, pair: Pair, source: Side) -> KvCacheExtParam:
         """Return the layers of a pair; layer by layer, with how many tensors are one."""

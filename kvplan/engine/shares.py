@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
+from msgspec import structs
+
 from kvplan.lease import BlockLease
-from kvplan.planning.blocks import RequestBlocks
-from kvplan.planning.invariants import check_invariants
-from kvplan.planning.part import Operation, Part
-from kvplan.planning.plan import Plan
+from kvplan.planning.lease_tables import with_lease_tables
+from kvplan.planning.part import Operation
+from kvplan.planning.planned import check_plan
 from kvplan.planning.planner import VERBS, Local, check_sources, of_part
 from kvplan.planning.transfer import PeerTensors, Planned, Rows, Transfer
 from kvplan.status import LLMException, invalid
@@ -18,65 +18,56 @@ from kvplan.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
-    from kvplan.planning.blocks import Blocks
+    from kvplan.links import PeerLink
     from kvplan.planning.gather import Taken
-    from kvplan.planning.side import Side
+
+    Links = Mapping[int, PeerLink]
 
 PEERS: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, CacheKey, BlockLease, PeerTensors)
 """Types that name a cache of a peer."""
 
 
 class Pair(NamedTuple):
-    """Rows of two caches, between which one operation moves bytes.
+    """Rows of two caches, between which one operation moves bytes."""
 
-    Attributes:
-        name: the caller's name of the pair; empty: the transfer has only one destination.
-        transfer: of that name.
-        src, dst: the rows of the pair.
-        source: the place of `src` among the sources of a gather; None: the transfer is none.
-        taken: what a gather takes from the source, once it is known.
-    """
-
-    name: str
+    name: str  # of the caller; empty: the transfer has only one destination
     transfer: Transfer | Planned
     src: Rows
     dst: Rows
-    source: int | None = None
-    taken: Taken | None = None
+    source: int | None = None  # place of `src` among the sources of a gather
+    taken: Taken | None = None  # from the source of a gather, once it is known
 
     def argument(self, field: str) -> str:
         """Return the name of a field in errors: as the caller gave it."""
         place = f"{field}[{self.source}]" if field == "src" and self.source is not None else field
         return f"transfer[{shown(self.name)}].{place}" if self.name else place
 
-    def with_tables(self) -> Pair:
-        """Return the pair with the block tables and tokens of its leases; a gather's as given."""
-        if self.source is not None or isinstance(self.transfer, Planned):
-            return self
+    def with_tables(self, links: Links) -> Pair:
+        """Return the pair with the latest values of its leases, and their block tables and tokens.
+
+        A gather gets its tables later. A plan keeps its lease, whose blocks it names.
+        """
         if type(self.src.cache) is not BlockLease and type(self.dst.cache) is not BlockLease:
             return self
+        if isinstance(self.transfer, Planned):
+            return self
         try:
-            transfer = with_lease_tables(self.transfer)
+            if self.source is not None:
+                src = followed(self.argument("src"), self.src, links)
+                return self._replace(src=src, dst=followed("dst", self.dst, links))
+            transfer = with_latest_leases(self.transfer, links)
         except (LLMException, TypeError) as error:
             raise of_part(self.name, error) from None
         return Pair(self.name, transfer, cast(Rows, transfer.src), transfer.dst)
 
 
 class Shares(NamedTuple):
-    """The pairs of caches of a transfer, by the operation that moves them.
+    """The pairs of caches of a transfer, by the operation that moves them."""
 
-    Attributes:
-        name: name of the operation.
-        is_gather: whether a transfer has a sequence of sources.
-        is_copy: whether all caches are of this process.
-        pairs: the pairs of each peer, in the order of the transfer; layer by layer, each pair has
-            an operation of its own.
-    """
-
-    name: str
+    name: str  # of the operation
     is_gather: bool
-    is_copy: bool
-    pairs: list[list[Pair]]
+    is_copy: bool  # inside this process
+    pairs: list[list[Pair]]  # of each peer; layer by layer, each pair has an operation of its own
 
 
 def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) -> Shares:
@@ -153,110 +144,24 @@ def _rows_of(transfer: Transfer | Planned) -> tuple[Sequence[Rows], Rows]:
     return transfer.src, transfer.dst
 
 
-def with_lease_tables(transfer: Transfer) -> Transfer:
-    """Return a transfer with the block tables and the tokens that its leases name."""
-    src, dst = transfer.src, transfer.dst
-    named_rows = (
-        {"src.blocks": src}
-        if isinstance(src, Rows)
-        else {f"src[{index}].blocks": rows for index, rows in enumerate(src)}
-    )
-    named_rows["dst.blocks"] = dst
-    leased = [rows for rows in named_rows.values() if _is_leased(rows)]
-    if not leased:
-        return transfer
-    num_tokens = _num_tokens(leased, transfer.num_tokens)
-    *sources, dst = [
-        _with_table(argument, rows, num_tokens) if _is_leased(rows) else rows
-        for argument, rows in named_rows.items()
-    ]
-    return Transfer(
-        sources[0] if isinstance(src, Rows) else sources, dst, num_tokens, transfer.nbytes,
-        transfer.layers, transfer.reinterpret, transfer.coalesce, transfer.rank,
-    )  # fmt: skip
-
-
-def _is_leased(rows: Rows) -> bool:
-    """Whether a lease of blocks names the rows."""
-    return isinstance(rows.cache, BlockLease) and rows.cache.paged
-
-
-def _with_table(argument: str, rows: Rows, num_tokens: int | None) -> Rows:
-    lease = cast(BlockLease, rows.cache)
-    if rows.blocks is None and num_tokens is not None:
-        blocks: Blocks = RequestBlocks(lease.blocks)
+def with_latest_leases(transfer: Transfer, links: Links) -> Transfer:
+    """Return a transfer with the latest values of its leases, and the tables that they name."""
+    src = transfer.src
+    dst = followed("dst", transfer.dst, links)
+    if isinstance(src, Rows):
+        read: Rows | list[Rows] = followed("src", src, links)
     else:
-        blocks = lease.named(argument, rows.blocks)
-    return Rows(lease, blocks, rows.slot, rows.first_token, rows.offset)
+        read = [followed(f"src[{index}]", rows, links) for index, rows in enumerate(src)]
+    return with_lease_tables(structs.replace(transfer, src=read, dst=dst))
 
 
-def _num_tokens(rows: Sequence[Rows], given: int | None) -> int | None:
-    """Return the tokens of a request: as given, or as leases of all its blocks say."""
-    said = {
-        lease.num_tokens("num_tokens", given, its.first_token)
-        for its in rows
-        if (lease := cast(BlockLease, its.cache)).tokens is not None and its.blocks is None
-    }
-    if len(said) > 1:
-        raise invalid(
-            f"num_tokens=None, and the leases are of requests of unequal length: "
-            f"{sorted(filter(None, said))} tokens"
-        )
-    return said.pop() if said else given
-
-
-def check_plan(plan: object) -> Part:
-    """Return the part of the plan of a `Planned`."""
-    parts = check_type("plan", plan, Plan).parts
-    if len(parts) > 1:
-        raise invalid(
-            f"plan={plan!r} has {len(parts)} parts; they move by a mapping of names to Planned, of "
-            "each part its plan in plan.by_part()"
-        )
-    return parts[0]
-
-
-def fitted(planned: Planned, source: Side, target: Side, local: Local, *, by_layer: bool) -> Part:
-    """Return the part that is planned, with the names of the caches that it is executed between."""
-    part = check_plan(planned.plan)
-    if part.local != local:
-        needed = f'kvplan.plan(..., local="{local}")'
-        raise invalid(
-            f"src={shown(planned.src)} and dst={shown(planned.dst)} make a {VERBS[local]}, and "
-            f"the plan is of {part.operation}; {needed} plans a {VERBS[local]}"
-        )
-    for name, then, now in (("src", part.src, source), ("dst", part.dst, target)):
-        if then != now:
-            from kvplan.inspection.diff import side_changes
-
-            changes = "; ".join(side_changes(name, then, now))
-            raise invalid(
-                f"{name}={shown(getattr(planned, name))} is not as planned: {changes}; plan again"
-            )
-        if by_layer and "layer" not in part.split and now.extent("layer") > 1:
-            raise invalid(
-                f"{name}: the plan moves tensors of {now.extent('layer')} layers whole; "
-                "kvplan.plan(..., by_layer=True) plans each layer by itself"
-            )
-    check_invariants(part)
-    for name in ("src", "dst"):
-        lease = getattr(planned, name)
-        if isinstance(lease, BlockLease) and lease.paged:
-            lease.named(f"plan {name} blocks", rows_of(part, name))
-    return replace(part, src=source, dst=target)
-
-
-def rows_of(part: Part, name: str) -> list[int]:
-    """Return the blocks or slots of a side that a plan moves, each once, ascending."""
-    runs = part.segments.expanded()
-    side: Side = getattr(part, name)
-    offsets = runs.src_offsets if name == "src" else runs.dst_offsets
-    return cast("list[int]", side.rows_of(offsets, runs.nbytes).tolist())
-
-
-def check_slot(planned: Planned, name: str, slot: int) -> None:
-    """Refuse a key of another slot than the plan moves."""
-    rows = rows_of(check_plan(planned.plan), name)
-    if rows not in ([], [slot]):
-        key = shown(getattr(planned, name))
-        raise invalid(f"{name}={key} names slot {slot}, and the plan moves slot {rows[0]}")
+def followed(argument: str, rows: Rows, links: Links) -> Rows:
+    """Return rows with the latest value of their lease, if its owner has moved blocks."""
+    lease = rows.cache
+    if not isinstance(lease, BlockLease) or (link := links.get(lease.cluster_id)) is None:
+        return rows
+    if not link.has_moved_leases or (latest := link.latest(lease)) is lease:
+        return rows
+    blocks = latest.places_of(f"{argument}.blocks", lease, rows.blocks)
+    slot = latest.blocks[0] if lease.blocks == (rows.slot,) else rows.slot
+    return structs.replace(rows, cache=latest, blocks=blocks, slot=slot)

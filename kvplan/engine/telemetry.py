@@ -1,29 +1,25 @@
-"""Telemetry of an engine: counters, log lines, spans of OpenTelemetry, and its state as values."""
+"""The operations of an engine: those in flight, counters, log lines, spans of OpenTelemetry."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-import os
-import sys
-import time
-from collections import Counter
-from dataclasses import asdict
 from itertools import accumulate
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import TYPE_CHECKING, Final, TypedDict
+from weakref import ref
 
 import kvplan
+from kvnative._signals import Condition
 from kvnative._tally import Histogram
+from kvplan.engine.registry import finalized
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-    from kvplan.engine.engine import Engine
-    from kvplan.engine.operation import Operation
+    from kvplan.recording.writer import Ended
 
 
 logger = Log("kvplan")
@@ -173,7 +169,7 @@ class Tracer:
         self._cluster_id = cluster_id
         self._tracer = trace.get_tracer("kvplan", kvplan.__version__)
 
-    def begin(self, operation: Operation) -> Span | None:
+    def begin(self, operation: Ended) -> Span | None:
         """Begin the span of an operation; None: the tracing of the program has failed."""
         attributes: dict[str, str | int] = {
             "kvplan.operation": operation.name,
@@ -191,13 +187,13 @@ class Tracer:
             return None
 
     def end(
-        self, operation: Operation, span: Span, status: LLMStatusCode, error: BaseException | None
+        self, operation: Ended, span: Span, status: LLMStatusCode, error: BaseException | None
     ) -> None:
         """End the span of an operation with its outcome."""
         plan = operation.plan
         attributes: dict[str, str | int] = {"kvplan.status": status.name}
-        if operation.cluster_id is not None:
-            attributes["kvplan.peer"] = operation.cluster_id
+        if operation.link is not None:
+            attributes["kvplan.peer"] = operation.link.cluster_id
         if operation.cache_id >= 0:
             attributes["kvplan.cache"] = operation.cache_id
         if plan is not None:
@@ -212,96 +208,55 @@ class Tracer:
             logger.exception("kvplan.opentelemetry: could not end a span")
 
 
-_MAX_LISTED: Final = 100
-"""Transfers in flight that `describe` lists, the oldest first."""
+class InFlight:
+    """The operations of an engine in flight, from before they look up a cache to their outcome.
 
+    Without a lock: an operation is added before it reads `closed`, and `close` sets `closed` before
+    it looks for operations. References are weak, as an interrupt may drop an operation at any step.
 
-def metrics_of(cluster_id: int, metrics: Metrics, engine: Engine | None) -> EngineMetrics:
-    """Return the counters of an engine; see `LlmDataDist.metrics`."""
-    cache_bytes: Counter[str] = Counter()
-    links: Counter[str] = Counter()
-    if engine is not None:
-        engine.check_process()
-        links.update(link.state.name for link in engine.links.status())
-        for entry, _ in engine.registry.entries():
-            cache_bytes[entry.cache.cache_desc.placement.name] += entry.cache.cache_desc.nbytes
-    return {
-        "cluster_id": cluster_id,
-        "in_flight": 0 if engine is None else len(engine.in_flight),
-        "links": dict(links),
-        "cache_bytes": dict(cache_bytes),
-        "operations": metrics.snapshot(),
-    }
+    Attributes:
+        closed: whether `close` was called.
+    """
 
+    def __init__(self) -> None:
+        self._operations: set[ref[Ended]] = set()
+        self.closed: bool = False
+        self._changed = Condition()
 
-def describe(engine: Engine) -> dict[str, Any]:
-    """Return the state of an engine as JSON values, for `kvplan top`."""
-    from kvplan import __version__  # here, as kvplan imports this room
+    def __len__(self) -> int:
+        return len(self._operations)
 
-    operations = metrics_of(engine.cluster_id, engine.metrics, engine)["operations"]
-    return {
-        "kvplan": __version__,
-        "pid": os.getpid(),
-        "command": sys.argv,
-        "cluster_id": engine.cluster_id,
-        "role": engine.role.name,
-        "listen_address": engine.listen_address,
-        "transports": list(engine.transport_names),
-        "seconds": time.monotonic(),
-        "operations": {
-            name: {
-                "statuses": row["statuses"],
-                "nbytes": row["nbytes"],
-                "count": row["seconds"]["count"],
-                "seconds": row["seconds"]["sum"],
-                "buckets": [
-                    [None if math.isinf(bound) else bound, count]
-                    for bound, count in row["seconds"]["buckets"].items()
-                ],
-            }
-            for name, row in operations.items()
-        },
-        "links": [
-            asdict(link) | {"role": link.role and link.role.name, "state": link.state.name}
-            for link in engine.links.status()
-        ],
-        "caches": [
-            {
-                "cache_id": entry.cache.cache_id,
-                "nbytes": entry.cache.cache_desc.nbytes,
-                "num_tensors": entry.cache.cache_desc.num_tensors,
-                "placement": entry.cache.cache_desc.placement.name,
-                "allocated": is_allocated,
-            }
-            for entry, is_allocated in engine.registry.entries()
-        ],
-        "pages": {
-            "option": engine.options.pages,
-            "prefault": engine.options.prefault,
-            "numa_node": engine.options.numa_node,
-            "populate": engine.options.populate,
-            "mapped_arenas": len(mapped := engine.links.mapped()),
-            "mapped_bytes": sum(arena.nbytes for _, arena in mapped),
-        },
-        "leases": len(engine.leases.live()),
-        "in_flight": _in_flight(engine),
-    }
+    def operations(self) -> list[Ended]:
+        """Return the operations that are in flight."""
+        return [found for held in list(self._operations) if (found := held()) is not None]
 
+    def add(self, operation: Ended) -> None:
+        """Add an operation that begins, until `remove`.
 
-def _in_flight(engine: Engine) -> list[dict[str, Any]]:
-    now = perf_counter()
-    found = sorted(engine.in_flight.operations(), key=lambda operation: operation.started)
-    rows = []
-    for operation in found[:_MAX_LISTED]:
-        plan = operation.plan
-        rows.append(
-            {
-                "operation": operation.name,
-                "tag": operation.tag,
-                "peer": operation.cluster_id,
-                "cache_id": None if operation.cache_id < 0 else operation.cache_id,
-                "nbytes": None if plan is None else plan.nbytes,
-                "age_s": now - operation.started,
-            }
-        )
-    return rows
+        Raises:
+            LLMException: LLM_ENGINE_FINALIZED: `close` was called.
+        """
+        self._operations.add(ref(operation, self._operations.discard))
+        if self.closed:
+            self.remove(operation)
+            raise finalized()
+
+    def remove(self, operation: Ended) -> None:
+        """Remove an operation that uses nothing of the engine any more; idempotent."""
+        self._operations.discard(ref(operation))
+        if self.closed:
+            with self._changed:
+                self._changed.notify_all()
+
+    def close(self) -> bool:
+        """Refuse further operations; return False if they were refused already."""
+        with self._changed:
+            if self.closed:
+                return False
+            self.closed = True
+            return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until no operation is in flight; return False after `timeout_s` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._operations, timeout_s)

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, cast, overload
 
-from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
-from kvplan.engine.gather import GatherTask, LayerGatherTask, Several, check_timeout
-from kvplan.engine.operation import MAX_TAG, RunOptions, SubmitOptions, TransferOptions
+from kvplan.engine.gather import Several
+from kvplan.engine.operation import (
+    ALL_OPTIONS,
+    OF_LAYERED,
+    OF_SUBMIT,
+    RunOptions,
+    SubmitOptions,
+    TransferOptions,
+    checked,
+)
 from kvplan.engine.pairs import Request, find_request, move_now
-from kvplan.engine.ranges import AddressRanges, RangeOperation, unconfirmed_text
+from kvplan.engine.ranges import AddressRanges, RangeOperation
 from kvplan.engine.resolve import TransferOperation
 from kvplan.engine.runner import OperationRunner, PlanEvent
-from kvplan.engine.shares import Pair, check_plan, shares_of
+from kvplan.engine.shares import Pair, shares_of
+from kvplan.execution.gather_task import GatherTask, LayerGatherTask
 from kvplan.execution.memory import revocation
+from kvplan.planning.planned import check_plan
 from kvplan.planning.planner import check_transfers
 from kvplan.planning.transfer import AnyRequest, Planned, Rows, Transfer
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
     from kvplan.engine.operation import Operation, Prepared
-    from kvplan.execution import LayerTask, TransferTask
+    from kvplan.execution import LayerTask, TensorMemory, TransferTask
     from kvplan.planning.plan import Plan
 
 Movable: TypeAlias = "AnyRequest | AddressRanges"
-_OPTIONS: Final = RunOptions.__annotations__.keys()
-_LONG_MS: Final = 1 << 63
 AnyLayerTask: TypeAlias = "LayerTask | LayerGatherTask"
-_Task = TypeVar("_Task", bound=GatherTask)
+_Operation: TypeAlias = TransferOperation | RangeOperation
 _Single: TypeAlias = "Transfer[Rows] | Planned"
 _Grouped: TypeAlias = "Transfer[Sequence[Rows]] | Mapping[str, Transfer | Planned]"
 
@@ -96,39 +103,33 @@ class TransferOperations(OperationRunner):
         engine = self._engine
         if engine is None or engine.inherited:
             engine = self._running()
+        given = checked(options, ALL_OPTIONS) if options else {}
         request = find_request(engine, transfer)
         if (
             request is not None
             and not self._hooks
-            and (not options or _is_simple(options))
-            and move_now(engine, request, started, options.get("tag", ""), options.get("notify"))
+            and not given.get("verify")
+            and "after" not in given
+            and move_now(engine, request, started, given.get("tag", ""), given.get("notify"))
         ):
             return
-        timeout_ms = options.pop("timeout_ms", None)
-        if timeout_ms is not None:
-            check_timeout(timeout_ms)
-        others = cast(SubmitOptions, options)
-        if others.get("after") is not None:
-            task = self.submit(transfer, **others)
-            task.wait(engine.wait_ms if timeout_ms is None else timeout_ms)
-            return
-        operation = _operation(engine, transfer, request, speculative=True, **others)
+        is_behind = "after" in given
+        operation = _operation(engine, transfer, request, speculative=not is_behind, **given)
         if isinstance(operation, Several):
-            self._run_several(operation, timeout_ms)
+            self._begin(operation, waits=True)
             return
         with operation:
-            try:
-                while not operation.done:
-                    self._execute(operation, operation.prepare(), timeout_ms)
-            except LLMException as error:
-                if not (more := unconfirmed_text(operation.plan, error)):
+            if is_behind:
+                operation.is_reported = False
+                task = self._submit(operation, operation.prepare())
+                try:
+                    task.wait(operation.limited())
+                except BaseException:  # also an interrupt: the caller has no task to cancel
+                    task.cancel()
                     raise
-                raise LLMException(
-                    f"{error.args[0]}{more}",
-                    status_code=error.status_code,
-                    origin=error.origin,
-                    unconfirmed=error.unconfirmed,
-                ) from None
+                return
+            while not operation.done:
+                self._execute(operation, operation.prepare())
 
     @overload
     def submit(
@@ -162,18 +163,14 @@ class TransferOperations(OperationRunner):
             LLMException: as `run`, before anything moves; LLM_LINK_BUSY: too many ended tasks wait
                 in `completions()`. The task raises later errors.
         """
-        if options:
-            _refuse_timeout(cast("dict[str, Any]", options))
         engine = self._engine
         if engine is None or engine.inherited:
             engine = self._running()
-        operation = _operation(engine, transfer, find_request(engine, transfer), **options)
+        given = checked(options, OF_SUBMIT) if options else {}
+        operation = _operation(engine, transfer, find_request(engine, transfer), **given)
         if isinstance(operation, Several):
-            task = GatherTask(operation.name, operation.notices)
-            return self._begin(operation, task, self._submit)
+            return self._begin(operation)
         with operation:
-            if isinstance(operation, RangeOperation):
-                return operation.submit(partial(self._submit, operation))
             return self._submit(operation, operation.prepare())
 
     @overload
@@ -206,131 +203,107 @@ class TransferOperations(OperationRunner):
             LLMException: as `submit`; LLM_PARAM_INVALID: also if neither the transfer nor the cache
                 says how many tensors a layer has.
         """
-        if options:
-            _refuse_timeout(cast("dict[str, Any]", options))
-        if cast("dict[str, Any]", options).pop("after", None) is not None:
-            raise TypeError(
-                "after is not an option of layered; ready(layer, event) takes one for each layer"
-            )
-        if isinstance(transfer, AddressRanges):
-            raise TypeError("layered takes a Transfer; AddressRanges have no layers")
         engine = self._engine
         if engine is None or engine.inherited:
             engine = self._running()
+        given = checked(options, OF_LAYERED) if options else {}
+        if isinstance(transfer, AddressRanges):
+            raise TypeError("layered takes a Transfer; AddressRanges have no layers")
         request = find_request(engine, transfer, by_layer=True)
-        operation = _operation(engine, transfer, request, by_layer=True, **options)
+        operation = _operation(engine, transfer, request, by_layer=True, **given)
         if isinstance(operation, Several):
-            task = LayerGatherTask(operation.name, operation.notices)
-            return self._begin(operation, task, self._layer)
+            return cast(LayerGatherTask, self._begin(operation))
         with operation:
-            return self._layer(operation, operation.prepare())
+            return cast("LayerTask", self._submit(operation, operation.prepare()))
 
-    def _execute(self, operation: Operation, prepared: Prepared, timeout_ms: float | None) -> None:
+    def _execute(self, operation: Operation, prepared: Prepared) -> None:
         """Execute a prepared transfer; unless `operation.done`, it must be prepared again."""
         plan, src, dst, descriptors = prepared
-        operation.plan = plan
-        if operation.engine.reinterpret or self._hooks:
-            self._show(operation, plan)
-        if timeout_ms is None and operation.link is not None:
-            timeout_ms = operation.engine.wait_ms
-        left_ms = timeout_ms
-        if timeout_ms is not None:  # `operation.left_ms`, without a call of Python
-            left_ms = max(0.0, timeout_ms - (perf_counter() - operation.started) * 1000)
-        if operation.verify_every:
-            operation.begin_to_move(src, dst)
+        engine, operation.plan = operation.engine, plan
+        if engine.reinterpret or self._hooks or operation.verify_every:
+            self._look(operation, plan, src, dst)
+        left_ms = operation.timeout_ms  # as of `operation.limited`, without a call of Python
+        if left_ms is None and operation.link is not None:
+            left_ms = operation.timeout_ms = engine.wait_ms
+        if left_ms is not None:
+            left_ms = max(0.0, left_ms - (perf_counter() - operation.started) * 1000)
         try:
-            operation.engine.transfers.execute(plan, src, dst, left_ms, descriptors)
+            engine.transfers.execute(plan, src, dst, left_ms, descriptors)
         except LLMException as error:
-            missing = error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
-            if not (operation.speculated and missing) or revocation((src, dst)):
+            if revocation((src, dst)) or not operation.asks_again(error):
                 raise
-            operation.disable_speculation()  # the key may name another cache now
         else:
             if operation.verify_every:
-                operation.verify(operation.left_ms(timeout_ms))
+                operation.verify()
             operation.done = True
             if operation.notifies:
-                operation.send_notification(operation.left_ms(timeout_ms))
+                operation.send_notification()
 
-    def _submit(self, operation: Operation, prepared: Prepared) -> TransferTask:
+    def _submit(self, operation: _Operation, prepared: Prepared) -> TransferTask:
         """Submit a prepared transfer; `operation` ends with the task."""
         plan, src, dst, descriptors = prepared
-        operation.plan = plan
-        if operation.engine.reinterpret or self._hooks:
-            self._show(operation, plan)
-        engine = operation.engine
-        report = None if operation.is_part else engine.completion.completions
+        engine, operation.plan = operation.engine, plan
+        if engine.reinterpret or self._hooks or operation.verify_every:
+            self._look(operation, plan, src, dst)
+        report = engine.completion.completions if operation.is_reported else None
         if report is not None:
             report.check_room()
-        if operation.verify_every:
-            operation.begin_to_move(src, dst)
+        track = partial(engine.completion.track, report=report, aside=operation.follows_up)
         on_outcome = operation.finish if operation.follows_up else operation.end
-        stream_of = None if engine.device is None else engine.device.stream
-        task = engine.transfers.submit(
-            plan, src, dst, on_outcome, descriptors, operation.after, stream_of
-        )
+        transfers, device = engine.transfers, engine.device
+        if operation.by_layer:
+            gate_of = None if device is None else device.gate
+            layers = transfers.layered(plan, src, dst, on_outcome, track, descriptors, gate_of)
+            operation.submitted = True
+            engine.completion.watch(layers)
+            return layers
+        stream_of = None if device is None else device.stream
+        try:
+            task = transfers.submit(
+                plan, src, dst, on_outcome, descriptors, operation.after, stream_of
+            )
+        except LLMException as error:
+            if not operation.asks_again(error):
+                raise
+            return self._submit(operation, operation.prepare())
         try:
             operation.submitted = True
-            engine.completion.track(task, report, aside=operation.follows_up)
+            track(task)
         except BaseException:  # an interrupt: the caller has no task to cancel
             task.cancel()
             raise
         return task
 
-    def _layer(self, operation: Operation, prepared: Prepared) -> LayerTask:
-        """Submit a prepared transfer whose layers move at `LayerTask.ready`."""
-        plan, src, dst, descriptors = prepared
-        operation.plan = plan
-        if operation.engine.reinterpret or self._hooks:
-            self._show(operation, plan)
-        engine = operation.engine
-        report = None if operation.is_part else engine.completion.completions
-        if report is not None:
-            report.check_room()
-        if operation.verify_every:
-            operation.begin_to_move(src, dst)
-        on_last = partial(engine.completion.track, report=report, aside=operation.follows_up)
-        on_outcome = operation.finish if operation.follows_up else operation.end
-        gate_of = None if engine.device is None else engine.device.gate
-        task = engine.transfers.layered(plan, src, dst, on_outcome, on_last, descriptors, gate_of)
-        operation.submitted = True
-        engine.completion.watch(task)
-        return task
-
-    def _show(self, operation: Operation, plan: Plan) -> None:
-        """Show the plan to the hooks before its execution, and warn if it reinterprets bytes."""
+    def _look(self, operation: Operation, plan: Plan, src: TensorMemory, dst: TensorMemory) -> None:
+        """Show a plan to the hooks before its execution, and remember what is to be verified."""
         if operation.engine.reinterpret and plan.reinterpret:
             for part in plan.parts:
                 if part.reinterpret:
-                    operation.engine.warn_reinterpret(operation, part)
+                    operation.engine.warn_reinterpret(operation.name, part)
         event = PlanEvent(
             plan, operation.name, operation.cache_id, operation.cluster_id, operation.tag
         )
         for hook in list(self._hooks.values()):
             hook(event)
+        if operation.verify_every:
+            operation.begin_to_move(src, dst)
 
-    def _run_several(self, several: Several, timeout_ms: float | None) -> None:
-        task = GatherTask(several.name, several.notices)
-        try:
-            several.begin(task, self._submit)
-            task.wait(several.engine.wait_ms if timeout_ms is None else timeout_ms)
-        except BaseException:  # also an interrupt between the two
-            task.drop()
-            raise
-
-    def _begin(
-        self, several: Several, task: _Task, submit: Callable[[Operation, Prepared], Any]
-    ) -> _Task:
-        """Begin all operations, and report their task as one."""
+    def _begin(self, several: Several, *, waits: bool = False) -> GatherTask:
+        """Submit all operations as one task, and wait for it, or report its end."""
+        notices = several.notices
+        kind = LayerGatherTask if several.by_layer else GatherTask
+        task = kind(several.name, notices.finish if notices.any else None)
         completion = several.engine.completion
+        report = None if waits else completion.completions
         try:
-            report = completion.completions
             if report is not None:
                 report.check_room()
-            several.begin(task, submit)
-            if report is not None or task.notices.any:
-                completion.track(task, report, aside=task.notices.any)
-        except BaseException:
+            several.begin(task, self._submit)
+            if waits:
+                task.wait(several.limited())
+            elif report is not None or notices.any:
+                completion.track(task, report, aside=notices.any)
+        except BaseException:  # also an interrupt: the caller has no task to cancel
             task.drop()
             raise
         return task
@@ -343,14 +316,11 @@ def _operation(
     *,
     by_layer: bool = False,
     speculative: bool = False,
-    **options: Unpack[SubmitOptions],
-) -> TransferOperation | RangeOperation | Several:
-    """Return the operation of a transfer, or several operations for several peers."""
-    if not options.keys() <= _OPTIONS:
-        unknown = min(options.keys() - _OPTIONS)
-        raise TypeError(f"{unknown} is not an option of a transfer; options are {sorted(_OPTIONS)}")
+    **options: Any,
+) -> _Operation | Several:
+    """Return the operation of a transfer, or several for several peers; `options` are checked."""
     if isinstance(transfer, AddressRanges):
-        return RangeOperation(engine, transfer, speculative=speculative, **options)
+        return RangeOperation(engine, transfer, **options)
     name, transfers = "", cast("Mapping[str, Transfer | Planned]", {"": transfer})
     if isinstance(transfer, Transfer) and isinstance(transfer.src, Rows):
         pairs = [Pair("", transfer, transfer.src, transfer.dst)]
@@ -373,29 +343,3 @@ def _operation(
     return TransferOperation(
         engine, pairs, name, request, by_layer=by_layer, speculative=speculative, **options
     )
-
-
-def _is_simple(options: RunOptions) -> bool:
-    """Return whether options are valid, and only a tag, notifications and a timeout."""
-    for name, value in options.items():
-        if name == "tag":
-            if type(value) is not str or len(value) > MAX_TAG or not value.isprintable():
-                return False
-        elif value is None:
-            continue
-        elif name in ("notify", "notify_failure"):
-            if type(value) is not bytes or not 1 <= len(value) <= MAX_NOTIFICATION_NBYTES:
-                return False
-        elif (
-            name != "timeout_ms"
-            or type(value) not in (int, float)
-            or not 0 <= cast(float, value) < _LONG_MS
-        ):
-            return False
-    return True
-
-
-def _refuse_timeout(options: dict[str, Any]) -> None:
-    """Refuse a timeout; a task takes one in `wait`."""
-    if options.pop("timeout_ms", None) is not None:
-        raise TypeError("timeout_ms is an option of run; a task takes it in wait(timeout_ms)")

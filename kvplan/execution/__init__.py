@@ -4,6 +4,7 @@ This room must not import devices, transports or engines. Memory comes as `Tenso
 """
 
 from kvplan.execution.compute_events import ComputeEvent, ComputeStream
+from kvplan.execution.gather_task import GatherError, GatherTask, LayerGatherTask
 from kvplan.execution.layer_task import LayerProgress, LayerTask
 from kvplan.execution.memory import HostMemory, Memory, TensorMemory
 from kvplan.execution.task import TransferTask
@@ -12,7 +13,10 @@ from kvplan.execution.transfers import Transfers, default_transfers, execute, su
 __all__ = [
     "ComputeEvent",
     "ComputeStream",
+    "GatherError",
+    "GatherTask",
     "HostMemory",
+    "LayerGatherTask",
     "LayerProgress",
     "LayerTask",
     "Memory",

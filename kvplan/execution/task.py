@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvnative._executor import (
     KVN_CANCELLED,
@@ -80,6 +80,15 @@ def native_errors(what: str) -> Iterator[None]:
         yield
     except NativeError as error:
         raise native_error(error, what) from error
+
+
+class StoppedError(LLMException):
+    """The error of a transfer that was stopped because another source of its gather failed."""
+
+    def __init__(
+        self, text: str = "stopped, as another source of the gather failed", **fields: Any
+    ) -> None:
+        super().__init__(text, **fields)
 
 
 class TransferTask(NativeTask):
@@ -326,10 +335,12 @@ def failure(
             cause = revocation(memories)
         return _failure(plan, report, cause, missing if report.status in _ABANDONED else "")
     # The copies succeeded, but not with the memory that was registered.
+    unconfirmed = ((0, plan.num_descriptors),)
     return LLMException(
-        f"{plan.operation} {plan.kind}: {lost.args[0]}; no descriptor is confirmed",
+        f"{plan.operation} {plan.kind}: {lost.args[0]}; no descriptor is confirmed"
+        f"{plan.missing_text(unconfirmed)}",
         status_code=lost.status_code,
-        unconfirmed=((0, plan.num_descriptors),),
+        unconfirmed=unconfirmed,
     )
 
 
@@ -352,8 +363,9 @@ def _failure(plan: Plan, report: Report, cause: LLMException | None, missing: st
         parts.append(f"descriptor {report.failed} ({origin})")
     if cause is not None or report.status not in _ABANDONED:  # such a report includes the number
         parts.append(f"{open_descriptors} of {plan.num_descriptors} descriptors are not confirmed")
-    return LLMException(
-        "; ".join(parts),
+    kind = StoppedError if isinstance(cause, StoppedError) else LLMException
+    return kind(
+        "; ".join(parts) + plan.missing_text(report.unconfirmed),
         status_code=cause.status_code if cause else status_code_of(report.status),
         origin=origin,
         unconfirmed=report.unconfirmed,

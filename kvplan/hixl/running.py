@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kvnative._signals import Mutex
 from kvplan.engine.datadist import LlmDataDist
-from kvplan.engine.ranges import AddressRanges, unconfirmed_text
+from kvplan.engine.ranges import AddressRanges
 from kvplan.execution import Transfers, TransferTask
 from kvplan.hixl.connections import AsyncConnector, Connections
 from kvplan.hixl.options import Settings
@@ -117,12 +117,11 @@ def _outcome(number: int, request: _Request) -> tuple[int, TransferStatus]:
     except LLMException as error:
         status = status_of(error)
         _log.warning(
-            "request %d, %s of %s: %s%s",
+            "request %d, %s of %s: %s",
             number,
             request.op.name,
             request.remote_engine,
             error,
-            unconfirmed_text(request.task.plan, error),
         )
         if status == TIMEOUT:
             return SUCCESS, TransferStatus.TIMEOUT

@@ -1,4 +1,4 @@
-"""How two plans differ, ending in a verdict: identical, equivalent, or different bytes."""
+"""The difference of two plans, ending in a verdict: identical, equivalent, or different bytes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from kvplan.planning.texts import fit, nbytes_text, place, plural, shown_rows, s
 from kvplan.planning.tokens import BlockTables
 
 OTHER_BYTES = "different bytes"
-"""How the verdict on plans begins that do not put the same bytes into the same places."""
+"""Beginning of the verdict on plans that do not put the same bytes into the same places."""
 
 LIMIT = 16
-"""Changed segments; of more the first and the last are shown, and what they come to."""
+"""Maximum of listed segments; of more, the first and the last are listed, and a summary."""
 
 
 def diff_plans(old: Plan, new: Plan) -> str:
@@ -312,7 +312,7 @@ def _layer_change(old: Part, new: Part) -> str:
 
 
 def _table_change(old: Part, new: Part) -> str:
-    """Return what was done to a block table, if it is one of the usual mistakes."""
+    """Return the change of a block table, if it is a common mistake; otherwise ""."""
     if old.tables is None or new.tables is None:
         return ""
     numbers = [
@@ -332,7 +332,7 @@ def _number(given: int | None) -> str:
 
 
 def _changed_tables(old: BlockTables, new: BlockTables) -> str:
-    """Return what was done to the rows of the tables, if it is one of the usual mistakes."""
+    """Return the change of the rows of the tables, if it is a common mistake; otherwise ""."""
     changed = [
         name
         for name in ("src", "dst")
@@ -357,7 +357,7 @@ def _changed_tables(old: BlockTables, new: BlockTables) -> str:
 
 
 def changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str:
-    """Return what was done to one block table, beginning with its name; empty if unknown."""
+    """Return the change of one block table, beginning with its name; empty if unknown."""
     if len(a) != len(b):
         return ""
     odd = np.flatnonzero(a != b)

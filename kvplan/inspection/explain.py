@@ -77,13 +77,14 @@ def _explain_parts(
     """Yield the lines of each part, below its label."""
     seen: list[tuple[Part, list[str]]] = []
     for part in parts:
-        if (of := next((of for earlier, of in seen if _is_same(earlier, part)), None)) is not None:
-            of.append(part.label)
+        equal = next((names for before, names in seen if _is_same(before, part)), None)
+        if equal is not None:
+            equal.append(part.label)
         else:
             seen.append((part, [part.label]))
     for index, (part, labels) in enumerate(seen):
         yield from fit(labels_text(labels), indent="  ")
-        like = next((its for earlier, its in seen[:index] if _has_same_rows(earlier, part)), None)
+        like = next((names for before, names in seen[:index] if _has_same_rows(before, part)), None)
         same_as = "" if like is None else f"part {like[0]}"
         yield from (f"  {line}" for line in _explain_part(part, format, limit, same_as))
 
@@ -101,7 +102,7 @@ def _explain_part(
 
 
 def labels_text(labels: list[str]) -> str:
-    """`part latent`, or `parts 0, 1, 2`."""
+    """Return `part latent`, or `parts 0, 1, 2`."""
     names = ", ".join(label or "(unnamed)" for label in labels)
     return f"part{'s' if len(labels) > 1 else ''} {names}"
 
@@ -189,7 +190,7 @@ def _side_lines(side: Side, name: str, end: str = "") -> list[str]:
 
 
 def _rows_moved(part: Part) -> str:
-    """`3 blocks x 32 KiB`, or, if tokens are cut, `40 tokens, 3 blocks -> 2 blocks`."""
+    """Return `3 blocks x 32 KiB`, or, with cut tokens, `40 tokens, 3 blocks -> 2 blocks`."""
     tables, tokens = part.tables, tokens_moved(part)
     if tables is None or (
         tokens is None and (len(tables.src) == len(tables.dst) or part.kind == "C2B")
@@ -349,7 +350,7 @@ def _other_tensors(part: Part, num_tensors: int) -> Iterator[str]:
 
 
 def _tensor_text(part: Part, begin: int, end: int) -> str:
-    """`tensor 0 -> 2 K`, or `tensors 1..3 -> 1..3`."""
+    """Return `tensor 0 -> 2 K`, or `tensors 1..3 -> 1..3`."""
     (src, _), (dst, _) = part.pair(begin)
     kv = _kv(part, begin)
     many = end - begin - 1

@@ -341,14 +341,14 @@ class _Drawing:
         self.lines.append(f'<g class="band"><title>{title}</title>{drawn}</g>')
 
     def _paint(self, index: int) -> str:
-        """The colour of a band, by its place in the request."""
+        """Return the colour of a band, by its place in the request."""
         at = index / max(len(self.bands) - 1, 1) * (len(RAMP) - 1)
         low = min(int(at), len(RAMP) - 2)
         ends = zip(RAMP[low], RAMP[low + 1], strict=True)
         return "#{:02x}{:02x}{:02x}".format(*(round(a + (b - a) * (at - low)) for a, b in ends))
 
     def _numbers(self, axis: _Axis) -> None:
-        """Numbers of rows, or of runs of rows where they are narrow, as far as they have room."""
+        """Draw numbers of rows, or of runs of narrow rows, where they have room."""
         free = 0.0
         for low, high, x in axis.extents:
             each = axis.size >= 30
@@ -371,7 +371,7 @@ class _Drawing:
 
 
 def _axes(side: Side, other: Side) -> Iterator[tuple[str, bool]]:
-    """Each axis of a side as text, and True if the other side has no such axis in that place."""
+    """Yield each axis of a side as text, and True if the other side lacks it in that place."""
     if side.layout is None:
         yield from ((f"{length}", False) for length in side.shape)
         return
@@ -387,7 +387,7 @@ def _axes(side: Side, other: Side) -> Iterator[tuple[str, bool]]:
 
 
 def _lengths(side: Side) -> dict[str, int]:
-    """Lengths of the axes by name, outermost first; blocks and slots are both rows."""
+    """Return the lengths of the axes by name, outermost first; blocks and slots are rows."""
     if side.layout is None:
         return {}
     names = ["row" if name in ("block", "slot") else name for name in side.layout.axes]

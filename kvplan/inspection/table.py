@@ -86,11 +86,11 @@ class _Table:
         )
 
     def lines(self, first: int, last: int, widths: list[int]) -> Iterator[str]:
-        """Return the lines of some descriptors; numbers are right-aligned, places left-aligned."""
+        """Return the lines of some descriptors."""
         return (self.line(cells, widths) for cells in self.cells(first, last))
 
     def line(self, cells: _Cells, widths: list[int]) -> str:
-        """A row; numbers to the right, the places to the left."""
+        """Return a row: numbers are right-aligned, places left-aligned."""
         to_left = len(cells) - 3, len(cells) - 2
         return "  ".join(
             cell.ljust(width) if column in to_left else cell.rjust(width)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from kvnative._ranges import locate
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, not_exist
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -98,12 +98,12 @@ class AddressIndex(Generic[_Cache]):
     def _missing(self, which: str, missing: int) -> LLMException:
         text = f"{which}: the byte at {missing:#x} is in no memory that {self._who}"
         if not self.extents:
-            return _not_exist(f"{text} has registered: it has no memory")
+            return not_exist(f"{text} has registered: it has no memory")
         nearest = min(self.extents, key=lambda extent: _distance(extent, missing))
         start, end = nearest.address, nearest.address + nearest.nbytes
         away = _distance(nearest, missing)
         where = "above the end" if missing >= end else "below the beginning"
-        return _not_exist(
+        return not_exist(
             f"{text} has registered; the nearest is [{start:#x}, {end:#x}), and the byte is {away} "
             f"bytes {where} of it"
         )
@@ -123,10 +123,6 @@ def check_ranges(starts: Column, nbytes: Column, side: str) -> None:
 def _distance(extent: Extent[_Cache], address: int) -> int:
     """Return the distance in bytes from an extent to an address outside of it."""
     return max(extent.address - address, address - (extent.address + extent.nbytes - 1), 0)
-
-
-def _not_exist(message: str) -> LLMException:
-    return LLMException(message, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
 
 
 def _apart(extents: list[Extent[_Cache]]) -> tuple[list[int], list[int], list[int]]:

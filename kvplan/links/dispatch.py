@@ -31,8 +31,8 @@ from kvplan.links.handshake import HandshakeAcceptor
 from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.transitions import Transitions, Unlinker
-from kvplan.links.values import LinkState, link_failed
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.links.values import LinkState
+from kvplan.status import LLMException, LLMStatusCode, link_failed, unsupported
 from kvplan.types import CacheKey
 
 if TYPE_CHECKING:
@@ -94,10 +94,7 @@ class PeerHandler:
             case Notify():
                 if (inbox := self._engine.inbox) is not None:
                     return link.notifier.receive(body, inbox)
-                raise LLMException(
-                    f"cluster {self._engine.cluster_id} takes no notifications",
-                    status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-                )
+                raise unsupported(f"cluster {self._engine.cluster_id} takes no notifications")
         raise LLMException(f"{type(body).__name__} is not a request")
 
     def on_notice(self, channel: Channel, body: Body) -> None:

@@ -17,8 +17,8 @@ from kvplan.control.messages import Chosen, Confirm, Hello, Linked, Offer, Welco
 from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.transitions import Transitions
-from kvplan.links.values import LOST, LinkState, in_phase, link_failed, other_cluster
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.links.values import LOST, LinkState, in_phase, other_cluster
+from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle

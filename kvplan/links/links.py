@@ -21,8 +21,8 @@ from kvplan.links.local_engine import LinkOptions, LocalEngine, OfferedCaches
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.rendezvous import RegisterMemStatus, Rendezvous, exposed_point, locate_members
 from kvplan.links.transitions import Transitions, Unlinker
-from kvplan.links.values import ClusterInfo, LinkResults, check_clusters, link_failed
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.links.values import ClusterInfo, LinkResults, check_clusters
+from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed
 from kvplan.types import LlmRole
 from kvplan.validation import as_int, check_type
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvplan.control.messages import Found, PassedOver, Table
 from kvplan.links.address_index import AddressIndex
+from kvplan.links.lifecycle import LinkLifecycle
 from kvplan.links.peer_table import (
     PeerCache,
     PeerTable,
@@ -20,9 +21,8 @@ from kvplan.links.peer_table import (
     no_cache_at,
     not_reached,
 )
-from kvplan.links.values import LinkLifecycle
 from kvplan.planning.side import Side
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
 from kvplan.types import BlocksCacheKey, CacheKeyByIdAndIndex
 from kvplan.validation import shown
 
@@ -92,10 +92,9 @@ class PeerCaches(LinkLifecycle, ABC):
         if found is not None:
             return found
         name = "model_id" if is_key else "cache_id"
-        raise LLMException(
+        raise not_exist(
             f"cluster {self.cluster_id} offers no cache with {name}={wanted}; it offers "
-            f"{shown(sorted(offered))}",
-            status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            f"{shown(sorted(offered))}"
         )
 
     def caches(self) -> tuple[PeerCache, ...]:
@@ -121,13 +120,21 @@ class PeerCaches(LinkLifecycle, ABC):
             return error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
         return False
 
+    @property
+    def has_moved_leases(self) -> bool:
+        """True if the peer has moved blocks of a live lease."""
+        return bool(self._table.leases)
+
+    def latest(self, lease: BlockLease) -> BlockLease:
+        """Return the latest value of `lease` that the peer has published, or `lease` itself."""
+        latest = self._table.leases.get(lease.lease_id)
+        is_later = latest is not None and latest.replaces(lease)
+        return latest if latest is not None and is_later else lease
+
     def leased(self, lease: BlockLease, *, writable: bool = False) -> PeerCache:
         """Return the cache that `lease` names."""
         if lease.instance != self.instance:
-            raise LLMException(
-                f"{lease} has ended: cluster {self.cluster_id} was restarted since",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-            )
+            raise not_exist(f"{lease} has ended: cluster {self.cluster_id} was restarted since")
         found = None if writable else self._table.by_id.get(lease.cache_id)
         return self.cache(lease, writable=writable) if found is None else found
 
@@ -241,7 +248,7 @@ class PeerCaches(LinkLifecycle, ABC):
         links = self.transport_links
         for name, link in links.items():
             metadata = [cache.metadata(name) for cache in caches]
-            # The only transport of a link says itself why it does not reach memory.
+            # The only transport of a link reports why it does not reach memory.
             if all(metadata) and (len(links) == 1 or not any(map(link.unreached, metadata))):
                 return name, link
         return None

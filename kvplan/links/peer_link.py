@@ -15,17 +15,17 @@ from kvplan.control.messages import Body, Claim, Find, Found, Release, Released,
 from kvplan.control.notifying import Notifier
 from kvplan.links.peer_caches import PeerCaches
 from kvplan.links.peer_table import PeerCache
-from kvplan.links.values import LinkStatus, link_failed
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.links.values import LinkStatus
+from kvplan.status import LLMException, LLMStatusCode, link_failed, timed_out
 from kvplan.system.logs import Log
 from kvplan.types import CacheKey, LlmRole
 
 if TYPE_CHECKING:
     from kvplan.control.data_streams import DataStreams
     from kvplan.control.loop import ControlLoop
+    from kvplan.links.lifecycle import LinkLifecycle
     from kvplan.links.local_engine import Publisher
     from kvplan.links.renewals import Renewals
-    from kvplan.links.values import LinkLifecycle
     from kvplan.transport.link import TransportLink
 
 
@@ -300,9 +300,8 @@ class PeerLink(PeerCaches):
             raise self._ended(error, effect) from error
 
     def _late(self, timeout_s: float, effect: str) -> LLMException:
-        return LLMException(
-            f"cluster {self.cluster_id} has not answered within {timeout_s * 1000:g} ms{effect}",
-            status_code=LLMStatusCode.LLM_TIMEOUT,
+        return timed_out(
+            f"cluster {self.cluster_id} has not answered within {timeout_s * 1000:g} ms{effect}"
         )
 
     def _ended(self, error: ChannelClosed, effect: str) -> LLMException:

@@ -9,13 +9,17 @@ from typing import NamedTuple
 
 from kvplan.control.messages import Offer, ShardEntry, Table, TableEntry
 from kvplan.layout import Interleaved, Shard
+from kvplan.lease import BlockLease
 from kvplan.links.address_index import AddressIndex, Extent
 from kvplan.planning.side import Side, side
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, not_exist, unsupported
 from kvplan.types import CacheDesc, Placement
 
 MAX_CACHES = 65536
 """Limit for one peer, as many as the local transport can register. It bounds a peer's cost."""
+
+MAX_LEASES = 1 << 17
+"""Limit for the moved leases of one peer, as many as a transport can have."""
 
 MAX_NBYTES = 256 << 20
 """Limit for all entries of one peer, as messages: 4 KiB for each of MAX_CACHES."""
@@ -124,6 +128,7 @@ class PeerTable:
     Attributes:
         by_id: The offered caches by id.
         by_model: The offered caches that have a BlocksCacheKey, by its model id.
+        leases: The leases whose blocks the peer has moved, by id.
     """
 
     def __init__(self, cluster_id: int) -> None:
@@ -131,7 +136,8 @@ class PeerTable:
         self._cluster_id = cluster_id
         self.by_id: dict[int, PeerCache] = {}
         self.by_model: dict[int, PeerCache] = {}
-        self._nbytes = 0  # of all offered caches
+        self.leases: dict[int, BlockLease] = {}
+        self._nbytes = 0  # of all offered caches and of moved leases
         # Key: whether all are writable. Value: the version of the table, and the index made of it.
         self._indices: dict[bool, tuple[int, AddressIndex[PeerCache]]] = {}
 
@@ -147,10 +153,22 @@ class PeerTable:
             self._nbytes += cache.nbytes
             if cache.model_id is not None:
                 self.by_model[cache.model_id] = cache
-        if len(self.by_id) > MAX_CACHES or self._nbytes > MAX_NBYTES:
+        moved = [BlockLease.from_bytes(blob) for blob in table.moved]
+        for lease_id in list(self.leases) if table.first else table.ended:
+            self._end_lease(lease_id)
+        for lease in moved:
+            self._end_lease(lease.lease_id)
+            self.leases[lease.lease_id] = lease
+            self._nbytes += lease.nbytes
+        if (
+            len(self.by_id) > MAX_CACHES
+            or len(self.leases) > MAX_LEASES
+            or self._nbytes > MAX_NBYTES
+        ):
             raise invalid(
-                f"the peer offers {len(self.by_id)} caches of {self._nbytes} bytes; at most "
-                f"{MAX_CACHES} of {MAX_NBYTES} can be"
+                f"the peer offers {len(self.by_id)} caches and has moved {len(self.leases)} leases "
+                f"of {self._nbytes} bytes; at most {MAX_CACHES} and {MAX_LEASES} of {MAX_NBYTES} "
+                "can be"
             )
         self.version = table.version
         self._indices.clear()
@@ -178,6 +196,10 @@ class PeerTable:
 
     def __len__(self) -> int:
         return len(self.by_id)
+
+    def _end_lease(self, lease_id: int) -> None:
+        if (lease := self.leases.pop(lease_id, None)) is not None:
+            self._nbytes -= lease.nbytes
 
     def _remove(self, cache_id: int) -> None:
         cache = self.by_id.pop(cache_id, None)
@@ -217,9 +239,8 @@ def no_cache_at(caches: Sequence[PeerCache], who: str, addresses: Sequence[int])
     for position, address in enumerate(addresses):
         cache = next((cache for cache in caches if _left(cache, [address])[0]), None)
         if cache is None:
-            return LLMException(
-                f"addresses[{position}]={address:#x} lies in no cache that {who} offers",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+            return not_exist(
+                f"addresses[{position}]={address:#x} lies in no cache that {who} offers"
             )
         cache_ids.append(cache.cache_id)
     other = next(
@@ -252,8 +273,7 @@ def not_reached(cache: PeerCache, transport: str) -> LLMException:
         if cache.desc.placement is Placement.DEVICE
         else ("host", "let its engine allocate it, or link over another transport (local)")
     )
-    return LLMException(
+    return unsupported(
         f"{cache.side.name} is in {kind} memory, which transport {transport} does not reach: "
-        f"{remedy}",
-        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        f"{remedy}"
     )

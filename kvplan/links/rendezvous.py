@@ -15,15 +15,15 @@ import msgspec
 
 from kvplan.control.connecting import Server
 from kvplan.control.endpoint import Endpoint
-from kvplan.control.users import check_above, private_directory, runtime_directory
 from kvplan.links.handshake import HandshakeInitiator
 from kvplan.links.local_engine import LinkOptions, LocalEngine
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.transitions import Transitions, Unlinker
-from kvplan.links.values import LinkState, link_failed
+from kvplan.links.values import LinkState
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed
 from kvplan.system.logs import Log
+from kvplan.system.users import check_above, private_directory, runtime_directory
 from kvplan.validation import (
     UINT32_MAX,
     UINT64_MAX,

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import MAX_TEXT, Body, Renew, Renewed, Unused
-from kvplan.links.values import link_failed
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, link_failed, timed_out
 from kvplan.system.logs import LimitedLog, Log
 
 if TYPE_CHECKING:
     from kvplan.control.loop import ControlLoop
-    from kvplan.links.values import LinkLifecycle
+    from kvplan.links.lifecycle import LinkLifecycle
     from kvplan.transport.protocol import Renewable
 
 _LOG = Log("kvplan")
@@ -73,11 +72,10 @@ class Renewals:
         try:
             self._control.run(self._renew())
         except TimeoutError:
-            raise LLMException(
+            raise timed_out(
                 f"the connection to cluster {self._link.cluster_id}, which does not reach memory "
                 "that was registered after it, was not renewed within "
-                f"{self._wait_s * 1000:g} ms; it goes on, so try again",
-                status_code=LLMStatusCode.LLM_TIMEOUT,
+                f"{self._wait_s * 1000:g} ms; it goes on, so try again"
             ) from None
 
     def notify_unused(self, generation: int) -> None:

@@ -15,9 +15,9 @@ from kvplan.control.messages import Offer, Unlink, Unlinked
 from kvplan.links.local_engine import LocalEngine, Publisher
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.renewals import Renewals
-from kvplan.links.values import LOST, LinkState, in_phase, link_failed
+from kvplan.links.values import LOST, LinkState, in_phase
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, link_failed
 from kvplan.system.logs import Log
 
 if TYPE_CHECKING:

@@ -124,6 +124,12 @@ class RangePlan(Plan):
         )
         self._observe()
 
+    def missing_text(self, unconfirmed: Sequence[tuple[int, int]]) -> str:
+        """See `Plan.missing_text`: the first range that may be missing."""
+        if not unconfirmed:
+            return ""
+        return f"; the first that is not confirmed: {self.ranges.text(unconfirmed[0][0])}"
+
     if not TYPE_CHECKING:  # a type checker sees the attribute of Plan
 
         @cached_property

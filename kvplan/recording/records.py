@@ -147,7 +147,7 @@ class Write:
     partial: bool
 
     def __str__(self) -> str:
-        """`#7 pull_blocks of request 3: from block 9 of cache 1 of cluster 2`."""
+        """Return `#7 pull_blocks of request 3: from block 9 of cache 1 of cluster 2`."""
         transfer = self.transfer
         rows = ", ".join(map(str, self.src_rows[:8])) + (" ..." if len(self.src_rows) > 8 else "")
         cache = "a cache" if self.src_cache < 0 else f"cache {self.src_cache}"
@@ -337,7 +337,7 @@ def rows_written(part: Part, block: int) -> tuple[tuple[int, ...], bool] | None:
     period, within = stride * part.dst.count, block * stride
 
     def before(ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Bytes of the row before each of these offsets."""
+        """Return how many bytes of the row are before each of these offsets."""
         return ends // period * stride + np.clip(ends % period - within, 0, stride)
 
     written = before(dst + nbytes) - before(dst)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 import weakref
+from array import array
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -20,6 +21,7 @@ import numpy as np
 
 import kvplan
 from kvnative._signals import Mutex, signals_deferred
+from kvplan.lease import BlockLease
 from kvplan.planning.blocks import Blocks
 from kvplan.planning.part import Part
 from kvplan.planning.plan import Plan
@@ -87,8 +89,8 @@ class Ended(Protocol):
         """The link to the peer; None: inside of the process."""
 
     @property
-    def leases(self) -> tuple[int, ...]:
-        """Ids of the peer's leases that were used."""
+    def leases(self) -> tuple[BlockLease, ...]:
+        """The peer's leases that were used."""
 
 
 class Recorder:
@@ -125,7 +127,7 @@ class Recorder:
         recording = secrets.token_hex(8)
 
         def head(file: int) -> list[bytes]:
-            """The first rows of a file: whose it is, and what its transfers may name."""
+            """Return the first rows of a file: its origin, and the templates of its transfers."""
             wall, clock = time.time(), perf_counter()
             header = (
                 HEADER, recording, file, kvplan.__version__, socket.gethostname(), self._pid,
@@ -172,10 +174,38 @@ class Recorder:
                 TRANSFER, operation.started, seconds, operation.name,
                 0 if status is _SUCCESS else status,  # an int is encoded in half the time
                 error, operation.tag, None if link is None else link.cluster_id,
-                operation.cache_id, operation.leases, nbytes, parts,
+                operation.cache_id, tuple([lease.lease_id for lease in operation.leases]),
+                nbytes, parts,
             )  # fmt: skip
             self._append(encode(row))
         except Exception as raised:  # an error here must not change the outcome
+            self._fail(raised)
+
+    def moved(
+        self,
+        head: tuple[object, ...],
+        pair: dict[str, Any],
+        rows: tuple[Blocks, Blocks],
+        nbytes: int,
+        part: Callable[[], Part],
+    ) -> None:
+        """Record a transfer that was too small for an operation and a plan.
+
+        Args:
+            head: the fields of a `TransferRow` before its parts.
+            pair: the fields that all parts of its pair of caches share, as of `RowPair.cuts`.
+            rows: source and destination rows.
+            nbytes: of each tensor.
+            part: makes the part, if these do not say all of it.
+        """
+        try:
+            known = self._known.get(pair["common"])
+            if known is None or not pair["as_bytes"]:
+                row = self._part(part())
+            else:
+                row = "", known[0], *_as_rows(pair["kind"], *known[1:], rows, nbytes)
+            self._append(encode((TRANSFER, *head, (row,))))
+        except Exception as raised:
             self._fail(raised)
 
     def event(
@@ -253,11 +283,7 @@ class Recorder:
         known = self._known.get(key)
         number = self._number(key, part) if known is None else known[0]
         if (rows := part.unplanned_rows) is not None:  # planning would take several times as long
-            if part.kind != "C2C":
-                return label, number, _packed(rows[0]), _packed(rows[1]), None
-            (src_slot,), (dst_slot,) = rows
-            offsets = src_slot * src.stride, dst_slot * dst.stride
-            return label, number, b"", b"", (1, *offsets, part.nbytes_per_tensor)
+            return label, number, *_as_rows(part.kind, src, dst, rows, part.nbytes_per_tensor)
         tables = part.tables
         if part.by_rows and tables is not None:
             return label, number, tables.src.tobytes(), tables.dst.tobytes(), None
@@ -358,11 +384,21 @@ def _field(value: object) -> object:
     return value if isinstance(value, str | int | float | bool | None) else repr(value)
 
 
+def _as_rows(
+    kind: str, src: Side, dst: Side, rows: tuple[Blocks, Blocks], nbytes: int
+) -> tuple[object, ...]:
+    """Return the last three fields of a `PartRow` whose rows are copied as they are."""
+    if kind != "C2C":
+        return _packed(rows[0]), _packed(rows[1]), None
+    (src_slot,), (dst_slot,) = rows
+    return b"", b"", (1, src_slot * src.stride, dst_slot * dst.stride, nbytes)
+
+
 def _packed(rows: Blocks) -> bytes:
     """Return a block table as int64, little-endian."""
     if isinstance(rows, np.ndarray):
         return rows.astype("<i8", copy=False).tobytes()
-    return struct.pack(f"<{len(rows)}q", *rows)
+    return array("q", rows).tobytes()
 
 
 def _template_row(number: int, template: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What every room needs of its process and machine: loggers, threads, limits, measured values.
+"""Services of the process and machine for every room: loggers, threads, limits, users, files.
 
 Nothing here knows caches, plans or peers.
 """

@@ -30,7 +30,7 @@ def observe_plans() -> Iterator[list[Plan]]:
     try:
         yield plans
     finally:
-        # The very method: those of two empty lists are equal.
+        # By identity: methods of two empty lists are equal.
         at = next(
             i
             for i, observer in enumerate(OBSERVERS)
@@ -60,7 +60,7 @@ class Budget:
                 raise invalid(f"{name}={value} must be None or >= 0")
 
     def failure(self, plans: list[Plan]) -> str:
-        """Return the message if a plan exceeds the budget, or there is no plan; otherwise ""."""
+        """Return the message if a plan exceeds the budget, or `plans` is empty; otherwise ""."""
         if not plans:
             return "no plan was made, so nothing was checked against the budget"
         excess = [(plan, problem) for plan in plans if (problem := self._excess(plan))]
@@ -87,7 +87,7 @@ MAX_NAME = 200
 """Bytes of a file's name, of the 255 that file systems have room for."""
 
 NUMBERS_A_LINE = 10
-"""Of a column of the segments, or of a block table."""
+"""Numbers of a column, or of a block table, in one line of a file."""
 
 
 @dataclass

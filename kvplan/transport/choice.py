@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, unsupported
 from kvplan.system.logs import Log
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.memory import POPULATE
@@ -68,10 +68,7 @@ def _hccl(options: TransportOptions) -> Transport:
     from kvplan.device.ascend import AscendDevice  # loaded only if it is used
 
     if not isinstance(options.device, AscendDevice):
-        raise LLMException(
-            "no Ascend device was found (kvplan.accelerator)",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-        )
+        raise unsupported("no Ascend device was found (kvplan.accelerator)")
     from kvplan.transport.hccl.transport import HcclTransport
 
     return HcclTransport(
@@ -136,8 +133,5 @@ def make_transports(
     if not made:
         tried = TRANSPORTS if choice == "auto" else (choice,)
         reasons = "; ".join(f"{name}: {missing[name]}" for name in tried)
-        raise LLMException(
-            f"transport={choice!r} does not work here: {reasons}",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-        )
+        raise unsupported(f"transport={choice!r} does not work here: {reasons}")
     return Transports(tuple(made), missing)

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvnative._signals import Condition
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, not_exist
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
 
@@ -104,10 +104,7 @@ class LeaseExpiry:
         """Set another deadline; LLM_KV_CACHE_NOT_EXIST: the lease has ended."""
         with self._changed:
             if (slot, generation) not in self._deadlines:
-                raise LLMException(
-                    "the lease has expired: release it",
-                    status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-                )
+                raise not_exist("the lease has expired: release it")
             self.add(slot, generation, deadline_ns)
 
     def forget(self, slot: int, generation: int) -> None:

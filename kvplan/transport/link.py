@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Sel
 
 import numpy as np
 
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, unsupported
 from kvplan.transport.ranges import RangeTable, sized_tensors
 
 if TYPE_CHECKING:
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
     Column = NDArray[np.uint64]
 
 
-def link_failed(message: str) -> LLMException:
-    """Return the error of a peer that cannot be reached, or not any more: LLM_LINK_FAILED."""
-    return LLMException(message, status_code=LLMStatusCode.LLM_LINK_FAILED)
-
-
 def no_leases(where: str) -> LLMException:
     """Return the error of a lease that this transport cannot check: LLM_FEATURE_NOT_ENABLED."""
-    return LLMException(
+    return unsupported(
         f"{where}: leases are not checked by this transport, or not those with ttl_ms; "
-        "docs/how-to/leases.md says which are",
-        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        "docs/how-to/leases.md says which are"
+    )
+
+
+def mixed_places(peer: str) -> LLMException:
+    """Return the refusal of tensors that are partly on a device and partly on the host."""
+    return invalid(
+        f"tensors of {peer} are in its device's memory and its host's: a transfer has one way"
     )
 
 
@@ -141,7 +142,7 @@ class TransportLink(ABC):
 
         It is called at most once, and not after `close`; it may raise LLMException. Does not block.
         """
-        del job  # the first transfer needs none
+        del job  # nothing to prepare
 
     def mapped(self) -> list[Arena]:
         """Return the memory of the peer that is mapped here now."""
@@ -188,11 +189,10 @@ class TransportLink(ABC):
         several, ranges, held_by = self._locate_each(starts, sizes, metadata, writable)
         shared = () if self.checks_every_range or any_holder else _overlapping(ranges)
         if len(shared) > _MAX_OVERLAPPING:
-            raise LLMException(
+            raise unsupported(
                 f"{self.peer} has registered memory {len(shared)} times, {shared[0]} and others, "
                 f"and one transfer would use all of them; at most {_MAX_OVERLAPPING} are allowed: "
-                "register it once, or transfer them apart",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                "register it once, or transfer them apart"
             )
         return self._memory(Located(starts, sizes, ranges, held_by, several, writable, shared))
 

@@ -194,7 +194,7 @@ def check_inside(name: str, part: Extent, whole_name: str, whole: Extent | Alloc
 
 
 def _explain(error: Exception, kind: type[Any], data: Document, decode: Callable[..., Any]) -> str:
-    """Return the field, its value and what is allowed. msgspec names the value in no message."""
+    """Return the field, its value and the allowed range. msgspec's messages lack the value."""
     text, _, place = str(error).rpartition(" - at `$")
     text, place = (text, place.rstrip("`").lstrip(".")) if text else (place, "")
     if error.__cause__ is not None:  # of a __post_init__, which names the fields

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import invalid, not_exist
 from kvplan.transport.metadata import Range
 
 if TYPE_CHECKING:
@@ -76,10 +76,9 @@ class RangeTable(Generic[_Range]):
         """Return the range of tensor `i`, after a look at every range."""
         inside = np.flatnonzero((self._firsts <= start) & (start + size - 1 <= self._lasts))
         if not inside.size:
-            raise LLMException(
+            raise not_exist(
                 f"tensor {i} at address {start:#x}, nbytes {size}, is not inside one range that "
-                f"{self._peer} has registered: {self._listed()}",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+                f"{self._peer} has registered: {self._listed()}"
             )
         fitting = inside[self._writable[inside]] if writable else inside
         if not fitting.size:

@@ -25,7 +25,7 @@ from typing import (
 )
 
 from kvnative._signals import Condition, Mutex
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, timed_out
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import LimitedLog, Log
 from kvplan.transport.host_memory import Releasable, released_if_refused
@@ -44,7 +44,7 @@ _START_BITS: Final = 48  # of the random number at which generations begin
 _POLL_S: Final = 0.05  # of the quarantine
 
 _LOG = Log("kvplan")
-_LIMITED_LOG = LimitedLog(_LOG)  # of a loop
+_LIMITED_LOG = LimitedLog(_LOG)  # for the loop of a thread
 
 _Range_co = TypeVar("_Range_co", bound=Range, covariant=True)
 _Range = TypeVar("_Range", bound=Range)
@@ -306,11 +306,10 @@ class Registrations(ABC, Generic[_Range, _Holder]):
 
 def still_written(late: LateWriters) -> LLMException:
     """Return the error of a lease whose blocks a peer may still write: LLM_TIMEOUT."""
-    return LLMException(
+    return timed_out(
         f"{late.names} had begun to write to this process's memory and did not stop within "
         f"{PATIENCE_S:g} s (is it stopped, or cut off, or does its GPU copy that much?): use the "
-        "blocks again when it has stopped, or its link has ended",
-        status_code=LLMStatusCode.LLM_TIMEOUT,
+        "blocks again when it has stopped, or its link has ended"
     )
 
 

@@ -56,8 +56,8 @@ def idle() -> Iterator[Idle]:
     """Processes without an engine, by host: to start one takes longer than most tests."""
     engines: Idle = {}
     yield engines
-    for it in (it for them in engines.values() for it in them):
-        it.close()
+    for item in (item for them in engines.values() for item in them):
+        item.close()
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ class Engine(Peer):
 
     def link(self, *peers: Engine, timeout_ms: int = 10_000) -> None:
         """Link with all of them, which must succeed."""
-        clusters = ", ".join(f"ClusterInfo({it.cluster_id}, {it.address!r})" for it in peers)
+        clusters = ", ".join(f"ClusterInfo({peer.cluster_id}, {peer.address!r})" for peer in peers)
         self.run(f"it.datadist.link_clusters([{clusters}], {timeout_ms}).raise_for_status()")
 
     def begin_move(self, direction: str, peer: Engine, timeout_ms: int = LONG_MS) -> None:

@@ -55,7 +55,7 @@ class Holder:
 
     def wrong(self, seed: int, unconfirmed: list[tuple[int, int]]) -> list[str]:
         """Say what in the cache is not as it must be, a descriptor being slot 0 of a tensor."""
-        missing = {it for first, last in unconfirmed for it in range(first, last)}
+        missing = {number for first, last in unconfirmed for number in range(first, last)}
         expected = pattern(seed, self.cache.cache_desc)
         found = []
         for number, (array, right) in enumerate(zip(self.arrays, expected, strict=True)):
@@ -72,8 +72,8 @@ class Holder:
 
     def clear(self) -> None:
         """Zero the whole cache."""
-        for it in self.arrays:
-            it[:] = 0
+        for array in self.arrays:
+            array[:] = 0
 
     def end(self) -> None:
         """Finalize the engine, and release everything."""
@@ -95,7 +95,7 @@ def outcome(call: Callable[[], object]) -> dict[str, Any]:
 
 def names() -> dict[str, Any]:
     logging.getLogger("kvplan").setLevel(logging.CRITICAL)
-    return {it: getattr(kvplan, it) for it in kvplan.__all__} | {
+    return {item: getattr(kvplan, item) for item in kvplan.__all__} | {
         "it": Holder(),
         "np": np,
         "outcome": outcome,

@@ -22,14 +22,14 @@ def received(host: Namespace, interface: str = INTERFACE) -> int:
 
 def listening(host: Namespace, pid: int) -> list[int]:
     """The TCP ports at which that process of it awaits connections."""
-    sockets = {it.stat().st_ino for it in Path(f"/proc/{pid}/fd").iterdir() if it.exists()}
+    sockets = {path.stat().st_ino for path in Path(f"/proc/{pid}/fd").iterdir() if path.exists()}
     files = ("/proc/net/tcp", "/proc/net/tcp6")
     rows = host.run("cat", *files, capture_output=True, text=True).stdout.splitlines()
     fields = [row.split() for row in rows]
     return [
-        int(it[1].rpartition(":")[2], 16)
-        for it in fields
-        if it[3] == LISTEN and int(it[9]) in sockets
+        int(field[1].rpartition(":")[2], 16)
+        for field in fields
+        if field[3] == LISTEN and int(field[9]) in sockets
     ]
 
 

@@ -173,7 +173,7 @@ def test_the_peer_stops_until_the_deadline(
 
 @directions
 @pytest.mark.parametrize("memory", ["allocated", "registered"])
-def test_what_goes_away_at_the_other_end(
+def test_resources_at_the_other_end_of_a_cut_cable_are_released(
     hosts: list[Namespace], make_engine: MakeEngine, direction: str, connections: int, memory: str
 ) -> None:
     """Never bytes of what is there after it, nor into it."""

@@ -117,7 +117,7 @@ def test_bytes_go_where_the_peer_listens(
     assert sum(got.values()) - got[interface] < NBYTES // 8
 
 
-def test_one_port_is_all(hosts: list[Namespace], make_engine: MakeEngine) -> None:
+def test_all_traffic_uses_one_port(hosts: list[Namespace], make_engine: MakeEngine) -> None:
     """What a firewall must let through."""
     peer, user = (make_engine(host, number) for number, host in enumerate(hosts, 1))
     moved(peer, user)

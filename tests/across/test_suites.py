@@ -31,7 +31,7 @@ SHARE = {"tests/datadist/test_transfers.py": 50}
 def test_between_hosts(suite: str, at_least: int, hosts: list[Namespace], cluster_key: str) -> None:
     here, there = hosts
     # All belong to one user namespace, if any: from inside it is not entered again.
-    enter = [it for it in there.command() if it not in ("--user", "--preserve-credentials")]
+    enter = [item for item in there.command() if item not in ("--user", "--preserve-credentials")]
     before = network.received(here)
     # Not tmp_path: the names of sockets in it would be too long.
     with TemporaryDirectory(prefix="kv") as inner:

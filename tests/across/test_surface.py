@@ -32,7 +32,7 @@ def launched(host: Namespace, program: str, *arguments: str) -> subprocess.Popen
 
 
 def test_both_modes_from_end_to_end(hosts: list[Namespace]) -> None:
-    here, there = (it.address for it in hosts)
+    here, there = (host.address for host in hosts)
     where = (f"--prefill={here}:26001", f"--decode={there}:26000", f"--scheduler={here}:26100")
     before = network.received(hosts[1])
     prefill = launched(hosts[0], PREFILL, *where)
@@ -69,7 +69,7 @@ def test_two_hosts_and_a_key(hosts: list[Namespace], python: Path, tmp_path: Pat
             text=True,
         )
 
-    before = [network.received(it) for it in hosts]
+    before = [network.received(host) for host in hosts]
     prefill = started(hosts[0], "--listen", address)
     listening = prefill.stdout.readline()
     decode = started(hosts[1], "--connect", address)
@@ -81,4 +81,6 @@ def test_two_hosts_and_a_key(hosts: list[Namespace], python: Path, tmp_path: Pat
     assert "every byte as it should be" in pulled
     assert "every byte as it should be" in pushed
     moved = 2 << 20  # each way
-    assert all(network.received(it) - had > moved for it, had in zip(hosts, before, strict=True))
+    assert all(
+        network.received(host) - had > moved for host, had in zip(hosts, before, strict=True)
+    )

@@ -38,20 +38,22 @@ def linked(three: list[Namespace], make_engine: MakeEngine, **options: int) -> l
     second.hold(seed=2)
     user.hold(seed=None)
     user.link(first, second)
-    user.run(f"peers = {[(it.cluster_id, it.cache_id) for it in (first, second)]}")
+    user.run(f"peers = {[(item.cluster_id, item.cache_id) for item in (first, second)]}")
     return [first, second, user]
 
 
-def test_one_pulls_from_two(three: list[Namespace], make_engine: MakeEngine) -> None:
+def test_an_engine_pulls_from_two_peers(three: list[Namespace], make_engine: MakeEngine) -> None:
     _, _, user = linked(three, make_engine, **PATIENT)
-    before = [network.received(it) for it in three]
+    before = [network.received(item) for item in three]
     assert user.run(BOTH, CAME) == [("LLM_SUCCESS", True)] * 2
-    first, second, got = (network.received(it) - old for it, old in zip(three, before, strict=True))
+    first, second, got = (
+        network.received(item) - old for item, old in zip(three, before, strict=True)
+    )
     assert got > 2 * NBYTES
     assert max(first, second) < NBYTES / 4
 
 
-def test_one_of_two_is_cut_off(three: list[Namespace], make_engine: MakeEngine) -> None:
+def test_a_peer_of_two_is_cut_off(three: list[Namespace], make_engine: MakeEngine) -> None:
     first, second, user = linked(three, make_engine, **QUICK)
     for host in three[:2]:
         network.limit(host, "100mbit")

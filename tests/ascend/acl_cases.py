@@ -90,7 +90,7 @@ def between(
 
 def mixed_sizes(count: int, most: int, seed: int = 0) -> list[int]:
     """Return sizes from 1 to `most`."""
-    return [int(it) for it in np.random.default_rng(seed).integers(1, most + 1, count)]
+    return [int(integer) for integer in np.random.default_rng(seed).integers(1, most + 1, count)]
 
 
 __all__ = [

@@ -67,7 +67,7 @@ class Seen:
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
-        views = [controls().host_view(it) for it in memory.addresses.tolist()]
+        views = [controls().host_view(address) for address in memory.addresses.tolist()]
         self.addresses = np.array(views, np.uint64)
 
 
@@ -113,7 +113,7 @@ class SimulatedAscend:
         return array
 
     def addresses(self, arrays: Iterable[NDArray[Any]]) -> list[int]:
-        return [it.base.address for it in arrays]
+        return [array.base.address for array in arrays]
 
     @contextmanager
     def slow_transfers(self) -> Iterator[Transfers]:

@@ -166,8 +166,8 @@ class End:
 
     def bind(self, name: str, *regions: int | str) -> None:
         """Regions by address, stagings by name."""
-        for it in regions:
-            region = self.stagings[it].region if isinstance(it, str) else self.regions[it]
+        for key in regions:
+            region = self.stagings[key].region if isinstance(key, str) else self.regions[key]
             self.communicators[name].bind(region)
 
     def unbind(self, name: str, address: int) -> None:

@@ -45,7 +45,7 @@ _IDS = {A2: "A2", A3: "A3", A950: "950"}
 def ends_on(*products: Product) -> Any:
     """A module's fixture: two ends on each of `products`, of which nothing may be left."""
 
-    @pytest.fixture(scope="module", params=products, ids=[_IDS[it] for it in products])
+    @pytest.fixture(scope="module", params=products, ids=[_IDS[product] for product in products])
     def ends(
         request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[Ends]:
@@ -71,7 +71,7 @@ def rank_table(version: str, num_hosts: int = 2) -> str:
     count = str(num_hosts)
     table: dict[str, Any] = {"version": version, "server_count": count, "server_list": servers}
     if version == "1.2":
-        members = [{"server_id": it["server_id"]} for it in servers]
+        members = [{"server_id": server["server_id"]} for server in servers]
         table["super_pod_list"] = [{"super_pod_id": "0", "server_list": members}]
     return json.dumps(table | {"status": "completed"})
 
@@ -205,7 +205,9 @@ def two_ends(
     folder: Path, product: Product = A2, variant: str = "8.5", **settings: object
 ) -> Iterator[Ends]:
     """Settings are environment variables, KVSIM_LATENCY_US=1000 say."""
-    ends = Ends(folder, variant, product, {name: str(it) for name, it in settings.items()})
+    ends = Ends(
+        folder, variant, product, {name: str(setting) for name, setting in settings.items()}
+    )
     try:
         yield ends
     finally:

@@ -82,17 +82,17 @@ def outcome(
 ) -> str:
     """Push blocks and pull them back."""
     random = np.random.default_rng(seed)
-    for it in arrays:
-        it[...] = random.integers(1, 256, it.shape, np.uint8)
-    before = [it[MINE].copy() for it in arrays]
+    for array in arrays:
+        array[...] = random.integers(1, 256, array.shape, np.uint8)
+    before = [array[MINE].copy() for array in arrays]
     try:
         datadist.push_blocks(cache, key, MINE, THEIRS)
-        for it in arrays:
-            it[...] = 0
+        for array in arrays:
+            array[...] = 0
         datadist.pull_blocks(key, cache, THEIRS, MINE)
     except LLMException as error:
         return f"{error.status_code.name}: {error}"
-    same = all((it[MINE] == old).all() for it, old in zip(arrays, before, strict=True))
+    same = all((array[MINE] == old).all() for array, old in zip(arrays, before, strict=True))
     return "right" if same else "WRONG"
 
 

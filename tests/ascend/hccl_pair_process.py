@@ -60,8 +60,8 @@ def shown(variant: str) -> dict[str, object]:
         report["deregistered"] = error.status_code.name
     link.close()
     del link, _, remote, arena
-    for it in (one, two):
-        it.close()
+    for end in (one, two):
+        end.close()
     return report
 
 

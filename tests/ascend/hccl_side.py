@@ -47,8 +47,8 @@ class Side:
         self.registration: Any = self.register() if registers else None
 
     def register(self) -> Any:
-        it = self.buffer
-        return self.transport.register(DeviceRange(it.address, it.nbytes, it))
+        buffer = self.buffer
+        return self.transport.register(DeviceRange(buffer.address, buffer.nbytes, buffer))
 
     @property
     def seen(self) -> NDArray[np.uint8]:
@@ -98,10 +98,10 @@ def link_both(
     metadata = one.transport.metadata(), two.transport.metadata()
     with ThreadPoolExecutor(2) as threads:
         calls = [
-            threads.submit(side.transport.connect, it, timeout_ms=timeout_ms, session=session)
-            for side, it in zip((one, two), reversed(metadata), strict=True)
+            threads.submit(side.transport.connect, item, timeout_ms=timeout_ms, session=session)
+            for side, item in zip((one, two), reversed(metadata), strict=True)
         ]
-        first, second = (it.result(DEADLINE_S) for it in calls)
+        first, second = (call.result(DEADLINE_S) for call in calls)
     join(first, second)
     return first, second
 
@@ -117,12 +117,12 @@ def join(one: HcclLink, two: HcclLink) -> None:
             generation = generations[-1]
             metadata = one.renewable.open(generation), two.renewable.open(generation)
             both = one.renewable, two.renewable
-            made = [threads.submit(it.renew, generation, timeout_ms=5000) for it in both]
+            made = [threads.submit(end.renew, generation, timeout_ms=5000) for end in both]
             done, _ = wait(made, DEADLINE_S, FIRST_EXCEPTION)
-            failure = next((error for it in done if (error := it.exception())), None)
+            failure = next((error for outcome in done if (error := outcome.exception())), None)
             if failure is not None:
-                for it in both:
-                    it.abandon(generation)
+                for end in both:
+                    end.abandon(generation)
                 raise failure
             one.renewable.adopt(generation, metadata[1])
             two.renewable.adopt(generation, metadata[0])

@@ -57,21 +57,21 @@ class Log:
             file.seek(self._from)
             text = file.read()
         # Threads that wait ask many times: lines of other calls are not worth reading.
-        wanted = tuple(f'"call":"{it}"'.encode() for it in names)
+        wanted = tuple(f'"call":"{name}"'.encode() for name in names)
         lines = [
             json.loads(line)
             for line in _whole(text).splitlines()
-            if not names or any(it in line for it in wanted)
+            if not names or any(item in line for item in wanted)
         ]
         return [
-            Call(it["call"], it.get("code", 0), it.get("pid", 0), it)
-            for it in lines
-            if (not names or it.get("call") in names) and pid in (None, it.get("pid"))
+            Call(line["call"], line.get("code", 0), line.get("pid", 0), line)
+            for line in lines
+            if (not names or line.get("call") in names) and pid in (None, line.get("pid"))
         ]
 
     def counts(self, *names: str, pid: int | None = None) -> dict[str, int]:
         """Return how often each of these was called, or all that were."""
-        counted = Counter(it.name for it in self.calls(*names, pid=pid))
+        counted = Counter(call.name for call in self.calls(*names, pid=pid))
         return {name: counted[name] for name in (names or counted)}
 
 
@@ -112,8 +112,8 @@ class Controls:
 
     def add_fault(self, *specifications: str) -> None:
         """Let calls of this process fail, see `kvsim_fault_add`."""
-        for it in specifications:
-            assert self._core.kvsim_fault_add(it.encode()) == 0, it
+        for specification in specifications:
+            assert self._core.kvsim_fault_add(specification.encode()) == 0, specification
 
     def clear_faults(self) -> None:
         self._core.kvsim_faults_clear()

@@ -39,7 +39,7 @@ def warmed(device: Device, simulator: Controls, direction: str = "host_to_device
 
 def begun(simulator: Controls, executor: Executor, *cases: Case) -> list[Task]:
     """Submit transfers; return when the faults that were ordered have happened."""
-    tasks = [executor.submit(it.descriptors) for it in cases]
+    tasks = [executor.submit(case.descriptors) for case in cases]
     while simulator.faults_left():
         tasks[0].wait(1, give_up=False)
     return tasks
@@ -87,16 +87,18 @@ def test_parts_of_a_transfer_that_are_through_stay_confirmed(
     report = task.cancel()
     assert report.status == KVN_CANCELLED
     assert [last - first for first, last in report.unconfirmed] == [100]
-    assert all(case.arrived(it) for it in set(range(400)) - indices(report.unconfirmed))
+    assert all(case.arrived(number) for number in set(range(400)) - indices(report.unconfirmed))
 
 
-def test_what_waits_behind_others_is_cancelled_at_once(device: Device, simulator: Controls) -> None:
+def test_a_waiting_batch_is_cancelled_at_once(device: Device, simulator: Controls) -> None:
     executor = warmed(device, simulator)
     call = call_of("host_to_device")
-    cases = [between(device, simulator, "host_to_device", [400], seed=it) for it in range(4)]
+    cases = [
+        between(device, simulator, "host_to_device", [400], seed=number) for number in range(4)
+    ]
     simulator.add_fault(f"{call}:1=hang; {call}:2=hang")
     hanging = begun(simulator, executor, *cases[:2])  # one on each channel
-    behind = [executor.submit(it.descriptors) for it in cases[2:]]
+    behind = [executor.submit(case.descriptors) for case in cases[2:]]
     report = behind[0].cancel()
     assert (report.status, report.unconfirmed) == (KVN_CANCELLED, ((0, 1),))
     assert (cases[2].target == UNTOUCHED).all()
@@ -183,7 +185,7 @@ def test_a_failure_is_reported_before_the_deadline_that_ends_the_rest(
     assert_goes_on(executor, case)
 
 
-def test_an_executor_that_closes_cancels_what_hangs(device: Device, simulator: Controls) -> None:
+def test_closing_an_executor_cancels_hanging_copies(device: Device, simulator: Controls) -> None:
     executor = warmed(device, simulator)
     case = between(device, simulator, "host_to_device", [100] * 10)
     simulator.add_fault(f"{call_of('host_to_device')}:1=hang")
@@ -203,5 +205,5 @@ def test_a_wait_in_the_midst_of_a_part_that_is_in_vain_confirms_nothing(
     report = executor.run(case.descriptors, timeout_ms=300 if fault == "hang" else None)
     assert report.status == (KVN_TIMEOUT if fault == "hang" else KVN_FAILED)
     confirmed = set(range(6000)) - indices(report.unconfirmed)
-    assert [it for it in confirmed if not case.arrived(it)] == []
+    assert [item for item in confirmed if not case.arrived(item)] == []
     assert_goes_on(executor, case)

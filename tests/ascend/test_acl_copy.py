@@ -39,7 +39,7 @@ FAST = BATCH_ASYNC if HAS_BATCH else SINGLE
 
 def waits(log: Log) -> int:
     """How often work was waited for; a wait looks every 10 ms whether it is to stop."""
-    return sum(it.code == 0 for it in log.calls(WAIT))
+    return sum(call.code == 0 for call in log.calls(WAIT))
 
 
 batches = pytest.mark.skipif(not HAS_BATCH, reason=f"{VARIANT} has no batch copies that work")
@@ -66,9 +66,9 @@ def test_pinned_memory_goes_in_batches_with_one_wait(
     assert Executor(device.backend(direction)).run(case.descriptors).status == KVN_OK
     calls = sim_log.calls(*COPIES)
     # Two channels, each half: 4096 and 404.
-    assert sorted(it.fields["count"] for it in calls) == [404, 404, 4096, 4096]
-    assert {(it.name, it.fields["attributes"]) for it in calls} == {(BATCH_ASYNC, 1)}
-    assert len({it.fields["stream"] for it in calls}) == 2
+    assert sorted(call.fields["count"] for call in calls) == [404, 404, 4096, 4096]
+    assert {(call.name, call.fields["attributes"]) for call in calls} == {(BATCH_ASYNC, 1)}
+    assert len({call.fields["stream"] for call in calls}) == 2
     assert (waits(sim_log), sim_log.counts(LOOK_UP)) == (2, {LOOK_UP: 0})
     case.assert_moved()
 
@@ -117,7 +117,7 @@ def test_pinned_and_pageable_memory_in_one_transfer(
     starts = np.arange(0, 40, 10, dtype=np.uint64)
     descriptors = Descriptors.from_columns(
         np.concatenate([starts, starts + np.uint64(40)]) + np.uint64(target.address),
-        np.concatenate([starts + np.uint64(it.address) for it in (pinned, pageable)]),
+        np.concatenate([starts + np.uint64(item.address) for item in (pinned, pageable)]),
         np.full(8, 10, np.uint64),
     )
     sim_log.restart()
@@ -132,11 +132,13 @@ def test_a_large_descriptor_of_pageable_memory_is_copied_in_slices(
     most = 64 << 20
     data = np.resize(np.arange(251, dtype=np.uint8), most + 7)
     source, target = on_host(device, data, False), device.allocate(data.nbytes)
-    columns = (np.array([it], np.uint64) for it in (target.address, source.address, data.nbytes))
+    columns = (
+        np.array([item], np.uint64) for item in (target.address, source.address, data.nbytes)
+    )
     sim_log.restart()
     executor = Executor(device.backend("host_to_device"))
     assert executor.run(Descriptors.from_columns(*columns)).status == KVN_OK
-    assert [it.fields["bytes"] for it in sim_log.calls(*COPIES) if not it.code] == [most, 7]
+    assert [call.fields["bytes"] for call in sim_log.calls(*COPIES) if not call.code] == [most, 7]
     back = np.empty_like(data)
     device.read(target.address, back)
     assert np.array_equal(back, data)
@@ -149,9 +151,9 @@ def test_copies_in_the_device_go_over_all_streams(
     sim_log.restart()
     assert Executor(device.backend("device_to_device")).run(case.descriptors).status == KVN_OK
     calls = sim_log.calls(*COPIES)
-    assert {it.name for it in calls} == {SINGLE}
-    streams = [it.fields["stream"] for it in calls]
-    assert {streams.count(it) for it in set(streams)} == {976}
+    assert {call.name for call in calls} == {SINGLE}
+    streams = [call.fields["stream"] for call in calls]
+    assert {streams.count(stream) for stream in set(streams)} == {976}
     assert len(set(streams)) == 4
     assert waits(sim_log) == 4
     case.assert_moved()
@@ -165,7 +167,7 @@ def test_without_batch_copies_each_descriptor_is_a_call(
     case = between(device, simulator, "host_to_device", [100] * 300)
     sim_log.restart()
     assert executor.run(case.descriptors).status == KVN_OK
-    refused = [it for it in sim_log.calls(BATCH_ASYNC) if it.code]
+    refused = [call for call in sim_log.calls(BATCH_ASYNC) if call.code]
     if VARIANT == "8.1":
         assert device.fallback_reason == "this version of the runtime has no aclrtMemcpyBatch"
         assert refused == []
@@ -181,7 +183,7 @@ def test_without_batch_copies_each_descriptor_is_a_call(
 
 
 @batches
-def test_there_is_no_reason_to_fall_back_where_all_is_well(device: Device) -> None:
+def test_a_complete_library_has_no_reason_to_fall_back(device: Device) -> None:
     device.backend("host_to_device")
     assert device.fallback_reason == ""
 
@@ -245,7 +247,7 @@ def test_errors_keep_code_and_text_and_the_channel_goes_on(
 
 
 @batches
-def test_what_a_partial_batch_left_is_not_confirmed(device: Device, simulator: Controls) -> None:
+def test_the_rest_of_a_partial_batch_is_not_confirmed(device: Device, simulator: Controls) -> None:
     case = between(device, simulator, "host_to_device", [100] * 20)
     simulator.add_fault(f"{BATCH_ASYNC}:1=partial:507052")
     report = Executor(device.backend("host_to_device")).run(case.descriptors)

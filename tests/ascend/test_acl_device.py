@@ -101,7 +101,7 @@ def test_properties_of_a_device(device: Device, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_smallest_memory_has_a_huge_page(device: Device) -> None:
     first, second = device.allocate(1), device.allocate(1)
-    assert {device.page_nbytes(it.address) for it in (first, second)} == {2 << 20}
+    assert {device.page_nbytes(item.address) for item in (first, second)} == {2 << 20}
     assert first.address % (2 << 20) == second.address % (2 << 20) == 0
 
 
@@ -148,7 +148,7 @@ def test_whole_huge_pages_take_no_more_than_their_size(device: Device) -> None:
     """With aclrtMalloc there would be 32 bytes, and so a page, more of each."""
     free, _ = device.memory()
     buffers = [device.allocate(2 << 20), device.allocate(8 << 20)]
-    assert free - device.memory()[0] == sum(it.nbytes for it in buffers)
+    assert free - device.memory()[0] == sum(buffer.nbytes for buffer in buffers)
 
 
 def test_errors_of_memory(device: Device) -> None:
@@ -214,7 +214,7 @@ def test_pinning(device: Device, simulator: Controls, sim_log: Log) -> None:
     assert simulator.left() == {}
 
 
-def test_what_cannot_be_pinned(device: Device, simulator: Controls) -> None:
+def test_objects_that_cannot_be_pinned_are_refused(device: Device, simulator: Controls) -> None:
     pages = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
     start = pages.ctypes.data
     with pytest.raises(ValueError, match=r"address is 0x\w+; it must be that of a page"):

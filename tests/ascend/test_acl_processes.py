@@ -57,7 +57,7 @@ def run(script: str, folder: Path) -> list[dict[str, Any]]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return [it for it in lines if it["call"] == "leaks"]
+    return [line for line in lines if line["call"] == "leaks"]
 
 
 def test_a_forked_child_can_use_nothing_and_breaks_nothing(tmp_path: Path) -> None:

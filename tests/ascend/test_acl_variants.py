@@ -16,13 +16,13 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(VARIANT != "8.5", reason="this is such a process")
-@pytest.mark.parametrize("variant", [it for it in VARIANTS if it != "8.5"])
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "8.5"])
 @pytest.mark.slow
 def test_everything_with(variant: str) -> None:
     """A process loads a library once."""
     files = [HERE / "test_acl_device.py"]
     if variant != "hccl-only":  # whose ACL is that of 8.5
-        files += [HERE / f"test_{it}.py" for it in ("acl_copy", "acl_abort", "acl_processes")]
+        files += [HERE / f"test_{name}.py" for name in ("acl_copy", "acl_abort", "acl_processes")]
         files.append(HERE / "test_channel_concurrency.py")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],

@@ -41,7 +41,7 @@ def at_once(work: Callable[[int], None]) -> None:
 
 
 def test_transfers_in_all_directions_at_once(device: Device, simulator: Controls) -> None:
-    executors = {it: Executor(device.backend(it)) for it in DIRECTIONS}
+    executors = {direction: Executor(device.backend(direction)) for direction in DIRECTIONS}
 
     def work(number: int) -> None:
         for turn in range(6):
@@ -71,9 +71,9 @@ def test_cancelling_at_any_moment(device: Device, simulator: Controls) -> None:
             assert report.status in (KVN_OK, KVN_CANCELLED)
             after = case.target.copy()
             unconfirmed = indices(report.unconfirmed)
-            assert all(case.arrived(it) for it in set(range(100)) - unconfirmed)
+            assert all(case.arrived(number) for number in set(range(100)) - unconfirmed)
             assert report.bytes_done == sum(
-                int(case.nbytes[it]) for it in set(range(100)) - unconfirmed
+                int(case.nbytes[number]) for number in set(range(100)) - unconfirmed
             )
             assert (case.target == after).all()
 
@@ -109,7 +109,7 @@ def test_faults_among_many(device: Device, simulator: Controls) -> None:
     call = "aclrtMemcpyBatchAsync" if HAS_BATCH else "aclrtMemcpyAsync"
     executor = Executor(device.backend("host_to_device"))
     kinds = ("507899", "sync:507899", "hang")
-    simulator.add_fault(*(f"{call}:{5 + 7 * it}={kinds[it % 3]}" for it in range(9)))
+    simulator.add_fault(*(f"{call}:{5 + 7 * number}={kinds[number % 3]}" for number in range(9)))
     failed: list[int] = []
 
     def work(number: int) -> None:
@@ -118,7 +118,7 @@ def test_faults_among_many(device: Device, simulator: Controls) -> None:
             case.target[:] = UNTOUCHED
             report = executor.run(case.descriptors, timeout_ms=100)
             unconfirmed = indices(report.unconfirmed)
-            assert all(case.arrived(it) for it in set(range(12)) - unconfirmed)
+            assert all(case.arrived(number) for number in set(range(12)) - unconfirmed)
             failed.append(report.status)
 
     at_once(work)

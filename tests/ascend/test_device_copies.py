@@ -35,7 +35,7 @@ def in_no_super_pod(simulator: Controls) -> Iterator[None]:
     simulator.set("soc", "Ascend910B1")
 
 
-def test_an_a3_outside_of_a_super_pod_does_not_say_whose_memory_it_is(
+def test_an_a3_outside_of_a_super_pod_does_not_name_the_owner_of_memory(
     datadist: LlmDataDist, in_no_super_pod: None
 ) -> None:
     """Its number is negative there."""
@@ -47,7 +47,7 @@ def test_an_a3_outside_of_a_super_pod_does_not_say_whose_memory_it_is(
     assert same(datadist.arrays(cache, copy=True), contents(1))
     host = np.zeros((DEVICE.num_tensors, DEVICE.tensor_nbytes), np.uint8)
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "not of device 3"):
-        datadist.register_blocks_cache(DEVICE, [it.ctypes.data for it in host])
+        datadist.register_blocks_cache(DEVICE, [array.ctypes.data for array in host])
     datadist.unregister_cache(cache.cache_id)
     del buffer
     device.close()
@@ -66,9 +66,9 @@ def test_a_swap_is_one_batch_and_one_wait(datadist: LlmDataDist, sim_log: Log) -
     device = filled(datadist, DEVICE, 2, paged=True)
     sim_log.restart()
     datadist.swap_blocks(host, device, {row: ROWS - 1 - row for row in range(ROWS)})
-    waited = [it for it in sim_log.calls("aclrtSynchronizeStreamWithTimeout") if it.code == 0]
+    waited = [call for call in sim_log.calls("aclrtSynchronizeStreamWithTimeout") if call.code == 0]
     assert (len(sim_log.calls("aclrtMemcpyBatchAsync")), len(waited)) == (1, 1)
-    assert same(datadist.arrays(device, copy=True), [it[::-1] for it in contents(1)])
+    assert same(datadist.arrays(device, copy=True), [content[::-1] for content in contents(1)])
 
 
 class TestFailures:
@@ -83,7 +83,7 @@ class TestFailures:
         datadist.swap_blocks(device, host, {0: 1}, timeout_ms=30_000)
         assert np.array_equal(datadist.arrays(host)[0][1], contents(1)[0][0])
 
-    def test_an_error_names_what_it_was_about(
+    def test_an_error_names_its_device_and_address(
         self, datadist: LlmDataDist, simulator: Controls
     ) -> None:
         device = filled(datadist, DEVICE, 1, paged=True)
@@ -95,7 +95,7 @@ class TestFailures:
         datadist.swap_blocks(host, device, {0: 1})
         assert np.array_equal(datadist.arrays(device, copy=True)[2][1], contents(2)[2][0])
 
-    def test_finalize_stops_what_hangs(self, simulator: Controls) -> None:
+    def test_finalize_stops_hanging_copies(self, simulator: Controls) -> None:
         with engine_on(simulator, sync_kv_cache_wait_time=30) as datadist:
             device = filled(datadist, DEVICE, 1, paged=True)
             host = filled(datadist, HOST, 2, paged=True)

@@ -93,7 +93,7 @@ class TestHostPeer:
         assert same(datadist.arrays(cache, copy=True), expected)
         datadist.push_blocks(cache, BlocksCacheKey(5), [0, 1], [0, 1])
         sums = peer.run("result = [int(it[:2].astype(int).sum()) for it in other.arrays(cache)]")
-        assert sums == [int(it[:2].astype(int).sum()) for it in expected]
+        assert sums == [int(item[:2].astype(int).sum()) for item in expected]
 
     def test_layers_are_pushed(self, peer: Peer, datadist: LlmDataDist) -> None:
         peer.run(f"cache = other.allocate_cache({OF_PEER})")
@@ -106,9 +106,9 @@ class TestHostPeer:
             task.ready(layer)
         task.wait(5000)
         found = peer.run("result = [it[2].tolist() for it in other.arrays(cache)]")
-        assert found == [it[1].tolist() for it in contents(1)]
+        assert found == [content[1].tolist() for content in contents(1)]
 
-    def test_what_it_registered_is_no_side_with_a_device(
+    def test_memory_that_the_peer_registered_cannot_be_a_side_with_a_device(
         self, peer: Peer, datadist: LlmDataDist
     ) -> None:
         peer.run(f"""
@@ -121,8 +121,8 @@ class TestHostPeer:
         datadist.pull_cache(CacheIndex(5, 1, 3), host, 1)
         datadist.copy_cache(host, device, 1, 1)
         assert all(
-            np.array_equal(it[1], THEIR_ROWS[3] + number)
-            for number, it in enumerate(datadist.arrays(device, copy=True))
+            np.array_equal(array[1], THEIR_ROWS[3] + number)
+            for number, array in enumerate(datadist.arrays(device, copy=True))
         )
 
 
@@ -147,16 +147,16 @@ class TestHostPeerOverTcp:
         datadist.write_cache(cache, contents(1))
         datadist.push_blocks(cache, BlocksCacheKey(5), [0, 1], [2, 3])
         assert peer.run("result = [it[2:4].tolist() for it in held]") == [
-            it[:2].tolist() for it in contents(1)
+            content[:2].tolist() for content in contents(1)
         ]
         peer.run("other.pull_blocks(BlocksCacheKey(2), cache, [7, 4], [0, 1])")
         assert peer.run("result = [it[:2].tolist() for it in held]") == [
-            it[[7, 4]].tolist() for it in contents(1)
+            content[[7, 4]].tolist() for content in contents(1)
         ]
         peer.run("other.push_blocks(cache, BlocksCacheKey(2), [6], [5])")
         assert all(
-            np.array_equal(it[5], THEIR_ROWS[6] + number)
-            for number, it in enumerate(datadist.arrays(cache, copy=True))
+            np.array_equal(array[5], THEIR_ROWS[6] + number)
+            for number, array in enumerate(datadist.arrays(cache, copy=True))
         )
 
 
@@ -208,7 +208,7 @@ class TestDevicePeer:
         assert same(on_device.arrays(theirs, copy=True), contents(2))
 
 
-def test_what_was_mapped_again_is_published(on_device: LlmDataDist, datadist: LlmDataDist) -> None:
+def test_remapped_memory_is_published(on_device: LlmDataDist, datadist: LlmDataDist) -> None:
     assert datadist.device is not None
     buffer = datadist.device.allocate(DEVICE.nbytes)
     addresses = [buffer.address + i * DEVICE.tensor_nbytes for i in range(NUM_TENSORS)]

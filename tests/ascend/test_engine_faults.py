@@ -71,7 +71,7 @@ def assert_arrived(
     """What is confirmed has arrived: all, or what the error vouches for; returns how much."""
     missing: set[int] = set()
     if error is not None:
-        missing = {it for first, last in error.unconfirmed for it in range(first, last)}
+        missing = {number for first, last in error.unconfirmed for number in range(first, last)}
     theirs, arrays = at_the_peer(peer), user.arrays(cache)
     confirmed = 0
     for number in range(len(arrays) * len(MINE)):
@@ -145,7 +145,7 @@ def test_a_transfer_that_hangs_ends_at_its_deadline(
         assert_arrived(user, cache, peer)
 
 
-def test_half_a_batch_is_no_success(
+def test_half_a_batch_does_not_count_as_success(
     simulator: Controls, user: LlmDataDist, cache: Cache, peer: Peer, push: Pushed
 ) -> None:
     simulator.add_fault("HcclBatchPut:2=partial:4")
@@ -156,7 +156,7 @@ def test_half_a_batch_is_no_success(
     assert_arrived(user, cache, peer)
 
 
-def test_a_check_that_fails_is_no_success(
+def test_a_failed_check_does_not_count_as_success(
     simulator: Controls, user: LlmDataDist, cache: Cache, peer: Peer, push: Pushed
 ) -> None:
     """The get after a push, of the words that say whether the memory is still registered."""
@@ -205,7 +205,7 @@ def test_a_copy_of_the_device_that_fails(
         engine.swap_blocks(device, host, TO_HOST)
     assert fault.rpartition("=")[2].rpartition(":")[2] in str(error.value)
     engine.swap_blocks(device, host, TO_HOST)
-    assert all((it[::2] == 5).all() for it in engine.arrays(host))
+    assert all((array[::2] == 5).all() for array in engine.arrays(host))
 
 
 def test_no_more_memory_on_the_device(

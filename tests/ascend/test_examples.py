@@ -22,14 +22,18 @@ KINDS = "streams events contexts device_bytes pinned registered regions comms"
 
 def assert_given_back(log: Log, processes: int) -> None:
     """Each process that used a device has ended with nothing left on it."""
-    leaks = [it.fields for it in log.calls("leaks")]
-    assert len({it["pid"] for it in leaks}) == processes
-    assert [(kind, it[kind]) for it in leaks for kind in KINDS.split() if it[kind]] == []
+    leaks = [call.fields for call in log.calls("leaks")]
+    assert len({leak["pid"] for leak in leaks}) == processes
+    assert [(kind, leak[kind]) for leak in leaks for kind in KINDS.split() if leak[kind]] == []
     assert log.calls("violation") == []
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(it, marks=() if it == "pull" else pytest.mark.slow) for it in ON_DEVICES]
+    "name",
+    [
+        pytest.param(on_device, marks=() if on_device == "pull" else pytest.mark.slow)
+        for on_device in ON_DEVICES
+    ],
 )
 def test_an_example(simulator: Controls, sim_log: Log, name: str) -> None:
     done = run(FOLDER / f"{name}.py")
@@ -37,7 +41,7 @@ def test_an_example(simulator: Controls, sim_log: Log, name: str) -> None:
     for text in SHOWN[name]:
         assert text in done.stdout
     counted = sim_log.counts()
-    assert MOVES.get(name, PULL) <= {it for it, count in counted.items() if count}
+    assert MOVES.get(name, PULL) <= {name for name, count in counted.items() if count}
     assert_given_back(
         sim_log, {"copy_and_swap": 1, "several_peers": 4, "gather_leases": 3}.get(name, 2)
     )

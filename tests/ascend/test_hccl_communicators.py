@@ -151,11 +151,33 @@ def test_longest_name_and_settings_of_rdma(ends: Ends) -> None:
 def test_a_step_that_fails_leaves_nothing(ends: Ends, call: str) -> None:
     if ends.product is A950:
         call = {"HcclRegisterGlobalMem": BIND_950, "HcclCommBindMem": BIND_950}.get(call, call)
-    code = 15 if call.startswith("Hccl") else 207001
+    code = 2 if call.startswith("Hccl") else 207001  # HCCL_E_PTR, which no retry helps
     ends[0].fault(f"{call}:1={code}")
     failure = remote_error(ends, "open", "name", ends.table, 0)
     assert (failure.kind, failure.code) == ("HcclError", code)
     assert f"{call}: {code}" in failure.message
+
+
+@pytest.mark.parametrize(("code", "attempts"), [(4, 6), (7, 6), (15, 6), (1, 1), (24, 1)])
+def test_a_communicator_that_cannot_be_made_for_a_moment_is_made_later(
+    ends: Ends, code: int, attempts: int
+) -> None:
+    """Five retries where processes of a node may have met; none of what is refused for ever."""
+    call = "HcclCommInitClusterInfoMemConfig"
+    for nth in range(1, attempts):
+        ends[0].fault(f"{call}:{nth}={code}")
+    ends.log.restart()
+    ends[0].open("name", ends.table, 0)
+    ends[0].close("name")
+    calls = ends.log.calls(call)
+    assert len(calls) == attempts
+    assert calls[-1].fields["buffer_mb"] == 2, "of device memory, twice for each link"
+    ends.log.restart()
+    for nth in range(1, attempts + 1):
+        ends[0].fault(f"{call}:{nth}={code}")
+    failure = remote_error(ends, "open", "name", ends.table, 0)
+    assert (failure.kind, failure.code) == ("HcclError", code)
+    assert ends.log.counts(call) == {call: attempts}
 
 
 def test_wrong_rank_table_has_the_vendors_text(ends: Ends) -> None:
@@ -208,7 +230,7 @@ def test_order_of_calls_at_the_end(ends: Ends) -> None:
     ends.log.restart()
     connection.close()
     pid = ends[0].peer.pid
-    calls = [it.name for it in ends.log.calls(pid=pid) if it.name.startswith("Hccl")]
+    calls = [call.name for call in ends.log.calls(pid=pid) if call.name.startswith("Hccl")]
     if ends.product is A950:
         assert calls == [
             *["HcclDisableMemAccess"] * 2,
@@ -245,7 +267,7 @@ def test_peer_that_does_not_come(ends: Ends, timeout_ms: int) -> None:
 
 
 @pytest.mark.parametrize("timeout_ms", [0, -1])
-def test_timeouts_that_cannot_be(ends: Ends, timeout_ms: int) -> None:
+def test_impossible_timeouts_are_refused(ends: Ends, timeout_ms: int) -> None:
     name = ends.open()
     failure = remote_error(ends, "prepare", name, timeout_ms)
     assert (failure.kind, failure.message) == (

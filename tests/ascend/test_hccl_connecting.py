@@ -27,14 +27,14 @@ def test_a_peer_that_does_not_come(one: Side, two: Side, sim_log: Log) -> None:
 def test_sessions_do_not_meet(one: Side, two: Side) -> None:
     with ThreadPoolExecutor(2) as threads:
         calls = [
-            threads.submit(error_of, it.transport.connect, other, timeout_ms=100, session=session)
-            for it, other, session in (
+            threads.submit(error_of, end.transport.connect, other, timeout_ms=100, session=session)
+            for end, other, session in (
                 (one, two.transport.metadata(), b"1"),
                 (two, one.transport.metadata(), b"2"),
             )
         ]
-        for it in calls:
-            assert it.result(DEADLINE_S).status_code == LLMStatusCode.LLM_LINK_FAILED
+        for call in calls:
+            assert call.result(DEADLINE_S).status_code == LLMStatusCode.LLM_LINK_FAILED
     link_both(one, two, session=b"1")
 
 
@@ -44,15 +44,15 @@ def test_one_side_fails_and_the_other_learns_of_it_in_time(
     simulator.add_fault("HcclCommBindMem:2=4")
     with ThreadPoolExecutor(2) as threads:
         calls = [
-            threads.submit(error_of, it.transport.connect, other, timeout_ms=100)
-            for it, other in (
+            threads.submit(error_of, end.transport.connect, other, timeout_ms=100)
+            for end, other in (
                 (one, two.transport.metadata()),
                 (two, one.transport.metadata()),
             )
         ]
-        errors = [it.result(DEADLINE_S) for it in calls]
-    assert {it.status_code for it in errors} == {LLMStatusCode.LLM_LINK_FAILED}
-    assert any("HcclCommBindMem: 4" in str(it) for it in errors)
+        errors = [call.result(DEADLINE_S) for call in calls]
+    assert {error.status_code for error in errors} == {LLMStatusCode.LLM_LINK_FAILED}
+    assert any("HcclCommBindMem: 4" in str(error) for error in errors)
     link_both(one, two)
 
 

@@ -39,7 +39,7 @@ def test_local_memory_that_was_registered_later(make_side: MakeSide, two: Side) 
     assert link.connection().generation == 1
 
 
-def test_what_is_bound_is_published_and_not_what_was_registered_since(one: Side, two: Side) -> None:
+def test_a_connection_publishes_only_the_regions_that_it_binds(one: Side, two: Side) -> None:
     ours, numbers, kept = one.transport, [], []
 
     def own_metadata() -> Metadata:
@@ -59,8 +59,10 @@ def test_what_is_bound_is_published_and_not_what_was_registered_since(one: Side,
 
 def test_a_pool_needs_none(make_side: MakeSide) -> None:
     sides = [make_side(i, registers=False) for i in (0, 1)]
-    for it in sides:
-        it.transport.preregister_pool(DeviceRange(it.buffer.address, it.buffer.nbytes, it.buffer))
+    for side in sides:
+        side.transport.preregister_pool(
+            DeviceRange(side.buffer.address, side.buffer.nbytes, side.buffer)
+        )
     one, two = sides
     link, _ = link_both(one, two)
     two.register()
@@ -68,14 +70,14 @@ def test_a_pool_needs_none(make_side: MakeSide) -> None:
     assert link.connection().generation == 0
 
 
-def test_one_that_fails_leaves_the_connection_as_it_was(
+def test_a_failed_renewal_leaves_the_connection_as_it_was(
     make_side: MakeSide, one: Side, simulator: Controls
 ) -> None:
     two = make_side(1, registers=False)
     link, back = link_both(one, two)
     two.register()
     later = two.peer_memory(link, metadata=two.transport.metadata())
-    simulator.add_fault("HcclCommInitClusterInfoMemConfig:1=4")
+    simulator.add_fault("HcclCommInitClusterInfoMemConfig:1=2")
     with refused(LLMStatusCode.LLM_LINK_FAILED) as error:
         kvplan.execute(PULL, later, one.memory)
     assert "HcclCommInitClusterInfoMemConfig" in str(error.value)
@@ -84,7 +86,7 @@ def test_one_that_fails_leaves_the_connection_as_it_was(
     assert link.connection().generation == 2
 
 
-def test_nothing_is_left_of_one_that_was_given_up_before_it_was_opened(
+def test_nothing_is_left_of_a_renewal_that_was_given_up_before_it_was_opened(
     one: Side, two: Side, simulator: Controls
 ) -> None:
     """As when the peer, which failed, is faster than this engine."""
@@ -107,13 +109,13 @@ def test_the_old_connection_goes_when_neither_end_uses_it(
     two.register()
     kvplan.execute(PULL, two.peer_memory(link, metadata=two.transport.metadata()), one.memory)
     sim_log.restart()
-    for it in (one, two):
-        assert it.transport._background.wait(DEADLINE_S)
+    for end in (one, two):
+        assert end.transport._background.wait(DEADLINE_S)
     assert sim_log.counts("HcclCommDestroy") == {"HcclCommDestroy": 0}
     assert held.communicator.state == "ready"
     del held
-    for it in (one, two, one, two):
-        assert it.transport._background.wait(DEADLINE_S)
+    for end in (one, two, one, two):
+        assert end.transport._background.wait(DEADLINE_S)
     assert sim_log.counts("HcclCommDestroy") == {"HcclCommDestroy": 2}
 
 

@@ -45,7 +45,7 @@ def test_a_peer_that_was_killed(tmp_path: Path, product: Product, direction: str
         end_alone(ends, connection.name, connection.addresses[0])
 
 
-def test_a_call_that_blocks_in_hccl_keeps_nobody_who_looks_at_the_connection(
+def test_a_blocking_call_in_hccl_does_not_block_readers_of_the_connection(
     tmp_path: Path,
 ) -> None:
     """A link that is closed or renewed looks at its connections, and holds its lock meanwhile."""

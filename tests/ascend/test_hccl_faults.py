@@ -59,7 +59,7 @@ def test_a_batch_in_the_middle(
     first, last = 2 * most, min(3 * most, NUM) - 1
     assert report.message.startswith(f"descriptors {first} to {last}: {name}: {code} ({words})")
     calls = ends.log.calls(name, "aclrtSynchronizeStreamWithTimeout")
-    assert [it.name for it in calls if not it.code][-1] == "aclrtSynchronizeStreamWithTimeout"
+    assert [call.name for call in calls if not call.code][-1] == "aclrtSynchronizeStreamWithTimeout"
     assert ends[0].ask(connection.name, "disturbed")
     assert connection.transfer(direction, connection.rows([64] * NUM)).status == KVN_OK
 

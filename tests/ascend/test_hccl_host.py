@@ -62,7 +62,7 @@ def test_all_that_is_of_the_host_is_reached(
     assert report["said"] == {f"{here} <-> {there}": "right" for here in LOCAL for there in REMOTE}
     assert report["left"] == {}
     calls = report["calls"]
-    assert not [it for it in calls if it["call"] == "violation"]
+    assert not [call for call in calls if call["call"] == "violation"]
     # What the program has pinned itself cannot be pinned again before 8.5: it is staged.
-    stagings = {it["call"] for it in calls} & {"aclrtStreamWaitEvent"}
+    stagings = {call["call"] for call in calls} & {"aclrtStreamWaitEvent"}
     assert stagings == {"aclrtStreamWaitEvent"}

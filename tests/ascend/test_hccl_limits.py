@@ -37,20 +37,20 @@ def error_of_region(ends: Ends, address: int) -> str:
 
 
 def take_back(ends: Ends, *addresses: int) -> None:
-    for it in addresses:
-        ends[0].deregister(it)
-        ends[0].free(it)
+    for address in addresses:
+        ends[0].deregister(address)
+        ends[0].free(address)
 
 
 @pytest.mark.parametrize(("version", "is_old"), [("25.2.0", True), ("25.5.0", False)])
 def test_host_memory_by_the_driver(tmp_path: Path, version: str, is_old: bool) -> None:
-    hdk = "".join(it.zfill(2) for it in version.split(".")[:2])
+    hdk = "".join(part.zfill(2) for part in version.split(".")[:2])
     variables = {"KVSIM_HDK": hdk, "KVPLAN_ASCEND_DRIVER": driver(tmp_path, version)}
     with two_ends(tmp_path, A2, **variables) as ends:
         name = ends.open()
         addresses = [ends[0].reserve("pinned", 10 * GIB) for _ in range(3)]
-        for it in addresses[:2]:
-            ends[0].region(it)
+        for address in addresses[:2]:
+            ends[0].region(address)
         if is_old:
             message = error_of_region(ends, addresses[2])
             assert f"{30 * GIB} bytes of host memory" in message
@@ -100,8 +100,8 @@ def test_connections_are_more_than_the_ranges_that_hccl_takes(tmp_path: Path) ->
         assert outcome["status"] == KVN_OK
         assert [end.left()["regions"] for end in ends.both] == [1 + -(-NUM_CONNECTIONS // 64)] * 2
         for end in ends.both:
-            for it in names:
-                end.close(it)
+            for name in names:
+                end.close(name)
         for end, address in zip(ends.both, addresses, strict=True):
             assert end.left()["regions"] == 1  # the page of words went with its last connection
             end.deregister(address)
@@ -109,19 +109,19 @@ def test_connections_are_more_than_the_ranges_that_hccl_takes(tmp_path: Path) ->
             assert end.left() == {}
 
 
-def test_of_several_devices_each_has_what_is_registered_with_it(
+def test_each_of_several_devices_has_its_own_registrations(
     simulator: Controls, make_side: MakeSide
 ) -> None:
-    sides = [make_side(it) for it in range(2)]
+    sides = [make_side(number) for number in range(2)]
     library = HcclLibrary.load(AclLibrary.load())
-    before = [library.registered(it) for it in range(2)]
+    before = [library.registered(number) for number in range(2)]
     memories = [np.zeros((1 + pages) * mmap.PAGESIZE, np.uint8) for pages in (1, 4)]
     for i, pages in enumerate((1, 4)):
         address = -(-memories[i].ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
         sides[i].transport.register((address, pages * mmap.PAGESIZE))
         host, device = before[i]
         before[i] = host + pages * mmap.PAGESIZE, device
-        assert [library.registered(it) for it in range(2)] == before
+        assert [library.registered(number) for number in range(2)] == before
 
 
 @pytest.mark.parametrize("setting", ["hdk", "page_table_bytes"])
@@ -129,7 +129,9 @@ def test_a_link_that_fails_for_its_memory_says_how_much_there_is(
     simulator: Controls, make_side: MakeSide, setting: str
 ) -> None:
     """The version of the driver is not known here; HCCL's own text says nothing of totals."""
-    one, two = (make_side(it, local_comm_res=on_a_host_of_its_own(it)) for it in range(2))
+    one, two = (
+        make_side(number, local_comm_res=on_a_host_of_its_own(number)) for number in range(2)
+    )
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
     owner = np.frombuffer(mmap.mmap(-1, 21 * GIB, flags=flags), np.uint8)
     one.transport.register((owner.ctypes.data, owner.nbytes))

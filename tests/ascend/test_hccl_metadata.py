@@ -32,7 +32,9 @@ EXAMPLE = Metadata(
 @st.composite
 def ranges(draw: st.DrawFn) -> Range:
     address, nbytes = draw(st.integers(2, 2**62)), draw(st.integers(3, 2**61))
-    cuts = sorted({address + it for it in draw(st.lists(st.integers(1, nbytes - 1), max_size=3))})
+    cuts = sorted(
+        {address + item for item in draw(st.lists(st.integers(1, nbytes - 1), max_size=3))}
+    )
     edges = [address - draw(st.integers(0, 1)), *cuts, address + nbytes + draw(st.integers(0, 9))]
     regions = tuple(
         RegionRef(first, last - first, draw(st.integers(0, 99))) for first, last in pairwise(edges)
@@ -43,7 +45,7 @@ def ranges(draw: st.DrawFn) -> Range:
 
 
 @given(st.lists(ranges(), max_size=4))
-def test_what_is_written_is_read(given: list[Range]) -> None:
+def test_metadata_round_trips(given: list[Range]) -> None:
     before = Metadata(EXAMPLE.instance, "A3", EXAMPLE.device, EXAMPLE.generations, 99, tuple(given))
     assert Metadata.from_bytes(before.to_bytes()) == before
 
@@ -92,7 +94,7 @@ def put(*path: Any) -> Callable[[Any], object]:
         (put("more", 1), "unknown field `more`"),
     ],
 )
-def test_what_cannot_be_is_refused_and_named(edit: Callable[[Any], object], said: str) -> None:
+def test_impossible_metadata_is_refused_and_named(edit: Callable[[Any], object], said: str) -> None:
     with refused(LLMStatusCode.LLM_PARAM_INVALID) as caught:
         Metadata.from_bytes(change(edit))
     assert said in str(caught.value)
@@ -101,7 +103,7 @@ def test_what_cannot_be_is_refused_and_named(edit: Callable[[Any], object], said
 @given(
     st.recursive(
         st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(),
-        lambda it: st.lists(it) | st.dictionaries(st.text(), it),
+        lambda value: st.lists(value) | st.dictionaries(st.text(), value),
     )
 )
 def test_whatever_comes_is_refused_as_a_bad_parameter(document: Any) -> None:
@@ -110,6 +112,6 @@ def test_whatever_comes_is_refused_as_a_bad_parameter(document: Any) -> None:
         Metadata.from_bytes(blob)
 
 
-def test_what_is_no_bytes_is_a_type_error() -> None:
+def test_a_value_that_is_not_bytes_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="must be bytes"):
         Metadata.from_bytes("{}")  # type: ignore[arg-type]

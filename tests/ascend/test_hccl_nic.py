@@ -89,7 +89,9 @@ def test_variables_that_hccl_refuses(
 
 @pytest.fixture
 def sides(make_side: MakeSide) -> tuple[Side, Side]:
-    one, two = (make_side(it, local_comm_res=on_a_host_of_its_own(it)) for it in range(2))
+    one, two = (
+        make_side(number, local_comm_res=on_a_host_of_its_own(number)) for number in range(2)
+    )
     return one, two
 
 
@@ -123,6 +125,7 @@ def test_a_port_that_another_process_has(sides: tuple[Side, Side], sim_folder: P
         message = why_not_linked(*sides)
         assert "port 16666 of device" in message
         assert "device_port of its own" in message
+        assert "HCCL_NPU_SOCKET_PORT_RANGE=auto" in message
         connection.close()
     link_both(*sides)
 
@@ -156,8 +159,8 @@ def test_no_more_connections_than_there_are_queue_pairs_for(
     assert re.search(r"device \d has 1 connections of this engine, of at most 1 ", message)
     assert "unlink peers first" in message
     assert sim_log.calls("HcclCommInitClusterInfoMemConfig") == []
-    for it in first:
-        it.close()
+    for item in first:
+        item.close()
     for side in sides:
         assert side.transport._background.wait(DEADLINE_S)
     link_both(*sides, session=b"another")

@@ -24,8 +24,8 @@ HELD: list[mmap.mmap] = []
 def sides(simulator: Controls, sim_log: Log) -> Iterator[tuple[Side, Side]]:
     with ExitStack() as closing:
         sides = Side(0), Side(1)
-        for it in sides:
-            closing.callback(it.close)
+        for side in sides:
+            closing.callback(side.close)
         yield sides
     assert sim_log.calls("violation") == []
 
@@ -36,14 +36,14 @@ def pages(number: int) -> int:
     return int(np.frombuffer(HELD[-1], np.uint8).ctypes.data)
 
 
-def test_what_shares_pages_is_reached_in_parts(sides: tuple[Side, Side]) -> None:
+def test_registrations_that_share_pages_are_reached_in_parts(sides: tuple[Side, Side]) -> None:
     """HCCL maps whole pages: each is one region's, and so of the registration that came first."""
     one, two = sides
     at = pages(4)
     first = one.transport.register((at + PAGE + 64, 100))
     both = one.transport.register((at + 64, 2 * PAGE))
-    assert [it.nbytes for it in first.range.regions] == [PAGE]
-    assert [(it.address - at, it.nbytes) for it in both.range.regions] == [
+    assert [region.nbytes for region in first.range.regions] == [PAGE]
+    assert [(region.address - at, region.nbytes) for region in both.range.regions] == [
         (0, PAGE),
         (PAGE, PAGE),
         (2 * PAGE, PAGE),
@@ -67,7 +67,7 @@ def test_memory_that_the_program_has_mapped_is_refused_by_itself(
     link_both(one, two)
 
 
-def test_what_hccl_does_not_take_back_is_logged(
+def test_memory_that_hccl_keeps_is_logged(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(held: HeldRegion) -> None:

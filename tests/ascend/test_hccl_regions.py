@@ -68,9 +68,9 @@ def test_each_byte_is_known_once_and_no_longer_than_needed(
     for (address, nbytes), whole, one in steps:
         found = regions.cover(address, nbytes, on_device=True, whole=whole)
         at = address
-        for it in found:  # they hold it without a gap
-            assert it.ref.address <= at < it.end
-            at = it.end
+        for entry in found:  # they hold it without a gap
+            assert entry.ref.address <= at < entry.end
+            at = entry.end
         assert at >= address + nbytes
         held.append(((address, nbytes), found))
         if one != "stays":
@@ -78,7 +78,9 @@ def test_each_byte_is_known_once_and_no_longer_than_needed(
             regions.release(ending, end if one == "ends" else later.append)
         needed = {at for (first, size), _ in held for at in range(first, first + size)}
         assert needed <= hccl.bytes()
-        assert {it.ref.number for it in regions.all()} <= set(range(1, regions.newest + 1))
+        assert {element.ref.number for element in regions.all()} <= set(
+            range(1, regions.newest + 1)
+        )
     for _, ending in held:
         regions.release(ending, end)
     for region in later:
@@ -93,12 +95,12 @@ def test_tensors_are_found_in_the_one_region_that_holds_each(
     regions = Regions(Hccl().make, end)
     for address, nbytes in registered:
         regions.cover(address, nbytes, on_device=True)
-    columns = [np.array(it, np.uint64) for it in zip(*tensors, strict=True)]
+    columns = [np.array(column, np.uint64) for column in zip(*tensors, strict=True)]
     holding = [
-        [it.ref.number for it in regions.all() if it.ref.holds(address, nbytes)]
+        [element.ref.number for element in regions.all() if element.ref.holds(address, nbytes)]
         for address, nbytes in tensors
     ]
-    expected = max(it for found in holding for it in found) if all(holding) else None
+    expected = max(entry for found in holding for entry in found) if all(holding) else None
     assert regions.newest_of(*columns, on_device=True) == expected
     assert regions.newest_of(*columns, on_device=False) is None
 
@@ -107,9 +109,9 @@ def test_tensors_of_a_region_that_has_gone_are_in_none() -> None:
     regions = Regions(Hccl().make, end)
     gone, _ = regions.cover(10, 5, on_device=True), regions.cover(20, 5, on_device=True)
     tensors = [(np.array([at], np.uint64), np.array([5], np.uint64)) for at in (10, 20)]
-    assert [regions.newest_of(*it, on_device=True) for it in tensors] == [1, 2]
+    assert [regions.newest_of(*tensor, on_device=True) for tensor in tensors] == [1, 2]
     regions.release(gone, end)
-    assert [regions.newest_of(*it, on_device=True) for it in tensors] == [None, 2]
+    assert [regions.newest_of(*tensor, on_device=True) for tensor in tensors] == [None, 2]
 
 
 def test_an_allocation_is_one_region_whatever_part_is_registered_first() -> None:
@@ -125,15 +127,15 @@ def test_an_allocation_is_one_region_whatever_part_is_registered_first() -> None
     assert hccl.known == {}
 
 
-def test_of_an_allocation_that_is_known_in_part_only_what_is_asked_for_is_added() -> None:
+def test_of_a_partly_known_allocation_only_the_requested_range_is_added() -> None:
     hccl = Hccl()
     regions = Regions(hccl.make, end)
     regions.cover(600, 50, on_device=True)
     found = regions.cover(640, 20, on_device=True, whole=(500, 1000))
-    assert [(it.ref.address, it.ref.nbytes) for it in found] == [(600, 50), (650, 10)]
+    assert [(entry.ref.address, entry.ref.nbytes) for entry in found] == [(600, 50), (650, 10)]
 
 
-def test_what_cannot_be_made_leaves_all_as_it_was() -> None:
+def test_a_region_that_cannot_be_made_changes_nothing() -> None:
     hccl = Hccl()
     regions = Regions(hccl.make, end)
     regions.cover(20, 10, on_device=True)
@@ -152,8 +154,8 @@ def test_regions_that_end_while_they_are_looked_at() -> None:
         """Tensors that are compared after the regions have gone."""
 
         def __add__(self, other: Any) -> Any:
-            for it in held:
-                regions.release(it, end)
+            for item in held:
+                regions.release(item, end)
             return np.asarray(self) + other
 
     addresses = np.array([100], np.uint64).view(Ending)

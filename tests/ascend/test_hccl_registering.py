@@ -16,7 +16,7 @@ from tests.ascend.simulator import Log
 from tests.support.refusals import refused
 
 
-def test_what_the_owner_deregisters_is_never_a_success(one: Side, two: Side) -> None:
+def test_a_transfer_with_deregistered_memory_never_succeeds(one: Side, two: Side) -> None:
     one.fill(1)
     two.fill(2)
     link, _ = link_both(one, two)
@@ -28,9 +28,7 @@ def test_what_the_owner_deregisters_is_never_a_success(one: Side, two: Side) -> 
         assert error.unconfirmed == ((0, plan.num_descriptors),)
 
 
-def test_an_ended_registration_inside_a_pool_is_no_cache_any_more(
-    make_side: MakeSide, one: Side
-) -> None:
+def test_an_ended_registration_inside_a_pool_is_refused(make_side: MakeSide, one: Side) -> None:
     two = make_side(1, registers=False)
     two.transport.preregister_pool(DeviceRange(two.buffer.address, two.buffer.nbytes, two.buffer))
     part = two.register()
@@ -50,7 +48,9 @@ def test_an_ended_registration_inside_a_pool_is_no_cache_any_more(
     )
 
 
-def test_what_is_registered_in_parts_is_reached_in_parts(make_side: MakeSide, one: Side) -> None:
+def test_memory_that_is_registered_in_parts_is_reached_in_parts(
+    make_side: MakeSide, one: Side
+) -> None:
     two = make_side(1, registers=False)
     page = 2 << 20
     buffer = two.device.allocate(2 * page)
@@ -106,7 +106,7 @@ def test_memory_is_registered_again_before_hccl_has_forgotten(
     assert len(one.transport._hccl.regions.all()) == 1
 
 
-def test_one_range_twice_ends_twice(one: Side, two: Side) -> None:
+def test_a_range_that_is_registered_twice_ends_twice(one: Side, two: Side) -> None:
     second = two.register()
     link, _ = link_both(one, two)
     two.transport.deregister(two.registration)
@@ -142,8 +142,8 @@ def test_all_slots_of_the_generation_table(make_side: MakeSide) -> None:
         side.register()
     side.transport.deregister(side.registration)
     again = side.register()
-    for it in (other, again):
-        side.transport.deregister(it)
+    for item in (other, again):
+        side.transport.deregister(item)
     assert side.transport._hccl.regions.all() == []  # nor does what was refused hold any
 
 

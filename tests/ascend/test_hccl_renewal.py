@@ -49,8 +49,8 @@ def test_caches_come_and_go_at_both_ends_while_both_pull(pair: Pair) -> None:
     one, two = pair
     with ThreadPoolExecutor(2) as threads:
         calls = [threads.submit(exchange, one, two, 1), threads.submit(exchange, two, one, 2)]
-        for it in calls:
-            it.result(DEADLINE_S)
+        for call in calls:
+            call.result(DEADLINE_S)
 
 
 def test_a_transfer_on_the_connection_before_ends_well(
@@ -74,7 +74,7 @@ def test_a_transfer_on_the_connection_before_ends_well(
         np.testing.assert_array_equal(array[0], expected[0])
 
 
-def test_no_side_prepares_what_the_other_cannot_open(
+def test_no_side_prepares_a_connection_that_the_other_cannot_open(
     pair: Pair, simulator: Controls, sim_log: Log
 ) -> None:
     """What is bound to a connection that is being prepared could not be given back for long."""
@@ -83,8 +83,8 @@ def test_no_side_prepares_what_the_other_cannot_open(
     key = CacheKeyByIdAndIndex(owner.cluster_id, theirs.cache_id, 0)
     sim_log.restart()
     for nth in (1, 2):  # of one end, of the other
-        simulator.add_fault(f"HcclCommInitClusterInfoMemConfig:{nth}=4")
-        with refused(LLMStatusCode.LLM_LINK_FAILED, "HcclCommInitClusterInfoMemConfig: 4"):
+        simulator.add_fault(f"HcclCommInitClusterInfoMemConfig:{nth}=2")
+        with refused(LLMStatusCode.LLM_LINK_FAILED, "HcclCommInitClusterInfoMemConfig: 2"):
             user.pull_cache(key, mine)
         assert simulator.faults_left() == 0
     assert sim_log.calls("HcclCommPrepare") == []

@@ -75,7 +75,7 @@ def test_chunks_fill_slots_and_keep_batches_small(connection: Connection, direct
     assert connection.transfer(direction, rows, **through(connection, "pinned")).status == KVN_OK
     calls = ends.log.calls("HcclBatchPut" if direction == "put" else "HcclBatchGet")
     most = ends.product.max_batch
-    assert [it.fields["descriptors"] for it in calls] == [most] * (1024 // most)
+    assert [call.fields["descriptors"] for call in calls] == [most] * (1024 // most)
     assert len(ends.log.calls("aclrtMemcpyAsync")) == 1024
     ends[0].free(local)
 
@@ -87,7 +87,7 @@ def test_guards_are_read_after_the_last_chunk(connection: Connection) -> None:
     rows = connection.rows([65536] * 5, local)
     options = through(connection, "pinned") | {"guards": [(remote + NBYTES - 8, 3)]}
     assert connection.transfer("put", rows, **options).status == KVN_OK
-    calls = [it.name for it in ends.log.calls("HcclBatchPut", "HcclBatchGet")]
+    calls = [call.name for call in ends.log.calls("HcclBatchPut", "HcclBatchGet")]
     assert calls == ["HcclBatchPut"] * 5 + ["HcclBatchGet"]
     ends[0].free(local)
 
@@ -255,9 +255,9 @@ def test_a_buffer_set_whose_stream_cannot_be_stopped_is_waited_for(
     rows = connection.rows([4096] * 8, local)
     before = ends[0].left()
     ends[0].fault("aclrtMemcpyAsync:2=hang", "HcclBatchPut:1=4")
-    for it in range(num_refused):  # the first of each is the communicator's stream
+    for number in range(num_refused):  # the first of each is the communicator's stream
         ends[0].fault(
-            f"aclrtStreamAbort:{it + 2}=507899", f"aclrtDestroyStreamForce:{it + 2}=507899"
+            f"aclrtStreamAbort:{number + 2}=507899", f"aclrtDestroyStreamForce:{number + 2}=507899"
         )
     report = connection.transfer("put", rows, **through(connection, "pinned"))
     assert (report.code, report.unconfirmed) == (4, ((0, 8),))

@@ -64,7 +64,7 @@ def test_batches_and_one_synchronization(connection: Connection, count: int) -> 
     assert connection.transfer("put", connection.rows([256] * count)).status == KVN_OK
     batches = ends.log.calls("HcclBatchPut")
     assert len(batches) == -(-count // most)
-    assert [it.fields["descriptors"] for it in batches] == [
+    assert [batch.fields["descriptors"] for batch in batches] == [
         min(most, count - first) for first in range(0, count, most)
     ]
     assert successful_synchronizations(ends) == 1
@@ -86,10 +86,10 @@ def successful_synchronizations(ends: Ends) -> int:
     """
     calls = ends.log.calls("aclrtSynchronizeEventWithTimeout", "aclrtSynchronizeStreamWithTimeout")
     return sum(
-        it.name == "aclrtSynchronizeStreamWithTimeout"
-        and it.code == 0
+        call.name == "aclrtSynchronizeStreamWithTimeout"
+        and call.code == 0
         and not (before.name == "aclrtSynchronizeEventWithTimeout" and before.code != 0)
-        for before, it in pairwise([Call("", 0, 0, {}), *calls])
+        for before, call in pairwise([Call("", 0, 0, {}), *calls])
     )
 
 
@@ -155,14 +155,14 @@ def test_local_memory_that_is_not_bound_is_refused_by_name(connection: Connectio
 def test_two_communicators_move_at_the_same_time(ends: Ends) -> None:
     first, second = ends.connect(NBYTES), ends.connect(NBYTES)
     contents_of = [contents(3), contents(4)]
-    for it, content in zip((first, second), contents_of, strict=True):
-        ends[0].write(it.addresses[0], 0, content)
-        it.start("put", it.rows([NBYTES // 256] * 256))
-    for it, content in zip((first, second), contents_of, strict=True):
-        assert it.wait().status == KVN_OK
+    for item, content in zip((first, second), contents_of, strict=True):
+        ends[0].write(item.addresses[0], 0, content)
+        item.start("put", item.rows([NBYTES // 256] * 256))
+    for item, content in zip((first, second), contents_of, strict=True):
+        assert item.wait().status == KVN_OK
         expected = reversed_pieces(content, [NBYTES // 256] * 256)
-        assert ends[1].read(it.addresses[1]) == expected
-        it.close()
+        assert ends[1].read(item.addresses[1]) == expected
+        item.close()
 
 
 def test_both_ends_transfer_at_the_same_time(connection: Connection) -> None:

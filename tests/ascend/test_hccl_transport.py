@@ -52,8 +52,8 @@ def test_both_ends_transfer_at_once(one: Side, two: Side) -> None:
             threads.submit(kvplan.execute, lower, two.peer_memory(links[0]), one.memory),
             threads.submit(kvplan.execute, upper, one.peer_memory(links[1]), two.memory),
         ]
-        for it in calls:
-            it.result(DEADLINE_S)
+        for call in calls:
+            call.result(DEADLINE_S)
     np.testing.assert_array_equal(one.seen, two.seen)
 
 
@@ -84,7 +84,7 @@ def over_rdma(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_host_memory_of_the_peer_is_not_reached_over_hccs(one: Side, two: Side) -> None:
-    arenas = [it.transport.allocate(TENSOR) for it in (one, two)]
+    arenas = [end.transport.allocate(TENSOR) for end in (one, two)]
     for side, arena in zip((one, two), arenas, strict=True):
         side.transport.register(arena)
     link, _ = link_both(one, two)
@@ -92,10 +92,12 @@ def test_host_memory_of_the_peer_is_not_reached_over_hccs(one: Side, two: Side) 
         link.memory([arenas[1].address], TENSOR)
     assert "HCCL does not reach over HCCS" in str(error.value)
     for end in (one, two):  # nor is it bound: HCCL would map it for nothing
-        regions = [it for it in end.transport._hccl.regions.all() if not it.on_device]
+        regions = [
+            element for element in end.transport._hccl.regions.all() if not element.on_device
+        ]
         bound = end.transport._hccl._open
         assert regions
-        assert all(it.native not in each.regions for it in regions for each in bound)
+        assert all(region.native not in each.regions for region in regions for each in bound)
 
 
 def test_device_memory_is_registered_by_whole_pages(make_side: MakeSide, one: Side) -> None:
@@ -116,9 +118,9 @@ def test_registered_host_memory_is_used_directly_at_both_ends(
     make_side: MakeSide, sim_log: Log
 ) -> None:
     one, two = make_side(0), make_side(1)
-    arenas = [it.transport.allocate(TENSORS * TENSOR) for it in (one, two)]
+    arenas = [end.transport.allocate(TENSORS * TENSOR) for end in (one, two)]
     shape = (TENSORS, BLOCKS, BLOCK)
-    ours, theirs = (np.frombuffer(it, np.uint8).reshape(shape) for it in arenas)
+    ours, theirs = (np.frombuffer(arena, np.uint8).reshape(shape) for arena in arenas)
     theirs[:] = np.random.default_rng(3).integers(0, 256, shape, np.uint8)
     for side, arena in zip((one, two), arenas, strict=True):
         side.transport.register(arena)
@@ -129,7 +131,7 @@ def test_registered_host_memory_is_used_directly_at_both_ends(
     assert not remote.on_device
     kvplan.execute(PULL, remote, HostMemory.from_arrays(list(ours)))
     np.testing.assert_array_equal(ours, moved(theirs, np.zeros_like(ours)))
-    staged = [it for it in sim_log.counts() if "Memcpy" in it and "HOST" in it]
+    staged = [count for count in sim_log.counts() if "Memcpy" in count and "HOST" in count]
     assert staged == []
 
 
@@ -143,7 +145,7 @@ def test_device_memory_that_is_not_registered_goes_through_the_staging_memory(
     np.testing.assert_array_equal(one.seen, moved(theirs, ours))
 
 
-def test_without_staging_memory_it_says_what_to_do(make_side: MakeSide, two: Side) -> None:
+def test_without_staging_memory_the_error_says_what_to_do(make_side: MakeSide, two: Side) -> None:
     one = make_side(0, registers=False, staging_nbytes=0)
     link, _ = link_both(one, two)
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as error:

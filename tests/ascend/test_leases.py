@@ -103,9 +103,9 @@ def test_a_pull(gated: LlmDataDist, peer: Peer, lease: BlockLease, gate: Gate, w
     if when == "after":
         assert errors == []
         peer.run(release)
-        assert all((it[MINE] == 7).all() for it in gated.arrays(cache))
+        assert all((array[MINE] == 7).all() for array in gated.arrays(cache))
     else:
-        assert [it.status_code.name for it in errors] == [NOT_EXIST], errors
+        assert [error.status_code.name for error in errors] == [NOT_EXIST], errors
         assert RELEASED in str(errors[0])
     with refused(NOT_EXIST, RELEASED):
         pull(gated, lease, cache)
@@ -119,15 +119,15 @@ def test_leased_again(user: LlmDataDist, peer: Peer, lease: BlockLease) -> None:
     with refused(NOT_EXIST, RELEASED):
         pull(user, lease, cache)
     user.submit(Transfer(Rows(BlockLease.from_bytes(blob), [0]), Rows(cache, [5]))).wait(LONG_MS)
-    assert all((it[[1, 3, 5]] == 7).all() for it in user.arrays(cache))
+    assert all((array[[1, 3, 5]] == 7).all() for array in user.arrays(cache))
     peer.run("datadist.deallocate_cache(cache)")
     with refused(NOT_EXIST):
         pull(user, BlockLease.from_bytes(blob), cache)
 
 
-def test_forged(user: LlmDataDist, lease: BlockLease) -> None:
+def test_forged_leases_are_refused(user: LlmDataDist, lease: BlockLease) -> None:
     cache = user.allocate_blocks_cache(DESC)
-    (word,) = [it for it in lease.words if it.transport == "hccl"]
+    (word,) = [word for word in lease.words if word.transport == "hccl"]
     for slot, generation in (
         (word.slot, word.generation + 1),
         (word.slot + 1, word.generation),
@@ -164,14 +164,14 @@ def leased(one: Side, two: Side) -> tuple[HcclPeerMemory, tuple[int, int], HcclL
     """Memory of the second, as the first writes to it with a lease, which is this; and its link."""
     link, other = link_both(one, two)
     word = two.transport.begin_lease()
-    it = BlockLease(1, bytes(16), 1, 1, (0,), True, "cmpl-3", (LeaseWord("hccl", *word),))
-    return two.peer_memory(link, writable=True).leased([it]), word, other
+    block_lease = BlockLease(1, bytes(16), 1, 1, (0,), True, "cmpl-3", (LeaseWord("hccl", *word),))
+    return two.peer_memory(link, writable=True).leased([block_lease]), word, other
 
 
 def tickets_of(side: Side) -> list[int]:
     words = bytearray(8 * NUM_TICKETS)
     side.device.read(side.transport._generations.ref.tickets, words)
-    return [it for it in memoryview(words).cast("Q").tolist() if it]
+    return [item for item in memoryview(words).cast("Q").tolist() if item]
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_a_link_that_has_ended_is_not_waited_for(
     task.cancel()
 
 
-def test_what_is_large_is_announced_in_rounds(
+def test_a_large_push_is_announced_in_rounds(
     one: Side, two: Side, sim_log: Log, simulator: Controls
 ) -> None:
     ours = one.fill(1)
@@ -248,7 +248,9 @@ def test_what_is_large_is_announced_in_rounds(
     remote, lease, _ = leased(one, two)
     count = 1200  # of 120,000 bytes each: 559 are in 64 MiB
     columns = (two.addresses[0], one.addresses[0], TENSOR)
-    descriptors = Descriptors.from_columns(*(np.full(count, it, np.uint64) for it in columns))
+    descriptors = Descriptors.from_columns(
+        *(np.full(count, column, np.uint64) for column in columns)
+    )
     with Executor(remote.backend(ThreadPool(1), "put", one.memory)) as executor:
         sim_log.restart()
         assert executor.run(descriptors, DEADLINE_S * 1000).status == KVN_OK

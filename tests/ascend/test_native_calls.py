@@ -50,7 +50,7 @@ def cache(user: LlmDataDist, there: CacheIndex) -> Cache:
 
 def waits(log: Log) -> list[Call]:
     """The waits of this process that have ended; others were looks at the clock."""
-    return [it for it in log.calls(*WAITS, pid=os.getpid()) if not it.code]
+    return [call for call in log.calls(*WAITS, pid=os.getpid()) if not call.code]
 
 
 def arrived(user: LlmDataDist, cache: Cache, peer: Peer) -> None:
@@ -70,14 +70,14 @@ def test_a_push_of_all_layers_waits_once(
     assert plan.num_descriptors == LAYERS * PER_LAYER == 7808
     sim_log.restart()
     user.run(pushed(cache, there))
-    sizes = [it.fields["descriptors"] for it in sim_log.calls(PUT)]
+    sizes = [call.fields["descriptors"] for call in sim_log.calls(PUT)]
     assert sizes == [BATCH] * 30 + [128]  # ceil(7808 / 256) calls
     assert (
         len(sim_log.calls(GET)) == 1
     )  # of the generations, which say that nothing was deregistered
     assert len(waits(sim_log)) == 1
     moving = sim_log.calls(PUT, GET, *COPIES)  # its last calls of linking may still come
-    assert {it.pid for it in moving} == {os.getpid()}, "the peer took part in it"
+    assert {item.pid for item in moving} == {os.getpid()}, "the peer took part in it"
     arrived(user, cache, peer)
 
 

@@ -58,16 +58,16 @@ def framework(simulator: Controls) -> Iterator[Framework]:
     made.close()
 
 
-def test_it_goes_with_its_last_user(simulator: Controls) -> None:
+def test_an_own_context_goes_with_its_last_user(simulator: Controls) -> None:
     gc.collect()
     before = simulator.contexts()
     first, second = AscendDevice(DEVICE), AscendDevice(DEVICE)
     backend = first.backend("host_to_device")
     assert simulator.contexts() == before + 1
-    for it in (first, second):
-        it.close()
+    for item in (first, second):
+        item.close()
     assert simulator.contexts() == before + 1  # of the backend's streams
-    del first, second, it, backend
+    del first, second, item, backend
     gc.collect()
     assert simulator.contexts() == before
 

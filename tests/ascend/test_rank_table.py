@@ -93,22 +93,27 @@ def test_ranks_follow_the_order_of_texts_and_the_lower_version_wins(
     assert table["version"] == min(here.version, there.version)
     servers = table["server_list"]
     assert table["server_count"] == str(len(servers))
-    assert [it["server_id"] for it in servers] == sorted({here.server_id, there.server_id})
-    devices = [(server["server_id"], it) for server in servers for it in server["device"]]
-    assert [it["rank_id"] for _, it in devices] == ["0", "1"]
-    named = [(host, it["device_id"], it["device_ip"]) for host, it in devices]
+    assert [server["server_id"] for server in servers] == sorted({here.server_id, there.server_id})
+    devices = [(server["server_id"], item) for server in servers for item in server["device"]]
+    assert [item["rank_id"] for _, item in devices] == ["0", "1"]
+    named = [(host, item["device_id"], item["device_ip"]) for host, item in devices]
     assert named == sorted(named)
     is_pods = table["version"] == "1.2"
     assert ("super_pod_list" in table) is is_pods
-    assert all(("super_device_id" in it) is is_pods for _, it in devices)
+    assert all(("super_device_id" in item) is is_pods for _, item in devices)
     if is_pods:
-        in_pods = [it["server_id"] for pod in table["super_pod_list"] for it in pod["server_list"]]
-        assert sorted(in_pods) == [it["server_id"] for it in servers]
+        in_pods = [
+            item["server_id"] for pod in table["super_pod_list"] for item in pod["server_list"]
+        ]
+        assert sorted(in_pods) == [server["server_id"] for server in servers]
 
 
 @given(addresses())
-def test_an_address_is_read_as_it_was_written(it: DeviceAddress) -> None:
-    assert msgspec.json.decode(msgspec.json.encode(it), type=DeviceAddress) == it
+def test_an_address_is_read_as_it_was_written(device_address: DeviceAddress) -> None:
+    assert (
+        msgspec.json.decode(msgspec.json.encode(device_address), type=DeviceAddress)
+        == device_address
+    )
 
 
 def test_the_users_resources_are_read() -> None:
@@ -175,7 +180,7 @@ def test_two_devices_of_one_host_are_one_server() -> None:
         (A3, "server_list.0.device.0.super_device_id", "-1", "super_device_id is '-1'"),
     ],
 )
-def test_what_the_user_got_wrong_is_named(
+def test_a_fault_of_the_user_is_named(
     document: dict[str, Any], path: str, value: object, said: str
 ) -> None:
     message = refusal(changed(document, path, value))
@@ -183,13 +188,15 @@ def test_what_the_user_got_wrong_is_named(
     assert said in message
 
 
-def test_what_is_not_json_is_refused() -> None:
+def test_text_that_is_not_json_is_refused() -> None:
     assert "cannot be decoded" in refusal("{")
 
 
 def test_one_device_cannot_be_both_ends() -> None:
-    it = DeviceAddress("1.0", "h", "0", "1.1.1.1")
-    assert "give each engine a DeviceId of its own" in (why_not(it, it) or "")
+    device_address = DeviceAddress("1.0", "h", "0", "1.1.1.1")
+    assert "give each engine a DeviceId of its own" in (
+        why_not(device_address, device_address) or ""
+    )
 
 
 def test_two_hosts_need_the_addresses_of_both_devices() -> None:

@@ -66,9 +66,9 @@ A2, A950 = "Ascend910B1", "Ascend950"
 LOCAL = ("DEVICE", "HOST")
 # As docs/how-to/ascend.md and kvplan info say: (local, remote) -> what is refused, what is staged.
 COMBINATIONS = {
-    (A2, "hccl"): ({(it, "HOST") for it in LOCAL}, {("HOST", "DEVICE")}),  # HCCS: one host
-    (A950, "hccl"): ({(it, "HOST") for it in LOCAL}, {("HOST", "DEVICE")}),
-    (A2, "local"): ({(it, "DEVICE") for it in LOCAL}, set()),
+    (A2, "hccl"): ({(item, "HOST") for item in LOCAL}, {("HOST", "DEVICE")}),  # HCCS: one host
+    (A950, "hccl"): ({(item, "HOST") for item in LOCAL}, {("HOST", "DEVICE")}),
+    (A2, "local"): ({(item, "DEVICE") for item in LOCAL}, set()),
 }
 
 

@@ -170,14 +170,14 @@ class Acl:
         ``attributes``: (first item, target, source). Synchronous where no stream is given.
         """
         count, wide = len(pairs), len(pairs) or 1
-        targets = (ctypes.c_void_p * wide)(*[it[0] for it in pairs])
-        sources = (ctypes.c_void_p * wide)(*[it[1] for it in pairs])
-        sizes = (ctypes.c_size_t * wide)(*[it[2] for it in pairs])
-        allowed = (ctypes.c_size_t * wide)(*(capacities or [it[2] for it in pairs]))
+        targets = (ctypes.c_void_p * wide)(*[pair[0] for pair in pairs])
+        sources = (ctypes.c_void_p * wide)(*[pair[1] for pair in pairs])
+        sizes = (ctypes.c_size_t * wide)(*[pair[2] for pair in pairs])
+        allowed = (ctypes.c_size_t * wide)(*(capacities or [pair[2] for pair in pairs]))
         table = (BatchAttribute * max(1, len(attributes)))()
         for row, (_, target, source) in zip(table, attributes, strict=False):
             row.target, row.source, row.reserved[3] = target, source, reserved
-        first = (ctypes.c_size_t * len(table))(*[it[0] for it in attributes])
+        first = (ctypes.c_size_t * len(table))(*[attribute[0] for attribute in attributes])
         failed = ctypes.c_size_t(77)
         arguments = (targets, allowed, sources, sizes, count, table, first, len(attributes))
         if stream is None:

@@ -206,8 +206,8 @@ HcclResult HcclCommInitClusterInfoMemConfig(const char *rankTable, uint32_t rank
         code = hccl_refuse(&call, HCCL_E_PARA, "concurrent init: another thread is initializing");
         leave_initialization();
     }
-    return hccl_leave(&call, code, "\"name\":\"%s\",\"rank\":%u,\"comm\":%llu",
-                      code ? "" : checked.commName, rank,
+    return hccl_leave(&call, code, "\"name\":\"%s\",\"rank\":%u,\"buffer_mb\":%u,\"comm\":%llu",
+                      code ? "" : checked.commName, rank, code ? 0 : checked.bufferSizeMB,
                       code ? 0 : (unsigned long long)(uintptr_t)*comm_out);
 }
 

@@ -110,7 +110,7 @@ def test_bind_comes_before_prepare(ends: Ends) -> None:
 def test_prepare_takes_memory(ends: Ends, kind: int) -> None:
     ends.connect(kind=kind)
     lines = ends.log("HcclCommPrepare")[-2:]
-    assert [(it["name"], it["local_regions"], it["remote_regions"]) for it in lines] == [
+    assert [(line["name"], line["local_regions"], line["remote_regions"]) for line in lines] == [
         (ends.name, 1, 1)
     ] * 2
 

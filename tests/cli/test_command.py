@@ -31,7 +31,7 @@ def test_keygen_never_overwrites(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
-def test_keygen_says_what_the_system_says(tmp_path: Path) -> None:
+def test_keygen_reports_the_error_of_the_system(tmp_path: Path) -> None:
     refused = command("keygen", str(tmp_path / "missing" / "key"))
     assert refused.returncode == 2
     assert "No such file or directory" in refused.stderr

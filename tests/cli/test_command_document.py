@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("command")
     names: dict[str, Any] = {}
     block = re.findall(r"^```python\n(.*?)^```", DOCUMENT, re.DOTALL | re.MULTILINE)[0]
-    exec("".join(it.source for it in DocTestParser().get_examples(block)), names)
+    exec("".join(example.source for example in DocTestParser().get_examples(block)), names)
     for name in ("plan", "other"):
         names[name].save(folder / f"{name}.json")
     kvplan = folder / "kvplan"
@@ -66,7 +66,9 @@ def shell(line: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(("line", "expected"), steps(of_this_machine=False))
-def test_a_block_is_what_the_command_prints(line: str, expected: str, folder: Path) -> None:
+def test_a_block_of_the_page_is_the_output_of_the_command(
+    line: str, expected: str, folder: Path
+) -> None:
     assert shell(line, folder) == expected
 
 
@@ -88,14 +90,14 @@ def test_a_block_of_a_machine_has_the_same_lines(line: str, expected: str, folde
 
 def masked(text: str) -> list[str]:
     """What each line is called: its text, and all from the first number on, is of a machine."""
-    lines = [it for it in text.splitlines() if not re.match(r" {10}|  to do", it)]
-    return [re.sub(r"(?<=\S)\s{2,}.*|[0-9].*", "", it) for it in lines]
+    lines = [line for line in text.splitlines() if not re.match(r" {10}|  to do", line)]
+    return [re.sub(r"(?<=\S)\s{2,}.*|[0-9].*", "", line) for line in lines]
 
 
 def test_every_command_and_every_exit_code_is_there() -> None:
     listed = set(re.findall(r"^\| \[`kvplan (\w+)`\]", DOCUMENT, re.MULTILINE))
     assert listed == set(COMMANDS)
-    codes = {int(it) for it in re.findall(r"^\| (\d+) \|", DOCUMENT, re.MULTILINE)}
+    codes = {int(match) for match in re.findall(r"^\| (\d+) \|", DOCUMENT, re.MULTILINE)}
     assert codes == set(ExitCode)
 
 

@@ -29,7 +29,9 @@ GIB = 1 << 30
 def info(*arguments: str, **environment: str) -> str:
     """What it prints, with these variables and nothing else that says where a library is."""
     clean = {name: text for name, text in os.environ.items() if name not in PLACES}
-    done = command("info", *arguments, environment=clean | environment)
+    # The default time limit is short for a loaded machine; a later --timeout counts.
+    limit = ("--timeout", "600")
+    done = command("info", *limit, *arguments, environment=clean | environment)
     # What was looked at before a library took the process along may not be enough.
     stopped = "NOT LOOKED AT" in done.stdout or '"stopped": {' in done.stdout
     assert done.stderr == ""
@@ -53,42 +55,44 @@ def broken_library(path: Path) -> str:
     return str(path)
 
 
-def transport(it: dict[str, Any], name: str) -> dict[str, Any]:
-    (one,) = [each for each in it["transports"] if each["name"] == name]
+def transport(row: dict[str, Any], name: str) -> dict[str, Any]:
+    (one,) = [each for each in row["transports"] if each["name"] == name]
     assert isinstance(one, dict)
     return one
 
 
 class TestWithoutAccelerator:
-    def test_says_what_the_host_has(self) -> None:
+    def test_the_host_is_described(self) -> None:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (600, limits[1]))
         try:
-            it = found(KVPLAN_ASCEND_LIBRARY="")
+            report = found(KVPLAN_ASCEND_LIBRARY="")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert it["kvplan"] == kvplan.__version__
-        assert it["python"]["executable"] == sys.executable
-        assert it["native_modules"]["_executor"] == ""
-        assert set(it["native_modules"].values()) == {""}
-        links = it["limits"]["links_by_open_files"]
-        assert it["limits"]["open_files"] == {"soft": 600, "hard": limits[1]}
-        tcp = 5 + 2 * connections_of(it["platform"]["cores"])
+        assert report["kvplan"] == kvplan.__version__
+        assert report["python"]["executable"] == sys.executable
+        assert report["native_modules"]["_executor"] == ""
+        assert set(report["native_modules"].values()) == {""}
+        links = report["limits"]["links_by_open_files"]
+        assert report["limits"]["open_files"] == {"soft": 600, "hard": limits[1]}
+        tcp = 5 + 2 * connections_of(report["platform"]["cores"])
         assert links == {"local": 100, "ucx": 120, "tcp": 600 // tcp}
-        assert it["stopped"] is None
+        assert report["stopped"] is None
 
-    def test_says_why_there_is_none_and_what_works_without(self) -> None:
-        it = found(KVPLAN_ASCEND_LIBRARY="")
-        assert "KVPLAN_ASCEND_LIBRARY is empty" in it["accelerator"]["why_not"]
-        assert "no Ascend device" in transport(it, "hccl")["why_not"]
+    def test_without_a_library_the_report_says_why_and_what_works(self) -> None:
+        report = found(KVPLAN_ASCEND_LIBRARY="")
+        assert "KVPLAN_ASCEND_LIBRARY is empty" in report["accelerator"]["why_not"]
+        assert "no Ascend device" in transport(report, "hccl")["why_not"]
         for name in ("local", "tcp"):
-            assert transport(it, name)["reaches"] == ["host"]
-        assert re.match(r"127\.0\.0\.1:\d+ -> 127\.0\.0\.1:\d+", transport(it, "tcp")["tried"])
-        assert [(copy["remote"], copy["works"]) for copy in it["copies"]] == [("host", True)]
+            assert transport(report, name)["reaches"] == ["host"]
+        assert re.match(r"127\.0\.0\.1:\d+ -> 127\.0\.0\.1:\d+", transport(report, "tcp")["tried"])
+        assert [(copy["remote"], copy["works"]) for copy in report["copies"]] == [("host", True)]
 
     def test_names_every_place_that_was_looked_at(self, tmp_path: Path) -> None:
-        it = found(ASCEND_HOME_PATH=str(tmp_path), ASCEND_HOME="/no/where", LD_LIBRARY_PATH="/also")
-        places = {place["path"]: place for place in it["accelerator"]["places"]}
+        report = found(
+            ASCEND_HOME_PATH=str(tmp_path), ASCEND_HOME="/no/where", LD_LIBRARY_PATH="/also"
+        )
+        places = {place["path"]: place for place in report["accelerator"]["places"]}
         assert places[str(tmp_path)] == {
             "path": str(tmp_path),
             "origin": "$ASCEND_HOME_PATH",
@@ -124,59 +128,59 @@ class TestWithoutAccelerator:
 
 
 class TestBrokenLibraries:
-    def test_a_file_that_is_no_library(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_not_a_library(self, tmp_path: Path) -> None:
         (tmp_path / "lib64").mkdir()
         (tmp_path / "lib64/libacl_rt.so").write_text("of another machine")
-        it = found(ASCEND_HOME_PATH=str(tmp_path))
-        assert "libacl_rt.so: file too short" in it["accelerator"]["why_not"]
-        assert it["accelerator"]["places"][0]["has"] == [str(tmp_path / "lib64/libacl_rt.so")]
-        assert transport(it, "local")["works"]
+        report = found(ASCEND_HOME_PATH=str(tmp_path))
+        assert "libacl_rt.so: file too short" in report["accelerator"]["why_not"]
+        assert report["accelerator"]["places"][0]["has"] == [str(tmp_path / "lib64/libacl_rt.so")]
+        assert transport(report, "local")["works"]
 
     def test_a_library_without_the_calls(self, tmp_path: Path) -> None:
         core = build() / "lib64/libkvsim_core.so"
         (tmp_path / "libacl_rt.so").symlink_to(core)
-        it = found(KVPLAN_ASCEND_LIBRARY=str(tmp_path / "libacl_rt.so"))
-        assert "has no acl" in it["accelerator"]["why_not"]
-        assert "8.1 or later" in it["accelerator"]["why_not"]
+        report = found(KVPLAN_ASCEND_LIBRARY=str(tmp_path / "libacl_rt.so"))
+        assert "has no acl" in report["accelerator"]["why_not"]
+        assert "8.1 or later" in report["accelerator"]["why_not"]
 
-    def test_one_that_ends_the_process(self, tmp_path: Path) -> None:
+    def test_a_library_that_ends_the_process(self, tmp_path: Path) -> None:
         broken = {
             "KVPLAN_ASCEND_LIBRARY": broken_library(tmp_path / "libacl_rt.so"),
             "BROKEN": "aborts",
         }
-        it = found(**broken)
-        assert it["stopped"]["step"] == "opening the ACL library"
-        assert it["stopped"]["reason"] == "ended with SIGABRT"
-        assert it["accelerator"]["places"][0]["has"] == ["libacl_rt.so"]
+        report = found(**broken)
+        assert report["stopped"]["step"] == "opening the ACL library"
+        assert report["stopped"]["reason"] == "ended with SIGABRT"
+        assert report["accelerator"]["places"][0]["has"] == ["libacl_rt.so"]
         text = info("-v", **broken)
         assert "stopped step opening the ACL library reason ended with SIGABRT" in " ".join(
             text.split()
         )
 
-    def test_one_that_never_comes_back(self, tmp_path: Path) -> None:
+    def test_a_library_that_never_returns(self, tmp_path: Path) -> None:
         broken = {
             "KVPLAN_ASCEND_LIBRARY": broken_library(tmp_path / "libacl_rt.so"),
             "BROKEN": "hangs",
         }
-        it = found("--timeout", "2", **broken)
-        assert it["stopped"]["reason"] == "took longer than 2 s"
+        report = found("--timeout", "2", **broken)
+        assert report["stopped"]["reason"] == "took longer than 2 s"
 
     def test_a_device_that_cannot_be_opened(self) -> None:
-        it = simulated(KVSIM_FAULTS="aclrtSetDevice:2=507899")
-        first, second = it["accelerator"]["devices"]
+        report = simulated(KVSIM_FAULTS="aclrtSetDevice:2=507899")
+        first, second = report["accelerator"]["devices"]
         assert "why_not" not in first
         assert "aclrtSetDevice: 507899 (internal error of the driver)" in second["why_not"]
-        assert transport(it, "hccl")["works"]
+        assert transport(report, "hccl")["works"]
 
     def test_initialization_that_fails(self) -> None:
-        it = simulated(KVSIM_FAULTS="aclInit:1=507000")
-        assert "aclInit: 507000" in it["accelerator"]["why_not"]
-        assert it["accelerator"]["version"] == "8.5.0"
-        assert transport(it, "local")["works"]
+        report = simulated(KVSIM_FAULTS="aclInit:1=507000")
+        assert "aclInit: 507000" in report["accelerator"]["why_not"]
+        assert report["accelerator"]["version"] == "8.5.0"
+        assert transport(report, "local")["works"]
 
     def test_a_copy_that_fails(self) -> None:
-        it = simulated(KVSIM_FAULTS="aclrtMemcpyBatchAsync:1=sync:507013")
-        tried = {(copy["local"], copy["remote"]): copy for copy in it["copies"]}
+        report = simulated(KVSIM_FAULTS="aclrtMemcpyBatchAsync:1=sync:507013")
+        tried = {(copy["local"], copy["remote"]): copy for copy in report["copies"]}
         failed = tried.pop(("host", "device"))
         assert not failed["works"]
         assert "507013 (DMA error)" in failed["why_not"]
@@ -186,18 +190,18 @@ class TestBrokenLibraries:
 class TestSimulatedGpus:
     def test_as_json(self) -> None:
         library = str(build_cuda())
-        it = found(KVPLAN_CUDA_LIBRARY=library, KVPLAN_ASCEND_LIBRARY="", KVSIM_DEVICES="2")
-        cuda = it["cuda"]
+        report = found(KVPLAN_CUDA_LIBRARY=library, KVPLAN_ASCEND_LIBRARY="", KVSIM_DEVICES="2")
+        cuda = report["cuda"]
         assert (cuda["library"], cuda["version"], cuda["missing"]) == (library, "13.0", [])
         assert [device["id"] for device in cuda["devices"]] == [0, 1]
         for device in cuda["devices"]:
             assert (device["name"], device["capability"]) == ("Simulated GPU", "9.0")
             assert device["free_bytes"] <= device["total_bytes"]
-        assert all(copy["works"] for copy in it["copies"])
-        assert len(it["copies"]) == 3
-        assert "no Ascend device" in transport(it, "hccl")["why_not"]
+        assert all(copy["works"] for copy in report["copies"])
+        assert len(report["copies"]) == 3
+        assert "no Ascend device" in transport(report, "hccl")["why_not"]
 
-    def test_one_that_cannot_be_opened(self) -> None:
+    def test_a_gpu_that_cannot_be_opened(self) -> None:
         text = info(
             KVPLAN_CUDA_LIBRARY=str(build_cuda()),
             KVPLAN_ASCEND_LIBRARY="",
@@ -220,12 +224,12 @@ class TestSimulatedDevices:
     def test_of_cann_8_5(self, tmp_path: Path) -> None:
         log = tmp_path / "log"
         (tmp_path / "version.info").write_text("Version=25.5.0\n")
-        it = simulated(
+        report = simulated(
             KVSIM_LOG=str(log),
             KVSIM_HBM_BYTES=str(32 * GIB),
             KVPLAN_ASCEND_DRIVER=str(tmp_path),
         )
-        accelerator = it["accelerator"]
+        accelerator = report["accelerator"]
         assert accelerator["library"] == str(build() / "lib64/libacl_rt.so")
         assert (accelerator["version"], accelerator["missing"]) == ("8.5.0", [])
         assert accelerator["hccl"]["library"] == str(build() / "lib64/libhcomm.so")
@@ -235,63 +239,69 @@ class TestSimulatedDevices:
             assert (device["product"], device["max_batch"]) == ("A2", 256)
             assert device["free_bytes"] <= device["total_bytes"] == 32 * GIB
             assert device["driver"] == "25.5.0"
-        assert transport(it, "hccl")["reaches"] == ["device", "host"]
-        assert transport(it, "local")["reaches"] == ["host"]
-        assert [(copy["works"], copy["one_by_one"]) for copy in it["copies"]] == [(True, "")] * 3
+        assert transport(report, "hccl")["reaches"] == ["device", "host"]
+        assert transport(report, "local")["reaches"] == ["host"]
+        assert [(copy["works"], copy["one_by_one"]) for copy in report["copies"]] == [
+            (True, "")
+        ] * 3
         assert left(log) == set()
 
     def test_of_cann_8_1(self) -> None:
-        it = simulated("8.1")
-        accelerator = it["accelerator"]
+        report = simulated("8.1")
+        accelerator = report["accelerator"]
         assert accelerator["library"].endswith("/libascendcl.so")
         assert accelerator["version"].startswith("8.1")
         assert not accelerator["has_batch"]
         lacks = {symbol["name"]: symbol["cost"] for symbol in accelerator["missing"]}
         assert "one descriptor at a time" in lacks["aclrtMemcpyBatchAsync"]
         assert "LocalCommRes" in lacks["aclrtGetPhyDevIdByLogicDevId"]
-        (copy,) = [each for each in it["copies"] if (each["local"], each["remote"]) == TO_DEVICE]
+        (copy,) = [
+            each for each in report["copies"] if (each["local"], each["remote"]) == TO_DEVICE
+        ]
         assert copy["works"]
         assert "aclrtMemcpyBatch" in copy["one_by_one"]
-        assert transport(it, "hccl")["works"]
+        assert transport(report, "hccl")["works"]
 
     def test_where_batches_are_refused(self) -> None:
-        it = simulated("batch-unsupported")
-        (copy,) = [each for each in it["copies"] if (each["local"], each["remote"]) == TO_DEVICE]
+        report = simulated("batch-unsupported")
+        (copy,) = [
+            each for each in report["copies"] if (each["local"], each["remote"]) == TO_DEVICE
+        ]
         assert copy["works"]
         assert "207000 (feature not supported)" in copy["one_by_one"]
 
     def test_with_libhccl_alone(self) -> None:
-        it = simulated("hccl-only")
-        assert it["accelerator"]["hccl"]["library"].endswith("/libhccl.so")
-        assert transport(it, "hccl")["works"]
+        report = simulated("hccl-only")
+        assert report["accelerator"]["hccl"]["library"].endswith("/libhccl.so")
+        assert transport(report, "hccl")["works"]
 
     def test_without_hccl(self, tmp_path: Path) -> None:
         (tmp_path / "lib64").mkdir()
         for name in ("libacl_rt.so", "libkvsim_core.so"):
             (tmp_path / "lib64" / name).write_bytes((build() / "lib64" / name).read_bytes())
-        it = found(ASCEND_HOME_PATH=str(tmp_path))
-        assert "libhcomm.so" in it["accelerator"]["hccl"]["why_not"]
-        assert it["accelerator"]["hccl"]["places"][0]["origin"] == "beside the ACL library"
-        assert "libhcomm.so" in transport(it, "hccl")["why_not"]
-        assert all(copy["works"] for copy in it["copies"])
+        report = found(ASCEND_HOME_PATH=str(tmp_path))
+        assert "libhcomm.so" in report["accelerator"]["hccl"]["why_not"]
+        assert report["accelerator"]["hccl"]["places"][0]["origin"] == "beside the ACL library"
+        assert "libhcomm.so" in transport(report, "hccl")["why_not"]
+        assert all(copy["works"] for copy in report["copies"])
 
     def test_950(self) -> None:
-        it = simulated(KVSIM_SOC="Ascend950")
-        assert it["accelerator"]["devices"][0]["max_batch"] == 64
-        assert it["accelerator"]["hccl"]["generation"] == "per_comm"
-        assert transport(it, "hccl")["reaches"] == ["device"]
+        report = simulated(KVSIM_SOC="Ascend950")
+        assert report["accelerator"]["devices"][0]["max_batch"] == 64
+        assert report["accelerator"]["hccl"]["generation"] == "per_comm"
+        assert transport(report, "hccl")["reaches"] == ["device"]
 
     def test_another_device(self) -> None:
-        it = simulated("8.5", "--device-id", "5")
-        assert "device_id=5 is out of range [0, 2)" in it["accelerator"]["why_not"]
-        assert len(it["accelerator"]["devices"]) == 2
-        assert "no Ascend device" in transport(it, "hccl")["why_not"]
+        report = simulated("8.5", "--device-id", "5")
+        assert "device_id=5 is out of range [0, 2)" in report["accelerator"]["why_not"]
+        assert len(report["accelerator"]["devices"]) == 2
+        assert "no Ascend device" in transport(report, "hccl")["why_not"]
 
     def test_the_address_of_a_device(self, tmp_path: Path) -> None:
         conf = tmp_path / "hccn.conf"
         conf.write_text("address_0=10.1.2.3\n")
-        it = simulated(KVPLAN_HCCN_CONF=str(conf))
-        first, second = (each["address"] for each in it["accelerator"]["devices"])
+        report = simulated(KVPLAN_HCCN_CONF=str(conf))
+        first, second = (each["address"] for each in report["accelerator"]["devices"])
         assert (first["device_ip"], second["device_ip"]) == ("10.1.2.3", None)
 
     def test_the_text_has_it_all(self) -> None:
@@ -319,7 +329,7 @@ def test_the_cost_of_every_missing_call_is_reported() -> None:
     assert set(COSTS) == set(re.findall(r"X\(\w+, (\w+),", optional))
 
 
-@pytest.mark.parametrize("product", [A2, A3, A950], ids=lambda it: it.name)
+@pytest.mark.parametrize("product", [A2, A3, A950], ids=lambda case: case.name)
 def test_documents_say_the_same_of_products(product: Any) -> None:
     (row,) = [
         line

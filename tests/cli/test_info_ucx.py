@@ -13,9 +13,9 @@ NO_NPU = {"KVPLAN_ASCEND_LIBRARY": ""}
 
 
 class TestTheOneOfTheTests:
-    def test_what_it_is_and_finds(self, ucx: Found) -> None:
-        it = found(**NO_NPU, UCX_LOG_LEVEL="warn")
-        found_ucx = it["ucx"]
+    def test_ucx_and_its_findings_are_described(self, ucx: Found) -> None:
+        report = found(**NO_NPU, UCX_LOG_LEVEL="warn")
+        found_ucx = report["ucx"]
         assert (found_ucx["library"], found_ucx["source"]) == ucx
         assert [ucx.path] in [place["has"] for place in found_ucx["places"]]
         assert found_ucx["version"].startswith("1.")
@@ -23,15 +23,15 @@ class TestTheOneOfTheTests:
         assert "cma" in found_ucx["modules"]
         verbs = [why for why in found_ucx["missing_for_rdma"] if "without verbs" in why]
         assert bool(verbs) != ("ib" in found_ucx["modules"])
-        assert it["stopped"] is None
-        assert it["ucx"]["environment"]["UCX_LOG_LEVEL"] == "warn"
+        assert report["stopped"] is None
+        assert report["ucx"]["environment"]["UCX_LOG_LEVEL"] == "warn"
 
     def test_without_rdma_it_says_why(self, ucx: Found) -> None:
-        it = found(**NO_NPU)
-        if not it["ucx"]["missing_for_rdma"]:
+        report = found(**NO_NPU)
+        if not report["ucx"]["missing_for_rdma"]:
             pytest.skip("RDMA is here")
-        assert it["ucx"]["missing_for_rdma"][0] in transport(it, "ucx")["why_not"]
-        assert "tried" not in transport(it, "ucx")
+        assert report["ucx"]["missing_for_rdma"][0] in transport(report, "ucx")["why_not"]
+        assert "tried" not in transport(report, "ucx")
 
     def test_a_copy(self, ucx: Found) -> None:
         """As where there is RDMA, but over shared memory, by the settings of the environment."""
@@ -55,18 +55,18 @@ class TestTheOneOfTheTests:
 
 class TestBroken:
     def test_none(self) -> None:
-        it = found(**NO_NPU, **{OVERRIDE: ""})
-        assert "no UCX library" in it["ucx"]["why_not"]
-        assert it["ucx"]["places"] == [{"path": "empty", "origin": f"${OVERRIDE}", "has": []}]
-        assert transport(it, "ucx")["why_not"] == it["ucx"]["why_not"]
-        assert transport(it, "local")["works"]
+        report = found(**NO_NPU, **{OVERRIDE: ""})
+        assert "no UCX library" in report["ucx"]["why_not"]
+        assert report["ucx"]["places"] == [{"path": "empty", "origin": f"${OVERRIDE}", "has": []}]
+        assert transport(report, "ucx")["why_not"] == report["ucx"]["why_not"]
+        assert transport(report, "local")["works"]
 
-    def test_a_file_that_is_no_library(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_not_a_library(self, tmp_path: Path) -> None:
         (tmp_path / "libucp.so.0").write_text("of another machine")
-        it = found(**NO_NPU, **{OVERRIDE: str(tmp_path)})
-        assert "libucp.so.0: file too short" in transport(it, "ucx")["why_not"]
-        assert it["ucx"]["source"] == f"${OVERRIDE}"
-        assert "version" not in it["ucx"]
+        report = found(**NO_NPU, **{OVERRIDE: str(tmp_path)})
+        assert "libucp.so.0: file too short" in transport(report, "ucx")["why_not"]
+        assert report["ucx"]["source"] == f"${OVERRIDE}"
+        assert "version" not in report["ucx"]
 
     @pytest.mark.parametrize(
         ("how", "timeout_s", "reason"),
@@ -75,17 +75,17 @@ class TestBroken:
             pytest.param("hangs", "8", "took longer than 8 s", marks=pytest.mark.slow),
         ],
     )
-    def test_one_that_ends_what_looks(
+    def test_a_library_that_ends_the_process(
         self, tmp_path: Path, how: str, timeout_s: str, reason: str
     ) -> None:
         path = broken_library(tmp_path / "libucp.so.0")
-        it = found("--timeout", timeout_s, **NO_NPU, **{OVERRIDE: path, "BROKEN": how})
-        assert it["stopped"]["step"] == f"loading UCX ({path})"
-        assert it["stopped"]["reason"] == reason
-        assert it["ucx"]["library"] == path
-        assert transport(it, "local")["works"], "what was looked at before is kept"
+        report = found("--timeout", timeout_s, **NO_NPU, **{OVERRIDE: path, "BROKEN": how})
+        assert report["stopped"]["step"] == f"loading UCX ({path})"
+        assert report["stopped"]["reason"] == reason
+        assert report["ucx"]["library"] == path
+        assert transport(report, "local")["works"], "what was looked at before is kept"
 
-    def test_one_that_is_too_old(self, tmp_path: Path) -> None:
+    def test_a_library_that_is_too_old(self, tmp_path: Path) -> None:
         path = broken_library(tmp_path / "libucp.so.0")
         text = info("-v", **NO_NPU, **{OVERRIDE: path, "BROKEN": "old"})
         assert f"{path} is UCX 1.12.1; it must be 1.13 or a later 1.x" in " ".join(text.split())

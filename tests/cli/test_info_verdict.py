@@ -49,7 +49,7 @@ def lines(found: dict[str, Any], *, works: bool = True) -> list[str]:
     assert summary.works is works
     text = [line for line, _ in summary.lines]
     assert max(len(part) for line in text for part in line.splitlines()) <= 110
-    return [" ".join(it.split()) for it in text]
+    return [" ".join(item.split()) for item in text]
 
 
 def test_a_plain_host(found: dict[str, Any]) -> None:
@@ -65,8 +65,8 @@ def test_a_plain_host(found: dict[str, Any]) -> None:
 
 
 def test_a_host_that_has_everything(found: dict[str, Any]) -> None:
-    for it in found["transports"]:
-        it |= {"works": True, "tried": "rc_mlx5/mlx5_0:1"}
+    for entry in found["transports"]:
+        entry |= {"works": True, "tried": "rc_mlx5/mlx5_0:1"}
     found["ucx"] = {"version": "1.18.0", "missing_for_rdma": []}
     devices = [{"name": "Ascend910B"}, {"why_not": "busy"}]
     found["accelerator"] = {
@@ -82,12 +82,12 @@ def test_a_host_that_has_everything(found: dict[str, Any]) -> None:
 
 
 def test_how_copies_are_made(found: dict[str, Any]) -> None:
-    it = found["copies_tuned"]
-    it.update(source="measured", measured="2026-11-25T18:50:00Z")
+    entry = found["copies_tuned"]
+    entry.update(source="measured", measured="2026-11-25T18:50:00Z")
     assert lines(found)[-1] == (
         "copies 2 threads, past the caches from 24 MiB on (measured on 2026-11-25)"
     )
-    it.update(source="built in", measured=None, note="/a/file: it is not a file")
+    entry.update(source="built in", measured=None, note="/a/file: it is not a file")
     assert lines(found)[-1] == "to do copies are as built in: /a/file: it is not a file"
     found["copies_tuned"] = {"why_not": "no module"}
     assert lines(found)[-1] == "copies not known: no module"
@@ -101,9 +101,9 @@ def test_where_nothing_was_built(found: dict[str, Any]) -> None:
 
 
 def test_without_any_transport(found: dict[str, Any]) -> None:
-    for it in found["transports"]:
-        it |= {"works": False, "why_not": "refused"}
-    assert "does not work here: there is no transport" in lines(found, works=False)[0]
+    for entry in found["transports"]:
+        entry |= {"works": False, "why_not": "refused"}
+    assert "does not work here: no transport does" in lines(found, works=False)[0]
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_without_any_transport(found: dict[str, Any]) -> None:
     ],
     ids=["verbs", "key", "yama", "yama-3", "files"],
 )
-def test_what_a_person_could_do(
+def test_the_report_ends_with_things_to_do(
     found: dict[str, Any], change: dict[str, Any], expected: str
 ) -> None:
     for name, part in change.items():
         found[name] |= part
-    (said,) = [it for it in lines(found) if it.startswith("to do ")]
+    (said,) = [line for line in lines(found) if line.startswith("to do ")]
     assert expected in said
 
 

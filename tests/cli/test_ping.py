@@ -49,7 +49,7 @@ def test_the_cluster_need_not_be_known(peer: Peer) -> None:
     found = ping(peer.address)
     assert (found["cluster_id"], found["role"]) == (7, "PROMPT")
     assert found["transport"] == "local"
-    assert [it["transport"] for it in found["passed"]] == ["hccl"]
+    assert [entry["transport"] for entry in found["passed"]] == ["hccl"]
     assert "no Ascend device" in found["passed"][0]["why_not"]
     assert found["link_ms"] > 0 < found["round_trip"]["median_ms"]
     assert found["caches"] == []
@@ -63,20 +63,20 @@ def test_a_paged_cache_is_read_and_left_as_it_was(peer: Peer) -> None:
     # The slot's key comes first, by its cache's id.
     first, second = ping(peer.address)["caches"]
     assert (first["paged"], second["paged"], second["model_id"]) == (False, True, 3)
-    assert [it["size"] for it in first["pulls"]] == ["small", "large"]
+    assert [item["size"] for item in first["pulls"]] == ["small", "large"]
     # A layer of two tensors, of one slot of 1024 x 64 elements of 2 bytes; then both layers.
-    assert [it["nbytes"] for it in first["pulls"]] == [2 * 131072, 4 * 131072]
+    assert [item["nbytes"] for item in first["pulls"]] == [2 * 131072, 4 * 131072]
     assert peer.run("result = engine.fingerprint(paged)") == before
     # No key was taken, and nothing is left of the link.
     assert peer.run("result = len(engine.links())") == 0
     peer.run("engine.remove_cache_key(CacheKey(7, 11))")
 
 
-def test_tensors_that_are_no_pairs_are_read_one_by_one(peer: Peer) -> None:
+def test_tensors_that_do_not_form_pairs_are_read_one_by_one(peer: Peer) -> None:
     peer.run(BLOCKS)
     (cache,) = ping(peer.address, "--transport", "tcp")["caches"]
     # Blocks of 16 x 576 elements of 2 bytes; one tensor, and all 5 x 64.
-    assert [it["nbytes"] for it in cache["pulls"]] == [18432, 5 * 64 * 18432]
+    assert [item["nbytes"] for item in cache["pulls"]] == [18432, 5 * 64 * 18432]
     text = command("ping", peer.address).stdout
     assert "5 tensors of 64 blocks x 18 KiB, DT_BF16, HOST, model_id 3" in text
     assert "GB/s" in text
@@ -89,7 +89,7 @@ def test_a_cache_without_a_key_cannot_be_read(peer: Peer) -> None:
     assert "only the link was measured" in command("ping", peer.address).stdout
 
 
-def test_what_is_too_large_is_left_and_the_next_one_read(peer: Peer) -> None:
+def test_a_cache_that_is_too_large_is_skipped(peer: Peer) -> None:
     huge = "engine.allocate_cache(CacheDesc(80, (2, 16 << 20), DataType.DT_BF16), [])\n"
     peer.run(huge, SLOTS)
     first, second = ping(peer.address)["caches"]
@@ -97,11 +97,11 @@ def test_what_is_too_large_is_left_and_the_next_one_read(peer: Peer) -> None:
     assert len(second["pulls"]) == 2
 
 
-def test_of_blocks_larger_than_what_is_read_of_others_one_is_read(peer: Peer) -> None:
+def test_a_single_block_is_read_if_blocks_are_large(peer: Peer) -> None:
     desc = "CacheDesc(1, (2, 65 << 20), DataType.DT_INT8)"
     peer.run(f"engine.allocate_blocks_cache({desc}, BlocksCacheKey(7, 3))")
     (cache,) = ping(peer.address)["caches"]
-    assert [it["nbytes"] for it in cache["pulls"]] == [65 << 20, 65 << 20], cache["why_not"]
+    assert [item["nbytes"] for item in cache["pulls"]] == [65 << 20, 65 << 20], cache["why_not"]
 
 
 def test_parts_of_a_block_that_lie_apart_are_counted(peer: Peer) -> None:
@@ -115,7 +115,7 @@ def test_parts_of_a_block_that_lie_apart_are_counted(peer: Peer) -> None:
     )
     (cache,) = ping(peer.address)["caches"]
     # Keys and values of 16 x 4 x 32 elements of 2 bytes each, of one layer; 3 layers, 8 blocks.
-    assert [it["nbytes"] for it in cache["pulls"]] == [2 * 4096, 3 * 8 * 2 * 4096]
+    assert [item["nbytes"] for item in cache["pulls"]] == [2 * 4096, 3 * 8 * 2 * 4096]
     assert "3 tensors of 8 blocks x 8 KiB" in command("ping", peer.address).stdout
 
 
@@ -123,7 +123,7 @@ def test_why_a_better_transport_was_not_chosen() -> None:
     with closing(Peer(**{"kvplan.transport": "tcp"})) as peer:
         found = ping(peer.address)
         assert found["transport"] == "tcp"
-        why = {it["transport"]: it["why_not"] for it in found["passed"]}
+        why = {entry["transport"]: entry["why_not"] for entry in found["passed"]}
         assert list(why) == ["hccl", "local", "ucx"]
         assert why["local"] == "cluster 7 does not have it: kvplan.transport=tcp leaves it out"
 
@@ -146,7 +146,7 @@ def test_another_cluster_is_there(peer: Peer) -> None:
     assert ping(peer.address, "--cluster-id", "7")["cluster_id"] == 7
 
 
-def test_nobody_is_there() -> None:
+def test_an_address_without_a_listener() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{nobody.getsockname()[1]}"

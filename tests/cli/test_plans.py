@@ -56,7 +56,7 @@ def document(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict
 
 
 class TestExplain:
-    def test_prints_what_the_plan_prints(
+    def test_explain_prints_the_text_of_the_plan(
         self, plan: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert printed(capsys, "explain", plan) == (0, PLAN.explain() + "\n")
@@ -81,8 +81,10 @@ class TestExplain:
         assert printed(capsys, "explain", tmp_path / "groups.json")[1] == both.explain() + "\n"
         found = document(capsys, "explain", tmp_path / "groups.json", "--all")
         assert found["parts"] == ["full", "window"]
-        assert [it["index"] for it in found["descriptors"]] == list(range(both.num_descriptors))
-        assert {it["part"] for it in found["descriptors"]} == {"full", "window"}
+        assert [entry["index"] for entry in found["descriptors"]] == list(
+            range(both.num_descriptors)
+        )
+        assert {entry["part"] for entry in found["descriptors"]} == {"full", "window"}
 
     def test_json_has_each_descriptor(self, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
         found = document(capsys, "explain", plan, "-n", "3")
@@ -154,7 +156,7 @@ class TestDiff:
             "c": ("full",),
         }.items():
             groups(*names).save(tmp_path / name)
-        codes = [printed(capsys, "diff", tmp_path / "a", tmp_path / it)[0] for it in "abc"]
+        codes = [printed(capsys, "diff", tmp_path / "a", tmp_path / letter)[0] for letter in "abc"]
         assert codes == [0, 1, 1]
 
     def test_html_is_the_picture_of_both(
@@ -187,7 +189,7 @@ class TestRefusals:
         ],
         ids=["binary", "empty", "list", "nested", "version", "part", "field"],
     )
-    def test_the_file_and_what_is_wrong_are_named(
+    def test_the_file_and_the_fault_are_named(
         self, content: bytes, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         path = tmp_path / "broken.json"
@@ -198,7 +200,9 @@ class TestRefusals:
         assert said.startswith(f"kvplan: {path}")
         assert expected in said
 
-    def test_no_file_a_folder_and_one_that_is_too_large(self, plan: Path, tmp_path: Path) -> None:
+    def test_a_missing_file_a_folder_and_a_file_that_is_too_large(
+        self, plan: Path, tmp_path: Path
+    ) -> None:
         missing = tmp_path / "missing.json"
         assert refused("explain", missing) == f"{missing}: No such file or directory"
         assert f"{tmp_path} is not a regular file" in refused("diff", plan, tmp_path)
@@ -222,7 +226,7 @@ class TestRefusals:
 
 
 class TestOutput:
-    def test_a_pipe_that_closes_early_is_no_error(self, tmp_path: Path) -> None:
+    def test_a_pipe_that_closes_early_is_not_an_error(self, tmp_path: Path) -> None:
         desc = TOKENS_FIRST
         many = kvplan.plan(
             Transfer(Rows(desc, range(16)), Rows(desc, range(15, -1, -1)), coalesce=False),
@@ -279,7 +283,7 @@ class TestOutput:
         plain = "".join(part.split("m", 1)[-1] for part in coloured.split("\x1b["))
         assert plain.replace("\r\n", "\n") == PLAN.explain() + "\n"
 
-    def test_an_encoding_without_the_letters_is_no_error(self, tmp_path: Path) -> None:
+    def test_an_encoding_without_the_letters_is_not_an_error(self, tmp_path: Path) -> None:
         named = groups("full").by_part()["full"]
         joined({"größe": named}).save(tmp_path / "named.json")
         ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}

@@ -31,10 +31,10 @@ def dumps(tmp_path: Path) -> dict[str, Any]:
     np.savez(tmp_path / "right.npz", *dst)
     dst[2][2] = src[2][30]
     np.savez(tmp_path / "dst.npz", *dst)
-    return {it.name: str(it) for it in tmp_path.iterdir()}
+    return {path.name: str(path) for path in tmp_path.iterdir()}
 
 
-def test_what_is_wrong_is_said_and_is_the_exit_code(dumps: dict[str, Any]) -> None:
+def test_wrong_bytes_are_printed_and_set_the_exit_code(dumps: dict[str, Any]) -> None:
     found = command("replay", dumps["plan.json"], dumps["src.npz"], dumps["dst.npz"])
     assert (found.returncode, found.stderr) == (1, "")
     assert "layer 1, K, heads 0..3, tokens 32..47, block 2 at dst" in found.stdout
@@ -47,13 +47,13 @@ def test_what_is_wrong_is_said_and_is_the_exit_code(dumps: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(("atol", "code"), [("0.5", 0), ("0.25", 1)])
-def test_what_was_computed_again_may_differ_by_a_little(
+def test_a_tolerance_permits_small_differences(
     dumps: dict[str, Any], tmp_path: Path, atol: str, code: int
 ) -> None:
     with np.load(dumps["right.npz"]) as right:
-        whole = [it.round() for it in right.values()]
+        whole = [value.round() for value in right.values()]
     np.savez(tmp_path / "whole.npz", *whole)
-    np.savez(tmp_path / "near.npz", *(it + np.float16(0.5) for it in whole))
+    np.savez(tmp_path / "near.npz", *(item + np.float16(0.5) for item in whole))
     given = ("--expected", str(tmp_path / "whole.npz"), "--atol", atol)
     found = command(
         "replay", *given, dumps["plan.json"], dumps["src.npz"], str(tmp_path / "near.npz")
@@ -64,10 +64,10 @@ def test_what_was_computed_again_may_differ_by_a_little(
 def test_a_recording_says_who_wrote_the_block_that_is_wrong(
     dumps: dict[str, Any], tmp_path: Path
 ) -> None:
-    with recorder(tmp_path / "a.kvrec") as it:
+    with recorder(tmp_path / "a.kvrec") as writer:
         for cache, tag in ((1, "mine"), (2, "of another cache")):
             transfer = Transfer(TRANSFER.src, Rows(Cache(DESC, cache), TRANSFER.dst.blocks))
-            record(it, kvplan.plan(transfer, local="dst"), tag)
+            record(writer, kvplan.plan(transfer, local="dst"), tag)
     given = ("--recording", str(tmp_path / "a.kvrec"), "--cache", "1", "--json")
     found = command("replay", *given, dumps["plan.json"], dumps["src.npz"], dumps["dst.npz"])
     (difference,) = json.loads(found.stdout)["differences"]
@@ -92,8 +92,10 @@ def test_json(dumps: dict[str, Any]) -> None:
     assert (difference["first"]["row"], difference["first"]["as_planned"]) == (2, False)
 
 
-def test_what_is_no_dump_is_refused_in_one_line(dumps: dict[str, Any], tmp_path: Path) -> None:
-    alone, junk, few = (str(tmp_path / it) for it in ("alone.npy", "junk.npz", "few.npz"))
+def test_a_file_that_is_not_a_dump_is_refused_in_one_line(
+    dumps: dict[str, Any], tmp_path: Path
+) -> None:
+    alone, junk, few = (str(tmp_path / name) for name in ("alone.npy", "junk.npz", "few.npz"))
     np.save(alone, np.zeros(3))
     Path(junk).write_bytes(b"PK\x03\x04junk")
     np.savez(few, np.zeros(3))

@@ -47,8 +47,12 @@ def look() -> list[Answer]:
     """What both say, however long that takes; earlier tests may have left engines here."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
-        own = [it for it in read_all() if it.pid == os.getpid()]  # others may be stopped
-        both = [it for it in own if it.document and it.document["cluster_id"] in (71, 72)]
+        own = [item for item in read_all() if item.pid == os.getpid()]  # others may be stopped
+        both = [
+            answer
+            for answer in own
+            if answer.document and answer.document["cluster_id"] in (71, 72)
+        ]
         if len(both) == 2:
             return both
         assert time.monotonic() < deadline, own
@@ -67,11 +71,13 @@ def test_rates_are_of_the_time_between_two_looks(
     with pytest.raises(Exception, match="out of range"):
         decode.pull_blocks(BlocksCacheKey(71), mine, [99], [3])
     after = look()
-    (engine,) = (it for it in compared(before, after) if it.document["cluster_id"] == 72)
+    (engine,) = (item for item in compared(before, after) if item.document["cluster_id"] == 72)
     started, ended = (
-        next(it.document["seconds"] for it in answers if it.document["cluster_id"] == 72)
+        next(
+            answer.document["seconds"] for answer in answers if answer.document["cluster_id"] == 72
+        )
         for answers in (before, after)
-        if all(it.document for it in answers)
+        if all(answer.document for answer in answers)
     )
     seconds = ended - started
     assert engine.rates.operations * seconds == pytest.approx(4)
@@ -86,8 +92,8 @@ def test_an_engine_that_is_new_has_done_nothing(
     engines: tuple[LlmDataDist, LlmDataDist],
 ) -> None:
     found = compared([], look())
-    assert {it.document["cluster_id"] for it in found} == {71, 72}
-    assert {it.rates.operations for it in found} == {0.0}
+    assert {entry.document["cluster_id"] for entry in found} == {71, 72}
+    assert {entry.rates.operations for entry in found} == {0.0}
 
 
 def shown(answers: list[Answer]) -> str:
@@ -132,7 +138,7 @@ def document(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def test_what_is_printed() -> None:
+def test_the_page_lists_engines_links_and_transfers() -> None:
     answers = [Answer(10, document(), ""), Answer(11, None, "no answer within 1 s")]
     lines = [line.split() for line in shown(answers).splitlines()]
     assert lines[1] == [
@@ -220,7 +226,7 @@ def test_where_ctrl_c_is_ignored_it_goes_on() -> None:
         try:
             assert running.stdout.readline()
             running.send_signal(signal.SIGINT)
-            assert [it for _ in range(6) if (it := running.stdout.readline()).strip()]
+            assert [line for _ in range(6) if (line := running.stdout.readline()).strip()]
             assert running.poll() is None
         finally:
             running.kill()
@@ -257,7 +263,7 @@ def test_once_and_json(engines: tuple[LlmDataDist, LlmDataDist]) -> None:
     ],
     ids=json.dumps,
 )
-def test_who_says_something_else_is_no_engine(changes: dict[str, Any]) -> None:
+def test_an_answer_of_another_kind_is_reported(changes: dict[str, Any]) -> None:
     impostor = checked(Answer(9, document(**changes), ""))
     text = shown([impostor, checked(Answer(10, document(), ""))])
     assert "process 9: not an answer of an engine: " in text
@@ -273,7 +279,7 @@ def test_nothing_that_an_engine_says_commands_the_terminal() -> None:
     assert "\x1b" not in shown([checked(Answer(10, said, "")), Answer(11, None, escape)])
 
 
-def test_a_cancelled_transfer_is_no_failure() -> None:
+def test_a_cancelled_transfer_is_not_a_failure() -> None:
     def did(**statuses: int) -> list[Answer]:
         row = {"statuses": statuses, "nbytes": 0, "count": sum(statuses.values()), "buckets": []}
         seconds = float(sum(statuses.values()))

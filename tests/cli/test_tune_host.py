@@ -74,7 +74,7 @@ def usual(cache_nbytes: int = 24 * MIB) -> Callable[[int, Tuning], float]:
 def test_a_machine_like_those_that_were_measured_is_as_built_in() -> None:
     found = Machine(usual()).tuned()
     assert (found.tuning, found.sure) == (BUILTIN, True)
-    assert all("as built in" in it for it in found.reasons)
+    assert all("as built in" in reason for reason in found.reasons)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.3, 0.5])
@@ -91,7 +91,7 @@ def test_caches_of_another_size(cache_mib: int, bypass_mib: int) -> None:
     assert found.tuning == BUILTIN._replace(bypass_nbytes=bypass_mib * MIB)
 
 
-def test_what_is_clearly_faster_is_used() -> None:
+def test_a_clearly_faster_tuning_is_used() -> None:
     def ns(nbytes: int, tuning: Tuning) -> float:
         faster = 0.8 if tuning.piece_nbytes == 1 << 20 else 1.0
         faster *= 0.8 if tuning.threads == 2 else 1.0
@@ -99,7 +99,7 @@ def test_what_is_clearly_faster_is_used() -> None:
 
     found = Machine(ns, 0.05).tuned()
     assert found.tuning == Tuning(2, 24 * MIB, 1 << 20)
-    assert any(it.startswith("threads: 2, ") for it in found.reasons)
+    assert any(reason.startswith("threads: 2, ") for reason in found.reasons)
 
 
 def test_a_little_faster_is_not() -> None:
@@ -114,7 +114,7 @@ def test_a_little_faster_is_not() -> None:
     [
         Machine(usual(4 * MIB), share=0.6),  # others have the cores, all the time
         Machine(usual(4 * MIB), noise=9.0),  # or now and then
-        Machine(lambda *it: 100 * usual(4 * MIB)(*it)),  # or it is too slow to tell in time
+        Machine(lambda *copy: 100 * usual(4 * MIB)(*copy)),  # or it is too slow to tell in time
     ],
 )
 def test_a_busy_machine_is_as_built_in_and_says_so(machine: Machine) -> None:
@@ -126,7 +126,7 @@ def test_a_busy_machine_is_as_built_in_and_says_so(machine: Machine) -> None:
 @pytest.mark.parametrize("slower", [1, 4, 20, 1000])
 def test_the_time_is_kept(slower: int) -> None:
     """Only the copies that are under way when it is over come on top: three in a row."""
-    machine = Machine(lambda *it: slower * usual()(*it))
+    machine = Machine(lambda *copy: slower * usual()(*copy))
     copy_ms = 3 * slower * usual()(32 * MIB, BUILTIN) / 1e6
     assert machine.tuned().took_ms <= BUDGET_MS + copy_ms + 1
 

@@ -139,7 +139,7 @@ def test_a_recorded_conversation_cannot_be_said_again(
     assert far.heard.empty()
 
 
-def test_what_passes_is_not_readable(loop: ControlLoop, endpoint: Endpoint) -> None:
+def test_messages_are_not_readable_on_the_wire(loop: ControlLoop, endpoint: Endpoint) -> None:
     proxy = RecordingProxy(endpoint)
 
     async def talk() -> None:

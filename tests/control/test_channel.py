@@ -106,7 +106,7 @@ def test_messages_are_taken_in_the_order_they_were_sent(conversation: Conversati
     assert [conversation.far.next() for _ in expected] == expected
 
 
-def test_what_was_said_before_a_reply_is_taken_before_it(conversation: Conversation) -> None:
+def test_notices_before_a_reply_are_handled_before_it(conversation: Conversation) -> None:
     async def answer(channel: Channel, _body: Body) -> Body:
         await channel.notify(said("first"))
         return Released()
@@ -166,7 +166,7 @@ def test_nothing_is_left_of_requests_that_had_no_reply_in_time(conversation: Con
 
     def futures() -> int:
         gc.collect()
-        return sum(type(it) is asyncio.Future for it in gc.get_objects())
+        return sum(type(tracked) is asyncio.Future for tracked in gc.get_objects())
 
     before = futures()
     for _ in range(50):

@@ -125,7 +125,7 @@ def test_listening_that_is_given_up_leaves_nothing(loop: ControlLoop, tmp_path: 
     listen(loop, f"ipc://{path}")
 
 
-def test_listening_for_everybody_without_a_key_is_logged(
+def test_listening_on_all_addresses_without_a_key_is_logged(
     loop: ControlLoop, caplog: pytest.LogCaptureFixture
 ) -> None:
     listen(loop, "0.0.0.0:0", ClusterKey.generate())

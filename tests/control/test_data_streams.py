@@ -198,7 +198,7 @@ def test_all_connections_of_a_link_take_as_many_round_trips_as_one() -> None:
         for stream in accepted:
             stream.sendall(b"g" * GREETING_NBYTES)
         said = [stream.recv(64, socket.MSG_WAITALL) for stream in accepted]
-        assert [it[7] for it in said] == list(range(count))
+        assert [text[7] for text in said] == list(range(count))
         for stream, hello_of_it in zip(accepted, said, strict=True):
             proof = b"server" + b"g" * GREETING_NBYTES + hello_of_it
             stream.sendall(hmac.digest(secret, proof, "sha256"))
@@ -231,7 +231,11 @@ def test_small_messages_leave_at_once_and_dead_peers_are_noticed(link: Link) -> 
             assert stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert stream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-            assert [stream.getsockopt(socket.IPPROTO_TCP, it) for it in options] == [10, 5, 3]
+            assert [stream.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [
+                10,
+                5,
+                3,
+            ]
 
 
 def test_nothing_behind_the_handshake_is_read(link: Link, conversation: Conversation) -> None:
@@ -467,7 +471,9 @@ class TestClose:
         link.far.close()
         assert "authenticate" in refusal(link.near)
 
-    def test_of_the_server_ends_the_wait(self, loop: ControlLoop, far_loop: ControlLoop) -> None:
+    def test_closing_the_server_ends_the_wait(
+        self, loop: ControlLoop, far_loop: ControlLoop
+    ) -> None:
         conversation = Conversation(loop, far_loop, None)
         link = new_link(conversation)
         with ThreadPoolExecutor(1) as threads:
@@ -556,7 +562,7 @@ def test_a_connection_that_was_taken_is_not_pending_any_more(
     assert far_loop.refusals.count == refused_before
 
 
-def test_of_connections_that_are_not_taken_there_are_few(
+def test_connections_that_are_not_taken_are_limited(
     loop: ControlLoop, far_loop: ControlLoop
 ) -> None:
     link = new_link(with_room_for_32_connections(loop, far_loop, has_key=True))
@@ -622,8 +628,8 @@ def test_threads_may_open_and_close_at_any_time(conversation: Conversation) -> N
             statuses.add(error.status_code)
 
     for link in links:
-        ends = [threading.Thread(target=open_all, args=(it,)) for it in (link.near, link.far)]
-        ends += [threading.Thread(target=it.close) for it in (link.far, link.near)]
+        ends = [threading.Thread(target=open_all, args=(item,)) for item in (link.near, link.far)]
+        ends += [threading.Thread(target=item.close) for item in (link.far, link.near)]
         for thread in ends:
             thread.start()
         for thread in ends:

@@ -55,7 +55,7 @@ def taken(receiver: socket.socket, most: int = 10_000) -> tuple[list[bytes], boo
 def test_packets_are_kept_whole_and_in_order(ends: tuple[DirectSender, socket.socket]) -> None:
     sender, receiver = ends
     packets = [b"x", bytes(LARGEST), b"last"]
-    assert [sender.send(it) for it in packets] == [True] * 3
+    assert [sender.send(packet) for packet in packets] == [True] * 3
     assert taken(receiver, 0) == ([], True)
     assert taken(receiver, 1) == (packets[:1], True)
     assert taken(receiver) == (packets[1:], True)
@@ -79,21 +79,21 @@ def test_several_readers_keep_the_order(ends: tuple[DirectSender, socket.socket]
             for number in range(count):
                 while not sender.send(number.to_bytes(4)):
                     pass  # they have not taken what fills the window
-            for it in reading:
-                it.result()
+            for task in reading:
+                task.result()
     finally:
         os.close(eventfd)
     assert [int.from_bytes(data) for _, data in queue] == [*range(count)]
     assert len(unread) == count
 
 
-def test_a_reader_that_collects_garbage_lets_nobody_in(
+def test_garbage_collection_in_a_reader_lets_no_other_reader_in(
     ends: tuple[DirectSender, socket.socket],
 ) -> None:
     """What it calls may read itself, or let another thread run that does."""
     sender, receiver = ends
     packets = [b"%d" % i for i in range(WINDOW)]
-    assert [sender.send(it) for it in packets] == [True] * WINDOW
+    assert [sender.send(packet) for packet in packets] == [True] * WINDOW
     queue: deque[tuple[int, bytes]] = deque()
     eventfd = os.eventfd(0, os.EFD_NONBLOCK)
     calls = 0
@@ -133,12 +133,12 @@ def test_no_more_than_the_window_lie_there_until_they_are_taken(
     assert taken(receiver)[0] == [b"again"]
 
 
-def test_what_the_kernel_has_no_room_for_was_not_sent(
+def test_a_packet_without_room_in_the_kernel_was_not_sent(
     ends: tuple[DirectSender, socket.socket],
 ) -> None:
     sender, receiver = ends
     large = [bytes((i,)) * LARGEST for i in range(WINDOW)]
-    count = next(i for i, it in enumerate(large) if not sender.send(it))
+    count = [sender.send(packet) for packet in large].index(False)
     assert taken(receiver, 1)[0] == large[:1]
     assert sender.send(b"while others lie there") is False
     assert taken(receiver)[0] == large[1:count]
@@ -158,7 +158,7 @@ def test_a_receiver_that_ends_has_all_that_was_accepted(
     assert taken(receiver) == ([], False)
 
 
-def test_a_sender_that_ends_has_sent_what_was_accepted(
+def test_a_sender_that_ends_has_sent_all_accepted_packets(
     ends: tuple[DirectSender, socket.socket],
 ) -> None:
     sender, receiver = ends
@@ -181,8 +181,8 @@ def test_who_does_not_know_the_secret_is_not_taken_for_the_receiver() -> None:
     listener = DirectListener()
     name = listener._listener.getsockname()
     others = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
-    for it in others:
-        it.connect(name)
+    for other in others:
+        other.connect(name)
     others[1].send(bytes(16))  # and the others say nothing
     receiver = connect(listener.secret)
     assert connect(listener.secret) is None  # the queue was full with it
@@ -191,9 +191,9 @@ def test_who_does_not_know_the_secret_is_not_taken_for_the_receiver() -> None:
     assert sender.send(b"for the receiver")
     assert receiver is not None
     assert taken(receiver)[0] == [b"for the receiver"]
-    for it in others:
-        with it:
-            assert it.recv(1) == b""
+    for other in others:
+        with other:
+            assert other.recv(1) == b""
     receiver.close()
     listener.close()
 
@@ -207,7 +207,7 @@ def default_timeout() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("default_timeout")
-def test_the_timeout_of_a_programs_sockets_holds_up_nobody(
+def test_a_default_timeout_of_sockets_does_not_delay_notifications(
     ends: tuple[DirectSender, socket.socket],
 ) -> None:
     sender, receiver = ends
@@ -223,7 +223,7 @@ def test_the_timeout_of_a_programs_sockets_holds_up_nobody(
     assert time.monotonic() - began < DEADLINE_S
 
 
-def test_without_a_receiver_there_is_no_connection() -> None:
+def test_an_offer_without_a_receiver_makes_no_connection() -> None:
     listener = DirectListener()
     assert listener.accept() is None
     listener.close()
@@ -232,7 +232,7 @@ def test_without_a_receiver_there_is_no_connection() -> None:
 
 
 @needs_root
-def test_another_user_that_has_the_name_notifies_nobody() -> None:
+def test_another_user_that_knows_the_name_cannot_notify() -> None:
     """The name is seen by all; whoever takes it once it is free is not the peer."""
     listener = DirectListener()
     name = listener._listener.getsockname()

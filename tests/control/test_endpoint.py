@@ -48,7 +48,7 @@ def test_parses_and_prints_what_users_write(text: str, endpoint: Endpoint, loopb
         "ipc:///a\0b",
     ],
 )
-def test_refuses_what_is_no_endpoint_and_shows_it(text: str) -> None:
+def test_text_that_is_not_an_endpoint_is_refused_and_shown(text: str) -> None:
     with refused("LLM_PARAM_INVALID", "endpoint="):
         Endpoint.parse(text)
 

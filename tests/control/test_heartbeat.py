@@ -55,9 +55,7 @@ def test_a_stopped_peer_is_noticed_by_its_silence(
     assert time.monotonic() - begun > TIMEOUT_S - INTERVAL_S
 
 
-def test_a_peer_that_answers_lives_though_nobody_says_anything(
-    loop: ControlLoop, channel: Channel
-) -> None:
+def test_an_idle_peer_that_answers_pings_lives(loop: ControlLoop, channel: Channel) -> None:
     call(loop, channel.keep_alive, INTERVAL_S, TIMEOUT_S)
     received = channel.last_received
     deadline = time.monotonic() + DEADLINE_S
@@ -97,13 +95,13 @@ def test_keeping_alive_again_replaces_the_times(conversation: Conversation) -> N
     assert conversation.request(Sync())
 
 
-def test_of_several_heartbeats_one_beats(loop: ControlLoop, far_loop: ControlLoop) -> None:
+def test_only_the_newest_heartbeat_beats(loop: ControlLoop, far_loop: ControlLoop) -> None:
     """And none once the conversation has ended."""
     conversation = Conversation(loop, far_loop, None)
     made = []
     for _ in range(3):
         call(loop, conversation.channel.keep_alive, 60.0, 120.0)
         made.append(conversation.channel._heartbeat)
-    assert [it._timer.cancelled() for it in made] == [True, True, False]
+    assert [item._timer.cancelled() for item in made] == [True, True, False]
     call(loop, conversation.channel.close)
     assert made[-1]._timer.cancelled()

@@ -160,7 +160,7 @@ def test_frames_without_meaning_end_the_conversation(victim: Victim) -> None:
     assert victim.process.state()["refused"] > victim.before["refused"]
 
 
-def test_large_frames_that_nobody_finishes(victim: Victim) -> None:
+def test_large_frames_that_are_never_finished(victim: Victim) -> None:
     peers = [victim.peer() for _ in range(100)]
     for peer in peers:
         peer.shake_hands()
@@ -201,7 +201,7 @@ def test_more_connections_than_there_is_room_for(victim: Victim) -> None:
     assert victim.process.state()["conversations"] <= 1025
 
 
-def test_whoever_has_left_takes_no_room(loop: ControlLoop, far_loop: ControlLoop) -> None:
+def test_a_client_that_has_left_takes_no_room(loop: ControlLoop, far_loop: ControlLoop) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))  # room for 32 pending connections
     try:
@@ -216,11 +216,11 @@ def test_whoever_has_left_takes_no_room(loop: ControlLoop, far_loop: ControlLoop
     assert far_loop.refusals.count == 0
 
 
-def test_of_many_refusals_at_a_time_one_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_refusals_at_a_time_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     refusals = RefusalLog()
     with caplog.at_level("WARNING", "kvplan.control"):
         for _ in range(5):
             refusals.note("somebody", "no reason")
-    (line,) = [it for it in caplog.messages if "event=refused peer=somebody" in it]
+    (line,) = [message for message in caplog.messages if "event=refused peer=somebody" in message]
     assert "unlogged" not in line
     assert refusals.count == 5

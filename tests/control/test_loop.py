@@ -46,7 +46,7 @@ def test_results_and_errors_come_back(loop: ControlLoop) -> None:
             loop.run(fail(error), timeout_ms=1000 * DEADLINE_S)
 
 
-def test_a_deadline_cancels_what_runs(loop: ControlLoop) -> None:
+def test_a_deadline_cancels_the_running_coroutine(loop: ControlLoop) -> None:
     cancelled = threading.Event()
 
     async def wait() -> None:
@@ -72,12 +72,12 @@ def test_a_coroutine_of_another_loop_gets_results_and_errors(loop: ControlLoop) 
     async def run() -> list[int]:
         with pytest.raises(ValueError, match="no"):
             await loop.run_for(fail())
-        return await asyncio.gather(*(loop.run_for(give(it)) for it in range(3)))
+        return await asyncio.gather(*(loop.run_for(give(number)) for number in range(3)))
 
     assert asyncio.run(run()) == [0, 1, 2]
 
 
-def test_a_coroutine_that_is_cancelled_cancels_what_runs(loop: ControlLoop) -> None:
+def test_cancelling_the_caller_cancels_the_running_coroutine(loop: ControlLoop) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 
     async def wait() -> None:
@@ -130,7 +130,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_keyboard_interrupt_cancels_what_runs(loop: ControlLoop) -> None:
+def test_a_keyboard_interrupt_cancels_the_running_coroutine(loop: ControlLoop) -> None:
     cancelled = threading.Event()
 
     async def wait() -> None:
@@ -222,8 +222,8 @@ def test_calls_during_the_stop_fail_with_that_reason(loop: ControlLoop) -> None:
             begun.wait(DEADLINE_S)
             loop.run(asyncio.sleep(0))
             loop.stop()
-            for it in calls:
-                assert "test-control does not run" in it.result(DEADLINE_S)
+            for made_call in calls:
+                assert "test-control does not run" in made_call.result(DEADLINE_S)
         loop.start()
 
 
@@ -247,7 +247,7 @@ loop.stop()
 """)
 
 
-def test_the_stopping_thread_may_hold_what_the_loop_waits_for() -> None:
+def test_the_stopping_thread_may_hold_a_lock_that_the_loop_waits_for() -> None:
     run_apart("""
 import os, signal, threading
 from kvplan.control.loop import ControlLoop
@@ -395,7 +395,7 @@ def test_rounds_of_starting_and_stopping_leave_nothing_behind(footprint: None) -
 
 
 @pytest.mark.parametrize("spare", range(18))
-def test_where_descriptors_run_out_a_start_is_refused_and_nobody_aborts(spare: int) -> None:
+def test_without_descriptors_a_start_is_refused_and_the_process_lives(spare: int) -> None:
     script = f"""
 import os, resource
 from kvplan.control.loop import ControlLoop

@@ -112,7 +112,7 @@ def test_every_kind_of_message_is_among_the_examples() -> None:
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
-def test_what_is_written_is_read_back(body: Body) -> None:
+def test_messages_round_trip(body: Body) -> None:
     envelope = decode(encode(body, seq=2**64 - 1))
     assert (envelope.seq, envelope.reply_to, envelope.body) == (2**64 - 1, 0, body)
     assert decode(encode(body, reply_to=1)).reply_to == 1
@@ -194,7 +194,7 @@ def test_a_field_out_of_its_bounds_refuses_the_whole_frame(changed: dict[str, ob
     ids=repr,
 )
 def test_a_shard_out_of_its_bounds_refuses_the_whole_frame(shard: object) -> None:
-    (table,) = (it for it in BODIES if isinstance(it, Table))
+    (table,) = (body for body in BODIES if isinstance(body, Table))
     fields = msgspec.to_builtins(table, builtin_types=(bytes,))
     fields["entries"][0]["shard"] = shard
     frame = bytes((PROTOCOL_VERSION,)) + msgspec.msgpack.encode((0, 0, fields))

@@ -157,7 +157,7 @@ def in_places(loop: ControlLoop) -> Callable[[int, Callable[[Places], None]], No
     return run
 
 
-def test_what_has_a_link_leaves_its_place(in_places: Any) -> None:
+def test_a_conversation_with_a_link_leaves_its_place(in_places: Any) -> None:
     """At the next look, without being ended."""
 
     def check(places: Places) -> None:
@@ -171,9 +171,7 @@ def test_what_has_a_link_leaves_its_place(in_places: Any) -> None:
 
 
 @pytest.mark.parametrize("bound", [False, True])
-def test_one_too_many_takes_the_place_of_another_and_never_of_itself(
-    in_places: Any, bound: bool
-) -> None:
+def test_a_connection_too_many_takes_the_place_of_another_one(in_places: Any, bound: bool) -> None:
     """Who has a link by now is not ended for that; its place is free all the same."""
 
     def check(places: Places) -> None:

@@ -43,14 +43,14 @@ def refusal() -> str:
     return str(error.value)
 
 
-def test_it_is_made_once_and_private(home: Path) -> None:
+def test_the_key_is_made_once_and_private(home: Path) -> None:
     file = home / ".local/state/kvplan/user.key"
     assert describe_user_key() == (str(file), False, "", "")
     assert not any(home.iterdir())
     key = user_key()
     assert ClusterKey.load(file) == key == user_key()
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    assert [it.name for it in file.parent.iterdir()] == ["user.key"]
+    assert [path.name for path in file.parent.iterdir()] == ["user.key"]
     assert describe_user_key() == (str(file), True, "", "")
 
 
@@ -66,11 +66,11 @@ def test_the_state_home_that_is_given_counts(
 def test_processes_that_start_at_once_have_one_key(home: Path) -> None:
     with ExitStack() as held:
         peers = [held.enter_context(closing(Peer())) for _ in range(6)]
-        for it in peers:
-            it.run("from kvplan.control.auth import user_key")
-        for it in peers:
-            it.send("result = user_key().public")
-        assert {it.answer() for it in peers} == {user_key().public}
+        for peer in peers:
+            peer.run("from kvplan.control.auth import user_key")
+        for peer in peers:
+            peer.send("result = user_key().public")
+        assert {peer.answer() for peer in peers} == {user_key().public}
 
 
 def test_a_file_or_directory_that_others_may_use_is_refused(file: Path) -> None:
@@ -109,7 +109,7 @@ def test_without_a_home_it_is_where_the_sockets_are(
     assert describe_user_key().why_not_home == "this user has no home directory"
 
 
-def test_it_is_for_this_host_only(loop: ControlLoop) -> None:
+def test_the_key_is_for_this_host_only(loop: ControlLoop) -> None:
     key, other = ClusterKey.generate(), ClusterKey.generate()
     inside = ("127.0.0.1:1", "127.8.9.10:1", "[::1]:1", "[::ffff:127.0.0.1]:1", "ipc:///a/b")
     for address in (*inside, "10.0.0.1:1", "[fd00::1]:1", "[::ffff:10.0.0.1]:1"):

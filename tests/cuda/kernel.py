@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tests.cuda_sim.build import SANITIZE
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [ROOT / "kvnative/src/cuda" / it for it in ("copy.cu", "copy_kernel.h")]
+SOURCES = [ROOT / "kvnative/src/cuda" / name for name in ("copy.cu", "copy_kernel.h")]
 FLAGS = (
     *("-std=c++17", "-O2", "-shared", "-fPIC", "-DKVN_CUDA_HOST", "-Wall", "-Wextra", "-Werror"),
     *("-Wno-unknown-pragmas", f"-I{ROOT / 'kvnative/src'}"),
@@ -76,7 +76,9 @@ class Many(ctypes.Structure):
 def library() -> ctypes.CDLL:
     """Compile it, unless that was done before."""
     source = ROOT / "tests/cuda/kernel_host.cc"
-    content = b"\0".join([repr(FLAGS).encode(), *(it.read_bytes() for it in (*SOURCES, source))])
+    content = b"\0".join(
+        [repr(FLAGS).encode(), *(source.read_bytes() for source in (*SOURCES, source))]
+    )
     made = ROOT / "build/cuda_kernel" / f"{hashlib.sha256(content).hexdigest()[:16]}.so"
     if not made.exists():
         compiler = shutil.which("g++")
@@ -122,13 +124,13 @@ class Descriptors:
         Raises:
             AssertionError: it has touched what no descriptor has.
         """
-        it = library()
+        item = library()
         marks = np.zeros(dst.size, np.uint8), np.zeros(src.size, np.uint8)
         for to, at, nbytes in self.rows:
             marks[0][to : to + nbytes] = 1
             marks[1][at : at + nbytes] = 1
         for is_store, first, memory, marked in ((1, DST, dst, marks[0]), (0, SRC, src, marks[1])):
-            it.kvn_host_side(
+            item.kvn_host_side(
                 is_store,
                 U64(first),
                 U64(memory.size),
@@ -138,7 +140,7 @@ class Descriptors:
         refused = U64()
         work = self._few(alike) if few else self._many(alike)
         arguments = (ctypes.byref(work), None) if few else (None, ctypes.byref(work))
-        stored = it.kvn_host_launch(*arguments, blocks, U64(stop_at), ctypes.byref(refused))
+        stored = item.kvn_host_launch(*arguments, blocks, U64(stop_at), ctypes.byref(refused))
         assert not refused.value, f"{refused.value:#x} is in no descriptor, or not aligned"
         return int(stored)
 
@@ -151,7 +153,7 @@ class Descriptors:
         work = Work(
             ctypes.pointer(self.control), sizes[0] if alike and sizes else 0, count, sum(pieces)
         )
-        columns = [[DST + it[0] for it in self.rows], [SRC + it[1] for it in self.rows]]
+        columns = [[DST + row[0] for row in self.rows], [SRC + row[1] for row in self.rows]]
         return work, [*columns, *([] if alike else [sizes, firsts])]
 
     def _few(self, alike: bool) -> Few:

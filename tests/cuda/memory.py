@@ -31,9 +31,9 @@ class Program:
 
     def free(self, addresses: Sequence[int]) -> None:
         self.driver.use()
-        for it in addresses:
-            self._allocated.remove(it)
-            self.driver.free(it)
+        for address in addresses:
+            self._allocated.remove(address)
+            self.driver.free(address)
 
     def write(self, addresses: Sequence[int], arrays: NDArray[np.generic]) -> None:
         """An array to each."""

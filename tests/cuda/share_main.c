@@ -23,6 +23,13 @@ int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbyt
 
 void kvn_cuda_reach_remove(const kvn_device *device, uint64_t address) { (void)device, (void)address; }
 
+int kvn_cuda_map_handle(const kvn_device *device, CUmemGenericAllocationHandle handle, uint64_t nbytes,
+                        CUdeviceptr *address, kvn_failure *failure)
+{
+    (void)device, (void)handle, (void)nbytes, (void)address;
+    return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory");
+}
+
 static CUresult note_unmap(CUdeviceptr address, size_t nbytes)
 {
     (void)address, (void)nbytes;

@@ -184,7 +184,7 @@ class Side:
         found: dict[str, Any] = {}
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:  # what a peer used too long is let go of soon
-            found = {it: n for it, n in controls().left().items() if n > left.get(it, 0)}
+            found = {name: n for name, n in controls().left().items() if n > left.get(name, 0)}
             if not found:
                 break
             time.sleep(0.001)

@@ -99,7 +99,7 @@ def assert_still(compute: CudaCompute, task: Task) -> None:
 
 
 @pytest.mark.parametrize(("direction", "pinned", "call", "sizes"), WAYS)
-def test_what_the_stream_reads_next_has_arrived(
+def test_bytes_that_the_stream_reads_next_have_arrived(
     device: Device,
     cuda_simulator: CudaControls,
     compute: CudaCompute,
@@ -119,7 +119,7 @@ def test_what_the_stream_reads_next_has_arrived(
     assert task.wait(FOREVER).status == KVN_OK
 
 
-def test_what_the_stream_writes_next_was_read_before(
+def test_memory_that_the_stream_writes_next_was_read_before(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute
 ) -> None:
     task, case = held(device, cuda_simulator)
@@ -145,7 +145,7 @@ def test_pageable_memory_is_copied_before_it_returns(
     assert task.wait(FOREVER).status == KVN_OK
 
 
-def test_one_that_stands_behind_others_is_waited_for_until_it_is_issued(
+def test_a_batch_behind_others_is_waited_for_until_it_is_issued(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute
 ) -> None:
     first = [held(device, cuda_simulator, "host_to_device") for _ in range(2)]  # on each channel
@@ -160,8 +160,8 @@ def test_one_that_stands_behind_others_is_waited_for_until_it_is_issued(
     seen = compute.read(case.sides[1].address, case.target.nbytes)
     expected = case.expected(set(range(len(SIZES))))
     assert compute.seen(seen, case.target.nbytes) == expected.tobytes()
-    for it in (task, *(it for it, _ in first)):
-        assert it.wait(FOREVER).status == KVN_OK
+    for item in (task, *(item for item, _ in first)):
+        assert item.wait(FOREVER).status == KVN_OK
 
 
 def test_nor_longer_than_it_is_there(
@@ -177,11 +177,11 @@ def test_nor_longer_than_it_is_there(
     compute.wait()
     assert (case.target == UNTOUCHED).all()
     cuda_simulator.end_hangs()
-    assert {it.wait(FOREVER).status for it, _ in first} == {KVN_OK}
+    assert {item.wait(FOREVER).status for item, _ in first} == {KVN_OK}
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "timed out"])
-def test_one_that_is_given_up_lets_the_stream_go_on(
+def test_a_batch_that_is_given_up_lets_the_stream_go_on(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute, ends: str
 ) -> None:
     task, case = held(device, cuda_simulator)
@@ -195,7 +195,7 @@ def test_one_that_is_given_up_lets_the_stream_go_on(
     assert_moves(device, case)
 
 
-def test_one_that_failed_holds_no_stream(
+def test_a_failed_batch_does_not_hold_the_stream(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute
 ) -> None:
     case = between(device, cuda_simulator, "device_to_device", SIZES)
@@ -311,7 +311,7 @@ def test_calls_that_fail(
     assert task.wait(FOREVER).status == KVN_OK
 
 
-def test_one_that_waits_for_its_own_event_in_a_thread(
+def test_a_batch_that_waits_for_its_own_event_in_a_thread(
     device: Device, cuda_simulator: CudaControls, compute: CudaCompute
 ) -> None:
     case = between(device, cuda_simulator, "device_to_device", SIZES)
@@ -327,8 +327,8 @@ def test_one_that_waits_for_its_own_event_in_a_thread(
     assert "the event that it comes after has not come" in report.message
     compute.release()
     compute.wait()
-    for it in tasks:
-        assert it.wait(FOREVER).status == KVN_OK
+    for task in tasks:
+        assert task.wait(FOREVER).status == KVN_OK
     block(tasks[-1], compute.handle)
 
 
@@ -470,27 +470,28 @@ def test_many_threads_and_ends(
     """Whatever meets whatever: the stream goes on, and what was not given up has arrived."""
     executor = Executor(device.backend("device_to_device"))
     cases = [
-        between(device, cuda_simulator, "device_to_device", [9000] * 20, seed=it) for it in range(8)
+        between(device, cuda_simulator, "device_to_device", [9000] * 20, seed=number)
+        for number in range(8)
     ]
     for seed in range(20):
         choose = random.Random(seed)
-        tasks = [executor.submit(it.descriptors) for it in cases]
+        tasks = [executor.submit(case.descriptors) for case in cases]
         calls: list[Any] = [
-            *[(Task.block_stream, it, compute.handle) for it in tasks for _ in range(2)],
-            *[(Task.cancel, it) for it in choose.sample(tasks, 2)],
-            *[(Task.wait, it, FOREVER) for it in tasks],
+            *[(Task.block_stream, task, compute.handle) for task in tasks for _ in range(2)],
+            *[(Task.cancel, item) for item in choose.sample(tasks, 2)],
+            *[(Task.wait, task, FOREVER) for task in tasks],
         ]
         choose.shuffle(calls)
         threads = [
             threading.Thread(
-                target=lambda part: [call(*it) for call, *it in part], args=(calls[i::3],)
+                target=lambda part: [call(*item) for call, *item in part], args=(calls[i::3],)
             )
             for i in range(3)
         ]
-        for it in threads:
-            it.start()
-        for it in threads:
-            it.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         compute.wait()
         for task, case in zip(tasks, cases, strict=True):
             if task.report.status == KVN_OK:

@@ -10,7 +10,13 @@ import gc
 import numpy as np
 import pytest
 
-from kvnative._cuda import CudaLibrary
+from kvnative._cuda import (
+    CopyTuning,
+    CudaLibrary,
+    builtin_copy_tuning,
+    limit_copies,
+    tune_copies,
+)
 from kvnative._cuda_share import export, import_descriptor
 from kvnative._device import Device
 from kvnative._executor import (
@@ -32,7 +38,7 @@ LAUNCH, SINGLE = "cuLaunchKernel", "cuMemcpyAsync"
 HAS_BATCH = VARIANT != "12.4"
 BATCH = "cuMemcpyBatchAsync" if VARIANT == "12.8" else "cuMemcpyBatchAsync_v2"
 MODULE = "cuModuleLoadDataEx"
-HOST = [it for it in DIRECTIONS if it != "device_to_device"]
+HOST = [direction for direction in DIRECTIONS if direction != "device_to_device"]
 MIB = 1 << 20
 CHANNELS = 2  # between host and device
 
@@ -59,7 +65,7 @@ def given_up(simulator: CudaControls, executor: Executor, case: Case) -> Report:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_one_launch_moves_all(
+def test_a_single_launch_moves_a_batch(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, direction: str
 ) -> None:
     executor = Executor(device.backend(direction))
@@ -74,7 +80,7 @@ def test_one_launch_moves_all(
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_of_its_own_memory_the_driver_is_not_asked(
+def test_the_driver_is_not_asked_about_memory_of_kvplan(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, direction: str
 ) -> None:
     """One block takes a launch, and questions to the stream whether it is done."""
@@ -87,21 +93,21 @@ def test_of_its_own_memory_the_driver_is_not_asked(
 
 
 @pytest.mark.parametrize("how", ["revoked", "closed"])
-def test_of_many_transfers_that_are_given_up_none_begins(
+def test_transfers_that_are_given_up_in_the_queue_never_begin(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, how: str
 ) -> None:
     """Each would be waited for, 10 ms, if it began when the one before it ends."""
     executor, memory = Executor(device.backend("host_to_device")), Revocable()
     cases = [between(device, cuda_simulator, "host_to_device", [100] * 4) for _ in range(12)]
     cuda_simulator.add_fault(*(f"{LAUNCH}:{number}=hang" for number in range(1, 13)))
-    tasks = [executor.submit(it.descriptors, (memory,)) for it in cases]
+    tasks = [executor.submit(case.descriptors, (memory,)) for case in cases]
     while not sim_log.calls(LAUNCH):
         tasks[0].wait(1, give_up=False)
     if how == "revoked":
         revoke(memory, "it goes")
     else:
         executor.close(cancel=True)
-    assert {it.report.status for it in tasks} == {
+    assert {task.report.status for task in tasks} == {
         KVN_REVOKED if how == "revoked" else KVN_CANCELLED
     }
     assert len(sim_log.calls(LAUNCH)) <= CHANNELS
@@ -115,7 +121,7 @@ def test_a_launch_takes_8192_descriptors(
     case = between(device, cuda_simulator, "device_to_device", [16] * 9000)
     run(Executor(device.backend("device_to_device")), case)
     assert counts(sim_log) == (2, 0, 2)
-    uploads = [it.fields["bytes"] for it in sim_log.calls(SINGLE)]
+    uploads = [call.fields["bytes"] for call in sim_log.calls(SINGLE)]
     assert uploads == [8192 * 16, 808 * 16], "all are alike: two columns"
 
 
@@ -139,7 +145,7 @@ def test_pageable_memory_is_the_drivers_matter(
     assert counts(sim_log) == (0, 0, 20)
 
 
-def test_what_nothing_could_stop_goes_in_slices(
+def test_copies_that_cannot_be_stopped_are_cut_into_slices(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
     """64 MiB between host and device: a descriptor of more, and a batch of the driver's."""
@@ -151,7 +157,7 @@ def test_what_nothing_could_stop_goes_in_slices(
     assert counts(sim_log) == ((0, 1, 4) if HAS_BATCH else (0, 0, 25))
 
 
-def test_what_is_large_goes_by_the_drivers_copies(
+def test_large_descriptors_use_the_copies_of_the_driver(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
     run(
@@ -183,7 +189,7 @@ def test_a_driver_that_refuses_the_kernel_copies_in_batches(
 
 
 @pytest.mark.skipif(not HAS_BATCH, reason="that driver has no batch copies")
-def test_one_that_refuses_batches_too_copies_one_by_one(
+def test_a_driver_that_refuses_batches_copies_one_by_one(
     device: Device, cuda_simulator: CudaControls, sim_log: Log
 ) -> None:
     cuda_simulator.add_fault(f"{MODULE}:1=218", f"{BATCH}:1=801")
@@ -194,8 +200,60 @@ def test_one_that_refuses_batches_too_copies_one_by_one(
     assert device.fallback_reason.startswith(f"{BATCH}: 801 (")
 
 
+@pytest.mark.skipif(not HAS_BATCH, reason="that driver has no batch copies")
+@pytest.mark.parametrize(
+    ("sizes", "calls"), [([100] * 2050, 3), ([16 * MIB] * 6, 2), ([100] * 1024, 1)]
+)
+def test_a_batch_is_no_larger_than_drivers_survive(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log, sizes: list[int], calls: int
+) -> None:
+    """1,024 descriptors and 64 MiB: the stand-in counts larger ones as violations."""
+    cuda_simulator.add_fault(f"{MODULE}:1=218")  # where the kernel would be faster
+    tune_copies(device, "device_to_device", CopyTuning(0, 1 << 30, 0))
+    executor = Executor(device.backend("device_to_device"))
+    run(executor, between(device, cuda_simulator, "device_to_device", sizes))
+    assert counts(sim_log) == (0, calls, 0)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_batch_calls_that_are_switched_off_are_never_made(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log, kernel: bool
+) -> None:
+    limit_copies(device, batch_calls=False)
+    if not kernel:
+        cuda_simulator.add_fault(f"{MODULE}:1=218")
+    executor = Executor(device.backend("host_to_device"))
+    run(executor, between(device, cuda_simulator, "host_to_device", [100] * 20))
+    run(executor, between(device, cuda_simulator, "host_to_device", [MIB] * 4))
+    assert counts(sim_log) == ((1, 0, 4) if kernel else (0, 0, 24))
+
+
+def test_the_kernel_leaves_processors_to_the_model(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log
+) -> None:
+    """64 blocks within a GPU and 32 from and to the host; or by option, up to what it runs."""
+
+    def blocks() -> list[int]:
+        sim_log.restart()
+        for direction in ("device_to_device", "host_to_device"):
+            case = between(device, cuda_simulator, direction, [100 << 10] * 20)
+            run(Executor(device.backend(direction)), case)
+        return [call.fields["blocks"] for call in sim_log.calls(LAUNCH)]
+
+    assert [builtin_copy_tuning(item).blocks for item in ("device_to_device", *HOST)] == [
+        64,
+        32,
+        32,
+    ]
+    assert blocks() == [32, 32], "8 multiprocessors of the stand-in run 4 each"
+    limit_copies(device, max_blocks=5)
+    assert blocks() == [5, 5]
+    limit_copies(device, max_blocks=1 << 20)
+    assert blocks() == [32, 32]
+
+
 @pytest.mark.parametrize("side", ["dst", "src"])
-def test_an_address_that_is_no_memory_is_never_launched(
+def test_an_address_without_memory_is_never_launched(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, side: str
 ) -> None:
     """It would end the context, with all that others have in it."""
@@ -219,7 +277,7 @@ def test_a_range_that_leaves_its_allocation_is_never_launched(
     device: Device, cuda_simulator: CudaControls
 ) -> None:
     case = between(device, cuda_simulator, "device_to_device", [64])
-    target, source = (np.array([case.sides[it].address], np.uint64) for it in (1, 0))
+    target, source = (np.array([case.sides[number].address], np.uint64) for number in (1, 0))
     report = Executor(device.backend("device_to_device")).run(
         Descriptors.from_columns(target, source, np.array([4 * MIB], np.uint64))
     )
@@ -294,7 +352,7 @@ def test_a_launch_that_is_refused_fails_alone(device: Device, cuda_simulator: Cu
     run(executor, case)
 
 
-def test_what_launches_have_used_is_given_back_with_the_device(
+def test_memory_of_launches_is_freed_with_the_device(
     cuda_simulator: CudaControls,
 ) -> None:
     device = CudaLibrary.load().device(5)
@@ -330,7 +388,9 @@ def test_a_launch_that_never_begins_is_given_up_at_once(
     assert (case.target == UNTOUCHED).all()
 
 
-def test_one_that_runs_is_told_and_waited_for(device: Device, cuda_simulator: CudaControls) -> None:
+def test_a_running_launch_is_stopped_and_waited_for(
+    device: Device, cuda_simulator: CudaControls
+) -> None:
     executor = Executor(device.backend("device_to_device"))
     case = between(device, cuda_simulator, "device_to_device", [MIB] * 64)
     task = executor.submit(case.descriptors)

@@ -45,7 +45,7 @@ def opened(cuda_simulator: CudaControls) -> Iterator[CudaDevice]:
     device.close()
 
 
-def test_what_is_built_in_by_size(device: NativeDevice) -> None:
+def test_the_built_in_way_by_size(device: NativeDevice) -> None:
     def ways(direction: CopyDirection, count: int = 2) -> list[str]:
         return [copy_way(device, direction, nbytes, count) for nbytes in (4 * KIB, MIB, 16 * MIB)]
 
@@ -57,7 +57,7 @@ def test_what_is_built_in_by_size(device: NativeDevice) -> None:
 def test_between_two_gpus_nothing_is_told(device: NativeDevice) -> None:
     tune_copies(device, "device_to_device", CopyTuning(0, 0, 1))
     sizes = (64 * KIB, MIB, 16 * MIB)
-    found = [copy_way(device, "device_to_device", it, 2, is_far=True) for it in sizes]
+    found = [copy_way(device, "device_to_device", size, 2, is_far=True) for size in sizes]
     assert found == ["kernel", "batch", "single"]
     assert far_copy_tuning().blocks == 64
 
@@ -68,14 +68,14 @@ def test_a_device_copies_as_it_is_told(device: NativeDevice) -> None:
         tune_copies(device, direction, given)
         assert copy_tuning(device, direction) == given
         assert builtin_copy_tuning(direction) != given
-        assert [copy_way(device, direction, it, 2) for it in (9, 10, 20)] == [
+        assert [copy_way(device, direction, number, 2) for number in (9, 10, 20)] == [
             "kernel",
             "batch",
             "single",
         ]
 
 
-def test_what_cannot_be_is_refused(device: NativeDevice) -> None:
+def test_impossible_tunings_are_refused(device: NativeDevice) -> None:
     with pytest.raises(ValueError, match="blocks is -1; it must be 0 to"):
         tune_copies(device, "device_to_device", CopyTuning(0, 0, -1))
     with pytest.raises(ValueError, match="kernel_below"):
@@ -104,11 +104,11 @@ def test_a_kernel_that_is_never_better_is_not_taken() -> None:
     found = calibrate(
         lambda direction, way, nbytes: {"kernel": 3.0, "batch": 2.0, "single": 1.0}[way]
     )
-    assert {it[:2] for it in found.tunings.values()} == {(SIZES[0], SIZES[0])}
+    assert {tuning[:2] for tuning in found.tunings.values()} == {(SIZES[0], SIZES[0])}
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_each_way_is_the_one_that_is_measured(
+def test_each_way_is_measured_itself(
     opened: CudaDevice, sim_log: Log, direction: CopyDirection
 ) -> None:
     before = copy_tuning(opened.native, direction)
@@ -122,7 +122,7 @@ def test_each_way_is_the_one_that_is_measured(
     assert copy_tuning(opened.native, direction) == before
 
 
-def test_what_was_tried_does_not_stay_if_it_fails(
+def test_a_failed_trial_leaves_the_tuning_as_it_was(
     opened: CudaDevice, cuda_simulator: CudaControls
 ) -> None:
     before = copy_tuning(opened.native, "device_to_device")
@@ -132,9 +132,9 @@ def test_what_was_tried_does_not_stay_if_it_fails(
     assert copy_tuning(opened.native, "device_to_device") == before
 
 
-def test_what_is_stored_is_what_devices_copy_by(opened: CudaDevice, folder: Path) -> None:
+def test_devices_copy_by_the_stored_tuning(opened: CudaDevice, folder: Path) -> None:
     assert cuda_copies.load(opened) is None
-    tunings = {it: CopyTuning(64 * KIB, NO_LIMIT, 7) for it in DIRECTIONS}
+    tunings = {direction: CopyTuning(64 * KIB, NO_LIMIT, 7) for direction in DIRECTIONS}
     cuda_copies.save(opened, tunings)
     assert cuda_copies.load(opened) == tunings
     other = CudaDevice(4)
@@ -163,7 +163,7 @@ def test_what_is_stored_is_what_devices_copy_by(opened: CudaDevice, folder: Path
 def test_a_file_that_was_changed_is_not_used(
     opened: CudaDevice, folder: Path, field: str, value: Any, reason: str
 ) -> None:
-    cuda_copies.save(opened, {it: CopyTuning(1, 2, 3) for it in DIRECTIONS})
+    cuda_copies.save(opened, {direction: CopyTuning(1, 2, 3) for direction in DIRECTIONS})
     path = folder / "cuda.json"
     document = json.loads(path.read_text())
     (machine,) = document["machines"].values()

@@ -40,7 +40,7 @@ def program(cuda_simulator: CudaControls) -> Iterator[Cuda]:
 
 
 def moved(device: Device, source: int, target: int, nbytes: int, direction: str) -> Report:
-    columns = [np.array([it], np.uint64) for it in (target, source, nbytes)]
+    columns = [np.array([item], np.uint64) for item in (target, source, nbytes)]
     with Executor(device.backend(direction)) as executor:
         return executor.run(Descriptors.from_columns(*columns))
 
@@ -61,12 +61,12 @@ def test_the_library_is_found_once_for_each_context(cuda_simulator: CudaControls
         CudaLibrary.load(context="mine")
 
 
-def test_what_it_says_of_devices(cuda_simulator: CudaControls) -> None:
+def test_properties_of_devices(cuda_simulator: CudaControls) -> None:
     library = CudaLibrary.load()
     assert (library.version, library.missing) == ("13.0", ())
     assert library.device_count() == 8
     assert library.capability(2) == (9, 0)
-    assert len({library.uuid(it) for it in range(8)}) == 8
+    assert len({library.uuid(number) for number in range(8)}) == 8
     assert len(library.uuid(0)) == len("GPU-") + 36
     device = CudaDevice(3)
     described = device.describe()
@@ -78,7 +78,7 @@ def test_what_it_says_of_devices(cuda_simulator: CudaControls) -> None:
         library.uuid(8)
 
 
-def test_what_is_not_the_library(cuda_simulator: CudaControls, tmp_path: Path) -> None:
+def test_a_file_that_is_not_the_library(cuda_simulator: CudaControls, tmp_path: Path) -> None:
     with pytest.raises(NativeError, match=r"no CUDA library: .*/nothing/libcuda\.so: cannot open"):
         CudaLibrary.load(str(tmp_path / "nothing" / "libcuda.so"))
     with pytest.raises(NativeError, match=r"libm\.so\.6 has no cuInit; kvplan needs"):
@@ -165,12 +165,12 @@ def test_in_its_own_the_programs_memory_is_foreign(
     assert cuda_simulator.contexts() <= before
 
 
-def test_what_breaks_the_programs_context_leaves_ours_alone(
+def test_a_broken_context_of_the_program_leaves_an_own_context_alone(
     cuda_simulator: CudaControls, program: Cuda
 ) -> None:
     """No other test uses this device: its primary context is of no use until it is released."""
     before = cuda_simulator.contexts()
-    own, primary = (CudaLibrary.load(context=it).device(6) for it in ("own", "primary"))
+    own, primary = (CudaLibrary.load(context=name).device(6) for name in ("own", "primary"))
     ours, theirs = own.allocate(100), primary.allocate(100)
     cuda_simulator.add_fault(NEW_FAILURE)
     with pytest.raises(CudaError, match=r"^cuStreamQuery: 719 \(CUDA_ERROR_LAUNCH_FAILED\)"):
@@ -202,7 +202,7 @@ def test_memory_is_made_to_be_exported(device: Device, program: Cuda, sim_log: L
 
 
 @pytest.mark.parametrize(("virtual", "exported"), [("0", 0), ("2", 0)])
-def test_where_it_cannot_be(
+def test_an_own_context_that_cannot_be_made(
     cuda_simulator: CudaControls, program: Cuda, virtual: str, exported: int
 ) -> None:
     cuda_simulator.set("cuda_virtual", virtual)
@@ -280,7 +280,7 @@ def test_the_program_may_unpin_first(device: Device, program: Cuda) -> None:
     device.pin(pages.ctypes.data, PAGE).close()  # and nothing of it is left
 
 
-def test_freeing_waits_for_what_the_program_does(
+def test_freeing_waits_for_work_of_the_program(
     device: Device, program: Cuda, cuda_simulator: CudaControls
 ) -> None:
     """A kernel that still reads a cache would break the program's context."""
@@ -315,11 +315,15 @@ def test_nothing_uses_the_default_stream(device: Device, sim_log: Log) -> None:
     device.read(buffer.address, bytearray(1000))
     assert moved(device, buffer.address, host.address, 1000, "device_to_host").status == KVN_OK
     assert memoryview(host)[9:12].tolist() == [0, 10, 11]
-    created = {it.fields["stream"] for it in sim_log.calls("cuStreamCreate")}
-    assert {it.fields["flags"] for it in sim_log.calls("cuStreamCreate")} == {1}
-    issued = [it for it in sim_log.calls() if "stream" in it.fields and it.name != "cuStreamCreate"]
+    created = {call.fields["stream"] for call in sim_log.calls("cuStreamCreate")}
+    assert {call.fields["flags"] for call in sim_log.calls("cuStreamCreate")} == {1}
+    issued = [
+        call
+        for call in sim_log.calls()
+        if "stream" in call.fields and call.name != "cuStreamCreate"
+    ]
     assert issued
-    assert {it.fields["stream"] for it in issued} <= created
+    assert {item.fields["stream"] for item in issued} <= created
 
 
 def test_copies_of_threads_do_not_wait_for_each_other(

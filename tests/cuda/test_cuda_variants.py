@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.skipif(VARIANT != DEFAULT, reason="this is such a process")
-@pytest.mark.parametrize("variant", [it for it in VARIANTS if it != DEFAULT])
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != DEFAULT])
 @pytest.mark.slow
 def test_copies_with(variant: str) -> None:
     """A process loads a library once."""

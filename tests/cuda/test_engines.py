@@ -60,12 +60,12 @@ class TestPeers:
         cache = user.allocate_blocks_cache(DEVICE)
         user.pull_blocks(BlocksCacheKey(1), cache, [0, 1, 5], [7, 2, 0])
         rows = np.arange(8 * 96, dtype=np.uint16).reshape(8, 96)
-        for number, it in enumerate(user.arrays(cache, copy=True)):
-            assert np.array_equal(it[[7, 2, 0]], rows[[0, 1, 5]] + number)
+        for number, array in enumerate(user.arrays(cache, copy=True)):
+            assert np.array_equal(array[[7, 2, 0]], rows[[0, 1, 5]] + number)
         user.write_cache(cache, contents(1))
         user.push_blocks(cache, BlocksCacheKey(1), [3, 4], [6, 0])
         found = peer.run("result = [it[[6, 0]].tolist() for it in datadist.arrays(cache)]")
-        assert found == [it[[3, 4]].tolist() for it in contents(1)]
+        assert found == [content[[3, 4]].tolist() for content in contents(1)]
 
     def test_host_memory_at_one_end(
         self, machine: Machine, user: LlmDataDist, peer: Peer, shared: str
@@ -84,7 +84,7 @@ class TestPeers:
             user.pull_blocks(BlocksCacheKey(1), cache, [0], [0])
 
     def test_the_link_is_that_of_the_machine(self, machine: Machine, user: LlmDataDist) -> None:
-        assert [it.transport for it in user.links()] == [machine.transport]
+        assert [link.transport for link in user.links()] == [machine.transport]
 
 
 class TestOneHost:
@@ -236,6 +236,20 @@ def test_a_context_of_its_own(cuda_simulator: CudaControls) -> None:
     assert cuda_simulator.contexts() <= before
 
 
+def test_options_limit_what_copies_take(cuda_simulator: CudaControls, sim_log: Log) -> None:
+    """No batch call of the driver, and one block of the kernel, in a local copy and back."""
+    with engine_on(cuda_simulator, cuda_batch_calls=False, cuda_copy_blocks=1) as datadist:
+        device = filled(datadist, DEVICE, 1, paged=True)
+        host = datadist.allocate_blocks_cache(HOST)
+        sim_log.restart()
+        datadist.swap_blocks(device, host, {0: 1, 3: 2})
+        assert np.array_equal(datadist.arrays(host)[0][1], contents(1)[0][0])
+        launches = sim_log.calls("cuLaunchKernel")
+        assert launches
+        assert {launch.fields["blocks"] for launch in launches} == {1}
+        assert not any(sim_log.counts("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2").values())
+
+
 def test_contexts_of_one_device_are_two_devices(cuda_simulator: CudaControls) -> None:
     with (
         engine_on(cuda_simulator, cluster_id=1) as primary,
@@ -253,7 +267,7 @@ def test_nothing_is_left_of_pools(cuda_simulator: CudaControls) -> None:
     pools = {"mem_pool_config": PoolConfig(1 << 20), "host_mem_pool_config": PoolConfig(1 << 20)}
     before = cuda_simulator.contexts()
     with engine_on(cuda_simulator, **pools) as datadist:
-        device, host = (filled(datadist, it, 1, paged=True) for it in (DEVICE, HOST))
+        device, host = (filled(datadist, item, 1, paged=True) for item in (DEVICE, HOST))
         datadist.swap_blocks(host, device, {row: row for row in range(8)})
         assert same(datadist.arrays(device, copy=True), contents(1))
     gc.collect()

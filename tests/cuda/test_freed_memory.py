@@ -91,7 +91,7 @@ def engine(cuda_simulator: CudaControls, program: Program) -> Iterator[LlmDataDi
 
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["cuMemAlloc", "cuMemMap"])
 @pytest.mark.parametrize("desc", [ONE, SMALL], ids=["batch", "kernel"])
-def test_what_is_there_then_is_not_moved(
+def test_memory_that_replaced_a_freed_tensor_is_not_moved(
     engine: LlmDataDist, program: Program, desc: CacheDesc, is_mapped: bool
 ) -> None:
     address = program.reserve() if is_mapped else program.allocate()
@@ -178,7 +178,7 @@ def test_nor_sent_to_a_peer(cuda_simulator: CudaControls, program: Program) -> N
         program.free(address)
 
 
-def test_what_is_registered_there_then_is_used(
+def test_a_cache_that_is_registered_at_freed_addresses_is_used(
     engine: LlmDataDist, program: Program, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Though the one before was not unregistered; which is, from then on."""
@@ -188,7 +188,7 @@ def test_what_is_registered_there_then_is_used(
     assert program.allocate() == address
     with caplog.at_level(logging.WARNING, "kvplan"):
         new = engine.register_blocks_cache(ONE, [address], BlocksCacheKey(2, 2))
-    (message,) = [it.getMessage() for it in caplog.records]
+    (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("device=3 memory of 1 registered caches was freed without unregister")
     host = engine.allocate_blocks_cache(HOST)
     engine.swap_blocks(new, host, {0: 1})
@@ -201,7 +201,9 @@ def test_what_is_registered_there_then_is_used(
     program.free(address)
 
 
-def test_what_kvplan_allocates_there_is_its_own(engine: LlmDataDist, program: Program) -> None:
+def test_memory_that_kvplan_allocates_at_freed_addresses_is_its_own(
+    engine: LlmDataDist, program: Program
+) -> None:
     address = program.allocate()
     cache = engine.register_blocks_cache(ONE, [address])
     program.free(address)
@@ -232,9 +234,7 @@ def test_plain_addresses_that_are_freed(engine: LlmDataDist, program: Program) -
 
 
 @pytest.mark.parametrize("replaced", [[True], [False, True], [True, False, False]])
-def test_of_memory_that_several_watch_each_counts(
-    cuda_simulator: CudaControls, replaced: list[bool]
-) -> None:
+def test_each_of_several_watches_counts(cuda_simulator: CudaControls, replaced: list[bool]) -> None:
     """As that of groups of tensors, which were registered one by one."""
 
     class Seen(NamedTuple):
@@ -244,7 +244,7 @@ def test_of_memory_that_several_watch_each_counts(
     assert device is not None
 
     def memory(*watches: Seen) -> DeviceMemory:
-        columns = (np.array([it], np.uint64) for it in (GRANULE, GRANULE))
+        columns = (np.array([item], np.uint64) for item in (GRANULE, GRANULE))
         return DeviceMemory(device, *columns, writable=True, owner="said", watches=watches)
 
     memory().check()

@@ -42,11 +42,11 @@ def descriptors(draw: st.DrawFn, alike: bool) -> Descriptors:
 @pytest.mark.parametrize("few", [True, False], ids=["parameters", "memory"])
 @pytest.mark.parametrize("alike", [True, False], ids=["alike", "unlike"])
 @given(data=st.data(), blocks=st.integers(1, 5))
-def test_it_leaves_what_numpy_does(
+def test_the_kernel_leaves_the_bytes_that_numpy_leaves(
     data: st.DataObject, blocks: int, alike: bool, few: bool
 ) -> None:
     work = data.draw(descriptors(alike))
-    dst, src = memories(1 + max((max(it[:2]) + it[2] for it in work.rows), default=0))
+    dst, src = memories(1 + max((max(row[:2]) + row[2] for row in work.rows), default=0))
     expected = work.expected(dst, src)
     stored = work.launch(dst, src, blocks=blocks, few=few, alike=alike)
     assert stored == sum(nbytes for _, _, nbytes in work.rows)
@@ -103,7 +103,7 @@ def test_told_to_stop_it_goes_on_for_some_256_kib_a_warp() -> None:
     assert work.launch(dst, src, blocks=4, few=True) == 0, "it was told before"
 
 
-def test_it_is_told_in_the_midst_of_a_block() -> None:
+def test_a_launch_is_stopped_in_the_midst_of_a_block() -> None:
     dst, src = memories(8 << 20)
     work = Descriptors([(0, 0, 8 << 20)])
     told = 3 * (8 << 20) // 4

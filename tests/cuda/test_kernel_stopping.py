@@ -62,7 +62,7 @@ def host(state: State, fences: bool) -> Iterator[State]:
             yield go(state, 0)
         else:
             yield go(state, 0, END)._replace(returned=True)
-    elif step == 3 and all(it == END for it in state.steps[1:]):
+    elif step == 3 and all(step == END for step in state.steps[1:]):
         yield go(state, 0, END)._replace(returned=True)
 
 
@@ -109,10 +109,12 @@ def explore(fences: bool) -> set[State]:
 
 def test_nothing_is_touched_after_abort_has_returned() -> None:
     states = explore(fences=True)
-    ended = [it for it in states if all(step == END for step in it.steps)]
-    assert {it.touched for it in ended} == set(range(BLOCKS * PIECES + 1))
-    assert any(it.returned and 0 in it.steps for it in states), "given up before all have begun"
-    stuck = [it for it in states if not any(following(it, True)) and it not in ended]
+    ended = [state for state in states if all(step == END for step in state.steps)]
+    assert {item.touched for item in ended} == set(range(BLOCKS * PIECES + 1))
+    assert any(state.returned and 0 in state.steps for state in states), (
+        "given up before all have begun"
+    )
+    stuck = [state for state in states if not any(following(state, True)) and state not in ended]
     assert stuck == []
 
 

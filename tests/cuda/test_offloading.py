@@ -58,7 +58,7 @@ def held(datadist: LlmDataDist, cache: Cache) -> Blocks:
 
 
 def test_blocks_wait_in_pinned_memory_and_come_back_elsewhere(datadist: LlmDataDist) -> None:
-    gpu, host = (datadist.allocate_blocks_cache(it) for it in (GPU, HOST))
+    gpu, host = (datadist.allocate_blocks_cache(item) for item in (GPU, HOST))
     given, before = contents(1, GPU), contents(2, HOST)
     datadist.write_cache(gpu, given)
     datadist.write_cache(host, before)
@@ -76,7 +76,7 @@ def test_blocks_wait_in_pinned_memory_and_come_back_elsewhere(datadist: LlmDataD
 
 
 def test_several_at_once_without_waiting(datadist: LlmDataDist) -> None:
-    gpu, host = (datadist.allocate_blocks_cache(it) for it in (GPU, HOST))
+    gpu, host = (datadist.allocate_blocks_cache(item) for item in (GPU, HOST))
     given = contents(1, GPU)
     datadist.write_cache(gpu, given)
     tasks = [
@@ -88,13 +88,13 @@ def test_several_at_once_without_waiting(datadist: LlmDataDist) -> None:
         )
         for block in range(GPU_BLOCKS)
     ]
-    for it in tasks:
-        it.wait(timeout_ms=60_000)
+    for task in tasks:
+        task.wait(timeout_ms=60_000)
     np.testing.assert_array_equal(held(datadist, host)[:, 1 : 3 * GPU_BLOCKS : 3], given)
 
 
 def test_slots_are_copied_to_and_fro(datadist: LlmDataDist) -> None:
-    gpu, host = (datadist.allocate_cache(it) for it in (GPU, HOST))
+    gpu, host = (datadist.allocate_cache(item) for item in (GPU, HOST))
     given = contents(1, GPU)
     datadist.write_cache(gpu, given)
     datadist.copy_cache(gpu, host, src_batch_index=4, dst_batch_index=33)
@@ -105,12 +105,12 @@ def test_slots_are_copied_to_and_fro(datadist: LlmDataDist) -> None:
     np.testing.assert_array_equal(held(datadist, host)[:, 33], given[:, 4])
 
 
-def test_of_a_frameworks_tensors(datadist: LlmDataDist) -> None:
+def test_tensors_of_a_framework_are_offloaded(datadist: LlmDataDist) -> None:
     program = Program()
     try:
         addresses = program.allocate(TENSORS, GPU.tensor_nbytes)
         shown = np.zeros(GPU.shape, np.uint16)
-        tensors = [TorchTensor(shown, None, "cuda:0", it) for it in addresses]
+        tensors = [TorchTensor(shown, None, "cuda:0", address) for address in addresses]
         gpu = datadist.register_blocks_cache(CacheDesc.from_tensors(tensors, None), tensors)
         host = datadist.allocate_blocks_cache(HOST)
         given = contents(1, GPU)

@@ -58,7 +58,7 @@ def test_registered_end_to_end(
     program: Program, datadist: LlmDataDist, library: Callable[[int], Any]
 ) -> None:
     addresses = program.allocate(2, SHOWN.nbytes)
-    tensors = [library(it) for it in addresses]
+    tensors = [library(address) for address in addresses]
     desc = CacheDesc.from_tensors(tensors, NHD)
     assert desc == DESC
     assert desc.placement is Placement.DEVICE
@@ -80,7 +80,7 @@ def test_registered_end_to_end(
 
 def test_a_slot_cache_too(program: Program, datadist: LlmDataDist) -> None:
     addresses = program.allocate(2, SHOWN.nbytes)
-    cache = datadist.register_cache(DESC, [torch_like(it) for it in addresses])
+    cache = datadist.register_cache(DESC, [torch_like(address) for address in addresses])
     given = np.ones((2, *SHAPE), np.float16)
     datadist.write_cache(cache, given)
     np.testing.assert_array_equal(program.read(addresses, given.shape, np.float16), given)
@@ -97,18 +97,18 @@ class TestRefused:
     ) -> None:
         addresses = program.allocate(2, SHOWN.nbytes)
         with refused("LLM_PARAM_INVALID", r"\[0\] is on device cuda:0, and .*on device cuda:1"):
-            registering([TorchTensor(SHOWN, None, "cuda:0", it) for it in addresses])
+            registering([TorchTensor(SHOWN, None, "cuda:0", address) for address in addresses])
         with refused("LLM_PARAM_INVALID", r"\[0\] is on device npu:1, and .*on device cuda:1"):
-            registering([TorchTensor(SHOWN, None, "npu:1", it) for it in addresses])
+            registering([TorchTensor(SHOWN, None, "npu:1", address) for address in addresses])
 
-    def test_what_lies_about_its_device(
+    def test_a_tensor_that_lies_about_its_device(
         self, cuda_simulator: CudaControls, registering: Callable[[list[Any]], None]
     ) -> None:
         other = Program(device_id=0)
         try:
             addresses = other.allocate(2, SHOWN.nbytes)
             with refused("LLM_PARAM_INVALID", r"memory of another device \(0\)"):
-                registering([torch_like(it) for it in addresses])
+                registering([torch_like(address) for address in addresses])
         finally:
             other.close()
 
@@ -117,29 +117,29 @@ class TestRefused:
         with refused("LLM_PARAM_INVALID", r"tensors\[0\] is a ndarray; .*tensors on device 1"):
             registering(arrays)
         with refused("LLM_PARAM_INVALID", "is host memory"):
-            registering([numba_like(it.ctypes.data) for it in arrays])
+            registering([numba_like(array.ctypes.data) for array in arrays])
 
     def test_managed_memory(
         self, program: Program, registering: Callable[[list[Any]], None]
     ) -> None:
         addresses = program.allocate(2, SHOWN.nbytes)
         with refused("LLM_PARAM_INVALID", "managed memory of CUDA"):
-            registering([GpuTensor(SHOWN, it, device=(13, 1)) for it in addresses])
+            registering([GpuTensor(SHOWN, address, device=(13, 1)) for address in addresses])
 
-    def test_what_was_freed(
+    def test_a_freed_tensor(
         self, program: Program, registering: Callable[[list[Any]], None]
     ) -> None:
         addresses = program.allocate(2, SHOWN.nbytes)
         program.free(addresses)
         with refused("LLM_PARAM_INVALID", "is host memory"):
-            registering([torch_like(it) for it in addresses])
+            registering([torch_like(address) for address in addresses])
 
     def test_a_tensor_that_ends_beyond_its_allocation(
         self, program: Program, registering: Callable[[list[Any]], None]
     ) -> None:
         addresses = program.allocate(2, SHOWN.nbytes - 2)
         with refused("LLM_PARAM_INVALID", r"tensor 0 has 384 bytes"):
-            registering([torch_like(it) for it in addresses])
+            registering([torch_like(address) for address in addresses])
 
     def test_gpu_tensors_in_a_cache_of_the_host(
         self, program: Program, datadist: LlmDataDist
@@ -147,4 +147,4 @@ class TestRefused:
         addresses = program.allocate(2, SHOWN.nbytes)
         on_host = CacheDesc(2, SHAPE, DataType.DT_FLOAT16, Placement.HOST)
         with refused("LLM_PARAM_INVALID", r"\[0\] is on device cuda:1; .*as placement=HOST says"):
-            datadist.register_blocks_cache(on_host, [torch_like(it) for it in addresses])
+            datadist.register_blocks_cache(on_host, [torch_like(address) for address in addresses])

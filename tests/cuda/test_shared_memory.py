@@ -60,8 +60,8 @@ def process_of_other() -> Iterator[list[Other]]:
     """A process that tests leave as it was; to start one takes longer than most of them."""
     kept: list[Other] = []
     yield kept
-    for it in kept:
-        it.close()
+    for item in kept:
+        item.close()
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ class TestTransfers:
         found = blocks(pattern(1, 2 * NBYTES)[part[0] : part[0] + NBYTES])
         assert np.array_equal(blocks(side.contents(here))[[0, 3, 7]], found[[1, 6, 0]])
 
-    def test_it_is_mapped_once_a_link(
+    def test_an_allocation_is_mapped_once_a_link(
         self, side: Side, other: Other, whose: Whose, sim_log: Log
     ) -> None:
         there = other.call("offer", whose, 1)
@@ -154,7 +154,7 @@ class TestTransfers:
             made = sim_log.counts("cuMemImportFromShareableHandle", "cuIpcOpenMemHandle_v2")
             assert sum(made.values()) == 1
 
-    def test_what_is_deregistered_is_refused(self, side: Side, other: Other, whose: Whose) -> None:
+    def test_deregistered_memory_is_refused(self, side: Side, other: Other, whose: Whose) -> None:
         there = other.call("offer", whose, 1)
         here = zeros(side)
         with side.transport.connect(other.call("metadata")) as link:
@@ -187,7 +187,7 @@ class TestTransfers:
             with refused("LLM_KV_CACHE_NOT_EXIST", "a lease was released"):
                 kvplan.execute(PULL, memory, here)
 
-    def test_what_is_mapped_goes_with_its_last_user(
+    def test_a_mapping_goes_with_its_last_user(
         self, side: Side, other: Other, whose: Whose, cuda_simulator: CudaControls
     ) -> None:
         there = other.call("offer", whose, 1)
@@ -267,7 +267,7 @@ class TestInFlight:
         self, simulator: CudaControls, transfers: Transfers, log: Log, *task: object
     ) -> kvplan.TransferTask:
         """Submit one; on return its copy is on a stream, and hangs."""
-        simulator.add_fault(*(f"{it}:1=hang" for it in COPIES))
+        simulator.add_fault(*(f"{copy}:1=hang" for copy in COPIES))
         log.restart()
         made = transfers.submit(*task)  # type: ignore[arg-type]
         wait_until(lambda: bool(log.calls(*COPIES)))
@@ -316,7 +316,7 @@ class TestInFlight:
     @pytest.mark.parametrize(
         ("whose", "pulls"), [("program", True), ("program", False), ("kvplan", False)]
     )
-    def test_the_owner_waits_for_what_uses_it(
+    def test_the_owner_waits_for_transfers_that_use_its_memory(
         self,
         side: Side,
         other: Other,
@@ -356,7 +356,7 @@ class TestInFlight:
                 cuda_simulator.set("latency_us", 0)
 
     @pytest.mark.parametrize("inside", [True, False], ids=["device", "pageable memory"])
-    def test_an_owner_waits_for_what_is_on_the_stream_alone(
+    def test_an_owner_waits_for_work_on_the_stream_only(
         self,
         side: Side,
         other: Other,
@@ -548,13 +548,13 @@ class TestHeld:
             after = side.device.native.take_event(handle_of(compute.event()))
             tasks += [transfers.submit(*sides, after=after) for _ in range(70)]
             kvplan.execute(*sides)
-            for it in tasks[1::2]:
-                it.cancel()
+            for task in tasks[1::2]:
+                task.cancel()
             for _ in range(4):
                 compute.release()
-            for it in tasks[::2]:
-                it.wait(60_000)
-            del memory, tasks, sides, it
+            for task in tasks[::2]:
+                task.wait(60_000)
+            del memory, tasks, sides, task
 
     def test_the_owner_is_killed(
         self, side: Side, other: Other, compute: Compute, sim_log: Log
@@ -616,7 +616,9 @@ class TestRegistering:
             link.memory([there, host], 64)
 
     @WHOSE
-    def test_a_peer_that_says_it_has_more(self, side: Side, other: Other, whose: Whose) -> None:
+    def test_a_peer_that_claims_a_larger_allocation(
+        self, side: Side, other: Other, whose: Whose
+    ) -> None:
         """A copy beyond what is there would be the end of this process's context."""
         there = other.call("offer", whose, 1)
         document = msgspec.msgpack.decode(other.call("metadata"))

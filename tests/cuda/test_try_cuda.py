@@ -39,15 +39,15 @@ def outcome(
 
 
 def only(*names: str) -> list[str]:
-    return [it for name in names for it in ("--only", name)]
+    return [item for name in names for item in ("--only", name)]
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(it) for it in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def outcomes_of(path: Path) -> dict[str, str]:
-    return {it["step"]: it["outcome"] for it in lines_of(path) if "step" in it}
+    return {item["step"]: item["outcome"] for item in lines_of(path) if "step" in item}
 
 
 def test_tries_inside_one_process(environment: dict[str, str], tmp_path: Path) -> None:
@@ -66,9 +66,11 @@ def test_tries_inside_one_process(environment: dict[str, str], tmp_path: Path) -
         "read behind a transfer",
         "its capture goes on",
     )
-    assert {outcomes[it] for it in (*steps, "as arrays", "a child maps exported memory")} == {"ok"}
+    assert {outcomes[step] for step in (*steps, "as arrays", "a child maps exported memory")} == {
+        "ok"
+    }
     *lines, last = lines_of(report)
-    details = {it["step"]: it["detail"] for it in lines if "step" in it}
+    details = {line["step"]: line["detail"] for line in lines if "step" in line}
     assert details["cuMemHostAlloc"].startswith(
         "type 1, context True, device 0, managed 0, number "
     )
@@ -92,12 +94,12 @@ def test_figures_are_measured_and_do_not_count(environment: dict[str, str]) -> N
     names = ("gpu_32KiB_ratio", "gpu_peer_32KiB_ratio", "gpu_layerwise_visible_fraction")
     code, said, errors = outcome(environment, "--quick", *only(*names))
     assert (code, errors) == (0, ""), said
-    for it in names:
-        assert f"\n{it} " in said
+    for name in names:
+        assert f"\n{name} " in said
     assert "no bar counts" in said
 
 
-def test_what_fails_ends_nothing_else(environment: dict[str, str]) -> None:
+def test_a_failing_step_does_not_end_the_others(environment: dict[str, str]) -> None:
     environment["KVSIM_FAULTS"] = "cuMemHostAlloc:1=2"
     code, said, _ = outcome(environment, "--quick", *only("copies", "registering"))
     assert code == 1, said
@@ -106,7 +108,7 @@ def test_what_fails_ends_nothing_else(environment: dict[str, str]) -> None:
     assert "skipped" not in said
 
 
-def test_what_is_wrong_is_told(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_wrong_result_is_reported(environment: dict[str, str], tmp_path: Path) -> None:
     environment["KVSIM_FAULTS"] = "cuMemHostAlloc:3=2;cuMemcpyBatchAsync_v2:1=1"
     report = tmp_path / "report"
     code, said, _ = outcome(environment, "--quick", "--json", str(report), *only("copies"))
@@ -122,8 +124,8 @@ def test_bytes_of_another_place_are_seen() -> None:
     case = Scattered(blocks=2, pool=4, block=64)
     there, here = case.tables()
     tensors = [np.zeros((case.pool, case.block), np.uint8) for _ in range(TENSORS)]
-    for number, it in enumerate(tensors):
-        it[here] = words(it.nbytes, 1, number * it.nbytes).reshape(it.shape)[there]
+    for number, tensor in enumerate(tensors):
+        tensor[here] = words(tensor.nbytes, 1, number * tensor.nbytes).reshape(tensor.shape)[there]
     check_scattered(case, 1, tensors)
     tensors[5][here] = tensors[5][here[::-1]]
     with pytest.raises(AssertionError, match=r"tensor 5 of 64, .* of 256 bytes are wrong, from "):
@@ -151,7 +153,7 @@ def test_a_hang_is_ended_and_says_where(environment: dict[str, str], tmp_path: P
     assert "in try_registering" in outputs["registering"]
 
 
-def test_what_is_left_when_time_is_over_is_not_run(environment: dict[str, str]) -> None:
+def test_steps_after_the_time_limit_are_not_run(environment: dict[str, str]) -> None:
     code, said, errors = outcome(environment, "--minutes", "0.07", *only("device", "copies"))
     assert (code, errors) == (4, ""), said
     assert "not run: device, copies" in said
@@ -169,7 +171,7 @@ def test_tries_run_under_a_sanitizer(environment: dict[str, str], tmp_path: Path
     assert "memcheck: offloading" in said
 
 
-def test_what_is_missing_is_named(environment: dict[str, str], tmp_path: Path) -> None:
+def test_missing_requirements_are_named(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "broken-1.0-py3-none-any.whl").write_bytes(b"no wheel")
     arguments = ("--wheels", str(tmp_path), *only("device"))
     code, said, errors = outcome(environment, *arguments, flags=("-S",))  # as if without packages
@@ -178,7 +180,7 @@ def test_what_is_missing_is_named(environment: dict[str, str], tmp_path: Path) -
     assert "msgspec>=0.19, numpy>=1.26, pyzmq>=26, rich>=13 must be there" in errors
 
 
-def test_what_there_is(environment: dict[str, str]) -> None:
+def test_the_machine_is_described(environment: dict[str, str]) -> None:
     code, said, errors = outcome(environment, "--list")
     assert (code, errors) == (0, "")
     assert "expandable_segments" in said

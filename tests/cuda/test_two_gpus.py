@@ -25,6 +25,7 @@ from kvplan import (
     Rows,
     Transfer,
 )
+from kvplan.device.cuda import CudaDevice
 from kvplan.device.memory import DeviceMemory
 from tests.ascend.simulator import Log
 from tests.cuda.side import Other, Side, Whose, pattern
@@ -58,8 +59,8 @@ def processes() -> Iterator[dict[str, Other]]:
     """By what they see."""
     kept: dict[str, Other] = {}
     yield kept
-    for it in kept.values():
-        it.close()
+    for value in kept.values():
+        value.close()
 
 
 def other_on_1(processes: dict[str, Other], sees: str) -> Other:
@@ -175,7 +176,7 @@ class TestWithoutPeerAccess:
 
     @WHOSE
     @pytest.mark.parametrize("setting", ["cuda_peers", "cuda_hidden"])
-    def test_one_that_is_hidden(self, side: Side, other: Other, whose: Whose, setting: str) -> None:
+    def test_a_hidden_gpu(self, side: Side, other: Other, whose: Whose, setting: str) -> None:
         """The driver alone can say so, when the memory is mapped."""
         there = side.offer(whose, 1)
         message, status = other.run(
@@ -223,15 +224,15 @@ class TestEnginesOfOneProcess:
     ) -> Iterator[tuple[LlmDataDist, LlmDataDist]]:
         """On GPU 0 and 1, with transport auto, or that which is given; they are not linked."""
         with ExitStack() as held:
-            made = [held.enter_context(LlmDataDist(it, LlmRole.MIX)) for it in (1, 2)]
-            for device_id, it in enumerate(made):
+            made = [held.enter_context(LlmDataDist(number, LlmRole.MIX)) for number in (1, 2)]
+            for device_id, item in enumerate(made):
                 options = Options(
                     accelerator="cuda",
                     device_id=device_id,
                     transport=getattr(request, "param", "auto"),
                     listen_ip_info="127.0.0.1:0",
                 )
-                it.initialize(options)
+                item.initialize(options)
             yield made[0], made[1]
         gc.collect()
 
@@ -273,6 +274,24 @@ class TestEnginesOfOneProcess:
         finally:
             cuda_simulator.set("cuda_peers", 1)
 
+    def test_two_slices_of_one_card_are_two_gpus(self, cuda_simulator: CudaControls) -> None:
+        """MIG: both have the UUID of the card, and each one of its own."""
+        cuda_simulator.set("cuda_mig", 1)
+        try:
+            slices = [CudaDevice(number) for number in (0, 1)]
+            first, second = (it.sharing for it in slices)
+            assert first is not None
+            assert second is not None
+            assert first.shortfall(first.uuid) is None
+            assert "there is no peer access between the two" in (first.shortfall(second.uuid) or "")
+            facts = [it.describe()["uuid"] for it in slices]
+            assert facts[0] != facts[1]
+            assert all(str(it).startswith("MIG-") for it in facts), facts
+            for it in slices:
+                it.close()
+        finally:
+            cuda_simulator.set("cuda_mig", 0)
+
     def test_registered_memory_is_reached_where_it_is(
         self, two: tuple[LlmDataDist, LlmDataDist], sim_log: Log
     ) -> None:
@@ -280,8 +299,8 @@ class TestEnginesOfOneProcess:
         assert self.link(two) == "local"
         with ExitStack() as held:
             programs = [Memory(0), Memory(1)]
-            for it in programs:
-                held.callback(it.close)
+            for other_program in programs:
+                held.callback(other_program.close)
             caches = [
                 engine.register_blocks_cache(MANY, [program.address], BlocksCacheKey(number, 5))
                 for number, (engine, program) in enumerate(zip(two, programs, strict=True), 1)

@@ -26,7 +26,7 @@ CXXFLAGS = (
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas"),
 )
 # tools/sanitize sets it: the kernels, and the threads of streams, are looked at like the rest.
-SANITIZE = tuple(f"-fsanitize={it}" for it in filter(None, [os.environ.get("KVPLAN_SANITIZE")]))
+SANITIZE = tuple(f"-fsanitize={item}" for item in filter(None, [os.environ.get("KVPLAN_SANITIZE")]))
 SANITIZE += ("-fno-sanitize-recover=all",) * bool(SANITIZE)
 LIBRARY = "libcuda.so.1"
 CORE_LIBRARY = "libkvsim_core.so"
@@ -63,7 +63,7 @@ def _kernels() -> list[Path]:
 
 
 def _everything() -> list[Path]:
-    ours = [it for it in HERE.iterdir() if it.suffix in (".c", ".cpp", ".h", ".cu")]
+    ours = [path for path in HERE.iterdir() if path.suffix in (".c", ".cpp", ".h", ".cu")]
     return sorted([*CORE.glob("core*.[ch]"), CORE / "sim.h", *ours, *_kernels(), Path(__file__)])
 
 
@@ -80,10 +80,10 @@ def _build(version: int, home: Path) -> None:
     core, cuda = sorted(CORE.glob("core_*.c")), sorted([*HERE.glob("*.c"), *HERE.glob("*.cpp")])
     sources = [*core, *cuda]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = pool.map(lambda it: _compile(it, version), sources)
+        made = pool.map(lambda source: _compile(source, version), sources)
         objects = dict(zip(sources, made, strict=True))
-    _link(home / CORE_LIBRARY, [objects[it] for it in core])
-    _link(home / LIBRARY, [*[objects[it] for it in cuda], home / CORE_LIBRARY])
+    _link(home / CORE_LIBRARY, [objects[item] for item in core])
+    _link(home / LIBRARY, [*[objects[item] for item in cuda], home / CORE_LIBRARY])
 
 
 def _compile(source: Path, version: int) -> Path:

@@ -79,5 +79,5 @@ def cuda_simulator(sim_folder: Path) -> Iterator[CudaControls]:
         yield simulator
         simulator.clear_faults()
         simulator.end_hangs()
-        violations = [it.fields["what"] for it in log.calls("violation")]
+        violations = [call.fields["what"] for call in log.calls("violation")]
         assert not violations, violations

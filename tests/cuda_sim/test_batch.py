@@ -24,9 +24,11 @@ def batch(
 ) -> tuple[int, int]:
     """Copy (dst, src, nbytes); ``attributes``: (first copy, order). The code, and failIdx."""
     wide = max(1, len(copies))
-    dsts, srcs, sizes = ((ctypes.c_uint64 * wide)(*[it[i] for it in copies]) for i in range(3))
-    rows = (CopyAttributes * len(attributes))(*[CopyAttributes(order=it[1]) for it in attributes])
-    firsts = (ctypes.c_size_t * len(attributes))(*[it[0] for it in attributes])
+    dsts, srcs, sizes = ((ctypes.c_uint64 * wide)(*[copy[i] for copy in copies]) for i in range(3))
+    rows = (CopyAttributes * len(attributes))(
+        *[CopyAttributes(order=attribute[1]) for attribute in attributes]
+    )
+    firsts = (ctypes.c_size_t * len(attributes))(*[attribute[0] for attribute in attributes])
     common = (dsts, srcs, sizes, len(copies), rows, firsts, len(attributes))
     if second:
         return cuda.cuMemcpyBatchAsync_v2(*common, stream), SIZE_MAX
@@ -55,7 +57,7 @@ def test_all_copies_are_made(cuda: Cuda, at: tuple[int, int, int], second: bool)
     assert bytes(cuda.view(device, N))[::ITEM] == bytes(range(N // ITEM - 1, -1, -1))
 
 
-def test_what_is_refused(cuda: Cuda, at: tuple[int, int, int]) -> None:
+def test_bad_batches_are_refused(cuda: Cuda, at: tuple[int, int, int]) -> None:
     device, host, stream = at
     good = [(device + i, host + i, ITEM) for i in range(0, 4 * ITEM, ITEM)]
     assert batch(cuda, good, None) == (INVALID_VALUE, SIZE_MAX)
@@ -86,7 +88,7 @@ def test_half_of_a_batch_is_not_its_first_half(cuda: Cuda, at: tuple[int, int, i
     cuda.fault("cuMemcpyBatchAsync:1=partial:719")
     assert batch(cuda, [(memory + i, at[1] + i, ITEM) for i in range(0, N, ITEM)], stream)[0] == 0
     assert cuda.cuStreamSynchronize(stream) == 719
-    made = [it != 0xA5 for it in cuda.view(memory, N)[::ITEM]]
+    made = [item != 0xA5 for item in cuda.view(memory, N)[::ITEM]]
     assert sum(made) == len(made) // 2
     assert not all(made[: len(made) // 2])
     cuda.ok("cuCtxDestroy_v2", own)

@@ -67,7 +67,7 @@ def test_work_on_a_captured_stream_is_not_run_here(cuda: Cuda, at: At) -> None:
     cuda.ok("cuStreamQuery", at.stream)
 
 
-def test_the_default_stream_beside_one_that_it_is_ordered_with(cuda: Cuda, at: At) -> None:
+def test_the_default_stream_beside_a_blocking_stream(cuda: Cuda, at: At) -> None:
     assert cuda.cuStreamBeginCapture_v2(None, GLOBAL) == UNSUPPORTED
     cuda.ok("cuStreamBeginCapture_v2", at.blocking, RELAXED)
     with cuda.violating("is captured"):

@@ -24,10 +24,18 @@ def test_every_call_that_is_declared_is_there(variant: str) -> None:
     called = set(ARGUMENTS) - PROGRAMS - set(re.findall(r"X\((cu\w+),", optional))
     assert names >= called
     exported = build(variant).read_bytes()
-    assert {it for it in names if it.encode() + b"\0" not in exported} == set()
-    later = [it for it in re.findall(r"X\((cu\w+),", optional) if it.encode() + b"\0" in exported]
+    assert {name for name in names if name.encode() + b"\0" not in exported} == set()
+    later = [
+        match
+        for match in re.findall(r"X\((cu\w+),", optional)
+        if match.encode() + b"\0" in exported
+    ]
     batches = ["cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"]
-    assert later == ["cuFuncLoad", *batches[: {"12.4": 0, "12.8": 1, "13.0": 2}[variant]]]
+    assert later == [
+        "cuDeviceGetUuid_v2",
+        "cuFuncLoad",
+        *batches[: {"12.4": 0, "12.8": 1, "13.0": 2}[variant]],
+    ]
 
 
 def test_nothing_before_the_beginning() -> None:
@@ -41,7 +49,7 @@ def test_nothing_before_the_beginning() -> None:
     assert answer == [[NOT_INITIALIZED, NOT_INITIALIZED, INVALID_VALUE], 13000, 0, 0]
 
 
-def test_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     program = """
         code, count, bus = cuda.cuInit(0), ctypes.c_int(), ctypes.create_string_buffer(13)
         cuda.cuDeviceGetCount(ctypes.byref(count))
@@ -66,7 +74,7 @@ def test_errors_have_names_and_texts(cuda: Cuda) -> None:
     assert name.value is None
 
 
-def test_devices_say_what_they_are(cuda: Cuda) -> None:
+def test_devices_describe_themselves(cuda: Cuda) -> None:
     value = ctypes.c_int()
     cuda.ok("cuDeviceGetAttribute", ctypes.byref(value), 75, 0)
     assert value.value == 9
@@ -137,7 +145,7 @@ def test_contexts_of_ones_own_are_a_stack(cuda: Cuda) -> None:
     cuda.ok("cuCtxSetCurrent", primary)
 
 
-def test_a_context_that_is_destroyed_with_what_it_has(cuda: Cuda) -> None:
+def test_destroying_a_context_frees_its_objects(cuda: Cuda) -> None:
     before = cuda.leaks()
     own = cuda.made("cuCtxCreate_v2", 0, 0)
     memory = cuda.made("cuMemAlloc_v2", 64)
@@ -184,7 +192,7 @@ def test_a_wrong_address_is_an_error_of_all_streams(cuda: Cuda) -> None:
     cuda.ok("cuMemsetD8Async", memory, 1, 64, streams[1])
     with cuda.violating("not mapped"):
         cuda.ok("cuMemsetD8Async", memory, 1, 65, streams[0])
-    assert [cuda.cuStreamSynchronize(it) for it in streams] == [ILLEGAL_ADDRESS] * 2
+    assert [cuda.cuStreamSynchronize(stream) for stream in streams] == [ILLEGAL_ADDRESS] * 2
     cuda.ok("cuCtxDestroy_v2", own)
 
 

@@ -73,7 +73,7 @@ def test_not_in_the_process_of_its_own(cuda: Cuda) -> None:
         assert cuda.cuIpcCloseMemHandle(memory) == INVALID_VALUE
 
 
-def test_what_was_freed_cannot_be_opened(cuda: Cuda) -> None:
+def test_freed_memory_cannot_be_opened(cuda: Cuda) -> None:
     memory = cuda.made("cuMemAlloc_v2", N)
     handle = exported(cuda, memory)
     cuda.ok("cuMemFree_v2", memory)

@@ -45,7 +45,7 @@ class Loaded(NamedTuple):
             ctypes.c_uint8(3),
             ctypes.c_uint64(done),
         )
-        parameters = (ctypes.c_void_p * 4)(*[ctypes.addressof(it) for it in values])
+        parameters = (ctypes.c_void_p * 4)(*[ctypes.addressof(value) for value in values])
         shape = (blocks, 1, 1, threads, 1, 1)
         code: int = self.cuda.cuLaunchKernel(
             self.function, *shape, 0, self.stream, parameters, None
@@ -94,7 +94,7 @@ def test_texts_that_are_refused(cuda: Cuda) -> None:
 
 
 def test_an_old_driver_refuses_newer_text() -> None:
-    texts = [PTX.format(version=it, target="sm_70").encode() for it in ("8.4", "8.5")]
+    texts = [PTX.format(version=name, target="sm_70").encode() for name in ("8.4", "8.5")]
     program = f"""
         cuda.ok("cuInit", 0)
         cuda.primary()
@@ -145,7 +145,7 @@ def test_a_first_launch_may_wait_for_all_work(loaded: Loaded) -> None:
     cuda.core.kvsim_hangs_end()
 
 
-def test_what_is_not_there_loses_the_context(loaded: Loaded) -> None:
+def test_a_missing_address_loses_the_context(loaded: Loaded) -> None:
     with loaded.cuda.violating("a kernel touches memory that is not mapped"):
         assert loaded.launch(loaded.memory + N - EACH + 1, 1) == 0
         assert loaded.end() == ILLEGAL_ADDRESS

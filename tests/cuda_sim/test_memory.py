@@ -24,7 +24,7 @@ def pages(count: int) -> tuple[int, mmap.mmap]:
     return ctypes.addressof(ctypes.c_char.from_buffer(owner)), owner
 
 
-def test_what_is_freed_is_gone_and_its_address_does_not_return(cuda: Cuda) -> None:
+def test_freed_memory_is_gone_and_its_address_does_not_return(cuda: Cuda) -> None:
     seen = set()
     for _ in range(5):
         memory = cuda.made("cuMemAlloc_v2", PAGE)
@@ -94,7 +94,7 @@ def test_memory_of_the_host_is_registered_once(cuda: Cuda) -> None:
     cuda.ok("cuMemHostUnregister", address + PAGE)
 
 
-def test_what_cannot_be_registered(cuda: Cuda) -> None:
+def test_ranges_that_cannot_be_registered(cuda: Cuda) -> None:
     device, host = cuda.made("cuMemAlloc_v2", PAGE), cuda.made("cuMemHostAlloc", PAGE, 0)
     address, owner = pages(1)
     assert cuda.cuMemHostRegister_v2(device, PAGE, PORTABLE) == INVALID_VALUE
@@ -108,15 +108,17 @@ def test_what_cannot_be_registered(cuda: Cuda) -> None:
     cuda.ok("cuMemFreeHost", host)
 
 
-def test_pointers_know_what_they_are(cuda: Cuda) -> None:
+def test_attributes_of_pointers(cuda: Cuda) -> None:
     device, host = cuda.made("cuMemAlloc_v2", 100), cuda.made("cuMemHostAlloc", 64, PORTABLE)
     which = (TYPE, MANAGED, DEVICE, IPC, HANDLES)
-    assert [cuda.attribute(device + 99, it) for it in which] == [DEVICE_MEMORY, 0, 0, 1, 0]
+    assert [cuda.attribute(device + 99, item) for item in which] == [DEVICE_MEMORY, 0, 0, 1, 0]
     assert cuda.attribute(device + 99, START) == device
     assert cuda.attribute(device + 99, SIZE) == 100
     assert cuda.attribute(host, TYPE) == HOST_MEMORY
     address, _owner = pages(2)
-    assert [cuda.attribute(address, it) for it in (*which, START, SIZE)] == [0] * 7  # and success
+    assert [cuda.attribute(address, item) for item in (*which, START, SIZE)] == [
+        0
+    ] * 7  # and success
     cuda.ok("cuMemHostRegister_v2", address, PAGE, PORTABLE)
     assert cuda.attribute(address, TYPE) == HOST_MEMORY
     assert cuda.attribute(address + PAGE, TYPE) == 0
@@ -128,7 +130,7 @@ def test_pointers_know_what_they_are(cuda: Cuda) -> None:
 
 def test_memory_that_moves_by_itself(cuda: Cuda) -> None:
     memory = cuda.made("cuMemAllocManaged", 64, 1)
-    assert [cuda.attribute(memory, it) for it in (TYPE, MANAGED, IPC)] == [DEVICE_MEMORY, 1, 0]
+    assert [cuda.attribute(memory, item) for item in (TYPE, MANAGED, IPC)] == [DEVICE_MEMORY, 1, 0]
     ctypes.memset(memory, 1, 64)
     cuda.ok("cuMemFree_v2", memory)
 

@@ -27,18 +27,18 @@ class At(NamedTuple):
 @pytest.fixture
 def at(cuda: Cuda) -> Iterator[At]:
     owner = ctypes.create_string_buffer(N)
-    it = At(
+    places = At(
         cuda.made("cuMemAlloc_v2", N),
         cuda.made("cuMemHostAlloc", N, 1),
         ctypes.addressof(owner),
         cuda.made("cuStreamCreate", 1),
         cuda.made("cuStreamCreate", 1),
     )
-    yield it
-    cuda.ok("cuStreamDestroy_v2", it.stream)
-    cuda.ok("cuStreamDestroy_v2", it.other)
-    cuda.ok("cuMemFree_v2", it.device)
-    cuda.ok("cuMemFreeHost", it.pinned)
+    yield places
+    cuda.ok("cuStreamDestroy_v2", places.stream)
+    cuda.ok("cuStreamDestroy_v2", places.other)
+    cuda.ok("cuMemFree_v2", places.device)
+    cuda.ok("cuMemFreeHost", places.pinned)
 
 
 def test_bytes_go_there_and_back(cuda: Cuda, at: At) -> None:
@@ -69,7 +69,7 @@ def test_pageable_memory_is_read_by_the_call_and_written_before_it_returns(
     assert ctypes.string_at(at.pageable, N) == b"\5" * N
 
 
-def test_what_is_staged_comes_later(cuda: Cuda, at: At) -> None:
+def test_staged_bytes_arrive_later(cuda: Cuda, at: At) -> None:
     """Only the default stream, in which it is, says when."""
     cuda.set("cuda_staged_us", 50_000)
     cuda.ok("cuMemcpyHtoD_v2", at.device, ctypes.create_string_buffer(b"new"), 3)
@@ -186,7 +186,7 @@ def test_devices_copy_to_each_other(cuda: Cuda, at: At) -> None:
         cuda.ok("cuDevicePrimaryCtxRelease_v2", 1)
 
 
-def test_what_others_registered_for_themselves_is_pageable(cuda: Cuda, at: At) -> None:
+def test_memory_that_others_registered_counts_as_pageable(cuda: Cuda, at: At) -> None:
     size = 4096
     owner = ctypes.create_string_buffer(2 * size)
     address = (ctypes.addressof(owner) + size - 1) // size * size

@@ -73,9 +73,9 @@ def test_pointers_tell_the_range_that_was_reserved(cuda: Cuda, mapped: tuple[int
     address, stream = mapped
     which = (TYPE, IPC, START, SIZE, HANDLES)
     inside = address + PAGE + 7
-    assert [cuda.attribute(inside, it) for it in which] == [2, 0, address, 4 * PAGE, 1]
+    assert [cuda.attribute(inside, item) for item in which] == [2, 0, address, 4 * PAGE, 1]
     unmapped = address + 3 * PAGE
-    assert [cuda.attribute(unmapped, it) for it in which] == [0, 0, address, 4 * PAGE, 0]
+    assert [cuda.attribute(unmapped, item) for item in which] == [0, 0, address, 4 * PAGE, 0]
     assert cuda.cuIpcGetMemHandle(ctypes.create_string_buffer(64), address) == INVALID_VALUE
     cuda.ok("cuStreamDestroy_v2", stream)
 
@@ -98,7 +98,7 @@ def test_without_access_work_fails(cuda: Cuda, flags: int | None) -> None:
     cuda.ok("cuMemRelease", handle)
 
 
-def test_what_cannot_be_mapped_or_unmapped(cuda: Cuda, mapped: tuple[int, int]) -> None:
+def test_ranges_that_cannot_be_mapped_or_unmapped(cuda: Cuda, mapped: tuple[int, int]) -> None:
     address, stream = mapped
     handle = cuda.made("cuMemCreate", PAGE, ctypes.byref(allocation()), 0)
     assert cuda.cuMemMap(address + PAGE, PAGE, 0, handle, 0) == INVALID_VALUE  # mapped before
@@ -161,7 +161,7 @@ def test_the_last_handle_or_mapping_gives_the_memory_back() -> None:
     ]
 
 
-def test_another_process_imports_what_this_one_exports(cuda: Cuda) -> None:
+def test_another_process_imports_an_exported_handle(cuda: Cuda) -> None:
     """Under another number of its device, and it stays there when this process gives it back."""
     handle = cuda.made("cuMemCreate", PAGE, ctypes.byref(allocation(1)), 0)
     fd = ctypes.c_int(-1)
@@ -195,7 +195,7 @@ def test_another_process_imports_what_this_one_exports(cuda: Cuda) -> None:
     cuda.ok("cuMemRelease", handle)
 
 
-def test_what_cannot_be_exported_or_imported(cuda: Cuda) -> None:
+def test_handles_that_cannot_be_exported_or_imported(cuda: Cuda) -> None:
     private = cuda.made("cuMemCreate", PAGE, ctypes.byref(allocation(types=0)), 0)
     fd = ctypes.c_int(-1)
     assert cuda.cuMemExportToShareableHandle(ctypes.byref(fd), private, 1, 0) == INVALID_VALUE

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvplan import (
@@ -435,7 +436,7 @@ def test_a_pair_that_writes_to_the_peer_announces_it(
         user.push_blocks(mine, theirs, [1], [2])
         user.pull_blocks(theirs, mine, [1], [2])
     for (pulls, *_), pair in link.pairs.items():
-        assert (pair.guard is None) == pulls
+        assert (pair.write_guard is None) == pulls
 
 
 @pytest.mark.parametrize("ends", ["cache", "link"])
@@ -531,3 +532,27 @@ def test_threads_pull_while_links_and_caches_come_and_go(
             it.join(30)
     assert wrong == []
     assert pulled(user, theirs, cache) == 7
+
+
+FIELDS: dict[type[Rows | Transfer], tuple[set[str], dict[str, Any]]] = {
+    Rows: ({"cache", "blocks", "first_token"}, {"slot": 0, "offset": 16}),
+    Transfer: (
+        {"src", "dst", "num_tokens", "layers"},
+        {"nbytes": 64, "reinterpret": True, "coalesce": Coalesce.CALLER_ORDER, "rank": 0},
+    ),
+}
+"""The fields of requests that go around the planner, and values of others, with which none does."""
+
+
+def test_every_field_of_a_transfer_is_known_to_what_goes_around_the_planner(ends: Ends) -> None:
+    """A new field of either value is looked at there, or is one more unusual value."""
+    engine = ends.user._running()
+    usual = Transfer(Rows(ends.there[3], [1, 2]), Rows(ends.here[0], [3, 4]))
+    assert find_request(engine, usual) is not None
+    for kind, (used, unusual) in FIELDS.items():
+        assert {*kind.__struct_fields__} == used | unusual.keys()
+    unusual_ones = [replace(usual, **{name: value}) for name, value in FIELDS[Transfer][1].items()]
+    for name, value in FIELDS[Rows][1].items():
+        unusual_ones.append(replace(usual, src=replace(usual.src, **{name: value})))
+        unusual_ones.append(replace(usual, dst=replace(usual.dst, **{name: value})))
+    assert [find_request(engine, it) for it in unusual_ones] == [None] * len(unusual_ones)

@@ -45,7 +45,7 @@ def filled(desc: CacheDesc, seed: int) -> list[Any]:
 
 def moved(plan: Any, source: list[Any], target: list[Any]) -> list[Any]:
     """What the destination holds after the plan was executed."""
-    result = [it.copy() for it in target]
+    result = [item.copy() for item in target]
     reference.execute(plan, source, result)
     return result
 
@@ -56,12 +56,12 @@ def test_the_cell_that_was_made_wrong_is_found(transfer: Any, data: st.DataObjec
     plan = planned(transfer, data.draw(st.booleans()))
     source, target = src.tensors(1), dst.tensors(2)
     right = expected(src, dst, source, target, *transfer[2:])
-    layer = data.draw(st.sampled_from([it for it in src.layers if it in dst.layers]))
+    layer = data.draw(st.sampled_from([layer for layer in src.layers if layer in dst.layers]))
     kv = data.draw(st.integers(0, src.model.kv - 1))
-    head = data.draw(st.sampled_from([it for it in src.heads if it in dst.heads]))
+    head = data.draw(st.sampled_from([head for head in src.heads if head in dst.heads]))
     token = data.draw(st.integers(0, num_tokens - 1))
     there, inside = divmod(dst_token + token, dst.tokens)
-    found = [it.copy() for it in right]
+    found = [item.copy() for item in right]
     cell = dst.named(found, layer, kv)[dst_blocks[there], inside, head - dst.heads.start]
     cell ^= 1
     result = locate(right, found, plan, source=source)
@@ -93,7 +93,7 @@ def test_the_cell_that_was_made_wrong_is_found(transfer: Any, data: st.DataObjec
 
 
 @given(transfers(), st.booleans())
-def test_what_the_plan_did_not_write_is_counted_and_not_wrong(
+def test_bytes_that_the_plan_does_not_write_are_counted_apart(
     transfer: Any, coalesce: bool
 ) -> None:
     src, dst, *arguments = transfer
@@ -137,7 +137,7 @@ def one_wrong(change: Any) -> Any:
     source = filled(NHD, 1)
     plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     right = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
-    found = [it.copy() for it in right]
+    found = [item.copy() for item in right]
     change(found[3][8], right, source)
     result = locate(right, found, plan, source=source)
     assert result.first is not None
@@ -179,7 +179,7 @@ def one_wrong(change: Any) -> Any:
     ],
     ids=["empty", "filled", "block", "token", "head", "last", "layer", "other", "flipped"],
 )
-def test_what_the_bytes_are_instead_is_recognized(change: Any, holds: str) -> None:
+def test_the_owner_of_wrong_bytes_is_recognized(change: Any, holds: str) -> None:
     first = one_wrong(change)
     assert first.holds == holds
     assert first.as_planned is False
@@ -220,7 +220,7 @@ def test_all_bytes_are_those_of_the_block_that_is_named() -> None:
     assert one_wrong(change).holds == "what lies in block 30 at the source, not of this request"
 
 
-def test_what_lies_behind_the_last_token_is_not_of_the_request() -> None:
+def test_bytes_behind_the_last_token_are_not_part_of_the_request() -> None:
     source = filled(NHD, 1)
     plan = kvplan.plan(
         Transfer(Rows(NHD, [3, 4], first_token=4), Rows(NHD, [7, 8], first_token=4), num_tokens=18),
@@ -229,7 +229,7 @@ def test_what_lies_behind_the_last_token_is_not_of_the_request() -> None:
     target = filled(NHD, 2)
     right = moved(plan, source, target)
     for token in (3, 16 + 6):  # the last before the request, the first behind it
-        found = [it.copy() for it in right]
+        found = [item.copy() for item in right]
         found[0][7, 5] = right[0][[7, 8][token // 16], token % 16]
         first = locate(right, found, plan).first
         assert first is not None
@@ -243,7 +243,7 @@ def test_tokens_are_those_of_the_request_wherever_the_two_ends_begin(first: int,
     blocks = Rows(NHD, SRC, first_token=first), Rows(NHD, DST, first_token=into)
     plan = kvplan.plan(Transfer(*blocks, num_tokens=40), local="dst")
     right = moved(plan, source, filled(NHD, 2))
-    found = [it.copy() for it in right]
+    found = [item.copy() for item in right]
     for token, other in ((into + 7, into + 25), (into + 30, into + 2)):
         there = [(DST[at // 16], at % 16) for at in (token, other)]
         found[2][there[0]] = right[2][there[1]]
@@ -262,12 +262,14 @@ def test_the_first_wrong_token_is_described_whatever_its_head() -> None:
     source = filled(small, 1)
     plan = kvplan.plan(Transfer(Rows(small, [3, 9, 12, 5]), Rows(NHD, [7])), local="dst")
     right = moved(plan, source, filled(NHD, 2))
-    found = [it.copy() for it in right]
+    found = [item.copy() for item in right]
     for token, head in ((13, 0), (9, 1), (2, 3), (6, 2)):
         found[1][7, token, head] += 1
         result = locate(right, found, plan, source=source).first
         assert result is not None
-        first = min(it for it in (13, 9, 2, 6) if (found[1][7, it] != right[1][7, it]).any())
+        first = min(
+            number for number in (13, 9, 2, 6) if (found[1][7, number] != right[1][7, number]).any()
+        )
         assert (result.src_row, result.entries) == ([3, 9, 12, 5][first // 4], (first // 4,))
         assert plan.origin(result.descriptor).src_rows[0] == result.src_row
 
@@ -325,7 +327,7 @@ def test_memory_is_a_few_bytes_for_each_element_at_most() -> None:
     source = filled(desc, 1)
     plan = kvplan.plan(Transfer(Rows(desc, range(60)), Rows(desc, range(60, 120))), local="dst")
     right = moved(plan, source, [np.zeros(desc.shape, np.float16)] * 2)
-    found = [it.copy() for it in right]
+    found = [item.copy() for item in right]
     found[1][100, 3, 60, 30] = 7
     tracemalloc.start()
     try:
@@ -362,7 +364,7 @@ def test_groups_are_compared_each_by_itself() -> None:
         }
     )
     source = [*filled(latent, 3), *filled(NHD, 1)]
-    found = moved(plan, source, [np.zeros_like(it) for it in source])
+    found = moved(plan, source, [np.zeros_like(item) for item in source])
     assert not replay(plan, source, found)
     found[2 + 1][20, 3, 1] = 7
     result = replay(plan, source, found)
@@ -376,7 +378,7 @@ def test_caches_of_two_runs_may_differ_by_rounding() -> None:
     source = filled(NHD, 1)
     plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     right = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
-    near = [it + np.float16(1e-3) for it in right]
+    near = [item + np.float16(1e-3) for item in right]
     near[0][7, 0, 0, 0] = right[0][7, 0, 0, 0] + 1
     assert locate(right, near, plan).differences[0].wrong_nbytes == plan.nbytes
     result = locate(right, near, plan, atol=0.01)
@@ -387,9 +389,9 @@ def test_caches_of_two_runs_may_differ_by_rounding() -> None:
 def test_a_difference_of_exactly_atol_is_none() -> None:
     plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     right = [np.ones(NHD.shape, np.float16) for _ in range(4)]
-    assert not locate(right, [it + np.float16(0.5) for it in right], plan, atol=0.5)
+    assert not locate(right, [item + np.float16(0.5) for item in right], plan, atol=0.5)
     above = np.nextafter(np.float16(1.5), np.float16(2))
-    wrong = locate(right, [np.full_like(it, above) for it in right], plan, atol=0.5)
+    wrong = locate(right, [np.full_like(item, above) for item in right], plan, atol=0.5)
     assert wrong.differences[0].wrong_nbytes == plan.nbytes
 
 
@@ -403,7 +405,7 @@ def test_a_copy_inside_of_a_cache_has_blocks_and_no_tokens() -> None:
     assert (first.tokens, first.row, first.holds) == (None, 6, "what is expected in block 5")
 
 
-def test_a_block_that_is_copied_to_two_is_no_mistake() -> None:
+def test_copying_a_block_twice_is_not_a_mistake() -> None:
     plan = kvplan.plan(Transfer(Rows(NHD, [1, 1]), Rows(NHD, [5, 6])))
     found = moved(plan, source := filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4)
     found[0][6] = 0
@@ -429,7 +431,7 @@ def test_layers_have_their_numbers_in_the_model() -> None:
     assert (first.layer, first.heads) == (11, (7, 7))
 
 
-def test_what_does_not_fit_the_plan_is_refused() -> None:
+def test_tensors_that_do_not_fit_the_plan_are_refused() -> None:
     plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     right = filled(NHD, 1)
     with refused("LLM_PARAM_INVALID", "found has 3 tensors; the plan needs 4"):
@@ -472,9 +474,11 @@ def test_tensors_of_other_libraries_are_read_where_they_are() -> None:
     source = filled(NHD, 1)
     plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     found = moved(plan, source, [np.zeros(NHD.shape, np.float16)] * 4)
-    assert not replay(plan, [Exported(it) for it in source], [Exported(it) for it in found])
+    assert not replay(
+        plan, [Exported(item) for item in source], [Exported(entry) for entry in found]
+    )
     with refused("LLM_PARAM_INVALID", r"found\[0\] is not contiguous: strides"):
-        locate(found, [Exported(it.T) for it in found], plan)
+        locate(found, [Exported(entry.T) for entry in found], plan)
 
 
 def test_a_recording_says_who_wrote_the_wrong_block(tmp_path: Path) -> None:
@@ -498,7 +502,7 @@ def test_a_recording_says_who_wrote_the_wrong_block(tmp_path: Path) -> None:
         result = replay(plan, source, found, recordings=[recording], cache_id=mine.cache_id)
     assert result.first is not None
     assert result.first.writes is not None
-    assert [it.transfer.tag for it in result.first.writes] == ["request 7", "request 8"]
+    assert [write.transfer.tag for write in result.first.writes] == ["request 7", "request 8"]
     assert str(result).splitlines()[-2:] == [
         f"  written last by #2 pull_blocks of request 8: from block 25 of cache "
         f"{theirs.cache_id} of cluster 1",

@@ -37,7 +37,7 @@ DESC = CacheDesc(
 def test_tokens_that_lie_side_by_side_are_one_run(
     table: list[int], start: int, end: int, expected: list[tuple[int, int, int]]
 ) -> None:
-    found = [(it.first, it.last, it.row) for it in runs(np.array(table), 4, start, end)]
+    found = [(run.first, run.last, run.row) for run in runs(np.array(table), 4, start, end)]
     assert found == expected
 
 
@@ -57,8 +57,8 @@ def test_it_holds_what_a_cache_of_the_host_holds(cache: DeviceCache) -> None:
     for tensor in (0, 3):
         for start, end in ((0, 3), (3, 10), (10, 11)):
             rows = rng.normal(size=(end - start, CONFIG.kv_heads, CONFIG.head_size))
-            for it in (here, cache):
-                it.write(tensor, table, start, rows.astype(np.float32))
+            for item in (here, cache):
+                item.write(tensor, table, start, rows.astype(np.float32))
     for tensor in range(DESC.num_tensors):
         for length in (1, 4, 9, 11, 16):
             np.testing.assert_array_equal(
@@ -73,8 +73,11 @@ def test_the_demo_between_two_devices(simulator: Controls, sim_log: Log, tmp_pat
     done = run("--device=simulated", f"--prompt={prompt}", *SHORT)
     assert (done.returncode, done.stderr) == (0, "")
     printed = re.findall(r"(prefill|decode): KV cache in memory of (device \d), (.*)", done.stdout)
-    assert [it[:2] for it in sorted(printed)] == [("decode", "device 1"), ("prefill", "device 0")]
-    assert all("SIMULATED" in it[2] for it in printed)
+    assert [item[:2] for item in sorted(printed)] == [
+        ("decode", "device 1"),
+        ("prefill", "device 0"),
+    ]
+    assert all("SIMULATED" in item[2] for item in printed)
     assert f"== {SIMULATED} ==" in done.stdout
     for how in ("pulled", "pushed", "pushed layer by layer", "gathered"):
         assert re.search(rf"IDENTICAL: all \d+ token ids .* was {how} ", done.stdout)

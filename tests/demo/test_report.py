@@ -55,7 +55,7 @@ def test_one_token_is_enough_to_fail() -> None:
 
 
 def test_the_cost_of_a_transfer() -> None:
-    it = Moved(
+    moved = Moved(
         explanation="",
         nbytes=8_000_000,
         num_slices=1800,
@@ -72,8 +72,8 @@ def test_the_cost_of_a_transfer() -> None:
         "  moved in     2.00 ms, 4.0 GB/s (planned, too)\n"
         "  once more    1.00 ms, 8.0 GB/s (median of repetitions)"
     )
-    assert moved_text(it) == costs.format("")
-    linked = replace(it, link_seconds=0.0012)
+    assert moved_text(moved) == costs.format("")
+    linked = replace(moved, link_seconds=0.0012)
     assert moved_text(linked) == costs.format("  linked in    1.2 ms\n")
 
 

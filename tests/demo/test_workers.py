@@ -48,12 +48,12 @@ def test_a_worker_reports_and_answers(workers: Workers, heard: Heard) -> None:
 
 def test_an_answer_is_kept_while_another_is_awaited(workers: Workers) -> None:
     with workers:
-        early, late = (workers.start(it, MISBEHAVING, "answers") for it in ("early", "late"))
+        early, late = (workers.start(name, MISBEHAVING, "answers") for name in ("early", "late"))
         early.send(1)
         early.send("the end")
         early.process.join(PATIENCE)  # its answer is in the pipe
         late.send(2)
-        assert [workers.answer(it) for it in (late, early)] == [3, 2]
+        assert [workers.answer(item) for item in (late, early)] == [3, 2]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def write(path: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
-    writer.add_token_types([CONTROL if it in SPECIAL else NORMAL for it in tokens])
+    writer.add_token_types([CONTROL if token in SPECIAL else NORMAL for token in tokens])
     writer.add_token_merges(["t h"])
     writer.add_eos_token_id(tokens.index("<|end|>"))
     writer.add_tensor("token_embd.weight", weights.embedding)

@@ -183,8 +183,8 @@ class CudaCompute(Compute):
     def close(self) -> None:
         self._cuda.ok("cuCtxSetCurrent", self._context)
         super().close()
-        for it in self._read:
-            self._cuda.ok("cuMemFree_v2", it)
+        for item in self._read:
+            self._cuda.ok("cuMemFree_v2", item)
         self._cuda.ok("cuStreamDestroy_v2", self.handle)
         self._cuda.ok("cuCtxSetCurrent", self._before)
         self._cuda.ok("cuDevicePrimaryCtxRelease_v2", self._device_id)

@@ -98,7 +98,7 @@ def engine_on(
     del datadist
     gc.collect()
     left = simulator.left()
-    assert {it: n for it, n in left.items() if n > before.get(it, 0)} == {}
+    assert {name: n for name, n in left.items() if n > before.get(name, 0)} == {}
 
 
 def filled(datadist: LlmDataDist, of: CacheDesc, seed: int, *, paged: bool) -> Cache:

@@ -27,8 +27,8 @@ class Pair:
 
     def __init__(self, simulator: Controls, engine: type[LlmDataDist]) -> None:
         self.decode, self.prefill = engine(4, LlmRole.DECODER), engine(3, LlmRole.PROMPT)
-        for it in (self.decode, self.prefill):
-            it.initialize(Options(listen_ip_info="127.0.0.1:0"))
+        for node_engine in (self.decode, self.prefill):
+            node_engine.initialize(Options(listen_ip_info="127.0.0.1:0"))
         self.theirs = self.decode.allocate_blocks_cache(DEVICE, BlocksCacheKey(4))
         self.mine = self.prefill.allocate_blocks_cache(DEVICE)
         address = self.decode.listen_address
@@ -40,5 +40,5 @@ class Pair:
 
     def close(self) -> None:
         self.compute.close()
-        for it in (self.prefill, self.decode):
-            it.finalize()
+        for engine in (self.prefill, self.decode):
+            engine.finalize()

@@ -44,7 +44,7 @@ class TestOffloading:
 
     @only_cuda
     @pytest.mark.parametrize("waits", ["wait", "await"])
-    def test_the_model_reads_what_was_swapped_in(
+    def test_the_model_reads_the_blocks_that_were_swapped_in(
         self, simulator: CudaControls, datadist: LlmDataDist, compute: CudaCompute, waits: str
     ) -> None:
         gpu = datadist.allocate_blocks_cache(DEVICE)
@@ -54,7 +54,7 @@ class TestOffloading:
         simulator.add_fault("cuLaunchKernel:1=hang")
         task = datadist.submit(Transfer(Rows(host, [3, 6]), Rows(gpu, [0, 5])))
         task.block_stream(compute)
-        seen = [compute.read(it, 6 * ROW_NBYTES) for it in gpu.tensor_addrs]
+        seen = [compute.read(address, 6 * ROW_NBYTES) for address in gpu.tensor_addrs]
         assert not task.wait_done(20)
         assert not compute.is_done
         simulator.end_hangs()
@@ -82,8 +82,8 @@ class TestOffloading:
         for address in gpu.tensor_addrs:
             compute.fill(address, ROW_NBYTES, 4)
         compute.wait()
-        assert all((it[7] == row(3)).all() for it in datadist.arrays(host))
-        assert all((it[0] == row(4)).all() for it in datadist.arrays(gpu, copy=True))
+        assert all((array[7] == row(3)).all() for array in datadist.arrays(host))
+        assert all((array[0] == row(4)).all() for array in datadist.arrays(gpu, copy=True))
         task.wait(FOREVER)
 
     @only_cuda
@@ -184,7 +184,7 @@ class TestBetween:
     """Transfers between two engines of one process."""
 
     @between_gpus
-    def test_what_was_pulled_from_a_peers_gpu(self, simulator: CudaControls, linked: Pair) -> None:
+    def test_pulled_from_the_gpu_of_a_peer(self, simulator: CudaControls, linked: Pair) -> None:
         given = contents(5)
         prefill, decode = linked.prefill, linked.decode
         source = prefill.allocate_blocks_cache(DEVICE, BlocksCacheKey(3))
@@ -193,7 +193,7 @@ class TestBetween:
         compute = compute_on(simulator, 4)
         task = decode.submit(Transfer(Rows(BlocksCacheKey(3), [2, 1]), Rows(linked.theirs, [0, 4])))
         task.block_stream(compute)
-        seen = [compute.read(it, 5 * ROW_NBYTES) for it in linked.theirs.tensor_addrs]
+        seen = [compute.read(address, 5 * ROW_NBYTES) for address in linked.theirs.tensor_addrs]
         assert not compute.is_done
         simulator.end_hangs()
         for at, expected in zip(seen, given, strict=True):
@@ -203,15 +203,13 @@ class TestBetween:
         compute.close()
 
     @between_gpus
-    def test_what_was_gathered_from_several_caches(
-        self, simulator: CudaControls, linked: Pair
-    ) -> None:
+    def test_gathered_from_several_caches(self, simulator: CudaControls, linked: Pair) -> None:
         of = "block token head dim"
         layers, heads = range(1), (range(1), range(1, 2), range(2))
         one, other, both = (
-            CacheDesc(2, (4, 2, len(it), 8), DataType.DT_UINT16, Placement.DEVICE,
-                      kv_tensor_format=of, shard=Shard(layers, it, 1, 2))
-            for it in heads
+            CacheDesc(2, (4, 2, len(head), 8), DataType.DT_UINT16, Placement.DEVICE,
+                      kv_tensor_format=of, shard=Shard(layers, head, 1, 2))
+            for head in heads
         )  # fmt: skip
         for index, desc in enumerate((one, other)):
             key = BlocksCacheKey(3, index)
@@ -231,11 +229,11 @@ class TestBetween:
         )
         task.block_stream(compute)
         nbytes = both.stride
-        seen = [compute.read(it, nbytes) for it in target.tensor_addrs]
+        seen = [compute.read(address, nbytes) for address in target.tensor_addrs]
         assert not compute.is_done
         simulator.end_hangs()
-        for it in seen:
-            tokens = np.frombuffer(compute.seen(it, nbytes), np.uint16).reshape(2, 2, 8)
+        for item in seen:
+            tokens = np.frombuffer(compute.seen(item, nbytes), np.uint16).reshape(2, 2, 8)
             assert (tokens[:, 0] == 1).all()
             assert (tokens[:, 1] == 2).all()
         task.wait(FOREVER)
@@ -258,7 +256,7 @@ class TestBetween:
         simulator.end_hangs()
         linked.compute.wait()
         task.wait(FOREVER)
-        assert all((it[6] == row(3)).all() for it in linked.arrived())
+        assert all((item[6] == row(3)).all() for item in linked.arrived())
 
     def test_over_tcp(self, simulator: Controls) -> None:
         engine = OnCudaOverTcp if simulator.accelerator == "cuda" else OnDeviceOverTcp

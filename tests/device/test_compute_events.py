@@ -45,10 +45,10 @@ class TestInside:
             datadist.submit(Transfer(Rows(cache, [0]), Rows(host, [3])), tag="out", after=compute),
         ]
         compute.destroy(handle_of(event))
-        assert all(still(it) for it in tasks)
+        assert all(still(task) for task in tasks)
         compute.release()
-        for it in tasks:
-            it.wait(FOREVER)
+        for task in tasks:
+            task.wait(FOREVER)
         for tensor, (copied, swapped) in enumerate(
             zip(datadist.arrays(cache, copy=True), datadist.arrays(host), strict=True)
         ):
@@ -61,14 +61,14 @@ class TestInside:
         compute.hold()
         task = datadist.submit(Transfer(Rows(cache, [0]), Rows(cache, [5])), after=compute.event())
         assert still(task)
-        for it in datadist.arrays(cache):
-            it[0] = 4
+        for array in datadist.arrays(cache):
+            array[0] = 4
         compute.release()
         task.wait(FOREVER)
-        assert all((it[5] == 4).all() for it in datadist.arrays(cache))
+        assert all((array[5] == 4).all() for array in datadist.arrays(cache))
 
     @pytest.mark.parametrize("of", [DEVICE, HOST], ids=["device", "host"])
-    def test_the_deadline_of_what_never_comes(
+    def test_the_deadline_of_an_event_that_never_comes(
         self, datadist: LlmDataDist, compute: Compute, of: Any
     ) -> None:
         cache = datadist.allocate_blocks_cache(of)
@@ -119,7 +119,7 @@ class TestInside:
         assert still(task)
         compute.release()
         task.wait(FOREVER)
-        assert not any(it.any() for it in datadist.arrays(other, copy=True))
+        assert not any(array.any() for array in datadist.arrays(other, copy=True))
 
 
 class TestBetween:
@@ -136,7 +136,7 @@ class TestBetween:
         assert still(task)
         compute.release()
         task.wait(FOREVER)
-        assert all((it[6] == row(3)).all() and not it[:6].any() for it in linked.arrived())
+        assert all((item[6] == row(3)).all() and not item[:6].any() for item in linked.arrived())
 
     def test_each_layer_behind_its_own_event(self, linked: Pair) -> None:
         compute = linked.compute
@@ -150,7 +150,7 @@ class TestBetween:
         for layer in task.layers:
             assert still(task)
             assert task.progress().moving == tuple(range(layer, NUM_TENSORS))
-            assert not any(it[6].any() for it in linked.arrived()[layer:])
+            assert not any(item[6].any() for item in linked.arrived()[layer:])
             compute.release()
             while layer not in task.progress().done:
                 task.wait_done(1)
@@ -170,7 +170,7 @@ class TestBetween:
             task.wait(A_WHILE)
         compute.release()
         compute.wait()
-        assert not any(it.any() for it in linked.arrived())
+        assert not any(item.any() for item in linked.arrived())
         linked.prefill.push_blocks(linked.mine, BlocksCacheKey(4), [0], [6])
         assert (linked.arrived()[2][6] == row(3)).all()
 

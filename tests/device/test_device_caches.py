@@ -35,8 +35,10 @@ def test_a_pool_is_one_allocation_on_the_device(simulator: Controls, sim_log: Lo
         assert simulator.left()["device_bytes"] == kind_of(simulator).taken(POOL)
         assert sim_log.counts(call) == {call: 1}
         caches = [datadist.allocate_cache(DEVICE) for _ in range(3)]
-        first = min(it.tensor_addrs[0] for it in caches)
-        assert all(first <= it < first + POOL for each in caches for it in each.tensor_addrs)
+        first = min(cache.tensor_addrs[0] for cache in caches)
+        assert all(
+            first <= address < first + POOL for each in caches for address in each.tensor_addrs
+        )
         assert sim_log.counts(call) == {call: 1}
         with refused("LLM_OUT_OF_MEMORY", "of the pool's 65536"):
             datadist.allocate_cache(CacheDesc(1, (1, POOL), DataType.DT_INT8))
@@ -87,7 +89,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
         assert same(datadist.arrays(device, copy=True), expected)
 
 
-def test_what_one_user_has_pinned_is_unpinned_though_others_go_on(simulator: Controls) -> None:
+def test_memory_of_one_user_is_unpinned_while_others_go_on(simulator: Controls) -> None:
     pages = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
     here = pages.ctypes.data, pages.nbytes
     one, other = (kind_of(simulator).device(4) for _ in range(2))
@@ -129,7 +131,7 @@ def test_a_device_that_is_full(simulator: Controls) -> None:
     ],
 )
 @pytest.mark.parametrize("placement", list(Placement))
-def test_what_is_written_is_read(
+def test_metadata_round_trips(
     simulator: Controls, kind: DataType, dtype: Any, placement: Placement
 ) -> None:
     cache_desc = CacheDesc(2, (1, 3, 4, 6), kind, placement, batch_dim_index=1)
@@ -139,12 +141,12 @@ def test_what_is_written_is_read(
         cache = datadist.allocate_cache(cache_desc)
         datadist.write_cache(cache, np.stack(given))
         assert same(datadist.arrays(cache, copy=True), given)
-        datadist.write_cache(cache, [np.asfortranarray(it[:, ::-1]) for it in given])
-        assert same(datadist.arrays(cache, copy=True), [it[:, ::-1] for it in given])
+        datadist.write_cache(cache, [np.asfortranarray(item[:, ::-1]) for item in given])
+        assert same(datadist.arrays(cache, copy=True), [item[:, ::-1] for item in given])
 
 
 @pytest.mark.parametrize("of", [DEVICE, HOST], ids=["device", "host"])
-def test_what_does_not_fit_is_not_written(simulator: Controls, of: CacheDesc) -> None:
+def test_bytes_that_do_not_fit_are_not_written(simulator: Controls, of: CacheDesc) -> None:
     good = contents(1)
     with engine_on(simulator) as datadist:
         cache = datadist.allocate_cache(of)
@@ -163,11 +165,11 @@ def test_what_does_not_fit_is_not_written(simulator: Controls, of: CacheDesc) ->
             datadist.arrays(Cache(of, 9), copy=True)
 
 
-def test_what_must_not_be_written_is_not(simulator: Controls) -> None:
+def test_a_read_only_buffer_is_not_written(simulator: Controls) -> None:
     with engine_on(simulator) as datadist:
         arrays = contents(1)
-        for it in arrays:
-            it.flags.writeable = False
+        for array in arrays:
+            array.flags.writeable = False
         cache = datadist.register_cache(HOST, arrays)
         with refused("LLM_PARAM_INVALID", "writable=False"):
             datadist.write_cache(cache, contents(2))
@@ -236,7 +238,7 @@ class TestChoice:
         datadist.initialize()
         datadist.finalize()
 
-    def test_what_can_be_asked_for(self) -> None:
+    def test_the_options_of_accelerators(self) -> None:
         said = "accelerator.*'npu' must be one of auto, none, ascend, cuda"
         with refused("LLM_PARAM_INVALID", said):
             Options(accelerator="npu")

@@ -43,7 +43,7 @@ def test_slots_are_copied_between_all_placements(
 
 @pytest.mark.parametrize(("src", "dst"), [(DEVICE, HOST), (HOST, DEVICE)], ids=["out", "in"])
 def test_blocks_are_swapped(datadist: LlmDataDist, src: CacheDesc, dst: CacheDesc) -> None:
-    source, target = (filled(datadist, it, i, paged=True) for i, it in enumerate((src, dst)))
+    source, target = (filled(datadist, side, i, paged=True) for i, side in enumerate((src, dst)))
     datadist.swap_blocks(source, target, {0: 7, 1: 6, 5: 0})
     expected = contents(1)
     for to, by in zip(expected, contents(0), strict=True):
@@ -62,8 +62,8 @@ def test_blocks_of_a_device_cache_are_copied(datadist: LlmDataDist) -> None:
     cache = filled(datadist, DEVICE, 1, paged=True)
     datadist.copy_blocks(cache, {1: [4, 6], 2: [5]})
     expected = contents(1)
-    for it in expected:
-        it[[4, 6, 5]] = it[[1, 1, 2]]
+    for item in expected:
+        item[[4, 6, 5]] = item[[1, 1, 2]]
     assert same(datadist.arrays(cache, copy=True), expected)
 
 
@@ -89,18 +89,23 @@ def test_arrays_of_the_host_are_a_side(datadist: LlmDataDist) -> None:
     plan = kvplan.plan(Transfer(Rows(DEVICE, slot=3), Rows(DEVICE, slot=4)))
     kvplan.execute(plan, datadist._running().registry.resolve(cache).memory, arrays)  # pageable
     assert all(np.array_equal(a[4], b[3]) for a, b in zip(arrays, contents(1), strict=True))
-    for it in arrays:
-        it[3] += 1
+    for array in arrays:
+        array[3] += 1
     kvplan.execute(plan, arrays, datadist._running().registry.resolve(cache).memory)
     found = datadist.arrays(cache, copy=True)
     assert all(np.array_equal(a[4], b[3]) for a, b in zip(found, arrays, strict=True))
 
 
-def test_what_overlaps_on_the_device_is_seen(datadist: LlmDataDist) -> None:
+def test_overlaps_on_the_device_are_found(datadist: LlmDataDist) -> None:
     cache = datadist.allocate_cache(DEVICE)
-    shifted = Cache(DEVICE, tensor_addrs=tuple(it + STRIDE // 2 for it in cache.tensor_addrs[::-1]))
+    shifted = Cache(
+        DEVICE,
+        tensor_addrs=tuple(address + STRIDE // 2 for address in cache.tensor_addrs[::-1]),
+    )
     wide = desc(rows=4)
-    inside = Cache(wide, tensor_addrs=tuple(it + STRIDE // 2 for it in cache.tensor_addrs))
+    inside = Cache(
+        wide, tensor_addrs=tuple(address + STRIDE // 2 for address in cache.tensor_addrs)
+    )
     assert shifted.cache_id == inside.cache_id == -1
     with refused("LLM_PARAM_INVALID", "overlap in memory"):
         datadist.copy_cache(cache, inside, 0, 0)
@@ -110,7 +115,7 @@ def test_two_devices_of_one_process(simulator: Controls) -> None:
     with engine_on(simulator, 3, 1) as one, LlmDataDist(2, LlmRole.MIX) as two:
         two.initialize(Options(accelerator=simulator.accelerator, device_id=4, transport="local"))
         sides = [
-            it._running().registry.resolve(it.allocate_cache(DEVICE)).memory for it in (one, two)
+            end._running().registry.resolve(end.allocate_cache(DEVICE)).memory for end in (one, two)
         ]
         with refused("LLM_FEATURE_NOT_ENABLED", "device 3 .* device 4; .*linked engines"):
             kvplan.execute(kvplan.plan(Transfer(Rows(DEVICE), Rows(DEVICE))), *sides)

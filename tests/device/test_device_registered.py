@@ -53,8 +53,8 @@ def allocate(simulator: Controls, datadist: LlmDataDist) -> Iterator[Allocate]:
     make.free = buffers.clear  # type: ignore[attr-defined]
     yield make
     buffers.clear()
-    for it in devices:
-        it.close()
+    for device in devices:
+        device.close()
     devices.clear()
     gc.collect()
 
@@ -75,13 +75,15 @@ def test_its_addresses_are_registered(allocate: Allocate, datadist: LlmDataDist)
 def test_addresses_alone_will_do(allocate: Allocate, datadist: LlmDataDist) -> None:
     ad_hoc = Cache(DEVICE, tensor_addrs=tuple(allocate()))
     arrays = contents(1)
-    host = Cache(HOST, tensor_addrs=tuple(it.ctypes.data for it in arrays))
+    host = Cache(HOST, tensor_addrs=tuple(array.ctypes.data for array in arrays))
     datadist.swap_blocks(host, ad_hoc, {row: ROWS - 1 - row for row in range(ROWS)})
-    assert same(datadist.arrays(ad_hoc, copy=True), [it[::-1] for it in arrays])
+    assert same(datadist.arrays(ad_hoc, copy=True), [array[::-1] for array in arrays])
     datadist.copy_blocks(ad_hoc, {0: [1]})
     datadist.copy_cache(ad_hoc, ad_hoc, 0, 2)
     found = datadist.arrays(ad_hoc, copy=True)
-    assert all(np.array_equal(it[0], it[1]) and np.array_equal(it[0], it[2]) for it in found)
+    assert all(
+        np.array_equal(entry[0], entry[1]) and np.array_equal(entry[0], entry[2]) for entry in found
+    )
 
 
 def test_memory_that_is_freed_is_found_gone(
@@ -100,7 +102,7 @@ def test_memory_that_is_freed_is_found_gone(
         datadist.arrays(registered, copy=True)
 
 
-def test_what_it_is_unregistered_under_never_moves(
+def test_no_bytes_move_after_unregistering(
     allocate: Allocate, datadist: LlmDataDist, simulator: Controls
 ) -> None:
     """Transfers behind work of the model that ends only then, when the memory may be another's."""
@@ -117,19 +119,19 @@ def test_what_it_is_unregistered_under_never_moves(
     ]
     goes_on = datadist.submit(Transfer(Rows(host, [0]), Rows(host, [5])), after=compute.event())
     datadist.unregister_cache(cache.cache_id)
-    for it in tasks:
-        assert it.done
+    for task in tasks:
+        assert task.done
         why = rf"this engine has unregistered cache {cache.cache_id} meanwhile; 3 of 3 desc"
         with refused("LLM_KV_CACHE_NOT_EXIST", why):
-            it.wait()
+            task.wait()
     compute.release()
     compute.wait()
     goes_on.wait()
     again = datadist.register_blocks_cache(DEVICE, addresses)
     assert same(datadist.arrays(again, copy=True), contents(1))
     expected = contents(2, HOST)
-    for it in expected:
-        it[5] = it[0]
+    for task in expected:
+        task[5] = task[0]
     assert same(datadist.arrays(host, copy=True), expected)
     datadist.unregister_cache(again.cache_id)
     compute.close()
@@ -146,7 +148,7 @@ class TestTensors:
     @staticmethod
     def on(device: str, addresses: list[int]) -> list[TorchTensor]:
         shown = np.zeros(DEVICE.shape, np.uint16)
-        return [TorchTensor(shown, None, device, it) for it in addresses]
+        return [TorchTensor(shown, None, device, address) for address in addresses]
 
     def test_are_registered_as_they_are(
         self, own: str, allocate: Allocate, datadist: LlmDataDist
@@ -168,7 +170,7 @@ class TestTensors:
 
     def test_of_an_extension_of_dlpack(self, allocate: Allocate, datadist: LlmDataDist) -> None:
         shown = np.zeros(DEVICE.shape, np.uint16)
-        tensors = [GpuTensor(shown, it, device=(12, 3)) for it in allocate()]
+        tensors = [GpuTensor(shown, item, device=(12, 3)) for item in allocate()]
         cache = datadist.register_blocks_cache(DEVICE, tensors)
         datadist.write_cache(cache, contents(1))
         assert same(datadist.arrays(cache, copy=True), contents(1))
@@ -177,7 +179,7 @@ class TestTensors:
         self, allocate: Allocate, datadist: LlmDataDist
     ) -> None:
         shown = np.zeros(DEVICE.shape, np.uint16)
-        tensors = [GpuTensor(shown, it, device=(12, 3), read_only=True) for it in allocate()]
+        tensors = [GpuTensor(shown, item, device=(12, 3), read_only=True) for item in allocate()]
         cache = datadist.register_blocks_cache(DEVICE, tensors)
         with refused("LLM_PARAM_INVALID", "read-only arrays"):
             datadist.write_cache(cache, contents(1))
@@ -193,12 +195,14 @@ class TestTensors:
             datadist.register_cache(HOST, self.on(own, addresses))
         arrays = contents(1)
         with refused("LLM_PARAM_INVALID", "is host memory"):
-            datadist.register_cache(DEVICE, self.on(own, [it.ctypes.data for it in arrays]))
+            datadist.register_cache(DEVICE, self.on(own, [array.ctypes.data for array in arrays]))
         with refused("LLM_PARAM_INVALID", r"memory of another device \(5\)"):
             datadist.register_cache(DEVICE, self.on(own, allocate(device_id=5)))
         with refused("LLM_PARAM_INVALID", "cache_desc says DT_UINT16 of shape"):
             wider = np.zeros(DEVICE.shape, np.uint32)
-            datadist.register_cache(DEVICE, [TorchTensor(wider, None, own, it) for it in addresses])
+            datadist.register_cache(
+                DEVICE, [TorchTensor(wider, None, own, address) for address in addresses]
+            )
         assert datadist.caches() == []
 
 
@@ -209,7 +213,7 @@ class TestRefused:
             "LLM_PARAM_INVALID",
             "tensor 0 has 1536 bytes at 0x.*is host memory.*not of device 3.*accelerator",
         ):
-            datadist.register_cache(DEVICE, [it.ctypes.data for it in arrays])
+            datadist.register_cache(DEVICE, [array.ctypes.data for array in arrays])
         with refused(
             "LLM_PARAM_INVALID",
             r"tensors\[0\] is a ndarray; .*addresses on device 3.*placement=HOST",
@@ -219,7 +223,9 @@ class TestRefused:
         with refused("LLM_PARAM_INVALID", "is pinned host memory"):
             datadist.register_cache(DEVICE, pinned.tensor_addrs)
         with refused("LLM_PARAM_INVALID", "is host memory"):
-            datadist.copy_cache(Cache(DEVICE, -1, tuple(it.ctypes.data for it in arrays)), pinned)
+            datadist.copy_cache(
+                Cache(DEVICE, -1, tuple(array.ctypes.data for array in arrays)), pinned
+            )
 
     def test_device_memory_as_the_hosts(self, allocate: Allocate, datadist: LlmDataDist) -> None:
         addresses = allocate()

@@ -28,16 +28,16 @@ def watch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Iterable[int]],
     # The rest of the source, which calls a device, is left out.
     flags = ("-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread")
     unused = ("-ffunction-sections", "-Wl,--gc-sections")
-    includes = (f"-I{ROOT / it}" for it in ("kvnative/src", "include"))
+    includes = (f"-I{ROOT / name}" for name in ("kvnative/src", "include"))
     source = str(ROOT / "tests/device/pace_main.c")
     subprocess.run(["cc", *flags, *unused, *includes, source, "-o", str(program)], check=True)
 
     def run(intervals: Iterable[int]) -> Seen:
         times = map(str, accumulate(intervals))
         done = subprocess.run([program, *times], capture_output=True, text=True, check=True)
-        rows = [tuple(map(int, it.split())) for it in done.stdout.splitlines()]
-        looks = [0, *(it[1] for it in rows)]
-        return [(it[0], b - a) for it, (a, b) in zip(rows, pairwise(looks), strict=True)]
+        rows = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+        looks = [0, *(row[1] for row in rows)]
+        return [(row[0], b - a) for row, (a, b) in zip(rows, pairwise(looks), strict=True)]
 
     return run
 
@@ -46,7 +46,7 @@ def watch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Iterable[int]],
 def test_layers_that_are_alike_are_expected(
     watch: Callable[[Iterable[int]], Seen], interval: int
 ) -> None:
-    varied = [interval + interval * (it % 5 - 2) // 100 for it in range(40)]
+    varied = [interval + interval * (number % 5 - 2) // 100 for number in range(40)]
     seen = watch(varied)
     assert all(late <= 20 * US for late, _ in seen[2:])
     # A look takes some 3 us: so this is a few percent of one processor.

@@ -110,7 +110,7 @@ def assert_moves(executor: Executor, case: Case, after: Gate | None = None) -> N
 
 @pytest.mark.parametrize(("way", "pinned"), WAYS)
 class TestEachWay:
-    def test_what_arrives_was_written_before_the_event(
+    def test_bytes_that_arrive_were_written_before_the_event(
         self, device: Device, simulator: Controls, compute: Compute, way: str, pinned: bool
     ) -> None:
         backend, case = case_of(device, simulator, way, pinned)
@@ -129,7 +129,7 @@ class TestEachWay:
         case.assert_moved()
         assert (case.target[case.target != UNTOUCHED] == 7).all()
 
-    def test_what_never_comes_ends_at_the_deadline(
+    def test_an_event_that_never_comes_ends_at_the_deadline(
         self, device: Device, simulator: Controls, compute: Compute, way: str, pinned: bool
     ) -> None:
         backend, case = case_of(device, simulator, way, pinned)
@@ -145,14 +145,14 @@ class TestEachWay:
         for after in (None, taken(device, compute)):
             assert_moves(executor, case, after)
 
-    def test_cancelled_behind_what_never_comes(
+    def test_cancelled_behind_an_event_that_never_comes(
         self, device: Device, simulator: Controls, compute: Compute, way: str, pinned: bool
     ) -> None:
         backend, case = case_of(device, simulator, way, pinned)
         executor = Executor(backend)
         compute.hold()
         tasks = [executor.submit(case.descriptors, after=taken(device, compute)) for _ in "ab"]
-        assert [it.cancel().status for it in tasks[::-1]] == [KVN_CANCELLED] * 2
+        assert [task.cancel().status for task in tasks[::-1]] == [KVN_CANCELLED] * 2
         compute.release()
         compute.wait()
         assert (case.target == UNTOUCHED).all()
@@ -217,7 +217,7 @@ def test_the_device_keeps_the_order(
 
 
 class TestPoints:
-    def test_of_a_stream_all_that_was_issued(
+    def test_a_stream_stands_for_all_work_that_was_issued(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
         backend, case = case_of(device, simulator, "device_to_device", pinned=True)
@@ -249,14 +249,14 @@ class TestPoints:
     def test_several_transfers_after_one(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
-        ways = [case_of(device, simulator, *it) for it in WAYS]
+        ways = [case_of(device, simulator, *way) for way in WAYS]
         compute.hold()
         point = taken(device, compute)
         tasks = [Executor(backend).submit(case.descriptors, after=point) for backend, case in ways]
         for task, (_, case) in zip(tasks, ways, strict=True):
             assert_waits(task, case)
         compute.release()
-        assert {it.wait(FOREVER).status for it in tasks} == {KVN_OK}
+        assert {task.wait(FOREVER).status for task in tasks} == {KVN_OK}
 
     def test_work_that_was_done_before(
         self, device: Device, simulator: Controls, compute: Compute
@@ -336,7 +336,7 @@ class TestPoints:
 
 
 class TestLayers:
-    def test_one_that_is_ready_already_needs_no_other_event(
+    def test_an_event_that_is_ready_needs_no_wait(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
         backend, case = case_of(device, simulator, "host", pinned=True)
@@ -376,7 +376,7 @@ class TestFailures:
         with pytest.raises(DeviceError, match="aclrtStreamWaitEvent: 107017"):
             device.take_event(event)
 
-    def test_handles_that_cannot_be(self, device: Device) -> None:
+    def test_impossible_handles_are_refused(self, device: Device) -> None:
         for handle in (0, -1, 1 << 64):
             with pytest.raises((ValueError, OverflowError), match="handle"):
                 device.take_event(handle)
@@ -389,7 +389,7 @@ class TestFailures:
         other.close()
 
     @pytest.mark.parametrize("what", ["event", "stream", "wait", "record"])
-    def test_none_can_be_had(
+    def test_no_event_can_be_made(
         self, device: Device, simulator: Controls, compute: Compute, what: str
     ) -> None:
         failing = CALLS[simulator.accelerator][what]
@@ -399,7 +399,7 @@ class TestFailures:
             device.take_event(event)
         device.take_event(event)
 
-    def test_it_can_not_be_asked_for(
+    def test_an_event_that_cannot_be_queried(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
         backend, case = case_of(device, simulator, "host", pinned=True)
@@ -412,7 +412,7 @@ class TestFailures:
         assert (case.target == UNTOUCHED).all()
 
     @only_ascend  # on CUDA it is waited for
-    def test_it_can_not_be_ordered_behind(
+    def test_an_event_that_cannot_be_ordered_behind(
         self, device: Device, simulator: Controls, compute: Compute
     ) -> None:
         backend, case = case_of(device, simulator, "device_to_device", pinned=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from threading import Event
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from kvplan import (
     GatherTask,
     LLMStatusCode,
     Placement,
+    PlanEvent,
     Rows,
     Shard,
     Transfer,
@@ -35,7 +38,8 @@ WHOLE = CacheDesc(
     shard=Shard(num_layers=NUM_TENSORS),
 )
 """Of a model whose gathered parts are layers of it."""
-ARRIVED = [[it + 1] for it in range(NUM_TENSORS)]
+ARRIVED = [[number + 1] for number in range(NUM_TENSORS)]
+LIMIT_MS = 400
 COMPUTED = [[row(9)]] * NUM_TENSORS
 
 
@@ -54,7 +58,7 @@ class Gathered:
             cache = linked.decode.allocate_blocks_cache(replace(WHOLE, num_tensors=1, shard=shard))
             linked.decode.write_cache(cache, [np.full(WHOLE.shape, layer + 1, np.uint16)])
             self.caches.append(cache)
-        self.sources = [CacheIndex(4, it.cache_id) for it in self.caches]
+        self.sources = [CacheIndex(4, cache.cache_id) for cache in self.caches]
         linked.compute.hold()
         for address in self.mine.tensor_addrs:
             linked.compute.fill(address + 5 * WHOLE.stride, 2 * WHOLE.stride, 9)
@@ -69,7 +73,7 @@ class Gathered:
     def found(self, cache: Cache | None = None) -> list[list[int]]:
         """What blocks 5 and 6 hold, by tensor."""
         tensors = self.pair.prefill.arrays(cache or self.mine, copy=True)
-        return [np.unique(it[[5, 6]]).tolist() for it in tensors]
+        return [np.unique(tensor[[5, 6]]).tolist() for tensor in tensors]
 
     def release(self) -> None:
         self.pair.compute.release()
@@ -82,7 +86,7 @@ def test_each_source_comes_after_it(linked: Pair) -> None:
     task = gathered.submit(after=event)
     linked.compute.destroy(handle_of(event))
     assert len(task.tasks) == NUM_TENSORS
-    assert all(still(it) for it in task.tasks.values())
+    assert all(still(task) for task in task.tasks.values())
     assert gathered.found() == [[0]] * NUM_TENSORS
     linked.compute.release()
     task.wait(FOREVER)
@@ -104,15 +108,15 @@ def test_groups_come_after_it(linked: Pair) -> None:
 def test_more_sources_than_streams_that_wait(linked: Pair) -> None:
     gathered = Gathered(linked)
     caches = [linked.prefill.allocate_blocks_cache(WHOLE) for _ in range(3)]
-    tasks = [gathered.submit(dst=it, after=linked.compute) for it in caches]
-    assert all(still(it) for it in tasks)
+    tasks = [gathered.submit(dst=cache, after=linked.compute) for cache in caches]
+    assert all(still(task) for task in tasks)
     linked.compute.release()
-    for it in tasks:
-        it.wait(FOREVER)
-    assert [gathered.found(it) for it in caches] == [ARRIVED] * 3
+    for task in tasks:
+        task.wait(FOREVER)
+    assert [gathered.found(cache) for cache in caches] == [ARRIVED] * 3
 
 
-def test_the_deadline_of_what_never_comes(linked: Pair) -> None:
+def test_the_deadline_of_an_event_that_never_comes(linked: Pair) -> None:
     gathered = Gathered(linked)
     task = gathered.submit(after=linked.compute)
     with pytest.raises(GatherError, match="3 of 3 sources failed") as caught:
@@ -125,7 +129,34 @@ def test_the_deadline_of_what_never_comes(linked: Pair) -> None:
     assert gathered.found() == ARRIVED
 
 
-def test_it_is_cancelled(linked: Pair) -> None:
+@pytest.mark.parametrize("several", [False, True])
+def test_the_limit_of_a_call_begins_with_it(linked: Pair, several: bool) -> None:
+    """A hook takes all of the time: what then waits for compute fails without as long again."""
+    ended = linked.prefill.completions()
+    gathered = Gathered(linked)
+    desc = replace(WHOLE, num_tensors=1, shard=Shard(range(1), num_layers=NUM_TENSORS))
+    one = Rows(linked.prefill.allocate_blocks_cache(desc), [6, 5])
+    transfer = Transfer(Rows(gathered.sources[0], [0, 3]), one)
+    if several:
+        transfer = gathered.transfer(gathered.mine)
+    began = perf_counter()
+    shown: list[float] = []
+
+    def hook(_: PlanEvent) -> None:
+        Event().wait(max(0.0, began + LIMIT_MS / 1000 - perf_counter()))
+        shown.append(perf_counter())
+
+    remove = linked.prefill.on_plan(hook)
+    with refused(LLMStatusCode.LLM_TIMEOUT):
+        linked.prefill.run(transfer, after=linked.compute, timeout_ms=LIMIT_MS)
+    assert perf_counter() - shown[-1] < LIMIT_MS / 1000
+    assert not len(ended)  # the call has raised it
+    remove()
+    gathered.release()
+    assert gathered.found() == COMPUTED
+
+
+def test_a_gather_behind_an_event_is_cancelled(linked: Pair) -> None:
     gathered = Gathered(linked)
     task = gathered.submit(after=linked.compute)
     assert still(task)
@@ -163,7 +194,7 @@ def test_a_source_that_is_refused(linked: Pair) -> None:
     assert gathered.found() == COMPUTED
 
 
-def test_what_is_no_event(linked: Pair) -> None:
+def test_values_that_are_not_events_are_refused(linked: Pair) -> None:
     gathered = Gathered(linked)
     with pytest.raises(TypeError, match="after='now' must be an event or a stream"):
         gathered.submit(after="now")

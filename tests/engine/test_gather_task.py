@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from itertools import permutations
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -10,8 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvplan import GatherError, GatherTask, LLMException, LLMStatusCode
-from kvplan.engine.gather import GatherNotices, LayerGatherTask
+from kvplan import GatherError, GatherTask, LayerGatherTask, LLMException, LLMStatusCode
 from kvplan.execution.awaitable import AwaitableTask
 from kvplan.execution.task import TransferTask
 from tests.support.refusals import refused
@@ -20,18 +20,6 @@ WAIT_S = 20  # for what happens at once
 LONG_MS = 600_000
 TIMEOUT = LLMException("too late", status_code=LLMStatusCode.LLM_TIMEOUT)
 LOST = LLMException("no link", status_code=LLMStatusCode.LLM_LINK_FAILED)
-
-
-class Notices:
-    """The outcomes of which peers would be notified."""
-
-    any = False
-
-    def __init__(self) -> None:
-        self.outcomes: list[BaseException | None] = []
-
-    def finish(self, error: BaseException | None) -> None:
-        self.outcomes.append(error)
 
 
 class Source(AwaitableTask):
@@ -71,8 +59,10 @@ class Source(AwaitableTask):
         pass
 
 
-def gather(*sources: Source) -> GatherTask:
-    task = GatherTask("pull_blocks", cast(GatherNotices, Notices()))
+def gather(
+    *sources: Source, on_outcome: Callable[[BaseException | None], None] | None = None
+) -> GatherTask:
+    task = GatherTask("pull_blocks", on_outcome)
     for index, source in enumerate(sources):
         task.begin(index, f"source {index}", lambda source=source: cast(TransferTask, source))
     return task
@@ -107,7 +97,8 @@ def test_a_failure_stops_the_others_whoever_learns_of_it(order: tuple[int, ...],
     """One has moved, the next fails, the last would go on for ever."""
     sources = [Source() for _ in range(3)]
     moved, victim, other = order
-    task = gather(*sources)
+    outcomes: list[BaseException | None] = []
+    task = gather(*sources, on_outcome=outcomes.append)
     settled = Event()
     if how != "wait":
         task.when_settled(settled.set)
@@ -128,8 +119,7 @@ def test_a_failure_stops_the_others_whoever_learns_of_it(order: tuple[int, ...],
     assert [*error.value.stopped] == [other]
     assert sources[other].done
     assert str(error.value).startswith("pull_blocks: 1 of 3 sources failed: ")
-    (outcome, *_) = cast(Notices, task.notices).outcomes
-    assert isinstance(outcome, GatherError)
+    assert isinstance(outcomes[0], GatherError)
 
 
 @pytest.mark.parametrize("lost", range(3))
@@ -180,7 +170,7 @@ def test_a_gather_of_nothing_has_ended() -> None:
 def test_a_layer_is_ready_in_each_pair_that_has_it(local: str) -> None:
     """By the numbers of this process; each pair has its own at the other end."""
     made_ready: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    task = LayerGatherTask("pull_layers", cast(GatherNotices, Notices()))
+    task = LayerGatherTask("pull_layers")
     own = {0: range(4), 1: range(2, 6), 2: range(2, 3)}
     for number, layers in own.items():
         read = range(10 * number, 10 * number + len(layers))

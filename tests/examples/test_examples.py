@@ -80,8 +80,8 @@ def run(script: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(it, marks=NO_TORCH if it == "torch_tensors" else ())
-        for it in [*SHOWN, "two_hosts"]
+        pytest.param(item, marks=NO_TORCH if item == "torch_tensors" else ())
+        for item in [*SHOWN, "two_hosts"]
     ],
 )
 def test_says_what_it_is_about(

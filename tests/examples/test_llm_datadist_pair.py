@@ -21,9 +21,9 @@ PATIENCE = 60.0
 
 def free_ports(count: int) -> list[int]:
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [it.getsockname()[1] for it in held]
-    for it in held:
-        it.close()
+    ports = [item.getsockname()[1] for item in held]
+    for item in held:
+        item.close()
     return ports
 
 
@@ -116,13 +116,17 @@ def test_one_wrong_number_is_found(
 def test_official_names_only(name: str) -> None:
     """The standard library, NumPy, and what an Ascend user has: but for tensors of its own."""
     tree = ast.parse((FOLDER / name).read_text())
-    tree.body = [it for it in tree.body if not isinstance(it, ast.ClassDef) or it.name != "Tensors"]
+    tree.body = [
+        item for item in tree.body if not isinstance(item, ast.ClassDef) or item.name != "Tensors"
+    ]
     imported = {
         module.split(".")[0]
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for module in (
-            [node.module] if isinstance(node, ast.ImportFrom) else [it.name for it in node.names]
+            [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else [name.name for name in node.names]
         )
     }
     ours = imported - sys.stdlib_module_names

@@ -76,11 +76,12 @@ def ended(
 
 
 def test_every_example_is_run() -> None:
-    assert {it.stem for it in FOLDER.glob("*.py")} == {"__init__", *ALONE, *PAIRS}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {"__init__", *ALONE, *PAIRS}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(it, marks=NO_TORCH if it == "torch_tensors" else ()) for it in SHOWN]
+    "name",
+    [pytest.param(item, marks=NO_TORCH if item == "torch_tensors" else ()) for item in SHOWN],
 )
 def test_shows_what_arrived(name: str, ended: dict[str, Future[Done]]) -> None:
     done = ended[name].result()

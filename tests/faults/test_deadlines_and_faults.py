@@ -18,7 +18,17 @@ from kvnative._executor import (
     KVN_UNMAPPED,
     Backend,
 )
-from kvplan import CacheIndex, CacheKey, LinkState, LlmDataDist, LLMStatusCode, Transfers
+from kvplan import (
+    AddressRanges,
+    CacheDesc,
+    CacheIndex,
+    CacheKey,
+    DataType,
+    LinkState,
+    LlmDataDist,
+    LLMStatusCode,
+    Transfers,
+)
 from tests.faults.conftest import MakeEngine
 from tests.faults.contents import make_cache, pattern
 from tests.faults.outcomes import COUNT, assert_confirmed, unconfirmed
@@ -192,3 +202,23 @@ def test_a_fault_is_reported_by_its_own_status_and_consumes_no_key(
     assert_confirmed(None, their_arrays, pattern(1))
     with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
         user.pull_cache(key, cache)
+
+
+def test_ranges_that_are_late_name_the_first_that_may_be_missing(
+    make_engine: MakeEngine, peer: Peer
+) -> None:
+    """However they were begun."""
+    with Transfers(1, lambda it: delay(it, FOR_EVER_MS)) as transfers:
+        user = make_engine(2, transfers=transfers)
+        desc = CacheDesc(1, (1, 4096), DataType.DT_INT8)
+        there = peer.run("result = datadist.allocate_cache(desc).tensor_addrs[0]", desc=desc)
+        (here,) = user.allocate_cache(desc).tensor_addrs
+        link(user, peer)
+        ranges = AddressRanges(1, [here + 64], [there + 32], [16])
+        for begin in (
+            lambda: user.run(ranges, timeout_ms=5),
+            lambda: user.submit(ranges).wait(timeout_ms=5),
+        ):
+            with refused(TIMEOUT, rf"the first that is not confirmed: local \[{here + 64:#x}, "):
+                begin()
+        transfers.close(cancel=True)

@@ -49,7 +49,7 @@ def test_bands_join_the_rows_that_the_reference_moves(example: Example, coalesce
     plan = example.plan(coalesce)
     bands = Bands(plan.part)
     drawn = [pair for band in range(len(bands)) for pair in rows_of(bands, band)]
-    assert {*drawn} == {(it.src_row, it.dst_row) for it in example.moves}
+    assert {*drawn} == {(move.src_row, move.dst_row) for move in example.moves}
     tensors = [
         tuple(map(int, pair.split()[:3:2]))
         for text in layer_texts(plan.part)
@@ -73,8 +73,8 @@ def test_bands_between_unlike_caches_are_all_of_the_plan_once(
 def numbers(text: str, word: str) -> set[int]:
     """The numbers that a title names after `word`, of texts without an ellipsis."""
     found = re.search(rf"{word}s? ([^;]*)", text)
-    spans = [it.split("..") for it in found[1].split(", ")] if found else []
-    return {number for it in spans for number in range(int(it[0]), int(it[-1]) + 1)}
+    spans = [part.split("..") for part in found[1].split(", ")] if found else []
+    return {number for span in spans for number in range(int(span[0]), int(span[-1]) + 1)}
 
 
 def assert_is_all_of(plan: Plan) -> None:
@@ -102,9 +102,9 @@ def assert_is_all_of(plan: Plan) -> None:
             heads.setdefault(key, set()).update(range(origin.heads[0], origin.heads[1] + 1))
     assert drawn == wanted
     for key, said in texts.items():
-        if not any(", ..." in it for it in said):
-            assert set().union(*(numbers(it, "token") for it in said)) == tokens.get(key, set())
-        found = set().union(*(numbers(it, "head") for it in said))
+        if not any(", ..." in text for text in said):
+            assert set().union(*(numbers(text, "token") for text in said)) == tokens.get(key, set())
+        found = set().union(*(numbers(text, "head") for text in said))
         assert found == heads.get(key, set())
 
 
@@ -123,7 +123,7 @@ def test_a_band_begins_and_ends_at_its_tokens(transfer: Any, coalesce: bool) -> 
             assert said is not None
             if "," in said[1]:
                 continue  # out of order
-            first, last = (int(said[1].split("..")[it]) + shift for it in (0, -1))
+            first, last = (int(said[1].split("..")[number]) + shift for number in (0, -1))
             assert (side.begin[band], side.end[band]) == (first % size, last % size + 1)
 
 
@@ -136,9 +136,9 @@ def test_a_band_of_bytes_begins_and_ends_where_they_do(
         ("src", "dst"), (example.src.stride, example.dst.stride), bands.parts, strict=True
     ):
         written = {
-            getattr(it, f"{name}_row") * stride + getattr(it, f"{name}_start") + byte
-            for it in example.moves
-            for byte in range(it.nbytes)
+            getattr(move, f"{name}_row") * stride + getattr(move, f"{name}_start") + byte
+            for move in example.moves
+            for byte in range(move.nbytes)
         }
         step, shown = stride // parts, set[int]()
         for first, last, begin, end in zip(*getattr(bands, name), strict=True):
@@ -151,12 +151,12 @@ def test_a_band_says_keys_or_values_as_the_origins_do(transfer: Any, coalesce: b
     plan = planned(transfer, coalesce)
     bands = Bands(plan.part)
     said = "".join(bands.text(range(band, band + 1)) + ";" for band in range(len(bands)))
-    found = {letter for it in re.findall(r"; ([KV+]+);", said) for letter in it.split("+")}
+    found = {letter for match in re.findall(r"; ([KV+]+);", said) for letter in match.split("+")}
     if "kv" in plan.part.split or plan.part.tensors_per_layer == 2:
         assert not found  # the slider's text says which
     else:
-        known = {plan.origin(it).kv for it in range(plan.part.segments.num_runs)} - {""}
-        assert found == {letter for it in known for letter in it.split("+")}
+        known = {plan.origin(number).kv for number in range(plan.part.segments.num_runs)} - {""}
+        assert found == {letter for item in known for letter in item.split("+")}
 
 
 @given(st.permutations(range(12)), st.permutations(range(12)), st.sampled_from(Coalesce))
@@ -175,7 +175,7 @@ def test_entries_and_tokens_that_are_out_of_order_are_all_named(
             f"; {spans_text('token', tokens_of(plan.part, offset, offset + nbytes - 1))};" in text
         )
         if ", ..." not in text:
-            entries = {dst.index(it) for it in range(low, high + 1)}
+            entries = {dst.index(number) for number in range(low, high + 1)}
             of = re.search(r"; entr(?:y|ies) (.*) of 12 in", text)
             assert of is not None
             assert numbers(f"entry {of[1]}", "entry") == entries

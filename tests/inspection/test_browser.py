@@ -85,8 +85,8 @@ class Page:
     def press(self, *keys: str) -> None:
         ActionChains(self.driver, duration=0).send_keys(*keys).perform()
 
-    def point_at(self, it: WebElement) -> None:
-        ActionChains(self.driver, duration=0).move_to_element(it).perform()
+    def point_at(self, web_element: WebElement) -> None:
+        ActionChains(self.driver, duration=0).move_to_element(web_element).perform()
 
     def labels(self) -> list[str]:
         """What a screen reader says of the bands."""
@@ -113,10 +113,10 @@ def page(driver: webdriver.Chrome, tmp_path: Path) -> Page:
 
 def label(page: Page, text: str) -> WebElement:
     """The number in a box of a band, which lets the pointer through."""
-    return next(it for it in page.all("text.end") if it.text == text)
+    return next(element for element in page.all("text.end") if element.text == text)
 
 
-def test_pointing_at_a_band_says_what_it_moves(page: Page) -> None:
+def test_pointing_at_a_band_shows_its_rows_and_tokens(page: Page) -> None:
     page.open(SMALL)
     assert page.one("svg text.head").text == (
         "Pulls 3 blocks of a peer into 3 blocks, in 2 layers: 384 KiB in 8 descriptors."
@@ -161,10 +161,10 @@ def test_everything_can_be_done_by_keys(page: Page) -> None:
 def test_groups_are_below_one_another_and_their_names_are_only_text(page: Page) -> None:
     page.open(joined({EVIL: SMALL, "indexer": unlike()}))
     heads = page.all("svg > text.soft:first-of-type")
-    assert [it.text.partition(" · part ")[2] for it in heads] == [EVIL, "indexer"]
+    assert [head.text.partition(" · part ")[2] for head in heads] == [EVIL, "indexer"]
     assert page.all("img") == []
     assert page.driver.title.startswith("<Plan pull_groups")
-    assert [it.text for it in page.all("tspan.odd")] == [
+    assert [element.text for element in page.all("tspan.odd")] == [
         "≠ token 16", "≠ head 2", "≠ head 4", "≠ token 32"
     ]  # fmt: skip
     page.point_at(label(page, "16–31"))
@@ -176,14 +176,14 @@ def test_a_difference_shows_both_plans(page: Page) -> None:
     page.open(SMALL, diff=SWAPPED)
     assert page.one("h1").text.startswith("verdict: different bytes - 262,144 destination bytes")
     assert "src_blocks[0] and src_blocks[1] are swapped (4 and 5)" in page.one("pre").text
-    assert [it.text for it in page.all("h2")] == ["Old plan", "New plan"]
-    assert [it.partition(";")[0] for it in page.labels()] == [
+    assert [element.text for element in page.all("h2")] == ["Old plan", "New plan"]
+    assert [label.partition(";")[0] for label in page.labels()] == [
         "blocks 4–5 → blocks 7–8", "block 9 → block 2",
         "block 5 → block 7", "block 4 → block 8", "block 9 → block 2",
     ]  # fmt: skip
 
 
-def test_it_works_in_a_notebooks_cell(page: Page) -> None:
+def test_the_page_works_in_a_notebook(page: Page) -> None:
     page.show(f"<!doctype html><style>main, svg {{ display: none }}</style>{SMALL._repr_html_()}")
     page.driver.switch_to.frame(page.one("iframe"))
     assert page.one("svg").is_displayed()
@@ -210,8 +210,8 @@ return found;
 def test_nothing_overlaps_and_nothing_is_cut(page: Page, width: int) -> None:
     desc = CacheDesc(64, (100_000, 16, 8, 128), FP16, kv_tensor_format="NHD")
     rng = np.random.default_rng(3)
-    runs = [np.arange(5000 * it, 5000 * it + 30) for it in (1, 2)]
-    src, dst = (np.concatenate([rng.permutation(5000)[:70], it]) for it in runs)
+    runs = [np.arange(5000 * number, 5000 * number + 30) for number in (1, 2)]
+    src, dst = (np.concatenate([rng.permutation(5000)[:70], run]) for run in runs)
     for plan in (
         SMALL,
         unlike(),
@@ -254,13 +254,15 @@ def test_no_page_asked_for_anything_or_complained(page: Page) -> None:
     page.open(large(), diff=unlike())
     page.until(lambda: page.all(".band"))
     assert page.driver.get_log("browser") == []
-    assert {it.partition(":")[0] for it in requests(page)} <= {"file", "data"}
+    assert {request.partition(":")[0] for request in requests(page)} <= {"file", "data"}
     page.show('<!doctype html><img src="http://127.0.0.1:9/picture.png">')  # would be seen
     page.until(lambda: "http://127.0.0.1:9/picture.png" in requests(page))
 
 
 def requests(page: Page) -> list[str]:
     """What documents of ours have asked for since the last call; the first tab is the browser's."""
-    events = [json.loads(it["message"])["message"] for it in page.driver.get_log("performance")]
-    sent = [it["params"] for it in events if it["method"] == "Network.requestWillBeSent"]
-    return [it["request"]["url"] for it in sent if not it["documentURL"].startswith("chrome")]
+    events = [json.loads(item["message"])["message"] for item in page.driver.get_log("performance")]
+    sent = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    return [
+        event["request"]["url"] for event in sent if not event["documentURL"].startswith("chrome")
+    ]

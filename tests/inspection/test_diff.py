@@ -156,10 +156,10 @@ LAYERS = CacheDesc(8, (16, 4), DataType.DT_INT8)
 def test_ranges_of_other_layers_are_a_cause(old: Ranges, new: Ranges, said: str) -> None:
     plans = [
         kvplan.plan(
-            Transfer(Rows(LAYERS, [4]), Rows(LAYERS, [7]), layers=KvCacheExtParam(*it)),
+            Transfer(Rows(LAYERS, [4]), Rows(LAYERS, [7]), layers=KvCacheExtParam(*version)),
             local="dst",
         )
-        for it in (old, new)
+        for version in (old, new)
     ]
     *_, found, verdict = plans[0].diff(plans[1]).splitlines()
     assert (found, verdict) == (f"  cause    {said}", "  verdict: different bytes - other layers")
@@ -252,7 +252,7 @@ def test_only_tensors_that_there_are_are_mentioned() -> None:
     assert "  (3 tensors in the old plan alone)\n" in change(4, 1)
 
 
-def test_names_are_no_difference() -> None:
+def test_names_of_caches_are_not_compared() -> None:
     src = dataclasses.replace(PLAN.part.src, name="cache 1")
     named = Plan([dataclasses.replace(PLAN.part, src=src)])
     assert PLAN.diff(named).endswith("verdict: identical")
@@ -304,7 +304,7 @@ turned = st.builds(
         local="dst",
     ),
     st.lists(st.integers(0, 5), min_size=2, max_size=2),
-    st.permutations(range(4)).map(lambda it: it[:2]),
+    st.permutations(range(4)).map(lambda value: value[:2]),
     st.integers(1, 6),
     st.integers(0, 4),
 )

@@ -45,7 +45,7 @@ def outcome(plan: Plan) -> list[bytes]:
             for side in (plan.part.src, plan.part.dst)
         )
         reference.execute(plan, src, dst)
-        left += [it.tobytes() for it in dst]
+        left += [tensor.tobytes() for tensor in dst]
     return left
 
 

@@ -169,7 +169,7 @@ pull_blocks  C2B   src -> dst   plan 704aa5
 def test_a_size_is_written_in_the_largest_unit_that_it_has_one_of() -> None:
     sizes = [1023, 1024, 2**20 - 1024, 2**20, 2**30]
     written = ["1023 B", "1 KiB", "1023 KiB", "1.0 MiB", "1.0 GiB"]
-    assert [nbytes_text(it) for it in sizes] == written
+    assert [nbytes_text(size) for size in sizes] == written
 
 
 def test_a_block_that_is_filled_in_part_counts_as_a_slice() -> None:
@@ -195,7 +195,7 @@ def test_table_of_a_slot_cut_into_blocks() -> None:
     )
 
 
-def test_tree_of_what_was_not_merged() -> None:
+def test_a_tree_says_why_slices_were_not_merged() -> None:
     assert_text(
         C2B_UNMERGED.explain(),
         """

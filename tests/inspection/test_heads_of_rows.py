@@ -13,7 +13,7 @@ from kvplan import CacheDesc, DataType, Rows, Shard, Transfer
 def part(layout: str, heads: range) -> CacheDesc:
     lengths = {"block": 4, "token": 8, "head": len(heads), "dim": 4}
     axes = layout.split()
-    shape = tuple(lengths[it] for it in axes)
+    shape = tuple(lengths[ax] for ax in axes)
     shard = Shard(range(1), heads, 1, 5)
     return CacheDesc(2, shape, DataType.DT_FLOAT16, kv_tensor_format=layout, shard=shard)
 
@@ -35,8 +35,10 @@ def test_heads(
 ) -> None:
     dst = part(layouts[1], range(5))
     plans = [
-        kvplan.plan(Transfer(Rows(part(layouts[0], it), [3, 0]), Rows(dst, [1, 2])), local="dst")
-        for it in (right, wrong)
+        kvplan.plan(
+            Transfer(Rows(part(layouts[0], tensor), [3, 0]), Rows(dst, [1, 2])), local="dst"
+        )
+        for tensor in (right, wrong)
     ]
     text = plans[0].diff(plans[1])
     rows = re.findall(r"^([-+]) .*  tokens \d+\.\.\d+ (heads? [\d.]+)$", text, re.MULTILINE)

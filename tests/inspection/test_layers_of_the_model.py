@@ -76,7 +76,7 @@ def test_two_stages_of_one_gather() -> None:
     plans = plan_gather(
         Transfer([Rows(FIRST, [4]), Rows(LAST, [9])], Rows(WHOLE, [7])), [FIRST, LAST], WHOLE
     )
-    assert [str(it.origin(2)) for it in plans if it is not None] == [
+    assert [str(plan.origin(2)) for plan in plans if plan is not None] == [
         "layer 1>1 tensor 2>2 block 4>7 K heads 0..7 tokens 0..15",
         "layer 1>17 (17 of the model) tensor 2>34 block 9>7 K heads 0..7 tokens 0..15",
     ]
@@ -137,8 +137,8 @@ def test_a_shard_that_is_too_long_stands_below() -> None:
         shard=Shard(range(16, 32), range(8, 16), 32, 64),
     )
     alike, unlike = (
-        kvplan.plan(Transfer(Rows(part, [1]), Rows(it, [2])), local="dst").explain()
-        for it in (part, other)
+        kvplan.plan(Transfer(Rows(part, [1]), Rows(item, [2])), local="dst").explain()
+        for item in (part, other)
     )
     assert_text(
         "\n".join([*alike.splitlines()[1:3], *unlike.splitlines()[1:5]]),

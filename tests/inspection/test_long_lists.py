@@ -78,7 +78,7 @@ def test_runs_that_were_not_merged_are_seen() -> None:
     )
 
 
-def test_what_is_cut_by_heads_is_counted_in_bytes() -> None:
+def test_runs_cut_by_heads_are_counted_in_bytes() -> None:
     half, whole = (
         CacheDesc(
             4, (64, heads, 16, 128), FP16, kv_tensor_format="HND",
@@ -160,11 +160,12 @@ def test_groups_of_other_tokens_are_not_the_same(wide: int) -> None:
 
 def test_the_same_change_in_several_groups_is_one() -> None:
     old, new, other = (
-        kvplan.plan(Transfer(Rows(MLA, [it]), Rows(MLA, [1])), local="dst") for it in (1, 2, 3)
+        kvplan.plan(Transfer(Rows(MLA, [number]), Rows(MLA, [1])), local="dst")
+        for number in (1, 2, 3)
     )
     groups = [
-        joined(dict(zip("abcde", it, strict=True)))
-        for it in ((old, old, old, old, old), (old, old, new, new, other))
+        joined(dict(zip("abcde", row, strict=True)))
+        for row in ((old, old, old, old, old), (old, old, new, new, other))
     ]
     text = groups[0].diff(groups[1])
     assert_text("\n".join([text.splitlines()[0], *text.splitlines()[-2:]]), GROUP_CHANGES)
@@ -199,7 +200,7 @@ def test_a_table_of_all_is_never_in_memory(plan: Plan) -> None:
     assert peak < 3_000_000  # the texts of the rows of one chunk; not of all tensors
 
 
-def test_what_is_wrong_is_refused_before_the_first_line() -> None:
+def test_bad_arguments_are_refused_before_the_first_line() -> None:
     for plan in (LARGE, joined({"a": LARGE})):
         with refused(LLMStatusCode.LLM_PARAM_INVALID, "limit=0 must be None or >= 1"):
             plan.explain_lines("table", 0)

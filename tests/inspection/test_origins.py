@@ -25,16 +25,16 @@ def assert_names(origin: Origin, plan: Plan, descriptor: int, cache: Cache, *, a
     tensor, start = plan.part.pair(pair)[sides.index(at)]
     *offsets, nbytes = plan.part.run_at(run)
     first = start + offsets[sides.index(at)]
-    tensors = [np.zeros_like(it) for it in cache.tensors(0)]
+    tensors = [np.zeros_like(tensor) for tensor in cache.tensors(0)]
     tensors[tensor].reshape(-1).view(np.uint8)[first : first + nbytes] = 1
-    found: dict[str, set[Any]] = {it: set() for it in ("layer", "kv", "head", "place")}
+    found: dict[str, set[Any]] = {name: set() for name in ("layer", "kv", "head", "place")}
     for layer in cache.layers:
         for kv in range(cache.model.kv):
             rows, tokens, heads, _ = np.nonzero(cache.named(tensors, layer, kv))
             if len(rows):
                 found["layer"].add(layer)
                 found["kv"].add(kv)
-            found["head"] |= {it + cache.heads.start for it in heads.tolist()}
+            found["head"] |= {head + cache.heads.start for head in heads.tolist()}
             found["place"] |= {*zip(rows.tolist(), tokens.tolist(), strict=True)}
     assert origin.model_layer is not None
     local = origin.src_layer if at == "src" else origin.dst_layer
@@ -45,12 +45,12 @@ def assert_names(origin: Origin, plan: Plan, descriptor: int, cache: Cache, *, a
     if origin.heads is not None:
         assert {*range(origin.heads[0], origin.heads[1] + 1)} == found["head"]
     if origin.kv:
-        assert {"KV".index(it) for it in origin.kv.split("+")} == found["kv"]
+        assert {"KV".index(part) for part in origin.kv.split("+")} == found["kv"]
     return found["place"]
 
 
 @given(transfers(), st.booleans(), st.data())
-def test_an_origin_names_what_its_bytes_are(
+def test_an_origin_names_layer_head_and_token_of_its_bytes(
     transfer: Any, coalesce: bool, data: st.DataObject
 ) -> None:
     src, dst, src_blocks, dst_blocks, src_token, dst_token, _ = transfer
@@ -86,7 +86,9 @@ def test_a_chunk_of_a_slot_names_the_heads_and_parts_of_its_bytes(layout: str) -
     for offset, end in combinations(range(math.prod(shape[1:]) + 1), 2):
         src, dst = Rows(desc, slot=0, offset=offset), Rows(desc, slot=1, offset=offset)
         origin = kvplan.plan(Transfer(src, dst, nbytes=end - offset)).origin(0)
-        where = {axis: it[1].reshape(-1)[offset:end] for axis, it in zip(axes, places, strict=True)}
+        where = {
+            axis: place[1].reshape(-1)[offset:end] for axis, place in zip(axes, places, strict=True)
+        }
         assert origin.heads == (where["head"].min(), where["head"].max())
         if "kv" in where:
-            assert origin.kv == "+".join("KV"[it] for it in sorted({*where["kv"].tolist()}))
+            assert origin.kv == "+".join("KV"[item] for item in sorted({*where["kv"].tolist()}))

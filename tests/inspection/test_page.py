@@ -41,7 +41,9 @@ def scattered(blocks: int = 4096, layers: int = 61) -> Plan:
 @pytest.mark.parametrize("coalesce", Coalesce)
 def test_a_large_plan_is_a_small_document(coalesce: Coalesce) -> None:
     rng = np.random.default_rng(2)
-    runs = np.concatenate([np.arange(it * 64, it * 64 + 64) for it in rng.permutation(64)])
+    runs = np.concatenate(
+        [np.arange(number * 64, number * 64 + 64) for number in rng.permutation(64)]
+    )
     desc = CacheDesc(122, (8192, 16, 8, 128), FP16, kv_tensor_format="NHD")
     for plan in (
         scattered(),
@@ -52,7 +54,7 @@ def test_a_large_plan_is_a_small_document(coalesce: Coalesce) -> None:
         assert len(plan.to_html().encode()) < 500_000
 
 
-def test_it_is_the_svg_of_each_part() -> None:
+def test_a_page_has_the_svg_of_each_part() -> None:
     assert PLAN.to_svg() in PLAN.to_html()
     both = joined({"a": PLAN, "b": PLAN}).to_html()
     assert both.count("<section>") == both.count("<svg ") == 2
@@ -70,7 +72,7 @@ def test_a_comparison_has_the_text_and_both_pictures() -> None:
     assert other.to_svg() in document
 
 
-def test_it_asks_for_nothing() -> None:
+def test_a_page_loads_nothing() -> None:
     document = PLAN.to_html()
     addresses = {*re.findall(r"https?://[^\"' ]+", document)}
     assert addresses == {"http://www.w3.org/2000/svg"}  # a name
@@ -78,7 +80,7 @@ def test_it_asks_for_nothing() -> None:
     assert re.findall(r"(?:src|href)=\"([^\"]*)\"", document) == ["data:,"]
 
 
-def test_it_is_written_where_a_path_is_given(tmp_path: Path) -> None:
+def test_a_page_is_written_to_a_given_path(tmp_path: Path) -> None:
     for plan in (PLAN, joined({"a": PLAN})):
         for method, name in ((plan.to_html, "it.html"), (plan.to_svg, "it.svg")):
             text = method(tmp_path / name)
@@ -131,14 +133,14 @@ def test_notes_are_text_above_the_picture() -> None:
     assert document.index("<p>The lease is &lt;stale&gt;.</p>") < document.index("<svg")
 
 
-def test_what_is_not_a_plan_is_refused() -> None:
+def test_a_value_that_is_not_a_plan_is_refused() -> None:
     with pytest.raises(TypeError, match="diff"):
         PLAN.to_html(diff=PLAN.part)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="notes"):
         PLAN.to_html(notes=[1])  # type: ignore[list-item]
 
 
-def test_what_is_odd_is_said_in_words() -> None:
+def test_oddities_are_described_in_words() -> None:
     bf16 = CacheDesc(4, (16, 16, 8, 128), DataType.DT_BF16, kv_tensor_format="NHD")
     assert oddities(
         kvplan.plan(Transfer(Rows(DESC, [0]), Rows(bf16, [1]), reinterpret=True), local="dst").part

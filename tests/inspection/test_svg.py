@@ -71,9 +71,9 @@ def test_the_picture_of_the_readme_is_current() -> None:
 def well_formed(text: str) -> ET.Element:
     root = ET.fromstring(text)
     width, height = float(root.get("width", "")), float(root.get("height", ""))
-    for it in root.iter(f"{SPACE}text"):
-        assert 0 <= float(it.get("x", "")) <= width
-        assert 0 <= float(it.get("y", "")) <= height
+    for element in root.iter(f"{SPACE}text"):
+        assert 0 <= float(element.get("x", "")) <= width
+        assert 0 <= float(element.get("y", "")) <= height
     assert "<script" not in text
     return root
 
@@ -83,9 +83,13 @@ def well_formed(text: str) -> ET.Element:
 def test_every_band_is_drawn(example: Example, coalesce: Coalesce) -> None:
     plan = example.plan(coalesce)
     root = well_formed(plan.to_svg())
-    ribbons = [it for it in root.iter(f"{SPACE}path") if it.get("class") == "ribbon"]
+    ribbons = [element for element in root.iter(f"{SPACE}path") if element.get("class") == "ribbon"]
     assert len(ribbons) <= plan.part.segments.num_runs
-    rows = {row for it in range(plan.part.segments.num_runs) for row in [plan.origin(it).dst_rows]}
+    rows = {
+        row
+        for number in range(plan.part.segments.num_runs)
+        for row in [plan.origin(number).dst_rows]
+    }
     assert len(ribbons) >= len(rows)
 
 
@@ -102,26 +106,26 @@ def test_thousands_of_bands_are_lines() -> None:
     plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
     text = plan.to_svg()
     root = well_formed(text)
-    lines = [it for it in root.iter(f"{SPACE}path") if it.get("class") == "line"]
-    assert sum(it.get("d", "").count("M") for it in lines) == 4096
-    colours = [it.get("stroke") for it in lines]
+    lines = [element for element in root.iter(f"{SPACE}path") if element.get("class") == "line"]
+    assert sum(line.get("d", "").count("M") for line in lines) == 4096
+    colours = [line.get("stroke") for line in lines]
     assert (colours[0], colours[-1]) == ("#3b4dc0", "#be4212")  # near the ends of the scale
     assert len(text) < 500_000
 
 
-def test_of_very_many_bands_some_are_drawn() -> None:
+def test_only_some_of_very_many_bands_are_drawn() -> None:
     rng = np.random.default_rng(1)
     desc = CacheDesc(2, (1 << 16, 1, 1, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD")
     src, dst = (rng.permutation(1 << 16)[:20_000] for _ in range(2))
     plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="dst")
     text = plan.to_svg()
     root = well_formed(text)
-    lines = [it for it in root.iter(f"{SPACE}path") if it.get("class") == "line"]
-    drawn = sum(it.get("d", "").count("M") for it in lines)
+    lines = [element for element in root.iter(f"{SPACE}path") if element.get("class") == "line"]
+    drawn = sum(line.get("d", "").count("M") for line in lines)
     assert drawn == -(-plan.part.segments.num_runs // 5) <= 4096
     assert f"Only one of 5 runs is drawn: there are {plan.part.segments.num_runs:,}." in text
-    titles = [it[0].text or "" for it in root.iter(f"{SPACE}g")]
-    assert sum(int(it.split()[0]) for it in titles) == plan.part.segments.num_runs
+    titles = [element[0].text or "" for element in root.iter(f"{SPACE}g")]
+    assert sum(int(title.split()[0]) for title in titles) == plan.part.segments.num_runs
 
 
 @pytest.mark.parametrize(
@@ -135,7 +139,7 @@ def test_of_very_many_bands_some_are_drawn() -> None:
 def test_a_placement_is_named_where_it_says_something(
     src: Placement, dst: Placement, said: list[str]
 ) -> None:
-    a, b = (CacheDesc(2, (4, 8), DataType.DT_FLOAT16, it) for it in (src, dst))
+    a, b = (CacheDesc(2, (4, 8), DataType.DT_FLOAT16, side) for side in (src, dst))
     text = kvplan.plan(Transfer(Rows(a, [1]), Rows(b, [2]))).to_svg()
     assert re.findall(r"on (?:host|device)", text) == said
 
@@ -143,13 +147,15 @@ def test_a_placement_is_named_where_it_says_something(
 @pytest.mark.parametrize("name", ["</svg><script>", "a & \"b\" 'c'", "日本"])
 def test_names_are_escaped(name: str) -> None:
     root = ET.fromstring(joined({name: SMALL, "b": SMALL}).to_svg())
-    texts = [it.text or "" for it in root.iter(f"{SPACE}text")]
-    assert any(it.endswith(f"part {name}") for it in texts)
+    texts = [element.text or "" for element in root.iter(f"{SPACE}text")]
+    assert any(text.endswith(f"part {name}") for text in texts)
 
 
 def test_bands_from_one_block_stand_side_by_side() -> None:
     root = well_formed(kvplan.plan(Transfer(Rows(NHD, [1, 1]), Rows(NHD, [2, 3]))).to_svg())
-    ends = [it.get("x") for it in root.iter(f"{SPACE}text") if it.get("class") == "end"]
+    ends = [
+        element.get("x") for element in root.iter(f"{SPACE}text") if element.get("class") == "end"
+    ]
     assert len(ends) == 4
     assert len({*ends}) == 2
 

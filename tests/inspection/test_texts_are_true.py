@@ -38,8 +38,8 @@ def assert_narrow(text: str) -> None:
 
 def run_of(cells: list[str], local: str) -> tuple[int, int, int, int, int]:
     """Tensor and offset at src and dst, and bytes, of a row of a table."""
-    places = [re.fullmatch(r"t(\d+)\+0x([0-9a-f]+)", it) for it in cells[-3:-1]]
-    at = [(int(it[1]), int(it[2], 16)) for it in places if it]
+    places = [re.fullmatch(r"t(\d+)\+0x([0-9a-f]+)", cell) for cell in cells[-3:-1]]
+    at = [(int(place[1]), int(place[2], 16)) for place in places if place]
     src, dst = at[::-1] if local == "dst" else at
     return *src, *dst, int(cells[-1])
 
@@ -50,7 +50,7 @@ def execute_table(plan: Plan, src: list[np.ndarray], dst: list[np.ndarray]) -> N
     assert len(lines) == 1 + plan.num_descriptors
     widths = [max(map(len, column)) for column in zip(*map(str.split, lines), strict=True)]
     assert {*map(len, lines)} == {sum(widths) + 2 * (len(widths) - 1)}  # no wider than it must be
-    before = [it.copy() for it in src]
+    before = [tensor.copy() for tensor in src]
     for index, line in enumerate(lines[1:]):
         cells = line.split()
         assert int(cells[0]) == index
@@ -61,7 +61,7 @@ def execute_table(plan: Plan, src: list[np.ndarray], dst: list[np.ndarray]) -> N
 
 
 @given(transfers(), coalescings, limits)
-def test_a_table_executed_does_what_was_asked_for(
+def test_executing_the_rows_of_a_table_fulfils_the_request(
     example: Example, how: Coalesce, limit: int | None
 ) -> None:
     plan = example.plan(how)
@@ -74,7 +74,7 @@ def test_a_table_executed_does_what_was_asked_for(
 
 
 @given(unlike_transfers(), coalescings, limits)
-def test_a_table_of_unlike_caches_executed_does_what_was_asked_for(transfer, how, limit) -> None:  # type: ignore[no-untyped-def]
+def test_executing_a_table_of_unlike_caches_fulfils_the_request(transfer, how, limit) -> None:  # type: ignore[no-untyped-def]
     plan = planned(transfer, how)
     src, dst, *arguments = transfer
     source, target = src.tensors(1), dst.tensors(2)
@@ -103,16 +103,16 @@ def numbers(text: str) -> list[int]:
 def rows_of(plan: Plan) -> list[tuple[list[int], list[int], str, list[int]]]:
     """The rows of a tree in full: blocks at src and dst, and tokens or positions."""
     lines = plan.explain(limit=None).splitlines()
-    lines = [re.sub(r".*-- tensor \d+ -> \d+( [KV]\+?V?)?  ", "", it) for it in lines]
-    rows = [ROW.search(it) for it in lines if not it.endswith("...")]
-    listed = sum(it is not None for it in rows) + sum(it.endswith("...") for it in lines)
+    lines = [re.sub(r".*-- tensor \d+ -> \d+( [KV]\+?V?)?  ", "", line) for line in lines]
+    rows = [ROW.search(line) for line in lines if not line.endswith("...")]
+    listed = sum(row is not None for row in rows) + sum(line.endswith("...") for line in lines)
     assert listed == len(plan.part.segments) or (
         plan.part.tables is not None and len(plan.part.tables.dst) == 1
     )
     return [
-        (numbers(it["src"]), numbers(it["dst"]), it["word"], numbers(it["spans"]))
-        for it in rows
-        if it
+        (numbers(row["src"]), numbers(row["dst"]), row["word"], numbers(row["spans"]))
+        for row in rows
+        if row
     ]
 
 
@@ -153,9 +153,9 @@ def test_rows_of_a_tree_say_which_of_the_request_they_hold(
     held = []
     for src_rows, dst_rows, word, at in rows_of(plan):
         assert word == ("token" if of == "NHD" else "position")
-        blocks = [it // size for it in at[::size]]
-        assert [src[it] for it in blocks] == src_rows
-        assert [dst[it] for it in blocks] == dst_rows
+        blocks = [position // size for position in at[::size]]
+        assert [src[block] for block in blocks] == src_rows
+        assert [dst[block] for block in blocks] == dst_rows
         held += at
     cut = plan.explain(limit=None).count("...\n")
     if not cut and (of == "NHD" or len(dst) > 1):
@@ -168,9 +168,9 @@ def test_rows_between_unlike_caches_say_which_tokens_they_hold(transfer, how) ->
     for src_rows, dst_rows, word, at in rows_of(planned(transfer, how)):
         assert word == "token"
         assert set(at) <= set(range(src_token, src_token + num_tokens))
-        assert {src_blocks[it // src.tokens] for it in at} == set(src_rows)
-        shifted = [it - src_token + dst_token for it in at]
-        assert {dst_blocks[it // dst.tokens] for it in shifted} == set(dst_rows)
+        assert {src_blocks[position // src.tokens] for position in at} == set(src_rows)
+        shifted = [position - src_token + dst_token for position in at]
+        assert {dst_blocks[item // dst.tokens] for item in shifted} == set(dst_rows)
 
 
 def runs_of(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -185,7 +185,7 @@ def runs_of(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 @given(tables(), coalescings, st.integers(8, 16))
-def test_a_summary_counts_what_there_is(
+def test_a_summary_counts_the_segments(
     given_tables: tuple[list[int], list[int]], how: Coalesce, limit: int
 ) -> None:
     src, dst = given_tables
@@ -200,11 +200,11 @@ def test_a_summary_counts_what_there_is(
         return
     hidden = segments - limit // 2 - limit // 4
     assert f"... {hidden} more segment{'s' if hidden > 1 else ''}. Of all {segments}:" in text
-    lengths = [len(it) for it in runs]
+    lengths = [len(run) for run in runs]
     found = re.search(r"(\d+) runs? of (\d+)(?: to (\d+))? blocks?", text)
     assert found
     assert int(found[1]) == len(runs)
-    assert {int(it) for it in found.groups()[1:] if it} == {min(lengths), max(lengths)}
+    assert {int(group) for group in found.groups()[1:] if group} == {min(lengths), max(lengths)}
     if found := re.search(r"median ([\d.]+); (\d+) of one block alone", text):
         assert float(found[1]) == median(lengths)
         assert int(found[2]) == lengths.count(1)
@@ -225,8 +225,8 @@ def test_groups_are_listed_once_and_each_is_named(
     plan = joined(plans)
     for text in (*texts(plan, 16), *texts(plan, None)):
         assert_narrow(text)
-        heads = [it for it in text.splitlines()[2:] if not it.startswith(" ")]
-        labels = [it for head in heads for it in head.partition(" ")[2].split(", ")]
+        heads = [line for line in text.splitlines()[2:] if not line.startswith(" ")]
+        labels = [part for head in heads for part in head.partition(" ")[2].split(", ")]
         assert sorted(labels) == sorted(plans)
     assert_narrow(plan.diff(joined({"group a": plans["group a"]})))
 
@@ -237,7 +237,7 @@ def test_a_diff_of_any_two_is_narrow(old: Example, new: Example) -> None:
 
 
 @given(tables(), tables(), coalescings)
-def test_a_cause_is_what_was_done(
+def test_a_cause_names_the_change_that_was_made(
     old: tuple[list[int], list[int]], new: tuple[list[int], list[int]], how: Coalesce
 ) -> None:
     desc = FORMATS["NHD"]
@@ -247,11 +247,11 @@ def test_a_cause_is_what_was_done(
     ]
     text = plans[0].diff(plans[1])
     assert_narrow(text)
-    before, after = ({b: a for a, b in zip(*it, strict=True)} for it in (old, new))
-    moved = [after[it] - before[it] for it in before.keys() & after.keys()]
-    steps = Counter(it for it in moved if it)
+    before, after = ({b: a for a, b in zip(*version, strict=True)} for version in (old, new))
+    moved = [after[key] - before[key] for key in before.keys() & after.keys()]
+    steps = Counter(step for step in moved if step)
     if found := re.search(r"(\d+) of (\d+) dst blocks from another", text):
-        assert [int(it) for it in found.groups()] == [sum(steps.values()), len(moved)]
+        assert [int(group) for group in found.groups()] == [sum(steps.values()), len(moved)]
     if found := re.search(r"most often ([+-]\d+): (\d+)", text):
         assert steps[int(found[1])] == int(found[2]) == max(steps.values())
     if "In all" in text:

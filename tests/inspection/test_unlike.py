@@ -286,7 +286,9 @@ pull_blocks  B2B   src -> dst   plan 7a47ef
         (FILLED, 1, "layer 0>0 tensor 0>0 slot>block 2>9 K heads 0..1 tokens 32..47"),
     ],
 )
-def test_an_origin_says_what_of_the_model_it_is(plan: Plan, descriptor: int, text: str) -> None:
+def test_an_origin_names_layer_and_head_of_the_model(
+    plan: Plan, descriptor: int, text: str
+) -> None:
     assert str(plan.origin(descriptor)) == text
 
 
@@ -345,7 +347,7 @@ def pull(
         ),
     ],
 )
-def test_what_was_done_to_a_table(new: Plan, cause: str) -> None:
+def test_changes_of_a_block_table_are_recognized(new: Plan, cause: str) -> None:
     *_, said, verdict = pull().diff(new).splitlines()
     assert verdict.startswith("  verdict: different bytes - ")
     assert said == f"  cause    {cause}"
@@ -369,7 +371,7 @@ def test_a_swapped_table_in_full() -> None:
 
 
 def test_shifted_layers() -> None:
-    old, new = (pull(layers=KvCacheExtParam(it, range(1))) for it in (range(1), range(1, 2)))
+    old, new = (pull(layers=KvCacheExtParam(span, range(1))) for span in (range(1), range(1, 2)))
     assert_text(
         old.diff(new),
         """

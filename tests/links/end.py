@@ -75,7 +75,9 @@ class End:
         object.__setattr__(self.links._engine, "instance", bytes.fromhex(instance))
 
     def state(self, cluster_id: int) -> LinkState | None:
-        return next((it.state for it in self.links.status() if it.cluster_id == cluster_id), None)
+        return next(
+            (state.state for state in self.links.status() if state.cluster_id == cluster_id), None
+        )
 
     def status(self, cluster_id: int) -> LinkStatus:
         return self.links.get(cluster_id).status()

@@ -24,7 +24,7 @@ def test_ranges_are_cut_where_they_pass_from_one_to_the_next(
 ) -> None:
     index = AddressIndex("it", [Extent(a, n, i, 0) for i, (a, n) in enumerate(extents)])
     held = {byte for a, n in extents for byte in range(a, a + n)}
-    starts, nbytes = (column(*it) for it in zip(*ranges, strict=True))
+    starts, nbytes = (column(*numbers) for numbers in zip(*ranges, strict=True))
     missing = [byte for a, n in ranges for byte in range(a, a + n) if byte not in held]
     if missing:
         with refused("LLM_KV_CACHE_NOT_EXIST", r"side range \d, \[0x"):
@@ -57,7 +57,7 @@ def test_the_nearest_is_named(address: int, where: str) -> None:
         index.cut("side", column(address), column(1), column(5))
 
 
-def test_ranges_that_cannot_be() -> None:
+def test_impossible_ranges_are_refused() -> None:
     for start, nbytes in ((0, 1), (5, 0), (2**64 - 1, 2)):
         with refused("LLM_PARAM_INVALID", "side range 1"):
             check_ranges(column(1, start), column(1, nbytes), "side")

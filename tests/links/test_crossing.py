@@ -28,7 +28,7 @@ def at_once(*calls: Callable[[], LinkResults]) -> list[LLMStatusCode]:
         return call().status
 
     with ThreadPoolExecutor(len(calls)) as threads:
-        return [it.result(DEADLINE_S) for it in [threads.submit(run, call) for call in calls]]
+        return [item.result(DEADLINE_S) for item in [threads.submit(run, call) for call in calls]]
 
 
 @pytest.mark.parametrize("round_", range(20))
@@ -79,7 +79,7 @@ def test_the_second_call_joins_the_first(make_end: MakeEnd, caller: int) -> None
         calls.append(threads.submit(second.links.link, [first.cluster], 10000))
         second_busy = second.links.link([first.cluster], 1)
         slow.go_on.set()
-        assert [it.result(DEADLINE_S).status for it in calls] == [OK, OK]
+        assert [call.result(DEADLINE_S).status for call in calls] == [OK, OK]
     assert second_busy.status is not OK
     assert first.links.live() == second.links.live() == 1
     first.transports = second.transports = ()
@@ -112,10 +112,10 @@ def test_two_threads_link_one_cluster(make_end: MakeEnd) -> None:
         assert call.result(DEADLINE_S).status is OK
 
 
-def test_one_cluster_twice_in_one_call(make_end: MakeEnd) -> None:
+def test_a_cluster_may_not_stand_twice_in_a_call(make_end: MakeEnd) -> None:
     one, two = make_end(1), make_end(2)
     results = one.links.link([two.cluster, two.cluster], 5000)
-    assert [it.status for it in results] == [OK, LLMStatusCode.LLM_PROCESSING_LINK]
+    assert [result.status for result in results] == [OK, LLMStatusCode.LLM_PROCESSING_LINK]
 
 
 def test_unlink_while_linking(make_end: MakeEnd) -> None:
@@ -163,18 +163,18 @@ def test_linking_while_the_other_end_unlinks(make_end: MakeEnd) -> None:
     two.link(one.cluster)
 
 
-def test_everybody_links_and_unlinks_everybody(make_end: MakeEnd) -> None:
+def test_all_engines_link_and_unlink_all_others_at_once(make_end: MakeEnd) -> None:
     ends = [make_end(i) for i in range(1, 5)]
 
     def work(end: End) -> None:
-        others = [it.cluster for it in ends if it is not end]
+        others = [side.cluster for side in ends if side is not end]
         for _ in range(15):
             end.links.link(others, 5000)
-            end.links.unlink([it.remote_cluster_id for it in others], 5000)
+            end.links.unlink([other.remote_cluster_id for other in others], 5000)
 
     with ThreadPoolExecutor(4) as threads:
-        for it in [threads.submit(work, end) for end in ends]:
-            it.result(60)
+        for item in [threads.submit(work, end) for end in ends]:
+            item.result(60)
     # A handshake that lost may still be known at its other end, until the time of the call is over.
     for end in ends:
         for other in ends:

@@ -33,7 +33,7 @@ def test_a_killed_peer_breaks_the_link_at_once(make_end: MakeEnd, peer: Peer) ->
     assert end.links.status() == []
 
 
-def test_of_too_many_links_that_were_lost_the_oldest_is_forgotten(make_end: MakeEnd) -> None:
+def test_the_oldest_of_too_many_lost_links_is_forgotten(make_end: MakeEnd) -> None:
     end = make_end(1, max_links=1)
     for cluster_id in (2, 3):
         peer = make_end(cluster_id)
@@ -41,7 +41,7 @@ def test_of_too_many_links_that_were_lost_the_oldest_is_forgotten(make_end: Make
         peer.links.close()
         end.wait_for(cluster_id, "CLOSED")
     assert " peer=2 " in end.log.wait_for_line("reason='forgotten'")
-    assert [it.cluster_id for it in end.links.status()] == [3]
+    assert [state.cluster_id for state in end.links.status()] == [3]
 
 
 def test_a_peer_restarts_on_the_same_port(end: End, make_peer: MakePeer) -> None:
@@ -119,7 +119,7 @@ def test_a_stopped_peer_is_noticed_and_hears_of_it_when_it_goes_on(
     assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
 
 
-def test_one_that_was_stopped_itself_does_not_blame_its_peer(
+def test_an_engine_that_was_stopped_itself_does_not_blame_its_peer(
     make_end: MakeEnd, make_peer: MakePeer
 ) -> None:
     end, peer = make_end(1, sync_kv_cache_wait_time=500), make_peer(2, **QUICK)

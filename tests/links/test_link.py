@@ -74,7 +74,7 @@ def test_a_call_that_is_cancelled_before_its_links_begin_leaves_nothing(
     assert end.links.status() == []
 
 
-def test_unlinking_what_was_never_linked(end: End) -> None:
+def test_unlinking_a_cluster_that_was_never_linked(end: End) -> None:
     (result,) = end.links.unlink([7], 1000)
     assert result.status is LLMStatusCode.LLM_NOT_YET_LINK
     assert end.links.unlink([ClusterInfo(7)], 1000, force=True).status == 0
@@ -85,8 +85,8 @@ def test_unlinking_what_was_never_linked(end: End) -> None:
 def test_each_cluster_of_a_call_has_its_result(make_end: MakeEnd, end: End) -> None:
     other = make_end(2)
     results = end.links.link([ClusterInfo(3, _refused_address()), other.cluster], 1000)
-    assert [it.cluster_id for it in results] == [3, 2]
-    assert [it.status for it in results] == [LLMStatusCode.LLM_LINK_FAILED, 0]
+    assert [result.cluster_id for result in results] == [3, 2]
+    assert [result.status for result in results] == [LLMStatusCode.LLM_LINK_FAILED, 0]
     assert results.status is LLMStatusCode.LLM_LINK_FAILED
     with pytest.raises(LLMException, match="Connection refused"):
         results.raise_for_status()
@@ -258,8 +258,8 @@ def test_the_initiator_cannot_reach_the_peer(make_end: MakeEnd, end: End) -> Non
 
 
 def test_one_link_too_many(make_end: MakeEnd) -> None:
-    one, ends = make_end(1, max_links=2), [make_end(it) for it in (2, 3, 4)]
-    one.link(*(it.cluster for it in ends[:2]))
+    one, ends = make_end(1, max_links=2), [make_end(number) for number in (2, 3, 4)]
+    one.link(*(end.cluster for end in ends[:2]))
     code = LLMStatusCode.LLM_CLUSTER_NUM_EXCEED_LIMIT
     one.check_link_fails(ends[2].cluster, code, "cluster 1 has 2 links; max_links=2")
     ends[2].check_link_fails(one.cluster, code, "cluster 1 at .*: hello: cluster 1 has 2 links")
@@ -269,14 +269,14 @@ def test_one_link_too_many(make_end: MakeEnd) -> None:
 
 def test_64_peers(make_end: MakeEnd, end: End) -> None:
     others = [make_end(100 + i) for i in range(64)]
-    end.link(*(it.cluster for it in others))
+    end.link(*(other.cluster for other in others))
     assert end.links.live() == 64
-    assert all(it.state(1) is LinkState.LINKED for it in others)
-    end.links.unlink([it.cluster for it in others], 5000).raise_for_status()
+    assert all(other.state(1) is LinkState.LINKED for other in others)
+    end.links.unlink([other.cluster for other in others], 5000).raise_for_status()
     assert end.links.live() == 0
 
 
-def test_nobody_links_with_one_that_does_not_listen(make_end: MakeEnd, end: End) -> None:
+def test_an_engine_that_does_not_listen_cannot_be_linked_with(make_end: MakeEnd, end: End) -> None:
     end.links.stop_listening()
     make_end(2).check_link_fails(end.cluster, LLMStatusCode.LLM_LINK_FAILED, "Connection refused")
     other = make_end(3)

@@ -133,7 +133,7 @@ def test_a_handshake_that_was_begun_before(instance: bytes, death: str, ends: bo
 
 @pytest.mark.parametrize("state", [LinkState.LINKED, LinkState.UNLINKED])
 @pytest.mark.parametrize("own_id", [1, 9])
-def test_of_two_handshakes_that_of_the_lower_id_goes_on(own_id: int, state: LinkState) -> None:
+def test_the_handshake_of_the_lower_id_goes_on(own_id: int, state: LinkState) -> None:
     async def meet() -> bool:
         """Return whether the peer's handshake of cluster 5 waits for this end's."""
         own = SimpleNamespace(settled=asyncio.Event(), state=state)
@@ -182,7 +182,7 @@ def test_memories_that_differ_in_one_thing_are_others(pair: tuple[End, End]) -> 
         ):
             memory = link.joined_memory(caches, writable=writable, any_holder=any_holder)
             assert link.joined_memory(caches, writable=writable, any_holder=any_holder) is memory
-            made[tuple(it.cache_id for it in caches), writable, any_holder] = memory
+            made[tuple(cache.cache_id for cache in caches), writable, any_holder] = memory
             assert memories.asked[-1] == (2 * len(caches), writable, any_holder)
         assert len({id(memory) for memory in made.values()}) == len(memories.asked) == 16
     finally:

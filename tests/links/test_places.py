@@ -71,10 +71,10 @@ class Cable:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for it in self._open:
+        for item in self._open:
             with suppress(OSError):
-                it.shutdown(socket.SHUT_RDWR)
-            it.close()
+                item.shutdown(socket.SHUT_RDWR)
+            item.close()
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,8 @@ def peers() -> Iterator[tuple[Peer, Peer]]:
     """Two processes of cluster 2; each test gives them other ends."""
     with ExitStack() as held:
         made = Peer(2), Peer(2)
-        for it in made:
-            held.callback(it.close)
+        for item in made:
+            held.callback(item.close)
         yield made
 
 
@@ -114,8 +114,8 @@ def test_an_engine_that_shows_the_instance_of_another_does_not_take_its_place(
     begins: str,
 ) -> None:
     peer, impostor = peers
-    for it in peers:
-        become(it, over_tcp=over_tcp, keyless=keyless)
+    for process in peers:
+        become(process, over_tcp=over_tcp, keyless=keyless)
     transport = TcpTransport() if over_tcp else LocalTransport()
     end = make_end(1, transports=[transport], keyless=keyless, **PATIENT)
     end.link(peer.cluster) if begins == "one" else peer.link(end.cluster)
@@ -124,7 +124,7 @@ def test_an_engine_that_shows_the_instance_of_another_does_not_take_its_place(
     assert status == "LLM_ALREADY_LINK"
     assert "cluster 1 is linked with another process of cluster 2, which lives" in error
     assert line.startswith("WARNING ")
-    (refused,) = (it for it in caplog.records if "event=refused" in it.getMessage())
+    (refused,) = (record for record in caplog.records if "event=refused" in record.getMessage())
     assert refused.levelname == "WARNING"
     assert end.links.get(2) is link
     assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
@@ -167,8 +167,8 @@ def test_a_stopped_peer_keeps_its_place_until_its_heartbeat_is_late(
     make_end: MakeEnd, peers: tuple[Peer, Peer]
 ) -> None:
     peer, other = peers
-    for it in peers:
-        become(it)
+    for process in peers:
+        become(process)
     end = make_end(1, **PATIENT)
     peer.link(end.cluster)
     peer.stop()
@@ -186,8 +186,8 @@ def test_a_peer_that_has_stopped_for_longer_loses_its_place(
     make_end: MakeEnd, peers: tuple[Peer, Peer]
 ) -> None:
     peer, other = peers
-    for it in peers:
-        become(it)
+    for process in peers:
+        become(process)
     end = make_end(1, **QUICK)
     peer.link(end.cluster)
     peer.stop()

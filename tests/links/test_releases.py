@@ -11,8 +11,8 @@ import pytest
 from kvplan.control.channel import Channel
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Body, Release, Released
+from kvplan.links.lifecycle import LinkLifecycle
 from kvplan.links.peer_link import Claims
-from kvplan.links.values import LinkLifecycle
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, Conversation
 

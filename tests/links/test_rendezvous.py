@@ -73,7 +73,7 @@ def test_four_members_at_once_and_again(make_end: MakeEnd, comm_dir: str) -> Non
         assert [settle(end, expected_id) for end in ends] == [OK] * 4
         assert [end.links.live() for end in ends] == [3] * 4
         with ThreadPoolExecutor(4) as threads:
-            list(threads.map(lambda end, it: end.links.comm_unlink(it), ends, ids))
+            list(threads.map(lambda end, side: end.links.comm_unlink(side), ends, ids))
         assert [end.links.live() for end in ends] == [0] * 4
 
 
@@ -95,9 +95,9 @@ def test_across_hosts_by_the_rank_table(make_end: MakeEnd, comm_dir: str) -> Non
         }
     )
     ends = [make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2, 3)]
-    ids = [it.links.comm_link("hosts", {1: 0, 2: 1, 3: 2}, table) for it in ends]
+    ids = [end.links.comm_link("hosts", {1: 0, 2: 1, 3: 2}, table) for end in ends]
     assert [settle(end, comm_id) for end, comm_id in zip(ends, ids, strict=True)] == [OK] * 3
-    address = {it.cluster_id: it.address for it in ends[2].links.status()}
+    address = {state.cluster_id: state.address for state in ends[2].links.status()}
     assert address == {1: f"{one}:26900", 2: f"{one}:26901"}
     assert ends[1].status(1).address.startswith("ipc://")
 
@@ -157,7 +157,7 @@ def test_a_member_that_never_comes(make_end: MakeEnd, comm_dir: str) -> None:
     _refuse_not_linked(end, comm_id)
 
 
-def test_an_orderly_end_is_no_failure(make_end: MakeEnd, comm_dir: str) -> None:
+def test_an_orderly_end_does_not_count_as_a_failure(make_end: MakeEnd, comm_dir: str) -> None:
     """A caller that polls now and then would take it for a link that was never made."""
     one, two = (make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2))
     first, second = (end.links.comm_link("name", {1: 0, 2: 1}) for end in (one, two))
@@ -169,7 +169,9 @@ def test_an_orderly_end_is_no_failure(make_end: MakeEnd, comm_dir: str) -> None:
     _refuse_not_linked(two, second)
 
 
-def test_of_two_unlinks_at_once_one_finds_it_gone(make_end: MakeEnd, comm_dir: str) -> None:
+def test_the_second_of_two_unlinks_finds_the_communicator_gone(
+    make_end: MakeEnd, comm_dir: str
+) -> None:
     end = make_end(1, listen="", comm_dir=comm_dir)
     comm_id = end.links.comm_link("name", {1: 0, 2: 1})
 
@@ -255,7 +257,9 @@ class TestBadArguments:
             (("n", {1: 0, 2: 1}, '{"version": "1.0", "server_list": []}'), "rank 0 is not in it"),
         ],
     )
-    def test_rules(self, end: End, arguments: tuple[Any, ...], message: str) -> None:
+    def test_members_that_break_a_rule_are_refused(
+        self, end: End, arguments: tuple[Any, ...], message: str
+    ) -> None:
         with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
             end.links.comm_link(*arguments)
         _refuse_not_linked(end, 1)
@@ -270,16 +274,18 @@ class TestBadArguments:
             ("n", {1: 0, 2: 1}, None),
         ],
     )
-    def test_types(self, end: End, arguments: tuple[Any, ...]) -> None:
+    def test_arguments_of_a_wrong_type_are_refused(
+        self, end: End, arguments: tuple[Any, ...]
+    ) -> None:
         with pytest.raises(TypeError):
             end.links.comm_link(*arguments)
 
     @pytest.mark.parametrize("members", [{1: 0, -1: 1}, {1: 0, 2**64: 1}, {1: 0, 2: 2**32}])
-    def test_widths(self, end: End, members: dict[int, int]) -> None:
+    def test_numbers_out_of_range_are_refused(self, end: End, members: dict[int, int]) -> None:
         with pytest.raises(ValueError, match="is out of range"):
             end.links.comm_link("n", members)
 
-    def test_ids(self, end: End) -> None:
+    def test_unknown_ids_are_refused(self, end: End) -> None:
         _refuse_not_linked(end, 7)
         for act in (end.links.comm_status, end.links.comm_unlink):
             with pytest.raises(ValueError, match="comm_id=-1 is out of range"):
@@ -292,7 +298,7 @@ class TestBadArguments:
         assert settle(end, comm_id) is FAILED
 
     @pytest.mark.parametrize("mode", [0o777, 0o770])
-    def test_a_directory_in_one_that_others_may_write_to(
+    def test_a_directory_below_one_that_others_may_write_to(
         self, make_end: MakeEnd, tmp_path: Path, mode: int
     ) -> None:
         """They could put another in its place; in a sticky one they cannot."""

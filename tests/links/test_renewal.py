@@ -29,11 +29,11 @@ class Pair:
         self.one = make_end(1, transports=[transports[0]], sync_kv_cache_wait_time=wait_ms)
         self.two = make_end(2, transports=[transports[1]], sync_kv_cache_wait_time=wait_ms)
         self.one.link(self.two.cluster)
-        self.connections = [it.connections[0] for it in transports]
+        self.connections = [transport.connections[0] for transport in transports]
 
     def wait_until_both_use(self, generation: int) -> None:
-        for it in self.connections:
-            it.wait_until(lambda it=it: it.current == generation)
+        for connection in self.connections:
+            connection.wait_until(lambda value=connection: value.current == generation)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_one_end_asks_and_both_use_the_next_generation(pair: Pair, asker: int) -
     pair.wait_until_both_use(1)
     ask(pair.connections[1 - asker])
     pair.wait_until_both_use(2)
-    assert [it.abandoned for it in pair.connections] == [[], []]
+    assert [connection.abandoned for connection in pair.connections] == [[], []]
 
 
 def test_both_ends_ask_at_once_and_again_and_again(pair: Pair) -> None:
@@ -77,27 +77,27 @@ def test_both_ends_ask_at_once_and_again_and_again(pair: Pair) -> None:
             ask(connection)
 
     with ThreadPoolExecutor(4) as threads:
-        for it in [threads.submit(ask_often, it) for it in pair.connections * 2]:
-            it.result(DEADLINE_S)
-    newest = max(it.current for it in pair.connections)
+        for item in [threads.submit(ask_often, connection) for connection in pair.connections * 2]:
+            item.result(DEADLINE_S)
+    newest = max(connection.current for connection in pair.connections)
     pair.wait_until_both_use(newest)
     assert 1 <= newest <= 100
     assert pair.connections[0].made == pair.connections[1].made
-    assert [it.abandoned for it in pair.connections] == [[], []]
+    assert [connection.abandoned for connection in pair.connections] == [[], []]
 
 
 @pytest.mark.parametrize("asker", [0, 1])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_what_fails_at_one_end_leaves_both_as_they_were(
+def test_a_failure_at_one_end_leaves_both_ends_as_they_were(
     pair: Pair, asker: int, failing: int
 ) -> None:
     pair.connections[failing].refusal = REFUSAL
     error = refusal_of(pair.connections[asker])
     assert error.status_code == LLMStatusCode.LLM_LINK_FAILED
     assert "HcclCommPrepare: 4" in str(error)
-    for it in pair.connections:
-        it.wait_until(lambda it=it: bool(it.abandoned))
-        assert it.current == 0
+    for connection in pair.connections:
+        connection.wait_until(lambda value=connection: bool(value.abandoned))
+        assert connection.current == 0
     assert pair.one.state(2) is pair.two.state(1) is LinkState.LINKED
     pair.connections[failing].refusal = None
     ask(pair.connections[asker])
@@ -107,7 +107,7 @@ def test_what_fails_at_one_end_leaves_both_as_they_were(
 @pytest.mark.parametrize("asker", [0, 1])
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("error", [REFUSAL, MemoryError("HcclCommPrepare: 4")])
-def test_what_one_end_cannot_open_no_end_waits_for(
+def test_no_end_waits_for_a_generation_that_one_cannot_open(
     pair: Pair, asker: int, failing: int, error: Exception
 ) -> None:
     """Nothing ends that wait, and memory that is bound meanwhile cannot be given back."""
@@ -122,10 +122,10 @@ def test_what_one_end_cannot_open_no_end_waits_for(
     with suppress_link_failed():
         ask(pair.connections[1 - asker])
     ask(pair.connections[1 - asker])
-    pair.wait_until_both_use(max(it.current for it in pair.connections))
+    pair.wait_until_both_use(max(connection.current for connection in pair.connections))
 
 
-def test_what_was_given_up_is_not_begun_again_when_the_peer_comes_late(pair: Pair) -> None:
+def test_a_renewal_that_was_given_up_is_not_begun_again_by_a_late_peer(pair: Pair) -> None:
     one, two = pair.connections
     two.begins.clear()
     with ThreadPoolExecutor(1) as threads:
@@ -141,7 +141,7 @@ def test_what_was_given_up_is_not_begun_again_when_the_peer_comes_late(pair: Pai
     assert (one.opened, one.abandoned) == ([1, 2], [1])
 
 
-def test_no_end_waits_for_one_that_does_not_answer(make_end: MakeEnd) -> None:
+def test_no_end_waits_for_a_peer_that_does_not_answer(make_end: MakeEnd) -> None:
     pair = Pair(make_end, wait_ms=100)
     one, two = pair.connections
     two.begins.clear()
@@ -214,11 +214,11 @@ def test_all_links_of_an_end_can_wait_for_their_peers_at_once(make_end: MakeEnd)
     ends = [make_end(i, transports=[Blocking()]) for i in range(1, num_ends + 1)]
 
     def link_with_later(end: End) -> None:
-        later = [it.cluster for it in ends if it.cluster_id > end.cluster_id]
+        later = [side.cluster for side in ends if side.cluster_id > end.cluster_id]
         if later:
             end.link(*later, timeout_ms=15000)
 
     with ThreadPoolExecutor(num_ends) as threads:
-        for it in [threads.submit(link_with_later, end) for end in ends]:
-            it.result(DEADLINE_S)
-    assert all(it.links.live() == num_ends - 1 for it in ends)
+        for item in [threads.submit(link_with_later, end) for end in ends]:
+            item.result(DEADLINE_S)
+    assert all(end.links.live() == num_ends - 1 for end in ends)

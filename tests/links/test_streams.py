@@ -33,8 +33,8 @@ class Streaming(LocalTransport):
     def connect(self, metadata: bytes, **given: Any) -> Any:
         streams = given["streams"]
         self.streams.append(streams)
-        for index, it in enumerate(streams.open(range(COUNT), given["timeout_ms"] / 1000)):
-            with it as stream:
+        for index, item in enumerate(streams.open(range(COUNT), given["timeout_ms"] / 1000)):
+            with item as stream:
                 stream.settimeout(DEADLINE_S)
                 stream.sendall(bytes((index,)))
                 assert stream.recv(1) == bytes((index,))
@@ -88,7 +88,10 @@ def test_an_engine_links_from_the_address_of_its_option(make_end: MakeEnd) -> No
 
 def test_members_that_find_each_other_by_a_path(make_end: MakeEnd, tmp_path: Path) -> None:
     comm_dir = str(tmp_path / "comm")
-    ends = [make_end(it, transports=[Streaming()], listen="", comm_dir=comm_dir) for it in (1, 2)]
+    ends = [
+        make_end(number, transports=[Streaming()], listen="", comm_dir=comm_dir)
+        for number in (1, 2)
+    ]
     for end in ends:
         end.links.comm_link("name", {1: 0, 2: 1})
     for end, peer in zip(ends, (2, 1), strict=True):
@@ -99,7 +102,7 @@ def test_members_that_find_each_other_by_a_path(make_end: MakeEnd, tmp_path: Pat
 
 
 def test_both_ends_call_each_other(make_end: MakeEnd) -> None:
-    ends = [make_end(it, transports=[Streaming()]) for it in (1, 2)]
+    ends = [make_end(number, transports=[Streaming()]) for number in (1, 2)]
     with ThreadPoolExecutor(2) as threads:
         calls = [
             threads.submit(end.link, peer.cluster)
@@ -165,7 +168,7 @@ def test_the_failure_of_the_peer_ends_the_wait(make_end: MakeEnd, fails: str) ->
     waiting = Waiting()
     failing = Failing(waiting.begun)
     transports = [failing, waiting] if fails == "dials" else [waiting, failing]
-    one, other = (make_end(it, transports=[transports[it - 1]]) for it in (1, 2))
+    one, other = (make_end(number, transports=[transports[number - 1]]) for number in (1, 2))
     # A connection that comes before the other end has failed is answered.
     early = "no memory left"
     reason = early if fails == "dials" else f"data connection 0: authenticate: |{early}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -13,6 +14,7 @@ import pytest
 
 import kvplan
 from kvplan import (
+    BlockLease,
     BlocksCacheKey,
     CacheDesc,
     CacheIndex,
@@ -59,7 +61,7 @@ def test_caches_from_before_and_after_linking(end: End, peer: Peer) -> None:
     mine = [np.zeros(DESC.shape, np.float32) for _ in range(2)]
     plan = kvplan.plan(Transfer(Rows(DESC, range(4)), Rows(DESC, range(4))), local="dst")
     kvplan.execute(plan, link.memory(found, writable=False), mine)
-    assert all((it == 7).all() for it in mine)
+    assert all((array == 7).all() for array in mine)
 
 
 def test_a_freed_cache_is_gone_for_its_peer(end: End, peer: Peer) -> None:
@@ -99,7 +101,7 @@ def test_memory_of_a_freed_cache_is_not_kept(pair: tuple[End, End], writable: bo
     assert memory() is None
 
 
-def test_what_is_not_offered_names_what_is(pair: tuple[End, End]) -> None:
+def test_the_error_for_an_unknown_cache_lists_the_offered_ones(pair: tuple[End, End]) -> None:
     one, two = pair
     two.registry.register(DESC, _tensors(), paged=False, remote_accessible=False)
     two.registry.allocate(DESC, paged=True, keys=[BlocksCacheKey(2, 5)])
@@ -137,7 +139,7 @@ def test_many_changes_at_once(pair: tuple[End, End]) -> None:
 class TestKeys:
     """Slots that are found and claimed by the key of a request."""
 
-    def test_find(self, pair: tuple[End, End]) -> None:
+    def test_a_key_is_found_without_a_claim(self, pair: tuple[End, End]) -> None:
         one, two = pair
         two.registry.allocate(DESC, paged=False, keys=[CacheKey(2, 70), CacheKey(2, 71)])
         cache, batch_index = one.links.get(2).find(CacheKey(2, 71))
@@ -165,8 +167,8 @@ class TestKeys:
         key = CacheKey(1, 70)
         end.registry.allocate(DESC, paged=False, keys=[key])
         peer, other = make_peer(2), make_peer(3)
-        for it in (peer, other):
-            it.link(end.cluster)
+        for linked in (peer, other):
+            linked.link(end.cluster)
         peer.run(f"claim = end.links.get(1).claim(kvplan.{key!r})")
         peer.kill()
         end.wait_for(2, "BROKEN")
@@ -189,7 +191,7 @@ class TestKeys:
             memory.check()
 
 
-def test_of_caches_that_hold_an_address_a_writable_one_is_taken() -> None:
+def test_a_writable_cache_is_preferred_at_an_address() -> None:
     large, small = (CacheDesc(1, (rows, 16), DataType.DT_INT8) for rows in (8, 4))
     read_only = PeerCache(2, 1, large, False, (1000,), b"", writable=False)
     writable = PeerCache(2, 2, small, False, (1000,), b"", writable=True)
@@ -229,11 +231,11 @@ class TestPublisher:
             await asyncio.sleep(0)  # until it has begun
             channel.room.set()
             await asyncio.gather(first, second)
-            return [[it.cache_id for it in table.entries] for table in channel.sent]
+            return [[entry.cache_id for entry in table.entries] for table in channel.sent]
 
         assert asyncio.run(published()) == [[1], [2]]
 
-    def test_what_was_not_sent_in_time_is_sent_later(self, make_end: MakeEnd) -> None:
+    def test_tables_that_were_not_sent_in_time_are_sent_later(self, make_end: MakeEnd) -> None:
         end = make_end(1, listen="")
 
         async def published() -> list[list[int]]:
@@ -244,7 +246,7 @@ class TestPublisher:
             end.registry.allocate(DESC, paged=False)
             channel.room.set()
             await publisher.publish()
-            return [[it.cache_id for it in table.entries] for table in channel.sent]
+            return [[entry.cache_id for entry in table.entries] for table in channel.sent]
 
         assert asyncio.run(published()) == [[1], [2]]
 
@@ -256,20 +258,20 @@ class TestMessages:
         desc = CacheDesc(240, (1,), DataType.DT_INT8)
         entries = {i: _entry(i, desc, b"m" * 30_000) for i in range(1, 101)}
         published, known = PublishedTable(("local",)), PeerTable(1)
-        tables = list(published.pending_updates(entries))
+        tables = list(published.pending_updates(entries, {}))
         for table in tables:
             assert len(encode(table)) <= MAX_NBYTES
             known.apply(table)
         assert len(tables) > 1
         assert (sorted(known.by_id), known.version) == (list(range(1, 101)), published.version)
-        assert list(published.pending_updates(entries)) == []
+        assert list(published.pending_updates(entries, {})) == []
         replaced = {**entries, 5: _entry(5, desc, b"new")}
         del replaced[6]
-        (table,) = published.pending_updates(replaced)
+        (table,) = published.pending_updates(replaced, {})
         assert sorted(known.apply(table)) == [5, 5, 6]
         assert 6 not in sorted(known.by_id)
         renewed = {i: _entry(i, desc, b"n" * 30_000) for i in range(1, 101)}
-        tables = published.pending_updates(renewed)
+        tables = published.pending_updates(renewed, {})
         assert len(tables) > 1
         for table in tables:
             known.apply(table)
@@ -320,7 +322,9 @@ class TestMessages:
             ({"kv_tensor_format": "block token head"}, "names 3 axes; the shape has"),
         ],
     )
-    def test_descriptions_that_cannot_be(self, change: dict[str, object], message: str) -> None:
+    def test_impossible_descriptions_are_refused(
+        self, change: dict[str, object], message: str
+    ) -> None:
         fields = dict.fromkeys(TableEntry.__struct_fields__)
         entry = PublishedTable(("local",)).describe(_entry(1, DESC, b""))
         fields = {name: getattr(entry, name) for name in fields} | change
@@ -351,3 +355,60 @@ def _sync(link: PeerLink) -> None:
     """Ask for what does not exist: on return all updates are here, as requests are in order."""
     with pytest.raises(LLMException):
         link.cache(CacheIndex(2, 10**6))
+
+
+class TestMovedLeases:
+    """Leases whose blocks their owner has moved, in the tables that it publishes."""
+
+    @staticmethod
+    def lease(number: int, blocks: int = 2, moves: int = 1, cluster: int = 1) -> BlockLease:
+        table = tuple(range(blocks))
+        return BlockLease(cluster, bytes(16), 3, number, table, True, "x" * 64, (), None, moves)
+
+    def test_each_message_fits_and_the_peer_has_the_latest(self) -> None:
+        published, known = PublishedTable(("local",)), PeerTable(1)
+        leases = {number: self.lease(number, 4000 if number < 90 else 2) for number in range(6000)}
+        tables = published.pending_updates({}, leases)
+        for table in tables:
+            assert len(encode(table)) <= MAX_NBYTES
+            known.apply(table)
+        assert len(tables) > 2
+        assert known.leases == leases
+        assert published.pending_updates({}, leases) == []
+        later = {number: leases[number] for number in range(5)} | {3: self.lease(3, 2, 2)}
+        for table in published.pending_updates({}, later):
+            known.apply(table)
+        assert known.leases == later
+        (first,) = PublishedTable(("local",)).pending_updates({}, {})
+        known.apply(first)
+        assert known.leases == {}
+        assert known._nbytes == 0
+
+    def test_a_peer_cannot_have_more_than_there_are(self) -> None:
+        known, most = PeerTable(1), peer_table.MAX_LEASES
+        known.leases.update(dict.fromkeys(range(4, 1 + most), self.lease(1)))
+        blobs = tuple(self.lease(number).to_bytes() for number in range(4))
+        known.apply(Table(1, False, (), (), blobs[:3]))
+        with refused(
+            "LLM_PARAM_INVALID",
+            f"has moved {most + 1} leases of .* at most",
+        ):
+            known.apply(Table(2, False, (), (), blobs[3:]))
+        for wrong in (b"", b"lease", blobs[0][:-1]):
+            with refused("LLM_PARAM_INVALID", "is no lease"):
+                known.apply(Table(3, False, (), (), (wrong,)))
+
+    def test_only_a_later_value_of_the_same_lease_replaces_it(self) -> None:
+        link = PeerLink(1, "", "", None, 0)  # type: ignore[arg-type]
+        held = self.lease(5, moves=2)
+        moved = self.lease(5, moves=3)
+        link.apply(Table(1, True, (), (), (moved.to_bytes(),)))
+        assert link.latest(held) == moved
+        for other in (
+            self.lease(5, moves=4),
+            self.lease(6),
+            self.lease(5, cluster=2),
+            replace(held, instance=bytes(15) + b"1"),
+            replace(held, cache_id=4),
+        ):
+            assert link.latest(other) is other

@@ -14,7 +14,7 @@ import pytest
 from kvplan import CacheIndex, LLMException, LLMStatusCode
 from kvplan.control.messages import Unlink, Unlinked
 from kvplan.links import LinkState
-from kvplan.links.values import LinkLifecycle
+from kvplan.links.lifecycle import LinkLifecycle
 from tests.links.end import DEADLINE_S, DESC, End
 from tests.links.peer import Peer
 from tests.support.peer import PATIENCE_MS, PeerDiedError
@@ -196,7 +196,7 @@ def test_closing_does_not_wait_for_stopped_or_dead_peers(
     assert "finalized" in stopped.wait_for(1, "CLOSED")
 
 
-def test_what_moved_is_counted(make_end: MakeEnd) -> None:
+def test_moved_bytes_are_counted(make_end: MakeEnd) -> None:
     one, two = make_end(1), make_end(2)
     one.link(two.cluster)
     link = one.links.get(2)

@@ -228,13 +228,13 @@ class Blocking(LocalTransport):
 
 def num_workers(end: End) -> int:
     name = f"kvplan-control-{end.cluster_id}-worker"
-    return sum(it.name.startswith(name) for it in threading.enumerate())
+    return sum(thread.name.startswith(name) for thread in threading.enumerate())
 
 
-def test_handshakes_that_wait_for_data_connections_have_no_threads(
+def test_handshakes_that_wait_for_data_connections_take_no_threads(
     make_end: Callable[..., End], client: UnlinkedClient
 ) -> None:
-    end, other = (make_end(it, transports=[TcpTransport()]) for it in (1, 2))
+    end, other = (make_end(number, transports=[TcpTransport()]) for number in (1, 2))
     offers = (Offer("tcp", other.transports[0].metadata(())),)
     for cluster_id in range(10, 50):
         greeting = hello(other.transports[0], cluster_id=cluster_id, offers=offers)
@@ -423,7 +423,7 @@ def test_an_address_of_the_network_is_open_as_before(
     end = make_end(1, listen="0.0.0.0:0")
     for host in (ours, "127.0.0.1"):
         peer.link(ClusterInfo(1, end.address.replace("0.0.0.0", host)))
-        assert [it.state for it in end.links.status()] == [LinkState.LINKED]
+        assert [state.state for state in end.links.status()] == [LinkState.LINKED]
         peer.run("end.links.unlink([1], 5000).raise_for_status()")
 
 
@@ -456,7 +456,7 @@ def test_a_forked_child_has_no_part_in_it(end: End, peer: Peer) -> None:
     assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
 
 
-def test_a_client_without_a_link_notifies_nobody(client: UnlinkedClient, end: End) -> None:
+def test_a_client_without_a_link_cannot_notify(client: UnlinkedClient, end: End) -> None:
     channel = client.call(end)
     for _ in range(100):
         with refused(LLMStatusCode.LLM_NOT_YET_LINK, "cluster 1 has no such link"):

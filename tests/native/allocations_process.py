@@ -76,7 +76,7 @@ def layered() -> None:
 def engines(transport: str) -> None:
     with ExitStack() as held:
         caches: list[Cache] = []
-        made = [held.enter_context(LlmDataDist(it, LlmRole.MIX)) for it in (1, 2)]
+        made = [held.enter_context(LlmDataDist(number, LlmRole.MIX)) for number in (1, 2)]
         for number, engine in enumerate(made):
             engine.initialize(Options(transport=transport, listen_ip_info="127.0.0.1:0"))
             caches.append(engine.allocate_blocks_cache(DESC))

@@ -113,11 +113,11 @@ def _candidates(
     ops: Sequence[_Op],
 ) -> Iterator[tuple[dict[int, int], dict[str, tuple[int, ...]]]]:
     """Which store (-1: none) each load reads, and in which order the stores of a location come."""
-    reads = [it for it in ops if it.kind == "R"]
+    reads = [op for op in ops if op.kind == "R"]
     stores: dict[str, list[int]] = {}
-    for it in ops:
-        if it.kind == "W":
-            stores.setdefault(it.location, []).append(it.number)
+    for op in ops:
+        if op.kind == "W":
+            stores.setdefault(op.location, []).append(op.number)
     sources = [
         [
             write
@@ -127,8 +127,8 @@ def _candidates(
         for read in reads
     ]
     for chosen in product(*sources):
-        read_from = dict(zip((it.number for it in reads), chosen, strict=True))
-        for orders in product(*(permutations(it) for it in stores.values())):
+        read_from = dict(zip((read.number for read in reads), chosen, strict=True))
+        for orders in product(*(permutations(store) for store in stores.values())):
             yield read_from, dict(zip(stores, orders, strict=True))
 
 
@@ -140,7 +140,7 @@ def _is_allowed(
     for read, write in read_from.items():
         row = ranks.get(ops[read].location, ())
         later = row if write < 0 else row[row.index(write) + 1 :]
-        after_read |= {(read, it) for it in later}
+        after_read |= {(read, item) for item in later}
     was_read = {(write, read) for read, write in read_from.items() if write >= 0}
     same = {
         (a.number, b.number)
@@ -149,10 +149,10 @@ def _is_allowed(
     }
     if _has_cycle(len(ops), same | before | after_read | was_read):
         return False
-    for it in ops:  # nothing between the halves of a swap
-        if it.partner >= 0 and any(
-            (it.partner, other) in after_read and (other, it.number) in before
-            for other in ranks[it.location]
+    for op in ops:  # nothing between the halves of a swap
+        if op.partner >= 0 and any(
+            (op.partner, other) in after_read and (other, op.number) in before
+            for other in ranks[op.location]
         ):
             return False
     external = {(a, b) for a, b in before | after_read | was_read if ops[a].thread != ops[b].thread}
@@ -167,7 +167,7 @@ def _ordered(ops: Sequence[_Op]) -> Iterator[tuple[int, int]]:
     """What is ordered within a thread."""
     for a, b in _in_program_order(ops):
         between = ops[a.number + 1 : b.number]
-        is_fence = any(it.kind == "F" for it in between)
+        is_fence = any(item.kind == "F" for item in between)
         is_acquire = a.kind == "R" and a.order in (ACQUIRE, ORDERED)
         is_release = b.kind == "W" and b.order == RELEASE
         both = a.kind == "W" and a.order == RELEASE and b.kind == "R" and b.order == ORDERED
@@ -185,10 +185,10 @@ def _has_cycle(count: int, edges: set[tuple[int, int]]) -> bool:
 
     def visit(at: int) -> bool:
         state[at] = 1
-        for it in after[at]:
-            if state[it] == 1 or (state[it] == 0 and visit(it)):
+        for item in after[at]:
+            if state[item] == 1 or (state[item] == 0 and visit(item)):
                 return True
         state[at] = 2
         return False
 
-    return any(state[it] == 0 and visit(it) for it in range(count))
+    return any(state[number] == 0 and visit(number) for number in range(count))

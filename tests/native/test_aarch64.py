@@ -16,7 +16,7 @@ def test_all_sources_compile_for_it() -> None:
     if shutil.which("aarch64-linux-gnu-gcc") is None:
         pytest.skip("needs aarch64-linux-gnu-gcc (Debian: gcc-aarch64-linux-gnu)")
     flags = ("-std=c11", "-D_GNU_SOURCE", "-O3", "-Wall", "-Wextra", "-Werror", "-fsyntax-only")
-    includes = (f"-I{ROOT / it}" for it in ("kvnative/src", "include"))
+    includes = (f"-I{ROOT / name}" for name in ("kvnative/src", "include"))
     sources = map(str, sorted((ROOT / "kvnative/src").rglob("*.c")))
     done = subprocess.run(
         ["aarch64-linux-gnu-gcc", *flags, *includes, *sources],

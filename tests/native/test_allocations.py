@@ -52,4 +52,4 @@ def test_each_allocation_fails_once(shim: Path, operation: str, least: int) -> N
     assert found.returncode == 0, found.stderr
     outcomes = json.loads(found.stdout)
     assert len(outcomes) >= least
-    assert sum(it != "SUCCESS" for it in outcomes) >= least // 2, found.stderr
+    assert sum(outcome != "SUCCESS" for outcome in outcomes) >= least // 2, found.stderr

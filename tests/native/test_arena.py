@@ -42,7 +42,7 @@ def imported(fd: int, nbytes: int, inode: int | None = None, *, writable: bool =
     return Arena.of_peer(os.getpid(), fd, inode, nbytes, writable=writable)
 
 
-def test_it_is_zeroed_and_viewed_without_copying() -> None:
+def test_an_arena_is_zeroed_and_viewed_without_copying() -> None:
     with Arena(3 * PAGE + 5) as arena:
         array = np.frombuffer(arena, dtype=np.uint8)
         assert array.ctypes.data == arena.address
@@ -185,7 +185,7 @@ class TestImportRefuses:
         with pytest.raises(FileNotFoundError, match=f"/proc/{os.getpid()}/fd/{fd}"):
             imported(fd, PAGE, inode)
 
-    def test_writing_to_what_is_sealed_against_it(self) -> None:
+    def test_writing_to_a_sealed_memfd_is_refused(self) -> None:
         generations = GenerationTable(8)
         with pytest.raises(PermissionError):
             imported(generations.fd, 2 * 8 * 8 + 16, writable=True)
@@ -202,8 +202,8 @@ class TestBoard:
             assert {slot for slot, _ in held} == {0, 1}
             with pytest.raises(MemoryError, match="all 2 slots"):
                 generations.take()
-            for it in held:
-                generations.release(*it)
+            for item in held:
+                generations.release(*item)
             seen.update(held)
         assert len(seen) == 10
 
@@ -243,13 +243,13 @@ class TestPin:
         pin.release()
         growing.append(1)
 
-    def test_it_is_the_array_itself(self) -> None:
+    def test_a_pin_is_of_the_array_itself(self) -> None:
         array = np.arange(12, dtype=np.float32).reshape(3, 4)
         for contiguous in (array, array.T):
             assert Pin(contiguous).address == array.ctypes.data
             assert Pin(contiguous).nbytes == 48
 
-    def test_what_cannot_be_pinned(self) -> None:
+    def test_objects_that_cannot_be_pinned_are_refused(self) -> None:
         with pytest.raises((BufferError, ValueError), match="contiguous"):
             Pin(np.zeros((4, 4))[:, ::2])
         with pytest.raises(BufferError):

@@ -25,10 +25,10 @@ def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_environment_comes_before_the_installers_places(
     toolkit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert homes() == [Path(it) for it in HOMES]
+    assert homes() == [Path(home) for home in HOMES]
     monkeypatch.setenv("ASCEND_HOME", str(toolkit))
     monkeypatch.setenv("ASCEND_HOME_PATH", "/nowhere")
-    assert homes() == [Path("/nowhere"), toolkit, *(Path(it) for it in HOMES)]
+    assert homes() == [Path("/nowhere"), toolkit, *(Path(home) for home in HOMES)]
     assert candidates(NAMES)[0] == [str(toolkit / "lib64" / name) for name in NAMES]
     assert candidates(NAMES)[-1] == list(NAMES)  # the loader's own search
 

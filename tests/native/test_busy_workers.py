@@ -19,7 +19,7 @@ SOME_NS = 1_000_000
 
 
 def threads() -> set[int]:
-    return {int(it.name) for it in Path("/proc/self/task").iterdir()}
+    return {int(path.name) for path in Path("/proc/self/task").iterdir()}
 
 
 class Workers:
@@ -41,8 +41,10 @@ class Workers:
         return sum(after - before > SOME_NS for before, after in pairs)
 
     def _ran(self) -> list[int]:
-        stats = [Path(f"/proc/self/task/{it}/schedstat").read_text() for it in self.ids]
-        return [int(it.split()[0]) for it in stats]
+        stats = [
+            Path(f"/proc/self/task/{thread_id}/schedstat").read_text() for thread_id in self.ids
+        ]
+        return [int(stat.split()[0]) for stat in stats]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +109,7 @@ def test_workers_look_for_the_next_transfer_where_each_has_a_core(case: Scattere
 
 
 @pytest.mark.parametrize("layers", [0, 1], ids=["whole", "behind a layer"])
-def test_all_workers_take_what_was_submitted_whole(case: Scattered, layers: int) -> None:
+def test_all_workers_share_a_batch_that_was_submitted_whole(case: Scattered, layers: int) -> None:
     workers = Workers(2)
     executor = Executor(host_backend(workers.pool))
     end = time.monotonic() + 30
@@ -129,8 +131,8 @@ def pool_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs a C compiler")
     target = tmp_path_factory.mktemp("pool") / "pool"
     names = ("host/job.c", "host/copy.c", "core/report.c", "core/thread.c")
-    sources = [ROOT / "tests/native/pool_main.c", *(ROOT / "kvnative/src" / it for it in names)]
-    includes = [f"-I{ROOT / it}" for it in ("kvnative/src", "include")]
+    sources = [ROOT / "tests/native/pool_main.c", *(ROOT / "kvnative/src" / name for name in names)]
+    includes = [f"-I{ROOT / name}" for name in ("kvnative/src", "include")]
     flags = ["-std=c11", "-D_GNU_SOURCE", "-O1", "-pthread", "-Wall", "-Wextra", "-Werror"]
     if sanitizers := os.environ.get("KVPLAN_SANITIZE"):
         flags += [f"-fsanitize={sanitizers}"]

@@ -166,7 +166,7 @@ def test_layers_that_are_cancelled_come(host: Backend) -> None:
         assert taken(queue, 1) == [task]
 
 
-def test_what_is_forgotten_does_not_come(host: Backend) -> None:
+def test_a_forgotten_token_is_not_delivered(host: Backend) -> None:
     queue, executor = CompletionQueue(), Executor(host)
     task = submit(executor, [INLINE])
     queue.watch(task, "first")
@@ -230,7 +230,7 @@ def test_no_end_is_lost(host: Backend) -> None:
             queue.watch(task, (index, number, task))
             given[index] += 1
 
-    workers = [threading.Thread(target=work, args=(it,)) for it in range(threads)]
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
     for worker in workers:
         worker.start()
     seen: set[tuple[int, int]] = set()

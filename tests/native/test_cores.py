@@ -19,7 +19,7 @@ class Groups:
         self.groups.mkdir()
 
     def belongs(self, *rows: str) -> None:
-        (self.proc / "self/cgroup").write_text("".join(f"{it}\n" for it in rows))
+        (self.proc / "self/cgroup").write_text("".join(f"{row}\n" for row in rows))
 
     def write(self, path: str, text: str) -> None:
         place = self.groups / path

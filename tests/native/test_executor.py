@@ -173,7 +173,7 @@ class Owner:
     """Something that a weak reference can watch."""
 
 
-def test_what_a_task_uses_lives_until_its_outcome_and_no_longer(slow: Executor) -> None:
+def test_objects_of_a_task_live_until_its_outcome(slow: Executor) -> None:
     case = scatter([1000] * 10_000)
     keep, watched = Owner(), case.descriptors
     alive = weakref.ref(keep)
@@ -193,7 +193,7 @@ class TestRevoking:
 
     @pytest.mark.parametrize("how", ["itself", "a part"])
     @pytest.mark.parametrize("layered", [False, True])
-    def test_what_is_in_flight_ends(self, slow: Executor, how: str, layered: bool) -> None:
+    def test_revoking_ends_tasks_in_flight(self, slow: Executor, how: str, layered: bool) -> None:
         case = scatter([1000] * 10_000)
         memory = Revocable()
         kept = memory if how == "itself" else Revocable((Revocable(), memory))
@@ -210,7 +210,7 @@ class TestRevoking:
         assert_only_confirmed_arrived(case, task.report)
         assert memory.revoked == kept.revoked == "it is needed"
 
-    def test_what_comes_later_moves_nothing(self, executor: Executor) -> None:
+    def test_later_tasks_move_nothing(self, executor: Executor) -> None:
         case = scatter([4096] * 3)
         memory = Revocable()
         revoke(memory, "first")
@@ -222,11 +222,15 @@ class TestRevoking:
         ]
         layered = executor.layered(case.descriptors, 1, (memory,))
         assert not layered.open(0)
-        for it in (*reports, layered.report):
-            assert (it.status, it.unconfirmed, it.bytes_done) == (KVN_REVOKED, ((0, 3),), 0)
+        for report in (*reports, layered.report):
+            assert (report.status, report.unconfirmed, report.bytes_done) == (
+                KVN_REVOKED,
+                ((0, 3),),
+                0,
+            )
         case.assert_moved(set())
 
-    def test_of_all_executors_and_of_what_uses_it_alone(self, pool: ThreadPool) -> None:
+    def test_revoking_ends_tasks_of_all_executors(self, pool: ThreadPool) -> None:
         cases = [scatter([1000] * 10_000) for _ in range(3)]
         slowly = [Executor(limit_bandwidth(host_backend(pool), 1e6)) for _ in cases]
         memory, other = Revocable(), Revocable()
@@ -236,10 +240,10 @@ class TestRevoking:
             slowly[2].submit(cases[2].descriptors, (other,)),
         ]
         revoke(memory, "it goes")
-        assert [it.done for it in tasks] == [True, True, False]
+        assert [task.done for task in tasks] == [True, True, False]
         tasks[2].cancel()
 
-    def test_what_has_ended_stays_as_it_is(self, executor: Executor) -> None:
+    def test_ended_tasks_keep_their_outcome(self, executor: Executor) -> None:
         case = scatter([MIB] * 4)
         memory = Revocable()
         task = executor.submit(case.descriptors, (memory,))
@@ -372,7 +376,7 @@ def test_a_deadline_stops_a_waiter_that_copies_itself() -> None:
     """20 GB, which take seconds, to one place: nothing of it ends by itself in time."""
     count, src, dst = 20_000, np.zeros(MIB, np.uint8), np.zeros(MIB, np.uint8)
     offsets, sizes = np.zeros(count, np.uint64), np.full(count, MIB, np.uint64)
-    bases = [np.array([it.ctypes.data], np.uint64) for it in (src, dst)]
+    bases = [np.array([side.ctypes.data], np.uint64) for side in (src, dst)]
     with Executor(host_backend(ThreadPool(8))) as executor:
         report = executor.run(lower(offsets, offsets, sizes, *bases), 1)
     assert report.status == KVN_TIMEOUT

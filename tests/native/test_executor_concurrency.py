@@ -99,7 +99,7 @@ def test_a_task_that_is_waited_for_overtakes() -> None:
 
 
 @pytest.mark.parametrize("layers", ["host", "batches", "delay"])
-def test_one_task_waited_for_polled_and_cancelled_at_once(layers: str) -> None:
+def test_a_task_is_waited_for_polled_and_cancelled_at_once(layers: str) -> None:
     backend = host_backend(ThreadPool(2))
     if layers == "batches":
         backend = limit_batch(backend, 3)
@@ -133,7 +133,7 @@ def test_all_waiters_get_one_report_and_the_descriptors_are_free_once() -> None:
             reports.append(task.wait())
 
         at_once(work)
-        assert {id(it) for it in reports} == {id(task.report)}
+        assert {id(report) for report in reports} == {id(task.report)}
         # Whoever let go of them twice would let somebody write to them while they are looked at.
         view = case.descriptors.nbytes
         base = np.zeros(1, np.uint64)

@@ -26,10 +26,13 @@ def test_a_clash_is_a_byte_that_is_written_and_used_again(dst, dst_nbytes, src, 
     written = [byte for start in dst for byte in range(start, start + dst_nbytes)]
     read = {byte for start in src for byte in range(start, start + src_nbytes)}
     clash = len(set(written)) < len(written) or not read.isdisjoint(written)
-    given_dst, given_src = u64([base + it for it in dst]), u64([base + it for it in src])
+    given_dst, given_src = (
+        u64([base + tensor for tensor in dst]),
+        u64([base + tensor for tensor in src]),
+    )
     assert extents_clash(given_dst, dst_nbytes, given_src, src_nbytes) is clash
-    assert given_dst.tolist() == [base + it for it in dst]
-    assert given_src.tolist() == [base + it for it in src]
+    assert given_dst.tolist() == [base + tensor for tensor in dst]
+    assert given_src.tolist() == [base + tensor for tensor in src]
 
 
 def test_many_extents_in_any_order_and_at_the_top_of_memory():

@@ -60,7 +60,7 @@ def orders(steps: list[Step]) -> Iterator[tuple[Step, ...]]:
         at = {step: when for when, step in enumerate(order)}
         pairs = combinations(range(len(steps)), 2)
         if all(at[a] < at[b] or may_swap(steps[a], steps[b]) for a, b in pairs):
-            yield tuple(steps[it] for it in order)
+            yield tuple(steps[index] for index in order)
 
 
 def seen(owner: list[Step], peer: list[Step]) -> set[tuple[int, int]]:
@@ -94,7 +94,7 @@ def test_in_no_order_are_new_bytes_of_an_old_registration() -> None:
 def test_in_some_order_they_would_be_without_a_fence(end: str) -> None:
     """So the orders that are tried are enough to show it."""
     owner, peer = (
-        [it for it in steps if it.kind != "fence" or end != dropped]
+        [step for step in steps if step.kind != "fence" or end != dropped]
         for steps, dropped in ((RELEASED, "owner"), (LOOKED, "peer"))
     )
     assert (NEW, OLD) in seen(owner, peer)

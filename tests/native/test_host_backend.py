@@ -47,7 +47,9 @@ mixed = st.lists(
     executor=st.sampled_from(EXECUTORS),
 )
 @settings(max_examples=5 * settings().max_examples // 2, deadline=None)
-def test_every_copy_moves_what_numpy_moves(sizes: list[int], seed: int, executor: Executor) -> None:
+def test_every_copy_moves_the_bytes_that_numpy_moves(
+    sizes: list[int], seed: int, executor: Executor
+) -> None:
     case = scatter(sizes, seed)
     report = executor.run(case.descriptors)
     assert (report.status, report.bytes_done, report.descriptors_done) == (
@@ -72,7 +74,7 @@ def test_every_alignment_and_size(executor: Executor, src_shift: int) -> None:
     sizes = [*range(1, 340), 500, 511, 512, 513, 1023, 1024, 1025, 2000, 4095, 4096, 4097]
     room = 8192
     source = np.random.default_rng(2).integers(0, 256, room, dtype=np.uint8)
-    shifts, nbytes = (it.ravel() for it in np.meshgrid(np.arange(64), np.array(sizes)))
+    shifts, nbytes = (column.ravel() for column in np.meshgrid(np.arange(64), np.array(sizes)))
     lines = 2 + nbytes // 64  # with a gap
     places = 64 * (np.cumsum(lines) - lines) + shifts
     memory = np.full(places[-1] + room, UNTOUCHED, np.uint8)
@@ -97,7 +99,7 @@ def test_every_alignment_and_size(executor: Executor, src_shift: int) -> None:
     sizes=st.one_of(small, mixed),
 )
 @settings(max_examples=4 * settings().max_examples // 3, deadline=None)
-def test_every_tuning_moves_what_numpy_moves(tuning: Tuning, sizes: list[int]) -> None:
+def test_every_tuning_moves_the_bytes_that_numpy_moves(tuning: Tuning, sizes: list[int]) -> None:
     pool = ThreadPool(tuning=tuning)
     assert (pool.threads, pool.tuning) == (3, tuning)
     case = scatter(sizes)
@@ -127,8 +129,8 @@ def test_measuring_copies_and_ends_with_the_time() -> None:
     tunings = [builtin_tuning()._replace(threads=2), builtin_tuning()._replace(threads=1)]
     rounds, share = measure_copies(tunings, case.descriptors, rounds=3, deadline_ns=2**63 - 1)
     case.assert_moved()
-    assert [len(it) for it in rounds] == [2, 2, 2]
-    assert all(ns > 0 for it in rounds for ns in it)
+    assert [len(times) for times in rounds] == [2, 2, 2]
+    assert all(ns > 0 for times in rounds for ns in times)
     assert share > 0
     late, _ = measure_copies(tunings, case.descriptors, rounds=3, deadline_ns=0)
     assert late == []
@@ -192,7 +194,7 @@ def test_the_backend_has_a_name() -> None:
     assert backend.name == "host"
 
 
-def test_of_many_failures_the_first_is_reported() -> None:
+def test_the_first_of_many_failures_is_reported() -> None:
     """Every piece of 512 KiB ends in a descriptor that overlaps itself; several threads fail."""
     pieces, good, bad = 16, 448 << 10, 64 << 10
     memory = np.zeros(pieces * (2 * good + 2 * bad), np.uint8)

@@ -68,7 +68,7 @@ def test_the_array_is_cut_into_layers(
     case.assert_moved()
 
 
-def test_no_descriptors_are_no_layers(executor: Executor) -> None:
+def test_a_task_without_descriptors_has_no_layers(executor: Executor) -> None:
     task = executor.layered(Descriptors(), 7)
     assert (task.num_layers, task.states(), task.report.status) == (0, (), KVN_OK)
     assert task.sealed
@@ -76,7 +76,7 @@ def test_no_descriptors_are_no_layers(executor: Executor) -> None:
         task.open(0)
 
 
-def test_what_is_opened_moves_and_nothing_else(executor: Executor) -> None:
+def test_only_opened_layers_move(executor: Executor) -> None:
     case = scatter([100] * 10)
     task = executor.layered(case.descriptors, 3)
     case.assert_moved(set())
@@ -85,7 +85,7 @@ def test_what_is_opened_moves_and_nothing_else(executor: Executor) -> None:
         assert task.open(layer)
         opened.append(layer)
         case.assert_moved(members(opened, 3, 10))
-        assert [task.states()[it] for it in opened] == [LAYER_DONE] * len(opened)
+        assert [task.states()[index] for index in opened] == [LAYER_DONE] * len(opened)
     assert task.states()[1] == LAYER_WAITING
     report = task.report
     assert (report.status, report.bytes_done, report.unconfirmed) == (KVN_PENDING, 700, ((0, 10),))
@@ -205,11 +205,11 @@ def test_wrappers_see_indices_of_the_whole_array(host: Backend) -> None:
     os.close(write_fd)
     with os.fdopen(read_fd) as lines:
         calls = [json.loads(line) for line in lines]
-    batches = [(it["first"], it["count"]) for it in calls if it["call"] == "submit"]
+    batches = [(call["first"], call["count"]) for call in calls if call["call"] == "submit"]
     assert sorted(batches) == [(3, 2), (5, 1), (6, 2)]
 
 
-def test_a_deadline_gives_up_what_is_not_open(host: Backend, executor: Executor) -> None:
+def test_a_deadline_gives_up_layers_that_are_not_open(host: Backend, executor: Executor) -> None:
     case = scatter([100] * 9)
     task = executor.layered(case.descriptors, 3)
     task.open(1)
@@ -243,7 +243,7 @@ def test_a_deadline_may_leave_it_to_go_on(host: Backend, executor: Executor) -> 
         assert task.wait(timeout_ms=1e6, give_up=False).status == KVN_OK
 
 
-def test_cancel_stops_what_moves_and_opens_no_more(host: Backend) -> None:
+def test_cancel_stops_moving_layers_and_opens_no_more(host: Backend) -> None:
     case = scatter([1000] * 9000)
     task = Executor(limit_bandwidth(host, 1e6)).layered(case.descriptors, 3000)
     task.open(0)
@@ -293,7 +293,7 @@ class Owner:
 
 
 @pytest.mark.parametrize("end", ["open", "cancel", "close"])
-def test_what_it_uses_lives_until_its_outcome_and_no_longer(host: Backend, end: str) -> None:
+def test_objects_of_a_layered_task_live_until_its_outcome(host: Backend, end: str) -> None:
     case = scatter([100] * 6)
     executor = Executor(host)
     keep, watched = Owner(), case.descriptors
@@ -315,7 +315,7 @@ def test_what_it_uses_lives_until_its_outcome_and_no_longer(host: Backend, end: 
     lower(*[np.ones(1, np.uint64)] * 5, out=watched)
 
 
-def test_closing_cancels_what_nobody_has_opened_and_waits_for_the_rest(host: Backend) -> None:
+def test_closing_cancels_unopened_layers_and_waits_for_the_rest(host: Backend) -> None:
     case = scatter([400_000] * 6)
     with Executor(host) as executor:
         whole, part = (executor.layered(case.descriptors, 3) for _ in range(2))
@@ -364,6 +364,6 @@ def test_a_signal_ends_a_wait_and_nothing_else(executor: Executor) -> None:
     case.assert_moved()
 
 
-def test_it_is_not_made_by_hand() -> None:
+def test_a_layered_task_is_not_made_by_hand() -> None:
     with pytest.raises(TypeError, match="a LayeredTask comes from an Executor"):
         LayeredTask()

@@ -96,14 +96,14 @@ def test_the_callers_own_descriptors_are_copied(recipe: Recipe) -> None:
 def test_arrays_are_joined_one_after_another(recipe_list: list[Recipe]) -> None:
     parts = [lower(**recipe) for recipe in recipe_list]
     joined = Descriptors.joined(parts)
-    assert joined.count == sum(it.count for it in parts)
-    assert joined.total_nbytes == sum(it.total_nbytes for it in parts)
+    assert joined.count == sum(part.count for part in parts)
+    assert joined.total_nbytes == sum(part.total_nbytes for part in parts)
     for name in ("dst", "src", "nbytes"):
-        columns = [getattr(it, name).tolist() for it in parts]
+        columns = [getattr(part, name).tolist() for part in parts]
         assert getattr(joined, name).tolist() == [item for column in columns for item in column]
 
 
-def test_what_cannot_be_joined() -> None:
+def test_impossible_joins_are_refused() -> None:
     part = lower_with()
     for wrong in (None, part.dst, 3):
         with pytest.raises(TypeError):
@@ -233,7 +233,7 @@ def expanded(recipe: Recipe, side: str, level: int) -> list[Column]:
     for segment, offset in enumerate(recipe[f"{side}_offsets"].tolist()):
         shape = tuple(int(counts[segment]) for counts, *_ in recipe["repeats"])
         steps = np.indices(shape).reshape(len(shape), -1)
-        strides = [it[level] for it in recipe["repeats"]]
+        strides = [item[level] for item in recipe["repeats"]]
         runs.append(u64(*(offset + sum(map(int.__mul__, at, strides)) for at in steps.T.tolist())))
     return runs
 
@@ -247,7 +247,8 @@ def test_segments_that_repeat_are_numpys_grid(recipe: Recipe) -> None:
         every = [one + base for base in recipe[f"{name}_bases"]]
         np.testing.assert_array_equal(getattr(lowered, name), np.concatenate([u64(), *every]))
     nbytes = [
-        np.full(len(runs), it, np.uint64) for runs, it in zip(src, recipe["nbytes"], strict=True)
+        np.full(len(runs), item, np.uint64)
+        for runs, item in zip(src, recipe["nbytes"], strict=True)
     ]
     one = np.concatenate([u64(), *nbytes])
     np.testing.assert_array_equal(lowered.nbytes, np.tile(one, len(recipe["src_bases"])))
@@ -352,7 +353,7 @@ def test_more_runs_than_an_array_can_hold() -> None:
         (None, TypeError),
     ],
 )
-def test_what_is_no_level_of_repeats(level: Any, error: type[Exception]) -> None:
+def test_impossible_repeats_are_refused(level: Any, error: type[Exception]) -> None:
     for repeats in ([level], [(u64(1, 1), 8, 8), level]):
         with pytest.raises(error):
             lower_with(repeats=repeats)
@@ -385,7 +386,7 @@ def test_a_view_keeps_its_memory() -> None:
 
 
 @pytest.mark.parametrize("part", [lambda column: column, lambda column: column[2:4]])
-def test_what_a_view_shows_never_changes(part: Callable[[Column], Column]) -> None:
+def test_a_view_never_changes(part: Callable[[Column], Column]) -> None:
     out = lower_with()
     view = part(out.src)
     before = view.tolist()

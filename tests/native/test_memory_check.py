@@ -80,7 +80,7 @@ def test_every_byte_counts(
     nbytes = min(nbytes, NUM_PAGES * PAGE - offset)
     lay_out(pages, protections)
     touched = protections[offset // PAGE : (offset + nbytes - 1) // PAGE + 1]
-    fits = all(it == WRITE if writable else it in (READ, WRITE) for it in touched)
+    fits = all(item == WRITE if writable else item in (READ, WRITE) for item in touched)
     for via in ("auto", "text"):
         try:
             check_memory(pages + offset, nbytes, writable, via=via)

@@ -47,7 +47,7 @@ PATTERNS = {
             (Swap("generation", 1, 2, BOTH), Fence(), Read("ticket", "waits_for", ACQUIRE)),
             (Write("generation", 1),),
         ),
-        lambda it: it["found"] == 1 and it["waits_for"] == 0,
+        lambda outcome: outcome["found"] == 1 and outcome["waits_for"] == 0,
         ((0, 1, None), (1, 1, None)),
     ),
     "host/writers.h: after the wait nobody writes": Pattern(
@@ -55,7 +55,7 @@ PATTERNS = {
             (Write("bytes", 1), Swap("ticket", 0, 7, RELEASE)),
             (Read("ticket", "left", ACQUIRE), Write("bytes", 2)),
         ),
-        lambda it: it["left"] == 7 and it["bytes"] == 1,
+        lambda outcome: outcome["left"] == 7 and outcome["bytes"] == 1,
         ((0, 1, Swap("ticket", 0, 7, PLAIN)), (1, 0, Read("ticket", "left", PLAIN))),
     ),
     # The first ticket, 0 here, stands before all, and is 9 when it is taken out.
@@ -74,7 +74,9 @@ PATTERNS = {
                 Read("first", "and_for", ACQUIRE),
             ),
         ),
-        lambda it: it["found"] == 0 and it["waits_for"] == 0 and it["and_for"] == 9,
+        lambda outcome: (
+            outcome["found"] == 0 and outcome["waits_for"] == 0 and outcome["and_for"] == 9
+        ),
         ((0, 1, None), (1, 1, None)),
     ),
     "host/generations.h: bytes of after the release are noticed": Pattern(
@@ -82,7 +84,7 @@ PATTERNS = {
             (Swap("generation", 0, 2, BOTH), Fence(), Write("bytes", 2)),
             (Read("bytes", "read"), Fence(), Read("generation", "found", ACQUIRE)),
         ),
-        lambda it: it["read"] == 2 and it["found"] == 0,
+        lambda outcome: outcome["read"] == 2 and outcome["found"] == 0,
         ((1, 1, None),),
     ),
     "host/generations.h: the first look comes before the bytes": Pattern(
@@ -90,7 +92,7 @@ PATTERNS = {
             (Write("bytes", 1), Swap("generation", 0, 1, BOTH)),
             (Read("generation", "found", ACQUIRE), Read("bytes", "read")),
         ),
-        lambda it: it["found"] == 1 and it["read"] == 0,
+        lambda outcome: outcome["found"] == 1 and outcome["read"] == 0,
         ((1, 0, Read("generation", "found", PLAIN)),),
     ),
     "host/generations.h: who knows a generation finds its deadline": Pattern(
@@ -99,14 +101,14 @@ PATTERNS = {
             (Read("generation", "known", ACQUIRE), Write("message", 1, RELEASE, "known")),
             (Read("message", "came", ACQUIRE), Read("deadline", "found", ACQUIRE)),
         ),
-        lambda it: it["known"] == 1 and it["came"] == 1 and it["found"] == 0,
+        lambda outcome: outcome["known"] == 1 and outcome["came"] == 1 and outcome["found"] == 0,
     ),
     "host/life.h: bytes of who came after the owner's end are noticed": Pattern(
         (
             (Swap("life", 0, 1, BOTH), Write("bytes", 2, RELEASE)),
             (Read("bytes", "read"), Fence(), Read("life", "ended", ACQUIRE)),
         ),
-        lambda it: it["read"] == 2 and it["ended"] == 0,
+        lambda outcome: outcome["read"] == 2 and outcome["ended"] == 0,
         ((1, 1, None),),
     ),
     "core, tcp, device: a report is read once it is finished": Pattern(
@@ -114,7 +116,7 @@ PATTERNS = {
             (Write("report", 1), Write("finished", 1, RELEASE)),
             (Read("finished", "seen", ACQUIRE), Read("report", "read")),
         ),
-        lambda it: it["seen"] == 1 and it["read"] == 0,
+        lambda outcome: outcome["seen"] == 1 and outcome["read"] == 0,
         (
             (0, 1, Write("finished", 1, PLAIN)),
             (1, 0, Read("finished", "seen", PLAIN)),
@@ -126,7 +128,7 @@ PATTERNS = {
             (Swap("epoch", 0, 1, BOTH), Read("removals", "seen", ORDERED)),
             (Swap("removals", 0, 1, BOTH), Read("epoch", "waits_for", ORDERED)),
         ),
-        lambda it: it["seen"] == 0 and it["waits_for"] == 0,
+        lambda outcome: outcome["seen"] == 0 and outcome["waits_for"] == 0,
         ((0, 1, Read("removals", "seen", PLAIN)), (1, 1, Read("epoch", "waits_for", PLAIN))),
     ),
     "tcp/table.h: after the wait nobody moves bytes": Pattern(
@@ -134,7 +136,7 @@ PATTERNS = {
             (Write("bytes", 1), Swap("epoch", 0, 2, BOTH)),
             (Read("epoch", "left", ORDERED), Write("bytes", 2)),
         ),
-        lambda it: it["left"] == 2 and it["bytes"] == 1,
+        lambda outcome: outcome["left"] == 2 and outcome["bytes"] == 1,
         ((0, 1, Swap("epoch", 0, 2, PLAIN)), (1, 0, Read("epoch", "left", PLAIN))),
     ),
     # UCX reads by plain loads where it has the peer's memory mapped.
@@ -143,7 +145,7 @@ PATTERNS = {
             (Write("ticket", 7), Fence(), Read("generation", "found")),
             (Swap("generation", 0, 2, BOTH), Fence(), Read("ticket", "waits_for")),
         ),
-        lambda it: it["found"] == 0 and it["waits_for"] == 0,
+        lambda outcome: outcome["found"] == 0 and outcome["waits_for"] == 0,
         ((0, 1, None), (1, 1, None)),
     ),
     "ucx/transfer.c: bytes of after the release are noticed": Pattern(
@@ -151,7 +153,7 @@ PATTERNS = {
             (Swap("generation", 0, 2, BOTH), Fence(), Write("bytes", 2)),
             (Read("bytes", "read"), Fence(), Read("generation", "found")),
         ),
-        lambda it: it["read"] == 2 and it["found"] == 0,
+        lambda outcome: outcome["read"] == 2 and outcome["found"] == 0,
         ((1, 1, None),),
     ),
     "ucx/transfer.c: after the ticket is gone nobody writes": Pattern(
@@ -159,40 +161,40 @@ PATTERNS = {
             (Write("bytes", 1), Write("ticket", 0, RELEASE), Write("gone", 1, RELEASE)),
             (Read("gone", "left", ACQUIRE), Write("bytes", 2)),
         ),
-        lambda it: it["left"] == 1 and it["bytes"] == 1,
+        lambda outcome: outcome["left"] == 1 and outcome["bytes"] == 1,
     ),
     "core/lower.h: written again when all readers are through": Pattern(
         (
             (Swap("leases", 0, 1, ORDERED), Read("column", "read"), Swap("leases", 1, 0, RELEASE)),
             (Swap("leases", 0, -1, ORDERED), Write("column", 9)),
         ),
-        lambda it: it["read"] == 9,
+        lambda outcome: outcome["read"] == 9,
         ((0, 2, Swap("leases", 1, 0, PLAIN)),),
     ),
 }
 
 
 def changed(pattern: Pattern, weaker: Weaker) -> list[list[Event]]:
-    threads = [list(it) for it in pattern.threads]
+    threads = [list(thread) for thread in pattern.threads]
     thread, event, instead = weaker
     threads[thread][event : event + 1] = [] if instead is None else [instead]
     return threads
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_what_is_forbidden_does_not_happen(name: str) -> None:
+def test_forbidden_outcomes_do_not_happen(name: str) -> None:
     pattern = PATTERNS[name]
     found = outcomes(pattern.threads)
     assert found
-    assert not [it for it in found if pattern.forbidden(it)]
+    assert not [entry for entry in found if pattern.forbidden(entry)]
 
 
 @pytest.mark.parametrize(
-    ("name", "weaker"), [(name, it) for name in PATTERNS for it in PATTERNS[name].needed]
+    ("name", "weaker"), [(name, item) for name in PATTERNS for item in PATTERNS[name].needed]
 )
 def test_each_order_is_needed(name: str, weaker: Weaker) -> None:
     pattern = PATTERNS[name]
-    assert [it for it in outcomes(changed(pattern, weaker)) if pattern.forbidden(it)]
+    assert [outcome for outcome in outcomes(changed(pattern, weaker)) if pattern.forbidden(outcome)]
 
 
 class TestTheModel:
@@ -211,7 +213,7 @@ class TestTheModel:
             (Write("x", 1, RELEASE), Read("y", "a", order)),
             (Write("y", 1, RELEASE), Read("x", "b", order)),
         )
-        assert any(it["a"] == it["b"] == 0 for it in outcomes(program)) == possible
+        assert any(outcome["a"] == outcome["b"] == 0 for outcome in outcomes(program)) == possible
 
     def test_all_see_stores_in_one_order(self) -> None:
         program = (
@@ -221,12 +223,16 @@ class TestTheModel:
             (Read("y", "c", ACQUIRE), Read("x", "d")),
         )
         assert not [
-            it for it in outcomes(program) if (it["a"], it["b"], it["c"], it["d"]) == (1, 0, 1, 0)
+            outcome
+            for outcome in outcomes(program)
+            if (outcome["a"], outcome["b"], outcome["c"], outcome["d"]) == (1, 0, 1, 0)
         ]
 
     def test_a_location_has_one_order(self) -> None:
         program = ((Write("x", 1),), (Read("x", "a"), Read("x", "b")))
-        assert not [it for it in outcomes(program) if (it["a"], it["b"]) == (1, 0)]
+        assert not [
+            outcome for outcome in outcomes(program) if (outcome["a"], outcome["b"]) == (1, 0)
+        ]
 
     def test_nothing_comes_between_the_halves_of_a_swap(self) -> None:
         program = ((Swap("x", 0, 1),), (Swap("x", 0, 2),))

@@ -43,7 +43,8 @@ def given_up(executor: Executor, descriptors: Descriptors) -> None:
 )
 @pytest.mark.parametrize("transfer", [submitted, layered, given_up])
 @pytest.mark.parametrize(
-    "layer", [lambda it: it, lambda it: limit_batch(it, 2), lambda it: fail_at(it, 4)]
+    "layer",
+    [lambda value: value, lambda value: limit_batch(value, 2), lambda value: fail_at(value, 4)],
 )
 def test_wherever_memory_ends(
     transfer: Callable[[Executor, Descriptors], None],

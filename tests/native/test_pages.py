@@ -44,7 +44,7 @@ needs_huge_pages = pytest.mark.skipif(
 
 class TestPopulating:
     @pytest.mark.parametrize("nbytes", [mmap.PAGESIZE, 5 * MIB + 3 * mmap.PAGESIZE + 17])
-    def test_what_is_there_is_mapped(self, nbytes: int) -> None:
+    def test_existing_pages_are_mapped(self, nbytes: int) -> None:
         arena = Arena(nbytes, prefault=True, pages="small")
         twin, walk = twin_of(arena), PageWalk(nbytes)
         assert mapped(twin) == 0
@@ -64,7 +64,7 @@ class TestPopulating:
         assert walk.is_pass_over
         assert not walk.is_complete
 
-    def test_what_comes_later_is_found_by_the_next_pass(self) -> None:
+    def test_later_pages_are_found_by_the_next_pass(self) -> None:
         arena = Arena(2 * CHUNK)
         twin, walk = twin_of(arena), PageWalk(arena.nbytes)
         assert walk.advance(twin, FOREVER_S) == 0
@@ -90,7 +90,7 @@ class TestPopulating:
         assert (np.frombuffer(arena, np.uint8) == 3).all()
         assert mapped(twin) == before == CHUNK
 
-    def test_it_takes_turns(self) -> None:
+    def test_a_walk_takes_turns(self) -> None:
         arena = Arena(8 * CHUNK, prefault=True, pages="small")
         twin, walk = twin_of(arena), PageWalk(arena.nbytes)
         turns = 0
@@ -143,7 +143,7 @@ class TestHugePages:
             assert smaps_of(arena.address)["ShmemPmdMapped"] == 0
 
     @needs_huge_pages
-    def test_what_is_wholly_there_becomes_huge(self) -> None:
+    def test_complete_ranges_become_huge_pages(self) -> None:
         arena = Arena(3 * CHUNK)
         array = np.frombuffer(arena, np.uint8)
         array[: 2 * CHUNK - mmap.PAGESIZE] = 5
@@ -173,7 +173,7 @@ def reserved() -> tuple[int, int]:
 
 
 class TestHugetlb:
-    def test_where_none_are_reserved_the_error_says_what_to_do(self) -> None:
+    def test_without_reserved_pages_the_error_says_what_to_do(self) -> None:
         free, page = reserved()
         if not page:
             pytest.skip("this kernel has no hugetlbfs")
@@ -197,7 +197,7 @@ class TestHugetlb:
         assert smaps_of(twin.address)["KernelPageSize"] == page
 
     @pytest.mark.skipif(reserved()[0] < 2, reason="needs vm.nr_hugepages of 2")
-    def test_one_with_a_missing_page_is_not_mapped(self) -> None:
+    def test_an_arena_with_a_missing_page_is_not_mapped(self) -> None:
         _, page = reserved()
         fd = os.memfd_create("holes", os.MFD_HUGETLB | os.MFD_ALLOW_SEALING)
         try:
@@ -209,7 +209,7 @@ class TestHugetlb:
 
 
 class TestLooking:
-    def test_it_is_as_smaps_says(self) -> None:
+    def test_page_use_agrees_with_smaps(self) -> None:
         arena = Arena(3 * CHUNK)
         array = np.frombuffer(arena, np.uint8)
         array[:MIB] = 1
@@ -218,9 +218,9 @@ class TestLooking:
         there = MIB + mmap.PAGESIZE
         assert page_use(twin.address, twin.nbytes)[0] == there
         assert page_use(twin.address + CHUNK - 1, 2)[0] == mmap.PAGESIZE
-        for it in (arena, twin):
-            present, here, huge = page_use(it.address, it.nbytes)
-            facts = smaps_of(it.address)
+        for item in (arena, twin):
+            present, here, huge = page_use(item.address, item.nbytes)
+            facts = smaps_of(item.address)
             assert present == there
             if here is not None:
                 assert (here, huge) == (facts["Rss"], facts["ShmemPmdMapped"])
@@ -232,7 +232,7 @@ class TestLooking:
             assert page_use(array.ctypes.data, array.nbytes)[0] == mmap.PAGESIZE
             del array
 
-    def test_what_is_not_mapped_is_refused(self) -> None:
+    def test_memory_that_is_not_mapped_is_refused(self) -> None:
         arena = Arena(CHUNK)
         address = arena.address
         arena.close()
@@ -242,7 +242,7 @@ class TestLooking:
     @pytest.mark.parametrize(
         ("address", "nbytes"), [(2**64 - 1, 2), (2**64 - 4096, 4096), (4096, 2**64 - 1)]
     )
-    def test_what_reaches_beyond_all_addresses_is_refused(self, address: int, nbytes: int) -> None:
+    def test_a_range_beyond_all_addresses_is_refused(self, address: int, nbytes: int) -> None:
         with pytest.raises(ValueError, match="is not mapped all through"):
             page_use(address, nbytes)
 

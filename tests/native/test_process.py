@@ -81,7 +81,7 @@ def pool(request: pytest.FixtureRequest) -> ThreadPool:
 
 
 def run(pool: ThreadPool, pid: int, direction: str, dst: object, src: object, n: object) -> Report:
-    columns = (np.asarray(it, dtype=np.uint64) for it in np.broadcast_arrays(dst, src, n))
+    columns = (np.asarray(column, dtype=np.uint64) for column in np.broadcast_arrays(dst, src, n))
     descriptors = Descriptors.from_columns(*map(np.ascontiguousarray, columns))
     with Executor(process_backend(pool, pid, direction)) as executor:  # type: ignore[arg-type]
         return executor.run(descriptors, timeout_ms=60_000)
@@ -202,7 +202,7 @@ class TestTheDescriptorThatFails:
 
 
 @pytest.mark.parametrize("most", [500, 1000])
-def test_the_one_that_fails_is_named_by_its_place_in_the_whole(
+def test_a_failing_descriptor_is_named_by_its_index_in_the_batch(
     pool: ThreadPool, other: Other, most: int
 ) -> None:
     """Not by that in the batch that the executor cut off."""
@@ -239,7 +239,7 @@ def test_a_dead_process(pool: ThreadPool) -> None:
 class TestDescriptors:
     """What GPU memory is exported by: descriptors that cannot be opened through /proc."""
 
-    def test_it_is_the_same_file(self, other: Other) -> None:
+    def test_a_taken_descriptor_is_of_the_same_file(self, other: Other) -> None:
         reader, writer = other.run("import os; result = pipe = os.pipe()")
         peer = Peer(other.pid)
         taken = peer.take_descriptor(reader)
@@ -291,7 +291,7 @@ def words_of(*words: tuple[int, int]) -> bytes:
 
 
 class TestPeer:
-    def test_it_names_the_first_stale_slot(self) -> None:
+    def test_a_check_names_the_first_stale_slot(self) -> None:
         table = GenerationTable(8)
         held = [table.take() for _ in range(4)]
         words = words_of(*held)
@@ -327,15 +327,16 @@ class TestPeer:
         with pytest.raises(ValueError, match="closed"):
             look(words)
 
-    def test_it_copies_between_two_checks(self) -> None:
+    def test_a_guarded_copy_runs_between_two_checks(self) -> None:
         """All of it, or not at all; or what was not the peer's any more at the end."""
         table, peer = GenerationTable(2), Peer(os.getpid())
         peer.attach(table.fd, table.inode, 2)
         nbytes = 64 << 20
         source, target = np.full(nbytes, 7, np.uint8), np.zeros(nbytes, np.uint8)
-        there, here = (np.array([it.ctypes.data], np.uint64) for it in (source, target))
+        there, here = (np.array([side.ctypes.data], np.uint64) for side in (source, target))
         few, all_of_it = (
-            Descriptors.from_columns(here, there, np.array([it], np.uint64)) for it in (100, nbytes)
+            Descriptors.from_columns(here, there, np.array([item], np.uint64))
+            for item in (100, nbytes)
         )
         held, memory = table.take(), Revocable()
         assert peer.copy(few, words_of(held), memory) == "done"
@@ -397,7 +398,7 @@ class TestPeer:
                 ended.append(word)
             live = {word for word, until in deadlines.items() if until != passed}
             words = [*deadlines, *ended]
-            assert {it for it in words if peer.check(words_of(it)) == -1} == live
+            assert {word for word in words if peer.check(words_of(word)) == -1} == live
         peer.close()
 
     def test_generations_begin_again_behind_the_last(self) -> None:
@@ -422,7 +423,7 @@ class TestPeer:
         assert all(slot == 0 and generation < 2**48 for slot, generation in words)
         assert max(generation for _, generation in words) > 2**32
 
-    def test_it_holds_a_pid_that_exists(self) -> None:
+    def test_a_peer_holds_an_existing_pid(self) -> None:
         with pytest.raises(ProcessLookupError, match="has exited"):
             Peer(2**22 - 1)
         with pytest.raises(ValueError, match="pid is 0"):
@@ -438,7 +439,7 @@ class TestPeer:
             peer.attach(table.fd, table.inode, 8)
 
 
-def test_a_signal_to_this_process_is_no_death_of_the_peer() -> None:
+def test_a_signal_to_this_process_does_not_count_as_death_of_the_peer() -> None:
     table, peer = GenerationTable(1), Peer(os.getpid())
     with signals_every(50e-6):
         peer.attach(table.fd, table.inode, table.num_slots)

@@ -17,7 +17,7 @@ rows = st.lists(st.tuples(numbers, numbers, st.integers(1, 9), st.integers(0, 2)
 
 
 def columns(rows: list[tuple[int, ...]], width: int) -> list[np.ndarray]:
-    return [np.array([it[i] for it in rows], dtype=np.uint64) for i in range(width)]
+    return [np.array([row[i] for row in rows], dtype=np.uint64) for i in range(width)]
 
 
 @given(rows)
@@ -26,14 +26,16 @@ def test_arrange(given_rows: list[tuple[int, int, int, int]]) -> None:
     src, dst, nbytes, groups = columns(given_rows, 4)
     found = arrange(src, dst, nbytes, groups)
     merged: list[list[int]] = []
-    for a, b, n, g in sorted(given_rows, key=lambda it: (it[3], it[0])):
+    for a, b, n, g in sorted(given_rows, key=lambda given_row: (given_row[3], given_row[0])):
         if merged and merged[-1][3] == g:
             last = merged[-1]
             if (last[0] + last[2], last[1] + last[2]) == (a, b):
                 last[2] += n
                 continue
         merged.append([a, b, n, g])
-    assert [list(it) for it in zip(*(it.tolist() for it in found), strict=True)] == merged
+    assert [
+        list(column) for column in zip(*(entry.tolist() for entry in found), strict=True)
+    ] == merged
     alone = arrange(src, dst, nbytes)
     assert alone[3] is None
     assert int(alone[2].sum()) == int(nbytes.sum())
@@ -76,10 +78,10 @@ def test_locate() -> None:
 def test_columns_of_objects() -> None:
     descs = [TransferOpDesc(i, 2**64 - 1 - i, 3 * i) for i in range(100)]
     found = address_columns(descs)
-    assert [it.tolist() for it in found] == [
-        [getattr(it, name) for it in descs] for name in ("local_addr", "remote_addr", "len")
+    assert [entry.tolist() for entry in found] == [
+        [getattr(desc, name) for desc in descs] for name in ("local_addr", "remote_addr", "len")
     ]
-    assert [len(it) for it in address_columns(())] == [0, 0, 0]
+    assert [len(column) for column in address_columns(())] == [0, 0, 0]
 
     class Derived(TransferOpDesc):
         pass
@@ -90,15 +92,15 @@ def test_columns_of_objects() -> None:
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda it: arrange(it, it, it[:1]), ValueError),
-        (lambda it: arrange(it, it, it, it[:1]), ValueError),
-        (lambda it: arrange(it, it, it.astype(np.int64)), TypeError),
-        (lambda it: first_overlap(it, it[:1]), ValueError),
-        (lambda it: first_overlap(it, [1, 2]), TypeError),
-        (lambda it: locate(it, it[:1], it, it), ValueError),
-        (lambda it: locate(it, it, it, it[:1]), ValueError),
-        (lambda it: address_columns([TransferOpDesc(1, 2, 3), it]), TypeError),
-        (lambda it: address_columns(iter(())), TypeError),
+        (lambda value: arrange(value, value, value[:1]), ValueError),
+        (lambda value: arrange(value, value, value, value[:1]), ValueError),
+        (lambda value: arrange(value, value, value.astype(np.int64)), TypeError),
+        (lambda value: first_overlap(value, value[:1]), ValueError),
+        (lambda value: first_overlap(value, [1, 2]), TypeError),
+        (lambda value: locate(value, value[:1], value, value), ValueError),
+        (lambda value: locate(value, value, value, value[:1]), ValueError),
+        (lambda value: address_columns([TransferOpDesc(1, 2, 3), value]), TypeError),
+        (lambda value: address_columns(iter(())), TypeError),
     ],
 )
 def test_misuse(call: Any, error: type[Exception]) -> None:

@@ -51,11 +51,11 @@ def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
 def test_each_handler_runs_once_in_the_end() -> None:
     handled: list[int] = []
     numbers = signal.SIGUSR1, signal.SIGTERM
-    before = [signal.signal(it, lambda number, _: handled.append(number)) for it in numbers]
+    before = [signal.signal(i, lambda number, _: handled.append(number)) for i in numbers]
     try:
         with signals_deferred:
-            for it in (*numbers, *numbers):
-                arrive(it)
+            for i in (*numbers, *numbers):
+                arrive(i)
             assert not handled
         assert sorted(handled) == sorted(numbers)
     finally:

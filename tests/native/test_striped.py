@@ -69,7 +69,7 @@ def test_whatever_is_confirmed_has_arrived(sizes: list[int], failing: list[int |
         report = executor.run(case.descriptors)
     unconfirmed = indices(report.unconfirmed)
     assert (report.status == KVN_OK) == (not unconfirmed)
-    assert all(case.arrived(it) for it in set(range(len(sizes))) - unconfirmed)
+    assert all(case.arrived(number) for number in set(range(len(sizes))) - unconfirmed)
     if unconfirmed:
         assert report.failed in failing
         assert f"descriptor {report.failed} was made to fail" in report.message
@@ -80,7 +80,9 @@ def test_each_has_a_stripe(backends: list[Backend]) -> None:
     for stripe, last in zip(stripes(3), (False, False, True), strict=True):
         case = scatter([SIZE] * COUNT)
         index = stripe[-1] if last else stripe[0]
-        backend = striped([fail_at(it, index, KVN_PEER_GONE, 77) for it in backends], min_nbytes=1)
+        backend = striped(
+            [fail_at(backend, index, KVN_PEER_GONE, 77) for backend in backends], min_nbytes=1
+        )
         report = Executor(backend).run(case.descriptors)
         assert (report.status, report.code, report.failed) == (KVN_PEER_GONE, 77, index)
         assert report.unconfirmed == ((index, stripe[-1] + 1),)
@@ -92,13 +94,13 @@ def test_each_has_a_stripe(backends: list[Backend]) -> None:
 )
 def test_as_many_as_have_enough_to_do(backends: list[Backend], min_nbytes: int, used: int) -> None:
     case = scatter([SIZE] * COUNT)
-    backends[used:] = [fail_at(it, COUNT - 1) for it in backends[used:]]
+    backends[used:] = [fail_at(backend, COUNT - 1) for backend in backends[used:]]
     backend = striped(backends, min_nbytes=min_nbytes)
     assert Executor(backend).run(case.descriptors).status == KVN_OK
     case.assert_moved()
 
 
-def test_one_that_is_larger_than_its_share(backends: list[Backend]) -> None:
+def test_a_descriptor_that_is_larger_than_its_share(backends: list[Backend]) -> None:
     """The other stripes are empty, and nothing after it is lost."""
     for sizes in ([100_000, 1, 1], [1, 100_000, 1], [1, 1, 100_000], [100_000]):
         case = scatter(sizes)
@@ -108,7 +110,7 @@ def test_one_that_is_larger_than_its_share(backends: list[Backend]) -> None:
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancel"])
-def test_one_that_is_late(backends: list[Backend], how: str) -> None:
+def test_a_stripe_that_is_late(backends: list[Backend], how: str) -> None:
     case = scatter([SIZE] * COUNT)
     backend = striped([backends[0], delay(backends[1], 1e9), backends[2]], min_nbytes=1)
     with Executor(backend) as executor:
@@ -139,16 +141,20 @@ def test_a_reason_says_more_than_that_others_were_given_up(backends: list[Backen
     assert indices(report.unconfirmed) == {*stripes(3)[0], COUNT - 1}
 
 
-def test_of_several_reasons_the_first_is_reported(backends: list[Backend]) -> None:
+def test_the_first_of_several_reasons_is_reported(backends: list[Backend]) -> None:
     case = scatter([SIZE] * COUNT)
-    failing = [fail_at(it, index) for it, index in zip(backends, (3, 20, COUNT - 1), strict=True)]
+    failing = [
+        fail_at(backend, index) for backend, index in zip(backends, (3, 20, COUNT - 1), strict=True)
+    ]
     report = Executor(striped(failing, min_nbytes=1)).run(case.descriptors)
     assert report.failed == 3
     assert "descriptor 3 was made to fail" in report.message
 
 
 @pytest.mark.parametrize("index", [0, 20, COUNT - 1])
-def test_one_is_refused(backends: list[Backend], tmp_path: Path, index: int) -> None:
+def test_a_refused_stripe_ends_the_batch(
+    backends: list[Backend], tmp_path: Path, index: int
+) -> None:
     """What went before is given up, though it would go on; nothing comes after.
 
     The first stripe is the last to begin.
@@ -156,9 +162,9 @@ def test_one_is_refused(backends: list[Backend], tmp_path: Path, index: int) -> 
     case = scatter([SIZE] * COUNT)
     first, *others = stripes(3)
     order = [*others, first]
-    before = next(order[:at] for at, it in enumerate(order) if index in it)
+    before = next(order[:at] for at, stripe in enumerate(order) if index in stripe)
     with (tmp_path / "trace").open("w+b") as file:
-        late = [trace(delay(it, 1e9), file.fileno()) for it in backends]
+        late = [trace(delay(backend, 1e9), file.fileno()) for backend in backends]
         refusing = stripes(3).index(order[len(before)])
         late[refusing] = fail_at(late[refusing], index, KVN_PEER_GONE, 77, at_submit=True)
         backend = striped(late, min_nbytes=1)
@@ -169,19 +175,23 @@ def test_one_is_refused(backends: list[Backend], tmp_path: Path, index: int) -> 
     assert f"descriptor {index} was made to be refused" in report.message
     assert report.unconfirmed == ((0, COUNT),)
     for stripe in before:
-        calls = [it["call"] for it in lines if it["first"] == stripe[0] and it["call"] != "poll"]
+        calls = [
+            line["call"] for line in lines if line["first"] == stripe[0] and line["call"] != "poll"
+        ]
         assert calls == ["submit", "abort", "release"]
-    assert {it["first"] for it in lines} == {stripe[0] for stripe in before}
+    assert {line["first"] for line in lines} == {stripe[0] for stripe in before}
 
 
-def test_batches_before_one_that_is_refused_are_confirmed(backends: list[Backend]) -> None:
+def test_batches_before_a_refused_one_are_confirmed(backends: list[Backend]) -> None:
     case = scatter([SIZE] * COUNT)
     refusing = fail_at(backends[1], 30, at_submit=True)
     backend = limit_batch(striped([backends[0], refusing, backends[2]], min_nbytes=1), COUNT // 2)
     report = Executor(backend).run(case.descriptors)
     assert (report.failed, report.unconfirmed) == (30, ((COUNT // 2, COUNT),))
-    assert all(case.arrived(it) for it in range(COUNT // 2))
-    assert not any(case.arrived(it) for it in range(COUNT // 2, COUNT))  # it is the first to begin
+    assert all(case.arrived(number) for number in range(COUNT // 2))
+    assert not any(
+        case.arrived(number) for number in range(COUNT // 2, COUNT)
+    )  # it is the first to begin
 
 
 def test_a_failure_is_reported_rather_than_that_others_were_given_up(
@@ -196,10 +206,10 @@ def test_a_failure_is_reported_rather_than_that_others_were_given_up(
     assert "was made to fail" in report.message
 
 
-def test_it_waits_for_all_of_several_tasks(backends: list[Backend]) -> None:
+def test_a_wait_covers_all_of_several_tasks(backends: list[Backend]) -> None:
     executor = Executor(striped(backends, min_nbytes=1))
     cases = [scatter([50_000] * 9, seed=seed) for seed in range(8)]
-    threads = [threading.Thread(target=executor.run, args=[it.descriptors]) for it in cases]
+    threads = [threading.Thread(target=executor.run, args=[case.descriptors]) for case in cases]
     for thread in threads:
         thread.start()
     for thread, case in zip(threads, cases, strict=True):

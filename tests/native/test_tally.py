@@ -46,13 +46,13 @@ def test_all_is_summed(calls: list[tuple[float, int]]) -> None:
     for seconds, nbytes in calls:
         histogram.add(seconds, nbytes)
     nbytes, seconds, counts = histogram.snapshot()
-    assert nbytes == sum(it for _, it in calls)
-    assert seconds == pytest.approx(math.fsum(it for it, _ in calls))
+    assert nbytes == sum(item for _, item in calls)
+    assert seconds == pytest.approx(math.fsum(item for item, _ in calls))
     assert sum(counts) == len(calls)
-    assert counts[0] == len([it for it, _ in calls if it <= BOUNDS[0]])
+    assert counts[0] == len([item for item, _ in calls if item <= BOUNDS[0]])
 
 
-def test_what_threads_add_is_all_there() -> None:
+def test_counts_of_threads_add_up() -> None:
     histogram, traffic = Histogram(BOUNDS), Traffic()
 
     def add() -> None:
@@ -67,7 +67,7 @@ def test_what_threads_add_is_all_there() -> None:
     assert (traffic.operations, traffic.pulled, traffic.pushed) == (8000, 16_000, 40_000)
 
 
-def test_what_is_no_number_is_refused() -> None:
+def test_values_that_are_not_numbers_are_refused() -> None:
     histogram, traffic = Histogram(BOUNDS), Traffic()
     for arguments in (("1", 0), (1.0, -1), (1.0, 2**64)):
         with pytest.raises((TypeError, OverflowError)):

@@ -97,7 +97,7 @@ def test_a_delay_holds_the_outcome_back(host: Backend, size: int) -> None:
     case.assert_moved()
 
 
-def test_what_is_given_up_while_delayed_is_not_confirmed(host: Backend) -> None:
+def test_a_delayed_batch_that_is_given_up_is_not_confirmed(host: Backend) -> None:
     executor = Executor(delay(host, 1e9))
     case = scatter([100] * 4)
     report = executor.run(case.descriptors, timeout_ms=1)
@@ -135,7 +135,9 @@ def test_a_batch_of_limited_size_begins_when_the_one_before_has_moved(host: Back
     lines = traced(read_fd)
     os.close(read_fd)
     os.close(write_fd)
-    order = [(it["call"], it["first"]) for it in lines if it["call"] in ("submit", "release")]
+    order = [
+        (line["call"], line["first"]) for line in lines if line["call"] in ("submit", "release")
+    ]
     assert order == [(call, first) for first in range(0, 9, 2) for call in ("submit", "release")]
     case.assert_moved()
 

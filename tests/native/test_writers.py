@@ -111,13 +111,13 @@ KINDS = ["mapped", "by_address", "around"]
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestGuard:
-    def test_what_is_registered_is_written(self, here: Here, kind: str) -> None:
+    def test_registered_memory_is_written(self, here: Here, kind: str) -> None:
         report = here.move(here.backend(kind))
         assert report.status == KVN_OK, report
         assert (here.dst == 7).all()
         assert here.table.drain(0) == []
 
-    def test_what_is_deregistered_is_not_written(self, here: Here, kind: str) -> None:
+    def test_deregistered_memory_is_not_written(self, here: Here, kind: str) -> None:
         backend = here.backend(kind)
         here.end()
         report = here.move(backend)
@@ -126,7 +126,7 @@ class TestGuard:
         assert not here.dst.any()
         assert here.table.drain(0) == []
 
-    def test_of_several_registrations_each_counts(self, here: Here, kind: str) -> None:
+    def test_each_of_several_registrations_counts(self, here: Here, kind: str) -> None:
         slot, generation = here.generations.take()
         here.registered += column(slot, generation).tobytes()
         backend = here.backend(kind)
@@ -137,14 +137,14 @@ class TestGuard:
         assert not here.dst.any()
 
 
-def test_what_the_backend_refuses_is_not_announced_any_more(here: Here) -> None:
+def test_a_refused_batch_is_not_announced_any_more(here: Here) -> None:
     refusing = fail_at(host_backend(here.pool), 0, at_submit=True)
     backend = here.writer().around(refusing, here.registered)
     assert here.move(backend).status == KVN_FAILED
     assert here.table.drain(0) == []
 
 
-def test_what_the_parent_of_a_forked_child_made_is_refused_there(here: Here) -> None:
+def test_a_forked_child_refuses_writers_of_its_parent(here: Here) -> None:
     """Its pool has no threads there: nothing would move."""
     writer, inner = here.writer(), host_backend(here.pool)
     for call in (
@@ -180,7 +180,7 @@ class TestWait:
             assert not here.table.stands(ticket)
             assert here.table.drain(0) == []
 
-    def test_not_for_what_is_begun_later(self, here: Here) -> None:
+    def test_not_for_later_writes(self, here: Here) -> None:
         """Another registration is being written all the time, in pieces that overlap."""
         slot, generation = here.generations.take()
         writer = here.writer()
@@ -193,32 +193,32 @@ class TestWait:
 
         targets = [np.zeros(NBYTES, np.uint8) for _ in range(3)]
         with ThreadPoolExecutor(3) as threads:
-            calls = [threads.submit(write, it) for it in targets]
-            while not all(it.any() for it in targets):
-                assert not any(it.done() for it in calls)
+            calls = [threads.submit(write, target) for target in targets]
+            while not all(target.any() for target in targets):
+                assert not any(call.done() for call in calls)
             for _ in range(200):
                 assert here.table.drain(20) == []
             ended = True
-            for it in calls:
-                it.result()
+            for call in calls:
+                call.result()
 
     def test_more_at_once_than_an_entry_has_tickets(self, here: Here) -> None:
         backend = here.backend("around")
         slow = here.writer().around(delay(host_backend(here.pool), 5), here.registered)
         with ThreadPoolExecutor(40) as threads:
-            calls = [threads.submit(here.move, it, PAGESIZE) for it in (slow, backend) * 20]
-            assert {it.result().status for it in calls} == {KVN_OK}
+            calls = [threads.submit(here.move, item, PAGESIZE) for item in (slow, backend) * 20]
+            assert {call.result().status for call in calls} == {KVN_OK}
         assert here.table.drain(0) == []
 
     @pytest.mark.timeout(30)
-    def test_batches_that_nobody_waits_for_meanwhile(self, here: Here) -> None:
+    def test_batches_without_a_waiter(self, here: Here) -> None:
         """As of a device: their tickets stand until somebody asks, however long they are over."""
         executor = Executor(
             here.writer().around(delay(host_backend(here.pool), 5), here.registered)
         )
         made = [lower(*map(column, (0, 0, PAGESIZE)), *here.sides) for _ in range(40)]
-        tasks = [executor.submit(it) for it in made]
-        assert {it.wait(30_000).status for it in tasks} == {KVN_OK}
+        tasks = [executor.submit(item) for item in made]
+        assert {task.wait(30_000).status for task in tasks} == {KVN_OK}
         assert here.table.drain(0) == []
 
 
@@ -234,14 +234,16 @@ class TestEndOfLeases:
         assert here.table.end_leases(generations, leases[:2], 0) == []
         again = generations.take(is_lease=True), generations.take(is_lease=True)
         assert here.table.end_leases(generations, [*leases, (99, 1), (1, 2**64 - 1)], 0) == []
-        for it in leases:
+        for lease in leases:
             with pytest.raises(ValueError, match="is not registered"):
-                generations.release(*it)
-        for it in again:  # what has their slots since is not ended
-            generations.release(*it)
+                generations.release(*lease)
+        for item in again:  # what has their slots since is not ended
+            generations.release(*item)
         assert here.table.end_leases(generations, [], 0) == []
 
-    def test_what_cannot_be_ended(self, here: Here, generations: GenerationTable) -> None:
+    def test_impossible_ends_of_leases_are_refused(
+        self, here: Here, generations: GenerationTable
+    ) -> None:
         lease = generations.take(is_lease=True)
         for wrong in ([(1, 2, 3)], [5], [(2**64, 1)], [(1, -1)]):
             with pytest.raises((TypeError, ValueError, OverflowError)):
@@ -301,14 +303,14 @@ class TestLies:
             words = np.frombuffer(file, np.uint64).reshape(-1, PAGESIZE // 8)
             process = int(words[1, 0])
             words[0, 0] = 2**64 - 1
-            for it in entries:
-                words[1 + it, 0] = process
-                words[1 + it, 2 : 2 + TICKETS] = ticket
+            for entry in entries:
+                words[1 + entry, 0] = process
+                words[1 + entry, 2 : 2 + TICKETS] = ticket
             del words
         del writer
 
     @pytest.mark.parametrize("ticket", [2, 3], ids=["mapped", "by_address"])
-    def test_cost_whoever_frees_little_more_than_its_deadline(
+    def test_a_lying_writer_delays_deregistration_only_to_its_deadline(
         self, here: Here, ticket: int
     ) -> None:
         """Its processor time, as a ratio to one look at each entry: a look at each ticket is 62."""
@@ -321,7 +323,7 @@ class TestLies:
         assert time.thread_time() - looked < 20 * (looked - begun)
 
     @pytest.mark.timeout(30)
-    def test_cost_whoever_writes_the_transfer_and_no_more(self, here: Here) -> None:
+    def test_a_lying_writer_loses_only_its_own_transfer(self, here: Here) -> None:
         backend = here.backend("mapped")
         self.fill(here, 2, [0])
         report = here.move(backend)
@@ -387,11 +389,11 @@ class TestEntries:
         here.writer()
 
     @pytest.mark.parametrize("entries", [0, 2**16 + 1])
-    def test_of_a_number_that_cannot_be(self, entries: int) -> None:
+    def test_an_impossible_number_of_entries_is_refused(self, entries: int) -> None:
         with pytest.raises(ValueError, match=r"must be in \[1, 65536\]"):
             WriterTable(entries)
 
-    def test_what_is_not_a_writer_table(self, here: Here) -> None:
+    def test_a_file_that_is_not_a_writer_table_is_refused(self, here: Here) -> None:
         table = here.table
         facts: dict[str, Any] = {
             "generations_fd": here.generations.fd,
@@ -419,11 +421,11 @@ class TestWhatIsInTheTable:
         """A row for each page: the header, then the entries (process, closed, tickets...)."""
         return np.frombuffer(mmap(table.fd, 0), np.uint64).reshape(-1, PAGESIZE // 8)
 
-    def test_whoever_had_the_pid_before_is_not_waited_for(self, here: Here) -> None:
+    def test_an_earlier_process_of_the_pid_is_not_waited_for(self, here: Here) -> None:
         backend = here.backend("mapped")  # which holds the entry
         entry = self.words(here.table)[1]
         entry[2] = 2  # a ticket
-        assert [it.pid for it in here.table.drain(0)] == [os.getpid()]
+        assert [item.pid for item in here.table.drain(0)] == [os.getpid()]
         entry[0] += 1 << 22  # the time at which its process started
         assert here.table.drain(0) == []
         assert entry[2] == 0
@@ -555,7 +557,7 @@ LEFT = """
 """
 
 
-def test_whoever_is_late_by_address_is_cut_off(there: There) -> None:
+def test_a_late_writer_by_address_is_cut_off(there: There) -> None:
     """Its gate is closed: other writers go on, and its error says to link again."""
     other = there.writer().by_address(there.pool, there.registered)
     there.owner.run(LEFT, "result = announce(0, 3)")

@@ -25,7 +25,7 @@ def test_the_c_programs_have_no_warnings(source: str) -> None:
     subprocess.run([compiler, *strict, ROOT / "benchmarks" / source], check=True)
 
 
-def test_a_row_that_cannot_be_measured_says_what_is_missing(
+def test_a_row_that_cannot_be_measured_names_the_missing_requirement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     topic = Topic()
@@ -134,5 +134,5 @@ def test_benchmarks_tools_and_examples_use_names_that_exist() -> None:
         r' module named "(nixl_cu1[23]|mooncake\.engine|elftools\..+|cupy|torch|aiohttp'
         r'|transformers|safetensors\.numpy|vllm\..+|hixl|llm_datadist|llm_datadist_prefill)" '
     )
-    lines = [it for it in checked.stdout.splitlines() if not elsewhere.search(it)]
-    assert [it for it in lines if gone.search(it)] == []
+    lines = [line for line in checked.stdout.splitlines() if not elsewhere.search(line)]
+    assert [line for line in lines if gone.search(line)] == []

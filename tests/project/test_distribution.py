@@ -79,7 +79,7 @@ def test_the_clean_installation_runs_programs_of_llm_datadist(python: Path, tmp_
     said = run([python, "-W", "error", "-m", "kvplan.run", program], cwd=tmp_path).splitlines()
     assert said[2:] == ["kvplan.llm_datadist.v2.caches 1"]
     assert len(said) == 3
-    assert all(Path(it).is_relative_to(python.parents[1]) for it in said[:2])
+    assert all(Path(text).is_relative_to(python.parents[1]) for text in said[:2])
 
 
 def test_a_backend_can_be_written_against_the_installed_headers(

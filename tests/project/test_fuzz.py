@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_it_finds_nothing() -> None:
+def test_the_fuzzer_finds_nothing() -> None:
     done = subprocess.run(
         ["make", "fuzz", "FUZZ_COUNT=30000", "FUZZ_SECONDS=1"],
         cwd=ROOT,

@@ -50,19 +50,23 @@ def test_every_field_of_options_is_a_row() -> None:
 def test_every_status_code_is_explained() -> None:
     text = (DOCS / "reference/status-codes.md").read_text()
     explained = set(re.findall(r"^## (LLM_\w+)$", text, re.MULTILINE))
-    sources = [it.read_text() for it in (ROOT / "kvplan").rglob("*.py") if it.name != "status.py"]
+    sources = [
+        path.read_text() for path in (ROOT / "kvplan").rglob("*.py") if path.name != "status.py"
+    ]
     used = {code for source in sources for code in re.findall(r"LLMStatusCode\.(LLM_\w+)", source)}
     assert explained == (used | {"LLM_FAILED"}) - {"LLM_SUCCESS"}
     assert all(code.name in text for code in kvplan.LLMStatusCode)
 
 
 def test_every_call_is_in_the_guide() -> None:
-    guide = "\n".join(it.read_text() for part in PARTS for it in (DOCS / part).glob("*.md"))
-    calls = {it for it in dir(kvplan.LlmDataDist) if not it.startswith(("_", "plan_", "submit_"))}
+    guide = "\n".join(path.read_text() for part in PARTS for path in (DOCS / part).glob("*.md"))
+    calls = {
+        item for item in dir(kvplan.LlmDataDist) if not item.startswith(("_", "plan_", "submit_"))
+    }
     assert not {call for call in calls if not re.search(rf"\b{call}\b", guide)}
 
 
-def test_no_page_names_what_is_gone() -> None:
+def test_no_page_names_a_removed_name() -> None:
     """Not of the changelog and the decisions, which say what was before."""
     gone = re.compile(
         r"\b(GroupPlan|RangePlan|memory_report|peer_caches\(|lease_slot|read_cache|TRANSPORT_COSTS"
@@ -86,7 +90,7 @@ def test_every_file_that_the_architecture_names_exists() -> None:
 @pytest.mark.parametrize("page", ["docs/internals/architecture.md", "CONTRIBUTING.md"])
 def test_every_file_that_a_guide_names_without_a_folder_exists(page: str) -> None:
     files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
-    there = {Path(it).name for it in files}
+    there = {Path(file).name for file in files}
     named = set(
         re.findall(r"`(?:[\w/]+/)?(\w+\.(?:py|pyx|pxd|c|h|cu))`", (ROOT / page).read_text())
     )
@@ -96,7 +100,7 @@ def test_every_file_that_a_guide_names_without_a_folder_exists(page: str) -> Non
 
 def test_versions_that_work_together_are_those_of_the_code() -> None:
     page = (DOCS / "reference/compatibility.md").read_text()
-    tags = [str(it.Metadata.__struct_config__.tag) for it in (local, tcp, ucx, hccl)]
+    tags = [str(item.Metadata.__struct_config__.tag) for item in (local, tcp, ucx, hccl)]
     said = ", ".join("`{}` {}".format(*tag.removeprefix("kvplan.").split()) for tag in tags)
     assert f"| control protocol | {PROTOCOL_VERSION} |" in page
     protocol = (DOCS / "internals/control-protocol.md").read_text()

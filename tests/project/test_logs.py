@@ -16,12 +16,12 @@ def test_a_record_names_its_logger(caplog: pytest.LogCaptureFixture) -> None:
             int("why")
         except ValueError:
             log.exception("d")
-    assert [it.getMessage() for it in caplog.records] == ["a b", "c", "d"]
-    assert {it.funcName for it in caplog.records} == {"test_a_record_names_its_logger"}
+    assert [record.getMessage() for record in caplog.records] == ["a b", "c", "d"]
+    assert {record.funcName for record in caplog.records} == {"test_a_record_names_its_logger"}
     assert "why" in caplog.text
 
 
-def test_of_what_a_peer_causes_one_line_of_each_kind_is_logged(
+def test_one_line_of_each_kind_that_a_peer_causes_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     limited = LimitedLog(Log("kvplan.some"))
@@ -30,9 +30,9 @@ def test_of_what_a_peer_causes_one_line_of_each_kind_is_logged(
             limited.warning("cluster %d floods", number)
             limited.warning("cluster %d lies", number)
     assert limited.count == 2000
-    lines = [it.getMessage() for it in caplog.records]
+    lines = [record.getMessage() for record in caplog.records]
     assert lines[:2] == ["cluster 0 floods", "cluster 0 lies"]
     assert len(lines) < 100  # one a second of each kind, on a machine that is slow
-    assert {it.funcName for it in caplog.records} == {
-        "test_of_what_a_peer_causes_one_line_of_each_kind_is_logged"
+    assert {record.funcName for record in caplog.records} == {
+        "test_one_line_of_each_kind_that_a_peer_causes_is_logged"
     }

@@ -81,7 +81,7 @@ def test_no_struct_is_defined_by_two_headers() -> None:
     root = Path(kvnative.__file__).parents[1]
     headers = [*root.glob("kvnative/src/**/*.h"), *root.glob("include/kvnative/*.h")]
     definition = re.compile(r"^(?:typedef )?(?:struct|union|enum) (\w+)\s*\{", re.MULTILINE)
-    found = Counter(name for it in headers for name in definition.findall(it.read_text()))
+    found = Counter(name for header in headers for name in definition.findall(header.read_text()))
     assert len(found) > 50
     assert {name for name, count in found.items() if count > 1} == {"kvn_request"}
 

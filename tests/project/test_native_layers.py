@@ -62,7 +62,7 @@ def circles(included: dict[str, set[str]]) -> set[frozenset[str]]:
 
 
 def test_every_folder_has_its_row() -> None:
-    listed = {it for row in FOLDERS for it in row}
+    listed = {item for row in FOLDERS for item in row}
     assert {path.parent.name for path in SOURCES.rglob("*.[ch]")} == listed
 
 
@@ -89,7 +89,7 @@ def atomics(text: str) -> set[str]:
 
 def test_every_atomic_has_a_row_on_memory_ordering() -> None:
     page = (ROOT / "docs/internals/memory-ordering.md").read_text()
-    declared = set().union(*(atomics(it.read_text()) for it in SOURCES.rglob("*.[ch]")))
+    declared = set().union(*(atomics(path.read_text()) for path in SOURCES.rglob("*.[ch]")))
     assert len(declared) > 30
     explained = set(re.findall(r"\w+", page))
     assert sorted(declared - explained) == []

@@ -195,7 +195,7 @@ ENTRY = control.TableEntry(
 CONTROL = [
     control.Notify(b"data"),
     control.Failed("reason", 1),
-    control.Table(1, True, (ENTRY,), (1, 2)),
+    control.Table(1, True, (ENTRY,), (1, 2), (b"lease",), (3,)),
     control.Find(1, 2, 3),
     control.Found(1, 2, ENTRY),
     control.Welcome(1, bytes(16), LlmRole.MIX, bytes(16), (), (control.Trial("tcp"),)),
@@ -204,17 +204,17 @@ CONTROL = [
 ]
 DECODERS = {
     **{
-        f"serving-{type(it).__name__}": Decoder(serving.decode, of_messages(serving.encode(it)))
-        for it in SERVING
+        f"serving-{type(item).__name__}": Decoder(serving.decode, of_messages(serving.encode(item)))
+        for item in SERVING
     },
     **{
-        f"control-{type(it).__name__}": Decoder(
+        f"control-{type(item).__name__}": Decoder(
             read_control,
-            of_messages(control.encode(it, seq=1)[1:]),
+            of_messages(control.encode(item, seq=1)[1:]),
             wrap=lambda data: bytes((control.PROTOCOL_VERSION,)) + data,
             refusals=(control.Undecodable, LLMException),
         )
-        for it in CONTROL
+        for item in CONTROL
     },
     "leases": Decoder(decode_leases, of_messages(encode_leases([GroupLease(LEASE, 0)]))),
     "goal": Decoder(Goal.from_bytes, of_messages(Goal(LEASE, 0, 8).to_bytes())),
@@ -304,13 +304,13 @@ def spoiled(value: Any, other: Any) -> Iterator[Any]:
     yield other
     if isinstance(value, list):
         for at, part in enumerate(value):
-            for it in spoiled(part, other):
-                yield [*value[:at], it, *value[at + 1 :]]
+            for item in spoiled(part, other):
+                yield [*value[:at], item, *value[at + 1 :]]
         yield [*value, other]
     elif isinstance(value, dict):
         for key, part in value.items():
-            for it in spoiled(part, other):
-                yield {**value, key: it}
+            for item in spoiled(part, other):
+                yield {**value, key: item}
         yield {**value, "surplus": other}
 
 

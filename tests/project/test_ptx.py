@@ -22,7 +22,7 @@ def ptx() -> ModuleType:
     return module
 
 
-def test_it_is_made_from_the_sources(ptx: ModuleType) -> None:
+def test_the_ptx_is_made_from_the_sources(ptx: ModuleType) -> None:
     said = re.search(r"sha256 of its sources: (\w+)", ptx.RESULT.read_text())
     assert said is not None
     assert said[1] == ptx.fingerprint(), "run `make ptx`"

@@ -56,60 +56,66 @@ def public_objects() -> dict[str, Any]:
     found = {}
     for page in sorted((ROOT / "docs/reference/api").glob("*.md")):
         for kind, name in DIRECTIVE.findall(page.read_text()):
-            for it in members(name) if kind == "module" else [resolve_name(name)]:
-                if inspect.isclass(it) or inspect.isfunction(it):
-                    found[f"{it.__module__}.{it.__qualname__}"] = it
+            for member in members(name) if kind == "module" else [resolve_name(name)]:
+                if inspect.isclass(member) or inspect.isfunction(member):
+                    found[f"{member.__module__}.{member.__qualname__}"] = member
     return found
 
 
 def members(name: str) -> list[Any]:
     """What is public of a module: its `__all__`, or what it has of its own."""
     module = import_module(name)
-    own = (it for it, value in vars(module).items() if getattr(value, "__module__", "") == name)
+    own = (
+        label for label, value in vars(module).items() if getattr(value, "__module__", "") == name
+    )
     names = getattr(module, "__all__", own)
-    return [getattr(module, it) for it in names if not it.startswith("_")]
+    return [getattr(module, name) for name in names if not name.startswith("_")]
 
 
 OBJECTS = public_objects()
-CLASSES = {name: it for name, it in OBJECTS.items() if inspect.isclass(it)}
+CLASSES = {name: public for name, public in OBJECTS.items() if inspect.isclass(public)}
 
 
 def methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
     """The public methods and properties of a class and its bases, with the class that has them."""
     for base in kind.__mro__:
         if base.__module__.startswith("kv"):
-            for name, it in vars(base).items():
-                function = plain(it)
+            for name, var in vars(base).items():
+                function = plain(var)
                 if function is not None and not name.startswith("_"):
                     yield f"{base.__module__}.{base.__qualname__}.{name}", function
 
 
-def plain(it: object) -> FunctionType | None:
+def plain(value: object) -> FunctionType | None:
     """The function of a method, whatever decorates it."""
-    it = getattr(it, "fget", None) or getattr(it, "func", None) or getattr(it, "__func__", it)
-    it = inspect.unwrap(it) if callable(it) else it
-    return it if isinstance(it, FunctionType) else None
+    value = (
+        getattr(value, "fget", None)
+        or getattr(value, "func", None)
+        or getattr(value, "__func__", value)
+    )
+    value = inspect.unwrap(value) if callable(value) else value
+    return value if isinstance(value, FunctionType) else None
 
 
-def section(it: object, title: str) -> str:
+def section(value: object, title: str) -> str:
     """The text of a section of a docstring; empty: it has none."""
-    found = re.search(SECTION.format(title=title), inspect.getdoc(it) or "", re.MULTILINE)
+    found = re.search(SECTION.format(title=title), inspect.getdoc(value) or "", re.MULTILINE)
     return found[1] if found else ""
 
 
 @cache
-def tree(it: type | FunctionType) -> ast.AST:
+def tree(value: type | FunctionType) -> ast.AST:
     """The source of a function or a class."""
-    return ast.parse(textwrap.dedent(inspect.getsource(it))).body[0]
+    return ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
 
 
 def fields(kind: type) -> list[str]:
     """Of a dataclass, a struct or a named tuple, the public ones."""
     if dataclasses.is_dataclass(kind):
-        names = [it.name for it in dataclasses.fields(kind)]
+        names = [field.name for field in dataclasses.fields(kind)]
     else:
         names = [*getattr(kind, "__struct_fields__", getattr(kind, "_fields", ()))]
-    return [it for it in names if not it.startswith("_")]
+    return [name for name in names if not name.startswith("_")]
 
 
 def described(kind: type) -> set[str]:
@@ -140,7 +146,7 @@ def _raised(function: FunctionType, owner: type | None, above: frozenset[object]
         if isinstance(node, ast.Call):
             for called, kind in callees(node.func, function, owner):
                 names |= _raised(called, kind, above | {function})
-    if any("_returns_status" in ast.unparse(it) for it in tree(function).decorator_list):  # type: ignore[attr-defined]
+    if any("_returns_status" in ast.unparse(item) for item in tree(function).decorator_list):  # type: ignore[attr-defined]
         names &= {"TypeError"}  # all others become numbers
     return names - NEVER - {""}
 
@@ -158,13 +164,13 @@ def outside_of_try(node: ast.AST) -> Iterator[ast.AST]:
         yield from outside_of_try(child)
 
 
-def exception_of(it: ast.expr, function: FunctionType, owner: type | None) -> str:
+def exception_of(value: ast.expr, function: FunctionType, owner: type | None) -> str:
     """The class that is raised, or the classes that a function makes; empty: what was caught."""
-    if isinstance(it, ast.Call):
-        for made, _ in callees(it.func, function, owner):
+    if isinstance(value, ast.Call):
+        for made, _ in callees(value.func, function, owner):
             return str(made.__annotations__.get("return", ""))
-        it = it.func
-    name = ast.unparse(it)
+        value = value.func
+    name = ast.unparse(value)
     return name if name.endswith(("Error", "Exception")) else ""
 
 
@@ -173,13 +179,13 @@ def callees(
 ) -> Iterator[tuple[FunctionType, type | None]]:
     """The functions that a call by name runs: a function, a constructor, or a method of self."""
     if isinstance(called, ast.Name):
-        it = function.__globals__.get(called.id)
-        if isinstance(it, FunctionType):
-            yield it, None
-        elif inspect.isclass(it) and not issubclass(it, BaseException):
+        item = function.__globals__.get(called.id)
+        if isinstance(item, FunctionType):
+            yield item, None
+        elif inspect.isclass(item) and not issubclass(item, BaseException):
             for name in ("__init__", "__post_init__", "__new__"):
-                if method := plain(inspect.getattr_static(it, name, None)):
-                    yield method, it
+                if method := plain(inspect.getattr_static(item, name, None)):
+                    yield method, item
     elif (
         owner is not None
         and isinstance(called, ast.Attribute)
@@ -190,30 +196,30 @@ def callees(
         yield method, owner
 
 
-@pytest.mark.parametrize("name", [it for it, kind in CLASSES.items() if fields(kind)])
+@pytest.mark.parametrize("name", [name for name, kind in CLASSES.items() if fields(kind)])
 def test_every_attribute_is_described(name: str) -> None:
     kind = CLASSES[name]
-    assert [it for it in fields(kind) if it not in described(kind)] == []
+    assert [field for field in fields(kind) if field not in described(kind)] == []
 
 
 def test_errors_are_said_where_they_are_raised() -> None:
     functions = {
-        name: (it, None) for name, it in OBJECTS.items() if isinstance(it, FunctionType)
-    } | {name: (it, kind) for kind in CLASSES.values() for name, it in methods(kind)}
+        name: (public, None) for name, public in OBJECTS.items() if isinstance(public, FunctionType)
+    } | {name: (item, kind) for kind in CLASSES.values() for name, item in methods(kind)}
     silent = {}
-    for name, (it, kind) in functions.items():
-        names = raised(it, kind)
+    for name, (value, kind) in functions.items():
+        names = raised(value, kind)
         assert names >= NEVER_THERE.get(name, set()), f"{name} has a row that says nothing"
         of_all = set() if kind is None else said_of_all(kind)
-        if missing := names - NEVER_THERE.get(name, set()) - said(it) - of_all:
+        if missing := names - NEVER_THERE.get(name, set()) - said(value) - of_all:
             silent[name] = sorted(missing)
     assert NEVER_THERE.keys() <= functions.keys()
     assert silent == {}
 
 
-def said(it: object) -> set[str]:
+def said(value: object) -> set[str]:
     """The names in its section Raises."""
-    return set(re.findall(r"\w+", section(it, "Raises")))
+    return set(re.findall(r"\w+", section(value, "Raises")))
 
 
 def said_of_all(kind: type) -> set[str]:
@@ -225,18 +231,20 @@ def said_of_all(kind: type) -> set[str]:
 
 
 def test_an_engine_has_few_public_members() -> None:
-    names = [it for it in dir(LlmDataDist) if not it.startswith("_")]
+    names = [item for item in dir(LlmDataDist) if not item.startswith("_")]
     assert len(names) <= 50, names
 
 
-def test_a_class_says_what_its_constructor_raises_and_nothing_else() -> None:
-    bases = {it for kind in CLASSES.values() for it in kind.__mro__ if it.__module__[:2] == "kv"}
+def test_a_class_documents_only_the_errors_of_its_constructor() -> None:
+    bases = {
+        item for kind in CLASSES.values() for item in kind.__mro__ if item.__module__[:2] == "kv"
+    }
     mixed = [
-        it.__qualname__
-        for it in bases
-        if section(it, "Raises")
-        and not dataclasses.is_dataclass(it)
-        and not {"__init__", "__new__", "__call__"} & set(vars(it))
+        base.__qualname__
+        for base in bases
+        if section(base, "Raises")
+        and not dataclasses.is_dataclass(base)
+        and not {"__init__", "__new__", "__call__"} & set(vars(base))
     ]
     assert mixed == []
 
@@ -257,20 +265,20 @@ def untyped_attributes(kind: type) -> frozenset[str]:
     declared = {name for base in kind.__mro__ for name in vars(base).get("__annotations__", {})}
     declared |= {name for base in kind.__mro__ for name in vars(base)}  # descriptors, constants
     given = set()
-    for function in (it for it in ast.walk(tree(kind)) if isinstance(it, ast.FunctionDef)):
-        parameters = {it.arg for it in (*function.args.args, *function.args.kwonlyargs)}
+    for function in (node for node in ast.walk(tree(kind)) if isinstance(node, ast.FunctionDef)):
+        parameters = {arg.arg for arg in (*function.args.args, *function.args.kwonlyargs)}
         for node in ast.walk(function):
             if isinstance(node, ast.AnnAssign):
                 declared |= own_attributes(node.target)
             elif isinstance(node, ast.Assign) and ast.unparse(node.value) not in parameters:
                 given |= {name for target in node.targets for name in own_attributes(target)}
-    return frozenset(it for it in given - declared if not it.startswith("_"))
+    return frozenset(item for item in given - declared if not item.startswith("_"))
 
 
 def own_attributes(target: ast.expr) -> set[str]:
     """Names that are assigned to: `self.name`, also several at once."""
     if isinstance(target, ast.Tuple):
-        return {name for it in target.elts for name in own_attributes(it)}
+        return {name for elt in target.elts for name in own_attributes(elt)}
     if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
         return {target.attr}
     return set()

@@ -96,7 +96,7 @@ def test_nothing_of_a_source_that_is_gone_stays_in_the_library(project: Path) ->
     assert b"kvn_two" not in core(project)
 
 
-def test_what_lies_in_place_is_of_the_flavour_that_was_built_last(project: Path) -> None:
+def test_the_build_in_place_has_the_flavour_of_the_last_build(project: Path) -> None:
     (release,) = project.glob("build/release-*/lib.*")
     build(project, KVPLAN_DEBUG="1")
     (debug,) = project.glob("build/debug-*/lib.*")
@@ -107,9 +107,7 @@ def test_what_lies_in_place_is_of_the_flavour_that_was_built_last(project: Path)
         assert module.read_bytes() == (project / "kvnative" / module.name).read_bytes()
 
 
-def test_what_was_compiled_in_another_folder_is_not_compiled_again(
-    project: Path, tmp_path: Path
-) -> None:
+def test_a_build_of_another_folder_is_not_compiled_again(project: Path, tmp_path: Path) -> None:
     commands, compiler = tmp_path / "commands", tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {commands}\nexec gcc "$@"\n')
     compiler.chmod(0o755)
@@ -124,8 +122,8 @@ def test_what_was_compiled_in_another_folder_is_not_compiled_again(
         cache = str(tmp_path / "cache")
         build(copy, CC=str(compiler), KVPLAN_BUILD_CACHE=cache, **switches)
         assert core(copy) == core(project)
-        lines = [it.split() for it in commands.read_text().splitlines()]
-        return sorted(Path(it[it.index("-c") + 1]).name for it in lines if "-c" in it)
+        lines = [line.split() for line in commands.read_text().splitlines()]
+        return sorted(Path(line[line.index("-c") + 1]).name for line in lines if "-c" in line)
 
     (project / "include/kvnative/one.h").touch()
     assert compiled("first") == ["_one.c", "one.c", "two.c"]
@@ -160,8 +158,8 @@ def test_a_wheel_has_nothing_that_earlier_builds_have_left(project: Path) -> Non
 
 @pytest.mark.parametrize("inplace", [True, False])
 def test_each_file_that_is_built_is_listed_once(project: Path, inplace: bool) -> None:
-    outputs = [Path(it) for it in facts(project, inplace)["outputs"]]
-    assert sorted(it.name.split(".")[0] for it in outputs) == ["_one", "libkvn"]
+    outputs = [Path(fact) for fact in facts(project, inplace)["outputs"]]
+    assert sorted(output.name.split(".")[0] for output in outputs) == ["_one", "libkvn"]
 
 
 def test_headers_of_the_tests_are_found_by_their_module_alone(project: Path) -> None:
@@ -173,7 +171,7 @@ def test_headers_of_the_tests_are_found_by_their_module_alone(project: Path) -> 
     assert finding == ["tests.support.more"]
 
 
-def test_without_a_compiler_one_line_says_what_is_missing(project: Path, tmp_path: Path) -> None:
+def test_without_a_compiler_one_line_names_the_missing_tool(project: Path, tmp_path: Path) -> None:
     shutil.rmtree(project / "build")
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
@@ -183,7 +181,7 @@ def test_without_a_compiler_one_line_says_what_is_missing(project: Path, tmp_pat
         text=True,
     )
     assert done.returncode == 1
-    (said,) = [it for it in done.stderr.splitlines() if it.startswith("error:")]
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "needs a C compiler (gcc is not on PATH; Debian: apt install gcc)" in said
     assert done.stderr.splitlines()[-1] == said
 

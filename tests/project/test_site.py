@@ -61,7 +61,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         of = {name: value or "" for name, value in attrs}
-        self.ids |= {of[it] for it in ("id", "name") if it in of}
+        self.ids |= {of[name] for name in ("id", "name") if name in of}
         if tag == "a" and "href" in of:
             self.links.add(of["href"])
         elif tag == "link":
@@ -94,38 +94,40 @@ def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None
 def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
     """The site reads without a network: no font, script, style or picture is another server's."""
     for path, page in pages.items():
-        loads = {urlsplit(it) for it in page.loads}
-        assert {it for it in loads if it.netloc} == set()
-        files = [path.parent / it.path for it in loads if it.scheme != "data" and it.path]
-        assert [it for it in files if not it.is_file()] == []
-    styles = [it.read_text() for it in site.rglob("*.css")]
+        loads = {urlsplit(load) for load in page.loads}
+        assert {load for load in loads if load.netloc} == set()
+        files = [path.parent / load.path for load in loads if load.scheme != "data" and load.path]
+        assert [file for file in files if not file.is_file()] == []
+    styles = [path.read_text() for path in site.rglob("*.css")]
     assert styles
     assert [
-        it for text in styles for it in re.findall(r"(?:url\(|@import)\W*(?:https?:)?//", text)
+        match
+        for text in styles
+        for match in re.findall(r"(?:url\(|@import)\W*(?:https?:)?//", text)
     ] == []
 
 
 def test_every_public_name_is_described(names: dict[str, str]) -> None:
-    of_engine = {it for it in dir(kvplan.LlmDataDist) if not it.startswith("_")}
+    of_engine = {item for item in dir(kvplan.LlmDataDist) if not item.startswith("_")}
     assert of_engine > {"pull_blocks", "finalize"}
-    wanted = {f"kvplan.LlmDataDist.{it}" for it in of_engine} | {
-        f"kvplan.{it}" for it in kvplan.__all__
+    wanted = {f"kvplan.LlmDataDist.{item}" for item in of_engine} | {
+        f"kvplan.{item}" for item in kvplan.__all__
     }
     assert wanted - {"kvplan.reference"} - set(names) == set()
     assert "kvplan.planning.reference.execute" in names
 
 
 def test_the_official_surface_is_described(names: dict[str, str]) -> None:
-    of_kvplan = {it for it in llm_datadist.__all__ if hasattr(kvplan, it)}
-    of_kvplan = {it for it in of_kvplan if getattr(kvplan, it) is getattr(llm_datadist, it)}
-    assert {f"kvplan.{it}" for it in of_kvplan} <= set(names)
+    of_kvplan = {item for item in llm_datadist.__all__ if hasattr(kvplan, item)}
+    of_kvplan = {item for item in of_kvplan if getattr(kvplan, item) is getattr(llm_datadist, item)}
+    assert {f"kvplan.{item}" for item in of_kvplan} <= set(names)
     own = {*llm_datadist.__all__} - of_kvplan | {"install", "in_use", "LLMDataDist.link_clusters"}
-    assert {f"kvplan.llm_datadist.{it}" for it in own} - set(names) == set()
+    assert {f"kvplan.llm_datadist.{answer}" for answer in own} - set(names) == set()
     manager = "kvplan.llm_datadist.v2.cache_manager.CacheManager"
-    assert {f"{manager}.{it}" for it in ("pull_blocks", "transfer_cache_async")} <= set(names)
+    assert {f"{manager}.{name}" for name in ("pull_blocks", "transfer_cache_async")} <= set(names)
 
 
-def test_what_documents_and_examples_import_is_public(names: dict[str, str]) -> None:
+def test_documents_and_examples_import_public_names(names: dict[str, str]) -> None:
     texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.py")]
     imported = {
         module
@@ -133,7 +135,9 @@ def test_what_documents_and_examples_import_is_public(names: dict[str, str]) -> 
         for module in re.findall(r"\b(?:from|import) (kvplan[\w.]*)", text.read_text())
     }
     assert "kvplan.engine.prometheus" in imported
-    assert [it for it in imported if not any(name.startswith(f"{it}.") for name in names)] == []
+    assert [
+        item for item in imported if not any(name.startswith(f"{item}.") for name in names)
+    ] == []
 
 
 def test_docstrings_are_read_as_they_are_written(site: Path) -> None:

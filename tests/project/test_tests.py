@@ -26,16 +26,16 @@ class Module:
     """The functions and methods that a file defines, and the names that it imports."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.functions = {it.name: it for it in tree.body if isinstance(it, Function)}
-        classes = [it for it in tree.body if isinstance(it, ast.ClassDef)]
-        self.methods = [it for of in classes for it in of.body if isinstance(it, Function)]
+        self.functions = {item.name: item for item in tree.body if isinstance(item, Function)}
+        classes = [item for item in tree.body if isinstance(item, ast.ClassDef)]
+        self.methods = [item for of in classes for item in of.body if isinstance(item, Function)]
         both = [*self.functions.values(), *self.methods]
-        self.tests = [it for it in both if it.name.startswith("test_")]
+        self.tests = [end for end in both if end.name.startswith("test_")]
         self.imported = {
-            alias.asname or alias.name: it.module
-            for it in tree.body
-            if isinstance(it, ast.ImportFrom) and it.module
-            for alias in it.names
+            alias.asname or alias.name: item.module
+            for item in tree.body
+            if isinstance(item, ast.ImportFrom) and item.module
+            for alias in item.names
         }
 
 
@@ -52,24 +52,24 @@ class Tree:
         }
         self.methods: dict[str, list[tuple[str, Function]]] = {}
         for name, module in self.modules.items():
-            for it in module.methods:
-                self.methods.setdefault(it.name, []).append((name, it))
+            for method in module.methods:
+                self.methods.setdefault(method.name, []).append((name, method))
         self._known: dict[int, bool] = {}
 
     def blind(self) -> list[str]:
         """Return the tests that look at nothing, as pytest names them but for their class."""
         return [
-            f"{name}::{it.name}"
+            f"{name}::{test.name}"
             for name, module in self.modules.items()
             if name.rpartition(".")[2].startswith("test_")
-            for it in module.tests
-            if not self._looks(name, it)
+            for test in module.tests
+            if not self._looks(name, test)
         ]
 
     def _looks(self, module: str, function: Function) -> bool:
         if (known := self._known.get(id(function))) is None:
             self._known[id(function)] = False  # of one that calls itself
-            known = any(self._is_look(module, it) for it in ast.walk(function))
+            known = any(self._is_look(module, node) for node in ast.walk(function))
             self._known[id(function)] = known
         return known
 
@@ -90,7 +90,7 @@ class Tree:
                     return True
                 is_own = isinstance(of, ast.Name) and of.id == "self"
                 return (is_own or LOOKING.match(name) is not None) and any(
-                    self._looks(*it) for it in self.methods.get(name, ())
+                    self._looks(*item) for item in self.methods.get(name, ())
                 )
         return False
 
@@ -127,7 +127,9 @@ def test_every_test_looks_at_a_result() -> None:
     ],
 )
 @pytest.mark.parametrize("method", [False, True])
-def test_what_looks_at_a_result(tmp_path: Path, body: str, sees: bool, method: bool) -> None:
+def test_statements_that_look_at_a_result(
+    tmp_path: Path, body: str, sees: bool, method: bool
+) -> None:
     (tmp_path / "other.py").write_text("def imported():\n    raise AssertionError\n")
     own = "class TestOwn:\n    def own(self): assert True\n    def wait_for(self): assert True\n"
     test = f"    def test_it(self):\n        {body}\n" if method else ""

@@ -46,7 +46,7 @@ def test_two_processes(page: str, tmp_path: Path) -> None:
         assert is_shown(shown, decode.stdout), decode.stdout
         said += prefill.communicate(timeout=120)[0]
         assert prefill.returncode == 0
-        assert all(is_shown(it.replace(PORT, port), said) for it in of_prefill), said
+        assert all(is_shown(item.replace(PORT, port), said) for item in of_prefill), said
     finally:
         prefill.kill()
         prefill.wait()

@@ -48,7 +48,9 @@ def programs_of(page: Path) -> str:
     """The Python of a document, one block after another."""
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     parser = DocTestParser()
-    sources = [[it.source for it in parser.get_examples(block)] or [block] for block in blocks]
+    sources = [
+        [example.source for example in parser.get_examples(block)] or [block] for block in blocks
+    ]
     return "".join(line for source in sources for line in source)
 
 

@@ -63,7 +63,7 @@ PAGED = CacheDesc(
     kv_tensor_format="block token head dim",
     shard=Shard(range(1), range(1), 1, 1),
 )
-HOST, DEVICE = (CacheDesc(2, (4, 1 << 14), DataType.DT_INT32, it) for it in Placement)
+HOST, DEVICE = (CacheDesc(2, (4, 1 << 14), DataType.DT_INT32, value) for value in Placement)
 SLOTS = CacheDesc(2, (4, 1 << 16), DataType.DT_INT32)
 PAIRS = KvCacheExtParam(tensor_num_per_layer=2)
 
@@ -72,14 +72,16 @@ class Scene:
     """An engine that is linked with another one, and whose transfers never end by themselves."""
 
     def __init__(self, held: ExitStack) -> None:
-        self.transfers = Transfers(2, lambda it: delay(it, FOR_EVER_MS))
+        self.transfers = Transfers(2, lambda value: delay(value, FOR_EVER_MS))
         self.owner = held.enter_context(LlmDataDist(1, LlmRole.MIX))
         self.owner.initialize(Options(listen_ip_info="127.0.0.1:0"))
         self.user = LlmDataDist(2, LlmRole.MIX, transfers=self.transfers)
         held.enter_context(self.user).initialize(Options(sync_kv_cache_wait_time=FOR_EVER_MS))
         self.theirs = self.owner.allocate_blocks_cache(PAGED)
         self.their_slots = self.owner.allocate_cache(SLOTS)
-        self.mine = {it: self.user.allocate_blocks_cache(it) for it in (PAGED, HOST, DEVICE)}
+        self.mine = {
+            value: self.user.allocate_blocks_cache(value) for value in (PAGED, HOST, DEVICE)
+        }
         self.slots = [self.user.allocate_cache(SLOTS) for _ in range(2)]
         self.remote = CacheIndex(1, self.theirs.cache_id)
         self.remote_slot = CacheIndex(1, self.their_slots.cache_id)
@@ -103,7 +105,7 @@ class Scene:
 
     def ranges(self, direction: Literal["pull", "push"]) -> AddressRanges:
         (mine, _), (theirs, _) = self.user.arrays(self.cache), self.owner.arrays(self.theirs)
-        local, remote = (np.array([it.ctypes.data], np.uint64) for it in (mine, theirs))
+        local, remote = (np.array([value.ctypes.data], np.uint64) for value in (mine, theirs))
         nbytes = np.array([mine.nbytes], np.uint64)
         return AddressRanges(1, local, remote, nbytes, direction=direction)
 
@@ -140,18 +142,26 @@ def scene() -> Iterator[Scene]:
 TIMEOUT, INVALID = LLMStatusCode.LLM_TIMEOUT, LLMStatusCode.LLM_PARAM_INVALID
 
 KINDS: dict[str, Callable[[Scene], Any]] = {
-    "pull of a slot": lambda it: Transfer(Rows(it.remote_slot), Rows(it.slots[0]), layers=PAIRS),
-    "pull of blocks": lambda it: Transfer(Rows(it.remote, [1]), Rows(it.cache, [2])),
-    "push of a slot": lambda it: Transfer(Rows(it.slots[0]), Rows(it.remote_slot), layers=PAIRS),
-    "push of blocks": lambda it: Transfer(Rows(it.cache, [1]), Rows(it.remote, [2])),
-    "copy of a slot": lambda it: Transfer(Rows(it.slots[0]), Rows(it.slots[1]), layers=PAIRS),
-    "copy of blocks": lambda it: Transfer(Rows(it.cache, [1]), Rows(it.cache, [2])),
-    "swap": lambda it: Transfer(Rows(it.mine[HOST], [1]), Rows(it.mine[DEVICE], [2]), layers=PAIRS),
-    "gather": lambda it: Transfer([Rows(it.remote, [1])], Rows(it.cache, [2])),
-    "pull of ranges": lambda it: it.ranges("pull"),
-    "push of ranges": lambda it: it.ranges("push"),
+    "pull of a slot": lambda value: Transfer(
+        Rows(value.remote_slot), Rows(value.slots[0]), layers=PAIRS
+    ),
+    "pull of blocks": lambda value: Transfer(Rows(value.remote, [1]), Rows(value.cache, [2])),
+    "push of a slot": lambda value: Transfer(
+        Rows(value.slots[0]), Rows(value.remote_slot), layers=PAIRS
+    ),
+    "push of blocks": lambda value: Transfer(Rows(value.cache, [1]), Rows(value.remote, [2])),
+    "copy of a slot": lambda value: Transfer(
+        Rows(value.slots[0]), Rows(value.slots[1]), layers=PAIRS
+    ),
+    "copy of blocks": lambda value: Transfer(Rows(value.cache, [1]), Rows(value.cache, [2])),
+    "swap": lambda value: Transfer(
+        Rows(value.mine[HOST], [1]), Rows(value.mine[DEVICE], [2]), layers=PAIRS
+    ),
+    "gather": lambda value: Transfer([Rows(value.remote, [1])], Rows(value.cache, [2])),
+    "pull of ranges": lambda value: value.ranges("pull"),
+    "push of ranges": lambda value: value.ranges("push"),
     **{
-        f"groups: {kind}": partial(lambda kind, it: {"all": KINDS[kind](it)}, kind)
+        f"groups: {kind}": partial(lambda kind, value: {"all": KINDS[kind](value)}, kind)
         for kind in ("pull of blocks", "push of blocks", "copy of blocks", "gather")
     },
 }
@@ -161,108 +171,139 @@ WAITS: dict[str, tuple[object, Callable[[Scene, float], object]]] = {
     # A transfer that moves ends with LLM_TIMEOUT; one that is asked about has no outcome yet.
     "kvplan.LlmDataDist.pull_cache": (
         TIMEOUT,
-        lambda it, ms: it.user.pull_cache(it.remote_slot, it.slots[0], timeout_ms=ms),
+        lambda value, ms: value.user.pull_cache(value.remote_slot, value.slots[0], timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.push_cache": (
         TIMEOUT,
-        lambda it, ms: it.user.push_cache(it.slots[0], it.remote_slot, timeout_ms=ms),
+        lambda value, ms: value.user.push_cache(value.slots[0], value.remote_slot, timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.copy_cache": (
         TIMEOUT,
-        lambda it, ms: it.user.copy_cache(*it.slots, timeout_ms=ms),
+        lambda value, ms: value.user.copy_cache(*value.slots, timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.pull_blocks": (
         TIMEOUT,
-        lambda it, ms: it.user.pull_blocks(it.remote, it.cache, [1], [2], timeout_ms=ms),
+        lambda value, ms: value.user.pull_blocks(
+            value.remote, value.cache, [1], [2], timeout_ms=ms
+        ),
     ),
     "kvplan.LlmDataDist.push_blocks": (
         TIMEOUT,
-        lambda it, ms: it.user.push_blocks(it.cache, it.remote, [1], [2], timeout_ms=ms),
+        lambda value, ms: value.user.push_blocks(
+            value.cache, value.remote, [1], [2], timeout_ms=ms
+        ),
     ),
     "kvplan.LlmDataDist.copy_blocks": (
         TIMEOUT,
-        lambda it, ms: it.user.copy_blocks(it.cache, {1: [2]}, timeout_ms=ms),
+        lambda value, ms: value.user.copy_blocks(value.cache, {1: [2]}, timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.swap_blocks": (
         TIMEOUT,
-        lambda it, ms: it.user.swap_blocks(it.mine[HOST], it.mine[DEVICE], {1: 2}, timeout_ms=ms),
+        lambda value, ms: value.user.swap_blocks(
+            value.mine[HOST], value.mine[DEVICE], {1: 2}, timeout_ms=ms
+        ),
     ),
     "kvplan.LlmDataDist.run": (
         TIMEOUT,
-        lambda it, ms: it.user.run(
-            Transfer(Rows(it.remote, [1]), Rows(it.cache, [2])), timeout_ms=ms
+        lambda value, ms: value.user.run(
+            Transfer(Rows(value.remote, [1]), Rows(value.cache, [2])), timeout_ms=ms
         ),
     ),
     "kvplan.Transfers.execute": (
         TIMEOUT,
-        lambda it, ms: it.transfers.execute(*it.executed(), timeout_ms=ms),
+        lambda value, ms: value.transfers.execute(*value.executed(), timeout_ms=ms),
     ),
-    "kvplan.Transfers.verify": (TIMEOUT, lambda it, ms: it.verify(ms)),
-    "kvplan.TransferTask.wait": (TIMEOUT, lambda it, ms: it.submitted("pull of blocks").wait(ms)),
+    "kvplan.Transfers.verify": (TIMEOUT, lambda value, ms: value.verify(ms)),
+    "kvplan.TransferTask.wait": (
+        TIMEOUT,
+        lambda value, ms: value.submitted("pull of blocks").wait(ms),
+    ),
     "kvplan.TransferTask.result": (
         TIMEOUT,
-        lambda it, ms: it.submitted("pull of blocks").result(ms),
+        lambda value, ms: value.submitted("pull of blocks").result(ms),
     ),
     "kvplan.TransferTask.wait_done": (
         False,
-        lambda it, ms: it.submitted("pull of blocks").wait_done(ms),
+        lambda value, ms: value.submitted("pull of blocks").wait_done(ms),
     ),
-    "kvplan.GatherTask.wait": (TIMEOUT, lambda it, ms: it.submitted("gather").wait(ms)),
-    "kvplan.GatherTask.result": (TIMEOUT, lambda it, ms: it.submitted("gather").result(ms)),
-    "kvplan.GatherTask.wait_done": (False, lambda it, ms: it.submitted("gather").wait_done(ms)),
-    "kvplan.LayerGatherTask.wait": (TIMEOUT, lambda it, ms: it.layered("gather").wait(ms)),
-    "kvplan.LayerGatherTask.result": (TIMEOUT, lambda it, ms: it.layered("gather").result(ms)),
-    "kvplan.LayerGatherTask.wait_done": (False, lambda it, ms: it.layered("gather").wait_done(ms)),
-    "kvplan.LayerTask.wait": (TIMEOUT, lambda it, ms: it.layered("push of blocks").wait(ms)),
-    "kvplan.LayerTask.result": (TIMEOUT, lambda it, ms: it.layered("push of blocks").result(ms)),
+    "kvplan.GatherTask.wait": (TIMEOUT, lambda value, ms: value.submitted("gather").wait(ms)),
+    "kvplan.GatherTask.result": (TIMEOUT, lambda value, ms: value.submitted("gather").result(ms)),
+    "kvplan.GatherTask.wait_done": (
+        False,
+        lambda value, ms: value.submitted("gather").wait_done(ms),
+    ),
+    "kvplan.LayerGatherTask.wait": (TIMEOUT, lambda value, ms: value.layered("gather").wait(ms)),
+    "kvplan.LayerGatherTask.result": (
+        TIMEOUT,
+        lambda value, ms: value.layered("gather").result(ms),
+    ),
+    "kvplan.LayerGatherTask.wait_done": (
+        False,
+        lambda value, ms: value.layered("gather").wait_done(ms),
+    ),
+    "kvplan.LayerTask.wait": (TIMEOUT, lambda value, ms: value.layered("push of blocks").wait(ms)),
+    "kvplan.LayerTask.result": (
+        TIMEOUT,
+        lambda value, ms: value.layered("push of blocks").result(ms),
+    ),
     "kvplan.LayerTask.wait_done": (
         False,
-        lambda it, ms: it.layered("push of blocks").wait_done(ms),
+        lambda value, ms: value.layered("push of blocks").wait_done(ms),
     ),
     # What is not there does not come at once.
-    "kvplan.Completions.wait": (False, lambda it, ms: it.owner.completions().wait(ms)),
-    "kvplan.Notifications.wait": (False, lambda it, ms: it.user.notifications().wait(ms)),
-    "kvplan.serving.Exchange.wait": (False, lambda it, ms: it.exchange.wait(ms)),
+    "kvplan.Completions.wait": (False, lambda value, ms: value.owner.completions().wait(ms)),
+    "kvplan.Notifications.wait": (False, lambda value, ms: value.user.notifications().wait(ms)),
+    "kvplan.serving.Exchange.wait": (False, lambda value, ms: value.exchange.wait(ms)),
     "kvplan.llm_datadist.CacheTask.synchronize": (
         TIMEOUT,
-        lambda it, ms: llm_datadist.CacheTask(Running(ms)).synchronize(ms),
+        lambda value, ms: llm_datadist.CacheTask(Running(ms)).synchronize(ms),
     ),
     "kvplan.llm_datadist.CacheTask.get_results": (
         [TIMEOUT],
-        lambda it, ms: llm_datadist.CacheTask(Running(ms)).get_results(ms),
+        lambda value, ms: llm_datadist.CacheTask(Running(ms)).get_results(ms),
     ),
 }
 """Every public call that waits at most so many milliseconds, and what it returns then."""
 
 CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
     **{
-        name: (expected, partial(lambda call, it: call(it, 0), call))
+        name: (expected, partial(lambda call, value: call(value, 0), call))
         for name, (expected, call) in WAITS.items()
     },
     # No conversation takes no time, and no lease is for none: that is refused.
     "kvplan.LlmDataDist.link_clusters": (
         INVALID,
-        lambda it: it.user.link_clusters([ClusterInfo(1, it.address)], 0),
+        lambda value: value.user.link_clusters([ClusterInfo(1, value.address)], 0),
     ),
     "kvplan.LlmDataDist.link_clusters_async": (
         INVALID,
-        lambda it: asyncio.run(it.user.link_clusters_async([ClusterInfo(1, it.address)], 0)),
+        lambda value: asyncio.run(
+            value.user.link_clusters_async([ClusterInfo(1, value.address)], 0)
+        ),
     ),
-    "kvplan.LlmDataDist.unlink_clusters": (INVALID, lambda it: it.user.unlink_clusters([1], 0)),
-    "kvplan.LlmDataDist.notify": (ValueError, lambda it: it.user.notify(1, b"x", timeout_ms=0)),
+    "kvplan.LlmDataDist.unlink_clusters": (
+        INVALID,
+        lambda value: value.user.unlink_clusters([1], 0),
+    ),
+    "kvplan.LlmDataDist.notify": (
+        ValueError,
+        lambda value: value.user.notify(1, b"x", timeout_ms=0),
+    ),
     "kvplan.LlmDataDist.notify_async": (
         ValueError,
-        lambda it: asyncio.run(it.user.notify_async(1, b"x", timeout_ms=0)),
+        lambda value: asyncio.run(value.user.notify_async(1, b"x", timeout_ms=0)),
     ),
     "kvplan.LlmDataDist.lease_blocks": (
         INVALID,
-        lambda it: it.user.lease_blocks(it.cache, [1], ttl_ms=0),
+        lambda value: value.user.lease_blocks(value.cache, [1], ttl_ms=0),
     ),
     "kvplan.LlmDataDist.renew": (
         INVALID,
-        lambda it: it.user.renew(it.user.lease_blocks(it.cache, [1], ttl_ms=FOR_EVER_MS), 0),
+        lambda value: value.user.renew(
+            value.user.lease_blocks(value.cache, [1], ttl_ms=FOR_EVER_MS), 0
+        ),
     ),
-    "kvplan.serving.LeaseBook": (1, lambda it: it.freed_by_a_book_of(0)),
+    "kvplan.serving.LeaseBook": (1, lambda value: value.freed_by_a_book_of(0)),
     **{
         f"kvplan.Options({name})": (
             INVALID,
@@ -281,24 +322,24 @@ CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
     **{
         f"kvplan.hixl.Hixl.{name}": (
             hixl.PARAM_INVALID,
-            partial(lambda name, it: getattr(it.hixl, name)("127.0.0.1:1", 0), name),
+            partial(lambda name, value: getattr(value.hixl, name)("127.0.0.1:1", 0), name),
         )
         for name in ("connect", "disconnect", "connect_async", "disconnect_async")
     },
     "kvplan.hixl.Hixl.send_notify": (
         hixl.PARAM_INVALID,
-        lambda it: it.hixl.send_notify("127.0.0.1:1", hixl.NotifyDesc("a", "b"), 0),
+        lambda value: value.hixl.send_notify("127.0.0.1:1", hixl.NotifyDesc("a", "b"), 0),
     ),
     "kvplan.hixl.Hixl.transfer_sync": (
         hixl.PARAM_INVALID,
-        lambda it: it.hixl.transfer_sync(
+        lambda value: value.hixl.transfer_sync(
             "127.0.0.1:1", hixl.READ, [hixl.TransferOpDesc(1, 1, 1)], 0
         ),
     ),
     **{
         f"kvplan.llm_datadist.LLMDataDist.{name}": (
             INVALID,
-            partial(lambda name, it: getattr(it.official, name)([], 0), name),
+            partial(lambda name, value: getattr(value.official, name)([], 0), name),
         )
         for name in ("link_clusters", "unlink_clusters")
     },
@@ -326,7 +367,7 @@ def public_calls() -> Iterator[str]:
         for name, parameter in inspect.signature(function).parameters.items():
             options = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
             names += getattr(kvplan, options[1]).__annotations__ if options else [name]
-        return [it for it in names if "timeout" in it or it.endswith("_ms")]
+        return [value for value in names if "timeout" in value or value.endswith("_ms")]
 
     modules: list[ModuleType] = [kvplan, hixl, serving, llm_datadist]
     for module in modules:
@@ -338,7 +379,7 @@ def public_calls() -> Iterator[str]:
                 continue
             if inspect.isfunction(value.__init__) and (found := times(value.__init__)):
                 options = dataclasses.is_dataclass(value) and whole not in EXEMPT
-                yield from (f"{whole}({it})" for it in found) if options else [whole]
+                yield from (f"{whole}({value})" for value in found) if options else [whole]
             for method, function in inspect.getmembers(value, inspect.isfunction):
                 if not method.startswith("_") and times(function):
                     yield f"{whole}.{method}"
@@ -378,15 +419,15 @@ def test_a_timeout_is_in_milliseconds(scene: Scene, name: str) -> None:
     """As seconds it would outlast the test; as less it would be over too early."""
     expected, call = WAITS[name]
     began = time.monotonic()
-    assert outcome_of(scene, lambda it: call(it, UNIT_MS)) == expected
+    assert outcome_of(scene, lambda value: call(value, UNIT_MS)) == expected
     if "CacheTask" not in name:  # which is not waited for here
         assert time.monotonic() - began >= UNIT_MS / 1000
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_timeout_of_zero_is_zero_for_all_that_moves(scene: Scene, kind: str) -> None:
-    def run(it: Scene) -> None:
-        it.user.run(KINDS[kind](it), timeout_ms=0)
+    def run(value: Scene) -> None:
+        value.user.run(KINDS[kind](value), timeout_ms=0)
 
     assert outcome_of(scene, run) == TIMEOUT
     tasks = [scene.submitted]

@@ -39,9 +39,9 @@ def recorder(path: Path, **options: int) -> Recorder:
     return Recorder(path, 3, "MIX", **{"max_bytes": 64 << 20, "files": 2, **options})
 
 
-def record(it: Recorder, plan: Plan | None, tag: str = "", error: str = "") -> None:
+def record(writer: Recorder, plan: Plan | None, tag: str = "", error: str = "") -> None:
     """A transfer of 1 ms that has just ended."""
     status = LLMStatusCode.LLM_FAILED if error else LLMStatusCode.LLM_SUCCESS
     nbytes = 0 if plan is None or error else plan.nbytes
     operation = Done(plan, tag=tag, started=perf_counter() - 1e-3)
-    it.transfer(operation, status, 1e-3, nbytes, error)
+    writer.transfer(operation, status, 1e-3, nbytes, error)

@@ -59,7 +59,7 @@ def test_every_operation_is_recorded_with_its_plan(tmp_path, user, peer):
         }
         user.run(groups, tag="groups")
         user.submit(groups, tag="submitted groups").wait()
-        back = {name: Transfer(it.dst, it.src) for name, it in groups.items()}
+        back = {name: Transfer(group.dst, group.src) for name, group in groups.items()}
         user.run(back, tag="pushed groups")
         user.submit(back, tag="submitted pushed groups").wait()
         user.run(Transfer([Rows(there, [1])], Rows(here, [11])), tag="gather")
@@ -79,17 +79,19 @@ def test_every_operation_is_recorded_with_its_plan(tmp_path, user, peer):
         user.submit(Transfer(Rows(here, [1, 1]), Rows(here, [2, 3])), tag="submitted copies").wait()
     recording = read(tmp_path / "a.kvrec")
     assert recording.complete
-    assert [it.plan for it in recording.transfers] == [plan for *_, plan in planned]
-    assert [(it.operation, it.tag) for it in recording.transfers] == [it[:2] for it in planned]
+    assert [transfer.plan for transfer in recording.transfers] == [plan for *_, plan in planned]
+    assert [(transfer.operation, transfer.tag) for transfer in recording.transfers] == [
+        item[:2] for item in planned
+    ]
     assert len(recording.transfers) == 21
-    assert {it.operation for it in recording.transfers} - OPERATIONS == set()
-    for it, (*_, plan) in zip(recording.transfers, planned, strict=True):
-        local = it.operation.startswith("copy")
-        assert it.status is LLMStatusCode.LLM_SUCCESS
-        assert (it.cluster_id, it.peer) == (2, None if local else 1)
-        assert it.nbytes == plan.nbytes
-        assert 0 < it.seconds < DEADLINE_S
-        assert abs(it.time - time.time()) < DEADLINE_S
+    assert {transfer.operation for transfer in recording.transfers} - OPERATIONS == set()
+    for transfer, (*_, plan) in zip(recording.transfers, planned, strict=True):
+        local = transfer.operation.startswith("copy")
+        assert transfer.status is LLMStatusCode.LLM_SUCCESS
+        assert (transfer.cluster_id, transfer.peer) == (2, None if local else 1)
+        assert transfer.nbytes == plan.nbytes
+        assert 0 < transfer.seconds < DEADLINE_S
+        assert abs(transfer.time - time.time()) < DEADLINE_S
 
 
 def test_a_cache_by_slots_and_swaps(tmp_path, user, peer):
@@ -101,13 +103,15 @@ def test_a_cache_by_slots_and_swaps(tmp_path, user, peer):
         user.submit(Transfer(Rows(CacheIndex(1, cache_id, 3)), Rows(slots, slot=5)), tag="p").wait()
         user.submit(Transfer(Rows(slots, slot=5), Rows(CacheIndex(1, cache_id, 4))), tag="q").wait()
     recording = read(tmp_path / "a.kvrec")
-    assert [it.tag for it in recording.transfers] == ["pulled", "pushed", "p", "q"]
+    assert [transfer.tag for transfer in recording.transfers] == ["pulled", "pushed", "p", "q"]
     writes = who_wrote(recording, slots.cache_id, 5)
-    assert [(it.transfer.tag, it.source, it.src_cache, it.src_rows) for it in writes] == [
+    assert [
+        (write.transfer.tag, write.source, write.src_cache, write.src_rows) for write in writes
+    ] == [
         ("pulled", 1, cache_id, (3,)),
         ("p", 1, cache_id, (3,)),
     ]
-    assert not any(it.partial for it in writes)
+    assert not any(write.partial for write in writes)
     assert who_wrote(recording, slots.cache_id, 4) == []
 
 
@@ -121,13 +125,13 @@ def test_a_failure_says_why(tmp_path, user, peer):
         with pytest.raises(TypeError):
             user.pull_blocks(there, here, "12", [3], tag="no blocks")
     recording = read(tmp_path / "a.kvrec")
-    assert [(it.tag, it.status.name) for it in select(recording, failed=True)] == [
+    assert [(item.tag, item.status.name) for item in select(recording, failed=True)] == [
         ("no such block", "LLM_PARAM_INVALID"),
         ("no such cache", "LLM_KV_CACHE_NOT_EXIST"),
         ("no blocks", "LLM_PARAM_INVALID"),
     ]
     assert "64" in recording.transfers[0].error
-    assert [it.plan for it in recording.transfers] == [None] * 3
+    assert [transfer.plan for transfer in recording.transfers] == [None] * 3
 
 
 def test_links_and_leases_are_recorded(tmp_path, peer):
@@ -143,11 +147,11 @@ def test_links_and_leases_are_recorded(tmp_path, peer):
     lease = BlockLease.from_bytes(blob)
     with LlmDataDist(2, LlmRole.DECODER) as user:
         user.initialize()
-        it = user.record(tmp_path / "user.kvrec")
+        recorder = user.record(tmp_path / "user.kvrec")
         user.link_clusters([ClusterInfo(1, peer.address)], timeout_ms=5000).raise_for_status()
         here = user.allocate_blocks_cache(DESC)
         user.pull_blocks(lease, here, None, [1, 2], tag="request 8")
-        peer.run("datadist.release(lease)")
+        peer.run("(lease,) = datadist.moved(lease, {5: 6}); datadist.release(lease)")
         with refused("LLM_KV_CACHE_NOT_EXIST"):
             user.pull_blocks(lease, here, None, [1, 2], tag="request 8")
         peer.run("it.flush()")
@@ -155,24 +159,26 @@ def test_links_and_leases_are_recorded(tmp_path, peer):
         deadline = time.monotonic() + DEADLINE_S
 
         def states() -> list[str]:
-            it.flush()
-            events = read(it.path).events
+            recorder.flush()
+            events = read(recorder.path).events
             return [row.fields["state"] for row in events if row.operation == "link_state"]
 
         while "BROKEN" not in states():
             assert time.monotonic() < deadline
     recording = read(tmp_path / "user.kvrec")
     assert recording.complete  # finalize writes what is left
-    assert [it.leases for it in recording.transfers] == [(1,), (1,)]
+    assert [transfer.leases for transfer in recording.transfers] == [(1,), (1,)]
     assert states() == ["LINKED", "BROKEN"]
-    assert [it.operation for it in recording.events][:2] == ["link_state", "link_clusters"]
+    assert [event.operation for event in recording.events][:2] == ["link_state", "link_clusters"]
     theirs = read(tmp_path / "peer.kvrec")
-    found = {it.operation: it for it in theirs.events if it.operation in ("lease", "release")}
+    kinds = "lease", "lease_moved", "release"
+    found = {event.operation: event for event in theirs.events if event.operation in kinds}
     assert found["lease"].fields["blocks"] == [4, 5]
     assert found["lease"].fields["tag"] == found["release"].fields["tag"] == "request 8"
+    assert found["lease_moved"].fields["blocks"] == [4, 6]
     assert found["release"].fields["end"] == "released"
     assert not theirs.complete  # it was killed
-    assert [it.operation for it in select(theirs, tag="request*")] == ["lease", "release"]
+    assert [item.operation for item in select(theirs, tag="request*")] == [*kinds]
 
 
 def test_who_wrote_a_block(tmp_path, user, peer):
@@ -183,7 +189,7 @@ def test_who_wrote_a_block(tmp_path, user, peer):
         path=str(tmp_path / "peer.kvrec"),
         desc=DESC,
     )
-    with user.record(tmp_path / "user.kvrec") as it:
+    with user.record(tmp_path / "user.kvrec") as recorder:
         user.pull_blocks(there, here, [1, 2], [3, 4], tag="first")
         user.pull_blocks(there, here, [1, 2, 3], [7, 8, 9], num_tokens=6, tag="some of it")
         user.copy_blocks(here, {3: [9, 10]}, tag="copied")
@@ -192,13 +198,13 @@ def test_who_wrote_a_block(tmp_path, user, peer):
             "datadist.push_blocks(ours, CacheIndex(2, cache_id), [5, 6], [8, 9], tag='pushed')",
             cache_id=here.cache_id,
         )
-        it.flush()
+        recorder.flush()
         peer.run("it.flush()")
         both = read(tmp_path / "user.kvrec"), read(tmp_path / "peer.kvrec")
 
         def tags_of(block: int) -> list[tuple[str, tuple[int, ...], bool]]:
             writes = who_wrote(both[0], here.cache_id, block, both[1:])
-            return [(it.transfer.tag, it.src_rows, it.partial) for it in writes]
+            return [(write.transfer.tag, write.src_rows, write.partial) for write in writes]
 
         assert tags_of(3) == [("first", (1,), False)]
         assert tags_of(8) == [("some of it", (2,), True), ("pushed", (5,), False)]
@@ -233,13 +239,13 @@ def test_a_process_that_is_killed_leaves_whole_rows(tmp_path, peer):
     peer.kill()
     recording = read(tmp_path / "a.kvrec")
     assert not recording.complete
-    found = [int(it.tag) for it in recording.transfers]
+    found = [int(transfer.tag) for transfer in recording.transfers]
     assert found == [*range(len(found))]
     assert len(found) > 1900
     assert recording.transfers[-1].plan.operation == "copy_blocks"
 
 
-def test_what_eight_threads_do_is_recorded_once_each(tmp_path, engine):
+def test_operations_of_eight_threads_are_recorded_once_each(tmp_path, engine):
     """Executed and submitted, into files that rotate; as often as the engine has counted."""
     cache = engine.allocate_blocks_cache(DESC)
 
@@ -260,11 +266,11 @@ def test_what_eight_threads_do_is_recorded_once_each(tmp_path, engine):
             assert time.monotonic() < deadline  # an outcome is counted after it is waited for
     recording = read(tmp_path / "a.kvrec")
     expected = {f"{thread}.{number}" for thread in range(8) for number in range(150)}
-    assert {it.tag for it in recording.transfers} == expected
+    assert {transfer.tag for transfer in recording.transfers} == expected
     assert len(recording.transfers) == len(expected)
-    for it in recording.transfers:
-        thread, number = map(int, it.tag.split("."))
-        tables = it.plan.part.tables
+    for record in recording.transfers:
+        thread, number = map(int, record.tag.split("."))
+        tables = record.plan.part.tables
         assert (tables.src.tolist(), tables.dst.tolist()) == (
             [8 * thread + number % 7],
             [8 * thread + 7],
@@ -279,7 +285,7 @@ def test_an_engine_is_recorded_once_at_a_time(tmp_path, engine):
     first.close()
     assert first.ended
     engine.record(tmp_path / "b.kvrec").close()
-    assert sorted(it.name for it in tmp_path.iterdir()) == ["a.kvrec", "b.kvrec"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.kvrec", "b.kvrec"]
 
 
 def test_engines_that_do_not_run_are_not_recorded(tmp_path):
@@ -326,8 +332,10 @@ def test_the_environment_names_a_folder(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = {it.header.cluster_id: it for it in map(read, folder.iterdir())}
-    assert {it: [row.tag for row in recording.transfers] for it, recording in found.items()} == {
+    found = {path.header.cluster_id: path for path in map(read, folder.iterdir())}
+    assert {
+        name: [row.tag for row in recording.transfers] for name, recording in found.items()
+    } == {
         1: ["parent", "parent again"],
         2: ["child's own"],
     }
@@ -366,7 +374,9 @@ def test_tags_are_said_in_logs_and_checked(tmp_path, engine, caplog):
     with caplog.at_level(logging.INFO, "kvplan"):
         engine.copy_blocks(cache, {1: [2]}, tag="request 9")
         engine.copy_blocks(cache, {1: [2]})
-    said = [it.getMessage() for it in caplog.records if "copy_blocks" in it.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "copy_blocks" in record.getMessage()
+    ]
     assert 'tag="request 9"' in said[0]
     assert "tag=" not in said[1]
     engine.copy_blocks(cache, {1: [2]}, tag="x" * 128)
@@ -384,10 +394,10 @@ def test_an_error_of_any_text_is_recorded(tmp_path, engine):
         raise ValueError("\ud800 of a hook")
 
     engine.on_plan(hook)
-    with engine.record(tmp_path / "a.kvrec") as it:
+    with engine.record(tmp_path / "a.kvrec") as recorder:
         with pytest.raises(ValueError, match="of a hook"):
             engine.copy_blocks(cache, {1: [2]})
-        assert not it.ended
+        assert not recorder.ended
     (row,) = read(tmp_path / "a.kvrec").transfers
     assert row.error == r"ValueError('\ud800 of a hook')"
     assert row.plan is not None
@@ -396,14 +406,14 @@ def test_an_error_of_any_text_is_recorded(tmp_path, engine):
 def test_caches_named_by_addresses_alone_have_one_template(tmp_path, engine):
     arrays = [np.zeros((64, 4, 2, 8), np.float16) for _ in range(8)]
     src, dst = (
-        Cache(DESC, tensor_addrs=[it.ctypes.data for it in half])
+        Cache(DESC, tensor_addrs=[tensor.ctypes.data for tensor in half])
         for half in (arrays[:4], arrays[4:])
     )
-    with engine.record(tmp_path / "a.kvrec") as it:
+    with engine.record(tmp_path / "a.kvrec") as recorder:
         for _ in range(200):
             engine.copy_cache(src, dst, 1, 2)
-        it.flush()
-        size = it.path.stat().st_size
+        recorder.flush()
+        size = recorder.path.stat().st_size
     recording = read(tmp_path / "a.kvrec")
     assert len(recording.transfers) == 200
     assert len({row.parts[0].template for row in recording.transfers}) == 1

@@ -53,7 +53,7 @@ def test_nothing_in_a_recording_commands_the_terminal(hostile, capsys, options):
     assert not any(line.startswith(" 7 a row") for line in text.splitlines())
 
 
-def test_what_is_exported_is_json(hostile, tmp_path, capsys):
+def test_exports_are_json(hostile, tmp_path, capsys):
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
 
@@ -92,11 +92,11 @@ def test_a_small_file_takes_little_memory(rows, tmp_path, capsys):
     assert "is damaged after" in capsys.readouterr().err
 
 
-def test_what_a_writer_compresses_best_is_read(tmp_path):
+def test_rows_that_compress_best_are_read(tmp_path):
     """Segments of one size from one place, many times, in rows of one kind."""
     count = 100_000
     same, offsets = np.full(count, 65536, "<u8"), np.arange(count, dtype="<u8") * 65536
-    columns = [it.tobytes() for it in (same, offsets, same)]
+    columns = [item.tobytes() for item in (same, offsets, same)]
     rows = [transfer(("", 0, b"", b"", (count, *columns)))] * 4
     path = file_of(tmp_path / "large.kvrec", *rows)
     assert path.stat().st_size < 4 * 24 * count / 10

@@ -27,12 +27,12 @@ from tests.support.plans import joined, lower_natively
 def assert_comes_back(*plans: Plan) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.kvrec")
-        with recorder(path) as it:
+        with recorder(path) as writer:
             for plan in plans:
-                record(it, plan)
-        assert not it.dropped
+                record(writer, plan)
+        assert not writer.dropped
         recording = read(path)
-    found = [it.plan for it in recording.transfers]
+    found = [transfer.plan for transfer in recording.transfers]
     assert found == [*plans]
     for again, plan in zip(found, plans, strict=True):
         assert again.fingerprint == plan.fingerprint
@@ -52,7 +52,7 @@ def test_between_unlike_caches(transfer, coalesce):
 
 
 @given(test_gather.requests())
-def test_of_a_gather_which_takes_some_heads_of_each(request):
+def test_of_a_gather_that_takes_some_heads_of_each_source(request):
     sources, tables, dst, dst_blocks, num_tokens, rank = request
     rows = [Rows(source.desc, table) for source, table in zip(sources, tables, strict=True)]
     transfer = Transfer(rows, Rows(dst.desc, dst_blocks), num_tokens=num_tokens, rank=rank)
@@ -70,7 +70,7 @@ def test_of_groups(example, coalesce):
 @pytest.mark.parametrize("blocks", [1, 2, 3000])
 def test_of_tables_of_any_length(coalesce, blocks):
     desc = CacheDesc(2, (4096, 16), DataType.DT_FLOAT)
-    src = [(7 * it) % 4096 for it in range(blocks)]
+    src = [(7 * number) % 4096 for number in range(blocks)]
     dst = [*reversed(range(blocks))]
     assert_comes_back(
         kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst), coalesce=coalesce), local="dst")
@@ -107,7 +107,7 @@ def test_a_template_of_an_older_plan_is_read():
     template = template_of(part) | {"schema_version": 2}
     for field in ("name", "source"):
         del template[field]
-    tables = (np.array(it, "<i8").tobytes() for it in ([1, 2], [5, 7]))
+    tables = (np.array(row, "<i8").tobytes() for row in ([1, 2], [5, 7]))
     row = PartRow("latent: source 1", 7, *tables, None)
     found = plan_of({7: TemplateRow(7, template, ("", ""), (1, 2))}, [row])
     assert found is not None
@@ -133,8 +133,8 @@ def test_a_request_that_was_lowered_without_a_plan_is_recorded_as_its_plan(tmp_p
     arguments = kind, *sides, *memories, read_rows, written
     bound = lower_natively(RowRequests(), operation, *arguments, num_tokens=tokens)
     assert bound is not None
-    with recorder(tmp_path / "a.kvrec") as it:
-        record(it, bound[0])
+    with recorder(tmp_path / "a.kvrec") as writer:
+        record(writer, bound[0])
         assert ("segments" in vars(bound[0].part)) is (tokens is not None)
     (row,) = read(tmp_path / "a.kvrec").transfers
     part = plan_rows(operation, kind, *sides, read_rows, written, num_tokens=tokens)

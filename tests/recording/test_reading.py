@@ -34,20 +34,20 @@ PLAN = kvplan.plan(Transfer(Rows(DESC, [1, 2, 9]), Rows(DESC, [4, 5, 6])), local
 
 @pytest.fixture
 def recording(tmp_path):
-    with recorder(tmp_path / "a.kvrec") as it:
+    with recorder(tmp_path / "a.kvrec") as writer:
         for number in range(30):
             tag = f"request {number % 3}"
-            record(it, PLAN, tag, error="no link" if number % 10 == 7 else "")
-        it.event("link_state", 0, 0.0, "", {"peer": 7, "state": "LINKED"})
-        it.event("lease", 0, 0.0, "", {"lease": 4, "blocks": [1], "tag": "request 2"})
-        it.event("release", 0, 0.0, "", {"lease": 4, "blocks": [1], "tag": "request 2"})
-        it.event("release", 0, 0.0, "", {"lease": 1, "blocks": [1], "tag": "</script><b>"})
+            record(writer, PLAN, tag, error="no link" if number % 10 == 7 else "")
+        writer.event("link_state", 0, 0.0, "", {"peer": 7, "state": "LINKED"})
+        writer.event("lease", 0, 0.0, "", {"lease": 4, "blocks": [1], "tag": "request 2"})
+        writer.event("release", 0, 0.0, "", {"lease": 4, "blocks": [1], "tag": "request 2"})
+        writer.event("release", 0, 0.0, "", {"lease": 1, "blocks": [1], "tag": "</script><b>"})
     return read(tmp_path / "a.kvrec")
 
 
 def test_rows_are_selected(recording):
     def numbers(**asked) -> list[int]:
-        return [it.number for it in select(recording, **asked)]
+        return [item.number for item in select(recording, **asked)]
 
     assert numbers(tag="request 1") == [*range(1, 30, 3)]
     assert numbers(tag="request*") == [*range(30), 31, 32]
@@ -68,26 +68,30 @@ def test_the_last_write_is_of_the_transfer_that_ended_last(tmp_path):
     long = Done(plan, tag="long", started=100.0), 3.0
     short = Done(plan, tag="short", started=101.0), 1.0
     for name, order in (("a", (short, long)), ("b", (long, short))):
-        with recorder(tmp_path / name) as it:
+        with recorder(tmp_path / name) as writer:
             for operation, seconds in order:
-                it.transfer(operation, LLMStatusCode.LLM_SUCCESS, seconds, plan.nbytes, "")
+                writer.transfer(operation, LLMStatusCode.LLM_SUCCESS, seconds, plan.nbytes, "")
         writes = who_wrote(read(tmp_path / name), 1, 4)
-        assert [it.transfer.tag for it in writes] == ["short", "long"]
+        assert [write.transfer.tag for write in writes] == ["short", "long"]
 
 
 def test_pushes_of_peers_count_from_those_that_went_to_this_engine(tmp_path):
     """A peer pushes into block 4 of cache 1 of two engines: one is cluster 3, which asks."""
     plan = kvplan.plan(Transfer(Rows(DESC, [1]), Rows(Cache(DESC, 1), [4])))
-    with recorder(tmp_path / "own") as it:
-        record(it, plan, "a pull")
-    with Recorder(tmp_path / "peer", 7, "MIX", max_bytes=1 << 20, files=1) as it:
+    with recorder(tmp_path / "own") as writer:
+        record(writer, plan, "a pull")
+    with Recorder(tmp_path / "peer", 7, "MIX", max_bytes=1 << 20, files=1) as writer:
         for peer in (2, 3, 4, 3):
             done = Done(plan, "push_blocks", f"to {peer}", started=1e9, link=Link(peer))
-            it.transfer(done, LLMStatusCode.LLM_SUCCESS, 1e-3, plan.nbytes, "")
+            writer.transfer(done, LLMStatusCode.LLM_SUCCESS, 1e-3, plan.nbytes, "")
     own, others = read(tmp_path / "own"), [read(tmp_path / "peer")]
-    assert [it.transfer.tag for it in who_wrote(own, 1, 4, others)] == ["a pull", "to 3", "to 3"]
-    assert [it.transfer.tag for it in who_wrote(own, 1, 4)] == ["a pull"]
-    assert [it.transfer.tag for it in who_wrote(own, 2, 4, others)] == []
+    assert [item.transfer.tag for item in who_wrote(own, 1, 4, others)] == [
+        "a pull",
+        "to 3",
+        "to 3",
+    ]
+    assert [item.transfer.tag for item in who_wrote(own, 1, 4)] == ["a pull"]
+    assert [item.transfer.tag for item in who_wrote(own, 2, 4, others)] == []
 
 
 @given(test_unlike.transfers())
@@ -118,12 +122,14 @@ def test_a_trace_keeps_the_rules_of_its_format(recording):
     trace = json.loads(json.dumps(trace_of([(recording, recording.rows)])))
     assert trace["displayTimeUnit"] in ("ms", "ns")
     assert_is_a_trace(trace["traceEvents"])
-    kinds = [it["ph"] for it in trace["traceEvents"]]
+    kinds = [item["ph"] for item in trace["traceEvents"]]
     assert kinds.count("X") == 30
     assert kinds.count("s") == kinds.count("f") == 27  # of three tags
     assert kinds.count("b") == kinds.count("e") == 1  # the other lease is older
-    failed = [it for it in trace["traceEvents"] if it["ph"] == "X" and "error" in it["args"]]
-    assert {it["args"]["number"] for it in failed} == {7, 17, 27}  # by their tracks
+    failed = [
+        item for item in trace["traceEvents"] if item["ph"] == "X" and "error" in item["args"]
+    ]
+    assert {item["args"]["number"] for item in failed} == {7, 17, 27}  # by their tracks
 
 
 def assert_is_a_trace(events: list[dict]) -> None:
@@ -131,25 +137,25 @@ def assert_is_a_trace(events: list[dict]) -> None:
     names, spans = {}, defaultdict(list)
     flows: dict[int, list[dict]] = defaultdict(list)
     slices = defaultdict(list)
-    for it in events:
-        assert {"name", "ph", "pid", "tid", "ts"} <= it.keys()
-        assert isinstance(it["pid"], int)
-        assert isinstance(it["tid"], int)
-        assert it["ts"] >= 0 or it["ph"] == "M"
-        match it["ph"]:
+    for event in events:
+        assert {"name", "ph", "pid", "tid", "ts"} <= event.keys()
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["ts"] >= 0 or event["ph"] == "M"
+        match event["ph"]:
             case "M":
-                assert it["name"] in ("process_name", "thread_name")
-                names[it["name"], it["pid"], it["tid"]] = it["args"]["name"]
+                assert event["name"] in ("process_name", "thread_name")
+                names[event["name"], event["pid"], event["tid"]] = event["args"]["name"]
             case "X":
-                assert it["dur"] >= 0
-                slices[it["pid"], it["tid"]].append((it["ts"], it["ts"] + it["dur"]))
+                assert event["dur"] >= 0
+                slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
             case "i":
-                assert it["s"] in ("g", "p", "t")
+                assert event["s"] in ("g", "p", "t")
             case "b" | "e":
-                assert "cat" in it
-                spans[it["cat"], it["id"]].append(it["ph"])
+                assert "cat" in event
+                spans[event["cat"], event["id"]].append(event["ph"])
             case "s" | "f":
-                flows[it["id"]].append(it)
+                flows[event["id"]].append(event)
             case other:
                 raise AssertionError(other)
     for (pid, tid), found in slices.items():
@@ -161,19 +167,19 @@ def assert_is_a_trace(events: list[dict]) -> None:
     for begin, end in flows.values():
         assert (begin["ph"], end["ph"], end["bp"]) == ("s", "f", "e")
         assert begin["ts"] <= end["ts"]
-        for it in (begin, end):  # it is bound to the slice that it begins in
-            at = slices[it["pid"], it["tid"]]
-            assert any(start <= it["ts"] <= stop for start, stop in at)
+        for event in (begin, end):  # it is bound to the slice that it begins in
+            at = slices[event["pid"], event["tid"]]
+            assert any(start <= event["ts"] <= stop for start, stop in at)
 
 
 def test_transfers_that_overlap_have_tracks_beside_each_other(tmp_path):
-    with recorder(tmp_path / "a.kvrec") as it:
+    with recorder(tmp_path / "a.kvrec") as writer:
         for _ in range(4):  # each of 1 ms, begun within it
-            record(it, PLAN)
+            record(writer, PLAN)
     recording = read(tmp_path / "a.kvrec")
     events = trace_of([(recording, recording.rows)])["traceEvents"]
     assert_is_a_trace(events)
-    tracks = [it["args"]["name"] for it in events if it["name"] == "thread_name"]
+    tracks = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert tracks[1] == "cluster 7: pull_blocks"
     assert tracks[2] == "cluster 7: pull_blocks (2)"
 

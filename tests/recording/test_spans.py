@@ -77,12 +77,12 @@ def test_a_transfer_is_a_span_of_the_callers(traced, peer, spans):
     task.wait()
     traced.copy_blocks(here, {1: [2]})
     traced.notify(1, b"hello")
-    parent, *others = sorted(spans(), key=lambda it: it.start_time)
+    parent, *others = sorted(spans(), key=lambda span: span.start_time)
     assert parent.name == "request"
     pull, push, copy = others
-    for it in (pull, push):
-        assert it.parent.span_id == request.get_span_context().span_id
-        assert it.context.trace_id == parent.context.trace_id
+    for item in (pull, push):
+        assert item.parent.span_id == request.get_span_context().span_id
+        assert item.context.trace_id == parent.context.trace_id
     assert copy.parent is None
     assert pull.name == "kvplan.pull_blocks"
     assert dict(pull.attributes) == {

@@ -72,7 +72,7 @@ def test_lists_one_line_a_transfer(recorded, capsys):
     assert "cluster 1 (PROMPT), process" in head
     assert titles.split() == ["#", "time", "operation", "peer", "tag", "layers", "blocks", "bytes",
                               "ms", "outcome"]  # fmt: skip
-    pushes = [it for it in rows if " push_blocks " in it]
+    pushes = [row for row in rows if " push_blocks " in row]
     assert len(pushes) == 3
     words = pushes[0].split()
     assert words[2:8] == ["push_blocks", "2", "request", "7", "0-1", "3"]
@@ -103,7 +103,7 @@ def test_filters(recorded, capsys, options, tags):
     (recording,) = found["recordings"]
     assert recording["cluster_id"] == 1
     assert recording["complete"]
-    assert [it["tag"] for it in recording["rows"]] == tags
+    assert [item["tag"] for item in recording["rows"]] == tags
     text = run(capsys, recorded[0], *options)
     assert len(text.splitlines()) == 3 + len(tags)
 
@@ -114,13 +114,13 @@ def test_a_time_without_a_date_is_of_the_day_of_each_recording(tmp_path, capsys,
     for day in (3, 4):
         hours = [datetime(2026, 5, day, hour).timestamp() for hour in (9, 10, 14)]
         head = (HEADER, "ab" * 8, 0, "1", "host", 1, day, "MIX", hours[0], 0.0)
-        events = [(EVENT, it - hours[0], 0.0, "link", 0, "", {"at": it}) for it in hours[1:]]
+        events = [(EVENT, hour - hours[0], 0.0, "link", 0, "", {"at": hour}) for hour in hours[1:]]
         files.append(tmp_path / f"{day}.kvrec")
         files[-1].write_bytes(MAGIC + b"".join(framed(map(encode, (head, *events)))))
-    given = [files[it] for it in order]
+    given = [files[index] for index in order]
     found = json.loads(run(capsys, *given, "--since", "12:00", "--json"))["recordings"]
-    times = [datetime.fromtimestamp(it["time"]) for one in found for it in one["rows"]]
-    assert times == [datetime(2026, 5, (3, 4)[it], 14) for it in order]
+    times = [datetime.fromtimestamp(item["time"]) for one in found for item in one["rows"]]
+    assert times == [datetime(2026, 5, (3, 4)[index], 14) for index in order]
 
 
 def test_who_wrote_a_block_is_found_with_the_peers_recording(recorded, capsys):
@@ -133,8 +133,8 @@ def test_who_wrote_a_block_is_found_with_the_peers_recording(recorded, capsys):
     assert "push_blocks of request 7: from block 3 of cache 1 of cluster 1, run by" in first
     assert "push_blocks of request 8: from block 9 of cache 1 of cluster 1, run by" in second
     document = json.loads(run(capsys, decode, prefill, "--block", block, "--json"))
-    assert [it["transfer"]["tag"] for it in document["writes"]] == ["request 7", "request 8"]
-    assert [it["src_rows"] for it in document["writes"]] == [[3], [9]]
+    assert [item["transfer"]["tag"] for item in document["writes"]] == ["request 7", "request 8"]
+    assert [item["src_rows"] for item in document["writes"]] == [[3], [9]]
 
 
 def test_a_plan_is_explained_and_saved(recorded, capsys, tmp_path):
@@ -163,14 +163,14 @@ def test_operations_of_engines_are_known():
 
     What transfers are called is computed: see `test_every_operation_is_recorded_with_its_plan`.
     """
-    source = "\n".join(it.read_text() for it in (ROOT / "kvplan/engine").glob("*.py"))
+    source = "\n".join(path.read_text() for path in (ROOT / "kvplan/engine").glob("*.py"))
     call = r"(?:Operation\((?:self\._running\(\)|engine), |_recorded\(|_reported\(|operation = )"
     named = set(re.findall(call + r'"([a-z_]+)"', source))
     assert len(named) > 15
     assert named - OPERATIONS == set()
 
 
-def test_a_cancelled_transfer_is_no_failure(capsys, caplog, tmp_path):
+def test_a_cancelled_transfer_is_not_a_failure(capsys, caplog, tmp_path):
     """It has an outcome of its own: in logs, metrics, links and recordings."""
     path = tmp_path / "a.kvrec"
     caplog.set_level("INFO", "kvplan")
@@ -187,11 +187,13 @@ def test_a_cancelled_transfer_is_no_failure(capsys, caplog, tmp_path):
             task.wait()
         assert prefill.metrics()["operations"]["push_layers"]["statuses"] == {"LLM_CANCELLED": 1}
         assert prefill.links()[0].last_error == ""
-    (line,) = (it for it in caplog.records if "operation=push_layers" in it.getMessage())
+    (line,) = (
+        record for record in caplog.records if "operation=push_layers" in record.getMessage()
+    )
     assert (line.levelname, "status=LLM_CANCELLED" in line.getMessage()) == ("INFO", True)
     assert "LLM_CANCELLED: " in run(capsys, path, "--tag", "request 7")
     found = json.loads(run(capsys, path, "--tag", "request 7", "--json"))["recordings"][0]["rows"]
-    assert [it["status"] for it in found] == ["LLM_CANCELLED"]
+    assert [entry["status"] for entry in found] == ["LLM_CANCELLED"]
     assert "\n0 of " in run(capsys, path, "--failed")
 
 
@@ -228,10 +230,10 @@ def test_layers_are_listed(capsys, tmp_path):
         Transfer(Rows(DESC, [1]), Rows(DESC, [2]), layers=KvCacheExtParam((0, 0), (1, 1))),
         local="dst",
     )
-    with recorder(tmp_path / "a.kvrec") as it:
-        record(it, plan)
-        record(it, joined({"a": plan, "b": plan.for_layers(range(1)), "c": WHOLE}))
-        record(it, None, error="no link")
+    with recorder(tmp_path / "a.kvrec") as writer:
+        record(writer, plan)
+        record(writer, joined({"a": plan, "b": plan.for_layers(range(1)), "c": WHOLE}))
+        record(writer, None, error="no link")
     rows = run(capsys, tmp_path / "a.kvrec").splitlines()[2:5]
     assert [row.split()[4] for row in rows] == ["0>1", "0>1,0-1", "0"]
 
@@ -241,7 +243,7 @@ def test_exports(recorded, capsys, tmp_path):
     run(capsys, *recorded[:2], "--perfetto", trace)
     events = json.loads(trace.read_text())["traceEvents"]
     assert_is_a_trace(events)
-    flows = [it for it in events if it["ph"] == "s"]
+    flows = [event for event in events if event["ph"] == "s"]
     assert len(flows) == 1  # from the push of request 7 to the copy, in another engine
 
 
@@ -266,8 +268,8 @@ def test_exports(recorded, capsys, tmp_path):
         ([__file__], "is not a recording"),
     ],
 )
-def test_what_is_not_understood_exits_with_2(recorded, capsys, arguments, said):
-    assert main(["trace", *(it.format(*recorded) for it in arguments)]) == 2
+def test_arguments_that_are_not_understood_exit_with_2(recorded, capsys, arguments, said):
+    assert main(["trace", *(argument.format(*recorded) for argument in arguments)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert said in err

@@ -50,7 +50,7 @@ MAX_KNOWN = 4096
 
 
 def tags(path: Path) -> list[str]:
-    return [it.tag for it in read(path).transfers]
+    return [transfer.tag for transfer in read(path).transfers]
 
 
 @pytest.fixture(autouse=True)
@@ -64,11 +64,11 @@ def nothing_is_left() -> Iterator[None]:
 def test_no_row_of_eight_threads_is_lost_or_torn(tmp_path):
     path, each = tmp_path / "a.kvrec", 3000
     before = Held.now()
-    with recorder(path) as it:
+    with recorder(path) as writer:
 
         def write(thread: int) -> None:
             for number in range(each):
-                record(it, PLAN, f"{thread}.{number}")
+                record(writer, PLAN, f"{thread}.{number}")
 
         threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
         for thread in threads:
@@ -78,7 +78,7 @@ def test_no_row_of_eight_threads_is_lost_or_torn(tmp_path):
     recording = read(path)
     assert recording.complete
     assert recording.dropped == 0
-    by_thread: dict[str, list[int]] = {str(it): [] for it in range(8)}
+    by_thread: dict[str, list[int]] = {str(number): [] for number in range(8)}
     for row in recording.transfers:
         thread, number = row.tag.split(".")
         by_thread[thread].append(int(number))
@@ -88,24 +88,24 @@ def test_no_row_of_eight_threads_is_lost_or_torn(tmp_path):
 
 def test_a_row_is_small(tmp_path):
     path, count = tmp_path / "a.kvrec", 1000
-    with recorder(path) as it:
-        record(it, PLAN, "a request's id of 36 characters, say")
-        it.flush()
+    with recorder(path) as writer:
+        record(writer, PLAN, "a request's id of 36 characters, say")
+        writer.flush()
         first = path.stat().st_size
         for _ in range(count):
-            record(it, PLAN, "a request's id of 36 characters, say")
-        it.flush()
+            record(writer, PLAN, "a request's id of 36 characters, say")
+        writer.flush()
         tables = 2 * 8 * 3
         assert (path.stat().st_size - first) / count <= 200 + tables
 
 
-def test_what_is_known_of_sides_is_bounded(tmp_path):
-    with recorder(tmp_path / "a.kvrec") as it:
+def test_the_number_of_known_sides_is_bounded(tmp_path):
+    with recorder(tmp_path / "a.kvrec") as writer:
         for number in range(MAX_KNOWN + 10):
             desc = CacheDesc(2, (16 + number, 16), DataType.DT_FLOAT)
-            record(it, kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst"))
-            assert len(it._known) <= MAX_KNOWN
-        assert it._known
+            record(writer, kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst"))
+            assert len(writer._known) <= MAX_KNOWN
+        assert writer._known
     assert len(read(tmp_path / "a.kvrec").transfers) == MAX_KNOWN + 10
 
 
@@ -123,23 +123,26 @@ class Interrupted(Part):
 
 def test_a_row_that_comes_late_has_its_template_in_a_file_that_rotated(tmp_path):
     path, alone = tmp_path / "a.kvrec", tmp_path / "alone.kvrec"
-    with recorder(path, max_bytes=SMALLEST, files=3) as it:
+    with recorder(path, max_bytes=SMALLEST, files=3) as writer:
 
         def others_forget_its_template_and_begin_a_file():
             for number in range(100):
                 desc = CacheDesc(2, (16 + number, 16), DataType.DT_FLOAT)
-                record(it, kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst"))
-            it.flush()
-            assert it._previous
+                record(
+                    writer,
+                    kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst"),
+                )
+            writer.flush()
+            assert writer._previous
             first = path.stat().st_ino
             while path.stat().st_ino == first:
-                record(it, OTHER)
-                it.flush()
+                record(writer, OTHER)
+                writer.flush()
 
         late = Interrupted(**{of.name: getattr(PLAN.part, of.name) for of in fields(Part)})
         late.meanwhile.append(others_forget_its_template_and_begin_a_file)
-        record(it, Plan.made(late), "late")
-        it.flush()
+        record(writer, Plan.made(late), "late")
+        writer.flush()
         shutil.copy(path, alone)
     (row,) = [row for row in read(alone).transfers if row.tag == "late"]
     assert row.plan == PLAN
@@ -147,11 +150,11 @@ def test_a_row_that_comes_late_has_its_template_in_a_file_that_rotated(tmp_path)
 
 def test_each_file_that_rotates_is_readable_by_itself(tmp_path):
     path, count = tmp_path / "a.kvrec", 4000
-    with recorder(path, max_bytes=SMALLEST, files=4) as it:
+    with recorder(path, max_bytes=SMALLEST, files=4) as writer:
         for number in range(count):
-            record(it, PLAN, f"{number}")
+            record(writer, PLAN, f"{number}")
             if number % 500 == 0:
-                it.flush()
+                writer.flush()
     paths = [path, *(Path(f"{path}.{number}") for number in (1, 2, 3))]
     assert sorted(tmp_path.iterdir()) == sorted(paths)
     found = []
@@ -173,9 +176,9 @@ def test_each_file_that_rotates_is_readable_by_itself(tmp_path):
 def test_the_first_file_of_those_that_are_there_begins(tmp_path):
     """What is older was removed: nothing says that it is missing, as the recording begins later."""
     path = tmp_path / "a.kvrec"
-    with recorder(path, max_bytes=SMALLEST, files=4) as it:
+    with recorder(path, max_bytes=SMALLEST, files=4) as writer:
         for number in range(3000):
-            record(it, PLAN, f"{number}")
+            record(writer, PLAN, f"{number}")
     Path(f"{path}.1").unlink()
     recording = read(path)
     assert recording.header.file > 0
@@ -184,14 +187,14 @@ def test_the_first_file_of_those_that_are_there_begins(tmp_path):
 
 def test_a_file_that_is_written_is_read_across_rotations(tmp_path):
     path, count = tmp_path / "a.kvrec", 2000
-    it = recorder(path, max_bytes=SMALLEST, files=100)
+    writer = recorder(path, max_bytes=SMALLEST, files=100)
 
     def write() -> None:
-        with it:
+        with writer:
             for number in range(count):
-                record(it, PLAN, f"{number}")
+                record(writer, PLAN, f"{number}")
                 if number % 50 == 0:
-                    it.flush()
+                    writer.flush()
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -208,11 +211,11 @@ def test_a_file_that_is_written_is_read_across_rotations(tmp_path):
 
 def test_a_file_that_is_missing_is_a_gap(tmp_path):
     path = tmp_path / "a.kvrec"
-    with recorder(path, max_bytes=SMALLEST, files=100) as it:
+    with recorder(path, max_bytes=SMALLEST, files=100) as writer:
         for number in range(4000):
-            record(it, PLAN, f"{number}")
+            record(writer, PLAN, f"{number}")
             if number % 100 == 0:
-                it.flush()
+                writer.flush()
     Path(f"{path}.2").write_bytes(Path(f"{path}.1").read_bytes())
     recording = read(path)
     assert [row.count for row in recording if isinstance(row, Dropped)] == [None]
@@ -223,11 +226,11 @@ def test_a_file_that_is_missing_is_a_gap(tmp_path):
 def test_rows_that_find_no_room_are_dropped_and_counted(tmp_path):
     path = tmp_path / "a.kvrec"
     long = kvplan.plan(Transfer(Rows(DESC, range(4096)), Rows(DESC, range(4096))), local="dst")
-    with recorder(path, max_queued=32 << 10) as it:
-        record(it, PLAN, "before")
+    with recorder(path, max_queued=32 << 10) as writer:
+        record(writer, PLAN, "before")
         for _ in range(7):
-            record(it, long, "too long")
-        record(it, PLAN, "after")
+            record(writer, long, "too long")
+        record(writer, PLAN, "after")
     recording = read(path)
     assert [row.tag for row in recording.transfers] == ["before", "after"]
     assert recording.dropped == 7
@@ -239,9 +242,9 @@ def test_a_recording_may_end_anywhere(tmp_path):
     long = kvplan.plan(
         Transfer(Rows(DESC, range(0, 4096, 2)), Rows(DESC, range(2048))), local="dst"
     )
-    with recorder(path) as it:
+    with recorder(path) as writer:
         for number in range(20):
-            record(it, long if number == 10 else PLAN, f"{number}")
+            record(writer, long if number == 10 else PLAN, f"{number}")
     whole, all_tags = path.read_bytes(), tags(path)
     (head,) = LENGTH.unpack_from(whole, len(MAGIC))
     begin = len(MAGIC) + LENGTH.size + head
@@ -262,9 +265,9 @@ def test_a_recording_may_end_anywhere(tmp_path):
 
 def test_a_damaged_recording_is_refused_or_read_and_nothing_else(tmp_path):
     path, damaged = tmp_path / "a.kvrec", tmp_path / "damaged.kvrec"
-    with recorder(path) as it:
+    with recorder(path) as writer:
         for number in range(30):
-            record(it, PLAN, f"{number}", error="x" * number)
+            record(writer, PLAN, f"{number}", error="x" * number)
     whole = path.read_bytes()
     rng = random.Random(1)
     refusals, statuses = 0, set()
@@ -294,19 +297,19 @@ VALUES = (
 def leaves(value: object, path: tuple = ()) -> Iterator[tuple]:
     """Every place in a row."""
     inside = enumerate(value) if isinstance(value, list) else ()
-    for key, it in value.items() if isinstance(value, dict) else inside:
-        yield from leaves(it, (*path, key))
+    for key, item in value.items() if isinstance(value, dict) else inside:
+        yield from leaves(item, (*path, key))
     if path:
         yield path
 
 
 def test_rows_that_hold_anything_are_refused_or_read(tmp_path, capsys):
     path, damaged = tmp_path / "a.kvrec", tmp_path / "damaged.kvrec"
-    with recorder(path) as it:
-        record(it, PLAN, "a")
-        record(it, kvplan.plan(Transfer(Rows(DESC), Rows(DESC)), local="dst"), "b")
-        record(it, joined({"x": PLAN, "y": PLAN}), "c")
-        it.event("lease", LLMStatusCode.LLM_SUCCESS, 0.0, "", {"lease": 1, "blocks": (1, 2)})
+    with recorder(path) as writer:
+        record(writer, PLAN, "a")
+        record(writer, kvplan.plan(Transfer(Rows(DESC), Rows(DESC)), local="dst"), "b")
+        record(writer, joined({"x": PLAN, "y": PLAN}), "c")
+        writer.event("lease", LLMStatusCode.LLM_SUCCESS, 0.0, "", {"lease": 1, "blocks": (1, 2)})
     rows, data, at = [], path.read_bytes(), len(MAGIC)
     while found := row_in(data, at):
         rows.append(msgspec.msgpack.decode(data[at + LENGTH.size : found[1]]))
@@ -320,15 +323,15 @@ def test_rows_that_hold_anything_are_refused_or_read(tmp_path, capsys):
         damaged.write_bytes(MAGIC + b"".join(framed(map(msgspec.msgpack.encode, changed))))
         with contextlib.suppress(LLMException):
             recording = read(damaged)
-            for it in recording.transfers:
-                assert it.plan is None or it.plan.nbytes >= 0
+            for writer in recording.transfers:
+                assert writer.plan is None or writer.plan.nbytes >= 0
             who_wrote(recording, 1, 4)
         for options in ([], ["--json"], ["--perfetto", str(tmp_path / "trace.json")]):
             assert main(["trace", str(damaged), *options]) in (0, 2)
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_what_is_no_recording_is_refused(tmp_path):
+def test_a_file_that_is_not_a_recording_is_refused(tmp_path):
     other = tmp_path / "notes.txt"
     other.write_text("my notes, of which there are many\n")
     with refused("LLM_PARAM_INVALID", "is not a recording"):
@@ -359,7 +362,7 @@ def test_no_file_of_another_kind_is_renamed_or_removed(tmp_path, older):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a device")
-def test_a_device_is_no_recording(tmp_path):
+def test_a_device_is_not_a_recording(tmp_path):
     device = tmp_path / "null"
     os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
     with refused("LLM_PARAM_INVALID", "exists and is not a recording"):
@@ -370,15 +373,15 @@ def test_a_device_is_no_recording(tmp_path):
 def test_a_forked_child_that_lives_on_does_not_keep_the_file(tmp_path):
     path = tmp_path / "a.kvrec"
     reading, writing = os.pipe()
-    with recorder(path) as it:
-        record(it, PLAN, "first")
+    with recorder(path) as writer:
+        record(writer, PLAN, "first")
         if not (child := os.fork()):
             os.close(writing)
             os.read(reading, 1)  # until the parent has recorded again
             os._exit(0)
     try:
-        with recorder(path) as it:
-            record(it, PLAN, "second")
+        with recorder(path) as writer:
+            record(writer, PLAN, "second")
     finally:
         os.close(writing)
         os.close(reading)
@@ -389,8 +392,8 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_file(tmp_path):
 def test_a_recording_of_before_is_kept(tmp_path):
     path = tmp_path / "a.kvrec"
     for name in ("one", "two", "three"):
-        with recorder(path) as it:
-            record(it, PLAN, name)
+        with recorder(path) as writer:
+            record(writer, PLAN, name)
     assert tags(path) == ["three"]
     assert tags(Path(f"{path}.1")) == ["two"]
     assert len(list(tmp_path.iterdir())) == 2
@@ -399,23 +402,23 @@ def test_a_recording_of_before_is_kept(tmp_path):
 def test_files_of_a_longer_recording_of_before_are_not_of_this_one(tmp_path):
     """Its files follow the new one's, with higher numbers than those that this one has."""
     path = tmp_path / "a.kvrec"
-    with recorder(path, max_bytes=SMALLEST, files=4) as it:
+    with recorder(path, max_bytes=SMALLEST, files=4) as writer:
         for number in range(60):
-            record(it, PLAN, os.urandom(1500).hex())  # which is not compressed to nothing
+            record(writer, PLAN, os.urandom(1500).hex())  # which is not compressed to nothing
             if number % 10 == 0:
-                it.flush()
-    with recorder(path, max_bytes=SMALLEST, files=4) as it:
-        record(it, PLAN, "now")
+                writer.flush()
+    with recorder(path, max_bytes=SMALLEST, files=4) as writer:
+        record(writer, PLAN, "now")
     assert len(list(tmp_path.iterdir())) > 2
     assert tags(path) == ["now"]
 
 
 def test_one_file_has_one_recorder(tmp_path):
     path = tmp_path / "a.kvrec"
-    with recorder(path) as it:
+    with recorder(path) as writer:
         with refused("LLM_PARAM_INVALID", "another engine records to it"):
             recorder(path)
-        record(it, PLAN, "still written")
+        record(writer, PLAN, "still written")
     assert tags(path) == ["still written"]
 
 
@@ -431,15 +434,15 @@ def test_impossible_sizes_are_refused(tmp_path, options, message):
 
 def test_a_forked_child_writes_nothing(tmp_path):
     path = tmp_path / "a.kvrec"
-    with recorder(path) as it:
-        record(it, PLAN, "parent")
+    with recorder(path) as writer:
+        record(writer, PLAN, "parent")
         if not (child := os.fork()):
-            record(it, PLAN, "child")
-            it.flush()
-            it.close()
+            record(writer, PLAN, "child")
+            writer.flush()
+            writer.close()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        record(it, PLAN, "parent again")
+        record(writer, PLAN, "parent again")
     assert tags(path) == ["parent", "parent again"]
 
 
@@ -447,12 +450,12 @@ def test_a_child_forked_while_others_record_does_not_hang(tmp_path):
     """It may be forked while another thread holds a lock of the recorder."""
     path = tmp_path / "a.kvrec"
     done = threading.Event()
-    with recorder(path) as it:
+    with recorder(path) as writer:
 
         def write() -> None:
             while not done.is_set():
-                record(it, PLAN, "x")
-                it.flush()
+                record(writer, PLAN, "x")
+                writer.flush()
 
         threads = [threading.Thread(target=write) for _ in range(3)]
         for thread in threads:
@@ -460,8 +463,8 @@ def test_a_child_forked_while_others_record_does_not_hang(tmp_path):
         try:
             for _ in range(20):
                 if not (child := os.fork()):
-                    record(it, PLAN, "child")
-                    it.close()
+                    record(writer, PLAN, "child")
+                    writer.close()
                     os._exit(0)
                 assert os.waitpid(child, 0)[1] == 0
         finally:

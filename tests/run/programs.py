@@ -49,7 +49,7 @@ class Folder:
         env: Mapping[str, str] | None = None,
     ) -> Outcome:
         """Run the interpreter; `path`: what PYTHONPATH holds besides this source tree."""
-        environment = {it: os.environ[it] for it in os.environ if it != "PYTHONPATH"}
+        environment = {item: os.environ[item] for item in os.environ if item != "PYTHONPATH"}
         environment["PYTHONPATH"] = os.pathsep.join(map(str, [*path, ROOT]))
         done = subprocess.run(
             [sys.executable, *flags, *arguments],

@@ -94,7 +94,9 @@ def test_subprocesses_and_theirs(flag: list[str], folder: Folder) -> None:
             code += f"subprocess.run([sys.executable, *{flag}, *{{program}}], check=True); "
         subprocess.run([sys.executable, "-c", code], check=True)
         """,
-        path=[] if "-S" not in flag else [it for it in __import__("sys").path if "site-pack" in it],
+        path=[]
+        if "-S" not in flag
+        else [item for item in __import__("sys").path if "site-pack" in item],
     )
     assert said == "kvplan.llm_datadist.configs\nkvplan.llm_datadist\n"
 

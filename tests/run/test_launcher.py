@@ -102,8 +102,8 @@ QUICK = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(it, id=it.name, marks=() if it.name in QUICK else pytest.mark.slow)
-        for it in SAME
+        pytest.param(item, id=item.name, marks=() if item.name in QUICK else pytest.mark.slow)
+        for item in SAME
     ],
 )
 def test_it_is_what_python_makes_of_it(case: Case, folder: Folder) -> None:
@@ -117,12 +117,16 @@ def test_it_is_what_python_makes_of_it(case: Case, folder: Folder) -> None:
     extra = folder.path / "extra"
     plain = folder.python(*case.arguments, flags=case.flags, stdin=case.stdin, path=[extra])
     # -S leaves the packages that kvplan needs out of the launcher too: they are put in by path.
-    needed = [it for it in sys.path if it.endswith("site-packages")] if "-S" in case.flags else []
+    needed = (
+        [item for item in sys.path if item.endswith("site-packages")] if "-S" in case.flags else []
+    )
     launched = folder.launch(
         *case.arguments, flags=case.flags, stdin=case.stdin, path=[extra, *needed]
     )
     if needed:
-        assert launched.stdout.replace("".join(f", {it!r}" for it in needed), "") == plain.stdout
+        assert (
+            launched.stdout.replace("".join(f", {item!r}" for item in needed), "") == plain.stdout
+        )
     else:
         assert launched == plain
 
@@ -173,7 +177,7 @@ def test_a_program_in_another_folder_finds_a_kvplan_that_runs_from_its_tree(fold
     done = subprocess.run(
         [sys.executable, "-S", "-m", "kvplan.run", str(program)],
         cwd=ROOT,
-        env={"PYTHONPATH": next(it for it in sys.path if it.endswith("site-packages"))},
+        env={"PYTHONPATH": next(item for item in sys.path if item.endswith("site-packages"))},
         capture_output=True,
         text=True,
     )

@@ -85,7 +85,7 @@ def test_an_exception_is_raised_here_and_the_peer_goes_on(
     assert peer.run("result = 1") == 1
 
 
-def test_what_an_exception_has_beside_its_message(peer: Peer) -> None:
+def test_attributes_of_an_exception_survive(peer: Peer) -> None:
     with pytest.raises(RemoteError) as failure:
         peer.run("error = ValueError()", "error.code, error.status = 5, 7", "raise error")
     assert (failure.value.code, failure.value.status) == (5, 7)

@@ -65,7 +65,7 @@ def request(
     first = (ranges[0] if ranges else Range(0, 0)).packed() + (
         runs[0] if runs else Run(0, 0)
     ).packed()
-    return b"".join([head, first, *(it.packed() for it in (*ranges[1:], *runs[1:]))])
+    return b"".join([head, first, *(range_.packed() for range_ in (*ranges[1:], *runs[1:]))])
 
 
 def answer(number: int, reason: int = MOVED, offset: int = 0, reserved: int = 0) -> bytes:
@@ -189,18 +189,18 @@ def attack(service: TcpService, room: int = 0, secret: bytes | None = None) -> A
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
         near = [socket.create_connection(listener.getsockname()) for _ in range(2)]
         far = [listener.accept()[0] for _ in range(2)]
-    for it in (*near, *far):
-        it.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for it in near:
-        it.setblocking(False)
+    for item in (*near, *far):
+        item.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for item in near:
+        item.setblocking(False)
         if room:
-            it.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
+            item.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
     try:
         asks, answers = near[0].detach(), near[1].detach()
         link = service.link([asks], [answers], peer="hostile", secret=secret, dials=True)
     except BaseException:
-        for it in far:
-            it.close()
+        for item in far:
+            item.close()
         raise
     if secret is None:
         return Attacked(link, Raw(far[1]), Raw(far[0]))

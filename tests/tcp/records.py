@@ -61,5 +61,5 @@ class Records:
             mode == _OPEN or _crypto.EVP_CIPHER_CTX_ctrl(context, _GET_TAG, TAG, tag),
         ]
         _crypto.EVP_CIPHER_CTX_free(context)
-        assert all(it == 1 for it in done), "it was not sealed with this key"
+        assert all(outcome == 1 for outcome in done), "it was not sealed with this key"
         return out.raw[: len(body)] + (tag.raw if mode == _SEAL else b"")

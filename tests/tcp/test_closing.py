@@ -45,7 +45,7 @@ def wait_for_failure(link: TcpNativeLink) -> str:
 @directions
 class TestByThePeer:
     @pytest.mark.parametrize("connections", [1, 3])
-    def test_it_is_killed(
+    def test_the_peer_is_killed(
         self, service: TcpService, peer: TcpPeer, local: Bytes, direction: str, connections: int
     ) -> None:
         link = peer.link(service, connections=connections)
@@ -62,7 +62,7 @@ class TestByThePeer:
             assert report.status == KVN_PEER_GONE
         wait_for_failure(link)
 
-    def test_it_closes_the_link(
+    def test_the_peer_closes_the_link(
         self, service: TcpService, steady_peer: TcpPeer, local: Bytes, direction: str
     ) -> None:
         link = steady_peer.link(service)
@@ -86,7 +86,7 @@ class TestByThePeer:
         assert report.unconfirmed == ((0, len(SPANS)),)
 
 
-def test_one_connection_of_several_ends_all(service: TcpService, steady_peer: TcpPeer) -> None:
+def test_the_end_of_one_connection_ends_all(service: TcpService, steady_peer: TcpPeer) -> None:
     link = steady_peer.link(service, connections=3)
     steady_peer.run("result = links[-1].connections")
     steady_peer.run(
@@ -207,13 +207,13 @@ class TestAfterwards:
                 call()
         pair.near.close("nothing happens")
 
-    def test_nobody_holds_the_link(self, pair: Pair) -> None:
+    def test_the_link_is_not_held(self, pair: Pair) -> None:
         far = pair.far
         del pair.near
         gc.collect()
         assert wait_for_failure(far) == "the peer has closed the connection"
 
-    def test_nobody_holds_the_service(self) -> None:
+    def test_the_service_is_not_held(self) -> None:
         pair = Pair()
         far = pair.far
         del pair.asker, pair.near

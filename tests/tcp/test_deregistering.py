@@ -50,7 +50,7 @@ class TestRefused:
         assert link.failure is None
         return report.message
 
-    def test_it_is_gone(
+    def test_the_memory_is_gone(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, direction: str
     ) -> None:
         steady_peer.add_range(1, 0, 8192)
@@ -67,7 +67,7 @@ class TestRefused:
         steady_peer.remove_range(1)
         assert message.endswith("of the peer, which has deregistered it")
 
-    def test_it_is_shorter(
+    def test_the_memory_is_shorter(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, direction: str
     ) -> None:
         """The second descriptor is not in it."""
@@ -77,7 +77,7 @@ class TestRefused:
         assert message.startswith("descriptor 1: 4096 bytes at 0x")
         assert message.endswith("of the peer, which has not registered all of it")
 
-    def test_there_is_no_such_slot(
+    def test_an_unknown_slot(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, direction: str
     ) -> None:
         message = self.refusal(steady_peer, steady_link, direction, slot=2**32 - 1)
@@ -119,7 +119,7 @@ def test_read_only(steady_peer: TcpPeer, steady_link: TcpNativeLink) -> None:
     assert np.array_equal(local, before)
 
 
-def test_what_is_adjacent_is_a_range_of_its_own(
+def test_adjacent_memory_is_a_range_of_its_own(
     steady_peer: TcpPeer, steady_link: TcpNativeLink
 ) -> None:
     """One that stays, one that is gone: what lies in the first is moved or not, never doubted."""
@@ -188,7 +188,7 @@ class TestInTheMiddle:
         asker.close()
 
     @directions
-    def test_what_others_move_is_not_disturbed(
+    def test_transfers_of_others_are_not_disturbed(
         self, service: TcpService, peer: TcpPeer, local: Bytes, direction: str
     ) -> None:
         """The peer removes and adds other ranges all the time."""
@@ -227,7 +227,7 @@ class TestTable:
         with pytest.raises(ValueError, match="slot 5000 holds no range"):
             service.remove_range(5000)
 
-    def test_it_may_end_with_all_addresses(self, service: TcpService) -> None:
+    def test_a_range_may_end_with_all_addresses(self, service: TcpService) -> None:
         service.add_range(3, 2**64 - 4, 4, True, 1)
         service.remove_range(3)
         with pytest.raises(ValueError, match="slot 3 holds no range"):

@@ -63,7 +63,7 @@ class Memory:
 
 
 def memories(device: Device, simulator: Controls, places: Sequence[str]) -> Iterator[Memory]:
-    return (Memory(it, device, seed).see(simulator) for seed, it in enumerate(places))
+    return (Memory(place, device, seed).see(simulator) for seed, place in enumerate(places))
 
 
 class Ends:
@@ -118,28 +118,28 @@ def test_host_and_device_in_one_request(
 ) -> None:
     """Ranges of a peer that lie in both, alternately; also while the socket takes only a part."""
     sides = [Memory(place, device, 5).see(simulator) for place in PLACES]
-    for slot, it in enumerate(sides):
-        ends.far.add_range(slot, it.address, NBYTES, True, 1, on_device=it.on_device)
+    for slot, memory in enumerate(sides):
+        ends.far.add_range(slot, memory.address, NBYTES, True, 1, on_device=memory.on_device)
     local = np.random.default_rng(6).integers(0, 256, NBYTES, dtype=np.uint8)
     sizes = np.resize([1, 30_000, 70, 5_000], 800).astype(np.uint64)
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.uint64)
     addresses = np.array([sides[i // 3 % 2].address for i in range(800)], np.uint64) + starts
     mine = np.uint64(local.ctypes.data) + starts
-    expected = [it.copy() for it in (*(side.bytes for side in sides), local)]
+    expected = [item.copy() for item in (*(side.bytes for side in sides), local)]
     for i, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
         part = slice(start, start + size)
         if direction == "get":
             expected[2][part] = expected[i // 3 % 2][part]
         else:
             expected[i // 3 % 2][part] = local[part]
-    ranges = u64(0, 1), u64(1, 1), u64(*(it.address for it in sides)), u64(NBYTES, NBYTES)
+    ranges = u64(0, 1), u64(1, 1), u64(*(side.address for side in sides)), u64(NBYTES, NBYTES)
     with Executor(tcp_backend(ends.links[0], 0, direction, *ranges)) as executor:
         dst, src = (mine, addresses) if direction == "get" else (addresses, mine)
         moved = Descriptors.from_columns(dst, src, sizes)
         report = executor.run(moved, TIMEOUT_MS)
     assert report.status == KVN_OK, report.message
-    for it, wanted in zip((*(side.bytes for side in sides), local), expected, strict=True):
-        assert np.array_equal(it, wanted)
+    for item, wanted in zip((*(side.bytes for side in sides), local), expected, strict=True):
+        assert np.array_equal(item, wanted)
 
 
 @directions
@@ -170,7 +170,7 @@ def test_a_device_that_fails_costs_the_transfer_and_not_the_link(
 
 @directions
 @remotes
-def test_what_is_given_up_is_not_touched_any_more(
+def test_memory_of_a_given_up_request_is_not_touched_any_more(
     ends: Ends, device: Device, simulator: Controls, direction: str, remote: str
 ) -> None:
     here, there = memories(device, simulator, ("device", remote))

@@ -91,13 +91,13 @@ class Relay:
         self._shut()
         for thread in self._threads:
             thread.join()
-        for it in self._ends:
-            it.close()
+        for end in self._ends:
+            end.close()
 
     def _shut(self) -> None:
-        for it in self._ends:
+        for end in self._ends:
             with suppress(OSError):
-                it.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_RDWR)
 
     def _pump(
         self,
@@ -157,10 +157,10 @@ class Ends:
         """The near end's link, which asks by the relay `asking`."""
         self._relays += asking, other
         files = []
-        for it in (asking, other):
-            it.near.setblocking(False)
-            it.far.setblocking(False)
-            files.append([it.near.detach(), it.far.detach()])
+        for item in (asking, other):
+            item.near.setblocking(False)
+            item.far.setblocking(False)
+            files.append([item.near.detach(), item.far.detach()])
         self.links = [
             self.near.link([files[0][0]], [files[1][0]], peer="far", secret=near, dials=True),
             self.far.link([files[1][1]], [files[0][1]], peer="near", secret=far),
@@ -177,7 +177,7 @@ class Ends:
         return (self.there, self.here) if direction == "get" else (self.here, self.there)
 
     def failures(self) -> str:
-        return " | ".join(it.failure[1] for it in self.links if it.failure is not None)
+        return " | ".join(link.failure[1] for link in self.links if link.failure is not None)
 
     def close(self) -> None:
         self.near.close()
@@ -194,7 +194,7 @@ def ends() -> Iterator[Ends]:
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])
-def test_what_can_be_read_on_the_way(ends: Ends, secret: bytes | None) -> None:
+def test_nothing_but_lengths_can_be_read_on_the_way(ends: Ends, secret: bytes | None) -> None:
     """Neither bytes nor addresses; and the same bytes do not look the same again."""
     relays = Relay(), Relay()
     ends.link(*relays, near=secret, far=secret)
@@ -213,7 +213,7 @@ def test_what_can_be_read_on_the_way(ends: Ends, secret: bytes | None) -> None:
 
 @directions
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_whoever_changes_a_record_ends_the_link(ends: Ends, direction: str, attack: str) -> None:
+def test_a_changed_record_ends_the_link(ends: Ends, direction: str, attack: str) -> None:
     """Bytes from before it have arrived, none of it or from behind it."""
     towards = "near" if direction == "get" else "far"
     link = ends.link(Relay(ATTACKS[attack], towards), Relay())
@@ -241,7 +241,7 @@ def test_a_record_that_comes_back_to_its_sender(ends: Ends, direction: str) -> N
     assert report.status in (KVN_OK, KVN_PEER_GONE)
     assert set(np.unique(destination)) <= {0, 7}
     assert (source == 7).all()
-    assert select.select([it.death_fd for it in ends.links], [], [], TIMEOUT_MS / 1000)[0]
+    assert select.select([link.death_fd for link in ends.links], [], [], TIMEOUT_MS / 1000)[0]
     assert FORGED in ends.failures()
 
 
@@ -290,7 +290,7 @@ def test_keys_change_on_the_way(ends: Ends) -> None:
         assert count > RECORDS_OF_KEY
 
 
-def test_what_came_with_the_answer_that_was_waited_for(ends: Ends) -> None:
+def test_records_that_arrive_with_an_awaited_answer(ends: Ends) -> None:
     """It has left the socket, and nobody waits for it: the service goes on with it."""
     ends.links = list(link_within(ends.near, ends.far, secret=SECRET))
     here, there = ends.here.ctypes.data, ends.there.ctypes.data
@@ -298,7 +298,7 @@ def test_what_came_with_the_answer_that_was_waited_for(ends: Ends) -> None:
     with Executor(backend_of(ends.links[0], "get", there, SIZE)) as executor:
         for _ in range(300):
             first, second = [
-                executor.submit(descriptors("get", here, there, it)) for it in (large, small)
+                executor.submit(descriptors("get", here, there, item)) for item in (large, small)
             ]
             assert first.wait(TIMEOUT_MS).status == KVN_OK
             deadline = time.monotonic() + 5
@@ -356,7 +356,7 @@ while chunk := far.recv(1 << 20):
 """
 
 
-def test_what_libcrypto_does_not_seal_is_not_sent(tmp_path: Path) -> None:
+def test_bytes_that_libcrypto_does_not_seal_are_not_sent(tmp_path: Path) -> None:
     if not shutil.which("cc"):
         pytest.skip("there is no C compiler")
     source, made = Path(__file__).with_name("refusing_libcrypto.c"), tmp_path / "libcrypto.so.3"

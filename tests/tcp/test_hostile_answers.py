@@ -39,9 +39,9 @@ def asker() -> Iterator[TcpService]:
 
 @pytest.fixture(params=[None, SECRET], ids=["plain", "encrypted"])
 def attacked(asker: TcpService, request: pytest.FixtureRequest) -> Iterator[Attacked]:
-    it = attack(asker, secret=request.param)
-    yield it
-    it.close()
+    attacker = attack(asker, secret=request.param)
+    yield attacker
+    attacker.close()
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ class TestToAPull:
         # And so it stays.
         assert executor.run(descriptors("get", 0, 0, [])).status in (KVN_OK, KVN_PEER_GONE)
 
-    def test_what_is_too_much_is_no_answer_to_the_next(
+    def test_surplus_bytes_do_not_answer_the_next_request(
         self, attacked: Attacked, local: Bytes
     ) -> None:
         executor, task = submit(attacked, "get", local, SPANS)
@@ -200,17 +200,17 @@ class TestToAPull:
     )
     def test_noise(self, asker: TcpService, data: st.DataObject) -> None:
         """Good answers with some bytes changed, left out, or cut: an outcome, and no more."""
-        with closing(attack(asker)) as it:
+        with closing(attack(asker)) as opened:
             local = np.full(5 * SIZE, GUARD, dtype=np.uint8)
-            _executor, task = submit(it, "get", local, SPANS)
-            number, nbytes, _ = it.answers.read_request()
+            _executor, task = submit(opened, "get", local, SPANS)
+            number, nbytes, _ = opened.answers.read_request()
             frame = bytearray(answer(number) + bytes(nbytes) + answer(number) + bytes(30))
             places = st.one_of(st.integers(0, 24), st.integers(24 + SIZE, 48 + SIZE))
             for at, byte in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), max_size=4)):
                 frame[at] = byte
             cut = data.draw(st.integers(0, len(frame)))
-            it.answers.send(bytes(frame[:cut]))
-            it.answers.finish()
+            opened.answers.send(bytes(frame[:cut]))
+            opened.answers.finish()
             report = task.wait(TIMEOUT_MS)
             assert report.status in (KVN_OK, KVN_PEER_GONE, KVN_UNMAPPED)
             assert (report.status == KVN_OK) == (report.unconfirmed == ())
@@ -222,13 +222,13 @@ class TestToAPush:
     def test_before_its_bytes_were_sent(self, asker: TcpService, reason: int) -> None:
         """After the outcome, none of this memory is sent."""
         local = np.full(1 << 20, 0x11, dtype=np.uint8)
-        with closing(attack(asker, room=1 << 16)) as it:
-            _executor, task = submit(it, "put", local, [(0, 0, local.nbytes)])
-            number, _, _ = it.answers.read_request()
-            it.answers.send(answer(number, reason))
+        with closing(attack(asker, room=1 << 16)) as opened:
+            _executor, task = submit(opened, "put", local, [(0, 0, local.nbytes)])
+            number, _, _ = opened.answers.read_request()
+            opened.answers.send(answer(number, reason))
             report = task.wait(TIMEOUT_MS)
             local[:] = 0x5A  # the caller's again
-            came = np.frombuffer(it.answers.read(local.nbytes), dtype=np.uint8)
+            came = np.frombuffer(opened.answers.read(local.nbytes), dtype=np.uint8)
         assert not (came == 0x5A).any()
         assert (report.status, report.message) == (KVN_PEER_GONE, NO_ANSWER)
         assert report.unconfirmed == ((0, 1),)

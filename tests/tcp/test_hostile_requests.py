@@ -67,9 +67,9 @@ def memory(victim: TcpService) -> Bytes:
 
 @pytest.fixture(params=[None, SECRET], ids=["plain", "encrypted"])
 def attacked(victim: TcpService, request: pytest.FixtureRequest) -> Iterator[Attacked]:
-    it = attack(victim, secret=request.param)
-    yield it
-    it.close()
+    attacker = attack(victim, secret=request.param)
+    yield attacker
+    attacker.close()
 
 
 def start(memory: Bytes) -> int:
@@ -146,7 +146,9 @@ BROKEN: dict[str, tuple[str, bytes]] = {
 
 class TestBroken:
     @pytest.mark.parametrize("name", BROKEN)
-    def test_it_ends_the_link(self, attacked: Attacked, memory: Bytes, name: str) -> None:
+    def test_a_broken_request_ends_the_link(
+        self, attacked: Attacked, memory: Bytes, name: str
+    ) -> None:
         words, data = BROKEN[name]
         check_served(attacked, memory)
         before = memory.copy()
@@ -158,7 +160,7 @@ class TestBroken:
 
     @pytest.mark.parametrize("behind", [1, 63, 64, 65, 64 + 16 + 24, 64 + 16 + 24 + 4095])
     @pytest.mark.parametrize("ends", ["close", "reset"])
-    def test_what_is_cut_off(
+    def test_a_request_that_is_cut_off(
         self, attacked: Attacked, memory: Bytes, behind: int, ends: str
     ) -> None:
         """A push of 4096 bytes, up to its first byte: it writes what has come, or nothing."""
@@ -207,11 +209,11 @@ class TestBroken:
             frame[at] = byte
         tail = data.draw(st.binary(max_size=600))
         content = memory.copy()
-        it = attack(victim)
-        it.asks.send(bytes(frame) + tail)
-        it.asks.socket.shutdown(socket.SHUT_WR)
-        it.asks.drain()
-        it.close()
+        attacker = attack(victim)
+        attacker.asks.send(bytes(frame) + tail)
+        attacker.asks.socket.shutdown(socket.SHUT_WR)
+        attacker.asks.drain()
+        attacker.close()
         assert np.array_equal(memory[:NBYTES], content[:NBYTES])
         assert np.array_equal(memory[2 * NBYTES :], content[2 * NBYTES :])
         memory[:] = content
@@ -239,7 +241,7 @@ class TestRefused:
             ([OWN], 2**62, 1, OUTSIDE, 0),
         ],
     )
-    def test_it_is_answered(
+    def test_a_refused_request_is_answered(
         self,
         attacked: Attacked,
         memory: Bytes,
@@ -259,7 +261,7 @@ class TestRefused:
         check_served(attacked, memory)
         assert np.array_equal(memory, before)
 
-    def test_a_push_to_what_may_be_read(self, attacked: Attacked, memory: Bytes) -> None:
+    def test_a_push_to_read_only_memory(self, attacked: Attacked, memory: Bytes) -> None:
         before = memory.copy()
         runs = [Run(start(memory), 8), Run(start(memory) + NBYTES, 8, range=1)]
         ranges = [OWN, Range(READABLE, GENERATION)]
@@ -341,7 +343,7 @@ class TestSlow:
         check_served(attacked, memory)
         other.close()
 
-    def test_a_pull_whose_bytes_nobody_reads(
+    def test_a_pull_whose_bytes_are_never_read(
         self, victim: TcpService, attacked: Attacked, memory: Bytes
     ) -> None:
         """What was promised comes as zeros, and is taken back behind them."""
@@ -388,22 +390,22 @@ class TestFlood:
     def flood(self, kind: str, victim: TcpService, memory: Bytes) -> Iterator[Attacked]:
         owned = OWN if kind == "a byte" else Range(SLOT, 1)
         data = request(PULL, [owned], [Run(start(memory), 1)]) * 16_384
-        it = attack(victim)
-        asking = it.asks.socket
+        attacker = attack(victim)
+        asking = attacker.asks.socket
 
         def send() -> None:
             with contextlib.suppress(OSError):  # until the link is closed
                 while True:
                     asking.sendall(data)
 
-        threads = [threading.Thread(target=send), threading.Thread(target=it.asks.drain)]
+        threads = [threading.Thread(target=send), threading.Thread(target=attacker.asks.drain)]
         for thread in threads:
             thread.start()
-        yield it
-        it.link.close("the test is over")
+        yield attacker
+        attacker.link.close("the test is over")
         for thread in threads:
             thread.join()
-        it.close()
+        attacker.close()
 
     def test_others_are_served(
         self, victim: TcpService, flood: Attacked, memory: Bytes, kind: str

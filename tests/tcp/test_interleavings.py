@@ -323,7 +323,7 @@ def test_in_all_interleavings(program: Path, scenario: str) -> None:
     assert report
     at_least, outcomes = SCENARIOS[scenario]
     assert int(report[1]) >= at_least
-    assert {-int(it) for it in report[2].split()} == outcomes
+    assert {-int(part) for part in report[2].split()} == outcomes
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
@@ -333,7 +333,7 @@ def test_finds_planted(objects: list[Path], tmp_path: Path, planted: Planted) ->
     source = tmp_path / planted.source
     source.write_text(text.replace(planted.old, planted.new))
     changed = compile_controlled(tmp_path, source, "-O0")
-    others = [it for it in objects if it.name != changed.name]
+    others = [shared for shared in objects if shared.name != changed.name]
     program = link(tmp_path / "planted", [changed, *others])
     found = run(program, planted.scenario)
     assert found.returncode == 1, found.stdout

@@ -78,7 +78,7 @@ def test_a_refused_link_leaves_none_of_its_sockets_open(
         service.close()
     before = Held.now()
     ends = [socket.socketpair() for _ in range(asks + answers)]
-    near = [it.detach() for it, _ in ends]
+    near = [item.detach() for item, _ in ends]
     clients, servers = near[:asks], near[asks:]
     if "watched" in why:  # epoll takes no file
         os.close(servers[-1])
@@ -123,7 +123,7 @@ class TestSharing:
     LINKS = 32
 
     @pytest.mark.parametrize("direction", DIRECTIONS)
-    def test_it_is_fair(self, direction: str) -> None:
+    def test_links_share_the_service_fairly(self, direction: str) -> None:
         """All ask one service for more than there is time for; the same comes of it for each."""
         owner, asker = TcpService(1, max_ranges=1), TcpService(1, max_ranges=1)
         memory, local = np.ones(MIB, dtype=np.uint8), np.zeros(MIB, dtype=np.uint8)

@@ -77,7 +77,7 @@ def wide_link(service: TcpService, steady_peer: TcpPeer) -> TcpNativeLink:
 class TestShapes:
     @pytest.mark.parametrize("name", SHAPES)
     @directions
-    def test_it_moves_what_numpy_does(
+    def test_every_shape_moves_the_bytes_that_numpy_moves(
         self,
         steady_peer: TcpPeer,
         steady_link: TcpNativeLink,
@@ -280,7 +280,7 @@ class TestAtOnce:
             assert np.array_equal(offered, before)
 
     @directions
-    def test_nobody_waits(
+    def test_a_request_does_not_wait_for_others(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, local: Bytes, direction: str
     ) -> None:
         """The services' threads do all of it; nobody but they look."""
@@ -302,7 +302,9 @@ class TestAtOnce:
         assert np.array_equal(steady_peer.memory, there)
 
     @pytest.mark.parametrize("room", [520_000, 560_000, 600_000, 640_000])
-    def test_nobody_waits_and_the_socket_takes_most(self, service: TcpService, room: int) -> None:
+    def test_a_request_does_not_wait_while_the_socket_takes_most(
+        self, service: TcpService, room: int
+    ) -> None:
         """All but a few bytes of the request go at once: the thread sends those."""
         (mine, theirs), unused = socket.socketpair(), socket.socketpair()
         mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
@@ -339,7 +341,7 @@ class TestAtOnce:
         service.close()
 
     @pytest.mark.parametrize("step", [2**32 - 4096, 2**32, 2**32 + 4096])
-    def test_steps_about_what_a_run_can_have(self, local: Bytes, step: int) -> None:
+    def test_steps_around_the_maximum_of_a_run(self, local: Bytes, step: int) -> None:
         """Of 32 bits. What lies between is address space alone."""
         with mmap.mmap(-1, 2 * step + 4096, mmap.MAP_PRIVATE | NORESERVE) as space:
             there = np.frombuffer(space, np.uint8)

@@ -53,7 +53,7 @@ def test_the_shape_of_a_layout(layout: str, tensors: int, shape: tuple[int, ...]
     assert plan is None or plan.nbytes == 3 * (1 if layout == "MLA" else 8) * 16 * 32 * 2
 
 
-def test_layouts_that_have_no_lengths() -> None:
+def test_layouts_without_known_lengths_are_refused() -> None:
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "layout='block state': no length is known"):
         make_desc("block state")
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "axes='no'"):
@@ -78,7 +78,7 @@ def test_tables_are_of_their_lengths_and_share_no_block(
     assert calls[0] == calls[1]
     tables = [calls[0]] if len(lengths) == 1 else [*calls[0]]
     assert [*map(len, tables)] == lengths
-    assert sorted(it for table in tables for it in table) == [*range(reserved, total)]
+    assert sorted(item for table in tables for item in table) == [*range(reserved, total)]
 
 
 def test_fragmentation_is_how_often_a_run_ends() -> None:
@@ -106,7 +106,7 @@ def test_fragmentation_is_how_often_a_run_ends() -> None:
         ((4, 1), {"fragmentation": 2}, r"fragmentation=2 is out of range \[0, 1\]"),
     ],
 )
-def test_tables_that_cannot_be(arguments, options, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_impossible_tables_are_refused(arguments, options, message: str) -> None:  # type: ignore[no-untyped-def]
     with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
         BlockTables()(*arguments, **options)
 
@@ -115,22 +115,22 @@ def test_tables_that_cannot_be(arguments, options, message: str) -> None:  # typ
 def test_any_plan_is_executed_on_filled_arrays(example: Example) -> None:
     plan = example.plan()
     moved = run_reference(plan)
-    flat = [it.reshape(-1).view(np.uint8) for it in moved.src]
-    src = [it.reshape(example.src.batch_size, example.src.stride) for it in flat]
+    flat = [tensor.reshape(-1).view(np.uint8) for tensor in moved.src]
+    src = [item.reshape(example.src.batch_size, example.src.stride) for item in flat]
     zeros = [
         np.zeros((example.dst.batch_size, example.dst.stride), np.uint8)
         for _ in range(example.dst.num_tensors)
     ]
     for found, wanted in zip(moved.dst, example.apply(src, zeros), strict=True):
         assert found.reshape(-1).view(np.uint8).tobytes() == wanted.tobytes()
-    assert all(it.all() for it in moved.src)  # no element is 0: what is 0 was not written
+    assert all(tensor.all() for tensor in moved.src)  # no element is 0: what is 0 was not written
     assert [*moved.parts] == [""]
 
 
 def test_arrays_have_the_shape_of_the_cache() -> None:
     desc = make_desc("HND", blocks=8, data_type=DataType.DT_BF16)
     moved = run_reference(kvplan.plan(Transfer(Rows(desc, [1]), Rows(desc, [2])), local="dst"))
-    assert [it.shape for it in moved.dst] == [desc.shape] * 4
+    assert [tensor.shape for tensor in moved.dst] == [desc.shape] * 4
     assert moved.dst[0].dtype == np.uint16
     np.testing.assert_array_equal(moved.dst[3][2], moved.src[3][1])
 
@@ -187,9 +187,9 @@ def test_a_written_plan_is_read_again(tmp_path_factory, example: Example) -> Non
     path = tmp_path_factory.getbasetemp() / "plan.json"
     plan = example.plan()
     groups = joined({"b": plan, "a": plan})
-    for it in (plan, groups):
-        write_plan(path, it)
-        assert load_plan(path) == it
+    for item in (plan, groups):
+        write_plan(path, item)
+        assert load_plan(path) == item
     assert "\n".join(path.read_text().splitlines()[:2]) == '{\n  "parts": ['
 
 
@@ -214,14 +214,16 @@ def test_names_that_no_file_can_have_get_a_file_each(
 ) -> None:
     """By the test as well as by the name that it gives."""
     golden = GoldenPlans(tmp_path, "mine", update=True)
-    transfers = [Transfer(Rows(make_desc(), [it]), Rows(make_desc(), [3])) for it in range(2)]
-    plans = [kvplan.plan(it, local="dst") for it in transfers]
+    transfers = [
+        Transfer(Rows(make_desc(), [number]), Rows(make_desc(), [3])) for number in range(2)
+    ]
+    plans = [kvplan.plan(transfer, local="dst") for transfer in transfers]
     for name, plan in zip(names, plans, strict=True):
         golden(plan, name)
     again = GoldenPlans(tmp_path, "mine")
     for name, plan in zip(names, plans, strict=True):
         again(plan, name)
-    assert len({*golden.written, *(GoldenPlans(tmp_path, it).path() for it in names)}) == 4
+    assert len({*golden.written, *(GoldenPlans(tmp_path, name).path() for name in names)}) == 4
 
 
 def test_parameters_and_names_are_kept_apart(tmp_path: Path) -> None:
@@ -255,7 +257,7 @@ def test_tokens_of_a_request_compare_between_layouts(layout: str, other: str) ->
     assert arrived.astype(bool).sum() == sum(tensor.astype(bool).sum() for tensor in moved.dst)
 
 
-def test_tokens_of_a_latent_and_of_what_has_no_tokens() -> None:
+def test_tokens_of_a_latent_and_of_a_layout_without_tokens() -> None:
     desc = make_desc("MLA", blocks=4, layers=3, dim=5)
     tensors = [np.full(desc.shape, number) for number in range(3)]
     tokens = request_tokens(desc, tensors, [3, 1])

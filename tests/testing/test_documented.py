@@ -14,10 +14,10 @@ DOCUMENT = Path(__file__).parents[2] / "docs/how-to/testing.md"
 
 def code() -> str:
     blocks = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.DOTALL | re.MULTILINE)
-    return "\n\n".join(it for it in blocks if ">>>" not in it)
+    return "\n\n".join(block for block in blocks if ">>>" not in block)
 
 
-def test_what_is_shown_passes_and_fails_where_it_says(pytester: pytest.Pytester) -> None:
+def test_the_examples_of_the_page_pass_and_fail_as_it_says(pytester: pytest.Pytester) -> None:
     text = code()
     assert text.count("def test_") == 2
     quiet = "-W", ALREADY_IMPORTED

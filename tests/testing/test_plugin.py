@@ -60,7 +60,7 @@ def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Folder
 def errors(output: str) -> list[str]:
     """What pytest has written behind `E`."""
     found = re.findall(r"^E(?:   (.*))?$", output, re.MULTILINE)
-    return [it.rstrip() for it in found]
+    return [entry.rstrip() for entry in found]
 
 
 PLANS = """
@@ -107,11 +107,11 @@ def test_an_assertion_that_fails_shows_the_difference(folder: Folder) -> None:
     )
 
 
-def test_what_pytest_cuts_begins_with_what_it_comes_to(folder: Folder) -> None:
+def test_a_cut_message_begins_with_its_conclusion(folder: Folder) -> None:
     tables = "range(0, 16, 2), range(8)", "range(1, 16, 2), range(8)"
     folder.write(f"{dedent(PLANS)}\ndef test_it(): assert plan({tables[0]}) == plan({tables[1]})")
     cut = errors(folder.run(code=1))
-    assert [it.strip() for it in cut[1:3]] == [
+    assert [item.strip() for item in cut[1:3]] == [
         "verdict: different bytes - 128 destination bytes from another source",
         "cause    every one of src_blocks is +1",
     ]
@@ -135,7 +135,7 @@ def test_groups_are_compared_too_and_others_as_pytest_does(folder: Folder) -> No
         )
     )
     output = folder.run("-vv", code=1)
-    said = [it.strip() for it in errors(output)]
+    said = [error.strip() for error in errors(output)]
     assert "verdict: part b: different bytes - 16 destination bytes from another source" in said
     assert "part a: identical" in said
     assert "At index 1 diff: 2 != 3" in output
@@ -410,7 +410,7 @@ def test_names_of_golden_files(folder: Folder) -> None:
         "sub/test_names.py",
     )
     folder.run("--kvplan-update")
-    files = sorted(it.name for it in (folder.path / "sub/plans/test_names").iterdir())
+    files = sorted(path.name for path in (folder.path / "sub/plans/test_names").iterdir())
     assert files == [
         "TestClass.test_it-NHD+a-b.json",
         "TestClass.test_it-block-head-token-dim+a-b-94f19a7c.json",
@@ -437,12 +437,12 @@ def test_parameters_that_look_alike_have_golden_files_of_their_own(folder: Folde
     )
     folder.run("--kvplan-update")
     folder.run()
-    files = {it.name for it in (folder.path / "plans/test_it").iterdir()}
+    files = {path.name for path in (folder.path / "plans/test_it").iterdir()}
     assert len(files) == 9
     assert {"test_it-1.json", "test_it--1.json"} < files
 
 
-def test_what_a_golden_plan_looks_like(folder: Folder) -> None:
+def test_the_text_of_a_golden_plan(folder: Folder) -> None:
     folder.write(
         """
         import kvplan

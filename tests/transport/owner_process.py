@@ -20,8 +20,8 @@ def names() -> dict[str, Any]:
         """Have a new transport, and nothing that a test has made."""
         if "transport" in known:
             known["transport"].close()
-        for it in known.keys() - kept:
-            del known[it]
+        for key in known.keys() - kept:
+            del known[key]
         gc.collect()
         known["transport"] = LocalTransport()
 

@@ -109,7 +109,7 @@ def test_tensors_of_several_arenas_in_any_order(owner: Owner, transport: LocalTr
             assert memory.in_process
             local = [np.full(PART, 9, np.uint8) for _ in order]
             kvplan.execute(FIRST_BLOCKS, memory, local)
-            assert [int(it[0]) for it in local] == [*order]
+            assert [int(array[0]) for array in local] == [*order]
 
 
 def not_exist(memory: LocalPeerMemory) -> None:
@@ -122,12 +122,12 @@ def test_all_ranges_are_reached_by_one_mapping(pool: Pool) -> None:
     memories = [pool.part(i) for i in range(PARTS)]
     for i, memory in enumerate(memories):
         np.testing.assert_array_equal(pulled(memory), expected(i))
-    addresses = np.concatenate([it.addresses for it in memories])
+    addresses = np.concatenate([memory.addresses for memory in memories])
     np.testing.assert_array_equal(np.diff(addresses), PART)
     assert mappings(inode) == 1
 
 
-def test_one_is_written_and_the_others_are_not(pool: Pool) -> None:
+def test_a_write_to_one_part_leaves_the_others_alone(pool: Pool) -> None:
     source = pattern(2, PART)
     kvplan.execute(
         kvplan.plan(Transfer(Rows(DESC, range(16)), Rows(DESC, range(16))), local="src"),
@@ -139,7 +139,7 @@ def test_one_is_written_and_the_others_are_not(pool: Pool) -> None:
     assert pool.owner.run("result = memory.tobytes()") == wanted.tobytes()
 
 
-def test_one_is_written_after_another_that_may_only_be_read(pool: Pool) -> None:
+def test_a_writable_part_maps_an_arena_again_that_was_mapped_read_only(pool: Pool) -> None:
     """Mapped to be read first, the arena is mapped again to be written."""
     pool.owner.run(
         "transport.deregister(registrations[0])",
@@ -149,7 +149,7 @@ def test_one_is_written_after_another_that_may_only_be_read(pool: Pool) -> None:
     np.testing.assert_array_equal(pulled(read), expected(0))
     written = pool.part(3, writable=True)
     lines = Path("/proc/self/maps").read_text().splitlines()
-    ranges = [[int(it, 16) for it in line.split()[0].split("-")] for line in lines]
+    ranges = [[int(part, 16) for part in line.split()[0].split("-")] for line in lines]
     address = int(written.addresses[0])
     modes = [
         line.split()[1]
@@ -168,7 +168,7 @@ def test_one_is_written_after_another_that_may_only_be_read(pool: Pool) -> None:
     np.testing.assert_array_equal(pulled(read), expected(0))
 
 
-def test_one_that_is_freed_fails_and_the_others_go_on(pool: Pool) -> None:
+def test_a_freed_part_fails_and_the_others_go_on(pool: Pool) -> None:
     first, second = pool.part(0), pool.part(1)
     metadata = pool.metadata("[registrations[0]]")
     pool.owner.run("transport.deregister(registrations[0])")
@@ -178,7 +178,7 @@ def test_one_that_is_freed_fails_and_the_others_go_on(pool: Pool) -> None:
     np.testing.assert_array_equal(pulled(second), expected(1))
 
 
-def test_one_that_is_freed_and_used_again_is_another(pool: Pool) -> None:
+def test_a_part_that_is_freed_and_reused_is_another_registration(pool: Pool) -> None:
     """The pool gives the same bytes to the next cache, which is not what was asked for."""
     old = pool.part(0)
     pool.owner.run("""
@@ -189,7 +189,7 @@ def test_one_that_is_freed_and_used_again_is_another(pool: Pool) -> None:
     np.testing.assert_array_equal(pulled(pool.part(0)), expected(0))
 
 
-def test_one_that_takes_the_slot_of_another_is_another() -> None:
+def test_a_part_that_reuses_a_slot_is_another_registration() -> None:
     with LocalTransport(max_registrations=1) as transport:
         arena = transport.allocate(100)
         with transport.connect(transport.metadata()) as link:
@@ -204,7 +204,7 @@ def test_one_that_takes_the_slot_of_another_is_another() -> None:
                 memory.check()
 
 
-def test_one_that_is_freed_while_bytes_move(pool: Pool) -> None:
+def test_a_part_that_is_freed_during_a_transfer_fails_it(pool: Pool) -> None:
     memory = pool.part(2)
     local = np.zeros(PART, dtype=np.uint8)
     with Transfers(1, wrap=lambda backend: limit_bandwidth(backend, PART / 0.2)) as slow:
@@ -261,12 +261,12 @@ def test_the_mapping_of_a_pool_stays_while_its_caches_come_and_go(pool: Pool) ->
     assert mappings(inode) == 0
 
 
-def test_what_is_mapped_while_the_link_is_closed_goes_with_its_last_user(pool: Pool) -> None:
+def test_an_arena_mapped_after_close_goes_with_its_last_user(pool: Pool) -> None:
     inode = pool.owner.run("result = arena.inode")
     (part,) = Metadata.from_bytes(pool.metadata("[registrations[0]]")).ranges
     arenas = PeerArenas(pool.owner.pid, populate="off")
     arenas.close()
-    mapped = arenas.map(part)
+    mapped = arenas.hold(part)
     assert mappings(inode) == 1
     del mapped
     assert mappings(inode) == 0
@@ -319,12 +319,12 @@ def test_threads_that_ask_at_once_share_the_mapping(pool: Pool) -> None:
     np.testing.assert_array_equal(pulled(memories[5]), expected(5))
 
 
-def test_what_several_peers_may_still_write_to_is_kept_until_all_of_them_go_on(
+def test_memory_is_quarantined_until_every_stopped_peer_goes_on(
     transport: LocalTransport,
 ) -> None:
     """They have announced pieces and stand still: their tickets are set by hand."""
     arenas = [transport.allocate(mmap.PAGESIZE) for _ in range(2)]
-    registrations = [transport.register(it) for it in arenas]
+    registrations = [transport.register(arena) for arena in arenas]
     other = transport.register(bytearray(1))
     metadata = transport.metadata()
     link = transport.connect(metadata)
@@ -379,7 +379,9 @@ class TestForms:
             memory = link.memory([address], nbytes)
             assert memory.backend(ThreadPool(1), "get", memory) is None
 
-    def test_what_reaches_beyond_it_is_not(self, transport: LocalTransport) -> None:
+    def test_memory_that_reaches_beyond_the_arena_is_not_part_of_it(
+        self, transport: LocalTransport
+    ) -> None:
         arena, beside = transport.allocate(4096), np.zeros(4096, np.uint8)
         whole = np.frombuffer(arena, np.uint8)
         shift = beside.ctypes.data - whole.ctypes.data
@@ -391,7 +393,9 @@ class TestForms:
 class TestMetadata:
     """`metadata(registrations)` and `memory(metadata=...)`: each names what it may."""
 
-    def test_only_what_is_registered_here(self, transport: LocalTransport) -> None:
+    def test_only_registrations_of_this_transport_are_published(
+        self, transport: LocalTransport
+    ) -> None:
         ended = transport.register(bytearray(10))
         transport.deregister(ended)
         with LocalTransport() as other:

@@ -20,7 +20,7 @@ def names_made(choice: str, settings: str = "") -> list[str]:
     made = make_transports(choice, TransportOptions(ucx_settings=settings)).made
     for transport in made:
         transport.close()
-    return [it.name for it in made]
+    return [item.name for item in made]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def names_made(choice: str, settings: str = "") -> list[str]:
     ],
 )
 @pytest.mark.usefixtures("ucx")
-def test_what_works_here_is_made(choice: str, names: list[str]) -> None:
+def test_auto_makes_the_transports_that_work_here(choice: str, names: list[str]) -> None:
     assert names_made(choice, '{"UCX_TLS": "shm"}') == names
 
 
@@ -54,17 +54,17 @@ def test_without_rdma_ucx_is_not_even_loaded(ucx: Found) -> None:
         make_transports("ucx")
 
 
-def test_where_there_is_no_ucx_the_others_are_made() -> None:
+def test_without_ucx_the_other_transports_are_made() -> None:
     assert names_made("auto") == ["local", "tcp"]
 
 
-def test_a_row_has_the_name_of_what_it_makes() -> None:
+def test_each_row_makes_the_transport_of_its_name() -> None:
     transport = TRANSPORTS["local"](TransportOptions())
     assert transport.name == "local"
     transport.close()
 
 
-def test_what_needs_a_device_does_not_work_without() -> None:
+def test_hccl_needs_a_device() -> None:
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "hccl: no Ascend device was found"):
         make_transports("hccl")
 
@@ -101,7 +101,7 @@ def test_where_none_works_the_reason_is_given() -> None:
 )
 def test_why_a_transport_is_missing_is_kept_for_peers_that_have_it(choice: str, why: str) -> None:
     made, missing = make_transports(choice)
-    assert missing.keys() == {"hccl", "ucx", "tcp"} - {it.name for it in made}
+    assert missing.keys() == {"hccl", "ucx", "tcp"} - {item.name for item in made}
     assert why in missing["ucx"]
     for transport in made:
         transport.close()

@@ -35,7 +35,7 @@ needs_namespaces = pytest.mark.skipif(
 @contextmanager
 def owners(*prefixes: list[str]) -> Iterator[list[Owner]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(closing(Owner(prefix=it))) for it in prefixes]
+        yield [stack.enter_context(closing(Owner(prefix=prefix))) for prefix in prefixes]
 
 
 def altered(metadata: bytes, **changes: Any) -> bytes:
@@ -203,7 +203,7 @@ class TestRefusal:
         reason = f"process {owner.pid} has exited"
         assert transport.refusal(metadata) == f"peer {owner.pid} cannot be reached: {reason}"
 
-    def test_of_what_is_no_metadata(self, transport: LocalTransport) -> None:
+    def test_of_bytes_that_are_not_metadata(self, transport: LocalTransport) -> None:
         assert "expected `object`" in str(transport.refusal(b"nothing"))
 
 
@@ -365,7 +365,7 @@ class TestRegister:
             with refused(LLMStatusCode.LLM_PARAM_INVALID, "writable=False"):
                 link.memory([registration.address], 8, writable=True)
 
-    def test_what_has_no_address(self, transport: LocalTransport) -> None:
+    def test_memory_without_an_address_is_refused(self, transport: LocalTransport) -> None:
         with pytest.raises(TypeError):
             transport.register(7)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="a str"):
@@ -391,7 +391,7 @@ class TestMemory:
     ) -> None:
         base = transport.register(np.zeros(300, np.uint8)[100:200]).address
         with transport.connect(transport.metadata()) as link:
-            addresses = [base + it for it in offsets]
+            addresses = [base + offset for offset in offsets]
             if found:
                 link.memory(addresses, nbytes, writable=True)
                 return
@@ -403,7 +403,7 @@ class TestMemory:
         array = np.zeros(200, np.uint8)
         halves = [transport.register(half) for half in (array[:100], array[100:])]
         with transport.connect(transport.metadata()) as link:
-            link.memory([it.address for it in halves], 100)
+            link.memory([half.address for half in halves], 100)
             with pytest.raises(LLMException, match="not inside one range"):
                 link.memory([halves[0].address], 101)
 

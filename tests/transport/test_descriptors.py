@@ -73,7 +73,9 @@ def check_works(server: DescriptorServer) -> None:
         os.close(fd)
 
 
-def test_a_link_gets_what_is_exported(server: DescriptorServer, exported: Exported) -> None:
+def test_a_link_gets_the_descriptor_of_an_export(
+    server: DescriptorServer, exported: Exported
+) -> None:
     before = Held.now()
     assert can_ask(os.getpid(), server.name)
     check_works(server)

@@ -47,7 +47,7 @@ def expiry(ended: Ended) -> Iterator[LeaseExpiry]:
     expiry = LeaseExpiry(ended.end, NAME)
     yield expiry
     expiry.close()
-    assert NAME not in {it.name for it in threading.enumerate()}
+    assert NAME not in {thread.name for thread in threading.enumerate()}
 
 
 def test_deadlines_keep_no_memory_of_renewals_and_removed_keys() -> None:
@@ -87,7 +87,7 @@ def test_in_the_order_of_their_deadlines_and_not_before(ended: Ended) -> None:
     expiry.close()
 
 
-def test_one_whose_deadline_has_passed_has_ended_on_return(
+def test_a_lease_whose_deadline_has_passed_has_ended_on_return(
     ended: Ended, expiry: LeaseExpiry
 ) -> None:
     expiry.add(1, 3, time.monotonic_ns() - 1)
@@ -115,7 +115,7 @@ def test_renewed_and_forgotten_ones_stay(ended: Ended) -> None:
     expiry.close()
 
 
-def test_what_has_ended_is_not_renewed(ended: Ended, expiry: LeaseExpiry) -> None:
+def test_an_ended_lease_is_not_renewed(ended: Ended, expiry: LeaseExpiry) -> None:
     expiry.add(1, 3, 1)
     expiry.add(2, 3, time.monotonic_ns() + HOUR_NS)
     expiry.forget(2, 3)
@@ -124,16 +124,18 @@ def test_what_has_ended_is_not_renewed(ended: Ended, expiry: LeaseExpiry) -> Non
             expiry.renew(slot, 3, time.monotonic_ns() + HOUR_NS)
 
 
-def test_what_could_not_be_ended_is_tried_again(
+def test_a_lease_that_could_not_be_ended_is_tried_again(
     ended: Ended, expiry: LeaseExpiry, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended.failures = 2
     expiry.add(1, 3, 1)
     assert ended.next()[0] == (1, 3)
-    assert [it.getMessage().split()[0] for it in caplog.records] == ["event=lease_not_ended"] * 2
+    assert [record.getMessage().split()[0] for record in caplog.records] == [
+        "event=lease_not_ended"
+    ] * 2
 
 
-def test_none_after_it_was_closed(ended: Ended, expiry: LeaseExpiry) -> None:
+def test_no_lease_ends_after_close(ended: Ended, expiry: LeaseExpiry) -> None:
     soon = time.monotonic_ns() + 1_000_000
     expiry.add(1, 3, soon)
     expiry.close()

@@ -190,13 +190,13 @@ def test_tables_come_and_go_in_any_order() -> None:
     tables = [GenerationTable(SLOTS) for _ in range(9)]
     keeper = word_of(tables[0]).value
     assert (Path("/proc/self/task") / str(keeper) / "comm").read_text() == "kvplan-life\n"
-    assert {word_of(it).value for it in tables} == {keeper}
+    assert {word_of(table).value for table in tables} == {keeper}
     for index in (4, 0, 8, 3, 5):
         tables[index].close()
-    assert {word_of(it).value for it in tables if not it.closed} == {keeper}
+    assert {word_of(table).value for table in tables if not table.closed} == {keeper}
     tables.append(GenerationTable(SLOTS))
-    for it in reversed(tables):
-        it.close()
+    for table in reversed(tables):
+        table.close()
     assert word_of(GenerationTable(SLOTS)).value == keeper
 
 
@@ -237,7 +237,7 @@ def test_a_check_makes_no_system_call(call: str, code: int, said: str) -> None:
     with owner() as (process, _, words):
         slot, generation = np.frombuffer(words, np.uint64).tolist()
         files = Path(f"/proc/{process.pid}/fd").iterdir()
-        (table,) = (it for it in files if "kvplan-generations" in str(it.readlink()))
+        (table,) = (file for file in files if "kvplan-generations" in str(file.readlink()))
         numbers = (process.pid, table.name, table.stat().st_ino, slot, generation)
         program = dedent(NO_SYSTEM_CALLS).replace("check(words))", f"({call}))")
         done = subprocess.run(

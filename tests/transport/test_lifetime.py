@@ -374,12 +374,12 @@ class TestThisSide:
     def test_a_closed_link_has_no_entry_in_the_writer_table(
         self, transport: LocalTransport
     ) -> None:
-        it = transport.register(bytearray(10))
+        registration = transport.register(bytearray(10))
         link = transport.connect(transport.metadata())
         writers = link.metadata.writers
         table = np.frombuffer(mmap.mmap(writers.fd, 0), np.uint64)
         entry = table[PAGE // 8 :]
-        memory = link.memory([it.address], 10, writable=True)
+        memory = link.memory([registration.address], 10, writable=True)
         assert entry[0] != 0
         del memory
         link.close()
@@ -422,7 +422,7 @@ class TestThisSide:
 
         def mapped() -> set[str]:
             lines = Path("/proc/self/maps").read_text().splitlines()
-            return {it for it in lines if "kvplan" in it}
+            return {line for line in lines if "kvplan" in line}
 
         first = Held.now()
         with transport.connect(metadata) as link:

@@ -15,7 +15,7 @@ from kvplan.transport.local import LocalTransport
 from tests.support.refusals import refused
 
 
-def test_they_say_what_they_are(transport: LocalTransport) -> None:
+def test_objects_have_a_readable_repr(transport: LocalTransport) -> None:
     pid = os.getpid()
     registration = transport.register(np.zeros(200, np.uint8))
     assert repr(transport) == f"<LocalTransport of process {pid}: 1 registrations>"

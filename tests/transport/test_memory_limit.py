@@ -34,8 +34,8 @@ def pool(nbytes: int) -> dict[str, str]:
 
 @pytest.fixture
 def transport() -> Iterator[LocalTransport]:
-    with LocalTransport() as it:
-        yield it
+    with LocalTransport() as local_transport:
+        yield local_transport
 
 
 def test_more_than_there_is_is_refused(transport: LocalTransport) -> None:
@@ -143,7 +143,7 @@ def small_cgroup() -> Iterator[Path]:
         folder.rmdir()
 
 
-def test_a_process_in_a_cgroup_has_what_the_cgroup_has(small_cgroup: Path) -> None:
+def test_a_process_in_a_cgroup_has_the_limit_of_the_cgroup(small_cgroup: Path) -> None:
     code = f"""
 from pathlib import Path
 import os

@@ -49,8 +49,8 @@ ranges = st.builds(
     allocation=st.none(),
 )
 parts = st.builds(
-    lambda it, fd, inode, after: replace(
-        it, arena=ArenaRef(it.address, it.nbytes + after, fd, inode)
+    lambda value, fd, inode, after: replace(
+        value, arena=ArenaRef(value.address, value.nbytes + after, fd, inode)
     ),
     ranges,
     fd=fd,
@@ -58,12 +58,14 @@ parts = st.builds(
     after=st.integers(0, 2**62 - 1),
 )
 digits = st.text("0123456789abcdef", min_size=128, max_size=128)
-uuids = digits.map(lambda it: it[:32])
+uuids = digits.map(lambda value: value[:32])
 exports = st.tuples(fd, st.just("")) | st.tuples(st.just(-1), digits)
 on_devices = st.builds(
-    lambda it, device, number, export, after, is_pool: replace(
-        it,
-        allocation=AllocationRef(device, it.address, it.nbytes + after, number, *export, is_pool),
+    lambda value, device, number, export, after, is_pool: replace(
+        value,
+        allocation=AllocationRef(
+            device, value.address, value.nbytes + after, number, *export, is_pool
+        ),
     ),
     ranges,
     device=uuids,
@@ -118,11 +120,11 @@ def refusal(blob: bytes) -> str:
 
 
 @given(metadata)
-def test_what_is_written_is_read(given: Metadata) -> None:
+def test_metadata_round_trips(given: Metadata) -> None:
     assert Metadata.from_bytes(given.to_bytes()) == given
 
 
-def test_a_transport_writes_what_it_is(transport: LocalTransport) -> None:
+def test_a_transport_publishes_its_identity(transport: LocalTransport) -> None:
     arena = transport.allocate(5000)
     part = transport.register(memoryview(arena)[1000:3000])
     registration = transport.register(bytearray(10), writable=False)
@@ -131,7 +133,7 @@ def test_a_transport_writes_what_it_is(transport: LocalTransport) -> None:
     assert found.ranges == (part.range, registration.range)
     assert part.range.arena == ArenaRef(arena.address, 5000, arena.fd, arena.inode)
     assert (part.address, part.nbytes) == (arena.address + 1000, 2000)
-    assert [it.writable for it in found.ranges] == [True, False]
+    assert [range_.writable for range_ in found.ranges] == [True, False]
 
 
 @given(st.binary(max_size=200))
@@ -158,12 +160,12 @@ def test_messagepack_that_means_nothing(value: Any) -> None:
 
 
 FIELDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "identity": lambda it: it,
-    "generations": lambda it: it,
-    "writers": lambda it: it,
-    "ranges": lambda it: it,
+    "identity": lambda value: value,
+    "generations": lambda value: value,
+    "writers": lambda value: value,
+    "ranges": lambda value: value,
     **{
-        f"identity.{name}": lambda it: it["identity"]
+        f"identity.{name}": lambda document: document["identity"]
         for name in (
             "boot_id",
             "pid",
@@ -174,21 +176,24 @@ FIELDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         )
     },
     **{
-        f"generations.{name}": lambda it: it["generations"]
+        f"generations.{name}": lambda document: document["generations"]
         for name in GenerationTableRef.__struct_fields__
     },
-    **{f"writers.{name}": lambda it: it["writers"] for name in WritersRef.__struct_fields__},
     **{
-        f"ranges[0].{name}": lambda it: it["ranges"][0]
+        f"writers.{name}": lambda document: document["writers"]
+        for name in WritersRef.__struct_fields__
+    },
+    **{
+        f"ranges[0].{name}": lambda document: document["ranges"][0]
         for name in ("address", "nbytes", "slot", "generation", "writable", "arena", "allocation")
     },
     **{
-        f"ranges[{i}].allocation.{name}": lambda it, i=i: it["ranges"][i]["allocation"]
+        f"ranges[{i}].allocation.{name}": lambda document, i=i: document["ranges"][i]["allocation"]
         for name in AllocationRef.__struct_fields__
         for i in (1, 2)
     },
     **{
-        f"ranges[0].arena.{name}": lambda it: it["ranges"][0]["arena"]
+        f"ranges[0].arena.{name}": lambda document: document["ranges"][0]["arena"]
         for name in ArenaRef.__struct_fields__
     },
 }
@@ -218,7 +223,7 @@ def test_every_field_is_checked(path: str) -> None:
         FIELDS[path](document)[name] = wrong
         message = refusal(msgspec.msgpack.encode(document))
         assert name in message or "handle is" in message  # of an allocation without a descriptor
-    for change in (lambda it: it.pop(name), lambda it: it.update(unknown=1)):
+    for change in (lambda value: value.pop(name), lambda value: value.update(unknown=1)):
         document = msgspec.msgpack.decode(EXAMPLE.to_bytes())
         change(FIELDS[path](document))
         message = refusal(msgspec.msgpack.encode(document))

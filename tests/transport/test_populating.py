@@ -53,26 +53,26 @@ def wait_until_done() -> None:
 
 @pytest.fixture
 def pages() -> Iterator[BackgroundPages]:
-    it = BackgroundPages()
-    yield it
-    it.close()
+    made = BackgroundPages()
+    yield made
+    made.close()
 
 
-def test_what_is_there_is_mapped_and_the_thread_ends(pages: BackgroundPages) -> None:
+def test_existing_pages_are_mapped_and_the_thread_ends(pages: BackgroundPages) -> None:
     arenas = [Arena(nbytes, prefault=True) for nbytes in (mmap.PAGESIZE, 5 * CHUNK, 3 * MIB)]
-    twins = [twin_of(it) for it in arenas]
-    for it in twins:
-        pages.add(it, owner=None)
+    twins = [twin_of(arena) for arena in arenas]
+    for twin in twins:
+        pages.add(twin, owner=None)
     wait_until_done()
-    assert [smaps_of(it.address)["Rss"] for it in twins] == [mmap.PAGESIZE, 5 * CHUNK, 3 * MIB]
+    assert [smaps_of(twin.address)["Rss"] for twin in twins] == [mmap.PAGESIZE, 5 * CHUNK, 3 * MIB]
 
 
 def test_no_thread_where_nothing_is_to_do(pages: BackgroundPages) -> None:
     pages.cancel(object())
-    assert "kvplan-pages" not in {it.name for it in threading.enumerate()}
+    assert "kvplan-pages" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_what_its_owner_fills_later_is_mapped_later(pages: BackgroundPages) -> None:
+def test_pages_that_the_owner_fills_later_are_mapped_later(pages: BackgroundPages) -> None:
     arena = Arena(2 * CHUNK)
     twin = twin_of(arena)
     pages.add(twin, owner=None)
@@ -105,7 +105,7 @@ def test_when_it_is_cancelled_nothing_holds_the_mapping(pages: BackgroundPages) 
         assert num_mappings(arena.inode) == 1, "its owner's"
 
 
-def test_one_that_goes_is_forgotten(pages: BackgroundPages) -> None:
+def test_an_arena_that_goes_is_forgotten(pages: BackgroundPages) -> None:
     holes = Arena(CHUNK)
     twin = twin_of(holes)
     pages.add(twin, owner=None)
@@ -116,13 +116,13 @@ def test_one_that_goes_is_forgotten(pages: BackgroundPages) -> None:
 
 def test_the_others_go_on_when_one_is_cancelled(pages: BackgroundPages) -> None:
     arenas = [Arena(8 * CHUNK, prefault=True, pages="small") for _ in range(4)]
-    twins = [twin_of(it) for it in arenas]
+    twins = [twin_of(arena) for arena in arenas]
     owners = [object() for _ in twins]
     for twin, owner in zip(twins, owners, strict=True):
         pages.add(twin, owner)
     pages.cancel(owners[0])
     wait_until_done()
-    assert [smaps_of(it.address)["Rss"] for it in twins[1:]] == [8 * CHUNK] * 3
+    assert [smaps_of(twin.address)["Rss"] for twin in twins[1:]] == [8 * CHUNK] * 3
 
 
 def test_jobs_are_done_in_order_and_may_fail(pages: BackgroundPages) -> None:
@@ -139,7 +139,7 @@ def test_jobs_are_done_in_order_and_may_fail(pages: BackgroundPages) -> None:
     assert done == [0, 1, 2]
 
 
-def test_jobs_of_one_that_is_cancelled_are_not_done(pages: BackgroundPages) -> None:
+def test_jobs_of_a_cancelled_owner_are_dropped(pages: BackgroundPages) -> None:
     begun, go_on, done = threading.Event(), threading.Event(), []
 
     def first() -> None:
@@ -209,7 +209,7 @@ def test_a_signal_handler_may_come_at_any_line(pages: BackgroundPages) -> None:
     wait_until_done()
     assert len(handled) > 5
     assert done == ["of 2", "of 3", *range(len(handled))]
-    assert {smaps_of(it.address)["Rss"] for it in handled} == {CHUNK}
+    assert {smaps_of(item.address)["Rss"] for item in handled} == {CHUNK}
 
 
 def test_a_job_that_is_done_is_not_held(pages: BackgroundPages) -> None:
@@ -240,7 +240,7 @@ def test_a_job_that_is_done_is_not_held(pages: BackgroundPages) -> None:
     del twin, arena
 
 
-def test_what_fails_in_another_way_is_given_up(
+def test_an_arena_that_fails_in_another_way_is_given_up(
     pages: BackgroundPages, caplog: pytest.LogCaptureFixture
 ) -> None:
     class NoArena:
@@ -251,7 +251,7 @@ def test_what_fails_in_another_way_is_given_up(
     pages.add(twin, owner=None)
     wait_until_done()
     assert smaps_of(twin.address)["Rss"] == arena.nbytes
-    assert len([it for it in caplog.records if it.exc_info]) == 1
+    assert len([record for record in caplog.records if record.exc_info]) == 1
 
 
 def test_many_whose_huge_pages_are_made_leave_room_for_others(
@@ -261,12 +261,12 @@ def test_many_whose_huge_pages_are_made_leave_room_for_others(
     arenas = [
         Arena(4096) for _ in range(MAX_PREMAPPED_ARENAS + 1)
     ]  # too small for one: all is done
-    for it in arenas:
-        pages.add(it, owner=None, collapse=True)
-    assert not [it for it in caplog.messages if "at their first use" in it]
+    for arena in arenas:
+        pages.add(arena, owner=None, collapse=True)
+    assert not [message for message in caplog.messages if "at their first use" in message]
 
 
-def test_there_is_one_of_a_process_whoever_asks_first() -> None:
+def test_a_process_has_one_thread_however_many_ask_at_once() -> None:
     program = """
         import sys, threading
         from kvplan.transport.pages import background_pages
@@ -286,13 +286,15 @@ def test_there_is_one_of_a_process_whoever_asks_first() -> None:
 
 def test_arenas_are_listed_while_others_come_and_go() -> None:
     arenas = [Arena(4096) for _ in range(64)]
-    ranges = [Range(it.address, it.nbytes, 0, 0, True, offer(it), None) for it in arenas]
+    ranges = [
+        Range(arena.address, arena.nbytes, 0, 0, True, offer(arena), None) for arena in arenas
+    ]
     peer = PeerArenas(os.getpid(), populate="off")
     stop = threading.Event()
 
     def come_and_go() -> None:
         while not stop.is_set():
-            held = [peer.map(it) for it in ranges]
+            held = [peer.hold(memory) for memory in ranges]
             del held
 
     with ThreadPoolExecutor(1) as others:
@@ -305,14 +307,14 @@ def test_arenas_are_listed_while_others_come_and_go() -> None:
         mapping.result()
 
 
-def test_it_can_be_closed_at_any_time(pages: BackgroundPages) -> None:
+def test_background_pages_can_be_closed_at_any_time(pages: BackgroundPages) -> None:
     twin = twin_of(arena := Arena(64 * CHUNK, prefault=True, pages="small"))
     pages.add(twin, owner=None)
     pages.close()
-    assert "kvplan-pages" not in {it.name for it in threading.enumerate()}
+    assert "kvplan-pages" not in {thread.name for thread in threading.enumerate()}
     pages.close()
     pages.add(twin, owner=None)
-    assert "kvplan-pages" not in {it.name for it in threading.enumerate()}
+    assert "kvplan-pages" not in {thread.name for thread in threading.enumerate()}
     assert smaps_of(twin.address)["Rss"] <= arena.nbytes
 
 
@@ -352,7 +354,9 @@ FILLED = """
 """
 
 
-def test_a_link_populates_what_it_has_mapped(owner: Owner, transport: LocalTransport) -> None:
+def test_a_link_populates_the_arenas_that_it_has_mapped(
+    owner: Owner, transport: LocalTransport
+) -> None:
     nbytes = 3 * CHUNK
     address, inode = owner.run(FILLED.format(nbytes=nbytes))
     with transport.connect(owner.metadata()) as link:

@@ -62,7 +62,7 @@ def test_no_slot_is_a_registration_and_a_lease() -> None:
         for is_lease in (False, True):
             with pytest.raises(MemoryError):
                 slots.take(is_lease)
-        for it in (*taken, *leases):
-            slots.release(*it)
+        for lease in (*taken, *leases):
+            slots.release(*lease)
             with pytest.raises(ValueError, match="generation"):
-                slots.release(*it)
+                slots.release(*lease)

@@ -29,10 +29,14 @@ def test_every_tensor_gets_a_range_that_holds_it(
     offered: list[Range], wanted: list[tuple[int, int]], writable: bool
 ) -> None:
     holding = [
-        [it for it in offered if it.address <= start and start + size <= it.address + it.nbytes]
+        [
+            range_
+            for range_ in offered
+            if range_.address <= start and start + size <= range_.address + range_.nbytes
+        ]
         for start, size in wanted
     ]
-    fitting = [[it for it in them if it.writable or not writable] for them in holding]
+    fitting = [[item for item in them if item.writable or not writable] for them in holding]
     starts, sizes = np.array(wanted, dtype=np.uint64).T.copy()
     try:
         used, which = RangeTable("peer 1", offered).locate(starts, sizes, writable=writable)
@@ -45,7 +49,7 @@ def test_every_tensor_gets_a_range_that_holds_it(
     assert set(which.tolist()) == set(range(len(used)))
     for k, them in zip(which.tolist(), fitting, strict=True):
         assert used[k] in them
-        assert used[k].arena is not None or all(it.arena is None for it in them)
+        assert used[k].arena is not None or all(item.arena is None for item in them)
 
 
 def test_a_range_that_ends_with_the_address_space() -> None:

@@ -34,7 +34,7 @@ def registered(transport: LocalTransport) -> np.ndarray:
 
 @pytest.mark.parametrize("make", [arena, registered])
 class TestOverlap:
-    def test_what_is_read_through_the_link_must_not_be_written(
+    def test_a_pull_from_memory_that_it_writes_is_refused(
         self, transport: LocalTransport, make: Callable[[LocalTransport], np.ndarray]
     ) -> None:
         memory = make(transport)
@@ -46,7 +46,7 @@ class TestOverlap:
                 kvplan.execute(plan, source, [memory])
         np.testing.assert_array_equal(memory, pattern(1, DESC.nbytes))
 
-    def test_what_is_written_through_the_link_must_not_be_read(
+    def test_a_push_to_memory_that_it_reads_is_refused(
         self, transport: LocalTransport, make: Callable[[LocalTransport], np.ndarray]
     ) -> None:
         memory = make(transport)
@@ -80,7 +80,7 @@ class TestArenaPart:
         Transfer(Rows(DESC, range(BLOCKS)), Rows(DESC, range(BLOCKS)[::-1])), local="dst"
     )
 
-    def test_it_is_copied_in_place(self, transport: LocalTransport) -> None:
+    def test_a_part_of_an_own_arena_is_copied_in_place(self, transport: LocalTransport) -> None:
         with LocalTransport() as other:
             arena = other.allocate(3 * DESC.nbytes)
             part = other.register(memoryview(arena)[DESC.nbytes : 2 * DESC.nbytes])
@@ -99,7 +99,7 @@ class TestArenaPart:
             with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "has deregistered"):
                 kvplan.execute(self.PLAN, memory, [local])
 
-    def test_one_that_is_released_while_bytes_move_stays_mapped(
+    def test_a_released_part_stays_mapped_during_a_transfer(
         self, transport: LocalTransport
     ) -> None:
         arena = transport.allocate(2 * DESC.nbytes)
@@ -117,7 +117,7 @@ class TestArenaPart:
             with pytest.raises(LLMException, match="has deregistered"):
                 task.wait(timeout_ms=30_000)
 
-    def test_one_that_was_closed_is_deregistered(self, transport: LocalTransport) -> None:
+    def test_a_closed_part_is_deregistered(self, transport: LocalTransport) -> None:
         arena = transport.allocate(100)
         part = transport.register(memoryview(arena)[10:20])
         link = transport.connect(transport.metadata())

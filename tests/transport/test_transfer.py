@@ -83,7 +83,7 @@ class TestOneKind:
         expected = np.concatenate(after_transfer(tensors(2), tensors(1)))
         assert owner.run("result = memory.tobytes()") == expected.tobytes()
 
-    def test_what_the_owner_writes_later_is_what_arrives(
+    def test_bytes_that_the_owner_writes_later_arrive(
         self, owner: Owner, transport: LocalTransport, setup: str
     ) -> None:
         owner.run(setup)
@@ -98,7 +98,7 @@ class TestOneKind:
                 expected = after_transfer(tensors(seed), tensors(2))
                 np.testing.assert_array_equal(local, expected)
 
-    def test_a_stopped_owner_is_no_hindrance(
+    def test_a_stopped_owner_does_not_delay_a_transfer(
         self, owner: Owner, transport: LocalTransport, setup: str
     ) -> None:
         """One-sided, proven: no instruction of the owner can run."""
@@ -139,7 +139,7 @@ def test_arenas_need_no_system_call_and_registered_memory_does(
 
 
 @pytest.mark.parametrize("setup", [ARENA, REGISTERED], ids=["arena", "registered"])
-def test_tensors_here_that_overlap_are_no_destination(
+def test_overlapping_local_tensors_are_refused_as_a_destination(
     owner: Owner, transport: LocalTransport, setup: str
 ) -> None:
     """Which of the peer's bytes would win is not defined, though those do not overlap."""
@@ -220,7 +220,7 @@ def test_each_tensor_in_an_arena_of_its_own(owner: Owner, transport: LocalTransp
     np.testing.assert_array_equal(local, after_transfer(source, tensors(2)))
 
 
-def test_what_was_registered_after_linking_can_be_reached(
+def test_memory_that_is_registered_after_linking_is_reached(
     owner: Owner, transport: LocalTransport
 ) -> None:
     with transport.connect(owner.metadata()) as link:

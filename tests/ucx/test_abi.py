@@ -88,8 +88,8 @@ def calls(text: str) -> list[str]:
 
 
 def test_our_declarations_are_those_of_the_headers(ucx: Found, tmp_path: Path) -> None:
-    folders = [it / "include" for it in Path(ucx.path).resolve().parents[1:3]]
-    include = next((it for it in folders if (it / "ucp/api/ucp.h").exists()), None)
+    folders = [parent / "include" for parent in Path(ucx.path).resolve().parents[1:3]]
+    include = next((folder for folder in folders if (folder / "ucp/api/ucp.h").exists()), None)
     if not include:
         pytest.skip(f"{ucx.path} came without its headers")
     text = re.sub(r"\\\n", " ", HEADER.read_text("utf-8"))

@@ -22,7 +22,7 @@ def dead(endpoint: UcxEndpoint) -> tuple[int, str]:
     return endpoint.failure
 
 
-def test_it_is_connected_without_the_peer(worker: UcxWorker, mortal: UcxPeer) -> None:
+def test_an_endpoint_connects_without_the_peer(worker: UcxWorker, mortal: UcxPeer) -> None:
     endpoint = mortal.endpoint(worker)
     assert (endpoint.connected, endpoint.transport) == (False, "")
     mortal.stop()
@@ -61,7 +61,7 @@ def test_a_peer_with_nothing_in_common(worker: UcxWorker, peer: UcxPeer) -> None
     alone.close()
 
 
-def test_it_fails_once(worker: UcxWorker, peer: UcxPeer) -> None:
+def test_an_endpoint_fails_once(worker: UcxWorker, peer: UcxPeer) -> None:
     endpoint = peer.connect(worker)
     endpoint.close("no more of you")
     endpoint.close("too late")
@@ -76,7 +76,9 @@ def test_closing_a_worker_closes_its_endpoints(peer: UcxPeer) -> None:
     endpoints = [peer.connect(worker), peer.endpoint(worker), peer.connect(worker)]
     for _ in range(2):
         worker.close()
-        assert [it.failure for it in endpoints] == [(KVN_CANCELLED, "its engine was closed")] * 3
+        assert [endpoint.failure for endpoint in endpoints] == [
+            (KVN_CANCELLED, "its engine was closed")
+        ] * 3
     with pytest.raises(UcxError, match="this worker of UCX is closed"):
         peer.endpoint(worker)
     endpoints[0].close()
@@ -99,14 +101,14 @@ def test_several_threads_may_close_a_worker(peer: UcxPeer) -> None:
         threads = [
             threading.Thread(target=close, args=(worker, endpoint), daemon=True) for _ in range(3)
         ]
-        for it in threads:
-            it.start()
-        for it in threads:
-            it.join(TIMEOUT_MS / 1000)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_MS / 1000)
         assert closed == [(KVN_CANCELLED, "its engine was closed")] * 3
 
 
-def test_what_a_peer_writes_elsewhere_is_not_waited_for(worker: UcxWorker, peer: UcxPeer) -> None:
+def test_writes_of_a_peer_elsewhere_are_not_waited_for(worker: UcxWorker, peer: UcxPeer) -> None:
     """The peer has one table for all to whom it writes: each finds what is its own."""
     words = [TAG << 32 | 7, 0, (TAG + 1) << 32 | 7, TAG, TAG << 32 | 8, 1 << 63 | TAG << 32]
     set_words = """
@@ -133,7 +135,7 @@ def test_arguments(worker: UcxWorker, peer: UcxPeer) -> None:
         UcxEndpoint()
 
 
-def test_workers_and_endpoints_give_back_what_they_open(peer: UcxPeer) -> None:
+def test_workers_and_endpoints_close_their_files(peer: UcxPeer) -> None:
     with found():
         open_worker().close()  # what UCX opens once
         before = Held.now()

@@ -69,7 +69,7 @@ def test_a_process_stays_as_it_was_but_for_the_threads_of_a_worker(ucx: Found) -
     assert run(script, ucx.path) == ""
 
 
-def test_what_other_threads_may_read_of_the_environment_stays_in_place(ucx: Found) -> None:
+def test_the_environment_of_other_threads_stays_in_place(ucx: Found) -> None:
     """Its array, where getenv may be looking, and its strings, which getenv has returned."""
     script = """
         environ = ctypes.POINTER(ctypes.c_void_p).in_dll(ctypes.CDLL(None), "environ")
@@ -241,7 +241,7 @@ def test_a_missing_file_is_named() -> None:
     assert printed.startswith(f"{KVN_UNSUPPORTED} /nowhere/libucp.so.0: cannot open")
 
 
-def test_a_library_is_opened_once_and_the_one_that_is_open_is_used(ucx: Found) -> None:
+def test_a_library_is_opened_once_and_shared(ucx: Found) -> None:
     library = UcxLibrary.load(ucx.path)
     assert UcxLibrary.load(ucx.path) is library
     assert Path(UcxLibrary.load("libucp.so.0").path).samefile(library.path)
@@ -281,7 +281,7 @@ def test_tcp_of_the_environment_is_refused(ucx: Found) -> None:
     assert run(script, ucx.path).startswith("UCX_TLS lets UCX use TCP")
 
 
-def test_it_has_no_socket_of_a_network(ucx: Found) -> None:
+def test_ucx_opens_no_network_socket(ucx: Found) -> None:
     """By what the system says: it listens nowhere, and nothing is connected."""
     script = """
         import socket
@@ -305,7 +305,7 @@ def test_it_has_no_socket_of_a_network(ucx: Found) -> None:
     assert len(printed) == 2  # it would have been found
 
 
-def test_what_it_may_use_is_listed(ucx: Found) -> None:
+def test_the_resources_that_ucx_may_use_are_listed(ucx: Found) -> None:
     worker = UcxWorker(UcxLibrary.load(ucx.path), settings={"UCX_TLS": "self"})
     assert worker.transports == "self/memory"
     worker.close()

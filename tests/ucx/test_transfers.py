@@ -56,7 +56,7 @@ def test_bytes(
     peer.fill()
 
 
-def test_it_says_how_it_is_reached(endpoint: UcxEndpoint) -> None:
+def test_an_endpoint_names_its_transport(endpoint: UcxEndpoint) -> None:
     assert endpoint.transport == "cma/memory"
 
 
@@ -84,8 +84,10 @@ def test_several_threads(worker: UcxWorker, peer: UcxPeer, whole: Range) -> None
     def move(index: int) -> None:
         local = np.full(share, index + 1, np.uint8)
         spans = [(i, index * share + i, nbytes) for i in range(0, share, nbytes)]
-        columns = [peer.descriptors(it, local, spans) for it in DIRECTIONS]
-        backends = [peer.backend(endpoints[index % 2], it, [whole]) for it in DIRECTIONS]
+        columns = [peer.descriptors(direction, local, spans) for direction in DIRECTIONS]
+        backends = [
+            peer.backend(endpoints[index % 2], direction, [whole]) for direction in DIRECTIONS
+        ]
         with Executor(backends[0]) as pulls, Executor(backends[1]) as pushes:
             for number in range(1, 11):
                 local[:] = number * (index + 1)
@@ -96,14 +98,14 @@ def test_several_threads(worker: UcxWorker, peer: UcxPeer, whole: Range) -> None
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(move, range(4)))
-    for it in endpoints:
-        it.close()
+    for endpoint in endpoints:
+        endpoint.close()
     peer.fill()
 
 
 class TestRegistrations:
     @pytest.mark.parametrize("direction", DIRECTIONS)
-    def test_one_that_has_ended(
+    def test_an_ended_one_fails_the_transfer(
         self,
         peer: UcxPeer,
         endpoint: UcxEndpoint,
@@ -129,7 +131,7 @@ class TestRegistrations:
         peer.run(f"board.release{kept}")
         peer.fill()
 
-    def test_one_that_ends_during_the_transfer(
+    def test_an_end_during_the_transfer_fails_it(
         self, peer: UcxPeer, endpoint: UcxEndpoint, local: Bytes
     ) -> None:
         slot = peer.take()
@@ -173,7 +175,7 @@ class TestRegistrations:
 
 class TestLeases:
     @pytest.mark.parametrize("direction", DIRECTIONS)
-    def test_one_that_has_ended(
+    def test_an_ended_one_fails_the_transfer(
         self, peer: UcxPeer, endpoint: UcxEndpoint, whole: Range, local: Bytes, direction: str
     ) -> None:
         kept, ended = peer.take(), peer.take()
@@ -190,7 +192,8 @@ class TestLeases:
             peer.run(f"board.release{ended}")
             report = executor.run(descriptors, TIMEOUT_MS)
             assert (report.status, report.unconfirmed) == (KVN_UNMAPPED, ((0, 1),))
-            assert report.message == "lease 4 of é was released by the peer, or has expired"
+            message = "lease 4 of é was released or moved by the peer, or has expired"
+            assert report.message == message
             assert (local == 1).all()
             assert (peer.memory == 2).all()
             assert others.run(descriptors, TIMEOUT_MS).status == KVN_OK
@@ -198,7 +201,7 @@ class TestLeases:
         peer.fill()
 
     @pytest.mark.parametrize("direction", DIRECTIONS)
-    def test_one_that_ends_during_the_transfer(
+    def test_an_end_during_the_transfer_fails_it(
         self, peer: UcxPeer, endpoint: UcxEndpoint, whole: Range, local: Bytes, direction: str
     ) -> None:
         lease = peer.take()
@@ -210,7 +213,8 @@ class TestLeases:
             peer.run(f"board.release{lease}")
             report = task.wait(TIMEOUT_MS)
         assert report.status == KVN_UNMAPPED
-        assert report.message == "lease 3 was released by the peer, or has expired meanwhile"
+        message = "lease 3 was released or moved by the peer, or has expired meanwhile"
+        assert report.message == message
         assert report.unconfirmed == ((0, SEVERAL),)
         assert endpoint.connected
         peer.fill()
@@ -218,7 +222,7 @@ class TestLeases:
     @pytest.mark.parametrize(
         ("slot", "generation"), [(16, 1), (2**64 - 1, 1), (15, 0), (15, 2), (15, 7)]
     )
-    def test_one_that_cannot_be(
+    def test_an_impossible_one_is_refused(
         self,
         peer: UcxPeer,
         endpoint: UcxEndpoint,
@@ -232,7 +236,7 @@ class TestLeases:
         with Executor(ucx_leased(without, [(slot, generation, "lease 3")])) as executor:
             report = executor.run(peer.descriptors("get", local, [(0, 0, 8)]), TIMEOUT_MS)
         assert (report.status, report.unconfirmed) == (KVN_UNMAPPED, ((0, 1),))
-        assert report.message == "lease 3 was released by the peer, or has expired"
+        assert report.message == "lease 3 was released or moved by the peer, or has expired"
         assert endpoint.connected
 
     def test_arguments(self, peer: UcxPeer, endpoint: UcxEndpoint, whole: Range) -> None:

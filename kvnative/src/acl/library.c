@@ -136,7 +136,7 @@ typedef struct error_code {
     const char *words;
 } error_code;
 
-/* What programs meet; any other code is KVN_FAILED and has its number. */
+/* Codes that programs meet; any other one is KVN_FAILED with its number. */
 static const error_code ERRORS[] = {
     {100000, KVN_INVALID, "invalid parameter"},
     {100001, KVN_INVALID, "not initialized"},

@@ -127,7 +127,7 @@ static kvn_memory_kind kind_of(int32_t location)
     }
 }
 
-/* Of an A3 outside of a super pod the number is negative, and says nothing: the one that was asked has it. */
+/* On an A3 outside of a super pod the number is negative and has no meaning: take the device that was asked. */
 static uint32_t device_of(const kvn_device *device, kvn_acl_location location)
 {
     const bool is_unknown = location.type == KVN_ACL_LOCATION_DEVICE && location.id > INT32_MAX;

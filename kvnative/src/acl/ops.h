@@ -8,7 +8,7 @@
 /* The `runtime` of such a device is a kvn_acl_library. */
 extern const kvn_device_ops kvn_acl_ops;
 
-/* ACL's calls, for what is built on ACL itself. The device is an Ascend device. */
+/* ACL's calls, for code on top of ACL. The device is an Ascend device. */
 static inline const kvn_acl *kvn_acl_of(const kvn_device *device)
 {
     return &((const kvn_acl_library *)device->runtime)->calls;

@@ -29,7 +29,7 @@ void kvn_completions_fini(kvn_completions *self)
     pthread_mutex_destroy(&self->mutex);
 }
 
-/* With the mutex held. */
+/* The caller holds the mutex. */
 static void make_readable(const kvn_completions *self)
 {
     const uint64_t one = 1;
@@ -60,7 +60,8 @@ static void append(kvn_ending *ending)
     pthread_mutex_unlock(&self->mutex);
 }
 
-/* First the descriptor, then the list: what is appended in between is taken, and at worst read for in vain. */
+/* Read the descriptor before the list: a token that is appended in between is taken, and only causes a spurious
+ * wake. */
 size_t kvn_completions_take(kvn_completions *self, uint64_t *tokens, size_t capacity)
 {
     size_t count = 0;

@@ -10,7 +10,7 @@
 
 static const kvn_backend_vtable *calls(const kvn_task *task) { return task->backend->vtable; }
 
-/* ---- the outcome; with the mutex held ---- */
+/* ---- the outcome; the caller holds the mutex ---- */
 
 static void end(kvn_task *task, int status)
 {
@@ -82,7 +82,7 @@ void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *colu
     kvn_cond_init(&task->changed);
 }
 
-/* With the mutex held. False: what it comes after has to come first. */
+/* Submits the batch. Returns false if its gate has to open first. The caller holds the mutex. */
 static bool begin(kvn_task *task)
 {
     int status;
@@ -102,7 +102,7 @@ static bool begin(kvn_task *task)
     return true;
 }
 
-/* With the mutex held; gives it up. */
+/* The caller holds the mutex, which this releases. */
 static int leave(kvn_task *task)
 {
     int status = task->settled ? task->outcome.status : KVN_PENDING;
@@ -143,7 +143,7 @@ static bool pass_on(kvn_gate_waiter *waiter)
     return is_over;
 }
 
-/* With the mutex held, which the gate's thread needs to open it. */
+/* Holds the mutex, which the gate's thread needs to open the gate. */
 static void wait_at_gate(kvn_task *task)
 {
     kvn_gate *gate = task->columns.after;
@@ -185,7 +185,7 @@ static bool is_in_use(const kvn_task *task)
     return task->driven || task->aborting > 0 || task->ordering > 0;
 }
 
-/* A thread is done with the request: the last one out looks at it for all. With the mutex held. */
+/* Ends a thread's call on the request; the last thread looks at the request for all. The caller holds the mutex. */
 static void let_go(kvn_task *task)
 {
     if (!is_in_use(task) && !task->settled)

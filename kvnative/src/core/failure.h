@@ -10,7 +10,7 @@
 typedef struct kvn_failure {
     int status;        /* kvn_status */
     int code;          /* errno, or 0 where the system had no part in it */
-    char message[256]; /* names the argument, its value and what is allowed */
+    char message[256]; /* names the argument, its value and the allowed range */
 } kvn_failure;
 
 /* Fills it in and returns its status, so that to fail is one `return`. */

@@ -10,13 +10,13 @@
 typedef struct kvn_interval {
     uint64_t first; /* bytes, both: a range may end at 2**64 */
     uint64_t last;
-    uint64_t reach; /* kvn_intervals_sort's: the furthest `last` of this one and those before it */
+    uint64_t reach; /* set by kvn_intervals_sort: the largest `last` of this interval and all before it */
     uint64_t index; /* the caller's */
 } kvn_interval;
 
 void kvn_intervals_sort(kvn_interval *items, size_t count);
-/* Position of one that holds [address, address + nbytes), nbytes >= 1; `hint`: where to look first, any
- * number. KVN_NO_INTERVAL: none does. */
+/* Returns the position of an interval that holds [address, address + nbytes), nbytes >= 1; KVN_NO_INTERVAL: none does.
+ * `hint` is the position to try first, any number. */
 size_t kvn_intervals_find(const kvn_interval *items, size_t count, uint64_t address, uint64_t nbytes,
                           size_t hint);
 
@@ -25,8 +25,9 @@ size_t kvn_intervals_find(const kvn_interval *items, size_t count, uint64_t addr
 /* Index of the first value below `least`; `count` where there is none. */
 size_t kvn_first_below(const uint64_t *values, size_t count, uint64_t least);
 
-/* Sorts both lists of starts, with `scratch` of as many words as both. 1 if an extent [written, written + written_nbytes) shares a byte with
- * another of these, or with an extent that is read; two that are only read may share. */
+/* Sorts both lists of starts, with `scratch` of as many words as both. 1 if an extent [written, written +
+ * written_nbytes) shares a byte with another of these, or with an extent that is read; two that are only read may
+ * share. */
 int kvn_extents_clash(uint64_t *written, size_t num_written, uint64_t written_nbytes,
                       uint64_t *read, size_t num_read, uint64_t read_nbytes, uint64_t *scratch);
 

@@ -36,7 +36,7 @@ static kvn_opened *opened_after(const kvn_layered *layered, const kvn_opened *it
     return opened_of(kvn_list_after(&layered->in_flight, &it->in_flight));
 }
 
-/* ---- layers; with the mutex held unless said otherwise ---- */
+/* ---- layers; the caller holds the mutex unless a comment says otherwise ---- */
 
 static kvn_columns slice_of(const kvn_layered *layered, uint64_t layer)
 {
@@ -109,7 +109,7 @@ static void settle_if_over(kvn_layered *layered)
     layered->settled = true;
 }
 
-/* After a failure: layers of which nothing was submitted will not be. What they come after may never come. */
+/* After a failure, layers that were not submitted never will be: their gate may never open. */
 static void cancel_held(kvn_layered *layered)
 {
     for (kvn_opened *it = first_opened(layered); it; it = opened_after(layered, it))
@@ -117,7 +117,7 @@ static void cancel_held(kvn_layered *layered)
             kvn_task_cancel_held(&it->task);
 }
 
-/* The first failure is the outcome's; what was given up is not a failure. */
+/* The first failure becomes the outcome; layers that were given up do not count. */
 static void note_failure(kvn_layered *layered, uint64_t layer, const kvn_report *report)
 {
     kvn_report *outcome = &layered->outcome;
@@ -167,8 +167,8 @@ static void let_go(kvn_layered *layered, kvn_opened *it, int status)
         absorb(layered, it);
 }
 
-/* Looks, without waiting, at up to `most` of the layers in flight; those that go on come last. What has ended has
- * its outcome at once, whether or not its backend shows it yet. */
+/* Polls up to `most` layers in flight; those that go on move to the end. An ended layer gets its outcome at once, even
+ * if its backend does not show it yet. */
 static void look(kvn_layered *layered, uint64_t most)
 {
     uint64_t looks = layered->num_moving < most ? layered->num_moving : most;
@@ -215,7 +215,7 @@ int kvn_layered_init(kvn_layered *layered, kvn_backend *backend, const kvn_colum
     return layered->settled ? layered->outcome.status : KVN_PENDING;
 }
 
-/* With the mutex held; gives it up. */
+/* The caller holds the mutex, which this releases. */
 static int leave(kvn_layered *layered)
 {
     int status = layered->settled ? layered->outcome.status : KVN_PENDING;
@@ -370,7 +370,7 @@ int kvn_layered_abort(kvn_layered *layered, int why)
     return leave(layered);
 }
 
-/* ---- what it has come to ---- */
+/* ---- the outcome ---- */
 
 bool kvn_layered_is_sealed(kvn_layered *layered)
 {

@@ -1,6 +1,6 @@
-/* Vendor libraries at run time: opened, and their calls looked up into a table of function pointers.
+/* Opens vendor libraries at run time, and looks their calls up into a table of function pointers.
  *
- * No library is ever closed: its threads, and what it registered with the system, outlive its last user. */
+ * No library is ever closed: its threads, and its registrations with the system, outlive its last user. */
 #ifndef KVNATIVE_CORE_LIBRARY_H
 #define KVNATIVE_CORE_LIBRARY_H
 
@@ -31,7 +31,7 @@ void *kvn_library_open(const char *path, int flags, kvn_failure *failure);
 const char *kvn_library_fill(void *const *files, size_t num_files, const kvn_symbols *symbols, void *calls);
 /* The address of a symbol in the first of `files` that has it, or NULL. */
 void *kvn_library_find(void *const *files, size_t num_files, const char *name);
-/* The name of the n-th symbol of `calls` that is missing; NULL when there are no more. */
+/* Returns the name of the n-th missing symbol of `calls`; NULL if fewer are missing. */
 const char *kvn_library_missing(const void *calls, const kvn_symbols *symbols, size_t n);
 /* Writes the path of the file that holds the first symbol; "" if the loader does not know it. */
 void kvn_library_path(const void *calls, const kvn_symbols *symbols, char *out, size_t room);

@@ -19,7 +19,7 @@ size_t kvn_column_stride(size_t count)
     return round_up(count * sizeof(uint64_t), CACHE_LINE);
 }
 
-/* The checks: a pass that only says whether all is well, then a search where it is not. */
+/* A check first makes one pass over all values; only if that fails does it search for the bad one. */
 
 static int refuse(kvn_refusal *refusal, kvn_argument argument, size_t index, uint64_t value,
                   uint64_t most)

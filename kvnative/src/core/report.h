@@ -15,7 +15,7 @@ static inline bool kvn_is_given_up(int status)
 
 /* A report with KVN_PENDING, no failure and no span. */
 void kvn_report_begin(kvn_report *report);
-/* Copies what is filled in; most reports have no spans to copy. */
+/* Copies the fields in use; most reports have no spans. */
 void kvn_report_copy(kvn_report *to, const kvn_report *from);
 /* Refuses a batch of `count` descriptors of which nothing was moved. Returns `status`. */
 int kvn_report_refuse(kvn_report *report, uint64_t count, int status, int code, const char *format,

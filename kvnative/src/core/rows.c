@@ -68,14 +68,14 @@ static bool is_among(int64_t row, const int64_t *few, size_t count)
     return found;
 }
 
-/* Whether all rows are in range, and no row is written twice, or read and written in one cache. */
+/* Returns true if all rows are in range, and no row is written twice, or read and written in one cache. */
 static bool are_good(const kvn_rows *rows, const kvn_rows_table *src, const kvn_rows_table *dst,
                      uint64_t *seen)
 {
     if (dst->count > KVN_ROWS_FEW)
         memset(seen, 0, words_of(rows->dst.count) * sizeof *seen);
     for (size_t i = 0; i < dst->count; i++) {
-        const uint64_t row = (uint64_t)dst->rows[i]; /* what is negative is beyond any count */
+        const uint64_t row = (uint64_t)dst->rows[i]; /* a negative row becomes larger than any count */
         if (row >= rows->dst.count)
             return false;
         if (dst->count <= KVN_ROWS_FEW) {
@@ -108,7 +108,7 @@ static bool held(const kvn_rows_side *side, const kvn_rows_table *table, int64_t
            !__builtin_sub_overflow(*tokens, table->skipped, tokens);
 }
 
-/* Leave out rows of a lease that lie beyond what the other table can hold. */
+/* Leave out rows of a lease for which the other table has no room. */
 static bool leave_out(const kvn_rows_side *side, kvn_rows_table *table, int64_t other_held)
 {
     int64_t most, needed;
@@ -122,8 +122,8 @@ static bool leave_out(const kvn_rows_side *side, kvn_rows_table *table, int64_t 
     return true;
 }
 
-/* Whether both tables can be of one request: they hold as many tokens, or both end in the block
- * that has its last one, which may come after those that are moved. */
+/* Returns true if both tables can belong to one request: they hold equally many tokens, or both end in the block of the
+ * last token, which may follow the moved ones. */
 static bool are_of_one(const kvn_rows *rows, const kvn_rows_request *request, int64_t src_held,
                        int64_t dst_held, int64_t num_tokens)
 {
@@ -269,7 +269,7 @@ static void fuse(const kvn_rows *rows, kvn_rows_size *size)
     size->num_levels = left;
 }
 
-/* Whether the planner pairs keys and values apart: pairs are cheaper than many levels. */
+/* Returns true if the planner pairs keys and values separately: pairs are cheaper than many levels. */
 static bool splits_kv(const kvn_rows *rows, const kvn_rows_size *size)
 {
     if (rows->kv.times <= 1 || size->num_levels <= MAX_REPEATS)

@@ -10,7 +10,7 @@
 
 /* Rows up to which the destinations are compared with each other, without a bit for each row. */
 #define KVN_ROWS_FEW 64
-/* Axes other than that of the tokens, and different numbers of tokens of pieces of a request. */
+/* Axes besides the tokens, and different numbers of tokens of the pieces of a request. */
 #define KVN_ROWS_LEVELS 6
 #define KVN_ROWS_SIZES 16
 
@@ -46,7 +46,7 @@ typedef struct kvn_rows_table {
     const int64_t *rows;
     size_t count;
     uint64_t skipped;
-    bool is_lease; /* rows beyond what the other table can hold are left out */
+    bool is_lease; /* rows for which the other table has no room are left out */
 } kvn_rows_table;
 
 typedef struct kvn_rows_request {
@@ -77,7 +77,7 @@ typedef struct kvn_rows_cut {
     kvn_rows_size sizes[KVN_ROWS_SIZES]; /* the largest first */
     size_t num_sizes;
     size_t num_runs; /* before adjacent ones are merged */
-    bool merges;     /* whether they are ordered and merged */
+    bool merges;     /* how rows are ordered and merged */
 } kvn_rows_cut;
 
 /* True if all rows of the template lie in the first src_nbytes and dst_nbytes of a tensor. */
@@ -92,7 +92,7 @@ size_t kvn_rows_scratch(const kvn_rows *rows, const kvn_rows_request *request);
 bool kvn_rows_cut_up(const kvn_rows *rows, kvn_rows_request request, void *scratch,
                      kvn_rows_cut *cut);
 
-/* Number of runs for which kvn_rows_columns needs memory besides that of the pieces. */
+/* Returns the number of runs for which kvn_rows_columns needs memory besides the pieces. */
 size_t kvn_rows_room(const kvn_rows_cut *cut);
 
 /* Makes the runs of a cut in the planner's order, once, because it overwrites the pieces. Returns three columns of

@@ -24,20 +24,20 @@ typedef struct stripe {
     kvn_backend *inner;
     kvn_request *request; /* NULL: not submitted */
     uint64_t first, last; /* in the batch */
-    atomic_int why; /* KVN_OK, or what it was given up for while it was open */
+    atomic_int why; /* KVN_OK, or the status for which it was given up while it was open */
 } stripe;
 
 struct kvn_request {
     kvn_batch_end *end; /* the batch's; NULL: none */
     atomic_size_t num_open; /* stripes that have not ended */
-    atomic_int status;      /* of one that has failed */
+    atomic_int status;      /* the status of a failed stripe */
     uint64_t count;
     uint64_t total;
     size_t num_stripes;
     stripe stripes[KVN_MAX_STRIPES];
 };
 
-/* ---- the outcome: what the stripes say, together ---- */
+/* ---- the outcome, from those of all stripes ---- */
 
 /* A reason goes before that others were given up. */
 static bool says_more(const kvn_report *one, const kvn_report *all)
@@ -177,7 +177,7 @@ static void *give_up_one(void *argument)
     return NULL;
 }
 
-/* Of all at once: what one takes to stop may be half a second. */
+/* Abort all stripes before waiting: each may take half a second to stop. */
 static void give_up(kvn_request *request, int why)
 {
     giving_up all[KVN_MAX_STRIPES];
@@ -234,7 +234,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     request->count = batch->count;
     request->total = total;
     cut_up(self, batch, request);
-    atomic_init(&request->num_open, request->num_stripes); /* with one that is refused: never 0 */
+    atomic_init(&request->num_open, request->num_stripes); /* counts refused stripes too, so that it is never 0 here */
     atomic_init(&request->status, KVN_OK);
     /* The first one last: this thread may have to begin it, which takes a while. */
     for (size_t n = 1; n <= request->num_stripes; n++) {

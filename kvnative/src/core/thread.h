@@ -15,7 +15,7 @@ int kvn_thread_start(pthread_t *out, const pthread_attr_t *attributes, const cha
 int64_t kvn_now_ns(void);
 /* A condition that kvn_cond_wait can wait for. */
 void kvn_cond_init(pthread_cond_t *condition);
-/* With the mutex held. False when the deadline has passed; may return early, as every such wait. */
+/* Waits with the mutex held. Returns false once the deadline has passed; may return early, like every such wait. */
 bool kvn_cond_wait(pthread_cond_t *condition, pthread_mutex_t *mutex, int64_t deadline_ns);
 
 #endif

@@ -12,28 +12,35 @@
 
 /* Blocks that fit on a multiprocessor: 64 registers for each of 256 threads. */
 #define BLOCKS_EACH 4
-/* From and to the host the link is the limit, and a few blocks keep it busy: with 2 KiB in flight for each warp
- * 32 blocks have 512 KiB, and PCIe 5 needs 55 GB/s x 2 us = 110 KB. The rest of the GPU is the model's. */
+/* From and to the host the link is the limit, and a few blocks keep it busy. With 2 KiB in flight for each warp,
+ * 32 blocks have 512 KiB in flight; PCIe 5 needs 55 GB/s x 2 us = 110 KB. The model keeps the rest of the GPU. */
 #define HOST_BLOCKS 32
-/* A copy of the driver's own costs about 2 us from and to the host: there 128 KiB take that long at 55 GB/s. */
+/* A single driver copy from or to the host costs about 2 us, in which 128 KiB move at 55 GB/s. */
 #define HOST_KERNEL_BELOW (128u << 10)
 #define HOST_BATCH_BELOW (4u << 20)
-/* Within the device both are limited by its memory, and the copies of 8 MiB take about as long as their issue. */
+/* Within the device its memory limits both ways. A copy of 8 MiB takes about as long as issuing it. Blocks on every
+ * multiprocessor would delay each step of a model that decodes: 64 leave more than half of an H100's 132 to the model,
+ * and have 1 MiB in flight, an estimated 0.6 of the bandwidth. */
 #define WITHIN_KERNEL_BELOW (8u << 20)
-/* Between two GPUs the link is the limit: at the 450 GB/s of an H100's NVLink a copy's 2 us are 900 KiB, and as much
- * must be in flight, which 64 blocks have (an estimate: no two GPUs were at hand). Over PCIe less would do. */
+#define WITHIN_BLOCKS 64
+/* Between two GPUs the link is the limit. At the 450 GB/s of an H100's NVLink 900 KiB move in the 2 us of a copy, and
+ * as much must be in flight: 64 blocks. This is an estimate, since no two GPUs were at hand. PCIe needs less. */
 #define FAR_KERNEL_BELOW (1u << 20)
 #define FAR_BATCH_BELOW (8u << 20)
 #define FAR_BLOCKS 64
-/* Single copies of one call, after which the thread checks whether to stop. */
+/* Maxima of one batch call. Driver 580.159 crashes or hangs in a call of 51,828 descriptors, others crash on sm_100. */
+#define MAX_BATCH 1024
+#define MAX_BATCH_NBYTES (64u << 20)
+/* Maximum of single copies in one call. After each call the thread checks whether to stop. */
 #define SINGLES 64
 
 typedef struct kvn_cuda_copies {
-    uint32_t num_blocks; /* of the kernel that the device runs at one time */
+    uint32_t num_blocks; /* blocks of the kernel that the device runs at one time */
     atomic_bool no_kernel;
     atomic_bool no_batch;
-    bool launches_wait; /* each for its end, as CUDA_LAUNCH_BLOCKING asks for */
-    pthread_mutex_t mutex;     /* guards what follows */
+    bool launches_wait; /* CUDA_LAUNCH_BLOCKING is set: each launch waits for its end */
+    atomic_uint max_blocks; /* set by option, in place of the tuning's; 0: the tuning's */
+    pthread_mutex_t mutex;     /* guards the fields below */
     kvn_cuda_tuning tuning[3]; /* by direction */
 } copies;
 
@@ -41,12 +48,12 @@ static copies *copies_of(const kvn_device *device) { return kvn_cuda_state(devic
 
 static size_t row_of(kvn_direction direction) { return (size_t)direction - KVN_HOST_TO_DEVICE; }
 
-/* ---- which way ---- */
+/* ---- choosing a way ---- */
 
 kvn_cuda_tuning kvn_cuda_tuning_builtin(kvn_direction direction)
 {
     if (direction == KVN_DEVICE_TO_DEVICE)
-        return (kvn_cuda_tuning){.kernel_below = WITHIN_KERNEL_BELOW};
+        return (kvn_cuda_tuning){.kernel_below = WITHIN_KERNEL_BELOW, .blocks = WITHIN_BLOCKS};
     return (kvn_cuda_tuning){HOST_KERNEL_BELOW, HOST_BATCH_BELOW, HOST_BLOCKS};
 }
 
@@ -75,6 +82,15 @@ void kvn_cuda_copies_tune(const kvn_device *device, kvn_direction direction, kvn
     pthread_mutex_unlock(&self->mutex);
 }
 
+void kvn_cuda_copies_limit(const kvn_device *device, bool without_batch, uint32_t max_blocks)
+{
+    copies *self = copies_of(device);
+
+    if (without_batch)
+        atomic_store(&self->no_batch, true);
+    atomic_store(&self->max_blocks, max_blocks);
+}
+
 static kvn_cuda_tuning tuning_of(const kvn_device *device, kvn_direction direction, bool is_far)
 {
     return is_far && direction == KVN_DEVICE_TO_DEVICE ? kvn_cuda_tuning_far()
@@ -96,7 +112,7 @@ kvn_cuda_way kvn_cuda_copies_way(const kvn_device *device, kvn_direction directi
     return has_batch && count > 1 && mean_nbytes < batch_below ? KVN_CUDA_BATCH : KVN_CUDA_SINGLE;
 }
 
-/* ---- the three ways: batch->count is what they take, and did ---- */
+/* ---- the three ways; each sets batch->count to the number of descriptors that it took ---- */
 
 static int refuse(kvn_cuda_reach reach, uint64_t address, uint64_t nbytes, kvn_failure *failure)
 {
@@ -105,14 +121,14 @@ static int refuse(kvn_cuda_reach reach, uint64_t address, uint64_t nbytes, kvn_f
                                                : "are not, or not all, memory of the device");
 }
 
-/* What is known of the memory of a batch. */
+/* The ranges that were looked up for a batch. */
 typedef struct sides {
     kvn_cuda_ranges targets, sources;
 } sides;
 
-/* How many of the first descriptors go that way: the kernel must reach both sides. The driver's copies may know
- * more of the host's side than its attributes say, but need the device's. KVN_UNMAPPED where that of the next
- * one is no memory. */
+/* Cuts batch->count to the leading descriptors that can go that way. The kernel must reach both sides. The driver's
+ * copies need a known device side, and may reach more of the host than attributes say. Returns KVN_UNMAPPED if the
+ * device side of the first descriptor is not memory. */
 static int count_reached(sides *known, kvn_direction direction, kvn_cuda_way way, kvn_columns *batch, size_t *failed,
                          kvn_failure *failure)
 {
@@ -130,7 +146,7 @@ static int count_reached(sides *known, kvn_direction direction, kvn_cuda_way way
             from = kvn_cuda_reach_of(&known->sources, src[i], nbytes[i]);
         if (to >= least && from >= least)
             continue;
-        /* Behind the first, the next call says what is wrong with it. */
+        /* If it is not the first, the next call begins with it and reports the error. */
         *failed = i;
         if (i == 0 && to <= KVN_CUDA_UNMAPPED && direction != KVN_DEVICE_TO_HOST)
             return refuse(to, dst[i], nbytes[i], failure);
@@ -141,20 +157,20 @@ static int count_reached(sides *known, kvn_direction direction, kvn_cuda_way way
     return KVN_OK;
 }
 
-/* Whether a batch goes to or from another GPU, by its first descriptor. */
+/* Returns true if the first descriptor of a batch goes to or from another GPU. */
 static bool is_far(sides *known, kvn_direction direction, uint64_t dst, uint64_t src)
 {
     return direction == KVN_DEVICE_TO_DEVICE &&
            (kvn_cuda_is_far(&known->targets, dst) || kvn_cuda_is_far(&known->sources, src));
 }
 
-/* Memory that the driver knows, on the device's sides. */
+/* The caller has checked that the driver knows the memory on the device's sides. */
 static int copy_one(const kvn_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, kvn_stream stream,
                     kvn_failure *failure)
 {
     if (kvn_cuda_launcher_note(device, stream, failure) != KVN_OK)
         return failure->status;
-    /* The driver knows of each address where it lies. */
+    /* The driver finds the direction by the addresses. */
     return KVN_CUDA_CALL(device, failure, cuMemcpyAsync, dst, src, nbytes, stream);
 }
 
@@ -173,7 +189,7 @@ static int copy_single(const kvn_device *device, kvn_columns *batch, kvn_stream 
     return status;
 }
 
-/* An array of uint64_t is one of CUdeviceptr, and of sizes. */
+/* CUdeviceptr and size_t are as wide as uint64_t, so the columns are passed as they are. */
 static int copy_batch(const kvn_device *device, const kvn_columns *batch, kvn_stream stream, size_t *failed,
                       kvn_failure *failure)
 {
@@ -196,17 +212,18 @@ static int copy_kernel(const kvn_device *device, uint32_t blocks, kvn_columns *b
                        kvn_failure *failure)
 {
     copies *self = copies_of(device);
-    const uint32_t most = blocks && blocks < self->num_blocks ? blocks : self->num_blocks;
+    const uint32_t by_option = atomic_load(&self->max_blocks), wanted = by_option ? by_option : blocks;
+    const uint32_t most = wanted && wanted < self->num_blocks ? wanted : self->num_blocks;
     const int status = kvn_cuda_launch(device, stream, most, *batch, failure);
 
     if (status == KVN_OK || failure->code != KVN_CUDA_OUT_OF_MEMORY || batch->count <= KVN_COPY_FEW)
         return status;
-    /* A model has filled the GPU's memory: so many need none. */
+    /* A model has filled the GPU's memory. This many descriptors fit into the launch and need none. */
     batch->count = KVN_COPY_FEW;
     return kvn_cuda_launch(device, stream, most, *batch, failure);
 }
 
-/* What never works here; other refusals are of this batch. */
+/* Returns true if such a batch never works here; other refusals concern only this batch. */
 static bool is_unsupported(const kvn_failure *failure)
 {
     return failure->status == KVN_UNSUPPORTED || failure->code == KVN_CUDA_NOT_SUPPORTED;
@@ -222,12 +239,16 @@ static uint64_t mean(const uint64_t *nbytes, size_t count)
     return total / count;
 }
 
-/* How many go in calls of the driver's, which nothing stops. */
-static size_t count_unstoppable(kvn_direction direction, const uint64_t *nbytes, size_t count)
+/* Returns how many descriptors to give to driver copies at one time, since nothing stops those. */
+static size_t count_unstoppable(kvn_direction direction, kvn_cuda_way way, const uint64_t *nbytes, size_t count)
 {
     uint64_t left = kvn_most_unstoppable(direction);
     size_t taken = 0;
 
+    if (way == KVN_CUDA_BATCH && count > MAX_BATCH)
+        count = MAX_BATCH;
+    if (way == KVN_CUDA_BATCH && left > MAX_BATCH_NBYTES)
+        left = MAX_BATCH_NBYTES;
     while (taken < count && nbytes[taken] <= left)
         left -= nbytes[taken++];
     return taken ? taken : 1;
@@ -248,7 +269,7 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, kvn_columns
     if (status == KVN_UNSUPPORTED) {
         atomic_store(&self->no_kernel, true);
         if (atomic_load(&self->no_batch))
-            return status; /* one by one, from now on */
+            return status; /* from now on descriptors are copied one by one */
         kvn_device_note_fallback(device, failure->message);
     }
     if (status != KVN_OK)
@@ -256,11 +277,11 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, kvn_columns
     if (way == KVN_CUDA_SINGLE && batch->count > SINGLES)
         batch->count = SINGLES;
     if (way != KVN_CUDA_KERNEL)
-        batch->count = count_unstoppable(direction, batch->nbytes, batch->count);
+        batch->count = count_unstoppable(direction, way, batch->nbytes, batch->count);
     if (count_reached(&known, direction, way, batch, failed, failure) != KVN_OK)
         return failure->status;
     if (batch->count == 0) {
-        batch->count = 1; /* out of the kernel's reach, or of what the driver says of it */
+        batch->count = 1; /* the kernel does not reach it, or the driver says nothing of it */
         way = KVN_CUDA_SINGLE;
     }
     if (way == KVN_CUDA_KERNEL)
@@ -277,8 +298,8 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, kvn_columns
     return copy_single(device, batch, stream, failed, failure);
 }
 
-/* By the kernel alone, whatever their size, as nothing stops the driver's copies: it is near the limit at all
- * sizes, and where it is not, to begin at once is worth more. */
+/* Uses only the kernel, for all sizes, since nothing stops the driver's copies. The kernel is near the limit at all
+ * sizes; where it is slower, beginning at once is worth more. */
 int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                        size_t *failed, kvn_failure *failure)
 {
@@ -287,7 +308,7 @@ int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, kvn_columns 
 
     if (copies_of(device)->launches_wait)
         return KVN_PENDING;
-    /* Should it be refused, the copies that come after the event find that, too, and do without. */
+    /* If loading fails, the copies after the event find that too, and use another way. */
     if (kvn_cuda_launcher_load(device, failure) != KVN_OK)
         return KVN_PENDING;
     if (count_reached(&known, direction, KVN_CUDA_KERNEL, batch, failed, failure) != KVN_OK)
@@ -329,7 +350,7 @@ static uint32_t ask_blocks(const kvn_device *device)
     return BLOCKS_EACH * (uint32_t)(multiprocessors > 0 ? multiprocessors : 1);
 }
 
-/* The driver looks at it when it is initialized: for those who look for a failing kernel. */
+/* The driver reads the variable when it is initialized. Programmers set it to find a failing kernel. */
 static bool does_launch_block(void)
 {
     const char *value = getenv("CUDA_LAUNCH_BLOCKING");
@@ -354,8 +375,8 @@ int kvn_cuda_copies_open(const kvn_device *device, kvn_failure *failure)
     self->num_blocks = ask_blocks(device);
     self->launches_wait = does_launch_block();
     atomic_init(&self->no_batch, !cuda->cuMemcpyBatchAsync && !cuda->cuMemcpyBatchAsync_v2);
-    for (int it = KVN_HOST_TO_DEVICE; it <= KVN_DEVICE_TO_DEVICE; it++)
-        self->tuning[row_of((kvn_direction)it)] = kvn_cuda_tuning_builtin((kvn_direction)it);
+    for (int way = KVN_HOST_TO_DEVICE; way <= KVN_DEVICE_TO_DEVICE; way++)
+        self->tuning[row_of((kvn_direction)way)] = kvn_cuda_tuning_builtin((kvn_direction)way);
     kvn_cuda_state(device)->copies = self;
     return KVN_OK;
 }

@@ -1,12 +1,12 @@
-/* What moves the bytes of backends on a CUDA device: rows of kvn_device_ops, and which of three ways is taken.
+/* Copies of backends on a CUDA device: rows of kvn_device_ops, and the choice of one of three ways.
  *
  *   kernel  one launch copies all descriptors (copy.cu)
  *   batch   cuMemcpyBatchAsync, of CUDA 12.8 and later
  *   single  cuMemcpyAsync for each descriptor
  *
- * A copy of its own costs the GPU some microseconds, in which it could move tens of kilobytes from and to the
- * host, and megabytes within; the kernel costs processors of the GPU that a model would use. So which way is
- * fastest depends on the direction and on the size of a descriptor: a table, built in or measured. */
+ * A single copy costs the GPU some microseconds, in which it could move tens of kilobytes from or to the host, and
+ * megabytes within the device. The kernel takes processors of the GPU from a model. So the fastest way depends on the
+ * direction and on the size of a descriptor: by a table that is built in or measured. */
 #ifndef KVN_CUDA_COPIES_H
 #define KVN_CUDA_COPIES_H
 
@@ -18,16 +18,16 @@ typedef enum kvn_cuda_way {
     KVN_CUDA_SINGLE
 } kvn_cuda_way;
 
-/* Of one direction. By the mean size of a batch's descriptors. */
+/* The ways of one direction, by the mean size of a batch's descriptors. */
 typedef struct kvn_cuda_tuning {
-    uint64_t kernel_below; /* bytes: smaller ones go by the kernel */
-    uint64_t batch_below;  /* then these in a batch; what is larger by single copies */
-    uint32_t blocks;       /* of the kernel, at most; 0: as many as the device runs at one time */
+    uint64_t kernel_below; /* bytes: smaller descriptors use the kernel */
+    uint64_t batch_below;  /* larger ones up to this use the batch call; the rest single copies */
+    uint32_t blocks;       /* maximum for the kernel; 0: as many as the device runs at one time */
 } kvn_cuda_tuning;
 
 int kvn_cuda_copies_open(const kvn_device *device, kvn_failure *failure);
-/* With the context current, before it is closed; nothing of the device is in use. Whether something that was given up
- * may still begin, so that the context must stay. */
+/* Call it with the context current, before that is closed, when nothing of the device is in use. Returns true if work
+ * that was given up may still begin, so that the context must stay. */
 bool kvn_cuda_copies_close(const kvn_device *device);
 
 /* ---- rows of the table ---- */
@@ -42,14 +42,17 @@ int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, kvn_columns 
 
 /* ---- the table of ways ---- */
 
-/* What is built in; the same on all devices. */
+/* Returns the built-in tuning, which is the same on all devices. */
 kvn_cuda_tuning kvn_cuda_tuning_builtin(kvn_direction direction);
 kvn_cuda_tuning kvn_cuda_copies_tuning(const kvn_device *device, kvn_direction direction);
 void kvn_cuda_copies_tune(const kvn_device *device, kvn_direction direction, kvn_cuda_tuning tuning);
-/* What copies between two GPUs go by: built in, as no tool measures it. */
+/* Limits copies in all directions: no batch calls of the driver, and at most `max_blocks` blocks of the kernel; 0: as many
+ * as the tuning says. */
+void kvn_cuda_copies_limit(const kvn_device *device, bool without_batch, uint32_t max_blocks);
+/* Returns the tuning of copies between two GPUs, which is built in, since no tool measures it. */
 kvn_cuda_tuning kvn_cuda_tuning_far(void);
-/* How a batch with descriptors of that mean size goes; what this driver lacks or has refused is left out.
- * `is_far`: of device memory, whether one side is another GPU's. */
+/* Returns the way of a batch with descriptors of that mean size, without ways that this driver lacks or has refused.
+ * `is_far`: one side is memory of another GPU. */
 kvn_cuda_way kvn_cuda_copies_way(const kvn_device *device, kvn_direction direction, bool is_far,
                                  uint64_t mean_nbytes, size_t count);
 

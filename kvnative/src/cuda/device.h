@@ -1,4 +1,4 @@
-/* A CUDA device, as all of this folder knows it: what it has besides a kvn_device, and calls of the driver. */
+/* A CUDA device for the files of this folder: its state besides kvn_device, and calls of the driver. */
 #ifndef KVN_CUDA_DEVICE_H
 #define KVN_CUDA_DEVICE_H
 
@@ -7,11 +7,10 @@
 #include "cuda/library.h"
 #include "device/device.h"
 
-/* The calls that device/ works with. The `runtime` of such a device is a kvn_cuda_library, which says whose context
- * it works in. */
+/* The calls for device/. The `runtime` of such a device is a kvn_cuda_library, which says whose context it uses. */
 extern const kvn_device_ops kvn_cuda_ops;
 
-/* Device memory as `allocate` made it: whole granules, mapped at one address. */
+/* Memory that `allocate` has made: whole granules, mapped at one address. */
 typedef struct kvn_cuda_allocated {
     CUdeviceptr address;
     uint64_t nbytes;
@@ -20,22 +19,22 @@ typedef struct kvn_cuda_allocated {
 
 #define KVN_CUDA_MAX_IDLE 8 /* streams */
 
-/* What a device is besides a kvn_device: its `state`. */
+/* The `state` of a CUDA device. */
 typedef struct kvn_cuda_device {
-    CUdevice number;                /* as calls without a context take it */
-    kvn_cuda_allocation allocation; /* what cuMemCreate is asked for */
-    size_t granularity;             /* of it; 0: memory comes from cuMemAlloc, and cannot be exported */
-    bool can_export;                /* memory of `allocate`, as file descriptors */
-    bool maps_registered;           /* memory of cuMemHostRegister is at the host's addresses for kernels, too */
+    CUdevice number;                /* for calls without a context */
+    kvn_cuda_allocation allocation; /* the argument of cuMemCreate */
+    size_t granularity;             /* bytes; 0: memory comes from cuMemAlloc, and cannot be exported */
+    bool can_export;                /* memory of `allocate` can be exported as file descriptors */
+    bool maps_registered;           /* kernels reach memory of cuMemHostRegister at the host's addresses */
     struct kvn_cuda_copies *copies; /* of cuda/copies.c */
     struct kvn_cuda_launcher *launcher; /* of cuda/launch.c */
-    pthread_mutex_t mutex;          /* guards what follows */
+    pthread_mutex_t mutex;          /* guards the fields below */
     kvn_cuda_allocated *allocated;  /* by address, ascending */
     size_t num_allocated;
     struct kvn_cuda_mapped *mapped; /* of cuda/reach.c: memory of peers */
     struct kvn_cuda_peer *peers;    /* of cuda/reach.c: contexts of other GPUs */
     struct kvn_cuda_watch *watches; /* of cuda/reach.c: memory that the program has registered */
-    struct kvn_cuda_freed *freed;   /* of cuda/memory.c: it waits to be unmapped */
+    struct kvn_cuda_freed *freed;   /* of cuda/memory.c: memory that waits to be unmapped */
     CUstream idle[KVN_CUDA_MAX_IDLE]; /* for `copy` and `clear` */
     size_t num_idle;
 } kvn_cuda_device;
@@ -48,14 +47,14 @@ static inline const kvn_cuda *kvn_cuda_of(const kvn_device *device)
 
 static inline kvn_cuda_device *kvn_cuda_state(const kvn_device *device) { return device->state; }
 
-/* KVN_OK, or `failure` in words: the outcome of a call of the driver. */
+/* Converts the result of a driver call: KVN_OK, or a status with `failure` in words. */
 static inline int kvn_cuda_ended(const kvn_device *device, const char *call, CUresult code,
                                  kvn_failure *failure)
 {
     return code == KVN_CUDA_OK ? KVN_OK : kvn_cuda_fail(kvn_cuda_of(device), call, code, failure);
 }
 
-/* Calls the driver by the name of a call; the outcome as kvn_cuda_ended. */
+/* Makes a driver call by its name, and converts the result with kvn_cuda_ended. */
 #define KVN_CUDA_CALL(device, failure, name, ...)                                                 \
     kvn_cuda_ended(device, #name, kvn_cuda_of(device)->name(__VA_ARGS__), failure)
 

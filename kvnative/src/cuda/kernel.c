@@ -19,7 +19,7 @@ __asm__(".pushsection .rodata\n"
         ".popsection\n");
 __attribute__((visibility("hidden"))) extern const char kvn_copy_ptx[];
 
-/* True if the failure is of the moment, or of a context that has failed: another call may succeed. */
+/* Returns true if another call may succeed: the failure is temporary, or its context has failed. */
 static bool is_transient(const kvn_failure *failure)
 {
     return failure->code == KVN_CUDA_OUT_OF_MEMORY ||
@@ -52,7 +52,7 @@ static int load(kvn_cuda_kernel *self, const kvn_device *device, kvn_failure *fa
         return KVN_OK;
     refusal = *failure;
     if (is_transient(&refusal))
-        return refusal.status; /* the next call uses a module that was loaded */
+        return refusal.status; /* a module that was loaded stays for the next call */
     kvn_cuda_kernel_unload(self, device);
     log[strcspn(log, "\n")] = '\0';
     return kvn_fail(failure, KVN_UNSUPPORTED, refusal.code, "the driver does not take the copy kernel: %.130s%s%.60s",

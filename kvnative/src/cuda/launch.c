@@ -11,21 +11,23 @@
 
 _Static_assert(sizeof(kvn_copy_few) <= 4096, "parameters of a launch are 4 KiB at most");
 
-/* A stream that has work, as far as is known. */
+/* A stream that had work when it was last looked at. */
 typedef struct busy {
     struct busy *next;
-    kvn_stream stream; /* NULL: of none, and may be taken for another */
+    kvn_stream stream; /* NULL: the entry is free */
     kvn_cuda_launch_memory *launches;
-    bool has_others; /* work that cannot be stopped */
-    bool was_told;   /* to stop: nothing is launched on it until it is idle */
-    bool is_void;    /* none of its launches had begun when it was told: they will touch nothing */
-    bool is_dropped; /* and the stream is no channel's any more: it goes when it is idle */
+    bool has_others; /* it has work that cannot be stopped */
+    bool was_told;   /* it was told to stop: nothing is launched on it until it is idle */
+    bool is_void;    /* no launch had begun when it was told to stop, so none will touch memory */
+    bool is_dropped; /* no channel uses it any more: it is destroyed once it is idle */
 } busy;
 
 typedef struct kvn_cuda_launcher {
     const kvn_device *device;
-    pthread_mutex_t mutex; /* guards what follows: held while a launch is given to a stream and noted */
+    pthread_mutex_t loading; /* guards the kernel while the driver compiles it; aborts do not need it */
     kvn_cuda_kernel kernel;
+    bool has_reserved;
+    pthread_mutex_t mutex; /* guards the fields below; held while a launch is given to a stream and noted */
     kvn_cuda_launches launches;
     busy *streams;
 } kvn_cuda_launcher;
@@ -39,60 +41,64 @@ int kvn_cuda_launcher_load(const kvn_device *device, kvn_failure *failure)
     kvn_cuda_launcher *self = launcher_of(device);
     int status;
 
-    pthread_mutex_lock(&self->mutex);
+    pthread_mutex_lock(&self->loading);
     status = kvn_cuda_kernel_load(&self->kernel, self->device, failure);
-    pthread_mutex_unlock(&self->mutex);
+    if (status == KVN_OK && !self->has_reserved) { /* no launch was taken so far */
+        kvn_cuda_launches_reserve(&self->launches, self->device);
+        self->has_reserved = true;
+    }
+    pthread_mutex_unlock(&self->loading);
     return status;
 }
 
-/* ---- streams; with the mutex ---- */
+/* ---- streams; the caller holds the mutex ---- */
 
-/* Of the stream; NULL: it has no work that is known. */
+/* Returns the entry of a stream; NULL: no work of it is known. */
 static busy *find(const kvn_cuda_launcher *self, kvn_stream stream)
 {
-    busy *it = self->streams;
+    busy *entry = self->streams;
 
-    while (it && it->stream != stream)
-        it = it->next;
-    return it;
+    while (entry && entry->stream != stream)
+        entry = entry->next;
+    return entry;
 }
 
 static busy *find_or_make(kvn_cuda_launcher *self, kvn_stream stream)
 {
-    busy *it = find(self, stream);
+    busy *entry = find(self, stream);
 
-    if (!it)
-        it = find(self, NULL);
-    if (!it) {
-        it = calloc(1, sizeof *it);
-        if (!it)
+    if (!entry)
+        entry = find(self, NULL);
+    if (!entry) {
+        entry = calloc(1, sizeof *entry);
+        if (!entry)
             return NULL;
-        it->next = self->streams;
-        self->streams = it;
+        entry->next = self->streams;
+        self->streams = entry;
     }
-    it->stream = stream;
-    return it;
+    entry->stream = stream;
+    return entry;
 }
 
-/* It has no work any more. */
-static void settle(kvn_cuda_launcher *self, busy *it)
+/* Frees the entry of a stream that has no work any more. */
+static void settle(kvn_cuda_launcher *self, busy *entry)
 {
-    busy *next = it->next;
+    busy *next = entry->next;
 
-    kvn_cuda_launches_give(&self->launches, it->launches);
-    *it = (busy){.next = next};
+    kvn_cuda_launches_give(&self->launches, entry->launches);
+    *entry = (busy){.next = next};
 }
 
-/* What has passed of that which was given up. */
+/* Destroys the dropped streams that are idle now. */
 static void collect(kvn_cuda_launcher *self)
 {
     const kvn_cuda *cuda = kvn_cuda_of(self->device);
 
-    for (busy *it = self->streams; it; it = it->next) {
-        if (!it->is_dropped || cuda->cuStreamQuery(it->stream) == KVN_CUDA_NOT_READY)
+    for (busy *entry = self->streams; entry; entry = entry->next) {
+        if (!entry->is_dropped || cuda->cuStreamQuery(entry->stream) == KVN_CUDA_NOT_READY)
             continue;
-        cuda->cuStreamDestroy_v2(it->stream);
-        settle(self, it);
+        cuda->cuStreamDestroy_v2(entry->stream);
+        settle(self, entry);
     }
 }
 
@@ -110,7 +116,7 @@ static unsigned num_pieces_of(uint64_t nbytes)
     return pieces < MAX_PIECES ? (unsigned)pieces : MAX_PIECES;
 }
 
-/* How many descriptors one launch takes, at least one, and what it is told of all of them. */
+/* Returns how many descriptors one launch takes, at least one, and fills in its parameters. */
 static size_t measure(const uint64_t *nbytes, size_t count, kvn_copy_work *work)
 {
     uint64_t pieces = num_pieces_of(nbytes[0]);
@@ -154,7 +160,7 @@ static int start_few(kvn_cuda_launcher *self, const kvn_copy_work *work, unsigne
                      const kvn_columns *batch, kvn_failure *failure)
 {
     const size_t count = work->count;
-    kvn_copy_few few; /* the rest is never looked at */
+    kvn_copy_few few; /* the kernel does not read the rest of the arrays */
 
     few.work = *work;
     memcpy(few.dst, batch->dst, count * sizeof(uint64_t));
@@ -189,13 +195,13 @@ static int start_many(kvn_cuda_launcher *self, const kvn_cuda_columns *columns, 
     return start(self, self->kernel.many, work, blocks, stream, &many, failure);
 }
 
-/* With the mutex. */
+/* The caller holds the mutex. */
 static int launch_some(kvn_cuda_launcher *self, kvn_stream stream, unsigned blocks, const kvn_columns *batch,
                        kvn_copy_work *work, kvn_failure *failure)
 {
     const bool is_few = work->count <= KVN_COPY_FEW;
     busy *on = find_or_make(self, stream);
-    kvn_cuda_launch_memory *it;
+    kvn_cuda_launch_memory *memory;
     int status;
 
     if (!on)
@@ -203,15 +209,15 @@ static int launch_some(kvn_cuda_launcher *self, kvn_stream stream, unsigned bloc
     if (on->was_told)
         return fail_told(failure);
     collect(self);
-    it = kvn_cuda_launches_take(&self->launches, self->device, !is_few, failure);
-    if (!it)
+    memory = kvn_cuda_launches_take(&self->launches, self->device, !is_few, failure);
+    if (!memory)
         return failure->status;
-    work->control = it->control;
+    work->control = memory->control;
     status = is_few ? start_few(self, work, blocks, stream, batch, failure)
-                    : start_many(self, &it->columns, work, blocks, stream, batch, failure);
-    /* Also where it failed: a copy of its columns may be on the stream. */
-    it->next = on->launches;
-    on->launches = it;
+                    : start_many(self, &memory->columns, work, blocks, stream, batch, failure);
+    /* Also after a failure: a copy of its columns may be on the stream. */
+    memory->next = on->launches;
+    on->launches = memory;
     return status;
 }
 
@@ -239,14 +245,14 @@ int kvn_cuda_launch(const kvn_device *device, kvn_stream stream, unsigned blocks
 int kvn_cuda_launcher_note(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
     kvn_cuda_launcher *self = launcher_of(device);
-    busy *it;
+    busy *entry;
 
     pthread_mutex_lock(&self->mutex);
-    it = find_or_make(self, stream);
-    if (it)
-        it->has_others = true;
+    entry = find_or_make(self, stream);
+    if (entry)
+        entry->has_others = true;
     pthread_mutex_unlock(&self->mutex);
-    return it ? KVN_OK : kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a copy");
+    return entry ? KVN_OK : kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for a copy");
 }
 
 /* ---- stopping ---- */
@@ -254,12 +260,12 @@ int kvn_cuda_launcher_note(const kvn_device *device, kvn_stream stream, kvn_fail
 bool kvn_cuda_can_stop(const kvn_device *device, kvn_stream stream)
 {
     kvn_cuda_launcher *self = launcher_of(device);
-    const busy *it;
+    const busy *entry;
     bool can_stop;
 
     pthread_mutex_lock(&self->mutex);
-    it = find(self, stream);
-    can_stop = !it || !it->has_others;
+    entry = find(self, stream);
+    can_stop = !entry || !entry->has_others;
     pthread_mutex_unlock(&self->mutex);
     return can_stop;
 }
@@ -274,33 +280,33 @@ static void fence_system(void)
 #endif
 }
 
-/* Whether none of them touches memory, now or later. */
+/* Tells launches to stop. Returns true if none of them touches memory, now or later. */
 static bool stop(const kvn_cuda_launch_memory *launches)
 {
     unsigned begun = 0;
 
-    for (const kvn_cuda_launch_memory *it = launches; it; it = it->next)
-        __atomic_store_n(&it->control->stop, 1, __ATOMIC_RELAXED);
+    for (const kvn_cuda_launch_memory *launch = launches; launch; launch = launch->next)
+        __atomic_store_n(&launch->control->stop, 1, __ATOMIC_RELAXED);
     fence_system();
-    for (const kvn_cuda_launch_memory *it = launches; it; it = it->next)
-        begun |= __atomic_load_n(&it->control->begun, __ATOMIC_RELAXED);
+    for (const kvn_cuda_launch_memory *launch = launches; launch; launch = launch->next)
+        begun |= __atomic_load_n(&launch->control->begun, __ATOMIC_RELAXED);
     return !begun;
 }
 
-/* With the mutex. */
-static int abort_work(kvn_cuda_launcher *self, busy *it, kvn_failure *failure)
+/* The caller holds the mutex. */
+static int abort_work(kvn_cuda_launcher *self, busy *entry, kvn_failure *failure)
 {
-    /* Of one that is not known nothing moves bytes: it only waits for an event, if at all. */
-    if (!it || kvn_cuda_of(self->device)->cuStreamQuery(it->stream) != KVN_CUDA_NOT_READY)
+    /* A stream without an entry moves no bytes; it waits for an event at most. */
+    if (!entry || kvn_cuda_of(self->device)->cuStreamQuery(entry->stream) != KVN_CUDA_NOT_READY)
         return KVN_OK;
-    if (it->launches && !it->was_told) {
-        it->was_told = true;
-        it->is_void = stop(it->launches);
+    if (entry->launches && !entry->was_told) {
+        entry->was_told = true;
+        entry->is_void = stop(entry->launches);
     }
-    if ((!it->launches || it->is_void) && !it->has_others)
+    if ((!entry->launches || entry->is_void) && !entry->has_others)
         return KVN_OK;
     return kvn_fail(failure, KVN_UNSUPPORTED, 0, "CUDA cannot stop the work of a stream, which goes on%s",
-                    it->launches ? " until the kernel sees that it shall end" : "");
+                    entry->launches ? " until the kernel sees that entry shall end" : "");
 }
 
 int kvn_cuda_abort(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
@@ -317,18 +323,18 @@ int kvn_cuda_abort(const kvn_device *device, kvn_stream stream, kvn_failure *fai
 int kvn_cuda_drop(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
     kvn_cuda_launcher *self = launcher_of(device);
-    busy *it;
+    busy *entry;
     int status;
 
     pthread_mutex_lock(&self->mutex);
-    it = find(self, stream);
-    status = abort_work(self, it, failure);
-    if (status == KVN_OK && it && it->is_void) {
-        it->is_dropped = true; /* what its launches read is free when it is idle */
+    entry = find(self, stream);
+    status = abort_work(self, entry, failure);
+    if (status == KVN_OK && entry && entry->is_void) {
+        entry->is_dropped = true; /* the memory of its launches is reused once it is idle */
         collect(self);
     } else if (status == KVN_OK) {
-        if (it)
-            settle(self, it);
+        if (entry)
+            settle(self, entry);
         status = CALL(self->device, failure, cuStreamDestroy_v2, stream);
     }
     pthread_mutex_unlock(&self->mutex);
@@ -341,17 +347,17 @@ int kvn_cuda_query(const kvn_device *device, kvn_stream stream, kvn_failure *fai
     const kvn_cuda *cuda = kvn_cuda_of(self->device);
     CUresult code = cuda->cuStreamQuery(stream);
     bool was_told = false;
-    busy *it;
+    busy *entry;
 
     if (code == KVN_CUDA_NOT_READY)
         return KVN_PENDING;
     pthread_mutex_lock(&self->mutex);
-    it = find(self, stream);
-    /* Again: a thread may have launched since. */
-    code = it ? cuda->cuStreamQuery(stream) : code;
-    if (it && code != KVN_CUDA_NOT_READY) {
-        was_told = it->was_told;
-        settle(self, it);
+    entry = find(self, stream);
+    /* Ask again: a thread may have launched since. */
+    code = entry ? cuda->cuStreamQuery(stream) : code;
+    if (entry && code != KVN_CUDA_NOT_READY) {
+        was_told = entry->was_told;
+        settle(self, entry);
     }
     pthread_mutex_unlock(&self->mutex);
     if (code == KVN_CUDA_NOT_READY)
@@ -366,10 +372,10 @@ int kvn_cuda_launcher_open(const kvn_device *device, kvn_failure *failure)
 {
     kvn_cuda_launcher *self = calloc(1, sizeof *self);
 
-    if (!self || pthread_mutex_init(&self->mutex, NULL)) {
-        free(self);
+    if (!self)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the launches of device %d", (int)device->id);
-    }
+    pthread_mutex_init(&self->loading, NULL);
+    pthread_mutex_init(&self->mutex, NULL);
     self->device = device;
     kvn_cuda_state(device)->launcher = self;
     return KVN_OK;
@@ -381,10 +387,10 @@ bool kvn_cuda_launcher_close(const kvn_device *device)
     bool has_dropped = false;
 
     collect(self);
-    for (busy *it = self->streams; it; it = it->next) {
-        has_dropped |= it->is_dropped;
-        if (!it->is_dropped)
-            settle(self, it); /* its user has waited for it */
+    for (busy *entry = self->streams; entry; entry = entry->next) {
+        has_dropped |= entry->is_dropped;
+        if (!entry->is_dropped)
+            settle(self, entry); /* its user has waited for its work */
     }
     if (!has_dropped) {
         kvn_cuda_launches_free(&self->launches, device);
@@ -397,6 +403,7 @@ bool kvn_cuda_launcher_close(const kvn_device *device)
     }
     free(self->launches.pages);
     pthread_mutex_destroy(&self->mutex);
+    pthread_mutex_destroy(&self->loading);
     free(self);
     kvn_cuda_state(device)->launcher = NULL;
     return has_dropped;

@@ -1,41 +1,41 @@
-/* Launches of the copy kernel on streams, and how they are stopped. What a launch reads later, its control words
- * and its descriptors, is the launcher's: it outlives the launch, whenever that begins, also if it was given
- * up. All calls are made with the device's context current; they may come from several threads. */
+/* Launches of the copy kernel on streams, and how they are stopped. The launcher owns the control words and
+ * descriptors that a launch reads; they outlive the launch, even if it was given up and begins late. Calls need the
+ * device's context current, and may come from several threads. */
 #ifndef KVN_CUDA_LAUNCH_H
 #define KVN_CUDA_LAUNCH_H
 
 #include "cuda/launch_memory.h"
 
-/* Launches on a stream at one time, at most: each of them has 458 KB for its descriptors. */
+/* Maximum of launches on a stream at one time; each has 458 KB for its descriptors. */
 #define KVN_CUDA_MAX_LAUNCHES 16u
-/* Of work that was told to stop: a CUresult that CUDA does not have. */
+/* The result of work that was told to stop: a CUresult that CUDA does not have. */
 #define KVN_CUDA_ABORTED 1000000
 
 /* Makes the launcher of a device. */
 int kvn_cuda_launcher_open(const kvn_device *device, kvn_failure *failure);
-/* Nothing is in use but what was given up, which may still begin: what that reads is never freed. Returns true if
- * there is any: then the context must stay, too. */
+/* Call it when nothing is in use but launches that were given up. Those may still begin, so their memory is never
+ * freed. Returns true if there are any: the context must stay as well. */
 bool kvn_cuda_launcher_close(const kvn_device *device);
 
-/* Compiles the kernel, once; later calls have the first one's outcome. KVN_UNSUPPORTED: this driver does not
- * take it, and `failure` says why. Other failures, such as a lack of memory, are not final. */
+/* Compiles the kernel once; later calls return the same outcome. KVN_UNSUPPORTED: this driver refuses the kernel, and
+ * `failure` says why. Other failures, such as a lack of memory, are not final. */
 int kvn_cuda_launcher_load(const kvn_device *device, kvn_failure *failure);
-/* Launches a copy of 1 to KVN_CUDA_LAUNCH_COUNT descriptors, none empty, all of memory that the device reaches;
- * by at most `blocks` blocks. The columns may go when it returns. */
+/* Launches a copy of 1 to KVN_CUDA_LAUNCH_COUNT descriptors with at most `blocks` blocks. No descriptor is empty, and
+ * the device reaches all memory. The caller may free the columns on return. */
 int kvn_cuda_launch(const kvn_device *device, kvn_stream stream, unsigned blocks, kvn_columns batch,
                     kvn_failure *failure);
-/* Before something else that moves bytes is given to the stream, which is not to be aborted from then on. */
+/* Call it before giving other work that moves bytes to the stream, which cannot be aborted from then on. */
 int kvn_cuda_launcher_note(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
 
-/* Returns true if the stream has nothing but launches, which can be stopped. */
+/* Returns true if the stream has only launches, which can be stopped. */
 bool kvn_cuda_can_stop(const kvn_device *device, kvn_stream stream);
-/* KVN_PENDING while the stream has work, else its outcome; KVN_CUDA_ABORTED, once, after it was told to stop. */
+/* Returns KVN_PENDING while the stream has work, then its outcome: KVN_CUDA_ABORTED, once, if it was told to stop. */
 int kvn_cuda_query(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
-/* Stops what can be stopped. KVN_OK: no work of the stream touches memory any more, though launches may still
- * be on it that will begin and end. Else it goes on for now, and kvn_cuda_query says when it has
- * ended. Until then nothing is launched on it: KVN_CUDA_ABORTED. */
+/* Stops the launches of a stream. KVN_OK: no work of the stream touches memory any more, although launches on it may
+ * still begin and end. Otherwise work goes on for now, and kvn_cuda_query says when it has ended. Until then new
+ * launches on it fail with KVN_CUDA_ABORTED. */
 int kvn_cuda_abort(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
-/* As abort; then destroys the stream, at once or when what was given up on it has passed. */
+/* Aborts the stream, and destroys it, at once or when the launches that were given up have passed. */
 int kvn_cuda_drop(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
 
 #endif

@@ -1,4 +1,4 @@
-/* Keeps what launches of the copy kernel read. */
+/* Keeps the memory that launches of the copy kernel read. */
 #include "cuda/launch_memory.h"
 
 #include <errno.h>
@@ -6,12 +6,16 @@
 #include <string.h>
 
 #define CALL KVN_CUDA_CALL
-/* A page of control words at a time. */
+/* Control words are allocated by the page. */
 #define CONTROLS (4096 / sizeof(kvn_copy_control))
+/* Launches with columns that one stream has at most; others are on streams with fewer descriptors for each. */
+#define MAX_COLUMNS 16
+/* 16 launches on each of 12 streams, four in each direction. */
+#define PAGES 3
 
 _Static_assert(sizeof(kvn_copy_control) == 64, "a cache line for each launch");
 
-/* Another page of control words, as launches that are idle. */
+/* Adds a page of control words, each as an idle launch. */
 static int add_page(kvn_cuda_launches *self, const kvn_device *device, kvn_failure *failure)
 {
     kvn_cuda_launch_memory **pages = realloc(self->pages, (self->num_pages + 1) * sizeof *pages);
@@ -52,6 +56,19 @@ static int add_columns(const kvn_device *device, kvn_cuda_columns *out, kvn_fail
     return failure->status;
 }
 
+void kvn_cuda_launches_reserve(kvn_cuda_launches *self, const kvn_device *device)
+{
+    kvn_cuda_launch_memory *launch;
+    kvn_failure ignored; /* launches of few descriptors need no columns, and pages are added later */
+
+    while (self->num_pages < PAGES && add_page(self, device, &ignored) == KVN_OK)
+        ;
+    launch = self->idle;
+    for (int i = 0; i < MAX_COLUMNS && launch; i++, launch = launch->next)
+        if (add_columns(device, &launch->columns, &ignored) != KVN_OK)
+            return;
+}
+
 void kvn_cuda_launches_give(kvn_cuda_launches *self, kvn_cuda_launch_memory *launches)
 {
     while (launches) {
@@ -65,31 +82,33 @@ void kvn_cuda_launches_give(kvn_cuda_launches *self, kvn_cuda_launch_memory *lau
 kvn_cuda_launch_memory *kvn_cuda_launches_take(kvn_cuda_launches *self, const kvn_device *device, bool with_columns,
                                                kvn_failure *failure)
 {
-    kvn_cuda_launch_memory **link, *it;
+    kvn_cuda_launch_memory **link, *found;
 
     if (!self->idle && add_page(self, device, failure) != KVN_OK)
         return NULL;
     for (link = &self->idle; *link && with_columns != ((*link)->columns.host != NULL); link = &(*link)->next)
         ;
+    if (!*link && with_columns) {
+        kvn_fail(failure, KVN_NO_MEMORY, KVN_CUDA_OUT_OF_MEMORY, "all columns of launches are in use");
+        return NULL;
+    }
     if (!*link)
         link = &self->idle;
-    it = *link;
-    if (with_columns && !it->columns.host && add_columns(device, &it->columns, failure) != KVN_OK)
-        return NULL;
-    *link = it->next;
-    it->next = NULL;
-    memset(it->control, 0, sizeof *it->control);
-    return it;
+    found = *link;
+    *link = found->next;
+    found->next = NULL;
+    memset(found->control, 0, sizeof *found->control);
+    return found;
 }
 
 void kvn_cuda_launches_free(kvn_cuda_launches *self, const kvn_device *device)
 {
     const kvn_cuda *cuda = kvn_cuda_of(device);
 
-    for (kvn_cuda_launch_memory *it = self->idle; it; it = it->next) {
-        if (it->columns.host) {
-            cuda->cuMemFreeHost(it->columns.host);
-            cuda->cuMemFree_v2(it->columns.device);
+    for (kvn_cuda_launch_memory *found = self->idle; found; found = found->next) {
+        if (found->columns.host) {
+            cuda->cuMemFreeHost(found->columns.host);
+            cuda->cuMemFree_v2(found->columns.device);
         }
     }
     for (size_t i = 0; i < self->num_pages; i++) {

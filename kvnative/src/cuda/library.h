@@ -1,5 +1,5 @@
-/* The CUDA driver's library of this process: opened, its calls looked up, and its errors in words. It is
- * never closed: other parts of the program use it, and its threads outlive the last user. */
+/* The CUDA driver's library of this process: opens it, looks up its calls, and puts its errors into words. It is never
+ * closed, since other parts of the program use it, and its threads outlive the last user. */
 #ifndef KVN_CUDA_LIBRARY_H
 #define KVN_CUDA_LIBRARY_H
 
@@ -10,8 +10,8 @@
 #include "kvnative/cuda.h"
 
 typedef struct kvn_cuda_library {
-    kvn_cuda calls;   /* first, as kvn_device_ops asks for it */
-    bool own_context; /* devices work in a context of their own, not in the primary one */
+    kvn_cuda calls;   /* the first field, as kvn_device_ops demands */
+    bool own_context; /* True: devices use a context of their own, not the primary one */
 } kvn_cuda_library;
 
 extern const kvn_symbols kvn_cuda_symbols;
@@ -22,24 +22,28 @@ int kvn_cuda_library_open(const char *file, kvn_cuda_library *out, kvn_failure *
 /* Calls cuInit; any number of times. KVN_UNSUPPORTED if there is no device. */
 int kvn_cuda_library_init(const kvn_cuda_library *library, kvn_failure *failure);
 
-/* ---- what it says of devices; after init, no context is needed ---- */
+/* ---- properties of devices; after init, without a context ---- */
 
 typedef struct kvn_cuda_facts {
-    char name[128]; /* "NVIDIA H100 80GB HBM3", say */
-    char uuid[41];  /* "GPU-" and 36 characters, as nvidia-smi prints it */
+    char name[128]; /* such as "NVIDIA H100 80GB HBM3" */
+    char uuid[41];  /* "GPU-" or "MIG-", and 36 characters, as nvidia-smi prints it */
     char pci[32];   /* "0000:17:00.0" */
     int major;      /* its compute capability */
     int minor;
 } kvn_cuda_facts;
 
-/* The newest CUDA that the driver knows: 12040 for 12.4. 0 where it does not say. */
+/* Returns the newest CUDA that the driver knows: 12040 for 12.4. 0: unknown. */
 int kvn_cuda_library_version(const kvn_cuda_library *library);
 int kvn_cuda_library_devices(const void *runtime, uint32_t *count, kvn_failure *failure);
 int kvn_cuda_library_facts(const kvn_cuda_library *library, int32_t device, kvn_cuda_facts *out,
                            kvn_failure *failure);
 int kvn_cuda_library_attribute(const void *runtime, int32_t device, int attribute, int64_t *value,
                                kvn_failure *failure);
-/* Whether a device can have peer access to another one's memory. */
+/* Gets the UUID of a GPU, or of a slice of it in MIG mode, which `is_slice` says: two slices share no memory. A
+ * driver before 11.4 has only the UUID of the GPU. */
+int kvn_cuda_library_uuid(const kvn_cuda_library *library, CUdevice device, kvn_cuda_uuid *out, bool *is_slice,
+                          kvn_failure *failure);
+/* Asks if a device can have peer access to the memory of another one. */
 int kvn_cuda_library_reaches(const kvn_cuda_library *library, int32_t device, int32_t peer, int *can,
                              kvn_failure *failure);
 

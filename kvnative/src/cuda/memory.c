@@ -8,7 +8,7 @@
 
 static int ask(const kvn_device *device, int attribute)
 {
-    int value = 0; /* also where the driver does not know the attribute */
+    int value = 0; /* also if the driver does not know the attribute */
 
     kvn_cuda_of(device)->cuDeviceGetAttribute(&value, attribute, kvn_cuda_state(device)->number);
     return value;
@@ -36,14 +36,14 @@ int kvn_cuda_memory_init(const kvn_device *device, kvn_failure *failure)
     };
     if (!ask(device, KVN_CUDA_VIRTUAL_MEMORY) || ask_granularity(device, failure) == KVN_OK)
         return KVN_OK;
-    /* Where network cards shall reach it, a machine may refuse that, though its GPU can. */
+    /* A machine may refuse memory that network cards can reach, although its GPU has it. */
     state->allocation.gpu_direct_rdma = 0;
     return ask_granularity(device, failure);
 }
 
-/* ---- what is allocated; with the mutex ---- */
+/* ---- the table of allocations ---- */
 
-/* Index of the first that ends beyond `address`. */
+/* Returns the index of the first allocation that ends beyond `address`. The caller holds the mutex. */
 static size_t find(const kvn_cuda_device *state, uint64_t address)
 {
     size_t low = 0, high = state->num_allocated;
@@ -58,7 +58,7 @@ static size_t find(const kvn_cuda_device *state, uint64_t address)
     return low;
 }
 
-static bool note(kvn_cuda_device *state, kvn_cuda_allocated it)
+static bool note(kvn_cuda_device *state, kvn_cuda_allocated block)
 {
     kvn_cuda_allocated *allocated;
     size_t at;
@@ -66,17 +66,17 @@ static bool note(kvn_cuda_device *state, kvn_cuda_allocated it)
     pthread_mutex_lock(&state->mutex);
     allocated = realloc(state->allocated, (state->num_allocated + 1) * sizeof *allocated);
     if (allocated) {
-        state->allocated = allocated; /* before it is looked through: the old one is gone */
-        at = find(state, it.address);
+        state->allocated = allocated; /* first: the old array is gone */
+        at = find(state, block.address);
         memmove(allocated + at + 1, allocated + at, (state->num_allocated - at) * sizeof *allocated);
-        allocated[at] = it;
+        allocated[at] = block;
         state->num_allocated++;
     }
     pthread_mutex_unlock(&state->mutex);
     return allocated != NULL;
 }
 
-/* Takes the allocation that begins at `address` out of the table. */
+/* Removes the allocation that begins at `address` from the table; returns false if none does. */
 static bool forget(kvn_cuda_device *state, uint64_t address, kvn_cuda_allocated *out)
 {
     bool found;
@@ -110,10 +110,10 @@ bool kvn_cuda_allocated_at(const kvn_device *device, uint64_t address, kvn_cuda_
     return found && state->can_export;
 }
 
-/* ---- making and unmaking ---- */
+/* ---- mapping ---- */
 
-/* At a new address, which the device may read and write. */
-static int map(const kvn_device *device, kvn_cuda_allocated *it, kvn_failure *failure)
+int kvn_cuda_map_handle(const kvn_device *device, CUmemGenericAllocationHandle handle, uint64_t nbytes,
+                        CUdeviceptr *address, kvn_failure *failure)
 {
     const kvn_cuda *cuda = kvn_cuda_of(device);
     const kvn_cuda_access access = {
@@ -121,24 +121,24 @@ static int map(const kvn_device *device, kvn_cuda_allocated *it, kvn_failure *fa
         .flags = KVN_CUDA_ACCESS_READ_WRITE,
     };
 
-    if (KVN_CUDA_CALL(device, failure, cuMemAddressReserve, &it->address, it->nbytes, 0, 0, 0) != KVN_OK)
+    if (KVN_CUDA_CALL(device, failure, cuMemAddressReserve, address, nbytes, 0, 0, 0) != KVN_OK)
         return failure->status;
-    if (KVN_CUDA_CALL(device, failure, cuMemMap, it->address, it->nbytes, 0, it->handle, 0) == KVN_OK) {
-        if (KVN_CUDA_CALL(device, failure, cuMemSetAccess, it->address, it->nbytes, &access, 1) == KVN_OK)
+    if (KVN_CUDA_CALL(device, failure, cuMemMap, *address, nbytes, 0, handle, 0) == KVN_OK) {
+        if (KVN_CUDA_CALL(device, failure, cuMemSetAccess, *address, nbytes, &access, 1) == KVN_OK)
             return KVN_OK;
-        cuda->cuMemUnmap(it->address, it->nbytes);
+        cuda->cuMemUnmap(*address, nbytes);
     }
-    cuda->cuMemAddressFree(it->address, it->nbytes);
+    cuda->cuMemAddressFree(*address, nbytes);
     return failure->status;
 }
 
-/* Goes on where a call fails; the first failure counts. */
-static int unmap(const kvn_device *device, const kvn_cuda_allocated *it, kvn_failure *failure)
+/* Makes all calls, even if one fails, and reports the first failure. */
+static int unmap(const kvn_device *device, const kvn_cuda_allocated *block, kvn_failure *failure)
 {
     const kvn_cuda *cuda = kvn_cuda_of(device);
-    const CUresult unmapped = cuda->cuMemUnmap(it->address, it->nbytes);
-    const CUresult released = cuda->cuMemRelease(it->handle);
-    const CUresult freed = cuda->cuMemAddressFree(it->address, it->nbytes);
+    const CUresult unmapped = cuda->cuMemUnmap(block->address, block->nbytes);
+    const CUresult released = cuda->cuMemRelease(block->handle);
+    const CUresult freed = cuda->cuMemAddressFree(block->address, block->nbytes);
 
     if (kvn_cuda_ended(device, "cuMemUnmap", unmapped, failure) != KVN_OK ||
         kvn_cuda_ended(device, "cuMemRelease", released, failure) != KVN_OK ||
@@ -156,55 +156,55 @@ static int allocate_plain(const kvn_device *device, uint64_t nbytes, void **out,
     return status;
 }
 
-/* Without network cards where the machine refuses that only here. */
-static int create(const kvn_device *device, kvn_cuda_allocated *it, kvn_failure *failure)
+/* Tries again without access of network cards, which some machines refuse only here. */
+static int create(const kvn_device *device, kvn_cuda_allocated *block, kvn_failure *failure)
 {
     kvn_cuda_allocation wanted = kvn_cuda_state(device)->allocation;
-    const int status = KVN_CUDA_CALL(device, failure, cuMemCreate, &it->handle, it->nbytes, &wanted, 0);
+    const int status = KVN_CUDA_CALL(device, failure, cuMemCreate, &block->handle, block->nbytes, &wanted, 0);
 
     if (status != KVN_INVALID || !wanted.gpu_direct_rdma)
         return status;
     wanted.gpu_direct_rdma = 0;
-    return KVN_CUDA_CALL(device, failure, cuMemCreate, &it->handle, it->nbytes, &wanted, 0);
+    return KVN_CUDA_CALL(device, failure, cuMemCreate, &block->handle, block->nbytes, &wanted, 0);
 }
 
 int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
-    kvn_cuda_allocated it = {0};
+    kvn_cuda_allocated block = {0};
     int status;
 
     if (state->granularity == 0)
         return allocate_plain(device, nbytes, out, failure);
     kvn_cuda_free_rest(device);
-    it.nbytes = (nbytes + state->granularity - 1) / state->granularity * state->granularity;
-    if (it.nbytes < nbytes)
+    block.nbytes = (nbytes + state->granularity - 1) / state->granularity * state->granularity;
+    if (block.nbytes < nbytes)
         return kvn_fail(failure, KVN_NO_DEVICE_MEMORY, 0, "%" PRIu64 " bytes are more than any device has",
                         nbytes);
-    status = create(device, &it, failure);
-    if (status == KVN_UNSUPPORTED || status == KVN_DENIED) /* on virtual GPUs, say */
+    status = create(device, &block, failure);
+    if (status == KVN_UNSUPPORTED || status == KVN_DENIED) /* such as on virtual GPUs */
         return allocate_plain(device, nbytes, out, failure);
     if (status != KVN_OK)
         return status;
-    status = map(device, &it, failure);
+    status = kvn_cuda_map_handle(device, block.handle, block.nbytes, &block.address, failure);
     if (status != KVN_OK) {
-        kvn_cuda_of(device)->cuMemRelease(it.handle);
+        kvn_cuda_of(device)->cuMemRelease(block.handle);
         return status;
     }
-    if (!note(state, it)) {
-        unmap(device, &it, failure);
+    if (!note(state, block)) {
+        unmap(device, &block, failure);
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to note an allocation");
     }
-    *out = (void *)(uintptr_t)it.address;
+    *out = (void *)(uintptr_t)block.address;
     return KVN_OK;
 }
 
 /* ---- freeing ---- */
 
-/* Memory that was given back, and is still mapped. */
+/* Memory that was freed and is still mapped. */
 typedef struct kvn_cuda_freed {
     struct kvn_cuda_freed *next;
-    kvn_cuda_allocated it;
+    kvn_cuda_allocated block;
 } kvn_cuda_freed;
 
 static kvn_cuda_freed *take_freed(kvn_cuda_device *state)
@@ -230,8 +230,8 @@ static void keep_freed(kvn_cuda_device *state, kvn_cuda_freed *freed)
     pthread_mutex_unlock(&state->mutex);
 }
 
-/* In a context of our own the program does nothing, and whoever frees has waited for our copies or given them
- * up: those may still stand behind an event that never comes. */
+/* The program does not use an own context. The caller has waited for its copies, or has given them up: those may
+ * stand behind an event that never comes, so they are not waited for. */
 static CUresult wait_for_work(const kvn_device *device)
 {
     const bool is_own = ((const kvn_cuda_library *)device->runtime)->own_context;
@@ -239,7 +239,7 @@ static CUresult wait_for_work(const kvn_device *device)
     return is_own ? KVN_CUDA_OK : kvn_cuda_of(device)->cuCtxSynchronize();
 }
 
-/* What was taken. The first failure counts. */
+/* Unmaps the result of take_freed, and reports the first failure. */
 static int unmap_freed(const kvn_device *device, kvn_cuda_freed *freed, kvn_failure *failure)
 {
     const CUresult finished = wait_for_work(device);
@@ -249,11 +249,11 @@ static int unmap_freed(const kvn_device *device, kvn_cuda_freed *freed, kvn_fail
         keep_freed(kvn_cuda_state(device), freed);
         return status;
     }
-    /* A context that has failed runs nothing more: what is mapped can go. */
+    /* A context that has failed runs nothing more, so its memory can be unmapped. */
     while (freed) {
         kvn_cuda_freed *next = freed->next;
         kvn_failure later;
-        if (unmap(device, &freed->it, status == KVN_OK ? failure : &later) != KVN_OK && status == KVN_OK)
+        if (unmap(device, &freed->block, status == KVN_OK ? failure : &later) != KVN_OK && status == KVN_OK)
             status = failure->status;
         free(freed);
         freed = next;
@@ -268,7 +268,7 @@ int kvn_cuda_free(const kvn_device *device, void *address, kvn_failure *failure)
 
     if (!freed)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to free memory");
-    if (!forget(state, (uintptr_t)address, &freed->it)) {
+    if (!forget(state, (uintptr_t)address, &freed->block)) {
         free(freed);
         return KVN_CUDA_CALL(device, failure, cuMemFree_v2, (uintptr_t)address);
     }
@@ -279,7 +279,7 @@ int kvn_cuda_free(const kvn_device *device, void *address, kvn_failure *failure)
 void kvn_cuda_free_rest(const kvn_device *device)
 {
     kvn_cuda_freed *freed = take_freed(kvn_cuda_state(device));
-    kvn_failure ignored; /* it stays for another time */
+    kvn_failure ignored; /* the memory stays for the next call */
 
     if (freed)
         unmap_freed(device, freed, &ignored);

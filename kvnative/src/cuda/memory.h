@@ -5,21 +5,24 @@
 
 #include "cuda/device.h"
 
-/* Asks the device what memory it has. */
+/* Asks the device which kinds of memory it supports. */
 int kvn_cuda_memory_init(const kvn_device *device, kvn_failure *failure);
 
 /* Rows of kvn_device_ops. */
 int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure);
-/* Waits for all work of the primary context, as cuMemFree does: to unmap what a kernel of the program still reads
- * would break the context for all of the program, and only the program knows of its streams. So it also waits for
- * the events that our streams stand behind, though what stands there was given up. That cannot be
- * waited for while one of them is captured into a graph: a failure, and the memory goes with what is next
- * allocated or freed, or with the device. */
+/* Waits for all work of the primary context, as cuMemFree does. Unmapping memory that a kernel of the program still
+ * reads would break the context of the whole program, and only the program knows its streams. So it also waits for
+ * events before work of this library that was given up. While a stream is captured into a graph, nothing can be waited
+ * for: the call fails, and the memory is freed with the next allocation or free, or with the device. */
 int kvn_cuda_free(const kvn_device *device, void *address, kvn_failure *failure);
-/* What could not be waited for when it was freed. */
+/* Frees memory whose work could not be waited for when it was freed. */
 void kvn_cuda_free_rest(const kvn_device *device);
 
-/* The allocation that holds `address`; false where it is not from here, or was not made to be exported. */
+/* Maps memory at a new address, which the device may read and write. */
+int kvn_cuda_map_handle(const kvn_device *device, CUmemGenericAllocationHandle handle, uint64_t nbytes,
+                        CUdeviceptr *address, kvn_failure *failure);
+
+/* Finds the allocation of kvn_cuda_allocate that holds `address`; false: none does, or it cannot be exported. */
 bool kvn_cuda_allocated_at(const kvn_device *device, uint64_t address, kvn_cuda_allocated *out);
 
 #endif

@@ -12,13 +12,13 @@
 #include "cuda/memory.h"
 #include "cuda/reach.h"
 
-/* How long a wait asks again and again: a copy of a few blocks is done by then, and a thread that sleeps
- * takes as long to run again. */
+/* How long a wait polls without sleeping. A copy of a few blocks ends within that time, and a sleeping thread takes
+ * as long to wake. */
 #define SPIN_NS 50000
-/* Then it sleeps for this part of the time that it has waited: so it ends late by as much at most, and a long
- * wait costs no processor. */
+/* After that it sleeps for this part of the time that it has waited. So it ends late by that part at most, and a long
+ * wait costs no processor time. */
 #define SLEEP_PART 16
-#define TIMER_SLACK_NS 1000 /* of a sleep; the system's own is 50 us */
+#define TIMER_SLACK_NS 1000 /* for these sleeps; the default is 50 us */
 
 #define CALL KVN_CUDA_CALL
 
@@ -36,14 +36,15 @@ static void *get_context(const kvn_device *device)
     return kvn_cuda_of(device)->cuCtxGetCurrent(&context) == KVN_CUDA_OK ? context : NULL;
 }
 
-/* NULL takes the topmost off this thread's stack of contexts. */
+/* A NULL context pops the top of this thread's stack of contexts. */
 static int set_context(const kvn_device *device, void *context, kvn_failure *failure)
 {
     return CALL(device, failure, cuCtxSetCurrent, context);
 }
 
-/* A stream says it itself, but for the special ones (NULL, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD): they are of the
- * primary context, as all that a framework has; with a context of our own, of the one that is current. */
+/* Finds the context of a stream. The special streams (NULL, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD) do not name one:
+ * they belong to the primary context, as everything of a framework does, or, beside an own context, to the current
+ * one. */
 static int context_of(const kvn_device *device, kvn_stream stream, void **context, kvn_failure *failure)
 {
     const bool is_special = (uintptr_t)stream <= 2;
@@ -55,18 +56,18 @@ static int context_of(const kvn_device *device, kvn_stream stream, void **contex
         return kvn_fail(failure, KVN_INVALID, KVN_CUDA_INVALID_CONTEXT, "the default stream is that of a context, "
                         "and this thread has none");
     if (!is_special && CALL(device, failure, cuStreamGetCtx, stream, &theirs) != KVN_OK)
-        return failure->code == KVN_CUDA_NOT_SUPPORTED ? KVN_OK : failure->status; /* a part of the primary one */
+        return failure->code == KVN_CUDA_NOT_SUPPORTED ? KVN_OK : failure->status; /* a green context of the primary */
     *context = theirs;
     return KVN_OK;
 }
 
-/* How many times this thread has begun calls, and the mode that it had before. */
+/* The depth of begin_calls on this thread, and the mode that the thread had before. */
 static _Thread_local int num_begun;
 static _Thread_local int capture_mode;
 
-/* While any thread of the program captures a stream into a graph, calls as plain as a query of an event are
- * refused to all threads, and spoil the capture: unless the thread that makes them has said that it knows. Ours
- * have nothing to do with the capture: they are of streams and events of our own. */
+/* While a thread of the program captures a stream into a graph, CUDA refuses even a query of an event to all threads,
+ * and the call breaks the capture. A thread in relaxed mode is exempt. Calls of this library use only its own streams
+ * and events, which are not captured. */
 static void begin_calls(const kvn_device *device)
 {
     if (num_begun++ > 0)
@@ -81,8 +82,7 @@ static void end_calls(const kvn_device *device)
         kvn_cuda_of(device)->cuThreadExchangeStreamCaptureMode(&capture_mode);
 }
 
-/* The primary one is where a framework in the same process allocates, and memory of one context is out of
- * reach in another. */
+/* A framework in the same process allocates in the primary context, and another context does not reach its memory. */
 static int take_context(const kvn_device *device, void **context, kvn_failure *failure)
 {
     const CUdevice number = kvn_cuda_state(device)->number;
@@ -91,7 +91,7 @@ static int take_context(const kvn_device *device, void **context, kvn_failure *f
         return CALL(device, failure, cuDevicePrimaryCtxRetain, context, number);
     if (CALL(device, failure, cuCtxCreate_v2, context, 0, number) != KVN_OK)
         return failure->status;
-    if (set_context(device, NULL, failure) == KVN_OK) /* it was put on this thread's stack */
+    if (set_context(device, NULL, failure) == KVN_OK) /* creating it has pushed it on this thread's stack */
         return KVN_OK;
     kvn_cuda_of(device)->cuCtxDestroy_v2(*context);
     *context = NULL;
@@ -121,8 +121,8 @@ static int open_state(kvn_device *device, void **context, kvn_failure *failure)
     return failure->status;
 }
 
-/* *primary stays NULL: a thread without a context has none again after a call of ours, so that a framework
- * chooses its device as if we had not been there. */
+/* *primary stays NULL: a thread without a context has none again after each call, so that a framework chooses its
+ * device as if this library were not loaded. */
 static int open_context(kvn_device *device, void **context, void **primary, kvn_failure *failure)
 {
     kvn_cuda_device *state = calloc(1, sizeof *state);
@@ -145,7 +145,7 @@ static void close_context(kvn_device *device, void *context)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
     void *previous = get_context(device);
-    kvn_failure ignored; /* a context that failed, or was destroyed: its memory goes with it */
+    kvn_failure ignored; /* the context may have failed, or be destroyed: its memory goes with it */
     const bool is_current = set_context(device, context, &ignored) == KVN_OK;
     const bool may_begin = kvn_cuda_copies_close(device);
 
@@ -155,7 +155,7 @@ static void close_context(kvn_device *device, void *context)
             kvn_cuda_of(device)->cuStreamDestroy_v2(state->idle[i]);
         set_context(device, previous, &ignored);
     }
-    /* To destroy it would wait for what stands behind an event, or break its work off: neither is said. */
+    /* CUDA does not say whether destroying a context waits for work behind an event, or breaks it off. */
     if (!may_begin)
         give_context(device, context);
     pthread_mutex_destroy(&state->mutex);
@@ -198,7 +198,7 @@ static int locate(const kvn_device *device, uint64_t address, kvn_memory_place *
     CUcontext context = NULL;
     void *answers[] = {&type, &is_managed, &number, &context};
 
-    /* What the driver does not know has no type, and is no failure. */
+    /* Memory that the driver does not know has type 0; the call succeeds. */
     if (CALL(device, failure, cuPointerGetAttributes, sizeof asked / sizeof *asked, asked, answers,
              address) != KVN_OK)
         return failure->status;
@@ -224,7 +224,7 @@ static int memory(const kvn_device *device, size_t *free_nbytes, size_t *total_n
 
 /* ---- streams ---- */
 
-/* Not ordered with the default stream, which is every program's. */
+/* The stream is not ordered with the default stream, which the program uses. */
 static int create_stream(const kvn_device *device, kvn_stream *out, kvn_failure *failure)
 {
     return CALL(device, failure, cuStreamCreate, out, KVN_CUDA_STREAM_NON_BLOCKING);
@@ -240,7 +240,7 @@ static void sleep_ns(int64_t ns)
     prctl(PR_SET_TIMERSLACK, slack);
 }
 
-/* CUDA waits for ever, or not at all. */
+/* CUDA has no wait with a deadline. */
 static int wait_stream(const kvn_device *device, kvn_stream stream, int ms, kvn_failure *failure)
 {
     const int64_t begin = kvn_now_ns(), deadline = begin + ms * INT64_C(1000000);
@@ -266,7 +266,7 @@ static int wait_until_done(const kvn_device *device, kvn_stream stream, kvn_fail
     return status;
 }
 
-/* cuStreamDestroy returns at once, and the work goes on: so none may be left. */
+/* cuStreamDestroy returns at once while work goes on, so wait for the work first. */
 static int destroy_stream(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
     if (wait_until_done(device, stream, failure) != KVN_OK)
@@ -274,7 +274,7 @@ static int destroy_stream(const kvn_device *device, kvn_stream stream, kvn_failu
     return CALL(device, failure, cuStreamDestroy_v2, stream);
 }
 
-/* ---- events: without times, which cost the device more ---- */
+/* ---- events; without timing, which costs the device more ---- */
 
 static int create_event(const kvn_device *device, void **out, kvn_failure *failure)
 {
@@ -286,8 +286,8 @@ static int destroy_event(const kvn_device *device, void *event, kvn_failure *fai
     return CALL(device, failure, cuEventDestroy_v2, event);
 }
 
-/* What is ordered with a stream that is captured becomes a part of the graph, or an error that spoils it. Asking
- * whether it is captured spoils nothing. */
+/* Work that is ordered with a captured stream becomes part of the graph, or an error that breaks the capture. Asking
+ * whether a stream is captured is safe. */
 static int check_capture(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
     int state = 0;
@@ -308,8 +308,8 @@ static int record_event(const kvn_device *device, void *event, kvn_stream stream
     return CALL(device, failure, cuEventRecord, event, stream);
 }
 
-/* A stream that waited for an event that a graph has would become a part of its capture. That is spoilt by the
- * question, too, but says so. */
+/* A stream that waits for an event of a capture becomes part of that capture. The query breaks the capture as well,
+ * but it reports the reason. */
 static int check_event(const kvn_device *device, void *event, kvn_failure *failure)
 {
     if (kvn_cuda_of(device)->cuEventQuery(event) != KVN_CUDA_CAPTURED_EVENT)
@@ -318,7 +318,7 @@ static int check_event(const kvn_device *device, void *event, kvn_failure *failu
                     "the event was recorded on a stream that is captured into a CUDA graph, whose work runs later");
 }
 
-/* An event of another context, or device, is fine. */
+/* The event may belong to another context or device. */
 static int wait_event(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure)
 {
     kvn_failure ignored;
@@ -340,8 +340,8 @@ static int query_event(const kvn_device *device, void *event, kvn_failure *failu
 
 /* ---- copies that wait ---- */
 
-/* On streams of their own: what CUDA's blocking calls use is the default stream, in which they would wait for
- * all that a program does. */
+/* Takes a stream for one copy. CUDA's blocking calls use the default stream, where a copy would wait for all work of
+ * the program. */
 static int take_stream(const kvn_device *device, CUstream *out, kvn_failure *failure)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
@@ -368,7 +368,7 @@ static void give_stream(const kvn_device *device, CUstream stream)
         kvn_cuda_of(device)->cuStreamDestroy_v2(stream);
 }
 
-/* Waits for what was issued, also where it is only a part, and gives the stream back. */
+/* Waits for the issued work, even if issuing failed in the middle, and returns the stream. */
 static int finish(const kvn_device *device, CUstream stream, int issued, kvn_failure *failure)
 {
     kvn_failure later;
@@ -378,8 +378,8 @@ static int finish(const kvn_device *device, CUstream stream, int issued, kvn_fai
     return issued == KVN_OK ? ended : issued;
 }
 
-/* Refuses what is not memory of a device, by its first and last byte: an address that is not mapped would
- * break the context for all of the program. */
+/* Refuses a range whose first or last byte is not memory of a device. An address that is not mapped would break the
+ * context of the whole program. */
 static int check_on_device(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
 {
     const uint64_t ends[] = {address, address + nbytes - 1};
@@ -431,7 +431,7 @@ const kvn_device_ops kvn_cuda_ops = {
     .aborted_code = KVN_CUDA_ABORTED,
     .max_batch = KVN_CUDA_LAUNCH_COUNT,
     .max_batches = KVN_CUDA_MAX_LAUNCHES,
-    /* One launch, and one copy after another, keep the device's memory or the link busy: nothing is cut. */
+    /* One launch, or one copy after another, keeps the memory or the link busy, so nothing is cut. */
     .host_costs = {.shard = UINT64_MAX},
     .within_costs = {.shard = UINT64_MAX},
     .open_context = open_context,
@@ -453,7 +453,7 @@ const kvn_device_ops kvn_cuda_ops = {
     .memory = memory,
     .create_stream = create_stream,
     .destroy_stream = destroy_stream,
-    .abort_stream = kvn_cuda_abort, /* CUDA stops no work itself; launches of our kernel stop */
+    .abort_stream = kvn_cuda_abort, /* CUDA itself stops no work; launches of the copy kernel stop */
     .drop_stream = kvn_cuda_drop,
     .wait_stream = wait_stream,
     .create_event = create_event,

@@ -16,7 +16,7 @@ typedef struct kvn_cuda_mapped {
     bool is_far;
 } kvn_cuda_mapped;
 
-/* A context of another GPU in this process, that the device's has peer access to. */
+/* A context of another GPU in this process to which the device's context has peer access. */
 typedef struct kvn_cuda_peer {
     struct kvn_cuda_peer *next;
     CUcontext context;
@@ -53,7 +53,7 @@ void kvn_cuda_reach_remove(const kvn_device *device, uint64_t address)
     free(found);
 }
 
-/* With the mutex. */
+/* The caller holds the mutex. */
 static kvn_cuda_peer **find_peer(kvn_cuda_device *state, CUcontext context)
 {
     kvn_cuda_peer **link = &state->peers;
@@ -109,25 +109,25 @@ static bool is_of_peer(const kvn_device *device, CUcontext context)
     return found;
 }
 
-/* The mapping that holds the address; false where it is not of a peer. */
+/* Finds the mapping that holds the address; returns false if no peer's memory does. */
 static bool find_mapped(const kvn_device *device, uint64_t address, kvn_cuda_range *out)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
-    const kvn_cuda_mapped *it;
+    const kvn_cuda_mapped *mapped;
 
     pthread_mutex_lock(&state->mutex);
-    for (it = state->mapped; it && address - it->address >= it->nbytes; it = it->next)
+    for (mapped = state->mapped; mapped && address - mapped->address >= mapped->nbytes; mapped = mapped->next)
         ;
-    if (it) {
-        *out = (kvn_cuda_range){it->address, it->address + it->nbytes, KVN_CUDA_REACHED, it->is_far, 0};
+    if (mapped) {
+        *out = (kvn_cuda_range){mapped->address, mapped->address + mapped->nbytes, KVN_CUDA_REACHED, mapped->is_far, 0};
     }
     pthread_mutex_unlock(&state->mutex);
-    return it != NULL;
+    return mapped != NULL;
 }
 
-/* ---- what the driver knows ---- */
+/* ---- asking the driver ---- */
 
-/* What the driver says of one address. */
+/* The attributes of one address. */
 typedef struct answers {
     unsigned type, is_managed;
     int number;
@@ -137,7 +137,7 @@ typedef struct answers {
     unsigned long long id;
 } answers;
 
-/* Whether it is of a pool of this device (cudaMallocAsync), which always reaches those. */
+/* Returns true for memory of a pool of this device (cudaMallocAsync), which the device always reaches. */
 static bool is_of_own_pool(const kvn_device *device, uint64_t address, int number)
 {
     int asked[] = {KVN_CUDA_POINTER_POOL};
@@ -147,8 +147,8 @@ static bool is_of_own_pool(const kvn_device *device, uint64_t address, int numbe
            number == device->id;
 }
 
-/* Of memory that is of no context, and not from here. Where it was mapped there are holes in what was reserved,
- * in torch's expandable segments, say; and mappings that this device may not use. */
+/* Judges memory without a context that this library has not mapped, such as torch's expandable segments. Reserved
+ * ranges have holes, and mappings that this device may not use. */
 static kvn_cuda_range ask_mapping(const kvn_device *device, uint64_t address, int number)
 {
     const kvn_cuda *cuda = kvn_cuda_of(device);
@@ -196,8 +196,8 @@ static kvn_cuda_range judge(const kvn_device *device, uint64_t address, const an
     return range;
 }
 
-/* Memory of a peer that is mapped here, or that was allocated or pinned here: no other code unmaps it, and to ask the
- * driver takes as long as copying a block. */
+/* Finds memory that this library has mapped, allocated or pinned. No other code unmaps it, and asking the driver takes
+ * as long as copying a block. */
 static bool find_ours(const kvn_device *device, uint64_t address, kvn_cuda_range *out)
 {
     kvn_cuda_allocated allocated;
@@ -216,7 +216,7 @@ static bool find_ours(const kvn_device *device, uint64_t address, kvn_cuda_range
     return true;
 }
 
-/* What is known of the range that holds the address. */
+/* Returns the range that holds the address, as this library or the driver knows it. */
 static kvn_cuda_range ask(const kvn_device *device, uint64_t address)
 {
     int asked[] = {KVN_CUDA_POINTER_MEMORY_TYPE, KVN_CUDA_POINTER_IS_MANAGED, KVN_CUDA_POINTER_DEVICE,
@@ -233,7 +233,7 @@ static kvn_cuda_range ask(const kvn_device *device, uint64_t address)
         KVN_CUDA_OK)
         return range;
     range = judge(device, address, &found);
-    /* A driver that does not say how far it goes says something of this byte. */
+    /* A driver that does not tell the extent of a range has answered for this byte only. */
     if (address < range.first || address >= range.last)
         range = (kvn_cuda_range){address, address + 1, range.reach < KVN_CUDA_COPIED ? range.reach : KVN_CUDA_COPIED,
                                  range.is_far, range.id};
@@ -250,12 +250,12 @@ static bool holds(const kvn_cuda_range *range, uint64_t address)
 struct kvn_cuda_watch {
     kvn_cuda_watch *next;
     atomic_bool is_replaced;
-    bool is_over; /* its addresses were registered again: they are that registration's; with the mutex */
+    bool is_over; /* a later watch has its addresses; guarded by the mutex */
     size_t num_parts;
     kvn_cuda_range parts[]; /* whole allocations, by address, ascending */
 };
 
-/* The first part that ends behind the address; num_parts where none does. */
+/* Returns the index of the first part that ends behind the address; num_parts if none does. */
 static size_t first_behind(const kvn_cuda_watch *watch, uint64_t address)
 {
     size_t low = 0, high = watch->num_parts;
@@ -270,7 +270,7 @@ static size_t first_behind(const kvn_cuda_watch *watch, uint64_t address)
     return low;
 }
 
-/* The part that holds the address; NULL: none does. */
+/* Returns the part that holds the address; NULL: none does. */
 static const kvn_cuda_range *part_at(const kvn_cuda_watch *watch, uint64_t address)
 {
     const size_t at = first_behind(watch, address);
@@ -278,7 +278,7 @@ static const kvn_cuda_range *part_at(const kvn_cuda_watch *watch, uint64_t addre
     return at < watch->num_parts && holds(&watch->parts[at], address) ? &watch->parts[at] : NULL;
 }
 
-/* With the mutex: whether the watch takes the address for memory of another allocation than it is. */
+/* Returns true if the watch has the address as memory of another allocation. The caller holds the mutex. */
 static bool is_of_other(const kvn_cuda_watch *watch, uint64_t address, uint64_t id)
 {
     const kvn_cuda_range *part = watch->is_over ? NULL : part_at(watch, address);
@@ -286,16 +286,16 @@ static bool is_of_other(const kvn_cuda_watch *watch, uint64_t address, uint64_t 
     return part && part->id != id;
 }
 
-/* Whether the address was registered, and what it was then is not there any more. */
+/* Returns true if the address was registered, and its memory was replaced since. */
 static bool is_replaced(const kvn_device *device, uint64_t address, uint64_t id)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
     bool any = false;
 
     pthread_mutex_lock(&state->mutex);
-    for (kvn_cuda_watch *it = state->watches; it; it = it->next) {
-        if (is_of_other(it, address, id)) {
-            atomic_store(&it->is_replaced, true);
+    for (kvn_cuda_watch *other = state->watches; other; other = other->next) {
+        if (is_of_other(other, address, id)) {
+            atomic_store(&other->is_replaced, true);
             any = true;
         }
     }
@@ -310,7 +310,7 @@ static int compare_parts(const void *a, const void *b)
     return (one->first > other->first) - (one->first < other->first);
 }
 
-/* The allocations of a range, but those that are known already; NULL: no memory. */
+/* Adds the allocations of a range that the watch does not have yet; NULL: out of memory. */
 static kvn_cuda_watch *add_parts(kvn_cuda_watch *watch, const kvn_device *device, uint64_t address, uint64_t nbytes)
 {
     const uint64_t end = address + nbytes;
@@ -326,7 +326,7 @@ static kvn_cuda_watch *add_parts(kvn_cuda_watch *watch, const kvn_device *device
         }
         range = ask(device, address);
         if (range.reach < KVN_CUDA_COPIED || !range.id)
-            break; /* what the driver does not know is refused when it is used */
+            break; /* a transfer refuses memory that the driver does not know */
         larger = realloc(watch, sizeof *watch + (count + 1) * sizeof *watch->parts);
         if (!larger)
             free(watch);
@@ -338,7 +338,7 @@ static kvn_cuda_watch *add_parts(kvn_cuda_watch *watch, const kvn_device *device
     return watch;
 }
 
-/* Each once, by address. */
+/* Sorts the parts by address, and keeps each once. */
 static void sort_parts(kvn_cuda_watch *watch)
 {
     size_t kept = 0;
@@ -350,7 +350,7 @@ static void sort_parts(kvn_cuda_watch *watch)
     watch->num_parts = kept;
 }
 
-/* With the mutex: whether the watch has any byte of the range, as memory of another allocation. */
+/* Returns true if the watch has a byte of the range as memory of another allocation. The caller holds the mutex. */
 static bool has_other(const kvn_cuda_watch *watch, const kvn_cuda_range *range)
 {
     size_t at = first_behind(watch, range->first);
@@ -360,7 +360,7 @@ static bool has_other(const kvn_cuda_watch *watch, const kvn_cuda_range *range)
     return at < watch->num_parts && watch->parts[at].first < range->last;
 }
 
-/* With the mutex: ends what another watch has of that memory. Whether that is news. */
+/* Ends a watch whose memory `by` has replaced; returns true if that was not known. The caller holds the mutex. */
 static bool replace(kvn_cuda_watch *other, const kvn_cuda_watch *by)
 {
     for (size_t i = 0; i < by->num_parts && !other->is_over; i++) {
@@ -391,8 +391,8 @@ int kvn_cuda_watch_create(const kvn_device *device, const uint64_t *addresses, c
     sort_parts(made);
     *replaced = 0;
     pthread_mutex_lock(&state->mutex);
-    for (kvn_cuda_watch *it = state->watches; it; it = it->next)
-        *replaced += replace(it, made);
+    for (kvn_cuda_watch *other = state->watches; other; other = other->next)
+        *replaced += replace(other, made);
     made->next = state->watches;
     state->watches = made;
     pthread_mutex_unlock(&state->mutex);
@@ -414,7 +414,7 @@ void kvn_cuda_watch_destroy(const kvn_device *device, kvn_cuda_watch *watch)
 
 bool kvn_cuda_watch_is_replaced(const kvn_cuda_watch *watch) { return atomic_load(&watch->is_replaced); }
 
-/* ---- what is within reach ---- */
+/* ---- reach ---- */
 
 static const kvn_cuda_range *look_up(kvn_cuda_ranges *ranges, uint64_t address)
 {
@@ -441,7 +441,7 @@ kvn_cuda_reach kvn_cuda_reach_of(kvn_cuda_ranges *ranges, uint64_t address, uint
 {
     kvn_cuda_reach least = KVN_CUDA_REACHED;
 
-    /* Mapped memory may lie in several ranges, one behind the other. */
+    /* Mapped memory may consist of several adjacent ranges. */
     while (nbytes > 0 && least == KVN_CUDA_REACHED) {
         const kvn_cuda_range *range = look_up(ranges, address);
         const uint64_t left = range->last - address;

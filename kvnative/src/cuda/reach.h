@@ -1,67 +1,66 @@
-/* Which memory the copy kernel may be given. A wrong address in a kernel ends the context and all that is in it
- * (700), so each range is looked up in what the driver knows, whatever was checked before. */
+/* Finds out which memory the copy kernel may use. A wrong address in a kernel ends the context with everything in it
+ * (error 700). So each range is looked up at the driver, whatever was checked before. */
 #ifndef KVN_CUDA_REACH_H
 #define KVN_CUDA_REACH_H
 
 #include "cuda/device.h"
 
 typedef enum kvn_cuda_reach {
-    KVN_CUDA_REPLACED = -1, /* registered memory was freed, and its addresses are other memory's */
-    KVN_CUDA_UNMAPPED, /* not all of it is within reach: pageable memory, another GPU's, none at all */
-    KVN_CUDA_COPIED,  /* known, but only the driver's own copies can be sure to reach it */
+    KVN_CUDA_REPLACED = -1, /* registered memory was freed, and other memory has its addresses */
+    KVN_CUDA_UNMAPPED, /* a part is out of reach: pageable memory, another GPU's, or no memory */
+    KVN_CUDA_COPIED,  /* known, but only the driver's copies are sure to reach it */
     KVN_CUDA_REACHED  /* memory of this device and context, or mapped there, or pinned on the host */
 } kvn_cuda_reach;
 
 #define KVN_CUDA_KNOWN 64
 
 typedef struct kvn_cuda_range {
-    uint64_t first, last; /* [first, last); empty: of nothing */
+    uint64_t first, last; /* [first, last); empty: unknown */
     kvn_cuda_reach reach;
     bool is_far; /* memory of another GPU */
-    uint64_t id; /* of the program's allocation; 0: unknown, or not the program's */
+    uint64_t id; /* CUDA's id of the program's allocation; 0: unknown, or not the program's */
 } kvn_cuda_range;
 
-/* What was asked of one side's memory, which is in few allocations: to ask takes as long as copying a block.
- * For one batch only: memory may be freed, and be other memory, between two. */
+/* Ranges of one side that were looked up. A side is in few allocations, and asking takes as long as copying a block.
+ * Use it for one batch only: memory may be freed and replaced between two batches. */
 typedef struct kvn_cuda_ranges {
     const kvn_device *device;
     kvn_cuda_range latest;
-    size_t num_asked; /* so many are known, and of more than there is room for the latest */
+    size_t num_asked; /* number of look-ups; `known` has the latest of them */
     kvn_cuda_range known[KVN_CUDA_KNOWN];
 } kvn_cuda_ranges;
 
-/* Memory of a peer was mapped for this device, or will be unmapped. Of that on another GPU the driver does not
- * say who reaches it. KVN_NO_MEMORY. */
+/* Notes that memory of a peer was mapped for this device, or will be unmapped. The driver does not say which devices
+ * reach memory of another GPU. KVN_NO_MEMORY. */
 int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbytes, bool is_far,
                        kvn_failure *failure);
 void kvn_cuda_reach_remove(const kvn_device *device, uint64_t address);
-/* The device's context has peer access to that one, of another GPU, or uses it no more: as often as it was added.
- * All that is allocated there is within reach. */
+/* Notes that the device's context has peer access to the context of another GPU, and so reaches all of its memory.
+ * Remove it as often as it was added. */
 int kvn_cuda_reach_add_context(const kvn_device *device, CUcontext context, kvn_failure *failure);
 void kvn_cuda_reach_remove_context(const kvn_device *device, CUcontext context);
 
 /* ---- memory that the program has registered ---- */
 
-/* It can be freed under its registration, and its addresses be other memory's then: the driver's numbers tell
- * that apart. */
+/* The program can free registered memory, and other memory may get its addresses. The driver's ids tell them apart. */
 typedef struct kvn_cuda_watch kvn_cuda_watch;
 
-/* Takes down which allocations the ranges are in. What was taken down at those
- * addresses before, and is not there any more, is replaced: `*replaced` of them were not known to be. */
+/* Watches the allocations that hold the ranges. Earlier watches whose memory at these addresses is gone become
+ * replaced; `*replaced` counts those that were not known to be. */
 int kvn_cuda_watch_create(const kvn_device *device, const uint64_t *addresses, const uint64_t *nbytes, size_t count,
                           kvn_cuda_watch **out, size_t *replaced, kvn_failure *failure);
 void kvn_cuda_watch_destroy(const kvn_device *device, kvn_cuda_watch *watch);
-/* Whether some of it was found to be other memory. No call of the driver. */
+/* Returns true if some of its memory was found to be replaced. Makes no call of the driver. */
 bool kvn_cuda_watch_is_replaced(const kvn_cuda_watch *watch);
 
-/* ---- what is within reach ---- */
+/* ---- reach ---- */
 
-/* Of all bytes of [address, address + nbytes), the least. */
+/* Returns the least reach of the bytes [address, address + nbytes). */
 kvn_cuda_reach kvn_cuda_reach_of(kvn_cuda_ranges *ranges, uint64_t address, uint64_t nbytes);
-/* Whether there is memory of another GPU. */
+/* Returns true if the address is memory of another GPU. */
 bool kvn_cuda_is_far(kvn_cuda_ranges *ranges, uint64_t address);
 
-/* Whether the range lies where the one before it did, which nearly all do: then it is reached. */
+/* Returns true if the range lies in the one that was looked up last, as most do, and is reached. */
 static inline bool kvn_cuda_is_beside(const kvn_cuda_ranges *ranges, uint64_t address, uint64_t nbytes)
 {
     const kvn_cuda_range *latest = &ranges->latest;

@@ -8,7 +8,7 @@
 #include "cuda/memory.h"
 #include "cuda/reach.h"
 
-/* What the driver knows of the allocation that holds an address. */
+/* The driver's attributes of the allocation that holds an address. */
 typedef struct allocation {
     unsigned kind; /* 0: unknown */
     unsigned is_managed;
@@ -29,7 +29,7 @@ static int look_up(const kvn_device *device, uint64_t address, allocation *out, 
     if (KVN_CUDA_CALL(device, failure, cuPointerGetAttributes, sizeof attributes / sizeof *attributes, attributes,
                       values, address) != KVN_OK)
         return failure->status;
-    if (out->nbytes == 0 && out->kind == KVN_CUDA_MEMORY_DEVICE) /* a driver that does not say it there */
+    if (out->nbytes == 0 && out->kind == KVN_CUDA_MEMORY_DEVICE) /* some drivers tell it only here */
         kvn_cuda_of(device)->cuMemGetAddressRange_v2(&out->start, &out->nbytes, address);
     return KVN_OK;
 }
@@ -47,7 +47,7 @@ static int export_descriptor(const kvn_device *device, CUmemGenericAllocationHan
     if (KVN_CUDA_CALL(device, failure, cuMemExportToShareableHandle, out, handle,
                       KVN_CUDA_HANDLE_FILE_DESCRIPTOR, 0) != KVN_OK)
         return failure->status;
-    fcntl(*out, F_SETFD, FD_CLOEXEC); /* no program that this one executes shall keep the memory */
+    fcntl(*out, F_SETFD, FD_CLOEXEC); /* programs that this one executes must not keep the memory */
     return KVN_OK;
 }
 
@@ -112,9 +112,11 @@ int kvn_cuda_export(const kvn_device *device, uint64_t address, uint64_t nbytes,
 static int uuid_of(const kvn_device *device, int ordinal, CUdevice *number, kvn_cuda_uuid *out,
                    kvn_failure *failure)
 {
+    bool is_slice;
+
     if (KVN_CUDA_CALL(device, failure, cuDeviceGet, number, ordinal) != KVN_OK)
         return failure->status;
-    return KVN_CUDA_CALL(device, failure, cuDeviceGetUuid, out, *number);
+    return kvn_cuda_library_uuid(device->runtime, *number, out, &is_slice, failure);
 }
 
 static int check_access(const kvn_device *device, CUdevice from, CUdevice to, kvn_failure *failure)
@@ -157,44 +159,24 @@ int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid, bo
     return KVN_OK;
 }
 
-static int map_handle(const kvn_device *device, CUmemGenericAllocationHandle handle,
-                      kvn_cuda_imported *out, kvn_failure *failure)
-{
-    const kvn_cuda *cuda = kvn_cuda_of(device);
-    const kvn_cuda_access access = {
-        .location = {.type = KVN_CUDA_LOCATION_DEVICE, .id = kvn_cuda_state(device)->number},
-        .flags = KVN_CUDA_ACCESS_READ_WRITE,
-    };
-    CUdeviceptr at = 0;
-
-    if (KVN_CUDA_CALL(device, failure, cuMemAddressReserve, &at, out->nbytes, 0, 0, 0) != KVN_OK)
-        return failure->status;
-    if (KVN_CUDA_CALL(device, failure, cuMemMap, at, out->nbytes, 0, handle, 0) == KVN_OK) {
-        if (KVN_CUDA_CALL(device, failure, cuMemSetAccess, at, out->nbytes, &access, 1) == KVN_OK) {
-            out->address = at;
-            return KVN_OK;
-        }
-        cuda->cuMemUnmap(at, out->nbytes);
-    }
-    cuda->cuMemAddressFree(at, out->nbytes);
-    return failure->status;
-}
-
 static int import_descriptor(const kvn_device *device, int fd, kvn_cuda_imported *out,
                              kvn_failure *failure)
 {
     CUmemGenericAllocationHandle handle;
+    CUdeviceptr address;
     int status;
 
     if (KVN_CUDA_CALL(device, failure, cuMemImportFromShareableHandle, &handle, (void *)(intptr_t)fd,
              KVN_CUDA_HANDLE_FILE_DESCRIPTOR) != KVN_OK)
         return failure->status;
-    status = map_handle(device, handle, out, failure);
+    status = kvn_cuda_map_handle(device, handle, out->nbytes, &address, failure);
+    if (status == KVN_OK)
+        out->address = address;
     kvn_cuda_of(device)->cuMemRelease(handle); /* the mapping keeps the memory */
     return status;
 }
 
-/* The copy kernel may be given it. */
+/* Lets the copy kernel use imported memory. */
 static int note_import(const kvn_device *device, const kvn_cuda_imported *imported, bool is_far,
                        kvn_failure *failure)
 {
@@ -231,7 +213,7 @@ static int import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *ha
         return failure->status;
     out->address = at;
     status = look_up(device, at, &found, failure);
-    /* The peer has said how large it is: a copy beyond its end would be the end of this context. */
+    /* Check the size that the peer claims: a copy beyond the end would break this context. */
     if (status == KVN_OK && !holds(found.start, found.nbytes, at, out->nbytes))
         status = kvn_fail(failure, KVN_INVALID, 0,
                           "the allocation has %zu bytes, and not %" PRIu64 " as its owner says",
@@ -255,7 +237,7 @@ int kvn_cuda_import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *
     return status == KVN_OK ? note_import(device, out, is_far, failure) : status;
 }
 
-/* It is never disabled: the program may have enabled it, too, or use it since. */
+/* Access is never disabled again: the program may have enabled it too, or use it now. */
 static int enable_access(const kvn_device *device, CUcontext context, kvn_failure *failure)
 {
     const CUresult code = kvn_cuda_of(device)->cuCtxEnablePeerAccess(context, 0);

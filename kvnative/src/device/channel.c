@@ -9,14 +9,14 @@
 
 #include "core/thread.h"
 
-/* What an abort waits for at most, before it stops the stream. */
+/* The longest time that an abort waits before it stops the stream. */
 #define SLICE_MS 10
 
 struct kvn_channel {
     kvn_device *device;
     pthread_t thread;
     pid_t pid;
-    pthread_mutex_t mutex; /* guards what follows, and the jobs' links */
+    pthread_mutex_t mutex; /* guards the fields below, and the links of jobs */
     pthread_cond_t changed;
     pthread_cond_t progressed; /* a job has given all its work to the stream, or is over: for who awaits that */
     kvn_stream stream; /* written by the thread alone; NULL where it has to be made again */
@@ -62,13 +62,13 @@ int kvn_channel_ready(kvn_channel *channel, kvn_channel_fault *fault)
 
 kvn_stream kvn_channel_stream(const kvn_channel *channel) { return channel->stream; }
 
-/* Stops what the stream does and gives it up; another thread may interrupt it until then. A stream
- * that cannot be destroyed is empty when it was aborted, and used on. False where the system does
- * neither, and the work goes on; unless that `has_ended`: then only the handle is lost. */
+/* Stops the work of the stream, and destroys it; another thread may interrupt it until then. A stream that can be
+ * aborted but not destroyed is empty, and stays in use. Returns false if the system does neither, so that the work goes
+ * on, unless it `has_ended`: then only the handle is lost. */
 static bool drop_stream(kvn_channel *channel, bool has_ended)
 {
     const kvn_device *device = channel->device;
-    kvn_failure ignored; /* what led here is the error to report */
+    kvn_failure ignored; /* the error that led here is reported instead */
     bool aborted, destroyed;
 
     pthread_mutex_lock(&channel->mutex);
@@ -340,7 +340,7 @@ bool kvn_channel_settle(kvn_channel *channel)
     return interrupted;
 }
 
-/* ---- what comes after a job ---- */
+/* ---- after a job ---- */
 
 void kvn_channel_note_issued(kvn_channel *channel)
 {

@@ -61,8 +61,8 @@ unsigned kvn_channel_load(kvn_channel *channel);
 /* Makes a stream if there is none. Call it before the first kvn_channel_stream of a job. */
 int kvn_channel_ready(kvn_channel *channel, kvn_channel_fault *fault);
 kvn_stream kvn_channel_stream(const kvn_channel *channel);
-/* The job uses this stream too, from here on: an interrupt aborts both. NULL before it is destroyed or
- * given to others. Whether the job was interrupted. */
+/* Notes that the job uses this stream too: an interrupt aborts both. Pass NULL before the stream is destroyed or
+ * reused. Returns true if the job was interrupted. */
 bool kvn_channel_also_uses(kvn_channel *channel, kvn_stream stream);
 /* Says that the job has issued all its work, for kvn_channel_await_issued. */
 void kvn_channel_note_issued(kvn_channel *channel);
@@ -71,8 +71,8 @@ void kvn_channel_note_issued(kvn_channel *channel);
  * the return, in all cases, no issued work touches memory. */
 int kvn_channel_synchronize(kvn_channel *channel, const atomic_int *stop,
                             kvn_channel_fault *fault);
-/* From here on the job cannot be interrupted. True if it was before: then what was issued may be dropped
- * in spite of any success. */
+/* Ends the time in which the job can be interrupted. Returns true if it was: then issued work may be dropped, even if
+ * calls succeeded. */
 bool kvn_channel_settle(kvn_channel *channel);
 /* Waits at most `ms` for all issued work: KVN_PENDING if it is not done, else as kvn_channel_synchronize. */
 int kvn_channel_poll(kvn_channel *channel, int ms, kvn_channel_fault *fault);

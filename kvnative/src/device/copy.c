@@ -23,7 +23,7 @@ typedef struct copy_backend {
     kvn_direction direction;
 } copy_backend;
 
-/* What is known of where host memory lies. */
+/* Cached places of host memory. */
 typedef struct host_memory {
     kvn_pinned pinned;                  /* the range of the latest answer */
     uint64_t regions[NUM_REGIONS];      /* their numbers + 1 */
@@ -40,7 +40,7 @@ typedef struct transfer {
     uint64_t at;     /* the first descriptor that is not issued */
     unsigned issued; /* calls since the stream was last waited for */
     uint64_t unstoppable; /* bytes of these that abort_stream would not stop */
-    bool is_held;    /* what the shard comes after was not waited for */
+    bool is_held;    /* the event before the shard was not waited for */
     host_memory host;
 } transfer;
 
@@ -62,7 +62,7 @@ static int fail(transfer *t, uint64_t index, const kvn_failure *why)
     return why->status;
 }
 
-/* Waits for all that was issued; what was is confirmed then. */
+/* Waits for all issued copies, which are confirmed then. */
 static int drain(transfer *t, kvn_channel_fault *fault)
 {
     int status = KVN_OK;
@@ -82,7 +82,7 @@ static int look(transfer *t)
     return atomic_load(t->stop) ? KVN_CANCELLED : kvn_stream_request_look(t->shard, &t->fault->why);
 }
 
-/* ---- what is on the stream ---- */
+/* ---- issued copies ---- */
 
 static uint64_t most_unstoppable(const transfer *t) { return kvn_most_unstoppable(t->self->direction); }
 
@@ -131,8 +131,8 @@ static bool is_pageable(transfer *t, uint64_t index)
     return host->region_pageable[slot];
 }
 
-/* Before a copy that may be over when its call returns, as the stream alone would not keep it behind what the
- * shard comes after; and before one that nothing stops there. */
+/* Waits before a copy that may end within its call, since the stream would not keep it behind the event before the
+ * shard; and before a copy that cannot be stopped. */
 static int await(transfer *t)
 {
     int status;
@@ -153,7 +153,7 @@ static int await(transfer *t)
 
 typedef struct chunk {
     size_t count;
-    bool blocking; /* pageable memory, or there is no other way */
+    bool blocking; /* pageable memory, or the only way */
     bool sliced;   /* a descriptor that alone has more than may be unstoppable */
 } chunk;
 
@@ -183,8 +183,8 @@ static chunk next_chunk(transfer *t, unsigned copies)
     return chunk;
 }
 
-/* What a slice or a chunk says of the `count` descriptors from `at`: KVN_PENDING where they are to be copied again,
- * one by one. */
+/* Interprets the result of a slice or chunk for the `count` descriptors from `at`. KVN_PENDING: copy them again, one by
+ * one. */
 static int fail_batch(transfer *t, int status, size_t count, size_t failed, const kvn_failure *failure)
 {
     if (status != KVN_UNSUPPORTED)
@@ -201,7 +201,7 @@ static kvn_columns batch_of(const transfer *t, size_t count)
         .dst = shard->dst + t->at, .src = shard->src + t->at, .nbytes = shard->nbytes + t->at, .count = count};
 }
 
-/* On the stream, or before it returns. batch->count is then what was copied. */
+/* Copies on the stream, or before it returns, and sets batch->count to the number of copied descriptors. */
 static int copy_some(transfer *t, bool blocking, kvn_columns *batch)
 {
     const copy_backend *self = t->self;
@@ -259,7 +259,7 @@ static int copy_batch(transfer *t, unsigned copies)
     return KVN_OK;
 }
 
-/* ---- behind what may never come ---- */
+/* ---- behind an event that may never come ---- */
 
 /* On a stream that cannot be aborted: as much as can be stopped there. */
 static int copy_held(transfer *t)
@@ -367,8 +367,8 @@ static int move(kvn_stream_backend *self, kvn_channel *channel, const kvn_column
         kvn_channel_note_issued(channel);
         return t.is_held && ops_of(&t)->copy_held ? await(&t) : drain(&t, fault);
     }
-    /* What was issued before it may still arrive, unless it is held: then it is given up. If nothing is on the
-     * stream, it was waited for, maybe in vain: then what that wait has confirmed stands. */
+    /* Copies that were issued before the failure may still arrive, unless they are held: those are given up. If
+     * nothing is on the stream, the last wait has confirmed what it could. */
     if (t.issued > 0 && !t.is_held)
         drain(&t, &ignored);
     return status;

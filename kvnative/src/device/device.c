@@ -183,7 +183,7 @@ int kvn_device_memory(const kvn_device *device, size_t *free_nbytes, size_t *tot
 
 /* ---- pinned host memory ---- */
 
-/* Index of the first range that ends beyond `address`; with the mutex held. */
+/* Returns the index of the first range that ends beyond `address`. The caller holds the mutex. */
 static size_t find_pinned(const kvn_device *device, uint64_t address)
 {
     size_t low = 0, high = device->num_pinned;

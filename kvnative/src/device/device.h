@@ -26,9 +26,9 @@ struct kvn_device {
     int32_t id;
     pid_t pid;                /* of the process that opened it: no other may use it */
     void *context;            /* that we work in */
-    void *primary;            /* what threads without a context get; NULL: none */
+    void *primary;            /* the context for threads without one; NULL: none */
     atomic_uint batch_copies; /* kvn_batch_copies: only ever taken away */
-    pthread_mutex_t mutex;    /* guards what follows */
+    pthread_mutex_t mutex;    /* guards the fields below */
     char fallback[256];       /* why not all batch copies are used; "" while they are */
     kvn_pinned *pinned;       /* ascending, disjoint */
     size_t num_pinned;
@@ -39,10 +39,10 @@ int kvn_device_open(const kvn_device_ops *ops, const void *runtime, int32_t id, 
                     kvn_failure *failure);
 /* Call it once nothing is in use. The device is not reset, as other code of the process may use it. */
 void kvn_device_close(kvn_device *device);
-/* KVN_INVALID in a process forked from the one that opened it. */
+/* Returns KVN_INVALID in a forked child of the process that opened the device. */
 int kvn_device_check_process(const kvn_device *device, kvn_failure *failure);
 
-/* As the rows of kvn_device_ops; what follows has them. */
+/* These follow the rows of kvn_device_ops. */
 void kvn_device_begin_calls(const kvn_device *device);
 void kvn_device_end_calls(const kvn_device *device);
 /* Makes the device's context current on this thread; *previous is for kvn_device_leave. */

@@ -30,7 +30,7 @@ typedef struct kvn_event_unit {
 
 struct kvn_events {
     kvn_device *device;
-    pthread_mutex_t mutex; /* guards what follows, and the waiters' nodes */
+    pthread_mutex_t mutex; /* guards the fields below, and the waiters' nodes */
     pthread_cond_t changed;
     pthread_t thread;
     bool started;
@@ -177,7 +177,7 @@ static kvn_gate_waiter *waiter_of(const kvn_node *node)
     return KVN_LISTED(node, kvn_gate_waiter, node);
 }
 
-/* With the mutex held, which it gives up: whether the waiter has left the list. */
+/* Returns true if the waiter has left the list. The caller holds the mutex, which is released meanwhile. */
 static bool look(kvn_events *events, kvn_gate_waiter *waiter)
 {
     kvn_failure why;
@@ -198,7 +198,8 @@ static bool look(kvn_events *events, kvn_gate_waiter *waiter)
     return status != KVN_PENDING;
 }
 
-/* With the mutex held, which it gives up: whether the waiter has left the list, as others keep its order. */
+/* Returns true if the waiter has left the list, because a backend keeps its order now. The caller holds the mutex,
+ * which is released meanwhile. */
 static bool pass(kvn_events *events, kvn_gate_waiter *waiter)
 {
     bool has_passed;
@@ -221,8 +222,8 @@ static bool is_among(const void *const *full, size_t count, const void *room)
     return count > 0;
 }
 
-/* With the mutex held, which it gives up: of each backend the waiters pass, up to the first that finds no room
- * there: those behind it come after it. Again from the first when one has, as others may have come and gone. */
+/* Lets waiters of each backend pass, up to the first that finds no room, since the others come after it. Begins again
+ * when one has passed, as others may have come and gone. The caller holds the mutex, which is released meanwhile. */
 static void pass_on(kvn_events *events)
 {
     const void *full[MAX_FULL];
@@ -243,8 +244,8 @@ static void pass_on(kvn_events *events)
     }
 }
 
-/* With the mutex held, which it gives up: looks at all, again from the first when one is through, as others
- * may have come and gone meanwhile. Whether one was. */
+/* Looks at all waiters, again from the first when one has left, as others may have come and gone. Returns true if one
+ * has left. The caller holds the mutex, which is released meanwhile. */
 static bool look_at_all(kvn_events *events)
 {
     kvn_node *node = kvn_list_first(&events->waiting);
@@ -284,7 +285,7 @@ static void *events_main(void *argument)
     return NULL;
 }
 
-/* With the mutex held. */
+/* The caller holds the mutex. */
 static int start(kvn_events *events, kvn_failure *failure)
 {
     char name[16];
@@ -347,7 +348,7 @@ static int record(kvn_events *events, kvn_stream stream, kvn_event_unit **unit, 
     return status;
 }
 
-/* A stream of ours waits for the event, which is all that it does: what is recorded behind that is the point. */
+/* An own stream waits for the event and does nothing else, so an event that is recorded behind that marks the point. */
 static int follow(kvn_events *events, void *event, kvn_event_unit **unit, kvn_failure *failure)
 {
     const kvn_device *device = events->device;

@@ -39,7 +39,7 @@ void kvn_event_give_back(kvn_event *event);
 kvn_event *kvn_event_of(const kvn_device *device, kvn_gate *gate);
 /* KVN_OK: it was reached; KVN_PENDING; or why it never will be. */
 int kvn_event_query(const kvn_event *event, kvn_failure *failure);
-/* What is issued to `stream` from here on comes after it. */
+/* Lets later work of `stream` come after it. */
 int kvn_event_order(const kvn_event *event, kvn_stream stream, kvn_failure *failure);
 
 #endif

@@ -23,7 +23,7 @@ typedef struct kvn_device kvn_device;
 typedef void *kvn_stream; /* the runtime's handle; NULL is none */
 
 typedef enum kvn_memory_kind {
-    KVN_MEMORY_PAGEABLE, /* of the host; also what the runtime does not know */
+    KVN_MEMORY_PAGEABLE, /* of the host; also memory that the runtime does not know */
     KVN_MEMORY_PINNED,   /* of the host */
     KVN_MEMORY_DEVICE,
     KVN_MEMORY_MANAGED, /* moves between the two by itself */
@@ -40,7 +40,7 @@ typedef struct kvn_memory_place {
 /* The batch copies that work on a device: flags. */
 typedef enum kvn_batch_copies {
     KVN_BATCH_ASYNC = 1 << 0,    /* copy_batch on a stream, between host and device */
-    KVN_BATCH_BLOCKING = 1 << 1, /* copy_batch without one: what pageable memory is better copied with */
+    KVN_BATCH_BLOCKING = 1 << 1, /* copy_batch without a stream: the better way for pageable memory */
     KVN_BATCH_WITHIN = 1 << 2,   /* copy_batch on a stream, within the device */
     KVN_BATCH_PINNED = 1 << 3    /* on a stream of pinned host memory only: other goes by copy_async */
 } kvn_batch_copies;
@@ -65,9 +65,9 @@ static inline uint64_t kvn_most_unstoppable(kvn_direction direction)
 typedef struct kvn_device_ops {
     const char *name;    /* of backends, and in names of threads, so short: "acl" */
     const char *runtime; /* as messages call it: "the Ascend runtime" */
-    int aborted_code;    /* of work whose stream was aborted; 0 where there is no such code */
+    int aborted_code;    /* the code of work whose stream was aborted; 0: none exists */
     uint64_t max_batch;  /* descriptors of one copy_batch */
-    bool can_abort;      /* abort_stream stops all work, also what waits for an event; else see copy_held */
+    bool can_abort;      /* abort_stream stops all work, even behind an event; else see copy_held */
     unsigned max_batches; /* calls of copy_batch on a stream, until it was waited for; 0: any number */
     kvn_copy_costs host_costs; /* of copies from and to the host */
     kvn_copy_costs within_costs;
@@ -89,17 +89,17 @@ typedef struct kvn_device_ops {
      * current that had none before a call of ours: others go on in them; NULL: none again. On return either
      * may be current. It may set the device's `state`. */
     int (*open_context)(kvn_device *device, void **context, void **primary, kvn_failure *failure);
-    /* What was made in it is gone. */
+    /* Call it when no object of the context is left. */
     void (*close_context)(kvn_device *device, void *context);
     /* The context that is current on this thread; NULL when there is none, which is not a failure. */
     void *(*get_context)(const kvn_device *device);
-    /* NULL where get_context has said so, of a kind that leaves *primary NULL. */
+    /* The context may be NULL if get_context has returned NULL, for kinds that leave *primary NULL. */
     int (*set_context)(const kvn_device *device, void *context, kvn_failure *failure);
     /* The context that a stream of the program is in; *context is preset to the primary one, or else to that we
      * work in. NULL: always that. */
     int (*context_of)(const kvn_device *device, kvn_stream stream, void **context, kvn_failure *failure);
-    /* Around calls on a thread of the program's, and at the beginning of one of ours: what a thread has to say
-     * first, where others of the program restrict what it may call. They nest. NULL: nothing. */
+    /* Called around calls on a thread of the program, and at the beginning of an own thread, where threads of the
+     * program can restrict the calls of others. They nest. NULL: not needed. */
     void (*begin_calls)(const kvn_device *device);
     void (*end_calls)(const kvn_device *device);
 
@@ -111,11 +111,11 @@ typedef struct kvn_device_ops {
     /* Pinned host memory. */
     int (*allocate_host)(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure);
     int (*free_host)(const kvn_device *device, void *address, kvn_failure *failure);
-    /* Pins memory of the host that is allocated already; `address` is that of a page. */
+    /* Pins allocated host memory; a page begins at `address`. */
     int (*pin)(const kvn_device *device, void *address, uint64_t nbytes, kvn_failure *failure);
     /* KVN_OK also if other code has unpinned the memory. */
     int (*unpin)(const kvn_device *device, void *address, kvn_failure *failure);
-    /* *out is preset to pageable memory, which stands for what the runtime does not know: KVN_OK. */
+    /* *out is preset to pageable memory, which is the answer for memory that the runtime does not know: KVN_OK. */
     int (*locate)(const kvn_device *device, uint64_t address, kvn_memory_place *out, kvn_failure *failure);
     /* Copies, and waits: KVN_HOST_TO_DEVICE or KVN_DEVICE_TO_HOST, any host memory. */
     int (*copy)(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
@@ -151,11 +151,11 @@ typedef struct kvn_device_ops {
     int (*record_event)(const kvn_device *device, void *event, kvn_stream stream, kvn_failure *failure);
     /* Refuses an event of the program that was recorded on such a stream. NULL: there are none. */
     int (*check_event)(const kvn_device *device, void *event, kvn_failure *failure);
-    /* What comes onto the stream from here on waits for what the event, ours or the program's, was last recorded for. That
-     * is settled when this returns: the event may be recorded again, or destroyed. The stream, and what is
+    /* What comes onto the stream from here on waits for what the event, ours or the program's, was last recorded for.
+     * That is settled when this returns: the event may be recorded again, or destroyed. The stream, and what is
      * refused, as of record_event. */
     int (*wait_event)(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure);
-    /* KVN_OK: what it was last recorded for is done. KVN_PENDING. Never waits. */
+    /* Returns KVN_OK once the work before its last recording is done, or KVN_PENDING. Never waits. */
     int (*query_event)(const kvn_device *device, void *event, kvn_failure *failure);
 
     /* ---- copies of backends: KVN_HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE ---- */
@@ -163,8 +163,8 @@ typedef struct kvn_device_ops {
     /* Issues one copy. Of pageable memory it may be done on return. */
     int (*copy_async)(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
                       uint64_t nbytes, kvn_stream stream, kvn_failure *failure);
-    /* Which kvn_batch_copies the runtime has. Where it lacks those that are fastest `why` is a sentence; preset
-     * to "". */
+    /* Returns the kvn_batch_copies of the runtime. If it lacks the fastest ones, `why` (preset to "") gets a
+     * sentence. */
     unsigned (*batch_copies)(const kvn_device *device, char *why, size_t room);
     /* Copies 1 to max_batch descriptors, on the stream; or, where that is NULL, before it returns. It may take
      * fewer than it is given, at least one: then batch->count is how many. Only dst, src, nbytes and count are set.
@@ -179,7 +179,7 @@ typedef struct kvn_device_ops {
      * has to wait for the event. NULL: nothing is, or `can_abort`, and then all is. */
     int (*copy_held)(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                      size_t *failed, kvn_failure *failure);
-    /* Whether abort_stream would stop all that is on the stream now. NULL: it does, as it `can_abort`. */
+    /* Returns true if abort_stream would stop all work on the stream now. NULL: it does, since it `can_abort`. */
     bool (*can_stop)(const kvn_device *device, kvn_stream stream);
 } kvn_device_ops;
 

@@ -20,14 +20,14 @@ static kvn_stream_backend *stream_backend(const kvn_backend *self)
 
 /* ---- a shard ---- */
 
-/* True if the failure is that of an aborted stream. */
+/* Returns true if the failure is that of an aborted stream. */
 static bool is_aborted(const kvn_channel *channel, const kvn_channel_fault *fault)
 {
     return fault->why.code != 0 &&
            fault->why.code == kvn_channel_device(channel)->ops->aborted_code;
 }
 
-/* On the channel's thread: what it puts on the stream from here on waits for that. */
+/* Lets later work on the stream wait for the event. Called on the channel's thread. */
 static int order(kvn_channel *channel, const kvn_columns *columns, kvn_channel_fault *fault)
 {
     const kvn_event *event = kvn_event_of(kvn_channel_device(channel), columns->after);
@@ -52,7 +52,7 @@ static void run(kvn_channel_job *job, kvn_channel *channel)
         status = request->self->move(request->self, channel, &it->columns, &request->stop,
                                      &fault);
         if (kvn_channel_settle(channel)) {
-            fault.confirmed = 0; /* what was issued may be dropped, whatever a wait has said */
+            fault.confirmed = 0; /* issued work may be dropped, even if a wait has succeeded */
             if (status == KVN_OK || is_aborted(channel, &fault)) {
                 kvn_channel_fault_begin(&fault);
                 status = KVN_CANCELLED;
@@ -71,7 +71,7 @@ static void run(kvn_channel_job *job, kvn_channel *channel)
     kvn_stream_shard_settle(it, status, &fault);
 }
 
-/* ---- streams for what comes after something ---- */
+/* ---- streams for batches with a gate ---- */
 
 /* A channel on which such a batch stands behind no other, taken for it. KVN_PENDING: there is none now. */
 static int take_ordered(kvn_stream_backend *self, unsigned *out, kvn_failure *failure)
@@ -108,7 +108,8 @@ static int make_current(const kvn_device *device, void *context, kvn_failure *fa
                                                        : device->ops->set_context(device, context, failure);
 }
 
-/* Behind each shard by one event of our context, as a wait keeps what it has met; the stream is one of `theirs`. */
+/* Lets a stream of `theirs` wait for each shard, by one event of the own context: a wait keeps the recording that it
+ * met. */
 static int order_stream(kvn_request *request, kvn_stream stream, void *theirs, kvn_failure *failure)
 {
     const kvn_device *device = kvn_channel_device(request->shards[0].channel);
@@ -198,8 +199,8 @@ static void choose_channels(kvn_request *request)
         request->shards[i].channel = self->channels[(best + i) % self->num_channels];
 }
 
-/* Cuts the batch at descriptors, into shards of about equal cost, at most `wanted`, and gives them to the
- * channels, beginning with the one that has least to do; or whole to `only`. */
+/* Cuts the batch between descriptors into at most `wanted` shards of about equal cost, and gives them to the channels,
+ * the least busy first; or gives it whole to `only`. */
 static void begin(kvn_request *request, const kvn_columns *batch, uint64_t cost, unsigned wanted,
                   kvn_channel *only)
 {

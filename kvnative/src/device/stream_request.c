@@ -13,7 +13,7 @@
 #define SPIN_NS 20000
 /* How long an abort lets the channels' threads find out themselves; they look every 10 ms. */
 #define PATIENCE_NS 25000000
-/* How often a batch's end is asked: so long it keeps its owner from what it has announced. */
+/* How often the end of a batch is polled. For so long an owner may wait for an announcement that has ended. */
 #define LOOK_MS 5
 #define LOOK_NS (LOOK_MS * 1000000)
 
@@ -122,9 +122,9 @@ void kvn_stream_request_fail_others(kvn_request *request)
     drop_queued(request);
 }
 
-/* ---- what it comes after ---- */
+/* ---- gates ---- */
 
-/* A request at the gate of what it comes after. */
+/* A request that waits at its gate. */
 typedef struct held {
     kvn_gate_waiter waiter;
     kvn_request *request;
@@ -171,7 +171,7 @@ static kvn_request *request_of(const kvn_columns *columns)
     return ((const kvn_stream_shard *)shard)->request;
 }
 
-/* Whether its end is asked while it is on its way. */
+/* Returns true if its end is polled while it is in flight. */
 static bool has_look(const kvn_request *request) { return request->end && request->end->look; }
 
 int kvn_stream_request_look(const kvn_columns *columns, kvn_failure *why)
@@ -306,7 +306,7 @@ int kvn_stream_request_abort(kvn_backend *self, kvn_request *request, int why, k
         pthread_cond_broadcast(&request->changed);
     }
     pthread_mutex_unlock(&request->mutex);
-    /* Shards behind those of another request would else be dropped only when they begin. */
+    /* Otherwise shards behind those of another request would be dropped only when they begin. */
     drop_queued(request);
     /* Again and again: a thread may have looked just before, and begun to wait just after. */
     while (kvn_stream_request_wait(self, request, kvn_now_ns() + PATIENCE_NS, report) == KVN_PENDING)

@@ -7,7 +7,7 @@
 #include "device/channel.h"
 #include "kvnative/backend.h"
 
-/* What one channel moves of a request. */
+/* The part of a request that one channel moves. */
 typedef struct kvn_stream_shard {
     kvn_channel_job job; /* first: the channel's thread gets it as that */
     kvn_request *request;
@@ -23,12 +23,12 @@ struct kvn_request {
     pthread_cond_t changed;
     atomic_int stop;        /* running shards look at it */
     atomic_bool finished;   /* read without the mutex by poll; `report` is stable then */
-    atomic_bool is_held;    /* what it comes after has not come, as far as is known */
+    atomic_bool is_held;    /* its gate was not seen open yet */
     atomic_uint_fast64_t moved;
     uint64_t count;
     uint64_t total;
     kvn_batch_end *end; /* NULL: none */
-    atomic_int_fast64_t looked_ns; /* when it was asked last; changed with the mutex */
+    atomic_int_fast64_t looked_ns; /* time of the last poll; guarded by the mutex */
     int why;       /* why it was given up; KVN_OK while it was not */
     bool failing;  /* a shard has failed: no further one begins */
     unsigned open; /* shards without an outcome */
@@ -42,13 +42,13 @@ struct kvn_request {
 /* For at most `shards` shards, without any yet; NULL without memory. */
 kvn_request *kvn_stream_request_create(struct kvn_stream_backend *self, const kvn_columns *batch, uint64_t total,
                                        unsigned shards);
-/* With the mutex, or before it has a shard: there is an outcome. */
+/* Sets the outcome. The caller holds the mutex, or the request has no shard yet. */
 void kvn_stream_request_finish(kvn_request *request);
 /* A shard is over. `fault` says how much of it has arrived where `status` is not KVN_OK. */
 void kvn_stream_shard_settle(kvn_stream_shard *it, int status, kvn_channel_fault *fault);
-/* Whether to begin no further shard. */
+/* Returns true if no further shard may begin. */
 bool kvn_stream_request_is_given_up(kvn_request *request);
-/* A shard has failed: those that have not begun are dropped. */
+/* After a failed shard: shards that have not begun are dropped. */
 void kvn_stream_request_fail_others(kvn_request *request);
 /* In `move` of a backend, before what could not be stopped on the stream: waits for what the shard, which is the one
  * that it was given, comes after, and then for all that was issued. KVN_CANCELLED when *stop was set, or why it

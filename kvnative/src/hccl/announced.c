@@ -1,5 +1,5 @@
-/* Puts with leases, which a ticket in the memory of the writer's device announces (core/announce.h). What is large
- * goes in rounds, each with a ticket and a check of its own. */
+/* Puts with leases, which a ticket in the memory of the writer's device announces (core/announce.h). Large transfers go
+ * in rounds, each with its own ticket and check. */
 #include <inttypes.h>
 
 #include "core/announce.h"

@@ -15,7 +15,7 @@ struct kvn_communicator {
     aclrtEvent events[2];
     pthread_mutex_t cancel_mutex; /* of its own: who cancels does not wait for a call of HCCL */
     char cancel_message[256];
-    pthread_mutex_t mutex; /* guards what follows, and HCCL's calls for the connection */
+    pthread_mutex_t mutex; /* guards the fields below, and HCCL's calls for the connection */
     pthread_cond_t changed; /* the state, or `transfers` */
     _Atomic(kvn_communicator_state) state; /* read without it, too: a call of HCCL may take long */
     bool closing;       /* no transfer begins any more */
@@ -135,7 +135,7 @@ void kvn_communicator_destroy(kvn_communicator *self)
         release(self);
 }
 
-/* ---- the life of a connection; with the mutex held ---- */
+/* ---- the life of a connection; the caller holds the mutex ---- */
 
 static const char *state_text(kvn_communicator_state state)
 {

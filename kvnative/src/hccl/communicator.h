@@ -52,7 +52,7 @@ void kvn_communicator_cancel(kvn_communicator *self, const char *message);
 
 /* Does not wait. */
 kvn_communicator_state kvn_communicator_state_of(kvn_communicator *self);
-/* Whether an operation failed in HCCL or was stopped. */
+/* Returns true if an operation failed in HCCL or was stopped. */
 bool kvn_communicator_is_disturbed(const kvn_communicator *self);
 /* The asynchronous error of HCCL and its text for messages; 0 if there is none, or if HCCL does not tell. */
 kvn_hccl_result kvn_communicator_async_error(kvn_communicator *self, char *text, size_t room);

@@ -1,10 +1,18 @@
-/* Holds the handle of a communicator, the regions bound to it, and those of the peer that it may reach. */
+/* Holds the handle of a communicator, its bound regions, and the regions of the peer that it may reach. */
 #include "hccl/connection.h"
 
 #include <errno.h>
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
+#include <time.h>
+
+#define RETRIES 5
+#define FIRST_PAUSE_MS 20
+/* The least that HCCL takes. One-sided operations use no buffer, and with the default of 200 each link takes 400 MB of
+ * the device's memory. */
+#define BUFFER_MB 2
 
 int kvn_connection_init(kvn_connection *self, kvn_hccl *hccl, const kvn_device *device,
                         uint32_t remote_rank, const char *name, kvn_failure *failure)
@@ -29,6 +37,33 @@ void kvn_connection_free(kvn_connection *self)
     free(self->remote);
 }
 
+/* Where processes of a node make communicators at one time, the call fails for some of them. What was refused for its
+ * arguments, or for want of memory, is refused again. */
+static bool is_momentary(kvn_hccl_result result)
+{
+    switch (result) {
+    case KVN_HCCL_SUCCESS:
+    case KVN_HCCL_E_PARA:
+    case KVN_HCCL_E_PTR:
+    case KVN_HCCL_E_NOT_SUPPORT:
+    case KVN_HCCL_E_OOM: return false;
+    default: return true;
+    }
+}
+
+/* Between half and all of a time that doubles, so that those that met do not meet again. */
+static void pause_before(int retry)
+{
+    const uint32_t most_us = (UINT32_C(1000) * FIRST_PAUSE_MS) << retry;
+    uint32_t chance = 0;
+    uint64_t ns;
+
+    if (getrandom(&chance, sizeof chance, GRND_NONBLOCK) != sizeof chance)
+        chance = 0;
+    ns = UINT64_C(1000) * (most_us / 2 + chance % (most_us / 2));
+    nanosleep(&(struct timespec){.tv_sec = (time_t)(ns / 1000000000), .tv_nsec = (long)(ns % 1000000000)}, NULL);
+}
+
 int kvn_connection_open(kvn_connection *self, const kvn_communicator_options *options,
                         kvn_failure *failure)
 {
@@ -36,7 +71,7 @@ int kvn_connection_open(kvn_connection *self, const kvn_communicator_options *op
         .size = sizeof config,
         .magic = KVN_HCCL_CONFIG_MAGIC,
         .version = KVN_HCCL_CONFIG_VERSION,
-        .buffer_mb = 200, /* the vendor's default; one-sided operations do not use it */
+        .buffer_mb = BUFFER_MB,
         .traffic_class = options->traffic_class,
         .service_level = options->service_level,
     };
@@ -45,9 +80,14 @@ int kvn_connection_open(kvn_connection *self, const kvn_communicator_options *op
     memcpy(config.name, self->name, sizeof config.name);
     if (kvn_device_enter(self->device, &previous, failure) != KVN_OK)
         return failure->status;
-    pthread_mutex_lock(&self->hccl->init);
-    result = self->hccl->calls.init(options->rank_table, options->rank, &config, &self->comm);
-    pthread_mutex_unlock(&self->hccl->init);
+    for (int retry = 0;; retry++) {
+        pthread_mutex_lock(&self->hccl->init);
+        result = self->hccl->calls.init(options->rank_table, options->rank, &config, &self->comm);
+        pthread_mutex_unlock(&self->hccl->init);
+        if (retry == RETRIES || !is_momentary(result))
+            break;
+        pause_before(retry);
+    }
     if (result != KVN_HCCL_SUCCESS) {
         self->comm = NULL;
         kvn_hccl_fail(self->hccl, "HcclCommInitClusterInfoMemConfig", result, failure);

@@ -31,7 +31,7 @@ typedef struct kvn_connection {
     kvn_bound *bound; /* KVN_HCCL_MAX_REGIONS have room */
     size_t num_bound;
     size_t last_hit; /* the region that held the latest address looked up */
-    /* The peer's regions, where they are exchanged by hand; those that are enabled. */
+    /* The regions of the peer that are enabled, if they are exchanged by hand. */
     kvn_hccl_mem_desc *remote;
     uint32_t num_remote;
 } kvn_connection;

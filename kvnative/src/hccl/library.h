@@ -51,7 +51,7 @@ typedef struct kvn_hccl {
     pthread_mutex_t init; /* HCCL cannot make two communicators at the same time */
     pthread_mutex_t registry; /* guards the list below and how often each region is bound */
     kvn_region *regions;  /* those that are not closed */
-    pthread_mutex_t words_mutex; /* taken before `registry`; guards what follows */
+    pthread_mutex_t words_mutex; /* taken before `registry`; guards the fields below */
     struct kvn_words_page *words; /* see words.h */
 } kvn_hccl;
 

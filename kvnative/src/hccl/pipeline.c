@@ -7,7 +7,7 @@
 
 #include "hccl/transfer.h"
 
-/* Fragments begin on such boundaries of a slot: what the device's copies like best. */
+/* Fragments begin on these boundaries of a slot, which are fastest for the device's copies. */
 #define ALIGNMENT 64
 #define SLICE_MS 10
 
@@ -193,8 +193,8 @@ static int wait_for_copies(pipeline *p)
     }
 }
 
-/* Errors of a stream show only where that one is waited for. Copies first when putting: the
- * operations wait for them, and would wait for ever for one that failed. */
+/* Errors of a stream show only when that stream is waited for. For puts wait for the copies first: the operations wait
+ * for them, and would never end after a failed copy. */
 static int finish(pipeline *p)
 {
     kvn_transfer_context *t = p->t;

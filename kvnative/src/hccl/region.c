@@ -4,7 +4,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-/* What HCCL takes in one registration. */
+/* Maximum of one registration of HCCL. */
 #define MAX_DEVICE_NBYTES (UINT64_C(64) << 30)
 #define MAX_HOST_NBYTES (UINT64_C(1) << 40)
 
@@ -87,7 +87,7 @@ static int check_total(const kvn_region *region, kvn_failure *failure)
                     most >> 30, *hccl->driver ? hccl->driver : "of unknown version");
 }
 
-/* Into the list, unless there is no room for it. */
+/* Adds an entry to the list, if there is room. */
 static int enlist(kvn_region *region, kvn_failure *failure)
 {
     int status;
@@ -174,7 +174,7 @@ int kvn_region_close(kvn_region *region, kvn_failure *failure)
                           " communicator(s)",
                           region->address, region->address + region->nbytes, region->num_bound);
     } else if (region->is_open) {
-        /* With the mutex held, so that a new registration of the range finds it deregistered. */
+        /* Holds the mutex, so that a new registration of the range finds it deregistered. */
         if (region->handle)
             status = deregister(region, failure);
         take_out(region);

@@ -14,7 +14,7 @@ struct kvn_region {
     uint64_t nbytes;
     bool on_device;
     void *handle;        /* HCCL's; NULL where communicators register */
-    uint32_t num_bound;  /* communicators; under hccl->registry, as what follows */
+    uint32_t num_bound;  /* communicators; guarded by hccl->registry, like the fields below */
     bool is_open;
     kvn_region *next;    /* in hccl->regions */
 };

@@ -8,7 +8,7 @@
 
 #include "core/thread.h"
 
-/* Time between two checks of a waiting thread whether to stop. */
+/* Time between two checks of a waiting thread if it must stop. */
 #define MS_PER_SLICE 10
 #define NS_PER_SLICE (MS_PER_SLICE * INT64_C(1000000))
 
@@ -19,7 +19,7 @@
 static void stop(const kvn_device *device, kvn_stream stream)
 {
     const kvn_device_ops *ops = device->ops;
-    kvn_failure ignored; /* what led here is the error to report */
+    kvn_failure ignored; /* the error that led here is reported instead */
     bool aborted, destroyed;
     do {
         aborted = ops->abort_stream(device, stream, &ignored) == KVN_OK;
@@ -171,7 +171,7 @@ static kvn_buffer_set *find_free(kvn_staging *staging)
     return NULL;
 }
 
-/* With the mutex held. */
+/* The caller holds the mutex. */
 static int wait_for_set(kvn_staging *staging, const kvn_halt *halt, kvn_buffer_set **out,
                         kvn_failure *failure)
 {

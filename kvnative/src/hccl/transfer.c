@@ -1,4 +1,4 @@
-/* Issues one-sided operations for a shard, checks guards, and stops what was given up. */
+/* Issues one-sided operations for a shard, checks guards, and stops operations that were given up. */
 #include "hccl/transfer.h"
 
 #include <errno.h>
@@ -14,7 +14,7 @@
  * holds a few thousand; a thread that issues more blocks inside HCCL, out of reach of an abort. */
 #define PACE 1024
 
-/* ---- what to move ---- */
+/* ---- operations ---- */
 
 static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
@@ -47,7 +47,7 @@ uint32_t kvn_transfer_gather(const kvn_transfer_context *t, kvn_cursor *at, uint
     return count;
 }
 
-/* ---- calls, and what they come to ---- */
+/* ---- calls and their results ---- */
 
 /* Puts "descriptors a to b: " in front of the message. */
 static void name_descriptors(kvn_transfer_context *t, const kvn_fragment *fragments, uint32_t count)
@@ -85,8 +85,8 @@ int kvn_transfer_fail(kvn_transfer_context *t, const char *call, aclError code)
 
 /* ---- waiting ---- */
 
-/* After an abort, or an error, which stops the stream too: operations may go on though their stream is empty, and touch memory that is others' as soon
- * as this transfer is over. */
+/* After an abort, or an error, which stops the stream too: operations may go on though their stream is empty, and touch
+ * memory that is others' as soon as this transfer is over. */
 static void let_unfold(kvn_transfer_context *t)
 {
     const uint32_t ms = kvn_communicator_unfold_ms(t->communicator);
@@ -193,7 +193,7 @@ static int compare_guards(kvn_transfer_context *t)
             continue;
         kvn_channel_fault_begin(t->fault);
         if (i >= first_lease)
-            return kvn_fail(&t->fault->why, KVN_UNMAPPED, 0, "%s was released by the peer, or has expired",
+            return kvn_fail(&t->fault->why, KVN_UNMAPPED, 0, "%s was released or moved by the peer, or has expired",
                             transfer->lease_names[i - first_lease].text);
         return kvn_fail(&t->fault->why, KVN_UNMAPPED, 0,
                         "the peer has deregistered the memory meanwhile (guard %" PRIu32
@@ -264,7 +264,7 @@ static int move_directly(kvn_transfer_context *t)
 
 /* ---- the end of a transfer that failed ---- */
 
-/* Appends what HCCL itself thinks to the message. Its result. */
+/* Appends HCCL's own error to the message, and returns it. */
 static kvn_hccl_result ask_hccl(kvn_transfer_context *t)
 {
     char *message = t->fault->why.message, text[200];
@@ -392,7 +392,7 @@ static void destroy(kvn_backend *base)
     free(self);
 }
 
-/* One allocation for both columns. False: no memory; what is there is left to free. */
+/* Makes one allocation for both columns. Returns false if memory is short; the old one is left to free. */
 static bool copy_guards(kvn_transfer *self, const kvn_transfer_options *options)
 {
     const uint32_t count = options->num_guards;

@@ -20,14 +20,14 @@ typedef struct kvn_tickets {
     atomic_uint num_announced;
 } kvn_tickets;
 
-/* What messages call a lease. */
+/* The name of a lease in messages. */
 typedef struct kvn_lease_name {
     char text[128];
 } kvn_lease_name;
 
 typedef struct kvn_transfer_options {
     kvn_direction direction; /* KVN_PEER_GET or KVN_PEER_PUT */
-    /* Remote words, and what they must hold after the data was moved; copied. At most KVN_MAX_GUARDS. */
+    /* Remote words, and the values that they must have after the data was moved; copied. At most KVN_MAX_GUARDS. */
     const uint64_t *guard_addresses;
     const uint64_t *guard_words;
     uint32_t num_guards;
@@ -45,7 +45,7 @@ kvn_backend *kvn_transfer_create(kvn_communicator *communicator,
 
 /* ---- one shard on its way ---- */
 
-/* For kvn_channel_synchronize: whether to stop now. */
+/* For kvn_channel_synchronize: returns true to stop now. */
 static const atomic_int KVN_ALWAYS = 1;
 
 typedef struct kvn_transfer {
@@ -94,8 +94,8 @@ int kvn_transfer_issue(kvn_transfer_context *t, kvn_one_sided *rows, const kvn_f
                       uint32_t count);
 /* A call of ACL itself failed. */
 int kvn_transfer_fail(kvn_transfer_context *t, const char *call, aclError code);
-/* Blocks until the event has happened. Meanwhile looks whether the transfer was halted, and whether
- * the communicator's stream or `other` (NULL: none) has failed, on which the event may wait. */
+/* Blocks until the event has happened. Meanwhile checks if the transfer was halted, or if the communicator's stream or
+ * `other` (NULL: none) has failed, for which the event may wait. */
 int kvn_transfer_wait_event(kvn_transfer_context *t, aclrtEvent event, kvn_stream other);
 /* Blocks until all on the communicator's stream is through. KVN_CANCELLED when halted: the stream was
  * aborted. No byte moves on return, whatever it is. */

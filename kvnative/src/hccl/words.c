@@ -6,7 +6,7 @@
 
 #include "device/device.h"
 
-/* What HCCS can share: a huge page. */
+/* The unit that HCCS can share: a huge page. */
 #define PAGE_NBYTES (UINT64_C(2) << 20)
 #define SEAT_NBYTES (KVN_MAX_GUARDS * sizeof(uint64_t))
 #define ALL_TAKEN UINT64_MAX

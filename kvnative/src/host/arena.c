@@ -1,4 +1,4 @@
-/* Creates sealed memory files, and maps those of other processes. */
+/* Creates sealed memory files, and maps memory files of other processes. */
 #include "host/arena.h"
 
 #include <errno.h>
@@ -32,8 +32,8 @@ static int status_of(int error)
     }
 }
 
-/* Where `nbytes` of address space are free, at a multiple of a huge page: what a file has at such an
- * offset can then be mapped as one. It is reserved by a mapping. NULL: errno says why. */
+/* Reserves `nbytes` of address space at a multiple of a huge page, so that a file can be mapped there in huge pages.
+ * NULL: errno says why. */
 static char *reserve(uint64_t nbytes)
 {
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
@@ -60,7 +60,7 @@ static int map(kvn_arena *arena, kvn_failure *failure)
     arena->address = mmap(reserved, arena->nbytes, protection,
                           MAP_SHARED | (hugetlb ? 0 : MAP_NORESERVE) | (reserved ? MAP_FIXED : 0),
                           arena->fd, 0);
-    /* What was reserved stays so then: it may be another thread's mapping by now. */
+    /* Keep the reservation: its addresses may be another thread's mapping by now. */
     if (arena->address == MAP_FAILED) {
         arena->address = NULL;
         return kvn_fail(failure, status_of(errno), errno,
@@ -126,13 +126,13 @@ int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena
                  map(out, failure) != KVN_OK ||
                  (node >= 0 && kvn_pages_prefer_node(out->address, out->nbytes, (unsigned)node,
                                                      failure) != KVN_OK);
-    /* Before a peer maps it: a page that is missing then, of those that are reserved, is a SIGBUS. */
+    /* Populate before a peer maps it: a missing reserved page would raise SIGBUS there. */
     if (pages == KVN_PAGES_HUGETLB &&
         ((failed && failure->code == ENOMEM) ||
          (!failed && madvise(out->address, out->nbytes, MADV_POPULATE_WRITE) != 0)))
         failed = too_few_reserved(out, page, failure) != KVN_OK;
-    /* After the mapping, since this seal refuses later ones. Kernels before 5.1 lack it; there the
-     * peers' good manners must do, as they map what they only read read-only. */
+    /* Seal after mapping, since the seal refuses later writable mappings. Kernels before 5.1 lack it; there only the
+     * peers themselves map read-only what they do not write. */
     if (!failed && exclusive)
         (void)fcntl(out->fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
     if (!failed && fcntl(out->fd, F_ADD_SEALS, FIXED_SIZE) != 0) {
@@ -146,7 +146,7 @@ int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena
     return failure->status;
 }
 
-/* NULL, or what about this file is not as the peer said. */
+/* Returns NULL, or the property in which the file differs from the peer's description. */
 static const char *mismatch(int fd, uint64_t inode, uint64_t nbytes, kvn_arena *out)
 {
     struct stat facts;
@@ -160,7 +160,7 @@ static const char *mismatch(int fd, uint64_t inode, uint64_t nbytes, kvn_arena *
         return "it is another file now (the inode differs)";
     if ((uint64_t)facts.st_size != nbytes)
         return "its size differs";
-    /* None is reserved for us, and one that is missing is a SIGBUS. */
+    /* This process has no reserved pages, and a missing page would raise SIGBUS. */
     if (hugetlb && (uint64_t)facts.st_blocks * 512 < nbytes)
         return "some of its huge pages are missing";
     out->device = facts.st_dev;
@@ -174,7 +174,7 @@ int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writa
     char path[64];
     *out = (kvn_arena){.nbytes = nbytes, .inode = inode, .fd = -1, .writable = writable};
     snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, fd);
-    /* Looked at before it is opened: what the number names may be a pipe or a device by now. */
+    /* Check before opening: the descriptor's number may name a pipe or a device by now. */
     const int looked_at = open(path, O_PATH | O_CLOEXEC);
     if (looked_at < 0)
         return kvn_fail(failure, status_of(errno), errno, "%s cannot be opened: %s", path,

@@ -11,7 +11,7 @@
 typedef enum kvn_arena_pages {
     KVN_PAGES_AUTO,   /* huge ones where it is populated, or the system says so */
     KVN_PAGES_SMALL,
-    KVN_PAGES_HUGETLB /* of those that the administrator has reserved; all present from the start */
+    KVN_PAGES_HUGETLB /* pages that the administrator has reserved; all present from the start */
 } kvn_arena_pages;
 
 typedef struct kvn_arena {

@@ -124,8 +124,8 @@ int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t gene
     if (slot >= table->num_slots || generation % 2 == 0 ||
         !atomic_compare_exchange_strong(&slots_of(table)[slot], &expected, generation + 1))
         return not_registered(slot, generation, failure);
-    /* What the owner writes to the range from here on is ordered after the new generation, so a peer that read
-     * any of it also sees that; and so are its looks at the tickets of writers (writers.h). */
+    /* Later writes of the owner to the range, and its reads of writers' tickets (writers.h), are ordered after the new
+     * generation. So a peer that has read such a byte also sees the new generation. */
     atomic_thread_fence(memory_order_seq_cst);
     return KVN_OK;
 }
@@ -141,8 +141,8 @@ static bool has_expired(const kvn_generations *table, uint64_t slot)
 uint64_t kvn_generations_first_stale(const kvn_generations *table, const kvn_word *words,
                                      uint64_t count)
 {
-    /* The transfer's reads, or the ticket of its writes, come before the look here. What comes after the look is
-     * kept there by the acquires. */
+    /* The reads of the transfer, or the ticket of its writes, are ordered before this check, and the acquires keep
+     * later accesses after it. */
     atomic_thread_fence(memory_order_seq_cst);
     for (uint64_t i = 0; i < count; i++) {
         const kvn_word *it = &words[i];

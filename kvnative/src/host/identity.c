@@ -1,4 +1,4 @@
-/* Reads from /proc when processes started and what they have mapped. */
+/* Reads the start times and mappings of processes from /proc. */
 #include "host/identity.h"
 
 #include <errno.h>

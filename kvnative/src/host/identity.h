@@ -11,8 +11,8 @@ kvn_identity kvn_identity_of(int pid);
 int kvn_identity_pid(kvn_identity process);
 /* True also if that cannot be found out. */
 bool kvn_identity_lives(kvn_identity process);
-/* True if a process has the file with this inode mapped, or if that cannot be found out. One that has executed
- * another program has not. */
+/* Returns true if a process has the file with this inode mapped, or if that is unknown. After executing another program
+ * it has not. */
 bool kvn_process_has_mapped(int pid, uint64_t inode);
 
 #endif

@@ -1,4 +1,4 @@
-/* Cuts a batch into pieces, and keeps the outcome of those that were moved. */
+/* Cuts a batch into pieces, and keeps the outcomes of moved pieces. */
 #include "host/job.h"
 
 #include <string.h>
@@ -23,7 +23,7 @@ void kvn_job_start(kvn_job *job, uint64_t total)
     job->report.status = KVN_OK;
 }
 
-/* Half of a fair share of what is left: large at first, small at the end. */
+/* A piece is half of a fair share of the rest: large at first, small at the end. */
 static uint64_t piece_target(const kvn_job *job, unsigned threads)
 {
     uint64_t target = job->unclaimed / (2 * (uint64_t)threads);

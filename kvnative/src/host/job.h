@@ -1,5 +1,4 @@
-/* A job: one batch and how it is moved, piece by piece. Here is what a job does without threads;
- * pool.h runs jobs on several. */
+/* A job: one batch, moved piece by piece. This file has the parts without threads; pool.h runs jobs on several. */
 #ifndef KVNATIVE_HOST_JOB_H
 #define KVNATIVE_HOST_JOB_H
 
@@ -11,7 +10,7 @@
 #include "core/list.h"
 #include "kvnative/backend.h"
 
-/* Bytes. Also what an abort waits for: the piece that each thread is moving. */
+/* Bytes of a piece. An abort waits for the piece that each thread is moving. */
 #define KVN_PIECE_MIN (64u << 10)
 #define KVN_PIECE_TUNED 0 /* as the pool is tuned */
 
@@ -24,7 +23,7 @@ typedef struct kvn_piece {
     uint64_t last;
     uint64_t skip;
     uint64_t nbytes;
-    uint64_t batch_nbytes; /* of the whole batch: what passes through the caches in all */
+    uint64_t batch_nbytes; /* bytes of the whole batch, which pass through the caches */
 } kvn_piece;
 
 /* Why a piece stopped: descriptors [first, failed) of it are moved, [failed, last) are not. */
@@ -45,8 +44,8 @@ typedef struct kvn_piece_limits {
     uint64_t nbytes;      /* at least KVN_PIECE_MIN, or KVN_PIECE_TUNED */
 } kvn_piece_limits;
 
-/* What is being moved. Embed it in a request; it must stay in place until released. The fields are
- * pool.c's, under the pool's mutex unless said otherwise. */
+/* A job in a pool. Embed it in a request; it must stay in place until released. The fields belong to pool.c, and the
+ * pool's mutex guards them unless a comment says otherwise. */
 typedef struct kvn_job {
     kvn_columns batch;
     kvn_move move;
@@ -61,7 +60,7 @@ typedef struct kvn_job {
     uint64_t total;            /* bytes */
     uint32_t in_motion;        /* pieces claimed and not yet back */
     uint32_t waiters;          /* threads that sleep until it changes */
-    uint32_t called;           /* of them, those that were told of a free place and have not come */
+    uint32_t called;           /* of these, threads that were woken for a free place and have not come yet */
     atomic_bool finished;        /* read without the mutex by poll: release and acquire, for `report` */
     atomic_uint_fast64_t moved;  /* bytes; read without the mutex by poll: relaxed, a count only */
     kvn_report report;           /* the outcome; stable once finished */
@@ -89,9 +88,9 @@ static inline bool kvn_job_is_finished(const kvn_job *job)
 void kvn_job_claim(kvn_job *job, unsigned threads, kvn_piece *piece);
 /* Calls the mover; without the mutex. */
 int kvn_job_move(kvn_job *job, const kvn_piece *piece, kvn_fault *fault);
-/* The piece failed: notes it, and abandons what is unclaimed. */
+/* Notes that the piece failed, and abandons the unclaimed rest. */
 void kvn_job_fail(kvn_job *job, const kvn_piece *piece, int status, kvn_fault *fault);
-/* No more pieces: what is unclaimed stays unconfirmed. */
+/* Stops handing out pieces; the unclaimed rest stays unconfirmed. */
 void kvn_job_abandon(kvn_job *job);
 /* Nothing is unclaimed or in motion: settles the report. */
 void kvn_job_finish(kvn_job *job);

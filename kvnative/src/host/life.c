@@ -12,7 +12,7 @@
 
 #include "core/thread.h"
 
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* of what follows */
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the state below */
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 /* The head of the keeper's list, a circle through here. It lies in shared memory, as the words do: the
  * OOM killer takes private pages from a process before that process exits, and the kernel cannot walk
@@ -79,7 +79,7 @@ static int has_head(void)
     return 1;
 }
 
-/* With the mutex held: whether there is a keeper. */
+/* Returns true if there is a keeper. The caller holds the mutex. */
 static int has_keeper(void)
 {
     if (owner != getpid()) { /* the child of a fork that runs no handlers: clone(2), _Fork(3) */
@@ -128,7 +128,7 @@ void kvn_life_begin(kvn_life *life)
     pthread_once(&once, handle_forks);
     pthread_mutex_lock(&mutex);
     if (has_keeper() && held < MOST_HELD) {
-        atomic_store(&life->word, keeper); /* first: what is in the list is marked */
+        atomic_store(&life->word, keeper); /* before the list, whose entries are all marked */
         set_next(&life->node, head->list.next);
         set_next(&head->list, &life->node);
         held++;

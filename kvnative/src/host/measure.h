@@ -8,17 +8,17 @@
 #include "host/tuning.h"
 #include "kvnative/descriptor.h"
 
-/* One of what is compared. */
+/* A tuning to compare. */
 typedef struct kvn_candidate {
     kvn_tuning tuning;
     unsigned threads;
 } kvn_candidate;
 
-/* Copies the batch in `rounds` with each of `count` candidates in turn; ns[round * count + i] is what
- * candidate i took in a round: the fastest of three copies in a row, so that it has found the caches
- * as it leaves them itself, and not as another candidate did. Works on threads of its own. Ends early
- * once CLOCK_MONOTONIC is past `deadline_ns`. Returns how many rounds are whole; -1 with errno set: no threads, or no memory. `share` is how
- * much of the cores that it wanted it was given: far below 1, others have them. */
+/* Copies the batch with each of `count` candidates in turn, for `rounds` rounds, on threads of its own. ns[round *
+ * count + i] is the time of candidate i: the fastest of three copies in a row, so that it finds the caches as it leaves
+ * them itself. Ends early once CLOCK_MONOTONIC is past `deadline_ns`. Returns the number of complete rounds; -1 with
+ * errno: no threads, or no memory. `share` is the part of the wanted core time that it got: far below 1, others use the
+ * cores. */
 int kvn_measure(const kvn_candidate *candidates, unsigned count, const kvn_columns *batch,
                 unsigned rounds, int64_t deadline_ns, int64_t *ns, double *share);
 

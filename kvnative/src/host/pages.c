@@ -83,7 +83,7 @@ static void nap(int64_t nanoseconds)
     nanosleep(&length, NULL); /* a signal may end it early: so much the better */
 }
 
-/* Populates the runs of pages that are there; those that are not stay holes. 0, or errno. */
+/* Populates runs of existing pages, and leaves holes. Returns 0, or errno. */
 static int map_pages(char *address, const unsigned char *there, uint64_t count)
 {
     const uint64_t size = page_nbytes();
@@ -157,7 +157,7 @@ int kvn_walk_advance(kvn_walk *walk, char *address, int64_t budget_ns, uint64_t 
     return KVN_OK;
 }
 
-/* ---- what there is ---- */
+/* ---- page use ---- */
 
 /* As in linux/fs.h since 6.7, for headers that are older. */
 struct region {
@@ -241,7 +241,7 @@ int kvn_pages_prefer_node(void *address, uint64_t nbytes, unsigned node, kvn_fai
         return kvn_fail(failure, KVN_INVALID, 0, "node is %u; it must be in [0, %d)", node,
                         MAX_NODES);
     mask[node / bits] = 1ul << node % bits;
-    /* The kernel takes one bit less than it is told. */
+    /* The kernel uses one bit less than the given count. */
     if (syscall(SYS_mbind, address, nbytes, MPOL_PREFERRED, mask, MAX_NODES + 1ul, 0) == 0)
         return KVN_OK;
     return kvn_fail(failure, errno == EINVAL ? KVN_INVALID : KVN_FAILED, errno,

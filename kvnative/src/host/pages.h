@@ -1,9 +1,9 @@
-/* The pages behind memory: which are there, mapped here, huge; and having them so ahead of their use.
+/* The pages behind memory: which exist, are mapped here, or are huge; and how to prepare them before their use.
  *
- * A mapping of shared memory has no page-table entries at first, though another process has filled its
- * pages: each costs a fault at its first use here. A walk populates them ahead, in short steps, and
- * only those that are there: to populate a hole of a memfd allocates memory that its owner has not used.
- * Or it makes huge pages of those 2 MiB of an owner's memory that are wholly there. */
+ * A mapping of shared memory has no page-table entries at first, even if another process has filled its pages, and each
+ * page costs a fault at its first use. A walk populates existing pages in short steps. It leaves holes, since
+ * populating one would allocate memory that the owner has not used. Or it makes huge pages of complete 2 MiB of an
+ * owner's memory. */
 #ifndef KVN_PAGES_H
 #define KVN_PAGES_H
 
@@ -23,13 +23,13 @@
 #endif
 
 #define KVN_SMALL_NBYTES ((uint64_t)4 << 10) /* the least that a page has, and all that x86-64 knows */
-/* What a huge page has, with those. Kernels of aarch64 may have pages of 16 or 64 KiB: a huge one has 32 or
- * 512 MiB then, which none of the memory here is worth, and none is made. */
+/* Bytes of a huge page, for pages of 4 KiB. Kernels of aarch64 may have pages of 16 or 64 KiB, whose huge pages have 32
+ * or 512 MiB; those are not used. */
 #define KVN_HUGE_NBYTES ((uint64_t)2 << 20)
 
 typedef enum kvn_walk_kind {
-    KVN_WALK_MAP,      /* map what is there */
-    KVN_WALK_COLLAPSE, /* make huge pages of what is there */
+    KVN_WALK_MAP,      /* map existing pages */
+    KVN_WALK_COLLAPSE, /* make huge pages of existing ones */
 } kvn_walk_kind;
 
 /* How far the pages of [0, nbytes) of one mapping have come; one thread at a time advances it. */
@@ -59,21 +59,21 @@ void kvn_walk_again(kvn_walk *walk);
 /* Pages of any memory of this process. */
 typedef struct kvn_page_use {
     uint64_t present; /* bytes whose pages are in memory, mapped here or not */
-    int has_mapped;   /* whether the kernel says what follows (Linux 6.7) */
+    int has_mapped;   /* True if the kernel reports the fields below (Linux 6.7) */
     uint64_t mapped;  /* bytes that are used here without a fault */
-    uint64_t huge;    /* of those, by huge pages */
+    uint64_t huge;    /* of these, in huge pages */
 } kvn_page_use;
 
 /* Looks at pages that [address, address + nbytes) touches, and counts whole pages. Reads no byte of
  * them. KVN_UNMAPPED: not mapped all through. Takes up to 30 ms for each GiB. */
 int kvn_pages_look(uint64_t address, uint64_t nbytes, kvn_page_use *out, kvn_failure *failure);
 
-/* Pages of shared memory mapped at `address` come from NUMA node `node` from here on, whoever touches
- * them first; from others where that has none left. KVN_INVALID: no such node. */
+/* Lets later pages of shared memory at `address` come from NUMA node `node`, whichever thread touches them first, or
+ * from others if it has none left. KVN_INVALID: no such node. */
 int kvn_pages_prefer_node(void *address, uint64_t nbytes, unsigned node, kvn_failure *failure);
 
-/* Makes as much as can be of the memory present in huge pages, which is dearer in nothing: clearing one
- * costs less than the faults of its 512. What cannot be is left as it was, as are pages larger than KVN_SMALL_NBYTES. */
+/* Allocates the memory in huge pages where possible: clearing one costs less than the faults of its 512 small pages.
+ * Leaves the rest as it was, and so all memory if pages are larger than KVN_SMALL_NBYTES. */
 void kvn_pages_make_huge(char *address, uint64_t nbytes);
 
 #endif

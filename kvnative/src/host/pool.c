@@ -29,7 +29,7 @@ struct kvn_pool {
     unsigned threads;
     unsigned started;
     unsigned moving; /* pieces in motion; never more than `threads` */
-    unsigned helping; /* of them, those that waiters move */
+    unsigned helping; /* of these, pieces that waiters move */
     unsigned idle;   /* sleeping workers that were not woken */
     unsigned waking; /* workers woken that have not arrived */
     unsigned looking; /* workers awake that look for the next job */
@@ -37,7 +37,7 @@ struct kvn_pool {
     uint64_t looks;  /* ever */
     int64_t ended_ns; /* when a piece last came back */
     bool may_look;   /* there is a core for each thread */
-    atomic_uint calls; /* to those who look, without the mutex: a hint, so relaxed */
+    atomic_uint calls; /* read without the mutex, as a hint: relaxed */
     bool stopping;
     pid_t pid;
     kvn_copy past_caches; /* memcpy if the processor has no such copy */
@@ -52,8 +52,8 @@ static kvn_job *next_job(const kvn_pool *pool)
     return KVN_LISTED(kvn_list_first(&pool->queue), kvn_job, queued);
 }
 
-/* So that a spinning thread leaves the core to its sibling, and does not look in vain so often. YIELD does
- * nothing on most processors of Arm; ISB takes about as long as PAUSE does on those of Intel. */
+/* Lets a spinning thread leave the core to its sibling, and poll less often. YIELD does nothing on most Arm processors;
+ * ISB takes about as long as PAUSE does on Intel's. */
 static void pause_cpu(void)
 {
 #if defined(__x86_64__)
@@ -63,9 +63,9 @@ static void pause_cpu(void)
 #endif
 }
 
-/* How many more pieces of the next job workers may take; with the mutex held. If there are several, they
- * leave one place of a job whose caller waits or computes: its core is busy, and it has a
- * place at once when it comes to wait. To wake a worker for that place would only push it aside. */
+/* Returns how many more pieces of the next job workers may take. The caller holds the mutex. Of several places workers
+ * leave one to a job whose caller waits or computes: its core is busy, so a worker would only displace it, and it finds
+ * a place when it comes to wait. */
 static unsigned free_places(const kvn_pool *pool)
 {
     const kvn_job *next = next_job(pool);
@@ -81,8 +81,8 @@ static unsigned free_places(const kvn_pool *pool)
     return most < pool->threads - pool->moving ? most : pool->threads - pool->moving;
 }
 
-/* The place that the workers leave of a job is for its caller. Wake one if it sleeps, as no place was
- * free when it came; with the mutex held. */
+/* Wakes the caller of a job that sleeps because no place was free when it came. The place that workers leave is for it.
+ * The caller of this function holds the mutex. */
 static void wake_waiter(kvn_pool *pool)
 {
     kvn_job *next = next_job(pool);
@@ -120,7 +120,7 @@ static void finish(kvn_job *job)
         pthread_cond_broadcast(&job->changed);
 }
 
-/* Claims and moves one piece on this thread; with the mutex held, which it gives up meanwhile. */
+/* Claims and moves one piece on this thread. The caller holds the mutex, which is released meanwhile. */
 static void work_on(kvn_pool *pool, kvn_job *job)
 {
     kvn_piece piece;
@@ -149,7 +149,7 @@ static void work_on(kvn_pool *pool, kvn_job *job)
         finish(job);
 }
 
-/* Waits for the next job without sleeping, for a moment; with the mutex held. */
+/* Polls for the next job for a moment. The caller holds the mutex. */
 static void look_for_work(kvn_pool *pool)
 {
     unsigned seen = atomic_load_explicit(&pool->calls, memory_order_relaxed);
@@ -385,7 +385,7 @@ static bool sleep_until(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
     return in_time;
 }
 
-/* Works on the job while there is a place; then sleeps. With the mutex held. */
+/* Works on the job while there is a place, then sleeps. The caller holds the mutex. */
 static void help(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
 {
     bool spun = false;

@@ -1,4 +1,4 @@
-/* What backends that move batches with a pool of threads have in common. */
+/* The common part of backends that move batches with a pool of threads. */
 #include "host/pooled.h"
 
 #include <errno.h>

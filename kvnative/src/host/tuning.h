@@ -1,4 +1,4 @@
-/* The sizes by which a pool chooses how to copy, and in what pieces. */
+/* The sizes by which a pool chooses a way to copy, and the sizes of pieces. */
 #ifndef KVNATIVE_HOST_TUNING_H
 #define KVNATIVE_HOST_TUNING_H
 

@@ -24,8 +24,8 @@
 #define YIELDS 1000u /* for a place; then it is waited for with naps, some second */
 #define NAPS 10000u
 
-/* The first bytes of an entry's page. Which orders are needed says docs/internals/memory-ordering.md: a fence
- * between a ticket and the look at a generation, on both sides, and a release where it is taken out. All else is rare. */
+/* The first bytes of an entry's page. Which orders are needed says docs/internals/memory-ordering.md: a fence between a
+ * ticket and the look at a generation, on both sides, and a release where it is taken out. All else is rare. */
 typedef struct entry {
     _Atomic uint64_t process; /* its kvn_identity; 0: free */
     _Atomic uint64_t closed;  /* the gate is closed for good: no peer has the entry */
@@ -117,12 +117,12 @@ static void rest(int64_t waited_ns)
 typedef struct waiting {
     entry *it;
     int64_t deadline_ns;
-    int64_t look_ns; /* when it is looked next whether the peer lives */
+    int64_t look_ns; /* time of the next check if the peer lives */
     uint64_t dead;   /* its process was found to be this one, which has died */
     bool is_cut;     /* its gate was closed */
 } waiting;
 
-/* False: it stands after the deadline. The ticket of one that died is taken out. */
+/* Waits for a ticket to end. Returns false if it stands after the deadline. Removes the ticket of a dead peer. */
 static bool wait_for(waiting *on, uint64_t place, uint64_t number)
 {
     _Atomic uint64_t *ticket = &on->it->tickets[place];
@@ -156,7 +156,7 @@ static void close_gate(kvn_writers *writers, uint64_t index, waiting *on)
     mprotect(writers->gates + (index + 1) * writers->page_nbytes, writers->page_nbytes, PROT_NONE);
 }
 
-/* Returns how many tickets of peers that have mapped what they write to are in `left`. */
+/* Returns the number of tickets in `left` of peers that have mapped the memory that they write. */
 static uint64_t drain_entry(kvn_writers *writers, uint64_t index, int64_t deadline_ns,
                             kvn_ticket *left)
 {
@@ -171,7 +171,7 @@ static uint64_t drain_entry(kvn_writers *writers, uint64_t index, int64_t deadli
     bool stands = false;
     if (on.look_ns > on.deadline_ns)
         on.look_ns = on.deadline_ns;
-    /* All at once: one that is renewed while others are waited for would be found again. */
+    /* Read all tickets at one time: a ticket that is renewed during another wait would be found again. */
     for (uint64_t place = 0; place < KVN_WRITER_TICKETS; place++)
         found[place] = atomic_load_explicit(&it->tickets[place], memory_order_acquire);
     for (uint64_t place = 0; place < KVN_WRITER_TICKETS; place++) {
@@ -284,7 +284,7 @@ int kvn_writer_open(int pid, int generations_fd, uint64_t generations_inode, uin
         .table.fd = -1,
         .page_nbytes = page_size(),
         .process = kvn_identity_of(getpid()),
-        /* So that no ticket has the number of one that a former user of the entry has left. */
+        /* Continue the numbers, so that no ticket equals one that a former user of the entry has left. */
         .last = (uint64_t)kvn_now_ns(),
     };
     int status = check_num_entries(num_entries, failure);
@@ -338,7 +338,7 @@ static int refuse(kvn_fault *fault, int status, uint64_t descriptor, int pid, co
     return status;
 }
 
-/* Puts a ticket into the entry. False: there is no place, and none becomes free in so many tries. */
+/* Puts a ticket into the entry. Returns false if no place becomes free in so many tries. */
 static bool take_place(kvn_writer *writer, entry *it, bool by_process, uint64_t most_tries,
                        kvn_announcement *out)
 {

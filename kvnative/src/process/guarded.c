@@ -57,7 +57,7 @@ static int leave_at_end(guarded_request *request, int status)
     return status;
 }
 
-/* One that waits for an event does so announced, or not here: it does not wait for a place as well. */
+/* A batch behind an event waits with an announcement, or not here: it does not wait for a place as well. */
 static int enter(guarded_request *request, const kvn_columns *batch, kvn_report *report)
 {
     kvn_guard *guard = request->self->guard;

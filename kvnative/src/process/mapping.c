@@ -43,7 +43,7 @@ typedef struct mapping {
     int anonymous; /* known to have no file behind it, which could be too short */
 } mapping;
 
-/* Walks the mappings upwards; `next` gives the one that covers `address`, or the first above it. */
+/* Walks the mappings upwards; `next` returns the mapping that covers `address`, or the first above it. */
 typedef struct walk {
     int fd;
     int by_query;
@@ -114,7 +114,7 @@ static void close_walk(walk *walk)
         close(walk->fd);
 }
 
-/* Whether the byte can be had, as the kernel sees it: a load here could end in SIGBUS. */
+/* Asks the kernel to read the byte: a load here could raise SIGBUS. */
 static int is_present(uint64_t address)
 {
     char byte;

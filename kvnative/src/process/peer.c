@@ -46,7 +46,7 @@ int kvn_peer_open(int pid, kvn_peer *out, kvn_failure *failure)
     snprintf(path, sizeof path, "/proc/%d", pid);
     out->proc = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
     const int error = errno;
-    /* Only now is it sure that the directory is that of the process that the pidfd holds. */
+    /* Only now is the directory certain to belong to the process of the pidfd. */
     const int dead = has_exited(out);
     if (!dead && out->proc >= 0)
         return KVN_OK;

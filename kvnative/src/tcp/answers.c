@@ -43,13 +43,13 @@ static void settle(kvn_tcp_client *self)
         kvn_tcp_transfer_finish(it);
 }
 
-/* A whole answer has come. NULL, or what is wrong with it. */
+/* Takes a whole answer. Returns NULL, or its fault. */
 static const char *take_answer(kvn_tcp_client *self)
 {
     const kvn_tcp_asked *asked = &self->window[self->first];
     const kvn_tcp_answer *answer = &self->answer;
 
-    /* One that comes before all of its request was sent answers something else. */
+    /* An answer before the whole request was sent cannot be its answer. */
     if ((self->num_asked == 1 && !kvn_tcp_is_sent(self)) || answer->id != asked->id ||
         answer->reason >= KVN_TCP_NUM_REASONS || answer->reserved != 0 ||
         (answer->reason == KVN_TCP_RELEASED && !asked->has_leases) ||
@@ -66,7 +66,7 @@ static const char *take_answer(kvn_tcp_client *self)
     return NULL;
 }
 
-/* Shares out what came: rest of an answer, bytes, rest of the answer behind them. */
+/* Distributes received bytes: rest of an answer, data, rest of the answer behind the data. */
 static const char *take(kvn_tcp_client *self, uint64_t nbytes)
 {
     const char *wrong = NULL;
@@ -145,7 +145,7 @@ static ssize_t receive_once(kvn_tcp_client *self)
         if (limit == 1 || got == -EREMOTEIO) {
             const uint64_t index = began_with_answer ? self->window[self->first].from.index : self->in_at.index;
             kvn_tcp_transfer_end_local(self->window[self->first].transfer, index, got == -EREMOTEIO);
-            return 1; /* what is left of it is dropped */
+            return 1; /* the rest of it is dropped */
         }
         limit /= 2;
     }

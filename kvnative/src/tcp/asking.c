@@ -5,13 +5,13 @@
 #include <string.h>
 
 #define REQUEST_NBYTES (1u << 20) /* the smaller, the sooner others have their turn */
-#define FLIGHT_NBYTES (8u << 20)  /* asked for ahead: what a network may hold */
+#define FLIGHT_NBYTES (8u << 20)  /* bytes requested ahead: as many as a network may hold */
 
 static const uint8_t ZEROS[4096];
 
 /* ---- cutting transfers into requests ---- */
 
-/* Index in the request of a range, added if need be; KVN_TCP_MAX_RANGES: there is no room. */
+/* Returns the index of a range in the request, and adds it if needed; KVN_TCP_MAX_RANGES: no room. */
 static uint32_t range_in(kvn_tcp_request *request, const kvn_tcp_range *range)
 {
     uint32_t count = request->head.num_ranges;
@@ -30,7 +30,7 @@ static uint32_t range_in(kvn_tcp_request *request, const kvn_tcp_range *range)
     return count;
 }
 
-/* Whether the piece goes on where the run ends, or in the same steps; then it is a part of it. */
+/* Adds the piece to the run if it continues it, or has the same stride; returns true then. */
 static bool extend(kvn_tcp_run *run, uint64_t address, uint64_t nbytes, uint32_t range)
 {
     if (run->range != range)
@@ -51,7 +51,8 @@ static bool extend(kvn_tcp_run *run, uint64_t address, uint64_t nbytes, uint32_t
     return true;
 }
 
-/* Cuts the next request of a transfer. False: the transfer has ended, as no range holds what comes next. */
+/* Cuts the next request of a transfer. Returns false if the transfer has ended because no range holds the next
+ * piece. */
 static bool cut(kvn_tcp_client *self, kvn_request *it, kvn_tcp_asked *asked)
 {
     kvn_tcp_run runs[KVN_TCP_MAX_RUNS];
@@ -74,7 +75,7 @@ static bool cut(kvn_tcp_client *self, kvn_request *it, kvn_tcp_asked *asked)
         }
         hint = kvn_intervals_find(it->known->places, it->known->count, address, part, hint);
         if (hint == KVN_NO_INTERVAL) {
-            if (nbytes > 0) /* what is before it is moved first */
+            if (nbytes > 0) /* the pieces before it are moved first */
                 break;
             kvn_tcp_transfer_refuse(it, KVN_TCP_OUTSIDE, &at, 0);
             return false;
@@ -131,14 +132,14 @@ static bool ask_next(kvn_tcp_client *self)
     return true;
 }
 
-/* What is being sent. */
+/* The parts that are being sent. */
 static kvn_tcp_asked *newest(kvn_tcp_client *self)
 {
     return &self->window[(self->first + self->num_asked - 1) % KVN_TCP_WINDOW];
 }
 
-/* Sends on what was begun; where local memory is not mapped, up to the first byte that is not. > 0: some of
- * it; 0: there is no room; < 0: -errno. */
+/* Continues sending, up to the first byte of local memory that is not mapped. Returns > 0 if bytes were sent, 0 if
+ * there is no room, or -errno. */
 static ssize_t send_out(kvn_tcp_client *self)
 {
     uint64_t limit = self->out_left < KVN_TCP_CALL_NBYTES ? self->out_left : KVN_TCP_CALL_NBYTES;
@@ -171,7 +172,7 @@ static ssize_t send_out(kvn_tcp_client *self)
     }
 }
 
-/* Whether nothing of it is left. */
+/* Returns true if nothing of it is left. */
 bool kvn_tcp_is_sent(const kvn_tcp_client *self)
 {
     return self->out_sent == self->out_nbytes && self->out_left == 0;

@@ -13,7 +13,7 @@
 
 enum { GET_TAG = 0x10, SET_TAG = 0x11 }; /* EVP_CTRL_AEAD_ */
 
-/* 128 MiB at most: so little under one key that what is known of GCM's limits is of no account. */
+/* At most 128 MiB for one key, far below the limits of GCM. */
 #define RECORDS_OF_KEY 4096u
 
 static const kvn_symbol symbols[] = {
@@ -62,8 +62,8 @@ void kvn_tcp_cipher_fini(kvn_tcp_cipher *self)
     explicit_bzero(self, sizeof *self);
 }
 
-/* The key of the next records, and what their nonces begin as: HKDF-Expand of one block. The secret is an
- * HMAC already; what else is made from it (control/data_streams.py) has other labels. */
+/* Derives the key and the first nonce of the next records: one block of HKDF-Expand. The secret is an HMAC already, and
+ * its other uses (control/data_streams.py) have other labels. */
 static bool change_key(kvn_tcp_cipher *self)
 {
     struct {

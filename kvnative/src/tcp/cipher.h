@@ -29,7 +29,7 @@ typedef struct kvn_tcp_crypto {
                      size_t nbytes, uint8_t *out, unsigned *out_nbytes);
 } kvn_tcp_crypto;
 
-/* What keys are derived for: one direction of one connection of a link. */
+/* The purpose of derived keys: one direction of one connection of a link. */
 typedef struct kvn_tcp_direction {
     uint8_t connection; /* index, as the end that dialled counts */
     uint8_t answers;    /* 1: of the end that answers, 0: of the one that asks */
@@ -45,7 +45,7 @@ typedef struct kvn_tcp_cipher {
     uint64_t count; /* of records */
 } kvn_tcp_cipher;
 
-/* KVN_OK; KVN_UNSUPPORTED: there is no libcrypto, or the system does not permit what streams copy with. */
+/* Returns KVN_OK, or KVN_UNSUPPORTED: no libcrypto, or the system refuses the call by which streams copy. */
 int kvn_tcp_crypto_open(kvn_tcp_crypto *out, kvn_failure *failure);
 
 /* False: no memory. */

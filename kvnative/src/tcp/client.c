@@ -41,7 +41,7 @@ static void hand_over(kvn_tcp_client *self)
         return;
     if (!self->has_spinner) {
         events |= self->num_asked > 0 ? EPOLLIN : 0;
-        /* To go on with the request, and, as there is room now, with what has been received already. */
+        /* Continue with the request, and, since there is room now, with bytes that were received already. */
         if (!kvn_tcp_is_sent(self) || kvn_tcp_has_received(&self->watched.stream))
             events |= EPOLLOUT;
     }
@@ -66,7 +66,7 @@ static kvn_tcp_progress on_ready(kvn_tcp_watched *watched, uint32_t events)
     self->is_closed |= (events & (EPOLLERR | EPOLLHUP | EPOLLRDHUP)) != 0;
     for (int i = 0; i < DRIVES && (reached = drive(self)) == MOVED; i++)
         ;
-    if (reached == BLOCKED && self->is_closed) /* what it sent before it closed was read */
+    if (reached == BLOCKED && self->is_closed) /* the bytes that it sent before closing were read */
         kvn_tcp_transfers_fail(self, 0, "the peer has closed the connection");
     hand_over(self);
     pthread_mutex_unlock(&self->mutex);
@@ -153,7 +153,7 @@ void kvn_tcp_client_give_up(kvn_request *it, int why)
     lock_soon(self);
     if (!atomic_load(&it->finished))
         kvn_tcp_transfer_end(it, why, 0, KVN_NO_DESCRIPTOR);
-    wait_for(self, it, kvn_now_ns() + GRACE_NS); /* of a push: what is on the wire */
+    wait_for(self, it, kvn_now_ns() + GRACE_NS); /* of a push: bytes on the wire */
     if (!atomic_load(&it->finished)) {
         kvn_tcp_reset(&self->watched.stream);
         kvn_tcp_transfers_fail(self, 0, "a push that was given up did not end within 500 ms");
@@ -164,7 +164,7 @@ void kvn_tcp_client_give_up(kvn_request *it, int why)
 
 void kvn_tcp_client_let_go(kvn_request *it)
 {
-    /* Who has finished it may be about to wake those who wait. */
+    /* The thread that has finished it may be about to wake waiters. */
     lock_soon(it->client);
     pthread_mutex_unlock(&it->client->mutex);
     pthread_cond_destroy(&it->changed);

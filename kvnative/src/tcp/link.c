@@ -27,7 +27,7 @@ struct kvn_tcp_link {
     pair pairs[];
 };
 
-/* With the mutex held: the other connections hear of it. */
+/* Ends the other connections too. The caller holds the mutex. */
 static void shut_all(const kvn_tcp_link *self)
 {
     for (unsigned i = 0; i < self->count; i++) {

@@ -5,9 +5,9 @@
 #include <string.h>
 #include <sys/epoll.h>
 
-#define CALL_NBYTES (1u << 20)      /* that one system call moves: what removing a range waits for */
+#define CALL_NBYTES (1u << 20)      /* maximum of one system call, for which removing a range waits */
 #define TURN_NBYTES (1u << 20)      /* before other connections have their turn */
-#define STEP_NBYTES (2u << 10)      /* that a system call counts for, besides those that it moves */
+#define STEP_NBYTES (2u << 10)      /* the cost of a system call besides its bytes */
 #define SMALL_NBYTES (64u << 10)    /* requests after which the next may come at once */
 #define DROPPED_NBYTES (64u << 10)  /* read at a time and forgotten */
 
@@ -71,7 +71,7 @@ static void advance(kvn_tcp_server *self, uint64_t nbytes)
 static void refuse(kvn_tcp_server *self, kvn_tcp_reason reason, uint64_t offset)
 {
     const bool is_pull = self->request.head.kind == KVN_TCP_PULL;
-    /* What was promised is sent, and then taken back. */
+    /* Send the promised bytes, and then revoke them. */
     const bool is_late = is_pull && self->answer_left < sizeof self->answer;
     kvn_tcp_answer *answer = is_late ? &self->end : &self->answer;
 
@@ -257,7 +257,7 @@ static ssize_t step(kvn_tcp_server *self)
             self->got = 0;
             self->state = KVN_TCP_READS_HEAD;
         }
-        return got; /* 0: there is no room now */
+        return got; /* 0: no room now */
     }
     if (got == 0)
         fail(self, 0, "the peer has closed the connection");

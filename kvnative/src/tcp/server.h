@@ -28,7 +28,7 @@ typedef struct kvn_tcp_server {
     uint64_t moved;
     kvn_tcp_checked checked; /* the request, in the table */
     kvn_tcp_place at;
-    bool is_refused;      /* what is left is read to be dropped, or zeros are sent for it */
+    bool is_refused;      /* the rest is read and dropped, or zeros are sent for it */
     kvn_tcp_answer answer, end;
     kvn_tcp_request request;
 } kvn_tcp_server;

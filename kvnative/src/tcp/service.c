@@ -13,10 +13,10 @@
 
 #define MAX_EVENTS 64
 #define WAKE_KEY UINT64_MAX
-#define SPIN_NS 100000      /* longer than a wake-up takes, and what a peer needs to ask again */
+#define SPIN_NS 100000      /* longer than a wake-up, and than a peer needs for its next request */
 #define LOOK_EVERY 8        /* spins: then all connections are looked at */
 #define MOST_MISSES 4       /* spins in a row that nothing came of: then the thread sleeps at once */
-#define TRY_AGAIN_EVERY 64u /* sleeps: whether it is worth it by now */
+#define TRY_AGAIN_EVERY 64u /* after so many sleeps it tries again if spinning pays */
 
 struct kvn_tcp_thread {
     unsigned index;
@@ -29,7 +29,7 @@ struct kvn_tcp_thread {
     uint32_t num_places;
     atomic_uint_fast64_t epoch; /* odd while it is in on_ready */
     /* The thread's own: */
-    uint64_t *ready; /* keys of those that have more to do */
+    uint64_t *ready; /* keys of entries that have more to do */
     uint32_t num_ready, room;
     uint64_t spins_for; /* key of a connection that may have more to do at once; WAKE_KEY: none */
     unsigned misses, sleeps;
@@ -115,7 +115,7 @@ static void note(kvn_tcp_thread *self, uint64_t key, uint32_t events)
     atomic_fetch_add(&self->epoch, 1);
 }
 
-/* Lists those that something came for. */
+/* Lists the entries with events. */
 static int look(kvn_tcp_thread *self, int timeout_ms)
 {
     struct epoll_event events[MAX_EVENTS];
@@ -126,12 +126,12 @@ static int look(kvn_tcp_thread *self, int timeout_ms)
         if (events[i].data.u64 != WAKE_KEY)
             note(self, events[i].data.u64, events[i].events);
         else if (read(self->wake, &word, sizeof word) < 0)
-            continue; /* woken for what was seen already */
+            continue; /* woken for an event that was handled already */
     }
     return count;
 }
 
-/* Each has one turn, whatever it is listed for: what came for it, or that it has more to do. */
+/* Gives each listed entry one turn, for its events or because it has more to do. */
 static void serve_ready(kvn_tcp_thread *self)
 {
     const uint32_t count = self->num_ready;
@@ -175,7 +175,7 @@ static void *run(void *argument)
     return NULL;
 }
 
-/* ---- what is watched ---- */
+/* ---- watched files ---- */
 
 static int take_place(kvn_tcp_thread *self, kvn_tcp_watched *it)
 {

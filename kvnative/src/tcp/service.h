@@ -14,7 +14,7 @@ typedef struct kvn_tcp_watched kvn_tcp_watched;
 
 typedef enum kvn_tcp_progress {
     KVN_TCP_SLEEPS, /* until the system says that it is ready */
-    KVN_TCP_SPINS,  /* the same, but what it waits for may come at once */
+    KVN_TCP_SPINS,  /* the same, but its event may come at once */
     KVN_TCP_GOES_ON /* it has more to do, and others have their turn first */
 } kvn_tcp_progress;
 
@@ -22,9 +22,9 @@ typedef enum kvn_tcp_progress {
 struct kvn_tcp_watched {
     kvn_tcp_stream stream;
     kvn_tcp_thread *thread;
-    uint64_t key; /* what events name it by */
+    uint64_t key; /* its name in events */
     uint32_t events; /* that are asked for now */
-    bool is_listed;  /* it is to have a turn; the thread's, as what follows */
+    bool is_listed;  /* it must have a turn; only the thread uses this and the fields below */
     uint32_t came;   /* events since its last turn */
     /* On the thread; `events` of epoll, 0 where it goes on. */
     kvn_tcp_progress (*on_ready)(kvn_tcp_watched *self, uint32_t events);

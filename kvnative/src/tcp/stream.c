@@ -19,7 +19,7 @@ struct kvn_tcp_buffers {
     kvn_tcp_cipher seals, opens;
     uint32_t most;            /* bytes of a record */
     uint32_t out_at, out_end; /* of the record that the socket has not taken all of */
-    uint32_t in_at, in_end;   /* of what came and was not used */
+    uint32_t in_at, in_end;   /* received bytes that were not used yet */
     uint32_t opened;          /* bytes at in_at; where it is encrypted the tag of their record is behind them */
     kvn_failure device_failure;
     uint8_t *out, *in; /* of AROUND + most each; pages are taken as they are used */
@@ -128,9 +128,9 @@ static ssize_t copy_on(kvn_tcp_buffers *self, walk *it, bool is_send, uint8_t *o
     return copied > 0 ? (ssize_t)copied : some; /* an error comes again */
 }
 
-/* ---- what is sent by way of the buffer ---- */
+/* ---- sending through the buffer ---- */
 
-/* 1: all was sent, 0: there is no room, or -errno. */
+/* Returns 1 if all was sent, 0 if there is no room, or -errno. */
 static int flush(kvn_tcp_stream *self)
 {
     kvn_tcp_buffers *it = self->buffers;
@@ -145,7 +145,7 @@ static int flush(kvn_tcp_stream *self)
     return 1;
 }
 
-/* What is sent next. Bytes of the parts in it, or -errno. */
+/* Fills the buffer with the next bytes. Returns how many bytes of the parts it has, or -errno. */
 static ssize_t prepare(kvn_tcp_buffers *it, walk *from)
 {
     uint8_t *bytes = it->out + FRONT + HEADER_NBYTES;
@@ -159,15 +159,15 @@ static ssize_t prepare(kvn_tcp_buffers *it, walk *from)
         const int error = kvn_tcp_cipher_next(&it->seals, it->out + FRONT, sizeof header, bytes,
                                               header, bytes + header);
         if (error != 0)
-            return error; /* what is not sealed never leaves */
+            return error; /* bytes that are not sealed are never sent */
     }
     it->out_at = it->is_encrypted ? FRONT : FRONT + HEADER_NBYTES;
     it->out_end = FRONT + HEADER_NBYTES + header + (it->is_encrypted ? KVN_TCP_TAG_NBYTES : 0);
     return nbytes;
 }
 
-/* What the socket has not taken all of counts as one byte less. So whoever sends comes again, with that byte: it
- * is not looked at any more, and the rest of the buffer goes out first. */
+/* If the socket has not taken all of the buffer, the result is one byte less. So the caller comes again with that byte,
+ * which is ignored then, and the rest of the buffer is sent first. */
 static ssize_t send_buffered(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 {
     kvn_tcp_buffers *it = self->buffers;
@@ -195,9 +195,9 @@ static ssize_t send_buffered(kvn_tcp_stream *self, kvn_tcp_parts *parts)
     return flushed < 0 ? flushed : total - (flushed == 0);
 }
 
-/* ---- what is received by way of the buffer ---- */
+/* ---- receiving through the buffer ---- */
 
-/* Opens what has come, if it is a whole record. 1, 0: it is not, or -errno. */
+/* Opens a received record. Returns 1, 0 if it is not complete, or -errno. */
 static int open_record(kvn_tcp_buffers *it)
 {
     uint8_t *record = it->in + it->in_at;
@@ -225,8 +225,8 @@ static int open_record(kvn_tcp_buffers *it)
     return 1;
 }
 
-/* Reads more, and where it is not encrypted at most what the parts have room for. > 0: more has come; 0, -EAGAIN,
- * -errno: as kvn_tcp_receive. */
+/* Reads more, without encryption at most as much as the parts have room for. Returns > 0 if more has come, else as
+ * kvn_tcp_receive. */
 static ssize_t fill(kvn_tcp_stream *self, uint64_t left)
 {
     kvn_tcp_buffers *it = self->buffers;

@@ -1,6 +1,6 @@
-/* A connected, non-blocking socket as a stream of bytes: sent from where they lie, received to where they
- * belong. Those of a device, which no socket reaches, go by way of a buffer. So do those of a stream that is
- * encrypted, in records: a header (the length of the bytes, uint32), the bytes, a tag of 16 bytes for both. */
+/* A connected, non-blocking socket as a stream of bytes, which are sent from and received into their final place. Bytes
+ * of a device, which a socket does not reach, pass through a buffer. So do those of an encrypted stream, in records: a
+ * header (the length, uint32), the bytes, a tag of 16 bytes for both. */
 #ifndef KVN_TCP_STREAM_H
 #define KVN_TCP_STREAM_H
 
@@ -27,7 +27,7 @@ typedef struct kvn_tcp_parts {
     unsigned count;
     uint64_t nbytes;
     const kvn_device *device; /* NULL: all are of the host */
-    unsigned first, last;     /* those on the device: [first, last) */
+    unsigned first, last;     /* the parts on the device: [first, last) */
     struct iovec items[KVN_TCP_MAX_PARTS];
 } kvn_tcp_parts;
 
@@ -63,8 +63,7 @@ static inline void kvn_tcp_parts_add_of(kvn_tcp_parts *self, const kvn_device *d
 
 /* Lets it send and receive parts on a device. KVN_OK or KVN_NO_MEMORY. */
 int kvn_tcp_stage(kvn_tcp_stream *self, kvn_failure *failure);
-/* Encrypts what is sent and received from now on; `answers`: this is the end that does. KVN_OK or
- * KVN_NO_MEMORY. */
+/* Encrypts all bytes from now on, in both directions; `answers`: this end answers requests. KVN_OK or KVN_NO_MEMORY. */
 int kvn_tcp_encrypt(kvn_tcp_stream *self, const kvn_tcp_crypto *calls, const uint8_t *secret,
                     unsigned connection, bool answers, kvn_failure *failure);
 /* Gives the descriptor back; it is -1 then. */
@@ -78,11 +77,11 @@ ssize_t kvn_tcp_send(kvn_tcp_stream *self, kvn_tcp_parts *parts);
 ssize_t kvn_tcp_receive(kvn_tcp_stream *self, kvn_tcp_parts *parts);
 /* Why the latest -EREMOTEIO. */
 const kvn_failure *kvn_tcp_device_failure(const kvn_tcp_stream *self);
-/* Whether bytes have come that the socket does not know of any more: no event reports them. */
+/* Returns true if bytes were taken from the socket and not used yet: no event reports them. */
 bool kvn_tcp_has_received(const kvn_tcp_stream *self);
-/* What -errno of these means. */
+/* Converts -errno of these calls to a status. */
 const char *kvn_tcp_explain(int error);
-/* Drops what was not sent and notifies the peer (RST), without giving the descriptor back. */
+/* Drops unsent bytes and notifies the peer (RST), but keeps the descriptor. */
 void kvn_tcp_reset(kvn_tcp_stream *self);
 
 #endif

@@ -1,4 +1,4 @@
-/* Keeps the ranges that peers may reach, and waits for those that are in use when one ends. */
+/* Keeps the ranges that peers may reach, and waits for their users when one ends. */
 #include "tcp/table.h"
 
 #include <errno.h>
@@ -88,7 +88,7 @@ bool kvn_tcp_table_remove(kvn_tcp_table *self, uint64_t slot)
     was_there = slot < self->num_rows && self->rows[slot].nbytes != 0;
     if (was_there) {
         self->rows[slot].nbytes = 0;
-        /* A thread enters and then looks at this; wait for those that have not seen it. */
+        /* A thread enters before it reads this; wait for threads that have not seen it. */
         atomic_fetch_add(&self->removals, 1);
     }
     pthread_mutex_unlock(&self->mutex);
@@ -119,7 +119,7 @@ static bool stands(const kvn_tcp_table *self, const kvn_tcp_range *range)
            (row->deadline_ns == 0 || kvn_now_ns() < row->deadline_ns);
 }
 
-/* `offset`, of bytes of the request, goes up by those of the run that may be moved. */
+/* Adds the bytes of the run that may be moved to `offset`, which counts bytes of the request. */
 static kvn_tcp_reason check_run(const kvn_tcp_table *self, const kvn_tcp_range *range,
                                 const kvn_tcp_run *run, bool is_write, uint64_t *offset)
 {

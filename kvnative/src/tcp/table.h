@@ -55,12 +55,12 @@ bool kvn_tcp_table_renew(kvn_tcp_table *self, uint64_t slot, int64_t deadline_ns
 /* Waits until each thread has left the call that it is in. */
 void kvn_tcp_table_wait_for_threads(kvn_tcp_table *self);
 
-/* Whether all of a checked request is registered as it says; else `offset` is of the first byte that is
- * not. */
+/* Returns true if all memory of a checked request is registered as the request says; else `offset` is that of the first
+ * byte that is not. */
 kvn_tcp_reason kvn_tcp_table_check(kvn_tcp_table *self, kvn_tcp_request *request,
                                    kvn_tcp_checked *checked, uint64_t *offset);
 
-/* Between these two a thread may move bytes of what it has checked, if that is the same still. */
+/* Between these two calls a thread may move bytes of memory that it has checked, if the table did not change. */
 static inline void kvn_tcp_table_enter(kvn_tcp_table *self, unsigned thread)
 {
     atomic_fetch_add(&self->epochs[thread], 1);

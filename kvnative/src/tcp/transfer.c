@@ -1,4 +1,4 @@
-/* Keeps what of a client's transfers is on the wire, and ends them. */
+/* Tracks the requests of a client's transfers on the wire, and ends transfers. */
 #include "tcp/transfer.h"
 
 #include <errno.h>
@@ -55,7 +55,7 @@ void kvn_tcp_transfer_finish(kvn_request *it)
     }
     report->bytes_done = atomic_load_explicit(&it->moved, memory_order_relaxed);
     if (kvn_is_given_up(report->status) && it->confirmed.index == it->batch.count)
-        report->status = KVN_OK; /* what was on the wire when it was given up was all of it */
+        report->status = KVN_OK; /* all of it was on the wire when it was given up */
     if (report->status != KVN_OK)
         kvn_report_add_span(report, it->confirmed.index, it->batch.count);
     if (kvn_is_given_up(report->status))
@@ -91,7 +91,7 @@ void kvn_tcp_transfer_refuse(kvn_request *it, kvn_tcp_reason reason, const kvn_c
         offset -= it->batch.nbytes[index];
     if (reason == KVN_TCP_RELEASED)
         snprintf(it->end.message, sizeof it->end.message,
-                 "descriptor %" PRIu64 ": %s was released by the peer, or has expired", it->batch.first + index,
+                 "descriptor %" PRIu64 ": %s was released or moved by the peer, or has expired", it->batch.first + index,
                  it->known->leases);
     else
         snprintf(it->end.message, sizeof it->end.message,

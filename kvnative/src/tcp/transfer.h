@@ -1,4 +1,4 @@
-/* The transfers of a client: where their bytes lie here, what of them is on the wire, and how they end. */
+/* The transfers of a client: their local places, their requests on the wire, and their ends. */
 #ifndef KVN_TCP_TRANSFER_H
 #define KVN_TCP_TRANSFER_H
 
@@ -13,11 +13,11 @@
 
 /* Memory of the peer that a backend may use. */
 typedef struct kvn_tcp_known {
-    kvn_interval *places; /* sorted; their index is that of the range */
-    kvn_tcp_range *ranges; /* behind those of the places the leases, which each request names too */
+    kvn_interval *places; /* sorted; the index of a place is that of its range */
+    kvn_tcp_range *ranges; /* of the places, followed by those of the leases, which each request names too */
     size_t count;
     uint32_t num_leases; /* below KVN_TCP_MAX_RANGES */
-    char leases[128]; /* what messages call them */
+    char leases[128]; /* their names in messages */
 } kvn_tcp_known;
 
 typedef struct kvn_tcp_client kvn_tcp_client;
@@ -32,12 +32,12 @@ struct kvn_request {
     const kvn_device *device; /* where the local side lies; NULL: of the host */
     /* Under the client's mutex: */
     kvn_request *previous, *next;
-    kvn_cursor cut;       /* what is asked for up to here */
+    kvn_cursor cut;       /* position up to which bytes are requested */
     uint64_t uncut;           /* bytes that are not */
-    kvn_cursor confirmed; /* what has arrived for sure */
+    kvn_cursor confirmed; /* bytes that are known to have arrived */
     uint64_t total;           /* bytes */
     unsigned in_flight;       /* requests on the wire */
-    kvn_report end;           /* what it is to end with: not KVN_PENDING once it is being given up */
+    kvn_report end;           /* the status to end with; KVN_PENDING unless it is being given up */
     pthread_cond_t changed;
     atomic_uint_fast64_t moved;
     atomic_bool finished;
@@ -52,20 +52,20 @@ typedef struct kvn_tcp_asked {
     uint64_t id;
     kvn_tcp_kind kind;
     bool has_leases;  /* only then it may be answered that one was released */
-    bool sends_zeros; /* of a push whose local memory cannot be read, for what is left */
+    bool sends_zeros; /* of a push whose local memory cannot be read, for the rest */
 } kvn_tcp_asked;
 
 struct kvn_tcp_client {
     kvn_tcp_watched watched;
-    /* Called once, when the connection is of no use any more, with the mutex held. */
+    /* Called once with the mutex held, when the connection cannot be used any more. */
     void (*on_failed)(void *context, int code, const char *why);
     void *context;
     pthread_mutex_t mutex;
     atomic_uint wanted; /* threads that want the mutex, and should not wait long: a hint */
     bool has_failed;
-    bool is_closed;   /* by the peer; what it sent before may be left to be read */
+    bool is_closed;   /* by the peer; earlier bytes may be left to read */
     bool has_spinner; /* a thread that waits drives the socket */
-    kvn_request *transfers; /* those that have no outcome, a ring; the next to be cut */
+    kvn_request *transfers; /* the ring of transfers without outcome; the next one to cut */
     kvn_tcp_asked window[KVN_TCP_WINDOW];
     uint32_t first, num_asked; /* of the window, a ring */
     uint64_t asked_nbytes;
@@ -91,10 +91,10 @@ struct kvn_tcp_client {
 void kvn_tcp_transfer_put_in(kvn_tcp_client *self, kvn_request *it);
 /* With the outcome in `end`. Nothing of its memory is touched from here on. */
 void kvn_tcp_transfer_finish(kvn_request *it);
-/* Asks for nothing more. A push goes on until what is on the wire was taken: the peer writes it. The first
- * outcome of a transfer counts. */
+/* Sends no more requests of the transfer. A push goes on until the peer has taken the bytes on the wire, since it
+ * writes them. The first outcome of a transfer counts. */
 void kvn_tcp_transfer_end(kvn_request *it, int status, int code, uint64_t failed);
-/* The peer does not move, or will not, what lies `offset` bytes behind `from`. */
+/* Notes that the peer does not move the bytes at `offset` behind `from`. */
 void kvn_tcp_transfer_refuse(kvn_request *it, kvn_tcp_reason reason, const kvn_cursor *from, uint64_t offset);
 /* The memory of descriptor `index` here is not mapped; or, of a device, it was not copied: its stream says why. */
 void kvn_tcp_transfer_end_local(kvn_request *it, uint64_t index, bool is_device);

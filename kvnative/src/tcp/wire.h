@@ -1,10 +1,9 @@
-/* What goes over a data connection, after it was authenticated: docs/internals/tcp-protocol.md.
+/* The protocol of an authenticated data connection: docs/internals/tcp-protocol.md.
  *
- * One end asks, the other answers, in order. A request is a head with its first range and its first run,
- * the other ranges, the other runs; of a push its bytes follow. A pull is answered by an answer, the bytes
- * and an answer again, which says whether the memory was still registered when they were read; where the
- * first one refuses, nothing follows it. A push is answered by one answer, after its bytes were read.
- * Numbers are little-endian. */
+ * One end sends requests, the other answers them in order. A request is a head with its first range and run, then the
+ * other ranges and runs; the bytes of a push follow. A pull gets an answer, the bytes, and a second answer, which says
+ * if the memory was still registered when they were read; after a first answer that refuses, nothing follows. A push
+ * gets one answer, after its bytes were read. Numbers are little-endian. */
 #ifndef KVN_TCP_WIRE_H
 #define KVN_TCP_WIRE_H
 
@@ -22,7 +21,7 @@ typedef enum kvn_tcp_reason {
     KVN_TCP_MOVED = 0,
     KVN_TCP_DEREGISTERED = 1,
     KVN_TCP_OUTSIDE = 2,   /* not all of it is registered */
-    KVN_TCP_READ_ONLY = 3, /* a push to what is registered with writable=False */
+    KVN_TCP_READ_ONLY = 3, /* a push to memory that is registered with writable=False */
     KVN_TCP_UNMAPPED = 4,  /* registered, but not mapped any more */
     KVN_TCP_DEVICE = 5,    /* it is on a device, which did not copy it */
     KVN_TCP_RELEASED = 6,  /* a lease, which is a range that no run lies in */
@@ -96,8 +95,8 @@ static inline kvn_tcp_run *kvn_tcp_run_at(kvn_tcp_request *it, uint32_t index)
     return index == 0 ? &it->head.run : (kvn_tcp_run *)(it->table + ranges) + (index - 1);
 }
 
-/* What is wrong with a head, or with the whole request that follows from it; NULL: nothing. These
- * trust nothing: no number overflows, no index leaves the request. */
+/* Return the fault of a head, or of the whole request; NULL: none. They trust nothing: no number overflows, and no
+ * index leaves the request. */
 const char *kvn_tcp_check_head(const kvn_tcp_head *head);
 const char *kvn_tcp_check_request(kvn_tcp_request *request);
 

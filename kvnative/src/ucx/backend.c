@@ -10,7 +10,7 @@
 #include "core/report.h"
 #include "core/thread.h"
 
-#define ABORT_NS INT64_C(500000000) /* for what is in flight to end by itself */
+#define ABORT_NS INT64_C(500000000) /* time for operations in flight to end by themselves */
 
 typedef struct kvn_ucx_backend {
     kvn_backend base;
@@ -58,17 +58,17 @@ static int look_up(kvn_request *request, uint64_t *where, kvn_report *report)
     return KVN_OK;
 }
 
-/* Behind those of the ranges. */
+/* The words of leases follow those of the ranges. */
 static int look_up_leases(kvn_request *request, kvn_report *report)
 {
     const kvn_ucx_route *route = request->route;
 
     for (uint64_t i = 0; i < route->num_leases; i++) {
         const kvn_ucx_lease *it = &route->leases[i];
-        /* No slot of a live one has such a generation; and what lies behind the table is not read. */
+        /* No live lease has such a slot or generation, and memory behind the table must not be read. */
         if (it->slot >= route->endpoint->remote.num_slots || it->generation % 2 == 0)
             return kvn_report_refuse(report, request->batch.count, KVN_UNMAPPED, 0,
-                                     "%s was released by the peer, or has expired", it->name);
+                                     "%s was released or moved by the peer, or has expired", it->name);
         request->uses[request->num_uses++] = (kvn_ucx_use){
             .lease = it, .first = KVN_NO_DESCRIPTOR, .slot = it->slot, .expected = it->generation};
     }

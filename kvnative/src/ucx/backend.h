@@ -12,7 +12,7 @@ typedef struct kvn_ucx_packed_key {
 
 typedef struct kvn_ucx_backend_options {
     kvn_direction direction; /* KVN_PEER_GET or KVN_PEER_PUT */
-    const kvn_ucx_peer_range *ranges; /* copied, as what follows */
+    const kvn_ucx_peer_range *ranges; /* copied, like the fields below */
     uint64_t num_ranges;
     const kvn_ucx_packed_key *keys;
     uint64_t num_keys;

@@ -10,7 +10,8 @@
 #include "core/thread.h"
 #include "kvnative/backend.h"
 
-/* UCX is not given the length of an address or a key: what a wrong one makes it read is ours, too. */
+/* UCX reads an address or a key without knowing its length. Zeros behind the copy keep it from reading other memory if
+ * the peer sent a wrong one. */
 #define PADDING 4096
 #define CLOSE_NS 1000000000
 
@@ -89,7 +90,7 @@ int kvn_ucx_endpoint_create(kvn_ucx_worker *worker, const kvn_ucx_remote *remote
     return failure->status;
 }
 
-/* ---- failing; what follows is done with the progress lock, not within a callback of UCX ---- */
+/* ---- failing; the caller holds the progress lock, outside of callbacks of UCX ---- */
 
 static void on_closed(void *request, kvn_ucs_status status, void *argument)
 {
@@ -226,7 +227,7 @@ static int open_handle(kvn_ucx_endpoint *self, kvn_failure *failure)
 {
     kvn_ucx_log_clear();
     kvn_ucs_status status = make_handle(self, true);
-    /* Between processes of one host, what reads memory itself does not watch over the peer. */
+    /* Between processes of one host, transports that read memory directly do not watch the peer. */
     if (status == KVN_UCS_ERR_UNREACHABLE)
         status = make_handle(self, false);
     if (status == KVN_UCS_OK) {

@@ -1,7 +1,7 @@
-/* UCX's libraries change a process when they are loaded: handlers of signals for the sake of backtraces,
- * and the first instructions of mmap, munmap and brk for the sake of caches of registered memory. A library
- * of a program must not do that to it, and kvplan has no use for it: what it moves is registered by hand.
- * Only the environment can say so in time, so they are loaded with another one. */
+/* UCX's libraries change a process when they are loaded: signal handlers for backtraces, and the first instructions of
+ * mmap, munmap and brk for caches of registered memory. A library must not do that to its program, and kvplan does not
+ * need it, since it registers memory explicitly. Only the environment can prevent it in time, so UCX is loaded with
+ * another one. */
 #include "ucx/library.h"
 
 #include <dlfcn.h>
@@ -14,7 +14,7 @@
 
 #include "core/library.h"
 
-/* ---- what UCX says of its errors ---- */
+/* ---- UCX's log of errors ---- */
 
 /* UCX gives its handlers no context. Each thread has its own, so that no lock is needed. */
 static _Thread_local char latest[200];
@@ -114,13 +114,13 @@ static const char *const harmless[][2] = {
 
 enum { LOG_LEVEL = 0 };
 
-/* `keeps_log`: what UCX says shall not be printed. */
+/* `keeps_log`: UCX's log is kept and not printed. */
 static void *load(const char *path, bool *keeps_log)
 {
     const char *ours[KVN_COUNT_OF(harmless)];
     kvn_ucx_environ environment;
     size_t count = 0;
-    /* Two libraries of one name do not go together: what a program has loaded before is used. */
+    /* Two libraries of one name do not work together, so a UCX that the program has loaded is used. */
     void *file = dlopen("libucp.so.0", RTLD_NOW | RTLD_NOLOAD);
 
     *keeps_log = false;
@@ -187,7 +187,7 @@ static const kvn_ucx_setting presets[] = {
 
 #define MAX_NAME 256
 
-/* The n-th of all: the presets, then those given. NULL: a preset that the environment overrides. */
+/* Returns the n-th setting: the presets, then the given ones. NULL: a preset that the environment overrides. */
 static const kvn_ucx_setting *nth_setting(const kvn_ucx_settings *self, size_t n)
 {
     char variable[MAX_NAME];
@@ -252,7 +252,7 @@ void kvn_ucx_settings_restore(kvn_ucx_settings *self)
 
 /* ---- contexts ---- */
 
-/* Notes what UCX may use: the lines of its description of a context that end in "-- rc_mlx5/mlx5_0:1". */
+/* Collects the resources that UCX may use: lines of its description of a context that end in "-- rc_mlx5/mlx5_0:1". */
 static int list_transports(const kvn_ucx_library *library, kvn_ucp_context_h context,
                            char out[KVN_UCX_TRANSPORTS], kvn_failure *failure)
 {

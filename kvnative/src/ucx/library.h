@@ -29,10 +29,10 @@ int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *fa
 int kvn_ucx_fail(const kvn_ucx_library *library, const char *call, kvn_ucs_status status,
                  kvn_failure *failure);
 
-/* What UCX says of its errors is kept for the message of a failure, instead of being printed on the standard
- * output of a program that is not ours. Forgets what was said on this thread. */
+/* UCX's log of errors is kept for the message of a failure, instead of being printed to the program's standard output.
+ * Forgets the log of this thread. */
 void kvn_ucx_log_clear(void);
-/* Appends ": " and what was said last on this thread since, if anything. */
+/* Appends ": " and the last line that this thread has logged since, if any. */
 void kvn_ucx_log_append(char *message, size_t room);
 
 /* Variables that UCX shall find in the environment for a while, as it reads some settings nowhere else.
@@ -52,7 +52,7 @@ typedef struct kvn_ucx_setting {
     const char *value;
 } kvn_ucx_setting;
 
-/* What UCX is set to: our presets, unless the environment says otherwise, and then what the user says. */
+/* The settings of UCX: kvplan's presets, which the environment overrides, and then the user's. */
 typedef struct kvn_ucx_settings {
     const kvn_ucx_library *library;
     const kvn_ucx_setting *given;

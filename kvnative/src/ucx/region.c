@@ -55,7 +55,7 @@ void kvn_ucx_snapshot_release(kvn_ucx_snapshot *snapshot)
     free(snapshot);
 }
 
-/* Of what is listed; with the mutex. NULL: no memory. */
+/* Adds an entry to the list; NULL: out of memory. The caller holds the mutex. */
 static kvn_ucx_snapshot *make_snapshot(const kvn_ucx_regions *self)
 {
     size_t count = 0;
@@ -80,7 +80,7 @@ static kvn_ucx_snapshot *make_snapshot(const kvn_ucx_regions *self)
     return snapshot;
 }
 
-/* With the mutex. Returns the one before, for the caller to release without it. */
+/* Returns the previous object, which the caller releases without the mutex. The caller holds the mutex. */
 static kvn_ucx_snapshot *replace_snapshot(kvn_ucx_regions *self)
 {
     kvn_ucx_snapshot *before = self->snapshot;

@@ -6,7 +6,7 @@
 #include "core/announce.h"
 #include "core/report.h"
 
-#define MAX_PIECE (UINT64_C(8) << 20) /* of a descriptor in one operation: what an abort may wait for */
+#define MAX_PIECE (UINT64_C(8) << 20) /* maximum of one operation, for which an abort may wait */
 #define MAX_BYTES_IN_FLIGHT (UINT64_C(32) << 20)
 #define POSTS_A_STEP 32
 
@@ -42,7 +42,7 @@ static bool is_stopping(const kvn_request *request)
     return request->why != KVN_OK || request->failure.status != KVN_OK;
 }
 
-/* An error that says nothing of the connection, but of what was asked. */
+/* Returns true for an error of the request, and not of the connection. */
 static bool is_refusal(kvn_ucs_status status)
 {
     return status == KVN_UCS_ERR_NO_MEMORY || status == KVN_UCS_ERR_INVALID_PARAM ||
@@ -61,7 +61,7 @@ static void note_error(kvn_request *request, uint64_t descriptor, kvn_ucs_status
     if (request->failure.status != KVN_OK)
         return;
     if (is_refusal(status)) {
-        /* It cancels what it finds no way for. */
+        /* UCX cancels operations for which it finds no way. */
         kvn_fail(&failure, status == KVN_UCS_ERR_NO_MEMORY ? KVN_NO_MEMORY : KVN_UNSUPPORTED,
                  status, "UCX refuses %s: %s%s", call, text,
                  status == KVN_UCS_ERR_CANCELED
@@ -94,7 +94,7 @@ static void complete(kvn_ucx_operation *operation, kvn_ucs_status status)
     request->route->endpoint->worker->has_completed = true;
 }
 
-/* What follows is done in the next step: UCX is not called from here. */
+/* The next step does the rest, since UCX must not be called from here. */
 static void on_complete(void *handle, kvn_ucs_status status, void *user_data)
 {
     kvn_ucx_operation *operation = user_data;
@@ -210,7 +210,7 @@ static void put_ticket(kvn_request *request, unsigned place)
     request->ticket = place + 1;
 }
 
-/* False: there is no room for a ticket. */
+/* Returns false if there is no room for a ticket. */
 static bool announce(kvn_request *request)
 {
     const kvn_ucx_worker *worker = request->route->endpoint->worker;
@@ -243,7 +243,7 @@ static void compare_generations(kvn_request *request)
         if (use->found == use->expected)
             continue;
         if (use->lease)
-            kvn_fail(&failure, KVN_UNMAPPED, 0, "%s was released by the peer, or has expired%s", use->lease->name,
+            kvn_fail(&failure, KVN_UNMAPPED, 0, "%s was released or moved by the peer, or has expired%s", use->lease->name,
                      has_begun ? " meanwhile" : "");
         else
             kvn_fail(&failure, KVN_UNMAPPED, 0,
@@ -256,7 +256,7 @@ static void compare_generations(kvn_request *request)
     }
 }
 
-/* Whether something is to be posted in this phase. */
+/* Returns true if this phase has operations to post. */
 static bool has_posts(const kvn_request *request)
 {
     switch (request->phase) {
@@ -284,15 +284,15 @@ static void advance(kvn_request *request)
     const bool is_round_over =
         request->phase == KVN_UCX_FLUSHING && request->descriptor < request->batch.count;
 
-    /* What one phase has read or written comes before what the next one does, also where UCX does both by
-     * plain loads and stores: generations are read before the bytes, and again after them. */
+    /* Order the accesses of one phase before those of the next, even if UCX makes them by plain loads and stores:
+     * generations are read before the bytes, and again after them. */
     atomic_thread_fence(memory_order_seq_cst);
     if (is_check(request))
         compare_generations(request);
     request->cursor = 0;
     request->round_left = KVN_ROUND_NBYTES;
     if (is_round_over && !is_stopping(request)) {
-        put_ticket(request, request->ticket - 1); /* another one: what was written until now is there */
+        put_ticket(request, request->ticket - 1); /* a new ticket: all earlier bytes have arrived */
         request->phase = KVN_UCX_CHECKING_BEFORE;
     } else {
         request->phase++;
@@ -327,7 +327,7 @@ static void finish(kvn_request *request)
     kvn_ucx_worker *worker = request->route->endpoint->worker;
 
     kvn_ucx_remove_task(worker, &request->task);
-    if (request->ticket) /* an owner that reads it sees what was put before */
+    if (request->ticket) /* an owner that reads it sees the bytes that were put before */
         atomic_store_explicit(&worker->tickets[request->ticket - 1], 0, memory_order_release);
     fill_report(request);
     if (request->batch.end)
@@ -345,7 +345,7 @@ static unsigned step(void *context)
 
     note_endpoint_failure(request);
     for (;;) {
-        /* What was put may still be on its way until a flush has ended, so that is not left out. */
+        /* Always flush: puts may still be in flight until a flush has ended. */
         if (is_stopping(request) && is_check(request))
             request->phase = KVN_UCX_DONE;
         if (request->phase == KVN_UCX_DONE)

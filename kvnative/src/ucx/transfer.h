@@ -22,7 +22,7 @@ typedef struct kvn_ucx_peer_range {
     uint64_t key;
 } kvn_ucx_peer_range;
 
-/* A lease of the peer's: its generation, in which slot of the peer's table, and what messages call it. */
+/* A lease of the peer: its slot in the peer's table, its generation, and its name in messages. */
 typedef struct kvn_ucx_lease {
     uint64_t slot;
     uint64_t generation;
@@ -43,11 +43,11 @@ typedef struct kvn_ucx_route {
     uint64_t num_leases;
 } kvn_ucx_route;
 
-/* What a transfer does, one after the other. What writes much does so in rounds, each with a check before it. */
+/* The phases of a transfer, in order. Large writes go in rounds, each with a check before it. */
 typedef enum kvn_ucx_phase {
     KVN_UCX_CHECKING_BEFORE,
     KVN_UCX_MOVING,
-    KVN_UCX_FLUSHING, /* puts; also those of a transfer that stops */
+    KVN_UCX_FLUSHING, /* puts, also of a transfer that stops */
     KVN_UCX_CHECKING_AFTER,
     KVN_UCX_DONE
 } kvn_ucx_phase;
@@ -67,7 +67,7 @@ typedef struct kvn_ucx_operation {
     kvn_request *request;
     uint64_t descriptor; /* KVN_NO_DESCRIPTOR: a generation, or a flush */
     uint64_t nbytes;
-    struct kvn_ucx_operation *next; /* among those that are free */
+    struct kvn_ucx_operation *next; /* the next free one */
 } kvn_ucx_operation;
 
 struct kvn_request {
@@ -82,7 +82,7 @@ struct kvn_request {
     kvn_ucx_task task;
     kvn_ucx_phase phase;
     unsigned ticket;     /* of a put: 1 + its place among the worker's; 0: not announced yet */
-    uint64_t cursor;     /* of the uses, or flushes: what is posted next in this phase */
+    uint64_t cursor;     /* of the uses or flushes: the next to post in this phase */
     uint64_t descriptor; /* that is posted next */
     uint64_t skip;       /* bytes of it that are posted */
     uint64_t round_left; /* bytes of puts until the next check */
@@ -90,7 +90,7 @@ struct kvn_request {
     size_t remote_hint;
     unsigned in_flight;
     uint64_t bytes_in_flight;
-    int why;             /* KVN_OK, or for what it was given up */
+    int why;             /* KVN_OK, or the status for which it was given up */
     kvn_failure failure; /* status KVN_OK: none */
     uint64_t failed;
     kvn_ucx_operation *free;

@@ -15,7 +15,7 @@
 #include "core/thread.h"
 #include "kvnative/backend.h"
 
-#define SPIN_NS 50000 /* after the last event: what is under way mostly ends within */
+#define SPIN_NS 50000 /* after the last event; most operations end within that time */
 #define RETRY_NS 1000000 /* between two passes of a waiting thread once the worker's thread has stopped */
 #define SETTLE_NS 20000 /* for a small transfer to end before a thread is woken for it */
 
@@ -140,7 +140,7 @@ static void release(kvn_ucx_worker *self)
     } while (has_work(self) && try_acquire(self));
 }
 
-/* ---- what others call ---- */
+/* ---- calls of other files ---- */
 
 void kvn_ucx_post(kvn_ucx_worker *self, kvn_ucx_work *work, void (*run)(void *context),
                   void *context)
@@ -337,8 +337,8 @@ static int open_worker(kvn_ucx_worker *self, kvn_failure *failure)
     return start_thread(self, failure);
 }
 
-/* UCX takes 13 MiB for a worker from malloc, by 4 and by 2. Once such a block was freed malloc takes them from
- * its arenas, and those keep twice as much each: 69 MB after 300 engines. */
+/* UCX allocates 13 MiB for a worker with malloc, in blocks of 4 and 2 MiB. Once such a block was freed, malloc serves
+ * them from its arenas, each of which keeps twice as much: 69 MB after 300 engines. */
 static void give_back(void)
 {
 #ifdef __GLIBC__
@@ -366,8 +366,8 @@ static void destroy(kvn_ucx_worker *self)
     give_back();
 }
 
-/* While a worker is there UCX has a thread of its own, and locks: a forked child has no such thread, and UCX
- * does not start another one there, as it counts that of its parent. */
+/* While a worker exists, UCX has a thread and locks of its own. A forked child does not have the thread, and UCX does
+ * not start another one there, since it counts the parent's. */
 static int count_worker(kvn_ucx_library *library, kvn_failure *failure)
 {
     const pid_t self = getpid();

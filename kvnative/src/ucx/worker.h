@@ -74,7 +74,7 @@ struct kvn_ucx_worker {
     kvn_ucx_work *first_work; /* the submission queue */
     kvn_ucx_work *last_work;
 
-    pthread_mutex_t progress_lock; /* guards what follows, and all calls of UCX but those that map memory */
+    pthread_mutex_t progress_lock; /* guards the fields below, and all calls of UCX except those that map memory */
     kvn_ucp_worker_h handle;
     bool is_closed; /* it takes no endpoints any more */
     kvn_ucx_endpoint *endpoints;

@@ -36,7 +36,7 @@ def verdict(found: Found) -> Verdict:
     elif not usable and found["stopped"]:
         lines = [(f"{head} may not work here: not all could be looked at", "bold red")]
     elif not usable:
-        lines = [(f"{head} does not work here: there is no transport", "bold red")]
+        lines = [(f"{head} does not work here: no transport does", "bold red")]
     else:
         lines = [(f"{head} works here", "bold green")]
         lines.append((wrapped("in this host", _means(usable, _IN_HOST)), ""))

@@ -22,9 +22,8 @@ from msgspec import Meta
 
 from kvnative.ascend_files import driver_folder
 from kvplan.device.ascend import A2, A3
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, link_failed, unsupported
 from kvplan.system.logs import Log
-from kvplan.transport.link import link_failed
 from kvplan.transport.metadata import Record, read
 from kvplan.validation import resolved, shown
 
@@ -130,7 +129,7 @@ class _LocalCommRes(Record, frozen=True):
 
 
 def read_local_comm_res(text: str) -> DeviceAddress:
-    """Read the option `llm.LocalCommRes`; refuse what it must not contain."""
+    """Read the option `llm.LocalCommRes`, and refuse other fields and values."""
     table = read(_LocalCommRes, text, _OPTION, msgspec.json.decode)
     server, pods = table.server_list[0], table.super_pod_list
     device = server.device[0]
@@ -200,10 +199,7 @@ def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
 
 
 def _unknown(field: str, why: str) -> LLMException:
-    return LLMException(
-        f"{field} of this device is not known: {why}; give llm.LocalCommRes",
-        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-    )
+    return unsupported(f"{field} of this device is not known: {why}; give llm.LocalCommRes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +235,10 @@ def table_of(here: DeviceAddress, there: DeviceAddress) -> RankTable:
             "server_id": server_id,
             "device": [
                 _device(address, ranked.index(address), version, with_ip=with_ip)
-                for address in of_it
+                for address in of_server
             ],
         }
-        for server_id, of_it in groupby(ranked, key=lambda address: address.server_id)
+        for server_id, of_server in groupby(ranked, key=lambda address: address.server_id)
     ]
     table["server_count"] = str(len(servers))
     table["server_list"] = servers
@@ -300,10 +296,9 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
     """Refuse variables with which HCCL cannot make a communicator."""
     pcie, roce = (environment.get(name) for name in ("HCCL_INTRA_PCIE_ENABLE", _ROCE))
     if (pcie, roce) in (("1", "1"), ("0", None), (None, "0")):
-        raise LLMException(
+        raise unsupported(
             f"HCCL_INTRA_PCIE_ENABLE is {pcie or 'not set'} and {_ROCE} is {roce or 'not set'}, "
-            "which HCCL refuses: set 0 and 1 for RDMA inside a host, or unset both for HCCS",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            "which HCCL refuses: set 0 and 1 for RDMA inside a host, or unset both for HCCS"
         )
 
 
@@ -335,8 +330,8 @@ def _pods(ranked: Sequence[DeviceAddress]) -> list[dict[str, Any]]:
     # Each host once, in the order of ranks.
     hosts = dict.fromkeys((address.super_pod_id or "", address.server_id) for address in ranked)
     return [
-        {"super_pod_id": pod, "server_list": [{"server_id": host} for _, host in of_it]}
-        for pod, of_it in groupby(sorted(hosts), key=lambda row: row[0])
+        {"super_pod_id": pod, "server_list": [{"server_id": host} for _, host in of_pod]}
+        for pod, of_pod in groupby(sorted(hosts), key=lambda row: row[0])
     ]
 
 

@@ -1,4 +1,4 @@
-"""The successive connections of one link, each of which reaches what was registered before it."""
+"""The successive connections of one link, each of which reaches memory registered before it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import msgspec
 from kvnative._backend import NativeError
 from kvnative._signals import Mutex
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, link_failed
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
 from kvplan.transport.hccl.device import MAX_LINKS
 from kvplan.transport.hccl.metadata import Metadata
-from kvplan.transport.link import link_failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -353,7 +352,8 @@ def _advice(
         port = address.device_port or _DEFAULT_PORT
         return (
             f"; port {port} of device {device_id} may be taken: another process that uses the "
-            "device over HCCL has it; give this one a device_port of its own (llm.LocalCommRes)"
+            "device over HCCL has it, or torch_npu in this one; give this one a device_port of its "
+            "own (llm.LocalCommRes), or start the process with HCCL_NPU_SOCKET_PORT_RANGE=auto"
         )
     if code == _ROCE_CONNECT and num_open:
         return (

@@ -17,12 +17,11 @@ from kvnative._lower import Descriptors
 from kvnative._signals import Mutex
 from kvplan.device.device import Device
 from kvplan.execution.task import native_errors
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, link_failed, unsupported
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
 from kvplan.transport.hccl.metadata import MAX_SLOTS, WORD_NBYTES, GenerationTableRef
 from kvplan.transport.hccl.regions import Regions
-from kvplan.transport.link import link_failed
 from kvplan.transport.registrations import MAX_LEASES, Slots
 
 if TYPE_CHECKING:
@@ -280,7 +279,7 @@ class HcclDevice:
         self._give_back(held.close)
 
     def _give_back(self, close: Callable[[], None]) -> None:
-        """Call `close`, and go on after an error: HCCL keeps what it does not take back."""
+        """Call `close`, and log an error: HCCL then keeps the resource."""
         try:
             close()
         except NativeError as error:
@@ -305,11 +304,10 @@ class HcclDevice:
                 return ()
             return (self.device.pin(address, nbytes),)
         except (NativeError, LLMException) as error:
-            raise LLMException(
+            raise unsupported(
                 "HCCL maps host memory for its device, and cannot map "
                 f"[{address:#x}, {address + nbytes:#x}): {error}. Memory that was registered with "
-                "ACL (aclrtHostRegister) is mapped already",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                "ACL (aclrtHostRegister) is mapped already"
             ) from error
 
     def _make_region(

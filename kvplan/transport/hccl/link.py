@@ -9,9 +9,16 @@ import numpy as np
 
 from kvnative._hccl_memory import MAX_GUARDS, Guards
 from kvplan.device.memory import check_device_of_link
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, not_exist, timed_out, unsupported
 from kvplan.transport.hccl.metadata import WORD_NBYTES, Metadata, Range
-from kvplan.transport.link import Located, PeerMemory, TransportLink, columns, lease_words
+from kvplan.transport.link import (
+    Located,
+    PeerMemory,
+    TransportLink,
+    columns,
+    lease_words,
+    mixed_places,
+)
 from kvplan.transport.metadata import tag_of
 
 if TYPE_CHECKING:
@@ -55,10 +62,9 @@ class HcclPeerMemory(PeerMemory):
             if way is not None and not self._link.needs_renewal(connection, self._newest):
                 return self._backend(connection, direction, way)
             self._link.renew(connection)
-        raise LLMException(
+        raise timed_out(
             f"the connection to {self._link.peer} was renewed {_TRIES} times, and memory was "
-            "registered during each: try again",
-            status_code=LLMStatusCode.LLM_TIMEOUT,
+            "registered during each: try again"
         )
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
@@ -69,9 +75,8 @@ class HcclPeerMemory(PeerMemory):
         words = lease_words(leases, self._link.transport)
         for lease, word in zip(leases, words, strict=True):
             if word.slot >= self._link.metadata.generations.num_slots or not word.generation:
-                raise LLMException(  # a lease that cannot exist
-                    f"{lease} was released by {self._link.peer}, or has expired",
-                    status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+                raise not_exist(  # a lease that cannot exist
+                    f"{lease} was released or moved by {self._link.peer}, or has expired"
                 )
         made = self._copy()
         made._newest, made._seen = self._newest, self._seen
@@ -107,11 +112,10 @@ class HcclPeerMemory(PeerMemory):
             return (local, False) if newest <= connection.newest else None
         if hccl.staging is None:
             takes = " and ".join(sorted(kinds))
-            raise LLMException(
+            raise unsupported(
                 f"the local side is {local} memory that is not registered with HCCL, and the "
                 "device has no staging memory (kvplan.staging_nbytes=0): on this product "
-                f"({hccl.product.name}) register {takes} memory, or give staging memory",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                f"({hccl.product.name}) register {takes} memory, or give staging memory"
             )
         return local, True
 
@@ -155,17 +159,13 @@ class HcclLink(TransportLink):
     def _memory(self, located: Located) -> HcclPeerMemory:
         ranges: Sequence[Range] = located.ranges
         if len({found.on_device for found in ranges}) > 1:
-            raise invalid(
-                f"tensors of {self.peer} are in its device's memory and its host's: a transfer has "
-                "one way"
-            )
+            raise mixed_places(self.peer)
         takes = self.hccl.product.remote_kinds(is_hccs=self.is_hccs)
         if not ranges[0].on_device and "host" not in takes:
-            raise LLMException(
+            raise unsupported(
                 f"tensors of {self.peer} are in its host's memory, which HCCL does not reach over "
                 "HCCS, as devices of one host or super pod are connected: have that cache on the "
-                "device, set HCCL_INTRA_ROCE_ENABLE=1 at both ends, or link over transport local",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                "device, set HCCL_INTRA_ROCE_ENABLE=1 at both ends, or link over transport local"
             )
         return HcclPeerMemory(self, located)
 
@@ -196,10 +196,9 @@ class HcclLink(TransportLink):
         if self._connections.current() is not connection:
             return
         if self._connections.request_renewal is None:
-            raise LLMException(
+            raise unsupported(
                 f"memory was registered after the link to {self.peer} was made, and its connection "
-                "cannot be renewed: register before, or link engines",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                "cannot be renewed: register before, or link engines"
             )
         self._connections.request_renewal()
 
@@ -222,11 +221,10 @@ def _newest_region(located: Located) -> int:
             start, size = int(located.starts[i]), int(located.sizes[i])
             region = found.region_of(start, size)
             if region is None:
-                raise LLMException(
+                raise unsupported(
                     f"tensor {i} at address {start:#x}, nbytes {size}, lies in memory "
                     "that its peer registered in parts, first one and then more around it; HCCL "
-                    "reaches one part at a time: register the whole first",
-                    status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                    "reaches one part at a time: register the whole first"
                 )
             newest = max(newest, region.number)
     return newest

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvnative._backend import NativeError
 from kvnative._hccl_memory import HcclLibrary, Staging
 from kvplan.execution.task import native_error
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import link_failed, unsupported
 from kvplan.system.logs import Log
 from kvplan.transport.hccl.addresses import (
     check_environment,
@@ -22,7 +22,6 @@ from kvplan.transport.hccl.device import BackgroundWorker, GenerationTable, Hccl
 from kvplan.transport.hccl.link import HcclLink
 from kvplan.transport.hccl.metadata import Metadata
 from kvplan.transport.hccl.registrations import HcclRegistrations
-from kvplan.transport.link import link_failed
 from kvplan.transport.metadata import tag_of
 from kvplan.transport.transport import Transport
 
@@ -198,9 +197,8 @@ class HcclTransport(Transport):
 
 def _product_of(device: AscendDevice) -> Product:
     if (product := device.product) is None:
-        raise LLMException(
+        raise unsupported(
             f"device {device.id} is {device.name}, which does not transfer one-sided over "
-            "HCCL; Atlas A2, A3 and 950 do",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            "HCCL; Atlas A2, A3 and 950 do"
         )
     return product

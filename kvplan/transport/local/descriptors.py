@@ -17,10 +17,12 @@ import socket
 import struct
 import threading
 import time
-from typing import Final, NamedTuple
+from typing import Final
 from weakref import WeakValueDictionary
 
 from kvplan.device.sharing import Exported
+from kvplan.system.limits import start_thread
+from kvplan.system.users import peer_credentials
 
 _TIMEOUT_S: Final = 1  # for a request, which is one round trip
 _PAUSE_S: Final = 0.1  # if this process has no free descriptor
@@ -29,7 +31,6 @@ _BACKLOG: Final = 64
 _NUMBER: Final = struct.Struct("!Q")
 _TOKEN_NBYTES: Final = 32
 _REQUEST_NBYTES: Final = _TOKEN_NBYTES + _NUMBER.size
-_CREDENTIALS: Final = struct.Struct("3i")
 _DESCRIPTOR: Final = struct.Struct("i")
 _TIMEVAL: Final = struct.Struct("@ll")
 
@@ -71,10 +72,7 @@ class DescriptorServer:
         with self._mutex:
             self._tokens.add(token)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name="kvplan-descriptors", daemon=True
-                )
-                self._thread.start()
+                self._thread = start_thread("kvplan-descriptors", self._serve)
 
     def dismiss(self, token: bytes) -> None:
         """Refuse the requests of a link that has ended. Idempotent."""
@@ -121,7 +119,7 @@ class DescriptorServer:
         except OSError:  # closed, or out of descriptors
             self._closed.wait(_PAUSE_S)
             return
-        if _credentials(connection).uid not in (os.geteuid(), 0):
+        if peer_credentials(connection).uid not in (os.geteuid(), 0):
             connection.close()
             return
         if len(waiting) >= _MAX_WAITING:
@@ -188,7 +186,7 @@ def _connected(pid: int, name: str, timeout_s: int = _TIMEOUT_S) -> socket.socke
         for timeout in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, timeout, _TIMEVAL.pack(timeout_s, 0))
         connection.connect(f"\0{name}")
-        owner = _credentials(connection).pid
+        owner = peer_credentials(connection).pid
     except BaseException:
         connection.close()
         raise
@@ -196,16 +194,3 @@ def _connected(pid: int, name: str, timeout_s: int = _TIMEOUT_S) -> socket.socke
         connection.close()
         raise PermissionError(f"the socket {name} belongs to process {owner}, not {pid}")
     return connection
-
-
-class _Credentials(NamedTuple):
-    """The process at the other end of a connection, when that was made."""
-
-    pid: int
-    uid: int
-    gid: int
-
-
-def _credentials(connection: socket.socket) -> _Credentials:
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _Credentials(*_CREDENTIALS.unpack(found))

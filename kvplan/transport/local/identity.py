@@ -15,8 +15,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvnative._process import Peer
+from kvplan.status import link_failed
 from kvplan.system.limits import reason_of
-from kvplan.transport.link import link_failed
 from kvplan.transport.metadata import Record, Uint64
 
 

@@ -8,29 +8,23 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
-from kvnative._host import Pin
 from kvnative._process import process_backend
 from kvnative._signals import Mutex
 from kvnative._writers import Writer
 from kvplan.device.memory import check_device_of_link
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, link_failed, not_exist, unsupported
 from kvplan.system.limits import reason_of
 from kvplan.transport.link import (
     Located,
     PeerMemory,
     TransportLink,
     check_process,
-    link_failed,
+    mixed_places,
     no_leases,
 )
 from kvplan.transport.local.descriptors import ask, can_ask, token_of
 from kvplan.transport.local.identity import advice, hold
-from kvplan.transport.local.memory import (
-    PeerAllocations,
-    PeerArenas,
-    allocation_here,
-    offered,
-)
+from kvplan.transport.local.memory import Held, PeerAllocations, PeerArenas
 from kvplan.transport.local.metadata import Metadata, Range
 
 if TYPE_CHECKING:
@@ -43,7 +37,7 @@ if TYPE_CHECKING:
     from kvnative._process import Peer
     from kvnative._writers import WriteGuard
     from kvplan.device.device import CopyDirection, Device
-    from kvplan.device.sharing import AllocationRef, Exported, Mapped, Sharing
+    from kvplan.device.sharing import AllocationRef, Sharing
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease
     from kvplan.transport.local.descriptors import DescriptorServer
@@ -70,7 +64,7 @@ class LocalPeerMemory(PeerMemory):
         super().__init__(link, located, in_process=is_here, on_device=on_device)
         self._words = words  # of the ranges, then of the leases
         self._leases: Sequence[BlockLease] = ()
-        # Keeps what the addresses point into mapped; empty for the peer's own addresses.
+        # Keeps the memory at the addresses mapped; empty for the peer's own addresses.
         self._held = held
         self._writer = writer  # announces writes; None: nothing is announced
         self._write_guard: WriteGuard | None = None
@@ -149,7 +143,7 @@ class LocalPeerMemory(PeerMemory):
         except (ValueError, OSError):
             pass
         held: list[Range | BlockLease] = [*self._ranges, *self._leases]
-        link.check_ranges(held, self._words)  # says what is wrong
+        link.check_ranges(held, self._words)  # raises the reason
 
 
 class LocalDeviceMemory(LocalPeerMemory):
@@ -226,7 +220,7 @@ class LocalLink(TransportLink):
         self.device = device
         self._peer_pid = metadata.identity.pid
         self.is_to_self: bool = self._peer_pid == self.pid
-        self._arenas = PeerArenas(self._peer_pid, populate=populate)
+        self._arenas = PeerArenas(self._peer_pid, populate=populate, is_self=self.is_to_self)
         self._can_reach_registered = False
         self.lacks: dict[Literal["registered", "device"], str] = {}
         self._server = server
@@ -238,7 +232,7 @@ class LocalLink(TransportLink):
         self._allocations = (
             None
             if device is None or sharing is None
-            else PeerAllocations(self._descriptor, device, sharing)
+            else PeerAllocations(self._descriptor, device, sharing, is_self=self.is_to_self)
         )
         if sharing is not None:
             self.way = f"mapped arenas and GPU memory{_between(sharing, metadata)}, process_vm"
@@ -273,8 +267,9 @@ class LocalLink(TransportLink):
         words = words_of(ranges)
         self.check_ranges(ranges, words)
         on_device = any(found.allocation is not None for found in ranges)
-        held, shifts = (self._mapped_for_device if on_device else self._mapped)(ranges)
+        held = self._hold(ranges, on_device=on_device)
         if held:
+            shifts = np.array([found.shift % 2**64 for found in held], dtype=np.uint64)
             starts += shifts[located.held_by]  # uint64 wraps around, so a shift may be negative
         else:
             self._probe()
@@ -295,11 +290,10 @@ class LocalLink(TransportLink):
         stale = self._find_stale(words)
         if stale >= 0:
             ended = ranges[stale]
-            raise LLMException(
+            raise not_exist(
                 f"{self.peer} has deregistered {ended}"
                 if isinstance(ended, Range)
-                else f"{ended} was released by {self.peer}, or has expired",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+                else f"{ended} was released or moved by {self.peer}, or has expired"
             )
 
     def _find_stale(self, words: bytes) -> int:
@@ -336,11 +330,10 @@ class LocalLink(TransportLink):
 
     def unreached_from_device(self) -> LLMException:
         """Return the error of a transfer between the peer's own addresses and a device."""
-        return LLMException(
+        return unsupported(
             f"{self.peer} has registered this memory itself, and of another "
             "process the system copies it only to and from host memory; a cache that its engine "
-            "allocates is reached, and so are caches on devices",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            "allocates is reached, and so are caches on devices"
         )
 
     def close(self, why: LLMException | None = None) -> None:
@@ -359,78 +352,40 @@ class LocalLink(TransportLink):
             self._server.dismiss(self._token)
         self._writer = None  # memory that is in use keeps it
 
-    def _mapped(self, ranges: Sequence[Range]) -> tuple[list[Arena | Pin], Column]:
-        """Return the holder of each range's arena, and by how much addresses shift.
+    def _hold(self, ranges: Sequence[Range], *, on_device: bool) -> list[Held]:
+        """Return the ranges as they are mapped here.
 
-        Return nothing if a range is not in an arena. A transfer has one way, so all ranges are then
-        reached by the peer's own addresses.
+        Return nothing if a range of the host is not in an arena. A transfer has one way, so all
+        ranges are then reached by the peer's own addresses.
         """
-        refs = [found.arena for found in ranges if found.arena is not None]
-        arenas: list[Arena | Pin] = []
-        if len(refs) == len(ranges):
-            arenas = [arena for found in ranges if (arena := self._hold(found)) is not None]
-        if len(arenas) < len(ranges):
-            return [], np.empty(0, np.uint64)
-        pairs = zip(arenas, refs, strict=True)
-        shifts = [(arena.address - ref.address) % 2**64 for arena, ref in pairs]
-        return arenas, np.array(shifts, dtype=np.uint64)
+        if not on_device and any(memory.arena is None for memory in ranges):
+            return []
+        held = []
+        for memory in ranges:
+            try:
+                found = self._hold_allocation(memory) if on_device else self._arenas.hold(memory)
+            except (LLMException, OSError, ValueError, MemoryError) as error:
+                self._check_range(memory)  # if it has ended just now, that is the reason
+                if isinstance(error, LLMException):
+                    raise
+                raise self._refusal(error, f"has {memory}, which cannot be mapped") from error
+            if found is None:
+                return []
+            held.append(found)
+        return held
 
-    def _mapped_for_device(self, ranges: Sequence[Range]) -> tuple[Sequence[object], Column]:
-        """Return the same for memory of the peer's devices, which must be mapped."""
-        refs = [found.allocation for found in ranges if found.allocation is not None]
-        if len(refs) < len(ranges):
-            raise invalid(
-                f"tensors of {self.peer} are in its device's memory and its host's: a transfer has "
-                "one way"
-            )
+    def _hold_allocation(self, memory: Range) -> Held:
+        if memory.allocation is None:
+            raise mixed_places(self.peer)
         if self._allocations is None:
-            raise LLMException(
-                f"{self.peer} has {ranges[0]}, and this process has no device that could reach it "
-                "(kvplan.accelerator)",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            raise unsupported(
+                f"{self.peer} has {memory}, and this process has no device that could reach it "
+                "(kvplan.accelerator)"
             )
-        held, shifts = [], []
-        for found, ref in zip(ranges, refs, strict=True):
-            mapped, address = self._hold_allocation(self._allocations, found, ref)
-            held.append(mapped)
-            shifts.append((address - ref.address) % 2**64)
-        return held, np.array(shifts, dtype=np.uint64)
+        return self._allocations.hold(memory, lambda: self._check_range(memory))
 
-    def _hold_allocation(
-        self, allocations: PeerAllocations, memory: Range, ref: AllocationRef
-    ) -> tuple[Exported | Mapped, int]:
-        """Return the holder of an allocation, and its address here."""
-        if self.is_to_self and (here := allocation_here(memory, allocations.device)) is not None:
-            return here, ref.address
-        try:
-            mapped = allocations.map(
-                memory, lambda: self.check_ranges([memory], words_of([memory]))
-            )
-        except LLMException:
-            self.check_ranges(
-                [memory], words_of([memory])
-            )  # if it has ended just now, that is the reason
-            raise
-        except (OSError, ValueError) as error:
-            self.check_ranges([memory], words_of([memory]))
-            raise self._refusal(error, f"has {memory}, which cannot be mapped") from error
-        return mapped, mapped.address
-
-    def _hold(self, memory: Range) -> Arena | Pin | None:
-        """Return a mapping of the peer's arena, or this process's own arena if it was offered.
-
-        A second mapping would give one byte two addresses, which hides overlaps.
-        """
-        assert memory.arena is not None
-        try:
-            if not self.is_to_self:
-                return self._arenas.map(memory)
-            arena = offered(memory.arena)
-            return None if arena is None else Pin(arena, writable=memory.writable)
-        except (OSError, ValueError, MemoryError) as error:
-            # If it has ended just now, that is the true reason.
-            self.check_ranges([memory], words_of([memory]))
-            raise self._refusal(error, f"has {memory}, which cannot be mapped") from error
+    def _check_range(self, memory: Range) -> None:
+        self.check_ranges([memory], words_of([memory]))
 
     def _try_device(self, sharing: Sharing) -> None:
         """Find out whether memory of the peer's device can be mapped."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
 
-from kvnative._host import Arena
+from kvnative._host import Arena, Pin
 from kvnative._signals import Mutex
-from kvplan.device.sharing import AllocationRef, Exported, exported
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.device.sharing import AllocationRef, exported
+from kvplan.status import not_exist
 from kvplan.transport.local.metadata import ArenaRef, Range
 from kvplan.transport.pages import background_pages
 
@@ -37,16 +37,27 @@ def offer(arena: Arena) -> ArenaRef:
     return ref
 
 
-def offered(ref: ArenaRef) -> Arena | None:
-    """Return the arena of this process that was offered as `ref`, if it still exists."""
-    return _OFFERED.get(ref)
+class Held(NamedTuple):
+    """Memory of a peer that stays mapped here.
+
+    Attributes:
+        holder: Keeps the memory mapped.
+        shift: The distance from the peer's addresses to those here.
+    """
+
+    holder: object
+    shift: int
 
 
 class PeerArenas:
-    """The arenas of process `pid` that are mapped here, each once however many use it."""
+    """The arenas of process `pid` that are mapped here, each once however many use it.
 
-    def __init__(self, pid: int, *, populate: str) -> None:
+    `is_self` is True if that is this process.
+    """
+
+    def __init__(self, pid: int, *, populate: str, is_self: bool = False) -> None:
         self._pid = pid
+        self._is_self = is_self
         self._populate = populate
         self._owner = object()  # of background work, which must not hold this object
         self._mutex = Mutex()  # a signal handler may close the link
@@ -54,10 +65,20 @@ class PeerArenas:
         self._kept: dict[ArenaRef, Arena] = {}
         self._closed = False
 
-    def map(self, memory: Range) -> Arena:
-        """Return the arena that holds `memory`. It raises the errors of `Arena.of_peer`."""
+    def hold(self, memory: Range) -> Held | None:
+        """Return the arena of `memory`, mapped here; None: this process, its owner, has dropped it.
+
+        An arena of this process is not mapped again. A second mapping would give one byte two
+        addresses, which hides overlaps.
+        """
         ref = memory.arena
         assert ref is not None
+        if not self._is_self:
+            return Held(arena := self._map(memory, ref), arena.address - ref.address)
+        own = _OFFERED.get(ref)
+        return None if own is None else Held(Pin(own, writable=memory.writable), 0)
+
+    def _map(self, memory: Range, ref: ArenaRef) -> Arena:
         with self._mutex:
             arena = self._mapped.get(ref)
             if arena is None or (memory.writable and not arena.writable):
@@ -110,12 +131,19 @@ class PeerAllocations:
         descriptor: Duplicates the peer's descriptor of an allocation into this process.
         device: The device that the memory is mapped for.
         sharing: The sharing of that device.
+        is_self: True if the peer is this process.
     """
 
     def __init__(
-        self, descriptor: Callable[[AllocationRef], int], device: Device, sharing: Sharing
+        self,
+        descriptor: Callable[[AllocationRef], int],
+        device: Device,
+        sharing: Sharing,
+        *,
+        is_self: bool,
     ) -> None:
-        self.device = device
+        self._is_self = is_self
+        self._device = device
         self._descriptor = descriptor
         self._sharing = sharing
         self._mutex = Mutex()  # a signal handler may close the link
@@ -123,14 +151,25 @@ class PeerAllocations:
         self._kept: dict[AllocationRef, Mapped] = {}  # of pools
         self._closed = False
 
-    def map(self, memory: Range, check: Callable[[], None]) -> Mapped:
-        """Return the allocation that holds `memory`; `check` refuses it if it is not registered."""
+    def hold(self, memory: Range, check: Callable[[], None]) -> Held:
+        """Return the allocation of `memory`, mapped here; `check` refuses it if it has ended.
+
+        An allocation of this process is mapped again only for another device or context.
+        """
         ref = memory.allocation
         assert ref is not None
+        if self._is_self:
+            if (own := exported(ref)) is None:
+                raise not_exist(f"{memory} of this process is not registered any more")
+            if own.device is self._device.native:
+                return Held(own, 0)
+        return Held(mapped := self._map(ref, check), mapped.address - ref.address)
+
+    def _map(self, ref: AllocationRef, check: Callable[[], None]) -> Mapped:
         with self._mutex:
             mapped = self._mapped.get(ref)
             if mapped is None:
-                mapped = self._map(ref)
+                mapped = self._map_new(ref)
                 # While it is registered, its owner keeps the descriptor, whose number is not used
                 # again. So this is the right one.
                 check()
@@ -147,7 +186,7 @@ class PeerAllocations:
             self._closed = True
             self._kept = {}
 
-    def _map(self, ref: AllocationRef) -> Mapped:
+    def _map_new(self, ref: AllocationRef) -> Mapped:
         if ref.fd < 0:
             return self._sharing.map(ref, -1)
         fd = self._descriptor(ref)
@@ -155,19 +194,3 @@ class PeerAllocations:
             return self._sharing.map(ref, fd)
         finally:
             os.close(fd)
-
-
-def allocation_here(memory: Range, device: Device) -> Exported | None:
-    """Return the allocation of this process that holds `memory`.
-
-    None: in another device or context.
-
-    A second mapping would give one byte two addresses, which hides overlaps.
-    """
-    assert memory.allocation is not None
-    if (found := exported(memory.allocation)) is None:
-        raise LLMException(
-            f"{memory} of this process is not registered any more",
-            status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-        )
-    return found if found.device is device.native else None

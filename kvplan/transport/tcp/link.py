@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 from kvnative._backend import NativeError, striped
 from kvnative._tcp import tcp_backend
 from kvplan.device.memory import DeviceMemory
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, link_failed, unsupported
 from kvplan.transport.link import (
     Located,
     PeerMemory,
     TransportLink,
     columns,
-    link_failed,
 )
 from kvplan.transport.registrations import transport_closed
 from kvplan.transport.tcp.metadata import Metadata
@@ -79,10 +78,9 @@ class TcpPeerMemory(PeerMemory):
         if ours is not None and ours.native is theirs:
             return
         which = "no device" if ours is None else f"device {ours.id}"
-        raise LLMException(
+        raise unsupported(
             f"the local side is {local!r}; the link to {self._link.peer} is of an engine with "
-            f"{which}: use the engine of that device, or a cache with Placement.HOST",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            f"{which}: use the engine of that device, or a cache with Placement.HOST"
         )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from kvnative._backend import NativeError
 from kvnative._signals import Mutex
 from kvplan.device.device import Device
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import unsupported
 from kvplan.transport.host_memory import Releasable, host_range
 from kvplan.transport.metadata import Range
 from kvplan.transport.protocol import DeviceRange
@@ -136,10 +136,9 @@ class TcpRegistrations(Registrations[Range, Held]):
             address, nbytes, pin, _ = host_range(memory, writable=writable)
             return Found(address, nbytes, Held(pin))
         if self._device is None:
-            raise LLMException(
+            raise unsupported(
                 f"memory at {memory.address:#x} is of a device, which this transport was made "
-                "without: have that cache on the host (Placement.HOST)",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                "without: have that cache on the host (Placement.HOST)"
             )
         if memory.buffer is None:
             self._device.check_range("memory", memory.address, memory.nbytes)

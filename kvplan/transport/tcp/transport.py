@@ -12,9 +12,8 @@ from kvnative._backend import NativeError
 from kvnative._tcp import TcpService, check_encryption
 from kvnative.cores import usable_cores
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, link_failed, unsupported
 from kvplan.system.limits import reason_of
-from kvplan.transport.link import link_failed
 from kvplan.transport.tcp.link import TcpLink
 from kvplan.transport.tcp.metadata import MAX_CONNECTIONS, MAX_SLOTS, Metadata
 from kvplan.transport.tcp.registrations import TcpRegistrations
@@ -223,9 +222,7 @@ def _check_encryption(what: str) -> None:
     try:
         check_encryption()
     except NativeError as error:
-        raise LLMException(
-            f"{what}: {error}", status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED
-        ) from error
+        raise unsupported(f"{what}: {error}") from error
 
 
 def _checked_congestion(name: str) -> bytes:
@@ -236,9 +233,8 @@ def _checked_congestion(name: str) -> bytes:
             with socket.socket() as probe:
                 probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, text)
         except OSError as error:
-            raise LLMException(
+            raise unsupported(
                 f"congestion={shown(name)} is not available: {error.strerror}; it must be one of "
-                f"{', '.join(_ALLOWED.read_text().split())}, as {_ALLOWED} permits",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                f"{', '.join(_ALLOWED.read_text().split())}, as {_ALLOWED} permits"
             ) from error
     return text

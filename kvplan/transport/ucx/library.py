@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import invalid, unsupported
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
@@ -76,11 +76,10 @@ def find() -> Found:
         if place.library is not None:
             return Found(str(place.library), place.source)
         looked_at.append(f"{place.source} ({place.path or 'not there'})")
-    raise LLMException(
+    raise unsupported(
         f"no UCX library ({NAME}) is here: looked at {', '.join(looked_at)}. Install it from "
         "the system's packages, 1.13 or later (libucx0, ucx, or of MLNX_OFED), or name one in "
-        f"{OVERRIDE}; that of pip install 'kvplan[ucx]' is for GPUs of one host: it has no RDMA",
-        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        f"{OVERRIDE}; that of pip install 'kvplan[ucx]' is for GPUs of one host: it has no RDMA"
     )
 
 
@@ -200,7 +199,7 @@ def read_settings(name: str, text: str) -> dict[str, str]:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"{name}={shown(text)} is no JSON: {error}") from None
+        raise invalid(f"{name}={shown(text)} is not JSON: {error}") from None
     if not isinstance(document, dict) or len(document) > _MAX_SETTINGS:
         raise invalid(
             f"{name}={shown(text)} must be a JSON object of at most {_MAX_SETTINGS} settings"

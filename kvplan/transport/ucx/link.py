@@ -9,13 +9,12 @@ import numpy as np
 from kvnative._backend import NativeError
 from kvnative._ucx_backend import ucx_backend, ucx_leased
 from kvplan.execution.task import native_errors
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, link_failed, unsupported
 from kvplan.transport.link import (
     Located,
     PeerMemory,
     TransportLink,
     columns,
-    link_failed,
 )
 from kvplan.transport.ucx.metadata import Metadata, Range
 
@@ -36,7 +35,7 @@ class UcxPeerMemory(PeerMemory):
     def __init__(self, link: UcxLink, located: Located) -> None:
         super().__init__(link, located)
         self._known: Sequence[Metadata] = located.known  # metadata that names the ranges
-        # Of the ranges, whatever is checked besides.
+        # Without leases and other checks; `_backends` has them.
         self._plain: dict[tuple[Direction, bool], Backend] = {}
         self._backends: dict[tuple[Direction, bool], Backend] = {}
 
@@ -46,11 +45,10 @@ class UcxPeerMemory(PeerMemory):
         LLM_FEATURE_NOT_ENABLED: UCX does not reach the device of `other`.
         """
         if other.on_device and not self._link.takes_device:
-            raise LLMException(
+            raise unsupported(
                 f"the local side is in device memory; over UCX ({self._link.way}) "
                 f"{self._link.peer} and host memory are the sides of a transfer: pull to, or push "
-                "from, a cache with Placement.HOST, and copy between that and the device",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                "from, a cache with Placement.HOST, and copy between that and the device"
             )
         way = direction, other.on_device
         if (known := self._backends.get(way)) is not None:

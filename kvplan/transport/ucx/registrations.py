@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvnative._host import GenerationTable, Pin
 from kvnative._ucx import UcxEndpoint, UcxRegion, UcxWorker
 from kvplan.execution.task import native_errors
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import unsupported
 from kvplan.transport.announced import AnnouncedRegistrations, Tickets
 from kvplan.transport.host_memory import host_range, released_if_refused
 from kvplan.transport.protocol import DeviceRange
@@ -121,10 +121,9 @@ class UcxRegistrations(AnnouncedRegistrations[Range, Mapped, UcxEndpoint]):
             raise transport_closed()
         if isinstance(memory, DeviceRange):
             if "device" not in self.reaches:
-                raise LLMException(
+                raise unsupported(
                     f"memory at {memory.address:#x} is of a device, and UCX has no transport for "
-                    "it here: have that cache on the host (Placement.HOST), or link over hccl",
-                    status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                    "it here: have that cache on the host (Placement.HOST), or link over hccl"
                 )
             region = _map(worker, memory.address, memory.nbytes, memory, kind="cuda")
             return Found(memory.address, memory.nbytes, Mapped(region, None), (0,))

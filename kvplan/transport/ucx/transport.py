@@ -11,9 +11,8 @@ from weakref import WeakKeyDictionary
 from kvnative._backend import KVN_TIMEOUT, NativeError
 from kvnative._ucx import UcxError, UcxLibrary, UcxWorker
 from kvplan.execution.task import status_code_of
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, link_failed, unsupported
 from kvplan.system.limits import reason_of
-from kvplan.transport.link import link_failed
 from kvplan.transport.metadata import tag_of
 from kvplan.transport.registrations import transport_closed
 from kvplan.transport.transport import Transport
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from kvplan.transport.registrations import AnyRegistration
 
 _AT_ONCE_MS: Final = 1.0
-_LOOK_MS: Final = 100.0  # that it may take to see what a peer writes
+_LOOK_MS: Final = 100.0  # limit for reading the writes of a peer
 
 
 class UcxTransport(Transport):
@@ -86,10 +85,9 @@ class UcxTransport(Transport):
             given.setdefault(DEVICES, devices)
         found = find()
         if TRANSPORTS not in given and (why := why_no_rdma(found.path)):
-            raise LLMException(
+            raise unsupported(
                 f"{why}: use the transport tcp; for GPUs of one host, or to try it without RDMA, "
-                'kvplan.ucx_settings={"UCX_TLS": "cuda,shm"} or {"UCX_TLS": "shm"}',
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+                'kvplan.ucx_settings={"UCX_TLS": "cuda,shm"} or {"UCX_TLS": "shm"}'
             )
         self._instance = secrets.token_hex(16)
         self._host = socket.gethostname()[:64] or "localhost"
@@ -243,9 +241,8 @@ def _open(found: Found, settings: Mapping[str, str], label: str) -> tuple[str, U
     try:
         library = UcxLibrary.load(found.path)
     except NativeError as error:
-        raise LLMException(
-            f"the UCX library {found.path} ({found.source}) cannot be used: {error}",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        raise unsupported(
+            f"the UCX library {found.path} ({found.source}) cannot be used: {error}"
         ) from error
     version = ".".join(map(str, library.version))
     try:

@@ -45,7 +45,7 @@ def linked(
     with closing(Accepted()) as accepted, ThreadPoolExecutor(2) as threads:
         streams = (dialled(accepted.port), accepted)
         calls = [
-            threads.submit(here.connect, there.metadata(), timeout_ms=TIMEOUT_MS, streams=it)
-            for here, there, it in zip((one, two), (two, one), streams, strict=True)
+            threads.submit(here.connect, there.metadata(), timeout_ms=TIMEOUT_MS, streams=stream)
+            for here, there, stream in zip((one, two), (two, one), streams, strict=True)
         ]
         return calls[0].result(), calls[1].result()

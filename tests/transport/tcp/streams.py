@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from kvplan.transport.link import link_failed
+from kvplan.status import link_failed
 
 HOST = "127.0.0.1"
 SECRET = bytes(range(32))
@@ -29,11 +29,11 @@ class Dialled:
         return [self.open_one(index, timeout_s) for index in indices]
 
     def open_one(self, index: int, timeout_s: float) -> socket.socket:
-        it = socket.create_connection((HOST, self._port), timeout_s)
-        it.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        it.sendall(bytes([index]))
-        it.setblocking(False)
-        return it
+        connection = socket.create_connection((HOST, self._port), timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(bytes([index]))
+        connection.setblocking(False)
+        return connection
 
     def close(self) -> None:
         pass
@@ -85,14 +85,14 @@ class Accepted:
             while missing := set(indices) - set(self._came):
                 try:
                     self._listener.settimeout(max(deadline - time.monotonic(), 0.001))
-                    it, _ = self._listener.accept()
+                    connection, _ = self._listener.accept()
                 except OSError as error:
                     why = "it was closed" if self._closed else error
                     raise link_failed(f"connection {min(missing)} has not come: {why}") from error
-                it.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._came[it.recv(1)[0]] = it
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._came[connection.recv(1)[0]] = connection
                 self.accepted += 1
-                it.setblocking(False)
+                connection.setblocking(False)
             return [self._came.pop(index) for index in indices]
 
     def close(self) -> None:
@@ -103,5 +103,5 @@ class Accepted:
             return
         with self._accepting:
             self._listener.close()
-            for it in self._came.values():
-                it.close()
+            for value in self._came.values():
+                value.close()

@@ -93,18 +93,18 @@ def test_many_links_of_many_connections_come_up_at_once(
     ]
 
     def link(engine: LlmDataDist, *peers: LlmDataDist) -> None:
-        clusters = [ClusterInfo(it.cluster_id, str(it.listen_address)) for it in peers]
+        clusters = [ClusterInfo(peer.cluster_id, str(peer.listen_address)) for peer in peers]
         engine.link_clusters(clusters, timeout_ms=60_000).raise_for_status()
 
     if who_links == "one":
         link(one, *many)
     else:
         with ThreadPoolExecutor(count) as threads:
-            for done in [threads.submit(link, it, one) for it in many]:
+            for done in [threads.submit(link, item, one) for item in many]:
                 done.result()
-    ways = [it.way for it in one.links()]
+    ways = [link.way for link in one.links()]
     assert len(ways) == count
-    assert all(f"{connections} connections" in it for it in ways)
+    assert all(f"{connections} connections" in way for way in ways)
 
 
 def test_over_unix_sockets_where_no_engine_listens(make_engine: MakeEngine, tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_over_unix_sockets_where_no_engine_listens(make_engine: MakeEngine, tmp_
         make_engine(number, comm_dir=str(tmp_path), tcp_connections=2, tcp_congestion="reno")
         for number in (1, 2)
     )
-    begun = [(it, it.link("both", {1: 0, 2: 1})) for it in (owner, user)]
+    begun = [(engine, engine.link("both", {1: 0, 2: 1})) for engine in (owner, user)]
     deadline = time.monotonic() + 10
-    while any(it.query_register_mem_status(comm) is PREPARING for it, comm in begun):
+    while any(item.query_register_mem_status(comm) is PREPARING for item, comm in begun):
         assert time.monotonic() < deadline
     for engine, _ in begun:
         (link,) = engine.links()
@@ -127,7 +127,9 @@ def test_options_of_the_connections(make_engine: MakeEngine) -> None:
     owner = make_engine(1, "127.0.0.1:0", tcp_connections=3, tcp_congestion="reno")
     user = make_engine(2, tcp_connections=5)
     user.link_clusters([ClusterInfo(1, str(owner.listen_address))]).raise_for_status()
-    assert [it.links()[0].way.rpartition(", ")[2] for it in (owner, user)] == ["3 connections"] * 2
+    assert [engine.links()[0].way.rpartition(", ")[2] for engine in (owner, user)] == [
+        "3 connections"
+    ] * 2
     check_that_blocks_move(owner, user)
 
 
@@ -138,7 +140,7 @@ def test_one_engine_that_demands_encryption_is_enough(
     owner = make_engine(1, "127.0.0.1:0", encrypt=demands[0])
     user = make_engine(2, encrypt=demands[1])
     user.link_clusters([ClusterInfo(1, str(owner.listen_address))]).raise_for_status()
-    assert [it.links()[0].way.endswith(", encrypted") for it in (owner, user)] == [True] * 2
+    assert [engine.links()[0].way.endswith(", encrypted") for engine in (owner, user)] == [True] * 2
     check_that_blocks_move(owner, user)
 
 

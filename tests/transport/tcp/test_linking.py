@@ -17,8 +17,7 @@ from weakref import ref
 import numpy as np
 import pytest
 
-from kvplan.status import LLMException, LLMStatusCode
-from kvplan.transport.link import link_failed
+from kvplan.status import LLMException, LLMStatusCode, link_failed
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.tcp.metadata import Metadata
 from kvplan.transport.tcp.transport import TcpTransport, connections_of
@@ -54,7 +53,7 @@ def test_both_ends_are_linked_until_one_closes(ends: Ends) -> None:
         links[1].check()
 
 
-def test_what_opened_the_connections_is_not_held(ends: Ends) -> None:
+def test_a_link_does_not_hold_the_streams_that_opened_its_connections(ends: Ends) -> None:
     opened: list[ref[Dialled]] = []
 
     def dialled(port: int) -> Dialled:
@@ -68,7 +67,7 @@ def test_what_opened_the_connections_is_not_held(ends: Ends) -> None:
     links[0].check()
 
 
-def test_why_it_was_closed_is_what_its_users_hear(ends: Ends) -> None:
+def test_users_of_a_closed_link_get_the_reason_it_was_closed_with(ends: Ends) -> None:
     link, _ = linked(*ends)
     memory = np.zeros(8, np.uint8)
     ends[1].register(memory)
@@ -122,7 +121,7 @@ def test_connections_by_cores(cores: int, number: int) -> None:
     assert connections_of(cores) == number
 
 
-def test_what_cannot_be_asked_for() -> None:
+def test_arguments_out_of_range_are_refused() -> None:
     for number in (0, 17):
         with pytest.raises(LLMException, match=rf"connections={number} is out of range \[1, 16\]"):
             TcpTransport(connections=number)
@@ -139,8 +138,8 @@ def test_congestion_control_is_set_on_every_connection(ends: Ends) -> None:
     with TcpTransport(connections=2, congestion="reno") as one:
         before = set(FILES.iterdir())
         links = linked(one, ends[1])
-        new = [it for it in set(FILES.iterdir()) - before if it.is_socket()]
-        found = sorted(congestion for it in new if (congestion := congestion_of(it)))
+        new = [path for path in set(FILES.iterdir()) - before if path.is_socket()]
+        found = sorted(congestion for item in new if (congestion := congestion_of(item)))
         assert len(links) == 2  # they are held until here
     usual = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     assert found == sorted(["reno"] * 4 + [usual] * 4)
@@ -152,26 +151,28 @@ def test_no_connection_stays_where_one_of_several_refuses_congestion_control(ref
         """One of its sockets, being UDP, has no congestion control."""
 
         def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
-            kinds = [socket.SOCK_DGRAM if it == refuses else socket.SOCK_STREAM for it in indices]
-            self.opened = [socket.socket(socket.AF_INET, it) for it in kinds]
+            kinds = [
+                socket.SOCK_DGRAM if index == refuses else socket.SOCK_STREAM for index in indices
+            ]
+            self.opened = [socket.socket(socket.AF_INET, kind) for kind in kinds]
             return self.opened
 
     streams = Mixed(1)
     with TcpTransport(connections=2, congestion="reno") as transport:
         with refused(LLMStatusCode.LLM_LINK_FAILED, "cannot be reached over tcp"):
             transport.connect(PEER, timeout_ms=20_000, streams=streams)
-        assert [it.fileno() for it in streams.opened] == [-1] * 4
+        assert [index.fileno() for index in streams.opened] == [-1] * 4
 
 
 def congestion_of(file: Path) -> str:
-    with socket.socket(fileno=os.dup(int(file.name))) as it:
-        if it.family != socket.AF_INET:
+    with socket.socket(fileno=os.dup(int(file.name))) as connection:
+        if connection.family != socket.AF_INET:
             return ""
-        name = it.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         return name.rstrip(b"\0").decode()
 
 
-def test_without_connections_there_is_no_link(ends: Ends) -> None:
+def test_a_link_without_streams_is_refused(ends: Ends) -> None:
     with refused(LLMStatusCode.LLM_LINK_FAILED, r"process 7 of node7 .* over tcp without"):
         ends[0].connect(PEER, timeout_ms=1000)
 
@@ -193,8 +194,8 @@ class Failing(Dialled):
 
 
 def test_without_its_connections_a_link_leaves_nothing(ends: Ends) -> None:
-    for it in linked(*ends):  # the threads, and what they sleep on
-        it.close()
+    for thread in linked(*ends):  # the threads, and what they sleep on
+        thread.close()
     before = Held.now()
     with refused(LLMStatusCode.LLM_LINK_FAILED, "no route"):
         ends[0].connect(PEER, timeout_ms=20_000, streams=Failing(1))
@@ -202,8 +203,8 @@ def test_without_its_connections_a_link_leaves_nothing(ends: Ends) -> None:
 
 
 def test_a_peer_that_never_comes(ends: Ends) -> None:
-    for it in linked(*ends):  # the threads, and what they sleep on
-        it.close()
+    for thread in linked(*ends):  # the threads, and what they sleep on
+        thread.close()
     before, began = Held.now(), time.monotonic()
     with closing(Accepted()) as listening:
         Dialled(listening.port).open_one(2, 1).close()  # one of four
@@ -213,7 +214,7 @@ def test_a_peer_that_never_comes(ends: Ends) -> None:
     before.check_nothing_new()
 
 
-def test_a_transport_that_is_closed_ends_what_connects() -> None:
+def test_closing_a_transport_ends_pending_connects() -> None:
     transport, listening = TcpTransport(connections=2), Accepted()
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(transport.connect, PEER, timeout_ms=60_000, streams=listening)
@@ -287,8 +288,8 @@ def test_a_forked_child_leaves_all_to_its_parent(ends: Ends) -> None:
             link.close()
             one.close()
             with TcpTransport(connections=1) as own, TcpTransport(connections=1) as peer:
-                for it in linked(own, peer):
-                    it.check()
+                for thread in linked(own, peer):
+                    thread.check()
             status = 0
         finally:
             os._exit(status)
@@ -306,17 +307,17 @@ def test_a_transport_is_closed_while_other_threads_use_it() -> None:
 
     def link(one: TcpTransport, two: TcpTransport) -> None:
         while True:
-            for it in linked(one, two):
-                it.check()
+            for thread in linked(one, two):
+                thread.check()
 
     for _ in range(10):
         with TcpTransport(connections=2) as one, TcpTransport(connections=2) as two:
             linked(one, two)
             with ThreadPoolExecutor(4) as threads:
-                churning = [threads.submit(churn, it) for it in (one, one, two)]
+                churning = [threads.submit(churn, end) for end in (one, one, two)]
                 linking = threads.submit(link, one, two)
                 one.close()
                 two.close()
-                ended = [it.exception(20) for it in (*churning, linking)]
+                ended = [future.exception(20) for future in (*churning, linking)]
             for error in ended:
                 assert isinstance(error, LLMException), error

@@ -19,7 +19,7 @@ BARE = Metadata("f" * 32, "node8", 1, 1, False)
 
 
 @pytest.mark.parametrize("metadata", [WHOLE, BARE], ids=["all of it", "no ranges"])
-def test_it_is_read_as_it_was_written(metadata: Metadata) -> None:
+def test_metadata_round_trips(metadata: Metadata) -> None:
     assert Metadata.from_bytes(metadata.to_bytes()) == metadata
 
 
@@ -35,7 +35,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("field", BAD)
-def test_a_field_that_cannot_be(field: str) -> None:
+def test_an_impossible_field_is_refused(field: str) -> None:
     value, message = BAD[field]
     document = msgspec.msgpack.decode(WHOLE.to_bytes())
     document[field] = value
@@ -54,7 +54,7 @@ BAD_RANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_RANGES)
-def test_a_range_that_cannot_be(name: str) -> None:
+def test_an_impossible_range_is_refused(name: str) -> None:
     changes, message = BAD_RANGES[name]
     document = msgspec.msgpack.decode(WHOLE.to_bytes())
     document["ranges"][0] |= changes

@@ -182,7 +182,7 @@ def test_both_ends_pull_at_the_same_time(
     transport.deregister(registration)
 
 
-def test_what_is_large_goes_over_all_connections_and_what_is_small_over_one() -> None:
+def test_large_batches_use_all_connections_and_small_ones_use_one() -> None:
     there, here = pattern(1, NBYTES), np.zeros(NBYTES, np.uint8)
     recorded: list[Recorded] = []
 
@@ -192,7 +192,7 @@ def test_what_is_large_goes_over_all_connections_and_what_is_small_over_one() ->
 
     def passed() -> list[int]:
         """By connection over which the end that has dialled asks."""
-        return [len(recorded[0].passed[it]) for it in range(0, 2 * CONNECTIONS, 2)]
+        return [len(recorded[0].passed[number]) for number in range(0, 2 * CONNECTIONS, 2)]
 
     with TcpTransport(connections=CONNECTIONS) as one, TcpTransport(connections=4) as two:
         two.register(there)
@@ -201,7 +201,7 @@ def test_what_is_large_goes_over_all_connections_and_what_is_small_over_one() ->
         with executor(remote, here, "get") as moving:
             small = descriptors(there.ctypes.data, here, "get", np.arange(4))
             assert moving.run(small, TIMEOUT_MS).status == KVN_OK
-            assert sorted(it > 4 * BLOCK for it in passed()) == [False, False, True]
+            assert sorted(item > 4 * BLOCK for item in passed()) == [False, False, True]
             large = descriptors(there.ctypes.data, here, "get", np.arange(NUM_BLOCKS))
             assert moving.run(large, TIMEOUT_MS).status == KVN_OK
             assert min(passed()) > NBYTES / (CONNECTIONS + 1)
@@ -216,7 +216,7 @@ class Overheard(Dialled):
 
 @pytest.mark.parametrize("demands", [(True, False), (False, True)])
 def test_encryption_with_a_secret_that_others_know_is_refused(demands: tuple[bool, bool]) -> None:
-    one, two = (TcpTransport(encrypt=it) for it in demands)
+    one, two = (TcpTransport(encrypt=demand) for demand in demands)
     with one, two, refused(LLMStatusCode.LLM_LINK_FAILED, r"kvplan\.cluster_key_file"):
         one.connect(two.metadata(), timeout_ms=TIMEOUT_MS, streams=Overheard(0))
 
@@ -231,11 +231,13 @@ def test_data_is_encrypted_where_either_end_demands_it(demands: tuple[bool, bool
         recorded.append(Recorded(port))
         return recorded[0]
 
-    ends = [TcpTransport(connections=2, encrypt=it) for it in demands]
+    ends = [TcpTransport(connections=2, encrypt=demand) for demand in demands]
     with ends[0] as one, ends[1] as two:
         two.register(there)
         links = linked(one, two, dialled)
-        assert [it.way.endswith(", 2 connections, encrypted") for it in links] == [any(demands)] * 2
+        assert [link.way.endswith(", 2 connections, encrypted") for link in links] == [
+            any(demands)
+        ] * 2
         remote = links[0].memory([there.ctypes.data], NBYTES, writable=True)
         work = there.ctypes.data, here
         for direction, seed in (("get", 1), ("put", 2)):
@@ -251,13 +253,13 @@ def test_data_is_encrypted_where_either_end_demands_it(demands: tuple[bool, bool
     assert len(passed) > 2 * NBYTES
     for seed in (1, 2):
         blocks = pattern(seed, NBYTES).reshape(-1, BLOCK)
-        clear = [bytes(it[100:164]) in passed for it in blocks[::64]]
+        clear = [bytes(block[100:164]) in passed for block in blocks[::64]]
         assert clear == [not any(demands)] * len(clear)
 
 
-def test_what_was_registered_before_the_threads_began_and_after() -> None:
+def test_registrations_before_and_after_the_service_starts_are_reached() -> None:
     with TcpTransport(connections=1) as one, TcpTransport(connections=1) as two:
-        memories = [pattern(it, BLOCK) for it in range(4)]
+        memories = [pattern(number, BLOCK) for number in range(4)]
         early, gone = two.register(memories[0]), two.register(memories[1])
         two.deregister(gone)
         linked(one, two)
@@ -265,10 +267,10 @@ def test_what_was_registered_before_the_threads_began_and_after() -> None:
         link, _ = linked(one, two)
         latest = two.register(memories[3])
         local = np.zeros(BLOCK, np.uint8)
-        for it, seed in ((early, 0), (late, 2), (latest, 3)):
-            remote = link.memory([it.address], it.nbytes, metadata=two.metadata([it]))
+        for item, seed in ((early, 0), (late, 2), (latest, 3)):
+            remote = link.memory([item.address], item.nbytes, metadata=two.metadata([item]))
             with executor(remote, local, "get") as moving:
-                work = descriptors(it.address, local, "get", np.arange(1))
+                work = descriptors(item.address, local, "get", np.arange(1))
                 assert moving.run(work, TIMEOUT_MS).status == KVN_OK
             np.testing.assert_array_equal(local, pattern(seed, BLOCK))
         with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "is not inside one range"):
@@ -404,7 +406,7 @@ def test_all_threads_that_deregister_it_wait(transport: TcpTransport, owner: Own
         calls = [threads.submit(transport.deregister, registration) for _ in range(3)]
         wait(calls, return_when=FIRST_COMPLETED)
         memory[:] = 0  # what was sent before is what was there
-    assert [it.exception() for it in calls] == [None] * 3
+    assert [call.exception() for call in calls] == [None] * 3
     owner.resume()
     status, has_all = owner.answer()
     assert status != KVN_OK or has_all
@@ -458,11 +460,11 @@ def test_several_threads_use_one_link(link: TcpLink, owner: Owner) -> None:
                     failed.append(report)
                 local[:] = 0
 
-    threads = [threading.Thread(target=pull, args=(it,)) for it in range(4)]
-    for it in threads:
-        it.start()
-    for it in threads:
-        it.join()
+    threads = [threading.Thread(target=pull, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert not failed
 
 
@@ -520,7 +522,7 @@ def test_a_lease_has_its_deadline_whenever_it_was_made(is_linked: bool) -> None:
 
 @BOTH
 @pytest.mark.parametrize("ended", [0, 1, 2])
-def test_of_registrations_that_overlap_each_is_checked(direction: str, ended: int) -> None:
+def test_each_of_overlapping_registrations_is_checked(direction: str, ended: int) -> None:
     """Whichever bytes move: two ranges begin in the first, which ends last."""
     with TcpTransport() as one, TcpTransport() as two:
         there, here = pattern(1, 4 * BLOCK), np.zeros(BLOCK, np.uint8)

@@ -133,7 +133,7 @@ def test_blocks_are_pushed(link: UcxLink, owner: CudaOwner, here: cuda.CudaMemor
     np.testing.assert_array_equal(owner.blocks(), expected)
 
 
-def test_what_was_freed_is_not_read(link: UcxLink, owner: CudaOwner, here: cuda.CudaMemory) -> None:
+def test_freed_memory_is_not_read(link: UcxLink, owner: CudaOwner, here: cuda.CudaMemory) -> None:
     """CUDA gives the same addresses again, and UCX keeps a peer's memory mapped."""
     addresses = set()
     for seed in range(3, 13):

@@ -27,7 +27,7 @@ WHOLE = Metadata(
 )
 
 
-def test_it_is_read_as_it_was_written() -> None:
+def test_metadata_round_trips() -> None:
     assert Metadata.from_bytes(WHOLE.to_bytes()) == WHOLE
 
 
@@ -46,7 +46,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("field", BAD)
-def test_a_field_that_cannot_be(field: str) -> None:
+def test_an_impossible_field_is_refused(field: str) -> None:
     value, message = BAD[field]
     document = msgspec.msgpack.decode(WHOLE.to_bytes())
     document[field] = value
@@ -69,7 +69,7 @@ BAD_RANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_RANGES)
-def test_a_range_that_cannot_be(name: str) -> None:
+def test_an_impossible_range_is_refused(name: str) -> None:
     changes, message = BAD_RANGES[name]
     document = msgspec.msgpack.decode(WHOLE.to_bytes())
     document["ranges"][0] |= changes

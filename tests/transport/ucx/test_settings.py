@@ -24,7 +24,7 @@ BAD_OPTIONS: dict[tuple[str, Any], str] = {
 
 
 @pytest.mark.parametrize(("field", "value"), BAD_OPTIONS)
-def test_an_option_that_cannot_be(field: str, value: str) -> None:
+def test_an_impossible_option_is_refused(field: str, value: str) -> None:
     with refused(LLMStatusCode.LLM_PARAM_INVALID, BAD_OPTIONS[field, value]):
         Options(**{field: value})
 
@@ -39,7 +39,9 @@ def test_options_are_read_from_text_of_the_interface() -> None:
     assert options.ucx_settings == given["kvplan.ucx_settings"]
 
 
-def test_what_is_missing_for_rdma(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_missing_parts_of_rdma_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     devices, found = tmp_path / "infiniband", tmp_path / "lib" / "libucp.so.0"
     monkeypatch.setattr(library, "_RDMA", devices)
     assert "no RDMA device" in why_no_rdma(str(found))

@@ -116,11 +116,15 @@ def test_arrays_and_parts_of_an_arena(
     transport: UcxTransport, owner: UcxOwner, link: UcxLink, pool: ThreadPool
 ) -> None:
     metadata = Metadata.from_bytes(owner.metadata())
-    assert [it.region for it in metadata.ranges] == [0, 1, 1]  # the arena is known as a whole
+    assert [range_.region for range_ in metadata.ranges] == [
+        0,
+        1,
+        1,
+    ]  # the arena is known as a whole
     assert len(metadata.regions) == 2
     remote = link.memory(
-        [it.address for it in metadata.ranges],
-        [it.nbytes for it in metadata.ranges],
+        [range_.address for range_ in metadata.ranges],
+        [range_.nbytes for range_ in metadata.ranges],
         writable=True,
     )
     arena = pattern(2, NBYTES)
@@ -138,7 +142,9 @@ def test_arrays_and_parts_of_an_arena(
     assert link.way == "cma/memory"
 
 
-def test_what_has_ended(owner: UcxOwner, link: UcxLink, pool: ThreadPool) -> None:
+def test_ended_registrations_and_leases_are_refused(
+    owner: UcxOwner, link: UcxLink, pool: ThreadPool
+) -> None:
     owner.run("extra = np.ones(4096, np.uint8); one = transport.register(extra)")
     newer = owner.metadata()
     address = owner.run("result = extra.ctypes.data")
@@ -199,8 +205,8 @@ def test_the_transport(transport: UcxTransport, link: UcxLink) -> None:
     held = [transport.register(memory) for _ in range(64)]
     with refused(LLMStatusCode.LLM_OUT_OF_MEMORY, "max_registrations"):
         transport.register(memory)
-    for it in held:
-        transport.deregister(it)
+    for item in held:
+        transport.deregister(item)
     memory.append(1)  # nobody holds it any more
     assert transport.refusal(transport.metadata()) is not None
     assert link.detects_freed == "after"
@@ -269,7 +275,7 @@ class TestWriters:
         writer.run(f"held = begin_to_write({metadata!r}, *{where})")
         return registration
 
-    def test_one_that_goes_on_is_waited_for(
+    def test_a_writer_that_goes_on_is_waited_for(
         self, transport: UcxTransport, writer: UcxOwner
     ) -> None:
         memory = np.zeros(NBYTES, np.uint8)
@@ -283,7 +289,7 @@ class TestWriters:
         assert moved < self.TIMES * NBYTES  # it has looked again meanwhile
         assert (memory == 7).all()
 
-    def test_one_that_is_stopped_keeps_the_memory(
+    def test_a_stopped_writer_keeps_the_memory(
         self, transport: UcxTransport, writer: UcxOwner, caplog: pytest.LogCaptureFixture
     ) -> None:
         memory = bytearray(NBYTES)
@@ -300,7 +306,7 @@ class TestWriters:
                 assert time.monotonic() < give_up
         assert writer.run("result = held[0].wait(20_000).status") == KVN_UNMAPPED
 
-    def test_one_that_is_stopped_is_waited_for_once_by_leases(
+    def test_leases_wait_for_a_stopped_writer_once(
         self, transport: UcxTransport, writer: UcxOwner
     ) -> None:
         memory = np.zeros(NBYTES, np.uint8)
@@ -310,10 +316,10 @@ class TestWriters:
             registration = self.begin(transport, writer, memory)
             writer.stop()
             spent = []
-            for it in leases[1:]:
+            for lease in leases[1:]:
                 began = time.monotonic()
                 with refused(LLMStatusCode.LLM_TIMEOUT, "1 peer had begun to write"):
-                    transport.end_leases([it])
+                    transport.end_leases([lease])
                 spent.append(time.monotonic() - began)
             slow = "a busy machine holds up some of them, and not each"
             assert min(spent[1:]) < spent[0] / 2, slow
@@ -326,7 +332,7 @@ class TestWriters:
             assert writer.run("result = held[0].wait(20_000).status") == KVN_UNMAPPED
         assert (memory == 7).all()
 
-    def test_one_that_is_stopped_is_waited_for_without_a_link(
+    def test_a_stopped_writer_is_waited_for_without_a_link(
         self, transport: UcxTransport, writer: UcxOwner
     ) -> None:
         """Nothing else would keep it from writing when it goes on."""
@@ -369,7 +375,7 @@ class TestWriters:
             assert time.monotonic() < give_up
         assert is_over(transport, [])
 
-    def test_one_that_has_died_is_not_waited_for(
+    def test_a_dead_writer_is_not_waited_for(
         self, transport: UcxTransport, writer: UcxOwner
     ) -> None:
         memory = bytearray(NBYTES)
@@ -383,11 +389,11 @@ class TestWriters:
         """They announce nothing."""
         metadata = Metadata.from_bytes(owner.metadata())
         with transport.connect(owner.metadata(), timeout_ms=TIMEOUT_MS) as link:
-            it = metadata.ranges[0]
-            local = np.zeros(it.nbytes, np.uint8)
-            remote = link.memory([it.address], it.nbytes)
+            range_ = metadata.ranges[0]
+            local = np.zeros(range_.nbytes, np.uint8)
+            remote = link.memory([range_.address], range_.nbytes)
             backend = remote.backend(ThreadPool(1), "get", host_memory(local))
-            columns = local.ctypes.data, it.address, it.nbytes
+            columns = local.ctypes.data, range_.address, range_.nbytes
             with Executor(backend) as executor:
                 task = executor.submit(
                     Descriptors.from_columns(*(np.full(self.TIMES, n, np.uint64) for n in columns))
@@ -421,8 +427,8 @@ NONE, SOME = frozenset[tuple[int, int]](), frozenset({(3, 7)})
 @pytest.mark.parametrize(
     ("of_the_link", "of_another", "wanted"),
     [
-        *((SOME, it, SOME) for it in (None, NONE, KVN_TIMEOUT, KVN_PEER_GONE)),
-        *((KVN_TIMEOUT, it, None) for it in (None, NONE, SOME, KVN_PEER_GONE)),
+        *((SOME, item, SOME) for item in (None, NONE, KVN_TIMEOUT, KVN_PEER_GONE)),
+        *((KVN_TIMEOUT, item, None) for item in (None, NONE, SOME, KVN_PEER_GONE)),
         (KVN_PEER_GONE, None, NONE),
         (KVN_PEER_GONE, NONE, NONE),
         (KVN_PEER_GONE, SOME, SOME),
@@ -466,7 +472,7 @@ def is_held(memory: bytearray) -> bool:
 
 @pytest.mark.usefixtures("ucx")
 class TestMaking:
-    def test_without_rdma_it_says_why_and_what_to_do(self, tmp_path: Path) -> None:
+    def test_without_rdma_the_error_says_why_and_what_to_do(self, tmp_path: Path) -> None:
         if not why_no_rdma(""):
             pytest.skip("RDMA is here")
         with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "use the transport tcp") as caught:
@@ -477,7 +483,7 @@ class TestMaking:
         with refused(LLMStatusCode.LLM_PARAM_INVALID, "UCX_TLS lets UCX use TCP"):
             UcxTransport(settings='{"UCX_TLS": "all"}')
 
-    def test_what_ucx_does_not_have(self) -> None:
+    def test_unknown_transports_and_settings_are_refused(self) -> None:
         with pytest.raises(LLMException, match=r"UCX .* cannot be used: ucp_init: No such device"):
             UcxTransport(devices="none7", settings='{"UCX_TLS": "ib"}')
 
@@ -485,7 +491,7 @@ class TestMaking:
         with pytest.raises(LLMException, match=r"max_registrations=0 .*\[1, 65536\]"):
             UcxTransport(settings=SHARED_MEMORY, max_registrations=0)
 
-    def test_it_is_closed_with_registrations(self) -> None:
+    def test_a_transport_with_registrations_can_be_closed(self) -> None:
         transport = UcxTransport(settings=SHARED_MEMORY)
         kept = bytearray(4096)
         transport.register(kept)
@@ -497,7 +503,7 @@ class TestMaking:
         with pytest.raises(LLMException, match="the transport is closed"):
             transport.register(kept)
 
-    def test_what_is_closed_has_no_files_any_more(self) -> None:
+    def test_a_closed_transport_has_no_open_files(self) -> None:
         """Not even for as long as something refers to it."""
         before, kept = Held.now(), []
         for _ in range(2):  # UCX has some of its own from the first time on
@@ -505,10 +511,10 @@ class TestMaking:
             ends = [UcxTransport(settings=SHARED_MEMORY) for _ in range(2)]
             link = ends[0].connect(ends[1].metadata(), timeout_ms=TIMEOUT_MS)
             assert before.new().descriptors
-            for it in (link, *ends):
-                it.close()
-                kept.append(it)
-            del link, it
+            for end in (link, *ends):
+                end.close()
+                kept.append(end)
+            del link, end
         before.check_nothing_new()
 
     def test_a_forked_child_of_a_process_that_uses_it_is_refused_with_advice(self) -> None:

@@ -1,0 +1,65 @@
+"""The block tables and the tokens of transfers that leases name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from msgspec.structs import replace
+
+from kvplan.lease import BlockLease
+from kvplan.planning.blocks import RequestBlocks
+from kvplan.planning.transfer import Rows, Transfer
+from kvplan.status import invalid
+
+if TYPE_CHECKING:
+    from kvplan.planning.blocks import Blocks
+
+
+def with_lease_tables(transfer: Transfer) -> Transfer:
+    """Return a transfer with the block tables and the tokens that its leases name."""
+    src = transfer.src
+    named_rows = {"dst": transfer.dst}
+    if isinstance(src, Rows):
+        named_rows["src"] = src
+    else:
+        named_rows |= {f"src[{index}]": rows for index, rows in enumerate(src)}
+    leased = [rows for rows in named_rows.values() if _is_leased(rows)]
+    if not leased:
+        return transfer
+    num_tokens = _num_tokens(leased, transfer.num_tokens)
+    written, *read = [
+        _with_table(f"{field}.blocks", rows, num_tokens) if _is_leased(rows) else rows
+        for field, rows in named_rows.items()
+    ]
+    sources = read[0] if isinstance(src, Rows) else read
+    return replace(transfer, src=sources, dst=written, num_tokens=num_tokens)
+
+
+def _is_leased(rows: Rows) -> bool:
+    """Whether a lease of blocks names the rows."""
+    return isinstance(rows.cache, BlockLease) and rows.cache.paged
+
+
+def _with_table(argument: str, rows: Rows, num_tokens: int | None) -> Rows:
+    lease = cast(BlockLease, rows.cache)
+    if rows.blocks is None and num_tokens is not None:
+        blocks: Blocks = RequestBlocks(lease.blocks)
+    else:
+        blocks = lease.named(argument, rows.blocks)
+    return replace(rows, blocks=blocks)
+
+
+def _num_tokens(rows: Sequence[Rows], given: int | None) -> int | None:
+    """Return the tokens of a request: as given, or as leases of all its blocks say."""
+    said = {
+        lease.num_tokens("num_tokens", given, its.first_token)
+        for its in rows
+        if (lease := cast(BlockLease, its.cache)).tokens is not None and its.blocks is None
+    }
+    if len(said) > 1:
+        raise invalid(
+            f"num_tokens=None, and the leases are of requests of unequal length: "
+            f"{sorted(filter(None, said))} tokens"
+        )
+    return said.pop() if said else given

@@ -1,0 +1,347 @@
+"""The proxy over pretended servers: what it asks them, when they fail, and when clients leave."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp")  # the extra `test` has it; vLLM brings it to users
+
+import aiohttp
+from aiohttp import web
+
+from kvplan.vllm.proxy import Proxy, arguments
+
+PATH = "/v1/completions"
+SERVER = {"protocol": 3, "instance": "aa", "sources": [[7, "10.0.0.1:26000"]]}
+PARAMS = {"do_remote_prefill": True, "kvplan": {**SERVER, "handle": "00" * 16}}
+WHOLE = (200, "data: 1\n\ndata: [DONE]\n\n")
+DEADLINE_S = 60.0
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Pretended:
+    """Servers that pretend, and the requests that they got."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any], str]] = []
+        self.arrived = asyncio.Condition()
+        self.cancelled = asyncio.Event()
+        self.both = asyncio.Barrier(2)
+
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.asked]
+
+    async def prefill(self, request: web.Request) -> web.StreamResponse:
+        await self.read("prefill", request)
+        return web.json_response({"kv_transfer_params": PARAMS})
+
+    async def keeps_nothing(self, request: web.Request) -> web.StreamResponse:
+        await self.read("keeps_nothing", request)
+        return web.json_response({"kv_transfer_params": None})
+
+    async def fails(self, request: web.Request) -> web.StreamResponse:
+        await self.read("fails", request)
+        return web.Response(status=500, text="no memory left")
+
+    async def hangs(self, request: web.Request) -> web.StreamResponse:
+        await self.read("hangs", request)
+        return await self.never()
+
+    async def prefill_pushes(self, request: web.Request) -> web.StreamResponse:
+        """Answer a transfer only when the decode server has been asked, too."""
+        body = await self.read("prefill", request)
+        if "kvplan" in body["kv_transfer_params"]:
+            if body.get("suffix") == "fail":
+                return web.Response(status=500, text="no memory left")
+            await self.both.wait()
+        return web.json_response({"kv_transfer_params": PARAMS})
+
+    async def decode_pushed(self, request: web.Request) -> web.StreamResponse:
+        """Answer a transfer only when the prefill server has been asked, too."""
+        body = await self.read("decode", request)
+        if "transfer" in body.get("kv_transfer_params", {}).get("kvplan", ()):
+            if body.get("suffix") == "fail":
+                return await self.never()
+            await self.both.wait()
+        return web.Response(text="answer")
+
+    async def decode(self, request: web.Request) -> web.StreamResponse:
+        """Answer in pieces; suffix "break" gets a part, and "wait" no end."""
+        body = await self.read("decode", request)
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        await stream.write(b"data: 1\n\n")
+        if body.get("suffix") == "break":
+            assert request.transport is not None
+            request.transport.abort()
+        elif body.get("suffix") == "wait":
+            await self.never()
+        else:
+            await stream.write(b"data: [DONE]\n\n")
+            await stream.write_eof()
+        return stream
+
+    async def read(self, name: str, request: web.Request) -> dict[str, Any]:
+        body: dict[str, Any] = await request.json()
+        async with self.arrived:
+            self.asked.append((name, body, request.headers["X-Request-Id"]))
+            self.arrived.notify_all()
+        return body
+
+    async def never(self) -> web.StreamResponse:
+        try:
+            await asyncio.sleep(DEADLINE_S)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        raise AssertionError("the request was not cancelled")
+
+
+async def serve(held: AsyncExitStack, app: web.Application) -> str:
+    """Serve an application until the end, and return its URL."""
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+    await runner.setup()
+    held.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0][:2]
+    return f"http://{host}:{port}"
+
+
+def url_of_none() -> str:
+    """Return a URL at which no server listens."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{unused.getsockname()[1]}"
+
+
+async def healthy(_: web.Request) -> web.Response:
+    return web.Response()
+
+
+class Client:
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url, self.session = url, session
+
+    async def post(self, path: str = PATH, **body: Any) -> tuple[int, str]:
+        """Return the status and text of an answer; status 0 if it broke off."""
+        try:
+            given = {"prompt": [1, 2], **body}
+            async with self.session.post(self.url + path, json=given) as response:
+                return response.status, await response.text()
+        except aiohttp.ClientError as error:
+            return 0, str(error)
+
+
+@asynccontextmanager
+async def proxy_over(
+    prefill: list[Handler | None],
+    decode: list[Handler | None],
+    timeout_s: float = DEADLINE_S,
+    *,
+    push: bool = False,
+) -> AsyncIterator[Client]:
+    """A client of a proxy over servers; None is a server that is down."""
+    async with AsyncExitStack() as held:
+        session = await held.enter_async_context(aiohttp.ClientSession())
+        urls = []
+        for handler in (*prefill, *decode):
+            if handler is None:
+                urls.append(url_of_none())
+                continue
+            app = web.Application()
+            app.router.add_post(PATH, handler)
+            app.router.add_post("/v1/chat/completions", handler)
+            app.router.add_get("/health", healthy)
+            urls.append(await serve(held, app))
+        proxy = Proxy(urls[: len(prefill)], urls[len(prefill) :], timeout_s, push=push)
+        yield Client(await serve(held, proxy.application()), session)
+
+
+def test_a_prefill_server_is_asked_for_one_token_and_a_decode_server_for_the_rest() -> None:
+    async def run() -> None:
+        servers = Pretended()
+        async with proxy_over([servers.prefill], [servers.decode]) as client:
+            assert await client.post(stream=True, min_tokens=3, max_tokens=9) == WHOLE
+        (_, first, first_id), (_, second, second_id) = servers.asked
+        assert (first["max_tokens"], first["stream"], "min_tokens" in first) == (1, False, False)
+        assert first["kv_transfer_params"] == {"do_remote_decode": True}
+        assert (second["max_tokens"], second["min_tokens"], second["stream"]) == (9, 3, True)
+        assert second["kv_transfer_params"] == PARAMS
+        assert first_id == second_id
+
+    asyncio.run(run())
+
+
+def test_a_chat_is_asked_for_one_token_by_the_name_of_chats() -> None:
+    async def run() -> None:
+        servers = Pretended()
+        async with proxy_over([servers.prefill], [servers.decode]) as client:
+            assert await client.post("/v1/chat/completions", max_completion_tokens=9) == WHOLE
+        (_, first, _), (_, second, _) = servers.asked
+        assert (first["max_tokens"], first["max_completion_tokens"]) == (1, 1)
+        assert (second.get("max_tokens"), second["max_completion_tokens"]) == (None, 9)
+
+    asyncio.run(run())
+
+
+def test_other_servers_are_asked_for_those_that_fail() -> None:
+    async def run() -> None:
+        servers = Pretended()
+        prefill = [servers.fails, None, servers.prefill]
+        async with proxy_over(prefill, [None, servers.decode]) as client:
+            assert [await client.post() for _ in range(3)] == [WHOLE] * 3
+        assert servers.asked[-1][1]["kv_transfer_params"] == PARAMS
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", ["fails", "keeps_nothing"])
+def test_without_a_prefilled_cache_the_decode_server_gets_the_request_as_it_is(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        servers = Pretended()
+        async with proxy_over([getattr(servers, kind)], [servers.decode]) as client:
+            assert await client.post() == WHOLE
+        assert servers.names() == [kind, "decode"]
+        assert "kv_transfer_params" not in servers.asked[-1][1]
+
+    asyncio.run(run())
+    assert "the decode server computes the prompt" in caplog.text
+
+
+def test_a_prefill_server_that_hangs_is_left() -> None:
+    async def run() -> None:
+        servers = Pretended()
+        async with proxy_over([servers.hangs], [servers.decode], timeout_s=0.2) as client:
+            assert await client.post() == WHOLE
+            await asyncio.wait_for(servers.cancelled.wait(), DEADLINE_S)
+        assert servers.names() == ["hangs", "decode"]
+
+    asyncio.run(run())
+
+
+def test_a_request_that_one_kv_cache_cannot_serve_is_not_prefilled() -> None:
+    async def run() -> None:
+        servers = Pretended()
+        bodies: list[dict[str, Any]] = [{"n": 2}, {"prompt": ["a", "b"]}, {"echo": True}]
+        bodies += [{"best_of": 2}, {"prompt_logprobs": 0}]
+        async with proxy_over([servers.prefill], [servers.decode]) as client:
+            for body in bodies:
+                assert await client.post(**body) == WHOLE
+        assert servers.names() == ["decode"] * len(bodies)
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_breaks_off_breaks_off_for_the_client() -> None:
+    async def run() -> None:
+        servers = Pretended()
+        async with proxy_over([servers.prefill], [servers.decode]) as client:
+            status, _ = await client.post(suffix="break")
+        assert status == 0
+
+    asyncio.run(run())
+
+
+def test_a_request_that_no_server_can_take_gets_an_error_in_openais_form() -> None:
+    async def run() -> None:
+        servers = Pretended()
+        async with proxy_over([servers.prefill], [None]) as client:
+            status, text = await client.post()
+            assert (status, '"server_error"' in text) == (502, True)
+            async with client.session.post(client.url + PATH, data="[1]") as response:
+                text = await response.text()
+                assert (response.status, '"invalid_request_error"' in text) == (400, True)
+
+    asyncio.run(run())
+
+
+def test_push_asks_both_servers_at_once_for_one_transfer() -> None:
+    async def run() -> None:
+        servers = Pretended()
+        both = [servers.prefill_pushes], [servers.decode_pushed]
+        async with proxy_over(*both, push=True) as client:
+            await client.post()  # its answer says what the prefill server is
+            servers.asked.clear()
+            status, _ = await client.post()
+        asked = {name: body["kv_transfer_params"] for name, body, _ in servers.asked}
+        transfer = asked["prefill"]["kvplan"]["transfer"]
+        assert status == 200
+        assert transfer
+        assert asked == {
+            "prefill": {"do_remote_decode": True, "kvplan": {"transfer": transfer}},
+            "decode": {"do_remote_prefill": True, "kvplan": {**SERVER, "transfer": transfer}},
+        }
+
+    asyncio.run(run())
+
+
+def test_a_decode_server_is_asked_again_if_the_push_fails() -> None:
+    async def run() -> None:
+        servers = Pretended()
+        both = [servers.prefill_pushes], [servers.decode_pushed]
+        async with proxy_over(*both, push=True) as client:
+            await client.post()
+            status, _ = await client.post(suffix="fail")
+            await asyncio.wait_for(servers.cancelled.wait(), DEADLINE_S)
+        name, body, _ = servers.asked[-1]
+        assert (status, name, body.get("kv_transfer_params")) == (200, "decode", None)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffix", "last"), [("hangs", "", "hangs"), ("prefill", "wait", "decode")]
+)
+def test_a_client_that_leaves_ends_its_request(kind: str, suffix: str, last: str) -> None:
+    async def run() -> None:
+        servers = Pretended()
+        async with proxy_over([getattr(servers, kind)], [servers.decode]) as client:
+            leaving = asyncio.ensure_future(client.post(suffix=suffix))
+            async with servers.arrived:
+                await servers.arrived.wait_for(lambda: last in servers.names())
+            leaving.cancel()
+            with suppress(asyncio.CancelledError):
+                await leaving
+            await asyncio.wait_for(servers.cancelled.wait(), DEADLINE_S)
+        assert servers.cancelled.is_set()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("prefill_is_up", [False, True])
+def test_health_needs_a_decode_server(prefill_is_up: bool) -> None:
+    async def run() -> None:
+        servers = Pretended()
+        up, down = [servers.prefill], [None]
+        sides = (up, down) if prefill_is_up else (down, up)
+        async with (
+            proxy_over(*sides) as client,
+            client.session.get(f"{client.url}/health") as response,
+        ):
+            assert response.status == (503 if prefill_is_up else 200)
+            assert list((await response.json()).values()) == [prefill_is_up, not prefill_is_up]
+
+    asyncio.run(run())
+
+
+def test_without_aiohttp_the_proxy_says_how_to_get_it() -> None:
+    code = "import sys; sys.modules['aiohttp'] = None; import kvplan.vllm.proxy"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: kvplan.vllm.proxy needs aiohttp" in run.stderr
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8100", "ftp://a", "http://a/v1"])
+def test_an_url_that_is_no_server_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(["--prefill", url, "--decode", "http://a:1"])
+    assert "must be like http://127.0.0.1:8100" in capsys.readouterr().err
