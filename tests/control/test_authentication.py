@@ -175,6 +175,7 @@ class TestKeyFile:
         KEY.save(path)
         with pytest.raises(FileExistsError):
             ClusterKey.generate().save(path)
+        assert [*path.parent.iterdir()] == [path]
         assert ClusterKey.load(path) == KEY
 
     @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])

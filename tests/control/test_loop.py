@@ -55,8 +55,10 @@ def test_a_deadline_cancels_the_running_coroutine(loop: ControlLoop) -> None:
         finally:
             cancelled.set()
 
+    began = time.monotonic()
     with refused(LLMStatusCode.LLM_TIMEOUT, "no result after 20 ms"):
         loop.run(wait(), timeout_ms=20)
+    assert 0.02 <= time.monotonic() - began < 20
     assert cancelled.wait(DEADLINE_S)
 
 

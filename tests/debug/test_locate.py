@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvplan import (
     reference,
 )
 from kvplan.debug import locate, replay
+from kvplan.debug.cells import tensors_of
 from kvplan.layout import Shard
 from kvplan.recording import read
 from tests.planning.test_unlike import planned, transfers
@@ -509,3 +511,14 @@ def test_a_recording_says_who_wrote_the_wrong_block(tmp_path: Path) -> None:
     ]
     with refused("LLM_PARAM_INVALID", "recordings need cache_id"):
         replay(plan, source, found, recordings=[recording])
+
+
+def test_tensors_that_nothing_else_holds_are_held() -> None:
+    plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
+    given = [np.zeros(NHD.shape, np.float16) for _ in range(4)]
+    tensors = [weakref.ref(it) for it in given]
+    found = tensors_of("found", given, plan.parts, "dst")
+    given.clear()
+    assert all(it() is not None for it in tensors)
+    del found
+    assert not any(it() is not None for it in tensors)

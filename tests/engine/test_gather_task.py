@@ -17,6 +17,7 @@ from kvplan.execution.task import TransferTask
 from tests.support.refusals import refused
 
 WAIT_S = 20  # for what happens at once
+LONG_MS = 600_000
 TIMEOUT = LLMException("too late", status_code=LLMStatusCode.LLM_TIMEOUT)
 LOST = LLMException("no link", status_code=LLMStatusCode.LLM_LINK_FAILED)
 
@@ -65,6 +66,29 @@ def gather(
     for index, source in enumerate(sources):
         task.begin(index, f"source {index}", lambda source=source: cast(TransferTask, source))
     return task
+
+
+class Late(Source):
+    """Takes a while of each wait, and notes how long that may take."""
+
+    def __init__(self, takes_ms: float) -> None:
+        super().__init__()
+        self._takes_ms = takes_ms
+        self.limit_ms = -1.0
+
+    def wait_done(self, timeout_ms: float) -> bool:
+        self.limit_ms = timeout_ms
+        self._ended.wait(self._takes_ms / 1000)
+        self.end()
+        return True
+
+
+def test_the_time_that_one_takes_is_gone_for_the_next() -> None:
+    sources = [Late(20) for _ in range(3)]
+    assert gather(*sources).wait_done(LONG_MS)
+    assert sources[0].limit_ms <= LONG_MS
+    assert sources[1].limit_ms <= LONG_MS - 20
+    assert 0 < sources[2].limit_ms <= LONG_MS - 40
 
 
 @pytest.mark.parametrize("how", ["wait", "await", "settled"])

@@ -12,6 +12,7 @@ from random import Random
 
 import pytest
 
+from kvplan.control.notifying import WINDOW
 from kvplan.engine.notifications import (
     MAX_UNREAD,
     MAX_UNREAD_OF_ONE,
@@ -71,6 +72,18 @@ def test_a_sender_that_minds_no_window_gets_no_more_room(arrived: Notifications)
     assert not is_readable(arrived)
     for it in (flooding, other):
         it.close()
+
+
+@pytest.mark.parametrize("num_peers", [1, MAX_UNREAD // MAX_UNREAD_OF_ONE + 1])
+def test_a_sender_is_told_how_much_room_is_left(arrived: Notifications, num_peers: int) -> None:
+    """Never for more than the limits, of one and of all."""
+    most = min(MAX_UNREAD, num_peers * MAX_UNREAD_OF_ONE)
+    for number in range(most):
+        peer = number % num_peers
+        room = min(MAX_UNREAD_OF_ONE - number // num_peers, MAX_UNREAD - number) - 1
+        assert arrived.deliver(peer, b"x", None) == min(WINDOW, room)
+    with refused("LLM_LINK_BUSY"):
+        arrived.deliver(0, b"x", None)
 
 
 def test_all_senders_together_have_a_limit_too(arrived: Notifications) -> None:
