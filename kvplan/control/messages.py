@@ -370,7 +370,7 @@ class Envelope(_Message, frozen=True, array_like=True):
     body: Body
 
 
-class Undecodable(ValueError):  # noqa: N818 - what it says of a frame
+class Undecodable(ValueError):  # noqa: N818 - a property of a frame
     """A frame that is not a message of this protocol."""
 
 

@@ -94,7 +94,7 @@ class Several:
         """Plan all parts; nothing moves."""
         return Plan.made(*(part for operation in self._find() for part in operation.plan_parts()))
 
-    def begin(self, task: GatherTask, submit: Callable[[Operation, Prepared], Any]) -> None:
+    def begin(self, task: GatherTask, submit: Callable[[TransferOperation, Prepared], Any]) -> None:
         """Submit all operations; after an error `task` has those that have begun."""
         try:
             with ExitStack() as stack:

@@ -248,7 +248,7 @@ class PeerCaches(LinkLifecycle, ABC):
         links = self.transport_links
         for name, link in links.items():
             metadata = [cache.metadata(name) for cache in caches]
-            # The only transport of a link says itself why it does not reach memory.
+            # The only transport of a link reports why it does not reach memory.
             if all(metadata) and (len(links) == 1 or not any(map(link.unreached, metadata))):
                 return name, link
         return None
