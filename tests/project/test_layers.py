@@ -31,7 +31,7 @@ MAX_LINES = {
     "run": 230,
     "serving": 2745,
     "system": 467,
-    "tensors": 1064,
+    "tensors": 1071,
     "testing": 471,
     "transport": 7421,
     "vllm": 1782,
