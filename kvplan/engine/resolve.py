@@ -128,8 +128,7 @@ class TransferOperation(PairOperation):
 
     def find_own(self) -> None:
         """Find the caches of this process."""
-        links = self.engine.links.peers
-        self.pairs = [*map(partial(Pair.with_tables, links=links), self.pairs)]
+        self.pairs = [*map(partial(Pair.with_tables, links=self.engine.links), self.pairs)]
         self._kinds = [*map(self._kinds_of, self.pairs)]
         self.found = []
         for pair, (from_blocks, to_blocks, table) in zip(self.pairs, self._kinds, strict=True):

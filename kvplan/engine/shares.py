@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
-from msgspec import structs
-
 from kvplan.lease import BlockLease
-from kvplan.planning.lease_tables import with_lease_tables
+from kvplan.planning.lease_tables import followed, with_lease_tables
 from kvplan.planning.part import Operation
 from kvplan.planning.planned import check_plan
 from kvplan.planning.planner import VERBS, Local, check_sources, of_part
@@ -18,10 +16,8 @@ from kvplan.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
-    from kvplan.links import PeerLink
+    from kvplan.links import Links
     from kvplan.planning.gather import Taken
-
-    Links = Mapping[int, PeerLink]
 
 PEERS: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, CacheKey, BlockLease, PeerTensors)
 """Types that name a cache of a peer."""
@@ -53,9 +49,9 @@ class Pair(NamedTuple):
             return self
         try:
             if self.source is not None:
-                src = followed(self.argument("src"), self.src, links)
-                return self._replace(src=src, dst=followed("dst", self.dst, links))
-            transfer = with_latest_leases(self.transfer, links)
+                src = followed(self.argument("src"), self.src, links.latest)
+                return self._replace(src=src)
+            transfer = with_lease_tables(self.transfer, links.latest)
         except (LLMException, TypeError) as error:
             raise of_part(self.name, error) from None
         return Pair(self.name, transfer, cast(Rows, transfer.src), transfer.dst)
@@ -142,26 +138,3 @@ def _rows_of(transfer: Transfer | Planned) -> tuple[Sequence[Rows], Rows]:
         return [transfer.src], transfer.dst
     check_sources(transfer.src)
     return transfer.src, transfer.dst
-
-
-def with_latest_leases(transfer: Transfer, links: Links) -> Transfer:
-    """Return a transfer with the latest values of its leases, and the tables that they name."""
-    src = transfer.src
-    dst = followed("dst", transfer.dst, links)
-    if isinstance(src, Rows):
-        read: Rows | list[Rows] = followed("src", src, links)
-    else:
-        read = [followed(f"src[{index}]", rows, links) for index, rows in enumerate(src)]
-    return with_lease_tables(structs.replace(transfer, src=read, dst=dst))
-
-
-def followed(argument: str, rows: Rows, links: Links) -> Rows:
-    """Return rows with the latest value of their lease, if its owner has moved blocks."""
-    lease = rows.cache
-    if not isinstance(lease, BlockLease) or (link := links.get(lease.cluster_id)) is None:
-        return rows
-    if not link.moved_leases or (latest := link.latest(lease)) is lease:
-        return rows
-    blocks = latest.places_of(f"{argument}.blocks", lease, rows.blocks)
-    slot = latest.blocks[0] if lease.blocks == (rows.slot,) else rows.slot
-    return structs.replace(rows, cache=latest, blocks=blocks, slot=slot)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvnative._host import Arena
     from kvplan.control.messages import Hello
     from kvplan.control.notifying import Inbox
+    from kvplan.lease import BlockLease
     from kvplan.links.local_engine import Publisher
     from kvplan.links.values import LinkStatus
     from kvplan.transport.transport import Transport
@@ -229,6 +230,11 @@ class Links:
             for made in link.transport_links.values()
             for arena in made.mapped()
         ]
+
+    def latest(self, lease: BlockLease) -> BlockLease:
+        """Return the latest value of a lease that its owner has published here."""
+        link = self.peers.get(lease.cluster_id)
+        return lease if link is None or not link.has_moved_leases else link.latest(lease)
 
     def publish_soon(self) -> None:
         """Publish changes of the registry to all peers soon, several at a time."""

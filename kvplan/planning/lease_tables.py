@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from msgspec.structs import replace
@@ -16,18 +16,32 @@ if TYPE_CHECKING:
     from kvplan.planning.blocks import Blocks
 
 
-def with_lease_tables(transfer: Transfer) -> Transfer:
-    """Return a transfer with the block tables and the tokens that its leases name."""
+Latest = Callable[[BlockLease], BlockLease]
+"""Returns the latest value of a lease, whose owner may have moved blocks."""
+
+
+def followed(argument: str, rows: Rows, latest: Latest) -> Rows:
+    """Return rows with the latest value of their lease, and their blocks at its places."""
+    lease = rows.cache
+    if not isinstance(lease, BlockLease) or (now := latest(lease)) is lease:
+        return rows
+    blocks = now.places_of(f"{argument}.blocks", lease, rows.blocks)
+    slot = now.blocks[0] if lease.blocks == (rows.slot,) else rows.slot
+    return replace(rows, cache=now, blocks=blocks, slot=slot)
+
+
+def with_lease_tables(transfer: Transfer, latest: Latest) -> Transfer:
+    """Return a transfer with the block tables and the tokens that its leases name now."""
     src = transfer.src
     named_rows = {"dst": transfer.dst}
     if isinstance(src, Rows):
         named_rows["src"] = src
     else:
         named_rows |= {f"src[{index}]": rows for index, rows in enumerate(src)}
+    for field, rows in named_rows.items():
+        named_rows[field] = followed(field, rows, latest)
     leased = [rows for rows in named_rows.values() if _is_leased(rows)]
-    if not leased:
-        return transfer
-    num_tokens = _num_tokens(leased, transfer.num_tokens)
+    num_tokens = _num_tokens(leased, transfer.num_tokens) if leased else transfer.num_tokens
     written, *read = [
         _with_table(f"{field}.blocks", rows, num_tokens) if _is_leased(rows) else rows
         for field, rows in named_rows.items()

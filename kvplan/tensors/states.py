@@ -89,6 +89,7 @@ def convolution_caches(
 
     Raises:
         TypeError: an argument of another type.
+        ValueError: a number outside its C type.
         LLMException: LLM_PARAM_INVALID: tensors of another shape, or that cannot be described; and
             as `rank_heads`.
     """
@@ -145,7 +146,7 @@ def recurrent_cache(
         layout: the dimensions of each tensor.
 
     Raises:
-        TypeError, LLMException: as `convolution_caches`.
+        TypeError, ValueError, LLMException: as `convolution_caches`.
     """
     heads = rank_heads(num_heads, rank, ranks)
     return _described(list(tensors), layout, heads, num_heads, data_type, shard)

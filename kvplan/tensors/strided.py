@@ -45,6 +45,7 @@ def strided_caches(
 
     Raises:
         TypeError: rows that are not integers.
+        ValueError: a number outside its C type.
         LLMException: LLM_PARAM_INVALID: rows that do not have 5 numbers, an address, length or
             count of 0, a stride below the length, or an end beyond 2**63.
     """
@@ -63,8 +64,13 @@ def strided_caches(
 def strided_ranges(descriptors: ArrayLike) -> tuple[_Numbers, _Numbers, _Numbers]:
     """Return address, length and device of each piece of strided descriptors, one after another.
 
-    Two columns of that kind are what `AddressRanges` takes. Arguments and errors are those of
-    `strided_caches`.
+    Two columns of that kind are what `AddressRanges` takes.
+
+    Args:
+        descriptors: rows of (address, length, device, stride, count).
+
+    Raises:
+        TypeError, LLMException: as `strided_caches`.
     """
     rows = _checked(descriptors)
     counts = rows[:, 4].astype(np.int64)

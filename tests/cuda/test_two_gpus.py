@@ -279,16 +279,16 @@ class TestEnginesOfOneProcess:
         cuda_simulator.set("cuda_mig", 1)
         try:
             slices = [CudaDevice(number) for number in (0, 1)]
-            first, second = (value.sharing for value in slices)
+            first, second = (device.sharing for device in slices)
             assert first is not None
             assert second is not None
             assert first.shortfall(first.uuid) is None
             assert "there is no peer access between the two" in (first.shortfall(second.uuid) or "")
-            facts = [value.describe()["uuid"] for value in slices]
+            facts = [device.describe()["uuid"] for device in slices]
             assert facts[0] != facts[1]
-            assert all(str(value).startswith("MIG-") for value in facts), facts
-            for value in slices:
-                value.close()
+            assert all(str(uuid).startswith("MIG-") for uuid in facts), facts
+            for device in slices:
+                device.close()
         finally:
             cuda_simulator.set("cuda_mig", 0)
 

@@ -35,7 +35,7 @@ MAX_LINES = {
     "run": 350,
     "serving": 2745,
     "system": 467,
-    "tensors": 1064,
+    "tensors": 1071,
     "testing": 471,
     "transport": 7488,
     "vllm": 1782,
