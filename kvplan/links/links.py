@@ -234,7 +234,7 @@ class Links:
     def latest(self, lease: BlockLease) -> BlockLease:
         """Return the latest value of a lease that its owner has published here."""
         link = self.peers.get(lease.cluster_id)
-        return lease if link is None or not link.has_moved_leases else link.latest(lease)
+        return lease if link is None or not link.moved_leases else link.latest(lease)
 
     def publish_soon(self) -> None:
         """Publish changes of the registry to all peers soon, several at a time."""
