@@ -223,10 +223,11 @@ clean: ## remove everything that these commands have made
 	$(BIN)/pip install -q --no-build-isolation -e '.[demo]'
 	touch $@
 
-# Compiles the native modules while pip, which is one process, installs the pinned packages.
+# Compiles the native modules while pip, which is one process, installs the pinned packages. Of these
+# Python compiles what it imports: pip would compile all, and half of its time is that.
 .venv/dev: .venv/ready requirements/constraints.txt $(SOURCES)
 	@echo 'installing the development environment in .venv: 700 MB, 2 to 5 minutes'
-	$(BIN)/python setup.py -q build_ext --inplace & $(BIN)/pip install -q -r requirements/constraints.txt && wait $$!
+	$(BIN)/python setup.py -q build_ext --inplace & $(BIN)/pip install -q --no-compile -r requirements/constraints.txt && wait $$!
 	$(BIN)/pip install -q --no-build-isolation -e '.[dev]'
 	touch $@
 

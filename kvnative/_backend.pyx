@@ -1,4 +1,4 @@
-"""Backends: what moves bytes, on a pool of threads."""
+"""Backends, which move bytes, and the pool of threads that they share."""
 
 cimport cython
 from libc.errno cimport ENOMEM, errno

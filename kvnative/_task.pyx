@@ -20,7 +20,7 @@ from kvnative._backend import NativeError
 
 __all__ = ["CompletionQueue", "Gate", "Revocable", "Task", "revoke"]
 
-# All tasks in flight, kept here because native code points to what they hold.
+# All tasks in flight, kept here because native code points to their memory.
 cdef dict in_flight = {}
 # Without a GIL, held while a task moves to the end of `in_flight`.
 cdef object moving_to_the_end = threading.RLock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import lru_cache
 from operator import attrgetter
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_TAG: Final = 64  # characters
 
-_SCHEMA: Final = b"kvplan.lease.2"
+_SCHEMA: Final = b"kvplan.lease.3"
 _DIGEST_NBYTES: Final = 8
 _INSTANCE_NBYTES: Final = 16
 _MAX_SLOT: Final = 2**32 - 1
@@ -53,11 +53,13 @@ class LeaseEnd(Enum):
         RELEASED: its owner has released it.
         EXPIRED: its `ttl_ms` has passed.
         CACHE_FREED: its cache was freed.
+        MOVED: its owner has moved a block of it, and the lease did not follow.
     """
 
     RELEASED = "released"
     EXPIRED = "expired"
     CACHE_FREED = "cache freed"
+    MOVED = "moved"
 
 
 class LeaseWord(NamedTuple):
@@ -101,6 +103,11 @@ class _Packed:
             found.append((name, _unpack(packed[place])))  # a comprehension takes a fifth more
         return found
 
+    @property
+    def nbytes(self) -> int:
+        """The size of blocks and words in memory."""
+        return len(self._packed)
+
     def packed_word(self, transport: str) -> bytes | None:
         """Return the word for links of a transport, as 16 bytes; None if the owner has none."""
         place = self._places.get(transport)
@@ -124,9 +131,20 @@ class BlockLease(_Packed):
         tag: the owner's name for it, such as the id of the request.
         words: the words by which the transports of the owner check the lease.
         tokens: tokens of the request, from the first of its blocks on; None: unknown.
+        moves: number of times that the owner has moved blocks of the lease. Each time the words
+            change too; peers replace an earlier value of the lease by the latest.
     """
 
-    __slots__ = ("cache_id", "cluster_id", "instance", "lease_id", "paged", "tag", "tokens")
+    __slots__ = (
+        "cache_id",
+        "cluster_id",
+        "instance",
+        "lease_id",
+        "moves",
+        "paged",
+        "tag",
+        "tokens",
+    )
     cluster_id: int
     instance: bytes
     cache_id: int
@@ -136,6 +154,7 @@ class BlockLease(_Packed):
     tag: str
     words: tuple[LeaseWord, ...]
     tokens: int | None
+    moves: int
 
     def __init__(
         self,
@@ -148,6 +167,7 @@ class BlockLease(_Packed):
         tag: str,
         words: tuple[LeaseWord, ...],
         tokens: int | None = None,
+        moves: int = 0,
     ) -> None:
         check_width("cluster_id", cluster_id, 0, UINT64_MAX)
         check_width("cache_id", cache_id, 0, 2**63 - 1)
@@ -166,6 +186,8 @@ class BlockLease(_Packed):
             raise invalid(f"blocks={shown(blocks)} must be in [0, 2**63)")
         if tokens is not None:
             check_width("tokens", tokens, 1, INT64_MAX)
+        if moves != 0:
+            check_width("moves", moves, 0, UINT64_MAX)
         if not {*map(type, words)} <= {LeaseWord}:
             raise TypeError(f"words={shown(words)} must hold LeaseWord")
         for name, slot, generation in words:
@@ -194,6 +216,7 @@ class BlockLease(_Packed):
             ("paged", paged),
             ("tag", tag),
             ("tokens", tokens),
+            ("moves", moves),
             ("_packed", packed + array(letter, blocks).tobytes()),
             ("_places", places),
             ("_blocks", _reader(len(words), len(blocks), letter)),
@@ -261,6 +284,29 @@ class BlockLease(_Packed):
                     raise invalid(f"{argument}[{position}]={shown(block)} is no block of {self}")
         return blocks  # the planner refuses what is not a sequence
 
+    def replaces(self, other: BlockLease) -> bool:
+        """Return whether this is a later value of the same lease: its owner has moved blocks."""
+        return self.moves > other.moves and self == replace(
+            other, blocks=self.blocks, words=self.words, moves=self.moves
+        )
+
+    def places_of(self, argument: str, earlier: BlockLease, blocks: Blocks | None) -> Blocks | None:
+        """Return where blocks that an earlier value of this lease names are now.
+
+        Args:
+            argument: the name of `blocks`.
+            earlier: a value that this one replaces.
+            blocks: blocks of `earlier`; None: all.
+
+        Raises:
+            TypeError, LLMException: as `named`.
+        """
+        if blocks is None:
+            return None
+        now = dict(zip(earlier.blocks, self.blocks, strict=True))
+        moved = [now[block] for block in earlier.named(argument, blocks)]
+        return RequestBlocks(moved) if isinstance(blocks, RequestBlocks) else moved
+
     def request(
         self, argument: str, blocks: Blocks | None, num_tokens: int | None, skipped: int
     ) -> tuple[Blocks, int | None]:
@@ -322,7 +368,7 @@ def _reader(num_words: int, num_blocks: int, letter: str) -> Struct:
 
 
 _Words = Annotated[tuple[LeaseWord, ...], Meta(max_length=16)]
-_Wire = tuple[int, bytes, int, int, tuple[int, ...], bool, str, _Words, int | None]
+_Wire = tuple[int, bytes, int, int, tuple[int, ...], bool, str, _Words, int | None, int]
 """The fields of a lease in their order; the constructor checks their ranges."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -81,6 +81,17 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _without_what_other_files_left() -> None:
+    """Leave out of later collections of garbage what earlier files loaded and kept.
+
+    Thousands of tests collect garbage to see what is left of them: late in a run that took most of
+    a second each time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
     """Watch the teardown of a test that failed, since its failure ended all other watches.

@@ -232,6 +232,7 @@ _Static_assert(sizeof(kvn_cuda_copy_attributes) == 24, "CUmemcpyAttributes is 24
 
 /* Calls of later versions, or that were removed: NULL if the library lacks them. */
 #define KVN_CUDA_OPTIONAL(X)                                                                      \
+    X(cuDeviceGetUuid_v2, (kvn_cuda_uuid *uuid, CUdevice device)) /* 11.4 */                      \
     X(cuFuncLoad, (CUfunction function)) /* 12.4 */                                               \
     X(cuMemcpyBatchAsync, /* 12.8 */                                                              \
       (CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, size_t count,                         \

@@ -36,6 +36,7 @@ class Command(NamedTuple):
 COMMANDS: Final = {
     "explain": Command("Show what a plan copies, from where to where.", "kvplan.cli.plans"),
     "diff": Command("Show how two plans differ.", "kvplan.cli.plans"),
+    "check": Command("Check a plan, or placements of weights.", "kvplan.cli.check"),
     "trace": Command("List recorded transfers; find who wrote a block.", "kvplan.cli.trace"),
     "replay": Command("Find wrong bytes in a cache after a transfer.", "kvplan.cli.plans"),
     "top": Command("Show the running engines of this user.", "kvplan.cli.top"),

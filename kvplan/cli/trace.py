@@ -47,7 +47,13 @@ _Found = list[tuple[Recording, list[AnyRecord]]]
 @click.argument(
     "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
-@click.option("--tag", metavar="TAG", help="Only this request; TAG* for all that begin with TAG.")
+@click.option(
+    "--tag",
+    "--request",
+    "tag",
+    metavar="TAG",
+    help="Only this request; TAG* for all that begin with TAG.",
+)
 @click.option("--cluster", metavar="ID", type=click.IntRange(min=0), help="Only this peer.")
 @click.option(
     "--operation",
@@ -194,7 +200,7 @@ def _list(recording: Recording, rows: list[AnyRecord]) -> None:
 
 
 _HEAD: Final = (
-    f"{'#':>6}  {'time':<15} {'operation':<15} {'peer':>6}  {'tag':<24} {'layers':<9} "
+    f"{'#':>6}  {'time':<15} {'operation':<21} {'peer':>6}  {'tag':<24} {'layers':<9} "
     f"{'blocks':>6} {'bytes':>9} {'ms':>9}  outcome"
 )
 
@@ -251,12 +257,12 @@ def _line(record: AnyRecord, layers: str) -> str:
         text = " ".join(
             filter(None, [fields, f"{note}{record.error}" if record.error or note else ""])
         )
-        return f"{begin} {record.operation:<15} {peer:>6}  {text}".rstrip()
+        return f"{begin} {record.operation:<21} {peer:>6}  {text}".rstrip()
     peer = "" if record.peer is None else str(record.peer)
     blocks = str(record.blocks or "")
     nbytes = nbytes_text(record.nbytes)
     return (
-        f"{begin} {record.operation:<15} {peer:>6}  {record.tag:<24} {layers:<9} {blocks:>6} "
+        f"{begin} {record.operation:<21} {peer:>6}  {record.tag:<24} {layers:<9} {blocks:>6} "
         f"{nbytes:>9} {ms:>9}  {outcome}"
     )
 

@@ -15,7 +15,7 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import DataType, LlmRole, Placement
 from kvplan.validation import printable
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7
 MAX_NBYTES: Final = 1 << 20
 """Bytes of the largest frame."""
 
@@ -198,12 +198,18 @@ class TableEntry(_Message, frozen=True):
 
 
 class Table(_Body, frozen=True):
-    """Notice: caches that were added and removed; `first` replaces all that the peer had."""
+    """Notice: caches that were added and removed; `first` replaces all that the peer had.
+
+    `moved` has leases whose blocks the sender has moved (`BlockLease.to_bytes`), `ended` the ids of
+    such leases that do not exist any more.
+    """
 
     version: Natural
     first: bool
     entries: Annotated[tuple[TableEntry, ...], Meta(max_length=4096)]
     removed: Annotated[tuple[CacheId, ...], Meta(max_length=65536)]
+    moved: Annotated[tuple[Metadata, ...], Meta(max_length=4096)] = ()
+    ended: Annotated[tuple[Natural, ...], Meta(max_length=65536)] = ()
 
 
 class Sync(_Body, frozen=True):
@@ -364,7 +370,7 @@ class Envelope(_Message, frozen=True, array_like=True):
     body: Body
 
 
-class Undecodable(ValueError):  # noqa: N818 - what it says of a frame
+class Undecodable(ValueError):  # noqa: N818 - a property of a frame
     """A frame that is not a message of this protocol."""
 
 

@@ -39,7 +39,7 @@ def greeting(*, encrypted: bool, unused: bytes = bytes(GREETING_NBYTES - UNUSED_
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(21, b"\0") + unused
 
 
-class Unacceptable(Exception):  # noqa: N818 - what it says of bytes
+class Unacceptable(Exception):  # noqa: N818 - a property of bytes
     """Bytes that are not ZMTP 3 with the mechanism in use, or that exceed a limit."""
 
 

@@ -168,7 +168,7 @@ class CudaDevice(Device):
     def sharing(self) -> CudaSharing:
         """The sharing of its memory with processes of this host."""
         uuid = cast("CudaLibrary", self.native.library).uuid(self.id)
-        return CudaSharing(self.native, uuid.removeprefix("GPU-").replace("-", ""))
+        return CudaSharing(self.native, uuid.partition("-")[2].replace("-", ""))  # GPU- or MIG-
 
     def watch(self, addresses: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> tuple[Watch, ...]:
         """Watch memory by CUDA's allocation ids, which CUDA never reuses; see `Device.watch`."""

@@ -16,7 +16,7 @@ from kvplan.engine.views import LeaseView, view_lease
 from kvplan.execution.memory import check_lent, using
 from kvplan.lease import BlockLease
 from kvplan.planning.blocks import block_indices
-from kvplan.status import invalid
+from kvplan.status import invalid, not_exist
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey
 from kvplan.validation import check_type
 
@@ -276,9 +276,13 @@ class CacheOperations(OperationRunner):
                 LLM_ENGINE_FINALIZED.
         """
         with self._recorded("fingerprint") as engine:
+            lease = None
             if isinstance(cache, BlockLease):
-                entry = engine.registry.get(engine.leases.standing(cache).cache_id)
+                lease = engine.leases.standing(cache)
+                entry = engine.registry.get(lease.cache_id)
                 blocks = cache.named("blocks", blocks)
+                if lease.moves > cache.moves:
+                    blocks = lease.places_of("blocks", cache, blocks)
             else:
                 entry = engine.registry.resolve(cache)
             if entry.side is None:
@@ -296,8 +300,8 @@ class CacheOperations(OperationRunner):
                     check_lent(memory)
                     sums.append(block_checksum(tensors, axis, block))
             memory.check()
-            if isinstance(cache, BlockLease):
-                engine.leases.standing(cache)  # was live all the time
+            if isinstance(cache, BlockLease) and engine.leases.standing(cache) is not lease:
+                raise not_exist(f"{cache} has moved to other blocks meanwhile: try again")
             return sums
 
     def write_cache(self, cache: Cache, arrays: Sequence[Any] | NDArray[Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
 from kvplan.types import NO_ID, BlocksCacheKey, CacheDesc, CacheKey
 from kvplan.validation import check_type, shown
 
@@ -201,8 +201,3 @@ class KeyIndex:
             self._uses[cache_id] = count
         else:
             self._uses.pop(cache_id, None)
-
-
-def not_exist(message: str) -> LLMException:
-    """Return the error of a cache that does not exist: LLM_KV_CACHE_NOT_EXIST."""
-    return LLMException(message, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)

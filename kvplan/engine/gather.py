@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 from kvnative._signals import Mutex
 from kvplan.engine.operation import Operation, RunOptions, refuse_notices
 from kvplan.engine.resolve import TransferOperation
-from kvplan.engine.shares import Pair, Shares, is_gather
+from kvplan.engine.shares import Pair, Shares, is_gather, with_latest_leases
 from kvplan.execution.gather_task import GatherError, GatherTask
 from kvplan.planning.gather import check_gather, divide
-from kvplan.planning.lease_tables import with_lease_tables
 from kvplan.planning.plan import Plan
 from kvplan.planning.planner import of_part
 from kvplan.planning.transfer import Planned, Transfer
@@ -95,7 +94,7 @@ class Several:
         """Plan all parts; nothing moves."""
         return Plan.made(*(part for operation in self._find() for part in operation.plan_parts()))
 
-    def begin(self, task: GatherTask, submit: Callable[[Operation, Prepared], Any]) -> None:
+    def begin(self, task: GatherTask, submit: Callable[[TransferOperation, Prepared], Any]) -> None:
         """Submit all operations; after an error `task` has those that have begun."""
         try:
             with ExitStack() as stack:
@@ -156,7 +155,7 @@ class Several:
         )
         found = [self.operations[index].found[at] for _, index, at in places]
         try:
-            whole = with_lease_tables(transfer)
+            whole = with_latest_leases(transfer, self.operations[0].engine.links.peers)
             check_gather(whole)
             taken, whole = divide(whole, [source.side for source, _ in found], found[0][1].side)
         except (LLMException, TypeError) as error:

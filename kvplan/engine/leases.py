@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Final
 
-from kvnative._signals import Condition
-from kvplan.engine.claims import not_exist
+from kvnative._signals import Condition, Mutex
 from kvplan.engine.telemetry import logger
 from kvplan.lease import BlockLease, LeaseEnd, LeaseWord
 from kvplan.planning.blocks import block_indices, check_distinct
 from kvplan.planning.tokens import room
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, not_exist
 from kvplan.system.limits import start_thread
 from kvplan.transport.lease_expiry import Deadlines, seconds_left
+from kvplan.transport.transport import LeaseWords
 from kvplan.types import Cache
 from kvplan.validation import as_int, shown
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _MAX_TTL_MS: Final = 1e12  # some 31 years
 _RETRY_NS: Final = 1_000_000_000  # between two waits for a peer that may still write
 _STOPPED_S: Final = 1.0  # time that `close` waits for a running callback
+MAX_FOLLOWING: Final = 1 << 15  # blocks of a lease that one message to peers can hold
 _RELEASED: Final = LeaseEnd.RELEASED  # the lookup takes 0.2 us in Python 3.11
 OnReleased = Callable[[BlockLease, LeaseEnd], object]
 
@@ -49,7 +50,8 @@ class Leases:
         transports: check the leases of peers.
 
     Attributes:
-        observer: called with None after a lease has begun, and with the reason after its end.
+        observer: called with None after a lease has begun or moved, and with the reason after its
+            end.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class Leases:
         self._cluster_id = cluster_id
         self._instance = instance
         self._registry = registry
-        self._transports = {transport.name: transport for transport in transports}
+        self._words = LeaseWords(transports)
         self._changed = Condition()  # re-entrant: a signal handler may enter again
+        self._move_mutex = Mutex()
+        self._moving: set[int] = set()  # live leases whose words stand only after a move
         self._thread: threading.Thread | None = None
         self._closed = False
         self._last_id = 0
@@ -106,7 +110,7 @@ class Leases:
                 self._start_thread()
             self._last_id += 1
             lease_id = self._last_id
-        words = self._begin_words(deadline_ns)
+        words = self._words.begin(deadline_ns)
         try:
             lease = BlockLease(
                 self._cluster_id,
@@ -124,7 +128,7 @@ class Leases:
                 if deadline_ns:
                     self._wake_at(lease_id, deadline_ns)
         except BaseException:
-            self._end_words((word.transport, (word.slot, word.generation)) for word in words)
+            self._words.drop(words)
             raise
         if self._registry.living.get(cache_id) is not entry:
             self.end_cache(cache_id)
@@ -137,15 +141,127 @@ class Leases:
         """See `LeaseOperations.release`."""
         lease_id = lease.lease_id
         with self._changed:
-            if self._live.get(lease_id) is not lease and self._held(lease) is None:
+            held = self._live.get(lease_id)
+            if held is not lease and (held := self._held(lease)) is None:
                 return
             self._move_to_ending(lease_id, _RELEASED)
         try:
-            self._end_words(lease.places())
+            self._words.end(held)
         except BaseException:
             self._try_again([lease_id])
             raise
         self._conclude(lease_id)
+
+    def move(
+        self,
+        where: Cache | BlockLease,
+        moves: Mapping[int, int],
+        copy: Callable[[], object] | None,
+        *,
+        follow: bool,
+    ) -> list[BlockLease]:
+        """See `LeaseOperations.moved`; peers learn the result when it is published."""
+        with self._move_mutex:
+            with self._changed:
+                leases, blocks = self._affected(where, moves, follow=follow)
+                if not follow:
+                    for lease in leases:
+                        self._move_to_ending(lease.lease_id, LeaseEnd.MOVED)
+            if follow:
+                return self._follow(leases, blocks, copy)
+            numbers = [lease.lease_id for lease in leases]
+            try:
+                self._words.end_together(leases)
+            except BaseException:
+                self._try_again(numbers)
+                raise
+            for number in numbers:
+                self._conclude(number)
+            if copy is not None:
+                copy()
+            return leases
+
+    def _affected(
+        self, where: Cache | BlockLease, moves: Mapping[int, int], *, follow: bool
+    ) -> tuple[list[BlockLease], list[tuple[int, ...]]]:
+        """Return the live leases that name a moved block, and the blocks of each after the move.
+
+        Needs the mutex.
+        """
+        now_ns = time.monotonic_ns()
+        if isinstance(where, BlockLease):
+            entry = self._registry.get(self.standing(where).cache_id)
+            candidates = [self.standing(where)]
+        else:
+            entry = self._registry.resolve(where)
+            candidates = [
+                lease
+                for number, lease in self._live.items()
+                if lease.cache_id == entry.cache.cache_id and self._is_live(number, now_ns)
+            ]
+        if entry.side is None:
+            raise invalid(f"cache={where} must be a cache of this engine that peers reach")
+        block_indices("moves", [*moves.keys()], entry.side)
+        block_indices("moves", [*moves.values()], entry.side)
+        leases = [lease for lease in candidates if not moves.keys().isdisjoint(lease.blocks)]
+        tables = [tuple([moves.get(block, block) for block in lease.blocks]) for lease in leases]
+        for lease, table in zip(leases, tables, strict=True) if follow else ():
+            if len({*table}) < len(table):
+                raise invalid(f"moves={shown(moves)} would let {lease} name a block twice")
+            if len(table) > MAX_FOLLOWING:
+                raise invalid(
+                    f"{lease} has {len(table)} blocks; peers follow leases of at most "
+                    f"{MAX_FOLLOWING}: call with follow=False, and lease the blocks again"
+                )
+        return leases, tables
+
+    def _follow(
+        self,
+        leases: Sequence[BlockLease],
+        tables: Sequence[tuple[int, ...]],
+        copy: Callable[[], object] | None,
+    ) -> list[BlockLease]:
+        """Give leases other blocks; if `copy` or a peer that writes prevents that, the same."""
+        begun: list[tuple[LeaseWord, ...]] = []
+        numbers = [lease.lease_id for lease in leases]
+        try:
+            begun.extend(self._words.begin(self._deadlines.get(number) or 0) for number in numbers)
+        except BaseException:
+            for words in begun:
+                self._words.drop(words)
+            raise
+        with self._changed:
+            self._moving.update(numbers)
+        try:
+            self._words.end_together(leases)
+            if copy is not None:
+                copy()
+        except BaseException:
+            tables = [lease.blocks for lease in leases]
+            raise
+        finally:
+            placed = [*map(self._place, leases, tables, begun)]
+        return [lease for lease in placed if lease is not None]
+
+    def _place(
+        self, lease: BlockLease, blocks: tuple[int, ...], words: tuple[LeaseWord, ...]
+    ) -> BlockLease | None:
+        """Replace a lease by a value with other blocks and words; None: it has ended meanwhile."""
+        number = lease.lease_id
+        latest = replace(lease, blocks=blocks, words=words, moves=lease.moves + 1)
+        with self._changed:
+            self._moving.discard(number)
+            if is_live := self._live.get(number) is lease:
+                self._live[number] = self._registry.moved_leases[number] = latest
+                if (deadline_ns := self._deadlines.get(number)) is not None:
+                    with suppress(LLMException):  # has expired just now
+                        self._words.renew(latest, deadline_ns)
+        if not is_live:
+            self._words.end(latest)
+            return None
+        if self.observer is not None:
+            self.observer(latest, None)
+        return latest
 
     def on_released(self, callback: OnReleased) -> Callable[[], None]:
         """See `LeaseOperations.on_released`."""
@@ -161,25 +277,26 @@ class Leases:
         """See `LeaseOperations.renew`."""
         renewed_ns = _deadline_ns(ttl_ms)
         with self._changed:
-            self.standing(lease)
+            lease = self.standing(lease)
             if (deadline_ns := self._deadlines.get(lease.lease_id)) is None:
                 raise invalid(f"{lease} was made without ttl_ms: it does not expire")
-            try:
-                self._renew_words(lease, renewed_ns)
-            except LLMException as error:  # expired with one transport, so with all
-                with suppress(LLMException):
-                    self._renew_words(lease, deadline_ns)
-                raise not_exist(f"{lease} expired just now") from error
+            if lease.lease_id not in self._moving:  # otherwise the new words get this deadline
+                try:
+                    self._words.renew(lease, renewed_ns)
+                except LLMException as error:  # expired with one transport, so with all
+                    with suppress(LLMException):
+                        self._words.renew(lease, deadline_ns)
+                    raise not_exist(f"{lease} expired just now") from error
             self._wake_at(lease.lease_id, renewed_ns)
         return renewed_ns / 1e9
 
     def standing(self, lease: BlockLease) -> BlockLease:
-        """Return a lease of this engine that has not ended."""
+        """Return the latest value of a lease of this engine that has not ended."""
         with self._changed:
             held = self._held(lease)
             if held is None or not self._is_live(lease.lease_id, time.monotonic_ns()):
                 raise not_exist(f"{lease} was released or has expired")
-        return lease
+        return held
 
     def end_cache(self, cache_id: int) -> None:
         """End the leases of a freed cache; a lease that a peer delays ends later."""
@@ -243,6 +360,7 @@ class Leases:
         """Move a live lease to those that wait for peers. Needs the mutex."""
         if (lease := self._live.get(lease_id)) is None:
             return
+        self._registry.moved_leases.pop(lease_id, None)
         deadline_ns = self._deadlines.pop(lease_id, None)
         if deadline_ns is not None and deadline_ns <= time.monotonic_ns():
             end = LeaseEnd.EXPIRED  # which came before this call
@@ -251,16 +369,10 @@ class Leases:
 
     def _end_all(self, lease_ids: Iterable[int]) -> None:
         """End several ending leases together, to wait only once for a stopped peer."""
-        words: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         ended = [held for number in lease_ids if (held := self._ending.get(number)) is not None]
-        for lease, _ in ended:
-            for name, word in lease.places():
-                words[name].append(word)
         numbers = [lease.lease_id for lease, _ in ended]
         try:
-            with ExitStack() as ends:  # if a peer delays one transport, the others still end
-                for name, of_transport in words.items():
-                    ends.callback(self._transports[name].end_leases, of_transport)
+            self._words.end_together([lease for lease, _ in ended])
         except Exception as error:
             if not self._held_up.issuperset(numbers):
                 logger.warning("event=leases_held_up leases=%s reason=%s", numbers[:8], error)
@@ -312,41 +424,9 @@ class Leases:
         held = self._live.get(lease.lease_id) or (ending and ending[0])
         if held is None and lease.lease_id <= self._last_id:
             return None
-        if held is not lease and held != lease:
+        if held is not lease and held != lease and not (held and held.replaces(lease)):
             raise invalid(f"{lease} is not as this engine has made it")
         return held
-
-    def _begin_words(self, deadline_ns: int) -> tuple[LeaseWord, ...]:
-        """Begin a word with each transport that checks leases."""
-        words: list[LeaseWord] = []
-        refusal = not_exist("the engine has no transport")
-        try:
-            for name, transport in self._transports.items():
-                try:
-                    words.append(LeaseWord(name, *transport.begin_lease(deadline_ns)))
-                except LLMException as error:
-                    if error.status_code is not LLMStatusCode.LLM_FEATURE_NOT_ENABLED:
-                        raise
-                    refusal = error
-        except BaseException:
-            self._end_words((word.transport, (word.slot, word.generation)) for word in words)
-            raise
-        if not words:
-            raise refusal
-        return tuple(words)
-
-    def _renew_words(self, lease: BlockLease, deadline_ns: int) -> None:
-        for transport, (slot, generation) in lease.places():
-            self._transports[transport].renew_lease(slot, generation, deadline_ns)
-
-    def _end_words(self, words: Iterable[tuple[str, tuple[int, int]]]) -> None:
-        left = iter(words)
-        for transport, word in left:
-            try:
-                self._transports[transport].end_leases((word,))
-            except BaseException:  # a peer delays this transport; the others still end
-                self._end_words(left)
-                raise
 
 
 def _deadline_ns(ttl_ms: object) -> int:

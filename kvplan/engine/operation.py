@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+from functools import partial
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypedDict
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvnative._lower import Descriptors
     from kvplan.engine.engine import Engine
     from kvplan.execution import ComputeEvent, TensorMemory
+    from kvplan.lease import BlockLease
     from kvplan.links import PeerClaim, PeerLink
     from kvplan.recording.writer import Ended
 
@@ -130,13 +132,9 @@ class Operation:
         self.cache_id = -1  # of this process, the source if both are; -1: not found yet
         self._claim: PeerClaim | None = None
         self.link: PeerLink | None = None  # None inside one process
-        self.leases: tuple[int, ...] = ()  # ids of the peer's
+        self.leases: tuple[BlockLease, ...] = ()  # of the peer
         self.span: Span | None = None
         self.plan: Plan | None = None  # that is executed
-
-    def prepare(self) -> Prepared:
-        """Return what to execute; of an operation without bytes there is nothing."""
-        raise NotImplementedError(self.name)
 
     def __enter__(self) -> Self:
         self.moves = True
@@ -157,9 +155,15 @@ class Operation:
                 self._send_failure(error)
             self.end(error)
 
+    def has_moved(self) -> bool:
+        """Return whether a lease that the operation uses names other blocks by now."""
+        return False
+
     def asks_again(self, error: LLMException) -> bool:
         """Return whether a stale name may have caused an error; then `prepare` asks the peer."""
-        if not self.speculated or error.status_code is not LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
+        if error.status_code is not LLMStatusCode.LLM_KV_CACHE_NOT_EXIST:
+            return False
+        if not self.speculated and not self.has_moved():
             return False
         self._speculative = self.speculated = False
         self.retried = True
@@ -321,21 +325,17 @@ def checked(options: Mapping[str, Any], allowed: Container[str]) -> dict[str, An
     """Return the options that are not None; refuse wrong values, and names not in `allowed`."""
     given = {}
     for name, value in options.items():
-        if name not in ALL_OPTIONS:
-            raise TypeError(
-                f"{name} is not an option of a transfer; options are {sorted(ALL_OPTIONS)}"
-            )
-        if value is None and name not in ("tag", "verify"):
-            continue
         if name not in allowed:
-            raise TypeError(_ELSEWHERE[name])
-        if name == "tag":
-            check_tag(value)
-        elif name in ("notify", "notify_failure"):
-            check_notification(name, value)
-        elif name == "timeout_ms":
-            check_timeout(value)
-        given[name] = value
+            if name not in ALL_OPTIONS:
+                raise TypeError(
+                    f"{name} is not an option of a transfer; options are {sorted(ALL_OPTIONS)}"
+                )
+            if value is not None:
+                raise TypeError(_ELSEWHERE[name])
+        elif value is not None or name == "tag":
+            if (check := _CHECKS.get(name)) is not None:
+                check(value)
+            given[name] = value
     return given
 
 
@@ -353,6 +353,14 @@ def check_tag(tag: str) -> None:
         check_type("tag", tag, str)
     if len(tag) > MAX_TAG or not tag.isprintable():
         raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
+
+
+_CHECKS: Final[Mapping[str, Callable[[Any], None]]] = {
+    "timeout_ms": check_timeout,
+    "tag": check_tag,
+    "notify": partial(check_notification, "notify"),
+    "notify_failure": partial(check_notification, "notify_failure"),
+}
 
 
 def refuse_notices(options: TransferOptions) -> None:

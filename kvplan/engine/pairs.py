@@ -136,11 +136,16 @@ def find_request(engine: Engine, transfer: object, *, by_layer: bool = False) ->
     elif type(key) is BlocksCacheKey:
         named = (key.model_id,)
     elif type(key) is BlockLease and key.paged:
-        named, lease = key.cache_id, key
         if here.blocks is None:
             return None
+        link, blocks = engine.links.peers.get(key.cluster_id), there.blocks
         try:
-            blocks, num_tokens = key.request("blocks", there.blocks, num_tokens, there.first_token)
+            if link is not None and link.moved_leases:
+                key, earlier = link.latest(key), key
+                if key is not earlier:
+                    blocks = key.places_of("blocks", earlier, blocks)
+            named, lease = key.cache_id, key
+            blocks, num_tokens = key.request("blocks", blocks, num_tokens, there.first_token)
         except (LLMException, TypeError):
             return None
         src_rows, dst_rows = (blocks, dst_rows) if pulls else (src_rows, blocks)
@@ -266,7 +271,7 @@ class PairOperation(Operation, ABC):
         self.speculated, self.cache_id = is_key, first.entry.cache.cache_id
         theirs: TensorMemory = found.theirs
         if leases:
-            self.leases = tuple([lease.lease_id for lease in leases])
+            self.leases = tuple(leases)
             theirs = found.theirs.leased(leases)
         own = ours[0] if len(ours) == 1 else joined(ours)
         src, dst = (theirs, own) if first.pulls else (own, theirs)
@@ -274,6 +279,11 @@ class PairOperation(Operation, ABC):
             return prepare_parts(parts, each, src, dst)
         descriptors = each[0] if len(each) == 1 else Descriptors.joined(each)
         return Plan.made(*parts), src, dst, descriptors
+
+    def has_moved(self) -> bool:
+        """Return whether the peer has moved blocks of a lease since this operation looked it up."""
+        link = self.link
+        return link is not None and any(link.latest(lease) is not lease for lease in self.leases)
 
     def _find_requests(self) -> list[Request]:
         """Look up the names of transfers of blocks; empty: one is unusual or wrong."""

@@ -63,18 +63,6 @@ class RecordingOperations(OperationRunner):
         """
         return _record(self._running(), path, max_bytes=max_bytes, files=files)
 
-    @property
-    def recording(self) -> Recorder | None:
-        """The recorder of this engine; None: nothing is recorded.
-
-        Also the recorder that an interrupt has left between `record` and its `with` block.
-
-        Raises:
-            LLMException: LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
-        """
-        recorder = self._running().recorder
-        return None if recorder is None or recorder.ended else recorder
-
 
 def record_where_said(engine: Engine) -> None:
     """Record a new engine if the environment names a directory.
@@ -135,7 +123,7 @@ def _record_lease(recorder: Recorder, lease: BlockLease, end: LeaseEnd | None) -
         "tag": lease.tag,
         "tokens": lease.tokens,
     }
-    operation = "lease"
+    operation = "lease_moved" if lease.moves else "lease"
     if end is not None:
         operation, fields["end"] = "release", end.value
     recorder.event(operation, LLMStatusCode.LLM_SUCCESS, 0.0, "", fields)

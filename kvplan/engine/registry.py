@@ -11,7 +11,7 @@ from operator import call, itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvnative._signals import Mutex, signals_deferred
-from kvplan.engine.claims import AnyKey, BoundKey, KeyIndex, check_fit, check_keys, not_exist
+from kvplan.engine.claims import AnyKey, BoundKey, KeyIndex, check_fit, check_keys
 from kvplan.engine.entry import (
     CacheEntry,
     Claim,
@@ -27,13 +27,14 @@ from kvplan.engine.options import Options
 from kvplan.engine.pools import Pools, Span
 from kvplan.execution.memory import take_back
 from kvplan.links.address_index import AddressIndex, Extent
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
 from kvplan.transport.transport import Transport, offer
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement
 from kvplan.validation import INT64_MAX, check_type, check_width, shown
 
 if TYPE_CHECKING:
     from kvplan.device.device import Device
+    from kvplan.lease import BlockLease
     from kvplan.transport.protocol import Registrable
 
 _T = TypeVar("_T")
@@ -54,6 +55,7 @@ class CacheRegistry:
 
     Attributes:
         owner: the value of `Cache.owner` of each cache.
+        moved_leases: see `OfferedCaches`; `Leases` writes it.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class CacheRegistry:
         # loops run over copies, and an entry that was just seen may be gone.
         self._mutex = Mutex()
         self.owner = secrets.token_bytes(8)
+        self.moved_leases: dict[int, BlockLease] = {}
         self._closed = False
         self._last_id = 0
         self._held: dict[int, HeldCache] = {}

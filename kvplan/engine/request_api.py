@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kvnative._signals import signals_deferred
@@ -13,7 +13,7 @@ from kvplan.engine.runner import OperationRunner
 from kvplan.lease import BlockLease
 from kvplan.status import invalid
 from kvplan.types import Cache
-from kvplan.validation import UINT64_MAX, check_type, check_width
+from kvplan.validation import UINT64_MAX, check_type, check_width, shown
 
 if TYPE_CHECKING:
     from kvplan.links import PeerLink
@@ -90,6 +90,56 @@ class LeaseOperations(OperationRunner):
         """
         with signals_deferred:
             return self._running().leases.renew(check_type("lease", lease, BlockLease), ttl_ms)
+
+    def moved(
+        self,
+        where: Cache | BlockLease,
+        moves: Mapping[int, int],
+        *,
+        follow: bool = True,
+        copy: Callable[[], object] | None = None,
+    ) -> list[BlockLease]:
+        """Let leases follow blocks that this engine's owner moves, or end them.
+
+        After the return no transfer with such a lease has read or written an old place and
+        succeeds. Transfers that are under way fail with LLM_KV_CACHE_NOT_EXIST, or `run` repeats
+        them. Peers keep their leases: later transfers use the new places, also if the peer names
+        blocks of the lease by their old numbers.
+
+        Args:
+            where: a cache, for all leases of it; or one lease, any value of it.
+            moves: the new block of each moved block, as {14: 4}; of a contiguous cache, slots. All
+                moves happen at once, so that {4: 5, 5: 4} is an exchange.
+            follow: True: leases name the new blocks. False: leases that name a moved block end,
+                with `LeaseEnd.MOVED`.
+            copy: copies the bytes of the blocks. It is called when no peer reads or writes the
+                blocks with these leases; so no push is lost. None: the bytes were copied before,
+                and what a peer pushes between that copy and this call is lost.
+
+        Returns:
+            The leases that name a moved block, as they are now, or as they were.
+
+        Raises:
+            TypeError: an argument of another type.
+            LLMException: LLM_PARAM_INVALID: a block out of range, a lease that would name a block
+                twice or is too long to follow, or not a lease of this engine;
+                LLM_KV_CACHE_NOT_EXIST: no such cache, or the lease has ended; LLM_TIMEOUT: a peer
+                that was writing makes no progress, and `copy` was not called; LLM_OUT_OF_MEMORY:
+                131,072 leases are live, with the new values of these. After an error, also of
+                `copy`, the leases that follow name their old blocks.
+        """
+        if not isinstance(moves, Mapping):
+            raise TypeError(f"moves={shown(moves)} must be a mapping of blocks to blocks")
+        if not isinstance(where, BlockLease):
+            check_type("where", where, Cache)
+        if copy is not None and not callable(copy):
+            raise TypeError(f"copy={copy!r} must be callable without arguments")
+        engine = self._running()
+        with signals_deferred:
+            try:
+                return engine.leases.move(where, moves, copy, follow=follow)
+            finally:
+                engine.links.publish_and_confirm(engine.wait_ms / 1000)
 
     def on_released(self, callback: OnReleased) -> Callable[[], None]:
         """Call `callback(lease, end)` when the blocks of a lease of this engine are free.

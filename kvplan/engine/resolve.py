@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, cast
@@ -28,7 +29,7 @@ from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.planning.side import Side, is_same_cache, side
 from kvplan.planning.texts import plural
 from kvplan.planning.transfer import PeerTensors, Planned, Transfer
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
 from kvplan.types import (
     NO_ID,
     BlocksCacheKey,
@@ -127,7 +128,8 @@ class TransferOperation(PairOperation):
 
     def find_own(self) -> None:
         """Find the caches of this process."""
-        self.pairs = [*map(Pair.with_tables, self.pairs)]
+        links = self.engine.links.peers
+        self.pairs = [*map(partial(Pair.with_tables, links=links), self.pairs)]
         self._kinds = [*map(self._kinds_of, self.pairs)]
         self.found = []
         for pair, (from_blocks, to_blocks, table) in zip(self.pairs, self._kinds, strict=True):
@@ -281,6 +283,8 @@ class TransferOperation(PairOperation):
     ) -> tuple[PeerCache, int]:
         """Return the cache and the slot that a key names."""
         if isinstance(key, BlockLease):
+            if link.latest(key) is not key:  # of a plan that was made before, mostly
+                raise not_exist(f"{argument}={key} has moved to other blocks: plan again")
             return link.leased(key, writable=writable), 0
         if isinstance(key, CacheKeyByIdAndIndex):
             return link.cache(key, writable=writable), key.batch_index
@@ -303,7 +307,7 @@ class TransferOperation(PairOperation):
         caches = [*map(attrgetter("cache"), found)]
         theirs = cast("PeerLink", self.link).joined_memory(caches, writable=writable)
         leases = [its.key for its in found if isinstance(its.key, BlockLease)]
-        self.leases = tuple(map(attrgetter("lease_id"), leases))
+        self.leases = tuple(leases)
         return theirs.leased(leases) if leases else theirs
 
     def _lower(

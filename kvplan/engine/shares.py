@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
+from msgspec import structs
+
 from kvplan.lease import BlockLease
 from kvplan.planning.lease_tables import with_lease_tables
 from kvplan.planning.part import Operation
@@ -16,7 +18,10 @@ from kvplan.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
+    from kvplan.links import PeerLink
     from kvplan.planning.gather import Taken
+
+    Links = Mapping[int, PeerLink]
 
 PEERS: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, CacheKey, BlockLease, PeerTensors)
 """Types that name a cache of a peer."""
@@ -37,14 +42,20 @@ class Pair(NamedTuple):
         place = f"{field}[{self.source}]" if field == "src" and self.source is not None else field
         return f"transfer[{shown(self.name)}].{place}" if self.name else place
 
-    def with_tables(self) -> Pair:
-        """Return the pair with the block tables and tokens of its leases; a gather's as given."""
-        if self.source is not None or isinstance(self.transfer, Planned):
-            return self
+    def with_tables(self, links: Links) -> Pair:
+        """Return the pair with the latest values of its leases, and their block tables and tokens.
+
+        A gather gets its tables later. A plan keeps its lease, whose blocks it names.
+        """
         if type(self.src.cache) is not BlockLease and type(self.dst.cache) is not BlockLease:
             return self
+        if isinstance(self.transfer, Planned):
+            return self
         try:
-            transfer = with_lease_tables(self.transfer)
+            if self.source is not None:
+                src = followed(self.argument("src"), self.src, links)
+                return self._replace(src=src, dst=followed("dst", self.dst, links))
+            transfer = with_latest_leases(self.transfer, links)
         except (LLMException, TypeError) as error:
             raise of_part(self.name, error) from None
         return Pair(self.name, transfer, cast(Rows, transfer.src), transfer.dst)
@@ -131,3 +142,26 @@ def _rows_of(transfer: Transfer | Planned) -> tuple[Sequence[Rows], Rows]:
         return [transfer.src], transfer.dst
     check_sources(transfer.src)
     return transfer.src, transfer.dst
+
+
+def with_latest_leases(transfer: Transfer, links: Links) -> Transfer:
+    """Return a transfer with the latest values of its leases, and the tables that they name."""
+    src = transfer.src
+    dst = followed("dst", transfer.dst, links)
+    if isinstance(src, Rows):
+        read: Rows | list[Rows] = followed("src", src, links)
+    else:
+        read = [followed(f"src[{index}]", rows, links) for index, rows in enumerate(src)]
+    return with_lease_tables(structs.replace(transfer, src=read, dst=dst))
+
+
+def followed(argument: str, rows: Rows, links: Links) -> Rows:
+    """Return rows with the latest value of their lease, if its owner has moved blocks."""
+    lease = rows.cache
+    if not isinstance(lease, BlockLease) or (link := links.get(lease.cluster_id)) is None:
+        return rows
+    if not link.moved_leases or (latest := link.latest(lease)) is lease:
+        return rows
+    blocks = latest.places_of(f"{argument}.blocks", lease, rows.blocks)
+    slot = latest.blocks[0] if lease.blocks == (rows.slot,) else rows.slot
+    return structs.replace(rows, cache=latest, blocks=blocks, slot=slot)

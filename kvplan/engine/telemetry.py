@@ -220,7 +220,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._operations: set[ref[Ended]] = set()
-        self.closed = False
+        self.closed: bool = False
         self._changed = Condition()
 
     def __len__(self) -> int:
@@ -231,7 +231,11 @@ class InFlight:
         return [found for held in list(self._operations) if (found := held()) is not None]
 
     def add(self, operation: Ended) -> None:
-        """Add an operation that begins, until `remove`."""
+        """Add an operation that begins, until `remove`.
+
+        Raises:
+            LLMException: LLM_ENGINE_FINALIZED: `close` was called.
+        """
         self._operations.add(ref(operation, self._operations.discard))
         if self.closed:
             self.remove(operation)

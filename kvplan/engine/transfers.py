@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 Movable: TypeAlias = "AnyRequest | AddressRanges"
 AnyLayerTask: TypeAlias = "LayerTask | LayerGatherTask"
+_Operation: TypeAlias = TransferOperation | RangeOperation
 _Single: TypeAlias = "Transfer[Rows] | Planned"
 _Grouped: TypeAlias = "Transfer[Sequence[Rows]] | Mapping[str, Transfer | Planned]"
 
@@ -238,7 +239,7 @@ class TransferOperations(OperationRunner):
             if operation.notifies:
                 operation.send_notification()
 
-    def _submit(self, operation: Operation, prepared: Prepared) -> TransferTask:
+    def _submit(self, operation: _Operation, prepared: Prepared) -> TransferTask:
         """Submit a prepared transfer; `operation` ends with the task."""
         plan, src, dst, descriptors = prepared
         engine, operation.plan = operation.engine, plan
@@ -316,7 +317,7 @@ def _operation(
     by_layer: bool = False,
     speculative: bool = False,
     **options: Any,
-) -> TransferOperation | RangeOperation | Several:
+) -> _Operation | Several:
     """Return the operation of a transfer, or several for several peers; `options` are checked."""
     if isinstance(transfer, AddressRanges):
         return RangeOperation(engine, transfer, **options)

@@ -108,6 +108,7 @@ def view_lease(engine: Engine, lease: BlockLease) -> LeaseView:
             f"cache={lease} is a lease of this engine: arrays(cache) shows its own memory"
         )
     link = engine.links.get(lease.cluster_id)
+    lease = link.latest(lease)
     cache = link.leased(lease)
     memory = link.memory(cache, writable=False)
     if memory.guard is None:

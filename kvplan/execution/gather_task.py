@@ -68,7 +68,7 @@ class GatherTask(AwaitableTask):
 
     @property
     def done(self) -> bool:
-        """Whether every source has an outcome; never blocks."""
+        """True once every source has an outcome. Never blocks."""
         return all(task.done for task in self.tasks.values())
 
     def wait_done(self, timeout_ms: float) -> bool:

@@ -312,7 +312,7 @@ def _layer_change(old: Part, new: Part) -> str:
 
 
 def _table_change(old: Part, new: Part) -> str:
-    """Return what was done to a block table, if it is one of the usual mistakes."""
+    """Return the change of a block table, if it is a common mistake; otherwise ""."""
     if old.tables is None or new.tables is None:
         return ""
     numbers = [
@@ -332,7 +332,7 @@ def _number(given: int | None) -> str:
 
 
 def _changed_tables(old: BlockTables, new: BlockTables) -> str:
-    """Return what was done to the rows of the tables, if it is one of the usual mistakes."""
+    """Return the change of the rows of the tables, if it is a common mistake; otherwise ""."""
     changed = [
         name
         for name in ("src", "dst")
@@ -357,7 +357,7 @@ def _changed_tables(old: BlockTables, new: BlockTables) -> str:
 
 
 def changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str:
-    """Return what was done to one block table, beginning with its name; empty if unknown."""
+    """Return the change of one block table, beginning with its name; empty if unknown."""
     if len(a) != len(b):
         return ""
     odd = np.flatnonzero(a != b)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from kvplan.control.auth import Keys
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kvplan.control.notifying import Inbox
     from kvplan.execution.memory import TensorMemory
     from kvplan.layout import Shard
+    from kvplan.lease import BlockLease
     from kvplan.transport.transport import Transport
 
 
@@ -44,6 +46,8 @@ MAX_PUBLISHED_NBYTES: Final = MAX_NBYTES // 2
 _ENTRY_NBYTES: Final = 512  # for a shape with many dimensions
 _ADDRESS_NBYTES: Final = 9
 _ID_NBYTES: Final = 9
+_MAX_MOVED: Final = 4096  # leases in one message
+_MAX_ENDED: Final = 1 << 15  # ids of leases in one message
 
 
 class LinkOptions(Protocol):
@@ -132,6 +136,10 @@ class GrantedClaim(Protocol):
 
 class OfferedCaches(Protocol):
     """The caches of this engine that peers may reach. Any thread may use it."""
+
+    @property
+    def moved_leases(self) -> Mapping[int, BlockLease]:
+        """Live leases, by id, whose blocks this engine has moved."""
 
     def survey(self, look: Callable[[Mapping[int, OfferedCache]], _T]) -> _T:
         """Return the result of `look` for each offered cache, by id. It must keep no cache."""
@@ -309,6 +317,7 @@ class PublishedTable:
     def __init__(self, transports: tuple[str, ...]) -> None:
         self._transports = transports
         self._published: dict[int, Cache] = {}  # not entries, which would keep freed memory alive
+        self._leases: dict[int, BlockLease] = {}
         self._version = 0
 
     @property
@@ -316,11 +325,17 @@ class PublishedTable:
         """The number of messages so far."""
         return self._version
 
-    def pending_updates(self, offered: Mapping[int, OfferedCache]) -> list[Table]:
-        """Return the messages that bring the peer up to date with `offered`. All must be sent.
+    def pending_updates(
+        self, offered: Mapping[int, OfferedCache], leases: Mapping[int, BlockLease]
+    ) -> list[Table]:
+        """Return the messages that bring the peer up to date. All must be sent.
 
         Removals come first, so that the peer never has a freed and a new cache at the same
         addresses.
+
+        Args:
+            offered: the caches that the peer may reach.
+            leases: live leases whose blocks this engine has moved.
         """
         now = {cache_id: entry.cache for cache_id, entry in offered.items()}
         published = self._published
@@ -345,6 +360,29 @@ class PublishedTable:
             chunk += nbytes
         if entries or removed or not self._version:
             tables.append(self._message(entries, removed))
+        return tables + self._moved(leases)
+
+    def _moved(self, leases: Mapping[int, BlockLease]) -> list[Table]:
+        """Return the messages with leases that were moved, and the ids of those that ended."""
+        before, self._leases = self._leases, dict(leases)
+        ended = [lease_id for lease_id in before if lease_id not in leases]
+        blobs = [
+            lease.to_bytes()
+            for lease_id, lease in self._leases.items()
+            if before.get(lease_id) is not lease
+        ]
+        tables = [
+            self._message((), (), (), ended[first : first + _MAX_ENDED])
+            for first in range(0, len(ended), _MAX_ENDED)
+        ]
+        while blobs:
+            chunk, nbytes = [blobs.pop()], 0
+            while blobs and len(chunk) < _MAX_MOVED:
+                nbytes += len(chunk[-1])
+                if nbytes + len(blobs[-1]) > MAX_PUBLISHED_NBYTES:
+                    break
+                chunk.append(blobs.pop())
+            tables.append(self._message((), (), chunk))
         return tables
 
     def describe(self, entry: OfferedCache) -> TableEntry:
@@ -372,9 +410,22 @@ class PublishedTable:
             writable=entry.memory.writable,
         )
 
-    def _message(self, entries: list[TableEntry], removed: list[int]) -> Table:
+    def _message(
+        self,
+        entries: Sequence[TableEntry],
+        removed: Sequence[int],
+        moved: Sequence[bytes] = (),
+        ended: Sequence[int] = (),
+    ) -> Table:
         self._version += 1
-        return Table(self._version, self._version == 1, tuple(entries), tuple(removed))
+        return Table(
+            self._version,
+            self._version == 1,
+            tuple(entries),
+            tuple(removed),
+            tuple(moved),
+            tuple(ended),
+        )
 
 
 def _shard_entry(shard: Shard | None) -> ShardEntry | None:
@@ -416,7 +467,8 @@ class Publisher:
         """Send all changes, and return the version that the peer has then."""
         async with self._sending:  # messages must keep their order
             self._is_pending = False
-            self._unsent += self._offered.survey(self.table.pending_updates)
+            leases = self._offered.moved_leases
+            self._unsent += self._offered.survey(partial(self.table.pending_updates, leases=leases))
             while self._unsent:
                 await self._channel.notify(self._unsent[0])
                 self._unsent.popleft()

@@ -43,6 +43,7 @@ class PeerCaches(LinkLifecycle, ABC):
     Attributes:
         instance: Id of the run of the peer's engine.
         transports: Names of the transports of the link, the preferred first.
+        moved_leases: Live leases whose blocks the peer has moved, by id.
         passed_over: Transports that would be preferred, and why they are not used.
         transport_links: Connection of each transport, by its name; empty before they are made.
         pairs: Pairs of local caches and caches of the peer that users of the link have cached. A
@@ -56,6 +57,7 @@ class PeerCaches(LinkLifecycle, ABC):
         self.passed_over: tuple[PassedOver, ...] = ()
         self.transport_links: dict[str, TransportLink] = {}
         self._table = PeerTable(cluster_id)
+        self.moved_leases = self._table.leases
         self.pairs: dict[Any, Any] = {}
         self._sides: dict[int, tuple[PeerCache, Side]] = {}
         self._memories: dict[tuple[int, bool], tuple[PeerCache, PeerMemory]] = {}
@@ -119,6 +121,12 @@ class PeerCaches(LinkLifecycle, ABC):
         except LLMException as error:
             return error.status_code is LLMStatusCode.LLM_KV_CACHE_NOT_EXIST
         return False
+
+    def latest(self, lease: BlockLease) -> BlockLease:
+        """Return the latest value of `lease` that the peer has published, or `lease` itself."""
+        latest = self._table.leases.get(lease.lease_id)
+        is_later = latest is not None and latest.replaces(lease)
+        return latest if latest is not None and is_later else lease
 
     def leased(self, lease: BlockLease, *, writable: bool = False) -> PeerCache:
         """Return the cache that `lease` names."""
@@ -237,7 +245,7 @@ class PeerCaches(LinkLifecycle, ABC):
         links = self.transport_links
         for name, link in links.items():
             metadata = [cache.metadata(name) for cache in caches]
-            # The only transport of a link says itself why it does not reach memory.
+            # The only transport of a link reports why it does not reach memory.
             if all(metadata) and (len(links) == 1 or not any(map(link.unreached, metadata))):
                 return name, link
         return None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvplan.control.messages import Offer, ShardEntry, Table, TableEntry
 from kvplan.layout import Interleaved, Shard
+from kvplan.lease import BlockLease
 from kvplan.links.address_index import AddressIndex, Extent
 from kvplan.planning.side import Side, side
 from kvplan.status import LLMException, invalid, not_exist, unsupported
@@ -16,6 +17,9 @@ from kvplan.types import CacheDesc, Placement
 
 MAX_CACHES = 65536
 """Limit for one peer, as many as the local transport can register. It bounds a peer's cost."""
+
+MAX_LEASES = 1 << 17
+"""Limit for the moved leases of one peer, as many as a transport can have."""
 
 MAX_NBYTES = 256 << 20
 """Limit for all entries of one peer, as messages: 4 KiB for each of MAX_CACHES."""
@@ -124,6 +128,7 @@ class PeerTable:
     Attributes:
         by_id: The offered caches by id.
         by_model: The offered caches that have a BlocksCacheKey, by its model id.
+        leases: The leases whose blocks the peer has moved, by id.
     """
 
     def __init__(self, cluster_id: int) -> None:
@@ -131,7 +136,8 @@ class PeerTable:
         self._cluster_id = cluster_id
         self.by_id: dict[int, PeerCache] = {}
         self.by_model: dict[int, PeerCache] = {}
-        self._nbytes = 0  # of all offered caches
+        self.leases: dict[int, BlockLease] = {}
+        self._nbytes = 0  # of all offered caches and of moved leases
         # Key: whether all are writable. Value: the version of the table, and the index made of it.
         self._indices: dict[bool, tuple[int, AddressIndex[PeerCache]]] = {}
 
@@ -147,10 +153,22 @@ class PeerTable:
             self._nbytes += cache.nbytes
             if cache.model_id is not None:
                 self.by_model[cache.model_id] = cache
-        if len(self.by_id) > MAX_CACHES or self._nbytes > MAX_NBYTES:
+        moved = [BlockLease.from_bytes(blob) for blob in table.moved]
+        for lease_id in list(self.leases) if table.first else table.ended:
+            self._end_lease(lease_id)
+        for lease in moved:
+            self._end_lease(lease.lease_id)
+            self.leases[lease.lease_id] = lease
+            self._nbytes += lease.nbytes
+        if (
+            len(self.by_id) > MAX_CACHES
+            or len(self.leases) > MAX_LEASES
+            or self._nbytes > MAX_NBYTES
+        ):
             raise invalid(
-                f"the peer offers {len(self.by_id)} caches of {self._nbytes} bytes; at most "
-                f"{MAX_CACHES} of {MAX_NBYTES} can be"
+                f"the peer offers {len(self.by_id)} caches and has moved {len(self.leases)} leases "
+                f"of {self._nbytes} bytes; at most {MAX_CACHES} and {MAX_LEASES} of {MAX_NBYTES} "
+                "can be"
             )
         self.version = table.version
         self._indices.clear()
@@ -178,6 +196,10 @@ class PeerTable:
 
     def __len__(self) -> int:
         return len(self.by_id)
+
+    def _end_lease(self, lease_id: int) -> None:
+        if (lease := self.leases.pop(lease_id, None)) is not None:
+            self._nbytes -= lease.nbytes
 
     def _remove(self, cache_id: int) -> None:
         cache = self.by_id.pop(cache_id, None)

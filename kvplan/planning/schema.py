@@ -263,7 +263,9 @@ def _split(document: Any) -> tuple[str, ...]:
     return split
 
 
-_SIDE_FIELDS = {field.name for field in fields(Side)} - {"way", "cache_id"}
+_SIDE_FIELDS = dict.fromkeys(
+    field.name for field in fields(Side) if field.name not in ("way", "cache_id")
+)
 
 
 def _side_to_dict(side: Side) -> dict[str, Any]:
@@ -287,7 +289,7 @@ def _side_to_dict(side: Side) -> dict[str, Any]:
 
 
 def _side_from_dict(name: str, document: Any) -> Side:
-    _check_fields(name, document, _SIDE_FIELDS)
+    _check_fields(name, document, {*_SIDE_FIELDS})
     data_type, layout, label = (document[field] for field in ("data_type", "layout", "label"))
     shape = tuple(_integers(f"{name}.shape", document["shape"]))
     with _named(f"{name}.layout"):

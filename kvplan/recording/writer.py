@@ -21,6 +21,7 @@ import numpy as np
 
 import kvplan
 from kvnative._signals import Mutex, signals_deferred
+from kvplan.lease import BlockLease
 from kvplan.planning.blocks import Blocks
 from kvplan.planning.part import Part
 from kvplan.planning.plan import Plan
@@ -88,8 +89,8 @@ class Ended(Protocol):
         """The link to the peer; None: inside of the process."""
 
     @property
-    def leases(self) -> tuple[int, ...]:
-        """Ids of the peer's leases that were used."""
+    def leases(self) -> tuple[BlockLease, ...]:
+        """The peer's leases that were used."""
 
 
 class Recorder:
@@ -173,7 +174,8 @@ class Recorder:
                 TRANSFER, operation.started, seconds, operation.name,
                 0 if status is _SUCCESS else status,  # an int is encoded in half the time
                 error, operation.tag, None if link is None else link.cluster_id,
-                operation.cache_id, operation.leases, nbytes, parts,
+                operation.cache_id, tuple([lease.lease_id for lease in operation.leases]),
+                nbytes, parts,
             )  # fmt: skip
             self._append(encode(row))
         except Exception as raised:  # an error here must not change the outcome

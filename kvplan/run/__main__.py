@@ -32,6 +32,9 @@ PROGRAM is what python takes: a script, a folder or archive with a __main__.py, 
   --as NAME          let `import nixl` (and nixl_cu12, nixl_cu13, nixl_rocm) or
                      `import mooncake.engine` give kvplan's, too: nixl, mooncake
   --several-engines  let a process have several LLMDataDist objects initialized at once
+  --observe WHAT     record the transfers of nixl, mooncake, or both (nixl,mooncake), also in
+                     processes that the program starts; nixl=FOLDER: to files there
+  --                 PROGRAM begins here
   -h, --help         print this text
 """
 
@@ -45,6 +48,7 @@ class Launch(NamedTuple):
 
     several_engines: bool
     program: tuple[str, ...]
+    observe: str = ""
     interfaces: tuple[str, ...] = ()
 
 
@@ -73,26 +77,35 @@ def main() -> NoReturn:
 
 def parse(arguments: Sequence[str]) -> Launch | None:
     """Parse the arguments; return None for --help."""
-    several_engines = False
     interfaces: list[str] = []
-    given = enumerate(arguments)
-    for position, argument in given:
+    several_engines, observe, position = False, "", 0
+    while position < len(arguments):
+        argument = arguments[position]
         if argument in ("-h", "--help"):
             return None
         if argument == "--as":
-            _, name = next(given, (0, ""))
+            position += 1
+            name = "".join(arguments[position : position + 1])
             if name not in INTERFACES:
                 raise Misuse(f"--as {name!r} must be one of {', '.join(INTERFACES)}")
             interfaces.append(name)
-            continue
-        if argument == "--several-engines":
+        elif argument == "--several-engines":
             several_engines = True
+        elif argument == "--observe":
+            position += 1
+            if not (observe := "".join(arguments[position : position + 1])):
+                raise Misuse("--observe needs what to observe, such as nixl")
+        elif argument == "--" and position + 1 < len(arguments):
+            program = tuple(arguments[position + 1 :])
+            return Launch(several_engines, program, observe, tuple(interfaces))
         elif argument in ("-m", "-c") and position + 1 == len(arguments):
             raise Misuse(f"{argument} needs an argument")
         elif argument.startswith("-") and argument[:2] not in ("-m", "-c") and argument != "-":
             raise Misuse(f"no option {argument}; those of python stand before -m {MODULE}")
         else:
-            return Launch(several_engines, tuple(arguments[position:]), tuple(interfaces))
+            program = tuple(arguments[position:])
+            return Launch(several_engines, program, observe, tuple(interfaces))
+        position += 1
     raise Misuse("no program to run")
 
 
@@ -126,6 +139,8 @@ def environment(inherited: Mapping[str, str], launch: Launch) -> dict[str, str]:
         changed[SEVERAL_ENGINES] = "1"
     if launch.interfaces:
         changed[AS] = ",".join(launch.interfaces)
+    if launch.observe:
+        changed["KVPLAN_OBSERVE"] = launch.observe
     return {**inherited, **changed}
 
 

@@ -65,7 +65,7 @@ def _cgroups(controller: str, root: Path) -> Iterator[tuple[Path, str, bool]]:
             continue
         mounted = root / (f"sys/fs/cgroup/{controller}" if controllers else "sys/fs/cgroup")
         names = [name for name in path.split("/") if name not in ("", "..")]
-        # Its parents' limits count too; and in a container only the root may be what is there.
+        # Limits of its parents count too, and a container may have only the root.
         for depth in range(len(names) + 1):
             folder = mounted.joinpath(*names[:depth])
             yield folder, f"cgroup /{'/'.join(names[:depth])}", bool(controllers)

@@ -1,4 +1,4 @@
-"""Files in the user's cache folder that hold what was measured, by kind of machine."""
+"""Files of measurements in the user's cache folder, by kind of machine."""
 
 from __future__ import annotations
 

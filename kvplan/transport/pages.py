@@ -101,7 +101,7 @@ class BackgroundPages:
         self._thread: Thread | None = None
         self._turn_of: object = None  # the owner of the job, or arena, that is worked on now
         self._closed = False
-        # Page tables of 4 KiB pages take 1/512 of what they map: at most 1/1024 of the memory.
+        # Page tables take 1/512 of mapped memory: 1/1024 of the machine's at most.
         limit = memory_limit()
         self._max_nbytes = math.inf if limit is None else limit.nbytes / 2
         atexit.register(self.close)

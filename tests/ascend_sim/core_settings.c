@@ -102,6 +102,8 @@ static int set_number(const char *name, int64_t value) {
         settings.cuda_peers = value;
     } else if (!strcmp(name, "cuda_hidden")) {
         settings.cuda_hidden = value;
+    } else if (!strcmp(name, "cuda_mig")) {
+        settings.cuda_mig = value;
     } else if (!strcmp(name, "cuda_reuse")) {
         settings.cuda_reuse = value;
     } else if (!strcmp(name, "cuda_virtual")) {
@@ -180,6 +182,7 @@ __attribute__((constructor)) static void read_environment(void) {
         {"cuda_capability", "KVSIM_CUDA_CAPABILITY", "90"},
         {"cuda_peers", "KVSIM_CUDA_PEERS", "1"},
         {"cuda_hidden", "KVSIM_CUDA_HIDDEN", "1"},
+        {"cuda_mig", "KVSIM_CUDA_MIG", "0"},
         {"cuda_reuse", "KVSIM_CUDA_REUSE", "0"},
         {"cuda_virtual", "KVSIM_CUDA_VIRTUAL", "1"},
         {"cuda_ipc", "KVSIM_CUDA_IPC", "1"},

@@ -42,6 +42,7 @@ typedef struct {
     int64_t cuda_capability;   /* KVSIM_CUDA_CAPABILITY and the next: tests/cuda_sim/cuda_sim.h */
     int64_t cuda_peers;
     int64_t cuda_hidden;
+    int64_t cuda_mig;
     int64_t cuda_reuse;
     int64_t cuda_virtual;
     int64_t cuda_ipc;

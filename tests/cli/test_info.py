@@ -29,7 +29,9 @@ GIB = 1 << 30
 def info(*arguments: str, **environment: str) -> str:
     """What it prints, with these variables and nothing else that says where a library is."""
     clean = {name: text for name, text in os.environ.items() if name not in PLACES}
-    done = command("info", *arguments, environment=clean | environment)
+    # The default time limit is short for a loaded machine; a later --timeout counts.
+    limit = ("--timeout", "600")
+    done = command("info", *limit, *arguments, environment=clean | environment)
     # What was looked at before a library took the process along may not be enough.
     stopped = "NOT LOOKED AT" in done.stdout or '"stopped": {' in done.stdout
     assert done.stderr == ""

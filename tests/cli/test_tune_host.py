@@ -114,7 +114,7 @@ def test_a_little_faster_is_not() -> None:
     [
         Machine(usual(4 * MIB), share=0.6),  # others have the cores, all the time
         Machine(usual(4 * MIB), noise=9.0),  # or now and then
-        Machine(lambda *it: 100 * usual(4 * MIB)(*it)),  # or it is too slow to tell in time
+        Machine(lambda *copy: 100 * usual(4 * MIB)(*copy)),  # or it is too slow to tell in time
     ],
 )
 def test_a_busy_machine_is_as_built_in_and_says_so(machine: Machine) -> None:
@@ -126,7 +126,7 @@ def test_a_busy_machine_is_as_built_in_and_says_so(machine: Machine) -> None:
 @pytest.mark.parametrize("slower", [1, 4, 20, 1000])
 def test_the_time_is_kept(slower: int) -> None:
     """Only the copies that are under way when it is over come on top: three in a row."""
-    machine = Machine(lambda *it: slower * usual()(*it))
+    machine = Machine(lambda *copy: slower * usual()(*copy))
     copy_ms = 3 * slower * usual()(32 * MIB, BUILTIN) / 1e6
     assert machine.tuned().took_ms <= BUDGET_MS + copy_ms + 1
 

@@ -238,9 +238,13 @@ def test_the_kernel_leaves_processors_to_the_model(
         for direction in ("device_to_device", "host_to_device"):
             case = between(device, cuda_simulator, direction, [100 << 10] * 20)
             run(Executor(device.backend(direction)), case)
-        return [it.fields["blocks"] for it in sim_log.calls(LAUNCH)]
+        return [call.fields["blocks"] for call in sim_log.calls(LAUNCH)]
 
-    assert [builtin_copy_tuning(it).blocks for it in ("device_to_device", *HOST)] == [64, 32, 32]
+    assert [builtin_copy_tuning(item).blocks for item in ("device_to_device", *HOST)] == [
+        64,
+        32,
+        32,
+    ]
     assert blocks() == [32, 32], "8 multiprocessors of the stand-in run 4 each"
     limit_copies(device, max_blocks=5)
     assert blocks() == [5, 5]

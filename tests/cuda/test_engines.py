@@ -246,7 +246,7 @@ def test_options_limit_what_copies_take(cuda_simulator: CudaControls, sim_log: L
         assert np.array_equal(datadist.arrays(host)[0][1], contents(1)[0][0])
         launches = sim_log.calls("cuLaunchKernel")
         assert launches
-        assert {it.fields["blocks"] for it in launches} == {1}
+        assert {launch.fields["blocks"] for launch in launches} == {1}
         assert not any(sim_log.counts("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2").values())
 
 

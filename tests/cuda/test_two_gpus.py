@@ -25,6 +25,7 @@ from kvplan import (
     Rows,
     Transfer,
 )
+from kvplan.device.cuda import CudaDevice
 from kvplan.device.memory import DeviceMemory
 from tests.ascend.simulator import Log
 from tests.cuda.side import Other, Side, Whose, pattern
@@ -272,6 +273,24 @@ class TestEnginesOfOneProcess:
                     two[1].pull_blocks(BlocksCacheKey(1), here, [0], [3])
         finally:
             cuda_simulator.set("cuda_peers", 1)
+
+    def test_two_slices_of_one_card_are_two_gpus(self, cuda_simulator: CudaControls) -> None:
+        """MIG: both have the UUID of the card, and each one of its own."""
+        cuda_simulator.set("cuda_mig", 1)
+        try:
+            slices = [CudaDevice(number) for number in (0, 1)]
+            first, second = (value.sharing for value in slices)
+            assert first is not None
+            assert second is not None
+            assert first.shortfall(first.uuid) is None
+            assert "there is no peer access between the two" in (first.shortfall(second.uuid) or "")
+            facts = [value.describe()["uuid"] for value in slices]
+            assert facts[0] != facts[1]
+            assert all(str(value).startswith("MIG-") for value in facts), facts
+            for value in slices:
+                value.close()
+        finally:
+            cuda_simulator.set("cuda_mig", 0)
 
     def test_registered_memory_is_reached_where_it_is(
         self, two: tuple[LlmDataDist, LlmDataDist], sim_log: Log

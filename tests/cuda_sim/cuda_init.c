@@ -45,7 +45,8 @@ int cuda_ordinal(int physical) {
 }
 
 int cuda_can_reach(int device, int peer) {
-    const int64_t peers = sim_settings_now().cuda_peers;
+    const sim_settings settings = sim_settings_now();
+    const int64_t peers = settings.cuda_mig ? 0 : settings.cuda_peers;
     return device != peer && (peers == 1 || (peers == 2 && device < peer));
 }
 
@@ -204,20 +205,24 @@ CUDA cuDeviceGetName(char *name, int room, int device) {
     return cuda_leave(&call, code, "\"device\":%d", device);
 }
 
-/* The same in all processes, whatever they see. */
-static int get_uuid(const char *name, unsigned char *uuid, int device) {
+/* The same in all processes, whatever they see. In MIG mode two devices are slices of one card, whose UUID
+ * cuDeviceGetUuid returns; cuDeviceGetUuid_v2 "returns its MIG UUID which uniquely identifies the subscribed MIG
+ * compute instance" (CUDA driver API, Device Management). Slices have no peer access (MIG User Guide, Application
+ * Considerations). */
+static int get_uuid(const char *name, unsigned char *uuid, int device, int of_slices) {
     sim_call call;
     int physical;
     int code = enter_device(&call, name, uuid, device, &physical);
     if (!code) {
-        memcpy(uuid, "kvsim-cuda-gpu-\0", 16);
-        uuid[15] = (unsigned char)physical;
+        int is_mig = sim_settings_now().cuda_mig != 0;
+        memcpy(uuid, is_mig && of_slices ? "kvsim-cuda-mig-\0" : "kvsim-cuda-gpu-\0", 16);
+        uuid[15] = (unsigned char)(is_mig && !of_slices ? physical / 2 : physical);
     }
     return cuda_leave(&call, code, "\"device\":%d", device);
 }
 
-CUDA cuDeviceGetUuid(unsigned char *uuid, int device) { return get_uuid(__func__, uuid, device); }
-CUDA cuDeviceGetUuid_v2(unsigned char *uuid, int device) { return get_uuid(__func__, uuid, device); }
+CUDA cuDeviceGetUuid(unsigned char *uuid, int device) { return get_uuid(__func__, uuid, device, 0); }
+CUDA cuDeviceGetUuid_v2(unsigned char *uuid, int device) { return get_uuid(__func__, uuid, device, 1); }
 
 CUDA cuDeviceGetPCIBusId(char *text, int room, int device) {
     sim_call call;

@@ -31,7 +31,11 @@ def test_every_call_that_is_declared_is_there(variant: str) -> None:
         if match.encode() + b"\0" in exported
     ]
     batches = ["cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"]
-    assert later == ["cuFuncLoad", *batches[: {"12.4": 0, "12.8": 1, "13.0": 2}[variant]]]
+    assert later == [
+        "cuDeviceGetUuid_v2",
+        "cuFuncLoad",
+        *batches[: {"12.4": 0, "12.8": 1, "13.0": 2}[variant]],
+    ]
 
 
 def test_nothing_before_the_beginning() -> None:

@@ -192,3 +192,22 @@ def test_memory_that_the_network_reaches_is_not_viewed(peer: Peer) -> None:
         lease = offer(peer)
         with refused("LLM_FEATURE_NOT_ENABLED", "not mapped here.*pull the blocks"):
             user.arrays(lease)
+
+
+def test_blocks_that_move_are_seen_at_their_new_place(user: LlmDataDist, peer: Peer) -> None:
+    """A view of before is not confirmed; the next one follows, from the same lease."""
+    lease = offer(peer, lease="[6, 0]")
+    with refused("LLM_KV_CACHE_NOT_EXIST", "was released or moved"), user.arrays(lease) as before:
+        assert numbers(before)[0] == [6, 0]
+        peer.run(
+            """
+            def copy():
+                for array in datadist.arrays(cache):
+                    array[2] = array[6]
+                    array[6] = 99
+
+            datadist.moved(cache, {6: 2}, copy=copy)
+            """
+        )
+    with user.arrays(lease) as view:
+        assert numbers(view)[0] == [6, 0]

@@ -75,7 +75,7 @@ def test_transfers_go_on_with_the_peer(
     assert (peer.run(first_values), impostor.run(first_values)) == ({7}, {2})
     forged = BlockLease.from_bytes(its_lease)
     object.__setattr__(forged, "instance", bytes.fromhex(instance))
-    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "was released by"):
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "was released or moved by"):
         engine.pull_blocks(forged, cache, None, [2, 3])
 
 
@@ -92,5 +92,5 @@ def test_a_lease_of_an_engine_that_has_ended_means_nothing_to_the_one_in_its_pla
     link_with_me["instance"] = instance
     assert successor.run(TAKE_PLACE, **link_with_me) == "LLM_SUCCESS"
     assert [it.state for it in engine.links()] == [LinkState.LINKED]
-    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "was released by"):
+    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "was released or moved by"):
         engine.pull_blocks(BlockLease.from_bytes(lease), cache, None, [2, 3])

@@ -59,7 +59,7 @@ def main(call: str, step: int) -> None:
         for lease in engine.leases():
             engine.release(lease)
         with suppress(LLMException):
-            if (recorder := engine.recording) is not None:
+            if (recorder := engine._running().recorder) is not None:
                 recorder.close()
 
     def end(listed: CacheStatus) -> None:

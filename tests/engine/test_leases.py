@@ -362,13 +362,16 @@ def test_held_up_leases_end_later_and_are_reported_then(
             made = made[:1]
             with refused("LLM_TIMEOUT", "it is stopped"):
                 leases.end(made[0])
+        elif end is LeaseEnd.MOVED:
+            with refused("LLM_TIMEOUT", "it is stopped"):
+                leases.move(blocks, {1: 2, 2: 3}, None, follow=False)
     assert made[0] not in leases.live()
     assert sorted(ended.get(timeout=WAIT_S)[0].lease_id for _ in made) == [
         it.lease_id for it in made
     ]
     assert words[0].calls == [[it.lease_id for it in made]] * 2
     assert sum("leases_held_up" in it.getMessage() for it in caplog.records) == (
-        end is not LeaseEnd.RELEASED  # the caller was told
+        end not in (LeaseEnd.RELEASED, LeaseEnd.MOVED)  # the caller was told
     )
 
 
@@ -419,7 +422,7 @@ def test_a_cache_that_is_freed_while_it_is_leased_has_no_lease(
             registry.deallocate(blocks.cache_id)
             return begin(deadline_ns)
 
-    leases._transports["local"] = Freeing("local")  # type: ignore[assignment]
+    leases._words._transports["local"] = Freeing("local")  # type: ignore[assignment]
     with refused("LLM_KV_CACHE_NOT_EXIST", f"cache_id={blocks.cache_id} was freed"):
         leases.begin(blocks, [1], "", None)
     assert leases.live() == []
@@ -535,3 +538,104 @@ def test_no_slot_is_lost(make: Callable[..., LocalTransport | TcpTransport | Ucx
         with refused("LLM_OUT_OF_MEMORY", "leases are taken"):
             transport.begin_lease()
         transport.deregister(registration)
+
+
+class CopyError(Exception):
+    """Raised by what copies blocks."""
+
+
+@pytest.mark.parametrize("fails", ["a peer", "the copy", "a word"])
+def test_a_move_that_fails_leaves_the_leases_where_they_are(
+    leases: Leases, words: list[Words], blocks: Cache, fails: str
+) -> None:
+    first, second = (leases.begin(blocks, [block, 3], "", 1e9) for block in (1, 2))
+    called = []
+
+    def copy() -> None:
+        called.append(1)
+        raise CopyError
+
+    if fails == "a peer":
+        words[0].held_up = 1
+        with refused("LLM_TIMEOUT", "it is stopped"):
+            leases.move(blocks, {3: 0}, copy, follow=True)
+        assert not called
+    elif fails == "the copy":
+        with pytest.raises(CopyError):
+            leases.move(blocks, {3: 0}, copy, follow=True)
+    else:
+        words[1].begin_lease = lambda deadline_ns=0: 1 // 0  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError):
+            leases.move(blocks, {3: 0}, copy, follow=True)
+        assert leases.live() == [first, second]
+        assert {*words[0].standing} == {1, 2}
+        return
+    live = leases.live()
+    assert [lease.blocks for lease in live] == [(1, 3), (2, 3)]
+    assert [lease.moves for lease in live] == [1, 1]
+    assert {*words[0].standing} == {word.slot for lease in live for word in lease.words[:1]}
+    assert not {*first.words, *second.words} & {word for lease in live for word in lease.words}
+    for lease in (first, live[1]):
+        leases.end(lease)
+    assert [it.standing for it in words] == [{}, {}]
+
+
+def test_what_happens_to_a_lease_while_it_moves(
+    leases: Leases, words: list[Words], blocks: Cache
+) -> None:
+    """Released, it stays so; a new deadline is that of its new place."""
+    ended: SimpleQueue[tuple[int, LeaseEnd]] = SimpleQueue()
+    leases.on_released(lambda it, end: ended.put((it.lease_id, end)))
+    released, renewed = (leases.begin(blocks, [block], "", 1e9) for block in (1, 2))
+
+    def copy() -> None:
+        leases.end(released)
+        leases.renew(renewed, 2e9)
+
+    (moved,) = leases.move(blocks, {1: 5, 2: 6}, copy, follow=True)
+    assert (moved.lease_id, moved.blocks) == (renewed.lease_id, (6,))
+    assert leases.live() == [moved]
+    assert ended.get_nowait() == (released.lease_id, LeaseEnd.RELEASED)
+    deadline = leases._deadlines[renewed.lease_id]
+    assert [it.standing for it in words] == [{word.slot: deadline} for word in moved.words]
+
+
+def test_what_cannot_be_moved(engine: LlmDataDist, cache: Cache) -> None:
+    lease = engine.lease_blocks(cache, [3, 5])
+    for wrong, reason in (
+        ({3: 8}, "8 is out of range"),
+        ({-1: 3}, "-1 is out of range"),
+        ({3: 5}, "would let lease 1 name a block twice"),
+    ):
+        with refused("LLM_PARAM_INVALID", reason):
+            engine.moved(cache, wrong)
+    with pytest.raises(TypeError, match=r"moves=.* must be a mapping"):
+        engine.moved(cache, [(3, 4)])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="where"):
+        engine.moved(3, {3: 4})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="copy=5 must be callable"):
+        engine.moved(cache, {3: 4}, copy=5)  # type: ignore[arg-type]
+    assert engine.leases() == [lease]
+    assert engine.moved(cache, {6: 7}) == []
+    assert engine.moved(lease, {}) == []
+    (moved,) = engine.moved(lease, {3: 4})
+    forged = replace(lease, tag="other")
+    for later in (forged, replace(moved, blocks=(1, 2)), replace(lease, moves=2)):
+        with refused("LLM_PARAM_INVALID", "is not as this engine has made it"):
+            engine.release(later)
+    assert engine.fingerprint(lease) == engine.fingerprint(cache, [4, 5])
+    engine.release(lease)
+    with refused("LLM_KV_CACHE_NOT_EXIST", "lease 1 was released"):
+        engine.moved(moved, {4: 3})
+    assert engine.leases() == []
+
+
+def test_a_lease_of_very_many_blocks_does_not_follow(engine: LlmDataDist) -> None:
+    large = engine.allocate_blocks_cache(CacheDesc(1, (1 << 16, 1), DataType.DT_INT8))
+    most = engine.lease_blocks(large, range(1, 1 + (1 << 15)))
+    more = engine.lease_blocks(large, range(1 + (1 << 15)))
+    with refused("LLM_PARAM_INVALID", "lease 2 has 32769 blocks; peers follow leases of at most"):
+        engine.moved(large, {5: 65_535})
+    assert engine.leases() == [most, more]
+    assert [it.blocks[4] for it in engine.moved(most, {5: 65_535})] == [65_535]
+    assert engine.moved(more, {5: 65_535}, follow=False) == [more]

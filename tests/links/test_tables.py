@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -13,6 +14,7 @@ import pytest
 
 import kvplan
 from kvplan import (
+    BlockLease,
     BlocksCacheKey,
     CacheDesc,
     CacheIndex,
@@ -256,20 +258,20 @@ class TestMessages:
         desc = CacheDesc(240, (1,), DataType.DT_INT8)
         entries = {i: _entry(i, desc, b"m" * 30_000) for i in range(1, 101)}
         published, known = PublishedTable(("local",)), PeerTable(1)
-        tables = list(published.pending_updates(entries))
+        tables = list(published.pending_updates(entries, {}))
         for table in tables:
             assert len(encode(table)) <= MAX_NBYTES
             known.apply(table)
         assert len(tables) > 1
         assert (sorted(known.by_id), known.version) == (list(range(1, 101)), published.version)
-        assert list(published.pending_updates(entries)) == []
+        assert list(published.pending_updates(entries, {})) == []
         replaced = {**entries, 5: _entry(5, desc, b"new")}
         del replaced[6]
-        (table,) = published.pending_updates(replaced)
+        (table,) = published.pending_updates(replaced, {})
         assert sorted(known.apply(table)) == [5, 5, 6]
         assert 6 not in sorted(known.by_id)
         renewed = {i: _entry(i, desc, b"n" * 30_000) for i in range(1, 101)}
-        tables = published.pending_updates(renewed)
+        tables = published.pending_updates(renewed, {})
         assert len(tables) > 1
         for table in tables:
             known.apply(table)
@@ -353,3 +355,60 @@ def _sync(link: PeerLink) -> None:
     """Ask for what does not exist: on return all updates are here, as requests are in order."""
     with pytest.raises(LLMException):
         link.cache(CacheIndex(2, 10**6))
+
+
+class TestMovedLeases:
+    """Leases whose blocks their owner has moved, in the tables that it publishes."""
+
+    @staticmethod
+    def lease(number: int, blocks: int = 2, moves: int = 1, cluster: int = 1) -> BlockLease:
+        table = tuple(range(blocks))
+        return BlockLease(cluster, bytes(16), 3, number, table, True, "x" * 64, (), None, moves)
+
+    def test_each_message_fits_and_the_peer_has_the_latest(self) -> None:
+        published, known = PublishedTable(("local",)), PeerTable(1)
+        leases = {number: self.lease(number, 4000 if number < 90 else 2) for number in range(6000)}
+        tables = published.pending_updates({}, leases)
+        for table in tables:
+            assert len(encode(table)) <= MAX_NBYTES
+            known.apply(table)
+        assert len(tables) > 2
+        assert known.leases == leases
+        assert published.pending_updates({}, leases) == []
+        later = {number: leases[number] for number in range(5)} | {3: self.lease(3, 2, 2)}
+        for table in published.pending_updates({}, later):
+            known.apply(table)
+        assert known.leases == later
+        (first,) = PublishedTable(("local",)).pending_updates({}, {})
+        known.apply(first)
+        assert known.leases == {}
+        assert known._nbytes == 0
+
+    def test_a_peer_cannot_have_more_than_there_are(self) -> None:
+        known, most = PeerTable(1), peer_table.MAX_LEASES
+        known.leases.update(dict.fromkeys(range(4, 1 + most), self.lease(1)))
+        blobs = tuple(self.lease(number).to_bytes() for number in range(4))
+        known.apply(Table(1, False, (), (), blobs[:3]))
+        with refused(
+            "LLM_PARAM_INVALID",
+            f"has moved {most + 1} leases of .* at most",
+        ):
+            known.apply(Table(2, False, (), (), blobs[3:]))
+        for wrong in (b"", b"lease", blobs[0][:-1]):
+            with refused("LLM_PARAM_INVALID", "is no lease"):
+                known.apply(Table(3, False, (), (), (wrong,)))
+
+    def test_only_a_later_value_of_the_same_lease_replaces_it(self) -> None:
+        link = PeerLink(1, "", "", None, 0)  # type: ignore[arg-type]
+        held = self.lease(5, moves=2)
+        moved = self.lease(5, moves=3)
+        link.apply(Table(1, True, (), (), (moved.to_bytes(),)))
+        assert link.latest(held) == moved
+        for other in (
+            self.lease(5, moves=4),
+            self.lease(6),
+            self.lease(5, cluster=2),
+            replace(held, instance=bytes(15) + b"1"),
+            replace(held, cache_id=4),
+        ):
+            assert link.latest(other) is other

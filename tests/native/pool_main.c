@@ -1,5 +1,9 @@
 /* A caller that found no place in the pool sleeps. Once a place is free, the caller takes it.
- * usage: pool THREADS. Prints how many threads moved the caller's job at the same time. */
+ * usage: pool THREADS. Prints how many threads moved the caller's job at the same time.
+ *        pool first. Prints the jobs behind one that holds the only thread, in the order in which they were moved:
+ *        a is submitted first, b has a caller that waits.
+ *        pool looks. Prints how often a worker has looked for work: as each of six jobs came long after the one
+ *        before; then for one that came at once. */
 #include "host/pool.c" /* its mutex says when the caller sleeps */
 
 enum { DEADLINE_S = 20 };
@@ -46,14 +50,27 @@ static int meet(void *context, const kvn_columns *batch, const kvn_piece *piece,
     return status;
 }
 
+/* Notes which job it is of. */
+static int note(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)
+{
+    (void)batch, (void)piece, (void)fault;
+    printf("%s", (const char *)context);
+    return KVN_OK;
+}
+
 /* A job of one piece for each thread. */
-static void submit(kvn_job *job, kvn_pool *pool, kvn_move move, kvn_caller caller)
+static void submit_as(kvn_job *job, kvn_pool *pool, kvn_move move, void *context, kvn_caller caller)
 {
     static uint64_t numbers[KVN_MAX_THREADS];
     const kvn_columns batch = {.dst = numbers, .src = numbers, .nbytes = numbers, .count = threads,
                                .caller = caller};
-    kvn_job_init(job, &batch, move, NULL, (kvn_piece_limits){1, KVN_PIECE_MIN});
+    kvn_job_init(job, &batch, move, context, (kvn_piece_limits){1, KVN_PIECE_MIN});
     kvn_job_submit(job, pool, 0);
+}
+
+static void submit(kvn_job *job, kvn_pool *pool, kvn_move move, kvn_caller caller)
+{
+    submit_as(job, pool, move, NULL, caller);
 }
 
 /* Opens the gate once the job's caller sleeps. */
@@ -74,15 +91,83 @@ static void *open_gate(void *argument)
     return NULL;
 }
 
+static int wait_and_release(kvn_job *job)
+{
+    kvn_report report;
+    const int status = kvn_job_wait(job, KVN_FOREVER, &report);
+    kvn_job_release(job);
+    return status;
+}
+
+/* Who waits for a job is served before those who do not. */
+static int order(kvn_pool *pool)
+{
+    kvn_job before, a, b;
+    pthread_t opener;
+    submit(&before, pool, block, KVN_CALLER_RETURNS);
+    pthread_mutex_lock(&mutex);
+    while (blocked < threads)
+        pthread_cond_wait(&changed, &mutex);
+    pthread_mutex_unlock(&mutex);
+    submit_as(&a, pool, note, "a", KVN_CALLER_RETURNS);
+    submit_as(&b, pool, note, "b", KVN_CALLER_RETURNS);
+    pthread_create(&opener, NULL, open_gate, &b);
+    int status = wait_and_release(&b);
+    pthread_join(opener, NULL);
+    status |= wait_and_release(&a) | wait_and_release(&before);
+    printf("\n");
+    return status;
+}
+
+/* Moves a job, of which the one before has ended at that time; waits until the worker sleeps. */
+static void move_one(kvn_pool *pool, int64_t ended_ns)
+{
+    kvn_job job;
+    kvn_report report;
+    bool sleeps = false;
+    pthread_mutex_lock(&pool->mutex);
+    pool->ended_ns = ended_ns;
+    pthread_mutex_unlock(&pool->mutex);
+    submit_as(&job, pool, note, "", KVN_CALLER_RETURNS);
+    while (kvn_job_poll(&job, &report) == KVN_PENDING)
+        sched_yield();
+    while (!sleeps) {
+        sched_yield();
+        pthread_mutex_lock(&pool->mutex);
+        sleeps = pool->idle == pool->threads;
+        pthread_mutex_unlock(&pool->mutex);
+    }
+    kvn_job_release(&job);
+}
+
+static int looks(kvn_pool *pool)
+{
+    const int64_t hour_ns = INT64_C(3600000000000);
+    pool->may_look = true;
+    for (int i = 0; i < 6; i++)
+        move_one(pool, kvn_now_ns() - hour_ns);
+    printf("%u ", (unsigned)kvn_pool_looks(pool));
+    move_one(pool, kvn_now_ns() + hour_ns); /* however long it takes to submit the job */
+    printf("%u\n", (unsigned)kvn_pool_looks(pool));
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     kvn_job before, waited;
     kvn_report report;
     pthread_t opener;
-    threads = argc > 1 ? (unsigned)atoi(argv[1]) : 2;
+    const char *what = argc > 1 ? argv[1] : "2";
+    const bool is_first = strcmp(what, "first") == 0, are_looks = strcmp(what, "looks") == 0;
+    threads = is_first || are_looks ? 1 : (unsigned)atoi(what);
     clock_gettime(CLOCK_REALTIME, &deadline);
     deadline.tv_sec += DEADLINE_S;
     kvn_pool *pool = kvn_pool_create(threads);
+    if (is_first || are_looks) {
+        const int failed = is_first ? order(pool) : looks(pool);
+        kvn_pool_destroy(pool);
+        return failed;
+    }
 
     submit(&before, pool, block, KVN_CALLER_RETURNS);
     pthread_mutex_lock(&mutex);

@@ -148,3 +148,17 @@ def test_a_caller_that_sleeps_takes_the_place_that_is_left_for_it(
     """All places were taken when the caller came. Its job then has all threads of the pool."""
     done = subprocess.run([pool_program, str(count)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{count}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("first", "ba"),  # b has a caller that waits
+        ("looks", "4 5"),  # four looks in vain are enough, until a job follows another at once
+    ],
+)
+def test_workers_serve_who_waits_and_do_not_look_in_vain(
+    pool_program: Path, what: str, said: str
+) -> None:
+    done = subprocess.run([pool_program, what], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{said}\n", "")

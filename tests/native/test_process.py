@@ -398,7 +398,7 @@ class TestPeer:
                 ended.append(word)
             live = {word for word, until in deadlines.items() if until != passed}
             words = [*deadlines, *ended]
-            assert {it for it in words if peer.check(words_of(it)) == -1} == live
+            assert {word for word in words if peer.check(words_of(word)) == -1} == live
         peer.close()
 
     def test_generations_begin_again_behind_the_last(self) -> None:

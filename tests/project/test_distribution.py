@@ -10,6 +10,7 @@ import pytest
 from tests.support.installation import ROOT, one, run
 
 PAGE = {f"kvplan/inspection/page.{kind}" for kind in ("html", "js")}
+PAGE |= {"kvplan/planning/plan.schema.json"}
 
 pytestmark = pytest.mark.slow  # builds the wheel
 

@@ -146,6 +146,23 @@ def test_english_gets_no_worse(check: Callable[[str], Iterator[str]]) -> None:
     assert not worse, {room: (len(texts), ceilings[room], texts) for room, texts in worse.items()}
 
 
+WITH_PRONOUNS = {
+    *("datadist", "engine", "execution", "faults", "hixl", "llm_datadist", "planning", "serving"),
+    *("soak", "support", "vllm"),
+}
+"""Folders of tests that have variables called `it`. The set may only shrink."""
+
+
+def test_no_variable_of_other_tests_is_called_it() -> None:
+    found = {
+        str(path.relative_to(ROOT)): wrong
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if path.relative_to(ROOT).parts[1] not in WITH_PRONOUNS
+        if (wrong := [*pronouns(path.read_text())])
+    }
+    assert not found, "name variables after what they hold"
+
+
 def test_each_kind_of_bad_english_would_be_seen() -> None:
     source = (
         '"""A module."""\n'

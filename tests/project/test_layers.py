@@ -16,27 +16,28 @@ ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
     "addressed": 670,
-    "cli": 3292,
-    "control": 3608,
+    "cli": 3438,
+    "control": 3614,
     "debug": 791,
     "device": 1193,
-    "engine": 8036,
+    "engine": 8217,
     "execution": 3184,
     "hixl": 1099,
     "inspection": 1844,
-    "kvplan": 1625,
-    "links": 3915,
+    "kvplan": 1671,
+    "links": 3997,
     "llm_datadist": 3814,
     "mooncake": 540,
     "nixl": 1649,
-    "planning": 5411,
-    "recording": 1670,
-    "run": 322,
+    "observe": 991,
+    "planning": 5825,
+    "recording": 1672,
+    "run": 350,
     "serving": 2745,
     "system": 467,
-    "tensors": 797,
+    "tensors": 1064,
     "testing": 471,
-    "transport": 7421,
+    "transport": 7488,
     "vllm": 1782,
 }
 """Lines of each room. Only a commit that says why may raise one."""
@@ -45,7 +46,7 @@ TRANSFER_MODULES = [
     "engine/gather", "engine/operation", "engine/pairs", "engine/ranges", "engine/resolve",
     "engine/shares", "engine/transfers", "execution/gather_task",
 ]  # fmt: skip
-MAX_TRANSFER_LINES = 2378
+MAX_TRANSFER_LINES = 2427
 """Lines of the modules that make a transfer of names; 4,411 before there was one path. It falls."""
 
 MAX_IN_CIRCLES_OF_TYPES = 0

@@ -27,12 +27,12 @@ from kvplan import (
 from tests.datadist.peer import Peer
 
 MOST = {
-    "pull_blocks": (7, 5),
-    "push_blocks": (7, 5),
-    "pull_cache": (8, 5),
-    "push_cache": (8, 5),
+    "pull_blocks": (6, 4),
+    "push_blocks": (6, 4),
+    "pull_cache": (7, 4),
+    "push_cache": (7, 4),
     "operation": (29, 10),  # more than moves at once
-    "planned": (71, 20),  # something needs a plan, as an order of its segments
+    "planned": (71, 19),  # something needs a plan, as an order of its segments
     "submit": (36, 12),
     "layered": (50, 13),  # four layers
     "groups": (49, 13),  # two caches

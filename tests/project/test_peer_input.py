@@ -197,7 +197,7 @@ ENTRY = control.TableEntry(
 CONTROL = [
     control.Notify(b"data"),
     control.Failed("reason", 1),
-    control.Table(1, True, (ENTRY,), (1, 2)),
+    control.Table(1, True, (ENTRY,), (1, 2), (b"lease",), (3,)),
     control.Find(1, 2, 3),
     control.Found(1, 2, ENTRY),
     control.Welcome(1, bytes(16), LlmRole.MIX, bytes(16), (), (control.Trial("tcp"),)),

@@ -1,4 +1,4 @@
-"""A timeout of 0 is 0 in every public call that has one: never the default, and never no limit."""
+"""A timeout of 0 is 0 in every public call that has one, and another is in milliseconds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
@@ -47,6 +48,8 @@ from tests.support.wrappers import delay
 FOR_EVER_MS = 600_000
 DEADLINE_S = 20.0  # only a call that takes 0 for something else reaches it
 
+UNIT_MS = 50  # less than DEADLINE_S, of which it is more in seconds
+
 EXEMPT = {
     "kvplan.execute",  # `Transfers.execute` of transfers that no test can hold up
     "kvplan.serving.PullResult",  # what was measured
@@ -60,7 +63,7 @@ PAGED = CacheDesc(
     kv_tensor_format="block token head dim",
     shard=Shard(range(1), range(1), 1, 1),
 )
-HOST, DEVICE = (CacheDesc(2, (4, 1 << 14), DataType.DT_INT32, item) for item in Placement)
+HOST, DEVICE = (CacheDesc(2, (4, 1 << 14), DataType.DT_INT32, value) for value in Placement)
 SLOTS = CacheDesc(2, (4, 1 << 16), DataType.DT_INT32)
 PAIRS = KvCacheExtParam(tensor_num_per_layer=2)
 
@@ -76,7 +79,9 @@ class Scene:
         held.enter_context(self.user).initialize(Options(sync_kv_cache_wait_time=FOR_EVER_MS))
         self.theirs = self.owner.allocate_blocks_cache(PAGED)
         self.their_slots = self.owner.allocate_cache(SLOTS)
-        self.mine = {item: self.user.allocate_blocks_cache(item) for item in (PAGED, HOST, DEVICE)}
+        self.mine = {
+            value: self.user.allocate_blocks_cache(value) for value in (PAGED, HOST, DEVICE)
+        }
         self.slots = [self.user.allocate_cache(SLOTS) for _ in range(2)]
         self.remote = CacheIndex(1, self.theirs.cache_id)
         self.remote_slot = CacheIndex(1, self.their_slots.cache_id)
@@ -100,7 +105,7 @@ class Scene:
 
     def ranges(self, direction: Literal["pull", "push"]) -> AddressRanges:
         (mine, _), (theirs, _) = self.user.arrays(self.cache), self.owner.arrays(self.theirs)
-        local, remote = (np.array([item.ctypes.data], np.uint64) for item in (mine, theirs))
+        local, remote = (np.array([value.ctypes.data], np.uint64) for value in (mine, theirs))
         nbytes = np.array([mine.nbytes], np.uint64)
         return AddressRanges(1, local, remote, nbytes, direction=direction)
 
@@ -162,74 +167,109 @@ KINDS: dict[str, Callable[[Scene], Any]] = {
 }
 """Everything that moves, by what it is."""
 
-CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
+WAITS: dict[str, tuple[object, Callable[[Scene, float], object]]] = {
     # A transfer that moves ends with LLM_TIMEOUT; one that is asked about has no outcome yet.
     "kvplan.LlmDataDist.pull_cache": (
         TIMEOUT,
-        lambda value: value.user.pull_cache(value.remote_slot, value.slots[0], timeout_ms=0),
+        lambda value, ms: value.user.pull_cache(value.remote_slot, value.slots[0], timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.push_cache": (
         TIMEOUT,
-        lambda value: value.user.push_cache(value.slots[0], value.remote_slot, timeout_ms=0),
+        lambda value, ms: value.user.push_cache(value.slots[0], value.remote_slot, timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.copy_cache": (
         TIMEOUT,
-        lambda value: value.user.copy_cache(*value.slots, timeout_ms=0),
+        lambda value, ms: value.user.copy_cache(*value.slots, timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.pull_blocks": (
         TIMEOUT,
-        lambda value: value.user.pull_blocks(value.remote, value.cache, [1], [2], timeout_ms=0),
+        lambda value, ms: value.user.pull_blocks(
+            value.remote, value.cache, [1], [2], timeout_ms=ms
+        ),
     ),
     "kvplan.LlmDataDist.push_blocks": (
         TIMEOUT,
-        lambda value: value.user.push_blocks(value.cache, value.remote, [1], [2], timeout_ms=0),
+        lambda value, ms: value.user.push_blocks(
+            value.cache, value.remote, [1], [2], timeout_ms=ms
+        ),
     ),
     "kvplan.LlmDataDist.copy_blocks": (
         TIMEOUT,
-        lambda value: value.user.copy_blocks(value.cache, {1: [2]}, timeout_ms=0),
+        lambda value, ms: value.user.copy_blocks(value.cache, {1: [2]}, timeout_ms=ms),
     ),
     "kvplan.LlmDataDist.swap_blocks": (
         TIMEOUT,
-        lambda value: value.user.swap_blocks(
-            value.mine[HOST], value.mine[DEVICE], {1: 2}, timeout_ms=0
+        lambda value, ms: value.user.swap_blocks(
+            value.mine[HOST], value.mine[DEVICE], {1: 2}, timeout_ms=ms
         ),
     ),
     "kvplan.LlmDataDist.run": (
         TIMEOUT,
-        lambda value: value.user.run(
-            Transfer(Rows(value.remote, [1]), Rows(value.cache, [2])), timeout_ms=0
+        lambda value, ms: value.user.run(
+            Transfer(Rows(value.remote, [1]), Rows(value.cache, [2])), timeout_ms=ms
         ),
     ),
     "kvplan.Transfers.execute": (
         TIMEOUT,
-        lambda value: value.transfers.execute(*value.executed(), timeout_ms=0),
+        lambda value, ms: value.transfers.execute(*value.executed(), timeout_ms=ms),
     ),
-    "kvplan.Transfers.verify": (TIMEOUT, lambda value: value.verify(0)),
-    "kvplan.TransferTask.wait": (TIMEOUT, lambda value: value.submitted("pull of blocks").wait(0)),
+    "kvplan.Transfers.verify": (TIMEOUT, lambda value, ms: value.verify(ms)),
+    "kvplan.TransferTask.wait": (
+        TIMEOUT,
+        lambda value, ms: value.submitted("pull of blocks").wait(ms),
+    ),
     "kvplan.TransferTask.result": (
         TIMEOUT,
-        lambda value: value.submitted("pull of blocks").result(0),
+        lambda value, ms: value.submitted("pull of blocks").result(ms),
     ),
     "kvplan.TransferTask.wait_done": (
         False,
-        lambda value: value.submitted("pull of blocks").wait_done(0),
+        lambda value, ms: value.submitted("pull of blocks").wait_done(ms),
     ),
-    "kvplan.GatherTask.wait": (TIMEOUT, lambda value: value.submitted("gather").wait(0)),
-    "kvplan.GatherTask.result": (TIMEOUT, lambda value: value.submitted("gather").result(0)),
-    "kvplan.GatherTask.wait_done": (False, lambda value: value.submitted("gather").wait_done(0)),
-    "kvplan.LayerGatherTask.wait": (TIMEOUT, lambda value: value.layered("gather").wait(0)),
-    "kvplan.LayerGatherTask.result": (TIMEOUT, lambda value: value.layered("gather").result(0)),
-    "kvplan.LayerGatherTask.wait_done": (False, lambda value: value.layered("gather").wait_done(0)),
-    "kvplan.LayerTask.wait": (TIMEOUT, lambda value: value.layered("push of blocks").wait(0)),
-    "kvplan.LayerTask.result": (TIMEOUT, lambda value: value.layered("push of blocks").result(0)),
+    "kvplan.GatherTask.wait": (TIMEOUT, lambda value, ms: value.submitted("gather").wait(ms)),
+    "kvplan.GatherTask.result": (TIMEOUT, lambda value, ms: value.submitted("gather").result(ms)),
+    "kvplan.GatherTask.wait_done": (
+        False,
+        lambda value, ms: value.submitted("gather").wait_done(ms),
+    ),
+    "kvplan.LayerGatherTask.wait": (TIMEOUT, lambda value, ms: value.layered("gather").wait(ms)),
+    "kvplan.LayerGatherTask.result": (
+        TIMEOUT,
+        lambda value, ms: value.layered("gather").result(ms),
+    ),
+    "kvplan.LayerGatherTask.wait_done": (
+        False,
+        lambda value, ms: value.layered("gather").wait_done(ms),
+    ),
+    "kvplan.LayerTask.wait": (TIMEOUT, lambda value, ms: value.layered("push of blocks").wait(ms)),
+    "kvplan.LayerTask.result": (
+        TIMEOUT,
+        lambda value, ms: value.layered("push of blocks").result(ms),
+    ),
     "kvplan.LayerTask.wait_done": (
         False,
-        lambda value: value.layered("push of blocks").wait_done(0),
+        lambda value, ms: value.layered("push of blocks").wait_done(ms),
     ),
     # What is not there does not come at once.
-    "kvplan.Completions.wait": (False, lambda value: value.user.completions().wait(0)),
-    "kvplan.Notifications.wait": (False, lambda value: value.user.notifications().wait(0)),
-    "kvplan.serving.Exchange.wait": (False, lambda value: value.exchange.wait(0)),
+    "kvplan.Completions.wait": (False, lambda value, ms: value.owner.completions().wait(ms)),
+    "kvplan.Notifications.wait": (False, lambda value, ms: value.user.notifications().wait(ms)),
+    "kvplan.serving.Exchange.wait": (False, lambda value, ms: value.exchange.wait(ms)),
+    "kvplan.llm_datadist.CacheTask.synchronize": (
+        TIMEOUT,
+        lambda value, ms: llm_datadist.CacheTask(Running(ms)).synchronize(ms),
+    ),
+    "kvplan.llm_datadist.CacheTask.get_results": (
+        [TIMEOUT],
+        lambda value, ms: llm_datadist.CacheTask(Running(ms)).get_results(ms),
+    ),
+}
+"""Every public call that waits at most so many milliseconds, and what it returns then."""
+
+CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
+    **{
+        name: (expected, partial(lambda call, value: call(value, 0), call))
+        for name, (expected, call) in WAITS.items()
+    },
     # No conversation takes no time, and no lease is for none: that is refused.
     "kvplan.LlmDataDist.link_clusters": (
         INVALID,
@@ -303,14 +343,6 @@ CALLS: dict[str, tuple[object, Callable[[Scene], object]]] = {
         )
         for name in ("link_clusters", "unlink_clusters")
     },
-    "kvplan.llm_datadist.CacheTask.synchronize": (
-        TIMEOUT,
-        lambda value: llm_datadist.CacheTask(Running()).synchronize(0),
-    ),
-    "kvplan.llm_datadist.CacheTask.get_results": (
-        [TIMEOUT],
-        lambda value: llm_datadist.CacheTask(Running()).get_results(0),
-    ),
 }
 
 
@@ -319,8 +351,11 @@ class Running:
 
     running_status = TIMEOUT
 
+    def __init__(self, timeout_ms: float) -> None:
+        self._timeout_s = timeout_ms / 1000
+
     def statuses(self, timeout_s: float | None) -> list[LLMStatusCode | None]:
-        assert timeout_s == 0
+        assert timeout_s == self._timeout_s
         return [None]
 
 
@@ -332,7 +367,7 @@ def public_calls() -> Iterator[str]:
         for name, parameter in inspect.signature(function).parameters.items():
             options = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
             names += getattr(kvplan, options[1]).__annotations__ if options else [name]
-        return [name for name in names if "timeout" in name or name.endswith("_ms")]
+        return [value for value in names if "timeout" in value or value.endswith("_ms")]
 
     modules: list[ModuleType] = [kvplan, hixl, serving, llm_datadist]
     for module in modules:
@@ -344,7 +379,7 @@ def public_calls() -> Iterator[str]:
                 continue
             if inspect.isfunction(value.__init__) and (found := times(value.__init__)):
                 options = dataclasses.is_dataclass(value) and whole not in EXEMPT
-                yield from (f"{whole}({entry})" for entry in found) if options else [whole]
+                yield from (f"{whole}({value})" for value in found) if options else [whole]
             for method, function in inspect.getmembers(value, inspect.isfunction):
                 if not method.startswith("_") and times(function):
                     yield f"{whole}.{method}"
@@ -379,10 +414,20 @@ def test_a_timeout_of_zero_is_zero(scene: Scene, name: str) -> None:
     assert outcome_of(scene, call) == expected
 
 
+@pytest.mark.parametrize("name", WAITS)
+def test_a_timeout_is_in_milliseconds(scene: Scene, name: str) -> None:
+    """As seconds it would outlast the test; as less it would be over too early."""
+    expected, call = WAITS[name]
+    began = time.monotonic()
+    assert outcome_of(scene, lambda value: call(value, UNIT_MS)) == expected
+    if "CacheTask" not in name:  # which is not waited for here
+        assert time.monotonic() - began >= UNIT_MS / 1000
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_timeout_of_zero_is_zero_for_all_that_moves(scene: Scene, kind: str) -> None:
-    def run(given_scene: Scene) -> None:
-        given_scene.user.run(KINDS[kind](given_scene), timeout_ms=0)
+    def run(value: Scene) -> None:
+        value.user.run(KINDS[kind](value), timeout_ms=0)
 
     assert outcome_of(scene, run) == TIMEOUT
     tasks = [scene.submitted]

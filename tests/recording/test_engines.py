@@ -151,7 +151,7 @@ def test_links_and_leases_are_recorded(tmp_path, peer):
         user.link_clusters([ClusterInfo(1, peer.address)], timeout_ms=5000).raise_for_status()
         here = user.allocate_blocks_cache(DESC)
         user.pull_blocks(lease, here, None, [1, 2], tag="request 8")
-        peer.run("datadist.release(lease)")
+        peer.run("(lease,) = datadist.moved(lease, {5: 6}); datadist.release(lease)")
         with refused("LLM_KV_CACHE_NOT_EXIST"):
             user.pull_blocks(lease, here, None, [1, 2], tag="request 8")
         peer.run("it.flush()")
@@ -171,14 +171,14 @@ def test_links_and_leases_are_recorded(tmp_path, peer):
     assert states() == ["LINKED", "BROKEN"]
     assert [event.operation for event in recording.events][:2] == ["link_state", "link_clusters"]
     theirs = read(tmp_path / "peer.kvrec")
-    found = {
-        event.operation: event for event in theirs.events if event.operation in ("lease", "release")
-    }
+    kinds = "lease", "lease_moved", "release"
+    found = {event.operation: event for event in theirs.events if event.operation in kinds}
     assert found["lease"].fields["blocks"] == [4, 5]
     assert found["lease"].fields["tag"] == found["release"].fields["tag"] == "request 8"
+    assert found["lease_moved"].fields["blocks"] == [4, 6]
     assert found["release"].fields["end"] == "released"
     assert not theirs.complete  # it was killed
-    assert [item.operation for item in select(theirs, tag="request*")] == ["lease", "release"]
+    assert [item.operation for item in select(theirs, tag="request*")] == [*kinds]
 
 
 def test_who_wrote_a_block(tmp_path, user, peer):

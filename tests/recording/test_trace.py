@@ -114,13 +114,13 @@ def test_a_time_without_a_date_is_of_the_day_of_each_recording(tmp_path, capsys,
     for day in (3, 4):
         hours = [datetime(2026, 5, day, hour).timestamp() for hour in (9, 10, 14)]
         head = (HEADER, "ab" * 8, 0, "1", "host", 1, day, "MIX", hours[0], 0.0)
-        events = [(EVENT, it - hours[0], 0.0, "link", 0, "", {"at": it}) for it in hours[1:]]
+        events = [(EVENT, hour - hours[0], 0.0, "link", 0, "", {"at": hour}) for hour in hours[1:]]
         files.append(tmp_path / f"{day}.kvrec")
         files[-1].write_bytes(MAGIC + b"".join(framed(map(encode, (head, *events)))))
-    given = [files[it] for it in order]
+    given = [files[index] for index in order]
     found = json.loads(run(capsys, *given, "--since", "12:00", "--json"))["recordings"]
-    times = [datetime.fromtimestamp(it["time"]) for one in found for it in one["rows"]]
-    assert times == [datetime(2026, 5, (3, 4)[it], 14) for it in order]
+    times = [datetime.fromtimestamp(item["time"]) for one in found for item in one["rows"]]
+    assert times == [datetime(2026, 5, (3, 4)[index], 14) for index in order]
 
 
 def test_who_wrote_a_block_is_found_with_the_peers_recording(recorded, capsys):

@@ -43,8 +43,11 @@ HUGE_PAGE = 1 << 21  # the system aligns large arrays to it
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 
 _prctl = ctypes.CDLL(None).prctl
-IS_USABLE = "LD_PRELOAD" not in os.environ and _prctl(PR_SET_CHILD_SUBREAPER, 0) == 0
-"""False under sanitizers, whose runtimes do not expect forks, and where qemu-user emulates."""
+IS_USABLE = _prctl(PR_SET_CHILD_SUBREAPER, 0) == 0
+"""False where qemu-user emulates.
+
+A zygote has one thread, so sanitizers let its forks start threads.
+"""
 
 
 Limits = dict[int, tuple[int, int]]

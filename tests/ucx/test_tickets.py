@@ -7,6 +7,8 @@ import pytest
 from tests.support.compiled import compiled
 
 
-@pytest.mark.parametrize("name", ["after_the_last_number", "gone_at_the_end", "flushed_before_the_end"])
+@pytest.mark.parametrize(
+    "name", ["after_the_last_number", "gone_at_the_end", "flushed_before_the_end"]
+)
 def test_tickets(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     compiled(tmp_path_factory.mktemp("tickets"), "tests/ucx/tickets_main.c")(name)

@@ -192,7 +192,8 @@ class TestLeases:
             peer.run(f"board.release{ended}")
             report = executor.run(descriptors, TIMEOUT_MS)
             assert (report.status, report.unconfirmed) == (KVN_UNMAPPED, ((0, 1),))
-            assert report.message == "lease 4 of é was released by the peer, or has expired"
+            message = "lease 4 of é was released or moved by the peer, or has expired"
+            assert report.message == message
             assert (local == 1).all()
             assert (peer.memory == 2).all()
             assert others.run(descriptors, TIMEOUT_MS).status == KVN_OK
@@ -212,7 +213,8 @@ class TestLeases:
             peer.run(f"board.release{lease}")
             report = task.wait(TIMEOUT_MS)
         assert report.status == KVN_UNMAPPED
-        assert report.message == "lease 3 was released by the peer, or has expired meanwhile"
+        message = "lease 3 was released or moved by the peer, or has expired meanwhile"
+        assert report.message == message
         assert report.unconfirmed == ((0, SEVERAL),)
         assert endpoint.connected
         peer.fill()
@@ -234,7 +236,7 @@ class TestLeases:
         with Executor(ucx_leased(without, [(slot, generation, "lease 3")])) as executor:
             report = executor.run(peer.descriptors("get", local, [(0, 0, 8)]), TIMEOUT_MS)
         assert (report.status, report.unconfirmed) == (KVN_UNMAPPED, ((0, 1),))
-        assert report.message == "lease 3 was released by the peer, or has expired"
+        assert report.message == "lease 3 was released or moved by the peer, or has expired"
         assert endpoint.connected
 
     def test_arguments(self, peer: UcxPeer, endpoint: UcxEndpoint, whole: Range) -> None:

@@ -62,9 +62,26 @@ int kvn_cuda_library_devices(const void *runtime, uint32_t *count, kvn_failure *
     return status;
 }
 
-static void write_uuid(const kvn_cuda_uuid *uuid, char out[41])
+int kvn_cuda_library_uuid(const kvn_cuda_library *library, CUdevice device, kvn_cuda_uuid *out, bool *is_slice,
+                          kvn_failure *failure)
 {
-    char *at = out + sprintf(out, "GPU");
+    kvn_cuda_uuid of_gpu;
+
+    *is_slice = false;
+    if (CALL(library, failure, cuDeviceGetUuid, &of_gpu, device) != KVN_OK)
+        return failure->status;
+    *out = of_gpu;
+    if (!library->calls.cuDeviceGetUuid_v2)
+        return KVN_OK;
+    if (CALL(library, failure, cuDeviceGetUuid_v2, out, device) != KVN_OK)
+        return failure->status;
+    *is_slice = memcmp(out, &of_gpu, sizeof of_gpu) != 0;
+    return KVN_OK;
+}
+
+static void write_uuid(const kvn_cuda_uuid *uuid, bool is_slice, char out[41])
+{
+    char *at = out + sprintf(out, "%s", is_slice ? "MIG" : "GPU");
 
     for (size_t i = 0; i < sizeof uuid->bytes; i++)
         at += sprintf(at, i == 0 || i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x",
@@ -76,18 +93,19 @@ int kvn_cuda_library_facts(const kvn_cuda_library *library, int32_t ordinal, kvn
 {
     kvn_cuda_uuid uuid;
     CUdevice device;
+    bool is_slice;
 
     memset(out, 0, sizeof *out);
     if (CALL(library, failure, cuDeviceGet, &device, ordinal) != KVN_OK ||
         CALL(library, failure, cuDeviceGetName, out->name, (int)sizeof out->name, device) != KVN_OK ||
-        CALL(library, failure, cuDeviceGetUuid, &uuid, device) != KVN_OK ||
+        kvn_cuda_library_uuid(library, device, &uuid, &is_slice, failure) != KVN_OK ||
         CALL(library, failure, cuDeviceGetPCIBusId, out->pci, (int)sizeof out->pci, device) != KVN_OK ||
         CALL(library, failure, cuDeviceGetAttribute, &out->major, KVN_CUDA_CAPABILITY_MAJOR, device) !=
             KVN_OK ||
         CALL(library, failure, cuDeviceGetAttribute, &out->minor, KVN_CUDA_CAPABILITY_MINOR, device) !=
             KVN_OK)
         return failure->status;
-    write_uuid(&uuid, out->uuid);
+    write_uuid(&uuid, is_slice, out->uuid);
     return KVN_OK;
 }
 

@@ -26,7 +26,7 @@ int kvn_cuda_library_init(const kvn_cuda_library *library, kvn_failure *failure)
 
 typedef struct kvn_cuda_facts {
     char name[128]; /* such as "NVIDIA H100 80GB HBM3" */
-    char uuid[41];  /* "GPU-" and 36 characters, as nvidia-smi prints it */
+    char uuid[41];  /* "GPU-" or "MIG-", and 36 characters, as nvidia-smi prints it */
     char pci[32];   /* "0000:17:00.0" */
     int major;      /* its compute capability */
     int minor;
@@ -39,6 +39,10 @@ int kvn_cuda_library_facts(const kvn_cuda_library *library, int32_t device, kvn_
                            kvn_failure *failure);
 int kvn_cuda_library_attribute(const void *runtime, int32_t device, int attribute, int64_t *value,
                                kvn_failure *failure);
+/* Gets the UUID of a GPU, or of a slice of it in MIG mode, which `is_slice` says: two slices share no memory. A
+ * driver before 11.4 has only the UUID of the GPU. */
+int kvn_cuda_library_uuid(const kvn_cuda_library *library, CUdevice device, kvn_cuda_uuid *out, bool *is_slice,
+                          kvn_failure *failure);
 /* Asks if a device can have peer access to the memory of another one. */
 int kvn_cuda_library_reaches(const kvn_cuda_library *library, int32_t device, int32_t peer, int *can,
                              kvn_failure *failure);

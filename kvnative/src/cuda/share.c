@@ -112,9 +112,11 @@ int kvn_cuda_export(const kvn_device *device, uint64_t address, uint64_t nbytes,
 static int uuid_of(const kvn_device *device, int ordinal, CUdevice *number, kvn_cuda_uuid *out,
                    kvn_failure *failure)
 {
+    bool is_slice;
+
     if (KVN_CUDA_CALL(device, failure, cuDeviceGet, number, ordinal) != KVN_OK)
         return failure->status;
-    return KVN_CUDA_CALL(device, failure, cuDeviceGetUuid, out, *number);
+    return kvn_cuda_library_uuid(device->runtime, *number, out, &is_slice, failure);
 }
 
 static int check_access(const kvn_device *device, CUdevice from, CUdevice to, kvn_failure *failure)

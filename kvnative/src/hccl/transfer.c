@@ -193,7 +193,7 @@ static int compare_guards(kvn_transfer_context *t)
             continue;
         kvn_channel_fault_begin(t->fault);
         if (i >= first_lease)
-            return kvn_fail(&t->fault->why, KVN_UNMAPPED, 0, "%s was released by the peer, or has expired",
+            return kvn_fail(&t->fault->why, KVN_UNMAPPED, 0, "%s was released or moved by the peer, or has expired",
                             transfer->lease_names[i - first_lease].text);
         return kvn_fail(&t->fault->why, KVN_UNMAPPED, 0,
                         "the peer has deregistered the memory meanwhile (guard %" PRIu32

@@ -91,7 +91,7 @@ void kvn_tcp_transfer_refuse(kvn_request *it, kvn_tcp_reason reason, const kvn_c
         offset -= it->batch.nbytes[index];
     if (reason == KVN_TCP_RELEASED)
         snprintf(it->end.message, sizeof it->end.message,
-                 "descriptor %" PRIu64 ": %s was released by the peer, or has expired", it->batch.first + index,
+                 "descriptor %" PRIu64 ": %s was released or moved by the peer, or has expired", it->batch.first + index,
                  it->known->leases);
     else
         snprintf(it->end.message, sizeof it->end.message,

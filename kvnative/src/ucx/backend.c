@@ -68,7 +68,7 @@ static int look_up_leases(kvn_request *request, kvn_report *report)
         /* No live lease has such a slot or generation, and memory behind the table must not be read. */
         if (it->slot >= route->endpoint->remote.num_slots || it->generation % 2 == 0)
             return kvn_report_refuse(report, request->batch.count, KVN_UNMAPPED, 0,
-                                     "%s was released by the peer, or has expired", it->name);
+                                     "%s was released or moved by the peer, or has expired", it->name);
         request->uses[request->num_uses++] = (kvn_ucx_use){
             .lease = it, .first = KVN_NO_DESCRIPTOR, .slot = it->slot, .expected = it->generation};
     }

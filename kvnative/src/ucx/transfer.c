@@ -243,7 +243,7 @@ static void compare_generations(kvn_request *request)
         if (use->found == use->expected)
             continue;
         if (use->lease)
-            kvn_fail(&failure, KVN_UNMAPPED, 0, "%s was released by the peer, or has expired%s", use->lease->name,
+            kvn_fail(&failure, KVN_UNMAPPED, 0, "%s was released or moved by the peer, or has expired%s", use->lease->name,
                      has_begun ? " meanwhile" : "");
         else
             kvn_fail(&failure, KVN_UNMAPPED, 0,

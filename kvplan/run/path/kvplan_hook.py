@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from importlib.abc import MetaPathFinder
     from importlib.machinery import ModuleSpec
 
+OBSERVE = "KVPLAN_OBSERVE"  # as in kvplan.observe, which is not loaded before it is needed
 FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 
 
@@ -27,6 +28,8 @@ class Hook:
     ) -> ModuleSpec | None:
         """Install, and return the result of the installed finder."""
         root = name.partition(".")[0]
+        if name in ("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm", "mooncake"):
+            observe(os.environ.get(OBSERVE, ""))
         if root in ("llm_datadist", "llm_datadist_v1"):
             return install().find_spec(name, path, target)
         if os.environ.get("KVPLAN_AS") and (root == "mooncake" or root.startswith("nixl")):
@@ -35,6 +38,16 @@ class Hook:
 
             return aliases.install().find_spec(name, path, target)
         return None
+
+
+def observe(what: str) -> None:
+    """Have libraries observed that the program is about to import, if the environment says so."""
+    if not what or "kvplan.observe" in sys.modules:
+        return
+    find_kvplan()
+    from kvplan.observe import install_from
+
+    install_from(what)
 
 
 def find_kvplan() -> None:

@@ -129,7 +129,7 @@ class _LocalCommRes(Record, frozen=True):
 
 
 def read_local_comm_res(text: str) -> DeviceAddress:
-    """Read the option `llm.LocalCommRes`; refuse what it must not contain."""
+    """Read the option `llm.LocalCommRes`, and refuse other fields and values."""
     table = read(_LocalCommRes, text, _OPTION, msgspec.json.decode)
     server, pods = table.server_list[0], table.super_pod_list
     device = server.device[0]

@@ -1,4 +1,4 @@
-"""The successive connections of one link, each of which reaches what was registered before it."""
+"""The successive connections of one link, each of which reaches memory registered before it."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ class HcclDevice:
         self._give_back(held.close)
 
     def _give_back(self, close: Callable[[], None]) -> None:
-        """Call `close`, and go on after an error: HCCL keeps what it does not take back."""
+        """Call `close`, and log an error: HCCL then keeps the resource."""
         try:
             close()
         except NativeError as error:

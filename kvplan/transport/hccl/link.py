@@ -76,7 +76,7 @@ class HcclPeerMemory(PeerMemory):
         for lease, word in zip(leases, words, strict=True):
             if word.slot >= self._link.metadata.generations.num_slots or not word.generation:
                 raise not_exist(  # a lease that cannot exist
-                    f"{lease} was released by {self._link.peer}, or has expired"
+                    f"{lease} was released or moved by {self._link.peer}, or has expired"
                 )
         made = self._copy()
         made._newest, made._seen = self._newest, self._seen

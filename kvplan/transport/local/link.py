@@ -64,7 +64,7 @@ class LocalPeerMemory(PeerMemory):
         super().__init__(link, located, in_process=is_here, on_device=on_device)
         self._words = words  # of the ranges, then of the leases
         self._leases: Sequence[BlockLease] = ()
-        # Keeps what the addresses point into mapped; empty for the peer's own addresses.
+        # Keeps the memory at the addresses mapped; empty for the peer's own addresses.
         self._held = held
         self._writer = writer  # announces writes; None: nothing is announced
         self._write_guard: WriteGuard | None = None
@@ -143,7 +143,7 @@ class LocalPeerMemory(PeerMemory):
         except (ValueError, OSError):
             pass
         held: list[Range | BlockLease] = [*self._ranges, *self._leases]
-        link.check_ranges(held, self._words)  # says what is wrong
+        link.check_ranges(held, self._words)  # raises the reason
 
 
 class LocalDeviceMemory(LocalPeerMemory):
@@ -293,7 +293,7 @@ class LocalLink(TransportLink):
             raise not_exist(
                 f"{self.peer} has deregistered {ended}"
                 if isinstance(ended, Range)
-                else f"{ended} was released by {self.peer}, or has expired"
+                else f"{ended} was released or moved by {self.peer}, or has expired"
             )
 
     def _find_stale(self, words: bytes) -> int:

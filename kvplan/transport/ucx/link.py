@@ -35,7 +35,7 @@ class UcxPeerMemory(PeerMemory):
     def __init__(self, link: UcxLink, located: Located) -> None:
         super().__init__(link, located)
         self._known: Sequence[Metadata] = located.known  # metadata that names the ranges
-        # Of the ranges, whatever is checked besides.
+        # Without leases and other checks; `_backends` has them.
         self._plain: dict[tuple[Direction, bool], Backend] = {}
         self._backends: dict[tuple[Direction, bool], Backend] = {}
 

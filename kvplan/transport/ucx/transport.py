@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvplan.transport.registrations import AnyRegistration
 
 _AT_ONCE_MS: Final = 1.0
-_LOOK_MS: Final = 100.0  # that it may take to see what a peer writes
+_LOOK_MS: Final = 100.0  # limit for reading the writes of a peer
 
 
 class UcxTransport(Transport):

@@ -427,8 +427,8 @@ NONE, SOME = frozenset[tuple[int, int]](), frozenset({(3, 7)})
 @pytest.mark.parametrize(
     ("of_the_link", "of_another", "wanted"),
     [
-        *((SOME, it, SOME) for it in (None, NONE, KVN_TIMEOUT, KVN_PEER_GONE)),
-        *((KVN_TIMEOUT, it, None) for it in (None, NONE, SOME, KVN_PEER_GONE)),
+        *((SOME, item, SOME) for item in (None, NONE, KVN_TIMEOUT, KVN_PEER_GONE)),
+        *((KVN_TIMEOUT, item, None) for item in (None, NONE, SOME, KVN_PEER_GONE)),
         (KVN_PEER_GONE, None, NONE),
         (KVN_PEER_GONE, NONE, NONE),
         (KVN_PEER_GONE, SOME, SOME),

@@ -1,0 +1,87 @@
+"""Recordings of transfers that another library makes: NIXL's, or Mooncake's transfer engine.
+
+`install` has their classes observed as soon as the program imports them. The program gets the same
+results and the same exceptions. See docs/how-to/observing.md.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any, Final
+
+from kvplan.observe.observer import Observer
+from kvplan.observe.surfaces import wrap_mooncake, wrap_nixl
+from kvplan.status import invalid
+from kvplan.validation import shown
+
+__all__ = ["OBSERVE", "Observer", "install"]
+
+OBSERVE: Final = "KVPLAN_OBSERVE"
+"""Environment variable: what to observe, such as `nixl`, or `nixl,mooncake=/folder`."""
+
+_Wrap = Callable[[ModuleType, Observer], None]
+_MODULES: Final[dict[str, tuple[tuple[str, ...], _Wrap]]] = {
+    "nixl": (tuple(f"nixl{kind}._api" for kind in ("", "_cu12", "_cu13", "_rocm")), wrap_nixl),
+    "mooncake": (("mooncake.engine",), wrap_mooncake),
+}
+
+
+def install(names: Sequence[str], folder: str | os.PathLike[str] = "") -> Observer:
+    """Observe these libraries, also if they have been imported already.
+
+    Args:
+        names: "nixl", "mooncake".
+        folder: where each agent or engine gets its recording; empty: the current folder.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: an unknown name.
+    """
+    for name in names:
+        if name not in _MODULES:
+            raise invalid(f"names={shown([*names])} must be of {[*_MODULES]}")
+    observer = Observer(folder)
+    wanted = {module: wrap for name in names for module in _MODULES[name][0] for wrap in
+              [_MODULES[name][1]]}  # fmt: skip
+    for module, wrap in wanted.items():
+        if module in sys.modules:
+            wrap(sys.modules[module], observer)
+    sys.meta_path.insert(0, _Finder(wanted, observer))
+    return observer
+
+
+def install_from(text: str) -> Observer:
+    """Observe what the environment variable says: `nixl,mooncake=/folder`."""
+    names, _, folder = text.partition("=")
+    return install([name.strip() for name in names.split(",") if name.strip()], folder)
+
+
+class _Finder(MetaPathFinder):
+    """Finds modules as always, and has their classes wrapped when they have been executed."""
+
+    def __init__(self, wanted: dict[str, _Wrap], observer: Observer) -> None:
+        self._wanted = wanted
+        self._observer = observer
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        wrap = self._wanted.get(name)
+        if wrap is None:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader  # of this module alone
+            loader.exec_module = partial(self._execute, loader.exec_module, wrap)
+        return spec
+
+    def _execute(
+        self, execute: Callable[[ModuleType], None], wrap: _Wrap, module: ModuleType
+    ) -> None:
+        execute(module)
+        self._observer.guarded(wrap, module, self._observer)

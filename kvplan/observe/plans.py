@@ -1,0 +1,179 @@
+"""Plans of observed transfers: descriptors as tensors of blocks, indices as block tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvplan.planning.part import Part
+from kvplan.planning.plan import Plan
+from kvplan.planning.segments import Coalesce, Segments
+from kvplan.planning.side import Side
+from kvplan.planning.tokens import BlockTables
+from kvplan.types import Placement
+
+Numbers = NDArray[np.int64]
+
+ADDRESSES: Final = Side(1, 1, 2**62, False, Placement.HOST, name="addresses")
+"""A peer's memory of which only addresses are known: offsets are the addresses."""
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Ranges of memory, as (address, nbytes), in the order in which they were given.
+
+    Attributes:
+        addresses, nbytes: of each range.
+        group, tensor, row: where each range is: the index in `sides`, and a tensor and row of it.
+        sides: caches whose rows are the ranges.
+    """
+
+    addresses: Numbers
+    nbytes: Numbers
+    group: Numbers
+    tensor: Numbers
+    row: Numbers
+    sides: tuple[Side, ...]
+
+
+def regions_of(
+    ranges: Numbers, name: str, cuts: Numbers, cache_id: int, num_tensors: int = 1
+) -> Regions:
+    """Return ranges as tensors of blocks: what has one size and one distance is a tensor.
+
+    Args:
+        ranges: (n, 2) of address and nbytes.
+        name: the caches' name in texts.
+        cuts: addresses at which another tensor begins, such as those of registrations.
+        cache_id: the number of the first cache.
+        num_tensors: how many tensors of equal length there are at least, if that divides the list:
+            tensors that touch in memory show no border.
+    """
+    addresses, nbytes = ranges[:, 0], ranges[:, 1]
+    count = len(addresses)
+    first = np.ones(count, bool)
+    steps = np.diff(addresses)
+    if count > 1:
+        like = np.zeros(count + 1, bool)
+        like[1:-2] = steps[1:] == steps[:-1]
+        # A jump to another tensor is a step that is not repeated.
+        inside = (steps == nbytes[:-1]) | ((steps > nbytes[:-1]) & (like[1:-1] | like[:-2]))
+        inside &= nbytes[1:] == nbytes[:-1]
+        first[1:] = ~inside | np.isin(addresses[1:], cuts)
+        first[2:] |= inside[1:] & inside[:-1] & ~like[1:-2]
+    if num_tensors and count % num_tensors == 0:
+        first[:: count // num_tensors or 1] = True
+    starts = np.flatnonzero(first)
+    sizes = np.diff(np.append(starts, count))
+    strides = nbytes[starts]
+    if count > 1:
+        strides = np.where(sizes > 1, steps[np.minimum(starts, count - 2)], strides)
+    forms = np.stack([sizes, strides], axis=1)
+    new = np.ones(len(starts), bool)
+    new[1:] = (forms[1:] != forms[:-1]).any(axis=1)
+    groups = np.cumsum(new) - 1
+    within = np.arange(len(starts)) - np.flatnonzero(new)[groups]
+    sides = tuple(
+        Side(
+            int((groups == number).sum()), int(forms[at, 0]), int(forms[at, 1]), True,
+            Placement.HOST, name=f"{name}.{number}" if groups[-1] else name,
+            cache_id=cache_id + number,
+        )
+        for number, at in enumerate(np.flatnonzero(new))
+    )  # fmt: skip
+    of = np.repeat(np.arange(len(starts)), sizes)
+    rows = np.arange(count) - starts[of]
+    return Regions(addresses, nbytes, groups[of], within[of], rows, sides)
+
+
+def plan_of(
+    pulls: bool, local: Regions, local_indices: Numbers, remote: Regions, remote_indices: Numbers
+) -> Plan:
+    """Return the plan of a transfer between entries of two lists."""
+    src, dst = (remote, local) if pulls else (local, remote)
+    read, written = (remote_indices, local_indices) if pulls else (local_indices, remote_indices)
+    keys = np.stack(
+        [src.group[read], dst.group[written], src.tensor[read], dst.tensor[written]], axis=1
+    )
+    edges = np.append(np.flatnonzero((np.diff(keys, axis=0) != 0).any(axis=1)) + 1, len(keys))
+    parts: list[tuple[Numbers, int, int, int]] = []  # key of the first pair, pairs, first, last
+    begin = 0
+    for end in edges.tolist():
+        key = keys[begin]
+        if parts:
+            known, pairs, first, last = parts[-1]
+            step = np.array([0, 0, pairs, pairs])
+            if end - begin == last - first and bool((key == known + step).all()) and (
+                np.array_equal(src.row[read[begin:end]], src.row[read[first:last]])
+                and np.array_equal(dst.row[written[begin:end]], dst.row[written[first:last]])
+            ):  # fmt: skip
+                parts[-1] = known, pairs + 1, first, last
+                begin = end
+                continue
+        parts.append((key, 1, begin, end))
+        begin = end
+    made = []
+    for number, (key, pairs, first, last) in enumerate(parts):
+        from_group, to_group, from_tensor, to_tensor = key.tolist()
+        source, target = src.sides[from_group], dst.sides[to_group]
+        src_rows, dst_rows = src.row[read[first:last]], dst.row[written[first:last]]
+        made.append(
+            Part(
+                operation="pull_blocks" if pulls else "push_blocks",
+                kind="B2B",
+                src=source,
+                dst=target,
+                src_tensors=range(from_tensor, from_tensor + pairs),
+                dst_tensors=range(to_tensor, to_tensor + pairs),
+                tensors_per_layer=1,
+                segments=Segments(
+                    src_rows * source.stride,
+                    dst_rows * target.stride,
+                    local.nbytes[local_indices[first:last]],
+                ),
+                num_slices=last - first,
+                coalesce=Coalesce.NONE,
+                tables=BlockTables(src_rows, dst_rows),
+                name="" if len(parts) == 1 else str(number),
+            )
+        )
+    return Plan(made)
+
+
+def plan_of_ranges(
+    pulls: bool, bases: Numbers, sides: list[Side], here: Numbers, there: Numbers, nbytes: Numbers
+) -> Plan:
+    """Return the plan of ranges between registered memory here and addresses of a peer.
+
+    Args:
+        pulls: True for a read.
+        bases: addresses of registrations, ascending.
+        sides: the registrations.
+        here, there, nbytes: the ranges.
+    """
+    owner = np.searchsorted(bases, here, side="right") - 1
+    made = []
+    for number in dict.fromkeys(owner.tolist()):
+        rows = np.flatnonzero(owner == number)
+        base, mine = (int(bases[number]), sides[number]) if number >= 0 else (0, ADDRESSES)
+        ends = (here[rows] - base, there[rows])
+        src, dst = reversed(ends) if pulls else ends
+        made.append(
+            Part(
+                operation="pull_ranges" if pulls else "push_ranges",
+                kind="C2C",
+                src=ADDRESSES if pulls else mine,
+                dst=mine if pulls else ADDRESSES,
+                src_tensors=range(1),
+                dst_tensors=range(1),
+                tensors_per_layer=1,
+                segments=Segments(src, dst, nbytes[rows]),
+                num_slices=len(rows),
+                coalesce=Coalesce.NONE,
+                name=mine.name,
+            )
+        )
+    return Plan(made)

@@ -1,0 +1,97 @@
+"""`python -m kvplan.run --observe`: programs whose imports are observed, and Mooncake's engine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvplan.recording import read
+from kvplan.run.__main__ import Launch, Misuse, parse
+from tests.support.zygote import ROOT
+
+PROGRAM = """
+import numpy as np
+from nixl._api import nixl_agent
+from mooncake.engine import TransferEngine
+agent = nixl_agent("decode")
+here, there = np.zeros(64, np.uint8), np.arange(64, dtype=np.uint8)
+agent.register_memory([(here.ctypes.data, 64, 0, "kv")])
+local, remote = (agent.prep_xfer_dlist(name, [(its.ctypes.data + i * 16, 16, 0) for i in range(4)])
+                 for name, its in (("", here), ("prefill", there)))
+handle = agent.make_prepped_xfer("READ", local, [1], remote, [3], b"cmpl-7:1")
+assert agent.transfer(handle) == "DONE" and here[16] == 48
+engine = TransferEngine()
+assert engine.initialize("host", "P2PHANDSHAKE", "tcp", "") == 0
+assert engine.register_memory(here.ctypes.data, 64) == 0
+arguments = [here.ctypes.data + 32], [there.ctypes.data], [16]
+assert engine.batch_transfer_sync_read("peer:1", *arguments) == 0 and here[47] == 15
+assert engine.batch_transfer_sync_write("gone:1", *arguments) == -1
+assert engine.transfer_sync_read("peer:1", here.ctypes.data, there.ctypes.data + 8, 8) == 0
+"""
+
+MOONCAKE = """
+import ctypes
+class TransferEngine:
+    def initialize(self, *names): return 0
+    def get_rpc_port(self): return 15428
+    def register_memory(self, address, nbytes): return 0
+    def batch_transfer_sync_read(self, target, buffers, peer_buffers, lengths):
+        for row in zip(buffers, peer_buffers, lengths): ctypes.memmove(*row)
+        return 0
+    def batch_transfer_sync_write(self, target, buffers, peer_buffers, lengths): return -1
+    def transfer_sync_read(self, target, buffer, peer_buffer, length):
+        ctypes.memmove(buffer, peer_buffer, length)
+        return 0
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder with the packages `nixl` and `mooncake`."""
+    files = {
+        "nixl/__init__.py": "",
+        "nixl/_api.py": (ROOT / "tests/observe/fake_nixl.py").read_text(),
+        "mooncake/__init__.py": "",
+        "mooncake/engine.py": MOONCAKE,
+        "program.py": PROGRAM,
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_a_program_is_observed_as_it_is(site: Path) -> None:
+    what = f"nixl,mooncake={site}/seen"
+    subprocess.run(
+        [sys.executable, "-W", "error", "-m", "kvplan.run", "--observe", what, "--", "program.py"],
+        cwd=site,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=60,
+    )
+    (nixl,) = map(read, (site / "seen").glob("nixl-decode-*.kvrec"))
+    (transfer,) = nixl.transfers
+    assert (transfer.tag, transfer.nbytes) == ("cmpl-7", 16)
+    (mooncake,) = map(read, (site / "seen").glob("mooncake-host-15428-*.kvrec"))
+    outcomes = [(its.operation, its.nbytes, its.error) for its in mooncake.transfers]
+    assert outcomes == [
+        ("pull_ranges", 16, ""), ("push_ranges", 0, "ret: -1"), ("pull_ranges", 8, ""),
+    ]  # fmt: skip
+    plan = mooncake.transfers[0].plan
+    assert plan is not None
+    assert plan.part.dst.tensor_nbytes == 64
+    assert next(iter(plan.part.segments))[1:] == (32, 16)
+    assert nixl.complete
+    assert mooncake.complete
+
+
+def test_the_launcher_takes_what_to_observe() -> None:
+    assert parse(["--observe", "nixl", "a.py", "-x"]) == Launch(False, ("a.py", "-x"), "nixl")
+    assert parse(["--observe", "nixl", "--", "-m", "vllm"]) == Launch(False, ("-m", "vllm"), "nixl")
+    with pytest.raises(Misuse, match="--observe needs"):
+        parse(["--observe"])
