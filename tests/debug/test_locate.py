@@ -516,9 +516,9 @@ def test_a_recording_says_who_wrote_the_wrong_block(tmp_path: Path) -> None:
 def test_tensors_that_nothing_else_holds_are_held() -> None:
     plan = kvplan.plan(Transfer(Rows(NHD, SRC), Rows(NHD, DST)), local="dst")
     given = [np.zeros(NHD.shape, np.float16) for _ in range(4)]
-    tensors = [weakref.ref(it) for it in given]
+    tensors = [weakref.ref(tensor) for tensor in given]
     found = tensors_of("found", given, plan.parts, "dst")
     given.clear()
-    assert all(it() is not None for it in tensors)
+    assert all(held() is not None for held in tensors)
     del found
-    assert not any(it() is not None for it in tensors)
+    assert not any(held() is not None for held in tensors)
