@@ -30,8 +30,6 @@ from examples.vllm.report import (
     free_port,
     prompts,
 )
-from kvplan.llm_datadist.installation import STUBS
-from kvplan.run.aliases import AS
 
 JSON_LINES = ROOT / "build" / "vllm.jsonl"
 BLOCKS = 480  # enough for 8 requests
@@ -270,7 +268,8 @@ class Beside:
 def over_kvplan(report: Report) -> None:
     """Compare the tokens of vLLM's NixlConnector over kvplan's `nixl` with those of one engine."""
     # What `python -m kvplan.run --as nixl` sets: vLLM starts its own interpreter.
-    variables = {AS: "nixl", "PYTHONPATH": os.pathsep.join([STUBS, str(ROOT)])}
+    launcher = ROOT / "kvplan" / "run" / "path"  # as `python -m kvplan.run --as nixl` sets both
+    variables = {"KVPLAN_AS": "nixl", "PYTHONPATH": os.pathsep.join([str(launcher), str(ROOT)])}
     with ExitStack() as held:
         configs = nixl("kv_producer"), nixl("kv_consumer")
         pair = Pair("nixl-over-kvplan", held, configs, "vllm:nixl_xfer_time_seconds", variables)

@@ -69,7 +69,11 @@ def product_of(soc_name: str) -> Product | None:
 
 
 def load_library() -> AclLibrary:
-    """Return the ACL library, which a process loads once; see `find_library`."""
+    """Return the ACL library, which a process loads once; see `find_library`.
+
+    Raises:
+        LLMException: LLM_FEATURE_NOT_ENABLED: no library, or one that lacks a call.
+    """
 
     def load(place: str | None) -> AclLibrary:
         from kvnative._acl import AclLibrary
