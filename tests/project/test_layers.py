@@ -19,7 +19,7 @@ MAX_LINES = {
     "cli": 3438,
     "control": 3614,
     "debug": 791,
-    "device": 1193,
+    "device": 1197,
     "engine": 8190,
     "execution": 3184,
     "hixl": 1099,
