@@ -15,7 +15,7 @@ from tests.support.refusals import refused
 BAD_OPTIONS: dict[tuple[str, Any], str] = {
     ("ucx_devices", "eth0;rm"): "must be names of devices with commas between",
     ("ucx_devices", "eth0,,eth1"): "must be names of devices",
-    ("ucx_settings", "{"): "is no JSON",
+    ("ucx_settings", "{"): "is not JSON",
     ("ucx_settings", "[]"): "must be a JSON object of at most 256 settings",
     ("ucx_settings", '{"TLS": "tcp"}'): "has the key 'TLS'; it must be like \"UCX_TLS\"",
     ("ucx_settings", '{"UCX_TLS": 1}'): "UCX_TLS=1; it must be text",
