@@ -45,6 +45,7 @@ from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
+from kvplan.tensors.strided import pieces_of
 from kvplan.types import Placement
 
 _log = Log("kvplan.nixl")
@@ -635,11 +636,7 @@ def _expanded(array: Any) -> Rows:
     strides, counts = (array[:, column].astype(np.uint64) for column in (3, 4))
     if not counts.sum() <= 1 << 28:
         raise nixlInvalidParamError(f"the counts have a sum of {counts.sum()}, above 2**28")
-    firsts = np.cumsum(counts) - counts
-    numbers = np.arange(int(counts.sum()), dtype=np.uint64) - np.repeat(firsts, counts.astype(int))
-    rows = np.repeat(rows, counts.astype(int), axis=0)
-    rows[:, 0] += numbers * np.repeat(strides, counts.astype(int))
-    return rows
+    return pieces_of(np.column_stack((rows, strides, counts)))
 
 
 def _chosen(name: str, rows: Rows, indices: Any) -> Rows:

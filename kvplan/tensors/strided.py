@@ -72,12 +72,18 @@ def strided_ranges(descriptors: ArrayLike) -> tuple[_Numbers, _Numbers, _Numbers
     Raises:
         TypeError, LLMException: as `strided_caches`.
     """
-    rows = _checked(descriptors)
+    pieces = pieces_of(_checked(descriptors))
+    return pieces[:, 0].copy(), pieces[:, 1].copy(), pieces[:, 2].copy()
+
+
+def pieces_of(rows: _Numbers) -> _Numbers:
+    """Return rows of (address, length, device), one for each piece of rows that were checked."""
     counts = rows[:, 4].astype(np.int64)
     pieces = np.repeat(rows, counts, axis=0)
     first = np.repeat(np.cumsum(counts) - counts, counts)
     inside = (np.arange(len(pieces)) - first).astype(np.uint64)
-    return pieces[:, 0] + inside * pieces[:, 3], pieces[:, 1].copy(), pieces[:, 2].copy()
+    pieces[:, 0] += inside * pieces[:, 3]
+    return pieces[:, :3].copy()
 
 
 def _checked(descriptors: ArrayLike) -> _Numbers:
