@@ -42,7 +42,7 @@ from kvplan.nixl.values import (
 )
 from kvplan.planning.ranges import span_text
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, link_failed
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
 from kvplan.tensors.strided import pieces_of
@@ -295,6 +295,13 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
         self._remote(name)
         return self.engine.connect(name, _CONNECT_MS)
 
+    def _reached(self, name: str) -> int:
+        """Return the same for a transfer; an agent that takes no link is gone: LLM_LINK_FAILED."""
+        try:
+            return self._linked(name)
+        except LLMException as error:
+            raise link_failed(str(error.args[0])) from error
+
     def makeConnection(self, name: str | bytes, backends: Sequence[int] = ()) -> nixl_status_t:  # noqa: N802
         """Wait for the link with a remote agent."""
         try:
@@ -463,7 +470,7 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
     def _post(self, transfer: _Transfer) -> None:
         datadist, agent = self.engine.datadist, transfer.agent
         is_loop = agent == self.name
-        cluster = datadist.cluster_id if is_loop else self._linked(agent)
+        cluster = datadist.cluster_id if is_loop else self._reached(agent)
         ranges = transfer.ranges
         if ranges is None or ranges.cluster_id != cluster:
             direction: Literal["pull", "push"] = "push"

@@ -28,7 +28,7 @@ MAX_LINES = {
     "links": 4003,
     "llm_datadist": 3814,
     "mooncake": 540,
-    "nixl": 1646,
+    "nixl": 1653,
     "observe": 991,
     "planning": 5839,
     "recording": 1672,
