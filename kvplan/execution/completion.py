@@ -108,7 +108,7 @@ class Tracker:
         `report` receives the task then. `aside`: settling may take long, and gets its own thread.
         """
         if task.done and not aside:
-            _settle(task, report)
+            self._settle(task, report)
             return
         flying = _Flying(self, task, report, aside)
         try:
@@ -141,7 +141,7 @@ class Tracker:
         self._open.add(ref(task, self._open.discard))
         with suppress(LLMException):  # without a thread, the caller finds it
             thread = _process.thread or _process.begin()
-            thread.queue.watch(task.native, _Open(ref(task), task.native))
+            thread.queue.watch(task.native, _Open(self, ref(task), task.native))
             task.is_followed = True
         if self._cancelled:
             task.cancel(self._cancelled)
@@ -163,6 +163,17 @@ class Tracker:
             self._changed.wait_for(lambda: not self._flying, timeout_s)
         if (thread := _process.thread) is not None:
             thread.wait_for_round(timeout_s)
+
+    def _settle(self, task: AwaitableTask, report: Report | None) -> None:
+        if self._cancelled and isinstance(task, NativeTask):
+            task.cancel(self._cancelled)  # the end of an executor gives no reason
+        try:
+            task.wait()
+        except LLMException:  # `wait` raises it again
+            pass
+        finally:
+            if report is not None:
+                report.put(task)
 
     def _forget(self, flying: _Flying) -> None:
         self._flying.pop(flying, None)
@@ -202,24 +213,15 @@ class _Flying:
 
     def settle(self) -> None:
         try:
-            _settle(self.task, self._report)
+            self._tracker._settle(self.task, self._report)
         finally:
             self._tracker._forget(self)
-
-
-def _settle(task: AwaitableTask, report: Report | None) -> None:
-    try:
-        task.wait()
-    except LLMException:  # `wait` raises it again
-        pass
-    finally:
-        if report is not None:
-            report.put(task)
 
 
 class _Open(msgspec.Struct, eq=False):
     """A task that waits for its layers."""
 
+    tracker: Tracker
     task: ref[NativeTask]
     native: Task | LayeredTask
 
@@ -230,7 +232,7 @@ class _Open(msgspec.Struct, eq=False):
         if task is not None and not _has_ended(task):
             return
         if completion_thread().queue.forget(self.native, self) and task is not None:
-            _settle(task, None)
+            self.tracker._settle(task, None)
 
 
 def _has_ended(task: NativeTask) -> bool:

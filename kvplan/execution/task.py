@@ -127,7 +127,8 @@ class TransferTask(NativeTask):
         self._concluded = False
         self._error: LLMException | None = None
         self._lost: LLMException | None = None  # the failed check of a memory during the transfer
-        self._reason: LLMException | None = None  # of `cancel`
+        self._is_cancelled = False
+        self._reason: LLMException | None = None  # of the first `cancel`
         self._mutex = Mutex()  # re-entrant: a signal handler may wait for the task too
         self._pid = os.getpid()  # in a child the lock may be held forever
 
@@ -224,10 +225,12 @@ class TransferTask(NativeTask):
         A finished transfer keeps its outcome. Waiting for a cancelled one raises LLM_CANCELLED.
 
         Args:
-            reason: The message and status that are raised and logged instead. The first of several
-                counts.
+            reason: The message and status that are raised and logged instead. The first call
+                counts, with a reason or without.
         """
-        self._reason = self._reason or reason
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            self._reason = reason
         self.native.cancel()
 
     def _conclude(self) -> None:

@@ -88,6 +88,31 @@ def test_what_comes_after_a_cancellation_is_cancelled_too():
         late.wait()
 
 
+@pytest.mark.parametrize("asked_to", ["track", "watch"])
+def test_what_the_end_of_its_executor_stopped_says_why_too(asked_to):
+    """An engine that is finalized may stop a task before the tracker knows the task."""
+    tracker, transfers = Tracker(), Transfers(1)
+    task = transfers.layered(PLAN, tensors(1), tensors(2))
+    tracker.cancel(REASON)
+    transfers.close(cancel=True)
+    assert task.done
+    getattr(tracker, asked_to)(task)
+    with refused("LLM_FAILED", "the engine is finalized"):
+        task.wait()
+
+
+def test_the_first_cancellation_counts():
+    """A caller that stops a transfer finds what it asked for, though the engine ends next."""
+    tracker = Tracker()
+    with Transfers(1) as transfers:
+        task = transfers.layered(PLAN, tensors(1), tensors(2))
+        task.cancel()
+        tracker.cancel(REASON)
+        tracker.watch(task)
+        with refused("LLM_CANCELLED"):
+            task.wait()
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_layers_that_are_not_ready_are_cancelled(order):
     tracker = Tracker()
