@@ -37,7 +37,7 @@ class RequestBlocks(tuple[int, ...]):
 
 
 def is_empty(blocks: object) -> bool:
-    """Whether `blocks` is a block table without blocks, so that nothing of the request moves."""
+    """Return whether `blocks` is a block table without blocks, so that nothing moves."""
     return isinstance(blocks, Sized) and len(blocks) == 0
 
 

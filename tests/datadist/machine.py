@@ -51,7 +51,7 @@ class Host:
         return np.zeros(shape, dtype)
 
     def addresses(self, arrays: Iterable[NDArray[Any]]) -> list[int]:
-        return [it.ctypes.data for it in arrays]
+        return [array.ctypes.data for array in arrays]
 
     def slow_transfers(self) -> Transfers:
         return Transfers(1, wrap=lambda backend: delay(backend, 100))

@@ -180,7 +180,7 @@ def test_rounds_of_linking_and_transferring_leave_nothing_behind(make_engine: Ma
 def test_engines_that_come_and_go_leave_nothing_behind(machine: Machine) -> None:
     def rounds(number: int) -> None:
         for _ in range(number):
-            first, second = (machine.engine(it, LlmRole.MIX) for it in (1, 2))
+            first, second = (machine.engine(item, LlmRole.MIX) for item in (1, 2))
             with first as owner, second as user:
                 owner.initialize({"ListenIpInfo": "127.0.0.1:0"})
                 user.initialize()

@@ -126,7 +126,7 @@ def test_ten_thousand_awaits_cost_no_thread():
             await asyncio.sleep(0)  # from here on there is the thread for all tasks of the process
             before = Held.now()
             tasks = [transfers.submit(plan, src, dst) for _ in range(10_000)]
-            awaits = [asyncio.ensure_future(it) for it in tasks]
+            awaits = [asyncio.ensure_future(task) for task in tasks]
             await asyncio.sleep(0)
             assert not tasks[0].done
             assert not tasks[-1].done
@@ -144,7 +144,7 @@ def test_loops_of_several_threads_await_the_same_tasks():
         awaiting = threading.Barrier(3)
 
         async def main():
-            awaits = [asyncio.ensure_future(it) for it in tasks]
+            awaits = [asyncio.ensure_future(task) for task in tasks]
             await asyncio.sleep(0)
             awaiting.wait(30)
             return await asyncio.gather(*awaits)
@@ -153,7 +153,7 @@ def test_loops_of_several_threads_await_the_same_tasks():
             loops = [threads.submit(asyncio.run, main()) for _ in range(2)]
             awaiting.wait(30)
             open_all()
-            assert [it.result(30) for it in loops] == [[None] * 20] * 2
+            assert [loop.result(30) for loop in loops] == [[None] * 20] * 2
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -329,7 +329,7 @@ def test_calls_aside_share_threads_that_end_when_no_call_comes():
     for _ in range(50):
         run_aside(lambda: threads.put(threading.current_thread()))
     made_by = {threads.get(timeout=10) for _ in range(50)}
-    assert {it.name for it in made_by} == {"kvplan-aside"}
+    assert {item.name for item in made_by} == {"kvplan-aside"}
     assert len(made_by) <= 32
     before.check_new_threads(set())
 
