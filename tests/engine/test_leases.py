@@ -149,7 +149,7 @@ def test_cut_or_changed() -> None:
 @given(st.binary(max_size=80))
 def test_forged(body: bytes) -> None:
     """Whatever follows a digest that is right."""
-    with refused("LLM_PARAM_INVALID", "no lease"):
+    with refused("LLM_PARAM_INVALID", "not a lease"):
         BlockLease.from_bytes(_digest(body) + body)
 
 

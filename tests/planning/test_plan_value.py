@@ -423,16 +423,19 @@ class TestGrowth:
     def test_planning_allocates_for_blocks_not_for_layers(self, num_blocks: int) -> None:
         desc = CacheDesc(2_000_000, (2 * num_blocks, 8), DataType.DT_FLOAT16)
         src, dst = np.arange(num_blocks)[::-1], np.arange(num_blocks)
-        kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="src")
-        tracemalloc.start()
-        try:
-            plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="src")
-            text = plan.explain() + plan.explain("table")
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-        assert f"{plan.num_descriptors - 12:,} more descriptors" in text
-        assert peak < 20 * 8 * num_blocks + 100_000
+
+        def peak() -> int:
+            tracemalloc.start()
+            try:
+                plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="src")
+                text = plan.explain() + plan.explain("table")
+                assert f"{plan.num_descriptors - 12:,} more descriptors" in text
+                return tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+
+        # The least of several: the first fills caches, and other threads of the process allocate.
+        assert min(peak() for _ in range(5)) < 20 * 8 * num_blocks + 100_000
 
     def test_reading_one_descriptor_of_four_trillion(self) -> None:
         desc = CacheDesc(2**32 - 1, (1_000, 8), DataType.DT_FLOAT16)
