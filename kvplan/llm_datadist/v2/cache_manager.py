@@ -200,7 +200,7 @@ class CacheManager:
         cache_keys: CacheKeys = (),
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Make a contiguous cache of the caller's memory, which must live until it is unregistered.
+        """Register the caller's memory, which must live until `unregister_cache`, as a cache.
 
         Args:
             cache_desc: its description.
@@ -231,7 +231,7 @@ class CacheManager:
         blocks_cache_key: BlocksCacheKey | None = None,
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Make a paged cache of the caller's memory, which must live until it is unregistered.
+        """Register the caller's memory, which must live until `unregister_cache`, as a paged cache.
 
         Arguments as for `register_cache`; `blocks_cache_key` names the whole cache.
 
@@ -461,7 +461,7 @@ class CacheManager:
                 destination is its status in the task.
         """
         if src_cache.cache_desc.placement is not Placement.DEVICE:
-            raise invalid(f"src_cache is of {src_cache.cache_desc.placement}; it must be of DEVICE")
+            raise invalid(f"src_cache is in {src_cache.cache_desc.placement}; it must be in DEVICE")
         source = LayerSource.of(
             cache_of(src_cache),
             src_cache.is_blocks_cache,
@@ -514,7 +514,7 @@ class CacheManager:
 
     @_checked()
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
-        """Copy blocks of a paged cache to other blocks of it.
+        """Copy blocks of a paged cache to other blocks of the same cache.
 
         Args:
             cache: the cache.

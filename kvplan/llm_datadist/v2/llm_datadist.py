@@ -71,8 +71,8 @@ class EngineSlots:
         if other is None or self._are_several:
             return
         raise LLMException(
-            f"cluster {other.cluster_id} is initialized, and a process may have one LLMDataDist: "
-            "finalize it first, or call kvplan.llm_datadist.permit_several_engines()"
+            f"cluster {other.cluster_id} is initialized, and a process may have only one: finalize "
+            "it first, or call kvplan.llm_datadist.permit_several_engines()"
         )
 
     def take(self, engine: LLMDataDist) -> None:
@@ -84,7 +84,7 @@ class EngineSlots:
         self._taken = [other for other in self._taken if other is not engine]
 
     def forget(self) -> None:
-        """Forget the engines in a forked child: they are its parent's."""
+        """Forget the engines in a forked child: they belong to its parent."""
         self.mutex = Mutex()
         self._taken = []
 
