@@ -66,6 +66,7 @@ class Observer:
         self._failed = False
         self._folder = Path(folder).absolute()
         self._queue = _Queue(os.getpid())
+        self._wrapped: set[tuple[type, str]] = set()
         atexit.register(self.close)
 
     def wrap(
@@ -81,8 +82,9 @@ class Observer:
             kept: returns the arguments as they are now, if the program may change them.
         """
         original = getattr(owner, name, None)
-        if original is None:
+        if original is None or (owner, name) in self._wrapped:  # a module may have several names
             return
+        self._wrapped.add((owner, name))
 
         @wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
