@@ -13,7 +13,7 @@ from functools import cache, partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 from kvplan.observe.observer import Observer
 from kvplan.observe.surfaces import wrap_mooncake, wrap_nixl
