@@ -13,7 +13,7 @@ from functools import cache, partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 from kvplan.observe.observer import Observer
 from kvplan.observe.surfaces import wrap_mooncake, wrap_nixl
@@ -86,7 +86,8 @@ class _Finder(MetaPathFinder):
             spec = finder.find_spec(name, path, target)
             if spec is not None:
                 # The loader of an alias is the finder; its module is wrapped under its own name.
-                if (loader := spec.loader) is not finder and loader is not None:
+                loader: Any = spec.loader
+                if loader is not finder and loader is not None:
                     execute = partial(self._execute, loader.exec_module, wrap)
                     vars(loader)["exec_module"] = execute  # the loader is of this module only
                 return spec
