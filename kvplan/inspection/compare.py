@@ -50,7 +50,7 @@ class _Runs(NamedTuple):
         order = np.argsort(columns[1], kind="stable")
         tensor = columns[1][order]
         number = np.arange(len(tensor)) - np.searchsorted(tensor, tensor)
-        return cls(*(column[order] for column in columns), number)
+        return cls._make([*(column[order] for column in columns), number])
 
     @property
     def keys(self) -> _Numbers:
