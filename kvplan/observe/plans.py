@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from kvplan.planning.plan import Plan
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
 from kvplan.planning.tokens import BlockTables
+from kvplan.planning.texts import plural
 from kvplan.types import Placement
 
 Numbers = NDArray[np.int64]
@@ -52,6 +53,27 @@ class Regions:
     def whole(self) -> bool:
         """True if range i is row `i % count` of tensor `i // count` of one cache, without gaps."""
         return len(self.sides) == 1 and bool((self.nbytes == self.sides[0].stride).all())
+
+
+def ranges_of(given: Any) -> tuple[Numbers, list[str]]:
+    """Return (address, nbytes) of each entry, and its name, of any form that NIXL takes."""
+    if isinstance(given, np.ndarray):
+        return np.array(given[:, :2], np.int64), [""] * len(given)
+    if hasattr(given, "descCount"):
+        given = [given[index] for index in range(given.descCount())]
+    elif hasattr(given, "data_ptr"):
+        given = [given]
+    found, names = [], []
+    for entry in given:
+        if hasattr(entry, "data_ptr"):
+            found.append((entry.data_ptr(), entry.numel() * entry.element_size()))
+            names.append("")
+        else:
+            found.append((entry[0], entry[1]))
+            text = entry[3] if len(entry) > 3 else ""
+            text = text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
+            names.append(text if text.isprintable() else "")
+    return np.array(found, np.int64).reshape(-1, 2), names
 
 
 def regions_of(
@@ -102,6 +124,22 @@ def regions_of(
     of = np.repeat(np.arange(len(starts)), sizes)
     rows = np.arange(count) - starts[of]
     return Regions(addresses, nbytes, groups[of], within[of], rows, sides)
+
+
+def uneven(regions: Regions, indices: Numbers) -> str:
+    """Return that a layer has fewer blocks than another one, if all layers of a cache have some.
+
+    A transfer that moves some layers only, or begins in the middle of one, says nothing.
+    """
+    for number, side in enumerate(regions.sides):
+        chosen = indices[regions.group[indices] == number]
+        counts = np.bincount(regions.tensor[chosen], minlength=side.num_tensors)
+        if counts.all() and (most := int(counts.max())) != (least := int(counts.min())):
+            return (
+                f"layer {int(counts.argmin())} of {side.name} gets {plural(least, 'block')}, and "
+                f"layer {int(counts.argmax())} {plural(most, 'block')}"
+            )
+    return ""
 
 
 def plan_of(
