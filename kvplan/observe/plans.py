@@ -13,8 +13,8 @@ from kvplan.planning.part import Part
 from kvplan.planning.plan import Plan
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
-from kvplan.planning.tokens import BlockTables
 from kvplan.planning.texts import plural
+from kvplan.planning.tokens import BlockTables
 from kvplan.types import Placement
 
 Numbers = NDArray[np.int64]
