@@ -95,7 +95,7 @@ def _compared(moved: _Sums, found: Sequence[_Sums]) -> dict[str, Any]:
     }
     if not owners:
         return document | {"verdict": "nothing to compare with: the owner has no sums of this tag"}
-    owner = owners[-1]
+    owner = _nearest(transfer, owners)
     where = f"{owner.recording.path} row {owner.row.number}"
     if len(owner.values) != len(moved.values):
         numbers = f"{plural(len(moved.values), 'sum')} here, and {len(owner.values):,} in {where}"
@@ -107,6 +107,16 @@ def _compared(moved: _Sums, found: Sequence[_Sums]) -> dict[str, Any]:
         f"{len(wrong):,} of {count} differ from {where}" if wrong else f"{count} equal {where}"
     )
     return document | {"verdict": verdict, "wrong": wrong}
+
+
+def _nearest(transfer: TransferRecord, owners: Sequence[_Sums]) -> _Sums:
+    """Return the sums next to a transfer: a tag may be used again, or folders be shared."""
+    end = transfer.time + transfer.seconds
+    before = [its for its in owners if its.row.time <= end]
+    after = [its for its in owners if its.row.time > end]
+    if transfer.verb == "push":  # its receiver finds the bytes later
+        return after[0] if after else before[-1]
+    return before[-1] if before else after[0]
 
 
 def _wrong(

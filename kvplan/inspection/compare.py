@@ -144,7 +144,8 @@ def run_text(plan: Plan, runs: Runs, index: int) -> str:
 def place_text(plan: Plan, runs: Runs, index: int) -> str:
     """Return the place of a run in the request, as `layer 3, run 2`."""
     part = plan.parts[int(runs.part[index])]
-    label = f"part {part.label}, " if part.label and len(plan.parts) > 1 else ""
+    several = any(other.dst != part.dst for other in plan.parts)
+    label = f"part {part.label}, " if several else ""
     layer = _tensor_text(int(runs.dst_tensor[index]), part.tensors_per_layer)
     return f"{label}{layer}, run {int(runs.number[index])}"
 

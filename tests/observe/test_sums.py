@@ -87,8 +87,8 @@ def test_a_wrong_layer(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     rows = Program.every_layer(THEIRS)
     pair.move(Program.every_layer(MINE), [*rows[2:], *rows[:2]])
     text = pair.sums(capsys, 1)
-    assert "part 0, layer 0, run 0 from layer 1: block 7 > block 1: " in text
-    assert "which are the bytes of part 0, layer 1, run 0" in text
+    assert "layer 0, run 0 from layer 1: block 7 > block 1: " in text
+    assert "which are the bytes of layer 1, run 0" in text
 
 
 def test_a_push_is_compared_with_what_its_receiver_found(
@@ -102,6 +102,15 @@ def test_a_push_is_compared_with_what_its_receiver_found(
     (transfer,) = document["transfers"]
     (wrong,) = transfer["wrong"]
     assert wrong["text"].startswith("layer 0, run 0: block 1 > block 7: ")
+
+
+def test_a_tag_that_is_used_again(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each transfer is compared with what was handed over last."""
+    for _ in range(2):
+        pair.hand_over()
+        pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
+        pair.there[:] ^= 1
+    assert pair.sums(capsys, 0).count("6 sums equal") == 2
 
 
 def test_without_the_sums_of_the_owner(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
