@@ -1,4 +1,4 @@
-"""Where two plans differ, run by run in the order of the request: layers, sizes and blocks."""
+"""Comparison of two plans, run by run in the order of the request: layers, sizes and blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS: Final = (
     ("src blocks", "src"),
     ("dst blocks", "dst"),
 )
-"""What is compared, most severe first, and its column of `Runs`."""
+"""Kinds of differences, most severe first, and the column of `Runs` that each compares."""
 
 
 class Runs(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the environment asks for: kvplan as `nixl` or `mooncake.engine`, or to observe theirs.
+"""Requests of the environment: kvplan as `nixl` or `mooncake.engine`, or to observe theirs.
 
 `python -m kvplan.run --as nixl` sets the variable, and operators of vLLM and SGLang can: both
 load this module as a plugin. Nothing is on the search path of modules: no file is hidden.

@@ -135,8 +135,13 @@ def test_memory_that_cannot_be_read_has_no_sums(pair: Pair) -> None:
         assert [row for row in read(path).events if row.operation == "sums"] == []
 
 
-def test_without_an_observer_nothing_happens() -> None:
+def test_without_an_observer_nothing_happens(tmp_path: Path) -> None:
+    """Or with one that records no sums."""
+    program = Program(tmp_path)
     kvplan.observe.sums("cmpl-7", [(8, 1 << 40, 0)])
+    program.observer.sum("cmpl-7", [(program.here.ctypes.data, 8, 0)])
+    assert [row for row in program.recording().events if row.operation == "sums"] == []
+    program.observer.close()
 
 
 def test_recordings_without_sums_are_refused(
