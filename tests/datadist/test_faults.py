@@ -165,12 +165,12 @@ def grown(rounds: Callable[[int], None], few: int, many: int) -> list[int]:
 @pytest.mark.over_tcp
 @pytest.mark.slow
 def test_rounds_of_linking_and_transferring_leave_nothing_behind(make_engine: MakeEngine) -> None:
-    owner, user = make_engine(1, listen=True), make_engine(2)
+    owner, user = make_engine(1, listen=True), make_engine(2, SyncKvCacheWaitTime="20000")
     assert owner.listen_address is not None
 
     def rounds(number: int) -> None:
         for _ in range(number):
-            user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()
+            user.link_clusters([ClusterInfo(1, owner.listen_address)], 20_000).raise_for_status()
             theirs, mine = owner.allocate_cache(DESC), user.allocate_cache(DESC)
             user.pull_cache(CacheIndex(1, theirs.cache_id), mine)
             user.submit(Transfer(Rows(mine), Rows(CacheIndex(1, theirs.cache_id))))
