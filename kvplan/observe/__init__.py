@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
@@ -20,15 +20,19 @@ from kvplan.observe.surfaces import wrap_mooncake, wrap_nixl
 from kvplan.status import invalid
 from kvplan.validation import shown
 
-__all__ = ["OBSERVE", "Observer", "install"]
-
-OBSERVE: Final = "KVPLAN_OBSERVE"
-"""Environment variable: what to observe, such as `nixl`, or `nixl,mooncake=/folder`."""
+__all__ = ["Observer", "install"]
 
 _Wrap = Callable[[ModuleType, Observer], None]
 _MODULES: Final[dict[str, tuple[tuple[str, ...], _Wrap]]] = {
-    "nixl": (tuple(f"nixl{kind}._api" for kind in ("", "_cu12", "_cu13", "_rocm")), wrap_nixl),
-    "mooncake": (("mooncake.engine",), wrap_mooncake),
+    "nixl": (
+        (
+            *(f"nixl{kind}._api" for kind in ("", "_cu12", "_cu13", "_rocm")),
+            "rixl._api",
+            "kvplan.nixl._api",
+        ),
+        wrap_nixl,
+    ),
+    "mooncake": (("mooncake.engine", "kvplan.mooncake.engine"), wrap_mooncake),
 }
 
 
@@ -55,8 +59,12 @@ def install(names: Sequence[str], folder: str | os.PathLike[str] = "") -> Observ
     return observer
 
 
+@cache
 def install_from(text: str) -> Observer:
-    """Observe what the environment variable says: `nixl,mooncake=/folder`."""
+    """Observe what `KVPLAN_OBSERVE` asks for: `nixl`, or `nixl,mooncake=/folder`.
+
+    The launcher and the plugins of serving engines both call this, so a second call does nothing.
+    """
     names, _, folder = text.partition("=")
     return install([name.strip() for name in names.split(",") if name.strip()], folder)
 
@@ -74,11 +82,16 @@ class _Finder(MetaPathFinder):
         wrap = self._wanted.get(name)
         if wrap is None:
             return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader  # of this module alone
-            loader.exec_module = partial(self._execute, loader.exec_module, wrap)
-        return spec
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                # The loader of an alias is the finder; its module is wrapped under its own name.
+                loader: Any = spec.loader
+                if loader is not finder and loader is not None:
+                    execute = partial(self._execute, loader.exec_module, wrap)
+                    vars(loader)["exec_module"] = execute  # the loader is of this module only
+                return spec
+        return None
 
     def _execute(
         self, execute: Callable[[ModuleType], None], wrap: _Wrap, module: ModuleType

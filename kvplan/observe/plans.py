@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -21,9 +22,11 @@ ADDRESSES: Final = Side(1, 1, 2**62, False, Placement.HOST, name="addresses")
 """A peer's memory of which only addresses are known: offsets are the addresses."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Regions:
     """Ranges of memory, as (address, nbytes), in the order in which they were given.
+
+    Equality is identity.
 
     Attributes:
         addresses, nbytes: of each range.
@@ -37,6 +40,18 @@ class Regions:
     tensor: Numbers
     row: Numbers
     sides: tuple[Side, ...]
+
+    @cached_property
+    def apart(self) -> bool:
+        """True if no two ranges have a byte in common."""
+        order = np.argsort(self.addresses, kind="stable")
+        starts, ends = self.addresses[order], (self.addresses + self.nbytes)[order]
+        return not (starts[1:] < ends[:-1]).any()
+
+    @cached_property
+    def whole(self) -> bool:
+        """True if range i is row `i % count` of tensor `i // count` of one cache, without gaps."""
+        return len(self.sides) == 1 and bool((self.nbytes == self.sides[0].stride).all())
 
 
 def regions_of(

@@ -15,7 +15,7 @@ from subprocess import _args_from_interpreter_flags  # type: ignore[attr-defined
 from typing import Final, NamedTuple, NoReturn
 
 from kvplan.llm_datadist.installation import OURS, SEVERAL_ENGINES, STUBS, official_path
-from kvplan.run.aliases import AS, INTERFACES, installed
+from kvplan.run.aliases import AS, INTERFACES, OBSERVE, installed
 
 MODULE: Final = "kvplan.run"
 
@@ -138,7 +138,7 @@ def environment(inherited: Mapping[str, str], launch: Launch) -> dict[str, str]:
     if launch.several_engines:
         changed[SEVERAL_ENGINES] = "1"
     if launch.observe:
-        changed["KVPLAN_OBSERVE"] = launch.observe
+        changed[OBSERVE] = launch.observe
     if launch.interfaces:
         changed[AS] = ",".join(launch.interfaces)
     return {**inherited, **changed}
