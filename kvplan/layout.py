@@ -115,7 +115,7 @@ def _nearest(text: str) -> str:
 def layout_of(kv_tensor_format: str | None, rank: int) -> CacheLayout | None:
     """Return the layout that a `kv_tensor_format` names for a tensor of `rank` dimensions.
 
-    None: there is no text, or it begins with `OPAQUE`; rows are opaque then.
+    None: the text is empty or begins with `OPAQUE`; rows are opaque then.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: a text that is not a layout, or has another number of axes.
@@ -172,7 +172,7 @@ class Interleaved:
             raise invalid(f"ranks={self.ranks} times size={self.size} is out of range [1, 2**32)")
 
     def __str__(self) -> str:
-        """`tokens 16..31 of every 32`."""
+        """Return stretches as text, such as `tokens 16..31 of every 32`."""
         own = range(self.rank * self.size, (self.rank + 1) * self.size)
         return f"token{'s' * (self.size > 1)} {numbers_text(own)} of every {self.ranks * self.size}"
 
@@ -300,7 +300,7 @@ def consecutive(numbers: Layers) -> Layers:
 
 
 def numbers_text(numbers: Layers) -> str:
-    """`5`, `5..9` or `0, 6, 12`."""
+    """Return numbers as text: `5`, `5..9` or `0, 6, 12`."""
     if not isinstance(numbers, range):
         return ", ".join(map(str, numbers))
     return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}..{numbers[-1]}"

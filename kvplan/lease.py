@@ -245,11 +245,11 @@ class BlockLease(_Packed):
         check_type("blob", blob, bytes)
         body = blob[_DIGEST_NBYTES:]
         if blob[:_DIGEST_NBYTES] != _digest(body):
-            raise invalid(f"blob={shown(blob)} is no lease, or was cut or changed on the way")
+            raise invalid(f"blob={shown(blob)} is not a lease, or was cut or changed on the way")
         try:
             return cls(*_decoder.decode(body))
         except Exception as error:  # the peer's input decides which: nesting raises RecursionError
-            raise invalid(f"blob={shown(blob)} is no lease: {error}") from None
+            raise invalid(f"blob={shown(blob)} is not a lease: {error}") from None
 
     def word(self, transport: str) -> LeaseWord | None:
         """Return the word for links of a transport; None if the owner has none."""
@@ -281,7 +281,7 @@ class BlockLease(_Packed):
         if not mine.issuperset(blocks):
             for position, block in enumerate(blocks):
                 if block not in mine:
-                    raise invalid(f"{argument}[{position}]={shown(block)} is no block of {self}")
+                    raise invalid(f"{argument}[{position}]={shown(block)} is not a block of {self}")
         return blocks  # the planner refuses what is not a sequence
 
     def replaces(self, other: BlockLease) -> bool:

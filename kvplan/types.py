@@ -163,10 +163,10 @@ class CacheDesc:
     Raises:
         TypeError: a field of another type.
         ValueError: num_tensors outside uint32, or a dimension or row_stride outside int64.
-        LLMException: LLM_PARAM_INVALID: no tensors, an empty or too long shape, a dimension
-            below 1, a format that is not a layout of as many dimensions, or has more than 256
-            characters, an index outside the shape, a row that is not contiguous or not whole
-            bytes, a row_stride below the size of a row, tensors too large to address, or a shard
+        LLMException: LLM_PARAM_INVALID: no tensors; an empty or too long shape; a dimension
+            below 1; a format that is not a layout of as many dimensions, or has more than 256
+            characters; an index outside the shape; a row that is not contiguous or not whole
+            bytes; a row_stride below the size of a row; tensors too large to address; a shard
             that the shape does not fit, or whose heads no layout shows.
     """
 

@@ -94,7 +94,7 @@ class HeldCache:
             ) from None
         ranges = offered_ranges(memory) if entry.remote_accessible else ()
         offered = offer(transports, ranges, memory.writable)
-        # Another Cache object: by that peers are told of the change.
+        # Another Cache object: peers learn of the change by its identity.
         again = replace(entry, cache=replace(cache), metadata=offered.metadata)
         return HeldCache(again, offered)
 

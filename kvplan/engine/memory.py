@@ -78,7 +78,7 @@ def memory_of_tensors(
         addresses = [given if isinstance(given, int) else int(given) for given in tensors]
         for position, address in enumerate(addresses):
             if check_width(f"tensors[{position}]", address, 0, UINT64_MAX) == 0:
-                raise invalid(f"tensors[{position}]=0 is no address of memory")
+                raise invalid(f"tensors[{position}]=0 is not an address of memory")
         _check_apart(np.array(addresses, np.uint64), desc)
         return memory_at(
             desc, addresses, device=device, writable=writable is not False, owner=_USER

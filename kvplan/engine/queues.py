@@ -47,7 +47,7 @@ class PollableQueue(Generic[_T]):
 
     @property
     def closed(self) -> bool:
-        """Whether the engine was finalized, after which nothing arrives."""
+        """True after the engine was finalized; nothing arrives any more."""
         return self._closed
 
     def fileno(self) -> int:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from kvplan.types import AnyCacheKey
 
 _SHARED: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, BlockLease)
-"""Those that can be read and written, in an operation of any number of pairs."""
+"""Return the entries that can be read and written, in an operation of any number of pairs."""
 
 _READ: Final = (*_SHARED, CacheKey)
 _WRITTEN: Final = (*_SHARED, PeerTensors)
@@ -385,7 +385,7 @@ def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:
 
 
 def _is_usual(pair: Pair) -> bool:
-    """Whether a request may be lowered without a plan; the planner looks at every other one."""
+    """Return whether a request may be lowered without a plan; the planner checks all others."""
     transfer, src, dst = pair.transfer, pair.src, pair.dst
     return (
         isinstance(transfer, Transfer)

@@ -125,7 +125,7 @@ def operation_name(local: Local, src: Rows, dst: Rows) -> Operation:
 
 
 def is_gather(transfer: Transfer | Planned) -> bool:
-    """Whether a transfer is a gather, from a sequence of sources."""
+    """Return whether a transfer is a gather: its source is a sequence of rows."""
     return isinstance(transfer, Transfer) and not isinstance(transfer.src, Rows)
 
 

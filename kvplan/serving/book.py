@@ -28,13 +28,13 @@ class Leasing(Protocol):
     def lease_blocks(
         self, cache: Cache, blocks: Sequence[int], *, tag: str = "", ttl_ms: float | None = None
     ) -> BlockLease:
-        """As `LlmDataDist.lease_blocks`."""
+        """See `LlmDataDist.lease_blocks`."""
 
     def renew(self, lease: BlockLease, ttl_ms: float) -> object:
-        """As `LlmDataDist.renew`."""
+        """See `LlmDataDist.renew`."""
 
     def release(self, lease: BlockLease) -> None:
-        """As `LlmDataDist.release`."""
+        """See `LlmDataDist.release`."""
 
 
 @dataclass

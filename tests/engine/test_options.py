@@ -60,7 +60,7 @@ def test_the_constants_of_the_header_are_keys():
 
 
 def test_every_field_has_a_key():
-    fields = {it.name for it in dataclasses.fields(Options)}
+    fields = {field.name for field in dataclasses.fields(Options)}
     assert fields == {row.field for row in option_rows.ROWS}
 
 

@@ -395,7 +395,7 @@ class TestMovedLeases:
         ):
             known.apply(Table(2, False, (), (), blobs[3:]))
         for wrong in (b"", b"lease", blobs[0][:-1]):
-            with refused("LLM_PARAM_INVALID", "is no lease"):
+            with refused("LLM_PARAM_INVALID", "is not a lease"):
                 known.apply(Table(3, False, (), (), (wrong,)))
 
     def test_only_a_later_value_of_the_same_lease_replaces_it(self) -> None:

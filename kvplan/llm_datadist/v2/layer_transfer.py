@@ -113,7 +113,7 @@ class _Push:
         row: int,
         layers: KvCacheExtParam,
     ) -> Self:
-        """Push `row` of the source if there are no blocks; a row of a paged source is a block.
+        """Push `row` of the source without blocks; a row of a paged source is a block.
 
         The original then copies a row to a row of any kind; here a block is copied to a block.
         """
