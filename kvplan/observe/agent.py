@@ -10,7 +10,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvplan.observe.plans import Numbers, Regions, plan_of, plan_of_ranges, regions_of, uneven
+from kvplan.observe.plans import (
+    Numbers,
+    Regions,
+    cut_alike,
+    plan_of,
+    plan_of_ranges,
+    regions_of,
+    uneven,
+)
 from kvplan.observe.transfers import End, Observed, Peer, Spans, Table, outside, tables_of
 from kvplan.planning.part import Part
 from kvplan.planning.side import Side
@@ -122,6 +130,9 @@ class Agent:
         ours, theirs = self._lists.get(local), self._lists.get(remote)
         if ours is not None and theirs is not None:
             here, there = (np.asarray(its, np.int64) for its in (local_indices, remote_indices))
+            if (pair := cut_alike(ours[0], here, theirs[0], there)) is not None:
+                ours, theirs = (pair[0], ours[1]), (pair[1], theirs[1])
+                self._lists |= {local: ours, remote: theirs}
             tables = tables_of(ours[0], here, theirs[0], there)
             self._remember(
                 handle, op == "READ", ours[0], here, theirs, there, _message(rest), tables

@@ -240,6 +240,35 @@ def test_calls_that_come_too_fast_are_a_finding(program: Program) -> None:
     assert len(program.recording().transfers) == 1
 
 
+@pytest.mark.parametrize(
+    ("blocks", "layers"),
+    [
+        ([1, 4], LAYERS),
+        ([4, 1, 6], LAYERS),
+        ([*range(BLOCKS)], 1),  # the whole list
+        ([3], 1),  # rows at one distance may be blocks
+    ],
+)
+def test_layers_in_one_registration_are_told_apart_by_a_transfer(
+    program: Program, blocks: list[int], layers: int
+) -> None:
+    """As vLLM allocates them on a CPU; the lists have all blocks of one layer after another."""
+    memory, theirs = (np.zeros((LAYERS, BLOCKS * BLOCK), np.uint8) for _ in range(2))
+    program.agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")])
+    program.agent.deregister_memory(program.registered)
+    program.local = program.agent.prep_xfer_dlist("", program.blocks(memory))
+    type(program.agent)("prefill")  # another agent knows nothing of these lists
+    program.remote = program.agent.prep_xfer_dlist("prefill", program.blocks(theirs))
+    for _ in range(2):
+        run(program, blocks, [7 - block for block in blocks])
+    program.observer.flush()
+    (path,) = program.folder.glob("nixl-decode-*.kvrec")
+    for transfer in read(path).transfers:
+        assert transfer.plan is not None
+        part = transfer.plan.part
+        assert (part.num_tensor_pairs, part.dst.num_tensors) == (layers, layers)
+
+
 def run(program: Program, here: list[int], there: list[int], op: str = "READ") -> Any:
     handle = program.make(here, there, op)
     program.agent.transfer(handle)
