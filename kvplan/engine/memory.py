@@ -189,6 +189,8 @@ def memory_at(
 
 def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
     """Return the memory of several caches of this process, one after another."""
+    if len(memories) == 1:
+        return memories[0]
     addresses = np.concatenate([*map(attrgetter("addresses"), memories)])
     nbytes = np.concatenate([*map(attrgetter("nbytes"), memories)])
     writable = all(map(attrgetter("writable"), memories))

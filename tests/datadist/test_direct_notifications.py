@@ -154,7 +154,10 @@ import asyncio
 from kvplan.control.messages import Notify, encode
 
 hostile = LlmDataDist(3, LlmRole.MIX)
-hostile.initialize({})
+# A connection that is not read from would break after 5 s.
+hostile.initialize(
+    {"kvplan.heartbeat_interval_ms": "20000", "kvplan.heartbeat_timeout_ms": "60000"}
+)
 hostile.link_clusters([ClusterInfo(1, address)], 5000).raise_for_status()
 channel = hostile._engine.links.get(1).channel
 

@@ -43,12 +43,13 @@ def tensors(value: int) -> list[np.ndarray]:
 
 
 def test_the_result_of_await_is_none():
-    dst = tensors(2)
+    held, dst = [], tensors(2)
 
     async def main():
-        with Transfers(wrap=lambda backend: delay(backend, 20)) as transfers:
+        with Transfers(1, wrap=lambda backend: held.append(hold(backend)) or held[0]) as transfers:
             task = transfers.submit(PLAN, tensors(1), dst)
             assert not task.done
+            asyncio.get_running_loop().call_soon(let_go, held[0])
             assert await task is None
             assert await task is None  # done: no thread, no waiting
 
