@@ -23,7 +23,7 @@ AXES = {
     "group": "quantization groups of a scale",
     "state": "state of a request that has no tokens (Mamba)",
 }
-"""Names of axes. Block tables and tokens address `block`, `slot` and `token`."""
+"""Axes by name. Transfers select blocks, slots and tokens; the other axes belong to the model."""
 
 ROW_AXES = ("block", "slot")
 
@@ -40,7 +40,7 @@ OPAQUE = "opaque "
 class CacheLayout:
     """The axes of one tensor as they lie in memory, outermost first.
 
-    Written with spaces between the names, as in `CacheLayout("block token head dim")`, or by a
+    The text has the names with spaces between, as `CacheLayout("block token head dim")`, or is a
     known name: NHD, HND, or letters of vLLM, such as LBHNC. If L comes first, a tensor holds one
     layer.
 
@@ -195,7 +195,7 @@ class Shard:
             another. `Interleaved(0, 1)` has all tokens, and becomes None.
 
     Raises:
-        TypeError: a field of another type.
+        TypeError: a field of the wrong type.
         LLMException: LLM_PARAM_INVALID: no number, numbers that do not ascend or are outside of
             the model, heads or tokens with gaps, or numbers without the total of the model.
     """

@@ -123,7 +123,7 @@ class BlockLease(_Packed):
 
     Attributes:
         cluster_id: id of the owner.
-        instance: 16 bytes that name the owner's engine; others after a restart.
+        instance: 16 bytes that name the owner's engine; a restart changes them.
         cache_id: id of the cache in the owner.
         lease_id: number of the lease in that engine.
         blocks: blocks in the order of the request, or the slot of a contiguous cache.

@@ -161,7 +161,7 @@ class CacheDesc:
             bytes. None: rows touch; a stride that is the size of a row becomes None.
 
     Raises:
-        TypeError: a field of another type.
+        TypeError: a field of the wrong type.
         ValueError: num_tensors outside uint32, or a dimension or row_stride outside int64.
         LLMException: LLM_PARAM_INVALID: no tensors; an empty or too long shape; a dimension
             below 1; a format that is not a layout of as many dimensions, or has more than 256
@@ -257,7 +257,7 @@ class CacheDesc:
             shard: the part of the model that they hold.
 
         Raises:
-            TypeError: an argument of another type, or an element that is not a tensor.
+            TypeError: an argument of the wrong type, or an element that is not a tensor.
             LLMException: LLM_PARAM_INVALID: no tensors, other dimensions than the layout has,
                 tensors that are not alike, with a gap or an overlap, or of a type that is not a
                 DataType; and as the constructor.

@@ -41,7 +41,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
     Raises:
         OSError: the file cannot be opened.
-        LLMException: LLM_PARAM_INVALID: it is not a regular file.
+        LLMException: LLM_PARAM_INVALID: the file is not regular.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -93,7 +93,7 @@ class LLMClusterInfo:
             port: a uint16.
 
         Raises:
-            TypeError, ValueError: an argument of another type, or port is not a uint16.
+            TypeError, ValueError: an argument of the wrong type, or port is not a uint16.
             RuntimeError: a str that is not an IPv4 address.
         """
         self._local_ip_info_list.append(_address(ip, port))
@@ -102,7 +102,7 @@ class LLMClusterInfo:
         """Add an address of the peer; arguments as of `append_local_ip_info`.
 
         Raises:
-            TypeError, ValueError: an argument of another type, or port is not a uint16.
+            TypeError, ValueError: an argument of the wrong type, or port is not a uint16.
             RuntimeError: a str that is not an IPv4 address.
         """
         self._remote_ip_info_list.append(_address(ip, port))

@@ -23,7 +23,7 @@ OURS: Final = __name__.rpartition(".")[0]
 """Name of the package that is installed."""
 
 STUBS: Final = str(Path(__file__).parents[1] / "run" / "path")
-"""Folder that `python -m kvplan.run` puts into PYTHONPATH, with modules that install us."""
+"""Folder that `python -m kvplan.run` puts into PYTHONPATH; its modules install this package."""
 
 ROOTS: Final = {"llm_datadist": OURS, "llm_datadist_v1": f"{OURS}.v1"}
 """Modules by the names that programs import; importing the one of version 1 raises."""

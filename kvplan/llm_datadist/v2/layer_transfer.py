@@ -113,9 +113,10 @@ class _Push:
         row: int,
         layers: KvCacheExtParam,
     ) -> Self:
-        """Return a push; without blocks of `row`, which in a paged source is a block.
+        """Return a push of the source's blocks or, if there are none, of `row`.
 
-        The original then copies a row to a row of any kind; here a block is copied to a block.
+        A row of a paged source is a block, which goes to a block. The original copies such a row
+        to a row of any kind.
         """
         src, dst = source.src_blocks, source.dst_blocks
         if source.is_blocks and not src:
@@ -217,7 +218,7 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
 
 
 class Destination:
-    """A push in flight, or with `task` None one that could not begin and has status `refusal`."""
+    """A push in flight; if `task` is None, one that could not begin, whose status is `refusal`."""
 
     def __init__(
         self,

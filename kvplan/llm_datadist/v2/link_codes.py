@@ -23,7 +23,7 @@ _UNLINKED = {LLMStatusCode.LLM_NOT_YET_LINK: LLMStatusCode.LLM_UNLINK_FAILED}
 def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
     """Check the types of clusters, and that timeout (ms) is >= 1.
 
-    With `needed`, the name of an option that is not given, each must have a local address.
+    `needed` names an option that is not given; unless empty, each cluster needs a local address.
     """
     check_int32("timeout", timeout)
     if timeout < 1:

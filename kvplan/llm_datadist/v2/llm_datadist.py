@@ -109,15 +109,15 @@ class LLMDataDist:
     A process may have one initialized engine (`kvplan.llm_datadist.permit_several_engines` permits
     more). Engines that are still initialized when the process ends are finalized then.
 
-    Every method raises TypeError for an argument of another type, ValueError for an integer outside
-    its width, and RuntimeError before `init` and after `finalize`, if it needs the engine.
+    Every method raises TypeError for an argument of the wrong type, ValueError for an integer
+    outside its width, and RuntimeError before `init` and after `finalize`, if it needs the engine.
 
     Args:
         role: PROMPT, DECODER or MIX.
         cluster_id: id of this engine, unique among linked clusters.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument of the wrong type.
         ValueError: cluster_id is not a uint64.
     """
 
@@ -165,10 +165,9 @@ class LLMDataDist:
 
         Raises:
             ModuleNotFoundError: llm.EnableCacheManager is not "1", which means version 1.
-            TypeError: options of another type, or a value that is not a str.
+            TypeError: options of the wrong type, or a value that is not a str.
             LLMException: LLM_FAILED: another engine is initialized, or the port is in use;
-                LLM_PARAM_INVALID: an invalid option; LLM_OUT_OF_MEMORY: no memory for a
-                pool.
+                LLM_PARAM_INVALID: an invalid option; LLM_OUT_OF_MEMORY: no memory for a pool.
         """
         with ENGINES.mutex:
             if self._is_initialized:
