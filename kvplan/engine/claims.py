@@ -113,8 +113,10 @@ class KeyIndex:
                     else f"{CACHE_KEYS}[{row}]={key} names slot {other.batch_index} of {owner} "
                     "already"
                 )
-            goes = consumable and name.kind == "request"
-            found[name] = BoundKey(name, cache_id, row, set(range(num_tensors)) if goes else None)
+            consumed = consumable and name.kind == "request"
+            found[name] = BoundKey(
+                name, cache_id, row, set(range(num_tensors)) if consumed else None
+            )
         self._bound.update(found)
         self._use(cache_id, len(found))
 

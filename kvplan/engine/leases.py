@@ -169,14 +169,14 @@ class Leases:
                         self._move_to_ending(lease.lease_id, LeaseEnd.MOVED)
             if follow:
                 return self._follow(leases, blocks, copy)
-            numbers = [lease.lease_id for lease in leases]
+            lease_ids = [lease.lease_id for lease in leases]
             try:
                 self._words.end_together(leases)
             except BaseException:
-                self._try_again(numbers)
+                self._try_again(lease_ids)
                 raise
-            for number in numbers:
-                self._conclude(number)
+            for lease_id in lease_ids:
+                self._conclude(lease_id)
             if copy is not None:
                 copy()
             return leases
@@ -196,8 +196,8 @@ class Leases:
             entry = self._registry.resolve(where)
             candidates = [
                 lease
-                for number, lease in self._live.items()
-                if lease.cache_id == entry.cache.cache_id and self._is_live(number, now_ns)
+                for lease_id, lease in self._live.items()
+                if lease.cache_id == entry.cache.cache_id and self._is_live(lease_id, now_ns)
             ]
         if entry.side is None:
             raise invalid(f"cache={where} must be a cache of this engine that peers can reach")
@@ -223,15 +223,17 @@ class Leases:
     ) -> list[BlockLease]:
         """Give leases their new blocks, or the old ones if `copy` or a writing peer fails."""
         begun: list[tuple[LeaseWord, ...]] = []
-        numbers = [lease.lease_id for lease in leases]
+        lease_ids = [lease.lease_id for lease in leases]
         try:
-            begun.extend(self._words.begin(self._deadlines.get(number) or 0) for number in numbers)
+            begun.extend(
+                self._words.begin(self._deadlines.get(lease_id) or 0) for lease_id in lease_ids
+            )
         except BaseException:
             for words in begun:
                 self._words.drop(words)
             raise
         with self._changed:
-            self._moving.update(numbers)
+            self._moving.update(lease_ids)
         try:
             self._words.end_together(leases)
             if copy is not None:
@@ -247,13 +249,13 @@ class Leases:
         self, lease: BlockLease, blocks: tuple[int, ...], words: tuple[LeaseWord, ...]
     ) -> BlockLease | None:
         """Replace a lease by one with other blocks and words; None: it has ended meanwhile."""
-        number = lease.lease_id
+        lease_id = lease.lease_id
         latest = replace(lease, blocks=blocks, words=words, moves=lease.moves + 1)
         with self._changed:
-            self._moving.discard(number)
-            if is_live := self._live.get(number) is lease:
-                self._live[number] = self._registry.moved_leases[number] = latest
-                if (deadline_ns := self._deadlines.get(number)) is not None:
+            self._moving.discard(lease_id)
+            if is_live := self._live.get(lease_id) is lease:
+                self._live[lease_id] = self._registry.moved_leases[lease_id] = latest
+                if (deadline_ns := self._deadlines.get(lease_id)) is not None:
                     with suppress(LLMException):  # it expired just now
                         self._words.renew(latest, deadline_ns)
         if not is_live:
@@ -301,16 +303,18 @@ class Leases:
     def end_cache(self, cache_id: int) -> None:
         """End the leases of a freed cache; a lease that a peer delays ends later."""
         with self._changed:
-            ended = [number for number, held in self._live.items() if held.cache_id == cache_id]
-            for number in ended:
-                self._move_to_ending(number, LeaseEnd.CACHE_FREED)
+            ended = [lease_id for lease_id, held in self._live.items() if held.cache_id == cache_id]
+            for lease_id in ended:
+                self._move_to_ending(lease_id, LeaseEnd.CACHE_FREED)
         self._end_all(ended)
 
     def live(self) -> list[BlockLease]:
         """Return the leases that have not ended, the oldest first."""
         now_ns = time.monotonic_ns()
         with self._changed:
-            return [held for number, held in self._live.items() if self._is_live(number, now_ns)]
+            return [
+                held for lease_id, held in self._live.items() if self._is_live(lease_id, now_ns)
+            ]
 
     def close(self) -> None:
         """Stop the thread; the remaining leases end with their transports."""
@@ -369,26 +373,26 @@ class Leases:
 
     def _end_all(self, lease_ids: Iterable[int]) -> None:
         """End several ending leases together, to wait only once for a stopped peer."""
-        ended = [held for number in lease_ids if (held := self._ending.get(number)) is not None]
-        numbers = [lease.lease_id for lease, _ in ended]
+        ended = [held for lease_id in lease_ids if (held := self._ending.get(lease_id)) is not None]
+        ended_ids = [lease.lease_id for lease, _ in ended]
         try:
             self._words.end_together([lease for lease, _ in ended])
         except Exception as error:
-            if not self._held_up.issuperset(numbers):
-                logger.warning("event=leases_held_up leases=%s reason=%s", numbers[:8], error)
-            self._try_again(numbers)
+            if not self._held_up.issuperset(ended_ids):
+                logger.warning("event=leases_held_up leases=%s reason=%s", ended_ids[:8], error)
+            self._try_again(ended_ids)
             return
-        for number in numbers:
-            self._conclude(number)
+        for lease_id in ended_ids:
+            self._conclude(lease_id)
 
     def _try_again(self, lease_ids: Iterable[int]) -> None:
         """Retry the end of leases later, as a peer may still write with them."""
         again_ns = time.monotonic_ns() + _RETRY_NS
         # Without a thread, `release` can be called again.
         with self._changed, suppress(LLMException):
-            for number in lease_ids:
-                self._held_up.add(number)
-                self._wake_at(number, again_ns)
+            for lease_id in lease_ids:
+                self._held_up.add(lease_id)
+                self._wake_at(lease_id, again_ns)
             self._start_thread()
 
     def _conclude(self, lease_id: int) -> None:

@@ -89,7 +89,7 @@ class Tracker:
     """Settles tasks as they end, even if no thread waits for them."""
 
     def __init__(self) -> None:
-        self._flying: dict[_Flying, None] = {}
+        self._tracked: dict[_Tracked, None] = {}
         # Weak, so that a dropped task, whose layers cannot become ready any more, ends.
         self._open: set[ref[NativeTask]] = set()
         self._cancelled: LLMException | None = None
@@ -110,27 +110,27 @@ class Tracker:
         if task.done and not aside:
             self._settle(task, report)
             return
-        flying = _Flying(self, task, report, aside)
+        tracked = _Tracked(self, task, report, aside)
         try:
             if isinstance(task, NativeTask):
                 self._open.discard(ref(task))
-                self._watch(task, flying)
+                self._watch(task, tracked)
             else:
-                self._flying[flying] = None
-                task.when_settled(flying.settle)
+                self._tracked[tracked] = None
+                task.when_settled(tracked.settle)
         except LLMException:  # the process may have no more threads, or is about to end
-            flying.settle()
+            tracked.settle()
         except BaseException:
-            self._flying.pop(flying, None)
+            self._tracked.pop(tracked, None)
             raise
         if self._cancelled:  # after adding the task: this thread or `cancel` cancels it
             task.cancel(self._cancelled)
 
-    def _watch(self, task: NativeTask, flying: _Flying) -> None:
+    def _watch(self, task: NativeTask, tracked: _Tracked) -> None:
         queue, native = completion_thread().queue, task.native
         # In this order, without a call between, so that an interrupt loses no watched task.
-        self._flying[flying] = None
-        queue.watch(native, flying)
+        self._tracked[tracked] = None
+        queue.watch(native, tracked)
         task.is_followed = True
 
     def watch(self, task: NativeTask) -> None:
@@ -153,14 +153,14 @@ class Tracker:
             if (task := held()) is not None:
                 task.cancel(reason)  # which calls `track`
         # In reverse, as tasks that have not begun would begin when earlier ones end.
-        for flying in reversed(list(self._flying)):
-            flying.task.cancel(reason)
+        for tracked in reversed(list(self._tracked)):
+            tracked.task.cancel(reason)
 
     def close(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` until all tasks are settled and the thread holds none."""
         with self._changed:
             self._closing = True
-            self._changed.wait_for(lambda: not self._flying, timeout_s)
+            self._changed.wait_for(lambda: not self._tracked, timeout_s)
         if (thread := _process.thread) is not None:
             thread.wait_for_round(timeout_s)
 
@@ -175,14 +175,14 @@ class Tracker:
             if report is not None:
                 report.put(task)
 
-    def _forget(self, flying: _Flying) -> None:
-        self._flying.pop(flying, None)
+    def _forget(self, tracked: _Tracked) -> None:
+        self._tracked.pop(tracked, None)
         if self._closing:
             with self._changed:
                 self._changed.notify_all()
 
 
-class _Flying:
+class _Tracked:
     """A task in flight, its report, and whether settling it may take long."""
 
     def __init__(
@@ -226,7 +226,7 @@ class _Open(msgspec.Struct, eq=False):
     native: Task | LayeredTask
 
     def on_end(self) -> None:
-        """See `_Flying.on_end`."""
+        """See `_Tracked.on_end`."""
         task = self.task()
         # Finding the end lets the tracker take over, which removes this entry.
         if task is not None and not _has_ended(task):

@@ -299,7 +299,7 @@ def are_apart(
     if not len(together):
         return True
     groups = np.split(together, np.flatnonzero(np.diff(together) > 1) + 1)
-    for group in (slice(int(some[0]), int(some[-1]) + 2) for some in groups):
+    for group in (slice(int(run[0]), int(run[-1]) + 2) for run in groups):
         stride = strides[group.start]
         if (strides[group] != stride).any():
             return False

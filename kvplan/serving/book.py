@@ -198,8 +198,8 @@ class LeaseBook:
                 if (held := self._held.get(handle)) is None:
                     continue
                 try:
-                    for of_group in held.leases:
-                        self._engine.renew(of_group.lease, self._ttl_ms)
+                    for group_lease in held.leases:
+                        self._engine.renew(group_lease.lease, self._ttl_ms)
                 except LLMException:  # a lease has expired; `expire` frees the others
                     continue
                 held.deadline = self._clock() + self._ttl_ms / 1000
@@ -296,8 +296,8 @@ class LeaseBook:
             return
         # A push does not check leases of this side, so it must have ended before blocks are reused.
         is_free = not held.transfer or self._on_ending(held.transfer)
-        for of_group in held.leases:
-            is_free &= self._release(held.name, of_group.lease)
+        for group_lease in held.leases:
+            is_free &= self._release(held.name, group_lease.lease)
         if is_free:
             with self._mutex:
                 if self._ending.pop(handle, None) is None:  # another thread was first
@@ -333,8 +333,8 @@ class LeaseBook:
                 first = table.skipped and table.skipped * group.block_tokens
                 leases.append(GroupLease(lease, first))
         except LLMException:
-            for of_group in leases:  # no peer has them
-                self._release(tag, of_group.lease)
+            for group_lease in leases:  # no peer has them
+                self._release(tag, group_lease.lease)
             raise
         return tuple(leases)
 

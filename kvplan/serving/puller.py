@@ -260,8 +260,8 @@ class Puller:
             return
         try:
             leases = decode_leases(b"".join(answer.parts))
-            for of_group in leases:
-                if (owner := of_group.lease.cluster_id) != cluster_id:
+            for group_lease in leases:
+                if (owner := group_lease.lease.cluster_id) != cluster_id:
                     raise invalid(f"cluster {cluster_id} grants a lease of cluster {owner}")
             answer.granted.set_result(_Granted(leases, Handle(message.handle), message.pushed))
         except LLMException as error:

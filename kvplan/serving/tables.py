@@ -104,9 +104,9 @@ def missing_of(
     A group whose table skips blocks lacks no token before its first block. `leases` has the leases
     of all groups for each source; `rank` is the consumer's rank.
     """
-    for of_source in leases:
-        if len(of_source) != len(groups):
-            raise invalid(f"got leases of {len(of_source)} groups; this side has {len(groups)}")
+    for source_leases in leases:
+        if len(source_leases) != len(groups):
+            raise invalid(f"got leases of {len(source_leases)} groups; this side has {len(groups)}")
     transfers: dict[str, Transfer] = {}
     nbytes = 0
     tables = tables_of(blocks, len(groups))
@@ -119,8 +119,8 @@ def missing_of(
             raise invalid(f"first_token={missing} must be a multiple of {unit}")
         first = leases[0][number].first_token
         rows = []
-        for of_source in leases:
-            lease, starts = of_source[number]
+        for source_leases in leases:
+            lease, starts = source_leases[number]
             if starts > missing or starts != first:
                 raise gone(
                     f"token {missing} is missing{group.name and ' of '}{group.name}; the producer "
