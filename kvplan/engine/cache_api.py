@@ -35,7 +35,7 @@ class CacheStatus:
         cache_desc: its description.
         paged: whether its rows are blocks.
         nbytes: bytes of all tensors.
-        allocated: True: by the engine; False: registered by the user.
+        allocated: True: allocated by the engine; False: registered by the user.
         remote_accessible: whether peers may reach the cache.
         deallocated: whether its id was freed, and only a key or a pull keeps it alive.
         age_s: seconds since the cache was made.
@@ -95,7 +95,7 @@ class CacheOperations(OperationRunner):
             remote_accessible: whether peers may reach the cache.
 
         Raises:
-            TypeError, ValueError: an argument of another type, an address outside uint64.
+            TypeError, ValueError: an argument of the wrong type, an address outside uint64.
             LLMException: LLM_PARAM_INVALID: tensors that do not fit the description, more tensors
                 than max_tensors, memory that is not mapped, or a key that is in use; LLM_FAILED:
                 not initialized; LLM_ENGINE_FINALIZED.
@@ -167,7 +167,7 @@ class CacheOperations(OperationRunner):
                 tensor. A key without a request or prefix id skips a slot.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: more keys than slots, or a key that
                 is in use; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
@@ -269,7 +269,7 @@ class CacheOperations(OperationRunner):
                 lease, or all.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_KV_CACHE_NOT_EXIST: the cache does not exist, or the lease has ended;
                 LLM_PARAM_INVALID: a block out of range or not of the lease, or a cache known only
                 by its addresses; errors of the device; LLM_FAILED: not initialized;

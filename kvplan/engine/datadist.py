@@ -49,7 +49,7 @@ class LlmDataDist(
         transfers: executes the copies; None: the executor that the process shares.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument of the wrong type.
         ValueError: cluster_id is not a uint64.
     """
 
@@ -101,7 +101,7 @@ class LlmDataDist(
                 defaults.
 
         Raises:
-            TypeError: options of another type.
+            TypeError: options of the wrong type.
             ValueError, LLMException: an invalid option (LLM_PARAM_INVALID); too little memory, or
                 too few threads or descriptors (LLM_OUT_OF_MEMORY, with the limit); an unavailable
                 resource, such as the port to listen at. All resources are released then. A second
@@ -167,7 +167,7 @@ class LlmDataDist(
             options: with ListenIpInfo: the new address; without: stop listening.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_EXIST_LINK: the engine has links; LLM_PARAM_INVALID: another option;
                 LLM_FAILED: the address is not available. Nothing changes then.
         """
@@ -196,7 +196,7 @@ class LlmDataDist(
             A result for each cluster: LLM_SUCCESS, LLM_ALREADY_LINK, LLM_LINK_FAILED and others.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: no cluster, or a cluster that cannot be linked.
         """
         started = perf_counter()
@@ -236,7 +236,7 @@ class LlmDataDist(
             LLM_UNLINK_FAILED (ended here, but the peer has not confirmed) and others.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: no cluster.
         """
         started = perf_counter()
@@ -257,7 +257,7 @@ class LlmDataDist(
             The id for `query_register_mem_status`; the links are made in the background.
 
         Raises:
-            TypeError, ValueError: an argument of another type or width.
+            TypeError, ValueError: an argument of the wrong type or width.
             LLMException: LLM_PARAM_INVALID.
         """
         with self._recorded("link", comm=comm_name) as engine:

@@ -31,7 +31,7 @@ class CacheEntry:
         blocks_key: the key of a paged cache, if the cache has one.
         remote_accessible: whether peers may reach the cache.
         owned: True: allocated by the engine; False: registered, the memory is the user's.
-        metadata: what a peer needs to reach the cache, by name of the transport; empty for a
+        metadata: bytes with which a peer reaches the cache, by name of the transport; empty for a
             transport that does not reach such memory.
         created: seconds since the epoch.
         side: the cache in a plan; None: `paged` is not known.

@@ -61,7 +61,7 @@ class GatherNotices:
 
 
 class Several:
-    """The operations of one transfer: one for each peer, or by layers for each pair of caches."""
+    """The operations of one transfer: one for each peer or, layer by layer, each pair of caches."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Several:
 
     @contextmanager
     def _failing(self, operation: TransferOperation) -> Iterator[None]:
-        """Add the peer to an error, except of wrong arguments, which names the peer already."""
+        """Add the peer to errors, except to those of wrong arguments, which name it already."""
         try:
             yield
         except LLMException as error:

@@ -101,7 +101,7 @@ class InterfaceOperations(TransferOperations):
             src: the remote cache or slot, or a lease.
             dst: the local paged cache.
             src_blocks: remote blocks, one for each of `dst_blocks`. None or empty: `src` names a
-                slot, which is cut into chunks of one block; of a lease None: all its blocks.
+                slot, which is cut into chunks of one block; for a lease, None: all its blocks.
             dst_blocks: local blocks.
             layers, num_tokens, coalesce, reinterpret: as of `Transfer`.
             src_token, dst_token: tokens of the block tables to skip, on each side.

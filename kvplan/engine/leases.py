@@ -50,8 +50,8 @@ class Leases:
         transports: hold peers to their leases.
 
     Attributes:
-        observer: called with a lease and None after it begins or moves, or the reason after it
-            ends.
+        observer: called after a lease begins or moves, with None; and after it ends, with the
+            reason.
     """
 
     def __init__(
@@ -384,10 +384,8 @@ class Leases:
     def _try_again(self, lease_ids: Iterable[int]) -> None:
         """Retry the end of leases later, as a peer may still write with them."""
         again_ns = time.monotonic_ns() + _RETRY_NS
-        with (
-            self._changed,
-            suppress(LLMException),
-        ):  # no more threads: `release` can be called again
+        # Without a thread, `release` can be called again.
+        with self._changed, suppress(LLMException):
             for number in lease_ids:
                 self._held_up.add(number)
                 self._wake_at(number, again_ns)

@@ -58,7 +58,7 @@ def memory_of_tensors(
     writable: bool | None,
     device: Device | None = None,
 ) -> CacheMemory:
-    """Return the user's tensors: an address, an array or a tensor of a framework for each.
+    """Return the memory of the user's tensors: addresses, arrays or tensors of a framework.
 
     Args:
         desc: description of the cache; if the engine has a device, its placement says where the
@@ -159,11 +159,11 @@ def _how_to_register(form: TensorForm, device: Device | None) -> str:
     if at is None:
         return ""
     if device is not None:
-        return ", as placement=HOST says; CacheDesc.from_tensors says where tensors are"
+        return ", as placement=HOST says; CacheDesc.from_tensors sets the placement of tensors"
     if at.kind not in (known := _ACCELERATORS):
         return ""
     number = "" if at.number is None else f" and llm.DeviceId={at.number}"
-    return f" where an engine has no device: set kvplan.accelerator={known[at.kind]}{number}"
+    return f", as the engine has no device: set kvplan.accelerator={known[at.kind]}{number}"
 
 
 def memory_at(
@@ -176,7 +176,7 @@ def memory_at(
 ) -> CacheMemory:
     """Check the placement of `addresses`, one for each tensor of `desc`, and return their memory.
 
-    `owner` keeps the memory; None: each transfer checks the memory again.
+    `owner` keeps the memory alive; None: each transfer checks the memory again.
     """
     if device is None:
         return HostMemory.from_addresses(desc, addresses, writable=writable, owner=owner)

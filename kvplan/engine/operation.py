@@ -40,7 +40,7 @@ class TransferOptions(TypedDict, total=False):
     Attributes:
         notify: 1 to 4096 bytes that are sent to the peers after every byte has arrived. The
             transfer succeeds when the peers' engines have them. None: nothing is sent.
-        notify_failure: sent instead if the transfer fails and the link stands.
+        notify_failure: sent instead if the transfer fails, unless the link is broken.
         verify: whether to read all moved bytes again and compare. Default: the option
             `kvplan.verify` of the engine.
         tag: name in logs and recordings, such as the id of the request: at most 128 printable
@@ -133,7 +133,7 @@ class Operation:
         self.link: PeerLink | None = None  # None inside one process
         self.leases: tuple[BlockLease, ...] = ()  # of the peer
         self.span: Span | None = None
-        self.plan: Plan | None = None  # that is executed
+        self.plan: Plan | None = None  # the one that is executed
 
     def __enter__(self) -> Self:
         self.moves = True
@@ -293,7 +293,7 @@ class Operation:
         engine = self.engine
         if cluster_id == engine.cluster_id:
             raise invalid(
-                f"{argument}={key} is of this engine's own cluster; use its cache instead"
+                f"{argument}={key} is of this engine's own cluster; give the Cache instead"
             )
         link = engine.links.peers.get(cluster_id) or engine.links.get(cluster_id)
         if self.moves and self.link is None:

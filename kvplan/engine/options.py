@@ -56,7 +56,7 @@ class Options(OptionRows):
     KVPLAN_TRANSPORT, otherwise that of the file named by KVPLAN_OPTIONS_FILE (see `from_file`).
 
     Raises:
-        TypeError: a field of another type.
+        TypeError: a field of the wrong type.
         ValueError: an integer outside the reference's field.
         LLMException: LLM_PARAM_INVALID: a value that breaks a rule.
     """
@@ -88,11 +88,11 @@ class Options(OptionRows):
     def from_file(cls, path: str | os.PathLike[str], **given: Any) -> Options:
         """Return the options of a TOML file, in its table [kvplan].
 
-        Arguments take precedence over environment variables, these over the file.
+        Arguments take precedence over environment variables, and these over the file.
 
         Args:
-            path: of the file. Keys are those of a mapping, with or without prefix, or fields.
-            given: fields.
+            path: the file. Its keys are those of a mapping, with or without prefix, or fields.
+            given: values of fields.
 
         Raises:
             TypeError, ValueError: as the class.
@@ -113,7 +113,7 @@ class Options(OptionRows):
         causes a warning with the nearest key; one similar to `llm.ListenIpInfo` is refused.
 
         Raises:
-            TypeError: another type, or a key or value that is not text.
+            TypeError: the wrong type, or a key or value that is not text.
             ValueError, LLMException: as the class.
         """
         if options is None:

@@ -271,5 +271,7 @@ class Pools:
         except LLMException as error:  # copies work without a pin, only slower
             # Only the text: a handler that keeps the error would keep the device alive.
             why = str(error)
-            _LOG.warning("host caches are not pinned, so devices are copied to slowly: %s", why)
+            _LOG.warning(
+                "host caches are not pinned, and copied slowly to and from devices: %s", why
+            )
             return arena, None, None

@@ -55,7 +55,7 @@ class RecordingOperations(OperationRunner):
             `finalize`.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             OSError: the file cannot be created.
             LLMException: LLM_PARAM_INVALID: this engine is being recorded, or the file is of
                 another engine or not a recording; LLM_FAILED: not initialized;
@@ -96,7 +96,7 @@ def _record(
     if before is not None and not before.ended:
         raise invalid(
             f"path={os.fspath(path)}: cluster {engine.cluster_id} is being recorded to "
-            f"{before.path}; close that first: `recording` (it may be {RECORD}'s)"
+            f"{before.path}; close that recording first (it may be of {RECORD})"
         )
     recorder = None
     try:

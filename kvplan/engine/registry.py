@@ -246,8 +246,8 @@ class CacheRegistry:
             return self._entries[cache_id]
         except KeyError:
             with self._mutex:
-                there = shown(sorted(self._entries))
-            raise not_exist(f"cache_id={cache_id} is not here; there are {there}") from None
+                known = shown(sorted(self._entries))
+            raise not_exist(f"cache_id={cache_id} does not exist; known are {known}") from None
 
     def resolve(self, cache: Cache, argument: str = "cache") -> CacheEntry:
         """Return the entry of a cache: by its id, or without an id by its addresses.

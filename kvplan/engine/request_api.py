@@ -49,7 +49,7 @@ class LeaseOperations(OperationRunner):
                 block table moves that many, and no transfer moves more. None: whole blocks.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: a block out of range or given twice, several slots,
                 a bad tag, or more tokens than the blocks hold; LLM_KV_CACHE_NOT_EXIST: no
                 such cache; LLM_FEATURE_NOT_ENABLED: no transport of this engine checks leases;
@@ -120,7 +120,7 @@ class LeaseOperations(OperationRunner):
             The leases that name a moved block: their new values, or the leases that ended.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: a block out of range, a lease that would name a block
                 twice or is too long to follow, or not a lease of this engine;
                 LLM_KV_CACHE_NOT_EXIST: no such cache, or the lease has ended; LLM_TIMEOUT: a peer
@@ -188,7 +188,7 @@ class NotificationOperations(OperationRunner):
             tag: name in logs and recordings, such as the id of a request.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             ValueError: cluster_id is not a uint64; timeout_ms is not > 0.
             LLMException: LLM_PARAM_INVALID: no bytes, too many, a bad tag, or this engine's own
                 cluster; LLM_NOT_YET_LINK; LLM_LINK_FAILED: the link is broken, or broke meanwhile;

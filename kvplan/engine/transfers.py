@@ -63,7 +63,7 @@ class TransferOperations(OperationRunner):
 
         Args:
             transfer: the transfer.
-            by_layer: whether each layer moves by itself, as `layered` moves it.
+            by_layer: True: plan each layer by itself, as `layered` moves it.
 
         Raises:
             TypeError, ValueError, LLMException: as `run`, before anything moves.
@@ -86,7 +86,7 @@ class TransferOperations(OperationRunner):
                 `RunOptions`.
 
         Raises:
-            TypeError: an argument or option of another type, or one that does not exist.
+            TypeError: an argument or option of the wrong type, or one that does not exist.
             ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
             LLMException: LLM_PARAM_INVALID: as `kvplan.plan`, this engine's own cluster, a cache
                 that is not writable there, or an option that the transfer cannot have;

@@ -1,4 +1,4 @@
-"""The handle of a task with one outcome, to wait for, await, or be called back by."""
+"""The handle of a task with one outcome: wait for it, await it, or let it call back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AwaitableTask(ABC):
-    """A handle with one outcome, to wait for, await, or be called back by."""
+    """A handle with one outcome: wait for it, await it, or let it call back."""
 
     def __init__(self) -> None:
         self._is_settled = False

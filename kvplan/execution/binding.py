@@ -1,4 +1,4 @@
-"""Binding: the descriptors of a plan between two memories, in any order of the copies.
+"""Binding: the descriptors of a plan between two memories, which can be copied in any order.
 
 This module must not submit transfers.
 """

@@ -54,7 +54,7 @@ class _Aside:
             pass
 
     def _take_and_call(self) -> bool:
-        # A frame of its own, so that the waiting thread keeps no call and its objects alive.
+        # A frame of its own, so that the waiting thread keeps no object of a call alive.
         call = self._take(_IDLE_S)
         if call is None:
             return False
@@ -74,7 +74,7 @@ class _Aside:
 
 
 def run_aside(call: Callable[..., object], *args: object) -> None:
-    """Run a call that may take long aside, or here if the system has no more threads."""
+    """Run a call that may take long in another thread; here if the system has no more threads."""
     _process.aside.call(partial(call, *args))
 
 
@@ -152,7 +152,7 @@ class Tracker:
         for held in list(self._open):
             if (task := held()) is not None:
                 task.cancel(reason)  # which calls `track`
-        # Tasks that have not begun first: they would begin when earlier ones end.
+        # In reverse, as tasks that have not begun would begin when earlier ones end.
         for flying in reversed(list(self._flying)):
             flying.task.cancel(reason)
 

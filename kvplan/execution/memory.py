@@ -89,12 +89,12 @@ class TensorMemory(Protocol):
         Called before a transfer is submitted and again after its bytes have moved.
 
         Args:
-            tensors: consecutive tensors that are about to move as a part of the transfer. A
-                computing thread waits for this check, so it may leave to the check after the
-                transfer whatever does no harm until then. None: all.
+            tensors: consecutive tensors that are about to move as a part of the transfer. This
+                check delays a computing thread, so it may omit what the check after the transfer
+                finds, if moving the tensors does no harm until then. None: all.
 
         Raises:
-            LLMException: the memory has changed, with the reason.
+            LLMException: the memory is another one; gives the reason.
         """
 
 
@@ -145,7 +145,7 @@ class HostMemory(Revocable):
 
         Raises:
             TypeError: an element that is not an array, or an array of Python objects.
-            LLMException: LLM_PARAM_INVALID, an array that is not C-contiguous, empty, or not in
+            LLMException: LLM_PARAM_INVALID: an array that is not C-contiguous, empty, or not in
                 host memory.
         """
         forms = [read_form(f"{name}[{position}]", array) for position, array in enumerate(arrays)]

@@ -64,7 +64,7 @@ class _Cut(NamedTuple):
 class RowPair(NamedTuple):
     """Two memories, and everything that requests between them share.
 
-    It holds addresses only, and keeps no memory alive.
+    It holds only addresses, and keeps no memory alive.
     """
 
     operation: Operation
@@ -223,7 +223,7 @@ class RowRequests:
 
 
 def are_plain(layers: KvCacheExtParam) -> bool:
-    """Return True if a dict can have these values as a key without mistaking others for them.
+    """Return True if a dict distinguishes these values from all others.
 
     To a dict True equals 1, and range(0, 1, 2) equals range(1); to the planner they differ.
     """

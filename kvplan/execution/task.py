@@ -105,7 +105,8 @@ class TransferTask(NativeTask):
     Args:
         on_outcome: called with the error or None, by the thread that finds the outcome first,
             before any caller gets it. If it raises after a success, that is the outcome. It is
-            called a second time, with an error, only if an interrupt ended the first call.
+            called again, with an error, only if an interrupt ended the first call, perhaps before
+            its first line.
         stream_of: returns the handle of a stream; None: the engine has no accelerator.
     """
 
@@ -149,10 +150,11 @@ class TransferTask(NativeTask):
                 be called again.
 
         Raises:
-            NativeError: this is a forked child, and the task its parent's.
+            NativeError: in a forked child, as the task belongs to its parent.
             ValueError: timeout_ms < 0 or not a number.
             LLMException: LLM_TIMEOUT after the timeout; otherwise the status of the failure.
-                `unconfirmed` lists the descriptors that may not have arrived, `origin` what failed.
+                `unconfirmed` lists the descriptors that may not have arrived; `origin` is the
+                place of the first failure.
         """
         if timeout_ms is None and self._is_settled and self._error is None:
             return
@@ -178,7 +180,7 @@ class TransferTask(NativeTask):
         """Make `stream` wait for the transfer's copies before work that is issued to it later.
 
         The device keeps that order. The call returns when the copies were issued to the device,
-        without waiting for them, but after transfers that were submitted earlier on the same way.
+        without waiting for them, but after transfers that were submitted earlier on the same path.
         Afterwards issue the work that reads the destination, or writes the source.
 
         A transfer that is over, or that ends early, does not hold the stream: later work then runs
@@ -190,14 +192,14 @@ class TransferTask(NativeTask):
                 must not be captured into a graph.
 
         Raises:
-            NativeError: this is a forked child, and the task its parent's.
+            NativeError: in a forked child, as the task belongs to its parent.
             TypeError: not a stream, but an event or a handle.
             LLMException: LLM_FEATURE_NOT_ENABLED: no stream of a device moves these bytes (`tcp`,
-                `ucx` or the host does), or not yet, as the host waits for the event that they come
-                after; the engine has no accelerator, or an Ascend device: wait
-                on the host then. LLM_PARAM_INVALID: a stream of another accelerator, or one that is
-                captured. Otherwise an error of the accelerator. Then the stream is not held, or
-                only by a part of the copies.
+                `ucx` or the host does), or not yet, as the host waits for the event `after`; the
+                engine has no accelerator, or an Ascend device: wait on the host then.
+                LLM_PARAM_INVALID: a stream of another accelerator, or one that is captured.
+                Otherwise an error of the accelerator. After any of these the stream is not held,
+                or only by a part of the copies.
         """
         if self._stream_of is None:
             raise no_accelerator("stream", stream)
@@ -283,8 +285,8 @@ class TransferTask(NativeTask):
     def explain(self) -> str:
         """Return the progress of each layer as text: confirmed descriptors, and the failure."""
         if not self.native.done:
-            held = getattr(self.native, "held", False)  # only layers have an event each
-            behind = ", behind an event that has not come" if held else ""
+            held = getattr(self.native, "held", False)  # False for layers: each has its own event
+            behind = ", waiting for its event" if held else ""
             return f"{self.plan!r} in flight{behind}"
         error = None
         try:

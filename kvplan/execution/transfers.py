@@ -148,7 +148,7 @@ class Transfers:
             stream_of: as for `TransferTask`.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: memory and plan do not fit; the memory's own status if
                 it is not valid any more; LLM_ENGINE_FINALIZED: after `close`; LLM_FAILED: in a
                 forked child. Nothing was copied then.

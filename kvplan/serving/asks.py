@@ -123,7 +123,7 @@ class Asks:
             return
         handle = Handle.of(ask.handle)
         if handle is None and not ask.transfer:
-            self._refuse(cluster_id, ask, "it names neither a handle nor a transfer")
+            self._refuse(cluster_id, ask, "the ask names neither a handle nor a transfer")
             return
         try:
             handle, leases = self._book.leases_of(handle, ask.digest, ask.transfer)

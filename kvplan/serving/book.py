@@ -210,7 +210,7 @@ class LeaseBook:
         """Note that one of `readers` is done; the last one frees the blocks.
 
         Args:
-            handle: None if the reader only knows the transfer.
+            handle: None if the reader knows only the transfer.
         """
         with self._mutex:
             if handle is None:

@@ -371,7 +371,7 @@ class Puller:
         return Goal(lease, block * group.block_tokens, target.first_token)
 
     async def _release(self, pull: Pull, goal: Goal) -> None:
-        """Release a goal, also if a stopped producer delays that; then no producer writes to it."""
+        """Release a goal; retry while a stopped producer delays that. Then no producer writes."""
         while True:
             try:
                 await self._helpers.run(
