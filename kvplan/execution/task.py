@@ -103,11 +103,10 @@ class TransferTask(NativeTask):
     any more.
 
     Args:
-        on_outcome: Called with the error or None, by the thread that finds the outcome first,
-            before anyone gets it. If it raises after a success, that is the outcome. It is called
-            once, or a second time with an error if it was interrupted, even before its first line.
-        stream_of: Returns the handle of a stream, from the name and the value of an argument; None:
-            no accelerator has streams.
+        on_outcome: called with the error or None, by the thread that finds the outcome first,
+            before any caller gets it. If it raises after a success, that is the outcome. It is
+            called a second time, with an error, only if an interrupt ended the first call.
+        stream_of: returns the handle of a stream; None: the engine has no accelerator.
     """
 
     def __init__(
@@ -145,9 +144,9 @@ class TransferTask(NativeTask):
         """Wait until every byte has arrived.
 
         Args:
-            timeout_ms: Milliseconds, >= 0; None waits forever.
-            stop: True if a timeout stops the transfer. If False, the transfer goes on, and can be
-                waited for again.
+            timeout_ms: milliseconds, >= 0; None waits forever.
+            stop: True: a timeout stops the transfer. False: the transfer goes on, and `wait` can
+                be called again.
 
         Raises:
             NativeError: this is a forked child, and the task its parent's.
@@ -178,16 +177,16 @@ class TransferTask(NativeTask):
     def block_stream(self, stream: ComputeStream) -> None:
         """Make `stream` wait for the transfer's copies before work that is issued to it later.
 
-        The device keeps that order. This returns when the copies were issued to the device, and
-        does not wait for them. It does wait for transfers that were submitted before on the same
-        way. Afterwards issue the work that reads the destination, or writes the source.
+        The device keeps that order. The call returns when the copies were issued to the device,
+        without waiting for them, but after transfers that were submitted earlier on the same way.
+        Afterwards issue the work that reads the destination, or writes the source.
 
         A transfer that is over, or that ends early, does not hold the stream: later work then runs
         with what has arrived. So `wait` before you use a result. Once the device keeps the order,
         the stream also waits for the event that the transfer comes `after`.
 
         Args:
-            stream: A stream of the model's compute, on the engine's device; see `ComputeStream`. It
+            stream: a stream of the model's compute, on the engine's device; see `ComputeStream`. It
                 must not be captured into a graph.
 
         Raises:
@@ -225,8 +224,8 @@ class TransferTask(NativeTask):
         A finished transfer keeps its outcome. Waiting for a cancelled one raises LLM_CANCELLED.
 
         Args:
-            reason: The message and status that are raised and logged instead. The first call
-                counts, with a reason or without.
+            reason: message and status to raise and log instead. Only the first call counts, with
+                or without a reason.
         """
         if not self._is_cancelled:
             self._is_cancelled = True
@@ -282,9 +281,9 @@ class TransferTask(NativeTask):
                 raise
 
     def explain(self) -> str:
-        """Return how far each layer came, as text: confirmed descriptors, and the failure."""
+        """Return the progress of each layer as text: confirmed descriptors, and the failure."""
         if not self.native.done:
-            held = getattr(self.native, "held", False)  # not of layers: they are ready one by one
+            held = getattr(self.native, "held", False)  # only layers have an event each
             behind = ", behind an event that has not come" if held else ""
             return f"{self.plan!r} in flight{behind}"
         error = None
@@ -329,8 +328,7 @@ def failure(
     `reason` why it was cancelled.
     """
     if lost is None:
-        # It may have failed because the owner of a side, or the way to it, is gone. Then that is
-        # the reason.
+        # If the owner of a side, or the way to it, is gone, that is the reason.
         cause = _lost(memories) if report.status in _LOSING else None
         if report.status == KVN_CANCELLED:
             cause = cause or reason

@@ -20,20 +20,20 @@ MAX_LINES = {
     "control": 3614,
     "debug": 791,
     "device": 1197,
-    "engine": 8190,
-    "execution": 3189,
+    "engine": 8169,
+    "execution": 3183,
     "hixl": 1099,
     "inspection": 2000,
     "kvplan": 1671,
-    "links": 4003,
+    "links": 3994,
     "llm_datadist": 3814,
     "mooncake": 540,
-    "nixl": 1653,
-    "observe": 1394,
-    "planning": 5837,
+    "nixl": 1663,
+    "observe": 1446,
+    "planning": 5842,
     "recording": 1672,
     "run": 362,
-    "serving": 2745,
+    "serving": 2747,
     "system": 467,
     "tensors": 1077,
     "testing": 471,
@@ -46,7 +46,7 @@ TRANSFER_MODULES = [
     "engine/gather", "engine/operation", "engine/pairs", "engine/ranges", "engine/resolve",
     "engine/shares", "engine/transfers", "execution/gather_task",
 ]  # fmt: skip
-MAX_TRANSFER_LINES = 2407
+MAX_TRANSFER_LINES = 2385
 """Lines of the modules that make a transfer of names; 4,411 before there was one path. It falls."""
 
 MAX_IN_CIRCLES_OF_TYPES = 0
