@@ -32,7 +32,7 @@ MAX_LINES = {
     "observe": 1446,
     "planning": 5842,
     "recording": 1672,
-    "run": 362,
+    "run": 368,
     "serving": 2747,
     "system": 467,
     "tensors": 1077,
