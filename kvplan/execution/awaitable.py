@@ -138,3 +138,4 @@ class NativeTask(AwaitableTask):
 
     native: Task | LayeredTask
     is_followed = False  # the thread settles it
+    settles_aside = False  # what follows the last byte may take long
