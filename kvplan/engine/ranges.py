@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     Column = NDArray[np.uint64]
 
 
+_UINT64 = np.dtype(np.uint64)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class AddressRanges:
     """Ranges of bytes to move, by their addresses here and in a peer.
@@ -73,18 +76,21 @@ class AddressRanges:
         if direction not in ("pull", "push"):
             raise invalid(f"direction={shown(direction)} must be 'pull' or 'push'")
         check_width("cluster_id", cluster_id, 0, UINT64_MAX)
-        columns = {
-            name: _column(name, values)
-            for name, values in (("local", local), ("remote", remote), ("nbytes", nbytes))
-        }
-        if not len(columns["local"]) == len(columns["remote"]) == len(columns["nbytes"]) > 0:
-            lengths = {name: len(column) for name, column in columns.items()}
-            raise invalid(f"ranges: {lengths} must be of one length, of at least 1")
-        if (bad := first_bad(*columns.values())) >= 0:
-            raise _impossible(bad, *columns.values())
-        fields = {"cluster_id": cluster_id, "direction": direction, **columns}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        columns = _column("local", local), _column("remote", remote), _column("nbytes", nbytes)
+        lengths = list(map(len, columns))
+        if lengths[0] == 0 or lengths != lengths[:1] * 3:
+            raise invalid(
+                f"ranges: local, remote and nbytes have {lengths} numbers; they must have as many "
+                "of each, and at least 1"
+            )
+        if (bad := first_bad(*columns)) >= 0:
+            raise _impossible(bad, *columns)
+        assign = object.__setattr__
+        assign(self, "cluster_id", cluster_id)
+        assign(self, "direction", direction)
+        assign(self, "local", columns[0])
+        assign(self, "remote", columns[1])
+        assign(self, "nbytes", columns[2])
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -248,7 +254,7 @@ def _side(desc: CacheDesc, cache_id: int, name: str, way: str = "") -> Side:
 
 def _column(name: str, values: Any) -> Column:
     given = np.asarray(values)
-    if given.dtype == np.uint64 and given.ndim == 1 and given.flags.c_contiguous:
+    if given.dtype == _UINT64 and given.ndim == 1 and given.flags.c_contiguous:
         return given
     if given.ndim != 1:
         raise TypeError(f"{name}={shown(values)} must be a sequence of int")

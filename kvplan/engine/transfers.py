@@ -254,7 +254,7 @@ class TransferOperations(OperationRunner):
         if operation.by_layer:
             gate_of = None if device is None else device.gate
             layers = transfers.layered(plan, src, dst, on_outcome, track, descriptors, gate_of)
-            operation.submitted = True
+            operation.submitted, layers.settles_aside = True, operation.follows_up
             engine.completion.watch(layers)
             return layers
         stream_of = None if device is None else device.stream
@@ -267,7 +267,7 @@ class TransferOperations(OperationRunner):
                 raise
             return self._submit(operation, operation.prepare())
         try:
-            operation.submitted = True
+            operation.submitted, task.settles_aside = True, operation.follows_up
             track(task)
         except BaseException:  # an interrupt: the caller has no task to cancel
             task.cancel()

@@ -137,3 +137,4 @@ class NativeTask(AwaitableTask):
 
     native: Task | LayeredTask
     is_followed = False  # True: the completion thread settles it
+    settles_aside = False  # True: the steps after the last byte may take long

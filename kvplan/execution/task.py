@@ -137,6 +137,14 @@ class TransferTask(NativeTask):
         """True if the transfer has an outcome, good or bad; never blocks."""
         return self.native.done
 
+    @property
+    def settled(self) -> bool:
+        """See `AwaitableTask.settled`. A caller that polls need not wait for another thread."""
+        if not self._is_settled and not self.settles_aside and self.done:
+            with suppress(LLMException):  # `wait` raises it again
+                self._conclude()
+        return self._is_settled
+
     def wait_done(self, timeout_ms: float) -> bool:
         """Wait until `done`, at most `timeout_ms`; return `done`. It does not raise the outcome."""
         return self.native.wait(timeout_ms, False).status != KVN_PENDING

@@ -461,8 +461,6 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
             raise nixlRepostActiveError(f"transfer {reqh} is still in flight")
         if notif_msg:
             transfer.message = bytes_of(notif_msg)
-        if transfer.agent != self.name:
-            self._remote(transfer.agent)
         transfer.began, transfer.error, transfer.request = perf_counter(), None, None
         transfer.telemetry = nixlXferTelemetry(startTime=int(monotonic() * 1e6))
         try:

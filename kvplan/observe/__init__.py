@@ -64,7 +64,7 @@ def install(
               [_MODULES[name][1]]}  # fmt: skip
     for module, wrap in wanted.items():
         if module in sys.modules:
-            wrap(sys.modules[module], observer)
+            observer.guarded(wrap, sys.modules[module], observer)
     sys.meta_path.insert(0, _Finder(wanted, observer))
     return observer
 

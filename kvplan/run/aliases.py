@@ -20,6 +20,9 @@ AS: Final = "KVPLAN_AS"
 OBSERVE: Final = "KVPLAN_OBSERVE"
 """Environment variable: what to observe, such as `nixl`, or `nixl,mooncake=/folder`."""
 
+OBSERVABLE: Final = ("nixl", "mooncake", "sums")
+"""Names in its value: libraries, and `sums` of the blocks that they move."""
+
 INTERFACES: Final = {
     "nixl": dict.fromkeys(("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm"), "kvplan.nixl"),
     "mooncake": {"mooncake": "kvplan.mooncake"},

@@ -92,8 +92,10 @@ class Exchange:
         self._instance = check_type("instance", instance, bytes)
         if not 1 <= len(instance) <= MAX_INSTANCE:
             raise invalid(f"instance={shown(instance)} must have 1 to {MAX_INSTANCE} bytes")
-        shard = groups[0].cache.cache_desc.shard
-        self._share_of = partial(share_of, place, (shard and shard.num_heads) or 1)
+        # Of groups with unlike numbers of heads, more workers have parts of the one with most.
+        shards = [group.cache.cache_desc.shard for group in groups]
+        num_heads = max((shard and shard.num_heads) or 1 for shard in shards)
+        self._share_of = partial(share_of, place, num_heads)
         self._movers = PeerThreads("kvplan-serving", options.max_pulls)
         # Separate threads, as leases would expire while all transfers wait.
         self._helpers = PeerThreads("kvplan-serving-helper", _HELPERS_OF_PEER)

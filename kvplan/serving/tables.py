@@ -22,6 +22,9 @@ from kvplan.validation import shown
 class CacheGroup:
     """A paged cache of those layers of a model that share a block table.
 
+    A cache whose layout has no axis `token` has states (Mamba): a request has one block of it, the
+    state after all of its tokens, which always moves whole.
+
     Args:
         name: unique name, for plans and errors.
         cache: cache of these layers, with a layout.
@@ -34,6 +37,13 @@ class CacheGroup:
     token_unit: int = 1
 
     @cached_property
+    def is_state(self) -> bool:
+        """True if the cache has states, which no token divides."""
+        return (
+            self.cache.cache_desc.layout is not None and self.cache.cache_desc.seq_len_dim_index < 0
+        )
+
+    @cached_property
     def block_tokens(self) -> int:
         """The number of tokens of a block."""
         desc = self.cache.cache_desc
@@ -42,8 +52,16 @@ class CacheGroup:
     @cached_property
     def unit_nbytes(self) -> int:
         """The bytes of `token_unit` tokens in all layers."""
+        return (
+            self.block_nbytes
+            // self.cache.cache_desc.shape[self.cache.cache_desc.seq_len_dim_index]
+        )
+
+    @cached_property
+    def block_nbytes(self) -> int:
+        """The bytes of a block in all layers."""
         desc = self.cache.cache_desc
-        return desc.nbytes // (desc.batch_size * desc.shape[desc.seq_len_dim_index])
+        return desc.nbytes // desc.batch_size
 
 
 @dataclass(frozen=True)
@@ -115,6 +133,14 @@ def missing_of(
         missing = max(first_token, begin)
         if missing >= num_tokens:
             continue
+        if group.is_state:
+            states = [Rows(of_source[number].lease) for of_source in leases]
+            target = Rows(group.cache, table.blocks)
+            if len(table.blocks) != 1:
+                raise invalid(f"{group.name}: a state is one block, not {shown(table.blocks)}")
+            transfers[group.name] = _transfer(states, target, None, rank)
+            nbytes += group.block_nbytes
+            continue
         if missing % unit:
             raise invalid(f"first_token={missing} must be a multiple of {unit}")
         first = leases[0][number].first_token
@@ -131,13 +157,15 @@ def missing_of(
         # The table may include blocks for future tokens.
         held = -(-num_tokens // group.block_tokens) - table.skipped
         target = Rows(group.cache, table.blocks[:held], None, (missing - begin) // unit)
-        transfers[group.name] = (
-            Transfer(rows[0], target, units)
-            if len(rows) == 1
-            else Transfer(rows, target, units, rank=rank)
-        )
+        transfers[group.name] = _transfer(rows, target, units, rank)
         nbytes += units * group.unit_nbytes
     return transfers, nbytes
+
+
+def _transfer(sources: list[Rows], target: Rows, units: int | None, rank: int) -> Transfer:
+    if len(sources) == 1:
+        return Transfer(sources[0], target, units)
+    return Transfer(sources, target, units, rank=rank)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ MAX_LINES = {
     "observe": 1446,
     "planning": 5842,
     "recording": 1672,
-    "run": 362,
+    "run": 368,
     "serving": 2747,
     "system": 467,
     "tensors": 1077,
@@ -46,7 +46,7 @@ TRANSFER_MODULES = [
     "engine/gather", "engine/operation", "engine/pairs", "engine/ranges", "engine/resolve",
     "engine/shares", "engine/transfers", "execution/gather_task",
 ]  # fmt: skip
-MAX_TRANSFER_LINES = 2407
+MAX_TRANSFER_LINES = 2385
 """Lines of the modules that make a transfer of names; 4,411 before there was one path. It falls."""
 
 MAX_IN_CIRCLES_OF_TYPES = 0

@@ -23,9 +23,15 @@ from vllm.config import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -51,7 +57,9 @@ LLAMA = {
 class Engine:
     """A scheduler whose workers are these tests."""
 
-    def __init__(self, folder: Path, role: str, policy: str = "recompute") -> None:
+    def __init__(
+        self, folder: Path, role: str, policy: str = "recompute", *, states: bool = False
+    ) -> None:
         transfer = KVTransferConfig(
             kv_connector="KvplanConnector",
             kv_connector_module_path="kvplan.vllm",
@@ -59,7 +67,7 @@ class Engine:
             engine_id=role,
             kv_load_failure_policy=policy,
         )
-        caches = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+        caches = CacheConfig(block_size=BLOCK, enable_prefix_caching=not states)
         config = VllmConfig(
             model_config=ModelConfig(
                 model=str(folder), dtype="float32", max_model_len=256, skip_tokenizer_init=True
@@ -77,11 +85,21 @@ class Engine:
         caches.num_gpu_blocks = BLOCKS
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32)
         groups = [KVCacheGroupSpec(["layers.0.attn", "layers.1.attn"], spec)]
+        if states:  # of a gated delta net
+            mixer = MambaSpec(
+                shapes=((3, 32), (2, 8, 4)),
+                dtypes=(torch.float32, torch.float32),
+                block_size=256,
+                page_size_padded=spec.page_size_bytes,
+                mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+            )
+            groups.append(KVCacheGroupSpec(["layers.2.mixer", "layers.3.mixer"], mixer))
         self.scheduler: Any = Scheduler(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(BLOCKS, [], groups),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
+            block_size=256 if states else BLOCK,
+            hash_block_size=BLOCK,
         )
         self.connector = self.scheduler.connector
         workers = {(stage, 0): WorkerAddress(7 + stage, f"a:{stage}") for stage in (1, 0)}
@@ -171,6 +189,34 @@ def aborted(folder: Path, params: dict[str, Any]) -> dict[str, Any]:
     return {"held": held[0] and held[1] > 0, "cancelled": step.cancelled, "left": engine.held()}
 
 
+def hybrid(folder: Path, **failed: Any) -> dict[str, Any]:
+    """A request of a model with states, from one engine to another."""
+    prefill = Engine(folder, "kv_producer", states=True)
+    prefill.add("p", {"do_remote_decode": True})
+    _, scheduled, answer = prefill.step()
+    step, _, _ = prefill.step()
+    decode = Engine(folder, "kv_consumer", states=True)
+    decode.add("d", answer.kv_transfer_params)
+    begun, _, _ = decode.step()
+    _, target = begun.fetched["d"]
+    _, _, ended = decode.step(finished_recving={"d"}, **failed)
+    computed: dict[str, int] = {}
+    if ended is None:
+        _, computed, ended = decode.step()
+    decode.step()
+    prefill.step(finished_sending={"p"})
+    prefill.step()
+    return {
+        "scheduled": scheduled["p"],
+        "offered": [len(table.blocks) for table in step.offers[0].blocks],
+        "fetched": [len(table.blocks) for table in target.blocks],
+        "null": any(0 in table.blocks for table in (*target.blocks, *step.offers[0].blocks)),
+        "computed": computed["d"],
+        "reason": str(ended.finish_reason),
+        "left": [decode.held(), prefill.held()],
+    }
+
+
 def main() -> None:
     init_none_hash(sha256)
     with tempfile.TemporaryDirectory() as name:
@@ -184,6 +230,8 @@ def main() -> None:
             "all failed": lambda: fetched(folder, given, "recompute", failed_recving={"d"}),
             "failed for good": lambda: fetched(folder, given, "fail", failed_recving={"d"}),
             "aborted": lambda: aborted(folder, given),
+            "states": lambda: hybrid(folder),
+            "states failed": lambda: hybrid(folder, failed_recving={"d"}),
         }
         found = {"produced": first} | {name: run() for name, run in runs.items()}
         sys.stdout.write(f"{json.dumps(found)}\n")

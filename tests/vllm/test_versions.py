@@ -65,3 +65,12 @@ def test_what_was_not_fetched_is_computed(
 
 def test_blocks_of_an_aborted_fetch_are_held_until_its_result(found: Any) -> None:
     assert found["aborted"] == {"held": True, "cancelled": ["d"], "left": FREE}
+
+
+@pytest.mark.parametrize(("case", "computed"), [("states", 1), ("states failed", 40)])
+def test_of_states_the_last_token_is_left_out(found: Any, case: str, computed: int) -> None:
+    """The first engine computes 39 of 40 tokens, and has one block of states."""
+    result = found[case]
+    assert (result["scheduled"], result["computed"], result["reason"]) == (39, computed, "length")
+    assert (result["offered"], result["fetched"], result["null"]) == ([3, 1], [3, 1], False)
+    assert result["left"] == [FREE, FREE]
