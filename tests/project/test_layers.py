@@ -15,30 +15,30 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "addressed": 670,
+    "addressed": 683,
     "cli": 3694,
     "control": 3614,
     "debug": 791,
     "device": 1197,
-    "engine": 8169,
-    "execution": 3183,
+    "engine": 8175,
+    "execution": 3194,
     "hixl": 1099,
     "inspection": 2000,
     "kvplan": 1671,
-    "links": 3994,
+    "links": 3996,
     "llm_datadist": 3814,
     "mooncake": 540,
-    "nixl": 1663,
+    "nixl": 1661,
     "observe": 1446,
     "planning": 5842,
     "recording": 1672,
     "run": 368,
-    "serving": 2747,
+    "serving": 2777,
     "system": 467,
     "tensors": 1077,
     "testing": 471,
     "transport": 7488,
-    "vllm": 1782,
+    "vllm": 1998,
 }
 """Lines of each room. Only a commit that says why may raise one."""
 
