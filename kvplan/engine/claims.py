@@ -113,10 +113,8 @@ class KeyIndex:
                     else f"{CACHE_KEYS}[{row}]={key} names slot {other.batch_index} of {owner} "
                     "already"
                 )
-            consumed = consumable and name.kind == "request"
-            found[name] = BoundKey(
-                name, cache_id, row, set(range(num_tensors)) if consumed else None
-            )
+            once = consumable and name.kind == "request"
+            found[name] = BoundKey(name, cache_id, row, set(range(num_tensors)) if once else None)
         self._bound.update(found)
         self._use(cache_id, len(found))
 

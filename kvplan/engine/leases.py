@@ -184,10 +184,7 @@ class Leases:
     def _affected(
         self, where: Cache | BlockLease, moves: Mapping[int, int], *, follow: bool
     ) -> tuple[list[BlockLease], list[tuple[int, ...]]]:
-        """Return the live leases that name a moved block, and the blocks of each after the move.
-
-        Needs the mutex.
-        """
+        """Return the live leases with a moved block, and their new blocks. Needs the mutex."""
         now_ns = time.monotonic_ns()
         if isinstance(where, BlockLease):
             entry = self._registry.get(self.standing(where).cache_id)
@@ -414,10 +411,7 @@ class Leases:
                     raise
 
     def _held(self, lease: BlockLease) -> BlockLease | None:
-        """Return this engine's object for a lease; None: it has ended. Needs the mutex.
-
-        Refuses leases of other engines.
-        """
+        """Return the object of an own lease; None: it has ended; refuse others. Needs the mutex."""
         if (lease.cluster_id, lease.instance) != (self._cluster_id, self._instance):
             if lease.cluster_id == self._cluster_id:
                 return None  # made before a restart of this engine, which ended all leases

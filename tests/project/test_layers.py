@@ -20,7 +20,7 @@ MAX_LINES = {
     "control": 3614,
     "debug": 791,
     "device": 1197,
-    "engine": 8181,
+    "engine": 8173,
     "execution": 3194,
     "hixl": 1099,
     "inspection": 2000,
