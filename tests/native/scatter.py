@@ -35,7 +35,8 @@ class Scattered:
 
     def expected(self, moved: set[int] | None = None) -> NDArray[np.uint8]:
         """Return the destination after `moved` (all) of the descriptors."""
-        target = np.full_like(self.target, UNTOUCHED)
+        target = spare_bytes(len(self.target))
+        target.fill(UNTOUCHED)
         for index in range(len(self.nbytes)) if moved is None else moved:
             src, dst, nbytes = (
                 int(column[index]) for column in (self.src_offsets, self.dst_offsets, self.nbytes)
