@@ -92,7 +92,9 @@ class Names(PythonDomain):
         if len(found) > 1:
             of_llm_datadist = (modname or "").startswith("kvplan.llm_datadist")
             preferred = "kvplan.llm_datadist." if of_llm_datadist else "kvplan."
-            found.sort(key=lambda it: (not it[0].startswith(preferred), it[0].count("."), it[0]))
+            found.sort(
+                key=lambda one: (not one[0].startswith(preferred), one[0].count("."), one[0])
+            )
         return found[:1]
 
     @cached_property
