@@ -1,5 +1,7 @@
 """Descriptors between two byte arrays at random places, and what they must leave there."""
 
+import sys
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +10,12 @@ from numpy.typing import NDArray
 from kvnative._lower import Descriptors
 
 UNTOUCHED = 0xA5
+NOISE_NBYTES = 16 << 20  # random bytes that sources share; longer sources have their own
+MAX_SPARE = 6  # targets that are used again
+
+_spare: list[NDArray[np.uint8]] = []
+_noise: list[NDArray[np.uint8]] = []
+_lock = threading.Lock()  # cases are made by several threads at once
 
 
 @dataclass
@@ -27,7 +35,8 @@ class Scattered:
 
     def expected(self, moved: set[int] | None = None) -> NDArray[np.uint8]:
         """Return the destination after `moved` (all) of the descriptors."""
-        target = np.full_like(self.target, UNTOUCHED)
+        target = spare_bytes(len(self.target))
+        target.fill(UNTOUCHED)
         for index in range(len(self.nbytes)) if moved is None else moved:
             src, dst, nbytes = (
                 int(column[index]) for column in (self.src_offsets, self.dst_offsets, self.nbytes)
@@ -52,6 +61,35 @@ def assert_same(found: NDArray[np.uint8], expected: NDArray[np.uint8]) -> None:
         np.testing.assert_array_equal(found, expected)
 
 
+def random_bytes(nbytes: int, seed: int) -> NDArray[np.uint8]:
+    """Return bytes to read, which are others for another seed.
+
+    To make them takes longer than most tests, so they are a part of bytes that are made once.
+    """
+    first = seed * 7919 % (1 << 20)
+    if first + nbytes > NOISE_NBYTES:
+        return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+    with _lock:
+        if not _noise:
+            _noise.append(np.random.default_rng(0).integers(0, 256, NOISE_NBYTES, dtype=np.uint8))
+            _noise[0].flags.writeable = False
+    return _noise[0][first : first + nbytes]
+
+
+def spare_bytes(nbytes: int) -> NDArray[np.uint8]:
+    """Return bytes to write, in memory that an earlier case had and no array has any more.
+
+    New pages cost more than what is written there, and several times as much with a sanitizer.
+    """
+    with _lock:
+        for index in range(len(_spare)):
+            if len(_spare[index]) >= nbytes and sys.getrefcount(_spare[index]) == 2:
+                return _spare[index][:nbytes]
+        _spare.append(np.empty(nbytes, np.uint8))
+        del _spare[:-MAX_SPARE]
+        return _spare[-1][:]
+
+
 def scatter(sizes: list[int], seed: int = 0, gap: int = 100) -> Scattered:
     """Place ranges of these sizes in random order, up to `gap` bytes apart, on both sides."""
     rng = np.random.default_rng(seed)
@@ -67,8 +105,9 @@ def scatter(sizes: list[int], seed: int = 0, gap: int = 100) -> Scattered:
 
     src_offsets, src_nbytes = places()
     dst_offsets, dst_nbytes = places()
-    source = rng.integers(0, 256, src_nbytes, dtype=np.uint8)
-    target = np.full(dst_nbytes, UNTOUCHED, np.uint8)
+    source = random_bytes(src_nbytes, seed)
+    target = spare_bytes(dst_nbytes)
+    target.fill(UNTOUCHED)
     descriptors = Descriptors.from_columns(
         dst_offsets + np.uint64(target.ctypes.data),
         src_offsets + np.uint64(source.ctypes.data),

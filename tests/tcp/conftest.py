@@ -54,6 +54,13 @@ def peer(tmp_path_factory: pytest.TempPathFactory, nbytes: int) -> Iterator[TcpP
     peer.close()
 
 
+@pytest.fixture(scope="module")
+def memory_here(nbytes: int) -> Bytes:
+    """Memory of this process: new pages for each test would cost more than the test."""
+    return np.empty(nbytes, dtype=np.uint8)
+
+
 @pytest.fixture
-def local(nbytes: int) -> Bytes:
-    return np.full(nbytes, 0xA5, dtype=np.uint8)
+def local(memory_here: Bytes) -> Bytes:
+    memory_here.fill(0xA5)
+    return memory_here

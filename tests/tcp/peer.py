@@ -133,9 +133,9 @@ def descriptors(direction: str, here: int, there: int, spans: Sequence[Span]) ->
     return Descriptors.from_columns(dst, src, np.ascontiguousarray(columns[:, 2]))
 
 
-def blocks(count: int, nbytes: int, seed: int = 2) -> list[Span]:
-    """Spans of `count` blocks, at random places of the peer, one after another here."""
-    places = np.random.default_rng(seed).permutation(NBYTES // nbytes)[:count]
+def blocks(count: int, nbytes: int, seed: int = 2, total: int = NBYTES) -> list[Span]:
+    """Spans of `count` blocks, at random places in `total` bytes of the peer, in order here."""
+    places = np.random.default_rng(seed).permutation(total // nbytes)[:count]
     return [(i * nbytes, int(place) * nbytes, nbytes) for i, place in enumerate(places)]
 
 

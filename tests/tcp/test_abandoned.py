@@ -9,9 +9,10 @@ import pytest
 
 from kvnative._executor import KVN_CANCELLED, KVN_OK, KVN_PEER_GONE, KVN_TIMEOUT, Executor, Report
 from kvnative._tcp import TcpNativeLink, TcpService
-from tests.tcp.peer import DIRECTIONS, NBYTES, TIMEOUT_MS, Bytes, TcpPeer, blocks, both
+from tests.tcp.peer import DIRECTIONS, TIMEOUT_MS, Bytes, TcpPeer, blocks, both
 
-SPANS = blocks(1500, 8192)
+MEMORY_NBYTES = 13 << 20  # of each side: most of the time was to copy and compare it
+SPANS = blocks(1500, 8192, total=MEMORY_NBYTES)
 directions = pytest.mark.parametrize("direction", DIRECTIONS)
 hows = pytest.mark.parametrize("how", ["deadline", "cancel"])
 
@@ -140,7 +141,9 @@ class TestAStoppedPeer:
         before = steady_peer.memory.copy()
         steady_peer.stop()
         with Executor(steady_peer.backend(link, "put")) as executor:
-            task = executor.submit(steady_peer.descriptors("put", local, [(0, 0, NBYTES)]))
+            task = executor.submit(
+                steady_peer.descriptors("put", local, [(0, 0, MEMORY_NBYTES)] * 2)
+            )
             report = task.wait(30) if how == "deadline" else task.cancel()
             assert report.status == (KVN_TIMEOUT if how == "deadline" else KVN_CANCELLED)
             assert link.failure is not None
