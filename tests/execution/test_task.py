@@ -132,7 +132,7 @@ def test_a_second_thread_does_not_overtake_the_check():
         assert checking.wait(30)
         second_waits.set()
 
-    threads = [threading.Thread(target=wait, args=(it,)) for it in (lambda: None, second)]
+    threads = [threading.Thread(target=wait, args=(value,)) for value in (lambda: None, second)]
     for thread in threads:
         thread.start()
     for thread in threads:
