@@ -19,6 +19,7 @@ from kvplan.validation import UINT64_MAX
 
 MAX_REQUESTS: Final = 1 << 16
 """Maximum number of open requests."""
+MAX_REGION_NAME: Final = 64  # characters that are kept
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -153,17 +154,22 @@ class AddressedEngine:
         return min(((each.cache.cache_id, each.address) for each in extents), default=(0, 0))[1]
 
     def register(
-        self, address: int, nbytes: int, place: Placement, *, remote_accessible: bool = True
-    ) -> int:
-        """Let transfers use memory until it is deregistered, and return its handle."""
+        self, address: int, nbytes: int, place: Placement, *, remote_accessible: bool = True,
+        name: str = "",
+    ) -> int:  # fmt: skip
+        """Let transfers use memory until it is deregistered, and return its handle.
+
+        Plans, recordings and messages at both ends have the name, as far as it prints.
+        """
         if address == 0 or nbytes == 0 or address + nbytes > UINT64_MAX + 1:
             raise invalid(
                 f"addr={address:#x}, len={nbytes}: memory must have at least 1 byte, begin above 0 "
                 "and end by 2**64"
             )
         desc = CacheDesc(1, (1, nbytes), DataType.DT_UINT8, place)  # a cache of one tensor of bytes
-        return self.datadist.register_cache(
-            desc, [address], remote_accessible=remote_accessible
+        shown = "".join(filter(str.isprintable, name))[:MAX_REGION_NAME]
+        return self.datadist._register(
+            desc, [address], (), False, remote_accessible, shown
         ).cache_id
 
     def deregister(self, handle: int) -> None:

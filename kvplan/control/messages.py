@@ -15,7 +15,7 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import DataType, LlmRole, Placement
 from kvplan.validation import printable
 
-PROTOCOL_VERSION: Final = 7
+PROTOCOL_VERSION: Final = 8
 MAX_NBYTES: Final = 1 << 20
 """Bytes of the largest frame."""
 
@@ -195,6 +195,7 @@ class TableEntry(_Message, frozen=True):
     offers: Offers
     writable: bool
     row_stride: Annotated[int, Meta(ge=1)] | None = None
+    name: Name = ""  # that the owner's caller gave the memory
 
 
 class Table(_Body, frozen=True):

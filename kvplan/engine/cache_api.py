@@ -378,12 +378,18 @@ class CacheOperations(OperationRunner):
         keys: Sequence[CacheKey | BlocksCacheKey],
         paged: bool,
         remote_accessible: bool,
+        name: str = "",
     ) -> Cache:
         operation = "register_blocks_cache" if paged else "register_cache"
         check_type("cache_desc", desc, CacheDesc)
         with self._recorded(operation, bytes=desc.nbytes) as engine, signals_deferred:
             return engine.registry.register(
-                desc, tensors, paged=paged, keys=keys, remote_accessible=remote_accessible
+                desc,
+                tensors,
+                paged=paged,
+                keys=keys,
+                remote_accessible=remote_accessible,
+                name=name,
             ).cache
 
     def _allocate(

@@ -34,6 +34,7 @@ class CacheEntry:
         metadata: bytes with which a peer reaches the cache, by name of the transport; empty for a
             transport that does not reach such memory.
         created: seconds since the epoch.
+        name: the name that the caller gave the memory, in plans of both ends; empty without one.
         side: the cache in a plan; None: `paged` is not known.
     """
 
@@ -45,6 +46,7 @@ class CacheEntry:
     owned: bool
     metadata: Mapping[str, bytes] = field(repr=False)
     created: float
+    name: str = ""
     side: Side | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -209,17 +209,19 @@ def _as_reached(
     return reached
 
 
-_Place = tuple[CacheDesc, int, int, int]
-"""A tensor: description and id of its cache, its number, its address. Keeps no memory."""
+_Place = tuple[CacheDesc, int, int, int, str]
+"""A tensor: description and id of its cache, its number, its address, and the name that the caller
+gave the cache. Keeps no memory."""
 
 
 def _own_place(extent: Extent[CacheEntry]) -> _Place:
     cache = extent.cache.cache
-    return cache.cache_desc, cache.cache_id, extent.tensor, extent.address
+    return cache.cache_desc, cache.cache_id, extent.tensor, extent.address, extent.cache.name
 
 
 def _peer_place(extent: Extent[PeerCache]) -> _Place:
-    return extent.cache.desc, extent.cache.cache_id, extent.tensor, extent.address
+    cache = extent.cache
+    return cache.desc, cache.cache_id, extent.tensor, extent.address, cache.name
 
 
 def _made_parts(
@@ -235,13 +237,18 @@ def _made_parts(
     counts = [count] if pairs is None else np.unique(pairs, return_counts=True)[1].tolist()
     parts = []
     for i, (mine, its) in enumerate(zip(own, peer, strict=True)):
-        here = _side(*mine[:2], f"memory {mine[1]}")
-        there = _side(*its[:2], f"memory {its[1]}{link[0]}", link[1])
+        here = _side(*mine[:2], _named(mine))
+        there = _side(*its[:2], f"{_named(its)}{link[0]}", link[1])
         (src, dst), (a, b) = ((there, here), (its, mine)) if pulls else ((here, there), (mine, its))
         parts.append(
             RangePart(src, dst, a[2], b[2], a[3], b[3], bounds[i], bounds[i + 1], counts[i])
         )
     return parts
+
+
+def _named(place: _Place) -> str:
+    name = place[-1]
+    return f"memory {place[1]} ({name})" if name else f"memory {place[1]}"
 
 
 def _side(desc: CacheDesc, cache_id: int, name: str, way: str = "") -> Side:

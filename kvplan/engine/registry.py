@@ -123,6 +123,7 @@ class CacheRegistry:
         keys: Sequence[AnyKey] = (),
         remote_accessible: bool = True,
         writable: bool | None = None,
+        name: str = "",
     ) -> CacheEntry:
         """Register the user's memory as a cache.
 
@@ -135,6 +136,7 @@ class CacheRegistry:
             remote_accessible: whether peers may reach the cache.
             writable: whether transfers may write to the cache. None: to addresses, and to arrays
                 that are writable.
+            name: of the memory, in plans of both ends; empty: its id is its name.
         """
         check_type("cache_desc", desc, CacheDesc)
         check_keys(keys, paged)
@@ -149,7 +151,7 @@ class CacheRegistry:
             )
         memory = memory_of_tensors(desc, tensors, writable=writable, device=self._device)
         ranges = offered_ranges(memory) if remote_accessible else ()
-        return self._publish(cache_id, desc, memory, ranges, paged, keys)
+        return self._publish(cache_id, desc, memory, ranges, paged, keys, name=name)
 
     def deallocate(self, cache_id: int, *, paged: bool | None = None) -> None:
         """Free an allocated cache: a paged one at once, a contiguous one after its keys are gone.
@@ -409,6 +411,7 @@ class CacheRegistry:
         paged: bool,
         keys: Sequence[AnyKey],
         span: Span | None = None,  # None: the memory is the user's
+        name: str = "",
     ) -> CacheEntry:
         """Offer the memory to peers and add the cache: both, or neither."""
         # Without the lock: registering much memory takes long, and links must not wait meanwhile.
@@ -425,6 +428,7 @@ class CacheRegistry:
                 owned=owned,
                 metadata=offered.metadata,
                 created=time.time(),
+                name=name,
             )
             check_publishable(entry)
             with self._mutex:

@@ -114,6 +114,10 @@ class OfferedCache(Protocol):
         """The key of a paged cache, or None."""
 
     @property
+    def name(self) -> str:
+        """The name that the caller gave the memory; empty without one."""
+
+    @property
     def metadata(self) -> Mapping[str, bytes]:
         """The metadata by which a peer reaches the cache over `transport`, empty if it cannot."""
 
@@ -408,6 +412,7 @@ class PublishedTable:
                 if (metadata := entry.metadata[name])
             ),
             writable=entry.memory.writable,
+            name=entry.name,
         )
 
     def _message(
@@ -499,7 +504,7 @@ class Publisher:
 def published_nbytes(entry: OfferedCache, transports: Iterable[str]) -> int:
     """Estimate the size of a cache in a message to a peer that uses `transports`."""
     desc = entry.cache.cache_desc
-    own = _ENTRY_NBYTES + 4 * len(desc.kv_tensor_format or "")
+    own = _ENTRY_NBYTES + 4 * len((desc.kv_tensor_format or "") + entry.name)
     return (
         own
         + sum(len(entry.metadata[name]) for name in transports)

@@ -38,6 +38,7 @@ class PeerCache:
         offers: Its metadata for each transport of the link that reaches it.
         writable: True if it can be pushed to.
         model_id: Model id of its BlocksCacheKey, or None.
+        name: The name that the peer's caller gave the memory, or "".
         side: The cache as a side of a plan.
         first: Lowest byte of all tensors.
         last: Highest byte of all tensors.
@@ -51,6 +52,7 @@ class PeerCache:
     offers: tuple[Offer, ...]
     writable: bool
     model_id: int | None = None
+    name: str = ""
     side: Side = field(init=False, repr=False, compare=False)
     first: int = field(init=False, repr=False, compare=False)
     last: int = field(init=False, repr=False, compare=False)
@@ -104,6 +106,7 @@ class PeerCache:
             entry.offers,
             entry.writable,
             entry.model_id_of_blocks_key,
+            entry.name,
         )
 
 

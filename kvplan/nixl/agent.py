@@ -196,8 +196,11 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
         made: list[tuple[Region, int]] = []
         with self._mutex:
             try:
-                for region in _regions(descs):
-                    handle = self.engine.register(*region[1:3], place) if region[2] else 0
+                for region, text in zip(_regions(descs), descs.texts, strict=True):
+                    name = text.decode(errors="replace")
+                    handle = (
+                        self.engine.register(*region[1:3], place, name=name) if region[2] else 0
+                    )
                     made.append((region, handle))
             except _REFUSALS as error:
                 for _, handle in made:

@@ -70,6 +70,11 @@ class DescList:
         """The address, size and device of each descriptor."""
         return self._rows[: self._count]
 
+    @property
+    def texts(self) -> list[Any]:
+        """The fourth column."""
+        return self._texts
+
     def getType(self) -> nixl_mem_t:  # noqa: N802 - names of the original
         """Return the kind of memory."""
         return self._type

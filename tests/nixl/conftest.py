@@ -26,7 +26,7 @@ class Here:
         self.agent.make_connection("there")
 
     def row(self, at: int, nbytes: int) -> tuple[int, int, int, str]:
-        return (self.memory.ctypes.data + at, nbytes, 0, "")
+        return (self.memory.ctypes.data + at, nbytes, 0, "kv of here")
 
     def request(self, *ranges: tuple[int, int, int], op: str = "READ", note: bytes = b"") -> Any:
         """A transfer of ranges (local offset, remote offset, bytes)."""

@@ -20,7 +20,8 @@ class Peer(peer.Peer):
                 memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
                 memory[:] = np.arange(nbytes, dtype=np.uint64) % 251
                 agent = nixl_agent("there")
-                registered = agent.register_memory([(memory.ctypes.data, nbytes, 0, "")], "DRAM")
+                region = memory.ctypes.data, nbytes, 0, "kv of there"
+                registered = agent.register_memory([region], "DRAM")
                 result = memory.ctypes.data, agent.get_agent_metadata()
                 """,
                 nbytes=nbytes,

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvplan.nixl import _bindings as bindings
+from kvplan.nixl import nixl_agent
+from kvplan.recording import read
 from tests.nixl.conftest import Here, MakeHere, pattern
 from tests.nixl.peer import MIB
 
@@ -190,3 +195,36 @@ def test_prepared_lists_of_100_000_descriptors(make: MakeHere) -> None:
     assert np.array_equal(moved[:, :16], pattern(0, count * 32).reshape(count, 32)[:, :16])
     assert (moved[:, 16:] == 0xAB).all()
     assert agent.get_xfer_telemetry(handle).totalBytes == 16 * count
+
+
+def test_plans_and_recordings_have_the_names_of_regions(make: MakeHere, tmp_path: Path) -> None:
+    here = make(KIB)
+    with here.agent.agent.engine.datadist.record(tmp_path / "moved.kvrec"):
+        assert here.move((0, 0, KIB)) == "DONE"
+    (transfer,) = read(tmp_path / "moved.kvrec").transfers
+    assert transfer.plan is not None
+    text = transfer.plan.explain()
+    assert re.search(r"memory \d+ \(kv of there\).* -> memory \d+ \(kv of here\)", text)
+
+
+def test_views_that_come_and_go_cost_no_more_each_time() -> None:
+    # Counted in calls, as times depend on the machine.
+    agent = nixl_agent("views")
+    memory = np.zeros(200 * 4096, np.uint8)
+    views = [(memory.ctypes.data + 4096 * i, 4096, 0, f"view {i}") for i in range(200)]
+    counts: list[int] = []
+
+    def count(frame: object, event: str, argument: object) -> None:
+        counts[-1] += event == "call"
+
+    try:
+        for _ in range(8):
+            counts.append(0)
+            sys.setprofile(count)
+            try:
+                agent.deregister_memory(agent.register_memory(views, "DRAM"))
+            finally:
+                sys.setprofile(None)
+    finally:
+        agent.agent.close()
+    assert counts[-1] <= 1.2 * counts[1]
