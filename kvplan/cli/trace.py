@@ -19,6 +19,7 @@ from msgspec import structs
 from kvplan.cli.common import ExitCode, json_option, write_json
 from kvplan.cli.trace_compare import compare
 from kvplan.cli.trace_plan import Expected, block_tables, plan_lines, save_plan, transfer_at
+from kvplan.cli.trace_sums import compare_sums
 from kvplan.planning.contents import local_layers
 from kvplan.planning.texts import nbytes_text, plural, span
 from kvplan.recording.reader import read
@@ -92,6 +93,11 @@ _Found = list[tuple[Recording, list[AnyRecord]]]
     "has A and the second has B. Exits with 1 if they differ.",
 )
 @click.option(
+    "--sums",
+    is_flag=True,
+    help="Compare sums of blocks at both ends, whose FILEs are given. Exits with 1 if they differ.",
+)
+@click.option(
     "--save-plan",
     "saved",
     metavar="N OUT.json",
@@ -118,6 +124,7 @@ def trace(
     expected: Expected | None,
     saved: tuple[int, Path] | None,
     compared: tuple[str, str] | None,
+    sums: bool,
     perfetto: Path | None,
     as_json: bool,
 ) -> ExitCode:
@@ -135,6 +142,8 @@ def trace(
         raise click.UsageError("--expect needs --plan N")
     if compared is not None:
         return compare(recordings, compared, as_json=as_json)
+    if sums:
+        return compare_sums(recordings, tag, as_json=as_json)
     if explained is not None or saved is not None:
         return _one_plan(recordings, explained, saved, expected, as_json=as_json)
     if block is not None:

@@ -1,4 +1,4 @@
-"""Where two plans differ, run by run in the order of the request: layers, sizes and blocks."""
+"""Comparison of two plans, run by run in the order of the request: layers, sizes and blocks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _KINDS: Final = (
     ("src blocks", "src"),
     ("dst blocks", "dst"),
 )
-"""What is compared, most severe first, and its column of `_Runs`."""
+"""Kinds of differences, most severe first, and the column of `Runs` that each compares."""
 
 
-class _Runs(NamedTuple):
-    """The runs of a plan, by their destination tensors, and in the order of the plan in each.
+class Runs(NamedTuple):
+    """The runs of a plan, in its order.
 
     Attributes:
         src_tensor, dst_tensor: what the plan pairs.
@@ -43,14 +43,21 @@ class _Runs(NamedTuple):
     number: _Numbers
 
     @classmethod
-    def of(cls, plan: Plan) -> _Runs:
+    def of(cls, plan: Plan) -> Runs:
         """Return the runs of a plan."""
         found = [_of_part(number, part) for number, part in enumerate(plan.parts)]
         columns = [np.concatenate(column) for column in zip(*found, strict=True)]
         order = np.argsort(columns[1], kind="stable")
         tensor = columns[1][order]
-        number = np.arange(len(tensor)) - np.searchsorted(tensor, tensor)
-        return cls._make([*(column[order] for column in columns), number])
+        number = np.empty_like(order)
+        number[order] = np.arange(len(tensor)) - np.searchsorted(tensor, tensor)
+        return cls._make([*columns, number])
+
+    @property
+    def by_tensor(self) -> Runs:
+        """The same runs, one destination tensor after the other."""
+        order = np.argsort(self.dst_tensor, kind="stable")
+        return Runs._make([column[order] for column in self])
 
     @property
     def keys(self) -> _Numbers:
@@ -59,7 +66,7 @@ class _Runs(NamedTuple):
 
 
 def _of_part(number: int, part: Part) -> Iterator[_Numbers]:
-    """Yield the columns of `_Runs`; if whole blocks move, each is a run, in the table's order."""
+    """Yield the columns of `Runs`; if whole blocks move, each is a run, in the table's order."""
     tables, stride = part.tables, part.dst.stride
     runs = part.segments.expanded()
     columns = [
@@ -87,14 +94,14 @@ def compare(old: Plan, new: Plan, names: tuple[str, str] = ("A", "B")) -> list[s
     the first one. Lines about layers come first, as they are mistakes in any two requests; blocks
     may differ. No line: both put the same bytes into the same places, in the same order.
     """
-    both = _Runs.of(old), _Runs.of(new)
+    both = Runs.of(old).by_tensor, Runs.of(new).by_tensor
     _, *at = np.intersect1d(both[0].keys, both[1].keys, assume_unique=True, return_indices=True)
     lines = []
     for what, column in _KINDS:
         columns = (getattr(runs, column)[rows] for runs, rows in zip(both, at, strict=True))
         if len(odd := np.flatnonzero(np.not_equal(*columns))):
             texts = (
-                f"{_text(plan, runs, int(rows[odd[0]]))} in {name}"
+                f"{run_text(plan, runs, int(rows[odd[0]]))} in {name}"
                 for plan, runs, rows, name in zip((old, new), both, at, names, strict=True)
             )
             lines.append(
@@ -105,7 +112,7 @@ def compare(old: Plan, new: Plan, names: tuple[str, str] = ("A", "B")) -> list[s
         if len(extra := np.setdiff1d(np.arange(len(runs.number)), rows)):
             lines.append(
                 f"only in {name}: {plural(len(extra), 'run')}; the first is "
-                f"{_text(plan, runs, int(extra[0]))}"
+                f"{run_text(plan, runs, int(extra[0]))}"
             )
     for before, after in zip_longest(old.parts, new.parts):
         if before is not None and after is not None:
@@ -117,14 +124,12 @@ def compare(old: Plan, new: Plan, names: tuple[str, str] = ("A", "B")) -> list[s
     return list(dict.fromkeys(lines))
 
 
-def _text(plan: Plan, runs: _Runs, index: int) -> str:
+def run_text(plan: Plan, runs: Runs, index: int) -> str:
     """Return a run as `layer 3, run 2: block 9 > block 4`."""
-    part = plan.parts[int(runs.part[index])]
-    src, dst = (
-        _tensor_text(int(tensors[index]), part.tensors_per_layer)
-        for tensors in (runs.src_tensor, runs.dst_tensor)
-    )
-    layer = dst if src == dst else f"{dst} from {src}"
+    part, tensor = plan.parts[int(runs.part[index])], int(runs.src_tensor[index])
+    source = "" if tensor == int(runs.dst_tensor[index]) else (
+        f" from {_tensor_text(tensor, part.tensors_per_layer)}"
+    )  # fmt: skip
     nbytes = int(runs.nbytes[index])
     places = []
     for offset, side in ((int(runs.src[index]), part.src), (int(runs.dst[index]), part.dst)):
@@ -133,8 +138,16 @@ def _text(plan: Plan, runs: _Runs, index: int) -> str:
         places.append(f"{word} {place(rows, offset, side.stride)}")
     whole = nbytes == part.dst.stride
     size = "" if whole else f", {nbytes_text(nbytes)}"
-    label = f"part {part.label}, " if part.label and len(plan.parts) > 1 else ""
-    return f"{label}{layer}, run {int(runs.number[index])}: {' > '.join(places)}{size}"
+    return f"{place_text(plan, runs, index)}{source}: {' > '.join(places)}{size}"
+
+
+def place_text(plan: Plan, runs: Runs, index: int) -> str:
+    """Return the place of a run in the request, as `layer 3, run 2`."""
+    part = plan.parts[int(runs.part[index])]
+    several = any(other.dst != part.dst for other in plan.parts)
+    label = f"part {part.label}, " if several else ""
+    layer = _tensor_text(int(runs.dst_tensor[index]), part.tensors_per_layer)
+    return f"{label}{layer}, run {int(runs.number[index])}"
 
 
 def _tensor_text(tensor: int, per_layer: int) -> str:

@@ -20,7 +20,10 @@ from kvplan.observe.surfaces import wrap_mooncake, wrap_nixl
 from kvplan.status import invalid
 from kvplan.validation import shown
 
-__all__ = ["Observer", "install"]
+__all__ = ["Observer", "install", "sums"]
+
+SUMS: Final = "sums"
+"""Beside the names of libraries: record sums of blocks, too."""
 
 _Wrap = Callable[[ModuleType, Observer], None]
 _MODULES: Final[dict[str, tuple[tuple[str, ...], _Wrap]]] = {
@@ -36,12 +39,18 @@ _MODULES: Final[dict[str, tuple[tuple[str, ...], _Wrap]]] = {
 }
 
 
-def install(names: Sequence[str], folder: str | os.PathLike[str] = "") -> Observer:
+_installed: list[Observer] = []
+
+
+def install(
+    names: Sequence[str], folder: str | os.PathLike[str] = "", *, sums: bool = False
+) -> Observer:
     """Observe these libraries, also if they have been imported already.
 
     Args:
         names: "nixl", "mooncake".
         folder: where each agent or engine gets its recording; empty: the current folder.
+        sums: True to record sums of the blocks of each transfer of NIXL, for `kvplan trace --sums`.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: an unknown name.
@@ -49,12 +58,13 @@ def install(names: Sequence[str], folder: str | os.PathLike[str] = "") -> Observ
     for name in names:
         if name not in _MODULES:
             raise invalid(f"names={shown([*names])} must be of {[*_MODULES]}")
-    observer = Observer(folder)
+    observer = Observer(folder, sums=sums)
+    _installed.append(observer)
     wanted = {module: wrap for name in names for module in _MODULES[name][0] for wrap in
               [_MODULES[name][1]]}  # fmt: skip
     for module, wrap in wanted.items():
         if module in sys.modules:
-            wrap(sys.modules[module], observer)
+            observer.guarded(wrap, sys.modules[module], observer)
     sys.meta_path.insert(0, _Finder(wanted, observer))
     return observer
 
@@ -65,8 +75,25 @@ def install_from(text: str) -> Observer:
 
     The launcher and the plugins of serving engines both call this, so a second call does nothing.
     """
-    names, _, folder = text.partition("=")
-    return install([name.strip() for name in names.split(",") if name.strip()], folder)
+    listed, _, folder = text.partition("=")
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    chosen = [name for name in names if name != SUMS]
+    return install(chosen, folder, sums=SUMS in names)
+
+
+def sums(tag: str, descriptors: Any) -> None:
+    """Record sums of memory as it is now, as that of a request; without `sums` nothing happens.
+
+    Call it where a request is handed over to peers: `kvplan trace --sums` compares with what their
+    transfers of the same tag moved.
+
+    Args:
+        tag: the request, as in the notifications of its transfers.
+        descriptors: registered memory of the host, in the order of those transfers: what NIXL's
+            `get_xfer_descs` takes, such as (address, nbytes, device) of each block.
+    """
+    for observer in _installed:
+        observer.guarded(observer.sum, tag, descriptors)
 
 
 class _Finder(MetaPathFinder):

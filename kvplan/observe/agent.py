@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from hashlib import blake2b
 from typing import Any, Final
 
 import numpy as np
 
-from kvplan.observe.plans import Numbers, Regions, plan_of, plan_of_ranges, regions_of
-from kvplan.observe.transfers import End, Observed, Peer, Spans, Table, tables_of
+from kvplan.observe.plans import (
+    Numbers,
+    Regions,
+    cut_alike,
+    plan_of,
+    plan_of_ranges,
+    regions_of,
+    uneven,
+)
+from kvplan.observe.transfers import End, Observed, Peer, Spans, Table, outside, tables_of
 from kvplan.planning.part import Part
 from kvplan.planning.side import Side
 from kvplan.recording.writer import Recorder
@@ -34,9 +44,11 @@ Rest = tuple[Any, ...] | dict[str, Any]
 class Agent:
     """Memory, lists and transfers of one agent or engine. One thread calls the methods."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, *, sums: bool = False) -> None:
         self.recorder = recorder
+        self._sums = sums
         self._registered: dict[tuple[int, int], Side] = {}
+        self._host: set[tuple[int, int]] = set()  # of the registered, what this process can read
         self._lists: dict[int, tuple[Regions, int | None]] = {}
         self._transfers: dict[int, Observed] = {}
         self._in_flight: dict[int, Observed] = {}  # from the posting until the end is seen
@@ -47,11 +59,13 @@ class Agent:
         self._num_tensors = 1  # of the last list of this process: those of a peer have as many
 
     def register(
-        self, _: float, __: float, ___: str, ranges: Numbers, names: Sequence[str]
+        self, _: float, __: float, ___: str, ranges: Numbers, names: Sequence[str], is_host: bool
     ) -> None:
         """Remember registered memory by name."""
         for (address, nbytes), name in zip(ranges.tolist(), names, strict=True):
             number, self._num_caches = self._num_caches, self._num_caches + 1
+            if is_host:
+                self._host.add((address, nbytes))
             self._registered[address, nbytes] = Side(
                 1, 1, nbytes, False, Placement.HOST, name=name or f"region {number}",
                 cache_id=number,
@@ -68,6 +82,7 @@ class Agent:
         for address, nbytes in ranges.tolist():
             keys = [key for key in self._registered if key == (address, nbytes or key[1])]
             sides = {key: self._registered.pop(key) for key in keys}
+            self._host.difference_update(keys)
             for key in keys or [(address, nbytes)]:
                 gone = Spans(*np.array([[key[0]], [sum(key)]], np.int64))
                 for transfer in self._in_flight.values():
@@ -115,6 +130,9 @@ class Agent:
         ours, theirs = self._lists.get(local), self._lists.get(remote)
         if ours is not None and theirs is not None:
             here, there = (np.asarray(its, np.int64) for its in (local_indices, remote_indices))
+            if (pair := cut_alike(ours[0], here, theirs[0], there)) is not None:
+                ours, theirs = (pair[0], ours[1]), (pair[1], theirs[1])
+                self._lists |= {local: ours, remote: theirs}
             tables = tables_of(ours[0], here, theirs[0], there)
             self._remember(
                 handle, op == "READ", ours[0], here, theirs, there, _message(rest), tables
@@ -142,6 +160,7 @@ class Agent:
             End(lambda: (regions.addresses[there], ours.nbytes[here]), tables[1]),
             ours.sides[0].stride * len(here) if tables[0] else int(ours.nbytes[here].sum()),
             partial(plan_of, pulls, ours, here, regions, there),
+            uneven=uneven(ours, here) if message and tables[0] is None else "",
         )  # fmt: skip
 
     def move(
@@ -177,11 +196,15 @@ class Agent:
         if (at := transfer.written.twice()) is not None:
             transfer.make_plan = None
             self._warn("written_twice", transfer, f"two descriptors write {at:#x}")
+        if transfer.uneven:
+            self._warn("uncovered_tail", transfer, transfer.uneven)
         if (at := self._outside_of(transfer.here)) is not None:
             self._warn("outside_registration", transfer, f"{at:#x} is not in registered memory")
         for other in self._in_flight.values():
             if other is not transfer:
                 self._compare(transfer, other)
+        if self._sums and not transfer.pulls:  # of what is pushed: it may change before the end
+            self._sum(transfer)
         transfer.in_flight = True
         self._in_flight[handle] = transfer
         if state != "PROC":
@@ -214,6 +237,13 @@ class Agent:
                        "was deregistered")  # fmt: skip
         text = error or ("" if succeeded else "ERR")
         seconds, nbytes = end - transfer.started, transfer.nbytes if succeeded else 0
+        self._record(transfer, succeeded, seconds, nbytes, text)
+        if self._sums and transfer.pulls and succeeded:
+            self._sum(transfer)
+
+    def _record(
+        self, transfer: Observed, succeeded: bool, seconds: float, nbytes: int, text: str
+    ) -> None:
         ours, theirs = transfer.here.table, transfer.there.table
         if ours is None or theirs is None or transfer.make_plan is None:
             self.recorder.transfer(transfer, _OUTCOMES[succeeded], seconds, nbytes, text)
@@ -255,6 +285,27 @@ class Agent:
                 self._warn("notified_before_bytes", transfer, "the peer is notified before the "
                            "transfer is done")  # fmt: skip
 
+    def _sum(self, transfer: Observed) -> None:
+        """Record sums of this process's bytes of a transfer, in the order of its descriptors."""
+        fields: dict[str, object] = {"tag": transfer.tag, "transfer": transfer.name}
+        if transfer.link is not None:
+            fields["peer"] = transfer.link.cluster_id
+        self.add_sums(np.stack(transfer.here.ranges(), axis=1), fields)
+
+    def add_sums(self, ranges: Numbers, fields: dict[str, object]) -> bool:
+        """Record a sum of each range, if all are in registered memory of the host."""
+        host = np.array([*self._host], np.int64).reshape(-1, 2)
+        if not len(ranges) or outside(host, Spans.of(*ranges.T)) is not None:
+            return False
+        sums = [
+            blake2b((ctypes.c_char * nbytes).from_address(address), digest_size=8).hexdigest()
+            for address, nbytes in ranges.tolist()
+        ]
+        self.recorder.event(
+            "sums", LLMStatusCode.LLM_SUCCESS, 0.0, "", {**fields, "sums": (*sums,)}
+        )
+        return True
+
     def _outside_of(self, end: End) -> int | None:
         """Return an address of a transfer that no registration has."""
         if end.table is None:
@@ -267,13 +318,7 @@ class Agent:
 
     def _outside(self, spans: Spans) -> int | None:
         """Return an address that no registration has."""
-        if not self._registered:
-            return int(spans.starts[0]) if len(spans.starts) else None
-        ranges = np.array(sorted(self._registered), np.int64)
-        starts, ends = ranges[:, 0], np.maximum.accumulate(ranges.sum(axis=1))
-        place = np.searchsorted(starts, spans.starts, side="right") - 1
-        bad = np.flatnonzero((place < 0) | (ends[np.maximum(place, 0)] < spans.ends))
-        return int(spans.starts[bad[0]]) if len(bad) else None
+        return outside(np.array([*self._registered], np.int64).reshape(-1, 2), spans)
 
     def _warn(self, finding: str, transfer: Observed, text: str) -> None:
         fields: dict[str, object] = {

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _log = Log("kvplan")
 
+MAX_SEEN: Final = 1 << 17  # calls that wait for the thread
+
 _MUTABLE: Final = frozenset((list, np.ndarray))
 """Forms of indices that a program may change later, and which copy quickly."""
 
@@ -43,6 +45,8 @@ class Calls:
         thread: what takes the calls; None: no agent was made.
         agents: by id.
         failed: True after an error of the observer.
+        inline: True to take calls in the thread that made them, before they return.
+        mutex: held by the thread that takes calls.
     """
 
     active: bool = True
@@ -52,14 +56,35 @@ class Calls:
     thread: threading.Thread | None = None
     agents: dict[int, Agent] = field(default_factory=dict)
     failed: bool = False
+    inline: bool = False
+    mutex: threading.RLock = field(default_factory=threading.RLock)
 
     def wake(self) -> None:
         """Have the thread take what was seen."""
         if self.thread is None:  # a forked child, without an agent of its own
             self.seen.clear()
+        elif self.inline:
+            self.take()
         elif not self.awake:
             self.awake = True
             self.tokens.put(True)
+
+    def take(self) -> None:
+        """Have agents note what was seen."""
+        with self.mutex:
+            if (count := len(self.seen)) > MAX_SEEN:
+                self.seen.clear()
+                for agent in list(self.agents.values()):
+                    agent.lose(count)
+            while self.seen:
+                note, owner, begin, end, error, *picked = self.seen.popleft()
+                noting = self.agents.get(owner)
+                if noting is None or self.failed:
+                    continue
+                try:
+                    note(noting, begin, end, error, *picked)
+                except Exception as raised:
+                    self.step_aside(raised)
 
     def step_aside(self, error: Exception) -> None:
         """End observing, and say so once."""
@@ -72,6 +97,7 @@ class Calls:
     def forked(self) -> None:
         """Begin anew in a forked child: the parent records its agents."""
         self.seen.clear()
+        self.mutex = threading.RLock()
         self.tokens, self.awake, self.thread, self.agents = SimpleQueue(), False, None, {}
 
 

@@ -17,6 +17,7 @@ from zlib import crc32
 
 from kvplan.observe.agent import Agent
 from kvplan.observe.calls import Calls, Note, by_handle, by_indices, takes
+from kvplan.observe.plans import ranges_of
 from kvplan.recording.writer import Recorder
 from kvplan.status import LLMStatusCode
 from kvplan.system.limits import start_thread
@@ -25,7 +26,6 @@ _INTERVAL_S: Final = 0.05  # what is seen in this time is recorded together
 _CLOSING_S: Final = 10.0
 _MAX_BYTES: Final = 64 << 20
 _FILES: Final = 2
-MAX_SEEN: Final = 1 << 17  # calls that wait for the thread
 
 Pick = Callable[[tuple[Any, ...], Mapping[str, Any], Any], tuple[Any, ...]]
 """Returns what a record needs of a call, from the arguments and the result; None: it failed."""
@@ -38,14 +38,16 @@ class Observer:
 
     Args:
         folder: where the files are made; empty: the current folder.
+        sums: True to record sums of the blocks of each transfer. Its calls then take longer.
 
     Attributes:
         calls: what was seen; active until a failure, or `close`.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] = "") -> None:
+    def __init__(self, folder: str | os.PathLike[str] = "", *, sums: bool = False) -> None:
         self._folder = Path(folder).absolute()
-        self.calls, self._mutex = Calls(), threading.Lock()
+        self.calls: Calls = Calls(inline=sums)
+        self._mutex = threading.Lock()
         self._wrapped: set[tuple[type, str]] = set()
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self._forked)
@@ -124,7 +126,12 @@ class Observer:
         self._mutex = threading.Lock()
 
     def begin(self, owner: object, name: str, library: str) -> None:
-        """Begin the recording of an agent or engine."""
+        """Begin the recording of an agent or engine.
+
+        Raises:
+            OSError: the folder or the recording cannot be made.
+            TypeError, LLMException: as `kvplan.recording.Recorder`.
+        """
         pid = os.getpid()
         self._folder.mkdir(parents=True, exist_ok=True)
         number = peer_number(name)
@@ -136,9 +143,20 @@ class Observer:
         )
         calls = self.calls
         with self._mutex:
-            calls.agents[id(owner)] = Agent(recorder)
+            calls.agents[id(owner)] = Agent(recorder, sums=calls.inline)
             if calls.thread is None:
                 calls.thread = start_thread("kvplan-observer", self._work, calls)
+
+    def sum(self, tag: str, descriptors: Any) -> None:
+        """Record sums of memory of an agent, for `kvplan.observe.sums`."""
+        calls = self.calls
+        if calls.inline and calls.active:
+            ranges = ranges_of(descriptors)[0]
+            with calls.mutex:
+                calls.take()
+                for agent in calls.agents.values():
+                    if agent.add_sums(ranges, {"tag": tag}):
+                        break
 
     def flush(self) -> None:
         """Wait until everything seen so far is in the files."""
@@ -171,15 +189,7 @@ class Observer:
                 with suppress(Empty):
                     token = calls.tokens.get(timeout=_INTERVAL_S)
             calls.awake = False  # first: what is seen from here on wakes the thread again
-            if (count := len(calls.seen)) > MAX_SEEN:
-                calls.seen.clear()
-                for lossy in list(calls.agents.values()):
-                    self.guarded(lossy.lose, count)
-            while calls.seen:
-                note, owner, begin, end, error, *picked = calls.seen.popleft()
-                agent = calls.agents.get(owner)
-                if agent is not None and not calls.failed:
-                    self.guarded(note, agent, begin, end, error, *picked)
+            calls.take()
             if isinstance(token, threading.Event):
                 token.set()
 

@@ -12,7 +12,7 @@ import numpy as np
 from kvplan.observe.agent import Agent
 from kvplan.observe.calls import key_of
 from kvplan.observe.observer import Observer, peer_number
-from kvplan.observe.plans import Numbers
+from kvplan.observe.plans import ranges_of
 
 _OWN_NAMES: Final = ("", "NIXL_INIT_AGENT")
 _Arguments = tuple[Any, ...]
@@ -24,25 +24,14 @@ def _argument(args: _Arguments, kwargs: _Named, index: int, name: str, default: 
     return args[index + 1] if len(args) > index + 1 else kwargs.get(name, default)
 
 
-def ranges_of(given: Any) -> tuple[Numbers, list[str]]:
-    """Return (address, nbytes) of each entry, and its name, of any form that NIXL takes."""
-    if isinstance(given, np.ndarray):
-        return np.array(given[:, :2], np.int64), [""] * len(given)
-    if hasattr(given, "descCount"):
-        given = [given[index] for index in range(given.descCount())]
-    elif hasattr(given, "data_ptr"):
-        given = [given]
-    found, names = [], []
-    for entry in given:
-        if hasattr(entry, "data_ptr"):
-            found.append((entry.data_ptr(), entry.numel() * entry.element_size()))
-            names.append("")
-        else:
-            found.append((entry[0], entry[1]))
-            text = entry[3] if len(entry) > 3 else ""
-            text = text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
-            names.append(text if text.isprintable() else "")
-    return np.array(found, np.int64).reshape(-1, 2), names
+def _is_host(given: Any, kind: str | None) -> bool:
+    """Return True if memory to register is known to be of the host."""
+    if kind is not None:
+        return kind.lower() in ("dram", "cpu")
+    if hasattr(given, "getType"):
+        return "DRAM" in str(given.getType())
+    tensors = [given] if hasattr(given, "data_ptr") else given
+    return all(getattr(getattr(its, "device", None), "type", "") == "cpu" for its in tensors)
 
 
 def wrap_nixl(module: ModuleType, observer: Observer) -> None:
@@ -67,7 +56,8 @@ def wrap_nixl(module: ModuleType, observer: Observer) -> None:
 
 
 def _registered(args: _Arguments, kwargs: _Named, _: Any) -> _Arguments:
-    return ranges_of(_argument(args, kwargs, 0, "reg_list"))
+    given = _argument(args, kwargs, 0, "reg_list")
+    return *ranges_of(given), _is_host(given, _argument(args, kwargs, 1, "mem_type"))
 
 
 def _deregistered(args: _Arguments, kwargs: _Named, _: Any) -> _Arguments:
@@ -124,9 +114,9 @@ def wrap_mooncake(module: ModuleType, observer: Observer) -> None:
 
 def _registered_ranges(args: _Arguments, kwargs: _Named, code: Any) -> _Arguments:
     if code != 0:
-        return np.zeros((0, 2), np.int64), []
+        return np.zeros((0, 2), np.int64), [], False
     entries = np.array([np.atleast_1d(args[1]), np.atleast_1d(args[2])], np.int64).T
-    return entries, [""] * len(entries)
+    return entries, [""] * len(entries), False  # it may be of a device
 
 
 def _unregistered(args: _Arguments, kwargs: _Named, code: Any) -> _Arguments:

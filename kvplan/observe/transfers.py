@@ -51,6 +51,17 @@ class Spans(NamedTuple):
         return max(start, int(other.starts[index]))
 
 
+def outside(ranges: Numbers, spans: Spans) -> int | None:
+    """Return an address of spans that no one of the ranges (address, nbytes) has."""
+    if not len(ranges):
+        return int(spans.starts[0]) if len(spans.starts) else None
+    ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
+    starts, ends = ranges[:, 0], np.maximum.accumulate(ranges.sum(axis=1))
+    place = np.searchsorted(starts, spans.starts, side="right") - 1
+    bad = np.flatnonzero((place < 0) | (ends[np.maximum(place, 0)] < spans.ends))
+    return int(spans.starts[bad[0]]) if len(bad) else None
+
+
 class Table(NamedTuple):
     """Rows that a transfer moves in each of several tensors."""
 
@@ -93,20 +104,20 @@ class End:
     """The bytes of a transfer in one process.
 
     Args:
-        starts, nbytes: returns the address and the size of each descriptor.
+        ranges: returns the address and the size of each descriptor.
         table: the same, if it is a table.
     """
 
     def __init__(
         self, ranges: Callable[[], tuple[Numbers, Numbers]], table: Table | None = None
     ) -> None:
-        self._ranges = ranges
+        self.ranges = ranges
         self.table = table
 
     @cached_property
     def spans(self) -> Spans:
         """The ranges."""
-        return Spans.of(*self._ranges())
+        return Spans.of(*self.ranges())
 
     @cached_property
     def _rows(self) -> frozenset[int]:
@@ -142,6 +153,7 @@ class Observed:
         make_plan: makes the plan; None if two descriptors write the same bytes.
         in_flight: True from its posting until its end is seen.
         deregistered: True if its memory was deregistered in flight.
+        uneven: how the numbers of blocks of its layers differ; empty if they do not.
     """
 
     name: str
@@ -157,6 +169,7 @@ class Observed:
     leases: tuple[BlockLease, ...] = ()
     in_flight: bool = False
     deregistered: bool = False
+    uneven: str = ""
 
     @property
     def written(self) -> End:

@@ -1,4 +1,4 @@
-"""What the environment asks for: kvplan as `nixl` or `mooncake.engine`, or to observe theirs.
+"""Requests of the environment: kvplan as `nixl` or `mooncake.engine`, or to observe theirs.
 
 `python -m kvplan.run --as nixl` sets the variable, and operators of vLLM and SGLang can: both
 load this module as a plugin. Nothing is on the search path of modules: no file is hidden.
@@ -19,6 +19,9 @@ AS: Final = "KVPLAN_AS"
 
 OBSERVE: Final = "KVPLAN_OBSERVE"
 """Environment variable: what to observe, such as `nixl`, or `nixl,mooncake=/folder`."""
+
+OBSERVABLE: Final = ("nixl", "mooncake", "sums")
+"""Names in its value: libraries, and `sums` of the blocks that they move."""
 
 INTERFACES: Final = {
     "nixl": dict.fromkeys(("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm"), "kvplan.nixl"),

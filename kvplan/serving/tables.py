@@ -20,7 +20,7 @@ from kvplan.validation import shown
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """A paged cache of layers that share a block table, beside others of the same model.
+    """A paged cache of those layers of a model that share a block table.
 
     A cache whose layout has no axis `token` has states (Mamba): a request has one block of it, the
     state after all of its tokens, which always moves whole.
@@ -70,8 +70,8 @@ class Table:
 
     Args:
         blocks: blocks of the request's tokens in their order, after the skipped ones.
-        skipped: number of blocks before them that the request does not have, as a sliding window
-            has left their tokens and no layer reads them.
+        skipped: number of earlier blocks that the request no longer has, as a sliding window has
+            passed their tokens.
     """
 
     blocks: Sequence[int]
@@ -117,7 +117,7 @@ def missing_of(
     num_tokens: int,
     rank: int = 0,
 ) -> tuple[dict[str, Transfer], int]:
-    """Return the transfers of the groups that lack tokens, by name, and the bytes of all.
+    """Return the transfers of the groups that lack tokens, by name, and their total bytes.
 
     A group whose table skips blocks lacks no token before its first block. `leases` has the leases
     of all groups for each source; `rank` is the consumer's rank.
@@ -173,8 +173,8 @@ class Place:
     """The place of a worker in its serving engine, under tensor and pipeline parallelism.
 
     Args:
-        rank, ranks: of this worker, and the number of workers, in its stage.
-        stage: of this worker.
+        rank, ranks: the worker's rank in its stage, and the number of workers there.
+        stage: index of the worker's stage.
         stages: the layers of each stage: the first, and one past the last; None: all. Sources of an
             engine with several stages name their layers, too.
     """

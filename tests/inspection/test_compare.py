@@ -60,7 +60,7 @@ def test_a_wrong_layer_comes_first_even_where_all_blocks_differ() -> None:
     found = compare(made([1, 2], [3, 4]), shifted(made([5, 6], [7, 8]), 2))  # keys and values
     assert found[0] == (
         "layers: 4 of 4 runs differ; the first is layer 0, run 0: block 1 > block 3 in A, and "
-        "layer 0 from layer 1, run 0: block 5 > block 7 in B"
+        "layer 0, run 0 from layer 1: block 5 > block 7 in B"
     )
     assert found[3] == "only in A: 4 runs; the first is layer 1, run 0: block 1 > block 3"
     assert "cause: layers are shifted by +1" in found[-1]

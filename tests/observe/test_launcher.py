@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kvplan.observe import install_from
 from kvplan.recording import read
 from kvplan.run.__main__ import Launch, Misuse, parse
+from tests.support.refusals import refused
 from tests.support.zygote import ROOT
 
 PROGRAM = """
@@ -139,3 +141,14 @@ def test_the_launcher_takes_what_to_observe() -> None:
     assert parse(["--observe", "nixl", "--", "-m", "vllm"]) == Launch(False, ("-m", "vllm"), "nixl")
     with pytest.raises(Misuse, match="--observe needs"):
         parse(["--observe"])
+    both = "nixl, mooncake,sums=/a=b"
+    assert parse(["--observe", both, "a.py"]) == Launch(False, ("a.py",), both)
+    with pytest.raises(Misuse, match="--observe 'ucx' must be one of nixl, mooncake, sums"):
+        parse(["--observe", "nixl,ucx=/tmp", "a.py"])
+
+
+def test_a_value_of_the_environment_is_checked() -> None:
+    before = list(sys.meta_path)
+    with refused("LLM_PARAM_INVALID", "must be of"):
+        install_from("nixl,ucx")
+    assert sys.meta_path == before

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from kvplan.observe import Observer
-from kvplan.observe.observer import MAX_SEEN, peer_number
+from kvplan.observe.calls import MAX_SEEN
+from kvplan.observe.observer import peer_number
 from kvplan.observe.surfaces import wrap_nixl
 from kvplan.recording import Recording, read, who_wrote
 from tests.observe import fake_nixl
@@ -24,11 +25,11 @@ BLOCK, BLOCKS, LAYERS = 64, 8, 3
 class Program:
     """Two layers' worth of a program: memory of this process and of a peer, and an agent."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, sums: bool = False) -> None:
         self.module = types.ModuleType("nixl._api")
         agent = type("nixl_agent", (), dict(vars(fake_nixl.nixl_agent)))
         self.module.nixl_agent = agent  # type: ignore[attr-defined] # of this program alone
-        self.observer = Observer(folder)
+        self.observer = Observer(folder, sums=sums)
         self.folder = folder
         wrap_nixl(self.module, self.observer)
         self.agent: Any = agent("decode")
@@ -38,7 +39,7 @@ class Program:
         self.registered = [
             (its.ctypes.data, BLOCKS * BLOCK, 0, f"layer.{i}") for i, its in enumerate(self.here)
         ]
-        self.agent.register_memory(self.registered)
+        self.agent.register_memory(self.registered, "DRAM")
         self.local = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", self.blocks(self.here))
         self.remote = self.agent.prep_xfer_dlist("prefill", self.blocks(self.there))
 
@@ -239,6 +240,35 @@ def test_calls_that_come_too_fast_are_a_finding(program: Program) -> None:
     assert len(program.recording().transfers) == 1
 
 
+@pytest.mark.parametrize(
+    ("blocks", "layers"),
+    [
+        ([1, 4], LAYERS),
+        ([4, 1, 6], LAYERS),
+        ([*range(BLOCKS)], 1),  # the whole list
+        ([3], 1),  # rows at one distance may be blocks
+    ],
+)
+def test_layers_in_one_registration_are_told_apart_by_a_transfer(
+    program: Program, blocks: list[int], layers: int
+) -> None:
+    """As vLLM allocates them on a CPU; the lists have all blocks of one layer after another."""
+    memory, theirs = (np.zeros((LAYERS, BLOCKS * BLOCK), np.uint8) for _ in range(2))
+    program.agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")])
+    program.agent.deregister_memory(program.registered)
+    program.local = program.agent.prep_xfer_dlist("", program.blocks(memory))
+    type(program.agent)("prefill")  # another agent knows nothing of these lists
+    program.remote = program.agent.prep_xfer_dlist("prefill", program.blocks(theirs))
+    for _ in range(2):
+        run(program, blocks, [7 - block for block in blocks])
+    program.observer.flush()
+    (path,) = program.folder.glob("nixl-decode-*.kvrec")
+    for transfer in read(path).transfers:
+        assert transfer.plan is not None
+        part = transfer.plan.part
+        assert (part.num_tensor_pairs, part.dst.num_tensors) == (layers, layers)
+
+
 def run(program: Program, here: list[int], there: list[int], op: str = "READ") -> Any:
     handle = program.make(here, there, op)
     program.agent.transfer(handle)
@@ -302,6 +332,26 @@ class TestFindings:
         run(program, [1], [3], "WRITE")
         run(program, [1], [5])
         assert program.findings() == ["rewritten_source"]
+
+    @pytest.mark.parametrize(
+        ("rows", "found"),
+        [
+            ([0, 1, 8, 9, 16], ["uncovered_tail"]),
+            ([0, 1, 8, 9], []),  # the other layer comes by itself
+            ([1, 8, 9], []),
+        ],
+    )
+    def test_a_layer_without_the_last_block(
+        self, program: Program, rows: list[int], found: list[str]
+    ) -> None:
+        handle = program.agent.make_prepped_xfer(
+            "READ", program.local, rows, program.remote, rows, b"cmpl-7"
+        )
+        program.agent.transfer(handle)
+        assert program.findings() == found
+        if found:
+            (warning,) = [its for its in program.recording().events if its.operation == "warning"]
+            assert warning.error.endswith("layer 2 of local gets 1 block, and layer 0 2 blocks")
 
     def test_a_notification_before_the_bytes(self, program: Program) -> None:
         type(program.agent).polls = 1
