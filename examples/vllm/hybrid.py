@@ -106,9 +106,10 @@ class LatentPair(TinyPair):
 class StatePair(TinyPair):
     """A gated delta net beside attention: the first token of each prompt is compared.
 
-    vLLM's kernels of it for CPUs need bfloat16. Of 24 tokens 12 of 20 prompts had the same ones, and
-    20 the first. An engine alone computes the last token of a prompt with the others, a consumer by
-    itself, whose sums may differ; whether that is all was not tried. States have no prefix cache.
+    vLLM's kernels of it for CPUs need bfloat16. In one run all 20 prompts had the same first token
+    as one engine alone, and 12 of them the same 24. An engine alone computes the last token of a
+    prompt with the others, a consumer by itself; whether that is the reason was not tried. States
+    have no prefix cache.
     """
 
     at_once, tokens = 1, 1
