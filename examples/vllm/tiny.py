@@ -69,6 +69,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    # Full attention beside the states of a gated delta net.
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **SHARED,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "mlp_only_layers": [0, 1, 2],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "tie_word_embeddings": False,
+        },
+    ),
     # One group, with a window.
     "mistral": ("mistral", {**SHARED, "num_hidden_layers": 2, "sliding_window": WINDOW}),
 }
