@@ -65,9 +65,9 @@ typedef struct kvn_backend_vtable {
      * when its gate has opened. */
     bool orders;
     /* Issues the batch. On KVN_OK *out is a request to poll, wait and release; otherwise *out is
-     * NULL and `report` says why. Small batches may be complete on return. KVN_PENDING, of a batch with an
-     * `after` alone: not taken now, as it would stand behind another; it is given again now and then, and
-     * without its `after` when that has come. */
+     * NULL and `report` says why. Small batches may be complete on return. KVN_PENDING, only of a batch with an
+     * `after` or of a caller that hurries: not taken now, as it would stand behind another or wait for a place. It
+     * is given again now and then, and without its `after` when that has come. */
     int (*submit)(kvn_backend *self, const kvn_columns *batch, kvn_request **out, kvn_report *report);
     /* KVN_PENDING or the outcome; never blocks. */
     int (*poll)(kvn_backend *self, kvn_request *request, kvn_report *report);

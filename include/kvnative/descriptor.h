@@ -15,6 +15,7 @@ typedef enum kvn_caller {
     KVN_CALLER_RETURNS,
     KVN_CALLER_WAITS,    /* for this batch, at once: it can move it itself */
     KVN_CALLER_COMPUTES, /* for long: a core is to be left for it */
+    KVN_CALLER_HURRIES,  /* it serves others: `submit` neither waits nor copies, and may return KVN_PENDING */
 } kvn_caller;
 
 struct kvn_failure;

@@ -160,7 +160,7 @@ def test_more_tokens_than_the_blocks_hold_are_refused(user: LlmDataDist, tokens:
 
 def test_tokens_need_a_layout(user: LlmDataDist) -> None:
     cache = user.allocate_blocks_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))
-    with refused("LLM_PARAM_INVALID", "tokens=3 needs a cache whose layout says what a token is"):
+    with refused("LLM_PARAM_INVALID", "tokens=3 needs a cache whose layout has an axis of tokens"):
         user.lease_blocks(cache, [2, 0], tokens=3)
 
 

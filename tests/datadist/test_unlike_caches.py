@@ -225,7 +225,7 @@ def test_layers_of_which_nothing_says_how_many_tensors_they_have_are_refused(
     desc = CacheDesc(4, (4, 64), DataType.DT_INT32)
     peer.run("cache = datadist.allocate_cache(CacheDesc(4, (4, 64), DataType.DT_INT32))")
     source, target = user.allocate_cache(desc), CacheIndex(1, 1)
-    with refused(INVALID, "tensor_num_per_layer=None .* how many tensors are one must be said"):
+    with refused(INVALID, "tensor_num_per_layer=None, .* number of tensors per layer"):
         user.layered(Transfer(Rows(source), Rows(target)))
     for per_layer, layers in ((1, range(4)), (2, range(2))):
         task = user.layered(

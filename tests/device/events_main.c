@@ -258,6 +258,149 @@ static void interrupt_ends_with_its_job(void)
     kvn_channel_destroy(channel);
 }
 
+static atomic_bool may_make;
+
+static int make_stream_later(const kvn_device *device, kvn_stream *out, kvn_failure *failure)
+{
+    while (!atomic_load(&may_make))
+        sched_yield();
+    return create_stream(device, out, failure);
+}
+
+static atomic_bool has_run;
+
+static void note_run(kvn_channel_job *job, kvn_channel *channel)
+{
+    (void)job, (void)channel;
+    atomic_store(&has_run, true);
+}
+
+/* A driver that makes a stream slowly holds up only the thread of that channel. */
+static void begun_without_waiting(void)
+{
+    static const kvn_device_ops ops = {.name = "said", .runtime = "said", .set_context = set_context,
+                                       .create_stream = make_stream_later, .destroy_stream = destroy_stream};
+    kvn_device device = {.ops = &ops, .pid = getpid()};
+    kvn_channel_job job = {.run = note_run};
+    kvn_channel *channel;
+    kvn_failure failure;
+
+    CHECK(kvn_channel_begin(&device, &channel, &failure) == KVN_OK);
+    kvn_channel_submit(channel, &job);
+    CHECK(!atomic_load(&has_run));
+    atomic_store(&may_make, true);
+    kvn_channel_destroy(channel); /* the job runs first */
+    CHECK(atomic_load(&has_run));
+}
+
+/* ---- looks ---- */
+
+static kvn_event_unit points[4];
+static int answers[4], num_queries[4], num_opened;
+static bool is_full;
+
+static int query(const kvn_device *device, void *event, kvn_failure *failure)
+{
+    const ptrdiff_t i = (kvn_event_unit *)event - points;
+
+    (void)device, (void)failure;
+    num_queries[i]++;
+    return answers[i];
+}
+
+static bool note_open(kvn_gate_waiter *waiter, int status, const kvn_failure *why)
+{
+    (void)waiter, (void)why;
+    num_opened += status == KVN_OK;
+    return true;
+}
+
+static bool open_if_room(kvn_gate_waiter *waiter, int status, const kvn_failure *why)
+{
+    return !is_full && note_open(waiter, status, why);
+}
+
+typedef struct looks {
+    kvn_device device;
+    kvn_events events;
+    kvn_event gates[5];
+    kvn_gate_waiter waiters[5];
+} looks;
+
+/* Five waiters: two at the first point, and one at each of the others, of which the last is on another stream. */
+static void begin_looks(looks *it)
+{
+    static const kvn_device_ops ops = {.query_event = query};
+    static int one, another;
+
+    *it = (looks){.device = {.ops = &ops}, .events = {.mutex = PTHREAD_MUTEX_INITIALIZER}};
+    it->events.device = &it->device;
+    kvn_cond_init(&it->events.changed);
+    kvn_list_init(&it->events.waiting);
+    num_opened = 0;
+    for (int i = 0; i < 5; i++) {
+        const int at = i > 0 ? i - 1 : 0;
+
+        points[at] = (kvn_event_unit){.event = &points[at], .of = (kvn_stream)(at < 3 ? &one : &another), .number = at};
+        answers[at] = KVN_PENDING;
+        num_queries[at] = 0;
+        it->gates[i] = (kvn_event){.events = &it->events, .unit = &points[at]};
+        it->waiters[i] = (kvn_gate_waiter){.gate = &it->gates[i].gate, .open = note_open};
+        kvn_list_push_back(&it->events.waiting, &it->waiters[i].node);
+    }
+}
+
+static bool look_once(looks *it)
+{
+    bool any;
+
+    pthread_mutex_lock(&it->events.mutex);
+    any = look_at_all(&it->events);
+    pthread_mutex_unlock(&it->events.mutex);
+    return any;
+}
+
+/* Of points that follow each other on a stream only the first is queried, and once for all that wait for it. Each look
+ * queries one of the others too, so that none is missed. */
+static void first_of_each_stream(void)
+{
+    looks it;
+    int sum;
+
+    begin_looks(&it);
+    for (int turn = 0; turn < 9; turn++) {
+        CHECK(!look_once(&it));
+        sum = num_queries[0] + num_queries[1] + num_queries[2] + num_queries[3];
+        CHECK(sum <= 3 * (turn + 1));
+        CHECK(num_queries[3] == turn + 1);
+    }
+    CHECK(num_queries[0] >= 9 && num_queries[1] >= 2 && num_queries[2] >= 2);
+    answers[2] = KVN_OK; /* on a stream with the handle of a destroyed one */
+    for (int turn = 0; turn < 4; turn++)
+        look_once(&it);
+    CHECK(num_opened == 1);
+    answers[0] = answers[1] = answers[3] = KVN_OK;
+    CHECK(look_once(&it));
+    CHECK(num_opened == 5 && !kvn_list_first(&it.events.waiting));
+}
+
+/* A waiter whose backend has no room holds up no other, and its point is not queried again. */
+static void one_without_room(void)
+{
+    looks it;
+
+    begin_looks(&it);
+    it.waiters[0].open = open_if_room;
+    is_full = true;
+    answers[0] = answers[1] = answers[2] = answers[3] = KVN_OK;
+    CHECK(look_once(&it));
+    CHECK(num_opened == 4 && num_queries[0] == 2);
+    CHECK(!look_once(&it));
+    is_full = false;
+    CHECK(look_once(&it));
+    CHECK(num_opened == 5 && num_queries[0] == 2);
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
@@ -265,6 +408,9 @@ int main(int count, char **arguments)
         {"load_of_what_is_left", load_of_what_is_left},
         {"interrupt_ends_with_its_job", interrupt_ends_with_its_job},
         {"await_wakes", await_wakes},
+        {"begun_without_waiting", begun_without_waiting},
+        {"first_of_each_stream", first_of_each_stream},
+        {"one_without_room", one_without_room},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

@@ -19,6 +19,9 @@ from tests.support.compiled import compiled
         ("events", "load_of_what_is_left"),
         ("events", "interrupt_ends_with_its_job"),
         ("events", "await_wakes"),
+        ("events", "begun_without_waiting"),
+        ("events", "first_of_each_stream"),
+        ("events", "one_without_room"),
         ("shards", "endings_in_any_order"),
     ],
 )

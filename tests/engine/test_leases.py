@@ -511,7 +511,7 @@ def test_what_cannot_be_released(engine: LlmDataDist, cache: Cache) -> None:
     with refused("LLM_PARAM_INVALID", "cluster 7"):
         engine.release(LEASE)
     for forged in (replace(lease, words=(LeaseWord("local", 0, 1),)), replace(lease, lease_id=9)):
-        with refused("LLM_PARAM_INVALID", "not as this engine has made it"):
+        with refused("LLM_PARAM_INVALID", "differs from the lease that this engine made"):
             engine.release(forged)
     engine.release(replace(lease, instance=bytes(16)))  # of the engine before a restart
     assert engine.leases() == [lease]
@@ -624,7 +624,7 @@ def test_what_cannot_be_moved(engine: LlmDataDist, cache: Cache) -> None:
     (moved,) = engine.moved(lease, {3: 4})
     forged = replace(lease, tag="other")
     for later in (forged, replace(moved, blocks=(1, 2)), replace(lease, moves=2)):
-        with refused("LLM_PARAM_INVALID", "is not as this engine has made it"):
+        with refused("LLM_PARAM_INVALID", "differs from the lease that this engine made"):
             engine.release(later)
     assert engine.fingerprint(lease) == engine.fingerprint(cache, [4, 5])
     engine.release(lease)

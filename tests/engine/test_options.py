@@ -118,7 +118,7 @@ def test_an_unknown_key_is_warned_of_with_the_nearest(key, near):
 )
 def test_a_key_that_is_nearly_where_to_listen_is_refused(key):
     with refused(
-        "LLM_PARAM_INVALID", f"option '{key}' is unknown.*listen nowhere.*'llm.ListenIpInfo'"
+        "LLM_PARAM_INVALID", f"option '{key}' is unknown.*to listen at.*'llm.ListenIpInfo'"
     ):
         Options.of({key: "127.0.0.1:0"})
 

@@ -58,7 +58,7 @@ def test_peers_reach_what_is_offered_until_it_is_freed(registry, transport, chan
     assert changes == [[1], []]
     with refused("LLM_KV_CACHE_NOT_EXIST", "deregistered"):
         remote.check()
-    with refused("LLM_KV_CACHE_NOT_EXIST", r"cache_id=1 is not here; there are \[\]"):
+    with refused("LLM_KV_CACHE_NOT_EXIST", r"cache_id=1 does not exist; known are \[\]"):
         registry.get(1)
 
 

@@ -207,7 +207,7 @@ def test_a_failure_of_the_second_stops_the_first(make_scene: Callable[..., Scene
     error = caught(lambda: scene.gather(FOR_EVER_MS))
     assert ([*error.failed], [*error.stopped]) == ([1], [0])
     assert error.status_code is LLMStatusCode.LLM_FAILED
-    assert str(error).endswith("sources[0] stopped for that (LLM_FAILED)")
+    assert str(error).endswith("sources[0] stopped because of that (LLM_FAILED)")
     assert error.unconfirmed == error.failed[1].unconfirmed
     assert error.origin is not None
     scene.assert_over()
@@ -448,7 +448,7 @@ def test_a_peer_that_cannot_be_notified_is_an_error_of_a_gather_that_is_whole(
 ) -> None:
     scene = make_scene(sync_kv_cache_wait_time=200)
     scene.peers[1].stop()
-    with refused("LLM_TIMEOUT", "gather_blocks: every byte has arrived, and .* cluster 3 has not"):
+    with refused("LLM_TIMEOUT", "gather_blocks: every byte has arrived, but .* cluster 3 has not"):
         scene.gather(notify=b"whole")
     scene.assert_arrived(0, 1)
     scene.peers[1].resume()

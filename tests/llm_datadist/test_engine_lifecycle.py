@@ -351,10 +351,10 @@ def test_a_key_that_is_nearly_where_to_listen_is_refused(
     new: LLMDataDist, make_datadist: MakeDataDist, key: str
 ) -> None:
     wrong = {key: "127.0.0.1:0"}
-    with pytest.raises(LLMException, match=f"option '{key}' is unknown.*listen nowhere"):
+    with pytest.raises(LLMException, match=f"option '{key}' is unknown.*to listen at"):
         new.init(MANAGED | wrong)
     datadist = make_datadist()
-    with pytest.raises(LLMException, match=f"option '{key}' is unknown.*listen nowhere"):
+    with pytest.raises(LLMException, match=f"option '{key}' is unknown.*to listen at"):
         datadist.switch_role(LLMRole.MIX, wrong)
 
 

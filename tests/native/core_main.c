@@ -21,6 +21,7 @@
 #include "host/identity.h"
 #include "host/pooled.h"
 #include "host/writers.h"
+#include "process/guarded.h"
 
 #include "check.h"
 
@@ -220,6 +221,7 @@ static void thread_blocks_signals(void)
 static struct {
     int submitted, left, polled;
     bool refuses; /* what comes after a gate: there is no room */
+    bool is_full; /* a caller that hurries gets no place */
     kvn_gate_waiter *waiter;
     void (*on_enter)(void);
     void (*on_abort)(void);
@@ -229,7 +231,7 @@ static int submit(kvn_backend *self, const kvn_columns *batch, kvn_request **out
 {
     (void)self, (void)report;
     *out = NULL;
-    if (batch->after && said.refuses)
+    if ((batch->after && said.refuses) || (batch->caller == KVN_CALLER_HURRIES && said.is_full))
         return KVN_PENDING;
     said.submitted++;
     *out = (kvn_request *)&said;
@@ -430,6 +432,70 @@ static void gate_fails(void)
         CHECK(said.left == i + 1);
     }
     CHECK(said.submitted == 0);
+}
+
+/* The thread of a gate never waits for a place: a batch that finds none is opened again later, or given up. */
+static void opened_again(void)
+{
+    kvn_backend backend = {&plain};
+    kvn_columns columns = columns_of(2);
+    kvn_failure why = {0};
+
+    columns.after = &gate;
+    for (int is_given_up = 0; is_given_up < 2; is_given_up++) {
+        kvn_task task;
+
+        said.is_full = true;
+        said.polled = KVN_PENDING;
+        said.submitted = said.left = 0;
+        kvn_task_init(&task, &backend, &columns, NULL);
+        CHECK(kvn_task_begin(&task) == KVN_PENDING);
+        CHECK(!said.waiter->open(said.waiter, KVN_OK, &why));
+        CHECK(!said.waiter->open(said.waiter, KVN_OK, &why));
+        CHECK(kvn_task_poll(&task) == KVN_PENDING && said.submitted == 0);
+        if (is_given_up)
+            CHECK(kvn_task_abort(&task, KVN_TIMEOUT) == KVN_TIMEOUT && said.left == 1);
+        said.is_full = false;
+        CHECK(said.waiter->open(said.waiter, KVN_OK, &why));
+        CHECK(said.submitted == !is_given_up);
+        if (!is_given_up)
+            CHECK(kvn_task_wait(&task, KVN_FOREVER) == KVN_OK);
+        kvn_task_release(&task);
+    }
+}
+
+static pthread_t moved_by;
+
+static int note_thread(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)
+{
+    (void)context, (void)batch, (void)piece, (void)fault;
+    moved_by = pthread_self();
+    return KVN_OK;
+}
+
+/* A small batch is moved at once by its caller, but not by one that hurries. */
+static void small_batches_in_a_hurry(void)
+{
+    static const kvn_backend_vtable vtable = KVN_POOLED_VTABLE("said", NULL);
+    kvn_pool *pool = kvn_pool_create(1);
+    kvn_columns columns = columns_of(2);
+    kvn_pooled pooled;
+
+    kvn_pooled_init(&pooled, &vtable, pool, note_thread);
+    pooled.inline_nbytes = 100;
+    for (int hurries = 0; hurries < 2; hurries++) {
+        kvn_request *request;
+        kvn_report report;
+
+        columns.caller = hurries ? KVN_CALLER_HURRIES : KVN_CALLER_RETURNS;
+        CHECK(vtable.submit(&pooled.base, &columns, &request, &report) == KVN_OK);
+        while (vtable.poll(&pooled.base, request, &report) == KVN_PENDING)
+            sched_yield();
+        CHECK((pthread_equal(moved_by, pthread_self()) == 0) == (hurries == 1));
+        vtable.release(&pooled.base, request);
+    }
+    kvn_pooled_fini(&pooled);
+    kvn_pool_destroy(pool);
 }
 
 /* ---- layers ---- */
@@ -839,6 +905,46 @@ static void renewed_and_left(void)
     kvn_generations_close(&table);
 }
 
+/* When all places are taken, a batch of a caller that hurries is not taken, and later it is. */
+static void no_place_in_a_hurry(void)
+{
+    kvn_backend backend = {&plain};
+    kvn_columns columns = columns_of(2);
+    kvn_announcement taken[KVN_WRITER_TICKETS];
+    kvn_generations table;
+    kvn_writers writers;
+    kvn_writer writer;
+    kvn_failure failure;
+    kvn_fault fault;
+    kvn_word word;
+    kvn_request *request;
+    kvn_report report;
+
+    CHECK(kvn_generations_create(1, 0, &table, &failure) == KVN_OK);
+    CHECK(kvn_generations_take(&table, false, 0, &word.slot, &word.generation, &failure) == KVN_OK);
+    CHECK(kvn_writers_create(1, &writers, &failure) == KVN_OK);
+    CHECK(kvn_writer_open(getpid(), table.memory.fd, table.memory.inode, 1, writers.memory.fd, writers.memory.inode,
+                          1, (uintptr_t)writers.gates, &writer, &failure) == KVN_OK);
+    kvn_guard *guard = kvn_guard_create(&writer, &word, 1);
+    for (int i = 0; i < KVN_WRITER_TICKETS; i++)
+        CHECK(kvn_guard_enter(guard, false, 0, &taken[i], &fault) == KVN_OK);
+    kvn_backend *guarded = kvn_guarded_create(&backend, kvn_guard_create(&writer, &word, 1));
+    columns.caller = KVN_CALLER_HURRIES;
+    CHECK(guarded->vtable->submit(guarded, &columns, &request, &report) == KVN_PENDING);
+    for (int i = 0; i < KVN_WRITER_TICKETS; i++)
+        kvn_guard_leave(guard, &taken[i]);
+    CHECK(guarded->vtable->submit(guarded, &columns, &request, &report) == KVN_OK);
+    CHECK(guarded->vtable->wait(guarded, request, KVN_FOREVER, &report) == KVN_OK);
+    guarded->vtable->release(guarded, request);
+    CHECK(kvn_generations_release(&table, word.slot, word.generation, &failure) == KVN_OK);
+    CHECK(guarded->vtable->submit(guarded, &columns, &request, &report) == KVN_UNMAPPED);
+    guarded->vtable->destroy(guarded);
+    kvn_guard_destroy(guard);
+    kvn_writer_close(&writer);
+    kvn_writers_close(&writers);
+    kvn_generations_close(&table);
+}
+
 /* A writer that was late once is waited for again, and tickets of many entries are all seen. */
 static void late_is_forgiven(void)
 {
@@ -896,6 +1002,9 @@ int main(int count, char **arguments)
         {"all_who_wait_wake", all_who_wait_wake},
         {"renewed_and_left", renewed_and_left},
         {"gate_fails", gate_fails},
+        {"opened_again", opened_again},
+        {"small_batches_in_a_hurry", small_batches_in_a_hurry},
+        {"no_place_in_a_hurry", no_place_in_a_hurry},
         {"fail_beside_abort", fail_beside_abort},
         {"open_beside_abort", open_beside_abort},
         {"layers_are_freed", layers_are_freed},

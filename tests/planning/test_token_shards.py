@@ -376,7 +376,7 @@ def test_one_rank_of_interleaved_tokens_has_all() -> None:
         (lambda: Shard(tokens=range(0)), r"tokens=range\(0, 0\) must be one or more of"),
         (lambda: Shard(tokens=range(0, 9, 2)), "give Interleaved for every n-th"),
         (lambda: replace(FIRST, kv_tensor_format=None, shard=Shard(tokens=range(9))),
-         "shard has tokens 0..8, and kv_tensor_format=None names no axis token"),
+         "shard has tokens 0..8, but kv_tensor_format=None names no axis token"),
     ],
 )  # fmt: skip
 def test_what_is_refused(make: Any, text: str) -> None:

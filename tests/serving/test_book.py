@@ -80,7 +80,7 @@ def test_a_lease_names_the_blocks_and_the_request(book: LeaseBook) -> None:
 
 
 def test_it_is_given_for_the_same_tokens_alone(book: LeaseBook) -> None:
-    with refused("LLM_KV_CACHE_NOT_EXIST", "request 00000000 was of other tokens"):
+    with refused("LLM_KV_CACHE_NOT_EXIST", "request 00000000 has other tokens"):
         book.leases_of(handle(0), b"another")
 
 

@@ -157,7 +157,7 @@ def test_a_reference_of_other_tokens_is_refused_and_frees_nothing(
     peer, consumer = make_peer(), make_worker()
     peer.worker.finish(0, 11, [4, 9, 2], 21)
     mixed_up = reference([peer.source], 0, 12, 21)
-    assert failed(consumer.fetch(mixed_up, [7, 1, 30]), "of other tokens")
+    assert failed(consumer.fetch(mixed_up, [7, 1, 30]), "has other tokens")
     assert consumer.fetch(reference([peer.source], 0, 11, 21), [7, 1, 30]).error is None
 
 

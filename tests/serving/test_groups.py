@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvplan import BlockLease, Cache, CacheDesc, DataType, LLMException
+from kvplan import BlockLease, Cache, CacheDesc, DataType, LLMException, Rows
 from kvplan.serving import Place, Source, Table
 from kvplan.serving.tables import CacheGroup, GroupLease, decode_leases, missing_of, tables_of
 from tests.serving.group_worker import GroupWorker, Tables
@@ -209,6 +209,29 @@ def test_the_unit_that_a_request_ends_in_is_fetched_whole(
     assert [
         (item.num_tokens, item.src.first_token, item.dst.first_token) for item in found.values()
     ] == ([(units, first, first)] if units else [])
+
+
+@pytest.mark.parametrize("first_token", [0, 20, 21])
+@pytest.mark.parametrize("sources", [1, 2])
+def test_a_state_is_fetched_whole_unless_no_token_is_missing(
+    first_token: int, sources: int
+) -> None:
+    """Also after a prefix that is here already: the state is that after the last token."""
+    desc = CacheDesc(2, (32, 3, 6), DataType.DT_INT8, kv_tensor_format="block head state")
+    group = CacheGroup("g", Cache(desc, 1))
+    lease = BlockLease(10, bytes(16), 1, 0, (4,), True, "", ())
+    leases = [[GroupLease(lease, 0)] for _ in range(sources)]
+    found, nbytes = missing_of([group], leases, [Table([8])], first_token, 21)
+    if first_token == 21:
+        assert (found, nbytes) == ({}, 0)
+        return
+    assert nbytes == 2 * 3 * 6
+    (transfer,) = found.values()
+    assert isinstance(transfer.dst, Rows)
+    assert (transfer.dst.blocks, transfer.num_tokens) == ([8], None)
+    for blocks in ([], [8, 9]):
+        with refused("LLM_PARAM_INVALID", "g: a state is one block"):
+            missing_of([group], leases, [Table(blocks)], first_token, 21)
 
 
 def test_what_is_no_grant_is_refused() -> None:

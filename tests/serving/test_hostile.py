@@ -153,7 +153,7 @@ def test_a_wrong_digest_tells_no_name(make_peer: MakePeer, make_worker: MakeWork
     peer, consumer = make_peer(), make_worker()
     peer.worker.finish(0, 11, [4, 9, 2], 21)
     result = consumer.fetch(reference([peer.source], 0, 12, 21), MINE)
-    assert failed(result, "request 00000000 was of other tokens")
+    assert failed(result, "request 00000000 has other tokens")
     assert "request-11" not in str(result.error)
 
 

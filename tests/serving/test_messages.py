@@ -105,7 +105,7 @@ def test_of_a_request_that_has_not_finished_its_name_is_enough() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"protocol": 1}, "protocol=1 of kvplan.serving; here it is 3"),
+        ({"protocol": 1}, "protocol=1 of kvplan.serving; it must be 3"),
         ({"handle": "7"}, "is invalid: "),
         ({"handle": 7}, "is invalid: "),
         ({"handle": ""}, "must have handle, digest and num_tokens"),

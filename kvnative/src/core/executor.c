@@ -46,7 +46,7 @@ static void settle(kvn_task *task, int status)
         kvn_report_add_span(outcome, 0, task->columns.count);
         kvn_report_abandoned(outcome, status, task->columns.count, total);
         length = strlen(outcome->message);
-        if (task->waiter.gate)
+        if (task->columns.after)
             snprintf(outcome->message + length, sizeof outcome->message - length,
                      "; the event that it comes after has not come");
     }
@@ -82,7 +82,8 @@ void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *colu
     kvn_cond_init(&task->changed);
 }
 
-/* Submits the batch. Returns false if its gate has to open first. The caller holds the mutex. */
+/* Submits the batch. Returns false if its gate has to open first, or the backend has no room for it now. The caller
+ * holds the mutex. */
 static bool begin(kvn_task *task)
 {
     int status;
@@ -92,7 +93,7 @@ static bool begin(kvn_task *task)
         return true;
     }
     status = calls(task)->submit(task->backend, &task->columns, &task->request, &task->outcome);
-    if (status == KVN_PENDING && task->columns.after)
+    if (status == KVN_PENDING)
         return false;
     task->begun = true;
     if (status == KVN_OK)
@@ -111,22 +112,26 @@ static int leave(kvn_task *task)
     return status;
 }
 
-/* By a thread of the gate's. */
-static void open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *why)
+/* By a thread of the gate's, which others need as well. */
+static bool open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *why)
 {
     kvn_task *task = KVN_LISTED(&waiter->node, kvn_task, waiter.node);
+    bool is_over = true;
 
     pthread_mutex_lock(&task->mutex);
     if (!task->settled && status == KVN_OK) {
         task->columns.after = NULL;
-        begin(task);
+        task->columns.caller = KVN_CALLER_HURRIES;
+        is_over = begin(task);
     } else if (!task->settled) {
         kvn_report_refuse(&task->outcome, task->columns.count, status, why->code,
                           "the event that it comes after: %.200s", why->message);
         settle_with_outcome(task);
     }
-    pthread_cond_broadcast(&task->changed);
+    if (is_over)
+        pthread_cond_broadcast(&task->changed);
     pthread_mutex_unlock(&task->mutex);
+    return is_over;
 }
 
 /* By the same thread: to a backend that orders, and had no room before. */

@@ -14,8 +14,10 @@ typedef struct kvn_gate kvn_gate;
 typedef struct kvn_gate_waiter {
     kvn_node node; /* the gate's, with `gate` */
     kvn_gate *gate;
-    /* Called once, by a thread of the gate without locks: KVN_OK, or why the gate never opens. */
-    void (*open)(struct kvn_gate_waiter *waiter, int status, const kvn_failure *why);
+    bool is_open;  /* the gate's: `open` was called, and has found no room */
+    /* Called by a thread of the gate without locks: KVN_OK, or why the gate never opens. It must not block, because
+     * this thread opens all gates. False, only after KVN_OK: there is no room now, so it is called again later. */
+    bool (*open)(struct kvn_gate_waiter *waiter, int status, const kvn_failure *why);
     /* Now and then until it opens, by the same thread: whether it waits no more, as a backend keeps the order
      * from now on. NULL: none would. */
     bool (*pass)(struct kvn_gate_waiter *waiter);

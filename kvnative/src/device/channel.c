@@ -50,6 +50,9 @@ int kvn_channel_ready(kvn_channel *channel, kvn_channel_fault *fault)
 
     if (channel->stream)
         return KVN_OK;
+    status = device->ops->set_context(device, device->context, &failure);
+    if (status != KVN_OK)
+        return kvn_fail(&fault->why, status, failure.code, "%.220s", failure.message);
     status = device->ops->create_stream(device, &stream, &failure);
     if (status != KVN_OK)
         return kvn_fail(&fault->why, status, failure.code, "no stream on device %d: %.200s",
@@ -125,7 +128,7 @@ static kvn_channel_job *take(kvn_channel *channel)
     return job;
 }
 
-/* The context of this thread, and the first stream. */
+/* Sets the context of this thread, and makes the first stream. */
 static void start(kvn_channel *channel)
 {
     const kvn_device *device = channel->device;
@@ -133,8 +136,7 @@ static void start(kvn_channel *channel)
 
     kvn_channel_fault_begin(&fault);
     kvn_device_begin_calls(device);
-    if (device->ops->set_context(device, device->context, &fault.why) == KVN_OK)
-        kvn_channel_ready(channel, &fault);
+    kvn_channel_ready(channel, &fault);
     pthread_mutex_lock(&channel->mutex);
     channel->refused = fault.why;
     channel->started = true;
@@ -199,7 +201,7 @@ static void release(kvn_channel *channel)
     free(channel);
 }
 
-int kvn_channel_create(kvn_device *device, kvn_channel **out, kvn_failure *failure)
+int kvn_channel_begin(kvn_device *device, kvn_channel **out, kvn_failure *failure)
 {
     kvn_channel *channel;
     int error;
@@ -216,22 +218,34 @@ int kvn_channel_create(kvn_device *device, kvn_channel **out, kvn_failure *failu
     pthread_mutex_init(&channel->mutex, NULL);
     pthread_cond_init(&channel->changed, NULL);
     kvn_cond_init(&channel->progressed);
+    *out = channel;
     error = start_thread(channel);
     if (error) {
+        *out = NULL;
         release(channel);
         return kvn_fail(failure, KVN_NO_MEMORY, error, "no thread for a channel of device %d: %s",
                         (int)device->id, strerror(error));
     }
+    return KVN_OK;
+}
+
+int kvn_channel_create(kvn_device *device, kvn_channel **out, kvn_failure *failure)
+{
+    kvn_channel *channel;
+
+    if (kvn_channel_begin(device, out, failure) != KVN_OK)
+        return failure->status;
+    channel = *out;
     pthread_mutex_lock(&channel->mutex);
     while (!channel->started)
         pthread_cond_wait(&channel->changed, &channel->mutex);
     pthread_mutex_unlock(&channel->mutex);
     if (channel->refused.status != KVN_OK) {
         *failure = channel->refused;
+        *out = NULL;
         kvn_channel_destroy(channel);
         return failure->status;
     }
-    *out = channel;
     return KVN_OK;
 }
 

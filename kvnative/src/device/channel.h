@@ -35,6 +35,9 @@ typedef struct kvn_channel_job {
 
 /* Starts the thread, sets the context there and makes the stream. The device outlives the channel. */
 int kvn_channel_create(kvn_device *device, kvn_channel **out, kvn_failure *failure);
+/* As kvn_channel_create, but does not wait for the context and the stream: each job tries them again, and fails with
+ * the reason. */
+int kvn_channel_begin(kvn_device *device, kvn_channel **out, kvn_failure *failure);
 /* Ends the thread and destroys the stream, once no job is left. In a forked child both are leaked. */
 void kvn_channel_destroy(kvn_channel *channel);
 kvn_device *kvn_channel_device(const kvn_channel *channel);

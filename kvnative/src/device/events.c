@@ -17,6 +17,7 @@
 #define PART 16
 #define MAX_UNITS 64 /* of each kind that are kept: others are the device's, which may still wait for them */
 #define MAX_FULL 8 /* backends that are asked for room at one look, and have none */
+#define MAX_HEADS 8 /* streams of which one look asks only the first point */
 #define TIMER_SLACK_NS 1000 /* of the thread's sleep; the system's own is 50 us */
 
 /* An event of our own, which is recorded once for each point that is taken; used again when that was
@@ -26,6 +27,8 @@ typedef struct kvn_event_unit {
     void *event;
     void *context;     /* that it was made in, and is recorded in */
     kvn_stream stream; /* of our own, which waits for an event of the program's; NULL: not needed */
+    kvn_stream of;     /* the stream that the point is on; NULL: unknown, or a default stream */
+    uint64_t number;   /* points of a stream come in this order */
 } kvn_event_unit;
 
 struct kvn_events {
@@ -40,6 +43,9 @@ struct kvn_events {
     const kvn_gate_waiter *looked_at; /* by the thread, without the mutex */
     kvn_event_unit *units[2];         /* given back, reached or not: without a stream, and with one */
     size_t num_units[2];
+    uint64_t num_taken; /* points, ever */
+    uint64_t num_turns; /* looks at all waiters; the thread's, as the next */
+    uint64_t num_behind; /* points that the latest look has seen behind others */
 };
 
 /* ---- units ---- */
@@ -177,25 +183,28 @@ static kvn_gate_waiter *waiter_of(const kvn_node *node)
     return KVN_LISTED(node, kvn_gate_waiter, node);
 }
 
-/* Returns true if the waiter has left the list. The caller holds the mutex, which is released meanwhile. */
+/* Returns true if the waiter has left the list. One whose backend has no room stays, and is not queried again. The
+ * caller holds the mutex, which is released meanwhile. */
 static bool look(kvn_events *events, kvn_gate_waiter *waiter)
 {
+    int status = KVN_OK;
+    bool is_over = false;
     kvn_failure why;
-    int status;
 
     events->looked_at = waiter;
     pthread_mutex_unlock(&events->mutex);
-    status = kvn_event_query((const kvn_event *)waiter->gate, &why);
-    pthread_mutex_lock(&events->mutex);
+    if (!waiter->is_open)
+        status = kvn_event_query((const kvn_event *)waiter->gate, &why);
     if (status != KVN_PENDING) {
-        kvn_list_remove(&waiter->node);
-        pthread_mutex_unlock(&events->mutex);
-        waiter->open(waiter, status, &why);
-        pthread_mutex_lock(&events->mutex);
+        waiter->is_open = true;
+        is_over = waiter->open(waiter, status, &why);
     }
+    pthread_mutex_lock(&events->mutex);
+    if (is_over)
+        kvn_list_remove(&waiter->node);
     events->looked_at = NULL;
     pthread_cond_broadcast(&events->changed);
-    return status != KVN_PENDING;
+    return is_over;
 }
 
 /* Returns true if the waiter has left the list, because a backend keeps its order now. The caller holds the mutex,
@@ -233,7 +242,7 @@ static void pass_on(kvn_events *events)
     while (node && num_full < MAX_FULL && !events->stopping) {
         kvn_gate_waiter *waiter = waiter_of(node);
 
-        if (waiter->pass && !is_among(full, num_full, waiter->room)) {
+        if (waiter->pass && !waiter->is_open && !is_among(full, num_full, waiter->room)) {
             if (pass(events, waiter)) {
                 node = kvn_list_first(&events->waiting);
                 continue;
@@ -244,18 +253,65 @@ static void pass_on(kvn_events *events)
     }
 }
 
-/* Looks at all waiters, again from the first when one has left, as others may have come and gone. Returns true if one
- * has left. The caller holds the mutex, which is released meanwhile. */
+static const kvn_event_unit *unit_of(const kvn_gate_waiter *waiter) { return ((const kvn_event *)waiter->gate)->unit; }
+
+/* A point that has not come, as a look has seen. The unit is only compared: it may be gone. */
+typedef struct head {
+    const kvn_event_unit *unit;
+    kvn_stream of;
+    uint64_t number;
+} head;
+
+/* What one look has found. */
+typedef struct look_state {
+    head heads[MAX_HEADS];
+    size_t num_heads;
+    uint64_t num_behind; /* points behind one of these */
+} look_state;
+
+/* Returns true if the point cannot have come, as the look has seen. */
+static bool is_behind(const look_state *state, const kvn_event_unit *unit)
+{
+    for (size_t i = 0; i < state->num_heads; i++) {
+        const head *first = &state->heads[i];
+        if (unit == first->unit || (unit->of && unit->of == first->of && unit->number > first->number))
+            return true;
+    }
+    return false;
+}
+
+/* Looks at all waiters. Each query takes a lock of the driver that launches of the model need, so a point is queried
+ * only once a look, and of points that follow each other on a stream only the first. A handle may be that of a destroyed
+ * stream, whose points have no order with those of its successor: so each look queries one of the others, in turn. The
+ * caller holds the mutex, which is released meanwhile; waiters may come and go then, so it begins again when one has
+ * left. Returns true if one has left. */
 static bool look_at_all(kvn_events *events)
 {
+    const uint64_t exception = events->num_turns++ % (events->num_behind + 1);
     kvn_node *node = kvn_list_first(&events->waiting);
+    look_state state = {0};
     bool any = false;
 
     while (node && !events->stopping) {
-        const bool is_through = look(events, waiter_of(node));
-        any |= is_through;
-        node = is_through ? kvn_list_first(&events->waiting) : kvn_list_after(&events->waiting, node);
+        kvn_gate_waiter *waiter = waiter_of(node);
+        const kvn_event_unit *unit = unit_of(waiter);
+        const head point = {unit, unit->of, unit->number};
+        const bool is_queried = !waiter->is_open;
+
+        if (is_queried && is_behind(&state, unit) && state.num_behind++ != exception) {
+            node = kvn_list_after(&events->waiting, node);
+            continue;
+        }
+        if (look(events, waiter)) {
+            any = true;
+            node = kvn_list_first(&events->waiting);
+            continue;
+        }
+        if (is_queried && !waiter->is_open && state.num_heads < MAX_HEADS)
+            state.heads[state.num_heads++] = point;
+        node = kvn_list_after(&events->waiting, node);
     }
+    events->num_behind = state.num_behind;
     return any;
 }
 
@@ -333,6 +389,15 @@ static void leave(kvn_gate *gate, kvn_gate_waiter *waiter)
 
 /* ---- taking points ---- */
 
+/* Small handles name default streams, of which a thread may have its own. */
+static void number(kvn_events *events, kvn_stream stream, kvn_event_unit *unit)
+{
+    pthread_mutex_lock(&events->mutex);
+    unit->of = (uintptr_t)stream > 2 ? stream : NULL;
+    unit->number = events->num_taken++;
+    pthread_mutex_unlock(&events->mutex);
+}
+
 static int record(kvn_events *events, kvn_stream stream, kvn_event_unit **unit, kvn_failure *failure)
 {
     const kvn_device *device = events->device;
@@ -344,6 +409,8 @@ static int record(kvn_events *events, kvn_stream stream, kvn_event_unit **unit, 
     status = make_unit(events, false, unit, failure);
     if (status == KVN_OK)
         status = device->ops->record_event(device, (*unit)->event, stream, failure);
+    if (status == KVN_OK)
+        number(events, stream, *unit);
     kvn_device_leave_stream(device, previous);
     return status;
 }

@@ -73,7 +73,8 @@ static void run(kvn_channel_job *job, kvn_channel *channel)
 
 /* ---- streams for batches with a gate ---- */
 
-/* A channel on which such a batch stands behind no other, taken for it. KVN_PENDING: there is none now. */
+/* Takes a channel on which such a batch stands behind no other. KVN_PENDING: there is none now. Does not wait for a new
+ * one, because the thread that opens gates comes here as well. */
 static int take_ordered(kvn_stream_backend *self, unsigned *out, kvn_failure *failure)
 {
     unsigned it = 0;
@@ -85,7 +86,7 @@ static int take_ordered(kvn_stream_backend *self, unsigned *out, kvn_failure *fa
         return KVN_PENDING;
     pthread_mutex_lock(&self->mutex);
     if (!self->ordered[it])
-        status = kvn_channel_create(kvn_channel_device(self->channels[0]), &self->ordered[it], failure);
+        status = kvn_channel_begin(kvn_channel_device(self->channels[0]), &self->ordered[it], failure);
     pthread_mutex_unlock(&self->mutex);
     if (status != KVN_OK)
         atomic_store(&self->taken[it], false);

@@ -132,7 +132,7 @@ typedef struct held {
     kvn_failure *why; /* it never opens */
 } held;
 
-static void open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *why)
+static bool open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *why)
 {
     held *it = KVN_LISTED(&waiter->node, held, waiter.node);
 
@@ -142,6 +142,7 @@ static void open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *wh
         kvn_fail(it->why, status, why->code, "the event that it comes after: %.200s", why->message);
     pthread_cond_broadcast(&it->request->changed);
     pthread_mutex_unlock(&it->request->mutex);
+    return true;
 }
 
 /* Until the gate opens, or the request is given up. A failure: no byte of it may move any more. */

@@ -73,7 +73,7 @@ static unsigned free_places(const kvn_pool *pool)
 
     if (!next || pool->moving >= pool->threads)
         return 0;
-    if (next->batch.caller != KVN_CALLER_RETURNS && most > 1)
+    if ((next->batch.caller == KVN_CALLER_WAITS || next->batch.caller == KVN_CALLER_COMPUTES) && most > 1)
         most--;
     if (workers >= most)
         return 0;

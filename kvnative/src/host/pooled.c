@@ -44,7 +44,7 @@ int kvn_pooled_submit(kvn_backend *base, const kvn_columns *batch, kvn_request *
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
                                  "no memory for a request (%zu bytes)", sizeof *request);
     kvn_job_init(&request->job, batch, self->move, self, self->piece);
-    if (total <= self->inline_nbytes)
+    if (total <= self->inline_nbytes && batch->caller != KVN_CALLER_HURRIES)
         kvn_job_run(&request->job, total);
     else
         kvn_job_submit(&request->job, self->pool, total);

@@ -365,18 +365,13 @@ static bool is_stale(const kvn_guard *guard)
            guard->count;
 }
 
-int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
-                    kvn_announcement *out, kvn_fault *fault)
+static int enter(kvn_guard *guard, bool by_process, uint64_t most_tries, uint64_t descriptor, kvn_announcement *out,
+                 kvn_fault *fault)
 {
-    if (!guard)
-        return KVN_OK;
     kvn_writer *writer = guard->writer;
     entry *it = taken_entry(writer);
-    /* No clock: it goes on while this process is stopped. */
-    if (!take_place(writer, it, by_process, (YIELDS + NAPS) * KVN_WRITER_TICKETS, out))
-        return refuse(fault, KVN_FAILED, descriptor, writer->pid,
-                      "is being written to by as many pieces of this link as can be announced, and "
-                      "none of them ends: wait for transfers before more are begun");
+    if (!take_place(writer, it, by_process, most_tries, out))
+        return KVN_PENDING;
     const bool stale = is_stale(guard);
     if (!stale && !atomic_load(&it->closed))
         return KVN_OK;
@@ -388,15 +383,31 @@ int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
                           "more of its writes: link again");
 }
 
+int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
+                    kvn_announcement *out, kvn_fault *fault)
+{
+    if (!guard)
+        return KVN_OK;
+    /* No clock: it goes on while this process is stopped. */
+    const int status = enter(guard, by_process, (YIELDS + NAPS) * KVN_WRITER_TICKETS, descriptor, out, fault);
+    return status != KVN_PENDING
+               ? status
+               : refuse(fault, KVN_FAILED, descriptor, guard->writer->pid,
+                        "is being written to by as many pieces of this link as can be announced, and "
+                        "none of them ends: wait for transfers before more are begun");
+}
+
+/* One try less than places: none of them rests. */
+int kvn_guard_enter_now(kvn_guard *guard, uint64_t descriptor, kvn_announcement *out, kvn_fault *fault)
+{
+    return enter(guard, false, KVN_WRITER_TICKETS - 1, descriptor, out, fault);
+}
+
 bool kvn_guard_try_enter(kvn_guard *guard, kvn_announcement *out)
 {
-    entry *it = taken_entry(guard->writer);
-    if (!take_place(guard->writer, it, false, KVN_WRITER_TICKETS - 1, out))
-        return false;
-    if (!is_stale(guard) && !atomic_load(&it->closed))
-        return true;
-    kvn_guard_leave(guard, out);
-    return false;
+    kvn_fault ignored = {0};
+
+    return kvn_guard_enter_now(guard, 0, out, &ignored) == KVN_OK;
 }
 
 int kvn_guard_renew(kvn_guard *guard, kvn_announcement *announcement, kvn_failure *failure)

@@ -95,7 +95,9 @@ void kvn_guard_destroy(kvn_guard *guard); /* of NULL: nothing */
  * registration or closed the gate. `by_process`: the piece is written by process_vm_writev. A NULL guard succeeds. */
 int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
                     kvn_announcement *out, kvn_fault *fault);
-/* As kvn_guard_enter for mapped memory, but false if it would have to wait for a place, or would fail. */
+/* As kvn_guard_enter for mapped memory, but KVN_PENDING if it would have to wait for a place. */
+int kvn_guard_enter_now(kvn_guard *guard, uint64_t descriptor, kvn_announcement *out, kvn_fault *fault);
+/* The same, but false if it is not announced, for whatever reason. */
 bool kvn_guard_try_enter(kvn_guard *guard, kvn_announcement *out);
 /* Replaces a long announcement by a new one, so that owners of other registrations need not wait for it. Fails if the
  * owner has released a registration; the announcement then stays until kvn_guard_leave. If no place is free, it stays

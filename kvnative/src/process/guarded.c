@@ -57,17 +57,19 @@ static int leave_at_end(guarded_request *request, int status)
     return status;
 }
 
-/* A batch behind an event waits with an announcement, or not here: it does not wait for a place as well. */
+/* A batch behind an event waits with an announcement, or not here: it does not wait for a place as well. Nor does the
+ * thread that opens gates. */
 static int enter(guarded_request *request, const kvn_columns *batch, kvn_report *report)
 {
     kvn_guard *guard = request->self->guard;
+    const bool hurries = batch->after || batch->caller == KVN_CALLER_HURRIES;
     kvn_fault fault = {0};
-    int status;
+    const int status = hurries ? kvn_guard_enter_now(guard, batch->first, &request->announced, &fault)
+                               : kvn_guard_enter(guard, false, batch->first, &request->announced, &fault);
 
-    if (batch->after)
-        return kvn_guard_try_enter(guard, &request->announced) ? KVN_OK : KVN_PENDING;
-    status = kvn_guard_enter(guard, false, batch->first, &request->announced, &fault);
-    if (status != KVN_OK)
+    if (batch->after && status != KVN_OK)
+        return KVN_PENDING; /* a failure is reported when the event has come */
+    if (status != KVN_OK && status != KVN_PENDING)
         kvn_report_refuse(report, batch->count, status, 0, "%s", fault.message);
     return status;
 }

@@ -39,7 +39,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     it->kind = is_pull ? KVN_TCP_PULL : KVN_TCP_PUSH;
     it->total = it->uncut = total;
     kvn_report_begin(&it->end);
-    kvn_tcp_client_begin(it, batch->caller == KVN_CALLER_WAITS);
+    kvn_tcp_client_begin(it, batch->caller);
     *out = it;
     return KVN_OK;
 }

@@ -117,7 +117,7 @@ static void wait_for(kvn_tcp_client *self, kvn_request *it, int64_t deadline_ns)
         ;
 }
 
-void kvn_tcp_client_begin(kvn_request *it, bool waits)
+void kvn_tcp_client_begin(kvn_request *it, uint32_t caller)
 {
     kvn_tcp_client *self = it->client;
     uint64_t moved = 0;
@@ -131,10 +131,12 @@ void kvn_tcp_client_begin(kvn_request *it, bool waits)
         kvn_tcp_transfer_finish(it);
     } else if (it->uncut == 0) {
         kvn_tcp_transfer_end(it, KVN_OK, 0, KVN_NO_DESCRIPTOR);
-    } else if (!self->out_is_blocked) {
+    } else if (!self->out_is_blocked && caller != KVN_CALLER_HURRIES) {
         kvn_tcp_send_some(self, &moved);
     }
-    if (!waits)
+    if (caller == KVN_CALLER_HURRIES && !self->has_failed && !self->has_spinner)
+        kvn_tcp_ask_for(&self->watched, IDLE_EVENTS | EPOLLIN | EPOLLOUT); /* the service sends the first request */
+    else if (caller != KVN_CALLER_WAITS)
         hand_over(self);
     pthread_mutex_unlock(&self->mutex);
 }

@@ -9,8 +9,9 @@
 /* The stream and on_failed are set, all else is 0. */
 void kvn_tcp_client_init(kvn_tcp_client *self);
 void kvn_tcp_client_fini(kvn_tcp_client *self);
-/* Begins a transfer; `waits`: the caller then waits for it. On a failed connection it is finished on return. */
-void kvn_tcp_client_begin(kvn_request *transfer, bool waits);
+/* Begins a transfer of a kvn_caller: one that waits drives it, and one that hurries leaves the first request to the
+ * service. On a failed connection it is finished on return. */
+void kvn_tcp_client_begin(kvn_request *transfer, uint32_t caller);
 /* Waits until the transfer is finished, or until the deadline. */
 void kvn_tcp_client_wait(kvn_request *transfer, int64_t deadline_ns);
 /* Stops the transfer, and waits until it is finished and its memory is not touched any more. A push that does not stop
