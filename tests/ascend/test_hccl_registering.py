@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvplan import LLMStatusCode
+from kvnative._acl import AclLibrary
+from kvnative._hccl_memory import HcclLibrary
+from kvplan import LLMException, LLMStatusCode
 from kvplan.transport.protocol import DeviceRange
 from tests.ascend.hccl_side import DEADLINE_S, PULL, PUSH, Side, link_both, moved
 from tests.ascend.hccl_sides import MakeSide, error_of
-from tests.ascend.simulator import Log
+from tests.ascend.simulator import Controls, Log
 from tests.support.refusals import refused
 
 
@@ -145,6 +147,23 @@ def test_all_slots_of_the_generation_table(make_side: MakeSide) -> None:
     for item in (other, again):
         side.transport.deregister(item)
     assert side.transport._hccl.regions.all() == []  # nor does what was refused hold any
+
+
+def test_memory_that_hccl_refused_once_can_be_registered(
+    simulator: Controls, make_side: MakeSide
+) -> None:
+    """And is not counted among what is registered."""
+    side = make_side(0, registers=False)
+    library = HcclLibrary.load(AclLibrary.load())
+    before = library.registered(0)
+    for _ in range(2):
+        simulator.add_fault("HcclRegisterGlobalMem:1=2")
+        with pytest.raises(LLMException, match="HcclRegisterGlobalMem: 2"):
+            side.register()
+        assert library.registered(0) == before
+    registration = side.register()
+    assert library.registered(0)[1] >= before[1] + side.buffer.nbytes
+    side.transport.deregister(registration)
 
 
 def test_another_transports_metadata_is_refused(one: Side, two: Side) -> None:

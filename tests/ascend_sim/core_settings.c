@@ -106,6 +106,8 @@ static int set_number(const char *name, int64_t value) {
         settings.cuda_mig = value;
     } else if (!strcmp(name, "cuda_reuse")) {
         settings.cuda_reuse = value;
+    } else if (!strcmp(name, "cuda_adjacent")) {
+        settings.cuda_adjacent = value;
     } else if (!strcmp(name, "cuda_virtual")) {
         settings.cuda_virtual = value;
     } else if (!strcmp(name, "cuda_ipc")) {
@@ -184,6 +186,7 @@ __attribute__((constructor)) static void read_environment(void) {
         {"cuda_hidden", "KVSIM_CUDA_HIDDEN", "1"},
         {"cuda_mig", "KVSIM_CUDA_MIG", "0"},
         {"cuda_reuse", "KVSIM_CUDA_REUSE", "0"},
+        {"cuda_adjacent", "KVSIM_CUDA_ADJACENT", "0"},
         {"cuda_virtual", "KVSIM_CUDA_VIRTUAL", "1"},
         {"cuda_ipc", "KVSIM_CUDA_IPC", "1"},
         {"cuda_staged_us", "KVSIM_CUDA_STAGED_US", "0"},

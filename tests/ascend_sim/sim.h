@@ -44,6 +44,7 @@ typedef struct {
     int64_t cuda_hidden;
     int64_t cuda_mig;
     int64_t cuda_reuse;
+    int64_t cuda_adjacent;
     int64_t cuda_virtual;
     int64_t cuda_ipc;
     int64_t cuda_staged_us;

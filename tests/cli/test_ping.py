@@ -97,6 +97,29 @@ def test_a_cache_that_is_too_large_is_skipped(peer: Peer) -> None:
     assert len(second["pulls"]) == 2
 
 
+GONE = """
+    import ctypes
+    calls = ctypes.CDLL(None)
+    calls.mmap.restype = ctypes.c_void_p
+    calls.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    calls.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    address = calls.mmap(None, 1 << 20, 3, 0x22, -1, 0)
+    desc = CacheDesc(1, (64, 16384), DataType.DT_UINT8)
+    engine.register_blocks_cache(desc, [address], BlocksCacheKey(7, 3))
+    calls.munmap(address, 1 << 20)
+"""
+
+
+@pytest.mark.parametrize("others", [0, 20])
+def test_a_cache_that_cannot_be_read_is_trouble(peer: Peer, others: int) -> None:
+    """Also if it is behind more caches than are listed."""
+    unread = "engine.allocate_blocks_cache(CacheDesc(1, (2, 64), DataType.DT_UINT8))\n"
+    peer.run(unread * others, GONE)
+    *_, last = ping(peer.address, code=2)["caches"]
+    assert last["failed"]
+    assert "LLM_KV_CACHE_NOT_EXIST" in last["why_not"]
+
+
 def test_a_single_block_is_read_if_blocks_are_large(peer: Peer) -> None:
     desc = "CacheDesc(1, (2, 65 << 20), DataType.DT_INT8)"
     peer.run(f"engine.allocate_blocks_cache({desc}, BlocksCacheKey(7, 3))")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from kvplan.control.auth import Keys
-from kvplan.control.channel import Channel
+from kvplan.control.channel import Channel, Heartbeat
 from kvplan.control.connecting import connect
 from kvplan.control.loop import ControlLoop
-from kvplan.control.messages import Failed, Sync
+from kvplan.control.messages import Body, Failed, Ping, Sync
 from tests.control.conversation import (
     DEADLINE_S,
     Conversation,
@@ -85,6 +88,33 @@ def test_a_loop_that_was_held_up_itself_does_not_blame_its_peers(
         call(conversation.loop, time.sleep, 2 * TIMEOUT_S)  # as the GIL or a signal would
         conversation.request(Sync())
     assert not conversation.channel.closed
+
+
+def test_a_pause_of_this_process_is_no_silence_of_a_peer_that_says_nothing() -> None:
+    """Such as of a suspended machine, on which both ends stood still: one check counts as one."""
+    lost: list[str] = []
+    posted: list[Body] = []
+    now = time.monotonic()
+    channel: Any = SimpleNamespace(
+        last_received=now,
+        last_sent=now,
+        closed=False,
+        connection=SimpleNamespace(drain=lambda: True),
+        lose=lost.append,
+        post=posted.append,
+    )
+
+    async def check() -> None:
+        beats = Heartbeat(cast(Channel, channel), 60.0, 120.0)
+        for _ in range(3):
+            beats.stop()
+            beats._checked_at -= 3600
+            channel.last_sent -= 3600
+            beats._check()
+        beats.stop()
+
+    asyncio.run(check())
+    assert (lost, posted) == ([], [Ping()] * 3)
 
 
 def test_keeping_alive_again_replaces_the_times(conversation: Conversation) -> None:

@@ -201,6 +201,27 @@ def test_memory_is_made_to_be_exported(device: Device, program: Cuda, sim_log: L
     assert device.memory()[0] == free + 2 * GRANULE
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2], [1, 2, 0]])
+def test_memory_without_gaps_is_freed_one_by_one(
+    device: Device, cuda_simulator: CudaControls, order: list[int]
+) -> None:
+    """Each begins where another ends, and is told from it."""
+    cuda_simulator.set("cuda_adjacent", 1)
+    try:
+        buffers = {i: device.allocate(GRANULE) for i in range(3)}
+        addresses = [buffers[i].address for i in range(3)]
+        assert addresses == [addresses[0] + i * GRANULE for i in range(3)]
+        free = device.memory()[0]
+        for number, i in enumerate(order, 1):
+            device.write(addresses[i], bytes(GRANULE))
+            del buffers[i]
+            assert device.memory()[0] == free + number * GRANULE
+            for left in buffers:  # up to its last byte
+                device.write(addresses[left], bytes(GRANULE))
+    finally:
+        cuda_simulator.set("cuda_adjacent", 0)
+
+
 @pytest.mark.parametrize(("virtual", "exported"), [("0", 0), ("2", 0)])
 def test_an_own_context_that_cannot_be_made(
     cuda_simulator: CudaControls, program: Cuda, virtual: str, exported: int

@@ -26,6 +26,7 @@
  *   KVSIM_CUDA_PEERS 1          0: no GPU reaches another; 2: one reaches those with higher numbers alone
  *   KVSIM_CUDA_HIDDEN 1         0: memory of GPUs that CUDA_VISIBLE_DEVICES hides cannot be mapped
  *   KVSIM_CUDA_REUSE 0          1: cuMemAlloc gives the address of what was freed last, if that was as large
+ *   KVSIM_CUDA_ADJACENT 0       1: cuMemAddressReserve leaves no gap between ranges, as drivers may
  *   KVSIM_CUDA_VIRTUAL 1        0: no virtual memory; 2: with it, but nothing of it can be exported
  *   KVSIM_CUDA_IPC 1            0: no IPC handles, as in containers of their own
  *   KVSIM_CUDA_CAPTURE 0        1: another thread of the program captures a stream, in global mode

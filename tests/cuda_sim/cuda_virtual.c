@@ -49,6 +49,7 @@ CUDA cuMemExportToShareableHandle(void *out, cuda_address handle, int type, unsi
 CUDA cuMemImportFromShareableHandle(cuda_address *handle, void *descriptor, int type);
 
 #define NAME "kvsim-cuda-device-"
+#define NEIGHBOURS ((uint64_t)1 << 30) /* address space of ranges without gaps */
 #define DESCRIPTOR 1 /* CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR */
 
 typedef struct physical {
@@ -258,6 +259,22 @@ int cuda_reservation_find(uint64_t address, uint64_t *start, uint64_t *nbytes) {
     return it != NULL;
 }
 
+static uint64_t adjacent_space(uint64_t nbytes) {
+    static uint64_t at, end;
+    uint64_t given = 0;
+    pthread_mutex_lock(&mutex);
+    if (end - at < nbytes && nbytes <= NEIGHBOURS) {
+        at = sim_space_take(NEIGHBOURS, PAGE_2M);
+        end = at ? at + NEIGHBOURS : 0;
+    }
+    if (end - at >= nbytes) {
+        given = at;
+        at += nbytes;
+    }
+    pthread_mutex_unlock(&mutex);
+    return given;
+}
+
 CUDA cuMemAddressReserve(cuda_address *address, size_t nbytes, size_t alignment, cuda_address wanted,
                          unsigned long long flags) {
     sim_call call;
@@ -268,7 +285,9 @@ CUDA cuMemAddressReserve(cuda_address *address, size_t nbytes, size_t alignment,
         code = sim_error(INVALID_VALUE, "size=%zu, alignment=%zu, flags=%llu", nbytes, alignment, flags);
     }
     if (!code) {
-        start = sim_space_take(nbytes, alignment > PAGE_2M ? alignment : PAGE_2M);
+        start = sim_settings_now().cuda_adjacent && alignment <= PAGE_2M
+                    ? adjacent_space(nbytes)
+                    : sim_space_take(nbytes, alignment > PAGE_2M ? alignment : PAGE_2M);
         code = start ? 0 : sim_error(OUT_OF_MEMORY, "no address space for %zu bytes", nbytes);
     }
     if (!code) {

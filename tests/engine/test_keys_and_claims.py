@@ -139,6 +139,19 @@ class TestConsumption:
 
 
 class TestLifetime:
+    def test_all_freed_caches_of_a_lost_holder_are_free(self, registry):
+        before = free_nbytes(registry)
+        for number in (1, 2, 3):
+            registry.allocate(SLOTS, paged=False, keys=[key(number)])
+            claimed(registry, key(number))
+            registry.remove_key(key(number))
+        for cache_id in (1, 3):
+            registry.deallocate(cache_id)
+        held = before - free_nbytes(registry)
+        registry.release_holder("decode")
+        assert [entry.cache.cache_id for entry, _ in registry.entries()] == [2]
+        assert before - free_nbytes(registry) == held // 3
+
     def test_a_contiguous_cache_is_free_when_its_keys_are_gone(self, registry, transport, changes):
         registry.allocate(SLOTS, paged=False, keys=[key(1), key(2)])
         registry.deallocate(1)

@@ -28,11 +28,13 @@ from kvplan import (
     LLMStatusCode,
     Plan,
     Rows,
+    Shard,
     Transfer,
     Transfers,
 )
 from kvplan.execution.binding import bind
 from kvplan.execution.rows import RowRequests
+from kvplan.planning.layers import ALL_LAYERS
 from kvplan.planning.side import Side, side
 from tests.support.plans import lower_natively
 
@@ -493,6 +495,42 @@ def test_other_descriptions_of_the_same_memory_are_other_requests() -> None:
             lower_natively(requests, "pull_blocks", "B2B", source, target, src, other, [5], [0])
             is not None
         )
+
+
+def test_each_kind_of_request_between_two_memories_is_known_by_itself() -> None:
+    """Layers, tokens, heads: what differs in one of them has a template of its own."""
+    desc = CacheDesc(
+        2, (9, 3, 4, 2, 8), DataType.DT_INT8, kv_tensor_format="block layer token head dim",
+        shard=Shard(layers=range(3), heads=range(2), num_layers=3, num_heads=2),
+    )  # fmt: skip
+    one, other = side("it", desc, paged=True), side("other", desc, paged=True)
+    src, dst = (
+        HostMemory.from_arrays([np.zeros(desc.shape, np.int8) for _ in range(2)]) for _ in "sd"
+    )
+    kinds: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((), {}),
+        ((), {"by_layer": True}),
+        ((), {"reinterpret": True}),
+        ((), {"heads": range(1)}),
+        ((), {"heads": range(1, 2)}),
+        ((KvCacheExtParam(range(1, 2), range(1, 2)),), {}),
+        ((KvCacheExtParam(range(1, 2), range(1, 2)),), {"by_layer": True}),
+        ((ALL_LAYERS, 5), {}),
+        ((ALL_LAYERS, 5), {"by_layer": True}),
+    ]
+
+    def lowered(requests: RowRequests, kind: int) -> tuple[Plan, list[list[int]]]:
+        arguments, named = kinds[kind]
+        both = "pull_blocks", "B2B", one, other, src, dst, [1, 2], [3, 5]
+        bound = lower_natively(requests, *both, *arguments, **named)
+        assert bound is not None, kinds[kind]
+        return bound[0], columns(bound[1])
+
+    alone = [lowered(RowRequests(), kind) for kind in range(len(kinds))]
+    for before, after in product(range(len(kinds)), repeat=2):
+        requests = RowRequests()
+        assert lowered(requests, before) == alone[before]
+        assert lowered(requests, after) == alone[after], (kinds[before], kinds[after])
 
 
 class Mapped(HostMemory):

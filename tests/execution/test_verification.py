@@ -11,7 +11,7 @@ from kvnative._lower import Descriptors
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
 from kvplan.execution import HostMemory
 from kvplan.execution.binding import bind
-from kvplan.execution.verification import verify
+from kvplan.execution.verification import SCRATCH_NBYTES, verify
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (8, 100), DataType.DT_UINT8)
@@ -71,3 +71,20 @@ def test_a_lease_that_ends_while_bytes_are_compared_comes_first(ends_after: int)
         src.checks, src.ends_after = 0, ends_after
         with refused("LLM_KV_CACHE_NOT_EXIST", "released"):
             transfers.verify(PLAN, src, dst)
+
+
+@pytest.mark.parametrize("more", [0, 1, SCRATCH_NBYTES // 2])
+def test_a_descriptor_larger_than_what_is_read_at_once_is_compared_whole(more: int) -> None:
+    desc = CacheDesc(1, (2, SCRATCH_NBYTES + more), DataType.DT_UINT8)
+    plan = kvplan.plan(Transfer(Rows(desc, [0]), Rows(desc, [1])), local="dst")
+    given = np.random.default_rng(7).integers(0, 256, desc.shape, np.uint8)
+    written = np.zeros(desc.shape, np.uint8)
+    src, dst = HostMemory.from_arrays([given]), HostMemory.from_arrays([written])
+    with Transfers(1) as transfers:
+        transfers.execute(plan, src, dst)
+        transfers.verify(plan, src, dst)
+        for place in (0, SCRATCH_NBYTES - 1, desc.shape[1] - 1):
+            written[1, place] ^= 1
+            with refused("LLM_FAILED", "is not the same on both sides"):
+                transfers.verify(plan, src, dst)
+            written[1, place] ^= 1

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Event
 
 import pytest
@@ -83,6 +84,31 @@ def test_an_operation_that_is_dropped_does_not_keep_the_link_busy() -> None:
         return await waiting
 
     assert asyncio.run(is_idle())
+
+
+def test_who_waits_for_the_last_release_is_woken_by_it() -> None:
+    """With operations and releases of every order; the last of them wakes all that wait."""
+
+    async def are_idle() -> list[bool]:
+        link, operation = LinkLifecycle(2), Event()
+        link.change_state(LinkState.LINKED)
+        link.begin(operation)
+        for claim_id in (1, 2):
+            link.add_pending_release(claim_id)
+        waiting = [asyncio.create_task(link.wait_idle(3600)) for _ in range(2)]
+        await asyncio.sleep(0)  # until they wait
+        for step in (
+            partial(link.remove_pending_release, 1),
+            partial(link.end, operation),
+            partial(link.remove_pending_release, 2),
+        ):
+            await asyncio.sleep(0)
+            assert not any(task.done() for task in waiting)
+            step()
+        async with asyncio.timeout(DEADLINE_S):
+            return await asyncio.gather(*waiting)
+
+    assert asyncio.run(are_idle()) == [True, True]
 
 
 def test_force_ends_the_link_at_once_and_the_peer_learns_of_it(end: End, peer: Peer) -> None:

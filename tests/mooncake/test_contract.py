@@ -67,6 +67,19 @@ def make(
         yield make
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_a_batch_that_is_refused_registers_nothing(wrong: int) -> None:
+    """Whichever of three is refused; afterwards all of the memory can be registered."""
+    engine, memory = TransferEngine(), np.zeros(4096, np.uint8)
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    addresses, sizes = [memory.ctypes.data + 1024 * i for i in range(3)], [1024] * 3
+    sizes[wrong] = 0
+    assert engine.batch_register_memory(addresses, sizes) < 0
+    assert engine.get_first_buffer_address(engine._own) == 0
+    assert engine.register_memory(memory.ctypes.data, 4096) == 0
+    engine.close()
+
+
 def pattern(first: int, nbytes: int) -> bytes:
     return (np.arange(first, first + nbytes, dtype=np.uint64) % 251).astype(np.uint8).tobytes()
 

@@ -177,6 +177,19 @@ def test_registrations_come_and_go_without_a_rest(make: MakeHere) -> None:
     assert here.move((0, 0, KIB)) == "DONE"
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_a_list_that_is_refused_registers_nothing(wrong: int) -> None:
+    """Whichever of its entries is refused."""
+    agent, memory = nixl_agent("alone"), np.zeros(3 * KIB, np.uint8)
+    entries = [(memory.ctypes.data + KIB * i, KIB, 0, "") for i in range(3)]
+    entries[wrong] = (1, KIB, 0, "")  # no process has memory there
+    with pytest.raises(bindings.nixlBackendError):
+        agent.register_memory(entries, "DRAM")
+    assert agent.agent.engine.datadist._running().registry.entries() == []
+    assert (agent.agent._handles, [*agent.agent._local.regions]) == ({}, [])
+    agent.agent.close()
+
+
 def test_prepared_lists_of_100_000_descriptors(make: MakeHere) -> None:
     here = make(4 * MIB)
     count = 100_000

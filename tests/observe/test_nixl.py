@@ -288,6 +288,27 @@ class TestFindings:
         assert program.findings() == []
         assert len(program.recording().transfers) == 3
 
+    @pytest.mark.parametrize("op", ["READ", "WRITE"])
+    @pytest.mark.parametrize("order", [[4, 5], [5, 4], [3, 5, 4]])
+    def test_none_of_neighbours(self, program: Program, op: str, order: list[int]) -> None:
+        type(program.agent).polls = 1
+        for block in order:
+            run(program, [block], [block], op)
+        assert program.findings() == []
+
+    def test_none_of_equal_addresses_at_two_peers(self, program: Program) -> None:
+        """Two processes may have their memory at one address."""
+        type(program.agent).polls = 1
+        first = run(program, [1], [4], "WRITE")
+        here = program.remote
+        program.remote = program.agent.prep_xfer_dlist("other", program.blocks(program.there))
+        run(program, [2], [4], "WRITE")
+        assert program.findings() == []
+        program.remote = here
+        program.agent.check_xfer_state(first)
+        run(program, [3], [4], "WRITE")
+        assert program.findings() == []
+
     def test_ranges_outside_of_registrations(self, program: Program) -> None:
         beyond = int(program.here.ctypes.data) + BLOCKS * BLOCK
         theirs = int(program.there.ctypes.data)

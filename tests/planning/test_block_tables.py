@@ -121,6 +121,7 @@ NOT_A_TABLE: list[Any] = [
     [5, 2j],
     [True, False],
     [5, True],
+    [5, False],
     [np.True_, 2],
     [5, Scalar(True)],
     [np.array(True), np.array(False)],

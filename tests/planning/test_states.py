@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvplan import Rows, Shard, Transfer
+from kvplan import KvCacheExtParam, LlmDataDist, LlmRole, Rows, Shard, Transfer
 from kvplan.tensors.states import Columns, convolution_caches, rank_heads, recurrent_cache
 from tests.support.refusals import refused
 
@@ -134,6 +134,29 @@ def test_each_rank_takes_all_that_it_has_of_any_number_of_ranks(
             )
             conv, ssm = model.shapes[mine]
             assert plan.nbytes == 2 * int(np.prod(conv) + np.prod(ssm))
+
+
+@pytest.mark.parametrize("columns_first", [False, True])
+def test_each_layer_has_all_of_its_positions(columns_first: bool) -> None:
+    """The second of two layers moves to the first place of three."""
+    columns, shape = {"x": Columns(4, 2), "B": Columns(2, 1)}, (3, 10)
+    shape = shape[::-1] if columns_first else shape
+    theirs = [np.arange(90, dtype=np.uint16).reshape(3, *shape) + 100 * layer for layer in (1, 2)]
+    mine = [zeros(*shape) for _ in range(3)]
+    sources, targets = (
+        convolution_caches(states, columns, 0, 1, columns_first=columns_first)
+        for states in (theirs, mine)
+    )
+    layers = KvCacheExtParam(range(1, 2), range(1), 1 if columns_first else 3)
+    with LlmDataDist(1, LlmRole.MIX) as engine:
+        engine.initialize()
+        for part, source in sources.items():
+            read, written = (
+                engine.register_blocks_cache(*cache) for cache in (source, targets[part])
+            )
+            engine.run(Transfer(Rows(read, [1]), Rows(written, [2]), layers=layers))
+    np.testing.assert_array_equal(mine[0][2], theirs[1][1])
+    assert not any(state.any() for state in (mine[0][:2], *mine[1:]))
 
 
 def test_the_heads_of_a_rank() -> None:

@@ -73,6 +73,15 @@ def test_ranges_of_a_list_are_ranges_of_addresses() -> None:
     assert strided_caches([]) == []
 
 
+def test_the_stride_of_one_piece_says_nothing() -> None:
+    listed = [(4096, 8, 0, 0, 1), (8192, 8, 0, 99, 1), (12288, 8, 0, 8, 1)]
+    (cache,) = strided_caches(listed)
+    assert (cache.desc.num_tensors, cache.desc.stride) == (3, 8)
+    assert [*zip(cache.descriptors, cache.addresses, strict=True)] == [
+        (place, address) for place, (address, *_) in enumerate(listed)
+    ]
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

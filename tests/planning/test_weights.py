@@ -110,6 +110,23 @@ def test_a_source_that_gives_two_boxes_has_two_parts(tmp_path: Path) -> None:
     assert plan.nbytes == 64
 
 
+def test_each_box_of_a_target_is_filled(tmp_path: Path) -> None:
+    """Of boxes of one tensor, none is taken for another name of the one before."""
+    split: dict[str, tuple[tuple[int, ...], int | None]] = {"w": ((16, 2), 0)}
+    source, target = manifest(2, split=split), manifest(1, split=split)
+    boxes = [fragment("w", (first, 0), (4, 2), rank()) for first in (8, 0, 12, 4)]
+    for box in boxes:
+        box["aliases"] = ["w", "tied"]
+    target["parts"][0]["fragments"] = boxes
+    plan = plan_reshard(loaded(source, tmp_path), loaded(target, tmp_path))["d0-p0-t0"]
+    (values,) = weights(split).values()
+    found = [np.zeros((4, 2), np.float32) for _ in boxes]
+    held = [local(values, part["fragments"][0]) for part in source["parts"]]
+    reference.execute(plan, [held[part.source or 0] for part in plan.parts], found)
+    for box, filled in zip(boxes, found, strict=True):
+        np.testing.assert_array_equal(filled, local(values, box))
+
+
 Change = Callable[[Document], None]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvplan
@@ -48,6 +48,9 @@ def tables(draw: st.DrawFn) -> Segments:
 
 
 @given(tables())
+@example(  # the second reaches into the first's next row
+    Segments([0, 0], [0, 12], [10, 8], [([2, 2], 1, 16)])
+)
 def test_what_is_written_twice_is_refused_and_nothing_else(segments: Segments) -> None:
     written = [
         start + sum(step * stride for step, (_, _, stride) in zip(steps, levels, strict=True)) + i

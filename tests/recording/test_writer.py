@@ -507,4 +507,8 @@ def test_a_full_disk_ends_the_recording_and_no_transfer(tmp_path):
     found = [int(row.tag) for row in recording.transfers]
     assert found == [*range(len(found))]
     assert 500 < len(found) < 4000
+    data, end = path.read_bytes(), len(MAGIC)
+    while (row := row_in(data, end)) is not None:
+        end = row.end
+    assert end == len(data)  # nothing of the row that had no room
     assert read(f"{path}.next").complete

@@ -261,6 +261,37 @@ def test_producers_that_are_gone_are_forgotten(make_worker: MakeWorker) -> None:
     until(lambda: len(producers) == 0)
 
 
+def test_a_producer_that_does_not_fit_is_forgotten_as_others_are(make_worker: MakeWorker) -> None:
+    """After each of several refusals, of one link."""
+    consumer, producer = make_worker(2), make_worker(1, model="another")
+    for number in range(3):
+        wanted = reference([producer.source], number, 11, 21)
+        assert "does not fit" in str(consumer.fetch(wanted, [7, 1, 30]).error)
+    assert len(consumer.exchange._producers) == 1
+    producer.close()
+    until(lambda: len(consumer.exchange._producers) == 0)
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_a_producer_that_is_gone_keeps_no_blocks_of_others(
+    make_worker: MakeWorker, dead: int
+) -> None:
+    """Of a request that is dropped, and that several producers have."""
+    long = {"lease_ttl_ms": 3_600_000}  # nothing expires
+    producers = [make_worker(10 + rank, place=Place(rank, 4), **long) for rank in range(4)]
+    for producer in producers:
+        producer.finish(0, 11, [4, 9], 13)
+    consumer = make_worker(2, place=Place())
+    wanted = reference([producer.source for producer in producers], 0, 11, 13)
+    consumer.exchange.expect("mine", wanted)
+    pulls = consumer.exchange._puller.pulls
+    until(lambda: "mine" in pulls and len(pulls["mine"].handles) == 4)
+    producers.pop(dead).close()
+    consumer.exchange.drop("mine", wanted)
+    for producer in producers:
+        assert producer.freed() == {"request-11"}
+
+
 def test_a_link_that_has_ended_is_made_again(make_worker: MakeWorker) -> None:
     consumer, producer = make_worker(2), make_worker(1)
     for number in range(2):

@@ -111,6 +111,15 @@ def test_both_sides_count(prefill: Peer, decode: VllmWorker) -> None:
     assert (data["offered"], data["freed"], data["expired"]) == (1, 1, 0)
 
 
+def test_a_request_that_expires_is_counted_once(decode: VllmWorker) -> None:
+    counted = []
+    for expired in (2, 2, 3, 3):
+        decode.worker.exchange.book.expired = expired
+        decode.worker.results()
+        counted.append(decode.worker.take_figures().data["expired"])
+    assert counted == [2, 0, 1, 0]
+
+
 def test_an_idle_step_waits_for_what_is_fetched(prefill: Peer, decode: VllmWorker) -> None:
     params = start(prefill, [6, 1, 3])
     decode.fetch(decode.request("d1", PROMPT, params), [2, 4, 0])

@@ -1,0 +1,77 @@
+"""Messages that are cut into several notifications, of several peers at a time."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from kvplan.addressed.connections import MAX_BODY_NBYTES, Connections, Message
+from kvplan.engine.datadist import LlmDataDist
+from kvplan.system.logs import Log
+
+
+class Inbox:
+    """What has arrived at an engine, and is not read yet."""
+
+    def __init__(self) -> None:
+        self.arrived: list[tuple[int, bytes]] = []
+
+    def notifications(self) -> list[tuple[int, bytes]]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+
+@pytest.fixture
+def inbox() -> Inbox:
+    return Inbox()
+
+
+@pytest.fixture
+def connections(inbox: Inbox) -> Connections:
+    return Connections(cast(LlmDataDist, inbox), cast(Any, None), Log("kvplan.test"))
+
+
+def body(letter: bytes, nbytes: int = MAX_BODY_NBYTES) -> bytes:
+    return letter * nbytes
+
+
+def test_the_pieces_of_several_peers_do_not_crowd_each_other(
+    inbox: Inbox, connections: Connections
+) -> None:
+    """Each may have as much unfinished as one message has at most."""
+    sent = {cluster: body(bytes([cluster])) for cluster in (1, 2, 3)}
+    frames = {cluster: connections.frames(b"name", data) for cluster, data in sent.items()}
+    for row in zip(*frames.values(), strict=True):
+        inbox.arrived += zip(frames, row, strict=True)
+        connections.receive()
+    assert connections.take_messages() == [
+        Message(cluster, b"name", data) for cluster, data in sent.items()
+    ]
+    assert connections._pieces == {}
+
+
+def test_of_one_peer_the_oldest_pieces_give_way(inbox: Inbox, connections: Connections) -> None:
+    lost, kept = (connections.frames(b"", body(letter)) for letter in (b"a", b"b"))
+    other = connections.frames(b"", body(b"c"))
+    inbox.arrived = [
+        *((1, frame) for frame in lost[:-1]),
+        *((2, frame) for frame in other[:-1]),
+        *((1, frame) for frame in kept),
+        (2, other[-1]),
+    ]
+    assert [(its.cluster_id, its.body) for its in connections.take_messages()] == [
+        (1, body(b"b")),
+        (2, body(b"c")),
+    ]
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_message_is_cut_where_it_no_longer_fits(
+    inbox: Inbox, connections: Connections, more: int
+) -> None:
+    room = len(connections.frames(b"", body(b"x"))[0]) - len(connections.frames(b"", b"")[0])
+    frames = connections.frames(b"", body(b"y", room + more))
+    assert len(frames) == 1 + (more > 0)
+    inbox.arrived = [(1, frame) for frame in frames]
+    assert connections.take_messages() == [Message(1, b"", body(b"y", room + more))]
