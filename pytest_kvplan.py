@@ -65,8 +65,8 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
     if not lines:
         return None
     # pytest cuts what is long, so what it comes to is first; -vv shows all.
-    first = [it for it in lines if it.startswith(("  verdict:", "verdict:", "  cause "))]
-    return [f"{left!r} == {right!r}", *first[::-1], *(it for it in lines if it not in first)]
+    first = [line for line in lines if line.startswith(("  verdict:", "verdict:", "  cause "))]
+    return [f"{left!r} == {right!r}", *first[::-1], *(line for line in lines if line not in first)]
 
 
 # Plain hooks around those of pytest: a wrapper would need pytest 8, and break older ones for all.
@@ -116,8 +116,8 @@ def _own_modules(failure: pytest.ExceptionInfo[BaseException]) -> list[dict[str,
 
     An exception without a `raise` of kvplan may be an error of kvplan, and keeps its frames.
     """
-    modules = [it.frame.f_globals for it in failure.traceback]
-    own = [it for it in modules if it.get("__name__", "").partition(".")[0] == "kvplan"]
+    modules = [item.frame.f_globals for item in failure.traceback]
+    own = [module for module in modules if module.get("__name__", "").partition(".")[0] == "kvplan"]
     if not own or modules[-1] is not own[-1]:
         return []
     return own if str(failure.traceback[-1].statement).lstrip().startswith("raise ") else []
@@ -230,4 +230,4 @@ def kvplan_golden(request: pytest.FixtureRequest) -> Iterator[GoldenPlans]:
         f"pytest --kvplan-update '{request.node.nodeid}'",
     )
     yield golden
-    request.node.user_properties += [(WRITTEN, str(it)) for it in golden.written]
+    request.node.user_properties += [(WRITTEN, str(item)) for item in golden.written]

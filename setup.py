@@ -89,7 +89,9 @@ if "thread" in SANITIZE:
 LIBRARY = Path("kvnative/lib/libkvn.so")
 include_dirs = ["include", "kvnative/src"]
 c_sources = sorted(Path("kvnative/src").rglob("*.c"))
-c_folders = [str(it) for it in Path("kvnative/src").rglob("*") if it.is_dir()] + ["kvnative/src"]
+c_folders = [str(item) for item in Path("kvnative/src").rglob("*") if item.is_dir()] + [
+    "kvnative/src"
+]
 # Files that a C source takes in by .incbin.
 embedded = sorted(Path("kvnative/src").rglob("*.ptx"))
 headers = [*Path("include").rglob("*.h"), *Path("kvnative/src").rglob("*.h")]
@@ -139,7 +141,9 @@ class BuildNative(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         if not self.inplace:
-            self.extensions = [it for it in self.extensions if it.name.startswith("kvnative.")]
+            self.extensions = [
+                extension for extension in self.extensions if extension.name.startswith("kvnative.")
+            ]
 
     def build_extensions(self) -> None:
         self.check_tools()
@@ -163,7 +167,7 @@ class BuildNative(build_ext):
         for extension in self.extensions:
             if not extension.name.startswith("kvnative."):
                 extension.extra_objects = [
-                    self.compiled(it, test_headers, tests / "native") for it in test_sources
+                    self.compiled(source, test_headers, tests / "native") for source in test_sources
                 ]
         super().build_extensions()
 

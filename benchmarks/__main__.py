@@ -21,6 +21,7 @@ from benchmarks import (
     lowering,
     network,
     notifying,
+    observing,
     one_host,
     page,
     pages,
@@ -49,6 +50,7 @@ TOPICS = (
     notifying.TOPIC,
     one_host.TOPIC,
     surfaces.TOPIC,
+    observing.TOPIC,
     pages.TOPIC,
     gpu.TOPIC,
 )

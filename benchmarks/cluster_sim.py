@@ -182,7 +182,7 @@ class Simulation:
             come.append(at)
             at += chance.expovariate(self._rate)
         published = -1.0
-        for at in sorted([*come, *(it + self._cluster.held_s for it in come)]):
+        for at in sorted([*come, *(item + self._cluster.held_s for item in come)]):
             if published <= at < self._seconds:
                 published = at + PUBLISH_S
                 yield published
@@ -225,7 +225,7 @@ def row(cluster: Cluster, costs: ControlCosts, seconds: float) -> str:
     tables = run.publishes_per_s() * cluster.linked
     # Every second one only says which cache has gone, in about as many bytes as a Ping.
     nbytes = beats * costs.beat_nbytes + tables * (costs.table_nbytes + costs.beat_nbytes) / 2
-    waits = [" / ".join(f"{1e3 * it:.1f}" for it in load.waits_s) for load in (prefill, decode)]
+    waits = [" / ".join(f"{1e3 * item:.1f}" for item in load.waits_s) for load in (prefill, decode)]
     return (
         f"{cluster.linked:6} {'by key' if cluster.per_request else 'by block':>9} "
         f"{cluster.engines * cluster.linked:10,} {prefill.busy:8.0%} {waits[0]:>14} "
@@ -247,7 +247,7 @@ def tables(cluster: Cluster, costs: ControlCosts, asked: argparse.Namespace) -> 
     yield "\nAn engine starts, and links with all its peers at once"
     yield f"{'peers':>6} {'it calls, s':>12} {'is called, s':>13} {'descriptors':>12} {'MiB':>6}"
     for linked in sizes:
-        seconds = (linked * it / 1e6 for it in (costs.call_us, costs.answer_us))
+        seconds = (linked * value / 1e6 for value in (costs.call_us, costs.answer_us))
         calls, called = seconds
         memory = linked * asked.link_kib / 1024
         descriptors = linked * asked.link_descriptors
@@ -257,7 +257,8 @@ def tables(cluster: Cluster, costs: ControlCosts, asked: argparse.Namespace) -> 
     for requests in (0.5, 2.0, 8.0):
         at = replace(cluster, requests_per_s=requests)
         by_key, by_block = (
-            most_linked(replace(at, per_request=it), costs, asked.seconds) for it in (True, False)
+            most_linked(replace(at, per_request=number), costs, asked.seconds)
+            for number in (True, False)
         )
         yield f"{requests:5g} prompts a second: {by_key:6} by key, {by_block:6} by block"
     yield "\nWhat moves the bytes of a decode engine"

@@ -64,7 +64,7 @@ class Comparison:
     ) -> list[Case]:
         cases = []
         with ExitStack() as opened:
-            pairs = [opened.enter_context(Pair(it, place)) for it in (ours, other)]
+            pairs = [opened.enter_context(Pair(value, place)) for value in (ours, other)]
             # A connection finds its window first: the bare program's trials have done that.
             for pair in pairs * TRIALS:
                 pair.seconds(direction, max(SIZES))
@@ -72,7 +72,7 @@ class Comparison:
                 candidates = (partial(pair.seconds, direction, blocks) for pair in pairs)
                 times = run.medians(*candidates, rounds=rounds)
                 mine, others = (TENSORS * blocks * BLOCK / seconds / 1e9 for seconds in times)
-                us, them = (f"{it.library.name} ({it.settings})" for it in pairs)
+                us, them = (f"{item.library.name} ({item.settings})" for item in pairs)
                 case = f"{place.name} {direction} {blocks}"
                 cases.append(Case(case, mine, others, us, them))
         return cases
@@ -102,4 +102,4 @@ def fastest(libraries: Sequence[Library], place: Place) -> dict[str, Library]:
             for direction in DIRECTIONS:
                 _, *trials = [pair.seconds(direction, TRIAL_BLOCKS) for _ in range(TRIALS + 1)]
                 seconds[direction].append(statistics.median(trials))
-    return {it: libraries[times.index(min(times))] for it, times in seconds.items()}
+    return {second: libraries[times.index(min(times))] for second, times in seconds.items()}

@@ -81,8 +81,10 @@ class LinkedEngines:
 
     def __init__(self, opened: ExitStack, peers: int, options: dict[str, str]) -> None:
         self.hub = self._engine(opened, HUB, options)
-        self.peers = [self._engine(opened, it + 1, options) for it in range(peers)]
-        clusters = [ClusterInfo(it + 1, peer.listen_address) for it, peer in enumerate(self.peers)]
+        self.peers = [self._engine(opened, index + 1, options) for index in range(peers)]
+        clusters = [
+            ClusterInfo(item + 1, peer.listen_address) for item, peer in enumerate(self.peers)
+        ]
         before, process = self.read(), time.process_time()
         self.hub.link_clusters(clusters, timeout_ms=60_000).raise_for_status()
         time.sleep(5 * PUBLISH_S)
@@ -169,7 +171,7 @@ def changes(linked: LinkedEngines, caches: int, times: int) -> tuple[float, floa
 def claims(linked: LinkedEngines, times: int) -> tuple[float, float]:
     """Of one pull by a request's key: at the owner, which is the hub, and at one that pulls."""
     mine = [peer.allocate_cache(SMALL) for peer in linked.peers]
-    keys = [CacheKey(HUB, it) for it in range(times * len(mine))]
+    keys = [CacheKey(HUB, index) for index in range(times * len(mine))]
     owned = [linked.hub.allocate_cache(SMALL, [key]) for key in keys]
     time.sleep(10 * PUBLISH_S)
 
@@ -226,7 +228,7 @@ def main() -> None:
     for _ in range(asked.rounds):
         rounds.append(asdict(measure(asked.peers, asked.times, asked.key_file)))
         print(json.dumps({name: round(value, 2) for name, value in rounds[-1].items()}))
-    middle = {name: statistics.median(it[name] for it in rounds) for name in rounds[0]}
+    middle = {name: statistics.median(item[name] for item in rounds) for name in rounds[0]}
     print(f"medians of {len(rounds)} rounds, {asked.peers} peers:")
     for name, value in middle.items():
         print(f"  {name:16}{value:10.2f}")

@@ -70,7 +70,7 @@ def serve(first_cluster_id: int, engines: int, with_paged: bool, transport: str)
                 table = np.random.default_rng(4).permutation(RAGGED.batch_size)[:RAGGED_BLOCKS]
                 tokens = RAGGED_BLOCKS * RAGGED.shape[1] - 5
                 leases.append(datadist.lease_blocks(ragged, table.tolist(), tokens=tokens))
-            blobs = (it.to_bytes().hex() for it in leases)
+            blobs = (lease.to_bytes().hex() for lease in leases)
             print(cluster_id, datadist.listen_address, *blobs, flush=True)
         sys.stdin.read()
 

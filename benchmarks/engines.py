@@ -65,7 +65,7 @@ def linked_engine(run: Run) -> LlmDataDist:
 
     def make() -> LlmDataDist:
         [[_, address, *blobs]] = run.opened.enter_context(serving(1, 1, paged=True))
-        *leases, ragged = [BlockLease.from_bytes(bytes.fromhex(it)) for it in blobs]
+        *leases, ragged = [BlockLease.from_bytes(bytes.fromhex(blob)) for blob in blobs]
         run.shared["leases"], run.shared["ragged lease"] = leases, ragged
         datadist = run.opened.enter_context(LlmDataDist(OWN_CLUSTER, LlmRole.DECODER))
         datadist.initialize()

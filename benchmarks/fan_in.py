@@ -142,8 +142,8 @@ def measure(run: FanIn) -> Result:
             engines.append(Filled(number + 1, (run.shape,), registered, own))
             commands.append(place.command() if place else [])
         peers = opened.enter_context(started(engines, commands))
-        before = [anonymous_kib(it.process.pid) for it in peers]
-        addresses = [(it.cluster_id, it.address) for it in peers]
+        before = [anonymous_kib(peer.process.pid) for peer in peers]
+        addresses = [(peer.cluster_id, peer.address) for peer in peers]
         orders = Orders(addresses, run.shape, run.bursts, run.sustained_s, options)
         command = [sys.executable, "-m", "benchmarks.fan_in_decode", json.dumps(asdict(orders))]
         done = subprocess.run(
@@ -152,7 +152,7 @@ def measure(run: FanIn) -> Result:
             check=True,
             text=True,
         )
-        after = [anonymous_kib(it.process.pid) for it in peers]
+        after = [anonymous_kib(peer.process.pid) for peer in peers]
     gained = [b - a for a, b in zip(before, after, strict=True)]
     return Result(run, Outcome(**json.loads(done.stdout)), gained)
 
@@ -164,7 +164,7 @@ def table(result: Result) -> Iterator[str]:
     last = [max(times) for times in decode.finished_s]
     first = [min(times) for times in decode.finished_s]
     middle = [statistics.median(times) for times in decode.finished_s]
-    counts = [it // run.shape.nbytes for it in decode.pulled]
+    counts = [item // run.shape.nbytes for item in decode.pulled]
     before, linked, bursts, end = decode.anonymous_kib
     opened = decode.descriptors[1] - decode.descriptors[0]
     rows = [
@@ -173,7 +173,7 @@ def table(result: Result) -> Iterator[str]:
          f"{run.shape.block_nbytes // KIB} KiB; every byte checked"),
         ("all linked in", f"{1e3 * decode.link_s:.0f} ms"),
         ("a burst", f"{result.burst_gigabytes_per_s:.2f} GB/s; its first, median and last pull end "
-         f"after {' / '.join(f'{1e3 * statistics.median(it):.0f}' for it in (first, middle, last))}"
+         f"after {' / '.join(f'{1e3 * statistics.median(s):.0f}' for s in (first, middle, last))}"
          f" ms (medians of {run.bursts})"),
         ("sustained", f"{result.gigabytes_per_s:.2f} GB/s over {decode.sustained_s:.1f} s; "
          f"{decode.cpu_s / decode.sustained_s:.2f} cores in decode"),

@@ -115,7 +115,7 @@ class Decode:
         outcome.sustained_s = time.perf_counter() - began
         outcome.cpu_s = time.process_time() - cpu
         self._look(outcome)
-        states = {it.cluster_id: it.state for it in self._datadist.links()}
+        states = {link.cluster_id: link.state for link in self._datadist.links()}
         assert states == dict.fromkeys(self._ids, LinkState.LINKED), states
         return outcome
 
@@ -124,7 +124,7 @@ class Decode:
         tables = [self._random.permutation(self._orders.shape.blocks) for _ in range(2)]
         began = time.perf_counter()
         finished = [0.0] * len(self._ids)
-        for number in self._ended({it: self._pull(it, *tables) for it in self._numbers}):
+        for number in self._ended({item: self._pull(item, *tables) for item in self._numbers}):
             finished[number] = time.perf_counter() - began
         for cluster_id, cache in zip(self._ids, self._caches, strict=True):
             check_blocks(self._datadist.arrays(cache), cluster_id, *tables)
@@ -135,7 +135,7 @@ class Decode:
         """Pull from each again as soon as it has ended, until `deadline`; the bytes of each."""
         pulled = [0] * len(self._ids)
         tables = [self._random.permutation(self._orders.shape.blocks) for _ in range(2)]
-        tasks = {it: self._pull(it, *tables) for it in self._numbers}
+        tasks = {item: self._pull(item, *tables) for item in self._numbers}
         for number in self._ended(tasks):
             pulled[number] += self._orders.shape.nbytes
             if time.perf_counter() < deadline:

@@ -66,7 +66,7 @@ class Filled:
     def from_json(text: str) -> Filled:
         """The reverse of `json.dumps(asdict(...))`."""
         given = json.loads(text)
-        shapes = tuple(Shape(**it) for it in given.pop("shapes"))
+        shapes = tuple(Shape(**item) for item in given.pop("shapes"))
         return Filled(shapes=shapes, **given)
 
 

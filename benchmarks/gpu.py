@@ -134,7 +134,7 @@ class Scattered:
         transfer = Transfer(Rows(desc, first), Rows(desc, second), coalesce=False)
         segments = kvplan.plan(transfer, local="dst").part.segments
         starts = np.arange(TENSORS, dtype=np.uint64) * np.uint64(desc.tensor_nbytes)
-        bases = (np.uint64(it) + starts for it in (src, dst))
+        bases = (np.uint64(side) + starts for side in (src, dst))
         return lower(segments.src_offsets, segments.dst_offsets, segments.nbytes, *bases)
 
 
@@ -225,7 +225,9 @@ def beside_contiguous(
 ) -> Row:
     """Blocks scattered at both ends beside one copy of as many bytes, in turns."""
     device, driver = device_of(run), driver_of(run)
-    source, destination = (Pool(device, case.pool_nbytes, on_device=it) for it in _ENDS[direction])
+    source, destination = (
+        Pool(device, case.pool_nbytes, on_device=end) for end in _ENDS[direction]
+    )
     source.fill(1)
     run.note("filled the source")
     destination.clear()
@@ -284,7 +286,9 @@ def one_block(run: Run, name: str) -> Row:
     device, driver = device_of(run), driver_of(run)
     source, target = (Pool(device, 32 * KIB, on_device=True) for _ in range(2))
     source.fill(1)
-    columns = [np.array([it], dtype=np.uint64) for it in (target.address, source.address, 32 * KIB)]
+    columns = [
+        np.array([value], dtype=np.uint64) for value in (target.address, source.address, 32 * KIB)
+    ]
     descriptors = Descriptors.from_columns(*columns)
     with Executor(device.backend("device_to_device")) as executor:
         ours, bare = run.medians(
@@ -339,7 +343,7 @@ def between_processes(run: Run, name: str, case: Scattered, target: float) -> Ro
         desc = cache_of(TENSORS, case.pool, case.block)
         given, cache = (datadist.allocate_blocks_cache(desc) for _ in range(2))
         starts = range(0, desc.nbytes, desc.tensor_nbytes)
-        content = [words(desc.tensor_nbytes, 2, it).reshape(desc.shape) for it in starts]
+        content = [words(desc.tensor_nbytes, 2, start).reshape(desc.shape) for start in starts]
         run.note("made bytes")
         datadist.write_cache(given, content)
         run.note("filled a cache")
@@ -394,7 +398,7 @@ def request(run: Run, name: str) -> Row:
     device_of(run)
     with linked(case) as datadist:
         cache = datadist.allocate_blocks_cache(cache_of(TENSORS, case.pool, case.block))
-        there, here = (it.tolist() for it in case.tables())
+        there, here = (table.tolist() for table in case.tables())
         pull = partial(datadist.pull_blocks, KEY, cache, there, here, timeout_ms=60_000)
         (ours,) = run.medians(timed(pull), rounds=ROUNDS)
         said = f"{TENSORS} x {case.blocks} blocks of 32 KiB in {1e6 * ours:.0f} us"
@@ -406,7 +410,7 @@ def request(run: Run, name: str) -> Row:
         for peer in peers:
             with Pair(peer, LOOPBACK) as pair:
                 seconds[peer.settings] = pair.seconds("request", case.blocks)
-    best = min(seconds, key=lambda it: seconds[it])
+    best = min(seconds, key=lambda second: seconds[second])
     note = f"{said} beside {1e6 * seconds[best]:.0f} us of NIXL ({best}), planning included"
     return Row(name, 1 / ours, "/s", 1 / seconds[best], "at least", 5, note)
 
@@ -429,8 +433,8 @@ class LayerPush:
 
     def close(self) -> None:
         """Give the events back."""
-        for it in self._events:
-            self._driver.destroy_event(it)
+        for event in self._events:
+            self._driver.destroy_event(event)
 
     def after(self) -> float:
         """Compute all layers, then push: seconds of the push."""

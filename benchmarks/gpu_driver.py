@@ -100,8 +100,10 @@ def difference(found: NDArray[np.uint8], expected: NDArray[np.uint8]) -> str:
         return ""
     wrong = np.flatnonzero(found.reshape(-1) != expected.reshape(-1))
     first, last = int(wrong[0]), int(wrong[-1])
-    here, there = (it.reshape(-1)[first : first + _SHOWN].tobytes() for it in (found, expected))
-    index = tuple(int(it) for it in np.unravel_index(first, found.shape))
+    here, there = (
+        value.reshape(-1)[first : first + _SHOWN].tobytes() for value in (found, expected)
+    )
+    index = tuple(int(item) for item in np.unravel_index(first, found.shape))
     zeros = int((found.reshape(-1)[wrong] == 0).sum())
     return (
         f"{len(wrong)} of {found.size} bytes are wrong, from {first} {index} to {last}, {zeros} of "

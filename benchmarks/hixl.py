@@ -41,11 +41,11 @@ def transfer_ratio(run: Run, name: str) -> Row:
     """`transfer_sync` of 10,000 descriptors, over running what they were lowered to."""
     cases = {}
     figures = []
-    with pair() as it:
+    with pair() as item:
         for nbytes in (BLOCK, SMALL):
-            descs = shuffled(it, nbytes)
-            call = partial(it.engine.transfer_sync, it.remote, hixl.READ, descs, TIMEOUT_MS)
-            ours, alone = run.medians(timed(call), timed(executor(it, descs)), rounds=81)
+            descs = shuffled(item, nbytes)
+            call = partial(item.engine.transfer_sync, item.remote, hixl.READ, descs, TIMEOUT_MS)
+            ours, alone = run.medians(timed(call), timed(executor(item, descs)), rounds=81)
             cases[f"{nbytes} bytes"] = ours / alone
             figures.append((ours, alone))
             if nbytes == BLOCK:
@@ -61,20 +61,20 @@ def transfer_ratio(run: Run, name: str) -> Row:
     return Row(name, 1e3 * ours, "ms", 1e3 * alone, target=1.1, note=note, cases=cases)
 
 
-def shuffled(it: Pair, nbytes: int) -> list[hixl.TransferOpDesc]:
+def shuffled(item: Pair, nbytes: int) -> list[hixl.TransferOpDesc]:
     """Descriptors of which no two can be merged."""
     rng = random.Random(nbytes)
     here, there = (rng.sample(range(COUNT), COUNT) for _ in range(2))
     return [
-        hixl.TransferOpDesc(it.here + a * nbytes, it.there + b * nbytes, nbytes)
+        hixl.TransferOpDesc(item.here + a * nbytes, item.there + b * nbytes, nbytes)
         for a, b in zip(here, there, strict=True)
     ]
 
 
-def executor(it: Pair, descs: list[hixl.TransferOpDesc]) -> Callable[[], object]:
+def executor(item: Pair, descs: list[hixl.TransferOpDesc]) -> Callable[[], object]:
     """Run what `transfer_sync` runs, with nothing before or behind it."""
-    engine = it.engine.datadist._running()
-    cluster_id = cluster_id_of(peer_endpoint(it.remote))
+    engine = item.engine.datadist._running()
+    cluster_id = cluster_id_of(peer_endpoint(item.remote))
     ranges = AddressRanges(cluster_id, *address_columns(descs))
     prepared = RangeOperation(engine, ranges).prepare()
     backend, descriptors, memories = engine.transfers._prepare(*prepared)

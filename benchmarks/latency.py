@@ -33,8 +33,8 @@ def microseconds(run: Run) -> dict[str, tuple[float, float, float]]:
                         Pair(libraries.kvplan_over_tcp(place, "small"), place)
                     )
                     blocking, spinning, executor, facade = run.medians(
-                        *(partial(bare.seconds, it, TIMES) for it in ("blocking", "spinning")),
-                        *(partial(ours.seconds, it, TIMES) for it in ("executor", "facade")),
+                        *(partial(bare.seconds, name, TIMES) for name in ("blocking", "spinning")),
+                        *(partial(ours.seconds, name, TIMES) for name in ("executor", "facade")),
                         rounds=ROUNDS,
                     )
                 least = min(blocking, spinning)
@@ -49,7 +49,7 @@ def microseconds(run: Run) -> dict[str, tuple[float, float, float]]:
 def executor(run: Run, name: str) -> Row:
     """From the executor, where the descriptor is at hand; the worse of both places."""
     measured = microseconds(run)
-    where, (bare, ours, _) = max(measured.items(), key=lambda it: it[1][1] / it[1][0])
+    where, (bare, ours, _) = max(measured.items(), key=lambda value: value[1][1] / value[1][0])
     ratios = ", ".join(f"{place} {b / a:.2f}" for place, (a, b, _) in measured.items())
     note = f"{where}, the worse of {ratios}; limit: 64 bytes for 4 KiB, two C programs"
     return Row(name, ours, "us", bare, target=1.3, note=note)
@@ -59,6 +59,6 @@ def executor(run: Run, name: str) -> Row:
 def facade(run: Run, name: str) -> Row:
     """A whole call: planned, checked, moved, checked, counted; the worse of both places."""
     measured = microseconds(run)
-    where, (_, executor, whole) = max(measured.items(), key=lambda it: it[1][2] - it[1][1])
+    where, (_, executor, whole) = max(measured.items(), key=lambda value: value[1][2] - value[1][1])
     note = f"{where}; limit: the executor's part and {FACADE_US} us"
     return Row(name, whole, "us", executor + FACADE_US, note=note)

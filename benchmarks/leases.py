@@ -46,7 +46,7 @@ def lease_overhead(run: Run, name: str) -> Row:
 
     leased()
     np.testing.assert_array_equal(datadist.arrays(cache)[0][2], 5)
-    candidates = (timed(it, repeats=50) for it in (leased, by_key, by_id))
+    candidates = (timed(value, repeats=50) for value in (leased, by_key, by_id))
     ours, key, bare = run.medians(*candidates, rounds=201)
     datadist.deallocate_cache(cache)
     note = (
@@ -81,7 +81,7 @@ def notified_pull(run: Run, name: str) -> Row:
         owner.initialize({**LISTEN, "kvplan.transport": "local"})
         peers = [ClusterInfo(OWNER_CLUSTER, owner.listen_address)]
         datadist.link_clusters(peers, timeout_ms=10_000).raise_for_status()
-        there, cache = (it.allocate_blocks_cache(LEASED) for it in (owner, datadist))
+        there, cache = (value.allocate_blocks_cache(LEASED) for value in (owner, datadist))
         lease = owner.lease_blocks(there, [5])
 
         def notified() -> float:
@@ -103,7 +103,7 @@ def lease_view(run: Run, name: str) -> Row:
     """What a block costs that is read in its owner's memory, without a copy: an array of it."""
     datadist = linked_engine(run)
     lease = run.shared["leases"][0]
-    fields = {it: getattr(lease, it) for it in BlockLease.__slots__}
+    fields = {item: getattr(lease, item) for item in BlockLease.__slots__}
     blocks = BlockLease(**fields, blocks=(5,) * VIEWED, words=lease.words)
 
     def viewed() -> None:
@@ -126,7 +126,7 @@ def release(run: Run, name: str) -> Row:
             owner.initialize({**LISTEN, "kvplan.transport": transport})
             peers = [ClusterInfo(OWNER_CLUSTER, owner.listen_address)]
             peer.link_clusters(peers, timeout_ms=10_000).raise_for_status()
-            cache, theirs = (it.allocate_blocks_cache(LEASED) for it in (owner, peer))
+            cache, theirs = (engine.allocate_blocks_cache(LEASED) for engine in (owner, peer))
             lease = owner.lease_blocks(cache, [5])
             peer.push_blocks(theirs, lease, [2])
             owner.release(lease)
@@ -134,8 +134,8 @@ def release(run: Run, name: str) -> Row:
             def released(owner: LlmDataDist = owner, cache: object = cache) -> float:
                 held = [owner.lease_blocks(cache, [1, 2, 3, 4]) for _ in range(BATCH)]
                 start = time.perf_counter_ns()
-                for it in held:
-                    owner.release(it)
+                for item in held:
+                    owner.release(item)
                 return (time.perf_counter_ns() - start) / 1e9 / BATCH
 
             (seconds,) = run.medians(released, rounds=201)
@@ -143,7 +143,7 @@ def release(run: Run, name: str) -> Row:
             peer.unlink_clusters(peers, timeout_ms=10_000).raise_for_status()
             peer.deallocate_cache(theirs)
     note = f"over local alone; {values['auto']:.2f} us of an engine that offers tcp too; "
-    cases = {f"kvplan.transport={it}": us for it, us in values.items()}
+    cases = {f"kvplan.transport={value}": us for value, us in values.items()}
     return Row(name, values["local"], "us", 2, note=f"{note}limit: the budget", cases=cases)
 
 

@@ -67,7 +67,7 @@ def kvplan_over_tcp(
 def kvplan_connections_over_tcp(place: Place) -> list[Library]:
     """Our choices over TCP."""
     most = max(2, _cores() // 2)
-    return [kvplan_over_tcp(place, connections=it) for it in (1, 2, 4, 8) if it <= most]
+    return [kvplan_over_tcp(place, connections=number) for number in (1, 2, 4, 8) if number <= most]
 
 
 def kvplan_on_one_host(memory: Memory, **options: str) -> Library:
@@ -93,12 +93,12 @@ def _kvplan(
 def nixl_over_tcp(place: Place) -> list[Library]:
     """NIXL's choices over TCP."""
     only = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": place.interface}
-    workers = [it for it in (4, 8) if it <= _cores() // 2]
+    workers = [number for number in (4, 8) if number <= _cores() // 2]
     return [
         _nixl(_threads(True), only, thread=True),
         *(
-            _nixl(f"{it} workers, segments of 256 KiB", {**only, **SEGMENTS}, workers=it)
-            for it in workers
+            _nixl(f"{worker} workers, segments of 256 KiB", {**only, **SEGMENTS}, workers=worker)
+            for worker in workers
         ),
         *(
             _nixl(f"{_threads(False)}, {words}", {**only, **more})
@@ -119,8 +119,10 @@ def nixl_on_one_host() -> list[Library]:
 def nixl_on_gpu() -> list[Library]:
     """NIXL's choices between processes on one GPU: its UCX, with CUDA IPC."""
     # Its UCX opens the CUDA runtime, which a wheel may have brought.
-    wheels = [it for folder in sys.path for it in Path(folder).glob("nvidia/*/lib/libcudart.so.*")]
-    folders = dict.fromkeys(str(it.parent) for it in wheels)
+    wheels = [
+        path for folder in sys.path for path in Path(folder).glob("nvidia/*/lib/libcudart.so.*")
+    ]
+    folders = dict.fromkeys(str(wheel.parent) for wheel in wheels)
     found = ":".join(filter(None, [os.environ.get("LD_LIBRARY_PATH"), *folders]))
     return [
         _nixl(
@@ -138,7 +140,7 @@ def mooncake_over_tcp(place: Place) -> list[Library]:
     """Mooncake's choices over TCP."""
     python = peers_python()
     # libibverbs, which it needs even so, lies there where the system has none.
-    folders = [str(it) for it in (PEERS / "system").glob("**/x86_64-linux-gnu")]
+    folders = [str(path) for path in (PEERS / "system").glob("**/x86_64-linux-gnu")]
     found = ":".join(filter(None, [*folders, os.environ.get("LD_LIBRARY_PATH")]))
     environment = {"LD_LIBRARY_PATH": found, "MC_LOG_LEVEL": "ERROR"}
 

@@ -36,9 +36,9 @@ def many_links(run: Run, name: str, transport: str, limit_s: float) -> Row:
     with ExitStack() as opened:
         each = MANY // PROCESSES
         clusters = [
-            it
+            item
             for number in range(PROCESSES)
-            for it in opened.enter_context(peers(1 + number * each, each, transport=transport))
+            for item in opened.enter_context(peers(1 + number * each, each, transport=transport))
         ]
         seconds = link_seconds(run, opened, clusters, transport, rounds=11)
     note = f"{MANY} engines in {PROCESSES} processes, one call; limit: the budget"

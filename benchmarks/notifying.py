@@ -42,7 +42,7 @@ def latency(run: Run, name: str) -> Row:
                 theirs.append(nixl_us(times))
             except Unmeasured as error:
                 failure = str(error)
-    seen, returned = (statistics.median(it) for it in zip(*ours, strict=True))
+    seen, returned = (statistics.median(pair) for pair in zip(*ours, strict=True))
     note = f"call to readable descriptor; the call itself {returned:.0f} us; "
     if failure:
         return Row(name, seen, "us", BUDGET_US, note=f"{note}limit: the budget; NIXL: {failure}")
@@ -53,9 +53,9 @@ def latency(run: Run, name: str) -> Row:
         statistics.median(theirs),
         note=f"{note}limit: NIXL's send_notif to get_new_notifs; both receivers ask all the time",
         cases={
-            f"{who} {i}": it
+            f"{who} {i}": item
             for who, them in (("kvplan", [a for a, _ in ours]), ("nixl", theirs))
-            for i, it in enumerate(them)
+            for i, item in enumerate(them)
         },
     )
 

@@ -63,7 +63,7 @@ def requests(run: Run) -> dict[tuple[str, int], tuple[float, float, str]]:
         first: list[tuple[float, float, str]] = []
         for peer in peers:
             with ExitStack() as opened:
-                pairs = [opened.enter_context(Pair(it, LOOPBACK)) for it in (ours, peer)]
+                pairs = [opened.enter_context(Pair(value, LOOPBACK)) for value in (ours, peer)]
                 us, them = (pair.seconds("request", 1) for pair in pairs)
                 first.append((us, them, peer.settings))
                 for asked in REQUESTS:
@@ -74,7 +74,7 @@ def requests(run: Run) -> dict[tuple[str, int], tuple[float, float, str]]:
                     )
                     if asked not in found or them < found[asked][1]:
                         found[asked] = us, them, peer.settings
-        _, them, settings = min(first, key=lambda it: it[1])
+        _, them, settings = min(first, key=lambda value: value[1])
         found[COLD] = statistics.median(us for us, *_ in first), them, settings
         return found
 
@@ -98,7 +98,7 @@ def bare(run: Run) -> dict[int, tuple[float, float]]:
 
         def seconds(team: Team, how: str, blocks: int) -> float:
             dst, src = (
-                addresses(it, rng.permutation(POOL_BLOCKS)[:blocks]) for it in (here, there)
+                addresses(value, rng.permutation(POOL_BLOCKS)[:blocks]) for value in (here, there)
             )
             return team.copy_seconds(how, (dst, src, np.full(len(dst), BLOCK, np.uint64)))
 

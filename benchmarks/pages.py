@@ -124,5 +124,5 @@ def median_pull(peer: Peer, number: int, shape: Shape, pages: str) -> float:
         datadist.pull_blocks(key, cache, everything, everything, timeout_ms=10_000)
         blocks = np.random.default_rng(number).permutation(shape.blocks).tolist()
         return statistics.median(
-            timed(partial(datadist.pull_blocks, key, cache, [it], [it]))() for it in blocks
+            timed(partial(datadist.pull_blocks, key, cache, [block], [block]))() for block in blocks
         )

@@ -45,11 +45,11 @@ def record(run: Run, name: str) -> Row:
     cases: dict[str, float] = {}
     texts: list[str] = []
     for case, pull in pulls.items():
-        own, wall = (1e6 * it for it in differences(run, datadist, pull))
+        own, wall = (1e6 * difference for difference in differences(run, datadist, pull))
         cases |= {case: own, f"{case}, wall": wall}
         texts.append(f"{case} {own:.2f} us ({wall:.2f} us by the wall)")
-    for it in (slots, paged):
-        datadist.deallocate_cache(it)
+    for value in (slots, paged):
+        datadist.deallocate_cache(value)
     note = f"of the calling thread's time, a pull of {', of '.join(texts)}; limit: the budget"
     return Row(name, cases[next(iter(pulls))], "us", 2, note=note, cases=cases)
 
@@ -66,15 +66,15 @@ def differences(run: Run, datadist: LlmDataDist, pull: Callable[[], object]) -> 
         ends = time.thread_time_ns() - own, time.perf_counter_ns() - wall
         return ends[0] / 1e9 / REPEATS, ends[1] / 1e9 / REPEATS
 
-    with tempfile.TemporaryDirectory() as folder, datadist.record(Path(folder, "a.kvrec")) as it:
+    with tempfile.TemporaryDirectory() as folder, datadist.record(Path(folder, "a.kvrec")) as item:
         pairs = []
         for turn in range(ROUNDS // 4 if run.quick else ROUNDS):
-            order = (it, None) if turn % 2 else (None, it)  # none is always the first
+            order = (item, None) if turn % 2 else (None, item)  # none is always the first
             times = {recorder: seconds(recorder) for recorder in order}
-            pairs.append([a - b for a, b in zip(times[it], times[None], strict=True)])
-        engine.recorder = it
-        it.flush()
-        assert it.dropped == 0
+            pairs.append([a - b for a, b in zip(times[item], times[None], strict=True)])
+        engine.recorder = item
+        item.flush()
+        assert item.dropped == 0
     own, wall = (statistics.median(column) for column in zip(*pairs[2:], strict=True))
     return own, wall
 
@@ -85,16 +85,19 @@ def size(run: Run, name: str) -> Row:
     datadist = linked_engine(run)
     cache, count = datadist.allocate_blocks_cache(LEASED), 1000
     table = [*range(BLOCKS)]
-    with tempfile.TemporaryDirectory() as folder, datadist.record(Path(folder, "a.kvrec")) as it:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        datadist.record(Path(folder, "a.kvrec")) as recorder,
+    ):
         pull = partial(datadist.pull_blocks, leased_key(1), cache, table, table, tag=TAG)
         pull()
-        it.flush()
-        before = it.path.stat().st_size
+        recorder.flush()
+        before = recorder.path.stat().st_size
         for _ in range(count):
             pull()
-        it.flush()
-        nbytes = (it.path.stat().st_size - before) / count
-        assert len(read(it.path).transfers) == count + 1
+        recorder.flush()
+        nbytes = (recorder.path.stat().st_size - before) / count
+        assert len(read(recorder.path).transfers) == count + 1
     datadist.deallocate_cache(cache)
     tables = 2 * 8 * BLOCKS
     note = f"a pull of {BLOCKS} blocks with a tag of {len(TAG)} characters: {nbytes:.0f} bytes"

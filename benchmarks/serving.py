@@ -85,7 +85,7 @@ def overhead(run: Run, name: str) -> Row:
             trip()
             trip()
             trips.append(time.perf_counter_ns() - begun)
-    whole, moved, limit = (statistics.median(it[20:]) / 1000 for it in (ours, bare, trips))
+    whole, moved, limit = (statistics.median(value[20:]) / 1000 for value in (ours, bare, trips))
     return Row(
         name,
         whole - moved,

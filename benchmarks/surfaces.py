@@ -51,7 +51,9 @@ def request_row(run: Run, name: str, asked: tuple[str, int], target: float) -> R
     best: tuple[float, float, str] | None = None
     for peer in libraries.nixl_on_one_host()[:2]:  # of ordinary memory
         with ExitStack() as opened:
-            pairs = [opened.enter_context(Pair(it, LOOPBACK)) for it in (nixl_over_kvplan(), peer)]
+            pairs = [
+                opened.enter_context(Pair(value, LOOPBACK)) for value in (nixl_over_kvplan(), peer)
+            ]
             for pair in pairs:
                 pair.seconds(*asked)
             us, them = run.medians(

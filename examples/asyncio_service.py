@@ -99,11 +99,13 @@ class Service:
         except (msgspec.MsgspecError, LLMException) as error:
             return {"error": str(error)}
 
-    async def _fetch(self, it: Request) -> list[list[list[int]]]:
+    async def _fetch(self, request: Request) -> list[list[list[int]]]:
         """Pull blocks of a peer; returns, of each tensor, the numbers that each block holds."""
-        async with self._blocks(len(it.blocks)) as mine:
-            key = BlocksCacheKey(it.peer)
-            await self._datadist.submit(Transfer(Rows(key, it.blocks), Rows(self._cache, mine)))
+        async with self._blocks(len(request.blocks)) as mine:
+            key = BlocksCacheKey(request.peer)
+            await self._datadist.submit(
+                Transfer(Rows(key, request.blocks), Rows(self._cache, mine))
+            )
             return [[np.unique(tensor[b]).tolist() for b in mine] for tensor in self._tensors]
 
     @asynccontextmanager
@@ -129,7 +131,9 @@ async def client(number: int, port: int) -> int:
         blocks = chance.sample(range(PAGED.batch_size), k=chance.randint(1, 24))
         writer.write(json.dumps({"peer": peer, "blocks": blocks}).encode() + b"\n")
         answer = json.loads(await reader.readline())
-        expected = [[[content(peer, it, b)] for b in blocks] for it in range(PAGED.num_tensors)]
+        expected = [
+            [[content(peer, index, b)] for b in blocks] for index in range(PAGED.num_tensors)
+        ]
         if answer != {"tensors": expected}:
             sys.exit(f"FAILED: client {number} asked peer {peer} for {blocks} and got {answer}")
     writer.close()
@@ -149,7 +153,7 @@ async def run(addresses: list[str]) -> None:
     """Serve the clients, and say what was moved."""
     with LlmDataDist(DECODE, LlmRole.DECODER) as datadist:
         datadist.initialize()
-        clusters = [ClusterInfo(*it) for it in zip(PEERS, addresses, strict=True)]
+        clusters = [ClusterInfo(*pair) for pair in zip(PEERS, addresses, strict=True)]
         (await datadist.link_clusters_async(clusters)).raise_for_status()
         server = await asyncio.start_server(Service(datadist).serve, "127.0.0.1", 0)
         async with server:

@@ -52,8 +52,8 @@ def request_mode(datadist: LLMDataDist, prefill: Connection, options: argparse.N
     config.enable_cache_manager = True
     datadist.init(config.generate_options())
     manager = datadist.cache_manager
-    empty = [np.zeros_like(numbered(it)) for it in (PAGED, SLOTS)]
-    blocks, slots = (Tensors(it, config.device_id) for it in empty)
+    empty = [np.zeros_like(numbered(value)) for value in (PAGED, SLOTS)]
+    blocks, slots = (Tensors(item, config.device_id) for item in empty)
     paged = manager.register_blocks_cache(PAGED, blocks.addresses)
     contiguous = manager.register_cache(SLOTS, slots.addresses)
     comm_id = linked_by_name(datadist, options)
@@ -79,8 +79,8 @@ def request_mode(datadist: LLMDataDist, prefill: Connection, options: argparse.N
     datadist.unlink(comm_id)
     prefill.send("pulled")
     datadist.finalize()
-    for it in (blocks, slots):
-        it.close()
+    for value in (blocks, slots):
+        value.close()
 
 
 def remote_mode(datadist: LLMDataDist, prefill: Connection, here: str) -> None:

@@ -117,7 +117,7 @@ def rank_table(*ips: str) -> str:
 
 def linked_by_name(datadist: LLMDataDist, options: argparse.Namespace) -> int:
     """Link both clusters, each of which calls this; returns the communicator's id."""
-    table = rank_table(*(ip_and_port(it)[0] for it in (options.prefill, options.decode)))
+    table = rank_table(*(ip_and_port(value)[0] for value in (options.prefill, options.decode)))
     name = f"pair-{ip_and_port(options.scheduler)[1]}"
     comm_id = datadist.link(name, {PREFILL: 0, DECODE: 1}, table)
     while (status := datadist.query_register_mem_status(comm_id)) == RegisterMemStatus.PREPARING:
@@ -136,7 +136,7 @@ def request_mode(datadist: LLMDataDist, decode: Connection, options: argparse.Na
     datadist.init(config.generate_options())
     manager = datadist.cache_manager
 
-    blocks, slots = (Tensors(numbered(it), config.device_id) for it in (PAGED, SLOTS))
+    blocks, slots = (Tensors(numbered(value), config.device_id) for value in (PAGED, SLOTS))
     manager.register_blocks_cache(PAGED, blocks.addresses, BlocksCacheKey(PREFILL))
     computed = manager.register_cache(SLOTS, slots.addresses)
     waiting = manager.allocate_cache(SLOTS, [CacheKey(PREFILL, REQUEST)])
@@ -146,8 +146,8 @@ def request_mode(datadist: LLMDataDist, decode: Connection, options: argparse.Na
     decode.recv()
     datadist.unlink(comm_id)
     datadist.finalize()
-    for it in (blocks, slots):
-        it.close()
+    for value in (blocks, slots):
+        value.close()
 
 
 class Model(LayerSynchronizer):

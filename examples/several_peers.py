@@ -46,7 +46,7 @@ def decode(pipes: list[Connection]) -> None:
     with LlmDataDist(DECODE, LlmRole.DECODER) as datadist:
         datadist.initialize(Options(device_id=DECODE_DEVICE))
         addresses = [pipe.recv() for pipe in pipes]
-        clusters = [ClusterInfo(*it) for it in zip(PREFILLS, addresses, strict=True)]
+        clusters = [ClusterInfo(*pair) for pair in zip(PREFILLS, addresses, strict=True)]
         datadist.link_clusters(clusters).raise_for_status()
 
         cache = datadist.allocate_blocks_cache(PAGED)

@@ -1,11 +1,21 @@
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, final
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
-__all__ = ["TransferOpDesc", "address_columns", "arrange", "first_overlap", "locate"]
+__all__ = [
+    "Pieces",
+    "TransferOpDesc",
+    "address_columns",
+    "arrange",
+    "choose",
+    "first_bad",
+    "first_overlap",
+    "locate",
+    "place",
+]
 
 _Column = NDArray[np.uint64]
 
@@ -28,6 +38,14 @@ class TransferOpDesc:
     def len(self, value: SupportsIndex) -> None: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
 
+@final
+class Pieces:
+    def __init__(
+        self, firsts: _Column, lasts: _Column, owners: _Column | None, num_extents: int
+    ) -> None: ...
+    @property
+    def num_extents(self) -> int: ...
+
 def address_columns(op_descs: Sequence[TransferOpDesc]) -> tuple[_Column, _Column, _Column]: ...
 def arrange(
     src: _Column, dst: _Column, nbytes: _Column, groups: _Column | None = None
@@ -36,3 +54,23 @@ def first_overlap(starts: _Column, nbytes: _Column) -> tuple[int, int] | None: .
 def locate(
     firsts: _Column, lasts: _Column, starts: _Column, nbytes: _Column
 ) -> tuple[_Column, int, bool]: ...
+def place(
+    own: Pieces, peer: Pieces, local: _Column, remote: _Column, nbytes: _Column, pulls: bool
+) -> (
+    tuple[
+        _Column,
+        _Column,
+        _Column,
+        list[tuple[int, int, int]],
+        _Column | None,
+        tuple[int, int] | None,
+    ]
+    | None
+): ...
+def first_bad(local: _Column, remote: _Column, nbytes: _Column) -> int: ...
+def choose(
+    local: _Column,
+    remote: _Column,
+    local_at: _Column | None = None,
+    remote_at: _Column | None = None,
+) -> tuple[_Column, _Column, _Column, int, int]: ...

@@ -1,5 +1,7 @@
 """Lists of address ranges: read from objects of the caller, sorted, merged and compared."""
 
+cimport cython
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stddef cimport size_t
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport free, malloc
@@ -10,8 +12,8 @@ import operator
 
 import numpy
 
-__all__ = ["TransferOpDesc", "address_columns", "arrange", "first_overlap",
-           "locate"]
+__all__ = ["Pieces", "TransferOpDesc", "address_columns", "arrange", "choose", "first_bad",
+           "first_overlap", "locate", "place"]
 
 cdef extern from "core/ranges.h" nogil:
     const size_t KVN_NO_OVERLAP
@@ -28,6 +30,20 @@ cdef extern from "core/ranges.h" nogil:
     size_t kvn_ranges_locate(const uint64_t *firsts, const uint64_t *lasts, size_t num_pieces,
                              const uint64_t *starts, const uint64_t *nbytes, size_t count,
                              uint64_t *found, int *passes)
+    ctypedef struct kvn_pieces:
+        const uint64_t *firsts
+        const uint64_t *lasts
+        const uint64_t *owners
+        size_t count
+    bint kvn_ranges_pair(const kvn_pieces *own, const kvn_pieces *peer, uint64_t num_peer_extents,
+                         const uint64_t *local, const uint64_t *remote, const uint64_t *nbytes,
+                         size_t count, uint64_t *pairs, bint *alike)
+    size_t kvn_ranges_first_bad(const uint64_t *local, const uint64_t *remote,
+                                const uint64_t *nbytes, size_t count)
+    size_t kvn_rows_choose(const uint64_t *local, size_t num_local, const uint64_t *local_at,
+                           const uint64_t *remote, size_t num_remote, const uint64_t *remote_at,
+                           size_t count, uint64_t *here, uint64_t *there, uint64_t *nbytes,
+                           uint64_t *total)
 
 
 cdef uint64_t as_uint64(str name, value) except? 0:
@@ -230,3 +246,164 @@ def locate(firsts, lasts, starts, nbytes):
     finally:
         release_columns(columns, 5)
     return out, (-1 if done == count else done), bool(passes)
+
+
+@cython.final
+cdef class Pieces:
+    """Memory in which ranges are found: ascending, disjoint pieces, each of one extent.
+
+    Args:
+        firsts, lasts: contiguous uint64 columns: first and last byte of each piece.
+        owners: contiguous uint64 column: the extent of each piece; None: its own number.
+        num_extents: number of extents.
+    """
+    cdef Py_buffer columns[3]
+    cdef int held
+    cdef kvn_pieces pieces
+    cdef readonly uint64_t num_extents
+
+    def __init__(self, firsts, lasts, owners, uint64_t num_extents):
+        if self.held:
+            raise TypeError("pieces are made once")
+        given = (firsts, lasts) if owners is None else (firsts, lasts, owners)
+        acquire_columns(self.columns, given, ("firsts", "lasts", "owners"))
+        self.held = len(given)
+        self.num_extents = num_extents
+        self.pieces.firsts = <const uint64_t *>self.columns[0].buf
+        self.pieces.lasts = <const uint64_t *>self.columns[1].buf
+        self.pieces.owners = NULL if owners is None else <const uint64_t *>self.columns[2].buf
+        self.pieces.count = self.columns[0].shape[0]
+
+    def __dealloc__(self):
+        release_columns(self.columns, self.held)
+
+
+cdef tuple NAMES_OF_PLACED = ("local", "remote", "nbytes", "out", "out", "out")
+
+
+def place(Pieces own not None, Pieces peer not None, local, remote, nbytes, bint pulls):
+    """Find copies in registered memory, sort them by extents and source, merge adjacent ones.
+
+    Args:
+        own, peer: memory of both sides.
+        local, remote, nbytes: contiguous uint64 columns of ranges that `first_bad` has passed.
+        pulls: the remote ranges are the sources.
+
+    Returns:
+        None if a range lies in no piece, or continues in the next one. Otherwise the new columns
+        src, dst and nbytes; for each pair of extents (own, peer, its first copy); the pair of each
+        given range as own * peer.num_extents + peer, or None if there is one pair; and the indices
+        of two copies whose destinations share a byte, or None.
+    """
+    cdef Py_buffer columns[6]
+    cdef kvn_ranges from_, to
+    cdef size_t count = len(nbytes), left = 0, i, first = KVN_NO_OVERLAP, second = 0
+    cdef uint64_t *scratch = NULL
+    cdef uint64_t *pairs
+    cdef uint64_t *groups
+    cdef bint found, alike = True
+    cdef list parts = []
+    if count == 0:
+        raise ValueError("nbytes: expected at least 1 range")
+    src, dst, out = [numpy.empty(count, numpy.uint64) for _ in range(3)]
+    column = None
+    acquire_columns(columns, (local, remote, nbytes, src, dst, out), NAMES_OF_PLACED)
+    try:
+        scratch = <uint64_t *>malloc((kvn_ranges_scratch(count) + 2 * count) * sizeof(uint64_t))
+        if scratch is NULL:
+            raise MemoryError(f"no memory to sort {count} ranges in")
+        pairs = scratch + kvn_ranges_scratch(count)
+        groups = pairs + count
+        to.src = <uint64_t *>columns[3].buf
+        to.dst = <uint64_t *>columns[4].buf
+        to.nbytes = <uint64_t *>columns[5].buf
+        from_.src = <uint64_t *>columns[1 if pulls else 0].buf
+        from_.dst = <uint64_t *>columns[0 if pulls else 1].buf
+        from_.nbytes = <uint64_t *>columns[2].buf
+        with nogil:
+            found = kvn_ranges_pair(&own.pieces, &peer.pieces, peer.num_extents,
+                                    <const uint64_t *>columns[0].buf,
+                                    <const uint64_t *>columns[1].buf, from_.nbytes, count, pairs,
+                                    &alike)
+            if found:
+                from_.groups = NULL if alike else pairs
+                to.groups = NULL if alike else groups
+                left = kvn_ranges_arrange(&from_, count, &to, scratch)
+                first = kvn_ranges_overlap(to.dst, to.nbytes, left, scratch, &second)
+        if not found:
+            return None
+        for i in range(1 if alike else left):
+            if i == 0 or groups[i] != groups[i - 1]:
+                parts.append(divmod(pairs[0] if alike else groups[i], peer.num_extents) + (i,))
+        if not alike:
+            column = numpy.frombuffer(PyBytes_FromStringAndSize(<char *>pairs, 8 * count),
+                                      numpy.uint64)
+    finally:
+        free(scratch)
+        release_columns(columns, 6)
+    if left < count:
+        src, dst, out = src[:left], dst[:left], out[:left]
+    return src, dst, out, parts, column, None if first == KVN_NO_OVERLAP else (first, second)
+
+
+def first_bad(local, remote, nbytes):
+    """Return the index of the first impossible range, or -1.
+
+    A range is impossible if it is empty, begins at 0 or passes 2**64, at either side.
+
+    Args:
+        local, remote, nbytes: contiguous uint64 columns of the same length.
+    """
+    cdef Py_buffer columns[3]
+    cdef size_t count, found
+    acquire_columns(columns, (local, remote, nbytes), ("local", "remote", "nbytes"))
+    count = columns[0].shape[0]
+    found = kvn_ranges_first_bad(<const uint64_t *>columns[0].buf,
+                                 <const uint64_t *>columns[1].buf,
+                                 <const uint64_t *>columns[2].buf, count)
+    release_columns(columns, 3)
+    return -1 if found == count else found
+
+
+def choose(local, remote, local_at=None, remote_at=None):
+    """Choose rows of two lists of descriptors, of which each has address, size and device.
+
+    Args:
+        local, remote: contiguous uint64 columns of 3 numbers for each row.
+        local_at, remote_at: contiguous uint64 columns of indices, equal in length; None: all rows.
+
+    Returns:
+        New columns of local addresses, remote addresses and sizes, and the sum of the sizes; the
+        position of the first choice whose row does not exist, or has another size at the other
+        side, or -1.
+    """
+    cdef Py_buffer columns[7]
+    cdef int held = 0
+    cdef size_t count = len(local) // 3 if local_at is None else len(local_at), done
+    cdef uint64_t total = 0
+    cdef const uint64_t *at[2]
+    cdef tuple sources, names
+    if (local_at is None) != (remote_at is None):
+        raise TypeError("local_at, remote_at: expected two columns, or None twice")
+    here, there, sizes = [numpy.empty(count, numpy.uint64) for _ in range(3)]
+    sources = (here, there, sizes, local, remote)
+    names = ("out", "out", "out", "local", "remote", "local_at", "remote_at")
+    at[0] = at[1] = NULL
+    if local_at is not None:
+        sources += (local_at, remote_at)
+    acquire_columns(columns, sources, names, False)
+    held = len(sources)
+    try:
+        if held == 7:
+            check_length(columns, 5, 6, names)
+            at[0], at[1] = <const uint64_t *>columns[5].buf, <const uint64_t *>columns[6].buf
+        else:
+            check_length(columns, 3, 4, names)
+        done = kvn_rows_choose(
+            <const uint64_t *>columns[3].buf, columns[3].shape[0] // 3, at[0],
+            <const uint64_t *>columns[4].buf, columns[4].shape[0] // 3, at[1], count,
+            <uint64_t *>columns[0].buf, <uint64_t *>columns[1].buf, <uint64_t *>columns[2].buf,
+            &total)
+    finally:
+        release_columns(columns, held)
+    return here, there, sizes, total, -1 if done == count else done

@@ -45,7 +45,7 @@ VERSION_FILES = (
 def homes() -> list[Path]:
     """Return the folders where a toolkit may be, those of the environment first."""
     named = [os.environ.get(variable, "") for variable in HOME_VARIABLES]
-    return list(dict.fromkeys(Path(it) for it in (*named, *HOMES) if it))
+    return list(dict.fromkeys(Path(value) for value in (*named, *HOMES) if value))
 
 
 def candidates(names: tuple[str, ...], path: str | None = None) -> list[list[str]]:
@@ -62,12 +62,14 @@ def candidates(names: tuple[str, ...], path: str | None = None) -> list[list[str
         file = Path(path)
         others = [name for name in names if name != file.name and file.name in names]
         if "/" in path:
-            others = [str(it) for it in map(file.with_name, others) if it.exists()]
+            others = [str(other) for other in map(file.with_name, others) if other.exists()]
         return [[path, *others]]
     roots = homes() if path is None else [Path(path)]
     below = ("lib64", f"{platform.machine()}-linux/lib64", ".")
     folders = [root / folder for root in roots for folder in below]
-    found = [[str(it / name) for name in names if (it / name).exists()] for it in folders]
+    found = [
+        [str(folder / name) for name in names if (folder / name).exists()] for folder in folders
+    ]
     return [*filter(None, found), *([list(names)] if path is None else [])]
 
 

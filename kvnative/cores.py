@@ -47,6 +47,6 @@ def _limit_at(place: Path) -> list[int]:
         quota, period = (place / "cpu.max").read_text().split()
         return [max(1, ceil(int(quota) / int(period)))]  # ValueError for "max": no limit
     with suppress(OSError, ValueError, ZeroDivisionError):
-        quota, period = ((place / f"cpu.cfs_{it}_us").read_text() for it in ("quota", "period"))
+        quota, period = ((place / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         return [max(1, ceil(int(quota) / int(period)))] if int(quota) > 0 else []
     return []

@@ -1,7 +1,7 @@
 """kvplan: plan, read, test and execute transfers of an LLM's KV cache.
 
-Planning needs NumPy and msgspec only; the first use of `submit`, `execute` or `HostMemory` loads
-the native part, that of `LlmDataDist` the sockets too.
+Planning needs only NumPy and msgspec. The first use of `submit`, `execute` or `HostMemory` loads
+the native part; that of `LlmDataDist` loads the sockets, too.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# First, not from deep in our own imports: where CPython 3.11's stack crosses from one piece of
-# 16 KiB to the next, each call maps and unmaps one, and NumPy's import takes a fifth longer.
+# First, not deep in our own imports: at the edge of a 16 KiB chunk of CPython 3.11's stack, each
+# call maps and unmaps a chunk, and NumPy's import takes a fifth longer.
 import numpy as _numpy  # noqa: F401, ICN001
 
 from kvplan.layout import CacheLayout, Interleaved, Shard

@@ -23,7 +23,7 @@ AXES = {
     "group": "quantization groups of a scale",
     "state": "state of a request that has no tokens (Mamba)",
 }
-"""Names of axes. `block` or `slot`, and `token`, address; the others are the model's."""
+"""Axes by name. Transfers select blocks, slots and tokens; the other axes belong to the model."""
 
 ROW_AXES = ("block", "slot")
 
@@ -40,7 +40,7 @@ OPAQUE = "opaque "
 class CacheLayout:
     """The axes of one tensor as they lie in memory, outermost first.
 
-    Written with spaces between the names, as in `CacheLayout("block token head dim")`, or by a
+    The text has the names with spaces between, as `CacheLayout("block token head dim")`, or is a
     known name: NHD, HND, or letters of vLLM, such as LBHNC. If L comes first, a tensor holds one
     layer.
 
@@ -102,7 +102,7 @@ def _axes_of(argument: str, text: str) -> tuple[str, ...]:
 
 
 def _nearest(text: str) -> str:
-    """Return the names of the layouts that are most like a word that is not a layout."""
+    """Return the remedy for a word that is not a layout, with the names that resemble it most."""
     near = get_close_matches(text.upper(), (*_NAMED, *_VLLM), 2)
     nearest = f"the nearest are {' and '.join(near)}" if near else f"known are {', '.join(_NAMED)}"
     return (
@@ -115,7 +115,7 @@ def _nearest(text: str) -> str:
 def layout_of(kv_tensor_format: str | None, rank: int) -> CacheLayout | None:
     """Return the layout that a `kv_tensor_format` names for a tensor of `rank` dimensions.
 
-    None: there is no text, or it begins with `OPAQUE`; rows are opaque then.
+    None: the text is empty or begins with `OPAQUE`; rows are opaque then.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: a text that is not a layout, or has another number of axes.
@@ -134,7 +134,7 @@ def layout_of(kv_tensor_format: str | None, rank: int) -> CacheLayout | None:
 
 
 Layers = range | tuple[int, ...]
-"""Numbers of layers of the model, ascending; a range where each follows the one before."""
+"""Ascending numbers of layers of the model; a range if they are consecutive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Interleaved:
             raise invalid(f"ranks={self.ranks} times size={self.size} is out of range [1, 2**32)")
 
     def __str__(self) -> str:
-        """`tokens 16..31 of every 32`."""
+        """Return the tokens as text, such as `tokens 16..31 of every 32`."""
         own = range(self.rank * self.size, (self.rank + 1) * self.size)
         return f"token{'s' * (self.size > 1)} {numbers_text(own)} of every {self.ranks * self.size}"
 
@@ -187,15 +187,15 @@ class Shard:
     Args:
         layers: layers of the model, ascending: a range, or a sequence of numbers with gaps, such as
             `[0, 6, 12]` of a hybrid model; None: all of `num_layers`.
-        heads: KV heads of the model that follow each other, likewise; None: all of `num_heads`.
-        num_layers: layers of the model; None: unknown, only if `layers` is None.
-        num_heads: KV heads of the model; None: unknown, only if `heads` is None.
+        heads: consecutive KV heads of the model, ascending; None: all of `num_heads`.
+        num_layers: layers of the model; None: unknown, allowed only if `layers` is None.
+        num_heads: KV heads of the model; None: unknown, allowed only if `heads` is None.
         tokens: tokens of each request, counted from its first token: every n-th run
             (`Interleaved`), or a range. None: all. A block table has only these tokens, one after
             another. `Interleaved(0, 1)` has all tokens, and becomes None.
 
     Raises:
-        TypeError: a field of another type.
+        TypeError: a field of the wrong type.
         LLMException: LLM_PARAM_INVALID: no number, numbers that do not ascend or are outside of
             the model, heads or tokens with gaps, or numbers without the total of the model.
     """
@@ -232,11 +232,11 @@ class Shard:
                 continue
             numbers = _numbers(name, part)
             if total is None:
-                raise invalid(f"{name}={shown(part)} needs {total_name}, how many the model has")
+                raise invalid(f"{name}={shown(part)} needs {total_name}, the total of the model")
             if not numbers or numbers[0] < 0 or numbers[-1] >= total:
                 raise invalid(f"{name}={shown(part)} must be one or more of [0, {total})")
             if name == "heads" and not isinstance(numbers, range):
-                raise invalid(f"heads={shown(part)} must follow each other, as a range of step 1")
+                raise invalid(f"heads={shown(part)} must be consecutive, as a range of step 1")
             object.__setattr__(self, name, numbers)
         self._check_tokens()
 
@@ -276,7 +276,7 @@ class Shard:
 
 
 def _numbers(name: str, given: Any) -> Layers:
-    """Return ascending numbers; a range if each follows the one before."""
+    """Return ascending numbers; a range if they are consecutive."""
     if isinstance(given, range) and given.step == 1:
         return given
     if isinstance(given, str | bytes) or not (
@@ -288,19 +288,19 @@ def _numbers(name: str, given: Any) -> Layers:
         )
     numbers = tuple([as_int(f"{name}[{i}]", number) for i, number in enumerate(given)])
     if any(b <= a for a, b in pairwise(numbers)):
-        raise invalid(f"{name}={shown(given)} must ascend, each number once")
+        raise invalid(f"{name}={shown(given)} must be in strictly ascending order")
     return consecutive(numbers)
 
 
 def consecutive(numbers: Layers) -> Layers:
-    """Return ascending numbers as a range if each follows the one before."""
+    """Return ascending numbers as a range if they are consecutive."""
     if numbers and numbers[-1] - numbers[0] == len(numbers) - 1:
         return range(numbers[0], numbers[-1] + 1)
     return numbers
 
 
 def numbers_text(numbers: Layers) -> str:
-    """`5`, `5..9` or `0, 6, 12`."""
+    """Return numbers as text: `5`, `5..9` or `0, 6, 12`."""
     if not isinstance(numbers, range):
         return ", ".join(map(str, numbers))
     return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}..{numbers[-1]}"

@@ -42,7 +42,7 @@ _KINDS: Final[tuple[type[object], ...]] = bytes, str, tuple, bool, tuple
 
 
 def tag_of(name: str) -> str:
-    """Return a tag for any name: its beginning, with "?" for characters that do not print."""
+    """Return a tag for any name: its beginning, with "?" for unprintable characters."""
     return printable(name[:MAX_TAG])
 
 
@@ -76,7 +76,7 @@ class LeaseWord(NamedTuple):
 
 
 class _Packed:
-    """Blocks and words of a lease in few bytes, as an owner may have 100,000 leases."""
+    """Blocks and words of a lease, packed, as an owner may have 100,000 leases."""
 
     __slots__ = ("_blocks", "_packed", "_places")
     _packed: bytes  # words: slot and generation, 8 bytes each; then blocks
@@ -97,10 +97,10 @@ class _Packed:
         return tuple(words)
 
     def places(self) -> list[tuple[str, tuple[int, int]]]:
-        """Return the same as names of transports, each with slot and generation."""
+        """Return the words as (transport, (slot, generation))."""
         found, packed = [], self._packed
         for name, place in self._places.items():
-            found.append((name, _unpack(packed[place])))  # a comprehension takes a fifth more
+            found.append((name, _unpack(packed[place])))  # a comprehension takes a fifth longer
         return found
 
     @property
@@ -122,13 +122,13 @@ class BlockLease(_Packed):
     with it fails once the owner has ended it, whatever the blocks hold by then.
 
     Attributes:
-        cluster_id: of the owner.
-        instance: of the owner's engine, 16 bytes; another one after a restart.
-        cache_id: of the cache, in the owner.
-        lease_id: counts the leases of that engine.
-        blocks: in the order of the request; the slot of a contiguous cache.
-        paged: True if they are blocks.
-        tag: the owner's name for it, such as the id of the request.
+        cluster_id: id of the owner.
+        instance: 16 bytes that name the owner's engine; a restart changes them.
+        cache_id: id of the cache in the owner.
+        lease_id: number of the lease in that engine.
+        blocks: blocks in the order of the request, or the slot of a contiguous cache.
+        paged: True for blocks, False for a slot.
+        tag: the owner's name for the lease, such as the id of the request.
         words: the words by which the transports of the owner check the lease.
         tokens: tokens of the request, from the first of its blocks on; None: unknown.
         moves: number of times that the owner has moved blocks of the lease. Each time the words
@@ -173,7 +173,7 @@ class BlockLease(_Packed):
         check_width("cache_id", cache_id, 0, 2**63 - 1)
         check_width("lease_id", lease_id, 0, UINT64_MAX)
         given = instance, tag, blocks, paged, words
-        if tuple(map(type, given)) != _KINDS:  # a call for each would count in every request
+        if tuple(map(type, given)) != _KINDS:  # a call for each would slow down every request
             for name, value, kind in zip(_CHECKED, given, _KINDS, strict=True):
                 check_type(name, value, kind)
         if len(instance) != _INSTANCE_NBYTES:
@@ -230,7 +230,7 @@ class BlockLease(_Packed):
         return f"lease {self.lease_id}{f' of {self.tag}' if self.tag else ''}"
 
     def to_bytes(self) -> bytes:
-        """Return the lease for any channel: some 100 bytes, and 1 to 5 for each block."""
+        """Return the lease as bytes: some 100, and 1 to 5 for each block."""
         body = _encoder.encode(_fields_of(self))
         return _digest(body) + body
 
@@ -245,11 +245,11 @@ class BlockLease(_Packed):
         check_type("blob", blob, bytes)
         body = blob[_DIGEST_NBYTES:]
         if blob[:_DIGEST_NBYTES] != _digest(body):
-            raise invalid(f"blob={shown(blob)} is no lease, or was cut or changed on the way")
+            raise invalid(f"blob={shown(blob)} is not a lease, or was cut or changed on the way")
         try:
             return cls(*_decoder.decode(body))
-        except Exception as error:  # the peer's input decides which: nesting raises RecursionError
-            raise invalid(f"blob={shown(blob)} is no lease: {error}") from None
+        except Exception as error:  # of any kind: nested input raises RecursionError
+            raise invalid(f"blob={shown(blob)} is not a lease: {error}") from None
 
     def word(self, transport: str) -> LeaseWord | None:
         """Return the word for links of a transport; None if the owner has none."""
@@ -281,8 +281,8 @@ class BlockLease(_Packed):
         if not mine.issuperset(blocks):
             for position, block in enumerate(blocks):
                 if block not in mine:
-                    raise invalid(f"{argument}[{position}]={shown(block)} is no block of {self}")
-        return blocks  # the planner refuses what is not a sequence
+                    raise invalid(f"{argument}[{position}]={shown(block)} is not a block of {self}")
+        return blocks  # the planner refuses other types
 
     def replaces(self, other: BlockLease) -> bool:
         """Return whether this is a later value of the same lease: its owner has moved blocks."""
@@ -291,7 +291,7 @@ class BlockLease(_Packed):
         )
 
     def places_of(self, argument: str, earlier: BlockLease, blocks: Blocks | None) -> Blocks | None:
-        """Return where blocks that an earlier value of this lease names are now.
+        """Return the current places of blocks that an earlier value of this lease names.
 
         Args:
             argument: the name of `blocks`.
@@ -310,7 +310,7 @@ class BlockLease(_Packed):
     def request(
         self, argument: str, blocks: Blocks | None, num_tokens: int | None, skipped: int
     ) -> tuple[Blocks, int | None]:
-        """Return the block table of a transfer with this lease, and how many tokens it moves.
+        """Return the block table of a transfer with this lease, and the number of its tokens.
 
         Args:
             argument: the name of `blocks`.
@@ -326,7 +326,7 @@ class BlockLease(_Packed):
         return self.blocks if num_tokens is None else RequestBlocks(self.blocks), num_tokens
 
     def num_tokens(self, argument: str, given: int | None, skipped: int) -> int | None:
-        """Return how many tokens a transfer of all blocks moves: `given`, or those of the request.
+        """Return the number of tokens that a transfer of all blocks moves.
 
         Args:
             argument: the name of `given`.
@@ -377,6 +377,6 @@ _decoder: msgspec.msgpack.Decoder[_Wire] = msgspec.msgpack.Decoder(_Wire)
 
 def _digest(body: bytes) -> bytes:
     """Return a checksum against accidents; it does not prevent forgery."""
-    from hashlib import blake2b  # not at the top: it loads OpenSSL, and `import kvplan` a lease
+    from hashlib import blake2b  # here, so that `import kvplan` does not load OpenSSL
 
     return blake2b(body, digest_size=_DIGEST_NBYTES, person=_SCHEMA).digest()

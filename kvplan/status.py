@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class LLMStatusCode(IntEnum):
     """Outcome of an operation, with the names and values of LLM-DataDist.
 
-    LLM_CANCELLED is kvplan's own. Its number is not a uint32, so LLM-DataDist cannot have it.
+    LLM_CANCELLED is kvplan's own. Its number is not a uint32, so LLM-DataDist cannot use it.
     """
 
     LLM_SUCCESS = 0
@@ -89,7 +89,7 @@ class LLMException(RuntimeError):
         return self._status_code
 
     def __str__(self) -> str:
-        # Tests of programs also raise it with numbers of their own.
+        # Tests of programs also raise this with status codes of their own.
         name = getattr(self.status_code, "name", self.status_code)
         text, status = super().__str__(), f"({name})"
         # The message may be the text of another exception, which has the status.
@@ -102,7 +102,7 @@ def invalid(message: str) -> LLMException:
 
 
 def unsupported(message: str) -> LLMException:
-    """Return the refusal of what this machine, transport or peer cannot do."""
+    """Return the refusal of a feature that this machine, transport or peer lacks."""
     return LLMException(message, status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED)
 
 

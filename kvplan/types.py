@@ -156,18 +156,18 @@ class CacheDesc:
             layout that kvplan does not know, and that is only compared with the other side. None:
             unknown.
         shard: the part of the model that the cache holds; None: all of it, or unknown.
-        row_stride: bytes from the begin of one slot or block to the next, if other bytes lie
+        row_stride: bytes from the start of one slot or block to the next, if other bytes lie
             between, such as the same block of other layers. Transfers neither read nor write those
             bytes. None: rows touch; a stride that is the size of a row becomes None.
 
     Raises:
-        TypeError: a field of another type.
+        TypeError: a field of the wrong type.
         ValueError: num_tensors outside uint32, or a dimension or row_stride outside int64.
-        LLMException: LLM_PARAM_INVALID: no tensors, an empty or too long shape, a dimension
-            below 1, a format that is not a layout of as many dimensions, or has more than 256
-            characters, an index outside the shape, a row that is not contiguous or not whole
-            bytes, a row_stride below the size of a row, tensors too large to address, or a shard
-            that the shape does not fit, or whose heads no layout shows.
+        LLMException: LLM_PARAM_INVALID: no tensors; an empty or too long shape; a dimension
+            below 1; a format that is not a layout of as many dimensions, or has more than 256
+            characters; an index outside the shape; a row that is not contiguous or not whole
+            bytes; a row_stride below the size of a row; tensors too large to address; a shard
+            that does not fit the shape, or has heads that the layout does not name.
     """
 
     num_tensors: int
@@ -257,12 +257,12 @@ class CacheDesc:
             shard: the part of the model that they hold.
 
         Raises:
-            TypeError: an argument of another type, or an element that is not a tensor.
+            TypeError: an argument of the wrong type, or an element that is not a tensor.
             LLMException: LLM_PARAM_INVALID: no tensors, other dimensions than the layout has,
                 tensors that are not alike, with a gap or an overlap, or of a type that is not a
                 DataType; and as the constructor.
         """
-        # Loaded here, as planning reads no memory.
+        # Loaded here, as planning does not need it.
         module = import_module("kvplan.tensors.description")
         described: CacheDesc = module.describe(tensors, layout, data_type, placement, shard)
         return described
@@ -278,18 +278,18 @@ class CacheDesc:
         object.__setattr__(self, "row_stride", None if stride == self.row_nbytes else stride)
 
     def _take_layout(self, layout: CacheLayout) -> None:
-        """Take the dimensions of rows and tokens from a text of axes; refuse others."""
+        """Take the dimensions of rows and tokens from the layout; refuse others."""
         tokens = layout.axes.index("token") if "token" in layout.axes else -1
-        for name, given, unset, said in (
+        for name, given, unset, known in (
             ("batch_dim_index", self.batch_dim_index, 0, layout.row_axis),
             ("seq_len_dim_index", self.seq_len_dim_index, -1, tokens),
         ):
-            if given not in (unset, said):
+            if given not in (unset, known):
                 raise invalid(
-                    f"{name}={given} and kv_tensor_format={shown(self.kv_tensor_format)} differ: "
-                    f"that is dimension {said} of {layout}"
+                    f"{name}={given} must be {known} with "
+                    f"kv_tensor_format={shown(self.kv_tensor_format)}, which is {layout}"
                 )
-            object.__setattr__(self, name, said)
+            object.__setattr__(self, name, known)
         if "kv" in layout.axes and self.shape[layout.axes.index("kv")] not in (1, 2):
             raise invalid(
                 f"shape={self.shape} of {layout}: kv must be 2 (keys and values) or 1, not "
@@ -300,18 +300,18 @@ class CacheDesc:
         if shard.heads is not None:
             if layout is None or "head" not in layout.axes:
                 raise invalid(
-                    f"shard has heads {shard.heads}, and "
+                    f"shard has heads {shard.heads}, but "
                     f"kv_tensor_format={shown(self.kv_tensor_format)} names no axis head"
                 )
             heads = self.shape[layout.axes.index("head")]
             if len(shard.heads) != heads:
                 raise invalid(
-                    f"shard has {len(shard.heads)} heads {shard.heads}, and the axis head of "
+                    f"shard has {len(shard.heads)} heads {shard.heads}, but the axis head of "
                     f"shape={self.shape} has {heads}"
                 )
         if shard.tokens is not None and (layout is None or "token" not in layout.axes):
             raise invalid(
-                f"shard has {shard}, and kv_tensor_format={shown(self.kv_tensor_format)} names no "
+                f"shard has {shard}, but kv_tensor_format={shown(self.kv_tensor_format)} names no "
                 "axis token"
             )
         if shard.layers is not None:
@@ -342,7 +342,7 @@ class CacheDesc:
 
     @property
     def row_nbytes(self) -> int:
-        """Contiguous bytes of one slot or block; all of its bytes if no dimension is before it."""
+        """Contiguous bytes of one slot or block; all of its bytes if no dimension precedes it."""
         return self.row_bits // 8
 
     @property
@@ -352,12 +352,12 @@ class CacheDesc:
 
     @property
     def rows_nbytes(self) -> int:
-        """Bytes of all rows of one tensor, without what lies between them."""
+        """Bytes of all rows of one tensor, without gaps between them."""
         return math.prod(self.shape) * self.data_type.bits // 8
 
     @property
     def tensor_nbytes(self) -> int:
-        """Bytes from the first byte of a tensor to its last, with what lies between its rows."""
+        """Bytes from the first byte of a tensor to its last, including gaps between its rows."""
         rows = math.prod(self.shape[: self.batch_dim_index + 1])
         return (rows - 1) * self.stride + self.row_nbytes
 
@@ -446,7 +446,7 @@ class Cache:
 
     Attributes:
         cache_desc: its description.
-        cache_id: in the engine of this process; -1: none, the addresses identify the cache.
+        cache_id: its id in the engine of this process; -1: none, the addresses identify the cache.
         tensor_addrs: the address of each tensor; empty: not given.
         owner: the token of the engine that made it; empty: made by hand.
     """

@@ -41,7 +41,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
     Raises:
         OSError: the file cannot be opened.
-        LLMException: LLM_PARAM_INVALID: it is not a regular file.
+        LLMException: LLM_PARAM_INVALID: the file is not regular.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -53,7 +53,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 def resolved(kind: type[_T]) -> type[_T]:
     """Resolve the fields of a struct now: msgspec crashes if two threads do it at the same time.
 
-    It decorates all structs that no decoder at module level knows.
+    Decorate all structs for which no module has a decoder.
     """
     msgspec.msgpack.Decoder(kind)
     return kind
@@ -94,7 +94,7 @@ def check_one_of(name: str, value: object, allowed: Collection[str]) -> None:
 
 
 def check_mapping(name: str, value: object) -> None:
-    """Refuse what is not a mapping.
+    """Refuse a value that is not a mapping.
 
     Raises:
         TypeError: not a mapping.
@@ -126,7 +126,7 @@ def take_ints(value: object, *names: str) -> None:
     """Convert attributes of a frozen value, such as np.int64, to int.
 
     Raises:
-        TypeError: an attribute does not stand for an int.
+        TypeError: an attribute is not an integer.
     """
     for name in names:
         if type(number := getattr(value, name)) is not int:

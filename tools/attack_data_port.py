@@ -122,7 +122,7 @@ def run_peer(arguments: list[str]) -> None:
         began = time.perf_counter()
         peer.pull_blocks(BlocksCacheKey(ENGINE), mine, [4, 5, 9], [7, 8, 2])
         took.append(time.perf_counter() - began)
-        moved = (bool(np.any(it[[7, 8, 2]] != i)) for i, it in enumerate(peer.arrays(mine)))
+        moved = (bool(np.any(array[[7, 8, 2]] != i)) for i, array in enumerate(peer.arrays(mine)))
         wrong += any(moved)
         if select.select([sys.stdin], [], [], 0.001)[0]:
             if not sys.stdin.readline():
@@ -235,7 +235,7 @@ def try_engine(given: argparse.Namespace, host: str, key_file: str) -> bool:
         recorded = Process("peer", recorder.address, str(RECORDED), given.transport, key_file)
         recorded.ask()
         recorded.close()
-        sessions = [bytes(it) for it in recorder.sessions if it]
+        sessions = [bytes(session) for session in recorder.sessions if session]
         peer = Process("peer", engine.first["address"], str(PEER), given.transport, key_file)
         running.callback(peer.close)
         idle = engine.ask()
@@ -250,7 +250,7 @@ def try_engine(given: argparse.Namespace, host: str, key_file: str) -> bool:
         busy = peer.ask()
         after = settled(engine, before["files"])
     growth = after["resident_mib"] - before["resident_mib"]
-    kinds = ", ".join(f"{len(it)} B" for it in sessions)
+    kinds = ", ".join(f"{len(session)} B" for session in sessions)
     print(f"{'with' if key_file else 'without'} a key, at {host}; replayed: {kinds}")
     print(f"  {given.count} connections in {seconds:.0f} s ({given.count / seconds:.0f} a second)")
     print(f"  answered without a proof   {answered}")

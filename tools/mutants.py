@@ -34,8 +34,8 @@ ROOMS = {
     "links": "tests/links tests/datadist -k 'not ucx and not ascend'",
 }
 OPERATORS = dict(
-    it.split(":")
-    for it in (
+    item.split(":")
+    for item in (
         *("Lt:<=", "LtE:<", "Gt:>=", "GtE:>", "Eq:!=", "NotEq:==", "Is:is not", "IsNot:is"),
         *("In:not in", "NotIn:in", "And:or", "Or:and", "Add:-", "Sub:+", "Mult://", "FloorDiv:*"),
         *("Div:*", "Mod://", "BitOr:&", "BitAnd:|", "LShift:>>", "RShift:<<"),
@@ -78,7 +78,7 @@ class Finder(ast.NodeVisitor):
         for line in source.splitlines(keepends=True):
             self._lines.append(self._lines[-1] + len(line))
         tree = ast.parse(source)
-        self._names = {getattr(it, "id", getattr(it, "attr", "")) for it in ast.walk(tree)}
+        self._names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}
         self.visit(tree)
 
     def _add(self, node: ast.expr | ast.stmt, text: str) -> None:
@@ -102,7 +102,7 @@ class Finder(ast.NodeVisitor):
                 left, right = map(ast.unparse, (node.left, node.comparators[0]))
                 self._add(node, f"({left}) {OPERATORS[type(operator).__name__]} ({right})")
             case ast.BoolOp():
-                values = (f"({ast.unparse(it)})" for it in node.values)
+                values = (f"({ast.unparse(item)})" for item in node.values)
                 self._add(node, f"({f' {OPERATORS[name]} '.join(values)})")
             case ast.BinOp() if name in OPERATORS:
                 left, right = map(ast.unparse, (node.left, node.right))
@@ -117,12 +117,12 @@ class Finder(ast.NodeVisitor):
                 self._add(node, f"{ast.unparse(node.value)}.{other}")
         for field, value in ast.iter_fields(node):
             if field not in ("annotation", "returns", "decorator_list"):
-                for it in value if isinstance(value, list) else [value]:
-                    if isinstance(it, ast.AST):
-                        self.visit(it)
+                for item in value if isinstance(value, list) else [value]:
+                    if isinstance(item, ast.AST):
+                        self.visit(item)
 
     def _other(self, name: str) -> str | None:
-        other = "_".join(OTHERS.get(it, it) for it in name.split("_"))
+        other = "_".join(OTHERS.get(word, word) for word in name.split("_"))
         return other if other != name and other in {*self._names, "min", "max"} else None
 
 
@@ -161,7 +161,7 @@ def try_room(room: str, sample: int, seed: int) -> tuple[int, list[str]]:
         sys.exit(f"without any bug, these tests fail in {COPY}: {ROOMS[room]}")
     limit_s = 60 + 2 * (time.monotonic() - began)
     paths = sorted((COPY / "kvplan" / room).rglob("*.py"))
-    every = [mutant for it in paths for mutant in Finder(it.relative_to(COPY)).found]
+    every = [mutant for path in paths for mutant in Finder(path.relative_to(COPY)).found]
     chosen = sorted(random.Random(seed).sample(every, min(sample, len(every))))
     survivors = []
     for mutant in chosen:
@@ -185,9 +185,9 @@ def main() -> int:
     given = parser.parse_args()
     shutil.rmtree(COPY, ignore_errors=True)
     COPY.mkdir(parents=True)
-    for it in map(ROOT.joinpath, TREE):
-        (shutil.copytree if it.is_dir() else shutil.copy2)(it, COPY / it.name)
-    rows = {it: try_room(it, given.sample, given.seed) for it in given.rooms or ROOMS}
+    for path in map(ROOT.joinpath, TREE):
+        (shutil.copytree if path.is_dir() else shutil.copy2)(path, COPY / path.name)
+    rows = {item: try_room(item, given.sample, given.seed) for item in given.rooms or ROOMS}
     print(f"\n{'room':12}{'planted':>8}{'seen':>8}")
     planted = seen = 0
     for room, (count, survivors) in rows.items():

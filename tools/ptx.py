@@ -66,7 +66,7 @@ def compile_ptx() -> str:
     name = str(HEADER.relative_to(ROOT / "kvnative/src")).encode()
     headers = (ctypes.c_char_p * 1)(HEADER.read_bytes())
     names = (ctypes.c_char_p * 1)(name)
-    options = (ctypes.c_char_p * len(OPTIONS))(*(it.encode() for it in OPTIONS))
+    options = (ctypes.c_char_p * len(OPTIONS))(*(option.encode() for option in OPTIONS))
     check(
         nvrtc,
         "nvrtcCreateProgram",
@@ -94,7 +94,9 @@ def load_nvrtc() -> ctypes.CDLL:
         raise SystemExit(f"{PACKAGE} is not installed: make ptx installs it") from None
     if found.version != COMPILER:
         raise SystemExit(f"{PACKAGE} is {found.version}; {COMPILER} is pinned here")
-    (library,) = (it for it in found.files or () if re.fullmatch(r"libnvrtc\.so\.\d+", it.name))
+    (library,) = (
+        item for item in found.files or () if re.fullmatch(r"libnvrtc\.so\.\d+", item.name)
+    )
     nvrtc = ctypes.CDLL(str(found.locate_file(library)))
     nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
     return nvrtc

@@ -92,10 +92,10 @@ def main() -> int:
     parser.add_argument("--tests", nargs="+", help=f"default: {' '.join(TESTS)}")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(NAMES)}")
     arguments = parser.parse_args()
-    for it in arguments.names:
-        if it not in NAMES:
-            parser.error(f"NAME is {it!r}; it must be one of {', '.join(NAMES)}")
-    tests = arguments.tests or [f"tests/{it}" for it in TESTS]
+    for item in arguments.names:
+        if item not in NAMES:
+            parser.error(f"NAME is {item!r}; it must be one of {', '.join(NAMES)}")
+    tests = arguments.tests or [f"tests/{case}" for case in TESTS]
     selected = ["tests"] if arguments.all else [*tests, "-m", "not slow"]
     table, failed = [], False
     for name in arguments.names or NAMES:
@@ -152,9 +152,9 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
             env=variables | {"PYTHONPATH": str(tree)},
         )
     lines = log.read_text().splitlines() or [""]
-    for it in lines:
-        if it.startswith(("FAILED", "ERROR")):
-            print(it, flush=True)
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR")):
+            print(line, flush=True)
     seconds = time.monotonic() - began
     return (
         f"{about.stdout.strip()}: {lines[-1].strip('= ')[:100]} ({seconds:.0f} s, {log})",
@@ -170,9 +170,9 @@ def find(name: str) -> Interpreter:
     version = name.removesuffix("t")
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     found = [shutil.which(f"python{name}"), *sorted(pyenv.glob(f"{version}.*/bin/python{name}"))]
-    for it in [sys.executable, *filter(None, found)]:
-        if is_python(it, name):
-            return Interpreter(Path(it), str(it))
+    for value in [sys.executable, *filter(None, found)]:
+        if is_python(value, name):
+            return Interpreter(Path(value), str(value))
     if name not in SUITES:
         raise MissingPythonError(f"no python{name} on PATH or of pyenv, and Debian has none")
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
@@ -188,8 +188,8 @@ def is_python(python: str | Path, name: str) -> bool:
 
 def apt(place: Path, suite: str, *command: str) -> None:
     """Of its own: it knows no package of this machine and installs none."""
-    for it in ("lists/partial", "archives/partial"):
-        (place / "apt" / it).mkdir(parents=True, exist_ok=True)
+    for name in ("lists/partial", "archives/partial"):
+        (place / "apt" / name).mkdir(parents=True, exist_ok=True)
     sources = place / "apt" / "sources.list"
     where = f"[signed-by={KEYRING}] {MIRROR} {suite} main\n"
     sources.write_text(f"deb {where}deb-src {where}")
@@ -209,7 +209,9 @@ def apt(place: Path, suite: str, *command: str) -> None:
         ["apt-get", "-q", *given, *command], cwd=place, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
-        reason = next((it for it in done.stderr.splitlines() if it.startswith("E:")), done.stderr)
+        reason = next(
+            (line for line in done.stderr.splitlines() if line.startswith("E:")), done.stderr
+        )
         raise MissingPythonError(f"apt-get {' '.join(command)} from Debian {suite}: {reason}")
 
 
@@ -225,8 +227,8 @@ def unpacked(name: str) -> Interpreter:
         apt(place, suite, "install", "--yes", "--download-only", *wanted)
         for package in sorted((place / "apt/archives").glob("*.deb")):
             subprocess.run(["dpkg", "-x", package, root], check=True)
-        for it in ("passwd", "group", "hosts", "nsswitch.conf"):
-            shutil.copy(Path("/etc", it), root / "etc")
+        for item in ("passwd", "group", "hosts", "nsswitch.conf"):
+            shutil.copy(Path("/etc", item), root / "etc")
         (place / "ready").touch()
     return Interpreter(Path("/usr/bin", f"python{name}"), f"Debian {suite}, in {root}", root)
 
@@ -243,7 +245,7 @@ def compiled(name: str) -> Interpreter:
         (archive,) = place.glob("*.orig.tar.*[!c]")
         with tarfile.open(archive) as sources:
             sources.extractall(place, filter="tar")
-        (source,) = [it for it in place.iterdir() if (it / "configure").exists()]
+        (source,) = [path for path in place.iterdir() if (path / "configure").exists()]
         prefix = f"--prefix={place / 'installed'}"
         for step in (
             ["./configure", "-q", "--disable-gil", "--without-ensurepip", prefix],
@@ -266,11 +268,11 @@ def requirements(name: str) -> list[str]:
     extras = project["project"]["optional-dependencies"]
     running = project["project"]["dependencies"]
     if name == "oldest":
-        running = [it.replace(">=", "==") for it in running]
+        running = [item.replace(">=", "==") for item in running]
     testing = [
-        it
-        for it in [*extras["test"], *extras["prometheus"], *extras["otel"], *extras["ucx"]]
-        if not it.startswith(("kvplan", "selenium"))
+        value
+        for value in [*extras["test"], *extras["prometheus"], *extras["otel"], *extras["ucx"]]
+        if not value.startswith(("kvplan", "selenium"))
     ]
     building = project["build-system"]["requires"] if name == FREE_THREADED else []
     return [*running, *testing, *building]
@@ -296,7 +298,7 @@ def make_environment(name: str, interpreter: Interpreter) -> Path:
         (place / "pyvenv.cfg").write_text(f"home = {interpreter.python.parent}\n")
         target = place / "lib" / f"python{name}" / "site-packages"
         glibcs = ("_2_28", "_2_27", "_2_26", "_2_17", "2014")
-        platforms = [f"--platform=manylinux{it}_{os.uname().machine}" for it in glibcs]
+        platforms = [f"--platform=manylinux{glibc}_{os.uname().machine}" for glibc in glibcs]
         command = [*PIP, "install", "-q", "--target", str(target), "--only-binary=:all:"]
         # pip would ask whether this Python is new enough, and not that one.
         command += ["--ignore-requires-python", "--python-version", name, *platforms, *wanted]
@@ -315,8 +317,8 @@ def copy_tree(name: str) -> Path:
         text=True,
         check=True,
     )
-    for it in filter(None, listed.stdout.split("\0")):
-        source, copy = ROOT / it, tree / it
+    for word in filter(None, listed.stdout.split("\0")):
+        source, copy = ROOT / word, tree / word
         if not source.is_file():
             continue
         if not copy.exists() or copy.read_bytes() != source.read_bytes():

@@ -133,8 +133,8 @@ def copies(arguments: argparse.Namespace) -> int:
         first, second = (on_device(device, desc) for _ in range(2))
         for kind in ("pageable", "pinned"):
             given, got = (on_host(desc) for _ in range(2))
-            for it in (given, got) if kind == "pinned" else ():
-                stack.callback(device.pin(it.ctypes.data, it.nbytes, it).close)
+            for array in (given, got) if kind == "pinned" else ():
+                stack.callback(device.pin(array.ctypes.data, array.nbytes, array).close)
             given[:] = np.random.default_rng(1).integers(1, 256, given.shape, np.uint8)
             steps: list[tuple[str, Any, Any, Any]] = [
                 (f"{kind} host -> device", forth, HostMemory.from_arrays(list(given)), first),
@@ -144,7 +144,9 @@ def copies(arguments: argparse.Namespace) -> int:
             for name, plan, source, target in steps:
                 tell(
                     name,
-                    timed(arguments, plan.nbytes, lambda it=(plan, source, target): execute(*it)),
+                    timed(
+                        arguments, plan.nbytes, lambda value=(plan, source, target): execute(*value)
+                    ),
                 )
             wrong |= bool((got[:, here] != given[:, here]).any())
         tell(

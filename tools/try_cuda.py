@@ -120,7 +120,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.run:
         with arguments.notes.open("a") as file:
-            run_here(arguments.run, Notes(arguments.quick, lambda it: put_line(file, it)))
+            run_here(arguments.run, Notes(arguments.quick, lambda value: put_line(file, value)))
         return 0
     report = Report(arguments)
     with report:
@@ -142,8 +142,8 @@ def names() -> list[str]:
     """All tries and figures, in the order in which they run."""
     from benchmarks import gpu
 
-    known = [it for it in (*TRIES, *gpu.TOPIC) if it != DIAGNOSIS]
-    return sorted(known, key=lambda it: FIRST.index(it) if it in FIRST else len(FIRST))
+    known = [value for value in (*TRIES, *gpu.TOPIC) if value != DIAGNOSIS]
+    return sorted(known, key=lambda value: FIRST.index(value) if value in FIRST else len(FIRST))
 
 
 def function_of(name: str) -> Try:
@@ -215,14 +215,14 @@ class Report:
         if not self._arguments.list:
             say(f"{DIAGNOSIS}: {diagnosis.try_diagnosis.__doc__}")
             asked = self._try(DIAGNOSIS, DIAGNOSIS)
-            refused = [it for it in asked.steps if it["step"] == "the driver"]
+            refused = [step for step in asked.steps if step["step"] == "the driver"]
             if refused:
                 sys.stderr.write(f"no GPU to try: {refused[0]['detail']}\n")
                 return NO_GPU
-            named = [it["detail"] for it in asked.steps if it["step"].startswith("GPU 0 of")]
+            named = [step["detail"] for step in asked.steps if step["step"].startswith("GPU 0 of")]
             self._is_simulated = bool(named) and named[0].startswith("Simulated")
         try:
-            notes = Notes(self._arguments.quick, lambda it: self._heard("prepare", it))
+            notes = Notes(self._arguments.quick, lambda value: self._heard("prepare", value))
             preparing.prepare(notes, self._arguments.wheels, build=self._arguments.build)
         except preparing.UnpreparedError as error:
             sys.stderr.write(f"{error}\n")
@@ -254,7 +254,7 @@ class Report:
                     self._not_run += wanted[number:]  # nothing else can work
                     break
             if self._arguments.sanitize:
-                self._sanitize([it for it in SANITIZED if it in wanted])
+                self._sanitize([item for item in SANITIZED if item in wanted])
         return self._end()
 
     def _sanitize(self, wanted: list[str]) -> None:
@@ -276,7 +276,9 @@ class Report:
         command = [*(prefix or []), *command_of(name, __file__, quick=quick)]
         longer = SLOWER if prefix else FRAMEWORKS if TRIES.get(name) == "frameworks" else 1
         silence = self._arguments.limit * longer
-        result = run_apart(title, command, silence, self._until, lambda it: self._heard(title, it))
+        result = run_apart(
+            title, command, silence, self._until, lambda value: self._heard(title, value)
+        )
         if result.how:
             say(f"  {result.how:<56} FAILED")
             for line in tail(result):
@@ -306,12 +308,12 @@ class Report:
         rows = [Row(**row) for result in self._results for row in result.rows]
         counts = not (self._arguments.quick or self._is_simulated)
         say("")
-        for it in self._results:
-            outcome = "FAILED" if it.failed else "skipped" if it.skipped else "ok"
-            say(f"{it.name:<32} {outcome:<8} {it.seconds:6.1f} s  {it.words[:200]}".rstrip())
+        for item in self._results:
+            outcome = "FAILED" if item.failed else "skipped" if item.skipped else "ok"
+            say(f"{item.name:<32} {outcome:<8} {item.seconds:6.1f} s  {item.words[:200]}".rstrip())
         if rows:
             say("")
-            shown = rows if counts else [replace(it, target=None) for it in rows]
+            shown = rows if counts else [replace(item, target=None) for item in rows]
             say("\n".join(format_table(shown)))
             if not counts:
                 say("Figures of a quick run or of the stand-in: no bar counts.")
@@ -319,9 +321,9 @@ class Report:
         return self._judge(rows, counts=counts)
 
     def _judge(self, rows: list[Row], *, counts: bool) -> int:
-        failed = [it.name for it in self._results if it.failed]
+        failed = [result.name for result in self._results if result.failed]
         below = [row.name for row in rows if counts and not row.met]
-        skipped = [it.name for it in self._results if it.skipped]
+        skipped = [result.name for result in self._results if result.skipped]
         ends = {
             "failed": failed,
             "below their bars": below,

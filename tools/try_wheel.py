@@ -70,7 +70,7 @@ def pull(options: dict[str, str]) -> None:
 
 
 def main() -> None:
-    modules = [it.name for it in pkgutil.iter_modules(kvnative.__path__)]
+    modules = [module.name for module in pkgutil.iter_modules(kvnative.__path__)]
     for name in modules:
         importlib.import_module(f"kvnative.{name}")
     gil = ""

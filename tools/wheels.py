@@ -48,9 +48,9 @@ def main() -> None:
     parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE", help="default: both")
     arguments = parser.parse_args()
     wanted = arguments.architectures or ARCHITECTURES
-    for it in wanted:
-        if it not in ARCHITECTURES:
-            parser.error(f"ARCHITECTURE is {it!r}; it must be one of {', '.join(ARCHITECTURES)}")
+    for item in wanted:
+        if item not in ARCHITECTURES:
+            parser.error(f"ARCHITECTURE is {item!r}; it must be one of {', '.join(ARCHITECTURES)}")
     if sys.version_info[:2] != PYTHON:
         parser.error(
             f"this is Python {platform.python_version()}; it must be 3.11: its headers count"
@@ -148,7 +148,7 @@ def build(tree: Path, architecture: str, out: Path) -> Path:
 def needed(wheel: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Each library in it, and the newest glibc that it names a symbol of; exits if too new."""
     with zipfile.ZipFile(wheel) as archive:
-        for name in sorted(it for it in archive.namelist() if it.endswith(".so")):
+        for name in sorted(text for text in archive.namelist() if text.endswith(".so")):
             versions = glibc_versions(archive.read(name))
             newest = max(versions, default=(2, 0))
             if newest > GLIBC:
@@ -162,9 +162,9 @@ def glibc_versions(library: bytes) -> set[tuple[int, ...]]:
     for section in ELFFile(io.BytesIO(library)).iter_sections():
         if isinstance(section, GNUVerNeedSection):
             for _, versions in section.iter_versions():
-                for it in versions:
-                    if it.name.startswith("GLIBC_"):
-                        found.add(tuple(int(part) for part in it.name[6:].split(".")))
+                for version in versions:
+                    if version.name.startswith("GLIBC_"):
+                        found.add(tuple(int(part) for part in version.name[6:].split(".")))
     return found
 
 

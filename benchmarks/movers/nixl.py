@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -93,11 +94,45 @@ class NixlMover:
             raise RuntimeError(f"NIXL answered {state}")
 
 
+Work = Callable[[str, int], Callable[[], float]]
+
+
+def observing(site: str, folder: str) -> Callable[[Work], Work]:
+    """Have kvplan, in `site`, record agents that are made from here on.
+
+    Returns what adds work to work: words that begin with "observed-". What other words name calls
+    NIXL's own methods.
+    """
+    sys.path.append(site)
+    from kvplan.observe import install
+
+    plain = dict(vars(nixl_agent))
+    install(["nixl"], folder)
+    wrapped = {name: value for name, value in vars(nixl_agent).items() if value is not plain[name]}
+
+    def added(work: Work) -> Work:
+        def chosen(word: str, number: int) -> Callable[[], float]:
+            seconds = work(word.removeprefix("observed-"), number)
+            methods = wrapped if word.startswith("observed-") else plain
+
+            def measured() -> float:
+                for name in wrapped:
+                    setattr(nixl_agent, name, methods[name])
+                return seconds()
+
+            return measured
+
+        return chosen
+
+    return added
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--thread", type=int, default=1, help="a progress thread: 0 or 1")
     parser.add_argument("--workers", type=int, default=0, help="threads of the backend")
     parser.add_argument("--memory", choices=[*POOLS, "gpu"], default="ordinary")
+    parser.add_argument("--observe", nargs=2, metavar=("SITE", "FOLDER"))
     parser.add_argument("peer", nargs="?", help="what the serving end said")
     asked = parser.parse_args()
     say = answers()
@@ -105,6 +140,7 @@ def main() -> None:
     ours = Driver().allocate(POOL_NBYTES) if pool is None else pool.ctypes.data
     name = "moving" if asked.peer else "serving"
     threads = {"enable_prog_thread": bool(asked.thread), "num_threads": asked.workers}
+    adds = observing(*asked.observe) if asked.observe else lambda work: work
     agent = nixl_agent(name, nixl_agent_config(**threads))
     agent.register_memory([(ours, POOL_NBYTES, 0, "pool")], kind_of(pool))
     if asked.peer is None:
@@ -113,7 +149,7 @@ def main() -> None:
     else:
         there = json.loads(asked.peer)
         peer = agent.add_remote_agent(bytes.fromhex(there["metadata"]))
-        obey(say, timed(NixlMover(agent, pool, peer, ours, there["address"])))
+        obey(say, adds(timed(NixlMover(agent, pool, peer, ours, there["address"]))))
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def demonstrate(
         console.title(SIMULATED)
     if options.hosts == 2:
         console.title(TWO_HOSTS)
-    here, there = (replace(settings, host=it) for it in places)
+    here, there = (replace(settings, host=place) for place in places)
     console.title("Prefill reads the prompt; decode has no prompt, only an empty cache")
     prefiller = workers.start("prefill", f"{__package__}.prefill", here, host=here.host)
     decoder = workers.start("decode", f"{__package__}.decode", there, host=there.host)
@@ -186,7 +186,7 @@ def demonstrate(
         )
         for rank, cluster_id in enumerate(SHARD_CLUSTERS)
     ]
-    offers: list[OfferedHeads] = [workers.answer(it) for it in ranks]
+    offers: list[OfferedHeads] = [workers.answer(item) for item in ranks]
     console.title(
         f"Decode gathers the request from both, into its cache: NHD, blocks of "
         f"{options.block_size}, all heads"

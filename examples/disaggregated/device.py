@@ -123,14 +123,14 @@ class DeviceCache(PagedCache):
     ) -> None:
         """Store `rows` (tokens, kv_heads, head_size) at the request's positions from `start` on."""
         stored = np.ascontiguousarray(rows, np.float16)
-        for it in runs(block_table, self.block_size, start, start + len(rows)):
-            address = self._addresses[tensor] + it.row * self._row_nbytes
-            self._device.write(address, stored[it.first : it.last])
+        for run in runs(block_table, self.block_size, start, start + len(rows)):
+            address = self._addresses[tensor] + run.row * self._row_nbytes
+            self._device.write(address, stored[run.first : run.last])
 
     def gather(self, tensor: int, block_table: BlockTable, length: int) -> NDArray[np.float32]:
         """The request's first `length` tokens, in order: (length, kv_heads, head_size)."""
         rows = np.empty((length, *self._shape[2:]), np.float16)
-        for it in runs(block_table, self.block_size, 0, length):
-            address = self._addresses[tensor] + it.row * self._row_nbytes
-            self._device.read(address, rows[it.first : it.last])
+        for run in runs(block_table, self.block_size, 0, length):
+            address = self._addresses[tensor] + run.row * self._row_nbytes
+            self._device.read(address, rows[run.first : run.last])
         return rows.astype(np.float32)

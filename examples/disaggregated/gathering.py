@@ -27,7 +27,9 @@ def gathered(
 ) -> Moved:
     """Link to each, and gather the request from all into the blocks `mine` of `cache`."""
     started = time.perf_counter()
-    clusters = [ClusterInfo(it.cluster_id, it.listen_address) for it in offers]
+    clusters = [
+        ClusterInfo(notification.cluster_id, notification.listen_address) for notification in offers
+    ]
     datadist.link_clusters(clusters).raise_for_status()
     link_seconds = time.perf_counter() - started
     sources = [offered_rows(offer, RIGHT) for offer in offers]

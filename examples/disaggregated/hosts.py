@@ -75,4 +75,4 @@ def hosts(count: int) -> Iterator[tuple[Host, ...]]:
         key_file = f"{opened.enter_context(TemporaryDirectory())}/cluster.key"
         keygen = [sys.executable, "-m", "kvplan", "keygen", key_file]
         subprocess.run(keygen, check=True, capture_output=True)
-        yield tuple(Host(it.address, it.pid, key_file) for it in made)
+        yield tuple(Host(record.address, record.pid, key_file) for record in made)

@@ -47,34 +47,34 @@ class Console:
         self._line_open = False
 
 
-def moved_text(it: Moved) -> str:
+def moved_text(moved: Moved) -> str:
     """The cost of a transfer, one figure a line."""
 
     def speed(seconds: float) -> str:
-        return f"{seconds * 1e3:.2f} ms, {it.nbytes / seconds / 1e9:.1f} GB/s"
+        return f"{seconds * 1e3:.2f} ms, {moved.nbytes / seconds / 1e9:.1f} GB/s"
 
     lines = [
-        f"  bytes        {it.nbytes:,}",
-        f"  descriptors  {it.num_slices:,} before coalescing, {it.num_descriptors:,} after",
-        f"  planned in   {it.plan_seconds * 1e6:.0f} us",
-        f"  moved in     {speed(it.transfer_seconds)} (planned, too)",
-        f"  once more    {speed(it.repeated_seconds)} (median of repetitions)",
+        f"  bytes        {moved.nbytes:,}",
+        f"  descriptors  {moved.num_slices:,} before coalescing, {moved.num_descriptors:,} after",
+        f"  planned in   {moved.plan_seconds * 1e6:.0f} us",
+        f"  moved in     {speed(moved.transfer_seconds)} (planned, too)",
+        f"  once more    {speed(moved.repeated_seconds)} (median of repetitions)",
     ]
-    if it.link_seconds is not None:
-        lines.insert(2, f"  linked in    {it.link_seconds * 1e3:.1f} ms")
+    if moved.link_seconds is not None:
+        lines.insert(2, f"  linked in    {moved.link_seconds * 1e3:.1f} ms")
     return "\n".join(lines)
 
 
-def hidden_text(it: MovedByLayer, whole: Moved) -> str:
+def hidden_text(moved_by_layer: MovedByLayer, whole: Moved) -> str:
     """How much of the transfer was hidden behind compute; `whole` is that of the same bytes."""
-    hidden = 1 - it.visible_seconds / whole.transfer_seconds
-    in_ready = sum(it.ready_seconds)
+    hidden = 1 - moved_by_layer.visible_seconds / whole.transfer_seconds
+    in_ready = sum(moved_by_layer.ready_seconds)
     lines = [
-        *(f"  chunk {number}      {plan}" for number, plan in enumerate(it.plans)),
-        f"  bytes        {it.nbytes:,}",
-        f"  computed in  {it.compute_seconds:.2f} s, {in_ready * 1e3:.1f} ms of it in "
-        f"{len(it.ready_seconds)} calls of ready()",
-        f"  then waited  {it.visible_seconds * 1e3:.2f} ms for the rest to arrive",
+        *(f"  chunk {number}      {plan}" for number, plan in enumerate(moved_by_layer.plans)),
+        f"  bytes        {moved_by_layer.nbytes:,}",
+        f"  computed in  {moved_by_layer.compute_seconds:.2f} s, {in_ready * 1e3:.1f} ms of it in "
+        f"{len(moved_by_layer.ready_seconds)} calls of ready()",
+        f"  then waited  {moved_by_layer.visible_seconds * 1e3:.2f} ms for the rest to arrive",
         f"  hidden       {hidden:.0%} of the {whole.transfer_seconds * 1e3:.2f} ms that the push "
         "took by itself",
     ]
@@ -114,17 +114,17 @@ def check_identical(disaggregated: Generated, monolithic: Generated, how: str) -
 
 
 def check_located(
-    it: Located, *, tokens: tuple[int, int] | None = None, heads: tuple[int, int] | None = None
+    located: Located, *, tokens: tuple[int, int] | None = None, heads: tuple[int, int] | None = None
 ) -> str:
     """Say what `kvplan.debug.locate` found: it must be what was planted; None: whichever.
 
     Raises:
         DemoError: it is not.
     """
-    first = it.first
+    first = located.first
     if first is None or tokens not in (None, first.tokens) or heads not in (None, first.heads):
-        raise DemoError(f"kvplan.debug.locate found something else:\n{it.text}")
-    return f"kvplan.debug.locate compares the cache with the one that was right:\n{it.text}"
+        raise DemoError(f"kvplan.debug.locate found something else:\n{located.text}")
+    return f"kvplan.debug.locate compares the cache with the one that was right:\n{located.text}"
 
 
 def check_changed(right: Generated, broken: Generated, what: str) -> str:

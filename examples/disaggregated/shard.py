@@ -54,8 +54,8 @@ def run(channel: Channel, settings: Settings, cluster_id: int, rank: int) -> Non
         pool.serve_others(seed=3 + rank)
         block_table = pool.allocate(blocks_for(len(prompt), desc.shape[2]))
         kept = [
-            in_blocks(computed.gather(it, in_order, len(prompt))[:, heads], block_table, desc)
-            for it in range(desc.num_tensors)
+            in_blocks(computed.gather(index, in_order, len(prompt))[:, heads], block_table, desc)
+            for index in range(desc.num_tensors)
         ]
         offer(datadist, desc, RIGHT, kept)
         if heads.start > 0:  # the planted fault: these bytes, said to be of the heads before

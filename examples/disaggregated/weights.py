@@ -157,5 +157,7 @@ class ModelFile:
         product.
         """
         stored = [self._tensors[name] for name in names]
-        parts = [dequantize(tensor.rows, tensor.kind) for tensor in stored]
-        return np.concatenate(parts).astype(np.float32, copy=False)
+        if len({tensor.kind for tensor in stored}) == 1:  # stack what is small: the stored bytes
+            rows = np.concatenate([tensor.rows for tensor in stored])
+            return dequantize(rows, stored[0].kind)
+        return np.concatenate([dequantize(tensor.rows, tensor.kind) for tensor in stored])

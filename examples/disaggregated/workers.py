@@ -149,7 +149,7 @@ class Workers:
             WorkerError: one of them failed, died or, all of them, fell silent.
         """
         while not worker.answers:
-            connections: dict[Any, Worker] = {it.connection: it for it in self._workers}
+            connections: dict[Any, Worker] = {item.connection: item for item in self._workers}
             if worker.connection not in connections:
                 raise WorkerError(f"{worker} ended without an answer")
             # A closed pipe is ready too, so that a death is seen at once, after the last words.

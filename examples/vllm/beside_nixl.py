@@ -63,7 +63,7 @@ class Times:
     def __str__(self) -> str:
         texts = []
         for name in ("transfer", "first_token"):
-            ms = [1000 * it for it in getattr(self, name)]
+            ms = [1000 * item for item in getattr(self, name)]
             text = f"{statistics.median(ms):.1f} ms ({min(ms):.1f} to {max(ms):.1f})"
             texts.append(f"{name.replace('_', ' ')} {text}")
         return ", ".join(texts)
@@ -104,8 +104,8 @@ class Pair:
 
     def send(self, number: signal.Signals) -> None:
         """Stop it, or let it go on."""
-        for it in self.engines:
-            it.send(number)
+        for engine in self.engines:
+            engine.send(number)
 
     def finished(self, prompt: list[int]) -> Mapping[str, Any]:
         """Let one compute a prompt."""
@@ -132,11 +132,11 @@ class Pair:
 
     def stale(self, prompts: list[list[int]]) -> list[Answer]:
         """What is answered to parameters that are used again when others have the blocks."""
-        params = [self.finished(it) for it in prompts]
+        params = [self.finished(prompt) for prompt in prompts]
         self.decode.forget()
         self.decode.generate(prompts, TOKENS, params)
         self.prefill.forget()
-        others = [[1000 + it, *range(8)] for it in range(BLOCKS)]  # a block for each
+        others = [[1000 + index, *range(8)] for index in range(BLOCKS)]  # a block for each
         self.prefill.generate(others, 1)
         self.decode.forget()
         return self.decode.generate(prompts, TOKENS, params)
@@ -148,7 +148,7 @@ class Beside:
     def __init__(self, report: Report, held: ExitStack) -> None:
         self.report = report
         self.prompts = prompts()
-        text = [token for it in self.prompts for token in it]
+        text = [token for prompt in self.prompts for token in prompt]
         self.prompt = text[:LENGTH]
         self.ours = Pair(
             "kvplan",
@@ -165,8 +165,8 @@ class Beside:
         self.pairs = (self.ours, self.theirs)
         self.alone = Engine("alone", FOLDER, 0, **ARGUMENTS)
         held.callback(self.alone.close)
-        for it in (*self.ours.engines, *self.theirs.engines, self.alone):
-            it.started()
+        for value in (*self.ours.engines, *self.theirs.engines, self.alone):
+            value.started()
         report.say("two pairs of engines, and one alone, are up")
 
     def run(self) -> None:
@@ -197,21 +197,21 @@ class Beside:
         self._rows(contiguous, reverse, idle)
 
     def _alone_on_machine(self, pair: Pair) -> None:
-        for it in self.pairs:
-            it.send(signal.SIGCONT if it is pair else signal.SIGSTOP)
+        for item in self.pairs:
+            item.send(signal.SIGCONT if item is pair else signal.SIGSTOP)
 
     def _turns(self, where: str) -> list[Times]:
         """Seconds to the first token, and of the transfer, of both pairs."""
-        found: dict[str, list[tuple[float, float]]] = {it.name: [] for it in self.pairs}
+        found: dict[str, list[tuple[float, float]]] = {item.name: [] for item in self.pairs}
         before = self.descriptors()
         for _ in range(ROUNDS):
             for pair in self.pairs:
                 self._alone_on_machine(pair)
                 found[pair.name] += [pair.first_token(self.prompt) for _ in range(EACH)]
         each = (self.descriptors() - before) / (ROUNDS * EACH)
-        times = [Times(*zip(*found[it.name], strict=True)) for it in self.pairs]
-        for pair, it in zip(self.pairs, times, strict=True):
-            text = f"{pair.name}, {where} ({each:.0f} descriptors of NIXL's): {it}"
+        times = [Times(*zip(*found[item.name], strict=True)) for item in self.pairs]
+        for pair, moment in zip(self.pairs, times, strict=True):
+            text = f"{pair.name}, {where} ({each:.0f} descriptors of NIXL's): {moment}"
             self.report.say(f"note    {text}")
         return times
 
@@ -237,9 +237,9 @@ class Beside:
     @staticmethod
     def _used(*engines: Engine) -> float:
         time.sleep(1.0)  # what was stopped finds out
-        began, before = time.monotonic(), sum(it.cpu_s() for it in engines)
+        began, before = time.monotonic(), sum(engine.cpu_s() for engine in engines)
         time.sleep(IDLE_S)
-        used = sum(it.cpu_s() for it in engines) - before
+        used = sum(engine.cpu_s() for engine in engines) - before
         return 100 * used / (time.monotonic() - began)
 
     def _rows(self, contiguous: list[Times], reverse: list[Times], idle: dict[str, float]) -> None:
@@ -251,18 +251,18 @@ class Beside:
             medians: dict[str, tuple[float, float]] = {}
             cases: dict[str, float] = {}
             for case, times in (("contiguous", contiguous), ("reverse", reverse)):
-                ours, theirs = (getattr(it, which) for it in times)
+                ours, theirs = (getattr(moment, which) for moment in times)
                 medians[case] = statistics.median(ours), statistics.median(theirs)
                 cases[case] = medians[case][0] / medians[case][1]
                 cases[f"{case}, best of each"] = min(ours) / min(theirs)
             worst = max(medians, key=cases.__getitem__)
-            value, limit = (1000 * it for it in medians[worst])
+            value, limit = (1000 * median for median in medians[worst])
             rows.append(Row(name, value, "ms", limit, target=target, note=worst, cases=cases))
         own = max(0.0, idle["kvplan"] - idle["alone"])
         rows.append(Row("vllm_idle_cpu_percent", own, "% of a core", 2.0, cases=idle))
-        JSON_LINES.write_text("".join(f"{it.to_json()}\n" for it in rows))
-        for it in rows:
-            self.report.say(f"{'met   ' if it.met else 'MISSED'}  {'  '.join(it.cells())}")
+        JSON_LINES.write_text("".join(f"{row.to_json()}\n" for row in rows))
+        for row in rows:
+            self.report.say(f"{'met   ' if row.met else 'MISSED'}  {'  '.join(row.cells())}")
 
 
 def over_kvplan(report: Report) -> None:

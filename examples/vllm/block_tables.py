@@ -56,10 +56,10 @@ def request(name: str, tokens: range | list[int]) -> Request:
     return Request(name, [*tokens], SamplingParams(max_tokens=1), None, block_hasher=hasher)
 
 
-def admit(pool: KVCacheManager, it: Request) -> int:
+def admit(pool: KVCacheManager, item: Request) -> int:
     """Give a request its blocks, as the scheduler does; returns how many tokens were cached."""
-    cached, num_cached, *_ = pool.get_computed_blocks(it)
-    given = pool.allocate_slots(it, it.num_tokens - num_cached, num_cached, cached)
+    cached, num_cached, *_ = pool.get_computed_blocks(item)
+    given = pool.allocate_slots(item, item.num_tokens - num_cached, num_cached, cached)
     assert given is not None, "the pool is full"
     return num_cached
 
@@ -70,10 +70,10 @@ def tables() -> Tables:
     prefill, decode = manager(PREFILL_BLOCKS), manager(DECODE_BLOCKS)
     for pool, lengths in ((prefill, (70, 40, 100)), (decode, (50, 120, 30, 90))):
         others = [request(f"other {at}", range(at, at + n)) for at, n in enumerate(lengths)]
-        for it in others:
-            admit(pool, it)
-        for it in others[::2]:
-            pool.free(it)
+        for other in others:
+            admit(pool, other)
+        for other in others[::2]:
+            pool.free(other)
     # The decode engine has served a request that began like this one.
     before = request("before", [*PROMPT[:40], 7])
     admit(decode, before)

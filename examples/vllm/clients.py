@@ -58,8 +58,8 @@ class Client:
                     return Answer(choice["token_ids"], choice["finish_reason"], params)
                 tokens: list[int] = []
                 reason = None
-                async for it in events(response):
-                    for choice in it.get("choices", ()):
+                async for item in events(response):
+                    for choice in item.get("choices", ()):
                         tokens += choice.get("token_ids") or ()
                         reason = choice.get("finish_reason") or reason
                 return Answer(tokens, reason)
@@ -81,8 +81,8 @@ class Client:
                     return str((await response.json())["choices"][0]["message"]["content"])
                 pieces = [
                     choice["delta"].get("content") or ""
-                    async for it in events(response)
-                    for choice in it.get("choices", ())
+                    async for event in events(response)
+                    for choice in event.get("choices", ())
                 ]
                 return "".join(pieces)
 
@@ -142,40 +142,40 @@ class Answers:
         """What is answered to prompts that are asked at once; every other one is streamed."""
         return await asyncio.gather(
             *(
-                self.client.complete(to, self.prompts[it], stream=bool(it % 2), **given)
-                for it in numbers
+                self.client.complete(to, self.prompts[number], stream=bool(number % 2), **given)
+                for number in numbers
             )
         )
 
     def right(self, numbers: Sequence[int], found: Sequence[Answer]) -> list[str]:
         """Answers that are wrong, or none."""
-        problems = differences([self.alone[it] for it in numbers], found)
+        problems = differences([self.alone[number] for number in numbers], found)
         return problems + [
             f"prompt {n}: no answer"
-            for n, it in zip(numbers, found, strict=True)
-            if it.reason == "error"
+            for n, item in zip(numbers, found, strict=True)
+            if item.reason == "error"
         ]
 
     async def forget(self) -> None:
         """Let the servers forget their prefix caches."""
-        for it in self.servers:
-            async with self.client.session.post(f"{it.url}/reset_prefix_cache") as response:
+        for server in self.servers:
+            async with self.client.session.post(f"{server.url}/reset_prefix_cache") as response:
                 response.raise_for_status()
 
     @staticmethod
     def counted(name: str, *servers: Server) -> float:
         """A counter of servers, summed."""
-        return sum(it.metrics().get(f"vllm:{name}", 0.0) for it in servers)
+        return sum(server.metrics().get(f"vllm:{name}", 0.0) for server in servers)
 
     async def leaks(self) -> list[str]:
         """Servers that hold blocks though no request runs."""
 
-        async def held(it: Server) -> list[str]:
+        async def held(server: Server) -> list[str]:
             usage, end = 1.0, time.monotonic() + LONGEST_S
             while usage and time.monotonic() < end:  # what is fetched is free a step later
-                await self.client.complete(it, [1, 2, 3], max_tokens=1)
+                await self.client.complete(server, [1, 2, 3], max_tokens=1)
                 await asyncio.sleep(0.2)
-                usage = self.counted("kv_cache_usage_perc", it)
-            return [f"{it.name} still uses {usage:.1%} of its blocks"] if usage else []
+                usage = self.counted("kv_cache_usage_perc", server)
+            return [f"{server.name} still uses {usage:.1%} of its blocks"] if usage else []
 
-        return [text for it in self.servers for text in await held(it)]
+        return [text for server in self.servers for text in await held(server)]

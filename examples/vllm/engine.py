@@ -123,12 +123,12 @@ class Engine:
         """Begin to generate; `ended` has the answers."""
         given = [None] * len(prompts) if params is None else list(params)
         counts = [tokens] * len(prompts) if isinstance(tokens, int) else list(tokens)
-        self._send("generate", [list(it) for it in prompts], counts, given)
+        self._send("generate", [list(prompt) for prompt in prompts], counts, given)
 
     def ended(self) -> list[Answer]:
         """The answers to the prompts that were begun."""
         self.took_s, answers = self._receive(ANSWER_S)
-        return [Answer(*it) for it in answers]
+        return [Answer(*answer) for answer in answers]
 
     def forget(self) -> None:
         """Let it forget its prefix cache."""
@@ -202,27 +202,27 @@ def serve(connection: Connection) -> None:
                         temperature=0,
                         max_tokens=count,
                         ignore_eos=True,
-                        extra_args=None if it is None else {"kv_transfer_params": dict(it)},
+                        extra_args=None if param is None else {"kv_transfer_params": dict(param)},
                     )
-                    for it, count in zip(params, tokens, strict=True)
+                    for param, count in zip(params, tokens, strict=True)
                 ]
                 began = time.perf_counter()
                 outputs = engine.generate(
-                    [{"prompt_token_ids": it} for it in prompts], sampling, use_tqdm=False
+                    [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
                 )
                 took_s = time.perf_counter() - began
-                ended = [(it.outputs[0], it.kv_transfer_params) for it in outputs]
-                answers = [(list(it.token_ids), it.finish_reason, of) for it, of in ended]
+                ended = [(output.outputs[0], output.kv_transfer_params) for output in outputs]
+                answers = [(list(item.token_ids), item.finish_reason, of) for item, of in ended]
                 connection.send((took_s, answers))
             case ("forget",):
                 connection.send(engine.reset_prefix_cache())
             case ("metrics",):
                 found: dict[str, float] = {}
-                for it in engine.get_metrics():
+                for metric in engine.get_metrics():
                     for name, of in (("", "value"), ("_sum", "sum"), ("_count", "count")):
-                        if hasattr(it, of):
-                            key = it.name + name
-                            found[key] = found.get(key, 0.0) + getattr(it, of)
+                        if hasattr(metric, of):
+                            key = metric.name + name
+                            found[key] = found.get(key, 0.0) + getattr(metric, of)
                 connection.send(found)
 
 

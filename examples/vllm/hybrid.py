@@ -85,9 +85,9 @@ class LatentPair(TinyPair):
         super().__init__(report, held, kind)
         whole = self.generate(self.prefill, self.prompts, self.tokens + 1)
         self.prompts = [
-            [*prompt, it.tokens[0]] for prompt, it in zip(self.prompts, whole, strict=True)
+            [*prompt, item.tokens[0]] for prompt, item in zip(self.prompts, whole, strict=True)
         ]
-        self.alone = [Answer(it.tokens[1:], it.reason) for it in whole]
+        self.alone = [Answer(item.tokens[1:], item.reason) for item in whole]
 
     def checks(self) -> Iterator[Callable[[], None]]:
         yield self.same_tokens

@@ -40,8 +40,8 @@ def main() -> int:
     asked = parser.parse_args().part or list(PARTS)
     if unknown := sorted(set(asked) - set(PARTS)):
         parser.error(f"{unknown[0]} is none of {', '.join(PARTS)}")
-    for it in FOLDER.glob("*.log"):
-        it.unlink()
+    for path in FOLDER.glob("*.log"):
+        path.unlink()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends as well
     report = Report()
     for name in asked:

@@ -27,14 +27,14 @@ BLOCK = 32  # tokens
 def leaks(*engines: Engine) -> list[str]:
     """Engines whose requests have all ended, and that still hold blocks of their caches."""
     found = []
-    for it in engines:
+    for engine in engines:
         usage = 1.0
         end = time.monotonic() + 60  # what a consumer has fetched is free a step later
         while usage and time.monotonic() < end:
-            it.generate([[1, 2, 3]], 1)
-            usage = it.metrics()["vllm:kv_cache_usage_perc"]
+            engine.generate([[1, 2, 3]], 1)
+            usage = engine.metrics()["vllm:kv_cache_usage_perc"]
         if usage:
-            found.append(f"{it.name} still uses {usage:.1%} of its blocks")
+            found.append(f"{engine.name} still uses {usage:.1%} of its blocks")
     return found
 
 
@@ -81,12 +81,14 @@ class Pair:
 
     def finished(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Let the prefill engine compute prompts; returns what travels with them."""
-        given = [self.prompts[it] for it in numbers]
+        given = [self.prompts[number] for number in numbers]
         answers = self.generate(self.prefill, given, 1, [FINISH] * len(given))
-        return [it.params or {} for it in answers]
+        return [answer.params or {} for answer in answers]
 
     def decoded(self, numbers: Sequence[int], params: Sequence[dict[str, Any]]) -> list[Answer]:
-        return self.generate(self.decode, [self.prompts[it] for it in numbers], self.tokens, params)
+        return self.generate(
+            self.decode, [self.prompts[number] for number in numbers], self.tokens, params
+        )
 
     def generate(
         self,
@@ -102,7 +104,7 @@ class Pair:
         return answers
 
     def right(self, numbers: Sequence[int], found: Sequence[Answer]) -> list[str]:
-        return differences([self.alone[it] for it in numbers], found)
+        return differences([self.alone[number] for number in numbers], found)
 
     def fetched(self) -> float:
         """Tokens that were fetched so far; vLLM's own count has failures, too."""
@@ -145,7 +147,7 @@ class Pair:
         problems = self.right(numbers, self.decoded(numbers, params))
         self.prefill.forget()
         others = [16, 17, 18]
-        self.prefill.generate([self.prompts[it] for it in others], 1)  # in these blocks now
+        self.prefill.generate([self.prompts[other] for other in others], 1)  # in these blocks now
         self.decode.forget()
         problems += self.right(numbers, self.decoded(numbers, params))
         self.report.check("stale parameters bring no other tokens", problems)
@@ -172,7 +174,7 @@ class Pair:
             {"protocol": 99},
         ]
         numbers = [10] * len(changed)
-        found = self.decoded(numbers, [{**params, "kvplan": it} for it in changed])
+        found = self.decoded(numbers, [{**params, "kvplan": item} for item in changed])
         problems = self.right(numbers, found)
         problems += self.right([10], self.decoded([10], [json.loads(json.dumps(params))]))
         self.report.check("parameters that nobody has made bring no other tokens", problems)
@@ -184,7 +186,7 @@ class Pair:
         numbers = list(range(6, 18))
         self.decode.forget()
         params = self.finished(numbers)
-        self.decode.begin([self.prompts[it] for it in numbers], TOKENS, params)
+        self.decode.begin([self.prompts[number] for number in numbers], TOKENS, params)
         self.prefill.kill()
         problems = self.right(numbers, self.decode.ended())
         self.decode.forget()

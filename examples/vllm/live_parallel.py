@@ -32,8 +32,8 @@ class Parallel:
         self.two = self.engine("parallel-2", 2)
         self.other = self.engine("parallel-2b", 2)
         self.stages = self.engine("parallel-stages", 1, 2)
-        for it in (self.one, self.two, self.other, self.stages):
-            it.started()
+        for value in (self.one, self.two, self.other, self.stages):
+            value.started()
         self.report.say("engines of one, two and two workers, and of two stages, are up")
         self.alone = self.one.generate(self.prompts, TOKENS)
 
@@ -41,7 +41,7 @@ class Parallel:
         # Without the run that warms up compiled models, later stages of vLLM's on CPUs lack memory
         # for what they receive.
         warm = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
-        it = Engine(
+        item = Engine(
             name,
             FOLDER,
             "|".join(map(str, range(workers * stages))),
@@ -52,8 +52,8 @@ class Parallel:
             num_gpu_blocks_override=BLOCKS,
             **(warm if stages > 1 else {}),
         )
-        self.held.callback(it.close)
-        return it
+        self.held.callback(item.close)
+        return item
 
     def run(self) -> None:
         """Make the checks."""
@@ -64,15 +64,15 @@ class Parallel:
         self.moves("2 stages -> 2 workers", self.stages, self.two)
 
     def moves(self, name: str, prefill: Engine, decode: Engine) -> None:
-        for it in (prefill, decode):
-            it.forget()
+        for value in (prefill, decode):
+            value.forget()
         numbers = range(len(self.prompts))
         before = fetched(decode)
-        params = finished(prefill, [self.prompts[it] for it in numbers])
-        found = decode.generate([self.prompts[it] for it in numbers], TOKENS, params)
+        params = finished(prefill, [self.prompts[number] for number in numbers])
+        found = decode.generate([self.prompts[number] for number in numbers], TOKENS, params)
         moved, total = fetched(decode) - before, sum(map(len, self.prompts))
         problems = differences(self.alone, found)
-        problems += ["answers are errors"] if any(it.reason == "error" for it in found) else []
+        problems += ["answers are errors"] if any(item.reason == "error" for item in found) else []
         if moved < total / 2:
             problems.append(f"only {moved:.0f} of {total} tokens were fetched")
         problems += leaks(prefill, decode)
@@ -86,7 +86,7 @@ class Parallel:
 def finished(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """Let an engine compute prompts; returns what travels with them."""
     answers = engine.generate(prompts, 1, [FINISH] * len(prompts))
-    return [it.params or {} for it in answers]
+    return [answer.params or {} for answer in answers]
 
 
 def fetched(engine: Engine) -> float:

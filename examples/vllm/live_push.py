@@ -36,10 +36,10 @@ class Pushed(Answers):
         self.prefill = Server("push-prefill", 0, connector("kv_producer", **limits), *few)
         self.decode = Server("push-decode", 1, connector("kv_consumer", **limits))
         self.servers: tuple[Server, ...] = (self.prefill, self.decode)
-        for it in self.servers:
-            held.callback(it.close)
-        for it in self.servers:
-            it.started()
+        for server in self.servers:
+            held.callback(server.close)
+        for server in self.servers:
+            server.started()
         self.proxy = Proxy("push-proxy", [self.prefill], [self.decode], "--push")
         held.callback(self.proxy.close)
         self.proxy.started()
@@ -79,10 +79,10 @@ class Pushed(Answers):
     async def leaves_at_random(self) -> None:
         await self.forget()
         chance = random.Random(11)
-        numbers = [it for it in range(len(self.prompts)) for _ in range(2)]
+        numbers = [index for index in range(len(self.prompts)) for _ in range(2)]
         leaving = [
-            self.client.leave(self.proxy, self.prompts[it], chance.uniform(0.0, 3.0))
-            for it in numbers
+            self.client.leave(self.proxy, self.prompts[number], chance.uniform(0.0, 3.0))
+            for number in numbers
         ]
         answers: list[Answer] = (
             await asyncio.gather(self.answers(self.proxy, numbers[::4]), *leaving)

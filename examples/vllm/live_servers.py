@@ -46,23 +46,23 @@ class Served(Answers):
             **LIMITS,
         )
         self.servers = (self.prefill, self.decode, self.small)
-        for it in self.servers:
-            it.started()
+        for server in self.servers:
+            server.started()
         self.proxy = self.proxy_over("proxy", self.decode, self.small)
         self.to_decode = self.proxy_over("proxy-decode", self.decode)
         self.to_small = self.proxy_over("proxy-small", self.small)
         report.say("three servers and their proxies are up")
 
     def server(self, name: str, core: int, role: str, *arguments: str, **options: Any) -> Server:
-        it = Server(name, core, connector(role, **options), *arguments)
-        self.held.callback(it.close)
-        return it
+        item = Server(name, core, connector(role, **options), *arguments)
+        self.held.callback(item.close)
+        return item
 
     def proxy_over(self, name: str, *decode: Server) -> Proxy:
-        it = Proxy(name, [self.prefill], decode, timeout_s=30)
-        self.held.callback(it.close)
-        it.started()
-        return it
+        proxy = Proxy(name, [self.prefill], decode, timeout_s=30)
+        self.held.callback(proxy.close)
+        proxy.started()
+        return proxy
 
     def checks(self) -> Iterator[Callable[[], Coroutine[Any, Any, None]]]:
         yield self.same_tokens
@@ -83,7 +83,9 @@ class Served(Answers):
             session = aiohttp.ClientSession(timeout=timeout)
             self.client = Client(await held.enter_async_context(session))
             self.alone = await self.answers(self.prefill, range(len(self.prompts)))
-            self.chats_alone = [await self.client.chat(self.prefill, it) for it in QUESTIONS]
+            self.chats_alone = [
+                await self.client.chat(self.prefill, question) for question in QUESTIONS
+            ]
             self.report.say("one server alone has answered")
             await self.forget()
             for check in self.checks():
@@ -143,8 +145,8 @@ class Served(Answers):
 
     async def leaves_in_stream(self) -> None:
         before = self.counted("generation_tokens_total", self.decode)
-        for it in (6, 14):
-            await self.client.leave_in_stream(self.to_decode, self.prompts[it], 3)
+        for number in (6, 14):
+            await self.client.leave_in_stream(self.to_decode, self.prompts[number], 3)
         idle = await until(lambda: not self.counted("num_requests_running", self.decode))
         generated = self.counted("generation_tokens_total", self.decode) - before
         problems = [] if idle else ["the server goes on with the request"]
@@ -160,10 +162,10 @@ class Served(Answers):
         """Clients leave while others stay; on both sides, and whatever is going on then."""
         await self.forget()
         chance = random.Random(7)
-        numbers = [it for it in range(len(self.prompts)) for _ in range(2)]
+        numbers = [index for index in range(len(self.prompts)) for _ in range(2)]
         leaving = [
-            self.client.leave(self.proxy, self.prompts[it], chance.uniform(0.0, 2.0))
-            for it in numbers
+            self.client.leave(self.proxy, self.prompts[number], chance.uniform(0.0, 2.0))
+            for number in numbers
         ]
         staying = asyncio.gather(self.answers(self.proxy, numbers[::4]), *leaving)
         answers: list[Answer] = (await staying)[0]
@@ -180,11 +182,11 @@ class Served(Answers):
     async def preempted(self) -> None:
         """More tokens than the cache has room for: 8 requests that begin with 8 blocks each."""
         await self.forget()
-        text = [token for it in self.prompts for token in it]
+        text = [token for prompt in self.prompts for token in prompt]
         asked = [text[at : at + 250] for at in range(0, 250 * AT_ONCE, 250)]
 
         async def of(to: Service) -> list[Answer]:
-            all_at_once = (self.client.complete(to, it, max_tokens=200) for it in asked)
+            all_at_once = (self.client.complete(to, item, max_tokens=200) for item in asked)
             return await asyncio.gather(*all_at_once)
 
         alone = await of(self.decode)
@@ -230,16 +232,16 @@ class Served(Answers):
         await self.forget()
         numbers = list(range(8, 18))
         params = [
-            it.params
-            for it in await asyncio.gather(
+            item.params
+            for item in await asyncio.gather(
                 *(
                     self.client.complete(
                         self.prefill,
-                        self.prompts[it],
+                        self.prompts[item],
                         max_tokens=1,
                         kv_transfer_params={"do_remote_decode": True},
                     )
-                    for it in numbers
+                    for item in numbers
                 )
             )
         ]

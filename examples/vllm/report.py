@@ -48,8 +48,8 @@ class Report:
         """Say how a check went."""
         self.failed += bool(problems)
         self.say(f"{'FAILED' if problems else 'ok    '}  {name}{detail and ': '}{detail}")
-        for it in problems:
-            print(f"           {it}", flush=True)
+        for problem in problems:
+            print(f"           {problem}", flush=True)
 
 
 def connector(role: str, **options: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def connector(role: str, **options: Any) -> dict[str, Any]:
 def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     """20 prompts of 5 to 1,900 tokens: text of this project; two begin as another one does."""
     pages = ("reference/operations.md", "internals/links.md")
-    text = "\n".join((ROOT / "docs" / it).read_text() for it in pages)
+    text = "\n".join((ROOT / "docs" / page).read_text() for page in pages)
     ids: list[int] = Tokenizer.from_file(str(FOLDER / "model/tokenizer.json")).encode(text).ids
     made, at = [], 0
     for length in lengths:
@@ -82,9 +82,9 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
 def differences(expected: Sequence[Answer], found: Sequence[Answer]) -> list[str]:
     """Answers that are neither right nor an error."""
     return [
-        f"prompt {number}: {it.tokens} ({it.reason}), and alone {right.tokens}"
-        for number, (right, it) in enumerate(zip(expected, found, strict=True))
-        if it.tokens != right.tokens and it.reason != "error"
+        f"prompt {number}: {pair.tokens} ({pair.reason}), and alone {right.tokens}"
+        for number, (right, pair) in enumerate(zip(expected, found, strict=True))
+        if pair.tokens != right.tokens and pair.reason != "error"
     ]
 
 

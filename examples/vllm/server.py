@@ -132,7 +132,7 @@ class Proxy(Service):
         port = free_port()
         command = [sys.executable, "-m", "kvplan.vllm.proxy", "--port", str(port)]
         for role, servers in (("--prefill", prefill), ("--decode", decode)):
-            for it in servers:
-                command += [role, it.url]
+            for server in servers:
+                command += [role, server.url]
         command += ["--prefill-timeout", str(timeout_s), *arguments]
         super().__init__(name, command, port, {})

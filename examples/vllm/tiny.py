@@ -91,8 +91,8 @@ def make(folder: Path, kind_of: str, tokenizer: Path) -> None:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
-    for it in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer / it, folder / it)
+    for item in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / item, folder / item)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ MAX_NAME_NBYTES: Final = 1024
 MAX_BODY_NBYTES: Final = 1 << 20
 """Bytes of a message, and of the unfinished ones of a peer."""
 _ATTEMPTS: Final = 3  # to get a link that its peer does not end at the same time
+_LINKED: Final = LinkState.LINKED  # the lookup in an enumeration takes longer
 _NOT_LINKED: Final = LLMStatusCode.LLM_NOT_YET_LINK
 
 
@@ -87,10 +88,20 @@ class Connections:
 
     def is_linked(self, remote_engine: str) -> bool:
         """Return True if the engine is connected and its link is up."""
+        return self.linked_cluster(remote_engine) is not None
+
+    def linked_cluster(self, remote_engine: str) -> int | None:
+        """Return the cluster id of a connected engine whose link is up; None: it is not."""
+        found = self._connected.get(remote_engine)
+        if found is not None:  # known by this very name
+            link = self._datadist._running().links.peers.get(found.cluster_id)
+            if link is not None and link is found.link() and link.state is _LINKED:
+                return found.cluster_id
         try:
-            return self._link(self.cluster_of(remote_engine)).state is LinkState.LINKED
+            cluster_id = self.cluster_of(remote_engine)
+            return cluster_id if self._link(cluster_id).state is _LINKED else None
         except LLMException:
-            return False
+            return None
 
     def connect(self, remote_engine: str, timeout_ms: int) -> None:
         """Connect with an engine that listens."""

@@ -121,12 +121,14 @@ class AddressedEngine:
 
     def connect(self, remote_engine: str, timeout_ms: int) -> int:
         """Connect with a remote engine unless that was done, and return its cluster."""
-        if not self.connections.is_linked(remote_engine):
-            try:
-                self.connections.connect(remote_engine, timeout_ms)
-            except LLMException as error:
-                if error.status_code is not LLMStatusCode.LLM_ALREADY_LINK:  # by another thread
-                    raise
+        cluster_id = self.connections.linked_cluster(remote_engine)
+        if cluster_id is not None:
+            return cluster_id
+        try:
+            self.connections.connect(remote_engine, timeout_ms)
+        except LLMException as error:
+            if error.status_code is not LLMStatusCode.LLM_ALREADY_LINK:  # by another thread
+                raise
         return self.connections.cluster_of(remote_engine)
 
     def begin(

@@ -17,7 +17,9 @@ import click
 from msgspec import structs
 
 from kvplan.cli.common import ExitCode, json_option, write_json
+from kvplan.cli.trace_compare import compare
 from kvplan.cli.trace_plan import Expected, block_tables, plan_lines, save_plan, transfer_at
+from kvplan.cli.trace_sums import compare_sums
 from kvplan.planning.contents import local_layers
 from kvplan.planning.texts import nbytes_text, plural, span
 from kvplan.recording.reader import read
@@ -83,6 +85,19 @@ _Found = list[tuple[Recording, list[AnyRecord]]]
     "with 1 if it differs.",
 )
 @click.option(
+    "--compare",
+    "compared",
+    metavar="A B",
+    nargs=2,
+    help="Compare the transfers of two requests, or of two rows (#7 #9). Of two FILEs, the first "
+    "has A and the second has B. Exits with 1 if they differ.",
+)
+@click.option(
+    "--sums",
+    is_flag=True,
+    help="Compare sums of blocks at both ends, whose FILEs are given. Exits with 1 if they differ.",
+)
+@click.option(
     "--save-plan",
     "saved",
     metavar="N OUT.json",
@@ -108,6 +123,8 @@ def trace(
     explained: int | None,
     expected: Expected | None,
     saved: tuple[int, Path] | None,
+    compared: tuple[str, str] | None,
+    sums: bool,
     perfetto: Path | None,
     as_json: bool,
 ) -> ExitCode:
@@ -123,6 +140,10 @@ def trace(
         _check_operation(operation, recordings)
     if expected is not None and explained is None:
         raise click.UsageError("--expect needs --plan N")
+    if compared is not None:
+        return compare(recordings, compared, as_json=as_json)
+    if sums:
+        return compare_sums(recordings, tag, as_json=as_json)
     if explained is not None or saved is not None:
         return _one_plan(recordings, explained, saved, expected, as_json=as_json)
     if block is not None:

@@ -31,13 +31,13 @@ class CacheStatus:
     """The state of a cache at the time of the call.
 
     Attributes:
-        cache_id: rises by one with each attempt to make a cache.
+        cache_id: unique; each attempt to make a cache takes the next number.
         cache_desc: its description.
         paged: whether its rows are blocks.
         nbytes: bytes of all tensors.
-        allocated: True: by the engine; False: registered by the user.
+        allocated: True: allocated by the engine; False: registered by the user.
         remote_accessible: whether peers may reach the cache.
-        deallocated: whether its id was freed, and only a key or a pull keeps the cache.
+        deallocated: whether its id was freed, and only a key or a pull keeps it alive.
         age_s: seconds since the cache was made.
     """
 
@@ -56,7 +56,7 @@ class PeerCacheStatus:
     """The state of a cache of a linked peer at the time of the call.
 
     Attributes:
-        cache_id: in the peer.
+        cache_id: its id in the peer.
         cache_desc: its description.
         paged: whether its rows are blocks.
         writable: whether pushes to the cache are allowed.
@@ -83,7 +83,7 @@ class CacheOperations(OperationRunner):
         *,
         remote_accessible: bool = True,
     ) -> Cache:
-        """Make a contiguous cache of the caller's memory.
+        """Register the caller's memory as a contiguous cache.
 
         Args:
             cache_desc: description; shape[batch_dim_index] is the number of slots. With an
@@ -95,7 +95,7 @@ class CacheOperations(OperationRunner):
             remote_accessible: whether peers may reach the cache.
 
         Raises:
-            TypeError, ValueError: an argument of another type, an address outside uint64.
+            TypeError, ValueError: an argument of the wrong type, an address outside uint64.
             LLMException: LLM_PARAM_INVALID: tensors that do not fit the description, more tensors
                 than max_tensors, memory that is not mapped, or a key that is in use; LLM_FAILED:
                 not initialized; LLM_ENGINE_FINALIZED.
@@ -110,7 +110,7 @@ class CacheOperations(OperationRunner):
         *,
         remote_accessible: bool = True,
     ) -> Cache:
-        """Make a paged cache of the caller's memory.
+        """Register the caller's memory as a paged cache.
 
         Arguments as for `register_cache`; shape[batch_dim_index] is the number of blocks, and
         `blocks_cache_key` names the whole cache.
@@ -123,11 +123,11 @@ class CacheOperations(OperationRunner):
         )
 
     def unregister_cache(self, cache_id: int) -> None:
-        """End a registered cache and its keys; an unknown id has no effect.
+        """Remove a registered cache and its keys; an unknown id has no effect.
 
         After the return no byte of the cache is read or written, and no peer reports success for
-        it, also if several calls end the same cache. Transfers of this engine and calls of other
-        threads that use the cache are stopped, and raise LLM_KV_CACHE_NOT_EXIST.
+        it, even if several calls remove the same cache. Transfers of this engine and calls of
+        other threads that use the cache stop, and raise LLM_KV_CACHE_NOT_EXIST.
 
         Raises:
             TypeError, ValueError: cache_id is not an int64.
@@ -141,7 +141,7 @@ class CacheOperations(OperationRunner):
     def remap_registered_memory(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Register caches again after other memory was mapped at their addresses.
 
-        Applies to each registered cache that overlaps a range. Transfers of peers in flight fail
+        Applies to each registered cache that overlaps a range. Peers' transfers in flight fail
         (LLM_KV_CACHE_NOT_EXIST); after the return peers use the new memory. A peer that does not
         answer within SyncKvCacheWaitTime is updated later, and its transfers fail until then.
 
@@ -153,7 +153,7 @@ class CacheOperations(OperationRunner):
             ValueError: a number outside uint64.
             LLMException: LLM_PARAM_INVALID: no range, or a range that is empty, not inside of
                 registered caches, or not mapped (nothing changes then); LLM_NOT_YET_LINK: no
-                link stands; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
+                peer is linked; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
         with self._recorded("remap_registered_memory") as engine:
             engine.remap(ranges)
@@ -164,10 +164,10 @@ class CacheOperations(OperationRunner):
         Args:
             cache_desc: description; the memory is from the pool of its placement, if configured.
             cache_keys: key i names slot i. A request's key is consumed by the pull of its last
-                tensor. A key of neither a request nor a prefix skips a slot.
+                tensor. A key without a request or prefix id skips a slot.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: more keys than slots, or a key that
                 is in use; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
@@ -225,9 +225,9 @@ class CacheOperations(OperationRunner):
     ) -> list[NDArray[Any]] | LeaseView:
         """Return a NumPy array of each tensor, with the shape of the cache.
 
-        Of a lease of a peer on this host return its blocks in the peer's memory, read-only and
-        without a copy: `with datadist.arrays(lease) as tensors: tensors[0][2]`. The end of the
-        `with` statement fails with LLM_KV_CACHE_NOT_EXIST if the lease has ended meanwhile.
+        For a lease of a peer on this host, return read-only views of its blocks in the peer's
+        memory: `with datadist.arrays(lease) as tensors: tensors[0][2]`. The end of the `with`
+        block raises LLM_KV_CACHE_NOT_EXIST if the lease has ended meanwhile.
 
         Memory of an allocated cache lives as long as views of it. Types that NumPy lacks (bfloat16,
         float8) become unsigned integers of the same width; `torch.from_numpy(array)
@@ -235,7 +235,7 @@ class CacheOperations(OperationRunner):
 
         Args:
             cache: a cache of this engine, or a lease of a peer.
-            copy: True: return copies, also of a cache on a device; transfers in flight may write
+            copy: True: return copies, even of a cache on a device; transfers in flight may write
                 to the cache meanwhile. False: return views.
 
         Raises:
@@ -248,7 +248,7 @@ class CacheOperations(OperationRunner):
         """
         if isinstance(cache, BlockLease):
             if copy:
-                raise invalid(f"copy=True copies no blocks of a peer; pull {cache}, or copy arrays")
+                raise invalid(f"copy=True needs a cache of this engine; pull {cache} instead")
             return view_lease(self._running(), cache)
         if not copy:
             entry = self._running().registry.resolve(cache)
@@ -261,7 +261,7 @@ class CacheOperations(OperationRunner):
         """Return a checksum of each block, to log or to compare between engines.
 
         The checksum is BLAKE2b-64, as 16 hex digits, of the block's bytes in all tensors in order.
-        Equal contents have equal checksums, independent of the number of the block.
+        Blocks with equal contents have equal checksums.
 
         Args:
             cache: a cache, or a live lease of this engine.
@@ -269,10 +269,10 @@ class CacheOperations(OperationRunner):
                 lease, or all.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_KV_CACHE_NOT_EXIST: the cache does not exist, or the lease has ended;
-                LLM_PARAM_INVALID: a block out of range or not of the lease, or a cache that only
-                addresses name; errors of the device; LLM_FAILED: not initialized;
+                LLM_PARAM_INVALID: a block out of range or not of the lease, or a cache known only
+                by its addresses; errors of the device; LLM_FAILED: not initialized;
                 LLM_ENGINE_FINALIZED.
         """
         with self._recorded("fingerprint") as engine:
@@ -286,7 +286,7 @@ class CacheOperations(OperationRunner):
             else:
                 entry = engine.registry.resolve(cache)
             if entry.side is None:
-                raise invalid(f"cache={cache} is not of this engine, so its blocks are not known")
+                raise invalid(f"cache={cache} is not registered, so its blocks are unknown")
             chosen = range(entry.side.count) if blocks is None else blocks
             table = block_indices("blocks", chosen, entry.side)
             desc, memory = entry.cache.cache_desc, entry.memory
@@ -301,7 +301,7 @@ class CacheOperations(OperationRunner):
                     sums.append(block_checksum(tensors, axis, block))
             memory.check()
             if isinstance(cache, BlockLease) and engine.leases.standing(cache) is not lease:
-                raise not_exist(f"{cache} has moved to other blocks meanwhile: try again")
+                raise not_exist(f"{cache} has moved to other blocks meanwhile; try again")
             return sums
 
     def write_cache(self, cache: Cache, arrays: Sequence[Any] | NDArray[Any]) -> None:
@@ -328,7 +328,7 @@ class CacheOperations(OperationRunner):
     def caches(self, cluster_id: int) -> list[PeerCacheStatus]: ...
 
     def caches(self, cluster_id: int | None = None) -> list[CacheStatus] | list[PeerCacheStatus]:
-        """Return all caches in the order of ids, also those that only keys keep.
+        """Return all caches in the order of ids, including those that only keys keep alive.
 
         Args:
             cluster_id: a peer, which is asked for the caches that it offers. None: this engine.

@@ -1,4 +1,4 @@
-"""Keys of caches: the slot that each names, who claims it, and the tensors that were pulled."""
+"""Keys of caches: the slot that each names, the claims on it, and the tensors pulled so far."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CACHE_KEYS: Final = "cache_keys"
 """The argument with the keys of a contiguous cache; a paged cache has `BLOCKS_CACHE_KEY`."""
 
 MAX_CLAIMS: Final = 4096
-"""Open claims of one holder."""
+"""Limit of open claims per holder."""
 
 BLOCKS_CACHE_KEY: Final = "blocks_cache_key"
 
@@ -37,7 +37,7 @@ def name_of(key: AnyKey) -> KeyName | None:
     if key.prefix_id == NO_ID:
         return None if key.req_id == NO_ID else KeyName("request", key.model_id, key.req_id)
     if key.req_id != NO_ID:
-        raise invalid(f"{key} names a request and a prefix; only one of them can be given")
+        raise invalid(f"{key} names both a request and a prefix; give only one of them")
     return KeyName("prefix", key.model_id, key.prefix_id)
 
 
@@ -69,9 +69,9 @@ class BoundKey:
         name: identity of the key, unique in an index.
         cache_id: the cache.
         batch_index: the slot in the cache.
-        missing: tensors that were not pulled by the key yet; the last removes the key. None: the
-            key stays.
-        holder: the holder of its claims; only of a key that a pull removes.
+        missing: tensors not yet pulled by the key; the last pull removes the key. None: the key
+            stays.
+        holder: the holder of its claims; set only if a pull removes the key.
         num_claims: open claims.
     """
 
@@ -84,7 +84,7 @@ class BoundKey:
 
 
 class KeyIndex:
-    """The keys of an engine and their claims; not thread-safe, its user has a lock."""
+    """The keys of an engine and their claims; not thread-safe: its user locks."""
 
     def __init__(self) -> None:
         self._bound: dict[KeyName, BoundKey] = {}
@@ -94,13 +94,13 @@ class KeyIndex:
         self._uses: dict[int, int] = {}  # number of keys and claims by cache id, without zeros
 
     def is_used(self, cache_id: int) -> bool:
-        """Whether a key names the cache, or a claim on it is open."""
+        """True if a key names the cache, or a claim on it is open."""
         return cache_id in self._uses
 
     def bind(
         self, cache_id: int, keys: Sequence[AnyKey], *, num_tensors: int, consumable: bool
     ) -> None:
-        """Let key i name slot i of the cache: all keys, or none."""
+        """Let key i name slot i of the cache; on an error bind none."""
         found: dict[KeyName, BoundKey] = {}
         for row, key in enumerate(keys):
             if (name := name_of(key)) is None:
@@ -145,14 +145,14 @@ class KeyIndex:
         bound = self.find(key)
         if self._held[holder] >= MAX_CLAIMS:
             raise LLMException(
-                f"{holder} has {MAX_CLAIMS} claims open, which is the limit; {key} can be claimed "
-                "when one has ended",
+                f"{holder} has {MAX_CLAIMS} claims open, which is the limit; claim {key} after one "
+                "of them has ended",
                 status_code=LLMStatusCode.LLM_LINK_BUSY,
             )
         if bound.missing is not None:
             if bound.num_claims and bound.holder != holder:
                 raise LLMException(
-                    f"{key} is being pulled by {bound.holder}; only one can have it",
+                    f"{key} is being pulled by {bound.holder}; only one holder can pull it",
                     status_code=LLMStatusCode.LLM_REPEAT_REQUEST,
                 )
             bound.holder = holder
@@ -166,8 +166,8 @@ class KeyIndex:
     def release(self, claim_id: int, tensors: range | None) -> int | None:
         """End a claim, and return the id of its cache; None: the claim is unknown.
 
-        `tensors` are those of which every byte was pulled; None: none, or this is not known. A
-        request's key is removed once all tensors were pulled by it.
+        `tensors` were pulled completely; None: none were, or this is unknown. A request's key is
+        removed once it has pulled all tensors.
         """
         bound, holder = self._claims.pop(claim_id, (None, None))
         if bound is None:
@@ -195,8 +195,8 @@ class KeyIndex:
         self._use(bound.cache_id, -1)
         return bound.cache_id
 
-    def _use(self, cache_id: int, more: int) -> None:
-        count = self._uses.get(cache_id, 0) + more
+    def _use(self, cache_id: int, delta: int) -> None:
+        count = self._uses.get(cache_id, 0) + delta
         if count:
             self._uses[cache_id] = count
         else:

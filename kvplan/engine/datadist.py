@@ -13,7 +13,7 @@ from kvplan.engine.cache_api import CacheOperations
 from kvplan.engine.engine import Engine, metrics_of, release, released_with
 from kvplan.engine.interface import InterfaceOperations
 from kvplan.engine.options import Options
-from kvplan.engine.records import RecordingOperations, record_where_said
+from kvplan.engine.records import RecordingOperations, record_if_configured
 from kvplan.engine.request_api import LeaseOperations, NotificationOperations
 from kvplan.engine.runner import PlanHook
 from kvplan.engine.telemetry import EngineMetrics, Metrics, error_text, log_operation
@@ -49,14 +49,14 @@ class LlmDataDist(
         transfers: executes the copies; None: the executor that the process shares.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument of the wrong type.
         ValueError: cluster_id is not a uint64.
     """
 
     def __init__(
         self, cluster_id: int, role: LlmRole, *, transfers: Transfers | None = None
     ) -> None:
-        if isinstance(cluster_id, LlmRole):  # also an int; the official class takes it first
+        if isinstance(cluster_id, LlmRole):  # an int, too; the official class takes the role first
             raise TypeError(
                 f"cluster_id={cluster_id} must be int, not LlmRole; the order is "
                 "LlmDataDist(cluster_id, role)"
@@ -101,11 +101,11 @@ class LlmDataDist(
                 defaults.
 
         Raises:
-            TypeError: options of another type.
+            TypeError: options of the wrong type.
             ValueError, LLMException: an invalid option (LLM_PARAM_INVALID); too little memory, or
                 too few threads or descriptors (LLM_OUT_OF_MEMORY, with the limit); an unavailable
                 resource, such as the port to listen at. All resources are released then. A second
-                call with other options: LLM_PARAM_INVALID, and the engine stays as it is.
+                call with other options: LLM_PARAM_INVALID; the engine does not change.
         """
         given = options
         options = Options.of(options)
@@ -126,7 +126,7 @@ class LlmDataDist(
             except (OSError, MemoryError, NativeError) as error:
                 raise system_error(f"initializing cluster {self._cluster_id}", error) from error
             released_with(self, engine)
-            record_where_said(engine)
+            record_if_configured(engine)
             self._engine = engine
             log_operation(
                 "initialize",
@@ -160,21 +160,21 @@ class LlmDataDist(
             )
 
     def set_role(self, role: LlmRole, options: Options | Mapping[str, str] | None = None) -> None:
-        """Change the role and the listening address; only without links.
+        """Change the role and the listening address; the engine must not have links.
 
         Args:
             role: the new role, or the same.
             options: with ListenIpInfo: the new address; without: stop listening.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_EXIST_LINK: the engine has links; LLM_PARAM_INVALID: another option;
                 LLM_FAILED: the address is not available. Nothing changes then.
         """
         check_type("role", role, LlmRole)
         given = Options.of(options)
         if given != replace(Options(), listen_ip_info=given.listen_ip_info):
-            raise invalid(f"options={options} of set_role may hold ListenIpInfo only")
+            raise invalid(f"options={options} of set_role may hold only ListenIpInfo")
         with self._mutex, self._recorded("set_role", role=role.name) as engine:
             if live := engine.links.live():
                 raise LLMException(
@@ -196,7 +196,7 @@ class LlmDataDist(
             A result for each cluster: LLM_SUCCESS, LLM_ALREADY_LINK, LLM_LINK_FAILED and others.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: no cluster, or a cluster that cannot be linked.
         """
         started = perf_counter()
@@ -206,7 +206,7 @@ class LlmDataDist(
     async def link_clusters_async(
         self, clusters: Sequence[ClusterInfo], timeout_ms: int = 1000
     ) -> LinkResults:
-        """Do as `link_clusters`, without blocking the asyncio loop.
+        """Link as `link_clusters` does, without blocking the asyncio loop.
 
         A cancellation ends the handshakes in progress; finished links stay.
 
@@ -236,7 +236,7 @@ class LlmDataDist(
             LLM_UNLINK_FAILED (ended here, but the peer has not confirmed) and others.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: no cluster.
         """
         started = perf_counter()
@@ -246,7 +246,7 @@ class LlmDataDist(
     def link(
         self, comm_name: str, cluster_rank_info: Mapping[int, int], rank_table: str = ""
     ) -> int:
-        """Begin to link with all clusters that call this with the same name; none has to listen.
+        """Begin to link with all clusters that call this with the same name; none needs to listen.
 
         Args:
             comm_name: name of the communicator, 1 to 127 characters.
@@ -257,14 +257,14 @@ class LlmDataDist(
             The id for `query_register_mem_status`; the links are made in the background.
 
         Raises:
-            TypeError, ValueError: an argument of another type or width.
+            TypeError, ValueError: an argument of the wrong type or width.
             LLMException: LLM_PARAM_INVALID.
         """
         with self._recorded("link", comm=comm_name) as engine:
             return engine.links.comm_link(comm_name, cluster_rank_info, rank_table)
 
     def unlink(self, comm_id: int) -> None:
-        """End a communicator that `link` has begun.
+        """End a communicator that `link` began.
 
         Raises:
             TypeError, ValueError: comm_id is not a uint64.
@@ -295,8 +295,8 @@ class LlmDataDist(
         """Return the queue of ended tasks: one object for each engine.
 
         Each task that is submitted after the first call is added once, when its `wait` would not
-        block. A transfer of several peers is one task. A layered task whose handle was dropped is
-        not added. The queue grows until the program reads it.
+        block. A transfer with several peers is one task. A layered task whose handle was dropped
+        is not added. The queue grows until the program reads it.
 
         Raises:
             LLMException: LLM_FAILED: not initialized, or in a forked child; LLM_ENGINE_FINALIZED.
@@ -316,7 +316,7 @@ class LlmDataDist(
             raise TypeError(f"hook={hook!r} must be callable with a PlanEvent")
         token = object()
         self._hooks[token] = hook
-        hooks = self._hooks  # not self, so that the function does not keep the engine
+        hooks = self._hooks  # not self, so that the function does not keep the engine alive
 
         def remove() -> None:
             hooks.pop(token, None)

@@ -1,6 +1,6 @@
 """The state of an engine between `initialize` and `finalize`.
 
-An engine without a call of `finalize` is released when its owner is collected, or at exit.
+An engine that is never finalized is released when its owner is collected, or at exit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from kvplan.types import LlmRole
 
 _MAX_LISTED: Final = 100  # transfers in flight that `describe` lists, the oldest first
-_MAX_WARNED_PAIRS: Final = 4096  # pairs of unlike caches that were warned of
+_MAX_WARNED_PAIRS: Final = 4096  # pairs of unlike caches that are not warned of again
 _STOPPED_S: Final = 1.0  # time for cancelled transfers to stop
 
 
@@ -96,11 +96,11 @@ class Engine:
             from kvplan.engine.telemetry import Tracer
 
             self.tracer = Tracer(cluster_id)
-        # Whether small transfers may move inline: they can neither be traced nor compared.
+        # Small transfers may move inline, where they can neither be traced nor verified.
         self.moves_small = self.tracer is None and not self.verify_every
         self._remapping = Mutex()
         with ExitStack() as held:
-            held.callback(self._end_recording)  # first: it runs last, after the links' end
+            held.callback(self._end_recording)  # first, to run last: after the links' end
             held.callback(self.notifications.close)
             self.device = open_accelerator(
                 options.accelerator,
@@ -177,7 +177,7 @@ class Engine:
     def listen(self, address: str, stacklevel: int) -> None:
         """Listen only at `address` ("ip:port", port 0: any); empty: stop listening.
 
-        Warns without a cluster key, as any program could link then. `stacklevel` is that of the
+        Warns if no cluster key is set, as any program could link. `stacklevel` is that of the
         warning: 1 is the caller of this method.
         """
         here = self.links.endpoint
@@ -209,7 +209,7 @@ class Engine:
         self._reinterpreted.add(pair)
         logger.warning(
             "%s between caches that differ: src is %s; dst is %s. The bytes are copied as they are "
-            "(kvplan.unlike_caches=refuse would refuse it); this pair is not mentioned again",
+            "(kvplan.unlike_caches=refuse refuses this); later transfers of the pair do not warn",
             operation,
             part.src,
             part.dst,
@@ -220,7 +220,7 @@ class Engine:
         given = _checked_ranges(ranges)
         if not any(link.state is LinkState.LINKED for link in self.links.status()):
             raise LLMException(
-                f"cluster {self.cluster_id} has no link that stands",
+                f"cluster {self.cluster_id} is not linked to any peer",
                 status_code=LLMStatusCode.LLM_NOT_YET_LINK,
             )
         with self._remapping:  # a concurrent call must not be lost
@@ -248,7 +248,7 @@ class Engine:
         with signals_deferred, self._held.pop_all() as held:  # all steps, despite errors
             held.callback(self.completion.close, _STOPPED_S)
             held.callback(self.in_flight.wait, _STOPPED_S)
-            # Also stops what a running call still has to begin.
+            # Also stops the copies that a running call has yet to begin.
             held.callback(self.transfers.close, cancel=True)
             if not self.in_flight.wait(0):
                 self.completion.cancel(LLMException("stopped, as the engine was finalized"))
@@ -346,13 +346,13 @@ def _in_flight(engine: Engine) -> list[dict[str, Any]]:
 
 
 _open: set[Engine] = set()
-"""Held here, so that a forked child does not collect objects of its parent."""
+"""Engines that are held here, so that a forked child does not collect its parent's objects."""
 
 
 def released_with(owner: object, engine: Engine) -> None:
     """Close `engine` when `owner` is collected, or the process ends."""
     _open.add(engine)
-    # Not the engine itself, which the owner may outlive for long.
+    # A weak reference, as the owner may outlive the engine for long.
     weakref.finalize(owner, _release_soon, weakref.ref(engine)).atexit = False
 
 
@@ -395,7 +395,7 @@ def _release_all() -> None:
 
 
 def _checked_ranges(ranges: object) -> list[tuple[int, int]]:
-    """Return the (address, nbytes) of a caller after checks."""
+    """Return the caller's ranges after checking them."""
     if isinstance(ranges, str | bytes) or not isinstance(ranges, Sequence):
         raise TypeError(f"ranges={shown(ranges)} must be a sequence of (address, nbytes)")
     if not ranges:
@@ -409,7 +409,7 @@ def _checked_ranges(ranges: object) -> list[tuple[int, int]]:
         nbytes = check_width(f"{name} nbytes", span[1], 0, UINT64_MAX)
         if not address or not nbytes or address + nbytes > 2**64:
             raise invalid(
-                f"{name}={span} must be of an address and nbytes of at least 1, and end by 2**64"
+                f"{name}={span}: address and nbytes must be at least 1, and their sum at most 2**64"
             )
         checked.append((address, nbytes))
     return checked

@@ -31,7 +31,7 @@ class CacheEntry:
         blocks_key: the key of a paged cache, if the cache has one.
         remote_accessible: whether peers may reach the cache.
         owned: True: allocated by the engine; False: registered, the memory is the user's.
-        metadata: what a peer needs to reach the cache, by name of the transport; empty for a
+        metadata: bytes with which a peer reaches the cache, by name of the transport; empty for a
             transport that does not reach such memory.
         created: seconds since the epoch.
         side: the cache in a plan; None: `paged` is not known.
@@ -53,7 +53,7 @@ class CacheEntry:
 
 
 def ad_hoc(cache: Cache, device: Device | None) -> CacheEntry:
-    """Return an entry of a cache that only its addresses name; each transfer checks the memory."""
+    """Return an entry for a cache known only by addresses; each transfer checks the memory."""
     memory = memory_at(cache.cache_desc, cache.tensor_addrs, device=device)
     return CacheEntry(cache, None, memory, None, False, False, {}, time.time())
 
@@ -65,14 +65,14 @@ def check_publishable(entry: CacheEntry) -> None:
     if nbytes > MAX_PUBLISHED_NBYTES:
         most = num_tensors * MAX_PUBLISHED_NBYTES // nbytes
         raise invalid(
-            f"num_tensors={num_tensors} take {nbytes} bytes to publish to a peer; at most "
-            f"{MAX_PUBLISHED_NBYTES} can be published, which about {most} such tensors take"
+            f"num_tensors={num_tensors} take {nbytes} bytes in messages to peers; at most "
+            f"{MAX_PUBLISHED_NBYTES} are allowed, enough for about {most} such tensors"
         )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HeldCache:
-    """A cache that its id, a key or a claim keeps.
+    """A cache that its id, a key or a claim keeps alive.
 
     Attributes:
         entry: the cache.
@@ -94,7 +94,7 @@ class HeldCache:
             ) from None
         ranges = offered_ranges(memory) if entry.remote_accessible else ()
         offered = offer(transports, ranges, memory.writable)
-        # Another Cache object: by that peers are told of the change.
+        # Another Cache object: peers learn of the change by its identity.
         again = replace(entry, cache=replace(cache), metadata=offered.metadata)
         return HeldCache(again, offered)
 
@@ -113,17 +113,17 @@ def renew_all(held: Iterable[HeldCache], transports: Sequence[Transport]) -> lis
 def end_all(held: Iterable[HeldCache]) -> None:
     """End the registrations of caches that nothing names.
 
-    The caller holds them until the end: memory returns to its pool after no peer reaches it.
+    The caller holds the caches until then, so that no peer reaches memory that returns to its pool.
     """
-    with ExitStack() as all_of_them:
+    with ExitStack() as stack:
         for cache in held:
-            all_of_them.callback(cache.offer.deregister)
+            stack.callback(cache.offer.deregister)
 
 
 class PendingDeregistrations:
-    """Registered caches that nothing names, and whose registrations have not ended yet.
+    """Registered caches that nothing names, but whose registrations have not ended yet.
 
-    To end a registration waits for data that is being sent. The memory must stay until then, also
+    Ending a registration waits for data that is being sent. The memory must stay until then, even
     if several calls end the same cache.
     """
 
@@ -133,7 +133,7 @@ class PendingDeregistrations:
         self._left: set[HeldCache] = set()  # by calls that were interrupted
 
     def add(self, held: Iterable[HeldCache]) -> None:
-        """Add caches just before their names go; `end` must follow."""
+        """Add caches just before their names are removed; `end` must follow."""
         with self._mutex:
             self._held.update(held)
 

@@ -40,7 +40,7 @@ class GatherNotices:
         self._error: LLMException | None = None
 
     def add(self, link: PeerLink, left_ms: float | None) -> None:
-        """Add the peer of a source, with what is left of the time limit."""
+        """Add the peer of a source, with the rest of the time limit."""
         if self.any and link not in self._operations:
             notice = self._operations[link] = self._new(timeout_ms=left_ms).__enter__()
             notice.hold(link)
@@ -61,7 +61,7 @@ class GatherNotices:
 
 
 class Several:
-    """The operations of one transfer: one for each peer, or by layers for each pair of caches."""
+    """The operations of one transfer: one for each peer or, layer by layer, each pair of caches."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Several:
         if shares.is_copy:
             refuse_notices(options)
         self.notices = GatherNotices(engine, self.name, cast("dict[str, Any]", options))
-        # Taken once: all operations wait for the same point.
+        # One gate, so that all operations wait for the same point.
         after = options.pop("after", None)
         gate = None if after is None else engine.gate("after", after)
         self.operations: list[TransferOperation] = []
@@ -87,7 +87,7 @@ class Several:
             self.operations.append(operation)
 
     def limited(self) -> float | None:
-        """Return what is left of the time limit of a call that waits; see `Operation.limited`."""
+        """Return the rest of the time limit of a call that waits; see `Operation.limited`."""
         first, *_ = [operation.limited() for operation in self.operations]
         return first
 
@@ -116,7 +116,7 @@ class Several:
             raise
 
     def _use_known(self) -> list[tuple[TransferOperation, Prepared]] | None:
-        """Return what each operation executes if all are between known caches."""
+        """Return each operation, prepared, if all are between known caches."""
         known = []
         for operation in self.operations:
             prepared = operation.use_known()
@@ -147,7 +147,7 @@ class Several:
         return [operation for operation in self.operations if operation.drop_unused()]
 
     def _divide(self, name: str, transfer: Transfer) -> None:
-        """Let each operation know what it takes from its source of a gather."""
+        """Give each operation of a gather the share that it takes from its source."""
         places = sorted(
             (pair.source or 0, index, at)
             for index, operation in enumerate(self.operations)
@@ -167,7 +167,7 @@ class Several:
 
     @contextmanager
     def _failing(self, operation: TransferOperation) -> Iterator[None]:
-        """Add the peer to an error, except to wrong arguments, which name it already."""
+        """Add the peer to errors, except to those of wrong arguments, which name it already."""
         try:
             yield
         except LLMException as error:

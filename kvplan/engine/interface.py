@@ -1,4 +1,4 @@
-"""The transfer methods of the reference's interface, each as one `Transfer` that is run."""
+"""The transfer methods of the reference's interface, each made of one `Transfer`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARAMETERS: Final = {
     "src.slot": "src_batch_index", "dst.slot": "dst_batch_index",
     "src.offset": "src_offset", "dst.offset": "dst_offset", "nbytes": "size",
 }  # fmt: skip
-"""The parameters that fields of a transfer come from."""
+"""The parameter that each field of a transfer comes from."""
 
 _OF_COPIES: Final = {**PARAMETERS, "src.offset": "offset", "dst.offset": "offset"}
 
@@ -101,7 +101,7 @@ class InterfaceOperations(TransferOperations):
             src: the remote cache or slot, or a lease.
             dst: the local paged cache.
             src_blocks: remote blocks, one for each of `dst_blocks`. None or empty: `src` names a
-                slot, which is cut into chunks of one block; of a lease None: all its blocks.
+                slot, which is cut into chunks of one block; for a lease, None: all its blocks.
             dst_blocks: local blocks.
             layers, num_tokens, coalesce, reinterpret: as of `Transfer`.
             src_token, dst_token: tokens of the block tables to skip, on each side.
@@ -211,7 +211,7 @@ class InterfaceOperations(TransferOperations):
         reinterpret: bool = False,
         **options: Unpack[RunOptions],
     ) -> None:
-        """Copy a slot into another, of one cache or two, wherever they are placed.
+        """Copy a slot into another, of one cache or two, of any placement.
 
         Args:
             src, dst: the caches.
@@ -300,9 +300,9 @@ class InterfaceOperations(TransferOperations):
     def _move(
         self, local: Local, transfer: Transfer[Rows], names: Mapping[str, str], options: RunOptions
     ) -> None:
-        """Run what the arguments of a method make, of which errors name these arguments.
+        """Run the transfer of a method, and name the method's arguments in its errors.
 
-        Refuses arguments in the wrong order, which would move the other way.
+        Refuses src and dst in the wrong order, which would move bytes the other way.
         """
         if local != "both":
             theirs, ours = (transfer.src.cache, transfer.dst.cache)
@@ -313,7 +313,7 @@ class InterfaceOperations(TransferOperations):
             if type(theirs) is Cache:
                 field = "src" if local == "dst" else "dst"
                 raise TypeError(
-                    f"{field}={shown(theirs)} must be what names a cache of a peer, not Cache"
+                    f"{field}={shown(theirs)} must name a cache of a peer, not be a local Cache"
                 )
         try:
             self.run(transfer, **options)
@@ -323,7 +323,7 @@ class InterfaceOperations(TransferOperations):
 
 
 def _of_pairs(argument: str) -> dict[str, str]:
-    """Return the names of fields that come from pairs of source and destination block."""
+    """Return the names of the fields that pairs of source and destination block fill."""
     return {"src.blocks": f"{argument}.sources", "dst.blocks": f"{argument}.destinations"}
 
 

@@ -1,4 +1,4 @@
-"""Layer events: a number that is written to a file descriptor makes layers ready."""
+"""Layer events: a number written to a file descriptor makes layers ready."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvplan.validation import UINT32_MAX, check_type, check_width
 
 
 class LayerEvent:
-    """An event handle: a write of n makes the next n layers ready.
+    """An event handle: writing n makes the next n layers ready.
 
     The layers are those of the first task, in order; each becomes ready in every task that has it.
     The writer may be C code without the GIL, such as a callback of a stream: `write(fileno, &n, 8)`
-    with a uint64 n in host order. The daemon thread of the process for completions reads it.
+    with a uint64 n in host order. The completion thread of the process reads the descriptor.
 
-    Close the event, or leave its `with` block, after the last write. The event owns the descriptor,
-    and holds the tasks until then. All methods are thread-safe. A forked child cannot use it.
+    Close the event, or leave its `with` block, after the last write. Until then it owns the
+    descriptor and holds the tasks. All methods are thread-safe. A forked child cannot use them.
 
     Args:
-        tasks: tasks that `layered` has returned.
+        tasks: tasks that `layered` returned.
 
     Raises:
         TypeError: an argument is not a LayerTask.
@@ -85,7 +85,7 @@ class LayerEvent:
 
     def close(self) -> None:
         """Make the layers of all earlier writes ready, and close the descriptor. Idempotent."""
-        if os.getpid() != self._pid:  # the locks of a forked child may be held for ever
+        if os.getpid() != self._pid:  # the locks of a forked child may never be released
             self._release()
             return
         with self._handing:
@@ -94,7 +94,7 @@ class LayerEvent:
                 self._release()
 
     def on_readable(self) -> None:
-        """Make the layers ready that were written since the last call."""
+        """Make the layers ready that were signalled since the last call."""
         with self._handing:
             count = self._read()
             first = self._num_ready
@@ -125,7 +125,7 @@ class LayerEvent:
             self._tasks = ()
             if fd < 0:
                 return
-            # The descriptor of a child is of the same event, which the parent still reads.
+            # A forked child's descriptor is of the same event, which the parent still reads.
             if os.getpid() == self._pid:
                 self._thread.remove_reader(fd)
             os.close(fd)

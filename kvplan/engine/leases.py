@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _MAX_TTL_MS: Final = 1e12  # some 31 years
 _RETRY_NS: Final = 1_000_000_000  # between two waits for a peer that may still write
 _STOPPED_S: Final = 1.0  # time that `close` waits for a running callback
-MAX_FOLLOWING: Final = 1 << 15  # blocks of a lease that one message to peers can hold
+MAX_FOLLOWING: Final = 1 << 15  # blocks of a lease that fit into one message to peers
 _RELEASED: Final = LeaseEnd.RELEASED  # the lookup takes 0.2 us in Python 3.11
 OnReleased = Callable[[BlockLease, LeaseEnd], object]
 
@@ -47,11 +47,11 @@ class Leases:
     Args:
         cluster_id, instance: of the engine.
         registry: its caches.
-        transports: check the leases of peers.
+        transports: hold peers to their leases.
 
     Attributes:
-        observer: called with None after a lease has begun or moved, and with the reason after its
-            end.
+        observer: called after a lease begins or moves, with None; and after it ends, with the
+            reason.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Leases:
         self._words = LeaseWords(transports)
         self._changed = Condition()  # re-entrant: a signal handler may enter again
         self._move_mutex = Mutex()
-        self._moving: set[int] = set()  # live leases whose words stand only after a move
+        self._moving: set[int] = set()  # live leases whose new words come into force after a move
         self._thread: threading.Thread | None = None
         self._closed = False
         self._last_id = 0
@@ -91,7 +91,7 @@ class Leases:
         entry = self._registry.resolve(cache)
         cache_id = entry.cache.cache_id
         if entry.side is None or not entry.remote_accessible:
-            raise invalid(f"cache={cache} must be a cache of this engine that peers reach")
+            raise invalid(f"cache={cache} must be a cache of this engine that peers can reach")
         paged = entry.side.paged
         table = block_indices("blocks", blocks, entry.side)
         if not table.size:
@@ -99,7 +99,7 @@ class Leases:
         if not paged and (len(table) > 1 or tokens is not None):
             raise invalid(
                 f"blocks={shown(blocks)} and tokens={tokens} of a contiguous cache must be one "
-                "slot, as [slot], and None"
+                "slot ([slot]) and None"
             )
         check_distinct("blocks", table, entry.side)
         if tokens is not None:
@@ -132,7 +132,7 @@ class Leases:
             raise
         if self._registry.living.get(cache_id) is not entry:
             self.end_cache(cache_id)
-            raise not_exist(f"cache_id={cache_id} was freed when it was leased")
+            raise not_exist(f"cache_id={cache_id} was freed while it was being leased")
         if self.observer is not None:
             self.observer(lease, None)
         return lease
@@ -200,7 +200,7 @@ class Leases:
                 if lease.cache_id == entry.cache.cache_id and self._is_live(number, now_ns)
             ]
         if entry.side is None:
-            raise invalid(f"cache={where} must be a cache of this engine that peers reach")
+            raise invalid(f"cache={where} must be a cache of this engine that peers can reach")
         block_indices("moves", [*moves.keys()], entry.side)
         block_indices("moves", [*moves.values()], entry.side)
         leases = [lease for lease in candidates if not moves.keys().isdisjoint(lease.blocks)]
@@ -221,7 +221,7 @@ class Leases:
         tables: Sequence[tuple[int, ...]],
         copy: Callable[[], object] | None,
     ) -> list[BlockLease]:
-        """Give leases other blocks; if `copy` or a peer that writes prevents that, the same."""
+        """Give leases their new blocks, or the old ones if `copy` or a writing peer fails."""
         begun: list[tuple[LeaseWord, ...]] = []
         numbers = [lease.lease_id for lease in leases]
         try:
@@ -246,7 +246,7 @@ class Leases:
     def _place(
         self, lease: BlockLease, blocks: tuple[int, ...], words: tuple[LeaseWord, ...]
     ) -> BlockLease | None:
-        """Replace a lease by a value with other blocks and words; None: it has ended meanwhile."""
+        """Replace a lease by one with other blocks and words; None: it has ended meanwhile."""
         number = lease.lease_id
         latest = replace(lease, blocks=blocks, words=words, moves=lease.moves + 1)
         with self._changed:
@@ -254,7 +254,7 @@ class Leases:
             if is_live := self._live.get(number) is lease:
                 self._live[number] = self._registry.moved_leases[number] = latest
                 if (deadline_ns := self._deadlines.get(number)) is not None:
-                    with suppress(LLMException):  # has expired just now
+                    with suppress(LLMException):  # it expired just now
                         self._words.renew(latest, deadline_ns)
         if not is_live:
             self._words.end(latest)
@@ -328,7 +328,7 @@ class Leases:
         self._thread = start_thread(f"kvplan-leases-{self._cluster_id}", self._run)
 
     def _wake_at(self, lease_id: int, deadline_ns: int) -> None:
-        """Set the time at which the thread looks at a lease. Needs the mutex."""
+        """Set the time at which the thread ends a lease or retries. Needs the mutex."""
         if self._deadlines.set(lease_id, deadline_ns):
             self._changed.notify()
 
@@ -357,13 +357,13 @@ class Leases:
         return None
 
     def _move_to_ending(self, lease_id: int, end: LeaseEnd) -> None:
-        """Move a live lease to those that wait for peers. Needs the mutex."""
+        """Move a live lease to the ending ones. Needs the mutex."""
         if (lease := self._live.get(lease_id)) is None:
             return
         self._registry.moved_leases.pop(lease_id, None)
         deadline_ns = self._deadlines.pop(lease_id, None)
         if deadline_ns is not None and deadline_ns <= time.monotonic_ns():
-            end = LeaseEnd.EXPIRED  # which came before this call
+            end = LeaseEnd.EXPIRED  # before this call
         self._ending[lease_id] = lease, end
         del self._live[lease_id]
 
@@ -384,10 +384,8 @@ class Leases:
     def _try_again(self, lease_ids: Iterable[int]) -> None:
         """Retry the end of leases later, as a peer may still write with them."""
         again_ns = time.monotonic_ns() + _RETRY_NS
-        with (
-            self._changed,
-            suppress(LLMException),
-        ):  # no more threads: `release` can be called again
+        # Without a thread, `release` can be called again.
+        with self._changed, suppress(LLMException):
             for number in lease_ids:
                 self._held_up.add(number)
                 self._wake_at(number, again_ns)
@@ -412,20 +410,20 @@ class Leases:
                     raise
 
     def _held(self, lease: BlockLease) -> BlockLease | None:
-        """Return this engine's object of a lease; None: it has ended. Needs the mutex.
+        """Return this engine's object for a lease; None: it has ended. Needs the mutex.
 
-        Leases of other engines are refused.
+        Refuses leases of other engines.
         """
         if (lease.cluster_id, lease.instance) != (self._cluster_id, self._instance):
             if lease.cluster_id == self._cluster_id:
-                return None  # made before a restart of this engine, which ended it
+                return None  # made before a restart of this engine, which ended all leases
             raise invalid(f"{lease} is of cluster {lease.cluster_id}; only its owner can end it")
         ending = self._ending.get(lease.lease_id)
         held = self._live.get(lease.lease_id) or (ending and ending[0])
         if held is None and lease.lease_id <= self._last_id:
             return None
         if held is not lease and held != lease and not (held and held.replaces(lease)):
-            raise invalid(f"{lease} is not as this engine has made it")
+            raise invalid(f"{lease} differs from the lease that this engine made")
         return held
 
 
@@ -442,9 +440,9 @@ def _deadline_ns(ttl_ms: object) -> int:
 def _check_tokens(tokens: int, num_blocks: int, side: Side) -> int:
     """Return `tokens`; refuse more than the blocks of the cache hold."""
     if side.layout is None or "token" not in side.layout.axes:
-        raise invalid(f"tokens={shown(tokens)} needs a cache whose layout says what a token is")
+        raise invalid(f"tokens={shown(tokens)} needs a cache whose layout has an axis of tokens")
     most = room(side, num_blocks, 0)
     number = as_int("tokens", tokens)
     if not 1 <= number <= most:
-        raise invalid(f"tokens={number} must be in [1, {most}], what the blocks hold")
+        raise invalid(f"tokens={number} must be in [1, {most}], as the blocks hold {most}")
     return number

@@ -42,7 +42,7 @@ _USER: Final = "the user, until it is unregistered"
 
 
 def memory_of_span(desc: CacheDesc, span: Span) -> CacheMemory:
-    """Return the tensors of a cache, contiguous in `span`, which they hold."""
+    """Return the memory of a cache whose tensors follow each other in `span`; it holds `span`."""
     sizes = np.full(desc.num_tensors, desc.tensor_nbytes, dtype=np.uint64)
     offsets = np.arange(desc.num_tensors, dtype=np.uint64) * np.uint64(desc.tensor_nbytes)
     addresses = np.uint64(span.address) + offsets
@@ -58,13 +58,13 @@ def memory_of_tensors(
     writable: bool | None,
     device: Device | None = None,
 ) -> CacheMemory:
-    """Return the user's tensors: an address, an array or a tensor of a framework for each.
+    """Return the memory of the user's tensors: addresses, arrays or tensors of a framework.
 
     Args:
         desc: description of the cache; if the engine has a device, its placement says where the
             tensors must be.
         tensors, writable: as for `CacheRegistry.register`.
-        device: of the engine, if the engine has one.
+        device: the device of the engine, if it has one.
     """
     if isinstance(tensors, str | bytes) or not isinstance(tensors, Sequence):
         raise TypeError(
@@ -78,7 +78,7 @@ def memory_of_tensors(
         addresses = [given if isinstance(given, int) else int(given) for given in tensors]
         for position, address in enumerate(addresses):
             if check_width(f"tensors[{position}]", address, 0, UINT64_MAX) == 0:
-                raise invalid(f"tensors[{position}]=0 is no address of memory")
+                raise invalid(f"tensors[{position}]=0 is not a valid address")
         _check_apart(np.array(addresses, np.uint64), desc)
         return memory_at(
             desc, addresses, device=device, writable=writable is not False, owner=_USER
@@ -141,13 +141,13 @@ def _check_on_device(form: TensorForm, given: object, device: Device) -> None:
     at = form.device
     if at is None:
         raise invalid(
-            f"{form.name} is a {type(given).__name__}; of a cache with placement=DEVICE tensors on "
-            f"device {device.id} are needed, or their addresses on device {device.id}; arrays are "
-            "host memory, of placement=HOST (kvplan.accelerator=none: placement says nothing)"
+            f"{form.name} is a {type(given).__name__}; a cache with placement=DEVICE needs tensors "
+            f"on device {device.id}, or their addresses; arrays are host memory, of placement=HOST "
+            "(kvplan.accelerator=none: placement is only a label)"
         )
     if at.kind not in ("", device.tensor_kind) or at.number not in (None, device.id):
         raise invalid(
-            f"{form.name} is on {at.text}, and the caches of this engine with placement=DEVICE are "
+            f"{form.name} is on {at.text}, but the caches of this engine with placement=DEVICE are "
             f"on device {device.tensor_kind}:{device.id} (options kvplan.accelerator and "
             "llm.DeviceId)"
         )
@@ -159,11 +159,11 @@ def _how_to_register(form: TensorForm, device: Device | None) -> str:
     if at is None:
         return ""
     if device is not None:
-        return ", as placement=HOST says; CacheDesc.from_tensors says where tensors are"
+        return ", as placement=HOST says; CacheDesc.from_tensors sets the placement of tensors"
     if at.kind not in (known := _ACCELERATORS):
         return ""
     number = "" if at.number is None else f" and llm.DeviceId={at.number}"
-    return f" where an engine has no device: set kvplan.accelerator={known[at.kind]}{number}"
+    return f", as the engine has no device: set kvplan.accelerator={known[at.kind]}{number}"
 
 
 def memory_at(
@@ -176,7 +176,7 @@ def memory_at(
 ) -> CacheMemory:
     """Check the placement of `addresses`, one for each tensor of `desc`, and return their memory.
 
-    `owner` keeps the memory; None: each transfer checks the memory again.
+    `owner` keeps the memory alive; None: each transfer checks the memory again.
     """
     if device is None:
         return HostMemory.from_addresses(desc, addresses, writable=writable, owner=owner)
@@ -189,6 +189,8 @@ def memory_at(
 
 def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
     """Return the memory of several caches of this process, one after another."""
+    if len(memories) == 1:
+        return memories[0]
     addresses = np.concatenate([*map(attrgetter("addresses"), memories)])
     nbytes = np.concatenate([*map(attrgetter("nbytes"), memories)])
     writable = all(map(attrgetter("writable"), memories))
@@ -199,8 +201,8 @@ def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
     on_device = tuple(memory for memory in memories if isinstance(memory, DeviceMemory))
     if len(on_device) < len(memories) or len({id(part.device) for part in on_device}) > 1:
         raise LLMException(
-            "caches of this process are in host memory and on the device, and one transfer "
-            "has one way; move them in two",
+            "caches of this process are in host memory and on the device, which one transfer "
+            "cannot combine; use two transfers",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
     return DeviceMemory(
@@ -251,13 +253,13 @@ def _pairs(addresses: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> Iterable
 def tensor_arrays(
     desc: CacheDesc, memory: CacheMemory | PeerMemory, chosen: slice = _ALL
 ) -> list[NDArray[Any]]:
-    """Return an array over each tensor, or the chosen ones, which keeps the memory while it lives.
+    """Return an array over each tensor, or each chosen one; an array keeps the memory alive.
 
     Its shape is the cache's; for packed elements a row is flat, of whole bytes.
     """
     if isinstance(memory, DeviceMemory):
         raise LLMException(
-            f"the cache is in memory of device {memory.device.id}, which no array can show; "
+            f"the cache is in memory of device {memory.device.id}, which arrays cannot view; "
             "arrays(cache, copy=True) and write_cache copy it",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
@@ -320,7 +322,7 @@ def read_tensors(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
 
 
 def _pieces(desc: CacheDesc, array: NDArray[Any]) -> Iterator[tuple[int, memoryview]]:
-    """Yield the stretches of a tensor that touch no other bytes: its offset, and its array."""
+    """Yield the offset and the array of each contiguous piece of a tensor."""
     if desc.row_stride is None:
         yield 0, array.data
         return
@@ -345,7 +347,7 @@ def write_tensors(
     memory.check()
     given = _checked(desc, arrays)
     if not memory.writable:
-        raise invalid("the cache was registered with writable=False, or of read-only arrays")
+        raise invalid("the cache was registered with writable=False, or from read-only arrays")
     with using(memory):
         if isinstance(memory, DeviceMemory):
             for address, array in zip(memory.addresses.tolist(), given, strict=True):
@@ -370,8 +372,7 @@ def _checked(desc: CacheDesc, arrays: Sequence[Any] | NDArray[Any]) -> list[NDAr
     for position, array in enumerate(given):
         if array.shape != shape or array.dtype.itemsize != dtype.itemsize or array.dtype.hasobject:
             raise invalid(
-                f"arrays[{position}] is of shape {array.shape} and {array.dtype}; the cache's "
-                f"tensors are of shape {shape} and {dtype}, or another type of "
-                f"{dtype.itemsize} bytes"
+                f"arrays[{position}] has shape {array.shape} and type {array.dtype}; it must have "
+                f"shape {shape} and type {dtype}, or another type of {dtype.itemsize} bytes"
             )
     return [*map(np.ascontiguousarray, given)]

@@ -85,7 +85,7 @@ class Notifications(PollableQueue[Notification]):
         """Begin to receive from a peer's direct connection. Runs in the control thread.
 
         Raises:
-            OSError: the system has no room to watch it.
+            OSError: the system cannot watch another descriptor.
         """
         self._epoll.register(direct, select.EPOLLIN)
         self._direct[direct.fileno()] = direct, cluster_id

@@ -13,7 +13,7 @@ from kvplan.planning.texts import plural
 from kvplan.status import invalid
 
 MAX_NODE: Final = 1023
-"""Largest number of a node in Linux."""
+"""Largest node number of Linux."""
 
 
 def numa_nodes(root: Path = Path("/")) -> dict[int, frozenset[int]]:
@@ -36,7 +36,7 @@ def check_node(name: str, node: int, nodes: Mapping[int, frozenset[int]]) -> Non
     if node in nodes:
         return
     if not nodes:
-        raise invalid(f"{name}={node}: the kernel of this machine does not know of NUMA nodes")
+        raise invalid(f"{name}={node}: the kernel of this machine does not list NUMA nodes")
     low, high = min(nodes), max(nodes)
     missing = "" if len(nodes) == high - low + 1 else f", of which {sorted(nodes)} are online"
     raise invalid(
@@ -50,7 +50,7 @@ def transfers_on(
 ) -> Transfers:
     """Return this process's transfers with threads on the processors of `node`.
 
-    With threads on any processor if `node` is None, the only node, or has no usable processor.
+    The threads run on any processor if `node` is None, the only node, or has no usable processor.
     """
     usable = frozenset() if node is None else nodes[node] & os.sched_getaffinity(0)
     if len(nodes) < 2 or not usable:
@@ -61,7 +61,7 @@ def transfers_on(
 
 @contextmanager
 def _running_on(processors: frozenset[int]) -> Iterator[None]:
-    """Restrict this thread, and no other, to some processors."""
+    """Restrict only this thread to some processors."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, processors)
     try:

@@ -40,7 +40,7 @@ class TransferOptions(TypedDict, total=False):
     Attributes:
         notify: 1 to 4096 bytes that are sent to the peers after every byte has arrived. The
             transfer succeeds when the peers' engines have them. None: nothing is sent.
-        notify_failure: sent instead if the transfer fails and the link stands.
+        notify_failure: sent instead if the transfer fails, unless the link is broken.
         verify: whether to read all moved bytes again and compare. Default: the option
             `kvplan.verify` of the engine.
         tag: name in logs and recordings, such as the id of the request: at most 128 printable
@@ -89,9 +89,8 @@ _ELSEWHERE: Final = {
 class Operation:
     """An operation with the resources that it holds inside its `with` block.
 
-    In flight from the start of the block to its end, or once submitted to the outcome of its task.
-    An operation that only plans has no block: it holds nothing, and is not counted. Options are
-    those of `checked`.
+    It is in flight until the block ends or, once submitted, until its task ends. An operation that
+    only plans has no block: it holds nothing, and is not counted. Options are those of `checked`.
     """
 
     by_layer = False  # whether each layer moves by itself
@@ -134,7 +133,7 @@ class Operation:
         self.link: PeerLink | None = None  # None inside one process
         self.leases: tuple[BlockLease, ...] = ()  # of the peer
         self.span: Span | None = None
-        self.plan: Plan | None = None  # that is executed
+        self.plan: Plan | None = None  # the one that is executed
 
     def __enter__(self) -> Self:
         self.moves = True
@@ -156,7 +155,7 @@ class Operation:
             self.end(error)
 
     def has_moved(self) -> bool:
-        """Return whether a lease that the operation uses names other blocks by now."""
+        """Return whether a lease that the operation uses has moved to other blocks."""
         return False
 
     def asks_again(self, error: LLMException) -> bool:
@@ -210,13 +209,13 @@ class Operation:
             )
 
     def left_ms(self) -> float | None:
-        """Return what is left of the time limit, in milliseconds; None: there is none."""
+        """Return the rest of the time limit in milliseconds; None: no limit."""
         if self.timeout_ms is None:
             return None
         return max(0.0, self.timeout_ms - (perf_counter() - self.started) * 1000)
 
     def limited(self) -> float | None:
-        """Return what is left of the time limit of a call that waits: with a peer, there is one."""
+        """Return the rest of the time limit of a call that waits; with a peer it has a limit."""
         limit_ms = self.timeout_ms
         if limit_ms is None:
             if self.link is None:
@@ -236,7 +235,7 @@ class Operation:
     def undelivered(self, error: LLMException) -> LLMException:
         """Return the error of a transfer that has arrived, but whose notification has failed."""
         return LLMException(
-            f"{self.name}: every byte has arrived, and the notification could not be delivered: "
+            f"{self.name}: every byte has arrived, but the notification could not be delivered: "
             f"{error.args[0]}",
             status_code=error.status_code,
         )
@@ -246,7 +245,7 @@ class Operation:
         data, link = self._notify_failure, self.link
         self._notify_failure = None
         if data is not None and link is not None and isinstance(error, Exception):
-            link.notify_soon(data)  # not after an interrupt, whose outcome is not known
+            link.notify_soon(data)  # not after an interrupt, whose outcome is unknown
 
     def end(self, error: BaseException | None) -> None:
         """Release the resources of the operation, and record its outcome; idempotent."""
@@ -293,7 +292,9 @@ class Operation:
         """Return the link to the peer that `key` names; an operation that moves holds the link."""
         engine = self.engine
         if cluster_id == engine.cluster_id:
-            raise invalid(f"{argument}={key} is of this engine's own cluster; copy inside of one")
+            raise invalid(
+                f"{argument}={key} is of this engine's own cluster; give the Cache instead"
+            )
         link = engine.links.peers.get(cluster_id) or engine.links.get(cluster_id)
         if self.moves and self.link is None:
             self.hold(link)
@@ -348,7 +349,7 @@ def check_notification(name: str, data: bytes) -> None:
 
 
 def check_tag(tag: str) -> None:
-    """Refuse a tag that is too long, or that does not print."""
+    """Refuse a tag that is too long or not printable."""
     if type(tag) is not str:
         check_type("tag", tag, str)
     if len(tag) > MAX_TAG or not tag.isprintable():

@@ -48,7 +48,7 @@ class Kind:
 
     Attributes:
         check: refuses an invalid value; called with the name and the value.
-        read: returns the value of a text; called with the key and the text.
+        read: parses a text; called with the key and the text.
         values: the valid values in words, for the reference.
     """
 
@@ -59,17 +59,17 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """An option: a field of a class of options, and all that is known of it.
+    """An option: a field of a class of options, with its checks and its documentation.
 
     Attributes:
         field: name of the field.
         keys: keys in a mapping of options; errors name the first.
-        default: the value without a setting. Only where this is None can the value be None.
-        kind: the values that it can have.
-        unit: of a number.
-        over: the transports that the option concerns; empty: any.
+        default: the value without a setting. Only an option whose default is None can be None.
+        kind: the allowed values.
+        unit: unit of a number.
+        over: the transports that use the option; empty: all.
         text: the effect.
-        see: a link to more about it, relative to docs/reference.
+        see: a link to details, relative to docs/reference.
     """
 
     field: str
@@ -123,7 +123,7 @@ def rows_of(cls: Any, prefix: str = "") -> tuple[Row, ...]:
 
 
 def described(cls: type[_T]) -> type[_T]:
-    """Describe the rows of a class of options in its docstring, as section Attributes."""
+    """Add a section Attributes with the rows of a class of options to its docstring."""
     lines = "\n".join(
         textwrap.fill(
             f"{row.field}: {row.text}", 96, initial_indent="    ", subsequent_indent=" " * 8
@@ -176,7 +176,7 @@ def number(low: int, high: int, width: tuple[int, int] | None = None) -> Kind:
 
 
 def one_of(allowed: Collection[str]) -> Kind:
-    """Return the kind of some words."""
+    """Return the kind of the `allowed` words."""
     words = ", ".join(f"`{word}`" for word in allowed)
     return Kind(lambda name, value: check_one_of(name, value, allowed), values=words)
 
@@ -267,7 +267,7 @@ def _check_verify(name: str, value: object) -> None:
         verify_every(check_type(name, value, str))
     except ValueError:
         raise invalid(
-            f'{name}={shown(value)} must be "off", "all" or such as "sample:1/64"'
+            f'{name}={shown(value)} must be "off", "all" or a sample, as "sample:1/64"'
         ) from None
 
 
@@ -289,7 +289,7 @@ def _check_backend(name: str, value: object) -> None:
 
 
 def positive(*types: type) -> Kind:
-    """Return the kind of numbers > 0 of some types."""
+    """Return the kind of numbers > 0 of the given types."""
 
     def check(name: str, value: Any) -> None:
         number: Any = value

@@ -1,6 +1,6 @@
-"""The table of an engine's options: a row for each, from which the reference page is made.
+"""The table of an engine's options, one row each.
 
-A new option is a row here, and `make options`.
+To add an option, add a row and run `make options`, which writes the reference page.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class OptionRows:
     advertise: str = option(
         "", kinds.ADVERTISED,
         'Address that peers link to, if it is not the one to listen at: "host", or "host:port" '
-        "behind a port mapping. It is needed to listen at all addresses (0.0.0.0) and hand "
-        "`listen_address` to peers. Empty: the address to listen at.",
+        "behind a port mapping. Needed to hand `listen_address` to peers while listening at all "
+        "addresses (0.0.0.0). Empty: the address to listen at.",
         see="../how-to/containers.md#addresses")
     device_id: int = option(
         0, number(0, INT32[1], INT32),
@@ -103,7 +103,7 @@ class OptionRows:
         over=("local",), see="caches.md#pages")
     local_comm_res: str = option(
         "", kinds.JSON,
-        "Rank table of this device alone. Empty: the address of the device is detected.",
+        "Rank table of only this device. Empty: the address of the device is detected.",
         OPTION_LOCAL_COMM_RES, over=("hccl",), see="../how-to/ascend.md")
     global_resource_config: str = option(
         "", kinds.RESOURCES,
@@ -141,13 +141,13 @@ class OptionRows:
         see="../how-to/cuda.md")
     cuda_batch_calls: bool = option(
         True, kinds.FLAG,
-        "False: `cuMemcpyBatchAsync` is never called, as drivers have faults in it; copies are "
-        "launches of the kernel, or single copies.",
+        "False: never call `cuMemcpyBatchAsync`, which is faulty in some drivers; copy by "
+        "launches of the kernel, or by single copies.",
         see="../how-to/cuda.md")
     cuda_copy_blocks: int = option(
         0, number(0, 65_535),
-        "Maximum number of thread blocks of the copy kernel, of which a multiprocessor runs 4: "
-        "what is left of the GPU is the model's. 0: 32 from and to the host, 64 within a GPU and "
+        "Maximum number of thread blocks of the copy kernel. A multiprocessor runs 4 of them; the "
+        "rest of the GPU is left to the model. 0: 32 from and to the host, 64 within a GPU and "
         "between two.",
         see="../how-to/cuda.md")
     staging_nbytes: int = option(
@@ -238,7 +238,7 @@ class OptionRows:
         see="../how-to/verification.md")
     opentelemetry: bool = option(
         False, kinds.FLAG,
-        "Make a span of OpenTelemetry for each transfer; needs the extra `otel`.",
+        "Make an OpenTelemetry span for each transfer; needs the extra `otel`.",
         see="../how-to/recording.md#opentelemetry")
     status_socket: bool = option(
         True, kinds.FLAG,

@@ -1,4 +1,4 @@
-"""Sources of options that the program does not give: environment variables and files."""
+"""Options from environment variables and files, for those that the program does not give."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def values_of(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 @contextmanager
 def naming_sources(settings: Mapping[str, Setting]) -> Iterator[None]:
-    """Add to errors of `Options` the sources of the values that they name."""
+    """Add the sources of the values that an error of `Options` names to the error."""
     try:
         yield
     except (LLMException, TypeError, ValueError) as error:
@@ -121,7 +121,7 @@ def _table_of(name: str) -> Mapping[str, Any]:
 
 
 def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield keys and values; an unquoted `llm.DeviceId` is a table in a table."""
+    """Yield keys and values; TOML reads an unquoted `llm.DeviceId` as a table in a table."""
     for name, value in table.items():
         key = before + name
         if isinstance(value, dict) and key not in _KEYS:
@@ -131,7 +131,7 @@ def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 
 def _text(source: str, value: object) -> str:
-    """Return a value of a file as the text of a mapping of options."""
+    """Return a value of a file as the text that a mapping of options has for it."""
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, str | int):

@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 def _completed(cls: type[_T]) -> type[_T]:
-    """Let the constructor take missing arguments from the environment and from its file."""
+    """Let the constructor take missing arguments from the environment and the file it names."""
     from_arguments = vars(cls)["__init__"]
 
     @wraps(from_arguments)
@@ -56,7 +56,7 @@ class Options(OptionRows):
     KVPLAN_TRANSPORT, otherwise that of the file named by KVPLAN_OPTIONS_FILE (see `from_file`).
 
     Raises:
-        TypeError: a field of another type.
+        TypeError: a field of the wrong type.
         ValueError: an integer outside the reference's field.
         LLMException: LLM_PARAM_INVALID: a value that breaks a rule.
     """
@@ -69,7 +69,7 @@ class Options(OptionRows):
                 f"heartbeat_timeout_ms={self.heartbeat_timeout_ms} must be more than "
                 f"heartbeat_interval_ms={self.heartbeat_interval_ms}"
             )
-        if not self.local_comm_res:  # it is used in place of the file
+        if not self.local_comm_res:  # which takes precedence over the file
             check_resource_file("global_resource_config", self.global_resource_config)
 
     def differences(self, other: Options) -> str:
@@ -88,11 +88,11 @@ class Options(OptionRows):
     def from_file(cls, path: str | os.PathLike[str], **given: Any) -> Options:
         """Return the options of a TOML file, in its table [kvplan].
 
-        Arguments take precedence over environment variables, these over the file.
+        Arguments take precedence over environment variables, and these over the file.
 
         Args:
-            path: of the file. Keys are those of a mapping, with or without prefix, or fields.
-            given: fields.
+            path: the file. Its keys are those of a mapping, with or without prefix, or fields.
+            given: values of fields.
 
         Raises:
             TypeError, ValueError: as the class.
@@ -113,7 +113,7 @@ class Options(OptionRows):
         causes a warning with the nearest key; one similar to `llm.ListenIpInfo` is refused.
 
         Raises:
-            TypeError: another type, or a key or value that is not text.
+            TypeError: the wrong type, or a key or value that is not text.
             ValueError, LLMException: as the class.
         """
         if options is None:
@@ -145,8 +145,8 @@ def unknown_key(key: str) -> str:
     plain = re.sub("[^a-z0-9]", "", key.lower().removeprefix("llm.").removeprefix("kvplan."))
     if plain.startswith("listen") or get_close_matches(plain, ["listenipinfo"], cutoff=0.8):
         raise invalid(
-            f"option {key!r} is unknown, and without it the engine would listen nowhere; where to "
-            f"listen is {OPTION_LISTEN_IP_INFO!r}"
+            f"option {key!r} is unknown; the address to listen at is option "
+            f"{OPTION_LISTEN_IP_INFO!r}"
         )
     near = get_close_matches(key, SPELLINGS, n=1, cutoff=0.0)[0]
     return f"option {key!r} is unknown and ignored; the nearest is {near!r}"

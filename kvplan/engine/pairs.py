@@ -5,8 +5,8 @@ block tables. The link keeps the pairs of its peer's caches by name. A request o
 up no cache, whether an operation runs it or `move_now`.
 
 At most 64 KiB move inline, between memory of this process and mapped memory of a peer, in the
-calling thread and with the GIL. No other thread sees such a transfer in flight: the end of a link
-or of a cache comes before it or after it.
+calling thread and with the GIL. No other thread sees such a transfer in flight: a link or a cache
+ends before it or after it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from kvplan.transport.link import PeerMemory
     from kvplan.types import KvCacheExtParam
 
-_LINKED: Final = LinkState.LINKED  # the lookup in an enumeration takes longer
+_LINKED: Final = LinkState.LINKED  # faster than a lookup in the enumeration
 _SUCCESS: Final = LLMStatusCode.LLM_SUCCESS
 
 _TRANSPORT: Final = "local"  # the only transport that maps memory of peers
@@ -65,7 +65,7 @@ _MAX_PAIRS: Final = 1024  # per link
 
 
 class NamedPair(NamedTuple):
-    """Caches of a peer, as many of this process, and the rows of each pair; keeps no memory."""
+    """Pairs of a peer's cache and one of this process, with their rows; keeps no memory alive."""
 
     entries: tuple[ref[CacheEntry], ...]
     theirs: PeerMemory
@@ -73,14 +73,14 @@ class NamedPair(NamedTuple):
     peer: Peer
     words: bytes
     write_guard: WriteGuard | None
-    are_apart: bool  # no cache has memory of another
+    are_apart: bool  # no two caches share memory
 
 
 _Key: TypeAlias = "tuple[bool, Kind, int | tuple[int], int, KvCacheExtParam | None, bool, bool]"
 
 
 class Request(msgspec.Struct):
-    """A usual transfer with a peer: its link, its own cache, and the rows that move."""
+    """A usual transfer with a peer: the link, the cache of this process, and the rows to move."""
 
     pulls: bool
     kind: Kind
@@ -91,7 +91,7 @@ class Request(msgspec.Struct):
     entry: CacheEntry  # of this process
     key: CacheIndex | BlocksCacheKey | BlockLease
     lease: BlockLease | None  # the key, if it is a lease
-    src_rows: Blocks  # of a slot only its index
+    src_rows: Blocks  # for a slot only its index
     dst_rows: Blocks
     num_tokens: int | None
     src_token: int
@@ -233,7 +233,7 @@ class PairOperation(Operation, ABC):
         """Find the caches of all pairs by their names, and lower or plan each pair."""
 
     def use_known(self) -> Prepared | None:
-        """Return what to execute if all pairs are known; None: their names are to be resolved."""
+        """Return what to execute if all pairs are known; None: resolve their names."""
         # Only before the link is held. Later changes of the peer are found by checks of the memory.
         if not self.moves or self.link is not None:
             return None
@@ -249,18 +249,18 @@ class PairOperation(Operation, ABC):
         if found is None or first.pairs is not link.pairs:
             return None
         is_key = False  # a key may name another cache now
-        parts, each, ours, leases = [], [], [], []
+        parts, lowered, ours, leases = [], [], [], []
         for request, pair, rows, entry in zip(
             self._requests, self.pairs, found.rows, found.entries, strict=True
         ):
-            one = rows.bind(
+            bound = rows.bind(
                 request.src_rows, request.dst_rows, request.num_tokens, request.src_token,
                 request.dst_token, pair.name,
             )  # fmt: skip
-            if one is None or entry() is not request.entry or request.pairs is not first.pairs:
+            if bound is None or entry() is not request.entry or request.pairs is not first.pairs:
                 return None
-            parts.append(one[0])
-            each.append(one[1])
+            parts.append(bound[0])
+            lowered.append(bound[1])
             ours.append(request.entry.memory)
             is_key = is_key or type(request.key) is BlocksCacheKey
             if request.lease is not None:
@@ -276,8 +276,8 @@ class PairOperation(Operation, ABC):
         own = ours[0] if len(ours) == 1 else joined(ours)
         src, dst = (theirs, own) if first.pulls else (own, theirs)
         if not found.are_apart:
-            return prepare_parts(parts, each, src, dst)
-        descriptors = each[0] if len(each) == 1 else Descriptors.joined(each)
+            return prepare_parts(parts, lowered, src, dst)
+        descriptors = lowered[0] if len(lowered) == 1 else Descriptors.joined(lowered)
         return Plan.made(*parts), src, dst, descriptors
 
     def has_moved(self) -> bool:
@@ -333,17 +333,17 @@ class PairOperation(Operation, ABC):
 
 
 def _name_of(requests: Sequence[Request]) -> _Key | tuple[_Key, ...]:
-    return requests[0].name if len(requests) == 1 else tuple([its.name for its in requests])
+    return requests[0].name if len(requests) == 1 else tuple([each.name for each in requests])
 
 
 def prepare_parts(
-    parts: Sequence[Part], each: Sequence[Descriptors], src: TensorMemory, dst: TensorMemory
+    parts: Sequence[Part], lowered: Sequence[Descriptors], src: TensorMemory, dst: TensorMemory
 ) -> Prepared:
     """Return the plan of all parts, with one array of descriptors if each part has its own."""
     plan, descriptors = Plan.made(*parts), None
-    if len(each) == len(parts):
+    if len(lowered) == len(parts):
         with suppress(LLMException):  # raised again where the plan is bound
-            descriptors = join(plan, each, src, dst, one_space=src.in_process and dst.in_process)
+            descriptors = join(plan, lowered, src, dst, one_space=src.in_process and dst.in_process)
     return plan, src, dst, descriptors
 
 

@@ -43,7 +43,7 @@ class PoolConfig:
     """A pool of memory that caches are allocated from.
 
     Attributes:
-        memory_size: bytes, at least one page; a rest below one page is not used.
+        memory_size: bytes, at least one page; a remainder below one page is not used.
         page_shift: a page has 2**page_shift bytes.
 
     Raises:
@@ -228,9 +228,9 @@ class Pools:
         for placement, config in configs.items():
             if config is None:
                 continue
-            allocation, of, pinned = self._allocate(placement, config.memory_size)
-            self._pools[placement] = Pool(allocation, config.page_shift, of, pinned)
-            whole = Span(allocation, 0, allocation.nbytes, None, of).view(allocation.nbytes)
+            allocation, home, pinned = self._allocate(placement, config.memory_size)
+            self._pools[placement] = Pool(allocation, config.page_shift, home, pinned)
+            whole = Span(allocation, 0, allocation.nbytes, None, home).view(allocation.nbytes)
             for transport in transports:
                 if kind_of(whole) in transport.reaches:
                     transport.preregister_pool(whole, keep=pinned)
@@ -269,7 +269,9 @@ class Pools:
         try:
             return arena, None, device.pin(arena.address, arena.nbytes, keep=arena)
         except LLMException as error:  # copies work without a pin, only slower
-            # Only the text: a handler that keeps records would keep the device by the traceback.
+            # Only the text: a handler that keeps the error would keep the device alive.
             why = str(error)
-            _LOG.warning("caches of the host are copied to and from devices slowly: %s", why)
+            _LOG.warning(
+                "host caches are not pinned, and copied slowly to and from devices: %s", why
+            )
             return arena, None, None

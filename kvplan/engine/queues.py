@@ -47,7 +47,7 @@ class PollableQueue(Generic[_T]):
 
     @property
     def closed(self) -> bool:
-        """Whether the engine was finalized, after which nothing arrives."""
+        """True after the engine was finalized; nothing arrives any more."""
         return self._closed
 
     def fileno(self) -> int:
@@ -138,7 +138,7 @@ class PollableQueue(Generic[_T]):
             os.eventfd_write(self._fd, 1)
 
     def _receive(self) -> None:
-        """Move items that arrived elsewhere into the queue; a subclass may have such items."""
+        """Move items that arrived elsewhere into the queue; for subclasses that have such items."""
 
     def _take(self) -> _T:
         if not self._items:
@@ -157,7 +157,7 @@ class PollableQueue(Generic[_T]):
     def _check_process(self) -> None:
         if (pid := os.getpid()) != self._pid:
             raise LLMException(
-                f"what arrives is for process {self._pid}; this is its forked child {pid}"
+                f"the queue belongs to process {self._pid}; this is its forked child {pid}"
             )
 
     def __repr__(self) -> str:

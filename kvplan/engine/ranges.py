@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 
 from kvnative._lower import Descriptors
-from kvnative._ranges import arrange, first_overlap
+from kvnative._ranges import first_bad, place
 from kvplan.engine.memory import joined
 from kvplan.engine.operation import Operation, RunOptions
 from kvplan.execution.binding import check_order_free
-from kvplan.links.address_index import check_ranges
 from kvplan.planning.ranges import RangePart, RangePlan, Ranges, span_text
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, invalid
@@ -29,11 +28,14 @@ if TYPE_CHECKING:
     from kvplan.engine.entry import CacheEntry
     from kvplan.execution import TensorMemory
     from kvplan.links import PeerLink
-    from kvplan.links.address_index import AddressIndex, Cut, Extent
+    from kvplan.links.address_index import AddressIndex, Extent
     from kvplan.links.peer_table import PeerCache
     from kvplan.planning.plan import Plan
 
     Column = NDArray[np.uint64]
+
+
+_UINT64 = np.dtype(np.uint64)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -74,33 +76,24 @@ class AddressRanges:
         if direction not in ("pull", "push"):
             raise invalid(f"direction={shown(direction)} must be 'pull' or 'push'")
         check_width("cluster_id", cluster_id, 0, UINT64_MAX)
-        columns = {
-            name: _column(name, values)
-            for name, values in (("local", local), ("remote", remote), ("nbytes", nbytes))
-        }
-        lengths = {name: len(column) for name, column in columns.items()}
-        if len(set(lengths.values())) > 1 or not lengths["nbytes"]:
-            raise invalid(f"ranges: {lengths} must be of one length, of at least 1")
-        for name in ("local", "remote"):
-            check_ranges(columns[name], columns["nbytes"], name)
-        fields = {"cluster_id": cluster_id, "direction": direction, **columns}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        columns = _column("local", local), _column("remote", remote), _column("nbytes", nbytes)
+        lengths = list(map(len, columns))
+        if lengths[0] == 0 or lengths != lengths[:1] * 3:
+            raise invalid(
+                f"ranges: local, remote and nbytes have {lengths} numbers; they must have as many "
+                "of each, and at least 1"
+            )
+        if (bad := first_bad(*columns)) >= 0:
+            raise _impossible(bad, *columns)
+        assign = object.__setattr__
+        assign(self, "cluster_id", cluster_id)
+        assign(self, "direction", direction)
+        assign(self, "local", columns[0])
+        assign(self, "remote", columns[1])
+        assign(self, "nbytes", columns[2])
 
     def __len__(self) -> int:
         return len(self.nbytes)
-
-
-class _Found(NamedTuple):
-    """Ranges that were cut: each lies in one tensor here and in one of the peer."""
-
-    own: AddressIndex[CacheEntry]
-    peer: AddressIndex[Any]  # of a PeerCache; of a CacheEntry inside of one engine
-    own_extents: Column
-    peer_extents: Column
-    local: Column
-    remote: Column
-    nbytes: Column
 
 
 class RangeOperation(Operation):
@@ -131,17 +124,23 @@ class RangeOperation(Operation):
     def _prepare(
         self, link: PeerLink | None, ranges: AddressRanges, pulls: bool
     ) -> tuple[Plan, TensorMemory, TensorMemory, Descriptors]:
-        found = self._locate(link, ranges, pulls)
-        pairs = _pairs(found)
-        source, target = (found.remote, found.local) if pulls else (found.local, found.remote)
-        src, dst, nbytes, groups = arrange(source, target, found.nbytes, pairs)
-        if (clash := first_overlap(dst, nbytes)) is not None:
-            first, second = (
-                span_text(int(dst[place]), int(nbytes[place])) for place in sorted(clash)
-            )
+        mine = self.engine.registry.address_index()
+        its: AddressIndex[Any] = mine  # of a PeerCache; of a CacheEntry inside of one engine
+        if link is not None:
+            its = link.address_index(writable=not pulls, ask=self.retried)
+        columns = ranges.local, ranges.remote, ranges.nbytes
+        placed = place(mine.pieces, its.pieces, *columns, pulls)
+        if placed is None:
+            columns = _cut(mine, its, *columns)
+            placed = place(mine.pieces, its.pieces, *columns, pulls)
+            assert placed is not None, "now each range lies in one piece of either side"
+        src, dst, nbytes, parts, pairs, clash = placed
+        if clash is not None:
+            first, second = (span_text(int(dst[at]), int(nbytes[at])) for at in sorted(clash))
             side = "local" if pulls else "remote"
             raise invalid(f"{side} ranges {first} and {second} overlap: both are written")
-        own, peer, firsts = _parts(found, groups)
+        own = [mine.extents[number] for number, _, _ in parts]
+        peer = [its.extents[number] for _, number, _ in parts]
         self.cache_id = own[0].cache.cache.cache_id
         ours = joined([extent.cache.memory for extent in own])
         theirs: TensorMemory = (
@@ -155,7 +154,7 @@ class RangeOperation(Operation):
             raise invalid(
                 "local ranges are to be written, and their memory is registered read-only"
             )
-        bounds = [*firsts, len(nbytes)]
+        bounds = [*[first for _, _, first in parts], len(nbytes)]
         made = partial(
             _made_parts,
             pulls,
@@ -163,62 +162,34 @@ class RangeOperation(Operation):
             [_own_place(each) if link is None else _peer_place(each) for each in peer],
             ("", "") if link is None else (f" of {link}", link.side(peer[0].cache).way),
             bounds,
-            len(found.nbytes),
+            len(columns[2]),
             pairs,
         )
-        plan = RangePlan(Ranges(src, dst, nbytes, pulls), len(own), made)
         reached = src if pulls else dst
         if link is not None:
             reached = _as_reached(reached, theirs, peer, bounds)
         read, written = (reached, dst) if pulls else (src, reached)
         descriptors = Descriptors.from_columns(written, read, nbytes)
+        listed = Ranges(src, dst, nbytes, pulls)
+        plan = RangePlan(listed, len(own), descriptors.total_nbytes, made)
         if theirs.in_process:
             check_order_free(plan, descriptors, one_space=True)
         return (plan, theirs, ours, descriptors) if pulls else (plan, ours, theirs, descriptors)
 
-    def _locate(self, link: PeerLink | None, ranges: AddressRanges, pulls: bool) -> _Found:
-        own = self.engine.registry.address_index()
-        here = own.cut("local", ranges.local, ranges.remote, ranges.nbytes)
-        peer: AddressIndex[Any] = own
-        if link is not None:
-            peer = link.address_index(writable=not pulls, ask=self.retried)
-        there = _cut_remote(peer, ranges, here)
-        if len(there.nbytes) != len(here.nbytes):  # the peer's registrations have cut further
-            here = own.cut("local", there.others, there.starts, there.nbytes)
-        return _Found(
-            own, peer, here.extents, there.extents, there.others, there.starts, there.nbytes
-        )
 
-
-def _cut_remote(peer: AddressIndex[Any], ranges: AddressRanges, here: Cut) -> Cut:
-    if len(here.nbytes) != len(ranges.nbytes):  # first, so that errors have the caller's numbers
-        peer.cut("remote", ranges.remote, ranges.local, ranges.nbytes)
-    return peer.cut("remote", here.others, here.starts, here.nbytes)
-
-
-def _pairs(found: _Found) -> Column | None:
-    """Return a number for the pair of extents of each range; None: all have the same pair."""
-    own, peer = found.own_extents, found.peer_extents
-    if (own == own[0]).all() and (peer == peer[0]).all():
-        return None
-    return own * np.uint64(len(found.peer.extents)) + peer
-
-
-def _parts(
-    found: _Found, groups: Column | None
-) -> tuple[list[Extent[CacheEntry]], list[Extent[Any]], list[int]]:
-    """Return the extents of each pair in order, and the first range of each."""
-    if groups is None:
-        firsts = [0]
-        numbers = [(int(found.own_extents[0]), int(found.peer_extents[0]))]
-    else:
-        firsts = [0, *(np.flatnonzero(groups[1:] != groups[:-1]) + 1).tolist()]
-        numbers = [divmod(int(groups[first]), len(found.peer.extents)) for first in firsts]
-    return (
-        [found.own.extents[own] for own, _ in numbers],
-        [found.peer.extents[peer] for _, peer in numbers],
-        firsts,
-    )
+def _cut(
+    own: AddressIndex[CacheEntry],
+    peer: AddressIndex[Any],
+    local: Column,
+    remote: Column,
+    nbytes: Column,
+) -> tuple[Column, Column, Column]:
+    """Cut ranges where they continue in another registration; refuse those in none."""
+    here = own.cut("local", local, remote, nbytes)
+    if len(here.nbytes) != len(nbytes):  # first, so that errors have the caller's numbers
+        peer.cut("remote", remote, local, nbytes)
+    there = peer.cut("remote", here.others, here.starts, here.nbytes)
+    return there.others, there.starts, there.nbytes
 
 
 def _as_reached(
@@ -283,11 +254,23 @@ def _side(desc: CacheDesc, cache_id: int, name: str, way: str = "") -> Side:
 
 def _column(name: str, values: Any) -> Column:
     given = np.asarray(values)
-    if given.dtype == np.uint64 and given.ndim == 1 and given.flags.c_contiguous:
+    if given.dtype == _UINT64 and given.ndim == 1 and given.flags.c_contiguous:
         return given
     if given.ndim != 1:
         raise TypeError(f"{name}={shown(values)} must be a sequence of int")
     return np.array(
         [check_width(f"{name}[{i}]", value, 0, UINT64_MAX) for i, value in enumerate(list(values))],
         dtype=np.uint64,
+    )
+
+
+def _impossible(number: int, local: Column, remote: Column, nbytes: Column) -> LLMException:
+    """Return the refusal of a range that is empty, begins at 0 or passes 2**64."""
+    start, size = int(local[number]), int(nbytes[number])
+    side = "local"
+    if start and 0 < size <= UINT64_MAX + 1 - start:
+        side, start = "remote", int(remote[number])
+    return invalid(
+        f"{side} range {number} has address {start:#x} and {size} bytes; a range has at least 1 "
+        "byte, does not begin at 0, and ends by 2**64"
     )

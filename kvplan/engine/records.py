@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvplan.recording.writer import Recorder
 
 RECORD: Final = "KVPLAN_RECORD"
-"""Names a directory where each engine of each process records to a file of its own."""
+"""The variable with the directory in which each engine of each process records to its own file."""
 
 SUFFIX: Final = ".kvrec"
 
@@ -48,14 +48,14 @@ class RecordingOperations(OperationRunner):
         Args:
             path: of the file.
             max_bytes: size of a file, at least 65536.
-            files: number of files that are kept.
+            files: number of files to keep.
 
         Returns:
             The recorder, which records until its `close`, the end of its `with` block, or
             `finalize`.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             OSError: the file cannot be created.
             LLMException: LLM_PARAM_INVALID: this engine is being recorded, or the file is of
                 another engine or not a recording; LLM_FAILED: not initialized;
@@ -64,10 +64,10 @@ class RecordingOperations(OperationRunner):
         return _record(self._running(), path, max_bytes=max_bytes, files=files)
 
 
-def record_where_said(engine: Engine) -> None:
+def record_if_configured(engine: Engine) -> None:
     """Record a new engine if the environment names a directory.
 
-    If the directory cannot be written, a warning is logged and the engine works without.
+    If the directory cannot be written, log a warning and do not record.
     """
     if not (given := os.environ.get(RECORD)):
         return
@@ -96,7 +96,7 @@ def _record(
     if before is not None and not before.ended:
         raise invalid(
             f"path={os.fspath(path)}: cluster {engine.cluster_id} is being recorded to "
-            f"{before.path}; close that first: `recording` (it may be {RECORD}'s)"
+            f"{before.path}; close that recording first (it may be of {RECORD})"
         )
     recorder = None
     try:

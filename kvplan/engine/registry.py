@@ -102,7 +102,7 @@ class CacheRegistry:
         Fresh memory is zeroed; pages of a pool keep their previous content.
 
         Args:
-            desc: description of the cache; its tensors are contiguous to each other.
+            desc: description of the cache; its tensors follow each other in memory.
             paged: whether blocks address the cache.
             keys: at most one BlocksCacheKey for a paged cache. Otherwise a CacheKey for each row,
                 from the first row on; a padding key skips a row.
@@ -124,7 +124,7 @@ class CacheRegistry:
         remote_accessible: bool = True,
         writable: bool | None = None,
     ) -> CacheEntry:
-        """Make a cache of the user's memory.
+        """Register the user's memory as a cache.
 
         Args:
             desc: description of the cache.
@@ -152,7 +152,7 @@ class CacheRegistry:
         return self._publish(cache_id, desc, memory, ranges, paged, keys)
 
     def deallocate(self, cache_id: int, *, paged: bool | None = None) -> None:
-        """Free an allocated cache: a paged one at once, another after its keys are gone.
+        """Free an allocated cache: a paged one at once, a contiguous one after its keys are gone.
 
         An unknown or freed id has no effect. `paged` is the kind that the caller expects.
         """
@@ -174,7 +174,7 @@ class CacheRegistry:
         self._on_change()
 
     def unregister(self, cache_id: int) -> None:
-        """End a registered cache, its keys and its claims; an unknown id has no effect.
+        """Remove a registered cache, its keys and its claims; an unknown id has no effect.
 
         After the return no peer reports success for the cache, its registrations have ended, and no
         transfer of this process touches its memory.
@@ -187,7 +187,7 @@ class CacheRegistry:
                     self._by_address = None
                     self._keys.unbind(cache_id)
                     self._pending.add([self._held.pop(cache_id)])
-                # Also earlier registrations of the cache, and those that another call ends now.
+                # Also earlier registrations of the cache, and those that another call is ending.
                 ended = self._pending.of(cache_id)
             for cache in ended:
                 why = f"this engine has unregistered cache {cache.entry.cache.cache_id} meanwhile"
@@ -246,8 +246,8 @@ class CacheRegistry:
             return self._entries[cache_id]
         except KeyError:
             with self._mutex:
-                there = shown(sorted(self._entries))
-            raise not_exist(f"cache_id={cache_id} is not here; there are {there}") from None
+                known = shown(sorted(self._entries))
+            raise not_exist(f"cache_id={cache_id} does not exist; known are {known}") from None
 
     def resolve(self, cache: Cache, argument: str = "cache") -> CacheEntry:
         """Return the entry of a cache: by its id, or without an id by its addresses.
@@ -314,16 +314,16 @@ class CacheRegistry:
         return self.survey(dict)
 
     def survey(self, look: Callable[[Mapping[int, CacheEntry]], _T]) -> _T:
-        """Return the result of `look(offered)`, which must not keep an entry.
+        """Return the result of `look(offered)`.
 
-        So the memory of a cache that is freed afterwards is free at once.
+        `look` must not keep an entry, so that freed caches return their memory at once.
         """
         with self._mutex:
             now = tuple(self._entries.items())
             return look({i: entry for i, entry in now if entry.remote_accessible})
 
     def find(self, key: AnyKey) -> tuple[CacheEntry, int]:
-        """Return the cache and the slot that peers reach by `key`."""
+        """Return the cache and the slot that peers reach with `key`."""
         with self._mutex:
             bound = self._keys.find(key)
             return self._reached(key, bound), bound.batch_index
@@ -376,7 +376,7 @@ class CacheRegistry:
             run(partial(end_all, unused))
 
     def close(self) -> None:
-        """End every cache; idempotent. Memory stays as long as a transfer or an array uses it."""
+        """Remove all caches; idempotent. Memory stays while a transfer or an array uses it."""
         with self._mutex:
             self._closed = True
             held = [*self._held.values(), *self._pending.all()]
@@ -410,8 +410,8 @@ class CacheRegistry:
         keys: Sequence[AnyKey],
         span: Span | None = None,  # None: the memory is the user's
     ) -> CacheEntry:
-        """Offer the memory to peers and enter the cache: both, or neither."""
-        # Without the lock: to register much memory takes long, and links must not wait meanwhile.
+        """Offer the memory to peers and add the cache: both, or neither."""
+        # Without the lock: registering much memory takes long, and links must not wait meanwhile.
         owned = span is not None
         with ExitStack() as undo:
             offered = offer(self._transports, ranges, memory.writable, keep=span)
@@ -449,7 +449,7 @@ class CacheRegistry:
     def _reached(self, key: AnyKey, bound: BoundKey) -> CacheEntry:
         entry = self._held[bound.cache_id].entry
         if not entry.remote_accessible:
-            raise not_exist(f"the cache that has {key} is not remote accessible")
+            raise not_exist(f"the cache of {key} is not remote accessible")
         return entry
 
     def _pop_unused(self, cache_id: int) -> list[HeldCache]:

@@ -1,4 +1,4 @@
-"""Public methods of an engine around requests: leases of their blocks, and notifications."""
+"""Public methods of an engine for requests: leases of their blocks, and notifications."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LeaseOperations(OperationRunner):
-    """Leases: peers reach blocks only as long as these belong to one request."""
+    """Leases: peers reach blocks only while these belong to one request."""
 
     def lease_blocks(
         self,
@@ -38,8 +38,8 @@ class LeaseOperations(OperationRunner):
         block. A lease ends with `release`, at its deadline, or when the cache is freed.
 
         Args:
-            cache: a cache of this engine that peers reach.
-            blocks: in the order of the request, each once; of a contiguous cache `[slot]`.
+            cache: a cache of this engine that peers can reach.
+            blocks: in the order of the request, each once; for a contiguous cache `[slot]`.
             tag: name in messages, such as the id of the request: at most 64 characters.
             ttl_ms: milliseconds after which no transfer with the lease succeeds, by this host's
                 clock. The check needs no running thread. A thread of this engine then waits for
@@ -49,7 +49,7 @@ class LeaseOperations(OperationRunner):
                 block table moves that many, and no transfer moves more. None: whole blocks.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: a block out of range or given twice, several slots,
                 a bad tag, or more tokens than the blocks hold; LLM_KV_CACHE_NOT_EXIST: no
                 such cache; LLM_FEATURE_NOT_ENABLED: no transport of this engine checks leases;
@@ -99,34 +99,34 @@ class LeaseOperations(OperationRunner):
         follow: bool = True,
         copy: Callable[[], object] | None = None,
     ) -> list[BlockLease]:
-        """Let leases follow blocks that this engine's owner moves, or end them.
+        """Let leases follow blocks that the program moves, or end the leases.
 
-        After the return no transfer with such a lease has read or written an old place and
-        succeeds. Transfers that are under way fail with LLM_KV_CACHE_NOT_EXIST, or `run` repeats
-        them. Peers keep their leases: later transfers use the new places, also if the peer names
-        blocks of the lease by their old numbers.
+        After the return no transfer that has read or written an old place with a lease succeeds.
+        Transfers in flight fail with LLM_KV_CACHE_NOT_EXIST, or `run` repeats them. Peers keep
+        their leases: later transfers use the new places, even if the peer names blocks of the
+        lease by their old numbers.
 
         Args:
             where: a cache, for all leases of it; or one lease, any value of it.
-            moves: the new block of each moved block, as {14: 4}; of a contiguous cache, slots. All
+            moves: the new block of each moved block, as {14: 4}; for a contiguous cache, slots. All
                 moves happen at once, so that {4: 5, 5: 4} is an exchange.
             follow: True: leases name the new blocks. False: leases that name a moved block end,
                 with `LeaseEnd.MOVED`.
             copy: copies the bytes of the blocks. It is called when no peer reads or writes the
-                blocks with these leases; so no push is lost. None: the bytes were copied before,
-                and what a peer pushes between that copy and this call is lost.
+                blocks with these leases, so no push is lost. None: the bytes were copied before,
+                and pushes between that copy and this call are lost.
 
         Returns:
-            The leases that name a moved block, as they are now, or as they were.
+            The leases that name a moved block: their new values, or the leases that ended.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: a block out of range, a lease that would name a block
                 twice or is too long to follow, or not a lease of this engine;
                 LLM_KV_CACHE_NOT_EXIST: no such cache, or the lease has ended; LLM_TIMEOUT: a peer
                 that was writing makes no progress, and `copy` was not called; LLM_OUT_OF_MEMORY:
-                131,072 leases are live, with the new values of these. After an error, also of
-                `copy`, the leases that follow name their old blocks.
+                131,072 leases are live, including the new values of these. After any error, even
+                of `copy`, leases that follow name their old blocks.
         """
         if not isinstance(moves, Mapping):
             raise TypeError(f"moves={shown(moves)} must be a mapping of blocks to blocks")
@@ -188,7 +188,7 @@ class NotificationOperations(OperationRunner):
             tag: name in logs and recordings, such as the id of a request.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             ValueError: cluster_id is not a uint64; timeout_ms is not > 0.
             LLMException: LLM_PARAM_INVALID: no bytes, too many, a bad tag, or this engine's own
                 cluster; LLM_NOT_YET_LINK; LLM_LINK_FAILED: the link is broken, or broke meanwhile;
@@ -200,9 +200,9 @@ class NotificationOperations(OperationRunner):
     async def notify_async(
         self, cluster_id: int, data: bytes, *, timeout_ms: float | None = None, tag: str = ""
     ) -> None:
-        """Do as `notify`, without blocking the asyncio loop.
+        """Notify as `notify` does, without blocking the asyncio loop.
 
-        Notifications of one thread to a peer, by `notify` and this, arrive in the order of the
+        Notifications that one thread sends to a peer, by either method, arrive in the order of the
         calls. After a cancellation the notification may have been delivered.
 
         Raises:

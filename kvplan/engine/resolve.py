@@ -1,4 +1,4 @@
-"""Operations between caches: names become sides and memory, and those the parts of a plan.
+"""Operations between caches: names become sides and memory, and these the parts of a plan.
 
 Each pair of caches is resolved and planned by itself, in the same way whether the operation has
 one pair or several.
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from kvplan.types import AnyCacheKey
 
 _SHARED: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, BlockLease)
-"""Those that can be read and written, in an operation of any number of pairs."""
+"""Types of names that can be read and written, in an operation of any number of pairs."""
 
 _READ: Final = (*_SHARED, CacheKey)
 _WRITTEN: Final = (*_SHARED, PeerTensors)
@@ -161,7 +161,7 @@ class TransferOperation(PairOperation):
             self.found[index] = src, dst
 
     def plan_part(self, place: int) -> Part:
-        """Plan the pair at this place by itself; a plan that was made before is checked."""
+        """Plan the pair at this place, or check the plan that was made before."""
         pair, (src, dst) = self.pairs[place], self.found[place]
         try:
             if isinstance(pair.transfer, Planned):
@@ -199,7 +199,7 @@ class TransferOperation(PairOperation):
         return pair.src.cache if self._local == "dst" else pair.dst.cache
 
     def _request_of(self, pair: Pair, src: Found, dst: Found) -> Transfer:
-        """Return what the planner is asked: the rows of a pair, with the slots that were found."""
+        """Return the request to the planner: the rows of a pair, with the slots that were found."""
         given, read, written = cast(Transfer, pair.transfer), pair.src, pair.dst
         if not self._is_alone and (read.blocks is None or written.blocks is None):
             field = "src.blocks" if read.blocks is None else "dst.blocks"
@@ -214,10 +214,10 @@ class TransferOperation(PairOperation):
         )
 
     def _kinds_of(self, pair: Pair) -> tuple[bool | None, bool, str]:
-        """Return whether the source and the destination of a pair have to be paged.
+        """Return whether the source and the destination of a pair must be paged.
 
-        None: no block moves, so the source may be either. The third value is what errors call the
-        block table of the source, where one may be given.
+        None: no block moves, so the source may be either. The third value is the name of the
+        source's block table in errors; empty: the source has none.
         """
         if not self._is_alone:
             return True, True, ""
@@ -282,7 +282,7 @@ class TransferOperation(PairOperation):
     ) -> tuple[PeerCache, int]:
         """Return the cache and the slot that a key names."""
         if isinstance(key, BlockLease):
-            if link.latest(key) is not key:  # of a plan that was made before, mostly
+            if link.latest(key) is not key:  # mostly of a plan that was made before
                 raise not_exist(f"{argument}={key} has moved to other blocks: plan again")
             return link.leased(key, writable=writable), 0
         if isinstance(key, CacheKeyByIdAndIndex):
@@ -299,13 +299,13 @@ class TransferOperation(PairOperation):
         return claim.cache, claim.batch_index
 
     def _memory(self, found: Sequence[Found], *, writable: bool) -> TensorMemory:
-        """Return the memory of one side; no transfer with a lease's succeeds after its end."""
+        """Return the memory of one side; transfers with a lease's memory fail after its end."""
         if found[0].cache is None:
             ours = [*map(attrgetter("memory"), found)]
             return ours[0] if len(ours) == 1 else joined(ours)
         caches = [*map(attrgetter("cache"), found)]
         theirs = cast("PeerLink", self.link).joined_memory(caches, writable=writable)
-        leases = [its.key for its in found if isinstance(its.key, BlockLease)]
+        leases = [each.key for each in found if isinstance(each.key, BlockLease)]
         self.leases = tuple(leases)
         return theirs.leased(leases) if leases else theirs
 
@@ -317,7 +317,7 @@ class TransferOperation(PairOperation):
         src_tensor: int | None,
         dst_tensor: int | None,
     ) -> tuple[RowPair, tuple[Part, Descriptors]] | None:
-        """Lower a usual pair natively; None: the planner looks at the pair."""
+        """Lower a usual pair natively; None: the planner must plan the pair."""
         pair, (source, target) = self.pairs[place], self.found[place]
         if not self.moves or not _is_usual(pair):
             return None
@@ -345,7 +345,7 @@ class TransferOperation(PairOperation):
         return None if rows is None or bound is None else (rows, bound)
 
     def _layers_of(self, pair: Pair, source: Side) -> KvCacheExtParam:
-        """Return the layers of a pair; layer by layer, with how many tensors are one."""
+        """Return the layers of a pair; if layers move one by one, with the tensors per layer."""
         transfer = cast(Transfer, pair.transfer)
         layers = transfer.layers
         if (
@@ -353,16 +353,16 @@ class TransferOperation(PairOperation):
             or check_type("layers", layers, KvCacheExtParam).tensor_num_per_layer is not None
         ):
             return layers
-        said = source.known_tensors_per_layer("src", None)
-        if said is None:
+        known = source.known_tensors_per_layer("src", None)
+        if known is None:
             raise invalid(
-                f"tensor_num_per_layer=None of a cache of which nothing says it, {source}: layers "
-                "become ready one by one, so how many tensors are one must be said (2: K and V), "
-                "here or by the layout or the shard of the cache"
+                f"tensor_num_per_layer=None, and neither layout nor shard of {source} has it: "
+                "layers become ready one by one, so the number of tensors per layer (2: K and V) "
+                "is needed"
             )
         # Without `reinterpret` the planner finds the number from both sides.
         if transfer.reinterpret or self.engine.reinterpret:
-            return replace(layers, tensor_num_per_layer=said)
+            return replace(layers, tensor_num_per_layer=known)
         return layers
 
     def _refuse_kind(self, argument: str, name: str, paged: bool, table: str) -> NoReturn:
@@ -377,7 +377,7 @@ class TransferOperation(PairOperation):
 
 def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:
     if found.paged:
-        raise invalid(f"{argument}={key} names a slot, and a paged cache has none")
+        raise invalid(f"{argument}={key} names a slot, but a paged cache has none")
     raise LLMException(
         f"{argument}={key} is out of range: that cache has {plural(found.count, 'slot')}",
         status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
@@ -385,7 +385,7 @@ def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:
 
 
 def _is_usual(pair: Pair) -> bool:
-    """Whether a request may be lowered without a plan; the planner looks at every other one."""
+    """Return whether a request may be lowered without a plan; the planner checks all others."""
     transfer, src, dst = pair.transfer, pair.src, pair.dst
     return (
         isinstance(transfer, Transfer)

@@ -1,4 +1,4 @@
-"""The pairs of caches that a transfer names, shared out to the peers that have them."""
+"""The pairs of caches that a transfer names, grouped by the peers that have them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Shares(NamedTuple):
 
 
 def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) -> Shares:
-    """Return the pairs of a transfer, shared out to their peers."""
+    """Return the pairs of a transfer, grouped by their peers."""
     peers: dict[object, list[Pair]] = {}
     directions: dict[str, str] = {}
     for name, transfer in transfers.items():
@@ -89,7 +89,7 @@ def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) ->
         except (LLMException, TypeError) as error:
             raise of_part(name, error) from None
     if len(directions) > 1:
-        raise invalid(f"transfer: {directions} are of several directions; one has one")
+        raise invalid(f"transfer: {directions} mixes directions; all must have the same")
     gathers = any(map(is_gather, transfers.values()))
     verb = VERBS[next(iter(directions))]
     operation = f"{verb}_layers" if by_layer else f"{verb}_groups"
@@ -99,15 +99,15 @@ def shares_of(transfers: Mapping[str, Transfer | Planned], *, by_layer: bool) ->
 
 
 def local_of(src: Rows, dst: Rows) -> Local:
-    """Return which side of a transfer is this process's."""
+    """Return the side of a transfer that is in this process."""
     if type(src) is not Rows or type(dst) is not Rows:
         check_type("src", src, Rows)
         check_type("dst", dst, Rows)
     from_peer, to_peer = isinstance(src.cache, PEERS), isinstance(dst.cache, PEERS)
     if from_peer and to_peer:
         raise invalid(
-            f"src={shown(src.cache)} and dst={shown(dst.cache)} are both of peers; one side of a "
-            "transfer is this process's"
+            f"src={shown(src.cache)} and dst={shown(dst.cache)} are both of peers; one of them "
+            "must be of this process"
         )
     return "dst" if from_peer else "src" if to_peer else "both"
 
@@ -125,7 +125,7 @@ def operation_name(local: Local, src: Rows, dst: Rows) -> Operation:
 
 
 def is_gather(transfer: Transfer | Planned) -> bool:
-    """Whether a transfer is a gather, from a sequence of sources."""
+    """Return whether a transfer is a gather: its source is a sequence of rows."""
     return isinstance(transfer, Transfer) and not isinstance(transfer.src, Rows)
 
 

@@ -63,7 +63,7 @@ class TransferOperations(OperationRunner):
 
         Args:
             transfer: the transfer.
-            by_layer: whether each layer moves by itself, as `layered` moves it.
+            by_layer: True: plan each layer by itself, as `layered` moves it.
 
         Raises:
             TypeError, ValueError, LLMException: as `run`, before anything moves.
@@ -86,7 +86,7 @@ class TransferOperations(OperationRunner):
                 `RunOptions`.
 
         Raises:
-            TypeError: an argument or option of another type, or one that does not exist.
+            TypeError: an argument or option of the wrong type, or one that does not exist.
             ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
             LLMException: LLM_PARAM_INVALID: as `kvplan.plan`, this engine's own cluster, a cache
                 that is not writable there, or an option that the transfer cannot have;
@@ -113,13 +113,13 @@ class TransferOperations(OperationRunner):
             and move_now(engine, request, started, given.get("tag", ""), given.get("notify"))
         ):
             return
-        is_behind = "after" in given
-        operation = _operation(engine, transfer, request, speculative=not is_behind, **given)
+        has_event = "after" in given
+        operation = _operation(engine, transfer, request, speculative=not has_event, **given)
         if isinstance(operation, Several):
             self._begin(operation, waits=True)
             return
         with operation:
-            if is_behind:
+            if has_event:
                 operation.is_reported = False
                 task = self._submit(operation, operation.prepare())
                 try:
@@ -194,8 +194,8 @@ class TransferOperations(OperationRunner):
         Returns:
             The task: `ready(layer)` submits one of `task.layers`, `wait()` ends when all have
             arrived. Layers are counted as in the source; if several caches or peers are pulled
-            from, each of which counts its own, as in the destination.
-            Until its end it keeps its link: `unlink_clusters` waits, then reports LLM_LINK_BUSY.
+            from, as in the destination. Until its end the task keeps its link: `unlink_clusters`
+            waits, then reports LLM_LINK_BUSY.
 
         Raises:
             TypeError, ValueError: as `run`; also for `after`, as `ready(layer, event)` takes an
@@ -217,12 +217,12 @@ class TransferOperations(OperationRunner):
             return cast("LayerTask", self._submit(operation, operation.prepare()))
 
     def _execute(self, operation: Operation, prepared: Prepared) -> None:
-        """Execute a prepared transfer; unless `operation.done`, it must be prepared again."""
+        """Execute a prepared transfer; prepare it again unless `operation.done` is set."""
         plan, src, dst, descriptors = prepared
         engine, operation.plan = operation.engine, plan
         if engine.reinterpret or self._hooks or operation.verify_every:
             self._look(operation, plan, src, dst)
-        left_ms = operation.timeout_ms  # as of `operation.limited`, without a call of Python
+        left_ms = operation.timeout_ms  # as `operation.limited`, without a Python call
         if left_ms is None and operation.link is not None:
             left_ms = operation.timeout_ms = engine.wait_ms
         if left_ms is not None:
@@ -254,7 +254,7 @@ class TransferOperations(OperationRunner):
         if operation.by_layer:
             gate_of = None if device is None else device.gate
             layers = transfers.layered(plan, src, dst, on_outcome, track, descriptors, gate_of)
-            operation.submitted = True
+            operation.submitted, layers.settles_aside = True, operation.follows_up
             engine.completion.watch(layers)
             return layers
         stream_of = None if device is None else device.stream
@@ -267,7 +267,7 @@ class TransferOperations(OperationRunner):
                 raise
             return self._submit(operation, operation.prepare())
         try:
-            operation.submitted = True
+            operation.submitted, task.settles_aside = True, operation.follows_up
             track(task)
         except BaseException:  # an interrupt: the caller has no task to cancel
             task.cancel()

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class LeaseView(Sequence["Rows"]):
     """The blocks of a lease in the memory of its owner, as read-only arrays of this process.
 
-    `view[tensor]` has an array for each block, in the order of the lease; one of a leased slot.
-    The arrays are the owner's memory. What was read counts once `check` has returned, or the `with`
-    statement has ended without an error: the lease had not ended until then.
+    `view[tensor]` has an array for each block, in the order of the lease; one for a leased slot.
+    The arrays are the owner's memory. Data that was read is valid if `check` then returns, or the
+    `with` block ends, without an error: the lease was live until then.
 
     Attributes:
         lease: the lease.
@@ -85,7 +85,7 @@ class LeaseView(Sequence["Rows"]):
         return f"<LeaseView of {self.lease}: {len(self)} tensors, {len(self._rows)} blocks>"
 
     def check(self) -> None:
-        """Confirm what was read so far: the lease has not ended, and the owner lives.
+        """Confirm the data read so far: the lease has not ended, and the owner lives.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: the lease was released or has expired, or its
@@ -96,7 +96,7 @@ class LeaseView(Sequence["Rows"]):
         self._memory.check()
 
     def close(self) -> None:
-        """Make no arrays any more. Those that exist stay readable, and are not confirmed."""
+        """Make no further arrays. Existing arrays stay readable, but are not confirmed."""
         self._is_open = False
         self._made = {}
 

@@ -1,4 +1,4 @@
-"""Execution of plans: memory is checked and bound, descriptors are lowered and submitted.
+"""Execution of plans: check and bind memory, lower and submit descriptors.
 
 This room must not import devices, transports or engines. Memory comes as `TensorMemory`.
 """

@@ -1,4 +1,4 @@
-"""The handle of a task with one outcome: waited for, awaited, or notified by calls."""
+"""The handle of a task with one outcome: wait for it, await it, or let it call back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AwaitableTask(ABC):
-    """A handle with one outcome, which can be waited for, awaited, or notified by calls."""
+    """A handle with one outcome: wait for it, await it, or let it call back."""
 
     def __init__(self) -> None:
         self._is_settled = False
@@ -26,11 +26,11 @@ class AwaitableTask(ABC):
     @property
     @abstractmethod
     def done(self) -> bool:
-        """True if no byte moves any more. Never blocks."""
+        """True once no byte moves any more. Never blocks."""
 
     @property
     def settled(self) -> bool:
-        """True once `wait` does not block: what follows the last byte is over, too."""
+        """True once `wait` does not block: the steps after the last byte are over, too."""
         return self._is_settled
 
     @abstractmethod
@@ -43,10 +43,10 @@ class AwaitableTask(ABC):
 
     @abstractmethod
     def _follow(self) -> None:
-        """Let the thread of the process settle this task when it ends. Idempotent."""
+        """Let the completion thread settle this task when it ends. Idempotent."""
 
     def result(self, timeout_ms: float | None = None) -> None:
-        """Return None when every byte has arrived, as a future does; otherwise raise as `wait`.
+        """Wait as `wait` does, under the name that futures have.
 
         Raises:
             ValueError: timeout_ms < 0 or not a number.
@@ -60,17 +60,16 @@ class AwaitableTask(ABC):
     async def coroutine(self) -> None:
         """Await the task, for `asyncio.create_task` and task groups.
 
-        It costs no thread: one thread learns of the end of all tasks that are awaited.
+        This takes no thread for each task: one thread watches all awaited tasks.
 
         Raises:
-            LLMException: when it is awaited: as `wait`, or LLM_OUT_OF_MEMORY: the system has no
-                thread left.
+            LLMException: as `wait`; LLM_OUT_OF_MEMORY: the system has no thread left.
         """
         import asyncio  # loaded only if a task is awaited
 
         loop = asyncio.get_running_loop()
         if not self._is_settled:
-            self._follow()  # which may find it done
+            self._follow()  # which may settle it
         if not self._is_settled:
             ended: asyncio.Future[None] = loop.create_future()
             call = partial(_wake, ended)
@@ -81,15 +80,15 @@ class AwaitableTask(ABC):
                 await self._cancelled(loop)
                 raise
             finally:
-                with suppress(ValueError):  # it was called
+                with suppress(ValueError):  # it was called already
                     self._calls.remove(call)
         self.wait()
 
     async def _cancelled(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel, and await the end: a stopped peer delays that, and must not block the loop."""
+        """Cancel and await the end, which a stopped peer delays, without blocking the loop."""
         import asyncio
 
-        from kvplan.execution.completion import run_aside  # it settles tasks
+        from kvplan.execution.completion import run_aside  # here, as it imports this module
 
         run_aside(self.cancel)
         while not self._is_settled:
@@ -102,7 +101,7 @@ class AwaitableTask(ABC):
         """Call `call()` once `wait` does not block any more: now, or later in another thread.
 
         Args:
-            call: Neither blocks nor raises.
+            call: must neither block nor raise.
 
         Raises:
             LLMException: LLM_OUT_OF_MEMORY: the system has no thread left.
@@ -110,7 +109,7 @@ class AwaitableTask(ABC):
         if not self._is_settled:
             self._follow()
         self._calls.append(call)
-        if self._is_settled:  # after it was added, so that one of both sees it
+        if self._is_settled:  # after adding the call: this thread or the settling one calls it
             self._note_settled()
 
     def _note_settled(self) -> None:
@@ -137,4 +136,5 @@ class NativeTask(AwaitableTask):
     """An awaitable task of the native layer."""
 
     native: Task | LayeredTask
-    is_followed = False  # the thread settles it
+    is_followed = False  # True: the completion thread settles it
+    settles_aside = False  # True: the steps after the last byte may take long

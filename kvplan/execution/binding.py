@@ -1,6 +1,6 @@
-"""Binding: the descriptors of a plan between two memories.
+"""Binding: the descriptors of a plan between two memories, which can be copied in any order.
 
-The result does not depend on the order of the copies. This module must not submit transfers.
+This module must not submit transfers.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Tensors(NamedTuple):
 
 
 def _bind_parts(plan: Plan, src: Bindable, dst: Bindable, one_space: bool) -> Descriptors:
-    """Return the descriptors of all parts, one part after the other, as one array."""
+    """Return the descriptors of all parts, in order, as one array."""
     parts = plan.parts
     for name, memory in (("src", src), ("dst", dst)):
         needed = sum(getattr(part, name).num_tensors for part in parts)
@@ -110,7 +110,7 @@ def _bind_parts(plan: Plan, src: Bindable, dst: Bindable, one_space: bool) -> De
             raise invalid(
                 f"{name} has {len(memory.addresses)} tensors; the parts of the plan need {needed}"
             )
-    each = []
+    bound_parts = []
     src_tensor = dst_tensor = 0
     for part in parts:
         theirs = _Tensors.of(src, src_tensor, part.src.num_tensors)
@@ -122,14 +122,14 @@ def _bind_parts(plan: Plan, src: Bindable, dst: Bindable, one_space: bool) -> De
         except LLMException as error:
             text = f"part {part.label}: {error.args[0]}"
             raise LLMException(text, status_code=error.status_code) from None
-        each.append(bound)
-    return join(plan, each, src, dst, one_space=one_space)
+        bound_parts.append(bound)
+    return join(plan, bound_parts, src, dst, one_space=one_space)
 
 
 def join(
     plan: Plan, bound: Sequence[Descriptors], src: Bindable, dst: Bindable, *, one_space: bool
 ) -> Descriptors:
-    """Return the descriptors of each part as one array, one part after the other.
+    """Return the descriptors of all parts, in order, as one array.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: the result would depend on the order of the parts.
@@ -148,7 +148,7 @@ def join(
 def parts_are_apart(
     parts: Sequence[Part], src: Bindable, dst: Bindable, *, one_space: bool
 ) -> bool:
-    """Return True if a part may write no tensor that another part reads or writes."""
+    """Return True if no part writes a tensor that another part reads or writes."""
     addresses, sides = dst.addresses, [part.dst for part in parts]
     if one_space:
         addresses = np.concatenate((addresses, src.addresses))
@@ -167,7 +167,7 @@ def _runs_are_apart(
     """Return True if parts that share tensors write different bytes of them, and read none.
 
     Such parts may be layers with and without a sliding window. Their runs are compared once for all
-    tensors that the same parts share. False: tensors overlap otherwise, or bytes may be shared.
+    tensors that the same parts share. False: tensors overlap in another way, or bytes are shared.
     """
     writers: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}
@@ -197,7 +197,7 @@ def _runs_are_apart(
 
 
 def check_order_free(plan: Plan | Part, descriptors: Descriptors, one_space: bool) -> None:
-    """Refuse descriptors whose result would depend on their order. It is slow and exact."""
+    """Refuse descriptors whose result depends on their order; exact, but slow."""
     src, dst, nbytes = descriptors.src, descriptors.dst, descriptors.nbytes
     if (clash := first_overlap(dst, nbytes)) is not None:
         first, second = sorted(clash)

@@ -1,4 +1,4 @@
-"""The completion of tasks: a queue and a thread of the process settle tasks as they end."""
+"""The completion of tasks: one queue and one thread of the process settle tasks as they end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Aside:
             pass
 
     def _take_and_call(self) -> bool:
-        # A frame of its own: what the call held is not kept while the thread waits.
+        # A frame of its own, so that the waiting thread keeps no object of a call alive.
         call = self._take(_IDLE_S)
         if call is None:
             return False
@@ -62,7 +62,7 @@ class _Aside:
         return True
 
     def _take(self, idle_s: float) -> Callable[[], object] | None:
-        """Return a call; None: none came in `idle_s` seconds, and the thread is not counted."""
+        """Return a call; None: none came in `idle_s` seconds, so the thread must end."""
         with self._changed:
             if idle_s:
                 self._num_idle += 1
@@ -74,7 +74,7 @@ class _Aside:
 
 
 def run_aside(call: Callable[..., object], *args: object) -> None:
-    """Run a call that may take long aside, or here if the system has no more threads."""
+    """Run a call that may take long in another thread; here if the system has no more threads."""
     _process.aside.call(partial(call, *args))
 
 
@@ -90,7 +90,7 @@ class Tracker:
 
     def __init__(self) -> None:
         self._flying: dict[_Flying, None] = {}
-        # Weak: a task whose layers cannot become ready any more has to end.
+        # Weak, so that a dropped task, whose layers cannot become ready any more, ends.
         self._open: set[ref[NativeTask]] = set()
         self._cancelled: LLMException | None = None
         self._closing = False
@@ -103,9 +103,9 @@ class Tracker:
         *,
         aside: bool = False,
     ) -> None:
-        """Settle `task` when it is done: now, or later.
+        """Settle `task` when it is done, now or later, and then put it into `report`.
 
-        `report` receives the task then. `aside`: settling may take long, and gets its own thread.
+        `aside`: settling may take long, and runs in another thread.
         """
         if task.done and not aside:
             self._settle(task, report)
@@ -123,23 +123,23 @@ class Tracker:
         except BaseException:
             self._flying.pop(flying, None)
             raise
-        if self._cancelled:  # after it was added, so that one of both sees it
+        if self._cancelled:  # after adding the task: this thread or `cancel` cancels it
             task.cancel(self._cancelled)
 
     def _watch(self, task: NativeTask, flying: _Flying) -> None:
         queue, native = completion_thread().queue, task.native
-        # No call comes between these, so an interrupt cannot: what is held here ends.
+        # In this order, without a call between, so that an interrupt loses no watched task.
         self._flying[flying] = None
         queue.watch(native, flying)
         task.is_followed = True
 
     def watch(self, task: NativeTask) -> None:
-        """Let `cancel` also stop `task`, which waits for its layers; `track` follows then.
+        """Let `cancel` stop a task that waits for its layers, and detect the failure of a layer.
 
-        The failure of a layer is detected as well.
+        `track` follows once all layers are ready.
         """
         self._open.add(ref(task, self._open.discard))
-        with suppress(LLMException):  # without a thread, the caller finds it
+        with suppress(LLMException):  # without a thread, the caller finds the failure
             thread = _process.thread or _process.begin()
             thread.queue.watch(task.native, _Open(self, ref(task), task.native))
             task.is_followed = True
@@ -147,17 +147,17 @@ class Tracker:
             task.cancel(self._cancelled)
 
     def cancel(self, reason: LLMException) -> None:
-        """Stop all tasks, now and later, with `reason`; on return they move no byte any more."""
+        """Stop all current and future tasks with `reason`; after the return no byte moves."""
         self._cancelled = reason
         for held in list(self._open):
             if (task := held()) is not None:
-                task.cancel(reason)  # which tracks it
-        # Tasks that have not begun first: they would begin when earlier ones end.
+                task.cancel(reason)  # which calls `track`
+        # In reverse, as tasks that have not begun would begin when earlier ones end.
         for flying in reversed(list(self._flying)):
             flying.task.cancel(reason)
 
     def close(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` until all tasks are settled, and the thread holds none."""
+        """Wait at most `timeout_s` until all tasks are settled and the thread holds none."""
         with self._changed:
             self._closing = True
             self._changed.wait_for(lambda: not self._flying, timeout_s)
@@ -166,7 +166,7 @@ class Tracker:
 
     def _settle(self, task: AwaitableTask, report: Report | None) -> None:
         if self._cancelled and isinstance(task, NativeTask):
-            task.cancel(self._cancelled)  # the end of an executor gives no reason
+            task.cancel(self._cancelled)  # an executor that ends gives no reason
         try:
             task.wait()
         except LLMException:  # `wait` raises it again
@@ -236,14 +236,14 @@ class _Open(msgspec.Struct, eq=False):
 
 
 def _has_ended(task: NativeTask) -> bool:
-    """Return whether the task is done; if the queue has reported its end, wait for that moment."""
+    """Return whether the task is done; wait for that if the queue has reported its end."""
     if task.native.ended:
         task.native.wait()
     return task.done
 
 
 class Readable(Protocol):
-    """A descriptor, and the action when it becomes readable."""
+    """An object with a descriptor, called when the descriptor is readable."""
 
     def fileno(self) -> int:
         """Return the descriptor."""
@@ -253,10 +253,10 @@ class Readable(Protocol):
 
 
 class CompletionThread:
-    """The thread that reads the completion queue, and descriptors of others.
+    """The thread that reads the completion queue and the descriptors of readers.
 
     Attributes:
-        queue: The queue of the process.
+        queue: the completion queue of the process.
     """
 
     def __init__(self) -> None:
@@ -279,7 +279,7 @@ class CompletionThread:
     def remove_reader(self, fd: int) -> None:
         """Forget a descriptor, before it is closed."""
         self._readers.pop(fd, None)
-        with suppress(OSError):  # it was not even added
+        with suppress(OSError):  # it was not added
             self._epoll.unregister(fd)
 
     def wait_for_round(self, timeout_s: float) -> None:
@@ -315,7 +315,7 @@ class CompletionThread:
 def _call_safely(call: Callable[[], object]) -> None:
     try:
         call()
-    except BaseException:  # of one task; others depend on this thread
+    except BaseException:  # of one task; other tasks need this thread
         _logger.exception("operation=completion")
 
 
@@ -323,9 +323,8 @@ class _OfThisProcess:
     """The thread and tracker of this process, started on demand; a forked child has its own."""
 
     def __init__(self) -> None:
-        self._inherited: list[
-            CompletionThread
-        ] = []  # kept: a child must not finalize objects of its parent
+        # Kept, as a child must not finalize objects of its parent.
+        self._inherited: list[CompletionThread] = []
         self.thread: CompletionThread | None = None
         self.renew()
         os.register_at_fork(after_in_child=self.renew)
@@ -349,7 +348,7 @@ _process: Final = _OfThisProcess()
 
 
 def completion_thread() -> CompletionThread:
-    """Return the thread of this process; LLM_OUT_OF_MEMORY: it cannot be started."""
+    """Return the completion thread of this process; LLM_OUT_OF_MEMORY: it cannot be started."""
     return _process.thread or _process.begin()
 
 

@@ -1,4 +1,4 @@
-"""Events and streams of a model's compute, in the forms that programs have."""
+"""Events and streams of a model's compute, in the forms that frameworks give them."""
 
 from __future__ import annotations
 
@@ -58,8 +58,11 @@ ComputeStream: TypeAlias = CudaStream | SupportsCudaStream | NpuStream
 
 
 ComputeEvent: TypeAlias = CudaEvent | NpuEvent | ComputeStream | int
-"""A point in the work of the accelerator: an event, the work that it was last recorded behind; a
-stream, all that was issued to it so far; an int, the handle of an event (CUevent, aclrtEvent)."""
+"""A point in the work of the accelerator.
+
+An event: the work before its last record. A stream: all work issued to it so far. An int: the
+handle of an event (CUevent, aclrtEvent).
+"""
 
 
 GateOf: TypeAlias = "Callable[[str, ComputeEvent], Gate]"
@@ -73,14 +76,13 @@ StreamOf: TypeAlias = "Callable[[str, ComputeStream], int]"
 def no_accelerator(name: str, event: object) -> LLMException:
     """Return the error of an event or stream if no device was opened."""
     return LLMException(
-        f"{name}={shown(event)}: the engine has no accelerator, whose events and streams it could "
-        "know (option kvplan.accelerator)",
+        f"{name}={shown(event)}: the engine has no accelerator (option kvplan.accelerator)",
         status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
     )
 
 
 def handle_of(name: str, event: ComputeEvent, prefix: str) -> tuple[bool, int]:
-    """Return whether `event` is a stream, and the handle of it."""
+    """Return whether `event` is a stream, and its handle."""
     if isinstance(event, int) and not isinstance(event, bool):
         return False, _checked(name, event, "the handle of an event", 1)
     handle = _read(name, event, f"{prefix}_event")
@@ -114,7 +116,7 @@ def stream_handle_of(name: str, stream: ComputeStream, prefix: str) -> int:
 
 
 def _stream(name: str, value: object, prefix: str) -> int | None:
-    """Return the handle of a stream; None: it is not a stream of a known accelerator."""
+    """Return the handle of a stream; None: the value is not a stream of this accelerator."""
     handle = _read(name, value, f"{prefix}_stream")
     if handle is None and prefix == "cuda":
         handle = _named(name, value)
@@ -126,7 +128,7 @@ def _stream(name: str, value: object, prefix: str) -> int | None:
         ):
             raise invalid(
                 f"{name}={shown(value)} is of another accelerator: it has {other}_event or "
-                f"{other}_stream, and this engine's device those of {prefix}"
+                f"{other}_stream, but the engine's device takes those of {prefix}"
             )
     return None
 

@@ -1,4 +1,4 @@
-"""The handle of one transfer with several peers, over a task for each of them."""
+"""The handle of one transfer with several peers, made of a task for each."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class GatherError(LLMException):
     """A failed transfer with several peers; its status is that of the first failed source.
 
     Attributes:
-        failed: the errors of the sources by their place; `origin` and `unconfirmed` of each are of
-            its own plan. Those of this error are of the first failed source.
+        failed: the errors of sources by place. `origin` and `unconfirmed` of each refer to its own
+            plan; those of this error are of the first failed source.
         stopped: the errors of sources that were stopped because others failed, by place.
     """
 
@@ -51,7 +51,7 @@ class GatherTask(AwaitableTask):
     All methods are thread-safe. As a `TransferTask`, the handle can be awaited under asyncio.
 
     Attributes:
-        tasks: the tasks of the sources that give something, by the place of the source.
+        tasks: the tasks of the sources from which bytes move, by place.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class GatherTask(AwaitableTask):
         the destination may be written in part.
 
         Args:
-            timeout_ms: milliseconds for all sources together, >= 0; None waits for ever.
+            timeout_ms: milliseconds for all sources together, >= 0; None waits forever.
 
         Raises:
             ValueError: timeout_ms < 0 or not a number.
@@ -129,7 +129,7 @@ class GatherTask(AwaitableTask):
     def block_stream(self, stream: ComputeStream) -> None:
         """Let later work of `stream` wait for the copies from all sources.
 
-        Calls `TransferTask.block_stream` of each; after an error the stream waits for some of them.
+        Calls `TransferTask.block_stream` of each; after an error the stream waits only for some.
 
         Raises:
             NativeError, TypeError, LLMException: as `TransferTask.block_stream`.
@@ -138,7 +138,7 @@ class GatherTask(AwaitableTask):
             task.block_stream(stream)
 
     def begin(self, index: int, name: str, submit: Callable[[], TransferTask]) -> None:
-        """Submit the part of a source; after an error the others are stopped.
+        """Submit the part of a source; on an error stop the other sources.
 
         Raises:
             GatherError: the part could not be submitted.
@@ -155,7 +155,7 @@ class GatherTask(AwaitableTask):
         self.cancel()
         self._errors()
         if self._on_outcome is not None:
-            self._on_outcome(KeyboardInterrupt())  # which sends nothing to the peers
+            self._on_outcome(KeyboardInterrupt())  # for which nothing is sent to the peers
 
     def _follow(self) -> None:
         with self._mutex:
@@ -180,7 +180,7 @@ class GatherTask(AwaitableTask):
                 run_aside(self._stop, StoppedError())
 
     def _conclude(self) -> None:
-        """Settle after the last source has ended; aside if peers are to be notified."""
+        """Settle after the last source has ended; in another thread if that notifies peers."""
         if self._on_outcome is not None:
             run_aside(self._settle)
         else:
@@ -212,7 +212,7 @@ class GatherTask(AwaitableTask):
         parts = [f"sources[{at}] {self._names[at]}: {error}" for at, error in failed.items()]
         if stopped:
             names = ", ".join(f"sources[{at}]" for at in stopped)
-            parts.append(f"{names} stopped for that")
+            parts.append(f"{names} stopped because of that")
         message = f"{self._operation}: {len(failed)} of {len(self._names)} sources failed: "
         return GatherError(message + "; ".join(parts), failed or stopped, stopped)
 
@@ -228,7 +228,7 @@ class LayerGatherTask(GatherTask):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers that have to be ready, in ascending order."""
+        """The layers that must become ready, in ascending order."""
         return tuple(sorted({layer for task in self.tasks.values() for layer in _own_layers(task)}))
 
     def ready(self, layer: int, event: ComputeEvent | None = None) -> None:
@@ -238,15 +238,15 @@ class LayerGatherTask(GatherTask):
             TypeError: layer is not an integer, or event is not an event.
             LLMException: as `LayerTask.ready`.
         """
-        having = [task for task in self.tasks.values() if layer in _own_layers(task)]
-        if not having:
+        tasks = [task for task in self.tasks.values() if layer in _own_layers(task)]
+        if not tasks:
             raise invalid(f"layer={shown(layer)} is not one of the layers {self.layers}")
-        for task in having:
+        for task in tasks:
             task.ready(task.layers[_own_layers(task).index(layer)], event)
 
 
 def _own_layers(task: LayerTask) -> range:
-    """Return the layers of a plan by the numbers of this process."""
+    """Return the layers of a task, as this process numbers them."""
     part = task.plan.part
     return part.dst_layers if part.local == "dst" else part.src_layers
 

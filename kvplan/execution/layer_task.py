@@ -1,4 +1,4 @@
-"""The handle of a transfer that moves layer by layer, each once the program says it is ready."""
+"""The handle of a transfer that moves each layer once the program says that it is ready."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class LayerProgress(NamedTuple):
     """The source layers of a plan by progress: each is in one tuple, ascending.
 
     Attributes:
-        waiting: Not ready yet.
-        moving: Submitted, and not complete.
-        done: Moved. Whether they count as arrived is known when all are; see `wait`.
-        failed: Submitted, and not confirmed completely.
+        waiting: not ready yet.
+        moving: submitted, but not complete.
+        done: moved. Only the outcome of the task confirms them; see `wait`.
+        failed: submitted, but not completely confirmed.
     """
 
     waiting: tuple[int, ...]
@@ -51,15 +51,14 @@ class LayerProgress(NamedTuple):
 class LayerTask(TransferTask):
     """The handle of a plan whose layers move one by one, each when `ready` is called for it.
 
-    Differs from `TransferTask` in one way: the transfer cannot end before every layer is ready. So
-    dropping the last handle earlier cancels it, with a ResourceWarning. Bytes of layers that were
-    never ready are not confirmed, and errors of `wait` name these layers.
+    Unlike a `TransferTask` it cannot end before every layer is ready. So dropping the last handle
+    earlier cancels the transfer, with a ResourceWarning. Bytes of layers that were never ready are
+    not confirmed, and errors of `wait` name these layers.
 
     Args:
-        gate_of: Returns what a layer comes after, from the name and the value of an argument; None:
-            no accelerator has events.
-        on_outcome: As for `TransferTask`.
-        on_last: Called once with this task, by the thread that made the last layer ready, or that
+        gate_of: returns the gate of a layer's event; None: the engine has no accelerator.
+        on_outcome: as for `TransferTask`.
+        on_last: called once with this task, by the thread that made the last layer ready, or that
             found the task ended before; not if the handle was dropped.
     """
 
@@ -75,7 +74,7 @@ class LayerTask(TransferTask):
         super().__init__(plan, task, memories, on_outcome)
         self._part = plan.part
         self._layers = self._part.src_layers
-        _ = plan.nbytes  # summed now, so that the last layer does not wait for it
+        _ = plan.nbytes  # computed now, to keep the last layer from waiting for the sum
         self._on_last = [] if on_last is None else [on_last]  # popped by the thread that calls it
         self._gate_of = gate_of
         self._layered = task  # last: `__del__` cancels it
@@ -89,19 +88,19 @@ class LayerTask(TransferTask):
         """Submit source layer `layer`, which holds its final values.
 
         Small layers have moved on return. Idempotent; in any order, from any thread. After the task
-        has ended, nothing happens, and `wait` tells why. The task also ends here, and moves nothing
-        more, if one of the memories is not what was registered any more.
+        has ended, this has no effect, and `wait` raises the reason. The task also ends here, and
+        moves nothing more, if one of the memories is not the registered one any more.
 
         Args:
-            layer: Of the source.
-            event: An event or a stream of the model's compute, see `ComputeEvent`. The layer holds
+            layer: the number of the layer in the source.
+            event: an event or a stream of the model's compute, see `ComputeEvent`. The layer holds
                 its final values when that work is done, and none of its bytes moves before. On
                 return the event can be recorded again, or destroyed. None: it holds them now.
 
         Raises:
             TypeError: not an integer (NumPy's are accepted), or not an event.
             LLMException: LLM_PARAM_INVALID: not a source layer of the plan, or an event that was
-                never recorded; LLM_FEATURE_NOT_ENABLED: an event, and the engine has no
+                never recorded; LLM_FEATURE_NOT_ENABLED: an event, but the engine has no
                 accelerator; an error of the accelerator. The layer is not ready then.
         """
         layers = self._layers
@@ -114,13 +113,13 @@ class LayerTask(TransferTask):
             )
         index = layer - layers.start
         gate = None if event is None else self._gate(event)
-        if self.plan.nbytes:  # otherwise it has ended
+        if self.plan.nbytes:  # otherwise the task has ended
             if not self._layered.sealed:
                 try:
                     pieces = self._part.tensors_by_layer[index]
                     for memory, tensors in zip(self._memories, pieces, strict=True):
                         if type(memory) is not HostMemory or not memory.held:
-                            memory.check(tensors)  # it may be another's memory now
+                            memory.check(tensors)  # other memory may be mapped there now
                 except LLMException as error:
                     self._lost = error  # first: the thread that finds the end raises it
                     self.cancel()
@@ -140,13 +139,13 @@ class LayerTask(TransferTask):
             LLMException: LLM_FEATURE_NOT_ENABLED, always.
         """
         raise LLMException(
-            f"{self.plan.operation} {self.plan.kind}: stream={shown(stream)}: no stream can wait "
-            "for layers that move when they are ready; wait for them on the host",
+            f"{self.plan.operation} {self.plan.kind}: stream={shown(stream)} cannot wait for "
+            "layers that move when they are ready; wait for them on the host",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
 
     def progress(self) -> LayerProgress:
-        """Return which layers wait, move, are done or have failed."""
+        """Return the layers that wait, move, are done or have failed."""
         found = self._layered.states() if self.plan.nbytes else [LAYER_DONE] * len(self._layers)
         states = list(zip(self._layers, found, strict=True))
         kinds = (LAYER_WAITING, LAYER_MOVING, LAYER_DONE, LAYER_FAILED)
@@ -168,7 +167,7 @@ class LayerTask(TransferTask):
         self._notify_last()
 
     def explain(self) -> str:
-        """Return how far each layer came, as text: its state, or its confirmed descriptors."""
+        """Return the progress of each layer as text: its state, or its confirmed descriptors."""
         if self.done:
             return super().explain()
         lines = [

@@ -1,4 +1,4 @@
-"""The memory of a cache: a checked address for each tensor, and what keeps it alive."""
+"""The memory of a cache: a checked address for each tensor, and the owner that keeps it alive."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class TensorMemory(Protocol):
     """Memory that a side of a plan can be bound to.
 
     Attributes:
-        addresses: Contiguous, of shape (num_tensors,), as the backend reaches them.
-        nbytes: The usable bytes from each address on, in the same shape.
-        writable: True if it can be a destination.
+        addresses: contiguous, of shape (num_tensors,), as the backend reaches them.
+        nbytes: the usable bytes from each address on, in the same shape.
+        writable: True if the memory can be a destination.
         in_process: True if the addresses are of this process: overlaps with its own memory are
             visible, and any copy in this process reaches them.
-        on_device: True if it is memory of an accelerator, which a plain copy does not reach.
+        on_device: True for memory of an accelerator, which a plain copy does not reach.
     """
 
     @property
@@ -65,36 +65,36 @@ class TensorMemory(Protocol):
     ) -> Backend | None:
         """Return the backend that moves bytes between this memory and `other`.
 
-        Both sides are asked before each transfer. The result is kept with this memory: under the
-        same circumstances it must be the same object.
+        Both sides are asked before each transfer. The result is kept with this memory: equal calls
+        must return the same object.
 
         Args:
-            pool: The threads to copy with, if threads of the host copy.
+            pool: the threads to copy with, if threads of the host copy.
             direction: "get": from this memory; "put": to it.
-            other: The other side.
+            other: the other side.
 
         Returns:
             The backend. None lets the other side decide; if both return None, a plain copy moves
-            the bytes. Memory of a peer decides before memory of a device, and of two devices the
-            source.
+            the bytes. Memory of a peer decides before memory of a device; of two devices, the
+            source decides.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: nothing moves bytes between the two, and why.
+            LLMException: LLM_FEATURE_NOT_ENABLED: bytes cannot move between the two.
             NativeError: the backend does not exist any more.
         """
 
     def check(self, tensors: range | None = None) -> None:
-        """Refuse memory that is not what was registered any more.
+        """Refuse memory that is not the registered one any more.
 
         Called before a transfer is submitted and again after its bytes have moved.
 
         Args:
-            tensors: Consecutive tensors that are about to move as a part of the transfer. A thread
-                that computes waits for the check, which may leave out what it finds after the
-                transfer, if moving the part does no harm until then. None: all.
+            tensors: consecutive tensors that are about to move as a part of the transfer. This
+                check delays a computing thread, so it may omit what the check after the transfer
+                finds, if moving the tensors does no harm until then. None: all.
 
         Raises:
-            LLMException: it is not, and why.
+            LLMException: the memory is another one; gives the reason.
         """
 
 
@@ -102,10 +102,10 @@ class HostMemory(Revocable):
     """Memory of this process: arrays, or addresses that were checked to be mapped.
 
     Args:
-        parts: Memory that this consists of; revoking one of them revokes this.
+        parts: the memories that this consists of; revoking one of them revokes this.
 
     Attributes:
-        held: True if something vouches that the memory stays in place.
+        held: True if an owner guarantees that the memory stays in place.
     """
 
     # Slots: looking up other attributes takes longer in a class with a native base.
@@ -128,7 +128,7 @@ class HostMemory(Revocable):
         self.addresses = addresses
         self.nbytes = nbytes
         self.writable = writable
-        # The arrays behind the addresses; None if the caller only gave numbers.
+        # The arrays at the addresses; None if the caller gave only numbers.
         self._owner = owner
         self.held: bool = owner is not None
 
@@ -140,12 +140,12 @@ class HostMemory(Revocable):
         mapped file raises SIGBUS, here as in NumPy, if the file is truncated.
 
         Args:
-            arrays: One for each tensor.
-            name: Of the arrays, for messages.
+            arrays: one for each tensor.
+            name: name of the arrays in messages.
 
         Raises:
             TypeError: an element that is not an array, or an array of Python objects.
-            LLMException: LLM_PARAM_INVALID, an array that is not C-contiguous, empty, or not in
+            LLMException: LLM_PARAM_INVALID: an array that is not C-contiguous, empty, or not in
                 host memory.
         """
         forms = [read_form(f"{name}[{position}]", array) for position, array in enumerate(arrays)]
@@ -155,7 +155,7 @@ class HostMemory(Revocable):
 
     @classmethod
     def from_forms(cls, forms: Sequence[TensorForm]) -> HostMemory:
-        """Return the memory of tensors that were checked to be described and in host memory."""
+        """Return the memory of tensors that were checked to fit and to be in host memory."""
         return cls(
             np.array([form.address for form in forms], dtype=np.uint64),
             np.array([form.span_nbytes for form in forms], dtype=np.uint64),
@@ -175,11 +175,11 @@ class HostMemory(Revocable):
         """Return the memory at `addresses`, one for each tensor of `desc`.
 
         Each range is checked to be mapped, readable and (if `writable`) writable. The check is
-        repeated before every transfer unless an `owner` vouches for the memory.
+        repeated before every transfer unless an `owner` keeps the memory.
 
         Raises:
             TypeError, ValueError: an address that is not a uint64.
-            LLMException: LLM_PARAM_INVALID for another number of addresses, or a range that is not
+            LLMException: LLM_PARAM_INVALID: another number of addresses, or a range that is not
                 mapped so; names the address and the hole.
         """
         cache = Cache(desc, tensor_addrs=tuple(addresses))
@@ -224,11 +224,11 @@ class HostMemory(Revocable):
         except ValueError as error:
             raise invalid(str(error)) from None
         except OSError as error:  # /proc is not mounted, or no descriptor is left to read it
-            raise system_error("memory cannot be looked at", error) from error
+            raise system_error("could not check memory", error) from error
 
     def __reduce__(self) -> NoReturn:
         # The addresses of a copy would point to the arrays of the original.
-        raise TypeError("HostMemory cannot be copied or pickled: its addresses are this process's")
+        raise TypeError("HostMemory cannot be copied or pickled: it has addresses of this process")
 
     def __repr__(self) -> str:
         return f"<HostMemory {len(self.addresses)} tensors, {int(self.nbytes.sum())} bytes>"
@@ -243,7 +243,7 @@ class _Use:
 
 
 class _Uses:
-    """The uses of this process."""
+    """The current uses of memory in this process."""
 
     def __init__(self) -> None:
         self.begin()
@@ -262,30 +262,30 @@ _LOOK_S: Final = 0.1
 
 @contextmanager
 def using(*memories: TensorMemory) -> Iterator[None]:
-    """Mark memory that this thread reads or writes itself inside, so that `take_back` waits."""
+    """Mark memory that this thread reads or writes in the block, so that `take_back` waits."""
     use = _Use(get_ident(), memories)
     try:
         _USES.now.add(use)
-        check_lent(*memories)  # after it was added: one of this and `take_back` sees the other
+        check_lent(*memories)  # after adding the use, as `take_back` revokes before it looks
         yield
     finally:
-        _USES.now.discard(use)  # first, in one call, so that an interrupt cannot split it
+        _USES.now.discard(use)  # first, in one call that an interrupt cannot split
         with _USES.changed:
             _USES.changed.notify_all()
 
 
 def take_back(memory: Revocable, why: str) -> None:
-    """Return memory to its owner: nothing of this process reads or writes it afterwards.
+    """Return memory to its owner: afterwards this process does not read or write it.
 
-    Transfers that use it end with LLM_KV_CACHE_NOT_EXIST and the message `why`, and are waited for
-    as by `cancel`. A use of the calling thread itself (under a signal handler) ends at its next
+    Transfers that use it end with LLM_KV_CACHE_NOT_EXIST and the message `why`; this call waits for
+    them, as `cancel` does. A use of the calling thread (under a signal handler) ends at its next
     check.
     """
     revoke(memory, why)
     mine = get_ident()
     others = {use for use in list(_USES.now) if use.thread != mine and revocation(use.memories)}
     with _USES.changed:
-        # Polls too, since an interrupt may keep a thread from notifying.
+        # With a timeout, as an interrupt may keep a thread from notifying.
         while not _USES.changed.wait_for(lambda: others.isdisjoint(list(_USES.now)), _LOOK_S):
             pass
 

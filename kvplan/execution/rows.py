@@ -64,7 +64,7 @@ class _Cut(NamedTuple):
 class RowPair(NamedTuple):
     """Two memories, and everything that requests between them share.
 
-    It holds addresses only, and keeps no memory alive.
+    It holds only addresses, and keeps no memory alive.
     """
 
     operation: Operation
@@ -147,7 +147,7 @@ class RowPair(NamedTuple):
 
 
 class RowRequests:
-    """The known pairs of memories. Any thread may ask."""
+    """The known pairs of memories; thread-safe."""
 
     def __init__(self) -> None:
         self._mutex = Mutex()
@@ -175,8 +175,8 @@ class RowRequests:
         Args:
             by_tokens: True if the requests count tokens, see `counts_tokens`.
             heads: the KV heads of the model that move into blocks; None: all common ones.
-            src_tensor, dst_tensor: the first tensor of a side in memory that other caches share;
-                None: the memory is the side's.
+            src_tensor, dst_tensor: the first tensor of a side in memory that it shares with other
+                caches; None: the memory is of the side only.
         """
         if OBSERVERS:  # observers look at each plan that is made
             return None
@@ -247,14 +247,14 @@ def _rows(
     *,
     one_space: bool,
 ) -> RowLowering | None:
-    """Return the rows of the paired tensors, or None if tensors of the caches overlap."""
+    """Return the lowering of the paired tensors, or None if tensors of the caches overlap."""
     fields = template.part
     split, per_layer = fields["split"], fields["tensors_per_layer"]
     src_views, dst_views = fields["src_tensors"], fields["dst_tensors"]
     read, src_bases, src_start = view_addresses(source, src, src_views, split, per_layer)
     written, dst_bases, dst_start = view_addresses(target, dst, dst_views, split, per_layer)
     is_one = src is dst and source == target and src_views == dst_views
-    # If tensors of two caches or of one overlap, the rows decide.
+    # If tensors of one or two caches overlap, the planner compares rows.
     if tensors_clash(target, written, source, read if one_space and not is_one else _NONE):
         return None
     return RowLowering(
@@ -275,7 +275,7 @@ def _rows(
 def tensors_clash(target: Side, written: Addresses, source: Side, read: Addresses) -> bool:
     """Return True if a written tensor may share a byte with another written tensor or a read one.
 
-    Tensors whose rows lie between each other's, as those of layers in one page, do not.
+    Interleaved rows, as of layers in one page, do not clash.
     """
     if not extents_clash(written, target.tensor_nbytes, read, source.tensor_nbytes):
         return False
@@ -288,12 +288,12 @@ def are_apart(
 ) -> bool:
     """Return True if rows of no two tensors share a byte.
 
-    `counts` are the numbers of tensors of each cache, which come one cache after another.
+    `addresses` has the tensors of one cache after those of another; `counts` are their numbers.
     """
-    lie = [(side.tensor_nbytes, side.stride, side.row_nbytes) for side in caches]
+    shapes = [(side.tensor_nbytes, side.stride, side.row_nbytes) for side in caches]
     order = np.argsort(addresses)
     starts = addresses[order]
-    sizes, strides, rows = np.repeat(np.array(lie, np.uint64), counts, axis=0)[order].T
+    sizes, strides, rows = np.repeat(np.array(shapes, np.uint64), counts, axis=0)[order].T
     reach = np.maximum.accumulate(starts + sizes)
     together = np.flatnonzero(starts[1:] < reach[:-1])  # with the next tensor
     if not len(together):
@@ -319,7 +319,7 @@ def view_addresses(
         tensors = addresses[views.start : views.stop]
         return tensors, tensors, 0
     numbers, starts = side.locate(views, split, per_layer)
-    # Each tensor once, however many views it has. A tensor that is given twice counts as two.
+    # Each tensor once, however many views it has. An address that is given twice counts twice.
     ordered = np.sort(numbers)
     once = ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
     return addresses[once], addresses[numbers] + starts, int(starts.max())
@@ -340,7 +340,7 @@ def _tensors(side: Side, memory: TensorMemory, first: int | None) -> Addresses |
 def counts_tokens(
     kind: Kind, num_tokens: int | None, src_token: int, dst_token: int
 ) -> bool | None:
-    """Return whether a request counts tokens or moves whole rows; None: the planner decides."""
+    """Return True if a request counts tokens, False if rows move whole; None: ask the planner."""
     if type(src_token) is not int or type(dst_token) is not int:
         return None
     if num_tokens is None and src_token == 0 == dst_token:

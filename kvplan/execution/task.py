@@ -103,11 +103,11 @@ class TransferTask(NativeTask):
     any more.
 
     Args:
-        on_outcome: Called with the error or None, by the thread that finds the outcome first,
-            before anyone gets it. If it raises after a success, that is the outcome. It is called
-            once, or a second time with an error if it was interrupted, even before its first line.
-        stream_of: Returns the handle of a stream, from the name and the value of an argument; None:
-            no accelerator has streams.
+        on_outcome: called with the error or None, by the thread that finds the outcome first,
+            before any caller gets it. If it raises after a success, that is the outcome. It is
+            called again, with an error, only if an interrupt ended the first call, perhaps before
+            its first line.
+        stream_of: returns the handle of a stream; None: the engine has no accelerator.
     """
 
     def __init__(
@@ -137,6 +137,14 @@ class TransferTask(NativeTask):
         """True if the transfer has an outcome, good or bad; never blocks."""
         return self.native.done
 
+    @property
+    def settled(self) -> bool:
+        """See `AwaitableTask.settled`. A caller that polls need not wait for another thread."""
+        if not self._is_settled and not self.settles_aside and self.done:
+            with suppress(LLMException):  # `wait` raises it again
+                self._conclude()
+        return self._is_settled
+
     def wait_done(self, timeout_ms: float) -> bool:
         """Wait until `done`, at most `timeout_ms`; return `done`. It does not raise the outcome."""
         return self.native.wait(timeout_ms, False).status != KVN_PENDING
@@ -145,15 +153,16 @@ class TransferTask(NativeTask):
         """Wait until every byte has arrived.
 
         Args:
-            timeout_ms: Milliseconds, >= 0; None waits forever.
-            stop: True if a timeout stops the transfer. If False, the transfer goes on, and can be
-                waited for again.
+            timeout_ms: milliseconds, >= 0; None waits forever.
+            stop: True: a timeout stops the transfer. False: the transfer goes on, and `wait` can
+                be called again.
 
         Raises:
-            NativeError: this is a forked child, and the task its parent's.
+            NativeError: in a forked child, as the task belongs to its parent.
             ValueError: timeout_ms < 0 or not a number.
             LLMException: LLM_TIMEOUT after the timeout; otherwise the status of the failure.
-                `unconfirmed` lists the descriptors that may not have arrived, `origin` what failed.
+                `unconfirmed` lists the descriptors that may not have arrived; `origin` is the
+                place of the first failure.
         """
         if timeout_ms is None and self._is_settled and self._error is None:
             return
@@ -178,27 +187,27 @@ class TransferTask(NativeTask):
     def block_stream(self, stream: ComputeStream) -> None:
         """Make `stream` wait for the transfer's copies before work that is issued to it later.
 
-        The device keeps that order. This returns when the copies were issued to the device, and
-        does not wait for them. It does wait for transfers that were submitted before on the same
-        way. Afterwards issue the work that reads the destination, or writes the source.
+        The device keeps that order. The call returns when the copies were issued to the device,
+        without waiting for them, but after transfers that were submitted earlier on the same path.
+        Afterwards issue the work that reads the destination, or writes the source.
 
         A transfer that is over, or that ends early, does not hold the stream: later work then runs
         with what has arrived. So `wait` before you use a result. Once the device keeps the order,
         the stream also waits for the event that the transfer comes `after`.
 
         Args:
-            stream: A stream of the model's compute, on the engine's device; see `ComputeStream`. It
+            stream: a stream of the model's compute, on the engine's device; see `ComputeStream`. It
                 must not be captured into a graph.
 
         Raises:
-            NativeError: this is a forked child, and the task its parent's.
+            NativeError: in a forked child, as the task belongs to its parent.
             TypeError: not a stream, but an event or a handle.
             LLMException: LLM_FEATURE_NOT_ENABLED: no stream of a device moves these bytes (`tcp`,
-                `ucx` or the host does), or not yet, as the host waits for the event that they come
-                after; the engine has no accelerator, or an Ascend device: wait
-                on the host then. LLM_PARAM_INVALID: a stream of another accelerator, or one that is
-                captured. Otherwise an error of the accelerator. Then the stream is not held, or
-                only by a part of the copies.
+                `ucx` or the host does), or not yet, as the host waits for the event `after`; the
+                engine has no accelerator, or an Ascend device: wait on the host then.
+                LLM_PARAM_INVALID: a stream of another accelerator, or one that is captured.
+                Otherwise an error of the accelerator. After any of these the stream is not held,
+                or only by a part of the copies.
         """
         if self._stream_of is None:
             raise no_accelerator("stream", stream)
@@ -225,8 +234,8 @@ class TransferTask(NativeTask):
         A finished transfer keeps its outcome. Waiting for a cancelled one raises LLM_CANCELLED.
 
         Args:
-            reason: The message and status that are raised and logged instead. The first call
-                counts, with a reason or without.
+            reason: message and status to raise and log instead. Only the first call counts, with
+                or without a reason.
         """
         if not self._is_cancelled:
             self._is_cancelled = True
@@ -282,10 +291,10 @@ class TransferTask(NativeTask):
                 raise
 
     def explain(self) -> str:
-        """Return how far each layer came, as text: confirmed descriptors, and the failure."""
+        """Return the progress of each layer as text: confirmed descriptors, and the failure."""
         if not self.native.done:
-            held = getattr(self.native, "held", False)  # not of layers: they are ready one by one
-            behind = ", behind an event that has not come" if held else ""
+            held = getattr(self.native, "held", False)  # False for layers: each has its own event
+            behind = ", waiting for its event" if held else ""
             return f"{self.plan!r} in flight{behind}"
         error = None
         try:
@@ -329,8 +338,7 @@ def failure(
     `reason` why it was cancelled.
     """
     if lost is None:
-        # It may have failed because the owner of a side, or the way to it, is gone. Then that is
-        # the reason.
+        # If the owner of a side, or the way to it, is gone, that is the reason.
         cause = _lost(memories) if report.status in _LOSING else None
         if report.status == KVN_CANCELLED:
             cause = cause or reason

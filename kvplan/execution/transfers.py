@@ -57,23 +57,21 @@ The copy holds the GIL, on which `close` relies. Without a GIL every transfer ha
 """
 
 _NUMBERS: Final = (int, float)
-_LONG_MS: Final = (
-    1 << 63
-)  # an int beyond every float is refused as other numbers are: by the executor
+_LONG_MS: Final = 1 << 63  # longer timeouts, even beyond every float, are left to the executor
 
 
 class Transfers:
-    """A thread pool, and the executors that submit plans over it.
+    """A thread pool, and the executor that submits plans to it.
 
     Args:
-        threads: The number of copying threads; None: as the tuning says.
-        wrap: Called with each backend; returns the backend to use. A place for wrappers (faults,
-            delays, limits, traces).
-        tuning: The tuning of copies; None: the built-in one.
+        threads: number of copying threads; None: that of the tuning.
+        wrap: called with each backend; returns the backend to use, such as a wrapper for faults,
+            delays, limits or traces.
+        tuning: the tuning of copies; None: the built-in one.
 
     Attributes:
-        rows: Lowers requests of whole rows.
-        small_nbytes: The largest transfer that the calling thread copies at once; 0: none.
+        rows: lowers requests of whole rows.
+        small_nbytes: the largest transfer that the calling thread copies at once; 0: none.
 
     Raises:
         LLMException: LLM_OUT_OF_MEMORY: the system has too few threads.
@@ -99,9 +97,8 @@ class Transfers:
         self._closed = False
         # A wrapper must see each copy.
         self.small_nbytes: int = SMALL_NBYTES if self._wrap is None else 0
-        self._shares: set[ref[Transfers]] = (
-            set()
-        )  # not a WeakSet: threads add while another iterates
+        # Not a WeakSet: threads add while another iterates.
+        self._shares: set[ref[Transfers]] = set()
         self._mutex = Mutex()  # of `_wrapped`; `wrap` may submit
         self._wrapped: WeakKeyDictionary[TensorMemory, dict[Backend, Backend]] = WeakKeyDictionary()
 
@@ -120,7 +117,7 @@ class Transfers:
         except NativeError as error:
             raise self._unusable(error) from error
         self._shares.add(ref(other, self._shares.discard))
-        if self._closed:  # after it was added, so that `close` or this closes it
+        if self._closed:  # after adding it: `close` or this call closes it
             other.close()
             raise self._unusable(NativeError("the transfers are closed"))
         return other
@@ -140,20 +137,20 @@ class Transfers:
         after: Gate | None = None,
         stream_of: StreamOf | None = None,
     ) -> TransferTask:
-        """Start `plan` from `src` to `dst`, and return at once. Small transfers are done then.
+        """Start `plan` from `src` to `dst`, and return at once; small transfers are done then.
 
         Args:
             src, dst: TensorMemory, a `Cache` with addresses, or a sequence of arrays.
-            on_outcome: As for `TransferTask`; not called if this raises.
-            descriptors: Of the plan between these memories, as made by `rows.bind`; None: the plan
-                is lowered.
-            after: What the transfer comes after, as made by `Device.gate`; None: nothing.
-            stream_of: As for `TransferTask`.
+            on_outcome: as for `TransferTask`; not called if this raises.
+            descriptors: those of the plan between these memories, as made by `rows.bind`; None:
+                the plan is lowered.
+            after: the gate that the transfer waits for, as made by `Device.gate`; None: no gate.
+            stream_of: as for `TransferTask`.
 
         Raises:
-            TypeError: an argument of another type.
-            LLMException: LLM_PARAM_INVALID if memory and plan do not fit; the memory's own status
-                if it is not valid any more; LLM_ENGINE_FINALIZED after `close`; LLM_FAILED in a
+            TypeError: an argument of the wrong type.
+            LLMException: LLM_PARAM_INVALID: memory and plan do not fit; the memory's own status if
+                it is not valid any more; LLM_ENGINE_FINALIZED: after `close`; LLM_FAILED: in a
                 forked child. Nothing was copied then.
         """
         backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
@@ -182,8 +179,8 @@ class Transfers:
         Arguments as for `submit`. Both memories must stay valid until the outcome.
 
         Args:
-            on_last: As for `LayerTask`; not called if this raises.
-            gate_of: As for `LayerTask`.
+            on_last: as for `LayerTask`; not called if this raises.
+            gate_of: as for `LayerTask`.
 
         Raises:
             TypeError, LLMException: as `submit`; LLM_PARAM_INVALID: also for a plan of several
@@ -233,7 +230,7 @@ class Transfers:
             copied = self._copy_now(descriptors, src, dst)
             if copied == "done":
                 return
-            lost_before = copied == "lost"  # bytes were written, so what follows raises why
+            lost_before = copied == "lost"  # bytes were written: the checks below raise the reason
         backend, descriptors, memories = self._prepare(
             plan, src, dst, descriptors, check=not lost_before
         )
@@ -266,12 +263,12 @@ class Transfers:
         """Read the moved bytes of `plan` again, and compare both sides; neither may be on a device.
 
         Args:
-            every: Compare every so many descriptors, from a random one on.
-            timeout_ms: Milliseconds that the call may take.
+            every: interval of the compared descriptors, from a random one on.
+            timeout_ms: milliseconds that the call may take.
 
         Raises:
             TypeError: `plan` is not a plan.
-            LLMException: LLM_FAILED: bytes differ, and where; otherwise as for `execute`.
+            LLMException: LLM_FAILED: bytes differ; names the place; otherwise as for `execute`.
         """
         scratch = HostMemory.from_arrays([np.empty(SCRATCH_NBYTES, np.uint8)])
         # If both sides are in this process, plain copies read them.
@@ -343,9 +340,9 @@ class Transfers:
         if getter is not None and putter is not None:
             if not source.on_device:
                 raise invalid(
-                    "src and dst are both memory of other processes; one of them must be this one's"
+                    "src and dst are both in other processes; one of them must be in this process"
                 )
-            getter = None  # of a device: the peer's decides
+            getter = None  # of a device: the peer's backend decides
         if descriptors is None:
             one_space = source.in_process and target.in_process
             descriptors = bind(plan, source, target, one_space=one_space)
@@ -371,7 +368,7 @@ class Transfers:
     def close(self, *, cancel: bool = False) -> None:
         """Wait for transfers in flight (or cancel them), and refuse new ones; idempotent.
 
-        When it returns, no byte is touched any more, not even by `execute` in other threads. A
+        After the return no byte is touched any more, not even by `execute` in other threads. A
         `LayerTask` that still waits for a layer is cancelled in either case.
         """
         self._closed = True
@@ -402,12 +399,12 @@ def default_transfers(
     """Return the `Transfers` of this process, made at first use; a forked child has its own.
 
     Args:
-        tuning: As for `choose`; callers with the same tuning share threads.
-        processors: The processors that this thread, and so its threads, are bound to; None: not
-            bound.
+        tuning: as for `choose`; callers with the same tuning share threads.
+        processors: the processors that this thread, and so the copying threads, are bound to;
+            None: not bound.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: the tuning is not valid, and why.
+        LLMException: LLM_PARAM_INVALID: the tuning is invalid.
     """
     return _transfers_of(os.getpid(), tuning, processors)
 

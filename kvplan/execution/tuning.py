@@ -1,7 +1,7 @@
 """The choice of a copy tuning: given, stored for this kind of machine, or built in.
 
-`kvplan tune` measures a tuning (`kvplan/cli/tune/host.py`) and stores it. Nothing is measured
-unasked. The file holds numbers and names of strategies, which are checked when it is read.
+Only `kvplan tune` (`kvplan/cli/tune/host.py`) measures and stores a tuning. The file holds numbers
+and names of strategies, which are checked when it is read.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Finding(NamedTuple):
     """A measurement. Only sure ones are stored.
 
     Attributes:
-        tuning: The built-in tuning with the fields that were clearly better.
+        tuning: the built-in tuning with the fields that were clearly better.
         sure: False if other processes used the machine; the tuning is then the built-in one.
-        reasons: The comparison that decided each field, as text.
-        took_ms: Duration of the measurement in ms.
-        measured: Time of the measurement, in UTC, as ISO 8601.
+        reasons: the comparison that decided each field, as text.
+        took_ms: duration of the measurement in milliseconds.
+        measured: time of the measurement, in UTC, as ISO 8601.
     """
 
     tuning: Tuning
@@ -54,9 +54,9 @@ class Choice(NamedTuple):
     """A tuning and its origin.
 
     Attributes:
-        tuning: The tuning of copies.
+        tuning: the tuning of copies.
         source: "built in", "measured", or the name of the option that gave it.
-        note: Why the stored tuning is not used; empty if it is used or does not exist.
+        note: the reason why the stored tuning is not used; empty: it is used or does not exist.
     """
 
     tuning: Tuning
@@ -84,7 +84,7 @@ def check_choice(name: str, value: object) -> None:
 
 
 def choose(option: str | None = None) -> Choice:
-    """Return the tuning that an engine's option, or the environment, asks for.
+    """Return the tuning that an engine's option or the environment selects.
 
     Args:
         option: "auto" for the stored tuning, else the built-in one; "builtin"; or a JSON object
@@ -130,21 +130,21 @@ def _given(name: str, text: str) -> Tuning | None:
 
 
 def this_processor() -> str:
-    """Return the key of stored tunings. It is more than a name, which virtual machines share."""
-    said = cpuinfo()
+    """Return the key of stored tunings: more than a name, which virtual machines share."""
+    info = cpuinfo()
     names = ("cpu family", "model", "stepping", "CPU variant", "CPU revision")
-    parts = [f"{name.lower()} {said[name]}" for name in names if name in said]
+    parts = [f"{name.lower()} {info[name]}" for name in names if name in info]
     with suppress(OSError, ValueError):
         parts.append(f"{os.sysconf('SC_LEVEL3_CACHE_SIZE') >> 10} KiB of L3")
-    return ", ".join([model_of(said), *parts, f"usable cores: {usable_cores()}"])
+    return ", ".join([model_of(info), *parts, f"usable cores: {usable_cores()}"])
 
 
 def load_tuning() -> Finding | None:
     """Return the tuning that is stored for this kind of machine, or None.
 
     Raises:
-        OSError: The file exists and cannot be read.
-        LLMException: LLM_PARAM_INVALID if the file is invalid, or this processor lacks a strategy.
+        OSError: the file exists but cannot be read.
+        LLMException: LLM_PARAM_INVALID: the file is invalid, or this processor lacks a strategy.
     """
     path = tuning_path()
     machines = read_machines(path, FILE_VERSION)
@@ -170,7 +170,7 @@ def _finding_of(document: Any) -> Finding:
 
 
 def _line(name: str, value: object) -> str:
-    """Validate one line of text that is safe for terminals: no control characters or surrogates."""
+    """Return a line of text that is safe for terminals: no control characters or surrogates."""
     if not check_type(name, value, str).isprintable():
         raise ValueError(f"{name}={shown(value)} must be printable")
     return str(value)
@@ -180,10 +180,10 @@ def save_tuning(found: Finding) -> Finding:
     """Store a sure measurement for this kind of machine, and return it with the time.
 
     Raises:
-        OSError: The file cannot be written.
-        LLMException: As `load_tuning`, unless only the entry of this machine is invalid.
+        OSError: the file cannot be written.
+        LLMException: as `load_tuning`, unless only the entry of this machine is invalid.
     """
-    assert found.sure, "what others have disturbed says nothing of the machine"
+    assert found.sure, "other processes disturbed the measurement"
     path = tuning_path()
     machines = read_machines(path, FILE_VERSION)
     found = found._replace(measured=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))

@@ -40,7 +40,7 @@ def check_verifiable(src: TensorMemory, dst: TensorMemory) -> None:
     """Refuse memory that cannot be compared here: LLM_FEATURE_NOT_ENABLED."""
     if src.on_device or dst.on_device:
         raise LLMException(
-            "verify: memory of a device cannot be compared; that is done for caches on hosts",
+            "verify: memory of a device cannot be compared; only host caches can be verified",
             status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
         )
 
@@ -69,7 +69,7 @@ def verify(
         here = base + np.concatenate(([0], np.cumsum(nbytes)[:-1])).astype(np.uint64)
         left = None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000)
         report = read(Descriptors.from_columns(here, remote[index] + at, nbytes), left)
-        for memory in (src, dst):  # First check that it still is the memory that was moved.
+        for memory in (src, dst):  # it must still be the memory that was moved
             memory.check()
         if report.status != KVN_OK:
             raise LLMException(
@@ -77,7 +77,7 @@ def verify(
             )
         found = first_different(here, local[index] + at, nbytes)
         if found >= 0:
-            # Mapped memory of a peer may have changed hands in the meantime..
+            # The peer may have reused its mapped memory meanwhile.
             for memory in (src, dst):
                 memory.check()
             raise LLMException(

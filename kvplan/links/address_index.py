@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from kvnative._ranges import locate
-from kvplan.status import LLMException, invalid, not_exist
+from kvnative._ranges import Pieces, locate
+from kvplan.status import LLMException, not_exist
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,6 +53,7 @@ class AddressIndex(Generic[_Cache]):
 
     Attributes:
         extents: The extents that are not empty.
+        pieces: The same memory for native code, with the numbers of the extents.
     """
 
     def __init__(self, who: str, extents: Iterable[Extent[_Cache]]) -> None:
@@ -68,6 +69,7 @@ class AddressIndex(Generic[_Cache]):
         self._owners = (
             None if owners == list(range(len(self.extents))) else np.array(owners, dtype=np.uint64)
         )
+        self.pieces = Pieces(self._firsts, self._lasts, self._owners, len(self.extents))
 
     def cut(self, side: str, starts: Column, others: Column, nbytes: Column) -> Cut:
         """Find the extent of each range, and split ranges that continue in the next extent."""
@@ -106,17 +108,6 @@ class AddressIndex(Generic[_Cache]):
         return not_exist(
             f"{text} has registered; the nearest is [{start:#x}, {end:#x}), and the byte is {away} "
             f"bytes {where} of it"
-        )
-
-
-def check_ranges(starts: Column, nbytes: Column, side: str) -> None:
-    """Refuse empty ranges, ranges at address 0, and ranges past 2**64 with LLM_PARAM_INVALID."""
-    bad = (nbytes == 0) | (starts == 0) | (starts + (nbytes - np.uint64(1)) < starts)
-    if bad.any():
-        i = int(np.flatnonzero(bad)[0])
-        raise invalid(
-            f"{side} range {i} has address {int(starts[i]):#x} and {int(nbytes[i])} bytes; a range "
-            "has at least 1 byte, does not begin at 0, and ends by 2**64"
         )
 
 

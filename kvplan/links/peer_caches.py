@@ -259,8 +259,10 @@ class PeerCaches(LinkLifecycle, ABC):
     @property
     def needs_peer(self) -> bool:
         """True if a transfer may have to wait for the peer, as this process does not copy alone."""
-        links = self.transport_links.values()
-        return not links or any(link.detects_freed != "check" for link in links)
+        for link in self.transport_links.values():
+            if link.detects_freed != "check":
+                return True
+        return not self.transport_links
 
     def forget(self) -> None:
         """Drop the cached memory of the peer, so that the transport is asked for it again."""

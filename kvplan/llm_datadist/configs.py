@@ -93,7 +93,7 @@ class LLMClusterInfo:
             port: a uint16.
 
         Raises:
-            TypeError, ValueError: an argument of another type, or port is not a uint16.
+            TypeError, ValueError: an argument of the wrong type, or port is not a uint16.
             RuntimeError: a str that is not an IPv4 address.
         """
         self._local_ip_info_list.append(_address(ip, port))
@@ -102,7 +102,7 @@ class LLMClusterInfo:
         """Add an address of the peer; arguments as of `append_local_ip_info`.
 
         Raises:
-            TypeError, ValueError: an argument of another type, or port is not a uint16.
+            TypeError, ValueError: an argument of the wrong type, or port is not a uint16.
             RuntimeError: a str that is not an IPv4 address.
         """
         self._remote_ip_info_list.append(_address(ip, port))
@@ -118,7 +118,7 @@ class _Setting(Checked[_T]):
     """A property that becomes an option.
 
     Args:
-        keys: keys of the option. Of several, the first gets all values, the others the first value.
+        keys: keys of the option; the first gets all values, each other only the first value.
         check: as for `Checked`.
         doc: its docstring.
         initial: the value until it is set. If that is empty or False, the option is omitted.
@@ -289,7 +289,7 @@ class LlmConfig:
     mem_utilization = _Setting[float](
         "llm.MemoryUtilization", _checked_fraction, "Fraction of memory to use, in [0, 1].", 0.95
     )
-    options = Field[dict[str, str]]("What `generate_options` has filled.")
+    options = Field[dict[str, str]]("The options that `generate_options` has filled.")
 
     def __init__(self) -> None:
         self._options: dict[str, str] = {}

@@ -36,7 +36,7 @@ AnyKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
 def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
     """Return the engine's description; raise if data type or placement is missing.
 
-    A format is only compared, not interpreted, if it implies more than the original reads.
+    A format is only compared, not interpreted, if it implies more than the original interprets.
     """
     check_isinstance("placement", cache_desc.placement, kvplan.Placement, allow_none=False)
     if cache_desc.data_type is None:
@@ -185,7 +185,7 @@ def indices_of(
 
 
 def table_of(name: str, blocks: Indices | None, *, allow_none: bool = True) -> Table:
-    """Return `indices_of`; of a long table an array, which is checked as a whole."""
+    """Return `indices_of`, or for a long table an array, which is checked as a whole."""
     check_isinstance(name, blocks, [list, tuple], allow_none=allow_none)
     if blocks and len(blocks) >= _LONG and set(map(type, blocks)) == {int}:
         with suppress(struct.error):  # beyond int64

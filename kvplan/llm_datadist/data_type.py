@@ -65,7 +65,7 @@ np_dtype_to_dtype: dict[np.dtype[Any], DataType] = {
 
 
 def get_python_dtype_from_wrapper_dtype(wrapper_dtype: int) -> DataType:
-    """Return the type with a number of the original's wrapper.
+    """Return the type that has this number in the original's wrapper.
 
     Raises:
         ValueError: unknown number.

@@ -23,10 +23,10 @@ OURS: Final = __name__.rpartition(".")[0]
 """Name of the package that is installed."""
 
 STUBS: Final = str(Path(__file__).parents[1] / "run" / "path")
-"""Folder that `python -m kvplan.run` puts into PYTHONPATH, with modules that install us."""
+"""Folder that `python -m kvplan.run` puts into PYTHONPATH; its modules install this package."""
 
 ROOTS: Final = {"llm_datadist": OURS, "llm_datadist_v1": f"{OURS}.v1"}
-"""Modules by the names that programs import. That of version 1 raises."""
+"""Modules by the names that programs import; importing the one of version 1 raises."""
 
 SEVERAL_ENGINES: Final = "KVPLAN_SEVERAL_ENGINES"
 """Environment variable: "1" permits several engines in a process; the launcher sets it."""
@@ -37,7 +37,7 @@ _logger = logging.getLogger("kvplan")
 def install(*, quiet: bool = False) -> None:
     """Let `import llm_datadist` and its submodules return this package; idempotent.
 
-    It holds for this process and its forked children. An import of `llm_datadist_v1` raises. An
+    Applies to this process and its forked children. An import of `llm_datadist_v1` raises. An
     official package is not changed; if one could be imported, a warning of logger `kvplan` names
     it.
 
@@ -161,7 +161,7 @@ def _specs(name: str, path: Sequence[str], everywhere: bool) -> Iterator[ModuleS
         if other is finder or not hasattr(other, "find_spec"):
             continue
         if getattr(other, "__module__", None) == "kvplan_hook":
-            continue  # of the launcher: it would install
+            continue  # the launcher's finder would install this package
         # Our own folder in the path would hide the official package.
         folders = [folder for folder in path if folder != STUBS] if other is PathFinder else None
         if (spec := other.find_spec(name, folders)) is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._executor import NativeError
-from kvnative._ranges import first_overlap
+from kvnative._ranges import choose, first_overlap
 from kvnative._signals import Mutex
 from kvplan.addressed.connector import Connector
 from kvplan.addressed.engine import AddressedEngine, Request
@@ -413,11 +413,9 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
             raise nixlInvalidParamError("a prepared list was released")
         if not local.is_local or not remote.agent:
             raise nixlInvalidParamError("local_side must be a local list, remote_side a remote one")
-        mine = _chosen("local_indices", local.rows, local_indices)
-        theirs = _chosen("remote_indices", remote.rows, remote_indices)
-        if not len(mine):
-            raise nixlInvalidParamError("a transfer has at least one descriptor")
-        return self._add(operation, remote.agent, mine, theirs, notif_msg)
+        mine = _indices("local_indices", local_indices)
+        theirs = _indices("remote_indices", remote_indices)
+        return self._add(operation, remote.agent, local.rows, remote.rows, notif_msg, mine, theirs)
 
     def createXferReq(  # noqa: N802
         self, operation: nixl_xfer_op_t, local_descs: nixlXferDList, remote_descs: nixlXferDList,
@@ -431,16 +429,28 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
         return self._add(operation, agent, local, remote, notif_msg)
 
     def _add(
-        self, operation: nixl_xfer_op_t, agent: str, local: Rows, remote: Rows, message: bytes | str
-    ) -> int:
-        here, there, sizes = _columns(local, remote)
+        self, operation: nixl_xfer_op_t, agent: str, local: Rows, remote: Rows,
+        message: bytes | str, mine: Column | None = None, theirs: Column | None = None,
+    ) -> int:  # fmt: skip
+        """Add a transfer between rows of two lists, all of them or the chosen ones."""
+        counts = [len(local if mine is None else mine), len(remote if theirs is None else theirs)]
+        if counts[0] != counts[1] or not counts[0]:
+            raise nixlInvalidParamError(
+                f"{counts[0]} local and {counts[1]} remote descriptors; a transfer has as many "
+                "of both, and at least one"
+            )
+        here, there, sizes, nbytes, wrong = choose(
+            local.reshape(-1), remote.reshape(-1), mine, theirs
+        )
+        if wrong >= 0:
+            raise _unlike(wrong, local, remote, mine, theirs)
         written = here if operation is nixl_xfer_op_t.NIXL_READ else there
-        if (clash := first_overlap(written, sizes)) is not None:
+        if len(sizes) > 1 and (clash := first_overlap(written, sizes)) is not None:
             texts = [span_text(int(written[at]), int(sizes[at])) for at in sorted(clash)]
             raise self._logged("transfer", ValueError(f"{' and '.join(texts)} overlap"))
         number = next(self._numbers)
         self._transfers[number] = _Transfer(
-            agent, operation, here, there, sizes, int(sizes.sum()), bytes_of(message)
+            agent, operation, here, there, sizes, nbytes, bytes_of(message)
         )
         return number
 
@@ -451,8 +461,6 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
             raise nixlRepostActiveError(f"transfer {reqh} is still in flight")
         if notif_msg:
             transfer.message = bytes_of(notif_msg)
-        if transfer.agent != self.name:
-            self._remote(transfer.agent)
         transfer.began, transfer.error, transfer.request = perf_counter(), None, None
         transfer.telemetry = nixlXferTelemetry(startTime=int(monotonic() * 1e6))
         try:
@@ -462,6 +470,8 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
             found = self._logged(f"{transfer.text} with {transfer.agent}", error)
             if not isinstance(found, nixlBackendError):
                 raise found from error
+        if transfer.status is _SUCCESS:
+            return _SUCCESS
         posted = transfer.telemetry
         posted.postDuration = int((perf_counter() - transfer.began) * 1e6)
         posted.xferDuration = posted.postDuration  # at least
@@ -646,25 +656,23 @@ def _expanded(array: Any) -> Rows:
     return pieces_of(np.column_stack((rows, strides, counts)))
 
 
-def _chosen(name: str, rows: Rows, indices: Any) -> Rows:
-    """Return the rows of a list or an array of indices."""
+def _indices(name: str, indices: Any) -> Column:
+    """Return a list or an array of indices; a negative one becomes a large one."""
     chosen = np.asarray(indices, None if len(indices) else np.int64)
     if chosen.ndim != 1:
         raise ValueError(f"{name} has {chosen.ndim} dimensions; it must have 1")
-    chosen = chosen.astype(np.int64, copy=False)
-    if len(chosen) and not (chosen.min() >= 0 and chosen.max() < len(rows)):
-        raise nixlInvalidParamError(f"{name} must be in [0, {len(rows)})")
-    found: Rows = rows[chosen]
-    return found
+    return np.ascontiguousarray(chosen, np.int64).view(np.uint64)
 
 
-def _columns(local: Rows, remote: Rows) -> tuple[Column, Column, Column]:
-    """Return the addresses at both ends, and the sizes, which must be equal."""
-    if len(local) != len(remote):
-        raise nixlInvalidParamError(f"{len(local)} local and {len(remote)} remote descriptors")
-    if len(unlike := np.flatnonzero(local[:, 1] != remote[:, 1])):
-        at = int(unlike[0])
-        raise nixlInvalidParamError(
-            f"descriptor {at} has {local[at, 1]} bytes here and {remote[at, 1]} there"
-        )
-    return local[:, 0].copy(), remote[:, 0].copy(), local[:, 1].copy()
+def _unlike(
+    at: int, local: Rows, remote: Rows, mine: Column | None, theirs: Column | None
+) -> nixlInvalidParamError:
+    """Return the error of a choice whose row does not exist, or has another size there."""
+    a, b = (at if chosen is None else int(chosen[at]) for chosen in (mine, theirs))
+    for name, index, rows in (("local_indices", a, local), ("remote_indices", b, remote)):
+        if index >= len(rows):
+            given = index - (1 << 64) * (index >> 63)
+            return nixlInvalidParamError(f"{name}[{at}]={given} must be in [0, {len(rows)})")
+    return nixlInvalidParamError(
+        f"descriptor {at} has {local[a, 1]} bytes here and {remote[b, 1]} there"
+    )

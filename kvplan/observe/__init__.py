@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
@@ -20,24 +20,37 @@ from kvplan.observe.surfaces import wrap_mooncake, wrap_nixl
 from kvplan.status import invalid
 from kvplan.validation import shown
 
-__all__ = ["OBSERVE", "Observer", "install"]
+__all__ = ["Observer", "install", "sums"]
 
-OBSERVE: Final = "KVPLAN_OBSERVE"
-"""Environment variable: what to observe, such as `nixl`, or `nixl,mooncake=/folder`."""
+SUMS: Final = "sums"
+"""Beside the names of libraries: record sums of blocks, too."""
 
 _Wrap = Callable[[ModuleType, Observer], None]
 _MODULES: Final[dict[str, tuple[tuple[str, ...], _Wrap]]] = {
-    "nixl": (tuple(f"nixl{kind}._api" for kind in ("", "_cu12", "_cu13", "_rocm")), wrap_nixl),
-    "mooncake": (("mooncake.engine",), wrap_mooncake),
+    "nixl": (
+        (
+            *(f"nixl{kind}._api" for kind in ("", "_cu12", "_cu13", "_rocm")),
+            "rixl._api",
+            "kvplan.nixl._api",
+        ),
+        wrap_nixl,
+    ),
+    "mooncake": (("mooncake.engine", "kvplan.mooncake.engine"), wrap_mooncake),
 }
 
 
-def install(names: Sequence[str], folder: str | os.PathLike[str] = "") -> Observer:
+_installed: list[Observer] = []
+
+
+def install(
+    names: Sequence[str], folder: str | os.PathLike[str] = "", *, sums: bool = False
+) -> Observer:
     """Observe these libraries, also if they have been imported already.
 
     Args:
         names: "nixl", "mooncake".
         folder: where each agent or engine gets its recording; empty: the current folder.
+        sums: True to record sums of the blocks of each transfer of NIXL, for `kvplan trace --sums`.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: an unknown name.
@@ -45,20 +58,42 @@ def install(names: Sequence[str], folder: str | os.PathLike[str] = "") -> Observ
     for name in names:
         if name not in _MODULES:
             raise invalid(f"names={shown([*names])} must be of {[*_MODULES]}")
-    observer = Observer(folder)
+    observer = Observer(folder, sums=sums)
+    _installed.append(observer)
     wanted = {module: wrap for name in names for module in _MODULES[name][0] for wrap in
               [_MODULES[name][1]]}  # fmt: skip
     for module, wrap in wanted.items():
         if module in sys.modules:
-            wrap(sys.modules[module], observer)
+            observer.guarded(wrap, sys.modules[module], observer)
     sys.meta_path.insert(0, _Finder(wanted, observer))
     return observer
 
 
+@cache
 def install_from(text: str) -> Observer:
-    """Observe what the environment variable says: `nixl,mooncake=/folder`."""
-    names, _, folder = text.partition("=")
-    return install([name.strip() for name in names.split(",") if name.strip()], folder)
+    """Observe what `KVPLAN_OBSERVE` asks for: `nixl`, or `nixl,mooncake=/folder`.
+
+    The launcher and the plugins of serving engines both call this, so a second call does nothing.
+    """
+    listed, _, folder = text.partition("=")
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    chosen = [name for name in names if name != SUMS]
+    return install(chosen, folder, sums=SUMS in names)
+
+
+def sums(tag: str, descriptors: Any) -> None:
+    """Record sums of memory as it is now, as that of a request; without `sums` nothing happens.
+
+    Call it where a request is handed over to peers: `kvplan trace --sums` compares with what their
+    transfers of the same tag moved.
+
+    Args:
+        tag: the request, as in the notifications of its transfers.
+        descriptors: registered memory of the host, in the order of those transfers: what NIXL's
+            `get_xfer_descs` takes, such as (address, nbytes, device) of each block.
+    """
+    for observer in _installed:
+        observer.guarded(observer.sum, tag, descriptors)
 
 
 class _Finder(MetaPathFinder):
@@ -74,11 +109,16 @@ class _Finder(MetaPathFinder):
         wrap = self._wanted.get(name)
         if wrap is None:
             return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader  # of this module alone
-            loader.exec_module = partial(self._execute, loader.exec_module, wrap)
-        return spec
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                # The loader of an alias is the finder; its module is wrapped under its own name.
+                loader: Any = spec.loader
+                if loader is not finder and loader is not None:
+                    execute = partial(self._execute, loader.exec_module, wrap)
+                    vars(loader)["exec_module"] = execute  # the loader is of this module only
+                return spec
+        return None
 
     def _execute(
         self, execute: Callable[[ModuleType], None], wrap: _Wrap, module: ModuleType

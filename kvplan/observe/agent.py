@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from hashlib import blake2b
+from typing import Any, Final
 
 import numpy as np
 
-from kvplan.lease import BlockLease
-from kvplan.observe.plans import Numbers, Regions, plan_of, plan_of_ranges, regions_of
-from kvplan.planning.plan import Plan
+from kvplan.observe.plans import (
+    Numbers,
+    Regions,
+    cut_alike,
+    plan_of,
+    plan_of_ranges,
+    regions_of,
+    uneven,
+)
+from kvplan.observe.transfers import End, Observed, Peer, Spans, Table, outside, tables_of
+from kvplan.planning.part import Part
 from kvplan.planning.side import Side
 from kvplan.recording.writer import Recorder
 from kvplan.status import LLMStatusCode
@@ -21,115 +32,71 @@ _OUTCOMES: Final = {
     False: LLMStatusCode.LLM_FAILED,
 }
 _REMOTE_CACHES: Final = 1 << 20  # numbers of lists at a peer begin here
+_MAX_PAIRS: Final = 4096
+_MOVE: Final = -1  # the handle of a transfer that one call begins and ends
 
 _log = Log("kvplan")
 
-
-class _Peer(NamedTuple):
-    cluster_id: int
-
-
-class Spans(NamedTuple):
-    """Ranges of bytes, sorted."""
-
-    starts: Numbers
-    ends: Numbers
-
-    @classmethod
-    def of(cls, starts: Numbers, nbytes: Numbers) -> Spans:
-        """Return ranges in their order in memory."""
-        order = np.argsort(starts, kind="stable")
-        return cls(starts[order], (starts + nbytes)[order])
-
-    def twice(self) -> int | None:
-        """Return an address that two of the ranges have."""
-        reach = np.maximum.accumulate(self.ends)
-        hit = np.flatnonzero(self.starts[1:] < reach[:-1])
-        return int(self.starts[hit[0] + 1]) if len(hit) else None
-
-    def common(self, other: Spans) -> int | None:
-        """Return an address that a range of each has."""
-        reach = np.maximum.accumulate(other.ends)
-        place = np.searchsorted(other.starts, self.ends, side="left") - 1
-        hit = np.flatnonzero((place >= 0) & (reach[np.maximum(place, 0)] > self.starts))
-        if not len(hit):
-            return None
-        first = int(hit[0])
-        start = int(self.starts[first])
-        index = int(np.searchsorted(reach, start, side="right"))
-        return max(start, int(other.starts[index]))
-
-
-@dataclass
-class Observed:
-    """A transfer, which `Recorder.transfer` records when it ends.
-
-    Attributes:
-        name, tag, started, plan, cache_id, link, leases: as `Recorder` needs them.
-        pulls: True for a read.
-        here, there: the bytes of this process and of the peer.
-        in_flight: True from its posting until its end is seen.
-    """
-
-    name: str
-    tag: str
-    started: float
-    plan: Plan | None
-    cache_id: int
-    link: _Peer | None
-    pulls: bool
-    here: Spans
-    there: Spans
-    leases: tuple[BlockLease, ...] = ()
-    in_flight: bool = False
-    deregistered: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that move."""
-        return int((self.here.ends - self.here.starts).sum())
-
-    def __str__(self) -> str:
-        return f"{self.name} of {self.tag}" if self.tag else self.name
+Rest = tuple[Any, ...] | dict[str, Any]
+"""Arguments of a call after those with names, by position or by name; not both."""
 
 
 class Agent:
     """Memory, lists and transfers of one agent or engine. One thread calls the methods."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, *, sums: bool = False) -> None:
         self.recorder = recorder
+        self._sums = sums
         self._registered: dict[tuple[int, int], Side] = {}
+        self._host: set[tuple[int, int]] = set()  # of the registered, what this process can read
         self._lists: dict[int, tuple[Regions, int | None]] = {}
         self._transfers: dict[int, Observed] = {}
+        self._in_flight: dict[int, Observed] = {}  # from the posting until the end is seen
+        self._pairs: dict[tuple[object, ...], dict[str, Any]] = {}
+        self._inside: dict[Regions, bool] = {}  # True if all are registered
         self._num_caches = 0
         self._logged: set[str] = set()
         self._num_tensors = 1  # of the last list of this process: those of a peer have as many
 
-    def register(self, _: float, ranges: Numbers, names: list[str]) -> None:
+    def register(
+        self, _: float, __: float, ___: str, ranges: Numbers, names: Sequence[str], is_host: bool
+    ) -> None:
         """Remember registered memory by name."""
         for (address, nbytes), name in zip(ranges.tolist(), names, strict=True):
             number, self._num_caches = self._num_caches, self._num_caches + 1
+            if is_host:
+                self._host.add((address, nbytes))
             self._registered[address, nbytes] = Side(
                 1, 1, nbytes, False, Placement.HOST, name=name or f"region {number}",
                 cache_id=number,
             )  # fmt: skip
             fields = {"cache": number, "region": name, "bytes": nbytes}
             self.recorder.event("register_cache", LLMStatusCode.LLM_SUCCESS, 0.0, "", fields)
+        self._inside.clear()
 
-    def deregister(self, _: float, ranges: Numbers) -> None:
-        """Forget registered memory; what is in flight there is a finding."""
-        gone = Spans.of(ranges[:, 0], ranges[:, 1])
-        for transfer in self._in_flight():
-            if transfer.here.common(gone) is not None:
-                transfer.deregistered = True
-                self._warn("deregistered_in_flight", transfer, "memory is deregistered before the "
-                           "transfer is done")  # fmt: skip
+    def deregister(self, _: float, __: float, ___: str, ranges: Numbers) -> None:
+        """Forget registered memory; what is in flight there is a finding.
+
+        Without sizes (0), what begins at the address is forgotten.
+        """
         for address, nbytes in ranges.tolist():
-            side = self._registered.pop((address, nbytes), None)
-            fields = {"cache": -1 if side is None else side.cache_id}
-            self.recorder.event("unregister_cache", LLMStatusCode.LLM_SUCCESS, 0.0, "", fields)
+            keys = [key for key in self._registered if key == (address, nbytes or key[1])]
+            sides = {key: self._registered.pop(key) for key in keys}
+            self._host.difference_update(keys)
+            for key in keys or [(address, nbytes)]:
+                gone = Spans(*np.array([[key[0]], [sum(key)]], np.int64))
+                for transfer in self._in_flight.values():
+                    if transfer.here.spans.common(gone) is not None:
+                        transfer.deregistered = True
+                        self._warn("deregistered_in_flight", transfer, "memory is deregistered "
+                                   "before the transfer is done")  # fmt: skip
+                fields = {"cache": sides[key].cache_id if key in sides else -1}
+                self.recorder.event("unregister_cache", LLMStatusCode.LLM_SUCCESS, 0.0, "", fields)
+        self._inside.clear()
 
-    def prepare(self, _: float, handle: int, ranges: Numbers, peer: int | None) -> None:
+    def prepare(
+        self, _: float, __: float, ___: str, handle: int, ranges: Numbers, peer: int | None
+    ) -> None:
         """Remember a list of descriptors under its handle; `peer` None: of this process."""
         self._lists[handle] = self._regions(ranges, peer), peer
 
@@ -142,131 +109,216 @@ class Agent:
         self._num_tensors = sum(side.num_tensors for side in regions.sides)
         return regions
 
+    def forget(self, _: float, __: float, ___: str, handle: int, ____: None, _____: object) -> None:
+        """Forget a list of descriptors."""
+        if (known := self._lists.pop(handle, None)) is not None:
+            self._inside.pop(known[0], None)
+            self._pairs = {key: pair for key, pair in self._pairs.items() if known[0] not in key}
+
+    def lose(self, count: int) -> None:
+        """Record that calls were lost, which came too fast; ends of transfers may be among them."""
+        self._transfers.clear()
+        self._in_flight.clear()
+        fields: dict[str, object] = {"finding": "calls_lost", "count": count}
+        self.recorder.event("warning", LLMStatusCode.LLM_FAILED, 0.0, "calls were lost", fields)
+
     def make(
-        self, _: float, handle: int, op: str, local: int, local_indices: Any, remote: int,
-        remote_indices: Any, message: bytes,
+        self, _: float, __: float, ___: str, handle: int, op: str, local: int, local_indices: Any,
+        remote: int, remote_indices: Any, rest: Rest,
     ) -> None:  # fmt: skip
-        """Plan a transfer between entries of two lists."""
+        """Remember a transfer between entries of two lists."""
         ours, theirs = self._lists.get(local), self._lists.get(remote)
         if ours is not None and theirs is not None:
             here, there = (np.asarray(its, np.int64) for its in (local_indices, remote_indices))
-            self._plan(handle, op == "READ", ours[0], here, theirs, there, message)
+            if (pair := cut_alike(ours[0], here, theirs[0], there)) is not None:
+                ours, theirs = (pair[0], ours[1]), (pair[1], theirs[1])
+                self._lists |= {local: ours, remote: theirs}
+            tables = tables_of(ours[0], here, theirs[0], there)
+            self._remember(
+                handle, op == "READ", ours[0], here, theirs, there, _message(rest), tables
+            )
 
     def initialize(
-        self, _: float, handle: int, op: str, local: Numbers, remote: Numbers, peer: int,
-        message: bytes,
+        self, _: float, __: float, ___: str, handle: int, op: str, local: Numbers, remote: Numbers,
+        peer: int, message: bytes,
     ) -> None:  # fmt: skip
-        """Plan a transfer between two lists of descriptors."""
+        """Remember a transfer between two lists of descriptors."""
         ours, theirs = self._regions(local, None), self._regions(remote, peer)
         every = np.arange(len(local))
-        self._plan(handle, op == "READ", ours, every, (theirs, peer), every, message)
+        self._remember(handle, op == "READ", ours, every, (theirs, peer), every, message)
 
-    def _plan(
+    def _remember(
         self, handle: int, pulls: bool, ours: Regions, here: Numbers,
-        theirs: tuple[Regions, int | None], there: Numbers, message: bytes,
+        theirs: tuple[Regions, int | None], there: Numbers, message: bytes | str,
+        tables: tuple[Table, Table] | tuple[None, None] = (None, None),
     ) -> None:  # fmt: skip
         regions, peer = theirs
-        nbytes = ours.nbytes[here]
-        local = Spans.of(ours.addresses[here], nbytes)
-        remote = Spans.of(regions.addresses[there], nbytes)
-        written = local if pulls else remote
-        plan = None if written.twice() is not None else plan_of(pulls, ours, here, regions, there)
         self._transfers[handle] = Observed(
-            "pull_blocks" if pulls else "push_blocks", tag_of(message), 0.0, plan,
-            ours.sides[0].cache_id, None if peer is None else _Peer(peer), pulls, local, remote,
+            "pull_blocks" if pulls else "push_blocks", tag_of(message), 0.0,
+            ours.sides[0].cache_id, None if peer is None else Peer(peer), pulls,
+            End(lambda: (ours.addresses[here], ours.nbytes[here]), tables[0]),
+            End(lambda: (regions.addresses[there], ours.nbytes[here]), tables[1]),
+            ours.sides[0].stride * len(here) if tables[0] else int(ours.nbytes[here].sum()),
+            partial(plan_of, pulls, ours, here, regions, there),
+            uneven=uneven(ours, here) if message and tables[0] is None else "",
         )  # fmt: skip
 
     def move(
-        self, moment: float, handle: int, pulls: bool, peer: int, here: Numbers, there: Numbers,
-        nbytes: Numbers,
+        self, begin: float, end: float, error: str, pulls: bool, peer: int, here: Any, there: Any,
+        nbytes: Any, code: int,
     ) -> None:  # fmt: skip
-        """Begin a transfer between addresses."""
+        """Record a transfer between addresses, from its beginning to its end."""
+        here, there, nbytes = (np.atleast_1d(np.array(i, np.int64)) for i in (here, there, nbytes))
         registered = sorted(self._registered.items(), key=lambda item: item[0])
         bases = np.array([address for (address, _), _ in registered], np.int64)
         sides = [side for _, side in registered]
-        local, remote = Spans.of(here, nbytes), Spans.of(there, nbytes)
-        written = local if pulls else remote
-        plan = None
-        if written.twice() is None and self._outside(local) is None:
-            plan = plan_of_ranges(pulls, bases, sides, here, there, nbytes)
-        self._transfers[handle] = Observed(
-            "pull_ranges" if pulls else "push_ranges", "", moment, plan, -1, _Peer(peer), pulls,
-            local, remote,
+        ours, theirs = End(lambda: (here, nbytes)), End(lambda: (there, nbytes))
+        known = self._outside(ours.spans) is None
+        self._transfers[_MOVE] = Observed(
+            "pull_ranges" if pulls else "push_ranges", "", begin, -1, Peer(peer), pulls,
+            ours, theirs, int(nbytes.sum()),
+            partial(plan_of_ranges, pulls, bases, sides, here, there, nbytes) if known else None,
         )  # fmt: skip
-        self.post(moment, handle, b"")
+        state = "DONE" if code == 0 and not error else "ERR"
+        text = error or ("" if code == 0 else f"ret: {code}")
+        self.post(begin, end, text, _MOVE, state, ())
+        self.release(begin, end, "", _MOVE, None, ())
 
-    def post(self, moment: float, handle: int, message: bytes) -> None:
+    def post(
+        self, begin: float, end: float, error: str, handle: int, state: str | None, rest: Rest
+    ) -> None:
         """Note that bytes begin to move, and compare with what moves already."""
         transfer = self._transfers.get(handle)
         if transfer is None:
             return
-        transfer.started = moment
-        transfer.tag = tag_of(message) or transfer.tag
-        written = transfer.here if transfer.pulls else transfer.there
-        if (at := written.twice()) is not None:
+        transfer.started = begin
+        transfer.tag = tag_of(_message(rest)) or transfer.tag
+        if (at := transfer.written.twice()) is not None:
+            transfer.make_plan = None
             self._warn("written_twice", transfer, f"two descriptors write {at:#x}")
-        if (at := self._outside(transfer.here)) is not None:
+        if transfer.uneven:
+            self._warn("uncovered_tail", transfer, transfer.uneven)
+        if (at := self._outside_of(transfer.here)) is not None:
             self._warn("outside_registration", transfer, f"{at:#x} is not in registered memory")
-        for other in self._in_flight():
-            if other is transfer:
-                continue
-            same_peer = transfer.link == other.link
-            if transfer.pulls == other.pulls and (transfer.pulls or same_peer):
-                theirs = other.here if other.pulls else other.there
-                if (at := written.common(theirs)) is not None:
-                    self._warn("two_writers", transfer, f"{other} writes {at:#x}, too, and is in "
-                               "flight")  # fmt: skip
-            elif transfer.pulls != other.pulls and (
-                (at := transfer.here.common(other.here)) is not None
-            ):
-                reader, writer = (other, transfer) if transfer.pulls else (transfer, other)
-                text = f"{reader} reads {at:#x} while {writer} writes it"
-                self._warn("rewritten_source", transfer, text)
+        for other in self._in_flight.values():
+            if other is not transfer:
+                self._compare(transfer, other)
+        if self._sums and not transfer.pulls:  # of what is pushed: it may change before the end
+            self._sum(transfer)
         transfer.in_flight = True
+        self._in_flight[handle] = transfer
+        if state != "PROC":
+            self.check(begin, end, error, handle, state, rest)
 
-    def end(self, moment: float, handle: int, succeeded: bool, error: str) -> None:
-        """Record a transfer that has ended."""
-        transfer = self._transfers.get(handle)
-        if transfer is None or not transfer.in_flight:
+    def _compare(self, transfer: Observed, other: Observed) -> None:
+        """Compare a transfer that begins with another one that is in flight."""
+        if transfer.pulls == other.pulls and (transfer.pulls or transfer.link == other.link):
+            if (at := transfer.written.common(other.written)) is not None:
+                text = f"{other} writes {at:#x}, too, and is in flight"
+                self._warn("two_writers", transfer, text)
+        elif transfer.pulls != other.pulls and (
+            (at := transfer.here.common(other.here)) is not None
+        ):
+            reader, writer = (other, transfer) if transfer.pulls else (transfer, other)
+            text = f"{reader} reads {at:#x} while {writer} writes it"
+            self._warn("rewritten_source", transfer, text)
+
+    def check(
+        self, _: float, end: float, error: str, handle: int, state: str | None, __: Rest
+    ) -> None:
+        """Record a transfer whose end was seen."""
+        transfer = self._in_flight.pop(handle, None)
+        if transfer is None:
             return
         transfer.in_flight = False
+        succeeded = state == "DONE"
         if succeeded and transfer.deregistered:
             self._warn("success_after_deregistration", transfer, "it succeeded after its memory "
                        "was deregistered")  # fmt: skip
-        self.recorder.transfer(
-            transfer, _OUTCOMES[succeeded], moment - transfer.started,
-            transfer.nbytes if succeeded else 0, error,
-        )  # fmt: skip
+        text = error or ("" if succeeded else "ERR")
+        seconds, nbytes = end - transfer.started, transfer.nbytes if succeeded else 0
+        self._record(transfer, succeeded, seconds, nbytes, text)
+        if self._sums and transfer.pulls and succeeded:
+            self._sum(transfer)
 
-    def release(self, moment: float, handle: int) -> None:
+    def _record(
+        self, transfer: Observed, succeeded: bool, seconds: float, nbytes: int, text: str
+    ) -> None:
+        ours, theirs = transfer.here.table, transfer.there.table
+        if ours is None or theirs is None or transfer.make_plan is None:
+            self.recorder.transfer(transfer, _OUTCOMES[succeeded], seconds, nbytes, text)
+            return
+        link = transfer.link
+        head = (
+            transfer.started, seconds, transfer.name, 0 if succeeded else _OUTCOMES[False], text,
+            transfer.tag, None if link is None else link.cluster_id, transfer.cache_id, (), nbytes,
+        )  # fmt: skip
+        tables = (theirs, ours) if transfer.pulls else (ours, theirs)
+        rows = tables[0].rows, tables[1].rows
+        pair = self._pair(transfer.pulls, *tables)
+        self.recorder.moved(head, pair, rows, 0, partial(_part_of, transfer, pair))
+
+    def _pair(self, pulls: bool, src: Table, dst: Table) -> dict[str, Any]:
+        """Return what transfers between the same tensors of two lists share."""
+        key = pulls, src.regions, dst.regions, src.tensors, dst.tensors
+        if (pair := self._pairs.get(key)) is None:
+            if len(self._pairs) >= _MAX_PAIRS:
+                self._pairs.clear()
+            pair = self._pairs[key] = {"common": object(), "kind": "B2B", "as_bytes": True}
+        return pair
+
+    def release(self, begin: float, end: float, _: str, handle: int, __: None, rest: Rest) -> None:
         """Forget a transfer; one that is in flight is a finding."""
-        transfer = self._transfers.get(handle)
-        if transfer is not None and transfer.in_flight:
+        transfer = self._in_flight.get(handle)
+        if transfer is not None:
             self._warn("released_before_done", transfer, "it was released before its end was seen: "
                        "bytes may still land")  # fmt: skip
-            self.end(moment, handle, False, "released before its end was seen")
+            error = "released before its end was seen"
+            self.check(begin, end, error, handle, None, rest)
         self._transfers.pop(handle, None)
 
-    def notify(self, _: float, peer: int, message: bytes) -> None:
+    def notify(self, _: float, __: float, ___: str, peer: int, message: bytes) -> None:
         """Compare a message of the program with the transfers that it may be about."""
         tag = tag_of(message)
-        for transfer in self._in_flight():
-            if tag and transfer.tag == tag and transfer.link == _Peer(peer):
+        for transfer in self._in_flight.values():
+            if tag and transfer.tag == tag and transfer.link == Peer(peer):
                 self._warn("notified_before_bytes", transfer, "the peer is notified before the "
                            "transfer is done")  # fmt: skip
 
-    def _in_flight(self) -> list[Observed]:
-        return [transfer for transfer in self._transfers.values() if transfer.in_flight]
+    def _sum(self, transfer: Observed) -> None:
+        """Record sums of this process's bytes of a transfer, in the order of its descriptors."""
+        fields: dict[str, object] = {"tag": transfer.tag, "transfer": transfer.name}
+        if transfer.link is not None:
+            fields["peer"] = transfer.link.cluster_id
+        self.add_sums(np.stack(transfer.here.ranges(), axis=1), fields)
+
+    def add_sums(self, ranges: Numbers, fields: dict[str, object]) -> bool:
+        """Record a sum of each range, if all are in registered memory of the host."""
+        host = np.array([*self._host], np.int64).reshape(-1, 2)
+        if not len(ranges) or outside(host, Spans.of(*ranges.T)) is not None:
+            return False
+        sums = [
+            blake2b((ctypes.c_char * nbytes).from_address(address), digest_size=8).hexdigest()
+            for address, nbytes in ranges.tolist()
+        ]
+        self.recorder.event(
+            "sums", LLMStatusCode.LLM_SUCCESS, 0.0, "", {**fields, "sums": (*sums,)}
+        )
+        return True
+
+    def _outside_of(self, end: End) -> int | None:
+        """Return an address of a transfer that no registration has."""
+        if end.table is None:
+            return self._outside(end.spans)
+        regions = end.table.regions
+        if (inside := self._inside.get(regions)) is None:
+            everything = Spans.of(regions.addresses, regions.nbytes)
+            inside = self._inside[regions] = self._outside(everything) is None
+        return None if inside else self._outside(end.spans)
 
     def _outside(self, spans: Spans) -> int | None:
         """Return an address that no registration has."""
-        if not self._registered:
-            return int(spans.starts[0]) if len(spans.starts) else None
-        ranges = np.array(sorted(self._registered), np.int64)
-        starts, ends = ranges[:, 0], np.maximum.accumulate(ranges.sum(axis=1))
-        place = np.searchsorted(starts, spans.starts, side="right") - 1
-        bad = np.flatnonzero((place < 0) | (ends[np.maximum(place, 0)] < spans.ends))
-        return int(spans.starts[bad[0]]) if len(bad) else None
+        return outside(np.array([*self._registered], np.int64).reshape(-1, 2), spans)
 
     def _warn(self, finding: str, transfer: Observed, text: str) -> None:
         fields: dict[str, object] = {
@@ -284,9 +336,24 @@ class Agent:
             _log.warning("observed: %s (%s; all findings: %s)", message, finding, path)
 
 
-def tag_of(message: bytes) -> str:
+def _part_of(transfer: Observed, pair: dict[str, Any]) -> Part:
+    """Return the part of the first transfer of a pair."""
+    plan = transfer.plan
+    assert plan is not None
+    vars(plan.part)["common"] = pair["common"]  # identifies parts of one pair in recordings
+    return plan.part
+
+
+def _message(rest: Rest) -> bytes | str:
+    """Return the message of a transfer, which is the first of the arguments that were left."""
+    found: bytes | str = rest.get("notif_msg", b"") if isinstance(rest, dict) else (*rest, b"")[0]
+    return found
+
+
+@lru_cache(maxsize=256)
+def tag_of(message: bytes | str) -> str:
     """Return the name of the request in a notification, such as vLLM's `cmpl-7:2`."""
-    text = message.decode("utf-8", "replace")
+    text = message if isinstance(message, str) else message.decode("utf-8", "replace")
     head, colon, tail = text.rpartition(":")
     text = head if colon and tail.isdigit() else text
     return text[:128] if text.isprintable() else ""

@@ -6,47 +6,29 @@ import atexit
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 from time import perf_counter
 from typing import Any, Final
 from zlib import crc32
 
 from kvplan.observe.agent import Agent
+from kvplan.observe.calls import Calls, Note, by_handle, by_indices, takes
+from kvplan.observe.plans import ranges_of
 from kvplan.recording.writer import Recorder
 from kvplan.status import LLMStatusCode
 from kvplan.system.limits import start_thread
-from kvplan.system.logs import Log
 
 _INTERVAL_S: Final = 0.05  # what is seen in this time is recorded together
 _CLOSING_S: Final = 10.0
 _MAX_BYTES: Final = 64 << 20
 _FILES: Final = 2
 
-_log = Log("kvplan")
-
-Note = Callable[..., None]
-
-
-_Seen = tuple[Callable[..., None], tuple[Any, ...]]
-"""A call for the thread, and its arguments."""
-
-
-@dataclass
-class _Queue:
-    """Calls that the threads of one process have seen."""
-
-    pid: int
-    seen: deque[_Seen] = field(default_factory=deque)
-    tokens: SimpleQueue[bool | threading.Event] = field(default_factory=SimpleQueue)
-    awake: bool = False
-    thread: threading.Thread | None = None
-    agents: dict[int, Agent] = field(default_factory=dict)
+Pick = Callable[[tuple[Any, ...], Mapping[str, Any], Any], tuple[Any, ...]]
+"""Returns what a record needs of a call, from the arguments and the result; None: it failed."""
 
 
 class Observer:
@@ -56,107 +38,101 @@ class Observer:
 
     Args:
         folder: where the files are made; empty: the current folder.
+        sums: True to record sums of the blocks of each transfer. Its calls then take longer.
 
     Attributes:
-        active: False after a failure, or `close`.
+        calls: what was seen; active until a failure, or `close`.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] = "") -> None:
-        self.active = True
-        self._failed = False
+    def __init__(self, folder: str | os.PathLike[str] = "", *, sums: bool = False) -> None:
         self._folder = Path(folder).absolute()
-        self._queue = _Queue(os.getpid())
+        self.calls: Calls = Calls(inline=sums)
+        self._mutex = threading.Lock()
+        self._wrapped: set[tuple[type, str]] = set()
         atexit.register(self.close)
+        os.register_at_fork(after_in_child=self._forked)
 
     def wrap(
-        self, owner: type, name: str, after: Note, kept: Callable[[Any], Any] | None = None
+        self, owner: type, name: str, pick: Pick, note: Note | None, *, errors: bool = False
     ) -> None:
-        """Replace a method by one that calls it and passes on what it saw.
+        """Replace a method by one that calls it, and has its calls noted by the thread.
 
         Args:
             owner: the class.
             name: the method; nothing happens if the class lacks it.
-            after: called with the arguments, the beginning, the end, the result, and the exception
-                or None: by the thread, or, without `kept`, in the call.
-            kept: returns the arguments as they are now, if the program may change them.
+            pick: called at the end of each call. What it returns must not change any more.
+            note: what the thread calls; None: only `pick` is called.
+            errors: True to note calls that raised, too.
         """
-        original = getattr(owner, name, None)
-        if original is None:
+        if (original := self._original(owner, name)) is None:
             return
+        calls = self.calls
 
         @wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            if not self.active:
+            if not calls.active:
                 return original(*args, **kwargs)
             begin = perf_counter()
             try:
                 result = original(*args, **kwargs)
             except BaseException as error:
-                self.guarded(self._after, after, kept, args, kwargs, begin, None, error)
+                if errors:
+                    text = f"{type(error).__name__}: {error}"  # no frames are kept
+                    self.guarded(self._note, note, pick, args, kwargs, None, begin, text)
                 raise
-            if kept is None or kept is as_is:
-                if kept is None:
-                    self.guarded(after, args, kwargs, begin, perf_counter(), result, None)
-                    return result
-                # As in `_after`: these calls are made for each transfer, and for each look at one.
-                queue = self._queue
-                queue.seen.append((after, (args, kwargs, begin, perf_counter(), result, None)))
-                if not queue.awake:
-                    queue.awake = True
-                    queue.tokens.put(True)
-                return result
-            self.guarded(self._after, after, kept, args, kwargs, begin, result, None)
+            self.guarded(self._note, note, pick, args, kwargs, result, begin, "")
             return result
 
         setattr(owner, name, observed)
 
-    def _after(
-        self, after: Note, kept: Callable[[Any], Any] | None, args: Any, kwargs: Any,
-        begin: float, result: Any, error: BaseException | None,
-    ) -> None:  # fmt: skip
-        """Pass on what a call saw, now or by the queue."""
-        text = None if error is None else f"{type(error).__name__}: {error}"  # no frames are kept
-        if kept is None:
-            after(args, kwargs, begin, perf_counter(), result, text)
-        else:
-            values = kept(args), {k: kept((v,))[0] for k, v in kwargs.items()}
-            self._append((after, (*values, begin, perf_counter(), result, text)))
+    def wrap_each(self, owner: type, name: str, note: Note, quiet: str = "") -> None:
+        """Replace a method that each transfer calls with its handle; `quiet`: not to be noted."""
+        if (original := self._original(owner, name)) is not None and takes(original, "handle"):
+            setattr(owner, name, by_handle(original, self.calls, note, quiet))
 
-    def guarded(self, call: Note, *values: Any) -> None:
+    def wrap_made(self, owner: type, name: str, note: Note) -> None:
+        """Replace a method that makes a transfer of two lists and indices of them."""
+        names = ("operation", "local_xfer_side", "local_indices", "remote_xfer_side",
+                 "remote_indices")  # fmt: skip
+        if (original := self._original(owner, name)) is not None and takes(original, *names):
+            setattr(owner, name, by_indices(original, self.calls, note))
+
+    def _original(self, owner: type, name: str) -> Callable[..., Any] | None:
+        """Return a method that is not wrapped yet; a module may have several names."""
+        found: Callable[..., Any] | None = getattr(owner, name, None)
+        if found is None or (owner, name) in self._wrapped:
+            return None
+        self._wrapped.add((owner, name))
+        return found
+
+    def _note(
+        self, note: Note | None, pick: Pick, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+        result: Any, begin: float, error: str,
+    ) -> None:  # fmt: skip
+        picked = pick(args, kwargs, result)
+        if note is not None:
+            self.calls.seen.append((note, id(args[0]), begin, perf_counter(), error, *picked))
+            self.calls.wake()
+
+    def guarded(self, call: Callable[..., object], *values: Any) -> None:
         """Call a function of the observer; an error ends observing, and nothing else."""
         try:
             call(*values)
         except Exception as error:
-            self._step_aside(error)
+            self.calls.step_aside(error)
 
-    def saw(self, owner: object, handle: str, moment: float, *values: Any) -> None:
-        """Have the thread call a method of an `Agent`."""
-        if threading.current_thread() is self._queue.thread:
-            self._dispatch(self._queue, id(owner), handle, moment, *values)
-        else:
-            self._append((self._dispatch, (self._queue, id(owner), handle, moment, *values)))
-
-    @staticmethod
-    def _dispatch(queue: _Queue, owner: int, handle: str, moment: float, *values: Any) -> None:
-        agent = queue.agents.get(owner)
-        if agent is not None:
-            getattr(agent, handle)(moment, *values)
-
-    def _append(self, seen: _Seen) -> None:
-        queue = self._queue
-        queue.seen.append(seen)
-        if not queue.awake:
-            queue.awake = True
-            queue.tokens.put(True)
+    def _forked(self) -> None:
+        self.calls.forked()
+        self._mutex = threading.Lock()
 
     def begin(self, owner: object, name: str, library: str) -> None:
-        """Begin the recording of an agent or engine."""
+        """Begin the recording of an agent or engine.
+
+        Raises:
+            OSError: the folder or the recording cannot be made.
+            TypeError, LLMException: as `kvplan.recording.Recorder`.
+        """
         pid = os.getpid()
-        if self._queue.pid != pid:  # a forked child
-            self._queue = _Queue(pid)
-        queue = self._queue
-        if queue.thread is None:
-            queue.thread = start_thread("kvplan-observer", self._work, queue)
         self._folder.mkdir(parents=True, exist_ok=True)
         number = peer_number(name)
         clean = "".join(letter if letter.isalnum() else "-" for letter in name)[:40]
@@ -165,58 +141,57 @@ class Observer:
         recorder.event(
             "observe", LLMStatusCode.LLM_SUCCESS, 0.0, "", {"name": name, "library": library}
         )
-        queue.agents[id(owner)] = Agent(recorder)
+        calls = self.calls
+        with self._mutex:
+            calls.agents[id(owner)] = Agent(recorder, sums=calls.inline)
+            if calls.thread is None:
+                calls.thread = start_thread("kvplan-observer", self._work, calls)
+
+    def sum(self, tag: str, descriptors: Any) -> None:
+        """Record sums of memory of an agent, for `kvplan.observe.sums`."""
+        calls = self.calls
+        if calls.inline and calls.active:
+            ranges = ranges_of(descriptors)[0]
+            with calls.mutex:
+                calls.take()
+                for agent in calls.agents.values():
+                    if agent.add_sums(ranges, {"tag": tag}):
+                        break
 
     def flush(self) -> None:
         """Wait until everything seen so far is in the files."""
-        queue = self._queue
-        if queue.thread is None or queue.pid != os.getpid():
+        calls = self.calls
+        if calls.thread is None:
             return
         done = threading.Event()
-        queue.tokens.put(done)
-        while not done.wait(_INTERVAL_S) and queue.thread.is_alive():
+        calls.tokens.put(done)
+        while not done.wait(_INTERVAL_S) and calls.thread.is_alive():
             pass
-        for agent in list(queue.agents.values()):
+        for agent in list(calls.agents.values()):
             agent.recorder.flush()
 
     def close(self) -> None:
-        """Record what was seen, and end. Idempotent; does nothing in a forked child."""
-        queue = self._queue
-        self.active = False
-        if queue.pid != os.getpid() or queue.thread is None:
-            return
-        queue.tokens.put(False)
-        queue.thread.join(_CLOSING_S)
-        queue.thread = None
-        for agent in queue.agents.values():
+        """Record what was seen, and end. Idempotent."""
+        calls = self.calls
+        calls.active = False
+        if calls.thread is not None:
+            calls.tokens.put(False)
+            calls.thread.join(_CLOSING_S)
+            calls.thread = None
+        for agent in calls.agents.values():
             agent.recorder.close()
 
-    def _work(self, queue: _Queue) -> None:
+    def _work(self, calls: Calls) -> None:
         token: bool | threading.Event = True
         while token is not False:
-            token = queue.tokens.get()
+            token = calls.tokens.get()
             if token is True:
                 with suppress(Empty):
-                    token = queue.tokens.get(timeout=_INTERVAL_S)
-            queue.awake = False  # first: what is seen from here on wakes the thread again
-            while queue.seen:
-                call, values = queue.seen.popleft()
-                if not self._failed:
-                    self.guarded(call, *values)
+                    token = calls.tokens.get(timeout=_INTERVAL_S)
+            calls.awake = False  # first: what is seen from here on wakes the thread again
+            calls.take()
             if isinstance(token, threading.Event):
                 token.set()
-
-    def _step_aside(self, error: Exception) -> None:
-        if not self._failed:
-            self.active, self._failed = False, True
-            _log.warning(
-                "observing has ended: %s: %s; the program goes on", type(error).__name__, error
-            )
-
-
-def as_is(args: Any) -> Any:
-    """Return arguments that no program changes."""
-    return args
 
 
 @lru_cache(maxsize=1024)

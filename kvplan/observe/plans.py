@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,7 @@ from kvplan.planning.part import Part
 from kvplan.planning.plan import Plan
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
+from kvplan.planning.texts import plural
 from kvplan.planning.tokens import BlockTables
 from kvplan.types import Placement
 
@@ -21,9 +24,11 @@ ADDRESSES: Final = Side(1, 1, 2**62, False, Placement.HOST, name="addresses")
 """A peer's memory of which only addresses are known: offsets are the addresses."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Regions:
     """Ranges of memory, as (address, nbytes), in the order in which they were given.
+
+    Equality is identity.
 
     Attributes:
         addresses, nbytes: of each range.
@@ -37,6 +42,63 @@ class Regions:
     tensor: Numbers
     row: Numbers
     sides: tuple[Side, ...]
+
+    @cached_property
+    def apart(self) -> bool:
+        """True if no two ranges have a byte in common."""
+        order = np.argsort(self.addresses, kind="stable")
+        starts, ends = self.addresses[order], (self.addresses + self.nbytes)[order]
+        return not (starts[1:] < ends[:-1]).any()
+
+    @cached_property
+    def whole(self) -> bool:
+        """True if range i is row `i % count` of tensor `i // count` of one cache, without gaps."""
+        return len(self.sides) == 1 and bool((self.nbytes == self.sides[0].stride).all())
+
+    def cut(self, num_tensors: int) -> Regions:
+        """Return the same ranges, of one cache, as this number of equal tensors."""
+        (side,) = self.sides
+        tensor, row = np.divmod(np.arange(len(self.addresses)), side.count // num_tensors)
+        cut = replace(side, num_tensors=num_tensors, count=side.count // num_tensors)
+        return Regions(self.addresses, self.nbytes, self.group, tensor, row, (cut,))
+
+    def num_layers(self, indices: Numbers) -> int:
+        """Return how many tensors one that shows no border has, if indices of a transfer say so.
+
+        They do if they are the same rows in each of some equal pieces of the list. The most pieces
+        count, as two layers are such a piece, too. At least two rows, so that a chance is rare.
+        """
+        (side,), pieces = self.sides, math.gcd(side_count := len(self.addresses), len(indices))
+        if side.num_tensors != 1 or (np.diff(indices) == 1).all():
+            return 1
+        for count in range(min(pieces, len(indices) // 2), 1, -1):
+            if side_count % count or len(indices) % count:
+                continue
+            rows, piece = indices.reshape(count, -1), side_count // count
+            if (rows[1:] - rows[:-1] == piece).all() and (rows[0] < piece).all():
+                return count
+        return 1
+
+
+def ranges_of(given: Any) -> tuple[Numbers, list[str]]:
+    """Return (address, nbytes) of each entry, and its name, of any form that NIXL takes."""
+    if isinstance(given, np.ndarray):
+        return np.array(given[:, :2], np.int64), [""] * len(given)
+    if hasattr(given, "descCount"):
+        given = [given[index] for index in range(given.descCount())]
+    elif hasattr(given, "data_ptr"):
+        given = [given]
+    found, names = [], []
+    for entry in given:
+        if hasattr(entry, "data_ptr"):
+            found.append((entry.data_ptr(), entry.numel() * entry.element_size()))
+            names.append("")
+        else:
+            found.append((entry[0], entry[1]))
+            text = entry[3] if len(entry) > 3 else ""
+            text = text.decode("utf-8", "replace") if isinstance(text, bytes) else str(text)
+            names.append(text if text.isprintable() else "")
+    return np.array(found, np.int64).reshape(-1, 2), names
 
 
 def regions_of(
@@ -87,6 +149,38 @@ def regions_of(
     of = np.repeat(np.arange(len(starts)), sizes)
     rows = np.arange(count) - starts[of]
     return Regions(addresses, nbytes, groups[of], within[of], rows, sides)
+
+
+def cut_alike(
+    ours: Regions, here: Numbers, theirs: Regions, there: Numbers
+) -> tuple[Regions, Regions] | None:
+    """Return two lists as tensors, if these are not told apart yet, and a transfer shows them.
+
+    Layers that touch in one registration have no border.
+    """
+    if (
+        not (ours.whole and theirs.whole and len(here))
+        or max(ours.sides[0].num_tensors, theirs.sides[0].num_tensors) > 1
+    ):
+        return None
+    count = ours.num_layers(here)
+    return (ours.cut(count), theirs.cut(count)) if count == theirs.num_layers(there) > 1 else None
+
+
+def uneven(regions: Regions, indices: Numbers) -> str:
+    """Return that a layer has fewer blocks than another one, if all layers of a cache have some.
+
+    A transfer that moves some layers only, or begins in the middle of one, says nothing.
+    """
+    for number, side in enumerate(regions.sides):
+        chosen = indices[regions.group[indices] == number]
+        counts = np.bincount(regions.tensor[chosen], minlength=side.num_tensors)
+        if counts.all() and (most := int(counts.max())) != (least := int(counts.min())):
+            return (
+                f"layer {int(counts.argmin())} of {side.name} gets {plural(least, 'block')}, and "
+                f"layer {int(counts.argmax())} {plural(most, 'block')}"
+            )
+    return ""
 
 
 def plan_of(

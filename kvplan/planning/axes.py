@@ -36,7 +36,7 @@ class Cut(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a gather takes from one of its sources.
+    """The tokens, heads and layers that a gather takes from one of its sources.
 
     Attributes:
         heads: KV heads of the model; None: all that both sides have.
@@ -59,7 +59,7 @@ class Level(NamedTuple):
 
 
 class Common(NamedTuple):
-    """What rows of two sides have in common, whichever of their tokens move.
+    """The common properties of rows of two sides, for any tokens that move.
 
     Attributes:
         src_start, dst_start: bytes of a token before the first that both have.
@@ -74,7 +74,7 @@ class Common(NamedTuple):
 
 
 def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bool) -> bool:
-    """Whether rows of both sides hold the same bytes in the same order; False: cut them by axes.
+    """Return whether both sides' rows hold the same bytes in one order; False: cut them by axes.
 
     With `chunked`, rows may have different numbers of tokens if tokens are the outermost axis. With
     `reinterpret`, bytes are copied whatever they mean. Rows that differ in a way that no layout
@@ -106,7 +106,7 @@ def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bo
 
 
 def rows_differ(source: Side, target: Side, *, chunked: bool) -> bool:
-    """Whether copying rows as bytes changes their meaning; False if one meaning is unknown."""
+    """Return whether a copy of bytes changes their meaning; False if one meaning is unknown."""
     if source.meaning == target.meaning or not source.meaning or not target.meaning:
         return False
     if source.shard != target.shard:

@@ -1,4 +1,4 @@
-"""What the bytes of a part are in the model: tokens of the request, heads, layers, keys or values.
+"""Find the place of bytes in the model: tokens of the request, heads, layers, keys or values.
 
 Functions that read a `Part`, for texts, pictures and `Part.origin`. All layers that they return as
 numbers are local: counted from the first of their cache, unless the name says `model`.
@@ -47,7 +47,7 @@ def origin_of(part: Part, descriptor: int) -> Origin:
 
 
 def one_line(part: Part) -> str:
-    """`push_blocks B2B L4-5>0-1 x 3 blocks: 8 desc, 3.0 MiB`."""
+    """Return one line, such as `push_blocks B2B L4-5>0-1 x 3 blocks: 8 desc, 3.0 MiB`."""
     src, dst = (local_layers(part, side) for side in ("src", "dst"))
     layers = f"L{span(src)}" if src == dst else f"L{span(src)}>{span(dst)}"
     num_rows = rows_written(part)
@@ -212,7 +212,7 @@ def model_layers(part: Part, src: Span, dst: Span) -> tuple[Span, Span] | None:
 
 
 def model_text(part: Part, piece: slice = slice(None)) -> str:
-    """`16..31`: numbers in the model; empty if no shard names layers."""
+    """Return numbers in the model, such as `16..31`; empty if no shard names layers."""
     src, dst = (local_layers(part, side, piece) for side in ("src", "dst"))
     numbers = model_layers(part, src, dst)
     if numbers is None:
@@ -222,7 +222,7 @@ def model_text(part: Part, piece: slice = slice(None)) -> str:
 
 
 def _numbers_between(part: Part, ends: Span) -> str:
-    """`2..5`, or `0, 6, 12` if a side has only these of the model's layers."""
+    """Return `2..5`, or `0, 6, 12` if a side has only these of the model's layers."""
     for side in (part.src, part.dst):
         layers = side.numbered_layers(part.split, part.tensors_per_layer)
         if isinstance(layers, tuple) and ends[0] in layers and ends[1] in layers:
@@ -231,7 +231,7 @@ def _numbers_between(part: Part, ends: Span) -> str:
 
 
 def layers_text(part: Part, piece: slice) -> str:
-    """`layer 4 -> 0`, `layers 1..3 -> 1..3`, with the model's numbers if they differ."""
+    """Return `layer 4 -> 0` or `layers 1..3 -> 1..3`, with the model's numbers if they differ."""
     src, dst = (local_layers(part, side, piece) for side in ("src", "dst"))
     several = src[0] < src[1] or dst[0] < dst[1]
     text = " -> ".join(f"{a}..{b}" if several else f"{a}" for a, b in (src, dst))
@@ -239,13 +239,13 @@ def layers_text(part: Part, piece: slice) -> str:
 
 
 def source_layers_text(part: Part, piece: slice) -> str:
-    """`layer 4`, or `layers 0..3 (16..19 of the model)`."""
+    """Return `layer 4`, or `layers 0..3 (16..19 of the model)`."""
     first, last = local_layers(part, "src", piece)
     return f"layer{'s' if first < last else ''} {to_text(first, last)}{model_note(part, piece)}"
 
 
 def model_note(part: Part, piece: slice = slice(None)) -> str:
-    """` (16..31 of the model)` for layers that have another number on one of the sides."""
+    """Return ` (16..31 of the model)` for layers that have another number on one of the sides."""
     src, dst = (local_layers(part, side, piece) for side in ("src", "dst"))
     if model_layers(part, src, dst) in (None, (src, dst)):
         return ""
@@ -276,7 +276,7 @@ def _row(side: Side, offset: int) -> int:
 
 
 def _spans_axis(side: Side, axis: str, first: int, last: int) -> bool:
-    """Whether the bytes from `first` to `last` reach over the whole axis, or around its end."""
+    """Return whether bytes from `first` to `last` cover the whole axis, or reach around its end."""
     if side.is_inside(axis):
         if first // side.stride != last // side.stride:
             return True

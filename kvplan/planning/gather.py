@@ -55,7 +55,7 @@ class _Tokens(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a gather takes from one of its sources.
+    """The tokens, heads and layers that a gather takes from one of its sources.
 
     Attributes:
         layers: layers of the source, and those of the destination that they become.
@@ -383,7 +383,7 @@ def _divided(tokens: _Tokens, having: tuple[int, ...], rank: int) -> list[Mask]:
 
 
 def _tokens_text(missing: Mask, first: int) -> str:
-    """`tokens 16..31, 48..63, ...`, as the destination counts them."""
+    """Return `tokens 16..31, 48..63, ...`, as the destination counts them."""
     return spans_text("token", spans_of(np.flatnonzero(missing) + first))
 
 

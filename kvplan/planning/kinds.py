@@ -204,7 +204,7 @@ def plan_to_blocks(
 
 
 def _may_lack_tokens(cache: Described) -> bool:
-    """Whether a request may have no token, and so no block, in a cache of some tokens."""
+    """Return whether a request may have no token, and so no block, in a cache of some tokens."""
     if isinstance(cache, Side):
         return not cache.has_all_tokens
     desc = cache if isinstance(cache, CacheDesc) else cache.cache_desc
@@ -212,7 +212,7 @@ def _may_lack_tokens(cache: Described) -> bool:
 
 
 def _is_paged(cache: Described, blocks: Blocks | None) -> bool:
-    """Whether a cache of which no block moves is paged; a bare description may be either."""
+    """Return whether a cache of which no block moves is paged; a bare description may be either."""
     if isinstance(cache, Side):
         return cache.paged
     if isinstance(cache, RemoteCache):
@@ -322,7 +322,7 @@ def move_as_bytes(
     chunked: bool,
     reinterpret: bool,
 ) -> bool:
-    """Whether rows are copied as bytes; otherwise axis by axis."""
+    """Return whether rows are copied as bytes; otherwise they are copied axis by axis."""
     if source.meaning == target.meaning and source.is_plain:
         return True
     if not rows_are_alike(source, target, chunked=chunked, reinterpret=reinterpret):

@@ -70,7 +70,7 @@ def pair_views(
 
 
 def has_layers(side: Side) -> bool:
-    """Whether the shard of a side names layers of the model."""
+    """Return whether the shard of a side names layers of the model."""
     return side.shard is not None and side.shard.layers is not None
 
 

@@ -51,7 +51,7 @@ def with_lease_tables(transfer: Transfer, latest: Latest) -> Transfer:
 
 
 def _is_leased(rows: Rows) -> bool:
-    """Whether a lease of blocks names the rows."""
+    """Return whether a lease of blocks names the rows."""
     return isinstance(rows.cache, BlockLease) and rows.cache.paged
 
 

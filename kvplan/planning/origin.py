@@ -1,4 +1,4 @@
-"""Where a descriptor came from, as plans and errors say it. This file needs no other of a plan."""
+"""The origin of a descriptor, as plans and errors show it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvplan.planning.texts import span, spans_text, to_text
 
 
 class Origin(NamedTuple):
-    """Where a descriptor came from: layers, tensors, and first and last row on each side.
+    """The origin of a descriptor: layers, tensors, and first and last row on each side.
 
     Attributes:
         src_layer, dst_layer: the layer, or the first of `num_layers`, counted from the cache's

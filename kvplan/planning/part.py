@@ -30,7 +30,7 @@ Operation = Literal[
     "pull_ranges",
     "push_ranges",
 ]
-"""What a part plans. A plan of several parts has a name of its own, see `Plan.operation`."""
+"""The operation of a part. A plan of several parts has a name of its own, see `Plan.operation`."""
 Kind = Literal["C2C", "C2B", "B2B"]
 
 
@@ -57,7 +57,7 @@ def label_of(name: str, source: int | None) -> str:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Part:
-    """What a plan copies between one pair of caches.
+    """The copies of a plan between one pair of caches.
 
     Descriptor i is segment `i % len(segments)` of tensor pair `i // len(segments)`: layer by
     layer, tensor by tensor, segment by segment.

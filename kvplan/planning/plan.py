@@ -35,7 +35,7 @@ class PlacedPart(NamedTuple):
 
 
 class Plan:
-    """What to copy, without addresses. `kvplan.plan` and engines make plans; `explain` shows them.
+    """A transfer to execute, without addresses. `kvplan.plan` and engines make plans.
 
     A plan has a part for each pair of caches: usually one. Several caches of one request, such as
     MLA's latent and its indexer, make a part for each name. A gather makes a part for each source
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one part without a label, so that texts need not mention parts."""
+        """Return whether the only part has no label, so that texts need not mention parts."""
         return len(self.parts) == 1 and not self.parts[0].label
 
     def by_part(self) -> dict[str, Plan]:
@@ -158,7 +158,7 @@ class Plan:
     # `made` sets these two and `part` if there is one part, since every transfer asks for them.
     @cached_property
     def reinterpret(self) -> bool:
-        """Whether any part copies rows of different meaning as bytes."""
+        """True if any part copies rows of different meaning as bytes."""
         return any(map(attrgetter("reinterpret"), self.parts))
 
     @cached_property

@@ -221,7 +221,7 @@ def _placement(cache: Described) -> Placement:
 
 
 def _is_one_cache(source: Described, target: Described) -> bool:
-    """Whether both are certainly one cache; equal descriptions do not prove it."""
+    """Return whether both are certainly one cache; equal descriptions do not prove that."""
     return is_same_cache(source, target) and not isinstance(source, CacheDesc | RemoteCache)
 
 

@@ -103,13 +103,18 @@ class RangePlan(Plan):
     Args:
         ranges: part by part; the plan takes the columns over.
         num_parts: the number of parts.
+        nbytes: the sum of all ranges.
         made_parts: makes the parts; the function must not keep memory alive.
     """
 
     ranges: Ranges
 
     def __init__(
-        self, ranges: Ranges, num_parts: int, made_parts: Callable[[], Sequence[RangePart]]
+        self,
+        ranges: Ranges,
+        num_parts: int,
+        nbytes: int,
+        made_parts: Callable[[], Sequence[RangePart]],
     ) -> None:
         vars(self).update(
             ranges=ranges,
@@ -119,7 +124,7 @@ class RangePlan(Plan):
             reinterpret=False,  # bytes of ranges have no meaning here
             num_descriptors=len(ranges.nbytes),
             num_tensor_pairs=num_parts,
-            nbytes=int(ranges.nbytes.sum()),
+            nbytes=nbytes,
             made_parts=made_parts,
         )
         self._observe()

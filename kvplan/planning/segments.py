@@ -19,7 +19,7 @@ _assign = object.__setattr__  # bypasses the guard of a frozen table
 
 
 class Coalesce(StrEnum):
-    """How slices become segments. The copied bytes are the same."""
+    """The way in which slices become segments. The copied bytes are the same."""
 
     NONE = "none"
     CALLER_ORDER = "caller"
@@ -33,7 +33,7 @@ DEFAULT_COALESCE = Coalesce.SORTED
 
 
 class Repeat(NamedTuple):
-    """How segments repeat: segment i occurs `counts[i]` times, at a fixed stride.
+    """The repetition of segments: segment i occurs `counts[i]` times, at a fixed stride.
 
     Attributes:
         counts: for each segment, the number of its occurrences.

@@ -298,7 +298,7 @@ class Side:
         return self.num_tensors * math.prod(self.extent(axis) for axis in split)
 
     def __str__(self) -> str:
-        """`DT_FLOAT16 (block 64, token 16, head 8, dim 128), heads 0..7 of 32`."""
+        """Return `DT_FLOAT16 (block 64, token 16, head 8, dim 128), heads 0..7 of 32`."""
         if self.data_type is None:
             return f"rows of {self.stride} bytes"
         if self.layout is not None:
@@ -398,7 +398,7 @@ def slot_index(argument: str, given: int | None, cache: Described, read_as: Side
 
 
 def is_same_cache(a: Described, b: Described) -> bool:
-    """Whether both are certainly one cache: one object, one cache id, or the same addresses."""
+    """Return whether both are certainly one cache: one object, cache id or list of addresses."""
     if a is b:
         return True
     if not (isinstance(a, Cache) and isinstance(b, Cache)):

@@ -23,7 +23,7 @@ from kvplan.types import KvCacheExtParam
 
 
 class RowShape(NamedTuple):
-    """How the rows of one side lie in memory.
+    """The placement of one side's rows in memory.
 
     Attributes:
         num_rows: rows of a tensor.
@@ -42,7 +42,7 @@ class RowShape(NamedTuple):
 
 
 class Template(NamedTuple):
-    """What all requests between two sides have in common.
+    """The common properties of all requests between two sides.
 
     Attributes:
         src, dst: the rows of both sides.

@@ -14,7 +14,7 @@ Span = tuple[int, int]
 """First and last of a stretch of numbers."""
 
 Format = Literal["tree", "table"]
-"""How `explain` writes a plan."""
+"""The texts by which `explain` shows a plan."""
 
 DEFAULT_LIMIT: Final = 16
 """Rows of a list; a longer one shows its first and last rows around a summary."""
@@ -27,7 +27,7 @@ MIN_SUMMARY: Final = 8
 
 
 def nbytes_text(nbytes: int) -> str:
-    """`512 B`, `256 KiB`, `1.5 MiB`: no decimal for a whole number of KiB, otherwise one."""
+    """Return `512 B`, `256 KiB` or `1.5 MiB`: no decimal for whole KiB, otherwise one."""
     if nbytes < 1024:
         return f"{nbytes} B"
     value, unit = nbytes / 1024, "KiB"
@@ -39,13 +39,13 @@ def nbytes_text(nbytes: int) -> str:
 
 
 def span(rows: tuple[int, int]) -> str:
-    """`4-5` for rows 4 to 5, `9` for row 9."""
+    """Return `4-5` for rows 4 to 5, `9` for row 9."""
     first, last = rows
     return str(first) if first == last else f"{first}-{last}"
 
 
 def place(rows: tuple[int, int], offset: int, stride: int) -> str:
-    """`9`, or `9+0x40` for bytes that begin 64 bytes into row 9."""
+    """Return `9`, or `9+0x40` for bytes that begin 64 bytes into row 9."""
     inside = offset % stride
     return span(rows) + (f"+{inside:#x}" if inside else "")
 
@@ -70,7 +70,7 @@ def rename(error: Exception, names: Mapping[str, str]) -> None:
 
 
 def plural(count: int, word: str) -> str:
-    """`1 block`, `3 blocks`, `3 launches`, `3 copies`."""
+    """Return a number with its noun: `1 block`, `3 blocks`, `3 launches`, `3 copies`."""
     if count != 1:
         word = (
             f"{word[:-1]}ies"
@@ -113,12 +113,12 @@ def spans_of(numbers: ArrayLike) -> list[Span]:
 
 
 def to_text(first: int, last: int) -> str:
-    """`5`, or `5..9`."""
+    """Return `5`, or `5..9`."""
     return f"{first}" if first == last else f"{first}..{last}"
 
 
 def spans_text(word: str, spans: list[Span]) -> str:
-    """`token 5`, `tokens 32..47`, or `tokens 16..31, 0..15` for several stretches."""
+    """Return `token 5`, `tokens 32..47`, or `tokens 16..31, 0..15` for several stretches."""
     if not spans:
         return ""
     if len(spans) == 1 and spans[0][0] == spans[0][1]:

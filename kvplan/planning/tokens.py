@@ -17,7 +17,7 @@ from kvplan.planning.texts import plural
 from kvplan.status import invalid
 
 Mask: TypeAlias = NDArray[np.bool_]
-"""Of the tokens that a request moves, in their order: whether each is meant."""
+"""Return a mask of the tokens of a request, in their order: True for those that move."""
 
 
 class BlockTables(NamedTuple):

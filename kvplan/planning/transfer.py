@@ -72,7 +72,7 @@ class PeerTensors:
 
 
 AnyCache: TypeAlias = Described | AnyCacheKey | BlockLease | PeerTensors
-"""What names a cache of a transfer."""
+"""A name of a cache in a transfer."""
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -101,7 +101,7 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 class Transfer(msgspec.Struct, Generic[Source_co], frozen=True):
-    """What to move from one cache to another: for `kvplan.plan` and an engine's verbs.
+    """A transfer from one cache to another, for `kvplan.plan` and the verbs of an engine.
 
     An engine pulls if `src` belongs to a peer, pushes if `dst` does, and copies if both are its
     own. Values are checked when they are planned, not when they are made.
@@ -155,4 +155,4 @@ AnyTransfer: TypeAlias = "Transfer | Mapping[str, Transfer]"
 """One transfer, or several caches of one request by name: they move as one."""
 
 AnyRequest: TypeAlias = "Transfer | Planned | Mapping[str, Transfer | Planned]"
-"""What moves between caches: to be planned, or planned before."""
+"""A transfer between caches: to be planned, or planned before."""

@@ -28,7 +28,7 @@ OPERATIONS: Final = frozenset(
         *("allocate_cache", "allocate_blocks_cache", "deallocate_cache"),
         *("register_cache", "register_blocks_cache", "unregister_cache"),
         *("remap_registered_memory", "remove_cache_key", "read_cache", "write_cache"),
-        *("fingerprint", "lease_moved", "observe", "warning"),
+        *("fingerprint", "lease_moved", "observe", "sums", "warning"),
     )
 )
 """Names by which `select` finds rows: operations of engines, and which way bytes go."""

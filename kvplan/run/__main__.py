@@ -15,7 +15,7 @@ from subprocess import _args_from_interpreter_flags  # type: ignore[attr-defined
 from typing import Final, NamedTuple, NoReturn
 
 from kvplan.llm_datadist.installation import OURS, SEVERAL_ENGINES, STUBS, official_path
-from kvplan.run.aliases import AS, INTERFACES, installed
+from kvplan.run.aliases import AS, INTERFACES, OBSERVABLE, OBSERVE, installed
 
 MODULE: Final = "kvplan.run"
 
@@ -33,7 +33,8 @@ PROGRAM is what python takes: a script, a folder or archive with a __main__.py, 
                      `import mooncake.engine` give kvplan's, too: nixl, mooncake
   --several-engines  let a process have several LLMDataDist objects initialized at once
   --observe WHAT     record the transfers of nixl, mooncake, or both (nixl,mooncake), also in
-                     processes that the program starts; nixl=FOLDER: to files there
+                     processes that the program starts; nixl=FOLDER: to files there;
+                     nixl,sums: with sums of blocks
   --                 PROGRAM begins here
   -h, --help         print this text
 """
@@ -95,6 +96,9 @@ def parse(arguments: Sequence[str]) -> Launch | None:
             position += 1
             if not (observe := "".join(arguments[position : position + 1])):
                 raise Misuse("--observe needs what to observe, such as nixl")
+            for name in observe.partition("=")[0].split(","):
+                if name.strip() not in OBSERVABLE:
+                    raise Misuse(f"--observe {name!r} must be one of {', '.join(OBSERVABLE)}")
         elif argument == "--" and position + 1 < len(arguments):
             return Launch(
                 several_engines, tuple(arguments[position + 1 :]), observe, tuple(interfaces)
@@ -138,7 +142,7 @@ def environment(inherited: Mapping[str, str], launch: Launch) -> dict[str, str]:
     if launch.several_engines:
         changed[SEVERAL_ENGINES] = "1"
     if launch.observe:
-        changed["KVPLAN_OBSERVE"] = launch.observe
+        changed[OBSERVE] = launch.observe
     if launch.interfaces:
         changed[AS] = ",".join(launch.interfaces)
     return {**inherited, **changed}

@@ -1,4 +1,4 @@
-"""`import nixl` and `import mooncake.engine` of kvplan, where the environment asks for them.
+"""Requests of the environment: kvplan as `nixl` or `mooncake.engine`, or to observe theirs.
 
 `python -m kvplan.run --as nixl` sets the variable, and operators of vLLM and SGLang can: both
 load this module as a plugin. Nothing is on the search path of modules: no file is hidden.
@@ -16,6 +16,12 @@ from kvplan.llm_datadist.installation import AliasFinder
 
 AS: Final = "KVPLAN_AS"
 """Environment variable: names of interfaces, with commas between them."""
+
+OBSERVE: Final = "KVPLAN_OBSERVE"
+"""Environment variable: what to observe, such as `nixl`, or `nixl,mooncake=/folder`."""
+
+OBSERVABLE: Final = ("nixl", "mooncake", "sums")
+"""Names in its value: libraries, and `sums` of the blocks that they move."""
 
 INTERFACES: Final = {
     "nixl": dict.fromkeys(("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm"), "kvplan.nixl"),
@@ -64,6 +70,10 @@ def installed(interface: str, path: list[str]) -> list[str]:
 
 
 def plugin() -> None:
-    """Install, as a plugin of vLLM or SGLang; without the variable nothing happens."""
+    """Do what the environment asks for, as a plugin of vLLM or SGLang; idempotent."""
     if os.environ.get(AS):
         install()
+    if what := os.environ.get(OBSERVE):
+        from kvplan.observe import install_from  # slow, and few processes need it
+
+        install_from(what)

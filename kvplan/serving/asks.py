@@ -32,7 +32,7 @@ class _Consumer:
     __slots__ = ("nbytes", "parts", "waiting")
 
     def __init__(self) -> None:
-        # By number of the ask: what it waits for, with the bytes of its goal.
+        # By number of the ask: the request that it waits for, and the bytes of its goal.
         self.waiting: dict[int, tuple[Handle | str, int]] = {}
         self.parts: dict[int, list[bytes]] = {}  # of incomplete goals, oldest first
         self.nbytes = 0  # of all goals
@@ -72,7 +72,7 @@ class Asks:
         self._consumers: dict[int, _Consumer] = {}
 
     def take(self, cluster_id: int, ask: Ask) -> None:
-        """Take an ask of a consumer. A goal comes in several asks, and the last is answered."""
+        """Take an ask. If a goal comes in several asks, only the last one is answered."""
         if (data := self._whole(cluster_id, ask)) is None:
             return
         goal, nbytes = None, 0
@@ -87,7 +87,7 @@ class Asks:
                     cluster_id,
                     ask,
                     f"its goal is a lease of cluster {goal.lease.cluster_id}; it must be one of "
-                    f"cluster {cluster_id}, which asks",
+                    f"the asking cluster {cluster_id}",
                 )
                 return
             nbytes = len(data)
@@ -119,11 +119,11 @@ class Asks:
     def _answer(self, cluster_id: int, ask: Ask, goal: Goal | None = None, nbytes: int = 0) -> None:
         """Grant an ask, refuse it, or let it wait."""
         if ask.instance != self._instance:
-            self._refuse(cluster_id, ask, "the request is of another process: it has restarted")
+            self._refuse(cluster_id, ask, "the request is of the process before a restart")
             return
         handle = Handle.of(ask.handle)
         if handle is None and not ask.transfer:
-            self._refuse(cluster_id, ask, "it names neither a handle nor a transfer")
+            self._refuse(cluster_id, ask, "the ask names neither a handle nor a transfer")
             return
         try:
             handle, leases = self._book.leases_of(handle, ask.digest, ask.transfer)
@@ -141,7 +141,7 @@ class Asks:
         consumer = self._consumers.setdefault(cluster_id, _Consumer())
         known, _ = consumer.waiting.get(ask.number, (name, 0))
         if known != name:  # its push would stay when the ask is replaced
-            reason = f"its number is that of an ask for {known}, which is waiting"
+            reason = f"its number is that of a waiting ask for {known}"
             self._refuse(cluster_id, ask, reason)
             return False
         if len(consumer.waiting) >= MAX_WAITING and ask.number not in consumer.waiting:
@@ -210,7 +210,9 @@ class Asks:
 
     def _forget_all(self, cluster_id: int, transfer: str) -> list[Ask]:
         """Remove and return the waiting asks of a consumer for a transfer."""
-        numbers = [number for of, number in self.waiting.get(transfer, ()) if of == cluster_id]
+        numbers = [
+            number for asker, number in self.waiting.get(transfer, ()) if asker == cluster_id
+        ]
         found = (self._forget(cluster_id, number) for number in numbers)
         return [ask for ask in found if ask is not None]
 

@@ -28,13 +28,13 @@ class Leasing(Protocol):
     def lease_blocks(
         self, cache: Cache, blocks: Sequence[int], *, tag: str = "", ttl_ms: float | None = None
     ) -> BlockLease:
-        """As `LlmDataDist.lease_blocks`."""
+        """See `LlmDataDist.lease_blocks`."""
 
     def renew(self, lease: BlockLease, ttl_ms: float) -> object:
-        """As `LlmDataDist.renew`."""
+        """See `LlmDataDist.renew`."""
 
     def release(self, lease: BlockLease) -> None:
-        """As `LlmDataDist.release`."""
+        """See `LlmDataDist.release`."""
 
 
 @dataclass
@@ -61,12 +61,12 @@ class LeaseBook:
 
     Args:
         engine: the engine that leases blocks.
-        cache: the cache of the blocks; of several caches, their groups.
-        ttl_ms: milliseconds until a lease expires that is not renewed.
+        cache: the cache of the blocks; for several caches, their groups.
+        ttl_ms: milliseconds until a lease expires unless it is renewed.
         clock: a monotonic clock, in seconds.
         on_freed: called when `take_freed` has something to return.
-        on_ending: Called with a transfer before its blocks are free. Returns False if they are
-            still being read; then `end_again` is called later.
+        on_ending: called with a transfer before its blocks are free. Returns False if they are
+            still being read; then `end_again` must follow.
 
     Attributes:
         expired: number of requests that expired.
@@ -114,7 +114,7 @@ class LeaseBook:
 
         Args:
             request: name for logs and leases.
-            blocks: blocks in the order of the tokens; of several groups, a table for each.
+            blocks: blocks in the order of the tokens; for several groups, a table for each.
             digest: digest of the tokens.
             transfer: name by which consumers may have asked already; empty: none.
             handle: the handle that all workers use; None: a new one.
@@ -181,7 +181,7 @@ class LeaseBook:
                 raise NotYetError
             raise gone(f"{transfer or handle} {how}")
         if held.digest != digest:  # the reason does not reveal the name of the request
-            raise gone(f"{transfer or handle} was of other tokens")
+            raise gone(f"{transfer or handle} has other tokens")
         return handle, held.leases
 
     def end_transfer(self, transfer: str, how: str) -> None:
@@ -210,7 +210,7 @@ class LeaseBook:
         """Note that one of `readers` is done; the last one frees the blocks.
 
         Args:
-            handle: None if the reader only knows the transfer.
+            handle: None if the reader knows only the transfer.
         """
         with self._mutex:
             if handle is None:
@@ -235,7 +235,7 @@ class LeaseBook:
         self._free(handle, "its producer has aborted it")
 
     def expire(self) -> None:
-        """Free the blocks of expired leases, and try again those that peers have delayed."""
+        """Free the blocks of expired leases, and retry those that peers have delayed."""
         now = self._clock()
         with self._mutex:
             late = [handle for handle, held in self._held.items() if held.deadline <= now]

@@ -54,14 +54,14 @@ class Exchange:
 
     Args:
         engine: an initialized engine; that of a producer listens.
-        cache: a paged cache with a layout (`kv_tensor_format`); of a model with several caches
-            their groups, which cannot be pushed to.
+        cache: a paged cache with a layout (`kv_tensor_format`); for a model with several caches,
+            their groups.
         compatibility: properties in which both sides must agree.
         instance: 1 to 32 bytes that name the process of the serving engine. All of its workers use
             the same; after a restart it differs.
         place: place of this worker; the shard of the cache has its heads and layers.
-        push: True to push requests while they are computed, if consumers ask for that; and to ask
-            for that as a consumer. Not with several stages.
+        push: True: push requests while they are computed to consumers that ask for it, and ask for
+            it as a consumer. Needs one cache and one stage.
         options: time limits.
 
     Raises:
@@ -92,10 +92,12 @@ class Exchange:
         self._instance = check_type("instance", instance, bytes)
         if not 1 <= len(instance) <= MAX_INSTANCE:
             raise invalid(f"instance={shown(instance)} must have 1 to {MAX_INSTANCE} bytes")
-        shard = groups[0].cache.cache_desc.shard
-        self._share_of = partial(share_of, place, (shard and shard.num_heads) or 1)
+        # Of groups with unlike numbers of heads, more workers have parts of the one with most.
+        shards = [group.cache.cache_desc.shard for group in groups]
+        num_heads = max((shard and shard.num_heads) or 1 for shard in shards)
+        self._share_of = partial(share_of, place, num_heads)
         self._movers = PeerThreads("kvplan-serving", options.max_pulls)
-        # Without these, leases would expire while all transfers wait.
+        # Separate threads, as leases would expire while all transfers wait.
         self._helpers = PeerThreads("kvplan-serving-helper", _HELPERS_OF_PEER)
         self._results: deque[PullResult] = deque()
         self._fetching: set[str] = set()  # requests without a result
@@ -175,7 +177,7 @@ class Exchange:
         self._pusher.begin(chunks)
 
     def layer_ready(self, layer: int) -> None:
-        """Push a layer of the step, which is computed."""
+        """Push a computed layer of the step."""
         self._pusher.layer_ready(layer)
 
     def end_step(self) -> None:
@@ -230,7 +232,7 @@ class Exchange:
         self._call(self._puller.cancel, request)
 
     def drop(self, request: str, reference: Reference) -> None:
-        """Release a request to its producer instead of fetching it. No result follows.
+        """Let the producer free a request instead of fetching it. No result follows.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: the request is being fetched; `cancel` ends that.
@@ -294,7 +296,7 @@ class Exchange:
         self._loop.remove_reader(notifications.fileno())
 
     def _take(self, notifications: Notifications) -> None:
-        """Receive one message only, so that a flooding peer does not block the loop."""
+        """Receive only one message, so that a flooding peer does not block the loop."""
         notification = next(iter(notifications), None)
         if notification is None:
             if notifications.closed:
@@ -303,7 +305,7 @@ class Exchange:
         cluster_id, data = notification
         try:
             self._receive(cluster_id, data)
-        except Exception:  # one message must not stop those behind it
+        except Exception:  # one message must not stop later ones
             peer_log.warning("cluster %d: dropped a message", cluster_id, exc_info=True)
 
     def _check_idle(self, request: str) -> None:

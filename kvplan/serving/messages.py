@@ -113,7 +113,7 @@ class Refusal(_Message, frozen=True, tag=3):
 
 
 class Done(_Message, frozen=True, tag=4):
-    """The sender does not need the blocks of a request, or not any more.
+    """The sender does not need the blocks of a request, or no longer needs them.
 
     Attributes:
         instance, digest, transfer: of the reference.
@@ -161,7 +161,7 @@ def decode(data: bytes) -> Message:
 
 
 def gone(message: str) -> LLMException:
-    """Return the error of a request whose content does not exist, or not any more."""
+    """Return the error of a request whose content does not exist."""
     return LLMException(message, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
 
 
@@ -322,7 +322,7 @@ class Reference:
             raise invalid(f"reference={shown(given)} is invalid: {error}") from None
         if wire.protocol != PROTOCOL:
             raise invalid(
-                f"reference has protocol={wire.protocol} of kvplan.serving; here it is {PROTOCOL}"
+                f"reference has protocol={wire.protocol} of kvplan.serving; it must be {PROTOCOL}"
             )
         if not wire.transfer and not (wire.handle and wire.digest and wire.num_tokens):
             raise invalid(

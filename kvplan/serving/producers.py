@@ -61,7 +61,7 @@ class Producers:
         self._link_timeout_ms = options.link_timeout_ms
         self._threads = threads
         self._peers: dict[int, _Peer] = {}
-        # Awaited answers: source, deadline, and how a late one fails.
+        # Awaited answers: source, deadline, and the error text of a late one.
         self._awaited: dict[asyncio.Future[Any], tuple[Source, float, str]] = {}
 
     async def notify(self, cluster_id: int, message: Message) -> None:
@@ -151,8 +151,8 @@ class Producers:
         if hello.instance != instance:
             raise gone(
                 f"cluster {source.cluster_id} at {source.address} is another process than the "
-                f"reference names ({hello.instance.hex()[:8]}, and not {instance.hex()[:8]}): it "
-                "has restarted, or was replaced"
+                f"reference names ({hello.instance.hex()[:8]}, not {instance.hex()[:8]}): it has "
+                "restarted, or was replaced"
             )
 
     async def _hello_of(self, peer: _Peer, source: Source) -> Hello:

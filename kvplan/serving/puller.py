@@ -1,4 +1,4 @@
-"""Requests of a consumer: each is asked for, moved, and ends with a result."""
+"""Requests of a consumer: ask for each, move it, and report its result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Target:
     """The destination of a request.
 
     Args:
-        blocks: local blocks of all tokens of the request in their order; of several groups, a
+        blocks: local blocks of all tokens of the request in their order; for several groups, a
             table for each.
         first_token: the first missing token; tokens before it are not touched.
     """
@@ -68,13 +68,13 @@ class PullResult:
     Attributes:
         request: name of the request.
         error: reason of the failure; None: every byte has arrived.
-        blocks, first_token: of the target. After an error its content from first_token + pushed on
-            must not be used.
+        blocks, first_token: of the target. After an error do not use the target's content from
+            first_token + pushed on.
         tokens, nbytes: the missing tokens and their bytes, which have arrived unless `error`.
         wait_ms: time from the first call for the request to its transfer, or its failure.
         move_ms: duration of the transfer, without pushes.
-        pushed: number of these tokens, the first, that were pushed before their producer had
-            finished; also after an error.
+        pushed: number of missing tokens, from the first on, that were pushed before the producer
+            had finished; valid after an error, too.
     """
 
     request: str
@@ -212,7 +212,7 @@ class Puller:
             del self.pulls[pull.request]
 
     def _end(self, pull: Pull, target: Target, error: Exception | None) -> None:
-        """Report the result of a request; also in the thread of its transfer."""
+        """Report the result of a request; may run in the thread of its transfer."""
         pull.has_ended = True
         self._forget(pull)
         tokens = pull.reference.num_tokens - target.first_token
@@ -276,7 +276,7 @@ class Puller:
         self._end_asks(pull, pull.cancelled)
 
     def close(self) -> None:
-        """Fail the requests without a result, none of which runs in the loop or in threads."""
+        """Fail the requests without a result, after the loop and the threads have ended."""
         for pull in self.pulls.values():
             if pull.goal is not None:
                 try:
@@ -347,9 +347,9 @@ class Puller:
             timeout_ms = self._options.prefill_timeout_ms
             late = f"has not finished a request named {asked.name}"
         handle = b"" if asked.transfer else pull.handle_at(source)
-        of = number, asked.instance, handle, asked.digest, asked.transfer
+        fields = number, asked.instance, handle, asked.digest, asked.transfer
         try:
-            asks = [Ask(*of, part, len(parts), piece) for part, piece in enumerate(parts)]
+            asks = [Ask(*fields, part, len(parts), piece) for part, piece in enumerate(parts)]
             await self._producers.ask(source, asked.instance, asks)
             granted = await self._producers.wait_for(source, answer.granted, timeout_ms, late)
             pull.handles[source.cluster_id] = granted.handle
@@ -371,7 +371,7 @@ class Puller:
         return Goal(lease, block * group.block_tokens, target.first_token)
 
     async def _release(self, pull: Pull, goal: Goal) -> None:
-        """Release a goal; on return no producer writes to the target. A stopped one delays that."""
+        """Release a goal; retry while a stopped producer delays that. Then no producer writes."""
         while True:
             try:
                 await self._helpers.run(

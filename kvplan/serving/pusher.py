@@ -190,7 +190,7 @@ class Pusher:
             self._step = []
             for chunk in chunks:
                 for (cluster_id, _), push in self._pushes.get(chunk.transfer, {}).items():
-                    self._take_ended(push, chunk.transfer, cluster_id)  # frees their plans
+                    self._take_ended(push, chunk.transfer, cluster_id)  # frees plans of ended tasks
                     if push.broken or push.digest != chunk.digest:
                         continue
                     try:
@@ -225,7 +225,7 @@ class Pusher:
                 if not task.wait_done(self._timeout_ms):
                     task.cancel()
             self._take_ended(push, transfer, cluster_id)
-        _stop([push])  # of a broken push the rest is useless
+        _stop([push])  # the rest of a broken push is useless
         with self._mutex:
             self._drop({(cluster_id, number)}, transfer)
         return push.arrived if push.arrived > push.goal.first_token else 0

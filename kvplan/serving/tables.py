@@ -20,7 +20,10 @@ from kvplan.validation import shown
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """A paged cache of layers that share a block table, beside others of the same model.
+    """A paged cache of those layers of a model that share a block table.
+
+    A cache whose layout has no axis `token` has states (Mamba): a request has one block of it, the
+    state after all of its tokens, which always moves whole.
 
     Args:
         name: unique name, for plans and errors.
@@ -34,6 +37,13 @@ class CacheGroup:
     token_unit: int = 1
 
     @cached_property
+    def is_state(self) -> bool:
+        """True if the cache has states, which no token divides."""
+        return (
+            self.cache.cache_desc.layout is not None and self.cache.cache_desc.seq_len_dim_index < 0
+        )
+
+    @cached_property
     def block_tokens(self) -> int:
         """The number of tokens of a block."""
         desc = self.cache.cache_desc
@@ -42,8 +52,16 @@ class CacheGroup:
     @cached_property
     def unit_nbytes(self) -> int:
         """The bytes of `token_unit` tokens in all layers."""
+        return (
+            self.block_nbytes
+            // self.cache.cache_desc.shape[self.cache.cache_desc.seq_len_dim_index]
+        )
+
+    @cached_property
+    def block_nbytes(self) -> int:
+        """The bytes of a block in all layers."""
         desc = self.cache.cache_desc
-        return desc.nbytes // (desc.batch_size * desc.shape[desc.seq_len_dim_index])
+        return desc.nbytes // desc.batch_size
 
 
 @dataclass(frozen=True)
@@ -52,8 +70,8 @@ class Table:
 
     Args:
         blocks: blocks of the request's tokens in their order, after the skipped ones.
-        skipped: number of blocks before them that the request does not have, as a sliding window
-            has left their tokens and no layer reads them.
+        skipped: number of earlier blocks that the request no longer has, as a sliding window has
+            passed their tokens.
     """
 
     blocks: Sequence[int]
@@ -99,7 +117,7 @@ def missing_of(
     num_tokens: int,
     rank: int = 0,
 ) -> tuple[dict[str, Transfer], int]:
-    """Return the transfers of the groups that lack tokens, by name, and the bytes of all.
+    """Return the transfers of the groups that lack tokens, by name, and their total bytes.
 
     A group whose table skips blocks lacks no token before its first block. `leases` has the leases
     of all groups for each source; `rank` is the consumer's rank.
@@ -114,6 +132,14 @@ def missing_of(
         unit, begin = group.token_unit, table.skipped and table.skipped * group.block_tokens
         missing = max(first_token, begin)
         if missing >= num_tokens:
+            continue
+        if group.is_state:
+            states = [Rows(of_source[number].lease) for of_source in leases]
+            target = Rows(group.cache, table.blocks)
+            if len(table.blocks) != 1:
+                raise invalid(f"{group.name}: a state is one block, not {shown(table.blocks)}")
+            transfers[group.name] = _transfer(states, target, None, rank)
+            nbytes += group.block_nbytes
             continue
         if missing % unit:
             raise invalid(f"first_token={missing} must be a multiple of {unit}")
@@ -131,13 +157,15 @@ def missing_of(
         # The table may include blocks for future tokens.
         held = -(-num_tokens // group.block_tokens) - table.skipped
         target = Rows(group.cache, table.blocks[:held], None, (missing - begin) // unit)
-        transfers[group.name] = (
-            Transfer(rows[0], target, units)
-            if len(rows) == 1
-            else Transfer(rows, target, units, rank=rank)
-        )
+        transfers[group.name] = _transfer(rows, target, units, rank)
         nbytes += units * group.unit_nbytes
     return transfers, nbytes
+
+
+def _transfer(sources: list[Rows], target: Rows, units: int | None, rank: int) -> Transfer:
+    if len(sources) == 1:
+        return Transfer(sources[0], target, units)
+    return Transfer(sources, target, units, rank=rank)
 
 
 @dataclass(frozen=True)
@@ -145,8 +173,8 @@ class Place:
     """The place of a worker in its serving engine, under tensor and pipeline parallelism.
 
     Args:
-        rank, ranks: of this worker, and the number of workers, in its stage.
-        stage: of this worker.
+        rank, ranks: the worker's rank in its stage, and the number of workers there.
+        stage: index of the worker's stage.
         stages: the layers of each stage: the first, and one past the last; None: all. Sources of an
             engine with several stages name their layers, too.
     """

@@ -110,7 +110,7 @@ def describe(
         )
     if not tensors:
         raise invalid("tensors is empty; a cache has one tensor at least")
-    forms = [read_form(f"tensors[{position}]", it) for position, it in enumerate(tensors)]
+    forms = [read_form(f"tensors[{position}]", tensor) for position, tensor in enumerate(tensors)]
     first = forms[0]
     if layout is not None and not isinstance(layout, CacheLayout):
         layout = CacheLayout(check_type("layout", layout, str))
@@ -177,8 +177,8 @@ def _check_alike(form: TensorForm, first: TensorForm, rows: int) -> None:
         )
     if form.device != first.device:
         where = [
-            "in host memory" if it.device is None else f"on {it.device.text}"
-            for it in (form, first)
+            "in host memory" if one.device is None else f"on {one.device.text}"
+            for one in (form, first)
         ]
         raise invalid(f"{form.name} is {where[0]}, and {first.name} {where[1]}")
 

@@ -190,7 +190,7 @@ def _capsule(name: str, given: Any) -> object:
 
 
 def _stream(given: Any) -> dict[str, int]:
-    """Arguments of `__dlpack__` by which its library synchronizes nothing.
+    """Return arguments of `__dlpack__` by which the library synchronizes nothing.
 
     On a host only None is allowed, which is the default. Elsewhere None means that the library's
     stream is to be ordered with the default one; -1, that the consumer sees to it.

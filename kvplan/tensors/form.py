@@ -1,4 +1,4 @@
-"""What tensors say of themselves: shape, strides, type and address, whatever library made them.
+"""The form of tensors: shape, strides, type and address, for tensors of any library.
 
 Read from NumPy's interface, the buffer protocol, DLPack, the attributes of a torch tensor, or the
 CUDA array interface; no library of these is imported but NumPy, and no byte of a tensor is read.
@@ -105,14 +105,14 @@ class TensorForm:
 
     @cached_property
     def dtype_name(self) -> str:
-        """As NumPy or ml_dtypes call it, as far as they do."""
+        """The name of NumPy or ml_dtypes, where they have one."""
         if isinstance(self.dtype, np.dtype):
             return self.dtype.name if self.dtype.isnative else str(self.dtype)
         return str(self.dtype).removeprefix("torch.")
 
     @cached_property
     def data_type(self) -> DataType | None:
-        """The type of its elements; None: there is no such."""
+        """The type of the elements; None if the name is unknown."""
         found = _TYPES.get(self.dtype_name)
         return found if found is not None and found.bits == self.bits else None
 
@@ -134,7 +134,7 @@ class TensorForm:
         return tuple(self.shape[dim] for dim in self.order)
 
     def gap(self, rows: int) -> tuple[int, int] | None:
-        """The innermost dimension whose elements do not touch, and how many elements they have.
+        """Return the innermost dimension with gaps between its elements, and its length.
 
         Between the elements of dimension `rows` other bytes may lie.
         """
@@ -148,12 +148,12 @@ class TensorForm:
         return None
 
     def row_stride(self, rows: int) -> int | None:
-        """Bytes from one element of dimension `rows` to the next; None if it has only one."""
+        """Return the bytes between elements of dimension `rows`; None if there is only one."""
         return None if self.shape[rows] == 1 else self.strides[rows] * self.bits // 8
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether it lies in memory in the order of its dimensions, without gaps."""
+        """True if the tensor lies in memory in the order of its dimensions, without gaps."""
         has = 1
         for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if length != 1 and stride != has:
@@ -163,11 +163,11 @@ class TensorForm:
 
     @property
     def is_raw(self) -> bool:
-        """Whether it is a row of bytes, which says nothing of what they are."""
+        """True if the tensor is a row of bytes, which do not say what they hold."""
         return len(self.shape) == 1 and (self.dtype_name in _BYTES or self._is_untyped)
 
     def may_be(self, data_type: DataType) -> bool:
-        """Whether its elements can be of a type: they say so, or NumPy has no better one for it."""
+        """Return whether elements can be of a type: by name, or as NumPy has no better type."""
         if self.data_type is data_type:
             return True
         if data_type.bits % 8:
@@ -185,7 +185,7 @@ class TensorForm:
         )
 
     def __str__(self) -> str:
-        """`int16 of shape (3, 5)`, with strides where it is not C-contiguous."""
+        """Return `int16 of shape (3, 5)`, with strides if the tensor is not C-contiguous."""
         strides = ""
         if not self.is_contiguous:
             strides = f" and strides {self.strides} (in elements)"
@@ -201,7 +201,7 @@ def numpy_dtype(data_type: DataType) -> np.dtype[Any]:
 
 
 def array_form(desc: CacheDesc) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """The shape and type of an array over a tensor; of packed elements a row is of whole bytes."""
+    """Return shape and type of an array over a tensor; rows of packed elements are whole bytes."""
     shape = desc.shape
     if desc.data_type.bits % 8:
         shape = (*shape[: desc.batch_dim_index + 1], desc.row_nbytes)
@@ -212,7 +212,7 @@ def read_form(name: str, given: Any) -> TensorForm:
     """Return what `given` says of itself, and hold it."""
     if isinstance(given, np.ndarray):
         return _of_array(name, given)
-    if all(callable(getattr(given, it, None)) for it in ("data_ptr", "stride", "element_size")):
+    if all(callable(getattr(given, name, None)) for name in ("data_ptr", "stride", "element_size")):
         return _of_torch(name, given)
     if hasattr(given, "__dlpack__"):
         exported = read_dlpack(name, given)
@@ -315,11 +315,11 @@ def _of_torch(name: str, given: Any) -> TensorForm:
 
 
 _CUDA_ARRAY_VERSIONS = (2, 3)
-"""Of the CUDA array interface: version 3 adds `stream` to 2."""
+"""Versions of the CUDA array interface: 3 adds `stream` to 2."""
 
 
 def _of_cuda_array(name: str, given: Any) -> TensorForm:
-    """What an array without DLPack says, such as numba's; on which device, its address tells.
+    """Read the form of an array without DLPack, such as numba's; its address tells the device.
 
     Its `stream` is that of work whose end a reader has to wait for; nothing is read here.
     """

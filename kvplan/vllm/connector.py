@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -34,6 +35,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -45,11 +47,13 @@ from kvplan.serving import Place
 from kvplan.serving.messages import LayerRange
 from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.scheduler import ConnectorScheduler, instance_of
+from kvplan.vllm.states import StateForm
 from kvplan.vllm.stats import KvplanMetrics, KvplanStats
 from kvplan.vllm.step import Step, WorkerAddress
 from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model
 
-_SUPPORTED = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec}  # exactly; not subclasses
+_SUPPORTED = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec}  # no subclasses
+_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")  # of Mamba2, in configurations of models
 
 
 @dataclass
@@ -75,8 +79,9 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: configuration of the paged cache.
 
     Raises:
-        NotImplementedError: layers other than full attention, sliding windows and MLA; context
-            parallelism; a pipeline of several groups of layers; sleep mode.
+        NotImplementedError: layers other than full attention, sliding windows, MLA and states of
+            Mamba and linear attention; context parallelism; a pipeline of several groups of
+            layers; sleep mode.
         TypeError, LLMException: invalid options.
     """
 
@@ -90,14 +95,17 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         options = ConnectorOptions.of(self._kv_transfer_config.kv_connector_extra_config)
         _log_like_vllm(options.explain)
         engine_id = self._kv_transfer_config.engine_id or ""
-        groups = tuple(map(_layer_group, kv_cache_config.kv_cache_groups))
+        groups = tuple(_layer_group(of, vllm_config) for of in kv_cache_config.kv_cache_groups)
         self._failed_blocks: set[int] = set()
         self._is_idle = False
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = ConnectorScheduler(
-                engine_id, windowed=any(group.window for group in groups), count_keys=_count_keys
+                engine_id,
+                windowed=any(group.window for group in groups),
+                states=[group.block_tokens if group.states else 0 for group in groups],
+                count_keys=_count_keys,
             )
         else:
             config, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -291,13 +299,26 @@ def _count_keys(request: Request, num_tokens: int) -> int:
     return len(keys or ())
 
 
-def _layer_group(group: KVCacheGroupSpec) -> LayerGroup:
+def _layer_group(group: KVCacheGroupSpec, config: VllmConfig) -> LayerGroup:
     spec = group.kv_cache_spec
+    states = isinstance(spec, MambaSpec)
     return LayerGroup(
         layers=tuple(group.layer_names),
         block_tokens=spec.block_size,
-        packing=_packing(spec),
+        packing="" if states else _packing(spec),
         window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
+        states=_states(spec, config) if states else None,
+    )
+
+
+def _states(spec: MambaSpec, config: VllmConfig) -> StateForm:
+    text = config.model_config.hf_text_config
+    groups = [getattr(text, name) for name in _GROUPS if getattr(text, name, None)]
+    return StateForm.of(
+        spec,
+        config.parallel_config.tensor_parallel_size,
+        groups=groups[0] if groups else None,
+        columns_first=is_conv_state_dim_first(),
     )
 
 
@@ -329,7 +350,7 @@ def _check_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
         names = ", ".join(type(spec).__name__ for spec in specs)
         raise NotImplementedError(
             f"KvplanConnector: the cache has {len(specs)} groups ({names}); only groups of full "
-            "attention, of sliding windows and of MLA are supported"
+            "attention, of sliding windows, of MLA and of Mamba are supported"
         )
     if getattr(config.model_config, "enable_sleep_mode", False):
         raise NotImplementedError(

@@ -120,12 +120,25 @@ class _Computed:
 
 
 class ConnectorScheduler:
-    """The connector in the process of vLLM's scheduler. It makes the steps of the workers."""
+    """The connector in the process of vLLM's scheduler. It makes the steps of the workers.
+
+    Args:
+        engine_id: id of the engine.
+        windowed: True if layers have a sliding window.
+        states: for each group of layers the tokens of a block if the layers have states, else 0.
+        count_keys: counts the keys of vLLM's prefix cache.
+    """
 
     def __init__(
-        self, engine_id: str, *, windowed: bool = False, count_keys: CountKeys | None = None
+        self,
+        engine_id: str,
+        *,
+        windowed: bool = False,
+        states: Sequence[int] = (),
+        count_keys: CountKeys | None = None,
     ) -> None:
-        self._windowed = windowed
+        self._states = states if any(states) else ()
+        self._leaves_last = windowed or any(states)
         self._count_keys = count_keys
         self.instance = instance_of(engine_id)
         self._sources: tuple[Source, ...] = ()
@@ -147,7 +160,7 @@ class ConnectorScheduler:
         tokens = request.prompt_token_ids
         if not tokens:
             return
-        if self._windowed and params.get("do_remote_decode"):
+        if self._leaves_last and params.get("do_remote_decode"):
             if request.prompt_embeds is not None:  # which would outnumber the tokens
                 return
             _leave_last(request)
@@ -169,7 +182,8 @@ class ConnectorScheduler:
         num_tokens = self._num_fetched(len(tokens))
         if not theirs.transfer:
             num_tokens = min(theirs.num_tokens, num_tokens)
-        if (digest := self._digest(request, num_tokens)) is None:
+        digest = self._digest(request, num_tokens) if num_tokens else None
+        if digest is None:
             if theirs.handle is not None:  # its producer may free it
                 self._step.dropped[request.request_id] = theirs
             return
@@ -195,7 +209,8 @@ class ConnectorScheduler:
         if (reference := self._pending.pop(request.request_id, None)) is None:
             return
         if num_external > 0:
-            target = Target(self._held(blocks), reference.num_tokens - num_external)
+            held = self._held(blocks, reference.num_tokens)
+            target = Target(held, reference.num_tokens - num_external)
             self._fetching.add(request.request_id)
             self._step.fetched[request.request_id] = reference, target
         else:  # all tokens are already here
@@ -214,7 +229,10 @@ class ConnectorScheduler:
         num_tokens = min(request.num_computed_tokens, len(tokens or ()))
         kept = params.get("do_remote_decode") and request.status.name in _KEPT
         kept = kept and num_tokens and all(blocks)
-        if self._windowed and request.prompt_embeds is not None:
+        if self._leaves_last and request.prompt_embeds is not None:
+            kept = False
+        held = self._held(blocks, num_tokens) if kept else ()
+        if self._states and any(isinstance(of, Table) and not of.blocks for of in held):
             kept = False
         digest = self._digest(request, num_tokens) if kept else None
         if digest is None:
@@ -224,9 +242,7 @@ class ConnectorScheduler:
             return False, None
         transfer = "" if computed is None else computed.transfer
         handle = Handle.new()
-        self._step.offers.append(
-            Offer(handle, request.request_id, self._held(blocks), digest, transfer)
-        )
+        self._step.offers.append(Offer(handle, request.request_id, held, digest, transfer))
         reference = Reference(self.instance, handle, digest, num_tokens, self._sources)
         return True, {
             "do_remote_prefill": True,
@@ -274,15 +290,27 @@ class ConnectorScheduler:
             return None
 
     def _num_fetched(self, num_tokens: int) -> int:
-        """Return how many tokens of a prompt are fetched."""
-        return num_tokens - 1 if self._windowed and num_tokens > 1 else num_tokens
+        """Return how many tokens of a prompt are fetched.
 
-    def _held(self, blocks: Sequence[Sequence[int]]) -> Blocks:
-        """Return the blocks of a request in each group, without the null blocks of a window."""
-        if len(blocks) == 1 and not self._windowed:
+        vLLM computes the last token of a fetched prompt again, which a state must not have seen.
+        """
+        last = self._leaves_last and (num_tokens > 1 or self._states)
+        return num_tokens - 1 if last else num_tokens
+
+    def _held(self, blocks: Sequence[Sequence[int]], num_tokens: int) -> Blocks:
+        """Return the blocks of a request in each group, without the null blocks of a window.
+
+        Of a group of states it is the block of the state after `num_tokens`; none if it is null.
+        """
+        if len(blocks) == 1 and not self._leaves_last:
             return tuple(blocks[0])
         tables = []
-        for of_group in blocks:
+        for number, of_group in enumerate(blocks):
+            if self._states and (block_tokens := self._states[number]):
+                at = (num_tokens - 1) // block_tokens
+                state = [block for block in of_group[at : at + 1] if block != _NULL_BLOCK]
+                tables.append(Table(tuple(state)))
+                continue
             skipped = next(
                 (at for at, block in enumerate(of_group) if block != _NULL_BLOCK), len(of_group)
             )

@@ -37,7 +37,7 @@ class KvplanStats(KVConnectorStats):
         return self._figures.summary()
 
     def is_empty(self) -> bool:
-        """Return True if there are no figures."""
+        """Return True if nothing was counted."""
         return self._figures.is_empty
 
 

@@ -91,7 +91,7 @@ class Figures:
 
     @property
     def is_empty(self) -> bool:
-        """True if there are no figures."""
+        """True if nothing was counted."""
         return not any(self.data.values())
 
     def summary(self) -> dict[str, int | float]:

@@ -14,11 +14,12 @@ from kvplan.engine.options import Options
 from kvplan.layout import Shard
 from kvplan.planning.plan import MAX_NAME
 from kvplan.serving import CacheGroup, Compatibility, Exchange, Handle, Place
-from kvplan.serving.tables import heads_of, tables_of
+from kvplan.serving.tables import Blocks, heads_of, tables_of
 from kvplan.status import LLMException, invalid
 from kvplan.system.logs import Log
 from kvplan.types import CacheDesc, LlmRole
 from kvplan.vllm.options import ConnectorOptions
+from kvplan.vllm.states import StateForm
 from kvplan.vllm.step import Figures, Step, WorkerAddress
 
 logger = Log("kvplan.vllm")
@@ -34,6 +35,7 @@ class LayerGroup:
     block_tokens: int  # as the scheduler counts them
     packing: str = ""  # the order inside a block, if attention has its own
     window: int = 0  # number of tokens that attention sees; 0: all
+    states: StateForm | None = None  # of layers that have states instead of tokens
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Model:
     @property
     def simple(self) -> bool:
         """True if a request has all of its blocks in one table."""
-        return len(self.groups) == 1 and not self.groups[0].window
+        (group, *others) = self.groups
+        return not (others or group.window or group.states)
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,19 @@ class _View:
     tensors: list[Any]
     desc: CacheDesc
     unit: int  # number of tokens that only move as a whole
+    part: str = ""  # of the states
 
     def __str__(self) -> str:
         numbers = "+".join(str(index) for name in self.names for index in _position(name)[0][:1])
-        return f"layers {numbers}"[:MAX_NAME]
+        return f"{self.part or 'layers'} {numbers}"[:MAX_NAME]
 
     def fields(self, model: Model) -> dict[str, str]:
         """Return the properties in which the producer's group must agree."""
         group, desc = self.group, self.desc
+        if group.states is not None:  # a plan compares the other axes
+            heads = (desc.shard and desc.shard.num_heads) or 0
+            of_layers = {"dtype": desc.data_type.name, "layers": str(len(self.names))}
+            return of_layers | {"state_heads": str(heads), "tensors": str(desc.num_tensors)}
         fields = {
             "dtype": desc.data_type.name,
             "layers": str(desc.shard.num_layers if desc.shard else len(self.names)),
@@ -102,6 +110,7 @@ class ConnectorWorker:
         self._model = model
         self._options = options
         self._layers: dict[str, int] = {}
+        self._groups: list[int] = []  # of vLLM, for each cache
         self._engine: LlmDataDist | None = None
         self._exchange: Exchange | None = None
         self._figures = Figures()
@@ -112,7 +121,8 @@ class ConnectorWorker:
     def register(self, layers: Mapping[str, Any]) -> None:
         """Register the cache that vLLM has allocated: a tensor for each layer."""
         model, options = self._model, self._options
-        views = [self._view(group, layers) for group in model.groups]
+        views = [view for group in model.groups for view in self._views(group, layers)]
+        self._groups = [model.groups.index(view.group) for view in views]
         names = [name for view in views for name in view.names]
         self._layers = {name: index for index, name in enumerate(names)}
         device = layers[names[0]].device
@@ -171,33 +181,46 @@ class ConnectorWorker:
             f"at {engine.listen_address}" if model.produces else "not listening",
         )
 
-    def _view(self, group: LayerGroup, layers: Mapping[str, Any]) -> _View:
+    def _views(self, group: LayerGroup, layers: Mapping[str, Any]) -> list[_View]:
+        """Return the caches of a group: one, or one for each part of its states."""
         model, place = self._model, self._model.place
         if absent := [name for name in group.layers if name not in layers]:
             raise invalid(f"layer {absent[0]} has no tensor")
         names = sorted(group.layers, key=_position)
-        tensors, layout, unit = readable(
-            [layers[name] for name in names], packed=bool(group.packing)
-        )
         first, end = place.layers or (0, len(names))
         if end - first != len(names):
             raise invalid(
                 f"the cache has {len(names)} layers; stage {place.stage} has {end - first}"
             )
-        shard = Shard(
-            layers=range(first, end),
-            heads=heads_of(place.rank, place.ranks, model.num_heads),
-            num_layers=(place.stages[-1] or (0, end))[1],
-            num_heads=model.num_heads,
-        )
-        desc = CacheDesc.from_tensors(tensors, layout, shard=shard)
-        tokens = desc.shape[desc.seq_len_dim_index] * unit
+        given = [layers[name] for name in names]
+        shard = Shard(layers=range(first, end), num_layers=(place.stages[-1] or (0, end))[1])
+        if group.states is not None:
+            caches = group.states.caches(given, place.rank, shard)
+            views = [
+                _View(group, names, tensors, desc, 1, part)
+                for part, (desc, tensors) in caches.items()
+            ]
+        else:
+            tensors, layout, unit = readable(given, packed=bool(group.packing))
+            heads = heads_of(place.rank, place.ranks, model.num_heads)
+            held = replace(shard, heads=heads, num_heads=model.num_heads)
+            desc = CacheDesc.from_tensors(tensors, layout, shard=held)
+            views = [_View(group, names, tensors, desc, unit)]
+        desc, unit = views[0].desc, views[0].unit
+        tokens = group.block_tokens if group.states else desc.shape[desc.seq_len_dim_index] * unit
         if (desc.batch_size, tokens) != (model.num_blocks, group.block_tokens):
             raise invalid(
                 f"the cache has {desc.batch_size} blocks of {tokens} tokens; the scheduler has "
                 f"{model.num_blocks} of {group.block_tokens}"
             )
-        return _View(group, names, tensors, desc, unit)
+        return views
+
+    def _of_caches(self, blocks: Blocks) -> Blocks:
+        """Return the blocks of a request in each cache, from those in each of vLLM's groups."""
+        if len(self._groups) == 1:
+            return blocks
+        tables = tables_of(blocks, len(self._model.groups))
+        return [tables[group] for group in self._groups]
 
     def _check_push(self, device: str) -> None:
         if not self._on_host:
@@ -207,8 +230,8 @@ class ConnectorWorker:
             )
         if not self._model.simple:
             raise invalid(
-                'mode="push" does not support layers with a sliding window, which this model has: '
-                'use mode="pull"'
+                'mode="push" does not support layers with a sliding window or a state, which this '
+                'model has: use mode="pull"'
             )
 
     @property
@@ -241,7 +264,11 @@ class ConnectorWorker:
         for offer in step.offers:
             self._offered[offer.handle] = offer.request
             exchange.enter(
-                offer.request, offer.blocks, offer.digest, offer.transfer, handle=offer.handle
+                offer.request,
+                self._of_caches(offer.blocks),
+                offer.digest,
+                offer.transfer,
+                handle=offer.handle,
             )
         for transfer in step.refused:
             exchange.refuse(transfer, "was not finished by its producer")
@@ -270,7 +297,8 @@ class ConnectorWorker:
 
     def _fetch(self, step: Step) -> None:
         for request, (reference, target) in step.fetched.items():
-            self.exchange.fetch(request, reference, target)
+            blocks = self._of_caches(target.blocks)
+            self.exchange.fetch(request, reference, replace(target, blocks=blocks))
 
     def results(self, *, idle: bool = False) -> Results:
         """Return the results since the last call.

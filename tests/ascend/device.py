@@ -16,6 +16,7 @@ from kvplan.device.device import Device
 from kvplan.device.memory import DeviceMemory
 from kvplan.engine.memory import tensor_arrays
 from tests.ascend.simulator import controls
+from tests.datadist.machine import LetGo
 from tests.support.over_tcp import FIELDS
 
 NUM_DEVICES = 8
@@ -116,12 +117,12 @@ class SimulatedAscend:
         return [array.base.address for array in arrays]
 
     @contextmanager
-    def slow_transfers(self) -> Iterator[Transfers]:
+    def held_transfers(self) -> Iterator[tuple[Transfers, LetGo]]:
         """Each step of a stream takes its time: the peer's generation table is read after it."""
         controls().set("latency_us", 100_000)
         try:
             with Transfers(1) as transfers:
-                yield transfers
+                yield transfers, lambda: None
         finally:
             controls().set("latency_us", 0)
 

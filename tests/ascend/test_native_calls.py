@@ -49,8 +49,13 @@ def cache(user: LlmDataDist, there: CacheIndex) -> Cache:
 
 
 def waits(log: Log) -> list[Call]:
-    """The waits of this process that have ended; others were looks at the clock."""
-    return [call for call in log.calls(*WAITS, pid=os.getpid()) if not call.code]
+    """The waits of the thread that moves which have ended; others were looks at the clock.
+
+    The thread that renews a connection waits too.
+    """
+    threads = {call.fields["tid"] for call in log.calls(PUT, pid=os.getpid())}
+    ended = [call for call in log.calls(*WAITS, pid=os.getpid()) if not call.code]
+    return [call for call in ended if call.fields["tid"] in threads]
 
 
 def arrived(user: LlmDataDist, cache: Cache, peer: Peer) -> None:
@@ -72,9 +77,8 @@ def test_a_push_of_all_layers_waits_once(
     user.run(pushed(cache, there))
     sizes = [call.fields["descriptors"] for call in sim_log.calls(PUT)]
     assert sizes == [BATCH] * 30 + [128]  # ceil(7808 / 256) calls
-    assert (
-        len(sim_log.calls(GET)) == 1
-    )  # of the generations, which say that nothing was deregistered
+    # Of the generations, which say that nothing was deregistered.
+    assert len(sim_log.calls(GET)) == 1
     assert len(waits(sim_log)) == 1
     moving = sim_log.calls(PUT, GET, *COPIES)  # its last calls of linking may still come
     assert {item.pid for item in moving} == {os.getpid()}, "the peer took part in it"

@@ -96,9 +96,9 @@ class TestRefused:
         self, program: Program, registering: Callable[[list[Any]], None]
     ) -> None:
         addresses = program.allocate(2, SHOWN.nbytes)
-        with refused("LLM_PARAM_INVALID", r"\[0\] is on device cuda:0, and .*on device cuda:1"):
+        with refused("LLM_PARAM_INVALID", r"\[0\] is on device cuda:0, but .*on device cuda:1"):
             registering([TorchTensor(SHOWN, None, "cuda:0", address) for address in addresses])
-        with refused("LLM_PARAM_INVALID", r"\[0\] is on device npu:1, and .*on device cuda:1"):
+        with refused("LLM_PARAM_INVALID", r"\[0\] is on device npu:1, but .*on device cuda:1"):
             registering([TorchTensor(SHOWN, None, "npu:1", address) for address in addresses])
 
     def test_a_tensor_that_lies_about_its_device(

@@ -49,8 +49,8 @@ def make_engine(machine: Machine) -> Iterator[MakeEngine]:
             transfers: Transfers | None = None,
             **options: str,
         ) -> LlmDataDist:
-            it = machine.engine(cluster_id, LlmRole.MIX, transfers=transfers)
-            engine = held.enter_context(it)
+            item = machine.engine(cluster_id, LlmRole.MIX, transfers=transfers)
+            engine = held.enter_context(item)
             address = {"ListenIpInfo": LISTEN} if listen else {}
             engine.initialize({**address, **options})
             return engine
@@ -82,7 +82,7 @@ def idle() -> Iterator[dict[str, list[Peer]]]:
     """Processes without an engine, by machine: to start one takes longer than most tests."""
     peers: dict[str, list[Peer]] = defaultdict(list)
     yield peers
-    for peer in (it for them in peers.values() for it in them):
+    for peer in (item for them in peers.values() for item in them):
         peer.close()
 
 

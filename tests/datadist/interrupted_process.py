@@ -38,7 +38,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def main(machine: str, kind: str, wanted: int) -> None:
-    owner, user = (machine_of(machine, it).engine(it, LlmRole.MIX) for it in (1, 2))
+    owner, user = (machine_of(machine, number).engine(number, LlmRole.MIX) for number in (1, 2))
     owner.initialize({"ListenIpInfo": "127.0.0.1:0"})
     user.initialize(Options(sync_kv_cache_wait_time=5000))
     assert owner.listen_address is not None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from kvnative._backend import Backend
 from kvplan import LlmDataDist, Transfers
 from tests.support.over_tcp import OverTcp
-from tests.support.wrappers import delay
+from tests.support.wrappers import hold, let_go
+
+LetGo: TypeAlias = Callable[[], None]
 
 
 class Machine(Protocol):
@@ -33,8 +36,8 @@ class Machine(Protocol):
     def addresses(self, arrays: Iterable[NDArray[Any]]) -> list[int]:
         """Return what a program registers for what `zeros` gave: `data_ptr()` of each."""
 
-    def slow_transfers(self) -> AbstractContextManager[Transfers]:
-        """Let what is moved take 100 ms, and what is done after that come after that."""
+    def held_transfers(self) -> AbstractContextManager[tuple[Transfers, LetGo]]:
+        """Let transfers wait for a call; those of an Ascend device wait for 100 ms instead."""
 
     def left(self) -> dict[str, int]:
         """Return what this process still has of the device, by kind; nothing may be left."""
@@ -51,10 +54,25 @@ class Host:
         return np.zeros(shape, dtype)
 
     def addresses(self, arrays: Iterable[NDArray[Any]]) -> list[int]:
-        return [it.ctypes.data for it in arrays]
+        return [array.ctypes.data for array in arrays]
 
-    def slow_transfers(self) -> Transfers:
-        return Transfers(1, wrap=lambda backend: delay(backend, 100))
+    @contextmanager
+    def held_transfers(self) -> Iterator[tuple[Transfers, LetGo]]:
+        held: list[Backend] = []
+
+        def wrap(backend: Backend) -> Backend:
+            held.append(hold(backend))
+            return held[-1]
+
+        def let_all_go() -> None:
+            for backend in held:
+                let_go(backend)
+
+        with Transfers(1, wrap=wrap) as transfers:
+            try:
+                yield transfers, let_all_go
+            finally:
+                let_all_go()
 
     def left(self) -> dict[str, int]:
         return {}

@@ -16,12 +16,12 @@ def names(machine_name: str) -> dict[str, Any]:
     def forget() -> dict[str, int]:
         """End the engine and all that a test has made; returns what is left of the device."""
         known["datadist"].finalize()
-        for it in known.keys() - kept:
-            del known[it]
+        for key in known.keys() - kept:
+            del known[key]
         gc.collect()
         return machine.left()
 
-    known: dict[str, Any] = {it: getattr(kvplan, it) for it in kvplan.__all__}
+    known: dict[str, Any] = {item: getattr(kvplan, item) for item in kvplan.__all__}
     known |= {
         "np": np,
         "kvplan": kvplan,

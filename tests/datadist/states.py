@@ -75,9 +75,11 @@ class Rank:
     def __init__(self, model: Model, rank: int, ranks: int, columns_first: bool) -> None:
         self.model, self.rank, self.ranks = model, rank, ranks
         self.columns_first = columns_first
-        empty = {name: share(it, rank, ranks) for name, it in whole(model, 0).items()}
+        empty = {name: share(item, rank, ranks) for name, item in whole(model, 0).items()}
         width = sum(
-            it.shape[1] * it.shape[3] for name, it in empty.items() if name in model.columns
+            array.shape[1] * array.shape[3]
+            for name, array in empty.items()
+            if name in model.columns
         )
         inner = (width, model.positions) if columns_first else (model.positions, width)
         heads = empty["ssm"].shape[1]
@@ -87,23 +89,23 @@ class Rank:
         page = max(conv_nbytes + ssm_nbytes, 2 * int(np.prod(kv_shape))) + 16
         self.pages = [np.full((BLOCKS, page), 0xEE, np.uint8) for _ in range(model.layers)]
         self.conv = [
-            it[:, : 2 * width * model.positions].view(np.uint16).reshape(BLOCKS, *inner)
-            for it in self.pages
+            item[:, : 2 * width * model.positions].view(np.uint16).reshape(BLOCKS, *inner)
+            for item in self.pages
         ]
         self.ssm = [
-            it[:, conv_nbytes : conv_nbytes + ssm_nbytes]
+            item[:, conv_nbytes : conv_nbytes + ssm_nbytes]
             .view(np.float32)
             .reshape(BLOCKS, heads, *model.ssm)
-            for it in self.pages
+            for item in self.pages
         ]
         self.kv = [
-            it[:, : 2 * int(np.prod(kv_shape))].view(np.uint16).reshape(BLOCKS, *kv_shape)
-            for it in self.pages
+            item[:, : 2 * int(np.prod(kv_shape))].view(np.uint16).reshape(BLOCKS, *kv_shape)
+            for item in self.pages
         ]
 
     def fill(self, request: dict[str, Array]) -> None:
         """Write a request: its state to one block, its keys and values to two others."""
-        mine = {name: share(it, self.rank, self.ranks) for name, it in request.items()}
+        mine = {name: share(item, self.rank, self.ranks) for name, item in request.items()}
         for layer in range(self.model.layers):
             columns = np.concatenate(
                 [
@@ -139,4 +141,4 @@ def blocks_of(name: str) -> list[int]:
 
 
 def descs(caches: dict[str, StateCache]) -> dict[str, CacheDesc]:
-    return {name: it.desc for name, it in caches.items()}
+    return {name: cache.desc for name, cache in caches.items()}

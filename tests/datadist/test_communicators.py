@@ -84,8 +84,8 @@ def test_containers_share_a_directory_or_say_where_each_waits(tmp_path: Path, sh
 
 def test_engines_link_by_a_common_name(make_engine: MakeEngine, tmp_path: Path) -> None:
     engines = [make_engine(cluster_id, comm_dir=str(tmp_path)) for cluster_id in (1, 2)]
-    begun = [(it, it.link("both", {1: 0, 2: 1})) for it in engines]
-    assert [settled(*it) for it in begun] == [RegisterMemStatus.OK] * 2
+    begun = [(item, item.link("both", {1: 0, 2: 1})) for item in engines]
+    assert [settled(*item) for item in begun] == [RegisterMemStatus.OK] * 2
     owner, user = engines
     owner.arrays(owner.allocate_cache(DESC))[0][:] = 4
     mine = user.allocate_cache(DESC)

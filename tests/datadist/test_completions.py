@@ -61,7 +61,7 @@ def test_each_task_is_there_once_whether_or_not_somebody_waited(
     for task in tasks[::3]:
         task.wait()
     found = taken(user, 30)
-    assert {id(it) for it in found} == {id(it) for it in tasks}
+    assert {id(item) for item in found} == {id(item) for item in tasks}
     for task in found:
         assert task.done
         task.wait(0)
@@ -76,8 +76,8 @@ def test_what_failed_was_cancelled_or_copied_here_is_there_too(
 ) -> None:
     on_host_only(machine, "the wrapper holds what host backends move")
     peer.run(OFFER)
-    broken = make_engine(3, transfers=Transfers(1, wrap=lambda it: fail_at(it, 1)))
-    held = make_engine(4, transfers=Transfers(1, wrap=lambda it: delay(it, 600_000)))
+    broken = make_engine(3, transfers=Transfers(1, wrap=lambda value: fail_at(value, 1)))
+    held = make_engine(4, transfers=Transfers(1, wrap=lambda value: delay(value, 600_000)))
     for engine in (broken, held):
         engine.link_clusters([ClusterInfo(1, peer.address)], 5000).raise_for_status()
         engine.completions()
@@ -163,7 +163,7 @@ def test_what_finalize_stops_can_still_be_taken(
     peer.run(OFFER)
     held = make_engine(
         3,
-        transfers=Transfers(1, wrap=lambda it: delay(it, 600_000)),
+        transfers=Transfers(1, wrap=lambda value: delay(value, 600_000)),
         SyncKvCacheWaitTime="50",
     )
     held.link_clusters([ClusterInfo(1, peer.address)], 5000).raise_for_status()
@@ -212,7 +212,7 @@ def test_tasks_work_with_what_asyncio_has(user: LlmDataDist, peer: Peer) -> None
         await asyncio.create_task(submit().coroutine())
         async with asyncio.TaskGroup() as group:
             made = [group.create_task(submit().coroutine()) for _ in range(3)]
-        assert [it.result() for it in made] == [None] * 3
+        assert [task.result() for task in made] == [None] * 3
 
     asyncio.run(run())
 

@@ -55,7 +55,7 @@ def test_a_request_is_gathered_from_its_ranks(
     """Rank 0 is an engine of this process, rank 1 of another; both lease their blocks."""
     first = make_engine(3, listen=True)
     link(user, first)
-    theirs, targets = [it.tensors(seed) for seed, it in enumerate(RANKS)], WHOLE.tensors(3)
+    theirs, targets = [rank.tensors(seed) for seed, rank in enumerate(RANKS)], WHOLE.tensors(3)
     wanted = targets
     there = places(WHOLE, MINE, 0, NUM_TOKENS)
     for cache, tensors, table in zip(RANKS, theirs, TABLES, strict=True):
@@ -67,7 +67,7 @@ def test_a_request_is_gathered_from_its_ranks(
         first.lease_blocks(made, TABLES[0], tokens=NUM_TOKENS), offered(peer, 1, theirs[1])
     ]  # fmt: skip
     here, arrays = fill(user, WHOLE, targets)
-    transfer = Transfer([Rows(it) for it in leases], Rows(here, MINE))
+    transfer = Transfer([Rows(lease) for lease in leases], Rows(here, MINE))
     missing = Transfer([Rows(leases[1])], Rows(here, MINE))
     with refused("LLM_PARAM_INVALID", r"no source has tokens 0\.\.7, 16\.\.23, 32\.\.39, "):
         user.run(missing)
@@ -77,7 +77,7 @@ def test_a_request_is_gathered_from_its_ranks(
     assert isinstance(plan, Plan)
     user.run(transfer)
     assert_same(arrays, wanted)
-    assert [it.bytes_pulled for it in user.links()] == [
+    assert [item.bytes_pulled for item in user.links()] == [
         plan.by_part()[name].nbytes for name in ("source 1", "source 0")
     ]
     for array, tensor in zip(arrays, targets, strict=True):

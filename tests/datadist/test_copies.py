@@ -54,7 +54,7 @@ def test_a_part_is_copied_to_the_same_offset(engine: LlmDataDist) -> None:
 
 def test_a_block_is_copied_to_many(engine: LlmDataDist) -> None:
     cache = filled(engine, engine.allocate_blocks_cache(desc(rows=8)))
-    before = [it.copy() for it in engine.arrays(cache)]
+    before = [array.copy() for array in engine.arrays(cache)]
     engine.copy_blocks(cache, {0: [3, 5], 7: [1]})
     for now, then in zip(engine.arrays(cache), before, strict=True):
         then[[3, 5]], then[1] = then[0], then[7]
@@ -62,7 +62,7 @@ def test_a_block_is_copied_to_many(engine: LlmDataDist) -> None:
 
 
 def test_no_blocks_are_no_bytes(engine: LlmDataDist) -> None:
-    cache, host = (engine.allocate_blocks_cache(desc(it)) for it in reversed(Placement))
+    cache, host = (engine.allocate_blocks_cache(desc(item)) for item in reversed(Placement))
     engine.copy_blocks(cache, {})
     engine.submit(Transfer(Rows(cache, []), Rows(cache, []))).wait()
     engine.swap_blocks(cache, host, {})
@@ -82,7 +82,7 @@ def test_blocks_are_swapped_in_and_out(engine: LlmDataDist, src: Placement) -> N
 
 def test_memory_without_an_id_is_swapped(engine: LlmDataDist) -> None:
     host = [np.full((4, 8), 6, np.int16) for _ in range(2)]
-    outside = Cache(desc(Placement.HOST), -1, tuple(it.ctypes.data for it in host))
+    outside = Cache(desc(Placement.HOST), -1, tuple(array.ctypes.data for array in host))
     inside = engine.allocate_blocks_cache(desc())
     engine.swap_blocks(outside, inside, {1: 1})
     assert (engine.arrays(inside)[1][1] == 6).all()
@@ -110,15 +110,17 @@ def test_a_swap_is_submitted(engine: LlmDataDist) -> None:
 
 
 REFUSALS: dict[str, Callable[[LlmDataDist, Cache, Cache], object]] = {
-    "slots of a paged cache": lambda it, slots, blocks: it.copy_cache(slots, blocks),
-    "blocks of slots": lambda it, slots, blocks: it.copy_blocks(slots, {0: [1]}),
-    "swap of slots": lambda it, slots, blocks: it.swap_blocks(slots, blocks, {0: 0}),
-    "swap within one placement": lambda it, slots, blocks: it.swap_blocks(blocks, blocks, {0: 1}),
-    "slot out of range": lambda it, slots, blocks: it.copy_cache(slots, slots, 4, 0),
-    "offset out of range": lambda it, slots, blocks: it.copy_cache(slots, slots, 0, 1, 16),
-    "size out of range": lambda it, slots, blocks: it.copy_cache(slots, slots, 0, 1, 8, 9),
-    "block out of range": lambda it, slots, blocks: it.copy_blocks(blocks, {0: [4]}),
-    "order matters": lambda it, slots, blocks: it.copy_blocks(blocks, {0: [1], 1: [2]}),
+    "slots of a paged cache": lambda value, slots, blocks: value.copy_cache(slots, blocks),
+    "blocks of slots": lambda value, slots, blocks: value.copy_blocks(slots, {0: [1]}),
+    "swap of slots": lambda value, slots, blocks: value.swap_blocks(slots, blocks, {0: 0}),
+    "swap within one placement": lambda value, slots, blocks: value.swap_blocks(
+        blocks, blocks, {0: 1}
+    ),
+    "slot out of range": lambda value, slots, blocks: value.copy_cache(slots, slots, 4, 0),
+    "offset out of range": lambda value, slots, blocks: value.copy_cache(slots, slots, 0, 1, 16),
+    "size out of range": lambda value, slots, blocks: value.copy_cache(slots, slots, 0, 1, 8, 9),
+    "block out of range": lambda value, slots, blocks: value.copy_blocks(blocks, {0: [4]}),
+    "order matters": lambda value, slots, blocks: value.copy_blocks(blocks, {0: [1], 1: [2]}),
 }
 
 

@@ -69,10 +69,10 @@ def test_both_ends_may_send_at_once(user: LlmDataDist, peer: Peer) -> None:
     found: list[bytes] = []
     for i in range(count):
         user.notify(1, b"%d" % i)
-        found += [it.data for it in user.notifications()]
+        found += [notification.data for notification in user.notifications()]
     while len(found) < count:
         assert user.notifications().wait(20_000)
-        found += [it.data for it in user.notifications()]
+        found += [notification.data for notification in user.notifications()]
     assert found == numbers(range(count))
     assert peer.answer() == numbers(range(count))
 
@@ -86,19 +86,19 @@ def test_several_readers_have_each_once(user: LlmDataDist, peer: Peer) -> None:
     def read(mine: list[bytes]) -> None:
         while not ended.is_set():
             arrived.wait(10)
-            mine += [it.data for it in arrived]
+            mine += [item.data for item in arrived]
 
-    readers = [threading.Thread(target=read, args=(it,)) for it in found]
-    for it in readers:
-        it.start()
+    readers = [threading.Thread(target=read, args=(item,)) for item in found]
+    for reader in readers:
+        reader.start()
     try:
         peer.run("for i in range(count): datadist.notify(2, b'%d' % i)", count=count)
         user.finalize()  # it has what was sent
     finally:
         ended.set()
-        for it in readers:
-            it.join()
-    rest = [it.data for it in arrived]
+        for reader in readers:
+            reader.join()
+    rest = [item.data for item in arrived]
     assert sorted(found[0] + found[1] + rest, key=int) == numbers(range(count))
 
 
@@ -119,7 +119,7 @@ def test_a_link_that_ends_leaves_what_has_arrived_and_tells_the_sender(
         with pytest.raises(Exception, match=r"LLM_LINK_FAILED|LLM_NOT_YET_LINK"):
             peer.run("datadist.notify(2, b'late')")
         assert peer.run(READ_ALL) == [b"one", b"another"]
-    assert [it.data for it in user.notifications()] == numbers(range(50))
+    assert [notification.data for notification in user.notifications()] == numbers(range(50))
 
 
 def test_a_new_link_finds_the_way_again(user: LlmDataDist, peer: Peer) -> None:
@@ -154,7 +154,10 @@ import asyncio
 from kvplan.control.messages import Notify, encode
 
 hostile = LlmDataDist(3, LlmRole.MIX)
-hostile.initialize({})
+# A connection that is not read from would break after 5 s.
+hostile.initialize(
+    {"kvplan.heartbeat_interval_ms": "20000", "kvplan.heartbeat_timeout_ms": "60000"}
+)
 hostile.link_clusters([ClusterInfo(1, address)], 5000).raise_for_status()
 channel = hostile._engine.links.get(1).channel
 

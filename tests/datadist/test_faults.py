@@ -25,7 +25,7 @@ from kvplan import (
     Transfer,
 )
 from tests.datadist.conftest import MakeEngine, MakePeer
-from tests.datadist.machine import Machine
+from tests.datadist.machine import LetGo, Machine
 from tests.datadist.peer import Peer
 from tests.support.refusals import refused
 
@@ -34,13 +34,13 @@ SOON_S = 5.0  # on a machine that is busy with other things; measured: 0.1
 
 
 @pytest.fixture
-def slowed(
+def holding(
     machine: Machine, make_engine: MakeEngine, peer: Peer
-) -> Iterator[tuple[LlmDataDist, Cache]]:
-    """A linked engine whose transfers take 100 ms."""
-    with machine.slow_transfers() as transfers:
+) -> Iterator[tuple[LlmDataDist, Cache, LetGo]]:
+    """A linked engine whose transfers end after a call."""
+    with machine.held_transfers() as (transfers, let_go):
         user = make_engine(2, transfers=transfers)
-        yield linked(user, peer)
+        yield *linked(user, peer), let_go
 
 
 def linked(user: LlmDataDist, peer: Peer) -> tuple[LlmDataDist, Cache]:
@@ -65,21 +65,23 @@ def test_a_peer_that_died_is_a_broken_link_and_calls_fail_fast(
 
 @pytest.mark.over_tcp
 def test_a_peer_that_dies_under_a_transfer_fails_it(
-    slowed: tuple[LlmDataDist, Cache], peer: Peer
+    holding: tuple[LlmDataDist, Cache, LetGo], peer: Peer
 ) -> None:
-    user, mine = slowed
+    user, mine, let_go = holding
     task = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
     peer.kill()
+    let_go()
     with refused(LLMStatusCode.LLM_LINK_FAILED):
         task.wait()
 
 
 def test_memory_that_is_freed_under_a_transfer_fails_it(
-    machine: Machine, slowed: tuple[LlmDataDist, Cache], peer: Peer
+    machine: Machine, holding: tuple[LlmDataDist, Cache, LetGo], peer: Peer
 ) -> None:
-    user, mine = slowed
+    user, mine, let_go = holding
     task = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
     peer.run("datadist.deallocate_cache(cache)")
+    let_go()
     if machine.transport == "tcp":  # whoever served it looked before and after, and had it then
         task.wait()
         return
@@ -88,10 +90,13 @@ def test_memory_that_is_freed_under_a_transfer_fails_it(
 
 
 @pytest.mark.over_tcp
-def test_a_forced_unlink_fails_what_is_in_flight(slowed: tuple[LlmDataDist, Cache]) -> None:
-    user, mine = slowed
+def test_a_forced_unlink_fails_what_is_in_flight(
+    holding: tuple[LlmDataDist, Cache, LetGo],
+) -> None:
+    user, mine, let_go = holding
     task = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
     user.unlink_clusters([1], force=True).raise_for_status()
+    let_go()
     with refused(LLMStatusCode.LLM_NOT_YET_LINK):
         task.wait()
     with refused(LLMStatusCode.LLM_NOT_YET_LINK):
@@ -160,12 +165,12 @@ def grown(rounds: Callable[[int], None], few: int, many: int) -> list[int]:
 @pytest.mark.over_tcp
 @pytest.mark.slow
 def test_rounds_of_linking_and_transferring_leave_nothing_behind(make_engine: MakeEngine) -> None:
-    owner, user = make_engine(1, listen=True), make_engine(2)
+    owner, user = make_engine(1, listen=True), make_engine(2, SyncKvCacheWaitTime="20000")
     assert owner.listen_address is not None
 
     def rounds(number: int) -> None:
         for _ in range(number):
-            user.link_clusters([ClusterInfo(1, owner.listen_address)]).raise_for_status()
+            user.link_clusters([ClusterInfo(1, owner.listen_address)], 20_000).raise_for_status()
             theirs, mine = owner.allocate_cache(DESC), user.allocate_cache(DESC)
             user.pull_cache(CacheIndex(1, theirs.cache_id), mine)
             user.submit(Transfer(Rows(mine), Rows(CacheIndex(1, theirs.cache_id))))
@@ -180,7 +185,7 @@ def test_rounds_of_linking_and_transferring_leave_nothing_behind(make_engine: Ma
 def test_engines_that_come_and_go_leave_nothing_behind(machine: Machine) -> None:
     def rounds(number: int) -> None:
         for _ in range(number):
-            first, second = (machine.engine(it, LlmRole.MIX) for it in (1, 2))
+            first, second = (machine.engine(item, LlmRole.MIX) for item in (1, 2))
             with first as owner, second as user:
                 owner.initialize({"ListenIpInfo": "127.0.0.1:0"})
                 user.initialize()

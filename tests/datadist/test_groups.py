@@ -79,7 +79,7 @@ def held(name: str) -> list[np.ndarray]:
     desc, number = DESCS[name], [*DESCS].index(name)
     dtype = {"DT_INT16": np.int16, "DT_UINT8": np.uint8}.get(desc.data_type.name, np.int32)
     values = np.arange(np.prod(desc.shape)) % 100 + 20 * number
-    return [(values + it).astype(dtype).reshape(desc.shape) for it in range(desc.num_tensors)]
+    return [(values + index).astype(dtype).reshape(desc.shape) for index in range(desc.num_tensors)]
 
 
 def assert_arrived(name: str, arrays: list[np.ndarray]) -> None:
@@ -171,11 +171,13 @@ def test_engines_memory_and_the_users_own_go_together(
         for i, number in enumerate(state)
     }
     user.run(groups)
-    assert [it[0].max(axis=1).tolist() for it in map(user.arrays, mine)] == [
+    assert [item[0].max(axis=1).tolist() for item in map(user.arrays, mine)] == [
         [0, 0, 7, 0, 0],
         [0, 0, 0, 9, 0],
     ]
-    user.run({name: Transfer(it.dst, Rows(it.src.cache, [4])) for name, it in groups.items()})
+    user.run(
+        {name: Transfer(group.dst, Rows(group.src.cache, [4])) for name, group in groups.items()}
+    )
     peer.run("assert (arrays[0] == 7).all()")
     assert peer.run("result = int(datadist.arrays(arena)[0][4].min())") == 9
 
@@ -220,8 +222,8 @@ def test_what_is_wrong_says_of_which_group(
         (INVALID, "part state: src.blocks is None; it must name", with_state(src_blocks=None)),
         (INVALID, "part state: .*data type: src is DT_INT16", with_state(src=keys["latent"])),
         ("LLM_NOT_YET_LINK", "cluster 5", with_state(src=CacheIndex(5, 1))),
-        (INVALID, "several directions", with_state(mine["state"], keys["state"])),
-        (INVALID, "several directions", with_state(mine["state"])),
+        (INVALID, "mixes directions", with_state(mine["state"], keys["state"])),
+        (INVALID, "mixes directions", with_state(mine["state"])),
         (INVALID, "both of peers", with_state(dst=keys["state"])),
         (INVALID, r"transfer\['state'\].src=.* names a slot",
          with_state(src=CacheIndex(1, keys["state"].cache_id, 1))),
@@ -237,9 +239,9 @@ def test_what_is_wrong_says_of_which_group(
     with pytest.raises(TypeError, match=r"transfer\['state'\]='state' must be Transfer"):
         user.run({"state": "state"})  # type: ignore[dict-item]
     for name, cache in mine.items():
-        assert not any(it.any() for it in user.arrays(cache, copy=True)), name
+        assert not any(array.any() for array in user.arrays(cache, copy=True)), name
     assert user.metrics()["in_flight"] == 0
-    assert [it.in_flight for it in user.links()] == [0]
+    assert [item.in_flight for item in user.links()] == [0]
 
 
 def test_two_groups_that_write_the_same_bytes_are_refused(
@@ -253,7 +255,7 @@ def test_two_groups_that_write_the_same_bytes_are_refused(
     }
     with refused(INVALID, "part full: .* and part window: .* write the same bytes|window.*full"):
         user.run(groups)
-    assert not any(it.any() for it in user.arrays(mine, copy=True))
+    assert not any(item.any() for item in user.arrays(mine, copy=True))
     groups["full"] = Transfer(Rows(keys["latent"], [6, 7]), Rows(mine, [0, 5]))
     user.run(groups)
     for source, array in zip(held("latent"), user.arrays(mine, copy=True), strict=True):
@@ -281,7 +283,8 @@ def test_memory_that_is_registered_twice_is_looked_at_by_both(
     desc = CacheDesc(1, (5, 32), DataType.DT_INT32)
     mine = [user.allocate_blocks_cache(desc) for _ in range(2)]
     groups = {
-        str(it): Transfer(Rows(CacheIndex(1, 1 + it), [1]), Rows(mine[it], [2])) for it in range(2)
+        str(index): Transfer(Rows(CacheIndex(1, 1 + index), [1]), Rows(mine[index], [2]))
+        for index in range(2)
     }
     user.run(groups)
     peer.run("datadist.unregister_cache(twice[0].cache_id)")
@@ -298,11 +301,12 @@ def test_groups_of_host_and_device_are_two_transfers(
     desc = CacheDesc(1, (5, 32), DataType.DT_INT32)
     there = owner.allocate_blocks_cache(desc)
     mine = [
-        user.allocate_blocks_cache(CacheDesc(1, (5, 32), DataType.DT_INT32, it)) for it in Placement
+        user.allocate_blocks_cache(CacheDesc(1, (5, 32), DataType.DT_INT32, item))
+        for item in Placement
     ]
     groups = {
-        str(i): Transfer(Rows(CacheIndex(1, there.cache_id), [1]), Rows(it, [2]))
-        for i, it in enumerate(mine)
+        str(i): Transfer(Rows(CacheIndex(1, there.cache_id), [1]), Rows(item, [2]))
+        for i, item in enumerate(mine)
     }
     if machine.name == "host":  # without a device all is in host memory
         user.run(groups)
@@ -327,7 +331,7 @@ def scales_and_values(heads: range) -> dict[str, CacheDesc]:
 
 def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> None:
     """Each has two of the four heads, and one of them the state as well."""
-    sources, user = [make_engine(it, listen=True) for it in (1, 3)], make_engine(2)
+    sources, user = [make_engine(item, listen=True) for item in (1, 3)], make_engine(2)
     seen: list[PlanEvent] = []
     keys: dict[str, list[CacheIndex]] = {"values": [], "scales": []}
     for rank, source in enumerate(sources):
@@ -336,7 +340,7 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
             cache = source.allocate_blocks_cache(desc)
             dtype = np.int8 if name == "values" else np.float32
             source.write_cache(
-                cache, [np.full(desc.shape, 10 * rank + it + 1, dtype) for it in range(4)]
+                cache, [np.full(desc.shape, 10 * rank + index + 1, dtype) for index in range(4)]
             )
             keys[name].append(CacheIndex(source.cluster_id, cache.cache_id))
     state = sources[1].allocate_blocks_cache(DESCS["state"])
@@ -406,7 +410,7 @@ def test_groups_by_leases(
         """,
         blocks={name: TABLES[name][0] for name in DESCS},
     )
-    leases = {name: BlockLease.from_bytes(it) for name, it in zip(DESCS, blobs, strict=True)}
+    leases = {name: BlockLease.from_bytes(blob) for name, blob in zip(DESCS, blobs, strict=True)}
     mine = caches_of(user)
     whole = {**leases, "state": keys["state"]}  # with a lease or without
     for src in (leases, whole):
@@ -420,7 +424,9 @@ def test_groups_by_leases(
         if src is whole:
             groups["state"] = groups_of(keys, mine)["state"]
         for cache in mine.values():
-            user.write_cache(cache, [np.zeros_like(it) for it in user.arrays(cache, copy=True)])
+            user.write_cache(
+                cache, [np.zeros_like(array) for array in user.arrays(cache, copy=True)]
+            )
         user.run(groups)
         for name, cache in mine.items():
             assert_arrived(name, user.arrays(cache, copy=True))
@@ -432,7 +438,7 @@ def test_groups_by_leases(
     }
     user.run(back)
     other = {"latent": Transfer(back["latent"].src, Rows(leases["latent"], [6, 5, 2]))}
-    with refused(INVALID, r"part latent: dst.blocks\[0\]=6 is no block of lease 1 of latent"):
+    with refused(INVALID, r"part latent: dst.blocks\[0\]=6 is not a block of lease 1 of latent"):
         user.run(other)
     peer.run("datadist.release(leases[1])")
     for move in (
@@ -452,7 +458,7 @@ def test_sources_come_in_any_order_in_each_group(make_engine: MakeEngine) -> Non
         shape = 6, 4, len(heads), 2
         return CacheDesc(2, shape, DataType.DT_INT16, kv_tensor_format="NHD", shard=shard)
 
-    engines, user = [make_engine(it, listen=True) for it in (1, 3)], make_engine(2)
+    engines, user = [make_engine(number, listen=True) for number in (1, 3)], make_engine(2)
     for engine in engines:
         link(user, engine)
     sources, content = [], []
@@ -487,7 +493,7 @@ def test_sources_come_in_any_order_in_each_group(make_engine: MakeEngine) -> Non
 
 @pytest.mark.over_tcp
 def test_a_gather_by_leases(make_engine: MakeEngine, machine: Machine) -> None:
-    sources, user = [make_engine(it, listen=True) for it in (1, 3)], make_engine(2)
+    sources, user = [make_engine(number, listen=True) for number in (1, 3)], make_engine(2)
     leases = []
     for rank, source in enumerate(sources):
         link(user, source)
@@ -504,8 +510,8 @@ def test_a_gather_by_leases(make_engine: MakeEngine, machine: Machine) -> None:
     )
     for array in user.arrays(mine, copy=True):
         by_head = np.moveaxis(array, 2, 0)
-        assert [set(by_head[it, 4:].flat) for it in range(4)] == [{1}, {1}, {2}, {2}]
-    with refused(INVALID, r"src\[1\].blocks\[0\]=3 is no block of lease 1 of rank 1"):
+        assert [set(by_head[index, 4:].flat) for index in range(4)] == [{1}, {1}, {2}, {2}]
+    with refused(INVALID, r"src\[1\].blocks\[0\]=3 is not a block of lease 1 of rank 1"):
         user.run(
             Transfer(
                 [Rows(cache, blocks) for cache, blocks in zip(leases, [None, [3, 1]], strict=True)],

@@ -200,75 +200,83 @@ THERE, PAGED_THERE = CacheIndex(1, SLOTS_THERE), CacheIndex(1, BLOCKS_THERE)
 REFUSALS: dict[str, tuple[LLMStatusCode, Callable[[LlmDataDist, Cache, Cache], object]]] = {
     "own cluster": (
         INVALID,
-        lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows(CacheIndex(2, 1)))),
+        lambda engine, slots, blocks: engine.layered(Transfer(Rows(slots), Rows(CacheIndex(2, 1)))),
     ),
     "not linked": (
         LLMStatusCode.LLM_NOT_YET_LINK,
-        lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows(CacheIndex(3, 1)))),
+        lambda engine, slots, blocks: engine.layered(Transfer(Rows(slots), Rows(CacheIndex(3, 1)))),
     ),
     "no such local cache": (
         NOT_EXIST,
-        lambda it, slots, blocks: it.layered(Transfer(Rows(Cache(SLOTS, 99)), Rows(THERE))),
+        lambda engine, slots, blocks: engine.layered(Transfer(Rows(Cache(SLOTS, 99)), Rows(THERE))),
     ),
     "no such remote cache": (
         NOT_EXIST,
-        lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows(CacheIndex(1, 99)))),
+        lambda engine, slots, blocks: engine.layered(
+            Transfer(Rows(slots), Rows(CacheIndex(1, 99)))
+        ),
     ),
     "no such remote key": (
         NOT_EXIST,
-        lambda it, slots, blocks: it.layered(
+        lambda engine, slots, blocks: engine.layered(
             Transfer(Rows(blocks, [0]), Rows(BlocksCacheKey(1, 6), [0]))
         ),
     ),
     "source blocks alone": (
         INVALID,
-        lambda it, slots, blocks: it.layered(Transfer(Rows(blocks, [0]), Rows(THERE))),
+        lambda engine, slots, blocks: engine.layered(Transfer(Rows(blocks, [0]), Rows(THERE))),
     ),
     "a paged source without blocks": (
         INVALID,
-        lambda it, slots, blocks: it.layered(Transfer(Rows(blocks), Rows(THERE))),
+        lambda engine, slots, blocks: engine.layered(Transfer(Rows(blocks), Rows(THERE))),
     ),
     "a paged source without source blocks": (
         INVALID,
-        lambda it, slots, blocks: it.layered(Transfer(Rows(blocks), Rows(PAGED_THERE, [0]))),
+        lambda engine, slots, blocks: engine.layered(
+            Transfer(Rows(blocks), Rows(PAGED_THERE, [0]))
+        ),
     ),
     "a slot into a paged cache without blocks": (
         INVALID,
-        lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows(BlocksCacheKey(1, 5)))),
+        lambda engine, slots, blocks: engine.layered(
+            Transfer(Rows(slots), Rows(BlocksCacheKey(1, 5)))
+        ),
     ),
     "blocks of a contiguous cache there": (
         INVALID,
-        lambda it, slots, blocks: it.layered(Transfer(Rows(blocks, [0]), Rows(THERE, [0]))),
+        lambda engine, slots, blocks: engine.layered(Transfer(Rows(blocks, [0]), Rows(THERE, [0]))),
     ),
     "a destination block that is named twice": (
         INVALID,
-        lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows(PAGED_THERE, [1] * 9))),
+        lambda engine, slots, blocks: engine.layered(
+            Transfer(Rows(slots), Rows(PAGED_THERE, [1] * 9))
+        ),
     ),
     "blocks of unequal number": (
         INVALID,
-        lambda it, slots, blocks: it.layered(
+        lambda engine, slots, blocks: engine.layered(
             Transfer(Rows(blocks, [0]), Rows(PAGED_THERE, [0, 1]))
         ),
     ),
     "a slot of a paged source": (
         INVALID,
-        lambda it, slots, blocks: it.layered(
+        lambda engine, slots, blocks: engine.layered(
             Transfer(Rows(blocks, [0], slot=1), Rows(PAGED_THERE, [0]))
         ),
     ),
     "a slot beyond the source": (
         INVALID,
-        lambda it, slots, blocks: it.layered(Transfer(Rows(slots, slot=4), Rows(THERE))),
+        lambda engine, slots, blocks: engine.layered(Transfer(Rows(slots, slot=4), Rows(THERE))),
     ),
     "a slot beyond the destination": (
         NOT_EXIST,
-        lambda it, slots, blocks: it.layered(
+        lambda engine, slots, blocks: engine.layered(
             Transfer(Rows(slots), Rows(CacheIndex(1, SLOTS_THERE, 4)))
         ),
     ),
     "a layer beyond the source": (
         INVALID,
-        lambda it, slots, blocks: it.layered(
+        lambda engine, slots, blocks: engine.layered(
             Transfer(Rows(slots), Rows(THERE), layers=KvCacheExtParam((30, 30), (0, 0)))
         ),
     ),
@@ -298,14 +306,22 @@ def test_a_missing_block_table_is_named(user: LlmDataDist, slots: Cache, blocks:
 
 
 WRONG_TYPES: dict[str, Callable[[Any, Cache, Cache], object]] = {
-    "destination": lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows((1, 1)))),
-    "destination by request": lambda it, slots, blocks: it.layered(
+    "destination": lambda engine, slots, blocks: engine.layered(
+        Transfer(Rows(slots), Rows((1, 1)))
+    ),
+    "destination by request": lambda engine, slots, blocks: engine.layered(
         Transfer(Rows(slots), Rows(CacheKey(1, 1)))
     ),
-    "source": lambda it, slots, blocks: it.layered(Transfer(Rows(1), Rows(THERE))),
-    "slot": lambda it, slots, blocks: it.layered(Transfer(Rows(slots, slot="0"), Rows(THERE))),
-    "blocks": lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows(PAGED_THERE, 3))),
-    "layers": lambda it, slots, blocks: it.layered(Transfer(Rows(slots), Rows(THERE), layers={})),
+    "source": lambda engine, slots, blocks: engine.layered(Transfer(Rows(1), Rows(THERE))),
+    "slot": lambda engine, slots, blocks: engine.layered(
+        Transfer(Rows(slots, slot="0"), Rows(THERE))
+    ),
+    "blocks": lambda engine, slots, blocks: engine.layered(
+        Transfer(Rows(slots), Rows(PAGED_THERE, 3))
+    ),
+    "layers": lambda engine, slots, blocks: engine.layered(
+        Transfer(Rows(slots), Rows(THERE), layers={})
+    ),
 }
 
 

@@ -56,11 +56,11 @@ def push(
 
 Pull = Callable[[LlmDataDist, BlockLease, Cache, dict[str, Any]], None]
 PULLS: dict[str, Pull] = {
-    "call": lambda user, it, to, more: user.pull_blocks(it, to, None, [1, 3], **more),
-    "task": lambda user, it, to, more: user.submit(pull(it, to, **more)).wait(),
-    "gather": lambda user, it, to, more: user.run(gather(it, to, **more)),
-    "groups": lambda user, it, to, more: user.run({"all": pull(it, to, **more)}),
-    "gathered groups": lambda user, it, to, more: user.run({"all": gather(it, to, **more)}),
+    "call": lambda user, value, to, more: user.pull_blocks(value, to, None, [1, 3], **more),
+    "task": lambda user, value, to, more: user.submit(pull(value, to, **more)).wait(),
+    "gather": lambda user, value, to, more: user.run(gather(value, to, **more)),
+    "groups": lambda user, value, to, more: user.run({"all": pull(value, to, **more)}),
+    "gathered groups": lambda user, value, to, more: user.run({"all": gather(value, to, **more)}),
 }
 
 
@@ -73,8 +73,8 @@ def push_layers(user: LlmDataDist, lease: BlockLease, src: Cache, more: dict[str
 
 
 PUSHES: dict[str, Pull] = {
-    "call": lambda user, it, of, more: user.push_blocks(of, it, [1, 3], **more),
-    "groups": lambda user, it, of, more: user.run({"all": push(of, it, **more)}),
+    "call": lambda user, value, of, more: user.push_blocks(of, value, [1, 3], **more),
+    "groups": lambda user, value, of, more: user.run({"all": push(of, value, **more)}),
     "layers": push_layers,
 }
 
@@ -107,26 +107,26 @@ def test_a_pull_moves_the_tokens_of_the_request(user: LlmDataDist, peer: Peer, h
         ({"src_token": 3, "num_tokens": 17}, [16, 1]),
         ({"src_token": 19, "dst_token": 2, "num_tokens": 1}, None),
     ):
-        for it in arrays:
-            it[:] = 0
+        for array in arrays:
+            array[:] = 0
         PULLS[how](user, lease, cache, more)
         if there is None:
-            assert all((it[1, 2] == 7).all() and it.sum() == 7 * 16 for it in arrays)
+            assert all((array[1, 2] == 7).all() and array.sum() == 7 * 16 for array in arrays)
         else:
             assert moved(arrays, 1, 3) == there
-    for it in arrays:
-        it[:] = 0
+    for array in arrays:
+        array[:] = 0
     for wrong in ({"num_tokens": 21}, {"src_token": 20}, {"src_token": 4, "num_tokens": 17}):
         with refused("LLM_PARAM_INVALID", LIMIT):
             PULLS[how](user, lease, cache, wrong)
-    assert not any(it.any() for it in arrays)
+    assert not any(array.any() for array in arrays)
 
 
 @pytest.mark.parametrize("how", PUSHES)
 def test_a_push_fills_the_tokens_of_the_request(user: LlmDataDist, peer: Peer, how: str) -> None:
     lease, cache = leased(peer), user.allocate_blocks_cache(DESC)
-    for it in user.arrays(cache):
-        it[:] = 5
+    for array in user.arrays(cache):
+        array[:] = 5
     PUSHES[how](user, lease, cache, {})
     there = np.array(peer.run("result = [it[:, :, 0, 0].tolist() for it in arrays]"))
     assert (there[:, 2] == 5).all()
@@ -160,7 +160,7 @@ def test_more_tokens_than_the_blocks_hold_are_refused(user: LlmDataDist, tokens:
 
 def test_tokens_need_a_layout(user: LlmDataDist) -> None:
     cache = user.allocate_blocks_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))
-    with refused("LLM_PARAM_INVALID", "tokens=3 needs a cache whose layout says what a token is"):
+    with refused("LLM_PARAM_INVALID", "tokens=3 needs a cache whose layout has an axis of tokens"):
         user.lease_blocks(cache, [2, 0], tokens=3)
 
 

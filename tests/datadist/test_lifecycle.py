@@ -39,29 +39,29 @@ DESC = CacheDesc(2, (4, 16), DataType.DT_INT8)
 CACHE = Cache(DESC, 1)
 
 CALLS: dict[str, Callable[[LlmDataDist], object]] = {
-    "set_role": lambda it: it.set_role(LlmRole.MIX),
-    "link_clusters": lambda it: it.link_clusters([ClusterInfo(9, "127.0.0.1:1")]),
-    "unlink_clusters": lambda it: it.unlink_clusters([9]),
-    "link": lambda it: it.link("name", {2: 0, 3: 1}),
-    "unlink": lambda it: it.unlink(1),
-    "query_register_mem_status": lambda it: it.query_register_mem_status(1),
-    "register_cache": lambda it: it.register_cache(DESC, [bytearray(64), bytearray(64)]),
-    "register_blocks_cache": lambda it: it.register_blocks_cache(
+    "set_role": lambda value: value.set_role(LlmRole.MIX),
+    "link_clusters": lambda engine: engine.link_clusters([ClusterInfo(9, "127.0.0.1:1")]),
+    "unlink_clusters": lambda engine: engine.unlink_clusters([9]),
+    "link": lambda value: value.link("name", {2: 0, 3: 1}),
+    "unlink": lambda value: value.unlink(1),
+    "query_register_mem_status": lambda value: value.query_register_mem_status(1),
+    "register_cache": lambda value: value.register_cache(DESC, [bytearray(64), bytearray(64)]),
+    "register_blocks_cache": lambda value: value.register_blocks_cache(
         DESC, [bytearray(64), bytearray(64)]
     ),
-    "unregister_cache": lambda it: it.unregister_cache(1),
-    "allocate_cache": lambda it: it.allocate_cache(DESC),
-    "allocate_blocks_cache": lambda it: it.allocate_blocks_cache(DESC),
-    "deallocate_cache": lambda it: it.deallocate_cache(CACHE),
-    "remove_cache_key": lambda it: it.remove_cache_key(CacheKey(1, 1)),
-    "arrays": lambda it: it.arrays(CACHE),
-    "links": lambda it: it.links(),
-    "caches": lambda it: it.caches(),
-    "caches of a peer": lambda it: it.caches(1),
-    "pull_cache": lambda it: it.pull_cache(CacheIndex(1, 1), CACHE),
-    "plan": lambda it: it.plan(Transfer(Rows(CacheIndex(1, 1)), Rows(CACHE))),
-    "submit": lambda it: it.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(CACHE))),
-    "copy_blocks": lambda it: it.copy_blocks(CACHE, {}),
+    "unregister_cache": lambda value: value.unregister_cache(1),
+    "allocate_cache": lambda value: value.allocate_cache(DESC),
+    "allocate_blocks_cache": lambda value: value.allocate_blocks_cache(DESC),
+    "deallocate_cache": lambda value: value.deallocate_cache(CACHE),
+    "remove_cache_key": lambda value: value.remove_cache_key(CacheKey(1, 1)),
+    "arrays": lambda end: end.arrays(CACHE),
+    "links": lambda value: value.links(),
+    "caches": lambda value: value.caches(),
+    "caches of a peer": lambda value: value.caches(1),
+    "pull_cache": lambda engine: engine.pull_cache(CacheIndex(1, 1), CACHE),
+    "plan": lambda value: value.plan(Transfer(Rows(CacheIndex(1, 1)), Rows(CACHE))),
+    "submit": lambda engine: engine.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(CACHE))),
+    "copy_blocks": lambda engine: engine.copy_blocks(CACHE, {}),
 }
 
 
@@ -83,7 +83,7 @@ def test_initialize_and_finalize_may_be_repeated(machine: Machine) -> None:
     datadist.initialize()
     cache = datadist.allocate_cache(DESC)
     datadist.initialize()
-    assert [it.cache_id for it in datadist.caches()] == [cache.cache_id]
+    assert [item.cache_id for item in datadist.caches()] == [cache.cache_id]
     datadist.finalize()
     datadist.finalize()
     assert "not initialized" in repr(datadist)
@@ -114,9 +114,9 @@ def test_an_engine_that_is_initialized_again_has_no_old_state(make_engine: MakeE
         owner.arrays(source)[0][:] = 7
         user.pull_cache(CacheIndex(1, 1), target)
         assert (user.arrays(target)[0][0] == 7).all()
-        for it in (owner, user):
-            it.finalize()
-            assert it.listen_address is None
+        for engine in (owner, user):
+            engine.finalize()
+            assert engine.listen_address is None
         owner.initialize({"ListenIpInfo": "127.0.0.1:0"})
         user.initialize()
 
@@ -130,7 +130,7 @@ def test_leaving_the_with_block_finalizes() -> None:
 
 def test_nothing_is_left_behind(machine: Machine) -> None:
     def live() -> None:
-        first, second = (machine.engine(it, LlmRole.MIX) for it in (1, 2))
+        first, second = (machine.engine(number, LlmRole.MIX) for number in (1, 2))
         with first as owner, second as user:
             owner.initialize({"ListenIpInfo": "127.0.0.1:0"})
             user.initialize()
@@ -204,7 +204,7 @@ def test_a_role_in_the_place_of_the_cluster_id_names_the_order(role: int) -> Non
 def test_there_is_no_device_before_initialize_and_no_method_twice() -> None:
     assert LlmDataDist(2, LlmRole.MIX).device is None
     names = [
-        name for it in LlmDataDist.__mro__[:-1] for name in vars(it) if not name.startswith("_")
+        name for item in LlmDataDist.__mro__[:-1] for name in vars(item) if not name.startswith("_")
     ]
     assert sorted(names) == sorted(set(names))
 

@@ -39,13 +39,13 @@ def test_the_ways_of_asyncio_to_run_it(
         result.raise_for_status()
         again = asyncio.ensure_future(engine.link_clusters_async(there, TIMEOUT_MS))
         done, _ = await asyncio.wait([again], timeout=DEADLINE_S)
-        assert [it.result().status for it in done] == [LLMStatusCode.LLM_ALREADY_LINK]
+        assert [task.result().status for task in done] == [LLMStatusCode.LLM_ALREADY_LINK]
         async with asyncio.TaskGroup() as group:
             made = group.create_task(third.link_clusters_async(there, TIMEOUT_MS))
         made.result().raise_for_status()
 
     asyncio.run(run())
-    assert [it.cluster_id for it in (*engine.links(), *third.links())] == [1, 1]
+    assert [value.cluster_id for value in (*engine.links(), *third.links())] == [1, 1]
 
 
 def test_the_loop_goes_on_and_a_cancelled_call_leaves_nothing(

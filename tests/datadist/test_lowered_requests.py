@@ -106,7 +106,9 @@ class Request(NamedTuple):
 def singles(draw: st.DrawFn, kinds: list[Any]) -> tuple[list[Side], Side, dict[str, Any]]:
     src, dst = draw(pairs(draw(st.sampled_from(kinds))))
     src_rows, dst_rows = draw(tables(src, distinct=False)), draw(tables(dst, distinct=True))
-    skipped = [draw(st.integers(0, it.tokens)) if draw(st.booleans()) else 0 for it in (src, dst)]
+    skipped = [
+        draw(st.integers(0, side.tokens)) if draw(st.booleans()) else 0 for side in (src, dst)
+    ]
     if dst.row == "slot" or src.row == "slot":
         skipped = [0, 0]
     more: dict[str, Any] = {}

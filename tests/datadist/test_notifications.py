@@ -216,11 +216,11 @@ def test_order_is_kept_for_each_thread_that_sends(user: LlmDataDist, peer: Peer)
         for i in range(count):
             user.notify(1, b"%d %d" % (name, i))
 
-    senders = [threading.Thread(target=send, args=(it,)) for it in range(threads)]
-    for it in senders:
-        it.start()
-    for it in senders:
-        it.join()
+    senders = [threading.Thread(target=send, args=(index,)) for index in range(threads)]
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join()
     found = [data.split() for _, data in peer.answer()]
     for name in range(threads):
         assert [int(i) for who, i in found if int(who) == name] == list(range(count))
@@ -236,7 +236,7 @@ def test_what_nobody_reads_is_refused_when_the_queue_is_full(user: LlmDataDist, 
     assert first == b"0"
     user.notify(1, b"there is room again")
     found = peer.run("result = read(count)", count=MAX_UNREAD_OF_ONE)
-    assert [it for _, it in found[:-1]] == [b"%d" % i for i in range(1, MAX_UNREAD_OF_ONE)]
+    assert [item for _, item in found[:-1]] == [b"%d" % i for i in range(1, MAX_UNREAD_OF_ONE)]
     assert found[-1] == (2, b"there is room again")
 
 
@@ -339,7 +339,7 @@ def test_what_has_arrived_outlives_its_link_and_its_engine(user: LlmDataDist, pe
     assert arrived.closed
     assert is_readable(arrived.fileno())
     assert arrived.wait(None) is True
-    assert [it.data for it in arrived] == [b"1", b"2"]
+    assert [item.data for item in arrived] == [b"1", b"2"]
     assert arrived.wait(None) is False
     assert is_readable(arrived.fileno())  # whoever polls it sees the end
     with refused("LLM_ENGINE_FINALIZED"):

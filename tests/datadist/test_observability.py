@@ -68,13 +68,15 @@ def test_the_caches_that_a_peer_offers_are_those_that_it_has_now(pair: Pair) -> 
     key = BlocksCacheKey(1, 5)
     owner.allocate_blocks_cache(LAYERED, key)
     found = user.caches(1)
-    assert [(it.cache_id, it.cache_desc, it.paged, it.blocks_key) for it in found] == [
+    assert [
+        (cache.cache_id, cache.cache_desc, cache.paged, cache.blocks_key) for cache in found
+    ] == [
         (1, DESC, False, None),
         (2, LAYERED, True, key),
     ]
-    assert all(it.reachable and it.writable for it in found)
+    assert all(item.reachable and item.writable for item in found)
     owner.deallocate_cache(slots)
-    assert [it.cache_id for it in user.caches(1)] == [2]
+    assert [cache.cache_id for cache in user.caches(1)] == [2]
     with refused(LLMStatusCode.LLM_NOT_YET_LINK, "9"):
         user.caches(9)
 
@@ -131,7 +133,7 @@ def test_links_are_listed(pulled: tuple[LlmDataDist, Cache], machine: Machine) -
 
 def of_operations(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     """The lines but those of the link, which the first use may have to renew."""
-    return [it for it in caplog.records if "operation=" in it.getMessage()]
+    return [record for record in caplog.records if "operation=" in record.getMessage()]
 
 
 def test_each_operation_logs_one_line(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,9 +237,10 @@ def test_a_push_by_layers_is_one_call(pair: Pair, caplog: pytest.LogCaptureFixtu
     user.on_plan(seen.append)
     with caplog.at_level(logging.INFO, "kvplan"):
         task = user.layered(Transfer(Rows(cache), Rows(CacheIndex(1, 1))))
-        assert [(it.operation, it.cache_id, it.cluster_id) for it in seen] == [
-            ("push_layers", 1, 1)
-        ]
+        assert [
+            (notification.operation, notification.cache_id, notification.cluster_id)
+            for notification in seen
+        ] == [("push_layers", 1, 1)]
         assert seen[0].plan is task.plan
         for layer in task.layers:
             assert user.metrics()["in_flight"] == user.links()[0].in_flight == 1

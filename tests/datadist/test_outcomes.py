@@ -283,7 +283,7 @@ def test_many_threads_transfer_at_once(linked: Linked, owner: LlmDataDist) -> No
         counted = user.metrics()["operations"]
         assert counted["pull_cache"]["statuses"] == {"LLM_SUCCESS": 400}
         assert counted["push_cache"]["nbytes"] == 200 * DESC.num_tensors * DESC.stride
-        assert all((it == 5).all() for it in user.arrays(mine))
+        assert all((array == 5).all() for array in user.arrays(mine))
 
 
 def test_finalize_amid_transfers_ends_them_all(linked: Linked) -> None:

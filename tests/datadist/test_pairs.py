@@ -93,8 +93,8 @@ def ends() -> Iterator[Ends]:
             user.allocate_blocks_cache(PAGED), user.allocate_cache(SLOTS),
             user.allocate_blocks_cache(floats), user.allocate_blocks_cache(LAID),
         ]  # fmt: skip
-        arrays = [array for it in mine for array in user.arrays(it)]
-        arrays += [array for it in (paged, slots, other, laid) for array in owner.arrays(it)]
+        arrays = [array for item in mine for array in user.arrays(item)]
+        arrays += [array for value in (paged, slots, other, laid) for array in owner.arrays(value)]
         yield Ends(user, there, [*mine, gone, None], arrays)
 
 
@@ -371,7 +371,7 @@ def test_who_looks_at_transfers_sees_each(
 ) -> None:  # fmt: skip
     assert pulled(user, theirs, mine) == 7
     seen: list[int] = []
-    remove = user.on_plan(lambda it: seen.append(it.plan.nbytes))
+    remove = user.on_plan(lambda value: seen.append(value.plan.nbytes))
     pulled(user, theirs, mine)
     remove()
     assert seen == [4 * 64]
@@ -381,7 +381,7 @@ def test_who_looks_at_transfers_sees_each(
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="kvplan"):
         pulled(user, theirs, mine)
-    assert [it for it in caplog.messages if "operation=pull_blocks" in it]
+    assert [message for message in caplog.messages if "operation=pull_blocks" in message]
     assert pulled(user, theirs, mine) == 7
 
 
@@ -407,12 +407,14 @@ def test_a_pair_keeps_no_link(
 ) -> None:
     on_host_only(machine, "memory of devices is not mapped")
     assert pulled(user, theirs, mine) == 7
-    links = [ref(it) for it in gc.get_objects() if type(it) is PeerLink and it.cluster_id == 1]
+    links = [
+        ref(link) for link in gc.get_objects() if type(link) is PeerLink and link.cluster_id == 1
+    ]
     user.unlink_clusters([1]).raise_for_status()
 
     def are_gone() -> bool:
         gc.collect()
-        states = {it.state for held in links if (it := held()) is not None}
+        states = {item.state for held in links if (item := held()) is not None}
         return states <= {LinkState.LINKED}  # of other tests
 
     wait_until(are_gone)  # the control thread has it a little longer
@@ -519,8 +521,8 @@ def test_threads_pull_while_links_and_caches_come_and_go(
                     wrong.append(error)
 
     threads = [threading.Thread(target=pull, args=(block,)) for block in range(3)]
-    for it in threads:
-        it.start()
+    for thread in threads:
+        thread.start()
     try:
         for _ in range(10):
             user.deallocate_cache(user.allocate_blocks_cache(PAGED))
@@ -528,8 +530,8 @@ def test_threads_pull_while_links_and_caches_come_and_go(
             user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
     finally:
         ended.set()
-        for it in threads:
-            it.join(30)
+        for thread in threads:
+            thread.join(30)
     assert wrong == []
     assert pulled(user, theirs, cache) == 7
 
@@ -555,4 +557,4 @@ def test_every_field_of_a_transfer_is_known_to_what_goes_around_the_planner(ends
     for name, value in FIELDS[Rows][1].items():
         unusual_ones.append(replace(usual, src=replace(usual.src, **{name: value})))
         unusual_ones.append(replace(usual, dst=replace(usual.dst, **{name: value})))
-    assert [find_request(engine, it) for it in unusual_ones] == [None] * len(unusual_ones)
+    assert [find_request(engine, one) for one in unusual_ones] == [None] * len(unusual_ones)

@@ -54,7 +54,7 @@ def push(
 
 def test_a_slot_goes_to_addresses(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
     arrays = fill(user, slots)
-    rows = [it + 3 * SLOTS.stride for it in addresses(peer, "cache")]
+    rows = [address + 3 * SLOTS.stride for address in addresses(peer, "cache")]
     push(user, slots, PeerTensors(1, rows), src_batch_index=1)
     arrived = there(peer, "cache")
     for tensor, array in enumerate(arrays):
@@ -109,7 +109,7 @@ def test_memory_that_was_registered_after_linking_is_found(
     )
     push(user, slots, PeerTensors(1, target), src_batch_index=2)
     arrived = np.array(peer.run("result = [it.tolist() for it in arrays]"))
-    assert (arrived[:, 0] == np.array([it[2] for it in arrays])).all()
+    assert (arrived[:, 0] == np.array([array[2] for array in arrays])).all()
     assert not arrived[:, 1:].any()
 
 
@@ -150,7 +150,7 @@ def test_of_two_caches_of_one_memory_the_writable_one_is_written(
     )
     push(user, slots, PeerTensors(1, target))
     arrived = np.array(peer.run("result = [it.tolist() for it in arrays]"))
-    assert (arrived[:, 0] == np.array([it[0] for it in arrays])).all()
+    assert (arrived[:, 0] == np.array([array[0] for array in arrays])).all()
 
 
 @pytest.mark.parametrize(("layers", "needed"), [(None, 60), (range(5, 9), 8)])
@@ -189,12 +189,12 @@ def test_a_row_must_not_reach_into_the_next_tensor(
     fill(user, slots)
     target = addresses(peer, "cache")
     assert target[1] == target[0] + SLOTS.tensor_nbytes
-    straddling = [it + SLOTS.tensor_nbytes - 4 for it in target]
+    straddling = [item + SLOTS.tensor_nbytes - 4 for item in target]
     with refused(INVALID) as error:
         user.layered(Transfer(Rows(slots), Rows(PeerTensors(1, straddling))))
     assert "4 bytes behind it" in str(error.value)
     # Of blocks as many are there as the tensor has behind the address.
-    paged = PeerTensors(1, [it + 2 * BLOCKS.stride for it in addresses(peer, "paged")])
+    paged = PeerTensors(1, [address + 2 * BLOCKS.stride for address in addresses(peer, "paged")])
     with refused(INVALID):
         user.layered(Transfer(Rows(blocks, [0]), Rows(paged, [6])))
     push(user, blocks, paged, src_blocks=[0], dst_blocks=[5])
@@ -279,7 +279,7 @@ def test_one_tensor_of_all_memory_takes_addresses_inside_of_it(
     arrived = np.array(
         peer.run("result = datadist.arrays(whole)[0].view(np.int32).reshape(60, 4, 64).tolist()")
     )
-    assert (arrived[:, 0] == np.array([it[1] for it in arrays])).all()
+    assert (arrived[:, 0] == np.array([array[1] for array in arrays])).all()
     assert not arrived[:, 1:].any()
 
 

@@ -51,8 +51,8 @@ def cluster_of(engine: LlmDataDist) -> ClusterInfo:
 def here(make_engine: MakeEngine) -> tuple[LlmDataDist, Cache]:
     engine = make_engine(2, listen=True)
     cache = engine.allocate_blocks_cache(DESC)
-    for it in engine.arrays(cache):
-        it[:] = 7
+    for array in engine.arrays(cache):
+        array[:] = 7
     return engine, cache
 
 
@@ -69,7 +69,7 @@ def test_transfers_go_on_with_the_peer(
     assert impostor.run(TAKE_PLACE, **link_with_me) == "LLM_ALREADY_LINK"
 
     engine.pull_blocks(CacheIndex(1, cache_id), cache, [0], [0])
-    assert {int(it[0, 0]) for it in engine.arrays(cache)} == {1}
+    assert {int(array[0, 0]) for array in engine.arrays(cache)} == {1}
     engine.push_blocks(cache, CacheIndex(1, cache_id), [1], [3])
     first_values = "result = {int(it[3, 0]) for it in arrays}"
     assert (peer.run(first_values), impostor.run(first_values)) == ({7}, {2})
@@ -91,6 +91,6 @@ def test_a_lease_of_an_engine_that_has_ended_means_nothing_to_the_one_in_its_pla
     peer.run("datadist.finalize()")
     link_with_me["instance"] = instance
     assert successor.run(TAKE_PLACE, **link_with_me) == "LLM_SUCCESS"
-    assert [it.state for it in engine.links()] == [LinkState.LINKED]
+    assert [link.state for link in engine.links()] == [LinkState.LINKED]
     with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "was released or moved by"):
         engine.pull_blocks(BlockLease.from_bytes(lease), cache, None, [2, 3])

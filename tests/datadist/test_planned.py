@@ -130,7 +130,8 @@ def test_a_plan_of_a_slot_moves_the_slot_that_is_named(
 ) -> None:
     mine = user.allocate_cache(DESC)
     plans = [
-        kvplan.plan(Transfer(Rows(DESC, slot=it), Rows(DESC, slot=1)), local="dst") for it in (3, 4)
+        kvplan.plan(Transfer(Rows(DESC, slot=number), Rows(DESC, slot=1)), local="dst")
+        for number in (3, 4)
     ]
     with refused(INVALID, r"names slot 3, and the plan moves slot 4"):
         user.run(Planned(plans[1], src, mine))
@@ -154,7 +155,7 @@ def test_caches_that_are_not_as_planned_are_refused_with_the_difference(
     plan = golden(tmp_path)
     with refused(INVALID, "dst=.* is a contiguous cache; pull_blocks needs a paged one"):
         user.submit(Planned(plan, KEY, user.allocate_cache(DESC)))
-    with refused(INVALID, r"plan src blocks\[1\]=2 is no block of lease"):
+    with refused(INVALID, r"plan src blocks\[1\]=2 is not a block of lease"):
         user.run(
             Planned(
                 kvplan.plan(Transfer(Rows(DESC, [1, 2]), Rows(DESC, [0, 1])), local="dst"),
@@ -173,8 +174,8 @@ def test_caches_that_are_not_as_planned_are_refused_with_the_difference(
 
 def beyond(plan: Plan) -> Segments:
     """The segments of a plan that somebody has shifted out of the cache."""
-    it = plan.part.segments
-    return Segments(it.src_offsets, it.dst_offsets + 512, it.nbytes)
+    segments = plan.part.segments
+    return Segments(segments.src_offsets, segments.dst_offsets + 512, segments.nbytes)
 
 
 def test_a_group_plan_moves_by_its_parts(user: LlmDataDist, mine: Cache, lease: BlockLease) -> None:
@@ -199,7 +200,7 @@ def test_layers_inside_of_a_tensor_move_one_by_one_only_as_planned(
     peer.run("datadist.allocate_blocks_cache(desc, BlocksCacheKey(1, 6))", desc=desc)
     mine = user.allocate_blocks_cache(desc)
     transfer = Transfer(Rows(desc, [1]), Rows(desc, [2]))
-    plans = [kvplan.plan(transfer, local="dst", by_layer=it) for it in (False, True)]
+    plans = [kvplan.plan(transfer, local="dst", by_layer=number) for number in (False, True)]
     with refused(INVALID, "by_layer=True"):
         user.layered(Planned(plans[0], BlocksCacheKey(1, 6), mine))
     task = user.layered(Planned(plans[1], BlocksCacheKey(1, 6), mine))

@@ -32,16 +32,16 @@ def wait_until_done() -> None:
 
 @pytest.fixture
 def peer() -> Iterator[Peer]:
-    with closing(Peer()) as it:
-        it.run(FILLED, desc=DESC)
-        yield it
+    with closing(Peer()) as item:
+        item.run(FILLED, desc=DESC)
+        yield item
 
 
 @pytest.fixture
 def engine() -> Iterator[LlmDataDist]:
-    with LlmDataDist(2, LlmRole.DECODER) as it:
-        it.initialize()
-        yield it
+    with LlmDataDist(2, LlmRole.DECODER) as item:
+        item.initialize()
+        yield item
 
 
 def mapped(engine: LlmDataDist) -> list[Arena]:

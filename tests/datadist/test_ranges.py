@@ -155,3 +155,13 @@ def test_they_are_read_again_where_the_options_say_so(
     cache = user.allocate_cache(DESC)
     user.run(AddressRanges(1, cache.tensor_addrs, there, [100] * 3))
     assert user.arrays(cache)[2].reshape(-1)[:100].tolist() == tensor(2)[:100].tolist()
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "nbytes", "side"),
+    [(0, 1, 1, "local"), (5, 1, 0, "local"), (2**64 - 1, 1, 2, "local"), (1, 0, 1, "remote"),
+     (1, 2**64 - 1, 2, "remote")],
+)  # fmt: skip
+def test_an_impossible_range_is_named(local: int, remote: int, nbytes: int, side: str) -> None:
+    with refused("LLM_PARAM_INVALID", f"{side} range 1 has address 0x"):
+        AddressRanges(1, [1, local], [1, remote], [1, nbytes])

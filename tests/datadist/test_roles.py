@@ -73,7 +73,7 @@ def test_the_peer_sees_the_role(make_engine: MakeEngine) -> None:
     owner, user = make_engine(1, listen=True), make_engine(2)
     owner.set_role(LlmRole.PROMPT, ANYWHERE)
     link(user, owner)
-    assert [it.role for it in user.links()] == [LlmRole.PROMPT]
+    assert [item.role for item in user.links()] == [LlmRole.PROMPT]
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["server", "client"])
@@ -124,7 +124,7 @@ def test_opening_an_engine_to_unauthenticated_clients_warns(
         with pytest.warns(RuntimeWarning, match="without a cluster key") as set_role:
             engines[1].set_role(LlmRole.PROMPT, anybody)
         engines[1].set_role(LlmRole.DECODER, anybody)  # it listens there already
-    assert [it.filename for it in (*initialized, *set_role)] == [__file__] * 2
+    assert [value.filename for value in (*initialized, *set_role)] == [__file__] * 2
     assert caplog.text.count("listen_open") == 2
 
 

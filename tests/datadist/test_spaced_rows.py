@@ -41,7 +41,7 @@ def offered(machine: Machine, peer: Peer, user: LlmDataDist) -> list[BlockLease]
     if machine.name == "ascend":
         pytest.skip("HCCL over HCCS reaches memory of devices only, and these pages are the host's")
     made = peer.run(OFFER, blocks=SRC, tokens=NUM_TOKENS)
-    return [BlockLease.from_bytes(it) for it in made]
+    return [BlockLease.from_bytes(item) for item in made]
 
 
 @pytest.mark.over_tcp

@@ -54,17 +54,19 @@ def test_a_request_moves_between_ranks(
     )
     try:
         for rank in range(mine):
-            near = [it for it in range(theirs) if it * mine // theirs == rank or theirs < mine]
+            near = [
+                index for index in range(theirs) if index * mine // theirs == rank or theirs < mine
+            ]
             pages, wanted = (Rank(model, rank, mine, columns_first) for _ in range(2))
             wanted.fill(whole(model, 1))
             with LlmDataDist(20 + rank, LlmRole.DECODER) as engine:
                 engine.initialize({"kvplan.transport": transport})
-                infos = [ClusterInfo(10 + it, offered[it][0]) for it in near]
+                infos = [ClusterInfo(10 + item, offered[item][0]) for item in near]
                 engine.link_clusters(infos, timeout_ms=10_000).raise_for_status()
                 transfers = {}
                 for part, (desc, tensors) in pages.caches().items():
                     cache = engine.register_blocks_cache(desc, tensors)
-                    leases = [BlockLease.from_bytes(offered[it][1][part]) for it in near]
+                    leases = [BlockLease.from_bytes(offered[item][1][part]) for item in near]
                     transfers[part] = Transfer([*map(Rows, leases)], Rows(cache, blocks_of(part)))
                 engine.run(transfers, timeout_ms=30_000)
             for found, expected in zip(pages.pages, wanted.pages, strict=True):

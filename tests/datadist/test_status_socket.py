@@ -42,10 +42,12 @@ def said_by(pid: int, cluster_id: int) -> list[dict[str, Any]]:
     """The documents of that process's engines of a cluster, however long that takes."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
-        answers = [it for it in read_all() if it.pid == pid]  # other processes may be stopped
-        documents = [it.document for it in answers if it.document is not None]
+        answers = [
+            record for record in read_all() if record.pid == pid
+        ]  # other processes may be stopped
+        documents = [answer.document for answer in answers if answer.document is not None]
         if len(documents) == len(answers):
-            return [it for it in documents if it["cluster_id"] == cluster_id]
+            return [document for document in documents if document["cluster_id"] == cluster_id]
         assert time.monotonic() < deadline, answers
 
 
@@ -62,7 +64,7 @@ def test_another_process_is_told_what_an_engine_does() -> None:
         engine.pull_blocks(BlocksCacheKey(1), mine, [1, 2], [3, 4])
         (theirs,) = said_by(peer.process.pid, 1)
         assert (theirs["leases"], theirs["listen_address"]) == (1, peer.address)
-        assert [it["nbytes"] for it in theirs["caches"]] == [DESC.nbytes]
+        assert [their["nbytes"] for their in theirs["caches"]] == [DESC.nbytes]
         (own,) = said_by(os.getpid(), 2)
         (link,) = own["links"]
         moved = 2 * 2 * DESC.stride
@@ -164,7 +166,7 @@ def test_an_engine_can_be_silent() -> None:
 def test_a_process_that_is_stopped_holds_nobody_up() -> None:
     with closing(Peer()) as peer:
         peer.stop()
-        (answer,) = (it for it in read_all(timeout_s=0.1) if it.pid == peer.process.pid)
+        (answer,) = (record for record in read_all(timeout_s=0.1) if record.pid == peer.process.pid)
         assert answer.document is None
         assert "no answer within 0.1 s" in answer.error
         peer.resume()
@@ -197,7 +199,7 @@ def test_a_killed_engine_is_gone_though_its_forked_child_lives() -> None:
         assert len(said_by(parent.pid, 3)) == 1
         parent.kill()
         parent.wait()
-        assert [it for it in read_all() if it.pid == parent.pid] == []
+        assert [record for record in read_all() if record.pid == parent.pid] == []
 
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -234,7 +236,7 @@ def test_another_user_who_takes_such_a_name_is_not_believed() -> None:
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         before = read_all(timeout_s=0.1)
-        assert [it for it in before if it.pid == child] == []
+        assert [record for record in before if record.pid == child] == []
 
 
 @pytest.mark.parametrize(

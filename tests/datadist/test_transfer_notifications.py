@@ -76,19 +76,21 @@ def push_no_layers(user: LlmDataDist, paged: Cache, **more: Any) -> None:
 
 
 NOTHING: dict[str, Callable[..., object]] = {
-    "pull": lambda it, paged, **more: it.pull_blocks(BLOCKS, paged, [], [], **more),
-    "pull of a slot": lambda it, paged, **more: it.pull_blocks(SLOTS, paged, [], [], **more),
-    "submitted pull": lambda it, paged, **more: it.submit(
+    "pull": lambda engine, paged, **more: engine.pull_blocks(BLOCKS, paged, [], [], **more),
+    "pull of a slot": lambda engine, paged, **more: engine.pull_blocks(
+        SLOTS, paged, [], [], **more
+    ),
+    "submitted pull": lambda engine, paged, **more: engine.submit(
         Transfer(Rows(BLOCKS, []), Rows(paged, [])), **more
     ).wait(),
-    "push": lambda it, paged, **more: it.push_blocks(paged, BLOCKS, [], [], **more),
-    "submitted push": lambda it, paged, **more: it.submit(
+    "push": lambda engine, paged, **more: engine.push_blocks(paged, BLOCKS, [], [], **more),
+    "submitted push": lambda engine, paged, **more: engine.submit(
         Transfer(Rows(paged, ()), Rows(BLOCKS, ())), **more
     ).wait(),
-    "groups": lambda it, paged, **more: it.run(
+    "groups": lambda engine, paged, **more: engine.run(
         {"kv": Transfer(Rows(BLOCKS, []), Rows(paged, []))}, **more
     ),
-    "pushed groups": lambda it, paged, **more: it.run(
+    "pushed groups": lambda engine, paged, **more: engine.run(
         {"kv": Transfer(Rows(paged, []), Rows(BLOCKS, []))}, **more
     ),
     "layers": push_no_layers,
@@ -177,9 +179,9 @@ def faulty(
     user: LlmDataDist, make_engine: MakeEngine, backend: Callable[[Backend], Backend]
 ) -> LlmDataDist:
     """Cluster 3, linked with the same peer, whose copies go through a wrapper."""
-    it = make_engine(3, transfers=Transfers(1, wrap=backend))
-    it.link_clusters([ClusterInfo(1, user.links()[0].address)], 5000).raise_for_status()
-    return it
+    engine = make_engine(3, transfers=Transfers(1, wrap=backend))
+    engine.link_clusters([ClusterInfo(1, user.links()[0].address)], 5000).raise_for_status()
+    return engine
 
 
 def test_a_failed_transfer_says_so_instead(
@@ -292,7 +294,7 @@ def test_a_small_transfer_whose_notification_is_not_taken_counts_once(
     row = user.metrics()["operations"]["pull_blocks"]
     assert row["statuses"] == {"LLM_SUCCESS": 1, "LLM_LINK_BUSY": 1}
     assert user.metrics()["in_flight"] == 0
-    assert [it.in_flight for it in user.links()] == [0]
+    assert [link.in_flight for link in user.links()] == [0]
 
 
 def test_a_stopped_peer_fails_the_call_whose_notification_it_does_not_take(

@@ -115,37 +115,37 @@ def test_a_local_cache_made_by_hand_has_the_description_of_its_id(
 
 
 FOREIGN: dict[str, Callable[[LlmDataDist, Cache, Cache], object]] = {
-    "pull": lambda it, slots, paged: it.pull_cache(CacheIndex(1, CACHE), slots),
-    "pull of blocks": lambda it, slots, paged: it.pull_blocks(
+    "pull": lambda engine, slots, paged: engine.pull_cache(CacheIndex(1, CACHE), slots),
+    "pull of blocks": lambda engine, slots, paged: engine.pull_blocks(
         CacheIndex(1, PAGED), paged, [0], [1]
     ),
-    "submitted pull": lambda it, slots, paged: it.submit(
+    "submitted pull": lambda engine, slots, paged: engine.submit(
         Transfer(Rows(CacheIndex(1, PAGED), [0]), Rows(paged, [1]))
     ),
-    "push": lambda it, slots, paged: it.push_cache(slots, CacheIndex(1, CACHE)),
-    "push of blocks": lambda it, slots, paged: it.push_blocks(
+    "push": lambda engine, slots, paged: engine.push_cache(slots, CacheIndex(1, CACHE)),
+    "push of blocks": lambda engine, slots, paged: engine.push_blocks(
         paged, CacheIndex(1, PAGED), [0], [1]
     ),
-    "layers": lambda it, slots, paged: it.layered(
+    "layers": lambda engine, slots, paged: engine.layered(
         Transfer(Rows(slots), Rows(CacheIndex(1, CACHE)))
     ),
-    "groups": lambda it, slots, paged: it.run(
+    "groups": lambda engine, slots, paged: engine.run(
         {"kv": Transfer(Rows(CacheIndex(1, PAGED), [0]), Rows(paged, [1]))}
     ),
-    "gather": lambda it, slots, paged: it.run(
+    "gather": lambda engine, slots, paged: engine.run(
         Transfer([Rows(CacheIndex(1, PAGED), [0])], Rows(paged, [1]))
     ),
-    "copy": lambda it, slots, paged: it.copy_cache(slots, slots, 0, 1),
-    "copy of blocks": lambda it, slots, paged: it.copy_blocks(paged, {0: [1]}),
-    "swap": lambda it, slots, paged: it.swap_blocks(
+    "copy": lambda engine, slots, paged: engine.copy_cache(slots, slots, 0, 1),
+    "copy of blocks": lambda engine, slots, paged: engine.copy_blocks(paged, {0: [1]}),
+    "swap": lambda given, slots, paged: given.swap_blocks(
         paged, Cache(replace(BLOCKS, placement=Placement.HOST), 3), {0: 1}
     ),
-    "arrays": lambda it, slots, paged: it.arrays(slots),
-    "read": lambda it, slots, paged: it.arrays(slots, copy=True),
-    "write": lambda it, slots, paged: it.write_cache(slots, []),
-    "fingerprint": lambda it, slots, paged: it.fingerprint(paged),
-    "lease": lambda it, slots, paged: it.lease_blocks(paged, [0]),
-    "deallocate": lambda it, slots, paged: it.deallocate_cache(slots),
+    "arrays": lambda end, slots, paged: end.arrays(slots),
+    "read": lambda end, slots, paged: end.arrays(slots, copy=True),
+    "write": lambda given, slots, paged: given.write_cache(slots, []),
+    "fingerprint": lambda given, slots, paged: given.fingerprint(paged),
+    "lease": lambda given, slots, paged: given.lease_blocks(paged, [0]),
+    "deallocate": lambda given, slots, paged: given.deallocate_cache(slots),
 }
 
 
@@ -156,11 +156,11 @@ def test_a_cache_of_another_engine_is_refused(
     with LlmDataDist(9, LlmRole.MIX) as other:
         other.initialize()
         foreign = other.allocate_cache(SLOTS), other.allocate_blocks_cache(BLOCKS)
-        assert [it.cache_id for it in foreign] == [slots.cache_id, blocks.cache_id]
+        assert [cache.cache_id for cache in foreign] == [slots.cache_id, blocks.cache_id]
         for call in FOREIGN.values():
             with refused("LLM_KV_CACHE_NOT_EXIST", "was made by another engine"):
                 call(user, *foreign)
-    assert not any(it.any() for it in (*user.arrays(slots), *user.arrays(blocks)))
+    assert not any(value.any() for value in (*user.arrays(slots), *user.arrays(blocks)))
 
 
 def test_addresses_will_do_for_a_local_cache(user: LlmDataDist, machine: Machine) -> None:
@@ -198,8 +198,10 @@ def test_caches_of_any_number_of_tensors_are_pulled_and_pushed(
     user.push_blocks(own_blocks, CacheIndex(1, there[1]), [0], [1])
     user.pull_cache(CacheIndex(1, there[0], 2), own, 1)
     user.pull_blocks(CacheIndex(1, there[1]), own_blocks, [1], [2])
-    assert [int(it[1, 7]) for it in user.arrays(own)] == [*range(1, count + 1)]
-    assert [int(it[2, 7]) for it in user.arrays(own_blocks)] == [*range(count + 1, 2 * count + 1)]
+    assert [int(item[1, 7]) for item in user.arrays(own)] == [*range(1, count + 1)]
+    assert [int(item[2, 7]) for item in user.arrays(own_blocks)] == [
+        *range(count + 1, 2 * count + 1)
+    ]
 
 
 @pytest.mark.over_tcp
@@ -266,7 +268,7 @@ def test_registered_memory_is_pulled_and_pushed(
     mine = [machine.zeros(SLOTS.shape, np.int32) for _ in range(4)]
     cache = user.register_cache(SLOTS, machine.addresses(mine))
     user.pull_cache(CacheIndex(1, 3), cache)
-    assert all((it[0] == 9).all() for it in mine)
+    assert all((item[0] == 9).all() for item in mine)
     mine[2][1] = 4
     user.push_cache(cache, CacheIndex(1, 3, 1), 1)
     assert peer.run("result = [int(it[1, 5]) for it in arrays]") == [0, 0, 4, 0]
@@ -367,7 +369,7 @@ def test_a_plan_says_what_an_operation_does(user: LlmDataDist, slots: Cache) -> 
     assert plan.explain().startswith("pull_cache  C2C   cache 1 of cluster 1 -> cache 1 ")
     assert not seen
     user.pull_cache(CacheIndex(1, CACHE, 2), slots, 1)
-    assert [it.plan for it in seen] == [plan]
+    assert [item.plan for item in seen] == [plan]
     assert plan.part.src.count == 4
 
 
@@ -375,93 +377,93 @@ PULL, PUSH = "pull", "push"
 REFUSALS: dict[str, tuple[LLMStatusCode, Callable[[LlmDataDist, Cache, Cache], object]]] = {
     "own cluster": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.pull_cache(CacheIndex(2, 1), slots),
+        lambda engine, slots, blocks: engine.pull_cache(CacheIndex(2, 1), slots),
     ),
     "not linked": (
         LLMStatusCode.LLM_NOT_YET_LINK,
-        lambda it, slots, blocks: it.pull_cache(CacheIndex(3, 1), slots),
+        lambda engine, slots, blocks: engine.pull_cache(CacheIndex(3, 1), slots),
     ),
     "no such local cache": (
         LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-        lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), Cache(SLOTS, 99)),
+        lambda engine, slots, blocks: engine.pull_cache(CacheIndex(1, CACHE), Cache(SLOTS, 99)),
     ),
     "no such remote cache": (
         LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-        lambda it, slots, blocks: it.pull_cache(CacheIndex(1, 99), slots),
+        lambda engine, slots, blocks: engine.pull_cache(CacheIndex(1, 99), slots),
     ),
     "no such remote blocks key": (
         LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-        lambda it, slots, blocks: it.pull_blocks(BlocksCacheKey(1, 6), blocks, [0], [0]),
+        lambda engine, slots, blocks: engine.pull_blocks(BlocksCacheKey(1, 6), blocks, [0], [0]),
     ),
     "no such remote key": (
         LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-        lambda it, slots, blocks: it.pull_cache(CacheKey(1, 999), slots),
+        lambda engine, slots, blocks: engine.pull_cache(CacheKey(1, 999), slots),
     ),
     "remote slot beyond the cache": (
         LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-        lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE, 4), slots),
+        lambda engine, slots, blocks: engine.pull_cache(CacheIndex(1, CACHE, 4), slots),
     ),
     "remote slot beyond the cache, pushed": (
         LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-        lambda it, slots, blocks: it.push_cache(slots, CacheIndex(1, CACHE, 4)),
+        lambda engine, slots, blocks: engine.push_cache(slots, CacheIndex(1, CACHE, 4)),
     ),
     "remote layer beyond the cache": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.pull_cache(
+        lambda engine, slots, blocks: engine.pull_cache(
             CacheIndex(1, CACHE), slots, layers=KvCacheExtParam((2, 2), (0, 0))
         ),
     ),
     "local slot beyond the cache": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), slots, 4),
+        lambda engine, slots, blocks: engine.pull_cache(CacheIndex(1, CACHE), slots, 4),
     ),
     "size of no bytes": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), slots, size=0),
+        lambda engine, slots, blocks: engine.pull_cache(CacheIndex(1, CACHE), slots, size=0),
     ),
     "paged into slots": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.pull_cache(CacheIndex(1, PAGED), slots),
+        lambda engine, slots, blocks: engine.pull_cache(CacheIndex(1, PAGED), slots),
     ),
     "slot into paged by pull_cache": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), blocks),
+        lambda engine, slots, blocks: engine.pull_cache(CacheIndex(1, CACHE), blocks),
     ),
     "blocks into slots": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.pull_blocks(CacheIndex(1, PAGED), slots, [0], [0]),
+        lambda engine, slots, blocks: engine.pull_blocks(CacheIndex(1, PAGED), slots, [0], [0]),
     ),
     "blocks of a contiguous cache": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.pull_blocks(CacheIndex(1, CACHE), blocks, [0], [0]),
+        lambda engine, slots, blocks: engine.pull_blocks(CacheIndex(1, CACHE), blocks, [0], [0]),
     ),
     "no blocks of a paged cache": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.pull_blocks(BlocksCacheKey(1, 5), blocks, [], [0]),
+        lambda engine, slots, blocks: engine.pull_blocks(BlocksCacheKey(1, 5), blocks, [], [0]),
     ),
     "blocks of unequal number": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.pull_blocks(CacheIndex(1, PAGED), blocks, [0], [0, 1]),
+        lambda engine, slots, blocks: engine.pull_blocks(CacheIndex(1, PAGED), blocks, [0], [0, 1]),
     ),
     "a key of neither": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.pull_cache(CacheKey(1), slots),
+        lambda engine, slots, blocks: engine.pull_cache(CacheKey(1), slots),
     ),
     "a key of both": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.pull_cache(CacheKey(1, 1, 0, 1), slots),
+        lambda engine, slots, blocks: engine.pull_cache(CacheKey(1, 1, 0, 1), slots),
     ),
     "push of no bytes": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.push_cache(slots, CacheIndex(1, CACHE), size=0),
+        lambda engine, slots, blocks: engine.push_cache(slots, CacheIndex(1, CACHE), size=0),
     ),
     "push of no blocks": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.push_blocks(blocks, CacheIndex(1, PAGED), [], [0]),
+        lambda engine, slots, blocks: engine.push_blocks(blocks, CacheIndex(1, PAGED), [], [0]),
     ),
     "push of slots as blocks": (
         LLMStatusCode.LLM_PARAM_INVALID,
-        lambda it, slots, blocks: it.push_blocks(slots, CacheIndex(1, PAGED), [0], [0]),
+        lambda engine, slots, blocks: engine.push_blocks(slots, CacheIndex(1, PAGED), [0], [0]),
     ),
 }
 
@@ -508,16 +510,20 @@ def test_arguments_in_the_wrong_order_are_called_by_their_names(
 
 
 WRONG_TYPES: dict[str, Callable[[Any, Cache, Cache], object]] = {
-    "index": lambda it, slots, blocks: it.pull_cache((1, 1), slots),
-    "cache": lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), 1),
-    "push by request": lambda it, slots, blocks: it.push_cache(slots, CacheKey(1, 71)),
-    "push blocks by request": lambda it, slots, blocks: it.push_blocks(
+    "index": lambda engine, slots, blocks: engine.pull_cache((1, 1), slots),
+    "cache": lambda engine, slots, blocks: engine.pull_cache(CacheIndex(1, CACHE), 1),
+    "push by request": lambda engine, slots, blocks: engine.push_cache(slots, CacheKey(1, 71)),
+    "push blocks by request": lambda engine, slots, blocks: engine.push_blocks(
         blocks, CacheKey(1, 71), [0], [0]
     ),
-    "block table": lambda it, slots, blocks: it.pull_blocks(CacheIndex(1, PAGED), blocks, 3, [0]),
-    "slot": lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), slots, "0"),
-    "size": lambda it, slots, blocks: it.push_cache(slots, CacheIndex(1, CACHE), size=None),
-    "layers": lambda it, slots, blocks: it.pull_cache(CacheIndex(1, CACHE), slots, layers={}),
+    "block table": lambda engine, slots, blocks: engine.pull_blocks(
+        CacheIndex(1, PAGED), blocks, 3, [0]
+    ),
+    "slot": lambda engine, slots, blocks: engine.pull_cache(CacheIndex(1, CACHE), slots, "0"),
+    "size": lambda engine, slots, blocks: engine.push_cache(slots, CacheIndex(1, CACHE), size=None),
+    "layers": lambda engine, slots, blocks: engine.pull_cache(
+        CacheIndex(1, CACHE), slots, layers={}
+    ),
 }
 
 

@@ -77,7 +77,7 @@ class Ends:
 
     def here(self, cache: Cache, tensors: Tensors, registered: bool) -> tuple[LocalCache, Any]:
         if registered:
-            arrays = [self.machine.zeros(it.shape, np.float16) for it in tensors]
+            arrays = [self.machine.zeros(item.shape, np.float16) for item in tensors]
             addresses = self.machine.addresses(arrays)
             local = self.user.register_blocks_cache(cache.desc, addresses)
         else:
@@ -98,7 +98,7 @@ def ends(machine: Machine, user: LlmDataDist, peer: Peer) -> Ends:
 
 
 def bits(arrays: list[NDArray[Any]]) -> Tensors:
-    return [np.array(it).view(np.uint16) for it in arrays]
+    return [np.array(array).view(np.uint16) for array in arrays]
 
 
 def assert_same(arrays: list[NDArray[Any]], wanted: Tensors) -> None:
@@ -202,15 +202,15 @@ def test_gathered(ends: Ends, make_engine: MakeEngine) -> None:
     with pytest.raises(TypeError, match=r"src\[1\]=CacheKey"):
         ends.user.run(gather([sources[0], CacheKey(3, 9)]))
     assert_same(arrays, targets)
-    assert [it.in_flight for it in ends.user.links()] == [0, 0]
+    assert [item.in_flight for item in ends.user.links()] == [0, 0]
 
     ends.user.run(gather(sources))
     assert_same(arrays, wanted)
     plan = ends.user.plan(gather(sources))
     assert isinstance(plan, Plan)
-    pulled = [it.bytes_pulled for it in ends.user.links()]
-    assert pulled == [it.nbytes for it in plan.by_part().values()]
-    assert [it.bytes_pushed for it in ends.user.links()] == [0, 0]
+    pulled = [item.bytes_pulled for item in ends.user.links()]
+    assert pulled == [item.nbytes for item in plan.by_part().values()]
+    assert [item.bytes_pushed for item in ends.user.links()] == [0, 0]
 
 
 @pytest.mark.usefixtures("ucx")
@@ -225,7 +225,7 @@ def test_over_ucx(machine: Machine, make_engine: MakeEngine) -> None:
         )
         user = make_engine(2, **options)
         user.link_clusters([ClusterInfo(1, peer.address)], timeout_ms=20_000).raise_for_status()
-        assert [it.transport for it in user.links()] == ["ucx"]
+        assert [item.transport for item in user.links()] == ["ucx"]
         for pair in PAIRS.values():
             for move in MOVES:
                 assert_moves(Ends(machine, user, peer), *pair, move)

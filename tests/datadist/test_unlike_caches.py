@@ -46,7 +46,7 @@ def unlike(user: LlmDataDist, peer: Peer) -> Cache:
 
 def bits(user: LlmDataDist, cache: Cache) -> list[int]:
     """The first element of block 3 of each tensor, as an integer."""
-    return [int(it.view(np.uint16)[3, 0, 0, 0]) for it in user.arrays(cache)]
+    return [int(array.view(np.uint16)[3, 0, 0, 0]) for array in user.arrays(cache)]
 
 
 @pytest.mark.over_tcp
@@ -225,7 +225,7 @@ def test_layers_of_which_nothing_says_how_many_tensors_they_have_are_refused(
     desc = CacheDesc(4, (4, 64), DataType.DT_INT32)
     peer.run("cache = datadist.allocate_cache(CacheDesc(4, (4, 64), DataType.DT_INT32))")
     source, target = user.allocate_cache(desc), CacheIndex(1, 1)
-    with refused(INVALID, "tensor_num_per_layer=None .* how many tensors are one must be said"):
+    with refused(INVALID, "tensor_num_per_layer=None, .* number of tensors per layer"):
         user.layered(Transfer(Rows(source), Rows(target)))
     for per_layer, layers in ((1, range(4)), (2, range(2))):
         task = user.layered(
@@ -275,8 +275,8 @@ def test_one_request_from_two_engines(make_engine: MakeEngine) -> None:
         )
     )
     arrays = user.arrays(mine, copy=True)
-    assert [int(it[3].min()) for it in arrays] == [1, 2, 11, 12]
-    assert [int(it[:3].max()) for it in arrays] == [0, 0, 0, 0]
+    assert [int(array[3].min()) for array in arrays] == [1, 2, 11, 12]
+    assert [int(array[:3].max()) for array in arrays] == [0, 0, 0, 0]
     with refused(INVALID, r"no source has layers 1\.\.1"):
         user.run(
             Transfer(
@@ -302,6 +302,6 @@ def test_a_layout_on_one_side_only_is_refused_before_a_byte_moves(
         for _ in range(2):  # what was refused once takes no shorter way
             with refused("LLM_PARAM_INVALID", "differ in layout"):
                 move(CacheIndex(1, 1), unsaid, [1], [2])
-    assert not any(it.any() for it in user.arrays(unsaid))
+    assert not any(array.any() for array in user.arrays(unsaid))
     user.pull_blocks(CacheIndex(1, 1), unsaid, [1], [2], reinterpret=True)
-    assert all((it[2] == 7).all() for it in user.arrays(unsaid))
+    assert all((array[2] == 7).all() for array in user.arrays(unsaid))

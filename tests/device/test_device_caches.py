@@ -152,10 +152,10 @@ def test_bytes_that_do_not_fit_are_not_written(simulator: Controls, of: CacheDes
         cache = datadist.allocate_cache(of)
         with refused("LLM_PARAM_INVALID", "arrays has 2 elements; num_tensors=3"):
             datadist.write_cache(cache, good[:2])
-        with refused("LLM_PARAM_INVALID", r"arrays\[2\] is of shape \(7, 96\) and uint16"):
+        with refused("LLM_PARAM_INVALID", r"arrays\[2\] has shape \(7, 96\) and type uint16"):
             datadist.write_cache(cache, [*good[:2], good[2][:7]])
         with refused(
-            "LLM_PARAM_INVALID", r"arrays\[1\] .* and uint32; .* shape \(8, 96\) and uint16"
+            "LLM_PARAM_INVALID", r"arrays\[1\] .* type uint32; .* shape \(8, 96\) and type uint16"
         ):
             datadist.write_cache(cache, [good[0], good[1].astype(np.uint32), good[2]])
         with pytest.raises(TypeError, match="not str"):
@@ -178,7 +178,7 @@ def test_a_read_only_buffer_is_not_written(simulator: Controls) -> None:
 def test_no_array_shows_device_memory(simulator: Controls) -> None:
     with engine_on(simulator) as datadist:
         cache = datadist.allocate_cache(DEVICE)
-        with refused("LLM_FEATURE_NOT_ENABLED", "device 3, which no array.*copy=True"):
+        with refused("LLM_FEATURE_NOT_ENABLED", "device 3, which arrays cannot view.*copy=True"):
             datadist.arrays(cache)
         # An address that is taken for the host's all the same is not mapped there.
         with refused("LLM_PARAM_INVALID", "not mapped|not readable"):

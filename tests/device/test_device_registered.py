@@ -189,7 +189,7 @@ class TestTensors:
     ) -> None:
         addresses = allocate()
         for device in (own.replace("3", "4"), "xpu:3"):
-            with refused("LLM_PARAM_INVALID", rf"is on device {device}, and .*on device {own} \("):
+            with refused("LLM_PARAM_INVALID", rf"is on device {device}, but .*on device {own} \("):
                 datadist.register_cache(DEVICE, self.on(device, addresses))
         with refused("LLM_PARAM_INVALID", rf"\[0\] is on device {own}; .*as placement=HOST says"):
             datadist.register_cache(HOST, self.on(own, addresses))
@@ -216,7 +216,7 @@ class TestRefused:
             datadist.register_cache(DEVICE, [array.ctypes.data for array in arrays])
         with refused(
             "LLM_PARAM_INVALID",
-            r"tensors\[0\] is a ndarray; .*addresses on device 3.*placement=HOST",
+            r"tensors\[0\] is a ndarray; .*tensors on device 3.*placement=HOST",
         ):
             datadist.register_cache(DEVICE, arrays)
         pinned = datadist.allocate_cache(HOST)

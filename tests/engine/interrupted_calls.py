@@ -53,9 +53,9 @@ def main(call: str, step: int) -> None:
 
     def end_listed() -> None:
         """End all that an engine lists, as a program can whose call was interrupted."""
-        for it in engine.caches():
-            if it.cache_id != blocks.cache_id:
-                end(it)
+        for cache in engine.caches():
+            if cache.cache_id != blocks.cache_id:
+                end(cache)
         for lease in engine.leases():
             engine.release(lease)
         with suppress(LLMException):
@@ -68,7 +68,9 @@ def main(call: str, step: int) -> None:
         else:
             engine.unregister_cache(listed.cache_id)
 
-    function = {it.__name__: it for it in (allocate, register, record, lease, initialize)}[call]
+    function = {value.__name__: value for value in (allocate, register, record, lease, initialize)}[
+        call
+    ]
     function()  # loads modules, starts threads of the process
     before, errors = Held.now(), Counter[str]()
     registered = registrations(engine)
@@ -96,7 +98,9 @@ def main(call: str, step: int) -> None:
 def registrations(engine: LlmDataDist) -> int:
     """Count what peers could reach over the transport that shows all that is registered."""
     assert engine._engine is not None
-    local = next(it for it in engine._engine.registry._transports if it.name == "local")
+    local = next(
+        transport for transport in engine._engine.registry._transports if transport.name == "local"
+    )
     return int(repr(local).split()[-2])
 
 

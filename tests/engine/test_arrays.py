@@ -93,7 +93,7 @@ def test_what_was_unregistered_meanwhile_is_neither_read_nor_written(registry):
     entry = registry.register(SLOTS, given, paged=False)
     registry.unregister(1)
     with refused("LLM_KV_CACHE_NOT_EXIST", "this engine has unregistered cache 1 meanwhile"):
-        write_tensors(SLOTS, entry.memory, [it + 1 for it in given])
+        write_tensors(SLOTS, entry.memory, [item + 1 for item in given])
     with refused("LLM_KV_CACHE_NOT_EXIST", "this engine has unregistered cache 1 meanwhile"):
         read_tensors(SLOTS, entry.memory)
-    assert not any(it.any() for it in given)
+    assert not any(array.any() for array in given)

@@ -23,8 +23,8 @@ PADDING = CacheKey(7)
 PREFIX = CacheKey(7, prefix_id=1)
 
 
-def claimed(registry, it, holder="decode"):
-    return registry.claim(it, holder)
+def claimed(registry, item, holder="decode"):
+    return registry.claim(item, holder)
 
 
 class TestNames:
@@ -74,12 +74,12 @@ class TestNames:
 class TestConsumption:
     def test_a_request_is_pulled_once(self, registry, transport):
         entry = registry.allocate(SLOTS, paged=False, keys=[key(1), key(2)])
-        for it, row in ((key(2), 1), (key(1), 0)):
-            claim = claimed(registry, it)
+        for item, row in ((key(2), 1), (key(1), 0)):
+            claim = claimed(registry, item)
             assert (claim.entry, claim.batch_index) == (entry, row)
             registry.release(claim.claim_id, ALL_TENSORS)
             with refused("LLM_KV_CACHE_NOT_EXIST", "no cache has"):
-                claimed(registry, it)
+                claimed(registry, item)
         assert registry.get(1) is entry
         assert pulled(transport, entry) == [0, 0]  # by id, as often as one likes
 
@@ -94,12 +94,12 @@ class TestConsumption:
     def test_prefixes_and_registered_caches_are_pulled_by_many(self, registry):
         prefix = registry.allocate(SLOTS, paged=False, keys=[PREFIX])
         request = registry.register(SLOTS, tensors(), paged=False, keys=[key(1)])
-        for it, entry in ((PREFIX, prefix), (key(1), request)):
-            claims = [claimed(registry, it, holder) for holder in ("decode", "other")]
+        for item, entry in ((PREFIX, prefix), (key(1), request)):
+            claims = [claimed(registry, item, holder) for holder in ("decode", "other")]
             for claim in claims:
                 assert claim.entry is entry
                 registry.release(claim.claim_id, ALL_TENSORS)
-            assert registry.find(it) == (entry, 0)
+            assert registry.find(item) == (entry, 0)
 
     def test_a_claimed_request_is_nobody_elses(self, registry):
         registry.allocate(SLOTS, paged=False, keys=[key(1)])
@@ -129,12 +129,12 @@ class TestConsumption:
 
     def test_a_lost_holder_has_pulled_nothing(self, registry):
         entry = registry.allocate(SLOTS, paged=False, keys=[key(1), key(2)])
-        for it in (key(1), key(2)):
-            claimed(registry, it)
+        for value in (key(1), key(2)):
+            claimed(registry, value)
         registry.release_holder("decode")
         registry.release_holder("decode")
-        for row, it in enumerate((key(1), key(2))):
-            claim = claimed(registry, it, "other")
+        for row, value in enumerate((key(1), key(2))):
+            claim = claimed(registry, value, "other")
             assert (claim.entry, claim.batch_index) == (entry, row)
 
 
@@ -201,8 +201,8 @@ class TestLifetime:
         registry.find(key(1))
 
     def test_remove_key_takes_what_names_nothing(self, registry):
-        for it in (key(1), PADDING, CacheKey(7, 1, prefix_id=1), CacheKey(7, NO_ID, 3, 4)):
-            registry.remove_key(it)
+        for value in (key(1), PADDING, CacheKey(7, 1, prefix_id=1), CacheKey(7, NO_ID, 3, 4)):
+            registry.remove_key(value)
         with pytest.raises(TypeError, match="key=BlocksCacheKey"):
             registry.remove_key(BlocksCacheKey(7))
 
@@ -236,7 +236,7 @@ def test_nothing_is_kept_of_caches_without_keys():
         tracemalloc.stop()
     # Other threads of the process allocate too: only what the index allocates is its own.
     own = taken.filter_traces([tracemalloc.Filter(True, getfile(KeyIndex))])
-    assert sum(it.size for it in own.traces) < 10_000
+    assert sum(trace.size for trace in own.traces) < 10_000
 
 
 def test_one_holder_cannot_have_claims_without_end(registry):

@@ -57,11 +57,11 @@ def each(*shape: int, count: int = LAYERS, dtype: Any = np.float16) -> Callable[
 
 def turned(make: Callable[[], Tensors], *order: int) -> Callable[[], Tensors]:
     """The tensors permuted: what vLLM does where its layout is HND."""
-    return lambda: [it.transpose(order) for it in make()]
+    return lambda: [item.transpose(order) for item in make()]
 
 
 def reshaped(make: Callable[[], Tensors], *shape: int) -> Callable[[], Tensors]:
-    return lambda: [it.reshape(shape) for it in make()]
+    return lambda: [item.reshape(shape) for item in make()]
 
 
 GQA = {
@@ -137,7 +137,7 @@ GQA = {name: replace(kept, parts=2) for name, kept in GQA.items()}
 FP8 = {
     f"{name}, fp8": replace(
         GQA[name],
-        make=lambda make=GQA[name].make: [it.astype(np.uint8) for it in make()],
+        make=lambda make=GQA[name].make: [item.astype(np.uint8) for item in make()],
         data_type=DataType.DT_FLOAT8_E4M3FN,
     )
     for name in ("vLLM FlashInfer, HND", "SGLang")
@@ -224,8 +224,8 @@ PAIRS = [
 def filled(kept: Kept, seed: int) -> Tensors:
     tensors = kept.make()
     random = np.random.default_rng(seed)
-    for it in tensors:
-        it[...] = random.integers(0, 127, it.shape)
+    for tensor in tensors:
+        tensor[...] = random.integers(0, 127, tensor.shape)
     return tensors
 
 
@@ -241,14 +241,14 @@ def places(kept: Kept, blocks: list[int]) -> tuple[Any, Any]:
     if not kept.block:
         return blocks, 0
     token = np.arange(TOKENS)
-    return [blocks[it // kept.block] for it in token], [it % kept.block for it in token]
+    return [blocks[item // kept.block] for item in token], [item % kept.block for item in token]
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
 def test_any_two_of_one_model(src: Kept, dst: Kept) -> None:
     source, target = filled(src, 1), filled(dst, 2)
     src_blocks, dst_blocks = rows(src, source, 3), rows(dst, target, 4)
-    wanted = [it.copy(order="K") for it in target]
+    wanted = [item.copy(order="K") for item in target]
     for layer, kv in product(range(LAYERS), range(src.parts)):
         read = src.seen(source, layer, kv)[places(src, src_blocks)]
         dst.seen(wanted, layer, kv)[places(dst, dst_blocks)] = read
@@ -270,13 +270,13 @@ def test_any_two_of_one_model(src: Kept, dst: Kept) -> None:
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("kept", [it for model in MODELS for it in model.values()])
+@pytest.mark.parametrize("kept", [item for model in MODELS for item in model.values()])
 def test_it_is_registered_where_it_lies(kept: Kept) -> None:
     tensors = kept.make()
     desc = kept.described(tensors)
     memory = memory_of_tensors(desc, tensors, writable=None)
-    assert memory.addresses.tolist() == [it.ctypes.data for it in tensors]
-    assert desc.nbytes == sum(it.nbytes for it in tensors)
+    assert memory.addresses.tolist() == [tensor.ctypes.data for tensor in tensors]
+    assert desc.nbytes == sum(tensor.nbytes for tensor in tensors)
     assert {*desc.layout.axes} == {*CacheLayout(kept.layout).axes}
 
 
@@ -320,4 +320,6 @@ def test_what_cannot_match_is_named(src: Kept, dst: Kept, message: str) -> None:
 def test_every_one_is_in_the_cookbook() -> None:
     text = (Path(__file__).parents[2] / "docs/how-to/layouts.md").read_text()
     missing = {name for model in MODELS for name in model if f"| {name} |" not in text}
-    assert missing == {f"scales of groups, blocks of {it}" for it in (2, 4)}  # one row there
+    assert missing == {
+        f"scales of groups, blocks of {number}" for number in (2, 4)
+    }  # one row there

@@ -77,7 +77,7 @@ def cache(engine: LlmDataDist) -> Cache:
                 st.integers(0, 2**64 - 1),
             ),
             max_size=4,
-            unique_by=lambda it: it.transport,
+            unique_by=lambda link: link.transport,
         ).map(tuple),
     )
 )
@@ -104,7 +104,7 @@ def test_it_is_a_value(largest: int) -> None:
 def test_words_by_transport() -> None:
     words = LeaseWord("tcp", 5, 7), LeaseWord("local", 70_000, 9)
     lease = replace(LEASE, words=words)
-    assert [lease.word(it) for it in ("local", "tcp", "ucx")] == [*words[::-1], None]
+    assert [lease.word(name) for name in ("local", "tcp", "ucx")] == [*words[::-1], None]
     assert lease.packed_word("local") == np.array([70_000, 9], np.uint64).tobytes()
     assert lease.packed_word("ucx") is None
     assert lease.places() == [("tcp", (5, 7)), ("local", (70_000, 9))]
@@ -115,14 +115,14 @@ def test_the_blocks_that_are_named() -> None:
     for table in ([2], (900, 5), np.array([2, 5]), []):
         assert LEASE.named("src_blocks", table) is table
     for wrong in ([5, 3], np.array([5, 3])):
-        with refused("LLM_PARAM_INVALID", r"src_blocks\[1\]=.*3.* is no block of lease 17"):
+        with refused("LLM_PARAM_INVALID", r"src_blocks\[1\]=.*3.* is not a block of lease 17"):
             LEASE.named("src_blocks", wrong)
     with pytest.raises(TypeError, match="src_blocks must be a sequence of int, not int"):
         LEASE.named("src_blocks", 5)  # type: ignore[arg-type]
 
 
 def test_it_is_small() -> None:
-    words = tuple(LeaseWord(it, 2**24, 2**63) for it in ("local", "tcp", "ucx", "hccl"))
+    words = tuple(LeaseWord(name, 2**24, 2**63) for name in ("local", "tcp", "ucx", "hccl"))
     largest = replace(
         LEASE, cluster_id=2**64 - 1, lease_id=2**63, tag="x" * 64, words=words, blocks=()
     )
@@ -149,7 +149,7 @@ def test_cut_or_changed() -> None:
 @given(st.binary(max_size=80))
 def test_forged(body: bytes) -> None:
     """Whatever follows a digest that is right."""
-    with refused("LLM_PARAM_INVALID", "no lease"):
+    with refused("LLM_PARAM_INVALID", "not a lease"):
         BlockLease.from_bytes(_digest(body) + body)
 
 
@@ -235,14 +235,14 @@ def test_deadlines(engine: LlmDataDist, cache: Cache) -> None:
 def test_expired_leases_end(engine: LlmDataDist, cache: Cache) -> None:
     """Each is reported once, as what it was, by one thread for all; renewed ones stay."""
     ended: SimpleQueue[tuple[int, LeaseEnd, str]] = SimpleQueue()
-    engine.on_released(lambda it, end: ended.put((it.lease_id, end, current_thread().name)))
+    engine.on_released(lambda value, end: ended.put((value.lease_id, end, current_thread().name)))
     here, there = current_thread().name, "kvplan-leases-1"
     kept = engine.lease_blocks(cache, [0], ttl_ms=3_600_000)
-    short = [engine.lease_blocks(cache, [it], ttl_ms=5) for it in range(3)]
+    short = [engine.lease_blocks(cache, [index], ttl_ms=5) for index in range(3)]
     for _ in range(2):
         engine.renew(kept, 1e-6 if _ else 3_600_000)
-    reported = sorted((ended.get(timeout=WAIT_S) for _ in range(4)), key=lambda it: it[0])
-    assert reported == [(it, LeaseEnd.EXPIRED, there) for it in (1, 2, 3, 4)]
+    reported = sorted((ended.get(timeout=WAIT_S) for _ in range(4)), key=lambda value: value[0])
+    assert reported == [(number, LeaseEnd.EXPIRED, there) for number in (1, 2, 3, 4)]
     assert engine.leases() == []
     for lease in short:
         engine.release(lease)  # it has ended
@@ -254,16 +254,16 @@ def test_expired_leases_end(engine: LlmDataDist, cache: Cache) -> None:
         (5, LeaseEnd.RELEASED, here),
         (6, LeaseEnd.CACHE_FREED, here),
     ]
-    assert [it.name for it in enumerate_threads()].count(there) == 1
+    assert [thread.name for thread in enumerate_threads()].count(there) == 1
     engine.finalize()
-    assert there not in [it.name for it in enumerate_threads()]
+    assert there not in [thread.name for thread in enumerate_threads()]
     assert ended.empty()
 
 
 def test_a_callback_that_exits_ends_no_thread(engine: LlmDataDist, cache: Cache) -> None:
     ended: SimpleQueue[int] = SimpleQueue()
-    engine.on_released(lambda it, _: sys.exit(it.lease_id))
-    engine.on_released(lambda it, _: ended.put(it.lease_id))
+    engine.on_released(lambda lease, _: sys.exit(lease.lease_id))
+    engine.on_released(lambda lease, _: ended.put(lease.lease_id))
     for number in (1, 2):
         engine.lease_blocks(cache, [0], ttl_ms=1)
         assert ended.get(timeout=WAIT_S) == number
@@ -325,18 +325,18 @@ def test_a_transport_that_is_held_up_keeps_no_word_of_others(
     words[0].held_up = 1
     with refused("LLM_TIMEOUT", "it is stopped"):
         leases.end(lease)
-    assert [it.standing for it in words] == [{}, {}]
+    assert [word.standing for word in words] == [{}, {}]
 
 
 def test_a_renewal_that_one_transport_refuses_is_none(
     leases: Leases, words: list[Words], blocks: Cache
 ) -> None:
     lease = leases.begin(blocks, [1], "", 1e9)
-    before, deadlines = [dict(it.standing) for it in words], dict(leases._deadlines)
+    before, deadlines = [dict(word.standing) for word in words], dict(leases._deadlines)
     words[1].refuses = True
     with refused("LLM_KV_CACHE_NOT_EXIST", "expired just now"):
         leases.renew(lease, 2e9)
-    assert [it.standing for it in words] == before
+    assert [word.standing for word in words] == before
     assert leases._deadlines == deadlines
 
 
@@ -350,11 +350,11 @@ def test_held_up_leases_end_later_and_are_reported_then(
 ) -> None:
     """Those that end together are ended in one call: a peer that is stopped costs a second."""
     ended: SimpleQueue[tuple[BlockLease, LeaseEnd]] = SimpleQueue()
-    leases.on_released(lambda *it: ended.put(it))
+    leases.on_released(lambda *record: ended.put(record))
     # All are late before the thread has a look.
     with leases._changed:
         ttl_ms = 1e-6 if end is LeaseEnd.EXPIRED else None
-        made = [leases.begin(blocks, [it], "", ttl_ms) for it in (1, 2)]
+        made = [leases.begin(blocks, [number], "", ttl_ms) for number in (1, 2)]
         words[0].held_up = 1
         if end is LeaseEnd.CACHE_FREED:
             leases.end_cache(blocks.cache_id)
@@ -367,10 +367,10 @@ def test_held_up_leases_end_later_and_are_reported_then(
                 leases.move(blocks, {1: 2, 2: 3}, None, follow=False)
     assert made[0] not in leases.live()
     assert sorted(ended.get(timeout=WAIT_S)[0].lease_id for _ in made) == [
-        it.lease_id for it in made
+        lease.lease_id for lease in made
     ]
-    assert words[0].calls == [[it.lease_id for it in made]] * 2
-    assert sum("leases_held_up" in it.getMessage() for it in caplog.records) == (
+    assert words[0].calls == [[lease.lease_id for lease in made]] * 2
+    assert sum("leases_held_up" in record.getMessage() for record in caplog.records) == (
         end not in (LeaseEnd.RELEASED, LeaseEnd.MOVED)  # the caller was told
     )
 
@@ -380,7 +380,7 @@ def test_a_peer_that_holds_up_a_lease_for_long_is_logged_once(
 ) -> None:
     """And again for the next lease: nothing is kept of those that have ended."""
     ended: SimpleQueue[BlockLease] = SimpleQueue()
-    leases.on_released(lambda it, _: ended.put(it))
+    leases.on_released(lambda value, _: ended.put(value))
     for number in (1, 2):
         lease = leases.begin(blocks, [number], "", None)
         words[0].held_up = 2
@@ -389,7 +389,7 @@ def test_a_peer_that_holds_up_a_lease_for_long_is_logged_once(
             leases._wake_at(lease.lease_id, 1)
         assert ended.get(timeout=WAIT_S) is lease
         assert len(words[0].calls) == 3 * number
-        assert sum("leases_held_up" in it.getMessage() for it in caplog.records) == number
+        assert sum("leases_held_up" in record.getMessage() for record in caplog.records) == number
         assert (leases._held_up, leases._ending, leases._deadlines) == (set(), {}, {})
 
 
@@ -398,7 +398,7 @@ def test_a_lease_that_is_late_has_expired_whatever_ends_it(
     leases: Leases, blocks: Cache, how: str
 ) -> None:
     ended: SimpleQueue[tuple[BlockLease, LeaseEnd]] = SimpleQueue()
-    leases.on_released(lambda *it: ended.put(it))
+    leases.on_released(lambda *item: ended.put(item))
     with leases._changed:  # the thread has not looked yet
         lease = leases.begin(blocks, [1], "", 1e12 if how.startswith("later") else 1e-6)
         if how == "cache freed":
@@ -414,7 +414,7 @@ def test_a_cache_that_is_freed_while_it_is_leased_has_no_lease(
 ) -> None:
     """Between the look at the cache and the lease: that is when a transport begins its word."""
     ended: SimpleQueue[tuple[int, LeaseEnd]] = SimpleQueue()
-    leases.on_released(lambda it, end: ended.put((it.lease_id, end)))
+    leases.on_released(lambda lease, end: ended.put((lease.lease_id, end)))
     begin = words[1].begin_lease
 
     class Freeing(Words):
@@ -465,8 +465,8 @@ def test_a_slot(engine: LlmDataDist, cache: Cache) -> None:
 def test_on_released(engine: LlmDataDist, cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
     """Once for each lease, whatever has ended it; the callback may use the engine."""
     seen: list[tuple[int, list[BlockLease]]] = []
-    first, second, third = (engine.lease_blocks(cache, [it]) for it in range(3))
-    remove = engine.on_released(lambda it, _: seen.append((it.lease_id, engine.leases())))
+    first, second, third = (engine.lease_blocks(cache, [index]) for index in range(3))
+    remove = engine.on_released(lambda lease, _: seen.append((lease.lease_id, engine.leases())))
     broken = engine.on_released(lambda *_: 1 // 0)
     for _ in range(2):
         engine.release(first)
@@ -511,7 +511,7 @@ def test_what_cannot_be_released(engine: LlmDataDist, cache: Cache) -> None:
     with refused("LLM_PARAM_INVALID", "cluster 7"):
         engine.release(LEASE)
     for forged in (replace(lease, words=(LeaseWord("local", 0, 1),)), replace(lease, lease_id=9)):
-        with refused("LLM_PARAM_INVALID", "not as this engine has made it"):
+        with refused("LLM_PARAM_INVALID", "differs from the lease that this engine made"):
             engine.release(forged)
     engine.release(replace(lease, instance=bytes(16)))  # of the engine before a restart
     assert engine.leases() == [lease]
@@ -577,7 +577,7 @@ def test_a_move_that_fails_leaves_the_leases_where_they_are(
     assert not {*first.words, *second.words} & {word for lease in live for word in lease.words}
     for lease in (first, live[1]):
         leases.end(lease)
-    assert [it.standing for it in words] == [{}, {}]
+    assert [item.standing for item in words] == [{}, {}]
 
 
 def test_what_happens_to_a_lease_while_it_moves(
@@ -585,7 +585,7 @@ def test_what_happens_to_a_lease_while_it_moves(
 ) -> None:
     """Released, it stays so; a new deadline is that of its new place."""
     ended: SimpleQueue[tuple[int, LeaseEnd]] = SimpleQueue()
-    leases.on_released(lambda it, end: ended.put((it.lease_id, end)))
+    leases.on_released(lambda lease, end: ended.put((lease.lease_id, end)))
     released, renewed = (leases.begin(blocks, [block], "", 1e9) for block in (1, 2))
 
     def copy() -> None:
@@ -597,7 +597,7 @@ def test_what_happens_to_a_lease_while_it_moves(
     assert leases.live() == [moved]
     assert ended.get_nowait() == (released.lease_id, LeaseEnd.RELEASED)
     deadline = leases._deadlines[renewed.lease_id]
-    assert [it.standing for it in words] == [{word.slot: deadline} for word in moved.words]
+    assert [item.standing for item in words] == [{word.slot: deadline} for word in moved.words]
 
 
 def test_what_cannot_be_moved(engine: LlmDataDist, cache: Cache) -> None:
@@ -621,7 +621,7 @@ def test_what_cannot_be_moved(engine: LlmDataDist, cache: Cache) -> None:
     (moved,) = engine.moved(lease, {3: 4})
     forged = replace(lease, tag="other")
     for later in (forged, replace(moved, blocks=(1, 2)), replace(lease, moves=2)):
-        with refused("LLM_PARAM_INVALID", "is not as this engine has made it"):
+        with refused("LLM_PARAM_INVALID", "differs from the lease that this engine made"):
             engine.release(later)
     assert engine.fingerprint(lease) == engine.fingerprint(cache, [4, 5])
     engine.release(lease)
@@ -637,5 +637,5 @@ def test_a_lease_of_very_many_blocks_does_not_follow(engine: LlmDataDist) -> Non
     with refused("LLM_PARAM_INVALID", "lease 2 has 32769 blocks; peers follow leases of at most"):
         engine.moved(large, {5: 65_535})
     assert engine.leases() == [most, more]
-    assert [it.blocks[4] for it in engine.moved(most, {5: 65_535})] == [65_535]
+    assert [item.blocks[4] for item in engine.moved(most, {5: 65_535})] == [65_535]
     assert engine.moved(more, {5: 65_535}, follow=False) == [more]

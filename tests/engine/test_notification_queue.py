@@ -67,11 +67,15 @@ def test_a_sender_that_minds_no_window_gets_no_more_room(arrived: Notifications)
         arrived.deliver(1, b"x", flooding.receiving)
     assert other.flood() > 0
     found = list(arrived)
-    assert [int(it.data) for it in found if it.cluster_id == 1] == list(range(flooding.sent))
-    assert [int(it.data) for it in found if it.cluster_id == 2] == list(range(other.sent))
+    assert [
+        int(notification.data) for notification in found if notification.cluster_id == 1
+    ] == list(range(flooding.sent))
+    assert [
+        int(notification.data) for notification in found if notification.cluster_id == 2
+    ] == list(range(other.sent))
     assert not is_readable(arrived)
-    for it in (flooding, other):
-        it.close()
+    for value in (flooding, other):
+        value.close()
 
 
 @pytest.mark.parametrize("num_peers", [1, MAX_UNREAD // MAX_UNREAD_OF_ONE + 1])
@@ -87,16 +91,16 @@ def test_a_sender_is_told_how_much_room_is_left(arrived: Notifications, num_peer
 
 
 def test_all_senders_together_have_a_limit_too(arrived: Notifications) -> None:
-    senders = [Sender(arrived, it) for it in range(MAX_UNREAD // MAX_UNREAD_OF_ONE + 1)]
-    while sum([it.flood() for it in senders]):
+    senders = [Sender(arrived, index) for index in range(MAX_UNREAD // MAX_UNREAD_OF_ONE + 1)]
+    while sum([sender.flood() for sender in senders]):
         assert len(arrived) <= MAX_UNREAD
     assert len(arrived) == MAX_UNREAD
     with refused("LLM_LINK_BUSY", f"{MAX_UNREAD} notifications wait .* at most {MAX_UNREAD} can"):
         arrived.deliver(99, b"x", None)
     found = list(arrived)
-    assert len(found) == sum(it.sent for it in senders)
-    for it in senders:
-        it.close()
+    assert len(found) == sum(sender.sent for sender in senders)
+    for sender in senders:
+        sender.close()
 
 
 def test_nothing_is_kept_of_a_peer_whose_notifications_are_read(arrived: Notifications) -> None:
@@ -115,7 +119,7 @@ def test_what_comes_by_a_message_is_behind_what_came_directly(arrived: Notificat
     sender = Sender(arrived, 1)
     count = sender.flood()
     arrived.deliver(1, b"message", sender.receiving)
-    assert [it.data for it in arrived] == [*(b"%d" % i for i in range(count)), b"message"]
+    assert [item.data for item in arrived] == [*(b"%d" % i for i in range(count)), b"message"]
     sender.close()
 
 
@@ -149,7 +153,7 @@ def test_what_lies_there_is_kept_where_the_queue_is_full(arrived: Notifications)
         assert len(arrived) <= MAX_UNREAD_OF_ONE
     assert sender.sent > len(arrived) == MAX_UNREAD_OF_ONE
     arrived.detach(sender.receiving)
-    assert [int(it.data) for it in arrived] == list(range(sender.sent))
+    assert [int(item.data) for item in arrived] == list(range(sender.sent))
     sender.close()
 
 
@@ -188,7 +192,7 @@ def test_each_callback_gets_what_arrives_while_it_is_there(
             notification = Notification(1, b"%d" % number)
             arrived.deliver(*notification, None)
             if there:
-                assert [it.get(timeout=30) for it, _ in there] == [notification] * len(there)
+                assert [item.get(timeout=30) for item, _ in there] == [notification] * len(there)
             else:
                 waiting.append(notification)
     for _, remove in there:

@@ -41,7 +41,7 @@ def test_a_kernel_without_numa_has_none(tmp_path: Path) -> None:
         ({0: 1}, r"node=2 is out of range \[0, 0\]: this machine has 1 NUMA node \("),
         ({0: 1, 1: 1}, r"node=2 is out of range \[0, 1\]: this machine has 2 NUMA nodes \("),
         ({0: 1, 3: 1}, r"\[0, 3\]: this machine has 2 NUMA nodes, of which \[0, 3\] are online"),
-        ({}, r"node=2: the kernel of this machine does not know of NUMA nodes"),
+        ({}, r"node=2: the kernel of this machine does not list NUMA nodes"),
     ],
 )
 def test_a_node_that_is_not_there_is_refused(nodes: dict[int, int], why: str) -> None:

@@ -103,7 +103,7 @@ def test_the_environment_is_no_other_role(monkeypatch: pytest.MonkeyPatch) -> No
         assert engine.listen_address is not None
         engine.set_role(LlmRole.DECODER, {"ListenIpInfo": ""})
         assert not engine.listen_address
-        with refused(INVALID, "of set_role may hold ListenIpInfo only"):
+        with refused(INVALID, "of set_role may hold only ListenIpInfo"):
             engine.set_role(LlmRole.DECODER, {"kvplan.max_links": "3"})
 
 

@@ -60,7 +60,7 @@ def test_the_constants_of_the_header_are_keys():
 
 
 def test_every_field_has_a_key():
-    fields = {it.name for it in dataclasses.fields(Options)}
+    fields = {field.name for field in dataclasses.fields(Options)}
     assert fields == {row.field for row in option_rows.ROWS}
 
 
@@ -118,7 +118,7 @@ def test_an_unknown_key_is_warned_of_with_the_nearest(key, near):
 )
 def test_a_key_that_is_nearly_where_to_listen_is_refused(key):
     with refused(
-        "LLM_PARAM_INVALID", f"option '{key}' is unknown.*listen nowhere.*'llm.ListenIpInfo'"
+        "LLM_PARAM_INVALID", f"option '{key}' is unknown.*to listen at.*'llm.ListenIpInfo'"
     ):
         Options.of({key: "127.0.0.1:0"})
 

@@ -76,32 +76,32 @@ TestPoolMachine = PoolMachine.TestCase
 
 
 def test_exhaustion_names_what_was_asked_and_what_is_free():
-    it = pool(8)
-    spans: list[object] = [it.take(PAGE) for _ in range(8)]
+    item = pool(8)
+    spans: list[object] = [item.take(PAGE) for _ in range(8)]
     exhausted = "LLM_OUT_OF_MEMORY"
     with refused(exhausted, "1 bytes were asked for; .* 8192, 0 are free in 0 spans.* of 0"):
-        it.take(1)
+        item.take(1)
     for freed in (1, 2, 3, 6):
         spans[freed] = None
     with refused(exhausted, "5000 bytes were asked for; .*, 4096 are free in 2 spans.* of 3072"):
-        it.take(5000)
-    assert it.take(3 * PAGE)
+        item.take(5000)
+    assert item.take(3 * PAGE)
 
 
 def test_all_of_it_can_be_had_again_and_again():
-    it = pool()
+    item = pool()
     for _ in range(50):
-        spans = [it.take(2 * PAGE) for _ in range(PAGES // 2)]
-        assert it.free_nbytes == 0
+        spans = [item.take(2 * PAGE) for _ in range(PAGES // 2)]
+        assert item.free_nbytes == 0
         spans.reverse()
         del spans
-        whole = it.take(PAGES * PAGE)
+        whole = item.take(PAGES * PAGE)
         del whole
 
 
 def test_a_part_of_a_page_is_not_used():
-    it = Pool(Arena(2 * PAGE + 7), page_shift=10)
-    assert it.nbytes == it.free_nbytes == 2 * PAGE
+    array = Pool(Arena(2 * PAGE + 7), page_shift=10)
+    assert array.nbytes == array.free_nbytes == 2 * PAGE
 
 
 def test_a_span_outlives_its_pool():

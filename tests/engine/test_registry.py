@@ -58,7 +58,7 @@ def test_peers_reach_what_is_offered_until_it_is_freed(registry, transport, chan
     assert changes == [[1], []]
     with refused("LLM_KV_CACHE_NOT_EXIST", "deregistered"):
         remote.check()
-    with refused("LLM_KV_CACHE_NOT_EXIST", r"cache_id=1 is not here; there are \[\]"):
+    with refused("LLM_KV_CACHE_NOT_EXIST", r"cache_id=1 does not exist; known are \[\]"):
         registry.get(1)
 
 
@@ -374,9 +374,9 @@ def test_addresses_are_looked_up_once_when_they_are_registered(registry):
 def test_a_signal_handler_may_unregister_too(registry, same):
     """The same cache or another, at any line of what it interrupts."""
     functions = [CacheRegistry.unregister, *vars(PendingDeregistrations).values()]
-    inside = [it.__code__ for it in functions if hasattr(it, "__code__")]
+    inside = [function.__code__ for function in functions if hasattr(function, "__code__")]
     # The comprehension is a function of its own before Python 3.12.
-    inside += [it for code in inside for it in code.co_consts if isinstance(it, CodeType)]
+    inside += [const for code in inside for const in code.co_consts if isinstance(const, CodeType)]
     for line in range(1, 100):
         first, second = (
             registry.register(SLOTS, tensors(), paged=False).cache.cache_id for _ in range(2)

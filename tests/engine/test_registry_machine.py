@@ -77,14 +77,14 @@ class RegistryMachine(RuleBasedStateMachine):
         fill(entry)
         self.caches.append(model)
         self.bound |= dict.fromkeys(keys, model)
-        self.pulled |= {it: set() for it in keys}
+        self.pulled |= {key: set() for key in keys}
 
     def make(self, paged: bool, pages: int, numbers: list[int], owned: bool) -> None:
         desc = CacheDesc(TENSORS, (4, pages * PAGE // 4 // TENSORS), DataType.DT_UINT8)
         keys: list[Any] = [CacheKey(1, number) for number in numbers]
         if paged:
             keys = [BlocksCacheKey(1, number) for number in numbers[:1]]
-        taken = len(set(keys)) < len(keys) or any(it in self.bound for it in keys)
+        taken = len(set(keys)) < len(keys) or any(key in self.bound for key in keys)
         self.attempts += 1
         if owned:
             entry, status = tried(lambda: self.registry.allocate(desc, paged=paged, keys=keys))
@@ -111,12 +111,12 @@ class RegistryMachine(RuleBasedStateMachine):
         self.make(paged, 1, numbers, owned=False)
 
     def some(self, data: Any, wanted: Any) -> Model | None:
-        found = [it for it in self.caches if wanted(it)]
+        found = [cache for cache in self.caches if wanted(cache)]
         return data.draw(st.sampled_from(found)) if found else None
 
     @rule(data=st.data())
     def deallocate(self, data: Any) -> None:
-        if model := self.some(data, lambda it: it.pages):
+        if model := self.some(data, lambda value: value.pages):
             self.registry.deallocate(model.cache_id)
             model.by_id = False
             if model.paged:
@@ -124,21 +124,21 @@ class RegistryMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def unregister(self, data: Any) -> None:
-        if model := self.some(data, lambda it: not it.pages):
+        if model := self.some(data, lambda value: not value.pages):
             self.registry.unregister(model.cache_id)
             model.by_id = False
             self.forget_keys(model)
             model.claims.clear()
 
     def forget_keys(self, model: Model) -> None:
-        for it in model.keys:
-            del self.bound[it]
+        for key in model.keys:
+            del self.bound[key]
         model.keys.clear()
 
     @rule(number=st.integers(0, 4))
     def remove_key(self, number: int) -> None:
-        it = CacheKey(3, number)
-        self.registry.remove_key(it)
+        key = CacheKey(3, number)
+        self.registry.remove_key(key)
         model = self.bound.get(CacheKey(1, number))
         if model is not None and model.pages:
             del self.bound[CacheKey(1, number)]
@@ -146,10 +146,10 @@ class RegistryMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 4), holder=st.sampled_from("ab"))
     def claim(self, number: int, holder: str) -> None:
-        it = CacheKey(1, number)
-        model = self.bound.get(it)
+        item = CacheKey(1, number)
+        model = self.bound.get(item)
         others = {
-            who for key, owner, who in self.claims.values() if (key, owner) == (it, model)
+            who for key, owner, who in self.claims.values() if (key, owner) == (item, model)
         } - {holder}
         claim, status = tried(lambda: self.registry.claim(CacheKey(8, number), holder))
         if model is None:
@@ -160,7 +160,7 @@ class RegistryMachine(RuleBasedStateMachine):
             return
         assert claim is not None
         assert claim.entry.cache.cache_id == model.cache_id
-        self.claims[claim.claim_id] = (it, model, holder)
+        self.claims[claim.claim_id] = (item, model, holder)
         model.claims.add(claim.claim_id)
 
     @rule(data=st.data(), tensors=st.sampled_from([None, range(1), range(1, 2), range(2)]))
@@ -168,14 +168,14 @@ class RegistryMachine(RuleBasedStateMachine):
         if not self.claims:
             return
         claim_id = data.draw(st.sampled_from(sorted(self.claims)))
-        it, model, _ = self.claims.pop(claim_id)
+        item, model, _ = self.claims.pop(claim_id)
         self.registry.release(claim_id, tensors)
         model.claims.discard(claim_id)
-        if model.pages and self.bound.get(it) is model:
-            self.pulled[it] |= set(tensors or ())
-            if len(self.pulled[it]) == TENSORS:
-                del self.bound[it]
-                model.keys.discard(it)
+        if model.pages and self.bound.get(item) is model:
+            self.pulled[item] |= set(tensors or ())
+            if len(self.pulled[item]) == TENSORS:
+                del self.bound[item]
+                model.keys.discard(item)
 
     @rule(holder=st.sampled_from("ab"))
     def release_holder(self, holder: str) -> None:
@@ -187,18 +187,18 @@ class RegistryMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def start_transfer(self, data: Any) -> None:
-        if model := self.some(data, lambda it: it.by_id):
+        if model := self.some(data, lambda value: value.by_id):
             entry = self.registry.get(model.cache_id)
             model.in_flight += tensor_arrays(entry.cache.cache_desc, entry.memory)
 
     @rule(data=st.data())
     def end_transfers(self, data: Any) -> None:
-        if model := self.some(data, lambda it: it.in_flight):
+        if model := self.some(data, lambda value: value.in_flight):
             model.in_flight.clear()
 
     def free_pages(self) -> int:
-        self.caches = [it for it in self.caches if it.lives or it.in_flight]
-        return PAGES - sum(it.pages for it in self.caches)
+        self.caches = [cache for cache in self.caches if cache.lives or cache.in_flight]
+        return PAGES - sum(cache.pages for cache in self.caches)
 
     @invariant()
     def everything_freed_is_free_and_nothing_else(self) -> None:
@@ -206,11 +206,11 @@ class RegistryMachine(RuleBasedStateMachine):
 
     @invariant()
     def peers_see_what_lives_by_id(self) -> None:
-        ids = {it.cache_id for it in self.caches if it.by_id}
+        ids = {cache.cache_id for cache in self.caches if cache.by_id}
         assert self.registry.offered().keys() == self.offered.keys() == ids
-        living = {it.cache.cache_id: by_id for it, by_id in self.registry.entries()}
-        kept = [it for it in self.caches if it.by_id or (it.lives and it.pages)]
-        assert living == {it.cache_id: it.by_id for it in kept}
+        living = {item.cache.cache_id: by_id for item, by_id in self.registry.entries()}
+        kept = [cache for cache in self.caches if cache.by_id or (cache.lives and cache.pages)]
+        assert living == {cache.cache_id: cache.by_id for cache in kept}
         assert list(living) == sorted(living)
         for entry in self.offered.values():
             as_peer(self.transport, entry).check()
@@ -219,15 +219,15 @@ class RegistryMachine(RuleBasedStateMachine):
     def addresses_find_what_lives_by_id(self) -> None:
         """Asked after each change, so that an index of before would be found."""
         extents = self.registry.address_index().extents
-        living = [self.registry.get(it.cache_id) for it in self.caches if it.by_id]
+        living = [self.registry.get(cache.cache_id) for cache in self.caches if cache.by_id]
         assert len(extents) == TENSORS * len(living)
-        assert {id(it.cache) for it in extents} == {*map(id, living)}
+        assert {id(extent.cache) for extent in extents} == {*map(id, living)}
 
     @invariant()
     def what_lives_is_registered_and_nothing_else(self) -> None:
         ranges = len(Metadata.from_bytes(self.transport.metadata()).ranges)
-        owned = [it for it in self.caches if it.lives and it.pages]
-        registered = [it for it in self.caches if it.by_id and not it.pages]
+        owned = [cache for cache in self.caches if cache.lives and cache.pages]
+        registered = [cache for cache in self.caches if cache.by_id and not cache.pages]
         assert len(owned) + len(registered) <= ranges <= len(owned) + TENSORS * len(registered)
 
     @invariant()

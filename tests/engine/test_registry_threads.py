@@ -38,7 +38,7 @@ def in_threads(work: Callable[[int], _T]) -> list[_T]:
         return work(number)
 
     with ThreadPoolExecutor(THREADS) as threads:
-        return [it.result(60) for it in [threads.submit(run, i) for i in range(THREADS)]]
+        return [task.result(60) for task in [threads.submit(run, i) for i in range(THREADS)]]
 
 
 def made(transport: LocalTransport) -> CacheRegistry:
@@ -75,7 +75,7 @@ def test_caches_come_and_go_in_all_threads():
 
     with LocalTransport() as transport:
         registry = made(transport)
-        ids = [it for one in in_threads(work) for it in one]
+        ids = [item for one in in_threads(work) for item in one]
         assert len(ids) == len(set(ids)) == THREADS * ROUNDS
         gc.collect()
         assert registry.entries() == []
@@ -161,7 +161,7 @@ def test_a_cache_that_another_thread_is_ending_is_waited_for(call: str) -> None:
             SLOTS, [np.zeros(SLOTS.shape, np.uint8) for _ in range(2)], paged=False
         )
         cache_id, events = entry.cache.cache_id, transport.events
-        calls = {"unregister": registry.unregister, "renew": lambda it: registry.renew([it])}
+        calls = {"unregister": registry.unregister, "renew": lambda value: registry.renew([value])}
         try:
             first = threads.submit(calls[call], cache_id)
             assert events.get(timeout=30) == "waits"
@@ -170,7 +170,7 @@ def test_a_cache_that_another_thread_is_ending_is_waited_for(call: str) -> None:
             assert events.get(timeout=30) == "waits"
         finally:
             transport.sent.set()
-        assert [it.result(30) for it in (first, second)] == [None, None]
+        assert [engine.result(30) for engine in (first, second)] == [None, None]
         assert registry.offered() == {}
         registry.unregister(cache_id)
         assert transport.metadata() == transport.metadata([])

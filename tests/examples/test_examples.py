@@ -61,6 +61,15 @@ SHOWN = {
         "layer 1: 64 of 75 tokens in 8 blocks",
         "after the eviction: lease 1 of prompt 1 was released",
     ],
+    "why_is_it_wrong": [
+        "cmpl-2: DONE, the answer is 0085e81e: WRONG, alone it is 5e6b4fdc",
+        "4 of 12 sums differ from",
+        "layer 0, run 1: block 1 > block 6: ",
+        "8 of 12 sums differ from",
+        "layer 0, run 0: block 1 > block 5: ",
+        "layers: 12 of 12 runs differ; the first is layer 0, run 0: block 3 > block 0 in A, and ",
+        "layer 0, run 0 from layer 1:",
+    ],
     "torch_tensors": ["layer 3: 75 tokens in 10 blocks, and nothing else is written"],
 }
 """What each that is one program prints, among other things."""
@@ -112,6 +121,7 @@ def test_says_what_it_is_about(
         ("lmcache_chunks", "Rows(cache, MINE)", "Rows(cache, MINE[::-1])"),
         ("role_switch", "cache, ALL, ALL)", "cache, ALL, ALL[::-1])"),
         ("asyncio_service", "1_000 * tensor + block", "1_000 * tensor + block + (block == 63)"),
+        ("why_is_it_wrong", "table[1], table[0]", "table[0], table[1]"),  # nothing is swapped
         ("asyncio_service", "DEADLINE_S = 5.0", "DEADLINE_S = 0.0"),  # a client waits for none
         pytest.param(
             "torch_tensors",

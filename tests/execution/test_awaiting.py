@@ -43,12 +43,13 @@ def tensors(value: int) -> list[np.ndarray]:
 
 
 def test_the_result_of_await_is_none():
-    dst = tensors(2)
+    held, dst = [], tensors(2)
 
     async def main():
-        with Transfers(wrap=lambda backend: delay(backend, 20)) as transfers:
+        with Transfers(1, wrap=lambda backend: held.append(hold(backend)) or held[0]) as transfers:
             task = transfers.submit(PLAN, tensors(1), dst)
             assert not task.done
+            asyncio.get_running_loop().call_soon(let_go, held[0])
             assert await task is None
             assert await task is None  # done: no thread, no waiting
 
@@ -126,7 +127,7 @@ def test_ten_thousand_awaits_cost_no_thread():
             await asyncio.sleep(0)  # from here on there is the thread for all tasks of the process
             before = Held.now()
             tasks = [transfers.submit(plan, src, dst) for _ in range(10_000)]
-            awaits = [asyncio.ensure_future(it) for it in tasks]
+            awaits = [asyncio.ensure_future(task) for task in tasks]
             await asyncio.sleep(0)
             assert not tasks[0].done
             assert not tasks[-1].done
@@ -144,7 +145,7 @@ def test_loops_of_several_threads_await_the_same_tasks():
         awaiting = threading.Barrier(3)
 
         async def main():
-            awaits = [asyncio.ensure_future(it) for it in tasks]
+            awaits = [asyncio.ensure_future(task) for task in tasks]
             await asyncio.sleep(0)
             awaiting.wait(30)
             return await asyncio.gather(*awaits)
@@ -153,7 +154,7 @@ def test_loops_of_several_threads_await_the_same_tasks():
             loops = [threads.submit(asyncio.run, main()) for _ in range(2)]
             awaiting.wait(30)
             open_all()
-            assert [it.result(30) for it in loops] == [[None] * 20] * 2
+            assert [loop.result(30) for loop in loops] == [[None] * 20] * 2
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -329,7 +330,7 @@ def test_calls_aside_share_threads_that_end_when_no_call_comes():
     for _ in range(50):
         run_aside(lambda: threads.put(threading.current_thread()))
     made_by = {threads.get(timeout=10) for _ in range(50)}
-    assert {it.name for it in made_by} == {"kvplan-aside"}
+    assert {item.name for item in made_by} == {"kvplan-aside"}
     assert len(made_by) <= 32
     before.check_new_threads(set())
 

@@ -72,15 +72,15 @@ class Traced:
     def asked(self) -> list[int]:
         """The answers of `block_stream`."""
         lines = map(json.loads, self.file.read_text().splitlines())
-        return [it["status"] for it in lines if it["call"] == "block_stream"]
+        return [line["status"] for line in lines if line["call"] == "block_stream"]
 
 
 @pytest.fixture
 def traced(tmp_path: Path) -> Iterator[Traced]:
     made = Traced(tmp_path / "calls")
     yield made
-    for it in made.transfers:
-        it.close(cancel=True)
+    for transfer in made.transfers:
+        transfer.close(cancel=True)
     os.close(made.fd)
 
 
@@ -163,7 +163,7 @@ def test_a_signal_ends_the_wait_and_not_the_transfer(traced: Traced) -> None:
 
 
 def test_a_failed_transfer_holds_no_stream(traced: Traced) -> None:
-    transfers = Transfers(wrap=lambda it: streams(fail_at(it, 0), status=KVN_FAILED))
+    transfers = Transfers(wrap=lambda value: streams(fail_at(value, 0), status=KVN_FAILED))
     task = transfers.submit(PLAN, memory(), memory(), stream_of=stream_of)
     assert task.wait_done(FOREVER)
     task.block_stream(STREAM)
@@ -174,7 +174,7 @@ def test_a_failed_transfer_holds_no_stream(traced: Traced) -> None:
 @pytest.mark.parametrize("ms", [0, FOREVER])
 def test_bytes_that_the_host_moves(ms: float) -> None:
     """Whether they have arrived or not: what works now and then is no use to a program."""
-    with Transfers(wrap=lambda it: delay(it, ms)) as transfers:
+    with Transfers(wrap=lambda value: delay(value, ms)) as transfers:
         task = transfers.submit(PLAN, memory(), memory(), stream_of=stream_of)
         if not ms:
             task.wait()

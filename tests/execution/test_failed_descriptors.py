@@ -29,15 +29,19 @@ FP16 = DataType.DT_FLOAT16
 
 def cache(axes: str, tensors: int, layers: range, heads: range, **lengths: int) -> CacheDesc:
     lengths = {"layer": len(layers), "kv": 2, "head": len(heads), "dim": 4} | lengths
-    shape = tuple(lengths[it] for it in axes.split())
+    shape = tuple(lengths[word] for word in axes.split())
     return CacheDesc(tensors, shape, FP16, kv_tensor_format=axes, shard=Shard(layers, heads, 6, 8))
 
 
 def fails_at(plan: Plan, descriptor: int) -> tuple[LLMException, TransferTask]:
 
     def zeros(name: str) -> list[np.ndarray]:
-        sides = [getattr(it, name) for it in plan.parts]
-        return [np.zeros(it.tensor_nbytes, np.uint8) for it in sides for _ in range(it.num_tensors)]
+        sides = [getattr(part, name) for part in plan.parts]
+        return [
+            np.zeros(side.tensor_nbytes, np.uint8)
+            for side in sides
+            for _ in range(side.num_tensors)
+        ]
 
     with Transfers(wrap=lambda backend: fail_at(backend, descriptor)) as transfers:
         task = transfers.submit(plan, zeros("src"), zeros("dst"))
@@ -116,12 +120,12 @@ WHOLE = kvplan.plan(Transfer(Rows(BLOCKS, [5, 2]), Rows(BLOCKS, [1, 4])), local=
 def test_each_group_counts_its_own_descriptors(descriptor: int) -> None:
     error, task = fails_at(joined({"whole": WHOLE, "split": SPLIT}), descriptor)
     assert error.unconfirmed == ((descriptor, 14),)
-    done = [min(2, descriptor), *(min(4, max(0, descriptor - it)) for it in (2, 6, 10))]
+    done = [min(2, descriptor), *(min(4, max(0, descriptor - number)) for number in (2, 6, 10))]
     assert re.findall(r"^part .*| (\d+/\d+) desc", task.explain(), re.MULTILINE) == [
         "",
         f"{done[0]}/2",
         "",
-        *(f"{it}/4" for it in done[1:]),
+        *(f"{item}/4" for item in done[1:]),
     ]
 
 

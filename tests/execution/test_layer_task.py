@@ -102,7 +102,7 @@ def test_a_layer_moves_when_it_is_ready_and_not_before(transfers):
             src[tensor][:] = layer  # the final values, at the last moment
         task.ready(layer)
         assert_equal(dst, expected(PLAN, src, moved))
-        waiting = tuple(it for it in task.layers if it not in moved)
+        waiting = tuple(item for item in task.layers if item not in moved)
         assert task.progress() == LayerProgress(waiting, (), tuple(sorted(moved)), ())
         assert not task.done
     task.ready(2)

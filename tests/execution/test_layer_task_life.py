@@ -170,7 +170,7 @@ class TestDropped:
                         said.append(str(error))
                 del task, call
                 gc.collect()
-            sending.send((said, [str(it.message) for it in caught]))
+            sending.send((said, [str(item.message) for item in caught]))
 
         process = context.Process(target=child)
         process.start()

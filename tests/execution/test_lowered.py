@@ -57,7 +57,7 @@ class Request(NamedTuple):
         return lower_natively(requests, *self[:-1], **self.more)
 
     def planned(self) -> tuple[Plan, Descriptors]:
-        more = {name: it for name, it in self.more.items() if name != "by_layer"}
+        more = {name: item for name, item in self.more.items() if name != "by_layer"}
         part = plan_rows(
             self.operation, self.kind, self.source, self.target, self.src_rows, self.dst_rows,
             self.ext_param, self.more.get("by_layer", False), **more,
@@ -67,7 +67,7 @@ class Request(NamedTuple):
 
 
 def columns(descriptors: Descriptors) -> list[list[int]]:
-    return [getattr(descriptors, it).tolist() for it in ("src", "dst", "nbytes")]
+    return [getattr(descriptors, name).tolist() for name in ("src", "dst", "nbytes")]
 
 
 def memory(cache: Side) -> HostMemory:
@@ -107,9 +107,11 @@ def assert_lowered_as_planned(request: Request) -> None:
     assert lowered.by_rows == part.by_rows
 
 
-forms = st.sampled_from([list, tuple, RequestBlocks, np.array, lambda it: np.array(it, np.int32)])
+forms = st.sampled_from(
+    [list, tuple, RequestBlocks, np.array, lambda value: np.array(value, np.int32)]
+)
 layer_ranges = st.none() | st.tuples(st.integers(0, 2), st.integers(1, 3)).map(
-    lambda it: range(it[0], sum(it))
+    lambda value: range(value[0], sum(value))
 )
 
 
@@ -165,13 +167,15 @@ def requests_of_unlike(draw: st.DrawFn) -> Request | None:
     src, dst = draw(pairs(kind))
     try:
         source, target = (
-            side(name, it.desc, paged=it.row == "block")
-            for name, it in (("src", src), ("dst", dst))
+            side(name, item.desc, paged=item.row == "block")
+            for name, item in (("src", src), ("dst", dst))
         )
     except (LLMException, ValueError):  # no tensor has part of a byte
         return None
     src_rows, dst_rows = draw(tables(src, distinct=False)), draw(tables(dst, distinct=True))
-    tokens = [draw(st.integers(0, it.tokens)) if draw(st.booleans()) else 0 for it in (src, dst)]
+    tokens = [
+        draw(st.integers(0, item.tokens)) if draw(st.booleans()) else 0 for item in (src, dst)
+    ]
     if kind == "C2C":  # which begins at the first token
         tokens = [0, 0]
     num_tokens: int | None = draw(st.integers(0, 30) | st.none())
@@ -201,8 +205,8 @@ def requests_of_unlike(draw: st.DrawFn) -> Request | None:
     source_memory = memory(source)
     is_one = src == dst and draw(st.booleans())
     given_rows = (
-        draw(forms)(it) if cache.row == "block" else tuple(it)
-        for it, cache in ((src_rows, src), (dst_rows, dst))
+        draw(forms)(item) if cache.row == "block" else tuple(item)
+        for item, cache in ((src_rows, src), (dst_rows, dst))
     )
     return Request(
         draw(st.sampled_from(OPERATIONS[kind])),
@@ -285,10 +289,14 @@ def test_rows_of_no_known_layout_are_lowered_as_their_plans(
     more = {"by_layer": by_layer, "reinterpret": reinterpret}
     layers = transfer.transfer.layers
     ranges = layers.src_layer_range, layers.dst_layer_range
-    if any(isinstance(it, tuple) for it in ranges):  # another way to write what ranges say
+    if any(isinstance(span, tuple) for span in ranges):  # another way to write what ranges say
         ranges = tuple(  # type: ignore[assignment]
-            it if not isinstance(it, tuple) else None if it[0] < 0 else range(it[0], it[1] + 1)
-            for it in ranges
+            span
+            if not isinstance(span, tuple)
+            else None
+            if span[0] < 0
+            else range(span[0], span[1] + 1)
+            for span in ranges
         )
         layers = KvCacheExtParam(*ranges, layers.tensor_num_per_layer)
     memories = memory(source), memory(target)
@@ -352,8 +360,8 @@ def test_sources_that_are_read_twice_are_ordered_by_their_destinations(
 ) -> None:
     """However many bytes of the offsets differ."""
     src, dst = blocks_of(src_rows, *NHD, tokens=1), blocks_of(dst_rows, *NHD, tokens=1)
-    read = [it * (src_rows // 14) for it in (*range(14, -1, -1), *range(15)) if it < 14]
-    written = [it * (dst_rows // 30) for it in range(len(read), 0, -1)]
+    read = [value * (src_rows // 14) for value in (*range(14, -1, -1), *range(15)) if value < 14]
+    written = [index * (dst_rows // 30) for index in range(len(read), 0, -1)]
     assert copied(src, dst, read, written) is not None
 
 
@@ -376,7 +384,7 @@ def test_keys_and_values_are_paired_apart_only_where_more_than_two_axes_are_left
     model = Model(2, 2, 2, 2, DataType.DT_INT8)
     orders = ("kv", "token", "head"), ("token", "kv", "head"), ("head", "token", "kv")
     first, second, third = (
-        Cache(model, ("block", *it, "dim"), 9, 4, range(2), range(2)) for it in orders
+        Cache(model, ("block", *order, "dim"), 9, 4, range(2), range(2)) for order in orders
     )
     for src, dst, split in ((first, second, ()), (second, first, ()), (first, third, ("kv",))):
         lowered = copied(src, dst, [7, 5], [3, 8], num_tokens=num_tokens)
@@ -401,7 +409,7 @@ VARIED: list[dict[str, Any]] = [
 def test_what_is_known_of_two_memories_is_of_no_other_request(before: dict[str, Any]) -> None:
     """Neither of other heads, nor of other layers, nor of what is copied as bytes."""
     (source, src), (target, dst) = (
-        (it := side("it", cache.desc, paged=True), memory(it))
+        (item := side("it", cache.desc, paged=True), memory(item))
         for cache in (blocks_of(9, *NHD), blocks_of(9, *HND))
     )
     arguments = "pull_blocks", "B2B", source, target, src, dst, [7, 5], [3, 8]
@@ -412,7 +420,7 @@ def test_what_is_known_of_two_memories_is_of_no_other_request(before: dict[str, 
     for varied in VARIED:
         known = RowRequests()
         request(**before).bound(known)
-        found, alone = (request(**varied).bound(it) for it in (known, RowRequests()))
+        found, alone = (request(**varied).bound(value) for value in (known, RowRequests()))
         assert (found is None) == (alone is None), varied
         if found is not None and alone is not None:
             assert columns(found[1]) == columns(alone[1]), varied

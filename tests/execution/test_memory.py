@@ -213,7 +213,7 @@ def test_the_permutation_that_a_refusal_names_is_contiguous(order):
             HostMemory.from_arrays([given])
         axes = re.search(r"permuted by \(([0-9, ]+)\)", str(caught.value))
         assert axes is not None
-        turned = array.transpose([int(it) for it in axes[1].split(",")])
+        turned = array.transpose([int(word) for word in axes[1].split(",")])
         assert HostMemory.from_arrays([turned]).nbytes.tolist() == [240]
         assert f"of shape {turned.shape}" in str(caught.value)
 
@@ -234,7 +234,7 @@ class TestMemoryThatIsTakenBack:
             take_back(memory, "its owner needs it")
             ended.append("taken")
 
-        threads = [threading.Thread(target=it) for it in (use, take)]
+        threads = [threading.Thread(target=value) for value in (use, take)]
         threads[0].start()
         assert began.wait(30)
         threads[1].start()
@@ -244,8 +244,8 @@ class TestMemoryThatIsTakenBack:
             pytest.fail("it was taken back before")
         assert not ended
         goes_on.set()
-        for it in threads:
-            it.join()
+        for thread in threads:
+            thread.join()
         assert ended == ["use", "taken"]
 
     def test_by_the_thread_that_uses_it(self) -> None:

@@ -85,7 +85,7 @@ def test_a_tensor_given_twice_is_written_twice_where_one_side_is_split(axes):
     dst = CacheDesc(2, (3, 4, 2, 8), DataType.DT_UINT8, kv_tensor_format="NHD", shard=shard)
     plan = kvplan.plan(Transfer(Rows(src, [0, 2]), Rows(dst, [1, 0])), local="dst")
     assert plan.part.split
-    source, one, two = (np.zeros(it, np.uint8) for it in (src.shape, dst.shape, dst.shape))
+    source, one, two = (np.zeros(value, np.uint8) for value in (src.shape, dst.shape, dst.shape))
     kvplan.execute(plan, [source], [one, two])
     with refused("LLM_PARAM_INVALID", "dst tensors overlap in memory: .* write the same bytes"):
         kvplan.execute(plan, [source], [one, one])
@@ -101,7 +101,7 @@ def test_groups_that_share_a_tensor_by_ranges_of_layers_write_it_once(
 ) -> None:
     """The layer that a group writes is not the first of its tensors, and another's is."""
     one = kvplan.KvCacheExtParam(tensor_num_per_layer=1)
-    last, first = (replace(one, dst_layer_range=range(it, it + 1)) for it in (1, 0))
+    last, first = (replace(one, dst_layer_range=range(number, number + 1)) for number in (1, 0))
     layer = CacheDesc(1, (ROWS, ROW), DataType.DT_UINT8)
     plans = {
         "last": kvplan.plan(Transfer(Rows(layer, [0]), Rows(DESC, [0]), layers=last), local="dst"),
@@ -116,8 +116,11 @@ def test_groups_that_share_a_tensor_by_ranges_of_layers_write_it_once(
     }
     targets = {"last": [unused, shared], "first": [shared, other]}
     names = sorted(plans, reverse=swapped)
-    plan = joined({it: plans[it] for it in names})
-    arguments = [sources[it] for it in names], [array for it in names for array in targets[it]]
+    plan = joined({name: plans[name] for name in names})
+    arguments = (
+        [sources[name] for name in names],
+        [array for name in names for array in targets[name]],
+    )
     if not accepted:
         with refused("LLM_PARAM_INVALID", "write the same bytes"):
             kvplan.execute(plan, *arguments)
@@ -142,17 +145,17 @@ def test_a_group_that_has_less_of_a_tensor_hides_nothing_that_others_write_behin
     names = sorted(targets, reverse=swapped)
     plan = joined(
         {
-            it: kvplan.plan(
+            name: kvplan.plan(
                 Transfer(
                     Rows(source, [0]),
-                    Rows(CacheDesc(1, targets[it].shape, DataType.DT_UINT8), [blocks[it]]),
+                    Rows(CacheDesc(1, targets[name].shape, DataType.DT_UINT8), [blocks[name]]),
                 ),
                 local="dst",
             )
-            for it in names
+            for name in names
         }
     )
-    arguments = [np.ones((1, ROW), np.uint8)] * 3, [targets[it] for it in names]
+    arguments = [np.ones((1, ROW), np.uint8)] * 3, [targets[name] for name in names]
     if accepted:
         kvplan.execute(plan, *arguments)
         assert heap.min(axis=1).tolist() == [1, 0, 1, 1]

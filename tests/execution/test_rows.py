@@ -47,14 +47,16 @@ def cache(rows: int, tensors: int = 2, *, paged: bool = True, **changes: Any) ->
 
 
 def columns(descriptors: Descriptors) -> list[list[int]]:
-    return [getattr(descriptors, it).tolist() for it in ("src", "dst", "nbytes")]
+    return [getattr(descriptors, name).tolist() for name in ("src", "dst", "nbytes")]
 
 
 rows = st.integers(-2, 40)
 tables = st.lists(rows, min_size=0, max_size=90) | st.lists(
     st.integers(0, 30), min_size=1, max_size=30, unique=True
 )
-runs = st.tuples(st.integers(0, 20), st.integers(1, 12)).map(lambda it: [*range(it[0], sum(it))])
+runs = st.tuples(st.integers(0, 20), st.integers(1, 12)).map(
+    lambda item: [*range(item[0], sum(item))]
+)
 
 
 def unaligned(table: list[int]) -> NDArray[np.int64]:
@@ -64,7 +66,7 @@ def unaligned(table: list[int]) -> NDArray[np.int64]:
 
 
 forms = st.sampled_from(
-    [list, tuple, np.array, lambda it: np.array(it, np.int64)[::-1][::-1], unaligned]
+    [list, tuple, np.array, lambda item: np.array(item, np.int64)[::-1][::-1], unaligned]
 )
 
 
@@ -157,7 +159,7 @@ def test_layers_that_are_equal_to_others_and_refused_are_left_to_the_planner() -
 def test_copies_inside_a_cache_are_lowered_as_their_plan_is(blocks: dict[int, list[int]]) -> None:
     """What is read and written is left to the planner, which takes a block to itself."""
     own, memory = cache(9)
-    read = [it for it, to in blocks.items() for _ in to]
+    read = [block for block, to in blocks.items() for _ in to]
     written = [*chain(*blocks.values())]
     bound = lower_natively(
         RowRequests(), "copy_blocks", "B2B", own, own, memory, memory, read, written
@@ -190,7 +192,7 @@ def test_hostile_block_tables_are_left_to_the_planner(
     src_rows: list[int] = [random.randrange(src_count) for _ in range(count)]
     dst_rows = random.sample(range(max(count, dst_count)), count)
     if is_one and random.random() < 0.8:
-        src_rows = [it for it in src_rows if it not in dst_rows] or src_rows
+        src_rows = [row for row in src_rows if row not in dst_rows] or src_rows
         dst_rows = dst_rows[: len(src_rows)]
     for _ in range(min(wrong, count)):
         table = random.choice([src_rows, dst_rows])
@@ -198,13 +200,13 @@ def test_hostile_block_tables_are_left_to_the_planner(
             value = random.choice([*HOSTILE, src_count, dst_count, *src_rows, *dst_rows])
             table[random.randrange(len(table))] = value
     bases = np.array([1 << 40], np.uint64), np.array([1 << 50], np.uint64)
-    sides = [(it, 1, stride, stride, 0, False) for it in (src_count, dst_count)]
+    sides = [(item, 1, stride, stride, 0, False) for item in (src_count, dst_count)]
     nbytes = src_count * stride, dst_count * stride
     lowers = RowLowering(*bases, *sides, stride, (), None, *nbytes, is_one, True)
     good = (
         len(src_rows) > 0
-        and all(type(it) is int and 0 <= it < src_count for it in src_rows)
-        and all(type(it) is int and 0 <= it < dst_count for it in dst_rows)
+        and all(type(row) is int and 0 <= row < src_count for row in src_rows)
+        and all(type(row) is int and 0 <= row < dst_count for row in dst_rows)
         and len({*dst_rows}) == len(dst_rows)
         and not (is_one and {*src_rows} & {*dst_rows})
     )
@@ -252,16 +254,16 @@ def test_rows_that_were_never_made_move_nothing() -> None:
 
 
 ODD = [
-    np.array([1, 2], dtype=it)
-    for it in ("m8[s]", "M8[s]", ">i8", "f8", "c16", "g", "O", "S8", "U2", "?")
+    np.array([1, 2], dtype=item)
+    for item in ("m8[s]", "M8[s]", ">i8", "f8", "c16", "g", "O", "S8", "U2", "?")
 ]
-ODD += [np.array([(1,), (2,)], dtype=[("a", it)]) for it in ("i8", "m8[s]")]
+ODD += [np.array([(1,), (2,)], dtype=[("a", item)]) for item in ("i8", "m8[s]")]
 ODD += [np.ma.array([1, 2], mask=[True, False]), np.array([True, False]), np.ones((2, 1), np.int64)]
 if hasattr(np.dtypes, "StringDType"):
     ODD.append(np.array(["1", "2"], dtype=np.dtypes.StringDType()))
 
 
-@pytest.mark.parametrize("table", ODD, ids=lambda it: str(it.dtype))
+@pytest.mark.parametrize("table", ODD, ids=lambda value: str(value.dtype))
 def test_an_array_that_is_no_block_table_of_integers_is_left_to_the_planner(table: Any) -> None:
     """Those too that have no buffer."""
     (source, src), (target, dst) = cache(5), cache(4)
@@ -275,8 +277,8 @@ def test_an_array_that_is_no_block_table_of_integers_is_left_to_the_planner(tabl
 def test_block_tables_are_arrays_of_integers_of_any_width(kind: str, width: int) -> None:
     (source, src), (target, dst) = cache(200), cache(200)
     there, here = [100, 0, 7, 127], [1, 126, 0, 5]
-    tables = [np.array(it, f"{kind}{width}") for it in (there, here)]
-    for given_rows in (tables, [np.repeat(it, 3)[::3] for it in tables]):
+    tables = [np.array(value, f"{kind}{width}") for value in (there, here)]
+    for given_rows in (tables, [np.repeat(table, 3)[::3] for table in tables]):
         arguments = "pull_blocks", "B2B", source, target, src, dst, *given_rows
         bound = lower_natively(RowRequests(), *arguments)
         assert bound is not None
@@ -354,9 +356,10 @@ def test_what_the_planner_refuses_of_two_caches_is_left_to_it() -> None:
 @pytest.mark.parametrize(
     "tokens",
     [
-        {"num_tokens": it} for it in (0, -1, True, 1.0, "1", np.int64(1), 10**30, 4)
+        {"num_tokens": value} for value in (0, -1, True, 1.0, "1", np.int64(1), 10**30, 4)
     ] + [
-        {name: it} for name in ("src_token", "dst_token") for it in (-1, False, 1.0, 0.0, 10**30)
+        {name: value} for name in ("src_token", "dst_token")
+        for value in (-1, False, 1.0, 0.0, 10**30)
     ] + [{"num_tokens": 1, "src_token": None}],
 )  # fmt: skip
 def test_numbers_of_tokens_that_are_not_as_usual_are_left_to_the_planner(tokens: Any) -> None:
@@ -454,8 +457,8 @@ def test_memory_that_does_not_fit_or_overlaps_is_left_to_the_planner() -> None:
     few = HostMemory.from_arrays([np.zeros((6, ROW), np.int8)])
     short = HostMemory.from_arrays([np.zeros((5, ROW), np.int8) for _ in range(2)])
     frozen = [np.zeros((6, ROW), np.int8) for _ in range(2)]
-    for it in frozen:
-        it.flags.writeable = False
+    for item in frozen:
+        item.flags.writeable = False
     read_only = HostMemory.from_arrays(frozen)
     shifted = HostMemory(src.addresses + np.uint64(ROW), src.nbytes, writable=True, owner=src)
     for given_src, given_dst in (

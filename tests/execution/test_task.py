@@ -132,7 +132,7 @@ def test_a_second_thread_does_not_overtake_the_check():
         assert checking.wait(30)
         second_waits.set()
 
-    threads = [threading.Thread(target=wait, args=(it,)) for it in (lambda: None, second)]
+    threads = [threading.Thread(target=wait, args=(value,)) for value in (lambda: None, second)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -212,3 +212,26 @@ def test_a_child_does_not_find_the_outcome_for_its_parent():
         assert receiving.recv() == 0
         task.wait()
     assert outcomes == [None]
+
+
+def test_a_poll_finds_the_end_without_another_thread():
+    # Nothing follows this task: a caller that polls in a loop must not wait for a thread that gets
+    # the GIL only every 5 ms.
+    ended = []
+    with Transfers() as transfers:
+        task = transfers.submit(PLAN, watched(), watched(), ended.append)
+        assert task.wait_done(20_000)
+        assert not ended
+        assert task.settled
+        assert ended == [None]
+
+
+def test_a_poll_finds_a_failure_and_does_not_raise_it():
+    memory = watched()
+    with Transfers() as transfers:
+        task = transfers.submit(PLAN, memory, watched())
+        memory.lost = gone
+        assert task.wait_done(20_000)
+        assert task.settled
+        with pytest.raises(LLMException, match="gone"):
+            task.wait()

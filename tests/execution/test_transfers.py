@@ -92,7 +92,7 @@ def test_closing_ends_what_is_in_flight_to_peers_and_inside():
         base = transport.register(src[0]).address
         with transport.connect(transport.metadata()) as link:
             memory = link.memory([base], DESC.tensor_nbytes)
-            tasks = [transfers.submit(PLAN, it, tensors()) for it in (memory, tensors())]
+            tasks = [transfers.submit(PLAN, value, tensors()) for value in (memory, tensors())]
             transfers.close(cancel=True)
             assert [task.done for task in tasks] == [True, True]
             for task in tasks:
@@ -185,10 +185,10 @@ class TestExecuteIsStopped:
 
                     calls = [threads.submit(share) for _ in range(2)]
                     transfers.close(cancel=True)
-                    for it in calls:
+                    for call in calls:
                         with pytest.raises(LLMException, match="closed"):
-                            it.result(10)
-                    assert all("closed" in repr(it) for it in made)
+                            call.result(10)
+                    assert all("closed" in repr(item) for item in made)
         finally:
             sys.setswitchinterval(interval)
 

@@ -30,8 +30,8 @@ class Leased(HostMemory):
         if self.checks > self.ends_after:
             raise LLMException("released", status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
         if self.checks == self.ends_after:
-            for it in self.arrays:
-                it[:] = 9
+            for array in self.arrays:
+                array[:] = 9
 
 
 def test_each_read_has_the_time_that_is_left() -> None:

@@ -74,7 +74,7 @@ def idle() -> Iterator[dict[str, list[Peer]]]:
     """Processes without an engine, by machine: to start one takes longer than most tests."""
     peers: dict[str, list[Peer]] = defaultdict(list)
     yield peers
-    for peer in (it for them in peers.values() for it in them):
+    for peer in (item for them in peers.values() for item in them):
         peer.close()
 
 

@@ -35,9 +35,9 @@ def own(machine: str, cluster_id: int, arrays: list[Tensor]) -> tuple[list[Tenso
     from tests.datadist.machine import machine_of
 
     device = machine_of(machine, cluster_id)
-    views = [device.zeros(it.shape, it.dtype) for it in arrays]
-    for view, it in zip(views, arrays, strict=True):
-        view[:] = it
+    views = [device.zeros(array.shape, array.dtype) for array in arrays]
+    for view, array in zip(views, arrays, strict=True):
+        view[:] = array
     return views, device.addresses(views)
 
 

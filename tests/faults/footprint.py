@@ -29,7 +29,7 @@ def footprint() -> Footprint:
         "mappings": Path("/proc/self/maps").read_text().count("\n"),
         "threads": len(list(Path("/proc/self/task").iterdir())),
         "registrations": sorted(
-            repr(it).split(": ")[1] for it in gc.get_objects() if type(it) is LocalTransport
+            repr(item).split(": ")[1] for item in gc.get_objects() if type(item) is LocalTransport
         ),
         "kib": pages * resource.getpagesize() // 1024,
     }

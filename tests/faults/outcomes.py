@@ -12,7 +12,7 @@ COUNT = DESC.num_tensors  # descriptors of a slot
 
 def unconfirmed(error: LLMException) -> set[int]:
     """The descriptors that it does not vouch for."""
-    return {it for first, last in error.unconfirmed for it in range(first, last)}
+    return {index for first, last in error.unconfirmed for index in range(first, last)}
 
 
 def assert_confirmed(

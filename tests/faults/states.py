@@ -21,7 +21,7 @@ class _Changed(logging.Handler):
 
 
 def link_of(datadist: LlmDataDist, cluster_id: int) -> LinkStatus | None:
-    return next((it for it in datadist.links() if it.cluster_id == cluster_id), None)
+    return next((link for link in datadist.links() if link.cluster_id == cluster_id), None)
 
 
 def wait_for_state(datadist: LlmDataDist, cluster_id: int, state: LinkState | None) -> str:

@@ -40,7 +40,7 @@ def test_threads_pull_and_push_over_several_links(
     rounds, num_threads = 25, DESC.batch_size
     user = make_engine(9)
     peers = [make_peer(cluster_id) for cluster_id in (1, 2, 3)]
-    remotes = {it.cluster_id: it.make_cache(memory, seed=None) for it in peers}
+    remotes = {peer.cluster_id: peer.make_cache(memory, seed=None) for peer in peers}
     link(user, *peers)
     mine = [make_cache(user, memory, None) for _ in range(num_threads)]
     begin = threading.Barrier(num_threads)
@@ -125,15 +125,15 @@ def test_one_engine_is_linked_to_64_peers(
     before = len(list(Path("/proc/self/fd").iterdir()))
     calls = [ClusterInfo(cluster_id, address) for cluster_id, (address, _) in many_engines.items()]
     user.link_clusters(calls, timeout_ms=30_000).raise_for_status()
-    assert {it.state for it in user.links()} == {LinkState.LINKED}
-    assert [it.cluster_id for it in user.links()] == sorted(many_engines)
+    assert {item.state for item in user.links()} == {LinkState.LINKED}
+    assert [notification.cluster_id for notification in user.links()] == sorted(many_engines)
     pull_all(user, many_engines)
     with ThreadPoolExecutor(4) as threads:
         for done in [threads.submit(pull_all, user, many_engines) for _ in range(4)]:
             done.result(60)
     os.kill(many_engines[7][1], 9)
     wait_for_state(user, 7, LinkState.BROKEN)
-    assert sum(it.state is LinkState.LINKED for it in user.links()) == NUM_PEERS - 1
+    assert sum(item.state is LinkState.LINKED for item in user.links()) == NUM_PEERS - 1
     user.unlink_clusters(sorted(many_engines), timeout_ms=30_000).raise_for_status()
     assert user.links() == []
     user.finalize()

@@ -82,7 +82,7 @@ def test_a_deadline_passes_amid_the_descriptors(
     assert missing == set(range(first, COUNT))  # one after the other
     if direction == "pull":
         assert_confirmed(error.value, arrays, pattern(1))
-        assert not any(arrays[it].any() for it in range(first + 1, COUNT))
+        assert not any(arrays[index].any() for index in range(first + 1, COUNT))
     else:
         assert peer.run("result = [bool(it.any()) for it in arrays]")[first + 1 :] == (
             [False] * (COUNT - first - 1)
@@ -106,7 +106,7 @@ def test_a_deadline_passes_amid_the_descriptors(
 def test_nothing_comes_in_time(
     make_faulty: MakeFaulty, peer: Peer, direction: str, memory: str
 ) -> None:
-    user, remote = make_faulty(lambda it: delay(it, FOR_EVER_MS)), peer.make_cache(memory)
+    user, remote = make_faulty(lambda value: delay(value, FOR_EVER_MS)), peer.make_cache(memory)
     cache, _ = make_cache(user, memory, 2)
     link(user, peer)
     for _ in range(3):
@@ -121,7 +121,7 @@ def test_nothing_comes_in_time(
 def test_what_is_given_no_deadline_has_that_of_the_option(
     make_engine: MakeEngine, peer: Peer
 ) -> None:
-    with Transfers(1, lambda it: delay(it, FOR_EVER_MS)) as transfers:
+    with Transfers(1, lambda value: delay(value, FOR_EVER_MS)) as transfers:
         user = make_engine(2, transfers=transfers, sync_kv_cache_wait_time=50)
         remote, (cache, _) = peer.make_cache("allocated"), make_cache(user, "allocated", 2)
         link(user, peer)
@@ -137,7 +137,7 @@ def test_each_descriptor_fails_once(
     make_faulty: MakeFaulty, peer: Peer, direction: str, memory: str
 ) -> None:
     for index in range(COUNT):
-        user = make_faulty(lambda it, index=index: fail_at(limit_batch(it, 3), index))  # type: ignore[misc]
+        user = make_faulty(lambda value, index=index: fail_at(limit_batch(value, 3), index))  # type: ignore[misc]
         remote = peer.make_cache(memory, seed=1 if direction == "pull" else None)
         cache, arrays = make_cache(user, memory, None if direction == "pull" else 2)
         link(user, peer)
@@ -150,7 +150,7 @@ def test_each_descriptor_fails_once(
             assert_confirmed(error.value, arrays, pattern(1))
         moved = arrays if direction == "pull" else None
         found = (
-            [bool(it.any()) for it in moved]
+            [bool(array.any()) for array in moved]
             if moved is not None
             else peer.run("result = [bool(it.any()) for it in arrays]")
         )
@@ -188,7 +188,7 @@ def test_a_fault_is_reported_by_its_own_status_and_consumes_no_key(
             array[:] = tensor
         """
     )
-    user, other = make_faulty(lambda it: fail_at(it, 5, status=status)), make_engine(3)
+    user, other = make_faulty(lambda value: fail_at(value, 5, status=status)), make_engine(3)
     cache, arrays = make_cache(user, "allocated", None)
     theirs, their_arrays = make_cache(other, "allocated", None)
     link(user, peer)
@@ -208,7 +208,7 @@ def test_ranges_that_are_late_name_the_first_that_may_be_missing(
     make_engine: MakeEngine, peer: Peer
 ) -> None:
     """However they were begun."""
-    with Transfers(1, lambda it: delay(it, FOR_EVER_MS)) as transfers:
+    with Transfers(1, lambda value: delay(value, FOR_EVER_MS)) as transfers:
         user = make_engine(2, transfers=transfers)
         desc = CacheDesc(1, (1, 4096), DataType.DT_INT8)
         there = peer.run("result = datadist.allocate_cache(desc).tensor_addrs[0]", desc=desc)

@@ -59,7 +59,7 @@ def test_at_the_peer(
         move(user, direction, remote, cache)
     again = peer.make_cache(memory, seed=3)
     move(user, "pull", again, cache)
-    assert all((it[0] == to[0]).all() for it, to in zip(arrays, pattern(3), strict=True))
+    assert all((array[0] == to[0]).all() for array, to in zip(arrays, pattern(3), strict=True))
 
 
 @pytest.mark.over_tcp

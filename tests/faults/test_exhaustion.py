@@ -74,7 +74,7 @@ def test_a_failed_allocation_takes_nothing(make_engine: MakeEngine) -> None:
         with refused(LLMStatusCode.LLM_OUT_OF_MEMORY):
             user.allocate_cache(larger_than(POOL))
     made = [user.allocate_cache(DESC) for _ in range(4)]
-    assert [it.cache_id for it in made] == [11, 12, 13, 14]
+    assert [cache.cache_id for cache in made] == [11, 12, 13, 14]
     assert user.metrics()["cache_bytes"] == {"DEVICE": 4 * DESC.nbytes}
 
 
@@ -91,7 +91,7 @@ def test_links_run_out_and_recover(make_engine: MakeEngine, make_peer: MakePeer)
     peers[1].kill()
     wait_for_state(user, 2, LinkState.BROKEN)
     link(user, peers[0])
-    assert [it.state(9) for it in (peers[0], peers[2])] == ["LINKED"] * 2
+    assert [value.state(9) for value in (peers[0], peers[2])] == ["LINKED"] * 2
 
 
 def test_whoever_is_full_refuses_callers(make_engine: MakeEngine, make_peer: MakePeer) -> None:

@@ -141,7 +141,7 @@ def test_while_others_wait_for_a_stopped_peer(
     waiting = [attempt(lambda: user.pull_cache(CacheKey(1, 7), cache)) for _ in range(4)]
     unlinking = attempt(lambda: user.unlink_clusters([1], 30_000))
     finalize(user)
-    assert all(it.result(10) is not None for it in waiting)
+    assert all(task.result(10) is not None for task in waiting)
     unlinking.result(10)  # well or not: the link has ended, and so has the call
     with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
         user.links()

@@ -70,16 +70,16 @@ class Scene:
     """An engine of cluster 2 linked with two peers, of which each has a head of the request."""
 
     def __init__(self, user: LlmDataDist, make_peer: MakePeer) -> None:
-        self.user, self.peers = user, [make_peer(it) for it in PEERS]
-        ids = [int(it.run(OFFER, head=head)) for head, it in enumerate(self.peers)]
-        self.sources = [CacheIndex(*it) for it in zip(PEERS, ids, strict=True)]
+        self.user, self.peers = user, [make_peer(peer) for peer in PEERS]
+        ids = [int(peer.run(OFFER, head=head)) for head, peer in enumerate(self.peers)]
+        self.sources = [CacheIndex(*pair) for pair in zip(PEERS, ids, strict=True)]
         self.cache: Cache = user.allocate_blocks_cache(WHOLE)
         self.arrays: list[NDArray[np.int32]] = user.arrays(self.cache)
         link(user, *self.peers)
 
     @property
     def transfer(self) -> Transfer:
-        sources = [Rows(*it) for it in zip(self.sources, TABLES, strict=True)]
+        sources = [Rows(*pair) for pair in zip(self.sources, TABLES, strict=True)]
         return Transfer(sources, Rows(self.cache, BLOCKS))
 
     def gather(self, timeout_ms: float = LONG_MS, **more: Any) -> None:
@@ -109,8 +109,8 @@ class Scene:
 
     def assert_over(self) -> None:
         """Nothing is in flight, and nothing is written any more."""
-        left = [it.copy() for it in self.arrays]
-        assert [it.in_flight for it in self.user.links()] == [0, 0]
+        left = [array.copy() for array in self.arrays]
+        assert [item.in_flight for item in self.user.links()] == [0, 0]
         assert self.user.metrics()["in_flight"] == 0
         for peer in self.peers:
             if not peer.dead:
@@ -119,7 +119,7 @@ class Scene:
 
     def assert_usable(self) -> None:
         """The links are as good as before."""
-        assert [it.state for it in self.user.links()] == [LinkState.LINKED] * 2
+        assert [item.state for item in self.user.links()] == [LinkState.LINKED] * 2
         self.gather()
         self.assert_arrived(0, 1)
 
@@ -130,8 +130,11 @@ def make_scene(make_engine: MakeEngine, make_peer: MakePeer) -> Iterator[Callabl
     made: list[Transfers] = []
 
     def make(*wraps: Wrap, **options: Any) -> Scene:
-        left = [lambda it: it, *wraps]  # the first is of plain copies, then one for each source
-        made.append(Transfers(1, lambda it: left.pop(0)(it) if left else it))
+        left = [
+            lambda value: value,
+            *wraps,
+        ]  # the first is of plain copies, then one for each source
+        made.append(Transfers(1, lambda value: left.pop(0)(value) if left else value))
         return Scene(make_engine(2, transfers=made[-1], **{**SLOW, **options}), make_peer)
 
     yield make
@@ -200,11 +203,11 @@ def test_one_goes_in_mid_transfer(
 
 @pytest.mark.over_tcp
 def test_a_failure_of_the_second_stops_the_first(make_scene: Callable[..., Scene]) -> None:
-    scene = make_scene(never, lambda it: fail_at(it, 1))
+    scene = make_scene(never, lambda value: fail_at(value, 1))
     error = caught(lambda: scene.gather(FOR_EVER_MS))
     assert ([*error.failed], [*error.stopped]) == ([1], [0])
     assert error.status_code is LLMStatusCode.LLM_FAILED
-    assert str(error).endswith("sources[0] stopped for that (LLM_FAILED)")
+    assert str(error).endswith("sources[0] stopped because of that (LLM_FAILED)")
     assert error.unconfirmed == error.failed[1].unconfirmed
     assert error.origin is not None
     scene.assert_over()
@@ -244,7 +247,7 @@ def test_one_is_stopped_until_the_deadline_passes(make_scene: Callable[..., Scen
 
 
 def test_it_is_not_done_when_only_one_source_is(make_scene: Callable[..., Scene]) -> None:
-    scene = make_scene(lambda it: delay(it, 200), never)
+    scene = make_scene(lambda value: delay(value, 200), never)
     task = scene.submit()
     first, second = task.tasks.values()
     first.wait(LONG_MS)
@@ -259,7 +262,7 @@ def test_it_is_not_done_when_only_one_source_is(make_scene: Callable[..., Scene]
 
 def test_several_wait(make_scene: Callable[..., Scene]) -> None:
     """Threads and a coroutine; all get the same outcome."""
-    scene = make_scene(lambda it: limit_bandwidth(it, 2e5), unwrapped)  # 80 ms
+    scene = make_scene(lambda value: limit_bandwidth(value, 2e5), unwrapped)  # 80 ms
     task = scene.submit()
 
     async def awaited() -> None:
@@ -268,7 +271,7 @@ def test_several_wait(make_scene: Callable[..., Scene]) -> None:
     with ThreadPoolExecutor(3) as threads:
         waits = [threads.submit(task.wait, LONG_MS) for _ in range(3)]
         asyncio.run(awaited())
-        assert [it.result(30) for it in waits] == [None] * 3
+        assert [wait.result(30) for wait in waits] == [None] * 3
     scene.assert_arrived(0, 1)
     scene.assert_over()
     scene = make_scene(never, unwrapped)
@@ -276,8 +279,8 @@ def test_several_wait(make_scene: Callable[..., Scene]) -> None:
     with ThreadPoolExecutor(3) as threads:
         waits = [threads.submit(caught, task.wait) for _ in range(3)]
         task.cancel()
-        errors = [it.result(30) for it in waits]
-    assert {(str(it), *it.failed) for it in errors} == {(str(errors[0]), 0)}
+        errors = [wait.result(30) for wait in waits]
+    assert {(str(error), *error.failed) for error in errors} == {(str(errors[0]), 0)}
     assert "head 0 of 2" in task.explain()
     scene.assert_over()
 
@@ -319,7 +322,7 @@ def test_an_interrupt_stops_it(make_scene: Callable[..., Scene]) -> None:
     with pytest.raises(KeyboardInterrupt), interrupted_after(0.1):
         scene.gather(FOR_EVER_MS)
     scene.assert_over()
-    assert not all(it[BLOCKS].all() for it in scene.arrays)
+    assert not all(array[BLOCKS].all() for array in scene.arrays)
 
 
 @pytest.mark.over_tcp
@@ -343,7 +346,7 @@ def test_finalize_ends_the_call_of_another_thread(
     while not scene.arrays[0].any():  # until it moves
         assert not call.done(), call.result()
     scene.user.finalize()
-    left = [it.copy() for it in scene.arrays]
+    left = [array.copy() for array in scene.arrays]
     error = call.result(30)
     assert isinstance(error, GatherError), error
     assert {*error.failed, *error.stopped} == {0, 1}
@@ -356,11 +359,13 @@ def test_finalize_ends_the_call_of_another_thread(
 def test_what_is_counted_and_logged(
     make_scene: Callable[..., Scene], caplog: pytest.LogCaptureFixture
 ) -> None:
-    scene = make_scene(unwrapped, lambda it: fail_at(it, 0))
+    scene = make_scene(unwrapped, lambda value: fail_at(value, 0))
     with caplog.at_level(logging.INFO, "kvplan"):
         caught(scene.gather)
-    lines = [it.getMessage() for it in caplog.records if "gather_blocks" in it.getMessage()]
-    assert [it.split()[:3] for it in lines] == [
+    lines = [
+        record.getMessage() for record in caplog.records if "gather_blocks" in record.getMessage()
+    ]
+    assert [line.split()[:3] for line in lines] == [
         ["operation=gather_blocks", "cluster=2", f"peer={peer}"] for peer in PEERS
     ]
     assert "bytes=16384 " in lines[0]  # 2 tensors x 32 tokens x 64 elements x 4 bytes
@@ -369,7 +374,7 @@ def test_what_is_counted_and_logged(
     counted = scene.user.metrics()["operations"]["gather_blocks"]
     assert counted["statuses"] == {"LLM_SUCCESS": 1, "LLM_FAILED": 1}
     assert counted["nbytes"] == 16384
-    assert [it.bytes_pulled for it in scene.user.links()] == [16384, 0]
+    assert [item.bytes_pulled for item in scene.user.links()] == [16384, 0]
 
 
 NOTICES = {"notify": b"whole", "notify_failure": b"failed"}
@@ -416,7 +421,7 @@ def test_two_sources_of_one_peer_are_one_notification(make_scene: Callable[..., 
 
 @pytest.mark.over_tcp
 def test_each_peer_is_told_of_a_failure_whoever_failed(make_scene: Callable[..., Scene]) -> None:
-    scene = make_scene(never, lambda it: fail_at(it, 1))
+    scene = make_scene(never, lambda value: fail_at(value, 1))
     caught(lambda: scene.gather(FOR_EVER_MS, **NOTICES))
     assert [scene.notified(0), scene.notified(1)] == [[b"failed"]] * 2
     scene.assert_over()
@@ -443,7 +448,7 @@ def test_a_peer_that_cannot_be_notified_is_an_error_of_a_gather_that_is_whole(
 ) -> None:
     scene = make_scene(sync_kv_cache_wait_time=200)
     scene.peers[1].stop()
-    with refused("LLM_TIMEOUT", "gather_blocks: every byte has arrived, and .* cluster 3 has not"):
+    with refused("LLM_TIMEOUT", "gather_blocks: every byte has arrived, but .* cluster 3 has not"):
         scene.gather(notify=b"whole")
     scene.assert_arrived(0, 1)
     scene.peers[1].resume()
@@ -459,5 +464,5 @@ def test_a_notification_that_is_too_long_is_refused_before_anything_moves(
         scene.gather(notify=bytes(4097))
     with pytest.raises(TypeError, match="notify_failure="):
         scene.submit(notify_failure="text")
-    assert not any(it.any() for it in scene.arrays)
+    assert not any(array.any() for array in scene.arrays)
     scene.assert_over()

@@ -97,7 +97,7 @@ def test_the_others_are_stopped_at_once(
     with pytest.raises(GatherError) as error:
         learn(user, task)
     assert [*error.value.failed] == [victim]
-    assert sorted(error.value.stopped) == [it for it in range(NUM_SOURCES) if it != victim]
+    assert sorted(error.value.stopped) == [index for index in range(NUM_SOURCES) if index != victim]
     assert task.done
     assert user.metrics()["in_flight"] == 0
 

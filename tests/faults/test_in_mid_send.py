@@ -79,7 +79,7 @@ def unregister_twice(owner: LlmDataDist, cache: Cache, pages: Pages, peer: Peer)
         wait(calls, return_when=FIRST_COMPLETED)
         pages.replace(NEW)
         peer.resume()
-        assert [it.exception() for it in calls] == [None, None]
+        assert [call.exception() for call in calls] == [None, None]
 
 
 def remap(owner: LlmDataDist, cache: Cache, pages: Pages, peer: Peer) -> None:
@@ -152,7 +152,7 @@ def test_what_comes_to_its_addresses_is_not_sent(
     )
     status, came = pull_meanwhile(peer, lambda: change(owner, cache, pages, peer))
     if change is remap:  # what was sent before the engine knew of it
-        came = [it for it in came if it != NEW]
+        came = [item for item in came if item != NEW]
     assert came == [0, OLD]
     assert status == "LLM_KV_CACHE_NOT_EXIST"
     # The link goes on, and finds the new memory and nothing else.

@@ -43,7 +43,7 @@ def test_before(make_engine: MakeEngine, peer: Peer, direction: str, memory: str
     with refused(LINK_FAILED):
         move(user, direction, remote, cache)
     assert_broken(user)
-    assert not any(it.any() for it in arrays)
+    assert not any(item.any() for item in arrays)
     with refused(LINK_FAILED, "is broken: "):
         move(user, direction, remote, cache)
 
@@ -72,7 +72,7 @@ def test_during(
     if direction == "pull":
         assert_confirmed(error, arrays, pattern(1))
     else:
-        assert all((it == to).all() for it, to in zip(arrays, pattern(2), strict=True))
+        assert all((array == to).all() for array, to in zip(arrays, pattern(2), strict=True))
     assert_broken(user)
 
 

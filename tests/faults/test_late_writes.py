@@ -118,12 +118,12 @@ def begin(peer: Peer, cache: Cache, arrays: Tensors) -> None:
 
 
 def stamp(arrays: Tensors) -> None:
-    for it in arrays:
-        it[:] = STAMPED
+    for array in arrays:
+        array[:] = STAMPED
 
 
 def changed(arrays: Tensors) -> int:
-    return sum(int((it != STAMPED).sum()) for it in arrays)
+    return sum(int((array != STAMPED).sum()) for array in arrays)
 
 
 def why_it_ended(peer: Peer) -> list[str]:
@@ -221,7 +221,7 @@ def test_finalize_while_the_peer_is_stopped(
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
     """What the owner was warned of, about memory that is not used again."""
     with caplog.at_level(logging.WARNING, "kvplan"):
-        yield lambda: [it for it in caplog.messages if "is not used again" in it]
+        yield lambda: [message for message in caplog.messages if "is not used again" in message]
 
 
 @pytest.mark.slow

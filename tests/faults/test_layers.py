@@ -107,7 +107,7 @@ def test_a_peer_that_is_killed_at_layer_7_fails_its_own_task_only(
 ) -> None:
     user, dying, living = make_engine(2, **SLOW), make_peer(1), make_peer(3)
     cache = source(user)
-    targets = [CacheIndex(it.cluster_id, offered(it, memory)) for it in (dying, living)]
+    targets = [CacheIndex(value.cluster_id, offered(value, memory)) for value in (dying, living)]
     link(user, dying, living)
     one, other = (user.layered(Transfer(Rows(cache), Rows(target))) for target in targets)
     for layer in range(NUM_LAYERS):

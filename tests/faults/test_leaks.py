@@ -90,7 +90,10 @@ def run_rounds(user: Peer, owner: Peer, code: str, count: int) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(it, marks=() if it == "refused pulls" else pytest.mark.slow) for it in ROUNDS],
+    [
+        pytest.param(item, marks=() if item == "refused pulls" else pytest.mark.slow)
+        for item in ROUNDS
+    ],
 )
 def test_rounds_between_two_processes(make_peer: MakePeer, name: str) -> None:
     user, owner = make_peer(2), make_peer(1)
@@ -99,7 +102,7 @@ def test_rounds_between_two_processes(make_peer: MakePeer, name: str) -> None:
     user.make_cache("allocated", None)
     user.run("there = given", given=owner.run("result = cache.tensor_addrs"))
     run_rounds(user, owner, ROUNDS[name], FEW)
-    before = [measured(it) for it in (user, owner)]
+    before = [measured(engine) for engine in (user, owner)]
     run_rounds(user, owner, ROUNDS[name], MANY)
     for peer, was in zip((user, owner), before, strict=True):
         assert_no_more(measured(peer), was)
@@ -131,7 +134,7 @@ def test_caches_come_and_go_at_a_linked_peer(make_peer: MakePeer, memory: str) -
             owner.run(f"{end}; del it")
 
     rounds(20)
-    before = [measured(it) for it in (user, owner)]
+    before = [measured(engine) for engine in (user, owner)]
     rounds(200)
     owner.run(f"for _ in range({MANY}):\n    {make}\n    {end}\ndel it, _")
     # So that all updates have come.
@@ -162,7 +165,7 @@ def test_engines_come_and_go(make_peer: MakePeer) -> None:
     user, owner = make_peer(2), make_peer(1)
     owner.make_cache("allocated")
     run_rounds(user, owner, ENGINE, 30)
-    before = [measured(it) for it in (user, owner)]
+    before = [measured(engine) for engine in (user, owner)]
     run_rounds(user, owner, ENGINE, 300)
     for peer, was in zip((user, owner), before, strict=True):
         assert_no_more(measured(peer), was)

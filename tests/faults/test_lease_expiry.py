@@ -104,9 +104,9 @@ def test_expired_after(
     assert call.result(30) is None
     peer.run(EXPIRE)
     if direction == "pull":
-        assert all((it[1] == to[2]).all() for it, to in zip(arrays, pattern(1), strict=True))
+        assert all((array[1] == to[2]).all() for array, to in zip(arrays, pattern(1), strict=True))
     else:
-        assert [it[2] for it in there(peer)] == [it[1].tolist() for it in pattern(2)]
+        assert [item[2] for item in there(peer)] == [value[1].tolist() for value in pattern(2)]
 
 
 @pytest.mark.skipif(
@@ -124,7 +124,7 @@ def test_of_an_owner_in_another_time_namespace(direction: str) -> None:
         lease = lease_at(peer, ttl_ms=HOUR_MS)
         cache, _ = here(user, 2)
         link(user, peer)
-        assert [it.transport for it in user.links()] == ["tcp"]
+        assert [item.transport for item in user.links()] == ["tcp"]
         move = mover(user, direction, lease, cache)
         move()
         peer.run(EXPIRE)
@@ -194,7 +194,7 @@ def test_the_owner_has_the_blocks_back(
     """Of a peer that writes when they expire, without a call of the owner; no byte comes later."""
     owner, peer = make_engine(8, heartbeat_timeout_ms=60_000), make_peer(1)
     ended: SimpleQueue[tuple[BlockLease, LeaseEnd]] = SimpleQueue()
-    owner.on_released(lambda *it: ended.put(it))
+    owner.on_released(lambda *array: ended.put(array))
     peer.run(PUSH, address=owner.listen_address)
     arrays, cache = pushed_into(owner, machine, memory)
     lease = owner.lease_blocks(cache, range(4), ttl_ms=HOUR_MS)
@@ -207,11 +207,11 @@ def test_the_owner_has_the_blocks_back(
         peer.kill()
     assert ended.get(timeout=DEADLINE_S) == (lease, LeaseEnd.EXPIRED)
     assert owner.leases() == []
-    for it in arrays:
-        it[:] = 2
+    for array in arrays:
+        array[:] = 2
     if does == "pushes on":
         assert peer.run("thread.join(30); result = why") == ["LLM_KV_CACHE_NOT_EXIST"]
-    assert all((it == 2).all() for it in arrays)
+    assert all((array == 2).all() for array in arrays)
 
 
 PAIRS = KvCacheExtParam(tensor_num_per_layer=2)

@@ -63,9 +63,9 @@ def test_blocks_of_a_lease(make_engine: MakeEngine, peer: Peer, memory: str) -> 
     for array, was, now in zip(there(peer), pattern(1), pattern(5), strict=True):
         assert array == [now[3].tolist(), was[1].tolist(), now[1].tolist(), was[3].tolist()]
     user.submit(Transfer(Rows(lease, [0]), Rows(cache, [2]))).wait(LONG_MS)
-    assert all((it[2] == to[3]).all() for it, to in zip(arrays, pattern(5), strict=True))
+    assert all((item[2] == to[3]).all() for item, to in zip(arrays, pattern(5), strict=True))
     user.submit(Transfer(Rows(cache, [2]), Rows(lease, [2]))).wait(LONG_MS)
-    assert [it[2] for it in there(peer)] == [it[3].tolist() for it in pattern(5)]
+    assert [item[2] for item in there(peer)] == [value[3].tolist() for value in pattern(5)]
 
 
 @memories
@@ -76,7 +76,7 @@ def test_released_before(make_engine: MakeEngine, peer: Peer, direction: str, me
     link(user, peer)
     again = mover(user, direction, lease, cache)
     again()
-    before = there(peer), [it.copy() for it in arrays]
+    before = there(peer), [array.copy() for array in arrays]
     peer.run("datadist.release(lease)")
     for move in (again, again):
         with refused(NOT_EXIST, RELEASED):
@@ -153,9 +153,9 @@ def test_released_after(
     assert call.result(30) is None
     peer.run("datadist.release(lease); moved = [it.copy() for it in arrays]")
     if direction == "pull":
-        assert all((it[1] == to[2]).all() for it, to in zip(arrays, pattern(1), strict=True))
+        assert all((array[1] == to[2]).all() for array, to in zip(arrays, pattern(1), strict=True))
     else:
-        assert [it[2] for it in there(peer)] == [it[1].tolist() for it in pattern(2)]
+        assert [item[2] for item in there(peer)] == [value[1].tolist() for value in pattern(2)]
 
 
 @directions
@@ -166,15 +166,16 @@ def test_forged(make_engine: MakeEngine, peer: Peer, direction: str) -> None:
     link(user, peer)
     before = there(peer)
     for slot, generation in (
-        (lambda it: it, lambda it: it + 2),
-        (lambda it: it, lambda it: it ^ 1 << 40),
-        (lambda _: 0, lambda it: it + 2),
-        (lambda it: it + 1, lambda it: it),
-        (lambda _: 2**32 - 1, lambda it: it),
+        (lambda value: value, lambda value: value + 2),
+        (lambda value: value, lambda value: value ^ 1 << 40),
+        (lambda _: 0, lambda value: value + 2),
+        (lambda value: value + 1, lambda value: value),
+        (lambda _: 2**32 - 1, lambda value: value),
         (lambda _: 2**32 - 1, lambda _: 2**64 - 1),
     ):
         words = tuple(
-            LeaseWord(it.transport, slot(it.slot), generation(it.generation)) for it in lease.words
+            LeaseWord(word.transport, slot(word.slot), generation(word.generation))
+            for word in lease.words
         )
         with refused(NOT_EXIST, RELEASED):
             mover(user, direction, replace(lease, words=words), cache)()
@@ -248,12 +249,12 @@ def test_no_byte_changes_after_a_release(
             peer.resume()
             while not ends(owner, lease):
                 assert time.monotonic() < deadline
-        for it in arrays:
-            it[:] = 2
+        for array in arrays:
+            array[:] = 2
         peer.resume()
         if does != "is killed":
             assert peer.run("thread.join(30); result = why")[0] in ENDS[does, memory]
-        assert all((it == 2).all() for it in arrays)
+        assert all((array == 2).all() for array in arrays)
         if does == "is stopped":  # its writes by address were cut off: it links again
             peer.run("datadist.unlink_clusters([8], 10_000, force=True)")
             peer.run("datadist.link_clusters([ClusterInfo(8, address)], 10_000).raise_for_status()")
@@ -281,7 +282,7 @@ def test_layer_by_layer(make_engine: MakeEngine, peer: Peer, memory: str) -> Non
     task.wait(LONG_MS)
     for array, was, now in zip(there(peer), pattern(1), pattern(5), strict=True):
         assert array == [now[3].tolist(), was[1].tolist(), now[1].tolist(), was[3].tolist()]
-    with refused("LLM_PARAM_INVALID", r"dst\.blocks\[0\]=1 is no block of lease 1 of cmpl-3"):
+    with refused("LLM_PARAM_INVALID", r"dst\.blocks\[0\]=1 is not a block of lease 1 of cmpl-3"):
         user.layered(Transfer(Rows(cache, [1]), Rows(lease, [1]), layers=PAIRS))
 
 
@@ -407,19 +408,19 @@ def test_a_slot(make_engine: MakeEngine, peer: Peer) -> None:
     arrays = user.arrays(cache)
     link(user, peer)
     user.pull_cache(lease, cache, 1)
-    assert all((it[1] == to[2]).all() for it, to in zip(arrays, pattern(1), strict=True))
-    for it in arrays:
-        it[3] = 7
+    assert all((array[1] == to[2]).all() for array, to in zip(arrays, pattern(1), strict=True))
+    for array in arrays:
+        array[3] = 7
     user.push_cache(cache, lease, 3)
-    assert [it[2] for it in there(peer)] == [[7] * 64] * 8
-    assert [it[3] for it in there(peer)] == [it[3].tolist() for it in pattern(1)]
+    assert [item[2] for item in there(peer)] == [[7] * 64] * 8
+    assert [item[3] for item in there(peer)] == [value[3].tolist() for value in pattern(1)]
     paged, blocks = here(user)
     with refused("LLM_PARAM_INVALID", "src_blocks"):
         user.pull_blocks(lease, paged, [2], [0])
     with refused("LLM_PARAM_INVALID", "contiguous"):
         user.push_blocks(paged, lease, [0])
     user.pull_blocks(lease, paged, None, [0])
-    assert all((it[0] == 7).all() for it in blocks)
+    assert all((block[0] == 7).all() for block in blocks)
     peer.run("datadist.release(lease)")
     for move in (
         lambda: user.pull_cache(lease, cache, 1),

@@ -112,7 +112,7 @@ def test_peers_follow_by_every_verb(make_engine: MakeEngine, owner: Peer) -> Non
         assert taken(arrays, [12, 13, 1, 2, 0]) == [70, 70, 70, 71, 72]
         for array in arrays:
             array[:] = 0
-    with refused("LLM_PARAM_INVALID", "=4 is no block of lease 1"):
+    with refused("LLM_PARAM_INVALID", "=4 is not a block of lease 1"):
         user.pull_blocks(before, cache, [4], [6])
     for number, array in enumerate(arrays):
         array[6] = 2 * 80 + number
@@ -335,7 +335,9 @@ class Model:
         tag = self.random.choice([*(self.blocks if live else self.given)])
         lease = self.given[tag]
         places = [place for place in range(len(lease.blocks)) if self.random.random() < 0.7]
-        blocks = None if len(places) == len(lease.blocks) else [lease.blocks[it] for it in places]
+        blocks = (
+            None if len(places) == len(lease.blocks) else [lease.blocks[item] for item in places]
+        )
         for array in user.arrays(cache):
             array[:] = 0
         here = [*range(len(places))]
@@ -372,8 +374,8 @@ def test_every_success_has_the_tokens_asked_for(
             getattr(model, step)(owner)
     assert read > 20
     assert {
-        it.tag
-        for it in map(
+        item.tag
+        for item in map(
             BlockLease.from_bytes, owner.run("result = [it.to_bytes() for it in datadist.leases()]")
         )
     } == model.blocks.keys()

@@ -78,7 +78,7 @@ def test_transfers_after_it_bring_what_is_there_now(
         user.pull_cache(remote, mine)
         peer.run(f"remap({number})")
         user.pull_cache(remote, mine)
-        assert all((it == number).all() for it in user.arrays(mine))
+        assert all((array == number).all() for array in user.arrays(mine))
     user.pull_cache(CacheKey(1, 7), mine)
     user.arrays(mine)[0][:] = 77
     user.push_cache(mine, remote)
@@ -105,7 +105,7 @@ def test_a_transfer_that_had_begun_fails(
     assert error.status_code is NOT_EXIST, error
     assert error.unconfirmed in [((first, 2),) for first in first_unconfirmed]
     user.pull_cache(remote, mine)
-    assert all((it == 8).all() for it in user.arrays(mine))
+    assert all((array == 8).all() for array in user.arrays(mine))
 
 
 def test_layers_that_come_after_it_are_not_pushed(
@@ -148,7 +148,7 @@ def test_memory_that_is_not_mapped_is_refused_and_nothing_has_changed(
         user.pull_cache(remote, mine)
     peer.run("map_at(base, True); fill(3)")
     user.pull_cache(remote, mine)  # by the registration that it had
-    assert all((it == 3).all() for it in user.arrays(mine))
+    assert all((array == 3).all() for array in user.arrays(mine))
 
 
 def test_only_caches_that_are_touched_are_offered_again(
@@ -298,9 +298,11 @@ def test_a_range_over_adjacent_caches_renews_them_all(make_engine: MakeEngine, p
     user = make_engine(2)
     whole = np.zeros((4, 2048), np.int32)
     half = CacheDesc(2, (1, 2048), DataType.DT_INT32)
-    caches = [user.register_cache(half, list(whole[2 * it : 2 * it + 2])) for it in range(2)]
+    caches = [
+        user.register_cache(half, list(whole[2 * index : 2 * index + 2])) for index in range(2)
+    ]
     link(user, peer)
     user.remap_registered_memory([(caches[0].tensor_addrs[1], 2 * 8192)])
     with refused(INVALID):
         user.remap_registered_memory([(caches[0].tensor_addrs[1], 3 * 8192 + 1)])
-    assert [it.cache_id for it in user.caches()] == [1, 2]
+    assert [cache.cache_id for cache in user.caches()] == [1, 2]

@@ -129,7 +129,7 @@ def test_a_key_that_is_asked_for_in_vain_is_not_lost(make_engine: MakeEngine, pe
     with refused(LLMStatusCode.LLM_TIMEOUT, "has not answered"):
         user.pull_cache(KEY, cache)
     assert (link_of(user, 1).state, link_of(user, 1).in_flight) == (LinkState.LINKED, 0)
-    assert not any(it.any() for it in arrays)
+    assert not any(array.any() for array in arrays)
     peer.resume()
     unknown = CacheIndex(1, 99)
     for _ in range(3):  # questions are answered in order: what was granted too late is back
@@ -191,7 +191,7 @@ def pull_unheard(
     claimed.wait(DEADLINE_S)
     peer.stop()
     stopped.set()
-    assert [it.result(DEADLINE_S) for it in calls] == [None] * MANY
+    assert [call.result(DEADLINE_S) for call in calls] == [None] * MANY
     remove()
     return keys, cache, arrays
 
@@ -202,7 +202,7 @@ def test_pending_updates_reach_a_stopped_peer_later(
 ) -> None:
     user = make_engine(2, **SLOW, sync_kv_cache_wait_time=500)
     keys, cache, arrays = pull_unheard(user, peer, attempt)
-    assert all((it == 5).all() for it in arrays)
+    assert all((array == 5).all() for array in arrays)
     (busy,) = user.unlink_clusters([1], timeout_ms=50)
     assert busy.status is LLMStatusCode.LLM_LINK_BUSY
     assert (link_of(user, 1).state, link_of(user, 1).in_flight) == (LinkState.LINKED, MANY)
@@ -241,9 +241,9 @@ def test_a_stopped_peer_holds_up_nobody_else(
     user.pull_cache(CacheKey(3, 7), cache)
     user.unlink_clusters([3], timeout_ms=10_000).raise_for_status()
     link(user, running)
-    assert not any(it.done() for it in waiting)
+    assert not any(task.done() for task in waiting)
     user.unlink_clusters([1], force=True).raise_for_status()
-    errors = [it.result(30) for it in waiting]
-    assert {it and it.status_code for it in errors} == {LLMStatusCode.LLM_NOT_YET_LINK}
+    errors = [task.result(30) for task in waiting]
+    assert {error and error.status_code for error in errors} == {LLMStatusCode.LLM_NOT_YET_LINK}
     stopped.resume()
     assert "unlinked by force" in stopped.wait_for_state(2, "CLOSED")

@@ -68,12 +68,12 @@ class Scene(NamedTuple):
 
     def assert_unused(self, outcome: Callable[[], object]) -> LLMException:
         """What was unregistered is the program's, before the transfer has its outcome and after."""
-        for it in self.arrays:
-            it[:] = 7
+        for array in self.arrays:
+            array[:] = 7
         why = f"this engine has unregistered cache {self.cache.cache_id} "
         with refused(NOT_EXIST, why) as caught:
             outcome()
-        assert all((it == 7).all() for it in self.arrays)
+        assert all((array == 7).all() for array in self.arrays)
         assert self.user.metrics()["in_flight"] == 0
         return caught.value
 
@@ -81,7 +81,7 @@ class Scene(NamedTuple):
 @pytest.fixture
 def slowly() -> Iterator[Transfers]:
     """Transfers that do not end by themselves before the test does."""
-    made = Transfers(1, lambda it: limit_bandwidth(it, 100.0))
+    made = Transfers(1, lambda value: limit_bandwidth(value, 100.0))
     yield made
     made.close(cancel=True)
 
@@ -92,51 +92,57 @@ def scene_of(user: LlmDataDist, peer: Peer, of: str = "host", desc: CacheDesc = 
     arrays = [np.zeros(desc.shape, np.int32) for _ in range(desc.num_tensors)]
     given: list[Any]
     if of == "addresses":
-        given = [it.ctypes.data for it in arrays]
+        given = [array.ctypes.data for array in arrays]
     else:
         arrays, given = own(of, user.cluster_id, arrays)
     cache = user.register_blocks_cache(desc, given)
     return Scene(user, cache, arrays, CacheIndex(1, there), addresses)
 
 
-def ranges(it: Scene, direction: Literal["pull", "push"] = "pull") -> AddressRanges:
-    local = [address + block * ROW for address in it.cache.tensor_addrs for block in TO]
-    remote = [address + block * ROW for address in it.addresses for block in FROM]
+def ranges(scene: Scene, direction: Literal["pull", "push"] = "pull") -> AddressRanges:
+    local = [address + block * ROW for address in scene.cache.tensor_addrs for block in TO]
+    remote = [address + block * ROW for address in scene.addresses for block in FROM]
     return AddressRanges(1, local, remote, [ROW] * len(local), direction)
 
 
-def other(it: Scene) -> Cache:
-    return it.user.allocate_blocks_cache(DESC)
+def other(scene: Scene) -> Cache:
+    return scene.user.allocate_blocks_cache(DESC)
 
 
-def layers(it: Scene) -> TransferTask:
-    task = it.user.layered(Transfer(Rows(it.cache, FROM), Rows(it.there, TO)))
+def layers(scene: Scene) -> TransferTask:
+    task = scene.user.layered(Transfer(Rows(scene.cache, FROM), Rows(scene.there, TO)))
     task.ready(0)
     return task
 
 
-def groups(it: Scene) -> TransferTask:
+def groups(scene: Scene) -> TransferTask:
     """Of two caches, of which one goes."""
-    pulled = {"a": it.cache, "b": other(it)}
-    return it.user.submit(
-        {name: Transfer(Rows(it.there, FROM), Rows(cache, TO)) for name, cache in pulled.items()}
+    pulled = {"a": scene.cache, "b": other(scene)}
+    return scene.user.submit(
+        {name: Transfer(Rows(scene.there, FROM), Rows(cache, TO)) for name, cache in pulled.items()}
     )
 
 
-def gather(it: Scene) -> GatherTask:
-    group = Transfer([Rows(it.there, FROM)], Rows(it.cache, TO))
-    return it.user.submit({"a": group})
+def gather(scene: Scene) -> GatherTask:
+    group = Transfer([Rows(scene.there, FROM)], Rows(scene.cache, TO))
+    return scene.user.submit({"a": group})
 
 
 SUBMIT: dict[str, Callable[[Scene], TransferTask | GatherTask]] = {
-    "pull": lambda it: it.user.submit(Transfer(Rows(it.there, FROM), Rows(it.cache, TO))),
-    "push": lambda it: it.user.submit(Transfer(Rows(it.cache, FROM), Rows(it.there, TO))),
+    "pull": lambda value: value.user.submit(
+        Transfer(Rows(value.there, FROM), Rows(value.cache, TO))
+    ),
+    "push": lambda value: value.user.submit(
+        Transfer(Rows(value.cache, FROM), Rows(value.there, TO))
+    ),
     "pull_groups": groups,
     "gather_groups": gather,
-    "pull_ranges": lambda it: it.user.submit(ranges(it)),
-    "push_ranges": lambda it: it.user.submit(ranges(it, "push")),
+    "pull_ranges": lambda value: value.user.submit(ranges(value)),
+    "push_ranges": lambda value: value.user.submit(ranges(value, "push")),
     "push_layers": layers,
-    "copy_blocks": lambda it: it.user.submit(Transfer(Rows(it.cache, [0]), Rows(it.cache, [1]))),
+    "copy_blocks": lambda value: value.user.submit(
+        Transfer(Rows(value.cache, [0]), Rows(value.cache, [1]))
+    ),
 }
 
 
@@ -195,7 +201,7 @@ def test_what_had_arrived_is_a_success(make_engine: MakeEngine, peer: Peer) -> N
         pass
     scene.unregister()
     task.wait()
-    assert all((it[TO] == 1).all() for it in scene.arrays)
+    assert all((array[TO] == 1).all() for array in scene.arrays)
 
 
 def test_calls_in_other_threads(
@@ -210,14 +216,14 @@ def test_calls_in_other_threads(
     while user.caches():
         pass
     ending.append(attempt(scene.unregister))
-    assert not any(it.done() for it in ending)
+    assert not any(task.done() for task in ending)
     gate.open()
-    assert [it.result(DEADLINE_S) for it in ending] == [None, None]
-    for it in scene.arrays:
-        it[:] = 7
+    assert [task.result(DEADLINE_S) for task in ending] == [None, None]
+    for array in scene.arrays:
+        array[:] = 7
     error = call.result(DEADLINE_S)
     assert error is None or "this engine has unregistered cache" in str(error)
-    assert all((it == 7).all() for it in scene.arrays)
+    assert all((array == 7).all() for array in scene.arrays)
 
 
 def test_by_a_hook_of_the_transfer_itself(make_engine: MakeEngine, peer: Peer) -> None:
@@ -255,21 +261,21 @@ def test_small_and_large_calls_at_that_moment(
                 user.pull_blocks(scene.there, current[0], FROM, TO)
 
     threads = [threading.Thread(target=pull) for _ in range(2)]
-    for it in threads:
-        it.start()
+    for thread in threads:
+        thread.start()
     try:
         for _ in range(100):
             user.unregister_cache(current[0].cache_id)
             for array in scene.arrays:
                 array[:] = 7
-            wrong += [it for it in scene.arrays if not (it == 7).all()]
+            wrong += [item for item in scene.arrays if not (item == 7).all()]
             current[0] = user.register_blocks_cache(desc, scene.arrays)
         user.unregister_cache(current[0].cache_id)
         for array in scene.arrays:
             array[:] = 7
     finally:
         stop.set()
-        for it in threads:
-            it.join()
+        for thread in threads:
+            thread.join()
     assert not wrong
-    assert all((it == 7).all() for it in scene.arrays)
+    assert all((item == 7).all() for item in scene.arrays)

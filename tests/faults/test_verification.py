@@ -85,9 +85,11 @@ def test_swapped(
             move()
         move()  # the wrapper does it once
         if direction == "pull":
-            assert all((it[1] == to[2]).all() for it, to in zip(arrays, pattern(1), strict=True))
+            assert all(
+                (array[1] == to[2]).all() for array, to in zip(arrays, pattern(1), strict=True)
+            )
         else:
-            assert [it[2] for it in there(peer)] == [it[1].tolist() for it in pattern(2)]
+            assert [item[2] for item in there(peer)] == [value[1].tolist() for value in pattern(2)]
 
 
 def test_nobody_asked(make_engine: MakeEngine, peer: Peer, machine: str) -> None:
@@ -99,8 +101,8 @@ def test_nobody_asked(make_engine: MakeEngine, peer: Peer, machine: str) -> None
         user.pull_blocks(CacheIndex(1, lease.cache_id), cache, THEIRS, MINE)
         wrong = [
             t
-            for t, (it, to) in enumerate(zip(arrays, pattern(1), strict=True))
-            if (it[1] != to[2]).any()
+            for t, (pair, to) in enumerate(zip(arrays, pattern(1), strict=True))
+            if (pair[1] != to[2]).any()
         ]
         assert wrong == [1]
 

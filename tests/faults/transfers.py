@@ -9,7 +9,7 @@ LONG_MS = 30_000
 
 
 def link(user: LlmDataDist, *peers: Peer) -> None:
-    user.link_clusters([it.cluster for it in peers], timeout_ms=10_000).raise_for_status()
+    user.link_clusters([peer.cluster for peer in peers], timeout_ms=10_000).raise_for_status()
 
 
 def move(

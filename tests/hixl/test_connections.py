@@ -44,8 +44,8 @@ def test_connect_transfer_disconnect(engine: hixl.Hixl, memory: Memory, peer: Pe
 def test_each_end_has_a_connection_of_its_own(make_engine: MakeEngine, place: Place) -> None:
     """Of two that connect with each other, one that disconnects takes nothing from the other."""
     names = [free_name(), free_name()]
-    engines = [make_engine(it) for it in names]
-    memories = [registered(it, place) for it in engines]
+    engines = [make_engine(name) for name in names]
+    memories = [registered(engine, place) for engine in engines]
 
     def moves(i: int) -> int:
         moved = [TransferOpDesc(memories[i].address, memories[1 - i].address, 100)]
@@ -61,14 +61,14 @@ def test_each_end_has_a_connection_of_its_own(make_engine: MakeEngine, place: Pl
             assert (moves(leaves), moves(stays)) == (hixl.NOT_CONNECTED, hixl.SUCCESS)
             assert engines[leaves].connect(names[stays], LONG_MS) == hixl.SUCCESS
             assert (moves(leaves), moves(stays)) == (hixl.SUCCESS, hixl.SUCCESS)
-        for it in (0, 1):
-            assert engines[it].disconnect(names[1 - it], LONG_MS) == hixl.SUCCESS
-        assert not any(it.datadist.links() for it in engines)
+        for number in (0, 1):
+            assert engines[number].disconnect(names[1 - number], LONG_MS) == hixl.SUCCESS
+        assert not any(engine.datadist.links() for engine in engines)
 
 
 def test_both_connect_at_once(make_engine: MakeEngine) -> None:
     names = [free_name(), free_name()]
-    engines = [make_engine(it) for it in names]
+    engines = [make_engine(name) for name in names]
     found: list[int] = []
     begin = threading.Barrier(2)
 
@@ -78,11 +78,11 @@ def test_both_connect_at_once(make_engine: MakeEngine) -> None:
 
     for _ in range(5):
         found.clear()
-        threads = [threading.Thread(target=connect, args=(it,)) for it in (0, 1)]
-        for it in threads:
-            it.start()
-        for it in threads:
-            it.join()
+        threads = [threading.Thread(target=connect, args=(number,)) for number in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         assert found == [hixl.SUCCESS, hixl.SUCCESS]
         for i in (0, 1):
             assert engines[i].disconnect(names[1 - i], LONG_MS) == hixl.SUCCESS
@@ -151,8 +151,8 @@ def test_a_disconnect_that_the_peer_does_not_confirm_ends_the_connection_here(
 ) -> None:
     """It is not known any more, by a second call either; the other peer's connection stays."""
     peer, other = make_peer(), make_peer()
-    for it in (peer, other):
-        assert engine.connect(it.name, LONG_MS) == hixl.SUCCESS
+    for item in (peer, other):
+        assert engine.connect(item.name, LONG_MS) == hixl.SUCCESS
     peer.stop()
     assert engine.disconnect(peer.name, 300) == hixl.TIMEOUT
     moved = one_range(memory, peer)
@@ -239,7 +239,7 @@ class TestInTheBackground:
     def test_to_connect_again_is_no_failure(self, connected: hixl.Hixl, peer: Peer) -> None:
         assert connected.connect_async(peer.name, LONG_MS) == hixl.SUCCESS
         ends = CONNECTED, AsyncConnectStatus.CONNECT_FAILED
-        state = next(it for it in self.states(connected, peer.name) if it in ends)
+        state = next(item for item in self.states(connected, peer.name) if item in ends)
         assert state == CONNECTED
         assert connected.connect(peer.name) == hixl.ALREADY_CONNECTED
 
@@ -311,7 +311,7 @@ class TestMessages:
 def test_what_the_peer_connects_is_not_this_ends(make_engine: MakeEngine, place: Place) -> None:
     """A connection that has ended does not come back when the peer connects with this end."""
     names = [free_name(), free_name()]
-    owner, user = (make_engine(it) for it in names)
+    owner, user = (make_engine(name) for name in names)
     theirs, mine = registered(owner, place), registered(user, place)
     moved = [TransferOpDesc(mine.address, theirs.address, 100)]
     assert user.connect(names[0], LONG_MS) == hixl.SUCCESS
@@ -329,7 +329,7 @@ def test_what_the_peer_connects_is_not_this_ends(make_engine: MakeEngine, place:
 def test_connecting_while_the_peer_disconnects(make_engine: MakeEngine) -> None:
     """Whatever the order: who was told of a success has a connection."""
     names = [free_name(), free_name()]
-    owner, user = (make_engine(it) for it in names)
+    owner, user = (make_engine(name) for name in names)
     message = hixl.NotifyDesc("a", "b")
     for _ in range(20):
         assert owner.connect(names[1], LONG_MS) == hixl.SUCCESS
@@ -373,7 +373,7 @@ def test_a_link_that_the_peer_has_made_in_its_place_is_not_this_ends(
     """The peer has begun again, under its name, and connected."""
     names = free_name(), free_name()
     engine, before = make_engine(names[0]), make_engine(names[1])
-    ours, theirs = (registered(it, place) for it in (engine, before))
+    ours, theirs = (registered(value, place) for value in (engine, before))
     moved = [TransferOpDesc(ours.address, theirs.address, 4096)]
     assert engine.connect(names[1], LONG_MS) == hixl.SUCCESS
     before.finalize()
@@ -392,7 +392,7 @@ def test_a_link_that_the_peer_has_made_in_its_place_is_not_this_ends(
 
 def test_disconnecting_from_a_peer_that_reads_no_messages(make_engine: MakeEngine) -> None:
     names = free_name(), free_name()
-    reader, sender = (make_engine(it) for it in names)
+    reader, sender = (make_engine(name) for name in names)
     assert reader.connect(names[1], 10_000) == hixl.SUCCESS
     assert sender.connect(names[0], 10_000) == hixl.SUCCESS
     count = 0
@@ -402,6 +402,6 @@ def test_disconnecting_from_a_peer_that_reads_no_messages(make_engine: MakeEngin
     assert sender.disconnect(names[0]) == hixl.SUCCESS
     assert sender.disconnect(names[0]) == hixl.NOT_CONNECTED
     assert sender.send_notify(names[0], hixl.NotifyDesc("n", "")) == hixl.NOT_CONNECTED
-    read = [int(it.notify_msg) for it in reader.get_notifies()[1]]
+    read = [int(notify.notify_msg) for notify in reader.get_notifies()[1]]
     assert read == [*range(count)]
     assert sender.connect(names[0], 10_000) == hixl.SUCCESS

@@ -62,7 +62,7 @@ def skipping() -> hixl.GetTransferStatusArgs:
 
 
 def until_broken(engine: hixl.Hixl) -> None:
-    while any(it.state is LinkState.LINKED for it in engine.datadist.links()):
+    while any(link.state is LinkState.LINKED for link in engine.datadist.links()):
         pass
 
 
@@ -120,7 +120,7 @@ class TestKilled:
             gate.open()
             call.join()
         assert found == [hixl.NOT_CONNECTED]
-        (said,) = [it.getMessage() for it in caplog.records if it.name == "kvplan.hixl"]
+        (said,) = [record.getMessage() for record in caplog.records if record.name == "kvplan.hixl"]
         assert peer.name in said
         assert "not confirmed: local [0x" in said
 
@@ -153,7 +153,7 @@ class TestKilled:
     def test_while_it_is_disconnected(self, connected: hixl.Hixl, peer: Peer) -> None:
         peer.stop()
         call, found = in_thread(lambda: connected.disconnect(peer.name, LONG_MS))
-        while any(it.state is LinkState.LINKED for it in connected.datadist.links()):
+        while any(link.state is LinkState.LINKED for link in connected.datadist.links()):
             assert call.is_alive()
         peer.kill()
         call.join()
@@ -165,7 +165,7 @@ class TestKilled:
         peer.stop()
         message = hixl.NotifyDesc("a", "b")
         call, found = in_thread(lambda: connected.send_notify(peer.name, message, LONG_MS))
-        while not any(it.in_flight for it in connected.datadist.links()):
+        while not any(link.in_flight for link in connected.datadist.links()):
             assert call.is_alive()
         peer.kill()
         call.join()
@@ -276,8 +276,8 @@ class TestMemoryThatGoes:
             submitted, request = connected.transfer_async(peer.name, op, moved)
             if submitted == hixl.SUCCESS:
                 assert ended(connected, request)[1] == TransferStatus.FAILED
-        said = [it.getMessage() for it in caplog.records if it.name == "kvplan.hixl"]
-        assert any("not confirmed: local [0x" in it for it in said), said
+        said = [record.getMessage() for record in caplog.records if record.name == "kvplan.hixl"]
+        assert any("not confirmed: local [0x" in item for item in said), said
 
     @ops
     def test_deregistered_there_during_a_call(

@@ -42,16 +42,16 @@ def test_deregistering_while_others_transfer(
                 wrong.append(status)
 
     threads = [threading.Thread(target=move, args=(i,)) for i in range(6)]
-    for it in threads:
-        it.start()
+    for thread in threads:
+        thread.start()
     try:
         for _ in range(500):
             other = registered(connected, place, BLOCK)
             assert connected.deregister_mem(other.handle) == hixl.SUCCESS
     finally:
         stop.set()
-        for it in threads:
-            it.join()
+        for thread in threads:
+            thread.join()
     assert wrong == []
 
 
@@ -72,8 +72,8 @@ def test_what_is_submitted_while_its_memory_is_deregistered_has_stopped_then(
             connected.get_all_transfer_status(hixl.GetTransferStatusArgs(skip_waiting=True))
 
     threads = [threading.Thread(target=submit) for _ in range(2)]
-    for it in threads:
-        it.start()
+    for thread in threads:
+        thread.start()
     try:
         for _ in range(100):
             status, handle = connected.register_mem(desc, place.mem_type)
@@ -83,8 +83,8 @@ def test_what_is_submitted_while_its_memory_is_deregistered_has_stopped_then(
             assert (array == 7).all()  # nothing writes to it any more
     finally:
         stop.set()
-        for it in threads:
-            it.join()
+        for thread in threads:
+            thread.join()
     assert (array == 7).all()
 
 

@@ -65,12 +65,12 @@ def test_enums_and_which_are_exported() -> None:
     exported: set[str] = set()
     for name, members in ENUMS.items():
         kind = getattr(hixl, name)
-        assert [it.name for it in kind] == members.split()
+        assert [item.name for item in kind] == members.split()
         if name != "TransferStatus":
             exported |= set(members.split())
-            assert all(getattr(hixl, it.name) is it for it in kind)
-        assert [str(it) for it in kind] == [f"{name}.{it}" for it in members.split()]
-        assert [f"{it}" for it in kind] == [str(it) for it in kind]
+            assert all(getattr(hixl, item.name) is item for item in kind)
+        assert [str(item) for item in kind] == [f"{name}.{word}" for word in members.split()]
+        assert [f"{item}" for item in kind] == [str(item) for item in kind]
     assert not hasattr(hixl, "WAITING")
     assert (hixl.TIMEOUT, hixl.FAILED) == (103901, 503900)  # not those of TransferStatus
     assert set(hixl.__all__) == exported | set(ENUMS) | set(NUMBERS) | VALUES
@@ -97,13 +97,13 @@ def test_values_can_be_set_and_are_checked() -> None:
         (query, "skip_waiting", True, 1),
         (result, "req", 5, "5"),
     ]
-    for it, name, good, bad in settings:
-        setattr(it, name, good)
-        assert getattr(it, name) == good
+    for item, name, good, bad in settings:
+        setattr(item, name, good)
+        assert getattr(item, name) == good
         with pytest.raises(TypeError, match=name):
-            setattr(it, name, bad)
-        assert getattr(it, name) == good
-        assert f"{name}=" in repr(it)
+            setattr(item, name, bad)
+        assert getattr(item, name) == good
+        assert f"{name}=" in repr(item)
     for holder in (args, result):
         assert holder.user_data == 0
         holder.user_data = 77
@@ -128,8 +128,8 @@ def test_numbers_that_cannot_be_printed_are_type_errors_too() -> None:
 
 
 def test_capabilities() -> None:
-    for it in hixl.FeatureType:
-        assert hixl.get_capability(it) == (hixl.SUCCESS, hixl.FEATURE_SUPPORTED)
+    for item in hixl.FeatureType:
+        assert hixl.get_capability(item) == (hixl.SUCCESS, hixl.FEATURE_SUPPORTED)
     with pytest.raises(TypeError):
         hixl.get_capability(0)  # type: ignore[arg-type]
 
@@ -170,9 +170,9 @@ def test_arguments_of_other_types_raise_type_error(engine: hixl.Hixl) -> None:
         for position in range(len(arguments)):
             wrong = list(arguments)
             wrong[position] = object()
-            for it in (engine, hixl.Hixl()):
+            for value in (engine, hixl.Hixl()):
                 with pytest.raises(TypeError):
-                    getattr(it, name)(*wrong)
+                    getattr(value, name)(*wrong)
     assert engine.connect(free_name(), np.int64(500)) == hixl.FAILED  # NumPy's numbers are numbers
     assert engine.deregister_mem(np.uint64(9)) == hixl.SUCCESS
     for options in ({"a": 1}, {1: "a"}, []):
@@ -365,7 +365,7 @@ def test_so_many_requests_may_be_open(engine: hixl.Hixl, peer: Peer) -> None:
     running: Any = engine._running
     before = memory.array.copy()
     tasks = [Ended() for _ in range(MAX_REQUESTS)]
-    numbers = [running.requests.add(Request(it, None, peer.name, "READ")) for it in tasks]
+    numbers = [running.requests.add(Request(task, None, peer.name, "READ")) for task in tasks]
     for done in (False, True):
         tasks[7].done = done  # which is open until it is asked for
         refused = engine.transfer_async(peer.name, hixl.READ, moved)

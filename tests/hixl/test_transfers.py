@@ -31,7 +31,7 @@ def test_blocks_are_read_and_written_in_any_order(
     connected: hixl.Hixl, memory: Memory, peer: Peer
 ) -> None:
     count = MIB // BLOCK
-    here, there = (np.random.default_rng(it).permutation(count) for it in (1, 2))
+    here, there = (np.random.default_rng(number).permutation(count) for number in (1, 2))
     ranges = [(int(a) * BLOCK, int(b) * BLOCK, BLOCK) for a, b in zip(here, there, strict=True)]
     peer.fill(1)
     moved = descs(memory, peer, ranges)
@@ -71,10 +71,10 @@ def test_requests_end_once_each_and_have_what_their_caller_gave(
         status, results = connected.get_all_transfer_status(query)
         assert status == hixl.SUCCESS
         assert len(results) <= 3
-        for it in results:
-            assert it.status == hixl.TransferStatus.COMPLETED
-            assert it.req not in ended
-            ended[it.req] = it.user_data
+        for result in results:
+            assert result.status == hixl.TransferStatus.COMPLETED
+            assert result.req not in ended
+            ended[result.req] = result.user_data
     assert ended == requests
     assert connected.get_all_transfer_status() == (hixl.SUCCESS, [])
     np.testing.assert_array_equal(memory.array[: 8 * BLOCK], pattern(seed=3)[: 8 * BLOCK])
@@ -163,9 +163,9 @@ def test_what_cannot_be_is_refused_and_the_log_says_why(
     with caplog.at_level(logging.WARNING, "kvplan.hixl"):
         assert connected.transfer_sync(peer.name, hixl.READ, moved) == hixl.PARAM_INVALID
         assert connected.transfer_async(peer.name, hixl.READ, moved) == (hixl.PARAM_INVALID, 0)
-    said = [it.getMessage() for it in caplog.records if it.name == "kvplan.hixl"]
+    said = [record.getMessage() for record in caplog.records if record.name == "kvplan.hixl"]
     assert len(said) == 2
-    assert all(why in it and peer.name in it for it in said), said
+    assert all(why in item and peer.name in item for item in said), said
     assert not memory.array.any()
 
 

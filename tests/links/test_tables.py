@@ -311,7 +311,7 @@ class TestMessages:
             ({"shard": ShardEntry((1, 1, 4), None)}, "layers=range.1, 1. must be one or more of"),
             ({"shard": ShardEntry((3, 1, 4), None)}, "layers=range.3, 1. must be one or more of"),
             ({"shard": ShardEntry((0, 5, 4), None)}, "must be one or more of \\[0, 4\\)"),
-            ({"shard": ShardEntry((0, 5, 8), None, (3, 1))}, "must ascend"),
+            ({"shard": ShardEntry((0, 5, 8), None, (3, 1))}, "strictly ascending"),
             ({"shard": ShardEntry((0, 0, 0), None)}, "num_layers=0 is out of range"),
             ({"shard": ShardEntry((0, 2**32 - 1, 2**32 - 1), None)}, "which do not divide"),
             ({"shard": ShardEntry(None, (0, 1, 8))}, "names no axis head"),
@@ -395,7 +395,7 @@ class TestMovedLeases:
         ):
             known.apply(Table(2, False, (), (), blobs[3:]))
         for wrong in (b"", b"lease", blobs[0][:-1]):
-            with refused("LLM_PARAM_INVALID", "is no lease"):
+            with refused("LLM_PARAM_INVALID", "is not a lease"):
                 known.apply(Table(3, False, (), (), (wrong,)))
 
     def test_only_a_later_value_of_the_same_lease_replaces_it(self) -> None:

@@ -45,7 +45,7 @@ def idle_peers() -> Iterator[IdlePeers]:
     """
     peers: IdlePeers = {}
     yield peers
-    for peer in (it for them in peers.values() for it in them):
+    for peer in (item for them in peers.values() for item in them):
         peer.close()
 
 
@@ -67,7 +67,7 @@ def make_peer(idle_peers: IdlePeers) -> Iterator[MakePeer]:
     with ExitStack() as held:
 
         def make(cluster_id: int = 1, role: str = "PROMPT", **more: str) -> Peer:
-            now = frozenset(it for it in os.environ.items() if it[0] != "PYTEST_CURRENT_TEST")
+            now = frozenset(item for item in os.environ.items() if item[0] != "PYTEST_CURRENT_TEST")
             if ready := idle_peers.get(now):
                 peer = ready.pop()
                 held.callback(give_back, now, peer)

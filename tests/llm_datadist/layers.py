@@ -76,7 +76,7 @@ class Destinations:
         layers = dst or src or whole
         found = self._addresses[name][2 * layers.start : 2 * layers.stop]
         return TransferConfig(
-            self.peer.cluster_id, [it + offset for it in found], src, src_batch_index=row
+            self.peer.cluster_id, [item + offset for item in found], src, src_batch_index=row
         )
 
 
@@ -109,4 +109,4 @@ class Computing(LayerSynchronizer):
 
     def expected(self, row: int | Sequence[int] = 0) -> NDArray[np.uint8]:
         """What rows of all tensors hold now."""
-        return np.stack([it[row] for it in self._arrays])
+        return np.stack([array[row] for array in self._arrays])

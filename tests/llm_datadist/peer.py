@@ -71,5 +71,5 @@ def cluster_info(cluster_id: int, address: str) -> LLMClusterInfo:
 
 def link(datadist: LLMDataDist, *peers: Peer) -> None:
     """Link with all of them."""
-    codes: Any = datadist.link_clusters([it.info for it in peers], 10_000)
+    codes: Any = datadist.link_clusters([item.info for item in peers], 10_000)
     assert codes == (LLMStatusCode.LLM_SUCCESS, [LLMStatusCode.LLM_SUCCESS] * len(peers))

@@ -38,8 +38,8 @@ def names() -> dict[str, Any]:
         """End the client, and all that a test has made."""
         if LLMDataDist.llm_engine_instance is not None:
             LLMDataDist.llm_engine_instance.finalize()
-        for it in known.keys() - kept:
-            del known[it]
+        for key in known.keys() - kept:
+            del known[key]
         gc.collect()
 
     known |= {"np": np, "start": start, "desc": desc, "forget": forget, **vars(contents)}

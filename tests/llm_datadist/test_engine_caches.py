@@ -37,7 +37,7 @@ def tensors(num_tensors: int = 4, rows: int = 4, nbytes: int = 32) -> list[np.nd
 
 
 def addresses(arrays: list[np.ndarray[Any, Any]]) -> list[int]:
-    return [it.ctypes.data for it in arrays]
+    return [array.ctypes.data for array in arrays]
 
 
 def test_ids_rise_with_each_attempt(manager: CacheManager) -> None:
@@ -50,8 +50,8 @@ def test_ids_rise_with_each_attempt(manager: CacheManager) -> None:
 
 
 def test_the_attributes_of_a_cache(manager: CacheManager) -> None:
-    contiguous = manager.allocate_cache(cache_desc=(it := desc()), cache_keys=[CacheKey(99, 1)])
-    assert contiguous.cache_desc is it
+    contiguous = manager.allocate_cache(cache_desc=(item := desc()), cache_keys=[CacheKey(99, 1)])
+    assert contiguous.cache_desc is item
     assert not contiguous.is_blocks_cache
     assert len(set(contiguous.tensor_addrs)) == 4
     assert isinstance(contiguous.tensor_addrs, list)
@@ -110,20 +110,20 @@ def test_keys_of_an_allocated_cache(manager: CacheManager) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda it: it.allocate_cache(None),
-        lambda it: it.allocate_cache("desc"),
-        lambda it: it.allocate_cache(desc(), None),
-        lambda it: it.allocate_cache(desc(), [BlocksCacheKey(1)]),
-        lambda it: it.allocate_blocks_cache(desc(), CacheKey(1, 1)),
-        lambda it: it.deallocate_cache(1),
-        lambda it: it.deallocate_blocks_cache(None),
-        lambda it: it.remove_cache_key(BlocksCacheKey(1)),
-        lambda it: it.register_cache(desc(), (1, 2, 3, 4)),
-        lambda it: it.register_cache(desc(), None),
-        lambda it: it.register_cache(desc(), ["1"] * 4),
-        lambda it: it.register_cache(desc(), [1] * 4, remote_accessible=1),
-        lambda it: it.register_blocks_cache(desc(), [1] * 4, CacheKey(1, 1)),
-        lambda it: it.unregister_cache("a"),
+        lambda value: value.allocate_cache(None),
+        lambda value: value.allocate_cache("desc"),
+        lambda value: value.allocate_cache(desc(), None),
+        lambda value: value.allocate_cache(desc(), [BlocksCacheKey(1)]),
+        lambda value: value.allocate_blocks_cache(desc(), CacheKey(1, 1)),
+        lambda value: value.deallocate_cache(1),
+        lambda value: value.deallocate_blocks_cache(None),
+        lambda value: value.remove_cache_key(BlocksCacheKey(1)),
+        lambda value: value.register_cache(desc(), (1, 2, 3, 4)),
+        lambda value: value.register_cache(desc(), None),
+        lambda value: value.register_cache(desc(), ["1"] * 4),
+        lambda value: value.register_cache(desc(), [1] * 4, remote_accessible=1),
+        lambda value: value.register_blocks_cache(desc(), [1] * 4, CacheKey(1, 1)),
+        lambda value: value.unregister_cache("a"),
     ],
 )
 def test_arguments_of_another_type(manager: CacheManager, call: Any) -> None:
@@ -170,7 +170,7 @@ def test_after_link_nothing_is_registered_for_peers(manager: CacheManager) -> No
         manager.register_blocks_cache(desc(), addresses(arrays), remote_accessible=True)
     manager.register_cache(desc(), addresses(arrays), remote_accessible=False)
     manager.register_blocks_cache(desc(), addresses(arrays))
-    assert [it.remote_accessible for it in manager._engine.caches()] == [True, False, False]
+    assert [cache.remote_accessible for cache in manager._engine.caches()] == [True, False, False]
 
 
 def test_copy_cache_goes_from_the_second_to_the_first(manager: CacheManager) -> None:
@@ -235,7 +235,7 @@ def test_only_slots_are_copied_as_slots(manager: CacheManager) -> None:
 def test_copy_blocks(manager: CacheManager) -> None:
     cache = manager.allocate_blocks_cache(desc(rows=8))
     arrays = fill(cache, 3)
-    before = [it.copy() for it in arrays]
+    before = [array.copy() for array in arrays]
     manager.copy_blocks(cache, {})
     manager.copy_blocks(cache, {0: []})
     assert all((a == b).all() for a, b in zip(arrays, before, strict=True))
@@ -266,7 +266,7 @@ def test_a_copy_of_a_block_to_itself_hides_no_other(
 ) -> None:
     cache = manager.allocate_blocks_cache(desc())
     arrays = fill(cache, 3)
-    before = [it.copy() for it in arrays]
+    before = [array.copy() for array in arrays]
     manager.copy_blocks(cache, copies)
     for now, was in zip(arrays, before, strict=True):
         assert (now == was[expected]).all()
@@ -296,7 +296,9 @@ def test_swap_blocks_in_and_out(manager: CacheManager) -> None:
 
 
 def test_swaps_that_cannot_be(manager: CacheManager) -> None:
-    device, host = (manager.allocate_blocks_cache(desc(placement=it)) for it in (DEVICE, HOST))
+    device, host = (
+        manager.allocate_blocks_cache(desc(placement=value)) for value in (DEVICE, HOST)
+    )
     slots = manager.allocate_cache(desc(placement=HOST))
     small = manager.allocate_blocks_cache(desc(nbytes=16, placement=HOST))
     few = manager.allocate_blocks_cache(desc(num_tensors=2, placement=HOST))

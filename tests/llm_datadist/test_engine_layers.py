@@ -86,7 +86,7 @@ def blocks(manager: CacheManager) -> Cache:
 def ends(task: CacheTask, *expected: LLMStatusCode) -> None:
     """Wait for a task, which ends so."""
     assert task.get_results() == list(expected)
-    failures = [it for it in expected if it != SUCCESS]
+    failures = [item for item in expected if item != SUCCESS]
     assert task.synchronize() == (failures[0] if failures else SUCCESS)
 
 

@@ -62,15 +62,15 @@ def test_a_cluster_id_is_there_before_init() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda it: it.cache_manager,
-        lambda it: it.kv_cache_manager,
-        lambda it: it.link("x", {7: 0, 8: 1}, ""),
-        lambda it: it.unlink(1),
-        lambda it: it.query_register_mem_status(1),
-        lambda it: it.link_clusters([LLMClusterInfo()]),
-        lambda it: it.unlink_clusters([LLMClusterInfo()]),
-        lambda it: it.check_link_status(1),
-        lambda it: it.switch_role(LLMRole.MIX),
+        lambda value: value.cache_manager,
+        lambda value: value.kv_cache_manager,
+        lambda value: value.link("x", {7: 0, 8: 1}, ""),
+        lambda value: value.unlink(1),
+        lambda value: value.query_register_mem_status(1),
+        lambda engine: engine.link_clusters([LLMClusterInfo()]),
+        lambda engine: engine.unlink_clusters([LLMClusterInfo()]),
+        lambda value: value.check_link_status(1),
+        lambda value: value.switch_role(LLMRole.MIX),
     ],
 )
 def test_before_init_and_after_finalize_nothing_works(new: LLMDataDist, call: Any) -> None:
@@ -351,10 +351,10 @@ def test_a_key_that_is_nearly_where_to_listen_is_refused(
     new: LLMDataDist, make_datadist: MakeDataDist, key: str
 ) -> None:
     wrong = {key: "127.0.0.1:0"}
-    with pytest.raises(LLMException, match=f"option '{key}' is unknown.*listen nowhere"):
+    with pytest.raises(LLMException, match=f"option '{key}' is unknown.*to listen at"):
         new.init(MANAGED | wrong)
     datadist = make_datadist()
-    with pytest.raises(LLMException, match=f"option '{key}' is unknown.*listen nowhere"):
+    with pytest.raises(LLMException, match=f"option '{key}' is unknown.*to listen at"):
         datadist.switch_role(LLMRole.MIX, wrong)
 
 

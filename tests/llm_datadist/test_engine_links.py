@@ -179,7 +179,7 @@ def test_both_ends_link_and_unlink_with_the_hixl_backend(
 
 def rank_table() -> str:
     """Of two ranks on this host, as the documents of the original have it."""
-    device = [{"device_id": str(it), "rank_id": str(it)} for it in range(2)]
+    device = [{"device_id": str(index), "rank_id": str(index)} for index in range(2)]
     server = {"server_id": "127.0.0.1", "device": device}
     return json.dumps(
         {"version": "1.0", "server_count": "1", "status": "completed", "server_list": [server]}

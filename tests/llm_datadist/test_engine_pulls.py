@@ -61,13 +61,13 @@ def test_a_key_is_consumed_by_its_pull(pair: tuple[Peer, CacheManager]) -> None:
     cache = manager.allocate_cache(desc())
     found = clear(cache)
     manager.pull_cache(CacheKey(1, 1), cache, 2)
-    assert [it[2].tolist() for it in found] == peer.bytes_of("cache")[:, 0].tolist()
-    assert not any(it[[0, 1, 3]].any() for it in found)
+    assert [item[2].tolist() for item in found] == peer.bytes_of("cache")[:, 0].tolist()
+    assert not any(item[[0, 1, 3]].any() for item in found)
     with refused(NOT_EXIST):
         manager.pull_cache(CacheKey(1, 1), cache, 2)
     for _ in range(2):  # a prefix is not
         manager.pull_cache(CacheKey(1, NO_ID, 0, 5), cache=cache, batch_index=0)
-        assert [it[0].tolist() for it in found] == peer.bytes_of("cache")[:, 1].tolist()
+        assert [item[0].tolist() for item in found] == peer.bytes_of("cache")[:, 1].tolist()
 
 
 @by_key
@@ -79,7 +79,7 @@ def test_a_key_is_consumed_tensor_by_tensor(pair: tuple[Peer, CacheManager]) -> 
     key = CacheKey(1, 1)
     for layer in (range(1, 2), range(1)):
         manager.pull_cache(key, cache, src_layer_range=layer, dst_layer_range=layer)
-    assert [it[0].tolist() for it in found] == peer.bytes_of("cache")[:, 0].tolist()
+    assert [item[0].tolist() for item in found] == peer.bytes_of("cache")[:, 0].tolist()
     with refused(NOT_EXIST):
         manager.pull_cache(key, cache)
 
@@ -93,7 +93,7 @@ def test_a_cache_lives_by_its_keys(pair: tuple[Peer, CacheManager]) -> None:
     cache = manager.allocate_cache(desc())
     found = clear(cache)
     manager.pull_cache(CacheKey(1, 1), cache)
-    assert [it[0].tolist() for it in found] == expected
+    assert [item[0].tolist() for item in found] == expected
     peer.run("manager.remove_cache_key(CacheKey(1, NO_ID, 0, 5))")
     with refused(NOT_EXIST):
         manager.pull_cache(CacheKey(1, NO_ID, 0, 5), cache)
@@ -114,7 +114,7 @@ def test_a_registered_cache_is_pulled_by_key_for_ever(
         manager.pull_cache(CacheKey(1, 9), cache)
         manager.pull_cache(CacheKeyByIdAndIndex(1, cache_id, 2), cache, 1)
     theirs = peer.bytes_of("registered")
-    assert [it[:2].tolist() for it in found] == theirs[:, [0, 2]].tolist()
+    assert [item[:2].tolist() for item in found] == theirs[:, [0, 2]].tolist()
 
 
 def test_in_remote_mode_host_memory_is_offered_when_asked_for(
@@ -135,7 +135,7 @@ def test_in_remote_mode_host_memory_is_offered_when_asked_for(
         """
     )
     manager.pull_cache(CacheKeyByIdAndIndex(1, offered), cache)
-    assert [it[0].tolist() for it in found] == peer.bytes_of("offered")[:, 0].tolist()
+    assert [item[0].tolist() for item in found] == peer.bytes_of("offered")[:, 0].tolist()
 
 
 @both_modes
@@ -184,9 +184,9 @@ def test_layers_go_where_the_ranges_say(pair: tuple[Peer, CacheManager]) -> None
         tensor_num_per_layer=1,
         ignored="it is",
     )
-    assert [it[0].tolist() for it in found[4:]] == theirs[2:, 0].tolist()
+    assert [item[0].tolist() for item in found[4:]] == theirs[2:, 0].tolist()
     assert found[1][0].tolist() == theirs[0, 0].tolist()
-    assert not any(found[it].any() for it in (0, 2, 3))
+    assert not any(found[number].any() for number in (0, 2, 3))
     wrong: Any
     for wrong in (
         {"src_layer_range": range(1)},  # the other is not of one layer
@@ -230,7 +230,7 @@ def test_pull_blocks(pair: tuple[Peer, CacheManager]) -> None:
         src_layer_range=one,
         dst_layer_range=one,
     )
-    assert [bool(it[0].any()) for it in found] == [True, True, False, False]
+    assert [bool(item[0].any()) for item in found] == [True, True, False, False]
     with refused("LLM_PARAM_INVALID"):
         manager.pull_blocks(key, cache, [0], [])
     with refused("LLM_PARAM_INVALID"):
@@ -288,7 +288,7 @@ def test_a_slot_is_pulled_into_blocks_by_key(pair: tuple[Peer, CacheManager]) ->
         manager.pull_blocks(CacheKey(1, 1, 0, 1), cache, [], [0])
     manager.pull_blocks(CacheKey(1, 1), cache, [], [4, 2])
     expected = peer.bytes_of("cache")[:, 0].tolist()
-    assert [it[[4, 2]].reshape(-1).tolist() for it in found] == expected
+    assert [item[[4, 2]].reshape(-1).tolist() for item in found] == expected
     with refused(NOT_EXIST):
         manager.pull_blocks(CacheKey(1, 1), cache, [], [4, 2])
 

@@ -81,14 +81,14 @@ def test_layers_of_a_pushed_slot(peer: Peer, manager: CacheManager, slots: Cache
         tensor_num_per_layer=2,
     )
     found = peer.bytes_of("cache")
-    assert [it[0].tolist() for it in found[:4]] == [it[1].tolist() for it in given[2:]]
+    assert [item[0].tolist() for item in found[:4]] == [item[1].tolist() for item in given[2:]]
     assert not found[4:].any()
     manager.push_cache(key, slots, 0, range(5, 6), range(4, 5), -1, 1)
     assert peer.bytes_of("cache")[4, 0].tolist() == given[5][0].tolist()
     manager.push_cache(CacheKeyByIdAndIndex(1, 1, 1), slots, tensor_num_per_layer=4)
     found = peer.bytes_of("cache")
     # Four tensors a layer: the last one is short, and is not left out.
-    assert [it[1].tolist() for it in found] == [it[0].tolist() for it in given]
+    assert [item[1].tolist() for item in found] == [item[0].tolist() for item in given]
 
 
 def test_a_cache_of_fewer_layers_goes_to_the_first_ones(peer: Peer, manager: CacheManager) -> None:
@@ -96,7 +96,7 @@ def test_a_cache_of_fewer_layers_goes_to_the_first_ones(peer: Peer, manager: Cac
     given = fill(short, 5)
     manager.push_cache(CacheKeyByIdAndIndex(1, 1), short)
     found = peer.bytes_of("cache")
-    assert [it[0].tolist() for it in found[:2]] == [it[0].tolist() for it in given]
+    assert [item[0].tolist() for item in found[:2]] == [item[0].tolist() for item in given]
     assert not found[2:].any()
 
 
@@ -210,7 +210,7 @@ def test_memory_is_remapped_while_linked(peer: Peer, manager: CacheManager, slot
     )
     manager.push_cache(CacheKeyByIdAndIndex(1, cache_id, 1), slots)
     found = peer.bytes_of("registered")
-    assert [it[:2].tolist() for it in found] == [[it[0].tolist()] * 2 for it in given]
+    assert [item[:2].tolist() for item in found] == [[item[0].tolist()] * 2 for item in given]
     elsewhere = MemInfo(Memtype.MEM_TYPE_DEVICE, slots.tensor_addrs[0], 2**40)
     with refused("LLM_PARAM_INVALID"):
         manager.remap_registered_memory(elsewhere)

@@ -60,8 +60,8 @@ def make_wrapped(
         return make_datadist(**REMOTE, **options)
 
     yield make
-    for it in made:
-        it.close(cancel=True)
+    for item in made:
+        item.close(cancel=True)
 
 
 def slots_of(manager: CacheManager) -> Cache:
@@ -77,7 +77,7 @@ def slots(datadist: LLMDataDist) -> Cache:
 
 def arrived(there: Destinations) -> list[bool]:
     """Whether each tensor has bytes in ROW."""
-    return [bool(it) for it in there.bytes_of("cache")[:, ROW].any(axis=1)]
+    return [bool(item) for item in there.bytes_of("cache")[:, ROW].any(axis=1)]
 
 
 class Tripwire:
@@ -136,10 +136,10 @@ def test_a_synchronizer_that_says_no(
     assert not any(arrived(one)[14:])
     assert arrived(two)[:14] == [True] * 14
     assert not any(arrived(two)[14:])
-    pushes = [it for it in caplog.messages if "operation=push_layers" in it]
+    pushes = [message for message in caplog.messages if "operation=push_layers" in message]
     assert len(pushes) == 3
-    assert all("status=LLM_PARAM_INVALID" in it for it in pushes)
-    assert all("synchronize_layer(7) returned False" in it for it in pushes)
+    assert all("status=LLM_PARAM_INVALID" in push for push in pushes)
+    assert all("synchronize_layer(7) returned False" in push for push in pushes)
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(3), KeyboardInterrupt()])
@@ -243,9 +243,9 @@ def test_finalize_ends_what_waits_for_a_synchronizer(
     assert task.synchronize() == FAILED
     tripwire.go_on()
     assert tripwire.left.wait(DEADLINE_S)
-    ended = [it for it in threading.enumerate() if it.name == "kvplan-layers"]
-    for it in ended:
-        it.join(DEADLINE_S)
+    ended = [item for item in threading.enumerate() if item.name == "kvplan-layers"]
+    for item in ended:
+        item.join(DEADLINE_S)
     assert layers == list(range(8))
     assert task.get_results() == [FAILED]
     datadist.init({"llm.EnableCacheManager": "1"})
@@ -310,7 +310,7 @@ def test_a_copy_that_fails_at_layer_7(
     make_wrapped: Callable[..., LLMDataDist], there: Callable[[int], Destinations]
 ) -> None:
     # Of each transfer on its own: one of 7 layers has no such descriptor.
-    datadist = make_wrapped(lambda it: fail_at(it, 2 * 7 + 1))
+    datadist = make_wrapped(lambda value: fail_at(value, 2 * 7 + 1))
     slots = slots_of(datadist.cache_manager)
     one, two = there(1), there(3)
     link(datadist, one.peer, two.peer)
@@ -329,7 +329,9 @@ def test_a_copy_that_fails_at_layer_7(
 def test_layers_are_awaited_while_others_are_copied_and_the_last_has_a_deadline(
     make_wrapped: Callable[..., LLMDataDist], there: Callable[[int], Destinations]
 ) -> None:
-    datadist = make_wrapped(lambda it: delay(it, FOR_EVER_MS), **{"llm.SyncKvCacheWaitTime": "100"})
+    datadist = make_wrapped(
+        lambda value: delay(value, FOR_EVER_MS), **{"llm.SyncKvCacheWaitTime": "100"}
+    )
     slots = slots_of(datadist.cache_manager)
     one = there(1)
     link(datadist, one.peer)
@@ -346,7 +348,7 @@ def test_layers_are_awaited_while_others_are_copied_and_the_last_has_a_deadline(
 def test_the_last_layer_may_take_all_of_its_time(
     make_wrapped: Callable[..., LLMDataDist], there: Callable[[int], Destinations]
 ) -> None:
-    datadist = make_wrapped(lambda it: delay(it, 300), **{"llm.SyncKvCacheWaitTime": "30000"})
+    datadist = make_wrapped(lambda value: delay(value, 300), **{"llm.SyncKvCacheWaitTime": "30000"})
     slots = slots_of(datadist.cache_manager)
     one = there(1)
     link(datadist, one.peer)
@@ -360,7 +362,7 @@ def test_no_destination_has_more_time_than_another(
     make_wrapped: Callable[..., LLMDataDist], there: Callable[[int], Destinations]
 ) -> None:
     """The one that is waited for last would be through, if its time began only then."""
-    datadist = make_wrapped(lambda it: delay(it, 1300), **{"llm.SyncKvCacheWaitTime": "700"})
+    datadist = make_wrapped(lambda value: delay(value, 1300), **{"llm.SyncKvCacheWaitTime": "700"})
     slots = slots_of(datadist.cache_manager)
     one = there(1)
     link(datadist, one.peer)

@@ -24,7 +24,7 @@ Pair = tuple[Peer, LLMDataDist]
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged of caches that differ."""
-    return [it for it in caplog.messages if "caches that differ" in it]
+    return [message for message in caplog.messages if "caches that differ" in message]
 
 
 OFFER = """
@@ -40,7 +40,7 @@ result = paged.cache_id
 
 
 def firsts(arrays: list[Any], block: int) -> list[int]:
-    return [int(it[block].min()) for it in arrays]
+    return [int(array[block].min()) for array in arrays]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_one_wrong_block_is_found(length: int, wrong: Any) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [range(99), np.arange(99), "1" * 99, {1: 2}, iter([1])],
-    ids=lambda it: type(it).__name__,
+    ids=lambda value: type(value).__name__,
 )
 def test_only_lists_and_tuples_are_tables(wrong: Any) -> None:
     with pytest.raises(TypeError, match="blocks"):
@@ -51,7 +51,7 @@ def test_only_lists_and_tuples_are_tables(wrong: Any) -> None:
 def test_of_a_destination_that_comes_twice_the_last_counts(length: int, far: int) -> None:
     src, dst = [*range(length)], [far, *range(1, length)]
     taken = last_wins(table_of("src", src), table_of("dst", dst))
-    assert [list(it) for it in taken] == [src, dst]
+    assert [list(item) for item in taken] == [src, dst]
     src, dst = [*src, length], [*dst, far]
     source_of = dict(zip(dst, src, strict=True))
     for given in ((table_of("src", src), table_of("dst", dst)), (src, dst)):

@@ -32,7 +32,7 @@ from kvplan.llm_datadist.v2 import llm_utils
 from tests.support.refusals import refused
 
 UINT64 = st.integers(0, 2**64 - 1)
-WITH_WIDTH = [it for it in DataType if it is not DataType.DT_STRING]
+WITH_WIDTH = [item for item in DataType if item is not DataType.DT_STRING]
 
 
 @given(UINT64, UINT64, UINT64, UINT64)

@@ -128,9 +128,10 @@ def test_braces_in_a_finished_text_are_data() -> None:
 def test_a_record_names_its_logger(caplog: pytest.LogCaptureFixture) -> None:
     log.error("a %s", 1)
     log.get_logger().error("b")
-    assert [(it.getMessage(), it.funcName, Path(it.pathname).name) for it in caplog.records] == [
-        (text, "test_a_record_names_its_logger", Path(__file__).name) for text in ("a 1", "b")
-    ]
+    assert [
+        (record.getMessage(), record.funcName, Path(record.pathname).name)
+        for record in caplog.records
+    ] == [(text, "test_a_record_names_its_logger", Path(__file__).name) for text in ("a 1", "b")]
 
 
 def test_the_caller_is_found_from_any_depth() -> None:

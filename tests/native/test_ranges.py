@@ -10,7 +10,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvnative._ranges import TransferOpDesc, address_columns, arrange, first_overlap, locate
+from kvnative._ranges import (
+    Pieces,
+    TransferOpDesc,
+    address_columns,
+    arrange,
+    choose,
+    first_bad,
+    first_overlap,
+    locate,
+    place,
+)
 
 numbers = st.one_of(st.integers(0, 40), st.integers(2**63, 2**63 + 40), st.integers(0, 2**64 - 64))
 rows = st.lists(st.tuples(numbers, numbers, st.integers(1, 9), st.integers(0, 2)), max_size=300)
@@ -73,6 +83,69 @@ def test_locate() -> None:
     assert of() == ([], -1, False)
     nothing = np.empty(0, np.uint64)
     assert locate(nothing, nothing, *columns([(1, 1)], 2))[1] == 0
+
+
+OWN = Pieces(*columns([(10, 19), (20, 29), (40, 49)], 2), None, 3)
+PEER = Pieces(*columns([(100, 139), (140, 199), (200, 299)], 2), *columns([(1,), (0,), (1,)], 1), 2)
+
+
+def test_placed_ranges_are_those_of_single_searches() -> None:
+    given_rows = [(41, 210, 3), (10, 100, 4), (25, 150, 5), (14, 104, 2), (44, 213, 1)]
+    found = place(OWN, PEER, *columns(given_rows, 3), True)
+    assert found is not None
+    src, dst, nbytes, parts, pairs, clash = found
+    copies = list(zip(src.tolist(), dst.tolist(), nbytes.tolist(), strict=True))
+    assert copies == [(100, 10, 6), (150, 25, 5), (210, 41, 4)]  # adjacent ones are merged
+    assert parts == [(0, 1, 0), (1, 0, 1), (2, 1, 2)]
+    assert pairs is not None
+    assert [divmod(pair, 2) for pair in pairs.tolist()] == [(2, 1), (0, 1), (1, 0), (0, 1), (2, 1)]
+    assert clash is None
+    pushed = place(OWN, PEER, *columns([(45, 205, 1), (41, 210, 3)], 3), False)
+    assert pushed is not None
+    assert [column.tolist() for column in pushed[:3]] == [[41, 45], [210, 205], [3, 1]]
+    assert pushed[3:] == ([(2, 1, 0)], None, None)
+
+
+def test_what_cannot_be_placed() -> None:
+    for local, remote, nbytes in (
+        (9, 100, 1),
+        (15, 100, 6),
+        (30, 100, 1),
+        (40, 99, 1),
+        (40, 139, 2),
+    ):
+        assert place(OWN, PEER, *columns([(10, 100, 1), (local, remote, nbytes)], 3), True) is None
+    both = place(OWN, PEER, *columns([(10, 100, 4), (13, 120, 2)], 3), True)
+    assert both is not None
+    assert both[5] == (0, 1)
+    apart = place(OWN, PEER, *columns([(10, 100, 4), (13, 120, 2)], 3), False)
+    assert apart is not None
+    assert apart[5] is None
+    with pytest.raises(ValueError, match="at least 1 range"):
+        place(OWN, PEER, *columns([], 3), True)
+
+
+def test_impossible_ranges() -> None:
+    for bad in ((1, 1, 0), (0, 1, 1), (1, 0, 1), (2**64 - 1, 1, 2), (1, 2**64 - 1, 2)):
+        assert first_bad(*columns([(1, 1, 1), bad, (0, 0, 0)], 3)) == 1
+    assert first_bad(*columns([(2**64 - 1, 1, 1), (1, 2**64 - 5, 5)], 3)) == -1
+
+
+def test_chosen_rows() -> None:
+    (local,) = columns([(10,), (4,), (0,), (20,), (5,), (0,)], 1)
+    (remote,) = columns([(70,), (5,), (0,), (80,), (4,), (0,), (90,), (5,), (0,)], 1)
+    found = choose(local, remote, *columns([(1, 2), (0, 1), (1, 0)], 2))
+    assert [column.tolist() for column in found[:3]] == [[20, 10, 20], [90, 80, 70], [5, 4, 5]]
+    assert found[3:] == (14, -1)
+    for wrong in ((0, 0), (2, 0), (0, 3), (2**64 - 1, 0)):
+        assert choose(local, remote, *columns([(1, 0), wrong], 2))[4] == 1
+    whole = choose(local, local)
+    assert (whole[0].tolist(), whole[3:]) == ([10, 20], (9, -1))
+    for one_sided in ((None, local), (local, None)):
+        with pytest.raises(TypeError, match="or None twice"):
+            choose(local, remote, *one_sided)
+    with pytest.raises(ValueError, match="remote_at: expected 6 items"):
+        choose(local, remote, local, remote)
 
 
 def test_columns_of_objects() -> None:

@@ -41,8 +41,8 @@ class nixl_agent:  # noqa: N801 - the name that programs import
     ) -> Handle:  # fmt: skip
         if len(local_indices) != len(remote_indices):
             raise ValueError("indices differ in length")
-        here = local_xfer_side.values[0][local_indices]
-        there = remote_xfer_side.values[0][remote_indices]
+        here = local_xfer_side.values[0][np.asarray(local_indices)]
+        there = remote_xfer_side.values[0][np.asarray(remote_indices)]
         return Handle(operation, here, there)
 
     def initialize_xfer(

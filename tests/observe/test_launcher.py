@@ -1,4 +1,4 @@
-"""`python -m kvplan.run --observe`: programs whose imports are observed, and Mooncake's engine."""
+"""Programs whose imports are observed: by the launcher, or a plugin; and Mooncake's engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kvplan.observe import install_from
 from kvplan.recording import read
 from kvplan.run.__main__ import Launch, Misuse, parse
+from tests.support.refusals import refused
 from tests.support.zygote import ROOT
 
 PROGRAM = """
@@ -65,15 +67,32 @@ def site(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_program_is_observed_as_it_is(site: Path) -> None:
-    what = f"nixl,mooncake={site}/seen"
+def run(site: Path, *command: str, **environment: str) -> None:
+    """Run a program in the folder."""
     subprocess.run(
-        [sys.executable, "-W", "error", "-m", "kvplan.run", "--observe", what, "--", "program.py"],
+        [sys.executable, "-W", "error", *command],
         cwd=site,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}"} | environment,
         check=True,
         timeout=60,
     )
+
+
+LAUNCHER = ("-m", "kvplan.run", "--observe")
+PLUGIN = f"from kvplan.run.aliases import plugin; plugin(); plugin()\n{PROGRAM}"
+LATE = f"import nixl._api as a, mooncake.engine, sys; sys.modules['nixl_cu12._api'] = a\n{PLUGIN}"
+
+
+@pytest.mark.parametrize("way", ["launcher", "plugin", "late plugin", "both"])
+def test_a_program_is_observed_as_it_is(site: Path, way: str) -> None:
+    """Once, also if the classes have been imported before, by two names."""
+    what = f"nixl,mooncake={site}/seen"
+    if way == "launcher":
+        run(site, *LAUNCHER, what, "--", "program.py")
+    elif way == "both":
+        run(site, *LAUNCHER, what, "--", "-c", PLUGIN)
+    else:
+        run(site, "-c", LATE if way == "late plugin" else PLUGIN, KVPLAN_OBSERVE=what)
     (nixl,) = map(read, (site / "seen").glob("nixl-decode-*.kvrec"))
     (transfer,) = nixl.transfers
     assert (transfer.tag, transfer.nbytes) == ("cmpl-7", 16)
@@ -90,8 +109,46 @@ def test_a_program_is_observed_as_it_is(site: Path) -> None:
     assert mooncake.complete
 
 
+OURS = """
+import numpy as np
+from nixl import nixl_agent
+import nixl._api, kvplan.nixl
+assert nixl._api.nixl_agent is nixl_agent is kvplan.nixl.nixl_agent
+owner, agent = nixl_agent("prefill"), nixl_agent("decode")
+there, here = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+owner.register_memory([(there.ctypes.data, 64, 0, "kv")], "DRAM")
+agent.register_memory([(here.ctypes.data, 64, 0, "kv")], "DRAM")
+agent.add_remote_agent(owner.get_agent_metadata())
+lists = [agent.prep_xfer_dlist(name, [(its.ctypes.data, 64, 0)], "DRAM")
+         for name, its in (("", here), ("prefill", there))]
+handle = agent.make_prepped_xfer("READ", lists[0], [0], lists[1], [0], b"cmpl-7")
+state = agent.transfer(handle)
+while state == "PROC": state = agent.check_xfer_state(handle)
+assert state == "DONE" and (here == there).all()
+for its in (agent, owner): its.agent.close()
+"""
+
+
+def test_programs_on_kvplans_nixl_are_observed(site: Path) -> None:
+    """Where its modules have the names of the other, too."""
+    run(site, *LAUNCHER, f"nixl={site}/seen", "--as", "nixl", "--", "-c", OURS)
+    (recording,) = map(read, (site / "seen").glob("nixl-decode-*.kvrec"))
+    assert [(its.tag, its.nbytes) for its in recording.transfers] == [("cmpl-7", 64)]
+
+
 def test_the_launcher_takes_what_to_observe() -> None:
     assert parse(["--observe", "nixl", "a.py", "-x"]) == Launch(False, ("a.py", "-x"), "nixl")
     assert parse(["--observe", "nixl", "--", "-m", "vllm"]) == Launch(False, ("-m", "vllm"), "nixl")
     with pytest.raises(Misuse, match="--observe needs"):
         parse(["--observe"])
+    both = "nixl, mooncake,sums=/a=b"
+    assert parse(["--observe", both, "a.py"]) == Launch(False, ("a.py",), both)
+    with pytest.raises(Misuse, match="--observe 'ucx' must be one of nixl, mooncake, sums"):
+        parse(["--observe", "nixl,ucx=/tmp", "a.py"])
+
+
+def test_a_value_of_the_environment_is_checked() -> None:
+    before = list(sys.meta_path)
+    with refused("LLM_PARAM_INVALID", "must be of"):
+        install_from("nixl,ucx")
+    assert sys.meta_path == before

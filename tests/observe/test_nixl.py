@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvplan.observe import Observer
+from kvplan.observe.calls import MAX_SEEN
 from kvplan.observe.observer import peer_number
 from kvplan.observe.surfaces import wrap_nixl
 from kvplan.recording import Recording, read, who_wrote
@@ -22,11 +25,11 @@ BLOCK, BLOCKS, LAYERS = 64, 8, 3
 class Program:
     """Two layers' worth of a program: memory of this process and of a peer, and an agent."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, sums: bool = False) -> None:
         self.module = types.ModuleType("nixl._api")
         agent = type("nixl_agent", (), dict(vars(fake_nixl.nixl_agent)))
         self.module.nixl_agent = agent  # type: ignore[attr-defined] # of this program alone
-        self.observer = Observer(folder)
+        self.observer = Observer(folder, sums=sums)
         self.folder = folder
         wrap_nixl(self.module, self.observer)
         self.agent: Any = agent("decode")
@@ -36,7 +39,7 @@ class Program:
         self.registered = [
             (its.ctypes.data, BLOCKS * BLOCK, 0, f"layer.{i}") for i, its in enumerate(self.here)
         ]
-        self.agent.register_memory(self.registered)
+        self.agent.register_memory(self.registered, "DRAM")
         self.local = self.agent.prep_xfer_dlist("NIXL_INIT_AGENT", self.blocks(self.here))
         self.remote = self.agent.prep_xfer_dlist("prefill", self.blocks(self.there))
 
@@ -124,7 +127,7 @@ def test_an_observer_that_fails_says_so_once_and_steps_aside(
     handle = program.make([1], [2])
     program.agent.make_prepped_xfer("READ", program.local, [1], program.remote, [2], 5)
     program.observer.flush()  # a message that is no bytes
-    assert not program.observer.active
+    assert not program.observer.calls.active
     assert program.agent.transfer(handle) == "DONE"
     said = [its.message for its in caplog.records if "observing has ended" in its.message]
     assert len(said) == 1
@@ -141,6 +144,129 @@ def test_tensors_that_touch_in_memory_are_told_apart(program: Program) -> None:
     assert transfer.plan is not None
     part = transfer.plan.part
     assert (part.src.num_tensors, part.src.count, part.num_tensor_pairs) == (LAYERS, BLOCKS, LAYERS)
+
+
+FORMS: dict[str, Any] = {
+    "lists": list, "tuples": tuple, "arrays": lambda its: np.array(its, np.int32),
+    "strided arrays": lambda its: np.repeat(its, 2)[::2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_indices_are_those_of_the_call(program: Program, form: str) -> None:
+    """Also if the program changes them later."""
+    lists = [FORMS[form](Program.every_layer(its)) for its in ([1, 4], [7, 2])]
+    handle = program.agent.make_prepped_xfer(
+        "READ", program.local, lists[0], program.remote, remote_indices=lists[1], notif_msg="cmpl-7"
+    )
+    if form != "tuples":
+        lists[0][:] = lists[1][:] = [0] * len(lists[0])
+    program.agent.transfer(handle=handle)
+    (transfer,) = program.recording().transfers
+    assert transfer.plan is not None
+    tables = transfer.plan.part.tables
+    assert tables is not None
+    assert (tables.src.tolist(), tables.dst.tolist()) == ([7, 2], [1, 4])
+    assert transfer.tag == "cmpl-7"
+
+
+@pytest.mark.parametrize("op", ["READ", "WRITE"])
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ([1, 4, 9, 12, 17, 20], [7, 2, 15, 10, 23, 18]),  # all layers
+        ([1, 4, 9, 12], [10, 15, 18, 23]),  # two layers, to others
+        ([17], [3]),
+        ([3, 2, 1], [16, 17, 18]),
+        ([1, 9, 4, 12], [1, 9, 4, 12]),  # blocks before layers
+        ([1, 4, 9, 13], [7, 2, 15, 10]),  # another block in the second layer
+        ([7, 15, 16], [1, 8, 17]),
+    ],
+)
+def test_what_is_recorded_is_the_plan_of_each_descriptor(
+    program: Program, here: list[int], there: list[int], op: str
+) -> None:
+    """Of transfers that are recorded by their tables, twice, and of those that are planned."""
+    for _ in range(2):
+        handle = program.agent.make_prepped_xfer(op, program.local, here, program.remote, there)
+        program.agent.transfer(handle)
+    transfers = program.recording().transfers
+    read, written = (there, here) if op == "READ" else (here, there)
+    for transfer in transfers:
+        assert transfer.plan is not None
+        moved = set()
+        for part in transfer.plan.parts:
+            for src, dst in zip(part.src_tensors, part.dst_tensors, strict=True):
+                for src_offset, dst_offset, nbytes in part.segments.expanded():
+                    assert nbytes == BLOCK
+                    rows = src_offset // BLOCK, dst_offset // BLOCK
+                    moved.add((src * BLOCKS + rows[0], dst * BLOCKS + rows[1]))
+        assert moved == set(zip(read, written, strict=True))
+        assert transfer.nbytes == len(here) * BLOCK
+    assert len(transfers) == 2
+    assert transfers[0].plan == transfers[1].plan
+
+
+def test_a_forked_child_observes_its_own_agents_only(program: Program) -> None:
+    """And the parent goes on."""
+    pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException):
+            run(program, [1], [3])
+            left = len(program.observer.calls.seen)
+            type(program.agent)("child")
+            program.observer.close()
+            os._exit(left)
+        os._exit(77)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    run(program, [2], [4])
+    program.observer.flush()
+    names = sorted(path.name.rsplit("-", 1)[0] for path in program.folder.glob("*.kvrec"))
+    assert names == sorted([f"nixl-decode-{os.getpid()}", f"nixl-child-{pid}"])
+
+
+def test_calls_that_come_too_fast_are_a_finding(program: Program) -> None:
+    """Those of transfers that began before are left out; later ones are recorded."""
+    calls = program.observer.calls
+    handle = program.make([1], [3])
+    program.observer.flush()
+    calls.awake = True  # the thread is not woken
+    calls.seen.extend([(None, 0, 0.0, 0.0, "")] * MAX_SEEN)
+    program.agent.transfer(handle)
+    run(program, [2], [4])
+    program.observer.flush()
+    assert program.findings() == ["calls_lost"]
+    run(program, [2], [4])
+    assert len(program.recording().transfers) == 1
+
+
+@pytest.mark.parametrize(
+    ("blocks", "layers"),
+    [
+        ([1, 4], LAYERS),
+        ([4, 1, 6], LAYERS),
+        ([*range(BLOCKS)], 1),  # the whole list
+        ([3], 1),  # rows at one distance may be blocks
+    ],
+)
+def test_layers_in_one_registration_are_told_apart_by_a_transfer(
+    program: Program, blocks: list[int], layers: int
+) -> None:
+    """As vLLM allocates them on a CPU; the lists have all blocks of one layer after another."""
+    memory, theirs = (np.zeros((LAYERS, BLOCKS * BLOCK), np.uint8) for _ in range(2))
+    program.agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")])
+    program.agent.deregister_memory(program.registered)
+    program.local = program.agent.prep_xfer_dlist("", program.blocks(memory))
+    type(program.agent)("prefill")  # another agent knows nothing of these lists
+    program.remote = program.agent.prep_xfer_dlist("prefill", program.blocks(theirs))
+    for _ in range(2):
+        run(program, blocks, [7 - block for block in blocks])
+    program.observer.flush()
+    (path,) = program.folder.glob("nixl-decode-*.kvrec")
+    for transfer in read(path).transfers:
+        assert transfer.plan is not None
+        part = transfer.plan.part
+        assert (part.num_tensor_pairs, part.dst.num_tensors) == (layers, layers)
 
 
 def run(program: Program, here: list[int], there: list[int], op: str = "READ") -> Any:
@@ -206,6 +332,26 @@ class TestFindings:
         run(program, [1], [3], "WRITE")
         run(program, [1], [5])
         assert program.findings() == ["rewritten_source"]
+
+    @pytest.mark.parametrize(
+        ("rows", "found"),
+        [
+            ([0, 1, 8, 9, 16], ["uncovered_tail"]),
+            ([0, 1, 8, 9], []),  # the other layer comes by itself
+            ([1, 8, 9], []),
+        ],
+    )
+    def test_a_layer_without_the_last_block(
+        self, program: Program, rows: list[int], found: list[str]
+    ) -> None:
+        handle = program.agent.make_prepped_xfer(
+            "READ", program.local, rows, program.remote, rows, b"cmpl-7"
+        )
+        program.agent.transfer(handle)
+        assert program.findings() == found
+        if found:
+            (warning,) = [its for its in program.recording().events if its.operation == "warning"]
+            assert warning.error.endswith("layer 2 of local gets 1 block, and layer 0 2 blocks")
 
     def test_a_notification_before_the_bytes(self, program: Program) -> None:
         type(program.agent).polls = 1

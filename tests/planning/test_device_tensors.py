@@ -42,7 +42,7 @@ def test_every_protocol_says_the_same(tensor: object) -> None:
 def test_strides_in_bytes_are_strides_of_elements() -> None:
     heads_first = ARRAY.transpose(0, 2, 1, 3)
     form = read_form("it", CudaArray(heads_first, ON_GPU))
-    assert form.strides == tuple(it // 2 for it in heads_first.strides)
+    assert form.strides == tuple(stride // 2 for stride in heads_first.strides)
     assert form.memory_shape == ARRAY.shape
 
 

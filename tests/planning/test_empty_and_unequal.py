@@ -90,12 +90,12 @@ def test_no_blocks_are_executed() -> None:
     source, target = arrays(NHD), arrays(HND)
     reference.execute(plan, source, target)
     execute(plan, source, target)
-    assert not any(it.any() for it in target)
+    assert not any(array.any() for array in target)
 
 
 def test_a_gather_of_nothing_moves_nothing() -> None:
     plans = plan_gather(Transfer([Rows(NHD, []), Rows(NHD, [])], Rows(NHD, [])), [NHD, NHD], NHD)
-    assert [it.nbytes for it in plans if it is not None] == [0]
+    assert [plan.nbytes for plan in plans if plan is not None] == [0]
 
 
 def test_what_cannot_match_is_refused_without_blocks_too() -> None:

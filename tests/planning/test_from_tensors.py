@@ -27,7 +27,7 @@ def test_a_list_of_arrays_is_a_cache():
 
 
 @pytest.mark.parametrize(
-    "library", [lambda it: it, InterfaceOnly, as_buffer, DLPackTensor, TorchTensor]
+    "library", [lambda value: value, InterfaceOnly, as_buffer, DLPackTensor, TorchTensor]
 )
 def test_every_library_says_the_same(library):
     whole = CacheDesc.from_tensors([library(array())], NHD)
@@ -36,7 +36,7 @@ def test_every_library_says_the_same(library):
     )
 
 
-@pytest.mark.parametrize("library", [lambda it: it, InterfaceOnly, DLPackTensor, TorchTensor])
+@pytest.mark.parametrize("library", [lambda value: value, InterfaceOnly, DLPackTensor, TorchTensor])
 def test_a_permuted_view_is_described_as_it_lies_in_memory(library):
     stored = np.zeros((5, 3, 4, 8), np.float32)  # heads outside of tokens
     desc = CacheDesc.from_tensors([library(stored.transpose(0, 2, 1, 3))], NHD)
@@ -143,7 +143,7 @@ class TestGaps:
     def test_one_layer_of_blocks_of_all_layers(self):
         blocks = np.zeros((5, 7, 2, 4, 3, 8), np.float16)
         layout = "block kv token head dim"
-        apart = CacheDesc.from_tensors([blocks[:, it] for it in range(7)], layout)
+        apart = CacheDesc.from_tensors([blocks[:, index] for index in range(7)], layout)
         assert (apart.row_nbytes, apart.row_stride) == (384, 2688)
         halves = np.lib.stride_tricks.as_strided(
             np.zeros(1000, np.float16), (5, 2, 4, 3, 8), (400, 200, 48, 16, 2)

@@ -64,11 +64,11 @@ def test_explain_says_each_group_below_its_name() -> None:
     lines = PLAN.explain().splitlines()
     assert lines[0] == f"pull_groups  B2B   3 parts   plan {PLAN.fingerprint[:6]}"
     assert lines[1] == "  14 descriptors | 268.6 KiB"
-    assert [it for it in lines if not it.startswith(" ")] == [
+    assert [line for line in lines if not line.startswith(" ")] == [
         lines[0], "part latent", "part indexer", "part state",
     ]  # fmt: skip
     latent = lines[lines.index("part latent") + 1 : lines.index("part indexer")]
-    assert "\n".join(it[2:] for it in latent) == PLAN.by_part()["latent"].explain()
+    assert "\n".join(item[2:] for item in latent) == PLAN.by_part()["latent"].explain()
     assert PLAN.explain("table", 1).count("... ") == 3
 
 
@@ -156,7 +156,7 @@ def transfers(draw: st.DrawFn) -> Drawn:
     model = draw(models)
     src, dst = draw(caches(model)), draw(caches(model))
     assume(set(src.layers) & set(dst.layers) and set(src.heads) & set(dst.heads))
-    rows = [draw(st.permutations(range(it.rows))) for it in (src, dst)]
+    rows = [draw(st.permutations(range(side.rows))) for side in (src, dst)]
     *rows, most = of_one_request(src, dst, *rows, 0, 0)
     return src, dst, *rows, draw(st.integers(1, most))
 
@@ -172,8 +172,8 @@ def test_groups_of_any_caches_move_what_each_would(drawn: list[Drawn]) -> None:
             for i, (src, dst, src_rows, dst_rows, num_tokens) in enumerate(drawn)
         }
     )
-    sources = [it[0].tensors(i) for i, it in enumerate(drawn)]
-    targets = [it[1].tensors(100 + i) for i, it in enumerate(drawn)]
+    sources = [item[0].tensors(i) for i, item in enumerate(drawn)]
+    targets = [item[1].tensors(100 + i) for i, item in enumerate(drawn)]
     wanted = [
         array
         for (src, dst, src_rows, dst_rows, num_tokens), source, target in zip(
@@ -182,7 +182,7 @@ def test_groups_of_any_caches_move_what_each_would(drawn: list[Drawn]) -> None:
         for array in expected(src, dst, source, target, src_rows, dst_rows, 0, 0, num_tokens)
     ]
     flat = [[array for group in groups for array in group] for groups in (sources, targets)]
-    by_reference, by_native = ([it.copy() for it in flat[1]] for _ in range(2))
+    by_reference, by_native = ([item.copy() for item in flat[1]] for _ in range(2))
     reference.execute(plan, flat[0], by_reference)
     kvplan.execute(plan, flat[0], by_native)
     for found in (by_reference, by_native):

@@ -119,7 +119,9 @@ def test_a_torch_tensor_that_cannot_be_is_refused(said, message):
 def test_an_interface_that_numpy_refuses_is_refused_by_name(change):
     given = InterfaceOnly(ARRAY)
     changed = {**given.__array_interface__, **change}
-    given.__array_interface__ = {it: value for it, value in changed.items() if value is not None}
+    given.__array_interface__ = {
+        item: value for item, value in changed.items() if value is not None
+    }
     with refused("LLM_PARAM_INVALID", r"tensors\[0\]: .*does not hand out its memory"):
         CacheDesc.from_tensors([given], None)
 

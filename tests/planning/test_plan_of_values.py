@@ -54,16 +54,18 @@ def test_a_transfer_is_a_value(example: Example) -> None:
 @given(st.lists(transfers(), min_size=1, max_size=4))
 def test_a_mapping_is_planned_part_by_part(examples: list[Example]) -> None:
     local = examples[0].local
-    parts = {str(number): it for number, it in enumerate(examples) if it.local == local}
+    parts = {
+        str(number): example for number, example in enumerate(examples) if example.local == local
+    }
     given = {
-        name: msgspec.structs.replace(it.transfer, reinterpret=it.reinterpret)
-        for name, it in parts.items()
+        name: msgspec.structs.replace(part.transfer, reinterpret=part.reinterpret)
+        for name, part in parts.items()
     }
     plan = kvplan.plan(given, local=local)
     assert isinstance(plan, Plan)
     assert plan.local == local
-    assert dict(plan.by_part()) == {name: it.plan() for name, it in parts.items()}
-    assert plan.nbytes == sum(it.nbytes for it in parts.values())
+    assert dict(plan.by_part()) == {name: part.plan() for name, part in parts.items()}
+    assert plan.nbytes == sum(part.nbytes for part in parts.values())
 
 
 def half(heads: range, layers: range = range(2)) -> CacheDesc:
@@ -161,7 +163,7 @@ def test_a_gather_pulls() -> None:
     with refused("LLM_PARAM_INVALID", "dst=.*cache_id=7.* is remote; a gather writes a cache of"):
         kvplan.plan(Transfer(sources, Rows(there, [1])))
     pulled = kvplan.plan(Transfer([Rows(there, [0])], Rows(half(range(4)), [1])), local="dst")
-    assert [it.operation for it in pulled.by_part().values()] == ["pull_blocks"]
+    assert [record.operation for record in pulled.by_part().values()] == ["pull_blocks"]
 
 
 TO_BLOCKS = Transfer(Rows(DESC, [0]), Rows(DESC, [1]))
@@ -265,8 +267,8 @@ def is_order_free(src: Rows, dst: Rows, tensors: list[tuple[int, int]], moved: i
                     (dst_tensor, dst.blocks[dst_block], dst_token),  # type: ignore[index]
                 )
             )
-    written = {to for it, to in copies if it != to}
-    return not any(it in written for it, _ in copies)
+    written = {to for item, to in copies if item != to}
+    return not any(item in written for item, _ in copies)
 
 
 caches = st.sampled_from([(OWN, OWN), (OWN, Cache(DESC, 3))])
@@ -290,7 +292,7 @@ def test_a_copy_inside_one_cache_is_refused_if_its_order_matters_and_only_then(
     src = Rows(cache[0], read, first_token=src_token)
     dst = Rows(cache[1], written, first_token=dst_token)
     layers = KvCacheExtParam(range(TENSORS - shift), range(shift, TENSORS), 1)
-    pairs = [(it, it + shift) for it in range(TENSORS - shift)]
+    pairs = [(index, index + shift) for index in range(TENSORS - shift)]
     transfer = Transfer(src, dst, num_tokens=moved, layers=layers)
     if is_order_free(src, dst, pairs, moved):
         plan = kvplan.plan(transfer)

@@ -138,11 +138,13 @@ def test_every_field_is_changed_above() -> None:
 
 def test_another_label_makes_another_plan() -> None:
     part = PLAN.part
-    labelled = [Plan([part.labelled(*it)]) for it in (("a",), ("b",), ("", 0), ("", 1), ("a", 0))]
+    labelled = [
+        Plan([part.labelled(*value)]) for value in (("a",), ("b",), ("", 0), ("", 1), ("a", 0))
+    ]
     plans = [PLAN, *labelled]
-    assert len(set(plans)) == len({it.fingerprint for it in plans}) == 6
+    assert len(set(plans)) == len({plan.fingerprint for plan in plans}) == 6
     assert all(a == b for a, b in zip(plans, map(copy.copy, plans), strict=True))
-    assert all(it.part == part for it in plans)
+    assert all(plan.part == part for plan in plans)
 
 
 def test_tables_say_which_tokens_but_copy_nothing() -> None:
@@ -403,12 +405,13 @@ class TestRepeats:
 class TestGrowth:
     def test_a_segment_is_24_bytes(self) -> None:
         few, many = (
-            Plan([dataclasses.replace(planned(4, it).part, tables=None)]) for it in (1_000, 11_000)
+            Plan([dataclasses.replace(planned(4, number).part, tables=None)])
+            for number in (1_000, 11_000)
         )
         assert size_of(many) - size_of(few) == pytest.approx(24 * 10_000, abs=64)
 
     def test_a_block_of_the_request_is_16_bytes(self) -> None:
-        few, many = (planned(4, it).part.tables for it in (1_000, 11_000))
+        few, many = (planned(4, number).part.tables for number in (1_000, 11_000))
         size = len(pickle.dumps(many)) - len(pickle.dumps(few))
         assert size == pytest.approx(16 * 10_000, abs=64)
 
@@ -420,16 +423,19 @@ class TestGrowth:
     def test_planning_allocates_for_blocks_not_for_layers(self, num_blocks: int) -> None:
         desc = CacheDesc(2_000_000, (2 * num_blocks, 8), DataType.DT_FLOAT16)
         src, dst = np.arange(num_blocks)[::-1], np.arange(num_blocks)
-        kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="src")
-        tracemalloc.start()
-        try:
-            plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="src")
-            text = plan.explain() + plan.explain("table")
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-        assert f"{plan.num_descriptors - 12:,} more descriptors" in text
-        assert peak < 20 * 8 * num_blocks + 100_000
+
+        def peak() -> int:
+            tracemalloc.start()
+            try:
+                plan = kvplan.plan(Transfer(Rows(desc, src), Rows(desc, dst)), local="src")
+                text = plan.explain() + plan.explain("table")
+                assert f"{plan.num_descriptors - 12:,} more descriptors" in text
+                return tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+
+        # The least of several: the first fills caches, and other threads of the process allocate.
+        assert min(peak() for _ in range(5)) < 20 * 8 * num_blocks + 100_000
 
     def test_reading_one_descriptor_of_four_trillion(self) -> None:
         desc = CacheDesc(2**32 - 1, (1_000, 8), DataType.DT_FLOAT16)

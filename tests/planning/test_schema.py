@@ -227,15 +227,15 @@ def test_a_missing_field_is_named(name: str) -> None:
 def test_a_plan_of_version_2_is_read() -> None:
     assert Plan.from_dict(OLD).to_dict() == DOCUMENT
     assert "has no fields ['name']" in refusal(OLD | {"name": ""})
-    assert "missing fields" in refusal({it: OLD[it] for it in OLD if it != "tables"})
+    assert "missing fields" in refusal({item: OLD[item] for item in OLD if item != "tables"})
     assert "schema_version=1" in refusal(OLD | {"schema_version": 1})
 
 
 def test_groups_of_version_2_are_parts() -> None:
     names = {"latent": ("latent", None), "source 1": ("", 1), "values: source 0": ("values", 0)}
     plan = Plan.from_dict({"schema_version": 2, "groups": dict.fromkeys(names, OLD)})
-    assert [(it.name, it.source) for it in plan.parts] == [*names.values()]
-    assert [it.label for it in plan.parts] == [*names]
+    assert [(part.name, part.source) for part in plan.parts] == [*names.values()]
+    assert [part.label for part in plan.parts] == [*names]
     assert Plan.from_dict(plan.to_dict()) == plan
 
 

@@ -259,5 +259,5 @@ def test_a_damaged_document_is_refused_or_is_a_sound_plan(
             assert nbytes <= part.dst.tensor_nbytes - dst_start - dst
             bytes_written += range(dst_start + dst, dst_start + dst + nbytes)
         assert len(set(bytes_written)) == len(bytes_written)
-        wholes.append({part.pair(pair)[1][0] * 2**40 + it for it in bytes_written})
+        wholes.append({part.pair(pair)[1][0] * 2**40 + item for item in bytes_written})
     assert len(set().union(*wholes)) == sum(map(len, wholes))

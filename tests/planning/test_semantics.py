@@ -311,7 +311,8 @@ class TestSides:
 
 def test_copies_know_no_layers_and_take_any_number_of_tensors():
     host, device = (
-        CacheDesc(3, (4, 8), DataType.DT_INT8, it) for it in (Placement.HOST, Placement.DEVICE)
+        CacheDesc(3, (4, 8), DataType.DT_INT8, value)
+        for value in (Placement.HOST, Placement.DEVICE)
     )
     for plan in (
         kvplan.plan(Transfer(Rows(host), Rows(host, slot=1))),

@@ -101,16 +101,16 @@ def test_blocks_of_layers_that_share_pages(padding: tuple[int, int], more: dict)
         held = there[blocks[1]].reshape(-1, *ROW[1:])
         held[: len(moved)] = moved
         there[blocks[1]] = held.reshape(3, *ROW)
-    descs = [CacheDesc.from_tensors(layers(it), NHD) for it in (source, target)]
+    descs = [CacheDesc.from_tensors(layers(value), NHD) for value in (source, target)]
     transfer = Transfer(Rows(descs[0], blocks[0]), Rows(descs[1], blocks[1]), **more)
     plan = kvplan.plan(transfer, local="dst")
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    execute(plan, *(memory(it, d) for it, d in zip((source, target), descs, strict=True)))
+    execute(plan, *(memory(value, d) for value, d in zip((source, target), descs, strict=True)))
     np.testing.assert_array_equal(target, wanted)
 
 
 def memory(of: np.ndarray, cache: CacheDesc) -> HostMemory:
-    addresses = [it.__array_interface__["data"][0] for it in layers(of)]
+    addresses = [layer.__array_interface__["data"][0] for layer in layers(of)]
     return HostMemory.from_addresses(cache, addresses, owner=of)
 
 
@@ -187,7 +187,9 @@ def test_a_slot_within_its_row() -> None:
 def test_a_slot_cut_into_blocks() -> None:
     slots = CacheDesc(1, (3, 256), DataType.DT_UINT8, row_stride=300)
     blocks = CacheDesc(1, (8, 64), DataType.DT_UINT8, row_stride=100)
-    source, target = (np.random.default_rng(it).integers(0, 255, 900, np.uint8) for it in (1, 2))
+    source, target = (
+        np.random.default_rng(number).integers(0, 255, 900, np.uint8) for number in (1, 2)
+    )
     wanted = target.copy()
     for piece, block in enumerate((7, 0, 3, 5)):
         wanted[block * 100 : block * 100 + 64] = source[300 + piece * 64 : 364 + piece * 64]

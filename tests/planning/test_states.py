@@ -116,14 +116,18 @@ def test_each_rank_takes_all_that_it_has_of_any_number_of_ranks(
             caches["ssm"] = recurrent_cache(
                 [zeros(*ssm)], model.heads, rank, ranks, layout=model.layout, shard=shard
             )
-            sides[ranks, rank] = {part: it.desc for part, it in caches.items()}
+            sides[ranks, rank] = {part: cache.desc for part, cache in caches.items()}
     for theirs, mine in ((2, 1), (1, 2), (4, 2), (8, 1)):
         sources = [sides[theirs, rank] for rank in range(theirs)]
         for rank in range(mine):
-            near = [it for it in range(theirs) if it * mine // theirs == rank or theirs < mine]
+            near = [
+                index for index in range(theirs) if index * mine // theirs == rank or theirs < mine
+            ]
             plan = kvplan.plan(
                 {
-                    part: Transfer([Rows(sources[it][part], [1]) for it in near], Rows(desc, [2]))
+                    part: Transfer(
+                        [Rows(sources[item][part], [1]) for item in near], Rows(desc, [2])
+                    )
                     for part, desc in sides[mine, rank].items()
                 },
                 local="dst",
@@ -161,8 +165,8 @@ def test_states_of_another_shape_are_refused() -> None:
     with refused("LLM_PARAM_INVALID", r"has shape \(3, 22\)"):
         convolution_caches([zeros(22)], columns, 1, 2)
     three, four = (
-        convolution_caches([zeros(22, it)], columns, 1, 2, columns_first=True)["x"].desc
-        for it in (3, 4)
+        convolution_caches([zeros(22, number)], columns, 1, 2, columns_first=True)["x"].desc
+        for number in (3, 4)
     )
     with refused("LLM_PARAM_INVALID", "src and dst differ in axis state"):
         kvplan.plan(Transfer(Rows(three, [0]), Rows(four, [0])), local="dst")

@@ -47,7 +47,7 @@ def test_caches_of_a_list_move() -> None:
     theirs, mine = np.arange(20_000, dtype=np.uint64).view(np.uint8), np.zeros(160_000, np.uint8)
     at = mine.ctypes.data
     listed = [(at, 4096, 0, 4160, 8), (at + 80_000, 64, 0, 80, 9), (at + 90_000, 64, 0, 80, 9)]
-    large, small = sorted(strided_caches(listed), key=lambda it: -it.desc.row_nbytes)
+    large, small = sorted(strided_caches(listed), key=lambda value: -value.desc.row_nbytes)
     assert (large.desc.num_tensors, small.desc.num_tensors) == (1, 2)
     with LlmDataDist(1, LlmRole.MIX) as engine:
         engine.initialize()

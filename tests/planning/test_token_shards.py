@@ -71,8 +71,8 @@ def moved(
     src_places: Places, dst_places: Places,
 ) -> list[Any]:  # fmt: skip
     """What the destination holds after what both hold was copied, token by token."""
-    result = [it.copy() for it in targets]
-    layers = [it for it in src.layers if it in dst.layers]
+    result = [item.copy() for item in targets]
+    layers = [item for item in src.layers if item in dst.layers]
     for layer, kv in itertools.product(layers, range(src.model.kv)):
         source, target = src.named(sources, layer, kv), dst.named(result, layer, kv)
         for token, head in itertools.product(src_places.keys() & dst_places.keys(), src.heads):
@@ -99,8 +99,8 @@ def pairs(draw: st.DrawFn) -> tuple[Cache, Cache, list[int], list[int], int, int
     src, dst = (replace(draw(caches(model)), held=draw(helds)) for _ in range(2))
     whole = replace(dst, layers=src.layers, heads=src.heads)  # what both have is not their matter
     if "head" not in src.axes or "head" not in dst.axes:
-        src, whole = (replace(it, axes=(*(a for a in it.axes if a != "head"), "head"))
-                      for it in (src, whole))  # fmt: skip
+        src, whole = (replace(value, axes=(*(a for a in value.axes if a != "head"), "head"))
+                      for value in (src, whole))  # fmt: skip
     num_tokens = draw(st.integers(1, 24))
     src_token, dst_token = draw(st.integers(0, 5)), draw(st.integers(0, 5))
     src, src_blocks = table_of(draw, src, src_token + num_tokens)
@@ -131,9 +131,9 @@ def test_a_pair_moves_the_tokens_that_both_hold(pair: Any) -> None:
     assert again.fingerprint == plan.fingerprint
     assert plan.num_descriptors == 0 or plan.origin(0).tokens
     for descriptor in range(min(plan.num_descriptors, 3)):
-        said = [it for first, last in plan.origin(descriptor).tokens
-                for it in range(first, last + 1)]  # fmt: skip
-        assert {it - src_token for it in said} <= here.keys() & there.keys()
+        said = [index for first, last in plan.origin(descriptor).tokens
+                for index in range(first, last + 1)]  # fmt: skip
+        assert {item - src_token for item in said} <= here.keys() & there.keys()
 
 
 @pytest.mark.parametrize("leased", ["src", "dst"])
@@ -205,7 +205,7 @@ def test_a_gather_takes_each_token_once(request: Any) -> None:
     transfer = Transfer(
         rows, Rows(dst.desc, dst_blocks, first_token=dst_token), num_tokens=num_tokens, rank=rank
     )
-    parts = plan_gather(transfer, [it.desc for it in sources], dst.desc)
+    parts = plan_gather(transfer, [item.desc for item in sources], dst.desc)
     all_layers, all_heads = range(dst.model.layers), range(dst.model.heads)
     whole = Cache(
         dst.model, ("block", "token", "head", "dim"), 1, num_tokens, all_layers, all_heads
@@ -214,9 +214,12 @@ def test_a_gather_takes_each_token_once(request: Any) -> None:
     every = {token: (0, token) for token in range(num_tokens)}
     there = places(dst, dst_blocks, dst_token, num_tokens)
     wanted = moved(whole, dst, request_of, target, every, there)
-    ones, zeros = [np.ones_like(it) for it in request_of], [np.zeros_like(it) for it in target]
+    ones, zeros = (
+        [np.ones_like(item) for item in request_of],
+        [np.zeros_like(item) for item in target],
+    )
     touched = moved(whole, dst, ones, zeros, every, there)
-    writes = [np.zeros(it.nbytes, int) for it in target]
+    writes = [np.zeros(array.nbytes, int) for array in target]
     for source, table, first, part in zip(sources, tables, firsts, parts, strict=True):
         if part is None:
             continue
@@ -251,13 +254,13 @@ TOKEN_NBYTES = 2 * 2 * 8 * 2  # keys and values
 
 
 def gather(*sources: CacheDesc, blocks: list[int] | None = None, **fields: Any) -> Plan:
-    rows = [Rows(it, [4, 5]) for it in sources]
+    rows = [Rows(source, [4, 5]) for source in sources]
     return kvplan.plan(Transfer(rows, Rows(WHOLE, blocks or [6, 7]), **fields), local="dst")
 
 
 def test_without_a_number_all_blocks_are_of_the_request() -> None:
     plans = gather(FIRST, SECOND).by_part()
-    assert [it.nbytes for it in plans.values()] == [32 * TOKEN_NBYTES] * 2
+    assert [plan.nbytes for plan in plans.values()] == [32 * TOKEN_NBYTES] * 2
     assert plans == gather(FIRST, SECOND, num_tokens=64).by_part()
     with refused(
         "LLM_PARAM_INVALID", r"src\[0\].blocks has 2 blocks of 16 tokens and dst.blocks has 1"
@@ -321,7 +324,7 @@ def test_only_whole_rows_of_one_rank_are_lowered_without_the_planner() -> None:
     """Templates cut requests by arithmetic that knows nothing of tokens elsewhere."""
 
     def templates(src: CacheDesc, dst: CacheDesc, *, by_tokens: bool) -> int:
-        sides = (side("", it, paged=True) for it in (src, dst))
+        sides = (side("", item, paged=True) for item in (src, dst))
         return len(
             templates_of(
                 "pull_blocks", "B2B", *sides, ALL_LAYERS,
@@ -373,7 +376,7 @@ def test_one_rank_of_interleaved_tokens_has_all() -> None:
         (lambda: Shard(tokens=range(0)), r"tokens=range\(0, 0\) must be one or more of"),
         (lambda: Shard(tokens=range(0, 9, 2)), "give Interleaved for every n-th"),
         (lambda: replace(FIRST, kv_tensor_format=None, shard=Shard(tokens=range(9))),
-         "shard has tokens 0..8, and kv_tensor_format=None names no axis token"),
+         "shard has tokens 0..8, but kv_tensor_format=None names no axis token"),
     ],
 )  # fmt: skip
 def test_what_is_refused(make: Any, text: str) -> None:

@@ -19,7 +19,9 @@ def cache(shape: tuple[int, ...] = ROWS, data_type: DataType = FP16, **more: Any
     return CacheDesc(4, shape, data_type, **more)
 
 
-E4M3, E5M2 = (cache(data_type=it) for it in (DataType.DT_FLOAT8_E4M3FN, DataType.DT_FLOAT8_E5M2))
+E4M3, E5M2 = (
+    cache(data_type=value) for value in (DataType.DT_FLOAT8_E4M3FN, DataType.DT_FLOAT8_E5M2)
+)
 
 UNLIKE = {
     "fp16 to bf16": (cache(), cache(data_type=BF16), "data type"),
@@ -96,8 +98,8 @@ def test_unlike_blocks_are_bytes_for_who_asks_and_every_text_says_so(
 def test_each_pair_of_equal_sizes_is_another_plan() -> None:
     """What all have in common is the bytes: rows of 512, from the same to the same."""
     plans = [
-        kvplan.plan(Transfer(Rows(it, [3]), Rows(it, [5])), local="dst")
-        for it in (
+        kvplan.plan(Transfer(Rows(value, [3]), Rows(value, [5])), local="dst")
+        for value in (
             cache(),
             cache(data_type=BF16),
             cache((16, 2, 8, 16)),
@@ -216,7 +218,7 @@ def test_a_last_layer_may_be_short_only_where_all_tensors_are_paired_as_bytes(
         with refused("LLM_PARAM_INVALID", "tensor_num_per_layer=2 must divide the 5 tensors"):
             plan()
         return
-    assert [len(it.tensors) for it in plan().part.layers] == [2, 2, 1]
+    assert [len(layer.tensors) for layer in plan().part.layers] == [2, 2, 1]
 
 
 def test_layers_of_another_type_are_refused_where_rows_hold_several() -> None:

@@ -331,5 +331,5 @@ def test_a_text_that_is_no_layout_is_refused_with_the_nearest(text: str, parts: 
 
 
 def test_a_name_of_which_the_indices_say_otherwise_is_refused() -> None:
-    with refused("LLM_PARAM_INVALID", "batch_dim_index=1 and kv_tensor_format='NHD' differ"):
+    with refused("LLM_PARAM_INVALID", "batch_dim_index=1 must be 0 with kv_tensor_format='NHD'"):
         desc(shape=(1, 8, 16, 4), kv_tensor_format="NHD", batch_dim_index=1)

@@ -62,7 +62,7 @@ def assert_moves(plan, src, dst, *arguments):
     source, target = src.tensors(1), dst.tensors(2)
     wanted = expected(src, dst, source, target, *arguments)
     for run in (reference.execute, execute):
-        found = [it.copy() for it in target]
+        found = [item.copy() for item in target]
         run(plan, source, found)
         for a, b in zip(wanted, found, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -72,8 +72,8 @@ def assert_moves(plan, src, dst, *arguments):
 def test_another_data_type_is_refused_of_tokens_too():
     """Which tokens are moved says nothing of what their elements are."""
     half, bf16, fp8 = (
-        CacheDesc(2, (4, 4, 2, 8), DataType[f"DT_{it}"], kv_tensor_format="block token head dim")
-        for it in ("FLOAT16", "BF16", "FLOAT8_E5M2")
+        CacheDesc(2, (4, 4, 2, 8), DataType[f"DT_{name}"], kv_tensor_format="block token head dim")
+        for name in ("FLOAT16", "BF16", "FLOAT8_E5M2")
     )
     for wrong in (bf16, fp8):
         with refused("LLM_PARAM_INVALID", "differ in data type: src is DT_FLOAT16"):
@@ -126,7 +126,7 @@ def test_a_slot_is_cut_into_blocks_by_its_tokens(data, local):
 @given(st.data(), st.sampled_from(LOCALS))
 def test_a_slot_goes_to_a_slot_by_its_tokens(data, local):
     src, dst = data.draw(sides("slot", "slot"))
-    slots = [data.draw(st.integers(0, it.rows - 1)) for it in (src, dst)]
+    slots = [data.draw(st.integers(0, side.rows - 1)) for side in (src, dst)]
     num_tokens = data.draw(st.integers(1, min(src.tokens, dst.tokens)))
     plan = kvplan.plan(
         Transfer(

@@ -31,7 +31,8 @@ def resharded(
     plans = plan_reshard(loaded(source, folder), loaded(target, folder, "target.json"))
     for part in target["parts"]:
         found = {
-            it["tensor_id"]: np.zeros(it["local_shape"], np.float32) for it in part["fragments"]
+            item["tensor_id"]: np.zeros(item["local_shape"], np.float32)
+            for item in part["fragments"]
         }
         plan = plans[part["participant_id"]]
         sources = []
@@ -39,12 +40,12 @@ def resharded(
             assert its.source is not None
             holder = source["parts"][its.source]
             assert its.src.name == holder["participant_id"]
-            (held,) = (it for it in holder["fragments"] if it["tensor_id"] == its.name)
+            (held,) = (item for item in holder["fragments"] if item["tensor_id"] == its.name)
             sources.append(local(values[its.name], held))
         reference.execute(plan, sources, [found[its.name] for its in plan.parts])
-        for it in part["fragments"]:
-            expected = local(values[it["tensor_id"]], it)
-            np.testing.assert_array_equal(found[it["tensor_id"]], expected)
+        for item in part["fragments"]:
+            expected = local(values[item["tensor_id"]], item)
+            np.testing.assert_array_equal(found[item["tensor_id"]], expected)
     return plans
 
 

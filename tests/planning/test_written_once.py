@@ -43,7 +43,7 @@ def tables(draw: st.DrawFn) -> Segments:
         )
         for _ in range(levels)
     ]
-    starts = [it * grid % 200 for it in columns[0]]
+    starts = [column * grid % 200 for column in columns[0]]
     return Segments([0] * rows, starts, columns[1], repeats)
 
 
@@ -52,7 +52,7 @@ def test_what_is_written_twice_is_refused_and_nothing_else(segments: Segments) -
     written = [
         start + sum(step * stride for step, (_, _, stride) in zip(steps, levels, strict=True)) + i
         for start, nbytes, levels in (
-            (start, nbytes, [(it.counts[row], *it[1:]) for it in segments.repeats])
+            (start, nbytes, [(repeat.counts[row], *repeat[1:]) for repeat in segments.repeats])
             for row, (_, start, nbytes) in enumerate(segments)
         )
         for steps in np.ndindex(*(int(count) for count, *_ in levels))
@@ -70,7 +70,7 @@ def test_a_table_with_repeats_says_what_its_runs_are(segments: Segments) -> None
     """Each answer about the short form is the answer about the long one."""
     runs = segments.expanded()
     columns = segments.runs_at(np.arange(segments.num_runs))
-    assert [*zip(*(it.tolist() for it in columns), strict=True)] == [*runs]
+    assert [*zip(*(column.tolist() for column in columns), strict=True)] == [*runs]
     assert segments.total_nbytes == runs.total_nbytes
     counts = segments.runs().astype(np.int64)
     assert counts.sum() == segments.num_runs == len(runs)
@@ -93,7 +93,7 @@ MILLION = 2**20
 
 def rows_of(axes: str, tokens: int) -> CacheDesc:
     lengths = {"block": MILLION // tokens, "token": tokens, "head": 8, "dim": 64}
-    shape = tuple(lengths[it] for it in axes.split())
+    shape = tuple(lengths[word] for word in axes.split())
     return CacheDesc(2, shape, FP16, kv_tensor_format=axes)
 
 

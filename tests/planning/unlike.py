@@ -110,7 +110,7 @@ class Cache:
         dtype = DTYPES[desc.data_type]
         random = np.random.default_rng(seed)
         steps = [self._strides(axis) for axis in range(len(self.axes))]
-        span = 1 + sum((it - 1) * step for it, step in zip(desc.shape, steps, strict=True))
+        span = 1 + sum((item - 1) * step for item, step in zip(desc.shape, steps, strict=True))
         shape = span if self.gap else desc.shape
         return [
             random.integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
@@ -156,17 +156,17 @@ def expected(
     num_tokens: int,
 ) -> list[np.ndarray]:
     """What the destination holds after the transfer."""
-    result = [it.copy() for it in dst_tensors]
+    result = [tensor.copy() for tensor in dst_tensors]
     positions = np.arange(num_tokens)
     read_rows = np.repeat(src_blocks, src.tokens)[positions + src_token]
     read_tokens = np.tile(np.arange(src.tokens), len(src_blocks))[positions + src_token]
     write_rows = np.repeat(dst_blocks, dst.tokens)[positions + dst_token]
     write_tokens = np.tile(np.arange(dst.tokens), len(dst_blocks))[positions + dst_token]
     for layer, kv in itertools.product(
-        [it for it in src.layers if it in dst.layers], range(src.model.kv)
+        [item for item in src.layers if item in dst.layers], range(src.model.kv)
     ):
         source, target = src.named(src_tensors, layer, kv), dst.named(result, layer, kv)
-        for head in (it for it in src.heads if it in dst.heads):
+        for head in (item for item in src.heads if item in dst.heads):
             target[write_rows, write_tokens, head - dst.heads.start] = source[
                 read_rows, read_tokens, head - src.heads.start
             ]
@@ -189,7 +189,7 @@ def of_one_request(
 def parts(total: int) -> st.SearchStrategy[range]:
     """A non-empty range of [0, total)."""
     return st.tuples(st.integers(0, total - 1), st.integers(1, total)).map(
-        lambda it: range(it[0], min(total, it[0] + it[1]))
+        lambda value: range(value[0], min(total, value[0] + value[1]))
     )
 
 

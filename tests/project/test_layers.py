@@ -15,30 +15,30 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "addressed": 670,
-    "cli": 3438,
+    "addressed": 683,
+    "cli": 3694,
     "control": 3614,
     "debug": 791,
     "device": 1197,
-    "engine": 8190,
-    "execution": 3184,
+    "engine": 8175,
+    "execution": 3194,
     "hixl": 1099,
-    "inspection": 1844,
+    "inspection": 2000,
     "kvplan": 1671,
-    "links": 4003,
+    "links": 3996,
     "llm_datadist": 3814,
     "mooncake": 540,
-    "nixl": 1653,
-    "observe": 991,
-    "planning": 5839,
+    "nixl": 1661,
+    "observe": 1452,
+    "planning": 5842,
     "recording": 1672,
-    "run": 350,
-    "serving": 2745,
+    "run": 368,
+    "serving": 2777,
     "system": 467,
     "tensors": 1077,
     "testing": 471,
     "transport": 7488,
-    "vllm": 1782,
+    "vllm": 1998,
 }
 """Lines of each room. Only a commit that says why may raise one."""
 
@@ -46,7 +46,7 @@ TRANSFER_MODULES = [
     "engine/gather", "engine/operation", "engine/pairs", "engine/ranges", "engine/resolve",
     "engine/shares", "engine/transfers", "execution/gather_task",
 ]  # fmt: skip
-MAX_TRANSFER_LINES = 2407
+MAX_TRANSFER_LINES = 2391
 """Lines of the modules that make a transfer of names; 4,411 before there was one path. It falls."""
 
 MAX_IN_CIRCLES_OF_TYPES = 0

@@ -22,6 +22,7 @@ STUBS = {
     # `python -m kvplan.run` makes these importable.
     "hixl": "from kvplan.hixl import *\n",
     "llm_datadist": "from kvplan.llm_datadist import *\n",
+    "nixl_cu12": "from kvplan.nixl import *\n",  # has the same names
     # These are not installed beside the wheel.
     "prometheus_client": ANYTHING,
     "torch": ANYTHING,

@@ -274,3 +274,38 @@ def test_arguments_that_are_not_understood_exit_with_2(recorded, capsys, argumen
     assert out == ""
     assert said in err
     assert "Traceback" not in err
+
+
+class TestCompare:
+    def test_two_requests(self, recorded, capsys):
+        text = run(capsys, recorded[0], "--compare", "request 7", "request 8", code=1)
+        assert re.search(r"^A: 1 transfer of request 7, in .*prefill.kvrec$", text, re.MULTILINE)
+        assert "A #3, B #4\n" in text
+        assert (
+            "src blocks: 8 of 8 runs differ; the first is layer 0, run 0: block 1 > block 41"
+            in (" ".join(text.split()))
+        )
+
+    def test_rows_that_are_equal(self, recorded, capsys):
+        text = run(capsys, recorded[0], "--compare", "#3", "#3")
+        assert text.endswith("A #3, B #3\n  same runs in the same order\n")
+
+    def test_two_files_and_what_only_one_has(self, recorded, capsys):
+        document = json.loads(
+            run(capsys, *recorded[:2], "--compare", "request 7*", "request 7*", "--json", code=1)
+        )
+        pair, alone = document["transfers"]
+        assert alone["differences"] == ["only A has this transfer"]
+        assert pair["differences"][0] == "operation: push_blocks in A, and copy_blocks in B"
+        text = run(capsys, recorded[0], "--compare", "request*", "request 7", code=1)
+        assert "A #4, B -\n  only A has this transfer\n" in text
+
+    def test_what_does_not_exist_is_refused(self, recorded, capsys):
+        for names, why in (
+            (("request 77", "#1"), "--compare request 77: .* has no transfer of that tag"),
+            (("#99", "#1"), "row 99 is not a transfer"),
+        ):
+            assert main(["trace", str(recorded[0]), "--compare", *names]) == 2
+            assert re.search(why, capsys.readouterr().err)
+        assert main(["trace", *map(str, [*recorded[:2], recorded[0]]), "--compare", "a", "b"]) == 2
+        assert "--compare needs one FILE, or two" in capsys.readouterr().err

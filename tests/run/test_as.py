@@ -58,10 +58,11 @@ def test_a_plugin_does_nothing_without_the_variable(
     group: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    assert f'[project.entry-points."{group}"]\nkvplan_as = "kvplan.run.aliases:plugin"' in text
+    assert f'[project.entry-points."{group}"]\nkvplan = "kvplan.run.aliases:plugin"' in text
     plugin = importlib.metadata.EntryPoint("x", "kvplan.run.aliases:plugin", group).load()
     before = list(sys.meta_path)
-    monkeypatch.delenv(aliases.AS, raising=False)
+    for name in (aliases.AS, aliases.OBSERVE):
+        monkeypatch.delenv(name, raising=False)
     plugin()
     assert sys.meta_path == before
     monkeypatch.setenv(aliases.AS, "nixl")

@@ -80,7 +80,7 @@ def test_a_lease_names_the_blocks_and_the_request(book: LeaseBook) -> None:
 
 
 def test_it_is_given_for_the_same_tokens_alone(book: LeaseBook) -> None:
-    with refused("LLM_KV_CACHE_NOT_EXIST", "request 00000000 was of other tokens"):
+    with refused("LLM_KV_CACHE_NOT_EXIST", "request 00000000 has other tokens"):
         book.leases_of(handle(0), b"another")
 
 
@@ -116,7 +116,7 @@ def test_time_frees_what_nobody_renews(
     clock(2)
     book.expire()
     assert book.take_freed() == {A}
-    assert [it.tag for it in engine.renewed] == ["b"]
+    assert [item.tag for item in engine.renewed] == ["b"]
 
 
 def test_an_expired_lease_is_not_renewed(
@@ -181,9 +181,12 @@ def of_groups(engine: Engine, clock: Callable[[float], float]) -> LeaseBook:
 def test_a_request_has_a_lease_in_each_group(of_groups: LeaseBook, engine: Engine) -> None:
     of_groups.enter("a", TABLES, b"digest", handle=handle(0))
     _, leases = of_groups.leases_of(handle(0), b"digest")
-    assert [(it.lease.blocks, it.first_token) for it in leases] == [((3,), 8), ((1, 4, 5), 0)]
+    assert [(lease.lease.blocks, lease.first_token) for lease in leases] == [
+        ((3,), 8),
+        ((1, 4, 5), 0),
+    ]
     of_groups.renew([handle(0)])
-    assert [it.blocks for it in engine.renewed] == [(3,), (1, 4, 5)]
+    assert [item.blocks for item in engine.renewed] == [(3,), (1, 4, 5)]
     of_groups.finish(handle(0), b"digest", reader=7, readers=1)
     assert (of_groups.take_freed(), engine.live) == ({A}, [])
 
@@ -233,7 +236,7 @@ def test_what_is_pushed_ends_before_blocks_are_free(
         CACHE,
         5_000,
         clock=lambda: clock(0),
-        on_ending=lambda it: ended.append((it, len(engine.live))) is None,
+        on_ending=lambda value: ended.append((value, len(engine.live))) is None,
     )
     book.enter("a", [3, 1], b"digest", "one", handle=handle(0))
     clock(6)

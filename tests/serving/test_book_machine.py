@@ -255,7 +255,7 @@ class Book:
                 assert found == request.handle
                 assert [one.lease.cache_id for one in leases] == [1, 2]
             elif stands:
-                with refused("LLM_KV_CACHE_NOT_EXIST", "was of other tokens"):
+                with refused("LLM_KV_CACHE_NOT_EXIST", "has other tokens"):
                     self.book.leases_of(asked, digest, name)
             elif known:
                 with refused("LLM_KV_CACHE_NOT_EXIST", str(name or asked)):

@@ -27,9 +27,9 @@ def test_what_has_not_ended_fails_and_is_not_written_to(pair: tuple[Worker, Work
     producer, consumer = pair
     producer.step(11, [4, 9, 2], 0, 8, 21, NAME)
     consumer.exchange.close()
-    (it,) = consumer.exchange.take_results()
-    assert failed(it, "the exchange is closed")
-    assert it.blocks == [7, 1, 30]
+    (result,) = consumer.exchange.take_results()
+    assert failed(result, "the exchange is closed")
+    assert result.blocks == [7, 1, 30]
     assert consumer.engine.leases() == []
     consumer.compute(13, [7, 1, 30], 21)
     producer.step(11, [4, 9, 2], 8, 21, 21, NAME)
@@ -49,8 +49,8 @@ def test_an_engine_that_is_finalized_before(pair: tuple[Worker, Worker]) -> None
     producer, consumer = pair
     consumer.engine.finalize()
     assert consumer.exchange.wait(60_000)
-    (it,) = consumer.exchange.take_results()
-    assert it.error is not None
+    (result,) = consumer.exchange.take_results()
+    assert result.error is not None
     wanted = reference([producer.source], 0, 12, 21)
     assert failed(consumer.fetch(wanted, [7, 1, 30], name="late"), "the exchange is closed")
     consumer.exchange.close()

@@ -53,7 +53,7 @@ def test_transfers_are_called_as_the_request(make_peer: MakePeer, make_worker: M
     peer.worker.finish(0, 11, [4, 9, 2], 21)
     wanted = reference([peer.source], 0, 11, 21)
     assert consumer.fetch(wanted, [7, 1, 30], name="cmpl-11").error is None
-    assert [(it.operation, it.tag) for it in events] == [("pull_blocks", "cmpl-11")]
+    assert [(event.operation, event.tag) for event in events] == [("pull_blocks", "cmpl-11")]
 
 
 def test_only_missing_tokens_move(make_peer: MakePeer, make_worker: MakeWorker) -> None:
@@ -109,20 +109,20 @@ def test_numbers_of_workers_and_stages_may_differ(
         code = f"w{number} = Worker({number}, place=place); result = w{number}.source"
         sources.append(peer.run(code, place=place))
         names.append(f"w{number}")
-    for it in names:
-        peer.run(f"{it}.finish(0, 11, [4, 9], 13)")
+    for name in names:
+        peer.run(f"{name}.finish(0, 11, [4, 9], 13)")
     for number, place in enumerate(places(readers, mine), 100):
         consumer = make_worker(number, place=place)
         assert consumer.fetch(reference(sources, 0, 11, 13), [7, 1]).error is None
         assert consumer.has(11, [7, 1], 0, 13)
-    for it in names:
-        assert peer.run(f"result = {it}.freed()") == {"request-11"}
+    for name in names:
+        assert peer.run(f"result = {name}.freed()") == {"request-11"}
 
 
 def test_several_stages_are_not_pushed_to(make_worker: MakeWorker) -> None:
-    it, fields = make_worker(), Compatibility({})
+    item, fields = make_worker(), Compatibility({})
     with refused("LLM_PARAM_INVALID", "push=True needs one cache and one stage, not 1 groups and"):
-        Exchange(it.engine, it.cache, fields, INSTANCE, place=Place(stages=STAGES), push=True)
+        Exchange(item.engine, item.cache, fields, INSTANCE, place=Place(stages=STAGES), push=True)
 
 
 def test_a_producer_of_other_layers_fails_the_request(
@@ -157,7 +157,7 @@ def test_a_reference_of_other_tokens_is_refused_and_frees_nothing(
     peer, consumer = make_peer(), make_worker()
     peer.worker.finish(0, 11, [4, 9, 2], 21)
     mixed_up = reference([peer.source], 0, 12, 21)
-    assert failed(consumer.fetch(mixed_up, [7, 1, 30]), "of other tokens")
+    assert failed(consumer.fetch(mixed_up, [7, 1, 30]), "has other tokens")
     assert consumer.fetch(reference([peer.source], 0, 11, 21), [7, 1, 30]).error is None
 
 
@@ -195,7 +195,7 @@ def test_a_consumer_may_ask_before_the_producer_knows(
         """
     )
     assert consumer.exchange.wait(60_000)
-    assert [it.error for it in consumer.exchange.take_results()] == [None]
+    assert [result.error for result in consumer.exchange.take_results()] == [None]
     assert consumer.has(11, [7, 1, 30], 0, 21)
 
 
@@ -276,7 +276,7 @@ def test_requests_wait_for_a_producer_that_does_not_answer_together(
         while len(found) < 8:
             assert consumer.exchange.wait(60_000)
             found += consumer.exchange.take_results()
-    assert all(failed(it, "no answer") for it in found)
+    assert all(failed(item, "no answer") for item in found)
     assert time.monotonic() - began < 4 * alone  # and not 8
 
 

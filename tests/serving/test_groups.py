@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvplan import BlockLease, Cache, CacheDesc, DataType, LLMException
+from kvplan import BlockLease, Cache, CacheDesc, DataType, LLMException, Rows
 from kvplan.serving import Place, Source, Table
 from kvplan.serving.tables import CacheGroup, GroupLease, decode_leases, missing_of, tables_of
 from tests.serving.group_worker import GroupWorker, Tables
@@ -145,16 +145,18 @@ def test_numbers_of_workers_may_differ(
     readers: int,
 ) -> None:
     peer = make_peer()
-    names = [f"w{it}" for it in range(owners)]
-    sources = [start(peer, 10 + it, name, place=Place(it, owners)) for it, name in enumerate(names)]
-    for it in names:
-        finish(peer, 0, 11, THEIRS, it)
+    names = [f"w{index}" for index in range(owners)]
+    sources = [
+        start(peer, 10 + item, name, place=Place(item, owners)) for item, name in enumerate(names)
+    ]
+    for item in names:
+        finish(peer, 0, 11, THEIRS, item)
     for rank in range(readers):
         consumer = make_consumer(100 + rank, place=Place(rank, readers))
         assert consumer.fetch(reference(sources, 0, 11, 21), MINE).error is None
         assert consumer.has(11, MINE, 0, 21)
-    for it in names:
-        assert peer.run(f"result = {it}.freed()") == {"request-11"}
+    for item in names:
+        assert peer.run(f"result = {item}.freed()") == {"request-11"}
 
 
 def test_one_group_with_a_window(
@@ -204,9 +206,32 @@ def test_the_unit_that_a_request_ends_in_is_fetched_whole(
     found, nbytes = missing_of([group], leases, [8, 3, 6], first_token, num_tokens)
     first = first_token // 4
     assert nbytes == units * 2 * 6
-    assert [(it.num_tokens, it.src.first_token, it.dst.first_token) for it in found.values()] == (
-        [(units, first, first)] if units else []
-    )
+    assert [
+        (item.num_tokens, item.src.first_token, item.dst.first_token) for item in found.values()
+    ] == ([(units, first, first)] if units else [])
+
+
+@pytest.mark.parametrize("first_token", [0, 20, 21])
+@pytest.mark.parametrize("sources", [1, 2])
+def test_a_state_is_fetched_whole_unless_no_token_is_missing(
+    first_token: int, sources: int
+) -> None:
+    """Also after a prefix that is here already: the state is that after the last token."""
+    desc = CacheDesc(2, (32, 3, 6), DataType.DT_INT8, kv_tensor_format="block head state")
+    group = CacheGroup("g", Cache(desc, 1))
+    lease = BlockLease(10, bytes(16), 1, 0, (4,), True, "", ())
+    leases = [[GroupLease(lease, 0)] for _ in range(sources)]
+    found, nbytes = missing_of([group], leases, [Table([8])], first_token, 21)
+    if first_token == 21:
+        assert (found, nbytes) == ({}, 0)
+        return
+    assert nbytes == 2 * 3 * 6
+    (transfer,) = found.values()
+    assert isinstance(transfer.dst, Rows)
+    assert (transfer.dst.blocks, transfer.num_tokens) == ([8], None)
+    for blocks in ([], [8, 9]):
+        with refused("LLM_PARAM_INVALID", "g: a state is one block"):
+            missing_of([group], leases, [Table(blocks)], first_token, 21)
 
 
 def test_what_is_no_grant_is_refused() -> None:

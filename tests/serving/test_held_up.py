@@ -53,10 +53,10 @@ def test_messages_go_out_while_all_transfers_wait(
         select.select([], [], [], 0.001)
     gated.exchange.cancel("later")
     assert gated.exchange.wait(60_000)  # its lease was released
-    assert [it.request for it in gated.exchange.take_results()] == ["later"]
+    assert [result.request for result in gated.exchange.take_results()] == ["later"]
     gate.open()
     assert gated.exchange.wait(60_000)
-    assert [it.error for it in gated.exchange.take_results()] == [None]
+    assert [result.error for result in gated.exchange.take_results()] == [None]
     assert gated.has(11, [7, 1, 30], 0, 21)
 
 
@@ -97,9 +97,9 @@ def test_half_a_goal_goes_with_the_link_of_its_consumer(make_worker: MakeWorker)
         data=b"a part",
         **no_request,
     )
-    for it in others:
-        it.engine.link_clusters([ClusterInfo(1, producer.source.address)]).raise_for_status()
-        it.engine.notify(1, encode(half))
+    for other in others:
+        other.engine.link_clusters([ClusterInfo(1, producer.source.address)]).raise_for_status()
+        other.engine.notify(1, encode(half))
     asks = producer.exchange._asks
     until(lambda: asks.clusters() == {2, 3})
     others[0].engine.unlink_clusters([1]).raise_for_status()
@@ -110,9 +110,9 @@ def test_a_push_goes_with_the_link_of_its_consumer(make_worker: MakeWorker) -> N
     """And only that one: another consumer of the same transfer still gets it."""
     producer = make_worker(1, push=True, lease_ttl_ms=40)  # looks for links ten times in that
     others = [make_worker(2, push=True), make_worker(3, push=True)]
-    for it in others:
+    for other in others:
         wanted = reference([producer.source], 0, 11, 21, transfer="t")
-        it.exchange.fetch("mine", wanted, Target([7, 1, 30]))
+        other.exchange.fetch("mine", wanted, Target([7, 1, 30]))
     producer.wait_asked("t", 2)
     pusher = producer.exchange._pusher
     assert sorted(pusher.transfers()) == [(2, "t"), (3, "t")]
@@ -122,14 +122,16 @@ def test_a_push_goes_with_the_link_of_its_consumer(make_worker: MakeWorker) -> N
 
 def test_each_producer_of_a_request_keeps_it_for_its_consumer(make_worker: MakeWorker) -> None:
     """Not only the first of the workers that it is read from."""
-    producers = [make_worker(it + 3, place=Place(it, 2)) for it in range(2)]
+    producers = [make_worker(index + 3, place=Place(index, 2)) for index in range(2)]
     consumer = make_worker(2, renew_interval_ms=20)
-    for it in producers:
-        it.finish(0, 11, [4, 9, 2], 21)
-    held = [it.exchange.book._held[handle(0)] for it in producers]
-    first = [it.deadline for it in held]
-    consumer.exchange.expect("mine", reference([it.source for it in producers], 0, 11, 21))
-    until(lambda: all(it.deadline > before for it, before in zip(held, first, strict=True)))
+    for producer in producers:
+        producer.finish(0, 11, [4, 9, 2], 21)
+    held = [producer.exchange.book._held[handle(0)] for producer in producers]
+    first = [item.deadline for item in held]
+    consumer.exchange.expect(
+        "mine", reference([producer.source for producer in producers], 0, 11, 21)
+    )
+    until(lambda: all(item.deadline > before for item, before in zip(held, first, strict=True)))
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -151,7 +153,9 @@ def test_a_push_that_stands_still_is_given_up_in_time(make_worker: MakeWorker) -
     producer.begin(11, [4, 9, 2], 21, 21, "t")
     producer.enter(0, 11, [4, 9, 2], 21, "t")
     assert consumer.exchange.wait(60_000)
-    assert [(it.error, it.pushed) for it in consumer.exchange.take_results()] == [(None, 0)]
+    assert [(result.error, result.pushed) for result in consumer.exchange.take_results()] == [
+        (None, 0)
+    ]
     assert consumer.has(11, [7, 1, 30], 0, 21)
 
 
@@ -169,7 +173,9 @@ def test_chunks_that_have_arrived_are_not_kept(make_worker: MakeWorker) -> None:
         assert len(push.tasks) == 1
     producer.enter(0, 11, blocks, tokens, "t")
     assert consumer.exchange.wait(60_000)
-    assert [(it.error, it.pushed) for it in consumer.exchange.take_results()] == [(None, tokens)]
+    assert [(result.error, result.pushed) for result in consumer.exchange.take_results()] == [
+        (None, tokens)
+    ]
     assert consumer.has(11, blocks, 0, tokens)
 
 
@@ -193,7 +199,7 @@ def test_stopped_consumers_hold_up_no_other(make_peer: MakePeer, make_worker: Ma
     for peer in stopped:
         peer.stop()
     digest = token_digest(prompt(11, tokens))
-    producer.exchange.begin_step([Chunk(it, digest, blocks, tokens, True) for _, it in names])
+    producer.exchange.begin_step([Chunk(item, digest, blocks, tokens, True) for _, item in names])
     producer.exchange.end_step()
     for number, (_, name) in enumerate(names):
         producer.enter(number, 11, blocks, tokens, name)
@@ -238,7 +244,7 @@ def test_consumers_of_moved_blocks_are_waited_for_together(make_worker: MakeWork
         task = cast("LayerTask", SlowPush(together))
         pusher._pushes[name][cluster_id, 0].tasks.append((task, 8))
     pusher.cancel(["a", "b"])
-    assert not any(push.tasks for it in pusher._pushes.values() for push in it.values())
+    assert not any(push.tasks for item in pusher._pushes.values() for push in item.values())
 
 
 def test_producers_that_are_gone_are_forgotten(make_worker: MakeWorker) -> None:
@@ -308,7 +314,9 @@ def test_a_push_is_forgotten_when_its_consumer_has_the_answer(make_worker: MakeW
     assert pushes["t"]
     producer.enter(0, 11, [4, 9, 2], 21, "t")
     assert consumer.exchange.wait(60_000)
-    assert [(it.error, it.pushed) for it in consumer.exchange.take_results()] == [(None, 21)]
+    assert [(result.error, result.pushed) for result in consumer.exchange.take_results()] == [
+        (None, 21)
+    ]
     assert not pushes
 
 
@@ -328,5 +336,7 @@ def test_a_stopped_producer_holds_up_no_other(make_peer: MakePeer, make_worker: 
     assert consumer.fetch(reference([honest.source], 0, 12, 21), [7, 1, 30]).error is None
     stopped.resume()
     assert consumer.exchange.wait(60_000)
-    assert [(it.request, it.error) for it in consumer.exchange.take_results()] == [("held", None)]
+    assert [(result.request, result.error) for result in consumer.exchange.take_results()] == [
+        ("held", None)
+    ]
     assert consumer.has(11, [8, 2, 29], 0, 21)

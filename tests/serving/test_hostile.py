@@ -44,8 +44,10 @@ def receive(worker: Worker, cluster_id: int, *messages: Message | bytes) -> None
     done: list[None] = []
 
     def all_of_them() -> None:
-        for it in messages:
-            worker.exchange._receive(cluster_id, it if isinstance(it, bytes) else encode(it))
+        for message in messages:
+            worker.exchange._receive(
+                cluster_id, message if isinstance(message, bytes) else encode(message)
+            )
         done.append(None)
 
     worker.exchange._call(all_of_them)
@@ -92,8 +94,8 @@ def test_no_message_of_a_burst_is_lost(make_worker: MakeWorker) -> None:
     """A consumer that ends many requests at once is no flood: none stays leased."""
     count = 1500
     producer = make_worker(1, blocks=count)
-    handles = [producer.exchange.enter(f"{it}", [it], DIGEST) for it in range(count)]
-    receive(producer, 2, *[Done(INSTANCE, it.value, DIGEST, 1) for it in handles])
+    handles = [producer.exchange.enter(f"{index}", [index], DIGEST) for index in range(count)]
+    receive(producer, 2, *[Done(INSTANCE, item.value, DIGEST, 1) for item in handles])
     freed: set[Handle] = set()
     while len(freed) < count:
         assert producer.exchange.wait(DEADLINE_MS), f"{len(freed)} of {count} are free"
@@ -106,13 +108,14 @@ def test_asks_of_one_consumer_are_bounded(make_worker: MakeWorker) -> None:
     for cluster_id in (2, 3, 4):  # what others have asked is forgotten now and then
         link(make_worker(cluster_id), producer)
     asks = [
-        Ask(it, INSTANCE, b"", DIGEST, f"transfer-{it}", 0, 1, b"") for it in range(MAX_WAITING + 9)
+        Ask(index, INSTANCE, b"", DIGEST, f"transfer-{index}", 0, 1, b"")
+        for index in range(MAX_WAITING + 9)
     ]
     receive(producer, 2, *asks)
     assert len(producer.exchange._asks._consumers[2].waiting) == MAX_WAITING
     receive(producer, 3, Ask(1, INSTANCE, b"", DIGEST, "of another"))
     assert "of another" in producer.exchange._asks.waiting
-    early = [Done(INSTANCE, b"", DIGEST, 2, f"early-{it}") for it in range(MAX_EARLY + 9)]
+    early = [Done(INSTANCE, b"", DIGEST, 2, f"early-{index}") for index in range(MAX_EARLY + 9)]
     for at in range(0, len(early), 500):
         receive(producer, 4, *early[at : at + 500])
         wait(lambda: not producer.exchange._tasks._of_peers[4])
@@ -127,11 +130,11 @@ def test_all_that_is_expected_is_kept_alive(make_worker: MakeWorker) -> None:
     for number in range(count):
         producer.enter(number, number, [number], 8)
     held = producer.exchange.book._held
-    entered = {name: it.deadline for name, it in held.items()}
+    entered = {name: item.deadline for name, item in held.items()}
     for number in range(count):
         wanted = reference([producer.source], number, number, 8)
         consumer.exchange.expect(f"{number}", wanted)
-    wait(lambda: all(it.deadline > entered[name] for name, it in list(held.items())))
+    wait(lambda: all(item.deadline > entered[name] for name, item in list(held.items())))
     assert len(held) == count  # what is not renewed has gone before
 
 
@@ -150,7 +153,7 @@ def test_a_wrong_digest_tells_no_name(make_peer: MakePeer, make_worker: MakeWork
     peer, consumer = make_peer(), make_worker()
     peer.worker.finish(0, 11, [4, 9, 2], 21)
     result = consumer.fetch(reference([peer.source], 0, 12, 21), MINE)
-    assert failed(result, "request 00000000 was of other tokens")
+    assert failed(result, "request 00000000 has other tokens")
     assert "request-11" not in str(result.error)
 
 

@@ -67,10 +67,10 @@ def test_a_handle_is_entered_once(make_worker: MakeWorker) -> None:
 def test_handles_are_random_and_travel() -> None:
     made = {Handle.new() for _ in range(100)}
     assert len(made) == 100
-    it = made.pop()
-    assert pickle.loads(pickle.dumps(it)) == it
-    whole = Reference(INSTANCE, it, b"digest", 21, (Source(1, "a:1"),))
-    assert Reference.from_dict(json.loads(json.dumps(whole.to_dict()))).handle == it
+    item = made.pop()
+    assert pickle.loads(pickle.dumps(item)) == item
+    whole = Reference(INSTANCE, item, b"digest", 21, (Source(1, "a:1"),))
+    assert Reference.from_dict(json.loads(json.dumps(whole.to_dict()))).handle == item
     with refused("LLM_PARAM_INVALID", "must be 16 bytes"):
         Handle(b"short")
 
@@ -172,4 +172,4 @@ def test_a_producer_that_was_replaced_is_named_while_the_old_one_is_in_use(
     assert failed(result, f"{new.source.address} is not linked.*{old.source.address}, is in use")
     enter(old, 11, [4, 9, 2], "cmpl-11", "cmpl-11")
     assert consumer.exchange.wait(60_000)
-    assert [it.error for it in consumer.exchange.take_results()] == [None]
+    assert [item.error for item in consumer.exchange.take_results()] == [None]

@@ -80,15 +80,15 @@ def test_anything_else_is_refused(data: bytes) -> None:
 
 
 def test_a_lease_is_sent_in_parts() -> None:
-    lease = bytes(it % 251 for it in range(8000))
+    lease = bytes(index % 251 for index in range(8000))
     parts = grants(3, HANDLE, 64, lease)
-    assert {(it.handle, it.pushed) for it in parts} == {(HANDLE, 64)}
-    assert [(it.number, it.part, it.parts, len(it.data)) for it in parts] == [
+    assert {(part.handle, part.pushed) for part in parts} == {(HANDLE, 64)}
+    assert [(part.number, part.part, part.parts, len(part.data)) for part in parts] == [
         (3, 0, 3, 3500),
         (3, 1, 3, 3500),
         (3, 2, 3, 1000),
     ]
-    assert b"".join(it.data for it in parts) == lease
+    assert b"".join(part.data for part in parts) == lease
 
 
 def test_a_reference_travels_as_json() -> None:
@@ -105,7 +105,7 @@ def test_of_a_request_that_has_not_finished_its_name_is_enough() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"protocol": 1}, "protocol=1 of kvplan.serving; here it is 3"),
+        ({"protocol": 1}, "protocol=1 of kvplan.serving; it must be 3"),
         ({"handle": "7"}, "is invalid: "),
         ({"handle": 7}, "is invalid: "),
         ({"handle": ""}, "must have handle, digest and num_tokens"),
@@ -133,7 +133,7 @@ def test_a_digest_is_of_the_tokens_and_of_what_else_counts() -> None:
         token_digest([1, 2], "adapter"),
         token_digest([1, 2], "adap", "ter"),
     }
-    assert (len(digests), {len(it) for it in digests}) == (5, {16})
+    assert (len(digests), {len(digest) for digest in digests}) == (5, {16})
     assert token_digest([1, 2], "adapter") == token_digest((1, 2), "adapter")
 
 
@@ -217,7 +217,7 @@ def test_each_worker_hears_from_as_many_readers_as_it_waits_for(
     """And each head of a reader is read from one worker that has it."""
     shares = [share_of(Place(rank, ranks), heads, (None,) * owners) for rank in range(ranks)]
     hears = Counter(owner for share in shares for owner in (*share.mine, *share.spare))
-    assert {share.readers for share in shares} == {tuple(hears[it] for it in range(owners))}
+    assert {share.readers for share in shares} == {tuple(hears[index] for index in range(owners))}
     for rank, share in enumerate(shares):
         read = [{*heads_of(owner, owners, heads)} for owner in share.mine]
         for head in heads_of(rank, ranks, heads):

@@ -25,8 +25,8 @@ def ask(peer: Peer, consumer: Worker, blocks: list[int], tokens: int, first: int
 
 def result(consumer: Worker) -> PullResult:
     assert consumer.exchange.wait(60_000)
-    (it,) = consumer.exchange.take_results()
-    return it
+    (item,) = consumer.exchange.take_results()
+    return item
 
 
 @pytest.mark.parametrize(("theirs", "mine"), [(8, 8), (4, 8), (8, 4)])
@@ -45,10 +45,10 @@ def test_what_is_computed_in_chunks_is_there_when_it_is_whole(
     for first, end in ((0, 5), (5, 19), (19, 21)):
         peer.run(f"worker.step(11, {from_}, {first}, {end}, 21, {NAME!r})")
     peer.run(f"worker.enter(0, 11, {from_}, 21, {NAME!r})")
-    it = result(consumer)
-    assert it.error is None
+    item = result(consumer)
+    assert item.error is None
     assert consumer.has(11, blocks, 0, 21)
-    assert it.pushed == 21
+    assert item.pushed == 21
     assert peer.run("result = tags") == {NAME}
     assert peer.worker.freed() == {"request-11"}
     assert peer.run("result = worker.exchange._pusher.transfers()") == []
@@ -90,10 +90,10 @@ def test_what_was_pushed_is_there_if_the_rest_cannot_be_pulled(
     peer.run(f"worker.step(11, [4, 9, 2], 0, 17, 21, {NAME!r})")  # whole blocks: 16 tokens
     peer.run(f"worker.enter(0, 11, [4, 9, 2], 21, {NAME!r})")
     entered.set()
-    it = result(consumer)
+    item = result(consumer)
     # Its descriptors are closed a moment before it has exited.
-    assert failed(it, "has exited|has closed its transport")
-    assert (it.tokens, it.pushed) == (21, 16)
+    assert failed(item, "has exited|has closed its transport")
+    assert (item.tokens, item.pushed) == (21, 16)
     assert consumer.has(11, [7, 1], 0, 16)
 
 
@@ -103,11 +103,11 @@ def test_only_what_is_missing_is_pushed(make_peer: MakePeer, make_worker: MakeWo
     ask(peer, consumer, [7, 1, 30], 21, first=8)
     peer.run(f"worker.step(11, [4, 9, 2], 0, 21, 21, {NAME!r})")
     peer.run(f"worker.enter(0, 11, [4, 9, 2], 21, {NAME!r})")
-    it = result(consumer)
-    assert it.error is None
+    item = result(consumer)
+    assert item.error is None
     assert consumer.has(12, [7], 0, 8)
     assert consumer.has(11, [7, 1, 30], 8, 21)
-    assert it.pushed == 13
+    assert item.pushed == 13
 
 
 def test_a_consumer_that_comes_late_fetches_the_beginning_too(
@@ -118,10 +118,10 @@ def test_a_consumer_that_comes_late_fetches_the_beginning_too(
     ask(peer, consumer, [7, 1, 30], 21)
     peer.run(f"worker.step(11, [4, 9, 2], 10, 21, 21, {NAME!r})")
     peer.run(f"worker.enter(0, 11, [4, 9, 2], 21, {NAME!r})")
-    it = result(consumer)
-    assert it.error is None
+    item = result(consumer)
+    assert item.error is None
     assert consumer.has(11, [7, 1, 30], 0, 21)
-    assert it.pushed == 21
+    assert item.pushed == 21
 
 
 @pytest.mark.parametrize(("producer", "consumes"), [(True, False), (False, True), (False, False)])
@@ -135,10 +135,10 @@ def test_where_only_one_side_pushes_what_is_finished_is_pulled(
     ask(peer, consumer, [7, 1, 30], 21)
     peer.run(f"worker.step(11, [4, 9, 2], 0, 21, 21, {NAME!r})")
     peer.run(f"worker.enter(0, 11, [4, 9, 2], 21, {NAME!r})")
-    it = result(consumer)
-    assert it.error is None
+    item = result(consumer)
+    assert item.error is None
     assert consumer.has(11, [7, 1, 30], 0, 21)
-    assert it.pushed == 0
+    assert item.pushed == 0
 
 
 def test_one_that_asks_after_it_was_finished_pulls_it(
@@ -159,8 +159,8 @@ def test_other_tokens_are_never_pushed(make_peer: MakePeer, make_worker: MakeWor
     ask(peer, consumer, [7, 1, 30], 21)
     peer.run(f"worker.step(12, [4, 9, 2], 0, 21, 21, {NAME!r})")
     peer.run(f"worker.enter(0, 12, [4, 9, 2], 21, {NAME!r})")
-    assert failed(result(consumer), "of other tokens")
-    assert not any(it.any() for it in consumer.engine.arrays(consumer.cache))
+    assert failed(result(consumer), "has other tokens")
+    assert not any(array.any() for array in consumer.engine.arrays(consumer.cache))
 
 
 def test_a_request_that_is_computed_again_is_pushed_from_its_new_blocks(
@@ -259,22 +259,22 @@ def test_each_worker_pushes_the_heads_that_it_has(
     for rank in range(1, owners):
         code = f"w{rank} = Worker({10 + rank}, place=place, push=True); result = w{rank}.source"
         sources.append(peer.run(code, place=Place(rank, owners)))
-    names = ["worker", *(f"w{it}" for it in range(1, owners))]
+    names = ["worker", *(f"w{index}" for index in range(1, owners))]
     wanted = reference(sources, 0, 11, 13, transfer=NAME)
     consumers = [
-        make_worker(100 + it, place=Place(it, readers), push=True) for it in range(readers)
+        make_worker(100 + index, place=Place(index, readers), push=True) for index in range(readers)
     ]
-    for it in consumers:
-        it.exchange.fetch("mine", wanted, Target([7, 1]))
-    for it in names:
-        peer.run(f"{it}.wait_asked({NAME!r}, {max(1, readers // owners)})")
-        peer.run(f"{it}.step(11, [4, 9], 0, 13, 13, {NAME!r})")
-        peer.run(f"{it}.enter(0, 11, [4, 9], 13, {NAME!r})")
-    for it in consumers:
-        assert result(it).error is None
-        assert it.has(11, [7, 1], 0, 13)
-    for it in names:
-        assert peer.run(f"result = {it}.freed()") == {"request-11"}
+    for consumer in consumers:
+        consumer.exchange.fetch("mine", wanted, Target([7, 1]))
+    for consumer in names:
+        peer.run(f"{consumer}.wait_asked({NAME!r}, {max(1, readers // owners)})")
+        peer.run(f"{consumer}.step(11, [4, 9], 0, 13, 13, {NAME!r})")
+        peer.run(f"{consumer}.enter(0, 11, [4, 9], 13, {NAME!r})")
+    for consumer in consumers:
+        assert result(consumer).error is None
+        assert consumer.has(11, [7, 1], 0, 13)
+    for consumer in names:
+        assert peer.run(f"result = {consumer}.freed()") == {"request-11"}
 
 
 @pytest.mark.parametrize("pushes", [(True, False), (False, True)])
@@ -289,10 +289,10 @@ def test_what_one_of_two_producers_has_not_pushed_is_pulled(
     consumer = make_worker(100, push=True)
     wanted = reference(sources, 0, 11, 13, transfer=NAME)
     consumer.exchange.fetch("mine", wanted, Target([7, 1]))
-    for it in ("worker", "other"):
-        peer.run(f"{it}.wait_asked({NAME!r})")
-        peer.run(f"{it}.step(11, [4, 9], 0, 13, 13, {NAME!r})")
-        peer.run(f"{it}.enter(0, 11, [4, 9], 13, {NAME!r})")
-    it = result(consumer)
-    assert (it.error, it.pushed) == (None, 0)
+    for name in ("worker", "other"):
+        peer.run(f"{name}.wait_asked({NAME!r})")
+        peer.run(f"{name}.step(11, [4, 9], 0, 13, 13, {NAME!r})")
+        peer.run(f"{name}.enter(0, 11, [4, 9], 13, {NAME!r})")
+    name = result(consumer)
+    assert (name.error, name.pushed) == (None, 0)
     assert consumer.has(11, [7, 1], 0, 13)

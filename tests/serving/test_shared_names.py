@@ -19,12 +19,12 @@ def results(consumer: Worker, number: int) -> dict[str, PullResult]:
     while len(found) < number:
         assert consumer.exchange.wait(60_000)
         found += consumer.exchange.take_results()
-    return {it.request: it for it in found}
+    return {item.request: item for item in found}
 
 
-def honest(consumer: Worker, blocks: list[int], it: PullResult) -> bool:
+def honest(consumer: Worker, blocks: list[int], pull_result: PullResult) -> bool:
     """Whether a result without an error has the bytes of its own request."""
-    return it.error is not None or consumer.has(11, blocks, 0, 21)
+    return pull_result.error is not None or consumer.has(11, blocks, 0, 21)
 
 
 def test_two_requests_of_a_consumer_that_wait_for_one_transfer(make_worker: MakeWorker) -> None:
@@ -38,7 +38,7 @@ def test_two_requests_of_a_consumer_that_wait_for_one_transfer(make_worker: Make
     ended = results(consumer, 2)
     assert honest(consumer, [7, 1, 30], ended["first"])
     assert honest(consumer, [8, 2, 29], ended["second"])
-    assert None in {it.error for it in ended.values()}
+    assert None in {item.error for item in ended.values()}
     assert producer.freed() == {"request-11"}
     assert producer.exchange._pusher.transfers() == []
 
@@ -74,8 +74,8 @@ def test_blocks_that_are_free_are_not_pushed(make_worker: MakeWorker, end: str) 
     assert producer.freed() == {"request-11"}
     producer.compute(12, [4, 9, 2], 21)
     producer.exchange.end_step()
-    (it,) = results(consumer, 1).values()
-    assert honest(consumer, [7, 1, 30], it)
+    (value,) = results(consumer, 1).values()
+    assert honest(consumer, [7, 1, 30], value)
 
 
 def test_a_request_that_cannot_be_leased_is_not_pushed_any_more(make_worker: MakeWorker) -> None:
@@ -90,8 +90,8 @@ def test_a_request_that_cannot_be_leased_is_not_pushed_any_more(make_worker: Mak
     assert producer.freed() == {"request-11"}
     producer.compute(12, [4, 9, 2], 21)
     producer.exchange.end_step()
-    (it,) = results(consumer, 1).values()
-    assert failed(it, "could not be leased")
+    (value,) = results(consumer, 1).values()
+    assert failed(value, "could not be leased")
     assert not any(array[[7, 1, 30]].any() for array in consumer.engine.arrays(consumer.cache))
 
 
@@ -151,13 +151,13 @@ def test_an_answer_counts_from_whom_was_asked(make_worker: MakeWorker) -> None:
     )
     producer.finish(1, 11, [4, 9, 2], 21)
     producer.enter(2, 11, [4, 9, 2], 21, NAME)
-    (it,) = results(consumer, 1).values()
-    assert it.error is None
+    (value,) = results(consumer, 1).values()
+    assert value.error is None
     assert consumer.has(11, [7, 1, 30], 0, 21)
 
 
 def test_numbers_of_asks_are_not_those_of_another_life(make_worker: MakeWorker) -> None:
-    numbers = {next(make_worker(it).exchange._puller._numbers) for it in (2, 3)}
+    numbers = {next(make_worker(number).exchange._puller._numbers) for number in (2, 3)}
     assert len(numbers) == 2
 
 

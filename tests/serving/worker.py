@@ -38,7 +38,7 @@ def contents(request: int, tokens: int) -> NDArray[np.float32]:
 
 
 def prompt(request: int, tokens: int) -> list[int]:
-    return [(request * 7919 + it * 31) % 50_000 for it in range(tokens)]
+    return [(request * 7919 + index * 31) % 50_000 for index in range(tokens)]
 
 
 def handle(sequence: int) -> Handle:
@@ -118,7 +118,7 @@ class Base:
     def freed(self) -> set[str]:
         """The requests whose blocks have become free, once there is one."""
         assert self.exchange.wait(DEADLINE_MS)
-        return {self.names[it] for it in self.exchange.take_freed()}
+        return {self.names[item] for item in self.exchange.take_freed()}
 
     def close(self) -> None:
         self.exchange.close()
@@ -170,11 +170,11 @@ class Worker(Base):
         whole = contents(request, tokens)
         return all(
             np.array_equal(
-                array[blocks[it // self.block_tokens], :, it % self.block_tokens],
-                whole[layer, self.heads.start : self.heads.stop, it],
+                array[blocks[index // self.block_tokens], :, index % self.block_tokens],
+                whole[layer, self.heads.start : self.heads.stop, index],
             )
             for layer, array in zip(self.layers, arrays, strict=True)
-            for it in range(first, tokens)
+            for index in range(first, tokens)
         )
 
     def finish(self, sequence: int, request: int, blocks: Sequence[int], tokens: int) -> None:

@@ -76,12 +76,12 @@ def _fuzz_tcp(end: str, amount: int, *files: str) -> Command:
 
 # In this order, again and again. What races are looked for in takes longest.
 PARTS: dict[str, Command] = {
-    **{f"chaos-{it}": _chaos(it) for it in MACHINES},
+    **{f"chaos-{item}": _chaos(item) for item in MACHINES},
     "requests": _requests,
     "fuzz-requests": _fuzz_tcp("parser", 1_000_000, *CORPUS),
     "fuzz-answering": _fuzz_tcp("answers", 10, *CORPUS),
     "fuzz-asking": _fuzz_tcp("asks", 10),
-    **{f"fuzz-{it}": _parser(it) for it in PARSERS},
+    **{f"fuzz-{item}": _parser(item) for item in PARSERS},
     "races-local": _races("local"),
     "races-tcp": _races("tcp"),
     "races-tests": _race_tests,
@@ -111,13 +111,15 @@ class Tally:
             for what in ("kib", "descriptors", "threads", "mappings"):
                 now = _size(held["first"][what]), _size(held["last"][what])
                 before = self.grown.get(what, (0, -(2**60)))
-                self.grown[what] = max(before, now, key=lambda it: it[1] - it[0])
+                self.grown[what] = max(before, now, key=lambda value: value[1] - value[0])
 
     def __str__(self) -> str:
         many = [f"{number:,} {what}" for what, number in self.counts.most_common()]
         grown = ", ".join(f"{what} {a} to {b}" for what, (a, b) in self.grown.items())
         return "; ".join(
-            it for it in (", ".join(many) or self.said, grown and f"most growth: {grown}") if it
+            value
+            for value in (", ".join(many) or self.said, grown and f"most growth: {grown}")
+            if value
         )
 
 
@@ -136,16 +138,16 @@ def held_here() -> dict[str, int]:
 
 
 def shared_memory() -> set[str]:
-    return {it.name for it in Path("/dev/shm").iterdir()}
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def orphans(names: set[str]) -> set[str]:
     """Those of these files in /dev/shm that no process has mapped or open."""
     for process in Path("/proc").glob("[0-9]*") if names else ():
         with suppress(OSError):
-            opened = [str(it.readlink()) for it in (process / "fd").iterdir()]
+            opened = [str(path.readlink()) for path in (process / "fd").iterdir()]
             text = "\n".join([(process / "maps").read_text(errors="replace"), *opened])
-            names = {it for it in names if f"/dev/shm/{it}" not in text}
+            names = {name for name in names if f"/dev/shm/{name}" not in text}
     return names & shared_memory()  # one may have gone meanwhile, with its process
 
 
@@ -155,7 +157,7 @@ class Soak:
     def __init__(self, parts: Mapping[str, Command], folder: Path) -> None:
         self._parts, self._folder = parts, folder
         self._began = time.monotonic()
-        self.tallies = {it: Tally() for it in parts}
+        self.tallies = {part: Tally() for part in parts}
         self.failed: list[str] = []
         self._first = held_here()
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,8 +168,8 @@ class Soak:
 
     def _say(self, *lines: str) -> None:
         minutes, seconds = divmod(int(self.elapsed_s), 60)
-        for it in lines:
-            print(f"[{minutes:3}:{seconds:02}] {it}", flush=True)
+        for line in lines:
+            print(f"[{minutes:3}:{seconds:02}] {line}", flush=True)
 
     def run(self, seed: int, seconds: float, rounds: int | None) -> None:
         """Rounds until the time is over, or there were so many."""
@@ -222,15 +224,18 @@ class Soak:
     def summary(self) -> int:
         """Print it; returns the exit status."""
         self._say("", f"{'part':16} rounds  failed  seconds  what")
-        for name, it in self.tallies.items():
-            if it.rounds:
-                self._say(f"{name:16} {it.rounds:6}  {it.failures:6}  {it.seconds:7.0f}  {it}")
+        for name, tally in self.tallies.items():
+            if tally.rounds:
+                self._say(
+                    f"{name:16} {tally.rounds:6}  {tally.failures:6}  {tally.seconds:7.0f}  {tally}"
+                )
         last = held_here()
         self._say(
             "of this process, first and last: "
             + ", ".join(f"{what} {self._first[what]} to {last[what]}" for what in last),
-            f"{sum(it.rounds for it in self.tallies.values())} rounds, {len(self.failed)} failures",
-            *(f"again: {it}" for it in self.failed),
+            f"{sum(tally.rounds for tally in self.tallies.values())} rounds, "
+            f"{len(self.failed)} failures",
+            *(f"again: {item}" for item in self.failed),
         )
         return 1 if self.failed else 0
 
@@ -243,12 +248,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="so many, instead of minutes")
     given = parser.parse_args(arguments)
     names = given.parts.split(",") if given.parts else [*PARTS]
-    if unknown := [it for it in names if it not in PARTS]:
+    if unknown := [name for name in names if name not in PARTS]:
         parser.error(f"parts={unknown}: known are {', '.join(PARTS)}")
     seed = int(time.time()) if given.seed is None else given.seed
-    soak = Soak({it: PARTS[it] for it in names}, ROOT / "build" / "soak")
-    for it in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, so that the round is ended too
-        signal.signal(it, signal.default_int_handler)
+    soak = Soak({name: PARTS[name] for name in names}, ROOT / "build" / "soak")
+    for value in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C, so that the round is ended too
+        signal.signal(value, signal.default_int_handler)
     try:
         soak.run(seed, given.minutes * 60, given.rounds)
     except KeyboardInterrupt:

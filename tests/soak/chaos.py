@@ -41,7 +41,7 @@ to a thread (`links/renewals.py`): until it gives up, after 30 s, the device is 
 CLUSTERS = (1, 2, 3)
 SURVIVOR = 1  # is not killed, so that what it holds can be compared
 KINDS = ("pull", "pull", "rows", "wait", "cancel", "push", "push", "layers")
-ALLOWED = {"moved", "cancelled", *(it.name for it in EXPECTED)}
+ALLOWED = {"moved", "cancelled", *(item.name for item in EXPECTED)}
 GROWTH_KIB = 8 << 10
 SETTLED_S = 20
 # Of UCX 42 to 48 descriptors come and go; a leak of one for each release would be some 30.
@@ -81,7 +81,7 @@ class Chaos:
         self.counts: Counter[str] = Counter()
         self.block_words = self.random.choice([1 << 10, 1 << 14, 1 << 17])
         self._options = self._settings(folder)
-        self._registered = {it: self.random.random() < 0.5 for it in CLUSTERS}
+        self._registered = {cluster: self.random.random() < 0.5 for cluster in CLUSTERS}
         self._peers: dict[int, Peer] = {}
         self._addresses: dict[int, str] = {}
         self._stopped: set[int] = set()
@@ -89,8 +89,8 @@ class Chaos:
         self._stamp = self._number = 0
         self._surely: set[int] = set()  # stamps whose transfer has succeeded
         self.born: dict[int, int] = {}
-        for it in CLUSTERS:
-            self._launch(it)
+        for cluster in CLUSTERS:
+            self._launch(cluster)
 
     def _settings(self, folder: Path) -> dict[str, str]:
         options = {"llm.ListenIpInfo": "127.0.0.1:0"}
@@ -141,9 +141,9 @@ class Chaos:
         while True:
             last = self._held()
             held = {
-                str(it): {"first": before, "last": last[it][1]}
-                for it, (pid, before) in first.items()
-                if last[it][0] == pid
+                str(item): {"first": before, "last": last[item][1]}
+                for item, (pid, before) in first.items()
+                if last[item][0] == pid
             }
             try:
                 check_growth(held)
@@ -155,7 +155,7 @@ class Chaos:
 
     def step(self) -> None:
         """Some leases, then some trouble, then the end of some leases."""
-        running = [it for it in CLUSTERS if it not in self._stopped]
+        running = [cluster for cluster in CLUSTERS if cluster not in self._stopped]
         for _ in range(self.random.choice([1, 2, 4])):
             if running and len(self._leased) < 8:
                 self._lease(self.random.choice(running))
@@ -163,27 +163,27 @@ class Chaos:
             if running:
                 self._peers[running[0]].run("")
         self._trouble()
-        for it in self.random.sample(self._leased, self.random.randint(0, len(self._leased))):
-            if it.owner not in self._stopped:
-                self._release(it)
+        for cluster in self.random.sample(self._leased, self.random.randint(0, len(self._leased))):
+            if cluster.owner not in self._stopped:
+                self._release(cluster)
         if self.random.random() < 0.6:
             self._resume()
-        for it in CLUSTERS:
-            if it not in self._stopped:
+        for cluster in CLUSTERS:
+            if cluster not in self._stopped:
                 if self.random.random() < 0.3 and not self._stopped:
-                    self.ask(it, "join")
-                self._take(it)
-                self._hear(self.ask(it, "check"))
+                    self.ask(cluster, "join")
+                self._take(cluster)
+                self._hear(self.ask(cluster, "check"))
 
     def _lease(self, owner: int) -> None:
-        user = self.random.choice([it for it in CLUSTERS if it != owner])
+        user = self.random.choice([cluster for cluster in CLUSTERS if cluster != owner])
         kind = self.random.choice(KINDS)
         count = self.random.randint(1, MOST_ROWS)
         ttl_ms = self.random.choice([None, None, None, 0.3, 3.0, 1000.0])
         timeout_ms = self.random.choice([50, 2000, 20_000])
         rows = tuple(self.random.sample(range(NUM_BLOCKS), count))
         mover = self.random.randrange(2)
-        if 4 * len([it for it in self._leased if it.owner == owner]) >= NUM_BLOCKS:
+        if 4 * len([item for item in self._leased if item.owner == owner]) >= NUM_BLOCKS:
             return
         self._number, self._stamp = self._number + 1, self._stamp % 16_000 + 2
         lease = self.ask(owner, "lease", self._number, count, self._stamp, ttl_ms)
@@ -223,7 +223,7 @@ class Chaos:
             self._forget(cluster)
             self.counts["freed"] += 1
         elif what < 0.32:
-            other = next(it for it in CLUSTERS if it != cluster)
+            other = next(item for item in CLUSTERS if item != cluster)
             with self._refusable():
                 self.ask(cluster, "link", other, self._addresses[other])
                 self.counts["relinked"] += 1
@@ -253,26 +253,28 @@ class Chaos:
 
     def _forget(self, cluster: int) -> None:
         """Its leases have gone with its cache."""
-        self._leased = [it for it in self._leased if it.owner != cluster]
+        self._leased = [item for item in self._leased if item.owner != cluster]
 
-    def _release(self, it: Leased) -> None:
+    def _release(self, leased: Leased) -> None:
         self._take_all()
-        surely = it.pushed is not None and it.pushed in self._surely
+        surely = leased.pushed is not None and leased.pushed in self._surely
         self._hear(
-            self._patiently(lambda: self.ask(it.owner, "release", it.number, it.pushed, surely))
+            self._patiently(
+                lambda: self.ask(leased.owner, "release", leased.number, leased.pushed, surely)
+            )
         )
-        self._leased.remove(it)
+        self._leased.remove(leased)
         self.counts["released"] += 1
 
     def _resume(self, cluster: int | None = None) -> None:
-        for it in [cluster] if cluster else [*self._stopped]:
-            self._peers[it].resume()
-            self._stopped.discard(it)
+        for item in [cluster] if cluster else [*self._stopped]:
+            self._peers[item].resume()
+            self._stopped.discard(item)
 
     def _take_all(self) -> None:
-        for it in CLUSTERS:
-            if it not in self._stopped:
-                self._take(it)
+        for cluster in CLUSTERS:
+            if cluster not in self._stopped:
+                self._take(cluster)
 
     def _take(self, cluster: int) -> None:
         """Count what has come of the jobs of that process."""
@@ -293,14 +295,14 @@ class Chaos:
     def mend(self) -> None:
         """Let all go on and end; then each engine must reach each other one."""
         self._resume()
-        for it in CLUSTERS:
-            self.ask(it, "join")
-            self._take(it)
+        for cluster in CLUSTERS:
+            self.ask(cluster, "join")
+            self._take(cluster)
         for lease in [*self._leased]:
             self._release(lease)
-        for it in CLUSTERS:
-            self._hear(self.ask(it, "check"))
-            self.ask(it, "forget")
+        for cluster in CLUSTERS:
+            self._hear(self.ask(cluster, "check"))
+            self.ask(cluster, "forget")
         for user, owner in permutations(CLUSTERS, 2):
             self._must_move(user, owner)
 
@@ -321,18 +323,19 @@ class Chaos:
     def _held(self) -> dict[int, tuple[int, dict[str, Any]]]:
         """What each process holds."""
         return {
-            it: (self.born[it], dict(self._peers[it].run("result = held()"))) for it in CLUSTERS
+            cluster: (self.born[cluster], dict(self._peers[cluster].run("result = held()")))
+            for cluster in CLUSTERS
         }
 
     def finish(self) -> None:
         """End all in order; nothing may be left."""
-        for it in CLUSTERS:
-            self.ask(it, "end")
+        for cluster in CLUSTERS:
+            self.ask(cluster, "end")
         until = time.monotonic() + RENEWAL_S
-        for it in CLUSTERS:
-            while left := self._peers[it].run("import gc; gc.collect(); result = left()"):
+        for cluster in CLUSTERS:
+            while left := self._peers[cluster].run("import gc; gc.collect(); result = left()"):
                 if time.monotonic() > until:
-                    raise Wrong(f"cluster {it} has left {left} of its device")
+                    raise Wrong(f"cluster {cluster} has left {left} of its device")
                 time.sleep(0.5)
         for peer in self._peers.values():
             peer.finish()
@@ -340,8 +343,8 @@ class Chaos:
                 raise Wrong(f"process {peer.process.pid} ended with {peer.process.returncode}")
 
     def close(self) -> None:
-        for it in self._peers.values():
-            it.close()
+        for peer in self._peers.values():
+            peer.close()
 
 
 class Process(Peer):
@@ -353,13 +356,13 @@ def check_growth(held: dict[str, Any]) -> None:
     """Raises `Wrong` if a process has more than at first, and more than comes and goes."""
     if "KVPLAN_SANITIZE" in os.environ:  # whose own memory grows
         return
-    for cluster, it in held.items():
-        first, last = it["first"], it["last"]
+    for cluster, text in held.items():
+        first, last = text["first"], text["last"]
         for what, most in GROWTH.items():
             if last[what] > first[what] + most:
                 raise Wrong(f"{what} of cluster {cluster} grew from {first[what]} to {last[what]}")
         new = Counter(last["threads"]) - Counter(first["threads"])
-        many = sum(1 for it in new.elements() if not it.startswith(CHANNELS))
+        many = sum(1 for element in new.elements() if not element.startswith(CHANNELS))
         if many > MOST_THREADS or new.total() > MOST_CHANNELS:
             raise Wrong(f"cluster {cluster} has new threads: {dict(new)}")
         if last["kib"] > first["kib"] + GROWTH_KIB:
@@ -367,7 +370,7 @@ def check_growth(held: dict[str, Any]) -> None:
                 f"memory of cluster {cluster} grew from {first['kib']} to {last['kib']} KiB"
             )
         open_first, open_last = (
-            [it for it in held["registrations"] if it != "closed>"] for held in (first, last)
+            [item for item in held["registrations"] if item != "closed>"] for held in (first, last)
         )
         if len(open_last) > len(open_first):
             raise Wrong(f"registrations of cluster {cluster}: {last['registrations']}")

@@ -94,8 +94,8 @@ def strange(arrays: list[Words], blocks: tuple[int, ...], stamps: tuple[int, ...
         for position, block in enumerate(blocks):
             found = array[block]
             good = np.zeros(found.shape, bool)
-            for it in stamps:
-                good |= found == words(found, it, tensor, position)
+            for stamp in stamps:
+                good |= found == words(found, stamp, tensor, position)
             if not good.all():
                 first = int(np.argmin(good))
                 of = int((found - words(found, 0, tensor, position))[first]) / 65536
@@ -115,9 +115,9 @@ class Mover(threading.Thread):
         self._home, self._engine = home, home.engine
         self._target, self._source = (self._engine.allocate_blocks_cache(home.desc) for _ in "ab")
         self._pulled, self._pushed = (
-            self._engine.arrays(it) for it in (self._target, self._source)
+            self._engine.arrays(value) for value in (self._target, self._source)
         )
-        self._left = [it.copy() for it in self._pulled]
+        self._left = [item.copy() for item in self._pulled]
         self.start()
 
     def run(self) -> None:
@@ -150,7 +150,7 @@ class Mover(threading.Thread):
             else:
                 return self._verdict(job)
             finally:
-                self._left = [it.copy() for it in self._pulled]
+                self._left = [item.copy() for item in self._pulled]
         raise AssertionError
 
     def _move(self, job: Job, lease: BlockLease) -> None:
@@ -169,7 +169,7 @@ class Mover(threading.Thread):
                 layered.cancel()
             return
         write(self._pulled, job.rows, 0)
-        self._left = [it.copy() for it in self._pulled]
+        self._left = [item.copy() for item in self._pulled]
         if job.kind == "pull":
             engine.pull_blocks(lease, target, None, rows, timeout_ms=job.timeout_ms)
         elif job.kind == "rows":  # small ones take the short way, which has no timeout
@@ -184,7 +184,7 @@ class Mover(threading.Thread):
         """Whether it has moved what it says that it has."""
         if job.kind in ("push", "layers"):
             return "moved"
-        others = [it for it in range(NUM_BLOCKS) if it not in job.rows]
+        others = [index for index in range(NUM_BLOCKS) if index not in job.rows]
         for now, was in zip(self._pulled, self._left, strict=True):
             if (now[others] != was[others]).any():
                 return "WRONG: a pull has written to blocks that are not its own"
@@ -219,10 +219,10 @@ class Home:
     def end(self) -> None:
         """Finalize the engine, under whatever is going on."""
         self.engine.finalize()
-        for it in self.movers:
-            it.jobs.put(None)
-        for it in self.movers:
-            it.join()
+        for mover in self.movers:
+            mover.jobs.put(None)
+        for mover in self.movers:
+            mover.join()
         self.forget()
         del self.engine, self.movers, self.cache, self.arrays, self.live, self.free
         gc.collect()
@@ -241,32 +241,35 @@ class Home:
 
     def _fill_free(self, blocks: tuple[int, ...]) -> None:
         self._last += 1
-        for it in blocks:
-            self.free[it] = FREED + self._last % FREED
-            write(self.arrays, (it,), self.free[it])
+        for block in blocks:
+            self.free[block] = FREED + self._last % FREED
+            write(self.arrays, (block,), self.free[block])
 
     def recycle(self) -> None:
         """Free the cache with whatever is being moved, and offer another one."""
         if self.registered:
             self.engine.unregister_cache(self.cache.cache_id)
-            self._graves = [*self._graves[-1:], (self.arrays, [it.copy() for it in self.arrays])]
+            self._graves = [
+                *self._graves[-1:],
+                (self.arrays, [array.copy() for array in self.arrays]),
+            ]
         else:
             self.engine.deallocate_cache(self.cache)
         self._make()
 
     def link(self, cluster_id: int, address: str, timeout_ms: int = 5000) -> None:
         with self._linking:
-            if any(it.cluster_id == cluster_id for it in self.engine.links()):
+            if any(notification.cluster_id == cluster_id for notification in self.engine.links()):
                 self.engine.unlink_clusters([cluster_id], timeout_ms, force=True)
             cluster = ClusterInfo(cluster_id, address)
             self.engine.link_clusters([cluster], timeout_ms).raise_for_status()
 
     def lease(self, number: int, count: int, stamp: int, ttl_ms: float | None) -> bytes:
         """Give some blocks to a request, whose number is `stamp`."""
-        blocks = tuple(sorted(self.free, key=lambda it: self.free[it])[:count])
+        blocks = tuple(sorted(self.free, key=lambda value: self.free[value])[:count])
         write(self.arrays, blocks, stamp)
-        for it in blocks:
-            del self.free[it]
+        for block in blocks:
+            del self.free[block]
         lease = self.engine.lease_blocks(self.cache, blocks, ttl_ms=ttl_ms)
         self.live[number] = (lease, stamp)
         return lease.to_bytes()
@@ -296,7 +299,7 @@ class Home:
             if found := strange(self.arrays, (block,), (stamp,)):
                 return f"WRONG: written to a free block: {found}"
         for arrays, were in self._graves:
-            if any((it != was).any() for it, was in zip(arrays, were, strict=True)):
+            if any((array != was).any() for array, was in zip(arrays, were, strict=True)):
                 return "WRONG: written to memory that was unregistered"
         return ""
 
@@ -308,8 +311,8 @@ class Home:
         self.movers[mover].jobs.put(job)
 
     def join(self) -> None:
-        for it in self.movers:
-            it.jobs.join()
+        for mover in self.movers:
+            mover.jobs.join()
 
     def take(self) -> list[tuple[int, str, str]]:
         """Return the outcomes since the last call."""
@@ -326,7 +329,7 @@ def held() -> dict[str, Any]:
     status = Path("/proc/self/status").read_text()
     found["kib"] = int(status.partition("RssAnon:")[2].split()[0])
     found["threads"] = sorted(
-        it.read_text().strip() for it in Path("/proc/self/task").glob("*/comm")
+        path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")
     )
     return found
 

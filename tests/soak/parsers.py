@@ -96,24 +96,26 @@ def changed_value(value: Any, random: Random) -> Any:
 
 def changed_bytes(data: bytes, others: list[bytes], random: Random) -> bytes:
     """The same of what has no structure: bits, cuts, repeats, the end of another one."""
-    it = bytearray(data)
+    item = bytearray(data)
     for _ in range(random.choice([1, 1, 2, 4, 16])):
-        at = random.randrange(len(it) + 1)
+        at = random.randrange(len(item) + 1)
         chance = random.random()
-        if chance < 0.5 and at < len(it):
-            it[at] = random.choice([it[at] ^ 1 << random.randrange(8), 0, 0x7F, 0x80, 0xC1, 0xFF])
+        if chance < 0.5 and at < len(item):
+            item[at] = random.choice(
+                [item[at] ^ 1 << random.randrange(8), 0, 0x7F, 0x80, 0xC1, 0xFF]
+            )
         elif chance < 0.6:
-            del it[at : at + random.randint(1, 8)]
+            del item[at : at + random.randint(1, 8)]
         elif chance < 0.7:
-            it[at:at] = random.randbytes(random.randint(1, 8))
+            item[at:at] = random.randbytes(random.randint(1, 8))
         elif chance < 0.8:
-            it[at:at] = it[at : at + random.randint(1, 64)]
+            item[at:at] = item[at : at + random.randint(1, 64)]
         elif chance < 0.9:
             other = random.choice(others)
-            it[at:] = other[random.randrange(len(other) + 1) :]
+            item[at:] = other[random.randrange(len(other) + 1) :]
         else:
-            del it[at:]
-    return bytes(it)
+            del item[at:]
+    return bytes(item)
 
 
 def packed(value: Any, otherwise: bytes) -> bytes:
@@ -128,7 +130,7 @@ class Messages:
     """Frames as peers send them."""
 
     def __init__(self, _: Path) -> None:
-        self._frames = [encode(it, seq=number) for number, it in enumerate(BODIES)]
+        self._frames = [encode(body, seq=number) for number, body in enumerate(BODIES)]
 
     def make(self, random: Random) -> bytes:
         frame = random.choice(self._frames)
@@ -177,7 +179,7 @@ def executed(plan: Plan) -> str:
     if len(plan.parts) > 1:
         return "read, and of several parts"
     part = plan.part
-    sizes = [it.num_tensors * it.tensor_nbytes for it in (part.src, part.dst)]
+    sizes = [side.num_tensors * side.tensor_nbytes for side in (part.src, part.dst)]
     if sum(sizes) > MOST_NBYTES or plan.num_descriptors > 10_000:
         return "read, and too large to execute"
     if part.src.num_tensors + part.dst.num_tensors > MOST_TENSORS:
@@ -201,7 +203,7 @@ class Plans:
     """Documents, as `Plan.from_dict` is given them."""
 
     def __init__(self, _: Path) -> None:
-        self._documents = [it.to_dict() for it in plans()]
+        self._documents = [plan.to_dict() for plan in plans()]
 
     def make(self, random: Random) -> Any:
         return changed_value(random.choice(self._documents), random)
@@ -224,11 +226,11 @@ class Recordings:
         self._path = folder / "changed.kvrec"
         self._files: list[bytes] = []
         for name, chosen in (("few", plans()[:3]), ("all", plans())):
-            it = recorder(folder / name)
+            item = recorder(folder / name)
             for number, plan in enumerate(chosen):
-                record(it, plan, tag=f"request-{number}", error="failed" * (number % 3 == 2))
-            record(it, None, error="refused")
-            it.close()
+                record(item, plan, tag=f"request-{number}", error="failed" * (number % 3 == 2))
+            record(item, None, error="refused")
+            item.close()
             self._files.append((folder / name).read_bytes())
 
     def make(self, random: Random) -> bytes:
@@ -240,7 +242,7 @@ class Recordings:
         for _ in range(random.choice([1, 1, 3])):
             at = random.randrange(len(rows))
             rows[at] = packed(changed_value(msgspec.msgpack.decode(rows[at]), random), rows[at])
-        return MAGIC + b"".join(LENGTH.pack(len(it)) + it for it in rows)
+        return MAGIC + b"".join(LENGTH.pack(len(row)) + row for row in rows)
 
     def check(self, given: bytes) -> str:
         self._path.write_bytes(given)
@@ -250,9 +252,9 @@ class Recordings:
             must_be_invalid(error)
             return "refused"
         outcome = "read"
-        for it in recording.transfers:
+        for transfer in recording.transfers:
             try:
-                plan = it.plan
+                plan = transfer.plan
             except LLMException as error:
                 must_be_invalid(error)
                 outcome = "read, with damaged plans"

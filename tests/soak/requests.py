@@ -73,8 +73,8 @@ class Round:
         self._old: list[tuple[list[int], dict[str, Any]]] = []
         self._listen = ["127.0.0.1:0"] * 2
         self._known: list[dict[str, Any]] = [{}, {}]  # what a transfer says of a producer
-        self._prefill = [self._started("Prefilling", it) for it in range(2)]
-        self._decode = [self._started("Decoding", it) for it in range(2)]
+        self._prefill = [self._started("Prefilling", index) for index in range(2)]
+        self._decode = [self._started("Decoding", index) for index in range(2)]
         self._actions: list[tuple[int, Callable[[int, int], None]]] = [
             (44, self._fetched),
             (10, self._used_again),
@@ -136,20 +136,20 @@ class Round:
             self._poll()
 
     def _blocks(self) -> int:
-        mine = [ask(it, "poll") for it in self._prefill]
+        mine = [ask(item, "poll") for item in self._prefill]
         return sum(mine) + sum(
-            BLOCKS["Decoding"] - int(it.run("result = len(engine.free)")) for it in self._decode
+            BLOCKS["Decoding"] - int(item.run("result = len(engine.free)")) for item in self._decode
         )
 
     def _leases(self) -> int:
-        return sum(ask(it, "leases") for it in (*self._prefill, *self._decode))
+        return sum(ask(value, "leases") for value in (*self._prefill, *self._decode))
 
     def _poll(self) -> bool:
         """Let all engines make a step; returns whether a request has ended."""
-        for it in self._prefill:
-            if not it.dead:
-                ask(it, "poll")
-        ended = [it for peer in self._decode for it in ask(peer, "poll")]
+        for item in self._prefill:
+            if not item.dead:
+                ask(item, "poll")
+        ended = [item for peer in self._decode for item in ask(peer, "poll")]
         for name, how, when in ended:
             given = self.given.pop(name)
             self.counts[how] += 1
@@ -263,11 +263,12 @@ class Round:
         self.counts["producers killed"] += 1
         self._prefill[prefill].close()
         if self.random.random() < 0.7:  # else another is there at once, with its address
-            orphans = [it for it in self.given.values() if it.prefill == prefill]
-            for it in orphans:
-                it.killed = time.monotonic()
+            orphans = [item for item in self.given.values() if item.prefill == prefill]
+            for orphan in orphans:
+                orphan.killed = time.monotonic()
             self._until(
-                lambda: not [it for it in orphans if it in self.given.values()], "they wait"
+                lambda: not [orphan for orphan in orphans if orphan in self.given.values()],
+                "they wait",
             )
         self._prefill[prefill] = self._started("Prefilling", prefill)
 
@@ -279,7 +280,7 @@ class Round:
         self._decode[decode].kill()
         self._decode[decode].close()
         self.counts["consumers killed"] += 1
-        lost = [name for name, it in self.given.items() if it.decode == decode]
+        lost = [name for name, item in self.given.items() if item.decode == decode]
         self.counts["lost with their consumer"] += len(lost)
         for name in lost:
             del self.given[name]

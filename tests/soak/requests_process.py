@@ -192,14 +192,14 @@ class Decoding(Pooled):
 
     def abort(self, name: str) -> None:
         """A client has left: what is being fetched keeps its blocks until that has ended."""
-        for it in [*self.queue, *self.loading.values()]:
-            if it.request.request_id == name:
-                it.request.status = SimpleNamespace(name="FINISHED_ABORTED")
-                self.side.scheduler.finished(it.request, (it.blocks,))
-                it.is_aborted = True
+        for value in [*self.queue, *self.loading.values()]:
+            if value.request.request_id == name:
+                value.request.status = SimpleNamespace(name="FINISHED_ABORTED")
+                self.side.scheduler.finished(value.request, (value.blocks,))
+                value.is_aborted = True
         if name not in self.loading:
             self.ended.append((name, "aborted", time.monotonic()))
-        self.queue = [it for it in self.queue if not it.is_aborted]
+        self.queue = [item for item in self.queue if not item.is_aborted]
 
     def poll(self) -> list[tuple[str, str, float]]:
         """Make a step; returns what has ended since the last call: how, and when."""
@@ -208,36 +208,39 @@ class Decoding(Pooled):
         self.side.step()
         results = self.side.worker.results()
         for name in results.received:
-            it = self.loading.pop(name)
-            how = self._concluded(it, results.failed_blocks & {*it.blocks})
+            item = self.loading.pop(name)
+            how = self._concluded(item, results.failed_blocks & {*item.blocks})
             self.ended.append((name, how, time.monotonic()))
-            self.give_back(it.blocks)
+            self.give_back(item.blocks)
         self.side.scheduler.fetched(results.received)
         ended, self.ended = self.ended, []
         return ended
 
-    def _allocate(self, it: Arrived, blocks: list[int]) -> None:
-        it.blocks, prompt = blocks, it.request.prompt_token_ids
-        self.compute(prompt, blocks, range(it.hits // TOKENS))
-        missing = self.side.scheduler.missing_tokens(it.request, it.hits)
-        self.side.scheduler.allocated(it.request, (blocks,), missing)
-        name = it.request.request_id
+    def _allocate(self, arrived: Arrived, blocks: list[int]) -> None:
+        arrived.blocks, prompt = blocks, arrived.request.prompt_token_ids
+        self.compute(prompt, blocks, range(arrived.hits // TOKENS))
+        missing = self.side.scheduler.missing_tokens(arrived.request, arrived.hits)
+        self.side.scheduler.allocated(arrived.request, (blocks,), missing)
+        name = arrived.request.request_id
         if missing:
-            self.loading[name] = it
+            self.loading[name] = arrived
         else:  # parameters that are no reference, or nothing is missing
             self.ended.append((name, "computed here", time.monotonic()))
             self.give_back(blocks)
 
-    def _concluded(self, it: Arrived, failed: set[int]) -> str:
+    def _concluded(self, arrived: Arrived, failed: set[int]) -> str:
         """Compute what has failed, and that only; then all must be there."""
-        name, prompt = it.request.request_id, it.request.prompt_token_ids
-        if it.is_aborted:
+        name, prompt = arrived.request.request_id, arrived.request.prompt_token_ids
+        if arrived.is_aborted:
             return "aborted"
-        first = len(it.blocks) - len(failed)  # those before it were pushed, or were here
-        if failed and (first < it.hits // TOKENS or failed != {*it.blocks[first:]}):
-            raise Wrong(f"{name}: {sorted(failed)} of {it.blocks} failed; {it.hits} were here")
-        self.compute(prompt, it.blocks, [at for at, it in enumerate(it.blocks) if it in failed])
-        self.check(name, prompt, it.blocks)
+        first = len(arrived.blocks) - len(failed)  # those before it were pushed, or were here
+        if failed and (first < arrived.hits // TOKENS or failed != {*arrived.blocks[first:]}):
+            raise Wrong(
+                f"{name}: {sorted(failed)} of {arrived.blocks} failed; {arrived.hits} were here"
+            )
+        missing = [at for at, block in enumerate(arrived.blocks) if block in failed]
+        self.compute(prompt, arrived.blocks, missing)
+        self.check(name, prompt, arrived.blocks)
         return "recomputed" if failed else "fetched"
 
 

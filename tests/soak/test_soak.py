@@ -30,9 +30,9 @@ def program(text: str) -> Command:
 
 
 def soaked(tmp_path: Path, **parts: str) -> Soak:
-    it = Soak({name: program(text) for name, text in parts.items()}, tmp_path)
-    it.run(seed=7, seconds=0, rounds=2 * len(parts))
-    return it
+    soak = Soak({name: program(text) for name, text in parts.items()}, tmp_path)
+    soak.run(seed=7, seconds=0, rounds=2 * len(parts))
+    return soak
 
 
 LEFT = f"kvplan-soak-test-{os.getpid()}"
@@ -46,8 +46,8 @@ print("a line before"); print(json.dumps({"counts": {"moved": 3}, "held": held})
 def test_a_summary_adds_up_what_the_rounds_say(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    it = soaked(tmp_path, chaos=COUNTS, fuzz="print('10 inputs')")
-    assert it.summary() == 0
+    item = soaked(tmp_path, chaos=COUNTS, fuzz="print('10 inputs')")
+    assert item.summary() == 0
     text = capsys.readouterr().out
     assert "round 3: chaos with seed 9; 0 failures so far" in text
     assert "6 moved; most growth: kib 5 to 6" in text
@@ -69,9 +69,9 @@ def test_a_failure_says_how_to_repeat_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
 ) -> None:
     clean = f"; import pathlib; pathlib.Path('/dev/shm/{LEFT}').unlink(missing_ok=True)"
-    it = Soak({"bad": program(text), "good": program(f"pass{clean}")}, tmp_path)
-    it.run(seed=7, seconds=0, rounds=2)
-    assert it.summary() == 1
+    soak = Soak({"bad": program(text), "good": program(f"pass{clean}")}, tmp_path)
+    soak.run(seed=7, seconds=0, rounds=2)
+    assert soak.summary() == 1
     said = capsys.readouterr().out
     assert why in said
     assert "again: make soak PARTS=bad SEED=7 ROUNDS=1" in said
@@ -121,7 +121,7 @@ def test_examples_under_thread_sanitizer_are_those_of_the_seed(tmp_path: Path) -
     said = []
     for seed in (first, first, first + 1):
         environment, _, options = " ".join(command(seed)).partition(" tools/sanitize thread ")
-        (option,) = (it for it in options.split() if it.startswith("--hypothesis-seed"))
+        (option,) = (word for word in options.split() if word.startswith("--hypothesis-seed"))
         pytest_ = [sys.executable, "-m", "pytest", "-s", "-q", "-p", "tests.conftest", option]
         done = subprocess.run(
             [*environment.split(), *pytest_, str(tmp_path / "test_it.py")],
@@ -168,10 +168,10 @@ def test_a_short_round_of_chaos(
 ) -> None:
     """As `make soak` starts it: it must come to an end in which all reach each other."""
     name = f"chaos-{machine}"
-    it = Soak({name: lambda seed: [*PARTS[name](seed), "24"]}, tmp_path)
-    it.run(seed=3, seconds=0, rounds=1)
-    assert it.summary() == 0, capsys.readouterr().out
-    counts = it.tallies[name].counts
+    soak = Soak({name: lambda seed: [*PARTS[name](seed), "24"]}, tmp_path)
+    soak.run(seed=3, seconds=0, rounds=1)
+    assert soak.summary() == 0, capsys.readouterr().out
+    counts = soak.tallies[name].counts
     assert min(counts["pull moved"], counts["push moved"], counts["released"]) > 0
 
 
@@ -179,7 +179,7 @@ def test_a_short_round_of_chaos(
 def test_a_short_round_of_requests() -> None:
     """Of this seed, with engines of both kinds that are killed."""
     found = one_round(3, 40)
-    assert min(found["counts"][it] for it in ("fetched", "recomputed", "producers killed")) > 0
+    assert min(found["counts"][name] for name in ("fetched", "recomputed", "producers killed")) > 0
     assert found["until_no_block_is_held_s"] < DEADLINE_S
 
 

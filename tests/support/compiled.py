@@ -35,10 +35,10 @@ def compiled(folder: Path, source: str, *others: str) -> Check:
     program = folder / Path(source).stem
     flags = ("-std=c11", "-D_GNU_SOURCE", "-g", "-Wall", "-Wextra", "-Werror", "-pthread")
     unused = ("-Wno-unused-function", "-ffunction-sections", "-Wl,--gc-sections")
-    includes = (f"-I{ROOT / it}" for it in ("kvnative/src", "include", "tests/support/native"))
+    includes = (f"-I{ROOT / item}" for item in ("kvnative/src", "include", "tests/support/native"))
     # Not by -Wl, which cuts at commas: the folder of a sanitized build has one.
     library = (f"-L{LIBRARY}", "-Xlinker", "-rpath", "-Xlinker", str(LIBRARY), "-lkvn")
-    sources = map(str, [ROOT / source, *(ROOT / "kvnative/src" / it for it in others)])
+    sources = map(str, [ROOT / source, *(ROOT / "kvnative/src" / other for other in others)])
     command = ["cc", *flags, *unused, *includes, *sources, *library, "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

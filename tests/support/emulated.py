@@ -137,11 +137,11 @@ def _fits(item: pytest.Item, pattern: str) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if os.environ.get("KVPLAN_EMULATED") == "all":
         return
-    files = {it.nodeid.partition("::")[0] for it in items}
-    is_part = config.option.keyword or any("::" in it for it in config.args)
+    files = {value.nodeid.partition("::")[0] for value in items}
+    is_part = config.option.keyword or any("::" in arg for arg in config.args)
     for lack in LACKS:
         for pattern in lack.tests:
-            found = [it for it in items if _fits(it, pattern)]
+            found = [value for value in items if _fits(value, pattern)]
             if not found and not is_part and pattern.partition("::")[0] in files:
                 raise pytest.UsageError(f"{__name__}: no test fits {pattern}")
             for item in found:

@@ -47,7 +47,7 @@ class TorchTensor:
         return self.address
 
     def stride(self) -> tuple[int, ...]:
-        return tuple(it // self.array.itemsize for it in self.array.strides)
+        return tuple(item // self.array.itemsize for item in self.array.strides)
 
     def element_size(self) -> int:
         return self.array.itemsize

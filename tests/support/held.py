@@ -43,7 +43,7 @@ class Held:
         """Fail unless there are new descriptors, all of which close when a program is executed."""
         numbers = [int(number) for number, _ in self.new().descriptors]
         assert numbers
-        assert not [it for it in numbers if os.get_inheritable(it)], self.new()
+        assert not [item for item in numbers if os.get_inheritable(item)], self.new()
 
     def check_new_threads(self, names: set[str]) -> None:
         """Fail if new threads have other names; one that was joined is listed a moment longer."""
@@ -62,5 +62,5 @@ class Held:
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
                 threads.add((task.name, (task / "comm").read_text().strip()))
         # One thread for as long as the process lives, from its first generation table on.
-        threads = {it for it in threads if it[1] != "kvplan-life"}
+        threads = {thread for thread in threads if thread[1] != "kvplan-life"}
         return cls(frozenset(descriptors), frozenset(threads))

@@ -242,8 +242,8 @@ def serve(tests: Connection, names: dict[str, Any]) -> None:
     def forget_all() -> bool:
         """Delete what was made here; returns whether nothing of it runs."""
         kept = {"result", "__builtins__"}
-        for it in names.keys() - first.keys() - kept:
-            del names[it]
+        for key in names.keys() - first.keys() - kept:
+            del names[key]
         names.update(first)
         gc.collect()
         return threading.active_count() == threads
@@ -264,7 +264,7 @@ def serve(tests: Connection, names: dict[str, Any]) -> None:
 
 def described(error: Exception) -> tuple[str, str, int, int, str]:
     """What a `RemoteError` is made of."""
-    code, status = (getattr(error, it, 0) for it in ("code", "status"))
+    code, status = (getattr(error, name, 0) for name in ("code", "status"))
     text = "".join(traceback.format_exception(error))
     return type(error).__name__, str(error), code, status, text
 
@@ -286,7 +286,7 @@ def be_patient(*surfaces: type) -> None:
         for member in vars(surface).values():
             method = inspect.unwrap(member) if callable(member) else member
             if isinstance(method, FunctionType) and method.__defaults__:
-                patient = (PATIENCE_MS if it == 1000 else it for it in method.__defaults__)
+                patient = (PATIENCE_MS if item == 1000 else item for item in method.__defaults__)
                 method.__defaults__ = tuple(patient)
 
 

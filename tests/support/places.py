@@ -60,10 +60,10 @@ def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -
     if "ascend" in fit and "cuda" not in fit:
         fit.append("cuda")  # where it is asked for
     names = MACHINES or (*usual, *(over_tcp if mark else []), *others)
-    known = [it for it in names if it in fit]
+    known = [item for item in names if item in fit]
     # Not with QUICK=1: what has run on the host, and devices over TCP where both have run alone.
     repeated = () if MACHINES else ("ascend_tcp",) if mark else ("ascend",)
     marks = dict.fromkeys(repeated, pytest.mark.slow)
     metafunc.parametrize(
-        fixture, [pytest.param(it, marks=marks.get(it, ())) for it in known], indirect=True
+        fixture, [pytest.param(item, marks=marks.get(item, ())) for item in known], indirect=True
     )

@@ -24,4 +24,4 @@ def nodes_of(address: int) -> set[int]:
     """Return the NUMA nodes that pages of the mapping at `address` come from."""
     text = Path("/proc/self/numa_maps").read_text()
     entry = re.search(rf"^{address:08x} .*$", text, re.MULTILINE)
-    return set() if entry is None else {int(it) for it in re.findall(r" N(\d+)=", entry[0])}
+    return set() if entry is None else {int(match) for match in re.findall(r" N(\d+)=", entry[0])}

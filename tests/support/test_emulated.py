@@ -10,12 +10,12 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs/how-to/aarch64.md"
 
 
-@pytest.mark.parametrize("lack", LACKS, ids=[it.what for it in LACKS])
+@pytest.mark.parametrize("lack", LACKS, ids=[item.what for item in LACKS])
 def test_the_document_has_it(lack: Lack) -> None:
     assert f"| {lack.what} | {lack.why} |" in DOCUMENT.read_text()
 
 
-@pytest.mark.parametrize("lack", LACKS, ids=[it.what for it in LACKS])
+@pytest.mark.parametrize("lack", LACKS, ids=[item.what for item in LACKS])
 def test_its_files_are_there(lack: Lack) -> None:
     for pattern in lack.tests:
         assert (ROOT / pattern.partition("::")[0]).is_file()

@@ -198,7 +198,7 @@ def test_peers_of_several_threads() -> None:
             return peer.run("import os; result = os.getpid(), os.getppid()")
 
     with ThreadPoolExecutor(4) as pool:
-        found = [it.result() for it in [pool.submit(pids) for _ in range(8)]]
+        found = [task.result() for task in [pool.submit(pids) for _ in range(8)]]
     assert len({pid for pid, _ in found}) == 8
     assert {parent for _, parent in found} == {os.getpid()}
 

@@ -4,8 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.datadist.states import whole
+from tests.vllm.hybrid import HybridWorker
 from tests.vllm.worker import VllmWorker
 
 
 def names() -> dict[str, Any]:
-    return {"np": np, "VllmWorker": VllmWorker}
+    return {"np": np, "VllmWorker": VllmWorker, "HybridWorker": HybridWorker, "whole": whole}

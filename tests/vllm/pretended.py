@@ -37,6 +37,10 @@ NAMES = {
         "PromMetricT",
     ],
     "vllm.distributed.utils": ["get_pp_indices"],
+    "vllm.model_executor": [],
+    "vllm.model_executor.layers": [],
+    "vllm.model_executor.layers.mamba": [],
+    "vllm.model_executor.layers.mamba.mamba_utils": ["is_conv_state_dim_first"],
     "vllm.platforms": ["current_platform"],
     "vllm.v1": [],
     "vllm.v1.core": [],
@@ -49,6 +53,7 @@ NAMES = {
         "KVCacheConfig",
         "KVCacheGroupSpec",
         "MLAAttentionSpec",
+        "MambaSpec",
         "SlidingWindowSpec",
     ],
     "vllm.v1.metrics": [],
@@ -91,6 +96,17 @@ PYTHON = Path(sys.executable) if find_spec("vllm") is not None else SET_UP
 NEEDS_VLLM = pytest.mark.skipif(
     not PYTHON.exists(), reason="vLLM is not installed here: make vllm-setup"
 )
+NEXT = Path(__file__).parents[2] / "build/vllm/next"
+"""vLLM 0.33 beside it (`make vllm-next`): its Python, which the kernels of 0.32 serve."""
+VERSIONS = [
+    pytest.param({}, id="0.32"),
+    pytest.param(
+        {"PYTHONPATH": str(NEXT), "VLLM_TARGET_DEVICE": "cpu"},
+        id="0.33",
+        marks=pytest.mark.skipif(not NEXT.exists(), reason="vLLM 0.33 is not here: make vllm-next"),
+    ),
+]
+"""Variables of the environment with which `PYTHON` imports each version."""
 
 
 def install() -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_the_documented_tables_are_those_of_vllms_manager() -> None:
 def test_the_tables_are_of_one_request_without_the_null_block() -> None:
     for table, blocks in ((documented("PREFILL"), 20), (documented("DECODE"), 28)):
         assert len(set(table)) == len(table) == -(-150 // 16)
-        assert all(0 < it < blocks for it in table)
+        assert all(0 < item < blocks for item in table)
 
 
 def test_each_token_that_was_not_cached_arrives() -> None:
@@ -47,5 +47,5 @@ def test_each_token_that_was_not_cached_arrives() -> None:
     rows = (Rows(desc, table, first_token=32) for table in tables)
     moved = run_reference(kvplan.plan(Transfer(*rows, num_tokens=118), local="dst"))
     for token in range(32, 150):
-        (src, dst), at = (it[token // 16] for it in tables), token % 16
+        (src, dst), at = (item[token // 16] for item in tables), token % 16
         assert (moved.dst[0][dst, at] == moved.src[0][src, at]).all()

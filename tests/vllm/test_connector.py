@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.vllm.pretended import INTERFACE, NEEDS_VLLM, PYTHON
+from tests.vllm.pretended import INTERFACE, NEEDS_VLLM, PYTHON, VERSIONS
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_VLLM = pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
@@ -25,8 +27,11 @@ def methods(cls):
 """
 
 
-def python(code: str, program: str | Path = sys.executable) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([program, "-c", code], cwd=ROOT, capture_output=True, text=True)
+def python(
+    code: str, program: str | Path = sys.executable, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **(environment or {})}
+    return subprocess.run([program, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env)
 
 
 def test_the_package_is_imported_without_vllm() -> None:
@@ -53,7 +58,8 @@ print(*methods(KvplanConnector), sep="\\n")
 
 @pytest.mark.slow  # imports torch
 @NEEDS_VLLM
-def test_vllm_finds_the_connector_and_calls_its_methods() -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_vllm_finds_the_connector_and_calls_its_methods(version: Mapping[str, str]) -> None:
     code = f"""
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -66,10 +72,10 @@ print(found.__name__, sorted(found.__abstractmethods__), hma)
 {METHODS}
 print(*(it for base in found.__bases__ for it in methods(base)), sep="\\n")
 """
-    lines = python(code, PYTHON).stdout.splitlines()
+    lines = python(code, PYTHON, version).stdout.splitlines()
     at = lines.index("KvplanConnector [] True")
     missing = set(INTERFACE.split("\n")) - {"", *lines[at + 1 :]}
-    assert missing <= {"supports_sleep_mode(kv_transfer_config)"}  # which 0.32 does not have
+    assert missing == (set() if version else {"supports_sleep_mode(kv_transfer_config)"})
 
 
 @WITHOUT_VLLM

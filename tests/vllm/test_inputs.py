@@ -142,5 +142,5 @@ def test_of_each_input_what_begins_in_the_prefix_counts(position: int, length: i
         {"prompt_embeds": ones(position)},
     ):
         usual = {"mm_features": [image("x", position, length)], "prompt_embeds": ones()}
-        digests = {digest_of(request(**it), 30) for it in (usual, usual | values)}
+        digests = {digest_of(request(**value), 30) for value in (usual, usual | values)}
         assert len(digests) == (2 if position < 30 else 1), values

@@ -22,7 +22,7 @@ def test_time_limits_and_options_of_the_engine_are_among_them() -> None:
     options = ConnectorOptions.of(given)
     assert options.exchange.lease_ttl_ms == 5
     assert options.engine == {"kvplan.encrypt": "1"}
-    assert [options.listen_of(it) for it in (0, 3)] == ["10.0.0.1:26000", "10.0.0.1:26003"]
+    assert [options.listen_of(number) for number in (0, 3)] == ["10.0.0.1:26000", "10.0.0.1:26003"]
     assert ConnectorOptions().listen_of(3) == "127.0.0.1:0"
 
 

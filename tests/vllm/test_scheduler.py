@@ -61,7 +61,10 @@ def test_a_request_that_is_finished_is_offered(producer: ConnectorScheduler) -> 
     assert (offer.request, offer.blocks) == ("p1", (5, 6, 7))
     assert (offer.handle, offer.digest) == (reference.handle, reference.digest)
     assert reference.instance == producer.instance
-    assert [(it.cluster_id, it.address) for it in reference.sources] == [(11, "a:1"), (12, "b:2")]
+    assert [(source.cluster_id, source.address) for source in reference.sources] == [
+        (11, "a:1"),
+        (12, "b:2"),
+    ]
     assert producer.take_step() == Step()
 
 
@@ -73,8 +76,8 @@ def test_workers_are_named_by_stage_and_then_by_rank(producer: ConnectorSchedule
     }
     producer.set_workers(workers)
     sources = Reference.from_dict(finished(producer)["kvplan"]).sources
-    assert [it.cluster_id for it in sources] == [0, 1, 10, 11]
-    assert [it.layers for it in sources] == [(0, 3), (0, 3), (3, 4), (3, 4)]
+    assert [source.cluster_id for source in sources] == [0, 1, 10, 11]
+    assert [source.layers for source in sources] == [(0, 3), (0, 3), (3, 4), (3, 4)]
 
 
 def test_each_request_is_offered_once_under_a_handle_of_its_own(
@@ -82,7 +85,7 @@ def test_each_request_is_offered_once_under_a_handle_of_its_own(
 ) -> None:
     for _ in range(3):
         finished(producer, "p1")
-    assert len({it.handle for it in producer.take_step().offers}) == 3
+    assert len({offer.handle for offer in producer.take_step().offers}) == 3
 
 
 @pytest.mark.parametrize(
@@ -185,9 +188,9 @@ def test_requests_with_inputs_that_are_not_known_are_not_transferred(
     strict.arrived(request(kv_transfer_params=params))
     step = strict.take_step()
     assert (step.expected, set(step.dropped)) == ({}, {"r1"})  # its producer may free it
-    it = computing()
-    strict.arrived(it)
-    assert strict.finished(it, ([5],)) == (False, None)
+    model = computing()
+    strict.arrived(model)
+    assert strict.finished(model, ([5],)) == (False, None)
     step = strict.take_step()
     assert (step.offers, step.refused) == ([], ["cmpl-1"])
 
@@ -211,19 +214,19 @@ def computing(name: str = "p1", computed: int = 0, **values: Any) -> Any:
 def test_of_a_request_with_a_transfer_each_step_says_what_it_computes(
     producer: ConnectorScheduler,
 ) -> None:
-    it = computing(computed=32)  # which the prefix cache had
-    producer.arrived(it)
+    model = computing(computed=32)  # which the prefix cache had
+    producer.arrived(model)
     blocks = {"p1": [5, 6, 7], "other": [8]}
     producer.computing({"p1": 20, "other": 3}, blocks.get)
     digest = token_digest(PROMPT)
     assert producer.take_step().chunks == [Chunk("cmpl-1", digest, (5, 6, 7), 52, False)]
-    it.num_computed_tokens = 52
+    model.num_computed_tokens = 52
     producer.computing({"p1": 18}, blocks.get)
     assert producer.take_step().chunks == [Chunk("cmpl-1", digest, (5, 6, 7), 70, True)]
-    it.num_computed_tokens = 70
+    model.num_computed_tokens = 70
     producer.computing({"p1": 1}, blocks.get)  # what it generates is nobody's
     assert producer.take_step() == Step()
-    held, params = producer.finished(it, ([5, 6, 7],))
+    held, params = producer.finished(model, ([5, 6, 7],))
     assert held
     assert params
     (offer,) = producer.take_step().offers
@@ -231,8 +234,8 @@ def test_of_a_request_with_a_transfer_each_step_says_what_it_computes(
 
 
 def test_a_request_that_is_preempted_is_computed_again(producer: ConnectorScheduler) -> None:
-    it = computing()
-    producer.arrived(it)
+    model = computing()
+    producer.arrived(model)
     producer.computing({"p1": 70}, {"p1": [5, 6, 7]}.get)
     producer.take_step()
     producer.preempted({"p1", "other"})
@@ -243,9 +246,9 @@ def test_a_request_that_is_preempted_is_computed_again(producer: ConnectorSchedu
 
 
 def test_consumers_of_a_request_that_is_aborted_are_told(producer: ConnectorScheduler) -> None:
-    it = computing(status=SimpleNamespace(name="FINISHED_ABORTED"))
-    producer.arrived(it)
-    assert producer.finished(it, ([5],)) == (False, None)
+    model = computing(status=SimpleNamespace(name="FINISHED_ABORTED"))
+    producer.arrived(model)
+    assert producer.finished(model, ([5],)) == (False, None)
     assert producer.take_step() == Step(moved=["cmpl-1"], refused=["cmpl-1"])
 
 
@@ -269,9 +272,9 @@ def test_a_request_that_has_not_finished_is_expected_by_its_name(
 
 @pytest.mark.parametrize("transfer", [7, "x" * 129, "a\n", None])
 def test_a_transfer_that_has_no_name_is_none(producer: ConnectorScheduler, transfer: Any) -> None:
-    it = computing()
-    it.kv_transfer_params["kvplan"] = {"transfer": transfer}
-    producer.arrived(it)
+    model = computing()
+    model.kv_transfer_params["kvplan"] = {"transfer": transfer}
+    producer.arrived(model)
     producer.computing({"p1": 70}, {"p1": [5, 6, 7]}.get)
     assert producer.take_step() == Step()
 
@@ -281,11 +284,11 @@ def windowed_offer(**values: Any) -> tuple[Any, dict[str, Any] | None, Step]:
     producer = ConnectorScheduler("an engine's id", windowed=True)
     producer.set_workers({(0, 0): WorkerAddress(11, "a:1")})
     given = {"kv_transfer_params": {"do_remote_decode": True}, "prompt_token_ids": [*PROMPT]}
-    it = request("p1", **(given | values))
-    producer.arrived(it)
-    it.num_computed_tokens = it.num_prompt_tokens
-    _, params = producer.finished(it, ([0, 4, 9], [5, 6, 7]))
-    return it, params, producer.take_step()
+    item = request("p1", **(given | values))
+    producer.arrived(item)
+    item.num_computed_tokens = item.num_prompt_tokens
+    _, params = producer.finished(item, ([0, 4, 9], [5, 6, 7]))
+    return item, params, producer.take_step()
 
 
 def test_blocks_that_a_window_has_left_are_not_offered() -> None:
@@ -294,9 +297,9 @@ def test_blocks_that_a_window_has_left_are_not_offered() -> None:
 
 
 def test_the_last_token_is_left_to_the_consumer_of_a_window() -> None:
-    it, params, step = windowed_offer()
-    assert (it.prompt_token_ids, it._all_token_ids) == (PROMPT[:-1], PROMPT[:-1])
-    assert (it.num_prompt_tokens, it.max_tokens) == (69, 1)
+    item, params, step = windowed_offer()
+    assert (item.prompt_token_ids, item._all_token_ids) == (PROMPT[:-1], PROMPT[:-1])
+    assert (item.num_prompt_tokens, item.max_tokens) == (69, 1)
     assert params
     theirs = Reference.from_dict(params["kvplan"])
     assert (theirs.num_tokens, theirs.digest) == (69, token_digest(PROMPT[:-1]))
@@ -304,8 +307,8 @@ def test_the_last_token_is_left_to_the_consumer_of_a_window() -> None:
 
 
 def test_of_a_single_token_none_is_left() -> None:
-    it, params, _ = windowed_offer(prompt_token_ids=[7], _all_token_ids=[7], num_prompt_tokens=1)
-    assert (it.prompt_token_ids, it.max_tokens) == ([7], 16)
+    item, params, _ = windowed_offer(prompt_token_ids=[7], _all_token_ids=[7], num_prompt_tokens=1)
+    assert (item.prompt_token_ids, item.max_tokens) == ([7], 16)
     assert params
     assert Reference.from_dict(params["kvplan"]).num_tokens == 1
 
@@ -328,5 +331,5 @@ def test_a_window_is_fetched_but_for_the_last_token(transfer: str) -> None:
 
 def test_a_group_without_blocks_is_not_kept() -> None:
     producer = ConnectorScheduler("an engine's id", windowed=True)
-    it = request(kv_transfer_params={"do_remote_decode": True})
-    assert producer.finished(it, ([4], [])) == (False, None)
+    item = request(kv_transfer_params={"do_remote_decode": True})
+    assert producer.finished(item, ([4], [])) == (False, None)

@@ -26,9 +26,9 @@ class Peer(peer.Peer):
 
 @pytest.fixture
 def prefill() -> Iterator[Peer]:
-    it = Peer()
-    yield it
-    it.close()
+    item = Peer()
+    yield item
+    item.close()
 
 
 @pytest.fixture
@@ -152,11 +152,13 @@ def test_blocks_of_another_size_are_in_another_order(prefill: Peer, decode: Vllm
 
 
 def test_a_cache_of_other_blocks_than_the_scheduler_has_is_refused() -> None:
-    it = VllmWorker("decode", produces=False)
-    layers = {name: CpuTensor(np.zeros((BLOCKS + 1, 2, 32, 8), np.float32)) for name in it.layers}
+    worker = VllmWorker("decode", produces=False)
+    layers = {
+        name: CpuTensor(np.zeros((BLOCKS + 1, 2, 32, 8), np.float32)) for name in worker.layers
+    }
     with refused("LLM_PARAM_INVALID", "9 blocks of 32 tokens; the scheduler has 8 of 32"):
-        it.worker.register(layers)
-    it.worker.close()
+        worker.worker.register(layers)
+    worker.worker.close()
 
 
 def test_a_producer_that_listens_everywhere_must_say_where_it_is() -> None:
@@ -170,10 +172,10 @@ def test_a_producer_that_listens_everywhere_must_say_where_it_is() -> None:
 
 
 def test_a_worker_names_the_layers_of_its_stage() -> None:
-    it = VllmWorker("prefill", place=Place(0, 1, 1, ((0, 2), (2, 4))))
-    assert it.worker.address is not None
-    assert it.worker.address.layers == (2, 4)
-    it.worker.close()
+    worker = VllmWorker("prefill", place=Place(0, 1, 1, ((0, 2), (2, 4))))
+    assert worker.worker.address is not None
+    assert worker.worker.address.layers == (2, 4)
+    worker.worker.close()
     with refused("LLM_PARAM_INVALID", "the cache has 2 layers; stage 0 has 3"):
         VllmWorker("prefill", place=Place(stages=((0, 3), (3, 4))))
 
@@ -311,23 +313,23 @@ def test_a_producer_that_dies_in_the_middle_costs_one_computation(
 
 
 def test_push_needs_host_memory() -> None:
-    it = VllmWorker("prefill", mode="push")
+    worker = VllmWorker("prefill", mode="push")
     layer = CpuTensor(np.zeros((BLOCKS, 2, 32, 8), np.float32))
     layer.device = SimpleNamespace(type="cuda")
     with refused("LLM_PARAM_INVALID", "needs a cache in host memory.*on cuda"):
-        it.worker.register(dict.fromkeys(it.layers, layer))
-    it.worker.close()
+        worker.worker.register(dict.fromkeys(worker.layers, layer))
+    worker.worker.close()
 
 
 def test_its_engine_has_the_device_that_the_cache_is_on() -> None:
-    it = VllmWorker("prefill", engine={"kvplan.accelerator": "none", "llm.DeviceId": "1"})
-    layers = {name: CpuTensor(np.zeros((BLOCKS, 2, 32, 8), np.float32)) for name in it.layers}
+    worker = VllmWorker("prefill", engine={"kvplan.accelerator": "none", "llm.DeviceId": "1"})
+    layers = {name: CpuTensor(np.zeros((BLOCKS, 2, 32, 8), np.float32)) for name in worker.layers}
     for layer in layers.values():
         layer.device = SimpleNamespace(type="cuda", index=5)
-    it.worker.register(layers)
-    assert it.worker._engine is not None
-    assert it.worker._engine._running().options.device_id == 5
-    it.worker.close()
+    worker.worker.register(layers)
+    assert worker.worker._engine is not None
+    assert worker.worker._engine._running().options.device_id == 5
+    worker.worker.close()
 
 
 def test_of_a_window_what_it_still_sees_is_fetched(prefill: Peer) -> None:

@@ -62,7 +62,7 @@ class VllmWorker:
         arrays = [np.zeros(shape, np.float32) for _ in range(layers)]
         groups = [
             LayerGroup(
-                tuple(f"model.layers.{9 + it}.attn" for it in reversed(range(*ends))),
+                tuple(f"model.layers.{9 + index}.attn" for index in reversed(range(*ends))),
                 block_tokens,
                 "" if latent else "vec",
                 window,
@@ -87,7 +87,7 @@ class VllmWorker:
         )
         self.scheduler = ConnectorScheduler(engine_id, windowed=any(windows))
         self.worker = ConnectorWorker(self.scheduler.instance, model, ConnectorOptions.of(options))
-        self.worker.register({name: CpuTensor(it) for name, it in self.layers.items()})
+        self.worker.register({name: CpuTensor(layer) for name, layer in self.layers.items()})
         if (address := self.worker.address) is not None:
             self.scheduler.set_workers({(0, 0): address})
 

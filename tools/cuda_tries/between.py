@@ -202,9 +202,9 @@ def try_killed(notes: Notes) -> None:
             other.process.kill()
             started = time.monotonic()
             outcomes = set()
-            for it in tasks:
+            for task in tasks:
                 try:
-                    it.wait(timeout_ms=LINK_MS)
+                    task.wait(timeout_ms=LINK_MS)
                     outcomes.add("done")
                 except LLMException as error:
                     outcomes.add(error.status_code.name)

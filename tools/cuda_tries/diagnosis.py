@@ -198,7 +198,7 @@ def host() -> dict[str, str]:
         "system": f"{platform.platform()}, {os.cpu_count()} processors, {memory >> 30} GiB",
         "Python": f"{platform.python_version()}, {sys.executable}",
         "driver of the kernel": text_of("/proc/driver/nvidia/version").partition("\n")[0],
-        "devices": " ".join(sorted(it.name for it in Path("/dev").glob("nvidia*"))) or "none",
+        "devices": " ".join(sorted(path.name for path in Path("/dev").glob("nvidia*"))) or "none",
         "nvidia-smi": said("nvidia-smi", smi, "--format=csv,noheader"),
         "CUDA's environment": " ".join(
             f"{key}={value}" for key, value in sorted(os.environ.items()) if "CUDA" in key
@@ -253,11 +253,11 @@ def described(driver: Driver, number: int, count: int) -> str:
     device = driver.out(_int, "cuDeviceGet", number)
     name = ctypes.create_string_buffer(256)
     driver.call("cuDeviceGetName", name, len(name), device)
-    major, minor = (driver.out(_int, "cuDeviceGetAttribute", it, device) for it in (75, 76))
+    major, minor = (driver.out(_int, "cuDeviceGetAttribute", item, device) for item in (75, 76))
     peers = [
-        str(it)
-        for it in range(count)
-        if it != number and driver.out(_int, "cuDeviceCanAccessPeer", number, it)
+        str(index)
+        for index in range(count)
+        if index != number and driver.out(_int, "cuDeviceCanAccessPeer", number, index)
     ]
     reaches = f"reaches {' '.join(peers)}" if peers else "reaches no other"
     return f"{name.value.decode()}, compute capability {major}.{minor}, {reaches}"
@@ -303,7 +303,7 @@ def said_of(driver: Driver, address: int) -> str:
     asked = (_int * len(values))(*POINTER.values())
     places = (_pointer * len(values))(*map(ctypes.addressof, values))
     driver.call("cuPointerGetAttributes", len(values), asked, places, _address(address))
-    found = {name: it.value for name, it in zip(POINTER, values, strict=True)}
+    found = {name: value.value for name, value in zip(POINTER, values, strict=True)}
     found["context"], found["pool"] = bool(found["context"]), bool(found["pool"])
     found["at"], found["from"] = found["at"] - address, found["from"] - address
     start, nbytes = _address(), _size()
@@ -311,7 +311,7 @@ def said_of(driver: Driver, address: int) -> str:
         "cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(nbytes), _address(address)
     )
     range_ = driver.name_of(code) if code else f"{start.value - address:+} {nbytes.value}"
-    return ", ".join(f"{name} {it}" for name, it in found.items()) + f"; address range {range_}"
+    return ", ".join(f"{name} {item}" for name, item in found.items()) + f"; address range {range_}"
 
 
 def allocated(driver: Driver) -> str:

@@ -52,7 +52,7 @@ def try_torch(notes: Notes) -> None:
                 tensors = [torch.randn(shape, device="cuda").to(dtype) for _ in range(LAYERS)]
                 desc = CacheDesc.from_tensors(tensors, layout, shard=model)
                 cache = datadist.register_blocks_cache(desc, tensors)
-                before = [it.clone() for it in tensors]
+                before = [tensor.clone() for tensor in tensors]
                 torch.cuda.synchronize()
                 datadist.copy_blocks(cache, {0: [5], 7: [6]})
                 axis = layout.split().index("block")
@@ -79,7 +79,7 @@ def pull_into_torch(notes: Notes, torch: Any, *, offered: bool) -> None:
         )
         src, dst = tables(other.shape[0])
         datadist.pull_blocks(key_of("1"), cache, src, dst, timeout_ms=60_000)
-        found = np.stack([it.cpu().numpy() for it in tensors])
+        found = np.stack([tensor.cpu().numpy() for tensor in tensors])
         expected = np.zeros_like(found)
         expected[:, dst] = other.content(1)[:, src]
         notes.same("a peer's blocks in tensors of torch", found, expected)
@@ -94,8 +94,8 @@ def try_expandable_segments(notes: Notes) -> None:
         torch.cuda.synchronize()
         desc = CacheDesc.from_tensors(tensors, None)
         cache = datadist.register_blocks_cache(desc, tensors)
-        datadist.write_cache(cache, [np.full(desc.shape, it, np.uint8) for it in range(4)])
-        good = all(bool((it == number).all()) for number, it in enumerate(tensors))
+        datadist.write_cache(cache, [np.full(desc.shape, index, np.uint8) for index in range(4)])
+        good = all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
         notes.expect("used inside the process", good)
     pull_into_torch(notes, torch, offered=False)
 
@@ -111,7 +111,9 @@ def try_cupy(notes: Notes) -> None:
         cupy.cuda.Device().synchronize()
         desc = CacheDesc.from_tensors(arrays, None)
         cache = datadist.register_blocks_cache(desc, arrays)
-        given = [np.random.default_rng(it).random((64, 4096)).astype(np.float16) for it in (1, 2)]
+        given = [
+            np.random.default_rng(number).random((64, 4096)).astype(np.float16) for number in (1, 2)
+        ]
         datadist.write_cache(cache, given)
         good = all(np.array_equal(a.get(), b) for a, b in zip(arrays, given, strict=True))
         notes.expect("registered and written", good)

@@ -93,9 +93,9 @@ def try_copies(notes: Notes) -> None:
                     continue
                 for kind in ("",) if direction == "device_to_device" else ("pinned", "pageable"):
                     wrong = [
-                        f"blocks of {it} bytes: {problem}"
-                        for it in sizes
-                        if (problem := tried(device, direction, kind, it, notes.quick))
+                        f"blocks of {size} bytes: {problem}"
+                        for size in sizes
+                        if (problem := tried(device, direction, kind, size, notes.quick))
                     ]
                     notes.expect(
                         f"{direction.replace('_', ' ')}: {way} {kind}".rstrip(),
@@ -160,7 +160,8 @@ def copied(device: CudaDevice, direction: Any, kind: str, block: int, quick: boo
         columns = (target + here, source + there, np.full(count, block))
         with Executor(device.backend(direction)) as executor:
             report = executor.run(
-                Descriptors.from_columns(*(it.astype(np.uint64) for it in columns)), TIMEOUT_MS
+                Descriptors.from_columns(*(column.astype(np.uint64) for column in columns)),
+                TIMEOUT_MS,
             )
         found = get_target()
         expected = before
@@ -200,8 +201,8 @@ def try_offloading(notes: Notes) -> None:
     pool = json.dumps({"memory_size": 64 << 20, "page_shift": 16})
     with engine(**({} if notes.quick else {"llm.MemPoolConfig": pool})) as datadist:
         on_device, on_host = (
-            datadist.allocate_blocks_cache(paged(2 if notes.quick else 3, blocks, block, it))
-            for it in (Placement.DEVICE, Placement.HOST)
+            datadist.allocate_blocks_cache(paged(2 if notes.quick else 3, blocks, block, value))
+            for value in (Placement.DEVICE, Placement.HOST)
         )
         tensors = on_device.cache_desc.num_tensors
         given = random_bytes(1, tensors, blocks, block)
@@ -221,8 +222,8 @@ def try_offloading(notes: Notes) -> None:
         expected[:, [hot[1], hot[2]]] = expected[:, [hot[0]]]
         notes.same("copied on the GPU", np.stack(datadist.arrays(on_device, copy=True)), expected)
         slots = [
-            datadist.allocate_cache(CacheDesc(2, (4, 999), DataType.DT_UINT8, it))
-            for it in (Placement.DEVICE, Placement.HOST)
+            datadist.allocate_cache(CacheDesc(2, (4, 999), DataType.DT_UINT8, value))
+            for value in (Placement.DEVICE, Placement.HOST)
         ]
         rows = random_bytes(2, 2, 4, 999)
         for src, dst in (slots, slots[::-1]):
@@ -255,7 +256,7 @@ def try_registering(notes: Notes) -> None:
         driver = Driver(device.native.library.path)
         addresses = [driver.allocate(desc.tensor_nbytes) for _ in range(2)]
         notes.add("allocated by the program", "says", f"2 times {desc.tensor_nbytes} bytes")
-        arrays = [CudaArray(it, desc.shape) for it in addresses]
+        arrays = [CudaArray(address, desc.shape) for address in addresses]
         for name, tensors in (("by address", addresses), ("as arrays", arrays)):
             cache = datadist.register_blocks_cache(desc, tensors)
             datadist.write_cache(cache, list(given))
@@ -265,8 +266,8 @@ def try_registering(notes: Notes) -> None:
             notes.same(name, np.stack(datadist.arrays(cache, copy=True)), expected)
             datadist.unregister_cache(cache.cache_id)
         notes.expect("described", CacheDesc.from_tensors(arrays, None).placement is desc.placement)
-        for it in addresses:
-            driver.free(it)
+        for address in addresses:
+            driver.free(address)
         with notes.refusal("what was freed", "LLM_PARAM_INVALID"):
             datadist.register_blocks_cache(desc, addresses)
         with notes.refusal("freed since", "LLM_PARAM_INVALID"):

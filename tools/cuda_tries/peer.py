@@ -79,14 +79,14 @@ class Peer:
         cache, addresses = self.caches.pop(name)
         if addresses:
             self.datadist.unregister_cache(cache.cache_id)
-            for it in addresses:
-                self.driver.free(it)
+            for address in addresses:
+                self.driver.free(address)
         else:
             self.datadist.deallocate_cache(cache)
         return "freed"
 
     def lease(self, name: str, *blocks: str) -> str:
-        lease = self.datadist.lease_blocks(self.caches[name][0], [int(it) for it in blocks])
+        lease = self.datadist.lease_blocks(self.caches[name][0], [int(block) for block in blocks])
         self.leases[name] = lease
         return lease.to_bytes().hex()
 

@@ -61,11 +61,13 @@ def install(notes: Notes, wheels: Path) -> None:
         raise UnpreparedError(f"--wheels {wheels}: no wheel is there")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
     pip += ["--no-cache-dir", "--disable-pip-version-check", "--upgrade", "--target", str(site)]
-    for it in given:
+    for item in given:
         began = time.monotonic()
-        problem = run([*pip, str(it)], INSTALL_S, PLACE / "pip.log")
+        problem = run([*pip, str(item)], INSTALL_S, PLACE / "pip.log")
         took = f"{time.monotonic() - began:.1f} s"
-        notes.add(f"wheel {it.name.split('-')[0]}", "refused" if problem else "ok", problem or took)
+        notes.add(
+            f"wheel {item.name.split('-')[0]}", "refused" if problem else "ok", problem or took
+        )
     look_in(site, first=True)
 
 
@@ -97,7 +99,7 @@ def missing_packages() -> list[str]:
 
 
 def numbers(version: str) -> list[int]:
-    return [int(it) for it in re.findall(r"\d+", version)]
+    return [int(match) for match in re.findall(r"\d+", version)]
 
 
 def why_not_importable() -> str:

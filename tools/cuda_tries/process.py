@@ -45,12 +45,12 @@ class Result:
     @property
     def failed(self) -> bool:
         """Whether a step failed, or the process did."""
-        return bool(self.how) or any(it["outcome"] == "FAILED" for it in self.steps)
+        return bool(self.how) or any(step["outcome"] == "FAILED" for step in self.steps)
 
     @property
     def skipped(self) -> bool:
         """Whether it was not tried."""
-        return not self.how and {it["outcome"] for it in self.steps} - {"says"} == {"skipped"}
+        return not self.how and {step["outcome"] for step in self.steps} - {"says"} == {"skipped"}
 
     @property
     def words(self) -> str:
@@ -58,7 +58,11 @@ class Result:
         if self.how:
             return f"{self.how} {last_word(self.output)}".strip()
         outcomes = ("FAILED",) if self.failed else ("skipped",) if self.skipped else ()
-        those = [f"{it['step']}: {it['detail']}" for it in self.steps if it["outcome"] in outcomes]
+        those = [
+            f"{step['step']}: {step['detail']}"
+            for step in self.steps
+            if step["outcome"] in outcomes
+        ]
         return "; ".join(those)
 
 
@@ -112,10 +116,10 @@ def run_apart(
                     code = process.wait(_LOOK_S)
                 rest += lines.read()
                 *whole, rest = rest.split("\n")
-                for it in map(json.loads, whole):
+                for item in map(json.loads, whole):
                     last = time.monotonic()
-                    (result.rows if "row" in it else result.steps).append(it.get("row", it))
-                    heard(it)
+                    (result.rows if "row" in item else result.steps).append(item.get("row", item))
+                    heard(item)
                 now = time.monotonic()
                 if code is None and now > until:
                     result.how = "it was ended: no time was left"

@@ -72,36 +72,99 @@ size_t kvn_ranges_overlap(const uint64_t *starts, const uint64_t *nbytes, size_t
     return KVN_NO_OVERLAP;
 }
 
+/* Finds the piece that holds a byte; *here is where the one before was found, as most lie there too. */
+static inline bool find_piece(const uint64_t *firsts, const uint64_t *lasts, size_t num_pieces, uint64_t start,
+                              size_t *here)
+{
+    size_t low = 0, high = num_pieces;
+
+    if (*here < num_pieces && start >= firsts[*here] && start <= lasts[*here])
+        return true;
+    while (low < high) { /* the first that begins behind the byte */
+        const size_t middle = low + (high - low) / 2;
+        if (firsts[middle] <= start)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    if (low == 0 || start > lasts[low - 1])
+        return false;
+    *here = low - 1;
+    return true;
+}
+
 size_t kvn_ranges_locate(const uint64_t *firsts, const uint64_t *lasts, size_t num_pieces,
                          const uint64_t *starts, const uint64_t *nbytes, size_t count,
                          uint64_t *found, int *passes)
 {
-    size_t here = 0;
+    size_t here = 0, i;
     int beyond = 0;
 
-    for (size_t i = 0; i < count; i++) {
-        const uint64_t start = starts[i];
-
-        /* Most ranges lie where the one before did. */
-        if (here >= num_pieces || start < firsts[here] || start > lasts[here]) {
-            size_t low = 0, high = num_pieces;
-
-            while (low < high) { /* the first that begins behind the range */
-                const size_t middle = low + (high - low) / 2;
-                if (firsts[middle] <= start)
-                    low = middle + 1;
-                else
-                    high = middle;
-            }
-            if (low == 0 || start > lasts[low - 1]) {
-                *passes = beyond;
-                return i;
-            }
-            here = low - 1;
-        }
+    for (i = 0; i < count && find_piece(firsts, lasts, num_pieces, starts[i], &here); i++) {
         found[i] = here;
-        beyond |= nbytes[i] - 1 > lasts[here] - start;
+        beyond |= nbytes[i] - 1 > lasts[here] - starts[i];
     }
     *passes = beyond;
+    return i;
+}
+
+static inline bool extent_at(const kvn_pieces *pieces, uint64_t start, uint64_t nbytes, size_t *here,
+                             uint64_t *extent)
+{
+    if (!find_piece(pieces->firsts, pieces->lasts, pieces->count, start, here))
+        return false;
+    *extent = pieces->owners == NULL ? *here : pieces->owners[*here];
+    return nbytes - 1 <= pieces->lasts[*here] - start;
+}
+
+bool kvn_ranges_pair(const kvn_pieces *own, const kvn_pieces *peer, uint64_t num_peer_extents,
+                     const uint64_t *local, const uint64_t *remote, const uint64_t *nbytes, size_t count,
+                     uint64_t *pairs, bool *alike)
+{
+    size_t here = 0, there = 0;
+    uint64_t ours = 0, theirs = 0;
+
+    *alike = true;
+    for (size_t i = 0; i < count; i++) {
+        if (!extent_at(own, local[i], nbytes[i], &here, &ours) ||
+            !extent_at(peer, remote[i], nbytes[i], &there, &theirs))
+            return false;
+        pairs[i] = ours * num_peer_extents + theirs;
+        *alike &= pairs[i] == pairs[0];
+    }
+    return true;
+}
+
+size_t kvn_ranges_first_bad(const uint64_t *local, const uint64_t *remote, const uint64_t *nbytes, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        const uint64_t last = nbytes[i] - 1;
+
+        if (nbytes[i] == 0 || local[i] == 0 || remote[i] == 0 || local[i] + last < local[i] ||
+            remote[i] + last < remote[i])
+            return i;
+    }
     return count;
+}
+
+enum { ROW = 3 }; /* address, size, device */
+
+size_t kvn_rows_choose(const uint64_t *local, size_t num_local, const uint64_t *local_at,
+                       const uint64_t *remote, size_t num_remote, const uint64_t *remote_at, size_t count,
+                       uint64_t *here, uint64_t *there, uint64_t *nbytes, uint64_t *total)
+{
+    uint64_t sum = 0;
+    size_t i;
+
+    for (i = 0; i < count; i++) {
+        const uint64_t a = local_at == NULL ? i : local_at[i], b = remote_at == NULL ? i : remote_at[i];
+
+        if (a >= num_local || b >= num_remote || local[ROW * a + 1] != remote[ROW * b + 1])
+            break;
+        here[i] = local[ROW * a];
+        there[i] = remote[ROW * b];
+        sum += nbytes[i] = local[ROW * a + 1];
+    }
+    *total = sum;
+    return i;
 }

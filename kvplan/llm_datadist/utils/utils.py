@@ -32,7 +32,7 @@ def check_isinstance(
         allow_none: True to accept None.
 
     Raises:
-        TypeError: it is not.
+        TypeError: it is of another class.
     """
     if allow_none and arg_value is None:
         return arg_value

@@ -97,8 +97,8 @@ class CacheManager:
     In *request mode* peers pull by CacheKey, and a pull consumes the key of its request. In *remote
     mode* (llm.EnableRemoteCacheAccessible) peers pull by id, and push.
 
-    Every method raises TypeError for an argument of another type, ValueError for an integer outside
-    its width, and LLM_ENGINE_FINALIZED after `finalize`.
+    Every method raises TypeError for an argument of the wrong type, ValueError for an integer
+    outside its width, and LLM_ENGINE_FINALIZED after `finalize`.
 
     Args:
         llm_datadist: the engine.
@@ -115,7 +115,7 @@ class CacheManager:
     @staticmethod
     @_checked()
     def check_cache_key(cache_key: CacheKey) -> None:
-        """Refuse a key that does not name either a request or a prefix.
+        """Refuse a key that does not name exactly one of a request and a prefix.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: the key names both or neither.
@@ -200,7 +200,7 @@ class CacheManager:
         cache_keys: CacheKeys = (),
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Make a contiguous cache of the caller's memory, which must live until it is unregistered.
+        """Register the caller's memory, which must live until `unregister_cache`, as a cache.
 
         Args:
             cache_desc: its description.
@@ -231,7 +231,7 @@ class CacheManager:
         blocks_cache_key: BlocksCacheKey | None = None,
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Make a paged cache of the caller's memory, which must live until it is unregistered.
+        """Register the caller's memory, which must live until `unregister_cache`, as a paged cache.
 
         Arguments as for `register_cache`; `blocks_cache_key` names the whole cache.
 
@@ -264,7 +264,7 @@ class CacheManager:
 
         Raises:
             LLMException: LLM_NOT_YET_LINK: no cluster is linked; LLM_PARAM_INVALID: also an
-                argument of another type; LLM_ENGINE_FINALIZED.
+                argument of the wrong type; LLM_ENGINE_FINALIZED.
         """
         infos = mem_infos if isinstance(mem_infos, list) else [mem_infos]
         for position, info in enumerate(infos):
@@ -450,7 +450,7 @@ class CacheManager:
                 TransferConfig. A failure of one does not affect the others.
             src_block_indices: blocks of a paged src_cache, one for each of `dst_block_indices`.
             dst_block_indices: blocks of paged destinations.
-            dst_block_memory_size: bytes of such a block; required if src_cache is contiguous.
+            dst_block_memory_size: bytes of one of them; required if src_cache is contiguous.
 
         Returns:
             The task, which returns the status of each destination.
@@ -461,7 +461,7 @@ class CacheManager:
                 destination is its status in the task.
         """
         if src_cache.cache_desc.placement is not Placement.DEVICE:
-            raise invalid(f"src_cache is of {src_cache.cache_desc.placement}; it must be of DEVICE")
+            raise invalid(f"src_cache is in {src_cache.cache_desc.placement}; it must be in DEVICE")
         source = LayerSource.of(
             cache_of(src_cache),
             src_cache.is_blocks_cache,
@@ -514,7 +514,7 @@ class CacheManager:
 
     @_checked()
     def copy_blocks(self, cache: Cache, copy_block_info: dict[int, list[int]]) -> None:
-        """Copy blocks of a paged cache to other blocks of it.
+        """Copy blocks of a paged cache to other blocks of the same cache.
 
         Args:
             cache: the cache.

@@ -32,7 +32,7 @@ class CacheDesc:
         kv_tensor_format: name of the layout; None: none.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument of the wrong type.
         ValueError: num_tensors is not a uint32, or a dimension not an int64.
         LLMException: LLM_PARAM_INVALID: a dimension index out of range.
     """
@@ -165,7 +165,7 @@ class Cache:
             addrs: an address for each tensor.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: another placement, or a wrong number of addresses.
         """
         check_isinstance("cache_desc", cache_desc, CacheDesc, allow_none=False)
@@ -243,7 +243,7 @@ class KvCache:
             addrs: an address for each tensor, or such a list for each device.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: another placement, or a wrong number of addresses.
         """
         check_isinstance("cache_desc", cache_desc, CacheDesc, allow_none=False)

@@ -35,7 +35,7 @@ POOL = "llm.MemPoolConfig"
 REMOTE_ACCESS = "llm.EnableRemoteCacheAccessible"
 BACKEND = "llm.TransferBackend"
 _FLOW_GRAPH = "ge.flowGraphMemMaxSize"
-_OF_RDMA = ("llm.RdmaTrafficClass", "llm.RdmaServiceLevel")  # without an adapter, no range is known
+_OF_RDMA = ("llm.RdmaTrafficClass", "llm.RdmaServiceLevel")  # the range depends on the adapter
 _RESOURCES = (OPTION_GLOBAL_RESOURCE_CONFIG, "GlobalResourceConfig")
 _WAIT_TIME = "llm.SyncKvCacheWaitTime"
 
@@ -87,7 +87,7 @@ def engine_options(options: dict[str, str]) -> Options:
     """
     known: dict[str, str] = {}
     if "unlike_caches" not in configured():
-        known["kvplan.unlike_caches"] = "warn"  # a program that runs on the original must run
+        known["kvplan.unlike_caches"] = "warn"  # as the original copies them
     for key, text in options.items():
         check_isinstance("options key", key, str, allow_none=False)
         check_isinstance(f"options[{key!r}]", text, str, allow_none=False)

@@ -80,8 +80,8 @@ class LayerSource:
             )
         if (nbytes and not dst) or (dst and not src and not nbytes):
             raise invalid(
-                f"dst_block_memory_size={nbytes} must be given exactly if src_cache is contiguous "
-                "and dst_block_indices is not empty"
+                f"dst_block_memory_size={nbytes} must be given if, and only if, src_cache is "
+                "contiguous and dst_block_indices is not empty"
             )
         if src and max(src) >= (num_blocks := cache.cache_desc.batch_size):
             raise invalid(f"src_block_indices holds {max(src)}, out of range [0, {num_blocks})")
@@ -113,9 +113,10 @@ class _Push:
         row: int,
         layers: KvCacheExtParam,
     ) -> Self:
-        """Push `row` of the source if there are no blocks; a row of a paged source is a block.
+        """Return a push of the source's blocks or, if there are none, of `row`.
 
-        The original then copies a row to a row of any kind; here a block is copied to a block.
+        A row of a paged source is a block, which goes to a block. The original copies such a row
+        to a row of any kind.
         """
         src, dst = source.src_blocks, source.dst_blocks
         if source.is_blocks and not src:
@@ -217,7 +218,7 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
 
 
 class Destination:
-    """A push in flight, or one that could not begin: then `task` is None, `refusal` the status."""
+    """A push in flight; if `task` is None, one that could not begin, whose status is `refusal`."""
 
     def __init__(
         self,
@@ -233,16 +234,16 @@ class Destination:
 
     @property
     def layers(self) -> Sequence[int]:
-        """The source layers that it needs."""
+        """The source layers that the push needs."""
         return self._layers
 
     @property
     def ended(self) -> bool:
-        """True if it has an outcome."""
+        """True if the push has an outcome."""
         return self._task is None or self._task.done
 
     def needs(self, layer: int) -> bool:
-        """Return True if it needs `layer` and has no outcome yet."""
+        """Return True if the push needs `layer` and has no outcome yet."""
         return layer in self._layers and not self.ended
 
     def ready(self, layer: int) -> None:
@@ -285,8 +286,8 @@ class Destination:
 class LayerFeed:
     """The destinations of one call, and the thread that feeds them layers.
 
-    It calls the synchronizer for each needed layer, ascending, until that returns False. After its
-    last layer a destination may take `finish_ms` milliseconds.
+    The thread calls the synchronizer for each needed layer, in ascending order, until that returns
+    False. After its last layer a destination may take `finish_ms` milliseconds.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _UNLINKED = {LLMStatusCode.LLM_NOT_YET_LINK: LLMStatusCode.LLM_UNLINK_FAILED}
 def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
     """Check the types of clusters, and that timeout (ms) is >= 1.
 
-    With `needed`, the name of an option that is not given, each must have a local address.
+    `needed` names an option that is not given; unless empty, each cluster needs a local address.
     """
     check_int32("timeout", timeout)
     if timeout < 1:
@@ -42,8 +42,8 @@ def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
 class OwnLinks(set[int]):
     """Clusters that this process has linked itself, with llm.TransferBackend.
 
-    The original has a link for each direction then: both ends link, and both unlink. Here a pair
-    has one link, which exists from the first link call to the first unlink call of both ends.
+    With it the original has a link for each direction: both ends link, and both unlink. Here a pair
+    has one link, which exists from the first link call to the first unlink call of either end.
     """
 
     def linked(self, cluster_id: int, code: LLMStatusCode) -> LLMStatusCode:
@@ -103,7 +103,7 @@ def unlink(
 
 
 def about(peer: str, error: LLMException) -> str:
-    """Return the text of an error, which begins with `peer` unless it names the peer anyway."""
+    """Return the text of an error, prefixed with `peer` unless the text names the peer already."""
     text = str(error)
     return text if re.search(rf"\b{re.escape(peer)}\b", text) else f"{peer}: {text}"
 

@@ -71,8 +71,8 @@ class EngineSlots:
         if other is None or self._are_several:
             return
         raise LLMException(
-            f"cluster {other.cluster_id} is initialized, and a process may have one LLMDataDist: "
-            "finalize it first, or call kvplan.llm_datadist.permit_several_engines()"
+            f"cluster {other.cluster_id} is initialized, and a process may have only one: finalize "
+            "it first, or call kvplan.llm_datadist.permit_several_engines()"
         )
 
     def take(self, engine: LLMDataDist) -> None:
@@ -84,7 +84,7 @@ class EngineSlots:
         self._taken = [other for other in self._taken if other is not engine]
 
     def forget(self) -> None:
-        """Forget the engines in a forked child: they are its parent's."""
+        """Forget the engines in a forked child: they belong to its parent."""
         self.mutex = Mutex()
         self._taken = []
 
@@ -109,15 +109,15 @@ class LLMDataDist:
     A process may have one initialized engine (`kvplan.llm_datadist.permit_several_engines` permits
     more). Engines that are still initialized when the process ends are finalized then.
 
-    Every method raises TypeError for an argument of another type, ValueError for an integer outside
-    its width, and RuntimeError before `init` and after `finalize`, if it needs the engine.
+    Every method raises TypeError for an argument of the wrong type, ValueError for an integer
+    outside its width, and RuntimeError before `init` and after `finalize`, if it needs the engine.
 
     Args:
         role: PROMPT, DECODER or MIX.
         cluster_id: id of this engine, unique among linked clusters.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument of the wrong type.
         ValueError: cluster_id is not a uint64.
     """
 
@@ -165,10 +165,9 @@ class LLMDataDist:
 
         Raises:
             ModuleNotFoundError: llm.EnableCacheManager is not "1", which means version 1.
-            TypeError: options of another type, or a value that is not a str.
+            TypeError: options of the wrong type, or a value that is not a str.
             LLMException: LLM_FAILED: another engine is initialized, or the port is in use;
-                LLM_PARAM_INVALID: an invalid option; LLM_OUT_OF_MEMORY: no memory for a
-                pool.
+                LLM_PARAM_INVALID: an invalid option; LLM_OUT_OF_MEMORY: no memory for a pool.
         """
         with ENGINES.mutex:
             if self._is_initialized:

@@ -71,7 +71,7 @@ class MemInfo:
         size: number of bytes.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument of the wrong type.
     """
 
     mem_type = Field[Memtype]("Kind of memory.")
@@ -235,7 +235,7 @@ def check_layer_range(name: str, layer_range: range | None, allow_none: bool = T
     """Check a range of layers.
 
     Raises:
-        TypeError: another type.
+        TypeError: the wrong type.
         LLMException: LLM_PARAM_INVALID: a step other than 1, an empty range, or a negative layer.
     """
     check_isinstance(name, layer_range, range, allow_none=allow_none)
@@ -272,7 +272,7 @@ class TransferConfig:
         src_batch_index: local slot.
 
     Raises:
-        TypeError, ValueError: an argument of another type or width.
+        TypeError, ValueError: an argument of the wrong type or width.
         LLMException: LLM_PARAM_INVALID: a step other than 1, no layer, or a negative one.
 
     Attributes:
@@ -314,7 +314,7 @@ class TransferWithCacheKeyConfig:
         src_batch_index: local slot; 0 with a BlocksCacheKey.
 
     Raises:
-        TypeError, ValueError: an argument of another type or width.
+        TypeError, ValueError: an argument of the wrong type or width.
         LLMException: LLM_PARAM_INVALID: a step other than 1, an empty range, a negative layer,
             ranges of unequal length, or a slot with a BlocksCacheKey.
 

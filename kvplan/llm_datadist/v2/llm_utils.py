@@ -59,7 +59,7 @@ def layer_range_to_tensor_indices(
     """Return the tensor indices of each range of layers; an empty list for None.
 
     Raises:
-        TypeError: a range of another type.
+        TypeError: a range of the wrong type.
         ValueError: a layer is not a uint32.
         LLMException: LLM_PARAM_INVALID: a step other than 1, or a negative layer.
     """

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from importlib.abc import MetaPathFinder
     from importlib.machinery import ModuleSpec
 
-OBSERVE = "KVPLAN_OBSERVE"  # as in kvplan.observe, which is not loaded before it is needed
+OBSERVE = "KVPLAN_OBSERVE"  # as in kvplan.run.aliases, which is not loaded before it is needed
+OBSERVABLE = (
+    *("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm", "rixl", "mooncake"),
+    *("kvplan.nixl", "kvplan.mooncake"),
+)
 FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 
 
@@ -28,7 +32,7 @@ class Hook:
     ) -> ModuleSpec | None:
         """Install, and return the result of the installed finder."""
         root = name.partition(".")[0]
-        if name in ("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm", "mooncake"):
+        if name in OBSERVABLE:
             observe(os.environ.get(OBSERVE, ""))
         if root in ("llm_datadist", "llm_datadist_v1"):
             return install().find_spec(name, path, target)
@@ -42,7 +46,7 @@ class Hook:
 
 def observe(what: str) -> None:
     """Have libraries observed that the program is about to import, if the environment says so."""
-    if not what or "kvplan.observe" in sys.modules:
+    if not what:
         return
     find_kvplan()
     from kvplan.observe import install_from

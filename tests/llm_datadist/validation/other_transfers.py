@@ -133,7 +133,7 @@ def two_caches_and_none(fresh: Fresh) -> object:
         manager = fresh.datadist.cache_manager
         source = manager.allocate_cache(Engine.desc())
         places = [peer.run(TWO_CACHES), [4096, 8192]]
-        configs = [TransferConfig(Peer.cluster_id, it) for it in places]
+        configs = [TransferConfig(Peer.cluster_id, place) for place in places]
         return manager.transfer_cache_async(source, Ready(), configs).get_results(5000)
 
 

@@ -96,7 +96,7 @@ def finalized_manager(fresh: Fresh) -> list[str]:
     manager = fresh.datadist.cache_manager
     slots = manager.allocate_cache(Engine.desc())
     blocks, host = (
-        manager.allocate_blocks_cache(Engine.desc(placement=it)) for it in (DEVICE, HOST)
+        manager.allocate_blocks_cache(Engine.desc(placement=value)) for value in (DEVICE, HOST)
     )
     slot, paged = CacheKeyByIdAndIndex(1, 1), BlocksCacheKey(1)
     layer = TransferWithCacheKeyConfig(slot, range(1), range(1))

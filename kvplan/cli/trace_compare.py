@@ -1,0 +1,87 @@
+"""`kvplan trace --compare`: where the transfers of two requests, or of two ranks, differ."""
+
+from __future__ import annotations
+
+import sys
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvplan.cli.common import ExitCode, write_json
+from kvplan.cli.trace_plan import transfer_at
+from kvplan.inspection.compare import compare as compare_plans
+from kvplan.planning.texts import fit, plural
+from kvplan.recording.records import Recording, TransferRecord, select
+from kvplan.validation import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def compare(recordings: Sequence[Recording], asked: tuple[str, str], *, as_json: bool) -> ExitCode:
+    """Print how the transfers of B differ from those of A, which are paired in their order."""
+    if len(recordings) > 2:
+        raise click.UsageError("--compare needs one FILE, or two: of A and of B")
+    found = [
+        _transfers(recording, name)
+        for recording, name in zip((recordings[0], recordings[-1]), asked, strict=True)
+    ]
+    pairs = [_pair(a, b) for a, b in zip_longest(*found)]
+    differs = any(pair["differences"] for pair in pairs)
+    if as_json:
+        write_json({"transfers": pairs, "different": differs})
+    else:
+        for name, transfers, recording in zip(
+            "AB", found, (recordings[0], recordings[-1]), strict=True
+        ):
+            _print(f"{name}: {_summary(transfers)}, in {recording.path}")
+        for pair in pairs:
+            _print(f"A {_number(pair['a'])}, B {_number(pair['b'])}")
+            for text in pair["differences"] or ["same runs in the same order"]:
+                _print(*(f"  {line}" for line in fit(text)))
+    return ExitCode.DIFFERENT if differs else ExitCode.OK
+
+
+def _transfers(recording: Recording, name: str) -> list[TransferRecord]:
+    """Return the transfers of a request, or the one of a row (`#7`)."""
+    if name[:1] == "#" and name[1:].isdigit():
+        return [transfer_at(recording, int(name[1:]))]
+    found = [row for row in select(recording, tag=name) if isinstance(row, TransferRecord)]
+    if not found:
+        raise click.UsageError(f"--compare {name}: {recording.path} has no transfer of that tag")
+    return found
+
+
+def _pair(a: TransferRecord | None, b: TransferRecord | None) -> dict[str, Any]:
+    """Return the numbers of two transfers, and how they differ."""
+    differences: list[str] = []
+    if a is None or b is None:
+        differences.append(f"only {'B' if a is None else 'A'} has this transfer")
+    else:
+        for what, ours, theirs in (
+            ("operation", a.operation, b.operation),
+            ("outcome", a.error or "done", b.error or "done"),
+        ):
+            if ours != theirs:
+                differences.append(f"{what}: {ours} in A, and {theirs} in B")
+        if a.plan is None or b.plan is None:
+            if a.plan is not b.plan:
+                differences.append(f"plan: only {'B' if a.plan is None else 'A'} has one")
+        else:
+            differences += compare_plans(a.plan, b.plan)
+    numbers = {name: None if row is None else row.number for name, row in (("a", a), ("b", b))}
+    return {**numbers, "differences": differences}
+
+
+def _print(*lines: str) -> None:
+    sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
+
+
+def _number(number: int | None) -> str:
+    return "-" if number is None else f"#{number}"
+
+
+def _summary(transfers: list[TransferRecord]) -> str:
+    tags = ", ".join(dict.fromkeys(transfer.tag for transfer in transfers if transfer.tag))
+    return f"{plural(len(transfers), 'transfer')} of {tags or 'no tag'}"

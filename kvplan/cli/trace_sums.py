@@ -1,0 +1,148 @@
+"""`kvplan trace --sums`: the first block whose bytes are not those that its owner handed over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import click
+
+from kvplan.cli.common import ExitCode, write_json
+from kvplan.inspection.compare import Runs, place_text, run_text
+from kvplan.planning.plan import Plan
+from kvplan.planning.texts import fit, plural
+from kvplan.recording.records import Event, Recording, TransferRecord, select
+from kvplan.validation import printable
+
+MAX_LISTED: Final = 8  # wrong runs of a transfer
+
+
+class _Sums(NamedTuple):
+    """Sums of a request.
+
+    Attributes:
+        recording, row: where they are.
+        values: of each descriptor, in the order of the transfer.
+        transfer: the transfer that moved these bytes; None: the program asked for the sums.
+    """
+
+    recording: Recording
+    row: Event
+    values: list[str]
+    transfer: TransferRecord | None
+
+
+def compare_sums(recordings: Sequence[Recording], tag: str | None, *, as_json: bool) -> ExitCode:
+    """Print, of each transfer with sums, which of its bytes differ from those of the owner."""
+    found = [its for recording in recordings for its in _sums_of(recording, tag)]
+    moved = [its for its in found if its.transfer is not None]
+    if not moved:
+        raise click.UsageError("--sums: no transfer has sums; record them with KVPLAN_OBSERVE=nixl,"
+                               "sums")  # fmt: skip
+    documents = [_compared(its, found) for its in moved]
+    if as_json:
+        write_json({"transfers": documents})
+    else:
+        for document in documents:
+            _print(f"{document['tag'] or 'no tag'}: transfer #{document['number']} of "
+                   f"{document['recording']}: {document['verdict']}")  # fmt: skip
+            for wrong in document["wrong"][:MAX_LISTED]:
+                _print(*(f"  {line}" for line in fit(wrong["text"])))
+            if (more := len(document["wrong"]) - MAX_LISTED) > 0:
+                _print(f"  ... {more:,} more")
+    return ExitCode.DIFFERENT if any(its["wrong"] for its in documents) else ExitCode.OK
+
+
+def _sums_of(recording: Recording, tag: str | None) -> Iterator[_Sums]:
+    """Yield the sums of a recording, each with the transfer of that tag next to it."""
+    last: dict[tuple[str, str], TransferRecord] = {}
+    ahead: dict[tuple[str, str], _Sums] = {}  # of pushes, whose sums come before their end
+    for row in select(recording, tag=tag):
+        if isinstance(row, TransferRecord):
+            key = row.tag, row.operation
+            last[key] = row
+            if key in ahead:
+                yield ahead.pop(key)._replace(transfer=row)
+        elif isinstance(row, Event) and row.operation == "sums":
+            values = row.fields.get("sums")
+            sums = _Sums(recording, row, [str(its) for its in values or ()]
+                         if isinstance(values, list) else [], None)  # fmt: skip
+            key = str(row.fields.get("tag", "")), str(row.fields.get("transfer", ""))
+            if not key[1]:
+                yield sums
+            elif key[1].startswith("push"):
+                ahead[key] = sums
+            else:
+                yield sums._replace(transfer=last.get(key))
+
+
+def _compared(moved: _Sums, found: Sequence[_Sums]) -> dict[str, Any]:
+    """Return how the bytes of a transfer differ from those that the owner's program summed."""
+    transfer = moved.transfer
+    assert transfer is not None
+    owners = [
+        its for its in found
+        if its.transfer is None and its.recording is not moved.recording
+        and its.row.fields.get("tag") == transfer.tag
+    ]  # fmt: skip
+    owners = [its for its in owners if len(its.values) == len(moved.values)] or owners
+    document: dict[str, Any] = {
+        "tag": transfer.tag,
+        "number": transfer.number,
+        "recording": str(moved.recording.path),
+        "wrong": [],
+    }
+    if not owners:
+        return document | {"verdict": "nothing to compare with: the owner has no sums of this tag"}
+    owner = _nearest(transfer, owners)
+    where = f"{owner.recording.path} row {owner.row.number}"
+    if len(owner.values) != len(moved.values):
+        numbers = f"{plural(len(moved.values), 'sum')} here, and {len(owner.values):,} in {where}"
+        wrong = [{"index": min(len(owner.values), len(moved.values)), "text": numbers}]
+        return document | {"verdict": "another number of runs", "wrong": wrong}
+    wrong = [*_wrong(transfer, moved.values, owner.values)]
+    count = plural(len(moved.values), "sum")
+    verdict = (
+        f"{len(wrong):,} of {count} differ from {where}" if wrong else f"{count} equal {where}"
+    )
+    return document | {"verdict": verdict, "wrong": wrong}
+
+
+def _nearest(transfer: TransferRecord, owners: Sequence[_Sums]) -> _Sums:
+    """Return the sums next to a transfer: a tag may be used again, or folders be shared."""
+    end = transfer.time + transfer.seconds
+    before = [its for its in owners if its.row.time <= end]
+    after = [its for its in owners if its.row.time > end]
+    if transfer.verb == "push":  # its receiver finds the bytes later
+        return after[0] if after else before[-1]
+    return before[-1] if before else after[0]
+
+
+def _wrong(
+    transfer: TransferRecord, here: Sequence[str], there: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the runs whose bytes differ, in the order of the transfer."""
+    plan = transfer.plan
+    runs = None if plan is None else Runs.of(plan)
+    pushed = transfer.verb == "push"
+    src, dst = (here, there) if pushed else (there, here)
+    origins = {value: index for index, value in reversed([*enumerate(src)])}
+
+    def name(index: int, text: Callable[[Plan, Runs, int], str]) -> str:
+        known = plan is not None and runs is not None and len(runs.number) == len(here)
+        return text(plan, runs, index) if plan and runs and known else f"descriptor {index}"
+
+    for index, (sent, arrived) in enumerate(zip(src, dst, strict=True)):
+        if sent == arrived:
+            continue
+        origin = origins.get(arrived)
+        said = "no bytes of this request" if origin is None else (
+            f"the bytes of {name(origin, place_text)}"
+        )  # fmt: skip
+        text = f"{name(index, run_text)}: {sent} at src, {arrived} at dst, which are {said}"
+        yield {"index": index, "src": sent, "dst": arrived, "origin": origin, "text": text}
+
+
+def _print(*lines: str) -> None:
+    sys.stdout.writelines(f"{printable(line)}\n" for line in lines)

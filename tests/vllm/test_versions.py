@@ -1,0 +1,76 @@
+"""The connector in the scheduler of each vLLM that is installed, which calls its hooks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.pretended import NEEDS_VLLM, PYTHON, VERSIONS
+
+ROOT = Path(__file__).parents[2]
+FREE = [False, 0.0]  # no request is left, and no block is used
+pytestmark = [pytest.mark.slow, NEEDS_VLLM]  # imports torch
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def found(request: pytest.FixtureRequest) -> Any:
+    version: Mapping[str, str] = request.param
+    env = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", **version}
+    command = [PYTHON, "-m", "tests.vllm.scheduled"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_blocks_of_a_finished_request_are_held_until_workers_report_it(found: Any) -> None:
+    """Meanwhile vLLM makes steps, in which workers can: without `has_pending_push_work`."""
+    produced = found["produced"]
+    assert (produced["held"], produced["left"], produced["pushes"]) == (True, FREE, False)
+    assert produced["offered"] == [["p", 3]]
+
+
+def test_workers_of_all_stages_are_in_the_reference(found: Any) -> None:
+    reference = found["produced"]["params"]["kvplan"]
+    assert reference["sources"] == [[7, "a:0", None], [8, "a:1", None]]
+
+
+def test_only_a_producer_requires_delivery(found: Any) -> None:
+    """Whether a request that is preempted while it ends is computed again."""
+    assert [found[name]["delivers"] for name in ("produced", "fetched")] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("case", "computed", "reason"),
+    [
+        ("fetched", 1, "length"),
+        ("a block failed", 24, "length"),
+        ("all failed", 40, "length"),
+        ("failed for good", 0, "error"),
+    ],
+)
+def test_what_was_not_fetched_is_computed(
+    found: Any, case: str, computed: int, reason: str
+) -> None:
+    result = found[case]
+    assert result["waiting"] == {}  # while it is fetched
+    assert (result["blocks"], result["computed"], result["reason"]) == (3, computed, reason)
+    assert result["left"] == FREE
+
+
+def test_blocks_of_an_aborted_fetch_are_held_until_its_result(found: Any) -> None:
+    assert found["aborted"] == {"held": True, "cancelled": ["d"], "left": FREE}
+
+
+@pytest.mark.parametrize(("case", "computed"), [("states", 1), ("states failed", 40)])
+def test_of_states_the_last_token_is_left_out(found: Any, case: str, computed: int) -> None:
+    """The first engine computes 39 of 40 tokens, and has one block of states."""
+    result = found[case]
+    assert (result["scheduled"], result["computed"], result["reason"]) == (39, computed, "length")
+    assert (result["offered"], result["fetched"], result["null"]) == ([3, 1], [3, 1], False)
+    assert result["left"] == [FREE, FREE]
