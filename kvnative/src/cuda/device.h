@@ -34,7 +34,7 @@ typedef struct kvn_cuda_device {
     struct kvn_cuda_mapped *mapped; /* of cuda/reach.c: memory of peers */
     struct kvn_cuda_peer *peers;    /* of cuda/reach.c: contexts of other GPUs */
     struct kvn_cuda_watch *watches; /* of cuda/reach.c: memory that the program has registered */
-    struct kvn_cuda_freed *freed;   /* of cuda/memory.c: memory that waits to be unmapped */
+    struct kvn_cuda_reclaimer *reclaimer; /* of cuda/reclaim.c; NULL before memory is freed */
     CUstream idle[KVN_CUDA_MAX_IDLE]; /* for `copy` and `clear` */
     size_t num_idle;
 } kvn_cuda_device;

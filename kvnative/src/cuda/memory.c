@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda/reclaim.h"
+
 static int ask(const kvn_device *device, int attribute)
 {
     int value = 0; /* also if the driver does not know the attribute */
@@ -132,21 +134,6 @@ int kvn_cuda_map_handle(const kvn_device *device, CUmemGenericAllocationHandle h
     return failure->status;
 }
 
-/* Makes all calls, even if one fails, and reports the first failure. */
-static int unmap(const kvn_device *device, const kvn_cuda_allocated *block, kvn_failure *failure)
-{
-    const kvn_cuda *cuda = kvn_cuda_of(device);
-    const CUresult unmapped = cuda->cuMemUnmap(block->address, block->nbytes);
-    const CUresult released = cuda->cuMemRelease(block->handle);
-    const CUresult freed = cuda->cuMemAddressFree(block->address, block->nbytes);
-
-    if (kvn_cuda_ended(device, "cuMemUnmap", unmapped, failure) != KVN_OK ||
-        kvn_cuda_ended(device, "cuMemRelease", released, failure) != KVN_OK ||
-        kvn_cuda_ended(device, "cuMemAddressFree", freed, failure) != KVN_OK)
-        return failure->status;
-    return KVN_OK;
-}
-
 static int allocate_plain(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure)
 {
     CUdeviceptr address = 0;
@@ -176,7 +163,7 @@ int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn
 
     if (state->granularity == 0)
         return allocate_plain(device, nbytes, out, failure);
-    kvn_cuda_free_rest(device);
+    kvn_cuda_reclaim_rest(device);
     block.nbytes = (nbytes + state->granularity - 1) / state->granularity * state->granularity;
     if (block.nbytes < nbytes)
         return kvn_fail(failure, KVN_NO_DEVICE_MEMORY, 0, "%" PRIu64 " bytes are more than any device has",
@@ -192,7 +179,7 @@ int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn
         return status;
     }
     if (!note(state, block)) {
-        unmap(device, &block, failure);
+        kvn_cuda_unmap_block(kvn_cuda_of(device), &block, failure);
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to note an allocation");
     }
     *out = (void *)(uintptr_t)block.address;
@@ -201,86 +188,14 @@ int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn
 
 /* ---- freeing ---- */
 
-/* Memory that was freed and is still mapped. */
-typedef struct kvn_cuda_freed {
-    struct kvn_cuda_freed *next;
-    kvn_cuda_allocated block;
-} kvn_cuda_freed;
-
-static kvn_cuda_freed *take_freed(kvn_cuda_device *state)
-{
-    kvn_cuda_freed *freed;
-
-    pthread_mutex_lock(&state->mutex);
-    freed = state->freed;
-    state->freed = NULL;
-    pthread_mutex_unlock(&state->mutex);
-    return freed;
-}
-
-static void keep_freed(kvn_cuda_device *state, kvn_cuda_freed *freed)
-{
-    kvn_cuda_freed *last = freed;
-
-    while (last->next)
-        last = last->next;
-    pthread_mutex_lock(&state->mutex);
-    last->next = state->freed;
-    state->freed = freed;
-    pthread_mutex_unlock(&state->mutex);
-}
-
 /* The program does not use an own context. The caller has waited for its copies, or has given them up: those may
  * stand behind an event that never comes, so they are not waited for. */
-static CUresult wait_for_work(const kvn_device *device)
-{
-    const bool is_own = ((const kvn_cuda_library *)device->runtime)->own_context;
-
-    return is_own ? KVN_CUDA_OK : kvn_cuda_of(device)->cuCtxSynchronize();
-}
-
-/* Unmaps the result of take_freed, and reports the first failure. */
-static int unmap_freed(const kvn_device *device, kvn_cuda_freed *freed, kvn_failure *failure)
-{
-    const CUresult finished = wait_for_work(device);
-    int status = kvn_cuda_ended(device, "cuCtxSynchronize", finished, failure);
-
-    if (finished >= KVN_CUDA_CAPTURE_UNSUPPORTED && finished <= KVN_CUDA_CAPTURE_WRONG_THREAD) {
-        keep_freed(kvn_cuda_state(device), freed);
-        return status;
-    }
-    /* A context that has failed runs nothing more, so its memory can be unmapped. */
-    while (freed) {
-        kvn_cuda_freed *next = freed->next;
-        kvn_failure later;
-        if (unmap(device, &freed->block, status == KVN_OK ? failure : &later) != KVN_OK && status == KVN_OK)
-            status = failure->status;
-        free(freed);
-        freed = next;
-    }
-    return status;
-}
-
 int kvn_cuda_free(const kvn_device *device, void *address, kvn_failure *failure)
 {
-    kvn_cuda_device *state = kvn_cuda_state(device);
-    kvn_cuda_freed *freed = malloc(sizeof *freed);
+    const bool is_own = ((const kvn_cuda_library *)device->runtime)->own_context;
+    kvn_cuda_allocated block = {.address = (uintptr_t)address};
 
-    if (!freed)
-        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to free memory");
-    if (!forget(state, (uintptr_t)address, &freed->block)) {
-        free(freed);
-        return KVN_CUDA_CALL(device, failure, cuMemFree_v2, (uintptr_t)address);
-    }
-    freed->next = take_freed(state);
-    return unmap_freed(device, freed, failure);
-}
-
-void kvn_cuda_free_rest(const kvn_device *device)
-{
-    kvn_cuda_freed *freed = take_freed(kvn_cuda_state(device));
-    kvn_failure ignored; /* the memory stays for the next call */
-
-    if (freed)
-        unmap_freed(device, freed, &ignored);
+    if (forget(kvn_cuda_state(device), (uintptr_t)address, &block) && is_own)
+        return kvn_cuda_unmap_block(kvn_cuda_of(device), &block, failure);
+    return kvn_cuda_reclaim(device, &block, failure);
 }

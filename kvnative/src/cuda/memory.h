@@ -10,13 +10,8 @@ int kvn_cuda_memory_init(const kvn_device *device, kvn_failure *failure);
 
 /* Rows of kvn_device_ops. */
 int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure);
-/* Waits for all work of the primary context, as cuMemFree does. Unmapping memory that a kernel of the program still
- * reads would break the context of the whole program, and only the program knows its streams. So it also waits for
- * events before work of this library that was given up. While a stream is captured into a graph, nothing can be waited
- * for: the call fails, and the memory is freed with the next allocation or free, or with the device. */
+/* Memory of the primary context is freed when all its work is over (cuda/reclaim.h), but no later call finds it. */
 int kvn_cuda_free(const kvn_device *device, void *address, kvn_failure *failure);
-/* Frees memory whose work could not be waited for when it was freed. */
-void kvn_cuda_free_rest(const kvn_device *device);
 
 /* Maps memory at a new address, which the device may read and write. */
 int kvn_cuda_map_handle(const kvn_device *device, CUmemGenericAllocationHandle handle, uint64_t nbytes,

@@ -11,6 +11,7 @@
 #include "cuda/launch.h"
 #include "cuda/memory.h"
 #include "cuda/reach.h"
+#include "cuda/reclaim.h"
 
 /* How long a wait polls without sleeping. A copy of a few blocks ends within that time, and a sleeping thread takes
  * as long to wake. */
@@ -147,16 +148,15 @@ static void close_context(kvn_device *device, void *context)
     void *previous = get_context(device);
     kvn_failure ignored; /* the context may have failed, or be destroyed: its memory goes with it */
     const bool is_current = set_context(device, context, &ignored) == KVN_OK;
-    const bool may_begin = kvn_cuda_copies_close(device);
+    const bool may_begin = kvn_cuda_copies_close(device), is_freed = kvn_cuda_reclaim_end(device);
 
     if (is_current) {
-        kvn_cuda_free_rest(device);
         for (size_t i = 0; i < state->num_idle; i++)
             kvn_cuda_of(device)->cuStreamDestroy_v2(state->idle[i]);
         set_context(device, previous, &ignored);
     }
     /* CUDA does not say whether destroying a context waits for work behind an event, or breaks it off. */
-    if (!may_begin)
+    if (!may_begin && is_freed)
         give_context(device, context);
     pthread_mutex_destroy(&state->mutex);
     free(state->allocated);

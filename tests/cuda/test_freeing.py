@@ -1,0 +1,98 @@
+"""Memory that is freed while work of the context goes on: it stays mapped, and who frees it goes on.
+
+Each in a process of its own, because a call that waits for the event would never return.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.cuda_sim.simulator import CudaControls
+
+DEADLINE_S = 60
+
+BEGIN = """
+import gc
+from kvnative._cuda import CudaLibrary
+from kvnative._executor import KVN_CANCELLED, Executor
+from tests.ascend.acl_cases import between
+from tests.cuda_sim.simulator import controls
+from tests.datadist.layers import wait_until
+from tests.device.compute import compute_on, handle_of
+
+GRANULE = 2 << 20
+simulator = controls()
+device = CudaLibrary.load().device(0)
+compute = compute_on(simulator, 0)
+device.allocate(GRANULE)  # and free it: the thread is there
+before = device.memory()[0]
+"""
+
+BEHIND_AN_EVENT = """
+executor = Executor(device.backend("device_to_device"))
+case = between(device, simulator, "device_to_device", [100] * 20)
+compute.hold()
+task = executor.submit(case.descriptors, after=device.take_event(handle_of(compute.event())))
+task.wait(50, give_up=False)
+assert task.cancel().status == KVN_CANCELLED
+full = device.memory()[0]
+del case, task
+gc.collect()
+assert device.memory()[0] == full, "a kernel of the program may still read it"
+device.allocate(GRANULE)  # and free it: all of this goes on
+assert device.memory()[0] == full - GRANULE
+compute.release()
+wait_until(lambda: device.memory()[0] == full + 2 * GRANULE)
+"""
+
+CLOSED = """
+buffers = [device.allocate(GRANULE) for _ in range(3)]
+compute.hold()
+compute.event()
+buffers.clear()
+device.close()
+del device
+gc.collect()
+assert simulator.left()["handles"] == 3
+compute.release()
+wait_until(lambda: "handles" not in simulator.left())
+"""
+
+PLAIN = """
+buffer = device.allocate(GRANULE)
+compute.hold()
+compute.event()
+del buffer
+assert device.memory()[0] < before
+compute.release()
+wait_until(lambda: device.memory()[0] == before)
+"""
+
+END = """
+assert simulator.violations() == 0, simulator.last_violation()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "settings"),
+    [
+        pytest.param(BEHIND_AN_EVENT, {}, id="behind an event"),
+        pytest.param(CLOSED, {}, id="the device is closed"),
+        pytest.param(PLAIN, {"KVSIM_CUDA_VIRTUAL": "0"}, id="without virtual memory"),
+    ],
+)
+def test_no_call_waits_for_an_event_that_does_not_come(
+    cuda_simulator: CudaControls, program: str, settings: dict[str, str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + program + END],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
