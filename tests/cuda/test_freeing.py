@@ -1,4 +1,4 @@
-"""Memory that is freed while work of the context goes on: it stays mapped, and who frees it goes on.
+"""Memory that is freed while work of the context goes on stays mapped, and its owner goes on.
 
 Each in a process of its own, because a call that waits for the event would never return.
 """
