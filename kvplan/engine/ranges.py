@@ -66,13 +66,9 @@ class AddressRanges:
     direction: Literal["pull", "push"] = "pull"
 
     def __init__(
-        self,
-        cluster_id: int,
-        local: ArrayLike,
-        remote: ArrayLike,
-        nbytes: ArrayLike,
+        self, cluster_id: int, local: ArrayLike, remote: ArrayLike, nbytes: ArrayLike,
         direction: Literal["pull", "push"] = "pull",
-    ) -> None:
+    ) -> None:  # fmt: skip
         if direction not in ("pull", "push"):
             raise invalid(f"direction={shown(direction)} must be 'pull' or 'push'")
         check_width("cluster_id", cluster_id, 0, UINT64_MAX)
@@ -178,12 +174,9 @@ class RangeOperation(Operation):
 
 
 def _cut(
-    own: AddressIndex[CacheEntry],
-    peer: AddressIndex[Any],
-    local: Column,
-    remote: Column,
-    nbytes: Column,
-) -> tuple[Column, Column, Column]:
+    own: AddressIndex[CacheEntry], peer: AddressIndex[Any],
+    local: Column, remote: Column, nbytes: Column,
+) -> tuple[Column, Column, Column]:  # fmt: skip
     """Cut ranges where they continue in another registration; refuse those in none."""
     here = own.cut("local", local, remote, nbytes)
     if len(here.nbytes) != len(nbytes):  # first, so that errors have the caller's numbers
