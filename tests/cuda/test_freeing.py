@@ -1,4 +1,4 @@
-"""Memory that is freed while work of the context goes on: it stays mapped, and who frees it goes on.
+"""Freeing memory while work of the context goes on: the caller continues, the memory stays mapped.
 
 Each in a process of its own, because a call that waits for the event would never return.
 """
