@@ -17,7 +17,8 @@ MODULES = sorted(Path(kvnative.__file__).parent.glob("*.so"))
 OLD_BY_A_NEW_NAME = {
     *("pthread_sigmask", "fstat", "fstatat", "stat", "__isoc23_sscanf", "__isoc23_strtoull"),
     *("dladdr", "dlclose", "dlerror", "dlopen", "dlsym", "pthread_attr_setstacksize"),
-    *("pthread_condattr_setclock", "pthread_create", "pthread_getcpuclockid", "pthread_join"),
+    *("pthread_condattr_setclock", "pthread_create", "pthread_detach", "pthread_getcpuclockid"),
+    "pthread_join",
     *("pthread_mutex_trylock", "pthread_mutexattr_destroy", "pthread_mutexattr_init"),
     *("pthread_mutexattr_settype", "pthread_once", "pthread_setname_np"),
 }
