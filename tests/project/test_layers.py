@@ -20,7 +20,7 @@ MAX_LINES = {
     "control": 3615,
     "debug": 791,
     "device": 1197,
-    "engine": 8192,
+    "engine": 8185,
     "execution": 3194,
     "hixl": 1099,
     "inspection": 2000,
