@@ -46,7 +46,8 @@ class Observer:
 
     def __init__(self, folder: str | os.PathLike[str] = "", *, sums: bool = False) -> None:
         self._folder = Path(folder).absolute()
-        self.calls, self._mutex = Calls(inline=sums), threading.Lock()
+        self.calls: Calls = Calls(inline=sums)
+        self._mutex = threading.Lock()
         self._wrapped: set[tuple[type, str]] = set()
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self._forked)
