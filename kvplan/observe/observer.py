@@ -126,7 +126,11 @@ class Observer:
         self._mutex = threading.Lock()
 
     def begin(self, owner: object, name: str, library: str) -> None:
-        """Begin the recording of an agent or engine."""
+        """Begin the recording of an agent or engine.
+
+        Raises:
+            TypeError, LLMException: the file or a thread cannot be made.
+        """
         pid = os.getpid()
         self._folder.mkdir(parents=True, exist_ok=True)
         number = peer_number(name)
