@@ -129,8 +129,7 @@ class Observer:
         """Begin the recording of an agent or engine.
 
         Raises:
-            OSError: the folder or the recording cannot be made.
-            TypeError, LLMException: as `kvplan.recording.Recorder`.
+            TypeError, LLMException: the file or a thread cannot be made.
         """
         pid = os.getpid()
         self._folder.mkdir(parents=True, exist_ok=True)

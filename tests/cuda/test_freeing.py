@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Memory that is freed while work of the context goes on stays mapped, and its owner goes on.
-=======
-"""Freeing memory while work of the context goes on: the caller continues, the memory stays mapped.
->>>>>>> h/native
 
 Each in a process of its own, because a call that waits for the event would never return.
 """

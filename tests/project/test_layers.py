@@ -29,7 +29,7 @@ MAX_LINES = {
     "llm_datadist": 3814,
     "mooncake": 540,
     "nixl": 1669,
-    "observe": 1452,
+    "observe": 1456,
     "planning": 5842,
     "recording": 1672,
     "run": 368,
