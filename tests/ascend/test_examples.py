@@ -8,7 +8,7 @@ from tests.ascend.simulator import Controls, Log
 from tests.examples.test_examples import SHOWN, run
 from tests.examples.test_llm_datadist_pair import FOLDER, Pair
 
-ON_HOST = {"asyncio_service", "lmcache_chunks", "sglang_pair", "torch_tensors"}
+ON_HOST = {"asyncio_service", "lmcache_chunks", "sglang_pair", "torch_tensors", "why_is_it_wrong"}
 ON_DEVICES = [name for name in SHOWN if name not in ON_HOST]
 
 MOVES = {

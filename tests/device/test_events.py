@@ -89,7 +89,7 @@ only_ascend = pytest.mark.parametrize("simulator", ["ascend"], indirect=True)
 def case_of(device: Device, simulator: Controls, way: str, pinned: bool) -> tuple[Backend, Case]:
     if way != "host":
         return device.backend(way), between(device, simulator, way, SIZES, pinned=pinned)
-    plan = scatter(SIZES, 0)
+    plan = scatter(SIZES, 0, writes_source=True)
     return host_backend(ThreadPool(2)), Case(**vars(plan), sides=())
 
 

@@ -405,8 +405,8 @@ class SlowToConnect:
         self._connections = connections
         self.over = 0.0
 
-    def is_linked(self, _: str) -> bool:
-        return False
+    def linked_cluster(self, _: str) -> None:
+        return None
 
     def connect(self, _: str, timeout_ms: int) -> None:
         threading.Event().wait(timeout_ms / 1000)

@@ -90,7 +90,9 @@ def spare_bytes(nbytes: int) -> NDArray[np.uint8]:
         return _spare[-1][:]
 
 
-def scatter(sizes: list[int], seed: int = 0, gap: int = 100) -> Scattered:
+def scatter(
+    sizes: list[int], seed: int = 0, gap: int = 100, *, writes_source: bool = False
+) -> Scattered:
     """Place ranges of these sizes in random order, up to `gap` bytes apart, on both sides."""
     rng = np.random.default_rng(seed)
     nbytes = np.array(sizes, np.uint64)
@@ -106,6 +108,8 @@ def scatter(sizes: list[int], seed: int = 0, gap: int = 100) -> Scattered:
     src_offsets, src_nbytes = places()
     dst_offsets, dst_nbytes = places()
     source = random_bytes(src_nbytes, seed)
+    if writes_source:
+        source = source.copy()
     target = spare_bytes(dst_nbytes)
     target.fill(UNTOUCHED)
     descriptors = Descriptors.from_columns(

@@ -104,8 +104,8 @@ PLANTED = [
     Planted(
         "submit does not hand over to the service",
         "client.c",
-        "    if (!waits)\n        hand_over(self);\n",
-        "    (void)waits;\n",
+        "    else if (caller != KVN_CALLER_WAITS)\n        hand_over(self);\n",
+        "",
         "submit_pull",
         STUCK,
     ),
