@@ -143,6 +143,11 @@ _STYLES: Final = tuple(
 """Styles of lines; the first matching pattern counts."""
 
 
+def write_plain(*lines: str) -> None:
+    """Print lines without colours, whose tags, names and errors come from a file."""
+    sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
+
+
 def write_lines(lines: Iterable[str]) -> None:
     """Print lines as they come, with colours on a terminal."""
     out, lines = console(), map(printable, lines)  # a file may name caches as it likes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -16,7 +15,7 @@ from typing import Any, Final
 import click
 from msgspec import structs
 
-from kvplan.cli.common import ExitCode, json_option, write_json
+from kvplan.cli.common import ExitCode, json_option, write_json, write_plain
 from kvplan.cli.trace_compare import compare
 from kvplan.cli.trace_plan import Expected, block_tables, plan_lines, save_plan, transfer_at
 from kvplan.cli.trace_sums import compare_sums
@@ -35,7 +34,6 @@ from kvplan.recording.records import (
     who_wrote,
 )
 from kvplan.status import LLMException, LLMStatusCode
-from kvplan.validation import printable
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _Found = list[tuple[Recording, list[AnyRecord]]]
@@ -205,19 +203,14 @@ def _check_operation(name: str, recordings: Sequence[Recording]) -> None:
         raise click.UsageError(f"--operation {name} does not exist; similar: {near}")
 
 
-def _print(*lines: str) -> None:
-    """Print lines, whose tags, names and errors come from a file."""
-    sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
-
-
 def _list(recording: Recording, rows: list[AnyRecord]) -> None:
-    _print(_title(recording), _HEAD)
-    _print(*_lines(rows))
+    write_plain(_title(recording), _HEAD)
+    write_plain(*_lines(rows))
     left = len(recording.rows) - len(rows)
     ended = "" if recording.complete else "; the recording was cut off, or is still growing"
     missing = f"; {recording.dropped:,} rows were dropped" if recording.dropped else ""
     hidden = f" of {len(recording.rows):,}" if left else ""
-    _print(f"{len(rows):,}{hidden} rows{ended}{missing}")
+    write_plain(f"{len(rows):,}{hidden} rows{ended}{missing}")
 
 
 _HEAD: Final = (
@@ -325,15 +318,15 @@ def _block(recordings: list[Recording], given: str, *, as_json: bool) -> ExitCod
     here = recording.header.cluster_id
     number = len(writes)
     writers = f"{plural(number, 'transfer')} wrote" if number else "no recorded transfer wrote"
-    _print(f"{writers} block {block} of cache {cache} of cluster {here}, oldest first")
-    _print(*(f"{_clock(one.transfer.time + one.transfer.seconds)}  {one}" for one in writes))
+    write_plain(f"{writers} block {block} of cache {cache} of cluster {here}, oldest first")
+    write_plain(*(f"{_clock(one.transfer.time + one.transfer.seconds)}  {one}" for one in writes))
     peers = sorted({one.peer for one in recording.transfers if one.peer is not None})
     linked = [one.fields.get("peer") for one in recording.events if one.operation == "link_state"]
     known = {one.header.cluster_id for one in others}
     unknown = sorted({*peers, *(peer for peer in linked if isinstance(peer, int))} - known)
     if unknown:
         names = ", ".join(map(str, unknown))
-        _print(f"pushes of these peers are only in their own recordings: clusters {names}")
+        write_plain(f"pushes of these peers are only in their own recordings: clusters {names}")
     return ExitCode.OK
 
 
@@ -362,7 +355,7 @@ def _one_plan(
     (recording,) = recordings
     if saved is not None:
         number, path = saved
-        _print(save_plan(transfer_at(recording, number), path))
+        write_plain(save_plan(transfer_at(recording, number), path))
     if explained is None:
         return ExitCode.OK
     transfer = transfer_at(recording, explained)
@@ -372,9 +365,9 @@ def _one_plan(
         tables = {"block_tables": block_tables(transfer), "unexpected": wrong}
         write_json({"plan": plan} | tables | _document(transfer))
     else:
-        _print(_HEAD, *_lines([transfer]), *plan_lines(transfer))
+        write_plain(_HEAD, *_lines([transfer]), *plan_lines(transfer))
         if expected is not None:
-            _print(wrong or f"{expected.side}_blocks is as expected")
+            write_plain(wrong or f"{expected.side}_blocks is as expected")
     return ExitCode.DIFFERENT if wrong else ExitCode.OK
 
 
@@ -384,7 +377,7 @@ def _export(found: _Found, perfetto: Path) -> ExitCode:
     document = trace_of(found)
     perfetto.write_text(json.dumps(document) + "\n", encoding="utf-8")
     count = plural(len(document["traceEvents"]), "event")
-    _print(f"{perfetto}: {count}; open it in https://ui.perfetto.dev")
+    write_plain(f"{perfetto}: {count}; open it in https://ui.perfetto.dev")
     return ExitCode.OK
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvplan.cli.common import ExitCode, write_json
+from kvplan.cli.common import ExitCode, write_json, write_plain
 from kvplan.cli.trace_plan import transfer_at
 from kvplan.inspection.compare import compare as compare_plans
 from kvplan.planning.texts import fit, plural
 from kvplan.recording.records import Recording, TransferRecord, select
-from kvplan.validation import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,11 +33,11 @@ def compare(recordings: Sequence[Recording], asked: tuple[str, str], *, as_json:
         for name, transfers, recording in zip(
             "AB", found, (recordings[0], recordings[-1]), strict=True
         ):
-            _print(f"{name}: {_summary(transfers)}, in {recording.path}")
+            write_plain(f"{name}: {_summary(transfers)}, in {recording.path}")
         for pair in pairs:
-            _print(f"A {_number(pair['a'])}, B {_number(pair['b'])}")
+            write_plain(f"A {_number(pair['a'])}, B {_number(pair['b'])}")
             for text in pair["differences"] or ["same runs in the same order"]:
-                _print(*(f"  {line}" for line in fit(text)))
+                write_plain(*(f"  {line}" for line in fit(text)))
     return ExitCode.DIFFERENT if differs else ExitCode.OK
 
 
@@ -72,10 +70,6 @@ def _pair(a: TransferRecord | None, b: TransferRecord | None) -> dict[str, Any]:
             differences += compare_plans(a.plan, b.plan)
     numbers = {name: None if row is None else row.number for name, row in (("a", a), ("b", b))}
     return {**numbers, "differences": differences}
-
-
-def _print(*lines: str) -> None:
-    sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
 
 
 def _number(number: int | None) -> str:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import click
 
-from kvplan.cli.common import ExitCode, write_json
+from kvplan.cli.common import ExitCode, write_json, write_plain
 from kvplan.inspection.compare import Runs, place_text, run_text
 from kvplan.planning.plan import Plan
 from kvplan.planning.texts import fit, plural
 from kvplan.recording.records import Event, Recording, TransferRecord, select
-from kvplan.validation import printable
 
 MAX_LISTED: Final = 8  # wrong runs of a transfer
 
@@ -45,12 +43,12 @@ def compare_sums(recordings: Sequence[Recording], tag: str | None, *, as_json: b
         write_json({"transfers": documents})
     else:
         for document in documents:
-            _print(f"{document['tag'] or 'no tag'}: transfer #{document['number']} of "
+            write_plain(f"{document['tag'] or 'no tag'}: transfer #{document['number']} of "
                    f"{document['recording']}: {document['verdict']}")  # fmt: skip
             for wrong in document["wrong"][:MAX_LISTED]:
-                _print(*(f"  {line}" for line in fit(wrong["text"])))
+                write_plain(*(f"  {line}" for line in fit(wrong["text"])))
             if (more := len(document["wrong"]) - MAX_LISTED) > 0:
-                _print(f"  ... {more:,} more")
+                write_plain(f"  ... {more:,} more")
     return ExitCode.DIFFERENT if any(its["wrong"] for its in documents) else ExitCode.OK
 
 
@@ -142,7 +140,3 @@ def _wrong(
         )  # fmt: skip
         text = f"{name(index, run_text)}: {sent} at src, {arrived} at dst, which are {said}"
         yield {"index": index, "src": sent, "dst": arrived, "origin": origin, "text": text}
-
-
-def _print(*lines: str) -> None:
-    sys.stdout.writelines(f"{printable(line)}\n" for line in lines)

@@ -16,7 +16,7 @@ from kvplan.device.device import Device
 from kvplan.device.memory import DeviceMemory
 from kvplan.engine.memory import tensor_arrays
 from tests.ascend.simulator import controls
-from tests.datadist.machine import LetGo
+from tests.support.holding import LetGo
 from tests.support.over_tcp import FIELDS
 
 NUM_DEVICES = 8

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kvnative._backend import Backend
 from kvplan import LlmDataDist, Transfers
+from tests.support.holding import LetGo, held_transfers
 from tests.support.over_tcp import OverTcp
-from tests.support.wrappers import hold, let_go
-
-LetGo: TypeAlias = Callable[[], None]
 
 
 class Machine(Protocol):
@@ -56,23 +53,8 @@ class Host:
     def addresses(self, arrays: Iterable[NDArray[Any]]) -> list[int]:
         return [array.ctypes.data for array in arrays]
 
-    @contextmanager
-    def held_transfers(self) -> Iterator[tuple[Transfers, LetGo]]:
-        held: list[Backend] = []
-
-        def wrap(backend: Backend) -> Backend:
-            held.append(hold(backend))
-            return held[-1]
-
-        def let_all_go() -> None:
-            for backend in held:
-                let_go(backend)
-
-        with Transfers(1, wrap=wrap) as transfers:
-            try:
-                yield transfers, let_all_go
-            finally:
-                let_all_go()
+    def held_transfers(self) -> AbstractContextManager[tuple[Transfers, LetGo]]:
+        return held_transfers()
 
     def left(self) -> dict[str, int]:
         return {}

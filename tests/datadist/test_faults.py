@@ -25,8 +25,9 @@ from kvplan import (
     Transfer,
 )
 from tests.datadist.conftest import MakeEngine, MakePeer
-from tests.datadist.machine import LetGo, Machine
+from tests.datadist.machine import Machine
 from tests.datadist.peer import Peer
+from tests.support.holding import LetGo
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)

@@ -5,9 +5,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from threading import Event
@@ -28,8 +26,9 @@ from kvplan import (
 )
 from kvplan.execution.completion import AwaitableTask, run_aside
 from tests.support.held import Held
+from tests.support.holding import held_transfers
 from tests.support.refusals import refused
-from tests.support.wrappers import delay, fail_at, hold, let_go
+from tests.support.wrappers import delay, fail_at
 
 DESC = CacheDesc(4, (8, 100), DataType.DT_UINT8)
 PLAN = kvplan.plan(
@@ -43,13 +42,13 @@ def tensors(value: int) -> list[np.ndarray]:
 
 
 def test_the_result_of_await_is_none():
-    held, dst = [], tensors(2)
+    dst = tensors(2)
 
     async def main():
-        with Transfers(1, wrap=lambda backend: held.append(hold(backend)) or held[0]) as transfers:
+        with held_transfers() as (transfers, let):
             task = transfers.submit(PLAN, tensors(1), dst)
             assert not task.done
-            asyncio.get_running_loop().call_soon(let_go, held[0])
+            asyncio.get_running_loop().call_soon(let)
             assert await task is None
             assert await task is None  # done: no thread, no waiting
 
@@ -102,17 +101,6 @@ def test_a_cancelled_await_cancels_the_transfer(layered):
                 await task
 
     asyncio.run(main())
-
-
-@contextmanager
-def held_transfers() -> Iterator[tuple[Transfers, Callable[[], None]]]:
-    """Transfers whose submitted tasks are in flight until what comes with it is called."""
-    held = []
-    with Transfers(1, lambda backend: held.append(hold(backend)) or held[0]) as transfers:
-        try:
-            yield transfers, lambda: let_go(held[0])
-        finally:
-            let_go(held[0])
 
 
 def test_ten_thousand_awaits_cost_no_thread():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from queue import SimpleQueue
 from textwrap import dedent
 from threading import Event, Thread, current_thread
@@ -19,8 +18,8 @@ import kvplan
 from kvplan import CacheDesc, DataType, LLMException, Rows, Transfer, Transfers
 from kvplan.execution.awaitable import AwaitableTask
 from kvplan.execution.completion import Tracker
+from tests.support.holding import held_transfers
 from tests.support.refusals import refused
-from tests.support.wrappers import hold, let_go
 
 WAIT_S = 20  # for what happens at once
 DESC = CacheDesc(4, (8, 100), DataType.DT_UINT8)
@@ -129,17 +128,6 @@ def test_layers_that_are_not_ready_are_cancelled(order):
             task.wait()
 
 
-@contextmanager
-def holding() -> Iterator[tuple[Transfers, Callable[[], None]]]:
-    """Transfers without an outcome until the second is called."""
-    held: list[Any] = []
-    with Transfers(1, lambda backend: held.append(hold(backend)) or held[0]) as transfers:
-        try:
-            yield transfers, lambda: let_go(held[0])
-        finally:
-            let_go(held[0])
-
-
 def in_completion_thread(call: Callable[[], Any]) -> Any:
     """Return what `call` returns in the thread that settles tasks."""
     found: SimpleQueue[Any] = SimpleQueue()
@@ -148,7 +136,7 @@ def in_completion_thread(call: Callable[[], Any]) -> Any:
         def put(self, task: Any) -> None:
             found.put((current_thread(), call()))
 
-    with holding() as (transfers, let):
+    with held_transfers() as (transfers, let):
         task = transfers.submit(PLAN, tensors(1), tensors(2))
         Tracker().track(task, Report())
         let()
@@ -174,7 +162,7 @@ def test_a_tracker_is_closed_in_the_thread_that_settles_tasks():
 
 def test_a_slow_settling_that_is_set_aside_delays_no_other():
     go_on, settled = Event(), SimpleQueue()
-    with holding() as (transfers, let):
+    with held_transfers() as (transfers, let):
 
         def slow(error: LLMException | None) -> None:
             assert go_on.wait(WAIT_S)
