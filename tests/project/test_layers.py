@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
     "addressed": 689,
-    "cli": 3694,
+    "cli": 3680,
     "control": 3615,
     "debug": 791,
     "device": 1197,
@@ -29,7 +29,7 @@ MAX_LINES = {
     "llm_datadist": 3814,
     "mooncake": 540,
     "nixl": 1669,
-    "observe": 1456,
+    "observe": 1451,
     "planning": 5842,
     "recording": 1672,
     "run": 368,
