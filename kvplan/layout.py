@@ -142,8 +142,9 @@ class Interleaved:
     """The tokens of one rank of context parallelism: every `ranks`-th run of `size` tokens.
 
     Token `t` of a request belongs to rank `t // size % ranks`, as vLLM and vllm-ascend define it
-    by `cp_kv_cache_interleave_size`. With prefill and decode context parallelism together,
-    `ranks` is the product of both sizes, and `rank` is `pcp_rank * dcp_size + dcp_rank`.
+    by `cp_kv_cache_interleave_size`. Where prefill and decode context parallelism both share
+    out tokens, `ranks` is the product of both sizes, and `rank` is
+    `pcp_rank * dcp_size + dcp_rank`.
 
     Args:
         rank: the rank that has the tokens.
