@@ -24,7 +24,7 @@ MAX_LINES = {
     "execution": 3194,
     "hixl": 1099,
     "inspection": 2000,
-    "kvplan": 1671,
+    "kvplan": 1672,
     "links": 4004,
     "llm_datadist": 3814,
     "mooncake": 540,
@@ -33,12 +33,12 @@ MAX_LINES = {
     "planning": 5842,
     "recording": 1672,
     "run": 368,
-    "serving": 2777,
+    "serving": 2886,
     "system": 467,
     "tensors": 1077,
     "testing": 471,
     "transport": 7488,
-    "vllm": 1998,
+    "vllm": 2100,
 }
 """Lines of each room. Only a commit that says why may raise one."""
 
