@@ -227,24 +227,9 @@ class Place:
         """The number of workers that share out the tokens of each request."""
         return 1 if self.context is None else self.context.ranks
 
-    def workers(self) -> Iterator[Place]:
-        """Yield the places of all workers of the engine, the first one first."""
-        context = self.context
-        contexts = [None] if context is None else _contexts(context.ranks, context.size)
-        for stage, its, rank, copy in product(
-            range(len(self.stages)), contexts, range(self.ranks), range(self.copies)
-        ):
-            yield replace(self, stage=stage, context=its, rank=rank, copy=copy)
-
-    @property
-    def turn(self) -> int:
-        """The number of the worker in its stage, by which workers choose among equal sources."""
-        rank = 0 if self.context is None else self.context.rank
-        return (self.rank * self.contexts + rank) * self.copies + self.copy
-
 
 class Held(NamedTuple):
-    """What a source has of each request, besides its heads."""
+    """The layers and tokens of each request that a source has."""
 
     layers: LayerRange | None = None  # None: all
     context: Context | None = None  # None: all tokens
@@ -264,15 +249,19 @@ def share_of(place: Place, num_heads: int, sources: tuple[Held, ...]) -> Share:
     owners_of: dict[Held, list[int]] = {}
     for owner, held in enumerate(sources):
         owners_of.setdefault(held, []).append(owner)
-    parts = [(held.layers, _context_of(held, owners_of), owners_of[held]) for held in owners_of]
+    _check_contexts(owners_of)
+    parts = [
+        (held.layers, held.context and Interleaved(*held.context), owners)
+        for held, owners in owners_of.items()
+    ]
     shares: dict[Place, list[int]] = {}
     counts = [0] * len(sources)
-    for worker in place.workers():
+    for worker in _workers(place):
         shares[worker] = [
             owners[at]
             for layers, context, owners in parts
             if _overlap(layers, worker.layers) and _have_common_tokens(context, worker.context)
-            for at in read_from(worker.rank, worker.ranks, len(owners), num_heads, worker.turn)
+            for at in read_from(worker.rank, worker.ranks, len(owners), num_heads, _turn(worker))
         ]
         for owner in shares[worker]:
             counts[owner] += 1
@@ -284,23 +273,41 @@ def share_of(place: Place, num_heads: int, sources: tuple[Held, ...]) -> Share:
     return Share(tuple(mine), tuple(spare), tuple(max(1, count) for count in counts))
 
 
+def _workers(place: Place) -> Iterator[Place]:
+    """Yield the places of all workers of an engine, the first one first."""
+    context = place.context
+    contexts = [None] if context is None else _contexts(context.ranks, context.size)
+    for stage, tokens, rank, copy in product(
+        range(len(place.stages)), contexts, range(place.ranks), range(place.copies)
+    ):
+        yield replace(place, stage=stage, context=tokens, rank=rank, copy=copy)
+
+
+def _turn(place: Place) -> int:
+    """Return the number of a worker in its stage, by which it chooses among equal sources."""
+    rank = 0 if place.context is None else place.context.rank
+    return (place.rank * place.contexts + rank) * place.copies + place.copy
+
+
 def _contexts(ranks: int, size: int) -> list[Interleaved]:
     return [Interleaved(rank, ranks, size) for rank in range(ranks)]
 
 
-def _context_of(held: Held, sources: Collection[Held]) -> Interleaved | None:
-    """Return the tokens of a source; refuse sources that do not have all ranks of its context."""
-    if held.context is None:
-        return None
-    rank, ranks, size = held.context
-    others = {its.context for its in sources if its.layers == held.layers}
-    wanted = {(number, ranks, size) for number in range(min(ranks, len(others) + 1))}
-    if others != wanted:
-        raise invalid(
-            f"context={held.context} of a source needs one of each rank in [0, {ranks}) with the "
-            f"same layers; there are {shown(sorted(others, key=str))}"
-        )
-    return Interleaved(rank, ranks, size)
+def _check_contexts(sources: Collection[Held]) -> None:
+    """Refuse sources that do not have all ranks of their contexts."""
+    found: dict[LayerRange | None, set[Context | None]] = {}
+    for held in sources:
+        found.setdefault(held.layers, set()).add(held.context)
+    for contexts in found.values():
+        some = next(iter(contexts)) or (0, 1, 1)
+        if contexts not in (
+            {None},
+            {(rank, *some[1:]) for rank in range(min(some[1], len(contexts) + 1))},
+        ):
+            raise invalid(
+                f"the sources of some layers have contexts {shown(sorted(contexts, key=str))}; "
+                "they must be None, or [rank, ranks, size] for each rank in [0, ranks)"
+            )
 
 
 def _overlap(some: LayerRange | None, others: LayerRange | None) -> bool:
