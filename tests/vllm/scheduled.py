@@ -37,7 +37,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvplan.vllm.connector import KvplanHandshake
+from kvplan.vllm.connector import KvplanHandshake, KvplanMetadata
 from kvplan.vllm.step import WorkerAddress
 
 BLOCK, BLOCKS, TOKENS = 16, 16, 40
@@ -66,10 +66,17 @@ class Engine:
         *,
         states: bool = False,
         contexts: int = 1,
+        beside_offloading: bool = False,
     ) -> None:
+        ours = {"kv_connector": "KvplanConnector", "kv_connector_module_path": "kvplan.vllm"}
+        if beside_offloading:
+            extra = {"cpu_bytes_to_use": 1 << 26}
+            other = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+            both = [ours | {"kv_role": role}, other | {"kv_role": "kv_both"}]
+            ours = {"kv_connector": "MultiConnector"}
+            ours["kv_connector_extra_config"] = {"connectors": both}  # type: ignore[assignment]
         transfer = KVTransferConfig(
-            kv_connector="KvplanConnector",
-            kv_connector_module_path="kvplan.vllm",
+            **ours,  # type: ignore[arg-type]
             kv_role=role,
             engine_id=role,
             kv_load_failure_policy=policy,
@@ -113,7 +120,8 @@ class Engine:
         )
         self.connector = self.scheduler.connector
         self.hasher = get_request_block_hasher(BLOCK * contexts, sha256)
-        workers = {(stage, 0): WorkerAddress(7 + stage, f"a:{stage}") for stage in (1, 0)}
+        stages = (0,) if beside_offloading else (1, 0)
+        workers = {(stage, 0): WorkerAddress(7 + stage, f"a:{stage}") for stage in stages}
         if contexts > 1:
             workers = {
                 (0, rank): WorkerAddress(7 + rank, f"a:{rank}", None, (rank, contexts, 1))
@@ -140,7 +148,13 @@ class Engine:
         )
         answers = self.scheduler.update_from_output(planned, output)
         given = [item for of_client in answers.values() for item in of_client.outputs]
-        return planned.kv_connector_metadata.step, scheduled, (given or [None])[0]
+        metadata = planned.kv_connector_metadata
+        (step,) = [
+            of_one.step
+            for of_one in getattr(metadata, "metadata", [metadata])
+            if isinstance(of_one, KvplanMetadata)
+        ]
+        return step, scheduled, (given or [None])[0]
 
     def held(self) -> tuple[bool, float]:
         return self.scheduler.has_requests(), self.scheduler.kv_cache_manager.usage
@@ -232,6 +246,31 @@ def hybrid(folder: Path, **failed: Any) -> dict[str, Any]:
     }
 
 
+def offloaded(folder: Path) -> dict[str, Any]:
+    """A request between engines that also offload blocks, by vLLM's MultiConnector."""
+    prefill = Engine(folder, "kv_producer", beside_offloading=True)
+    prefill.add("p", {"do_remote_decode": True})
+    _, scheduled, answer = prefill.step()
+    held = prefill.held()
+    step, _, _ = prefill.step()
+    decode = Engine(folder, "kv_consumer", beside_offloading=True)
+    decode.add("d", answer.kv_transfer_params)
+    begun, waiting, _ = decode.step()
+    _, target = begun.fetched["d"]
+    decode.step(finished_recving={"d"})
+    _, computed, _ = decode.step()
+    prefill.step(finished_sending={"p"})
+    prefill.step()
+    return {
+        "scheduled": scheduled,
+        "held": held[0] and held[1] > 0,
+        "blocks": [len(step.offers[0].blocks), len(target.blocks)],
+        "waiting": waiting,
+        "computed": computed,
+        "used": prefill.held()[1],  # the other connector waits for its own workers
+    }
+
+
 def shared_out(folder: Path) -> dict[str, Any]:
     """A request whose tokens two ranks share out, from and to such an engine; a block fails."""
     prefill = Engine(folder, "kv_producer", contexts=2)
@@ -267,6 +306,7 @@ def main() -> None:
             "all failed": lambda: fetched(folder, given, "recompute", failed_recving={"d"}),
             "failed for good": lambda: fetched(folder, given, "fail", failed_recving={"d"}),
             "aborted": lambda: aborted(folder, given),
+            "offloaded": lambda: offloaded(folder),
             "shared out": lambda: shared_out(latent),
             "states": lambda: hybrid(folder),
             "states failed": lambda: hybrid(folder, failed_recving={"d"}),

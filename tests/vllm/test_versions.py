@@ -81,3 +81,10 @@ def test_a_block_of_the_scheduler_has_the_tokens_of_all_ranks(found: Any) -> Non
     shared = found["shared out"]
     assert shared["sources"] == [[7, "a:0", None, [0, 2, 1]], [8, "a:1", None, [1, 2, 1]]]
     assert (shared["blocks"], shared["computed"]) == ([2, 2], {"d": 8})
+
+
+def test_beside_offloading_a_request_moves_as_alone(found: Any) -> None:
+    """MultiConnector gives it to the first connector that has its tokens."""
+    moved = found["offloaded"]
+    assert (moved["scheduled"], moved["held"], moved["used"]) == ({"p": 40}, True, 0.0)
+    assert (moved["blocks"], moved["waiting"], moved["computed"]) == ([3, 3], {}, {"d": 1})
