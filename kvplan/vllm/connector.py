@@ -121,7 +121,10 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
                 place=place_of(
                     (rank, ranks),
                     (copy, copies),
-                    (parallel.decode_context_parallel_size, _interleaving(parallel)),
+                    (
+                        parallel.decode_context_parallel_size,
+                        parallel.cp_kv_cache_interleave_size,  # has taken its older name's value
+                    ),
                     num_heads=num_heads,
                     stage=stage,
                     stages=_stages(config.get_total_num_hidden_layers(), stages),
@@ -317,12 +320,6 @@ def _layer_group(group: KVCacheGroupSpec, config: VllmConfig) -> LayerGroup:
         window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
         states=_states(spec, config) if states else None,
     )
-
-
-def _interleaving(parallel: Any) -> int:
-    """Return how many tokens follow each other on a rank; its older name wins, as in vLLM."""
-    older: int = parallel.dcp_kv_cache_interleave_size
-    return older if older > 1 else parallel.cp_kv_cache_interleave_size
 
 
 def _states(spec: MambaSpec, config: VllmConfig) -> StateForm:
