@@ -306,9 +306,7 @@ class Operation:
         link.begin(self)
 
 
-def notify_moved(
-    engine: Engine, link: PeerLink, name: str, tag: str, notify: bytes
-) -> None:
+def notify_moved(engine: Engine, link: PeerLink, name: str, tag: str, notify: bytes) -> None:
     """Send the notification of a transfer that has moved without an operation."""
     try:
         link.notify(notify)

@@ -109,9 +109,9 @@ class _Placed(NamedTuple):
     mine: ref[AddressIndex[CacheEntry]]
     its: ref[AddressIndex[Any]]
     listed: Ranges  # sorted and merged
-    parts: Sequence[tuple[int, int, int]]  # extent here, extent of the peer, first range
+    parts: list[tuple[int, int, int]]  # extent here, extent of the peer, first range
     pairs: Column | None  # the pair of extents of each range; None: all have the same pair
-    count: int  # ranges before they were merged
+    num_given: int  # ranges before they were merged
     ours: ref[TensorMemory]
     theirs: ref[TensorMemory]
     descriptors: Descriptors
@@ -277,13 +277,13 @@ def _plan(
         [_own_place(each) if link is None else _peer_place(each) for each in peer],
         ("", "") if link is None else (f" of {link}", link.side(peer[0].cache).way),
         _bounds(placed.parts, placed.listed.nbytes),
-        placed.count,
+        placed.num_given,
         placed.pairs,
     )
     return RangePlan(placed.listed, len(own), placed.descriptors.total_nbytes, made)
 
 
-def _bounds(parts: Sequence[tuple[int, int, int]], nbytes: Column) -> list[int]:
+def _bounds(parts: list[tuple[int, int, int]], nbytes: Column) -> list[int]:
     """Return the first range of each part, and the number of ranges."""
     return [*[first for _, _, first in parts], len(nbytes)]
 
