@@ -92,10 +92,10 @@ class Requests:
 
     def take(self, number: int) -> Request | None:
         """Return a request that has ended, and forget it; None: it is in flight."""
+        if not self.get(number).has_ended():
+            return None
         with self._mutex:
             request = self.get(number)
-            if not request.has_ended():
-                return None
             del self._requests[number]
         return request
 
