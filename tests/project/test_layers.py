@@ -15,20 +15,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "addressed": 689,
+    "addressed": 705,
     "cli": 3680,
     "control": 3615,
     "debug": 791,
     "device": 1197,
-    "engine": 8185,
-    "execution": 3194,
+    "engine": 8306,
+    "execution": 3193,
     "hixl": 1099,
     "inspection": 2000,
     "kvplan": 1671,
     "links": 4004,
     "llm_datadist": 3814,
     "mooncake": 540,
-    "nixl": 1669,
+    "nixl": 1668,
     "observe": 1451,
     "planning": 5842,
     "recording": 1672,
@@ -37,7 +37,7 @@ MAX_LINES = {
     "system": 467,
     "tensors": 1077,
     "testing": 471,
-    "transport": 7488,
+    "transport": 7505,
     "vllm": 1998,
 }
 """Lines of each room. Only a commit that says why may raise one."""
