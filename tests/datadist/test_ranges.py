@@ -172,6 +172,10 @@ def test_small_ranges_that_are_moved_again(user: LlmDataDist, peer: Peer, machin
         assert array[:17].tolist() == [value] * 16 + [0]
     counted = user.metrics()["operations"]["pull_ranges"]
     assert (counted["statuses"], counted["nbytes"]) == ({"LLM_SUCCESS": 2}, 32)
+    scattered = [here + 8 * i for i in range(100)], [there + 10 * i for i in range(100)]
+    user.run(AddressRanges(1, *scattered, [8] * 100))  # more than one call of the system takes
+    assert array[:801].tolist() == [2] * 800 + [0]
+    array[17:] = 0
     shown: list[PlanEvent] = []
     remove = user.on_plan(shown.append)
     user.run(ranges)  # a hook sees the plan, which is the one that was not made before
