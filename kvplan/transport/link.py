@@ -345,6 +345,14 @@ class PeerMemory:
         return None
 
     @property
+    def reader(self) -> tuple[Peer, bytes, bool] | None:
+        """Arguments of a small read in the calling thread, by `Peer.copy`; None: not possible.
+
+        The peer, the words that it checks, and True for memory at the peer's own addresses.
+        """
+        return None
+
+    @property
     def write_guard(self) -> WriteGuard | None:
         """The announcement of writes to mapped memory; None: it is not mapped, or read-only."""
         return None

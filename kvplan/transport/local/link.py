@@ -107,6 +107,11 @@ class LocalPeerMemory(PeerMemory):
         return (self._link.process, self._words) if self._held else None
 
     @property
+    def reader(self) -> tuple[Peer, bytes, bool] | None:
+        """See `PeerMemory.reader`."""
+        return self._link.process, self._words, not self._held
+
+    @property
     def write_guard(self) -> WriteGuard | None:
         """See `PeerMemory.write_guard`."""
         if self._write_guard is None and self._writer is not None and self._held:
@@ -181,6 +186,10 @@ class LocalDeviceMemory(LocalPeerMemory):
 
     @property
     def guard(self) -> None:
+        """None: a plain copy does not reach the memory."""
+
+    @property
+    def reader(self) -> None:
         """None: a plain copy does not reach the memory."""
 
     @property
