@@ -130,9 +130,9 @@ class RefusalLog(LimitedLog):
 
 
 class ControlLoop:
-    """The thread that runs all conversations of an engine. Other threads call into it.
+    """The thread that runs all channels of an engine. Other threads call into it.
 
-    It belongs to the process that started it. In a forked child every call is refused.
+    It belongs to the process that started it: in a forked child every call but `stop` raises.
     """
 
     def __init__(self, name: str = "kvplan-control", max_workers: int = MAX_WORKERS) -> None:
@@ -273,7 +273,7 @@ class ControlLoop:
             raise system_error(f"{self._name} has no worker", error) from error
 
     def stop(self, disconnect: Callable[[], Awaitable[None]] | None = None) -> None:
-        """End all conversations and the thread. Idempotent; does nothing in a forked child.
+        """End all channels and the thread. Idempotent; does nothing in a forked child.
 
         This waits for `STOPPING_S` at most, because a signal handler may call it while the
         interrupted code holds a lock that the thread needs. The thread then ends later and releases

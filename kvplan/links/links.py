@@ -1,4 +1,4 @@
-"""All links of one engine, in the form that users see."""
+"""All links of one engine: the interface that engines use."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class OfferedCache(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, bytes]:
-        """The metadata by which a peer reaches the cache over `transport`, empty if it cannot."""
+        """The metadata of the cache by transport; empty if that does not reach the cache."""
 
 
 class GrantedClaim(Protocol):
@@ -146,7 +146,7 @@ class OfferedCaches(Protocol):
         """Live leases, by id, whose blocks this engine has moved."""
 
     def survey(self, look: Callable[[Mapping[int, OfferedCache]], _T]) -> _T:
-        """Return the result of `look` for each offered cache, by id. It must keep no cache."""
+        """Return `look(offered caches by id)`. `look` must not keep references to caches."""
 
     def find(self, key: CacheKey) -> tuple[OfferedCache, int]:
         """Return the cache and the batch index that peers reach by `key`.
