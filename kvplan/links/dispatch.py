@@ -37,7 +37,7 @@ from kvplan.types import CacheKey
 
 if TYPE_CHECKING:
     from kvplan.control.endpoint import Endpoint
-    from kvplan.links.local_engine import Publisher
+    from kvplan.links.publisher import Publisher
 
 
 class PeerHandler:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvplan.control.data_streams import DataStreams
     from kvplan.control.loop import ControlLoop
     from kvplan.links.lifecycle import LinkLifecycle
-    from kvplan.links.local_engine import Publisher
+    from kvplan.links.publisher import Publisher
     from kvplan.links.renewals import Renewals
     from kvplan.transport.link import TransportLink
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import Offer, Unlink, Unlinked
-from kvplan.links.local_engine import LocalEngine, Publisher
+from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
+from kvplan.links.publisher import Publisher
 from kvplan.links.renewals import Renewals
 from kvplan.links.values import LOST, LinkState, in_phase
 from kvplan.planning.texts import plural

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Sel
 import numpy as np
 
 from kvplan.status import LLMException, LLMStatusCode, invalid, unsupported
+from kvplan.system.limits import check_process
 from kvplan.transport.ranges import RangeTable, sized_tensors
 
 if TYPE_CHECKING:
@@ -55,15 +56,6 @@ def lease_words(leases: Sequence[BlockLease], transport: str) -> list[LeaseWord]
             raise no_leases(transport)
         words.append(word)
     return words
-
-
-def check_process(pid: int, what: str) -> None:
-    """Raise LLMException (LLM_FAILED) in a forked child of process `pid`, the owner of `what`."""
-    if os.getpid() != pid:
-        raise LLMException(
-            f"the {what} belongs to process {pid}, and this is its forked child {os.getpid()}; "
-            "make another one in the child"
-        )
 
 
 _MAX_OVERLAPPING: Final = 16  # ranges of one transfer that share bytes with others
@@ -202,7 +194,7 @@ class TransportLink(ABC):
         Raises:
             LLMException: LLM_LINK_FAILED: the peer died; LLM_NOT_YET_LINK: the link was closed.
         """
-        check_process(self.pid, "link")
+        check_process(self.pid, "the link")
         if self._why_closed is not None:
             raise self._closed_error()
         self._check_peer()

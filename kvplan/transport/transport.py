@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from kvnative._signals import Mutex
 from kvplan.lease import BlockLease, LeaseWord
 from kvplan.status import LLMException, LLMStatusCode, not_exist
+from kvplan.system.limits import check_process
 from kvplan.system.logs import Log
 from kvplan.transport.host_memory import new_arena
-from kvplan.transport.link import check_process
 from kvplan.transport.protocol import kind_of
 from kvplan.transport.registrations import transport_closed
 
@@ -266,7 +266,7 @@ class Transport(ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise transport_closed()
-        check_process(self._pid, "transport")
+        check_process(self._pid, "the transport")
 
     def __enter__(self) -> Self:
         return self

@@ -13,12 +13,11 @@ from kvnative._signals import Mutex
 from kvnative._writers import Writer
 from kvplan.device.memory import check_device_of_link
 from kvplan.status import LLMException, invalid, link_failed, not_exist, unsupported
-from kvplan.system.limits import reason_of
+from kvplan.system.limits import check_process, reason_of
 from kvplan.transport.link import (
     Located,
     PeerMemory,
     TransportLink,
-    check_process,
     mixed_places,
     no_leases,
 )
@@ -284,7 +283,7 @@ class LocalLink(TransportLink):
 
         `words` are the generation words of `ranges`, in that order.
         """
-        check_process(self.pid, "link")
+        check_process(self.pid, "the link")
         stale = self._find_stale(words)
         if stale >= 0:
             ended = ranges[stale]
