@@ -583,7 +583,7 @@ class TestRegistering:
 
     def test_memory_of_two_allocations(self, side: Side) -> None:
         address = side.allocate("kvplan", 1)
-        with refused("LLM_PARAM_INVALID", "and not of device 0"):
+        with refused("LLM_PARAM_INVALID", "needs memory of device 0"):
             side.register(address, GRANULE + 1)
 
     def test_memory_of_the_host(self, side: Side) -> None:

@@ -96,7 +96,7 @@ class TestDLPack:
         ("bad", "why"),
         [
             (tensor()[:, ::2], "not C-contiguous; contiguous memory is needed"),
-            (tensor().T, r"not C-contiguous; permuted by \(1, 0\) it is, of shape "),
+            (tensor().T, r"not C-contiguous; permuted by \(1, 0\) it is, with shape "),
             (tensor()[:0], "is empty"),
         ],
     )
