@@ -211,7 +211,7 @@ class TestRefused:
         arrays = contents(1)
         with refused(
             "LLM_PARAM_INVALID",
-            "tensor 0 has 1536 bytes at 0x.*is host memory.*not of device 3.*accelerator",
+            "tensor 0 has 1536 bytes at 0x.*is host memory.*needs memory of device 3.*accelerator",
         ):
             datadist.register_cache(DEVICE, [array.ctypes.data for array in arrays])
         with refused(

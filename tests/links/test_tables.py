@@ -391,7 +391,7 @@ class TestMovedLeases:
         known.apply(Table(1, False, (), (), blobs[:3]))
         with refused(
             "LLM_PARAM_INVALID",
-            f"has moved {most + 1} leases of .* at most",
+            f"has moved {most + 1} leases, .*at most",
         ):
             known.apply(Table(2, False, (), (), blobs[3:]))
         for wrong in (b"", b"lease", blobs[0][:-1]):
