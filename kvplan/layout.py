@@ -1,4 +1,4 @@
-"""Meaning of the axes of tensors of a cache, and the part of the model that the cache holds."""
+"""The meaning of the axes of a cache's tensors, and the part of the model that a cache holds."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ OPAQUE = "opaque "
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The axes of one tensor as they lie in memory, outermost first.
+    """The axes of one tensor in the order of memory, outermost first.
 
-    The text has the names with spaces between, as `CacheLayout("block token head dim")`, or is a
-    known name: NHD, HND, or letters of vLLM, such as LBHNC. If L comes first, a tensor holds one
-    layer.
+    The text has names separated by spaces, as `CacheLayout("block token head dim")`, or is a known
+    name: NHD, HND, or letters of vLLM, such as LBHNC. If L comes first, a tensor holds one layer.
 
     Attributes:
         axes: the names, outermost first; given as one text.

@@ -1,4 +1,4 @@
-"""The calls of NIXL and of Mooncake's transfer engine that matter, and what each of them says."""
+"""The observed methods of NIXL and of Mooncake's transfer engine, and their recorded values."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _argument(args: _Arguments, kwargs: _Named, index: int, name: str, default: 
 
 
 def _is_host(given: Any, kind: str | None) -> bool:
-    """Return True if memory to register is known to be of the host."""
+    """Return True if memory to register is certainly host memory."""
     if kind is not None:
         return kind.lower() in ("dram", "cpu")
     if hasattr(given, "getType"):
         return "DRAM" in str(given.getType())
     tensors = [given] if hasattr(given, "data_ptr") else given
-    return all(getattr(getattr(its, "device", None), "type", "") == "cpu" for its in tensors)
+    return all(getattr(getattr(tensor, "device", None), "type", "") == "cpu" for tensor in tensors)
 
 
 def wrap_nixl(module: ModuleType, observer: Observer) -> None:
@@ -116,7 +116,7 @@ def _registered_ranges(args: _Arguments, kwargs: _Named, code: Any) -> _Argument
     if code != 0:
         return np.zeros((0, 2), np.int64), [], False
     entries = np.array([np.atleast_1d(args[1]), np.atleast_1d(args[2])], np.int64).T
-    return entries, [""] * len(entries), False  # it may be of a device
+    return entries, [""] * len(entries), False  # it may be device memory
 
 
 def _unregistered(args: _Arguments, kwargs: _Named, code: Any) -> _Arguments:
@@ -128,5 +128,5 @@ def _moved(
     names: tuple[str, ...], reads: bool, args: _Arguments, kwargs: _Named, code: Any
 ) -> _Arguments:
     peer, *columns = (_argument(args, kwargs, index, name) for index, name in enumerate(names))
-    copies = (its if isinstance(its, int) else list(its) for its in columns)
+    copies = (column if isinstance(column, int) else list(column) for column in columns)
     return reads, peer_number(str(peer)), *copies, code

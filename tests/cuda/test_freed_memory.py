@@ -35,7 +35,7 @@ NUM_DEVICE = 3
 ONE = CacheDesc(1, (8, GRANULE // 8), DataType.DT_UINT8, Placement.DEVICE)
 HOST = CacheDesc(1, (8, GRANULE // 8), DataType.DT_UINT8, Placement.HOST)
 SMALL = CacheDesc(1, (4096, GRANULE // 4096), DataType.DT_UINT8, Placement.DEVICE)
-OTHER = "has been freed, and its addresses are other memory's now: unregister the cache"
+OTHER = "was freed, and other memory has its addresses now: unregister a cache"
 
 
 class Program:

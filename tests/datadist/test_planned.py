@@ -163,7 +163,7 @@ def test_caches_that_are_not_as_planned_are_refused_with_the_difference(
                 mine,
             )
         )
-    with refused(INVALID, "make a push, and the plan is of pull_blocks"):
+    with refused(INVALID, "make a push, but the plan is a pull_blocks"):
         user.run(Planned(plan, mine, KEY))
     with refused(INVALID, "outside the tensor's"):
         beyond_it = Plan([replace(plan.part, segments=beyond(plan))])
