@@ -124,7 +124,7 @@ class Agent:
 
     def make(
         self, _: float, __: float, ___: str, handle: int, op: str, local: int, local_indices: Any,
-        remote: int, remote_indices: Any, rest: Rest,
+        remote: int, remote_indices: Any, message: bytes | str,
     ) -> None:  # fmt: skip
         """Remember a transfer between entries of two lists."""
         ours, theirs = self._lists.get(local), self._lists.get(remote)
@@ -134,9 +134,7 @@ class Agent:
                 ours, theirs = (pair[0], ours[1]), (pair[1], theirs[1])
                 self._lists |= {local: ours, remote: theirs}
             tables = tables_of(ours[0], here, theirs[0], there)
-            self._remember(
-                handle, op == "READ", ours[0], here, theirs, there, _message(rest), tables
-            )
+            self._remember(handle, op == "READ", ours[0], here, theirs, there, message, tables)
 
     def initialize(
         self, _: float, __: float, ___: str, handle: int, op: str, local: Numbers, remote: Numbers,

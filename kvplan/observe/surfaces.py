@@ -48,7 +48,7 @@ def wrap_nixl(module: ModuleType, observer: Observer) -> None:
     wrap(agent, "prep_xfer_dlist", _prepared, Agent.prepare)
     wrap(agent, "initialize_xfer", _initialized, Agent.initialize)
     observer.wrap_made(agent, "make_prepped_xfer", Agent.make)
-    observer.wrap_each(agent, "transfer", Agent.post)
+    observer.wrap_each(agent, "transfer", Agent.post, begins=True)
     observer.wrap_each(agent, "check_xfer_state", Agent.check, "PROC")
     observer.wrap_each(agent, "release_xfer_handle", Agent.release)
     observer.wrap_each(agent, "release_dlist_handle", Agent.forget)
