@@ -1,4 +1,4 @@
-"""Recordings of transfers of other libraries: NIXL, and Mooncake's transfer engine.
+"""Recordings of transfers of other libraries: NIXL, Mooncake's transfer engine and HIXL.
 
 `install` wraps their classes as soon as the program imports them. The program gets the same results
 and the same exceptions. See docs/how-to/observing.md.
@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from kvplan.observe.observer import Observer
-from kvplan.observe.surfaces import wrap_mooncake, wrap_nixl
+from kvplan.observe.surfaces import wrap_hixl, wrap_mooncake, wrap_nixl
 from kvplan.status import invalid
 from kvplan.validation import shown
 
@@ -36,6 +36,7 @@ _MODULES: Final[dict[str, tuple[tuple[str, ...], _Wrap]]] = {
         wrap_nixl,
     ),
     "mooncake": (("mooncake.engine", "kvplan.mooncake.engine"), wrap_mooncake),
+    "hixl": (("hixl", "kvplan.hixl"), wrap_hixl),
 }
 
 
@@ -48,7 +49,7 @@ def install(
     """Observe these libraries, even if they have been imported already.
 
     Args:
-        names: "nixl", "mooncake".
+        names: "nixl", "mooncake", "hixl".
         folder: the folder in which each agent or engine gets a recording; empty: the current one.
         sums: True to record sums of the blocks of each transfer of NIXL, for `kvplan trace --sums`.
 

@@ -142,7 +142,7 @@ class Agent:
 
     def make(
         self, _begin: float, _end: float, _error: str, handle: int, op: str, local: int,
-        local_indices: Any, remote: int, remote_indices: Any, rest: Rest,
+        local_indices: Any, remote: int, remote_indices: Any, message: bytes | str,
     ) -> None:  # fmt: skip
         """Remember a transfer between entries of two lists."""
         ours, theirs = self._lists.get(local), self._lists.get(remote)
@@ -154,9 +154,7 @@ class Agent:
                 ours, theirs = (pair[0], ours[1]), (pair[1], theirs[1])
                 self._lists |= {local: ours, remote: theirs}
             tables = tables_of(ours[0], here, theirs[0], there)
-            self._remember(
-                handle, op == "READ", ours[0], here, theirs, there, _message(rest), tables
-            )
+            self._remember(handle, op == "READ", ours[0], here, theirs, there, message, tables)
 
     def initialize(
         self, _begin: float, _end: float, _error: str, handle: int, op: str, local: Numbers,
@@ -187,22 +185,38 @@ class Agent:
         self, begin: float, end: float, error: str, pulls: bool, peer: int, here: Any, there: Any,
         nbytes: Any, code: int,
     ) -> None:  # fmt: skip
-        """Record a transfer between addresses, from its beginning to its end."""
+        """Record a transfer between addresses that one call begins and ends."""
+        self.begin(begin, end, "", _MOVE, pulls, peer, here, there, nbytes, 0)
+        state = "DONE" if code == 0 and not error else "ERR"
+        self.finish(begin, end, error, [(_MOVE, state, f"ret: {code}")])
+
+    def begin(
+        self, begin: float, end: float, _: str, handle: int, pulls: bool, peer: int, here: Any,
+        there: Any, nbytes: Any, code: int,
+    ) -> None:  # fmt: skip
+        """Note that a transfer between addresses has begun, or was refused with a code."""
         here, there, nbytes = (np.atleast_1d(np.array(i, np.int64)) for i in (here, there, nbytes))
         registered = sorted(self._registered.items(), key=lambda item: item[0])
         bases = np.array([address for (address, _), _ in registered], np.int64)
         sides = [side for _, side in registered]
         ours, theirs = End(lambda: (here, nbytes)), End(lambda: (there, nbytes))
         known = self._outside(ours.spans) is None
-        self._transfers[_MOVE] = Observed(
+        self._transfers[handle] = Observed(
             "pull_ranges" if pulls else "push_ranges", "", begin, -1, Peer(peer), pulls,
             ours, theirs, int(nbytes.sum()),
             partial(plan_of_ranges, pulls, bases, sides, here, there, nbytes) if known else None,
         )  # fmt: skip
-        state = "DONE" if code == 0 and not error else "ERR"
-        text = error or ("" if code == 0 else f"ret: {code}")
-        self.post(begin, end, text, _MOVE, state, ())
-        self.release(begin, end, "", _MOVE, None, ())
+        self.post(begin, end, "", handle, "PROC", ())
+        if code != 0:
+            self.finish(begin, end, "", [(handle, "ERR", f"ret: {code}")])
+
+    def finish(
+        self, begin: float, end: float, error: str, ended: Sequence[tuple[int, str, str]]
+    ) -> None:
+        """Record transfers whose end was seen: the handle of each, DONE or ERR, and why ERR."""
+        for handle, state, text in ended:
+            self.check(begin, end, error or (text if state == "ERR" else ""), handle, state, ())
+            self._transfers.pop(handle, None)
 
     def post(
         self, begin: float, end: float, error: str, handle: int, state: str | None, rest: Rest

@@ -85,16 +85,19 @@ class Observer:
 
         setattr(owner, name, observed)
 
-    def wrap_each(self, owner: type, name: str, note: Note, quiet: str = "") -> None:
-        """Wrap a method that takes a transfer's handle; skip calls that return `quiet`."""
+    def wrap_each(
+        self, owner: type, name: str, note: Note, quiet: str = "", *, begins: bool = False
+    ) -> None:
+        """Wrap a method that takes a transfer's handle, as `by_handle` does."""
         if (original := self._original(owner, name)) is not None and takes(original, "handle"):
-            setattr(owner, name, by_handle(original, self.calls, note, quiet))
+            observed = by_handle(original, self.calls, note, quiet, begins=begins)
+            setattr(owner, name, observed)
 
     def wrap_made(self, owner: type, name: str, note: Note) -> None:
         """Wrap a method that makes a transfer of two lists and indices of them."""
         names = (
             *("operation", "local_xfer_side", "local_indices"),
-            *("remote_xfer_side", "remote_indices"),
+            *("remote_xfer_side", "remote_indices", "notif_msg"),
         )
         if (original := self._original(owner, name)) is not None and takes(original, *names):
             setattr(owner, name, by_indices(original, self.calls, note))

@@ -32,8 +32,8 @@ or - for standard input.
   --as NAME          let `import nixl` (and nixl_cu12, nixl_cu13, nixl_rocm) or
                      `import mooncake.engine` give kvplan's, too: nixl, mooncake
   --several-engines  let a process have several LLMDataDist objects initialized at once
-  --observe WHAT     record the transfers of nixl, mooncake, or both (nixl,mooncake), also in
-                     processes that the program starts; nixl=FOLDER: to files there;
+  --observe WHAT     record the transfers of nixl, mooncake or hixl, or several (nixl,hixl), also
+                     in processes that the program starts; nixl=FOLDER: to files there;
                      nixl,sums: with sums of blocks
   --                 PROGRAM begins here
   -h, --help         print this text

@@ -20,7 +20,7 @@ AS: Final = "KVPLAN_AS"
 OBSERVE: Final = "KVPLAN_OBSERVE"
 """Environment variable: what to observe, such as `nixl`, or `nixl,mooncake=/folder`."""
 
-OBSERVABLE: Final = ("nixl", "mooncake", "sums")
+OBSERVABLE: Final = ("nixl", "mooncake", "hixl", "sums")
 """Names in its value: libraries, and `sums` of the blocks that they move."""
 
 INTERFACES: Final = {
