@@ -66,6 +66,22 @@ def test_only_missing_tokens_move(make_peer: MakePeer, make_worker: MakeWorker) 
     assert consumer.has(12, [7], 0, 8)
 
 
+@pytest.mark.parametrize("push", [False, True])
+@pytest.mark.parametrize("transfer", ["", "cmpl-11"], ids=["handle", "transfer"])
+def test_a_request_of_which_nothing_is_missing_frees_its_producer(
+    make_peer: MakePeer, make_worker: MakeWorker, push: bool, transfer: str
+) -> None:
+    """Its tokens end where its last block does."""
+    peer, consumer = make_peer(push=push), make_worker(push=push)
+    peer.worker.enter(0, 11, [4, 9], 16, transfer)
+    consumer.compute(12, [7, 1], 16)
+    wanted = reference([peer.source], 0, 11, 16, transfer=transfer)
+    assert consumer.fetch(wanted, [7, 1], first=16).error is None
+    assert consumer.has(12, [7, 1], 0, 16)
+    assert peer.worker.freed() == {"request-11"}
+    assert consumer.engine.leases() == []
+
+
 @pytest.mark.parametrize(("theirs", "mine"), [(8, 4), (4, 8), (8, 8)])
 def test_block_sizes_may_differ(
     make_peer: MakePeer, make_worker: MakeWorker, theirs: int, mine: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import cast
 
@@ -371,3 +372,35 @@ def test_a_stopped_producer_holds_up_no_other(make_peer: MakePeer, make_worker: 
         ("held", None)
     ]
     assert consumer.has(11, [8, 2, 29], 0, 21)
+
+
+def kept(item: object, seen: set[int]) -> int:
+    """How many elements the containers of an exchange and of its parts have."""
+    if id(item) in seen:
+        return 0
+    seen.add(id(item))
+    if isinstance(item, dict | list | set | deque | tuple):
+        values = [*item.values()] if isinstance(item, dict) else [*item]
+        return len(values) + sum(kept(value, seen) for value in values)
+    if not type(item).__module__.startswith("kvplan.serving"):
+        return 0
+    return sum(kept(value, seen) for value in getattr(item, "__dict__", {}).values())
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_a_consumer_keeps_nothing_of_requests_that_have_ended(
+    make_worker: MakeWorker, push: bool
+) -> None:
+    """Whether they were fetched, refused, or dropped."""
+    consumer, producer = make_worker(2, push=push), make_worker(1, push=push)
+    exchange, first = consumer.exchange, 0
+    for number in range(4):
+        producer.finish(number, 11, [4, 9, 2], 21)
+        good = reference([producer.source], number, 11, 21)
+        assert consumer.fetch(good, [7, 1, 30]).error is None
+        bad = reference([producer.source], number, 12, 21)
+        assert consumer.fetch(bad, [7, 1, 30]).error is not None
+        exchange.expect("other", bad)
+        exchange.drop("other", bad)
+        first = first or kept(exchange, set())
+    until(lambda: kept(exchange, set()) <= first)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+from contextlib import nullcontext
 
 import pytest
 
+from kvplan import ClusterInfo
 from kvplan.serving import Handle, Reference, Source, Target
 from tests.serving.peer import Peer
 from tests.serving.test_exchange import MakePeer, MakeWorker, failed
@@ -156,6 +158,26 @@ def test_a_producer_that_was_replaced_is_linked_anew(
     assert consumer.has(12, [8, 3, 6], 0, 21)
     stale = reference([new.source], 1, 12, 21, instance=b"no such one")
     assert failed(consumer.fetch(stale, MINE), f"at {new.source.address} is another process")
+
+
+def test_a_linked_producer_is_used_whatever_address_a_reference_has(
+    make_peer: MakePeer, make_worker: MakeWorker
+) -> None:
+    """Nothing can be linked at that address; the process is the one that the reference names."""
+    peer, consumer = make_peer(), make_worker()
+    peer.worker.finish(0, 11, [4, 9, 2], 21)
+    cluster_id, address = peer.source.cluster_id, peer.source.address
+    consumer.engine.link_clusters([ClusterInfo(cluster_id, address)]).raise_for_status()
+    elsewhere = Source(cluster_id, "127.0.0.1:1", peer.source.layers)
+    assert consumer.fetch(reference([elsewhere], 0, 11, 21), MINE).error is None
+    assert consumer.has(11, MINE, 0, 21)
+    assert [link.address for link in consumer.engine.links()] == [address]
+
+
+@pytest.mark.parametrize(("nbytes", "fits"), [(0, False), (1, True), (32, True), (33, False)])
+def test_an_instance_has_up_to_32_bytes(make_worker: MakeWorker, nbytes: int, fits: bool) -> None:
+    with nullcontext() if fits else refused("LLM_PARAM_INVALID", "must have 1 to 32 bytes"):
+        make_worker(instance=bytes(nbytes))
 
 
 def test_a_producer_that_was_replaced_is_named_while_the_old_one_is_in_use(

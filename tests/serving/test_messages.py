@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from kvplan.serving.messages import (
     Hello,
     Refusal,
     Renew,
+    check_transfer,
     decode,
     encode,
     grants,
@@ -124,6 +126,12 @@ def test_of_a_request_that_has_not_finished_its_name_is_enough() -> None:
 def test_what_is_no_reference_is_refused(change: dict[str, Any], match: str) -> None:
     with refused("LLM_PARAM_INVALID", match):
         Reference.from_dict(REFERENCE.to_dict() | change)
+
+
+@pytest.mark.parametrize(("transfer", "fits"), [("", True), ("x" * 128, True), ("x" * 129, False)])
+def test_the_name_of_a_transfer_has_up_to_128_characters(transfer: str, fits: bool) -> None:
+    with nullcontext() if fits else refused("LLM_PARAM_INVALID", "at most 128 printable"):
+        assert check_transfer(transfer) == transfer
 
 
 def test_a_digest_is_of_the_tokens_and_of_what_else_counts() -> None:
