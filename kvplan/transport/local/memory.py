@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvplan.device.sharing import Mapped, Sharing
 
 POPULATE: Final = ("background", "now", "off")
-"""When to map pages of a peer's arena: existing pages by a thread, all at once, or at first use."""
+"""The time to map pages of a peer's arena: by a thread before use, all at once, or at first use."""
 
 # A link to this process finds the arena here instead of mapping it again.
 _OFFERED: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
