@@ -299,7 +299,7 @@ class PeerCaches(LinkLifecycle, ABC):
 
     @property
     def way(self) -> str:
-        """The way in which bytes move over the link, for display; empty until transports connect."""
+        """The way that bytes take over the link, for display; empty until transports connect."""
         return "; ".join(link.way for link in self.transport_links.values())
 
     @property
