@@ -6,14 +6,15 @@ No transfer fails. What is wrong:
   swapped  a router exchanges two blocks of the table
   layer    the decode engine reads each layer from the one after it
 
-`python -m examples.vllm.wrong_answers FOLDER` leaves the recordings of each in a folder of its own,
-for docs/how-to/why-is-it-wrong.md.
+`python -m examples.vllm.wrong_answers FOLDER` leaves the recordings of both engines in a folder;
+docs/how-to/why-is-it-wrong.md reads them.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import re
 import shutil
 import subprocess
 import sys
@@ -30,11 +31,11 @@ from examples.vllm.report import FOLDER, ROOT, TOKENS, Answer, Report, free_port
 BLOCKS = 120  # of each engine
 MISTAKE = "EXAMPLES_VLLM_MISTAKE"  # as in observed_nixl, which imports vLLM
 FOUND = {
-    "stale": (["--sums"], "which are no bytes of this"),
-    "swapped": (["--sums"], "which are the bytes of layer 0"),
-    "layer": (["--sums"], "which are the bytes of layer 1"),
+    "stale": "which are no bytes of this request",
+    "swapped": "which are the bytes of layer 0, run 3",
+    "layer": "which are the bytes of layer 1, run 0",
 }
-"""The options of `kvplan trace` that find each, and words of what is printed."""
+"""What `kvplan trace --sums` says of the first block of each that differs."""
 
 
 def config(role: str) -> dict[str, Any]:
@@ -79,28 +80,25 @@ class Pair:
         self.decode.forget()
         return self.decode.generate([prompt], TOKENS, [dict(params)])[0]
 
-    def stale(self, prompt: list[int]) -> Answer:
+    def stale(self, prompt: list[int], params: dict[str, Any]) -> Answer:
         """Send parameters twice, with other requests in between."""
-        params = self.finished(prompt)
         self.answer(prompt, copy.deepcopy(params))
         self.prefill.forget()
         others = [[1000 + number, *range(8)] for number in range(2 * BLOCKS)]
         self.prefill.generate(others, 1)  # a block for each
         return self.answer(prompt, params)
 
-    def swapped(self, prompt: list[int]) -> Answer:
+    def swapped(self, prompt: list[int], params: dict[str, Any]) -> Answer:
         """Exchange the first and the last block, which is not full.
 
         Two full blocks would change no answer: keys have their positions in them.
         """
-        params = self.finished(prompt)
         table = params["remote_block_ids"][0]
         table[0], table[-1] = table[-1], table[0]
         return self.answer(prompt, params)
 
-    def layer(self, prompt: list[int]) -> Answer:
+    def layer(self, prompt: list[int], params: dict[str, Any]) -> Answer:
         """Have the decode engine read other layers."""
-        params = self.finished(prompt)
         self.mistake.touch()
         try:
             return self.answer(prompt, params)
@@ -108,38 +106,41 @@ class Pair:
             self.mistake.unlink()
 
 
-def trace(folder: Path, options: list[str]) -> tuple[int, str]:
-    """Return the exit code of `kvplan trace` and what it prints."""
+def sums(folder: Path) -> dict[str, str]:
+    """Return what `kvplan trace --sums` prints of the last transfer of each request."""
     done = subprocess.run(
-        [sys.executable, "-m", "kvplan", "trace", str(folder), *options],
+        [sys.executable, "-m", "kvplan", "trace", str(folder), "--sums"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
+    texts = re.split(r"^(?=\S+: transfer #)", done.stdout, flags=re.MULTILINE)[1:]
+    return {text.partition(":")[0]: " ".join(text.split()) for text in texts}
 
 
 def run(report: Report, left: Path | None = None) -> None:
-    """Make each mistake with two fresh engines, and have it found."""
-    prompt, other = prompts()[7:9]
-    for kind, (options, words) in FOUND.items():
-        with tempfile.TemporaryDirectory() as made:
-            folder = Path(made)
-            with ExitStack() as held:
-                pair = Pair(held, folder)
-                alone = [its.tokens for its in pair.prefill.generate([prompt, other], TOKENS)]
-                pair.prefill.forget()
-                right = pair.answer(other, pair.finished(other))
-                wrong = getattr(pair, kind)(prompt)
-            code, text = trace(folder / "seen", options)
+    """Make each mistake, and have it found; `left`: the folder where the recordings are left."""
+    text, *others = (prompts()[index] for index in (6, 8, 7, 9))  # 7: its last block is not full
+    with tempfile.TemporaryDirectory() as made, ExitStack() as held:
+        pair = Pair(held, Path(made))
+        alone = [answer.tokens for answer in pair.prefill.generate([text, *others], TOKENS)]
+        pair.prefill.forget()
+        params = pair.finished(text)
+        found = {params["remote_request_id"]: ("right", pair.answer(text, params))}
+        for kind, other in zip(FOUND, others, strict=True):
+            params = pair.finished(other)
+            found[params["remote_request_id"]] = kind, getattr(pair, kind)(other, params)
+        held.pop_all().close()  # so that the recordings are whole
+        said = sums(Path(made) / "seen")
+        for right, (request, (kind, answer)) in zip(alone, found.items(), strict=True):
             problems = []
-            if right.tokens != alone[1]:
-                problems.append("the answer to the other prompt is wrong, too")
-            if wrong.tokens == alone[0]:
-                problems.append("the answer is right")
-            if code != 1 or words not in " ".join(text.split()):
-                problems += [f"exit code {code}", *text.splitlines()[:20]]
-            report.check(f"{kind}: the answer is wrong, and kvplan trace says why", problems)
-            if left is not None:
-                shutil.copytree(folder / "seen", left / kind)
+            if (answer.tokens == right) != (kind == "right"):
+                problems.append(f"{answer.tokens} were answered; one engine alone answers {right}")
+            if FOUND.get(kind, "sums equal") not in said.get(request, ""):
+                problems.append(f"kvplan trace says {said}")
+            report.check(
+                f"{kind}: kvplan trace --sums says why the answer of {request} is so", problems
+            )
+        if left is not None:
+            shutil.copytree(Path(made) / "seen", left)
 
 
 def main() -> int:
