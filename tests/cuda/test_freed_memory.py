@@ -229,7 +229,7 @@ def test_plain_addresses_that_are_freed(engine: LlmDataDist, program: Program) -
     memory = kvplan.device.memory.DeviceMemory.from_addresses(device, ONE, [address])
     memory.check()
     program.free(address)
-    with refused("LLM_PARAM_INVALID", "not of device 3"):
+    with refused("LLM_PARAM_INVALID", "needs memory of device 3"):
         memory.check()
 
 

@@ -588,7 +588,7 @@ class TestRegistering:
 
     def test_memory_of_the_host(self, side: Side) -> None:
         assert side.transport.reaches == {"host", "device"}
-        with refused("LLM_PARAM_INVALID", "not of device 0"):
+        with refused("LLM_PARAM_INVALID", "needs memory of device 0"):
             side.register(np.zeros(1, np.uint8).ctypes.data, 1)
 
     def test_a_transport_without_device(self, other: Other) -> None:
