@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 
 from kvplan.addressed.connections import MAX_BODY_NBYTES, Connections, Message
+from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.system.logs import Log
 
@@ -66,12 +67,14 @@ def test_of_one_peer_the_oldest_pieces_give_way(inbox: Inbox, connections: Conne
     ]
 
 
+@pytest.mark.parametrize("name", [b"", b"a name of 19 bytes"], ids=["unnamed", "named"])
 @pytest.mark.parametrize("more", [-1, 0, 1])
 def test_a_message_is_cut_where_it_no_longer_fits(
-    inbox: Inbox, connections: Connections, more: int
+    inbox: Inbox, connections: Connections, more: int, name: bytes
 ) -> None:
-    room = len(connections.frames(b"", body(b"x"))[0]) - len(connections.frames(b"", b"")[0])
-    frames = connections.frames(b"", body(b"y", room + more))
+    room = MAX_NOTIFICATION_NBYTES - len(connections.frames(name, b"")[0])
+    frames = connections.frames(name, body(b"y", room + more))
     assert len(frames) == 1 + (more > 0)
+    assert max(map(len, frames)) <= MAX_NOTIFICATION_NBYTES
     inbox.arrived = [(1, frame) for frame in frames]
-    assert connections.take_messages() == [Message(1, b"", body(b"y", room + more))]
+    assert connections.take_messages() == [Message(1, name, body(b"y", room + more))]

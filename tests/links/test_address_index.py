@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvplan.links.address_index import AddressIndex, Extent
@@ -19,6 +19,8 @@ def column(*numbers: int) -> np.ndarray:
 
 
 @given(extents=extents, ranges=ranges)
+@example(extents=[(1, 10), (3, 20)], ranges=[(1, 20)])  # the second reaches farther
+@example(extents=[(1, 20), (3, 10)], ranges=[(1, 20)])  # it lies inside of the first
 def test_ranges_are_cut_where_they_pass_from_one_to_the_next(
     extents: list[tuple[int, int]], ranges: list[tuple[int, int]]
 ) -> None:

@@ -157,6 +157,17 @@ def test_a_member_that_never_comes(make_end: MakeEnd, comm_dir: str) -> None:
     _refuse_not_linked(end, comm_id)
 
 
+def test_each_member_that_never_comes_has_the_reason(make_end: MakeEnd, comm_dir: str) -> None:
+    end = make_end(1, listen="", comm_dir=comm_dir, link_total_time=1)
+    comm_id = end.links.comm_link("alone", {1: 0, 2: 1, 3: 2, 4: 3})
+    assert settle(end, comm_id) is FAILED
+    for missing in (2, 3, 4):
+        why = f"cluster {missing} is not linked; the last try failed: communicator 'alone'"
+        with pytest.raises(LLMException, match=why):
+            end.links.get(missing)
+    end.links.comm_unlink(comm_id)
+
+
 def test_an_orderly_end_does_not_count_as_a_failure(make_end: MakeEnd, comm_dir: str) -> None:
     """A caller that polls now and then would take it for a link that was never made."""
     one, two = (make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2))

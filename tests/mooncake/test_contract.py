@@ -11,8 +11,9 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from kvplan.mooncake.engine import TransferEngine
+from kvplan.mooncake.engine import TransferEngine, TransferNotify, Write
 from tests.support import peer
+from tests.support.refusals import refused
 
 MIB = 1 << 20
 
@@ -78,6 +79,68 @@ def test_a_batch_that_is_refused_registers_nothing(wrong: int) -> None:
     assert engine.get_first_buffer_address(engine._own) == 0
     assert engine.register_memory(memory.ctypes.data, 4096) == 0
     engine.close()
+
+
+@pytest.fixture
+def alone() -> Iterator[TransferEngine]:
+    engine = TransferEngine()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    yield engine
+    engine.close()
+
+
+def test_all_of_a_batch_are_withdrawn(alone: TransferEngine) -> None:
+    memory = np.zeros(4096, np.uint8)
+    addresses = [memory.ctypes.data + 1024 * i for i in range(3)]
+    assert alone.batch_register_memory(addresses, [1024] * 3) == 0
+    assert alone.batch_unregister_memory(addresses) == 0
+    assert alone.register_memory(memory.ctypes.data, 4096) == 0
+
+
+def test_bytes_are_read_and_written_in_each_registration_and_not_beside_it(
+    alone: TransferEngine,
+) -> None:
+    memory = np.zeros(4096, np.uint8)
+    first = memory.ctypes.data + 1024
+    for address in (first, first + 1024 + 8):  # with a gap of 8 bytes
+        assert alone.register_memory(address, 1024) == 0
+        for at in (address, address + 1024 - 4):
+            assert alone.write_bytes_to_buffer(at, b"text", 4) == 0
+            assert alone.read_bytes_from_buffer(at, 4) == b"text"
+        memory[:] = 0
+        for at in (address - 1, address + 1024 - 3, address + 1024):
+            assert alone.write_bytes_to_buffer(at, b"text", 4) < 0
+            with refused("LLM_PARAM_INVALID", "is not registered"):
+                alone.read_bytes_from_buffer(at, 4)
+        assert not memory.any()
+
+
+@pytest.mark.parametrize("short", [0, 1, 2])
+def test_lists_of_a_batch_are_as_long_as_each_other(alone: TransferEngine, short: int) -> None:
+    memory = np.zeros(4096, np.uint8)
+    address = memory.ctypes.data
+    assert alone.register_memory(address, 4096) == 0
+    lists = [[address, address + 64], [address + 1024, address + 2048], [8, 8]]
+    assert alone.batch_transfer_sync_read(alone._own, *lists) == 0
+    lists[short].pop()
+    assert alone.batch_transfer_sync_read(alone._own, *lists) < 0
+
+
+def test_a_notification_of_several_pieces_comes_with_its_batch(make: Callable[[int], Here]) -> None:
+    here = make()
+    text = "long " * 100_000  # more than one notification of the engine has room for
+    lists = [here.address], [here.peer.address], [64]
+    notify = TransferNotify("name", text)
+    assert here.engine.batch_transfer_sync(here.peer.name, *lists, Write, notify) == 0
+    found = here.peer.run(
+        """
+        found = []
+        while not found:
+            found = engine.get_notifies()
+        result = [(its.name, its.msg) for its in found], int(memory[:64].min())
+        """
+    )
+    assert found == ([("name", text)], 0xAB)
 
 
 def pattern(first: int, nbytes: int) -> bytes:

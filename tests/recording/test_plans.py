@@ -100,6 +100,17 @@ def test_plans_of_the_same_caches_that_differ_in_their_layers(one, other):
     assert_comes_back(*map(Plan.made, parts))
 
 
+def test_each_side_is_named_as_the_operation_named_it():
+    desc = CacheDesc(2, (16, 16), DataType.DT_FLOAT)
+    part = kvplan.plan(Transfer(Rows(desc, [1, 2]), Rows(desc, [5, 7])), local="dst").part
+    tables = (np.array(row, "<i8").tobytes() for row in ([1, 2], [5, 7]))
+    template = TemplateRow(7, template_of(part), ("by key", "by index"), (3, 8))
+    found = plan_of({7: template}, [PartRow("", 7, *tables, None)])
+    assert found is not None
+    sides = found.parts[0].src, found.parts[0].dst
+    assert [(side.way, side.cache_id) for side in sides] == [("by key", 3), ("by index", 8)]
+
+
 def test_a_template_of_an_older_plan_is_read():
     """As schema 2 wrote it: without a name and a source, which the label of the row says."""
     desc = CacheDesc(2, (16, 16), DataType.DT_FLOAT)

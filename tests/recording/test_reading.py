@@ -132,6 +132,20 @@ def test_a_trace_keeps_the_rules_of_its_format(recording):
     assert {item["args"]["number"] for item in failed} == {7, 17, 27}  # by their tracks
 
 
+def test_a_trace_has_each_event_in_its_order(tmp_path):
+    """A lease that comes first, and an event that only names it."""
+    with recorder(tmp_path / "a.kvrec") as writer:
+        for name in ("lease", "move", "release"):
+            writer.event(name, 0, 0.0, "", {"lease": 4, "tag": "mine"})
+    recording = read(tmp_path / "a.kvrec")
+    events = trace_of([(recording, recording.rows)])["traceEvents"]
+    assert [(item["ph"], item["name"]) for item in events if item["ph"] != "M"] == [
+        ("b", "lease 4 of mine"),
+        ("i", "move"),
+        ("e", "lease 4 of mine"),
+    ]
+
+
 def assert_is_a_trace(events: list[dict]) -> None:
     """What the Trace Event Format asks for of these phases."""
     names, spans = {}, defaultdict(list)

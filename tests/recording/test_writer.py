@@ -35,6 +35,7 @@ from kvplan import (
 )
 from kvplan.cli import main
 from kvplan.recording import Dropped, read, who_wrote
+from kvplan.recording.files import RotatingFile
 from kvplan.recording.format import LENGTH, MAGIC, framed, row_in
 from tests.recording.operations import record, recorder
 from tests.support.held import Held
@@ -171,6 +172,31 @@ def test_each_file_that_rotates_is_readable_by_itself(tmp_path):
     whole = read(path)
     assert [int(row.tag) for row in whole.transfers] == found
     assert [row.number for row in whole.rows] == [*range(len(whole))]
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "one by one"])
+def test_a_file_is_as_large_as_it_may_be_and_no_larger(tmp_path, more, at_once):
+    path = tmp_path / "a.kvrec"
+    file = RotatingFile(path, lambda number: [b"head"], max_bytes=SMALLEST, files=4)
+    sizes = [1000] * 5
+    sizes.append(SMALLEST - path.stat().st_size - sum(sizes) - 6 * LENGTH.size + more)
+    rows = [bytes(size) for size in sizes]
+    for batch in [rows] if at_once else [[row] for row in rows]:
+        file.write(batch, compress=False)
+    file.close()
+    found = [Path(f"{path}{end}") for end in ([""] if more < 1 else [".1", ""])]
+    assert sorted(tmp_path.iterdir()) == sorted(found)
+    assert max(item.stat().st_size for item in found) <= SMALLEST
+
+
+def test_a_row_larger_than_a_file_has_one_of_its_own(tmp_path):
+    path = tmp_path / "a.kvrec"
+    file = RotatingFile(path, lambda number: [b"head"], max_bytes=SMALLEST, files=4)
+    for size in (SMALLEST + 1, 100):
+        file.write([bytes(size)], compress=False)
+    file.close()
+    assert sorted(tmp_path.iterdir()) == [path, Path(f"{path}.1")]
 
 
 def test_the_first_file_of_those_that_are_there_begins(tmp_path):
