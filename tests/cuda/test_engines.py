@@ -117,6 +117,7 @@ class TestOneHost:
             "LLM_FEATURE_NOT_ENABLED", "in device memory, which transport local does not reach"
         ):
             user.pull_blocks(BlocksCacheKey(1, 2), cache, [0], [0])
+        user.deallocate_cache(cache)  # the peer maps it as soon as it hears of it
         peer.run("""
             datadist.unregister_cache(cache.cache_id)
             side.free_expandable(address)
