@@ -21,9 +21,10 @@ from tests.support.places import LISTEN
 
 DESC = CacheDesc(2, (8, 64), DataType.DT_INT32)
 KEY = BlocksCacheKey(2, 5)
-STEPS = (
-    "initialize allocate register link pull push lease read record again unregister unlink".split()
-)
+STEPS = [
+    "initialize", "allocate", "register", "link", "pull", "push", "lease", "read", "record",
+    "again", "unregister", "unlink",
+]  # fmt: skip
 NONE, HELD = "nothing", "/dev/null"
 
 
@@ -66,8 +67,8 @@ class Zero:
 
     @staticmethod
     def of() -> str:
-        path = "/proc/self/fd/0"
-        return os.readlink(path) if os.path.lexists(path) else NONE
+        path = Path("/proc/self/fd/0")
+        return str(path.readlink()) if path.is_symlink() else NONE
 
     def __enter__(self) -> Zero:
         os.close(0)
