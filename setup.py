@@ -140,6 +140,7 @@ class BuildNative(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
+        self.parallel = self.parallel or True  # one module for each core at once
         if not self.inplace:
             self.extensions = [
                 extension for extension in self.extensions if extension.name.startswith("kvnative.")

@@ -1,6 +1,7 @@
 from libc.stdint cimport int64_t, uint64_t
 
 from kvnative._host cimport kvn_generations, kvn_failure, kvn_word
+from kvnative._lower_c cimport kvn_columns
 from kvnative._native cimport kvn_backend, kvn_pool
 
 
@@ -31,6 +32,7 @@ cdef extern from "process/peer.h" nogil:
 
 cdef extern from "process/process.h" nogil:
     kvn_backend *kvn_process_create(kvn_pool *pool, int pid, int direction)
+    bint kvn_process_read_now(int pid, const kvn_columns *batch)
 
 
 cdef class Peer:

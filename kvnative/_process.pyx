@@ -94,23 +94,36 @@ cdef class Peer:
 
     @cython.critical_section
     def copy(self, Descriptors descriptors not None, bytes words not None,
-             Revocable here not None):
+             Revocable here not None, bint by_address=False):
         """Copy in this thread with the GIL held, and check the peer before and after.
 
-        All addresses belong to this process: sources are memory of the peer that is mapped here,
-        destinations are `here`. Return "done"; "refused" if the first check fails or `here` was
-        revoked, and nothing was copied; or "lost" if the second check fails.
+        Sources are memory of the peer, destinations are `here`.
+
+        Args:
+            words: registrations of the peer.
+            by_address: sources have addresses of the peer, from where the system copies at most 64
+                descriptors; otherwise they are mapped in this process.
+
+        Returns:
+            "done"; "refused" if the first check fails, `here` was revoked or the system does not
+            copy every byte; or "lost" if the second check fails.
         """
         cdef kvn_columns columns
         cdef size_t i
+        cdef bint moved = True
         self.check_open()
         if here.revocation() is not None or not self.is_good(words):
             return "refused"
         columns = descriptors.hold_columns()
-        for i in range(columns.count):
-            memcpy(<void *><uintptr_t>columns.dst[i], <const void *><uintptr_t>columns.src[i],
-                   columns.nbytes[i])
+        if by_address:
+            moved = kvn_process_read_now(self.peer.pid, &columns)
+        else:
+            for i in range(columns.count):
+                memcpy(<void *><uintptr_t>columns.dst[i], <const void *><uintptr_t>columns.src[i],
+                       columns.nbytes[i])
         descriptors.release()
+        if not moved:
+            return "refused"
         return "done" if self.is_good(words) else "lost"
 
     cdef bint is_good(self, bytes words) except -1:

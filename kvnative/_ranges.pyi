@@ -9,7 +9,6 @@ __all__ = [
     "Pieces",
     "TransferOpDesc",
     "address_columns",
-    "arrange",
     "choose",
     "first_bad",
     "first_overlap",
@@ -47,9 +46,6 @@ class Pieces:
     def num_extents(self) -> int: ...
 
 def address_columns(op_descs: Sequence[TransferOpDesc]) -> tuple[_Column, _Column, _Column]: ...
-def arrange(
-    src: _Column, dst: _Column, nbytes: _Column, groups: _Column | None = None
-) -> tuple[_Column, _Column, _Column, _Column | None]: ...
 def first_overlap(starts: _Column, nbytes: _Column) -> tuple[int, int] | None: ...
 def locate(
     firsts: _Column, lasts: _Column, starts: _Column, nbytes: _Column

@@ -12,8 +12,11 @@ import operator
 
 import numpy
 
-__all__ = ["Pieces", "TransferOpDesc", "address_columns", "arrange", "choose", "first_bad",
-           "first_overlap", "locate", "place"]
+__all__ = ["Pieces", "TransferOpDesc", "address_columns", "choose", "first_bad", "first_overlap",
+           "locate", "place"]
+
+cdef extern from "stdbool.h":
+    ctypedef bint c_bool "bool"
 
 cdef extern from "core/ranges.h" nogil:
     const size_t KVN_NO_OVERLAP
@@ -37,7 +40,7 @@ cdef extern from "core/ranges.h" nogil:
         size_t count
     bint kvn_ranges_pair(const kvn_pieces *own, const kvn_pieces *peer, uint64_t num_peer_extents,
                          const uint64_t *local, const uint64_t *remote, const uint64_t *nbytes,
-                         size_t count, uint64_t *pairs, bint *alike)
+                         size_t count, uint64_t *pairs, c_bool *alike)
     size_t kvn_ranges_first_bad(const uint64_t *local, const uint64_t *remote,
                                 const uint64_t *nbytes, size_t count)
     size_t kvn_rows_choose(const uint64_t *local, size_t num_local, const uint64_t *local_at,
@@ -149,50 +152,6 @@ cdef uint64_t *scratch_for(size_t count) except NULL:
     return scratch
 
 
-cdef tuple NAMES_OF_ONE = ("src", "dst", "nbytes", "out", "out", "out")
-cdef tuple NAMES_OF_GROUPS = ("src", "dst", "nbytes", "groups", "out", "out", "out", "out")
-
-
-def arrange(src, dst, nbytes, groups=None):
-    """Sort copies by group and source address, and merge those that are adjacent on both sides.
-
-    Args:
-        src, dst, nbytes: contiguous uint64 columns of the same length: addresses and sizes.
-        groups: contiguous uint64 column; copies of different groups are not merged.
-
-    Returns:
-        New columns: src, dst, nbytes, and groups or None.
-    """
-    cdef Py_buffer columns[8]
-    cdef kvn_ranges from_, to
-    cdef int given = 3 if groups is None else 4
-    cdef size_t count = len(src), left
-    cdef uint64_t *scratch
-    made = [numpy.empty(count, numpy.uint64) for _ in range(given)]
-    if groups is None:
-        acquire_columns(columns, (src, dst, nbytes, *made), NAMES_OF_ONE)
-    else:
-        acquire_columns(columns, (src, dst, nbytes, groups, *made), NAMES_OF_GROUPS)
-    try:
-        scratch = scratch_for(count)
-        from_.src = <uint64_t *>columns[0].buf
-        from_.dst = <uint64_t *>columns[1].buf
-        from_.nbytes = <uint64_t *>columns[2].buf
-        from_.groups = NULL if given == 3 else <uint64_t *>columns[3].buf
-        to.src = <uint64_t *>columns[given].buf
-        to.dst = <uint64_t *>columns[given + 1].buf
-        to.nbytes = <uint64_t *>columns[given + 2].buf
-        to.groups = NULL if given == 3 else <uint64_t *>columns[given + 3].buf
-        with nogil:
-            left = kvn_ranges_arrange(&from_, count, &to, scratch)
-        free(scratch)
-    finally:
-        release_columns(columns, 2 * given)
-    if left < count:
-        made = [it[:left] for it in made]
-    return (*made, None) if given == 3 else tuple(made)
-
-
 def first_overlap(starts, nbytes):
     """Return the indices of two ranges that share a byte, or None.
 
@@ -301,7 +260,8 @@ def place(Pieces own not None, Pieces peer not None, local, remote, nbytes, bint
     cdef uint64_t *scratch = NULL
     cdef uint64_t *pairs
     cdef uint64_t *groups
-    cdef bint found, alike = True
+    cdef bint found
+    cdef c_bool alike = True
     cdef list parts = []
     if count == 0:
         raise ValueError("nbytes: expected at least 1 range")

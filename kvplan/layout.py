@@ -1,4 +1,4 @@
-"""Meaning of the axes of tensors of a cache, and the part of the model that the cache holds."""
+"""The meaning of the axes of a cache's tensors, and the part of the model that a cache holds."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ OPAQUE = "opaque "
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The axes of one tensor as they lie in memory, outermost first.
+    """The axes of one tensor in the order of memory, outermost first.
 
-    The text has the names with spaces between, as `CacheLayout("block token head dim")`, or is a
-    known name: NHD, HND, or letters of vLLM, such as LBHNC. If L comes first, a tensor holds one
-    layer.
+    The text has names separated by spaces, as `CacheLayout("block token head dim")`, or is a known
+    name: NHD, HND, or letters of vLLM, such as LBHNC. If L comes first, a tensor holds one layer.
 
     Attributes:
         axes: the names, outermost first; given as one text.
@@ -142,8 +141,9 @@ class Interleaved:
     """The tokens of one rank of context parallelism: every `ranks`-th run of `size` tokens.
 
     Token `t` of a request belongs to rank `t // size % ranks`, as vLLM and vllm-ascend define it
-    by `cp_kv_cache_interleave_size`. With prefill and decode context parallelism together,
-    `ranks` is the product of both sizes, and `rank` is `pcp_rank * dcp_size + dcp_rank`.
+    by `cp_kv_cache_interleave_size`. Where prefill and decode context parallelism both share
+    out tokens, `ranks` is the product of both sizes, and `rank` is
+    `pcp_rank * dcp_size + dcp_rank`.
 
     Args:
         rank: the rank that has the tokens.

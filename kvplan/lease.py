@@ -1,4 +1,4 @@
-"""Leases of the blocks of a request: values that go to peers by any channel."""
+"""Leases of the blocks of a request: values that owners send to peers over any channel."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class LeaseWord(NamedTuple):
 
 
 class _Packed:
-    """Blocks and words of a lease, packed, as an owner may have 100,000 leases."""
+    """Blocks and words of a lease, packed, since an owner may have 100,000 leases."""
 
     __slots__ = ("_blocks", "_packed", "_places")
     _packed: bytes  # words: slot and generation, 8 bytes each; then blocks
@@ -263,7 +263,7 @@ class BlockLease(_Packed):
             LLMException: LLM_PARAM_INVALID: the lease is of blocks.
         """
         if self.paged:
-            raise invalid(f"{argument}={self} is of blocks; a lease of a slot is needed")
+            raise invalid(f"{argument}={self} has blocks; a lease of a slot is needed")
         return self.blocks[0]
 
     def named(self, argument: str, blocks: Blocks | None) -> Blocks:

@@ -148,7 +148,7 @@ class CacheDesc:
         num_tensors: number of tensors; two for each layer if keys and values are apart.
         shape: shape of each tensor.
         data_type: type of its elements.
-        placement: memory of the device, or of the host.
+        placement: the place of the tensors: DEVICE or HOST.
         batch_dim_index: the dimension that counts slots or blocks.
         seq_len_dim_index: the dimension that counts tokens; -1: unknown.
         kv_tensor_format: meaning of the dimensions, outermost first, as for `CacheLayout` ("block
@@ -502,9 +502,9 @@ class KvCacheExtParam:
 
     Attributes:
         src_layer_range: layers of the source; a `LayerRange`.
-        dst_layer_range: layers of the destination, as many.
-        tensor_num_per_layer: consecutive tensors of one layer. None: as the layout of the caches
-            says, or 2 without a layout. Only ranges need a number of tensors that it divides.
+        dst_layer_range: equally many layers of the destination.
+        tensor_num_per_layer: consecutive tensors of one layer. None: determined by the layout of
+            the caches, or 2 without a layout. With ranges it must divide the number of tensors.
     """
 
     src_layer_range: LayerRange = None

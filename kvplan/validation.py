@@ -51,9 +51,9 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def resolved(kind: type[_T]) -> type[_T]:
-    """Resolve the fields of a struct now: msgspec crashes if two threads do it at the same time.
+    """Resolve the fields of a struct at import: msgspec crashes if two threads do so at one time.
 
-    Decorate all structs for which no module has a decoder.
+    Decorate every struct for which no module has a decoder.
     """
     msgspec.msgpack.Decoder(kind)
     return kind

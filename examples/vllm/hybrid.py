@@ -75,15 +75,15 @@ class TinyPair(Pair):
         self.report.check("each request was fetched", problems, f"{fetched:.0f} so far")
 
 
-class LatentPair(TinyPair):
-    """A model with MLA. Of its prompts, one at a time, the first token is compared.
+class SteppedPair(TinyPair):
+    """Prompts end with a token that the engine alone has generated, and come one at a time.
 
-    On CPUs vLLM 0.32 alone gives other tokens for several prompts at once, and for a token that it
-    computes with the prompt instead of generating it. So the prompts end with a generated token;
-    even then results differ a little, which may change one token in ten. It has no prefix cache.
+    A consumer computes the last token of a prompt by itself; an engine alone computes that token
+    with the others, which gives other results in the last bits. A generated token is computed by
+    itself by both.
     """
 
-    at_once, tokens = 1, 1
+    at_once = 1
 
     def __init__(self, report: Report, held: ExitStack, kind: str) -> None:
         super().__init__(report, held, kind)
@@ -92,6 +92,16 @@ class LatentPair(TinyPair):
             [*prompt, item.tokens[0]] for prompt, item in zip(self.prompts, whole, strict=True)
         ]
         self.alone = [Answer(item.tokens[1:], item.reason) for item in whole]
+
+
+class LatentPair(SteppedPair):
+    """A model with MLA. Of its prompts the first token is compared.
+
+    On CPUs vLLM 0.32 alone gives other tokens for several prompts at once. Even one at a time
+    results differ a little, which may change one token in ten. It has no prefix cache.
+    """
+
+    tokens = 1
 
     def checks(self) -> Iterator[Callable[[], None]]:
         yield self.same_tokens
@@ -103,16 +113,12 @@ class LatentPair(TinyPair):
         return problems if len(problems) > len(numbers) / 10 else []
 
 
-class StatePair(TinyPair):
-    """A gated delta net beside attention: the first token of each prompt is compared.
+class StatePair(SteppedPair):
+    """A gated delta net beside attention. vLLM's kernels of it for CPUs need bfloat16.
 
-    vLLM's kernels of it for CPUs need bfloat16. In one run all 20 prompts had the same first token
-    as one engine alone, and 12 of them the same 24. An engine alone computes the last token of a
-    prompt with the others, a consumer by itself; whether that is the reason was not tried. With a
-    connector that left the states out, all 20 had another first token. States have no prefix cache.
+    States have no prefix cache.
     """
 
-    at_once, tokens = 1, 1
     dtype = "bfloat16"
 
     def checks(self) -> Iterator[Callable[[], None]]:

@@ -19,6 +19,7 @@ from examples.vllm import (
     live_parallel,
     live_push,
     live_servers,
+    wrong_answers,
 )
 from examples.vllm.report import FOLDER, Report
 
@@ -29,6 +30,7 @@ PARTS = {
     "hybrid": hybrid.run,
     "parallel": live_parallel.run,
     "nixl-over-kvplan": beside_nixl.over_kvplan,
+    "wrong-answers": wrong_answers.run,
     "nixl": beside_nixl.run,
 }
 

@@ -121,7 +121,7 @@ class Pair:
         self.report.check(
             "tokens are those of one engine alone",
             problems,
-            f"{len(numbers)} prompts at once, {fetched:.0f} of {total} tokens fetched",
+            f"{len(numbers)} prompts, {fetched:.0f} of {total} tokens fetched",
         )
 
     def prefix_hits(self) -> None:

@@ -21,10 +21,10 @@ typedef void *aclrtEvent;
 enum { KVN_ACL_HOST_TO_DEVICE = 1, KVN_ACL_DEVICE_TO_HOST = 2, KVN_ACL_DEVICE_TO_DEVICE = 3 };
 
 /* aclrtMemMallocPolicy: in huge pages, which HCCS needs to share memory between processes. The first
- * policy, 0, takes them for more than 1 MiB alone. */
+ * policy, 0, uses them only for more than 1 MiB. */
 enum { KVN_ACL_MALLOC_HUGE_ONLY = 1 };
 
-/* aclrtMemLocationType; CANN before 8.5 has the first two alone */
+/* aclrtMemLocationType; CANN before 8.5 has only the first two */
 enum {
     KVN_ACL_LOCATION_HOST = 0,
     KVN_ACL_LOCATION_DEVICE = 1,
@@ -42,7 +42,7 @@ enum { KVN_ACL_HBM_MEMORY = 1 };
 /* flag of aclrtCreateEventExWithFlag: for the order of streams */
 enum { KVN_ACL_EVENT_SYNC = 1 };
 
-/* Error codes that are treated in some way of their own. */
+/* Error codes with special treatment. */
 enum {
     KVN_ACL_OK = 0,
     KVN_ACL_REPEATED_INIT = 100002,

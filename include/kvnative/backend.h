@@ -4,13 +4,12 @@
  * Rules:
  * - No call holds the GIL or allocates per descriptor.
  * - `submit` copies the three column pointers, not the columns: they outlive the request.
- * - After `wait` returned an outcome, or `abort` returned, the backend touches no byte of the
- *   batch any more.
+ * - Once `wait` has returned an outcome, or `abort` has returned, the backend no longer touches a byte of the batch.
  * - `abort` may be called while other threads are in `wait` on the same request.
- * - A batch has any number of descriptors, and a descriptor any size: a backend whose system has a
- *   limit cuts what it is given.
- * - A request goes on whether or not a thread is in a call on it, and the backend tells its `end`: no one polls.
- * - What cannot be honoured is refused by `submit` with a reason in the report; nothing is ignored. */
+ * - A batch has any number of descriptors, and a descriptor any size: a backend splits what exceeds a limit of its
+ *   system.
+ * - A request advances whether or not a thread is in a call on it, and the backend calls its `end`: nobody has to poll.
+ * - `submit` refuses what it cannot honour, with the reason in the report; it ignores nothing. */
 #ifndef KVNATIVE_BACKEND_H
 #define KVNATIVE_BACKEND_H
 
@@ -61,31 +60,32 @@ typedef struct kvn_request kvn_request; /* one submitted batch; each backend has
 
 typedef struct kvn_backend_vtable {
     const char *name;
-    /* True: it takes batches with an `after`, and moves no byte of them before that. Other backends get such a batch
-     * when its gate has opened. */
+    /* True: the backend takes batches with an `after`, and moves none of their bytes before that gate opens. Any other
+     * backend is given such a batch once its gate has opened. */
     bool orders;
     /* Issues the batch. On KVN_OK *out is a request to poll, wait and release; otherwise *out is
-     * NULL and `report` says why. Small batches may be complete on return. KVN_PENDING, only of a batch with an
-     * `after` or of a caller that hurries: not taken now, as it would stand behind another or wait for a place. It
-     * is given again now and then, and without its `after` when that has come. */
+     * NULL and `report` says why. Small batches may be complete on return. KVN_PENDING (only for a batch with an
+     * `after`, or with KVN_CALLER_HURRIES): the batch was not taken, because it would have to wait for another one or
+     * for a free slot. The caller submits it again from time to time, and without its `after` once that gate has
+     * opened. */
     int (*submit)(kvn_backend *self, const kvn_columns *batch, kvn_request **out, kvn_report *report);
     /* KVN_PENDING or the outcome; never blocks. */
     int (*poll)(kvn_backend *self, kvn_request *request, kvn_report *report);
     /* As poll, but blocks until the outcome or the deadline; the caller's thread may help.
      * Returning KVN_PENDING means that the deadline passed and the request is still in flight. */
     int (*wait)(kvn_backend *self, kvn_request *request, int64_t deadline_ns, kvn_report *report);
-    /* Stops promptly and returns when no byte is touched any more. Idempotent; `why` is the
-     * status to report for what was still open: one of those that kvn_is_given_up (core/report.h) knows. */
+    /* Stops promptly and returns once the backend no longer touches a byte. Idempotent. `why` is the status to
+     * report for the descriptors that were not complete: one for which kvn_is_given_up (core/report.h) is true. */
     int (*abort)(kvn_backend *self, kvn_request *request, int why, kvn_report *report);
-    /* Of a batch with an `after`: cancels it if that has not come, and does not wait for the outcome. NULL where
-     * no batch with one is taken, or it is left to `abort`. */
+    /* Cancels a batch whose `after` has not opened, and does not wait for the outcome. NULL: the backend takes no
+     * batch with an `after`, or leaves this to `abort`. */
     void (*cancel_held)(kvn_backend *self, kvn_request *request);
-    /* Lets what comes onto `stream`, the program's, from here on come after the request, by the device's own
-     * order: no thread waits for the bytes. Waits, until the deadline, for the request to be given to the device
-     * whole. KVN_OK, also where the request is over; KVN_PENDING: the deadline passed, and nothing was ordered;
-     * else why not, in `report`. A request that is given up afterwards does not hold the stream. May be called
-     * while other threads are in `wait` and `abort`; the request advances without them. NULL: no stream can wait
-     * for what moves these bytes. */
+    /* Makes the work that the program enqueues on its `stream` from now on wait for the request, as
+     * cudaStreamWaitEvent does: the device waits, not a thread. Waits, until the deadline, until the whole request is
+     * enqueued on the device. KVN_OK: ordered, or the request is already over. KVN_PENDING: the deadline passed, and
+     * nothing was ordered. Anything else: `report` says why. If the request is given up afterwards, the stream
+     * does not wait for it. May be called while other threads are in `wait` and `abort`. NULL: no stream can wait for
+     * what moves these bytes. */
     int (*block_stream)(kvn_backend *self, kvn_request *request, void *stream, int64_t deadline_ns,
                         kvn_report *report);
     void (*release)(kvn_backend *self, kvn_request *request); /* after an outcome */

@@ -23,7 +23,7 @@ typedef void *CUstream;
 typedef void *CUevent;
 typedef uint64_t CUmemGenericAllocationHandle;
 
-/* Results that mean something of their own. */
+/* Results with special treatment. */
 enum {
     KVN_CUDA_OK = 0,
     KVN_CUDA_INVALID_VALUE = 1,
@@ -119,7 +119,7 @@ typedef struct kvn_cuda_allocation { /* CUmemAllocationProp */
     kvn_cuda_location location;
     void *windows;
     uint8_t compression;
-    uint8_t gpu_direct_rdma; /* 1: network cards shall reach it */
+    uint8_t gpu_direct_rdma; /* 1: network cards must be able to reach it */
     uint16_t usage;
     uint8_t reserved[4];
 } kvn_cuda_allocation;

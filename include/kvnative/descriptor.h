@@ -22,12 +22,13 @@ struct kvn_failure;
 
 /* The receiver of the end of a batch, which is called even if no thread asks for the outcome. */
 typedef struct kvn_batch_end {
-    /* Once, from any thread and with any lock held, `submit` included, when no byte of the batch is touched any more:
-     * `wait` then returns without waiting for anything but this call. `status` is that of the outcome. `release` of
-     * the request does not return before this has. It takes no lock of a backend's, and calls none. */
+    /* Called once, when the backend no longer touches a byte of the batch: from any thread, `submit`'s included, and
+     * possibly with locks held. `wait` then waits for nothing but this call. `status` is that of the outcome.
+     * `release` of the request returns only after this call has. It takes no lock of a backend, and calls no
+     * backend. */
     void (*call)(struct kvn_batch_end *self, int status);
-    /* Every few milliseconds while the batch is on its way, by one thread at a time and not after `call`, never
-     * blocking: KVN_OK, or why no byte of it may be touched any more. NULL: nothing of it changes. */
+    /* Called every few milliseconds while the batch is in flight, by one thread at a time and not after `call`; never
+     * blocks. KVN_OK, or the reason why the backend must stop touching its bytes. NULL: they may always be touched. */
     int (*look)(struct kvn_batch_end *self, struct kvn_failure *why);
 } kvn_batch_end;
 
@@ -38,10 +39,10 @@ typedef struct kvn_columns {
     const uint64_t *src;
     const uint64_t *nbytes;
     size_t count;
-    uint64_t first; /* index of descriptor 0 in the array that the batch is cut from; the executor's */
+    uint64_t first; /* index of descriptor 0 in the array that the batch is a slice of; set by the executor */
     uint32_t caller; /* kvn_caller */
-    struct kvn_gate *after; /* the gate that the batch comes after; NULL: none. Only for a backend that `orders` */
-    kvn_batch_end *end; /* NULL: none. Every backend calls it, but not of a batch that `submit` refuses */
+    struct kvn_gate *after; /* the gate that must open first; NULL: none. Only for a backend that `orders` */
+    kvn_batch_end *end; /* NULL: none. Every backend calls it, except for a batch that `submit` refuses */
 } kvn_columns;
 
 /* Rows: HcclOneSideOpDesc, 32 bytes. `count` elements of `data_type`; kvplan always counts bytes. */

@@ -10,7 +10,7 @@ typedef enum kvn_status {
     KVN_OK = 0,
     KVN_PENDING = 1,      /* in flight: not an outcome */
     KVN_TIMEOUT = -1,     /* the deadline passed; the rest was abandoned */
-    KVN_CANCELLED = -2,   /* the caller gave up; the rest was abandoned */
+    KVN_CANCELLED = -2,   /* the caller cancelled it; the rest was abandoned */
     KVN_INVALID = -3,     /* an argument that can never work */
     KVN_NO_MEMORY = -4,   /* this process is out of memory */
     KVN_PEER_GONE = -5,   /* the other process has exited */
@@ -19,9 +19,9 @@ typedef enum kvn_status {
     KVN_UNSUPPORTED = -8, /* this backend or system cannot do that */
     KVN_FAILED = -9,      /* any other error; see `code` and `message` */
     KVN_DEVICE_MEMORY = -10,   /* a device's memory is damaged */
-    KVN_SUSPECT_REMOTE = -11,  /* the device at the other end is not well */
-    KVN_NO_DEVICE_MEMORY = -12, /* the device is out of memory, or of streams and the like */
-    KVN_REVOKED = -13          /* memory of it was revoked here; the rest was abandoned */
+    KVN_SUSPECT_REMOTE = -11,  /* the device at the other end reports an error */
+    KVN_NO_DEVICE_MEMORY = -12, /* the device has no memory, stream or other resource left */
+    KVN_REVOKED = -13          /* this process deregistered memory of the batch; the rest was abandoned */
 } kvn_status;
 
 #ifdef __cplusplus

@@ -30,7 +30,7 @@ typedef struct kvn_ucp_address kvn_ucp_address;
 /* NULL: done; an error: KVN_UCS_IS_ERROR; else a request, to be freed after its callback. */
 typedef void *kvn_ucs_status_ptr;
 
-/* The values of ucs_status_t with a treatment of their own. */
+/* The values of ucs_status_t with special treatment. */
 enum {
     KVN_UCS_OK = 0,
     KVN_UCS_INPROGRESS = 1,
@@ -220,7 +220,7 @@ typedef int (*kvn_ucs_log_func)(const char *file, unsigned line, const char *fun
        const kvn_ucp_request_param *param))                                                        \
     X(void, ucp_request_free, (void *request))
 
-/* Of libucs, which comes with it. */
+/* Calls of libucs, which UCX installs with libucp. */
 #define KVN_UCS_REQUIRED(X)                                          \
     X(const char *, ucs_status_string, (kvn_ucs_status status))      \
     X(void, ucs_log_push_handler, (kvn_ucs_log_func handler))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, Final, Unpack
 
 from kvnative._signals import Mutex
@@ -20,9 +21,11 @@ from kvplan.validation import UINT64_MAX
 MAX_REQUESTS: Final = 1 << 16
 """Maximum number of open requests."""
 MAX_REGION_NAME: Final = 64  # characters that are kept
+_SPIN_S: Final = 20e-6  # a caller that asks again sooner does nothing else
+_PAUSE_MS: Final = 0.1
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Request:
     """A submitted transfer: what moves, with whom, and what its caller wants to know again."""
 
@@ -31,6 +34,19 @@ class Request:
     remote_engine: str
     operation: str
     data: Any = None
+    _asked: float = field(default=0.0, init=False)  # by the monotonic clock, in seconds
+
+    def has_ended(self) -> bool:
+        """Return True if the transfer has an outcome, and its notification was sent.
+
+        A caller that asks without a pause waits a little: otherwise it takes a core, and the GIL,
+        from the threads that copy.
+        """
+        task = self.task
+        if not task.settled and monotonic() - self._asked < _SPIN_S:
+            task.wait_done(_PAUSE_MS)
+        self._asked = monotonic()
+        return task.settled
 
     def error(self, log: Log, number: int) -> LLMException | None:
         """Return why a request that has ended has failed, and log it; None after a success."""
@@ -76,10 +92,10 @@ class Requests:
 
     def take(self, number: int) -> Request | None:
         """Return a request that has ended, and forget it; None: it is in flight."""
+        if not self.get(number).has_ended():
+            return None
         with self._mutex:
             request = self.get(number)
-            if not request.task.done:
-                return None
             del self._requests[number]
         return request
 

@@ -85,7 +85,7 @@ def _read(name: str) -> bytes:
 def _checked(
     file: str, source: str | None, blobs: dict[str, bytes], folder: Path | None
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return what holds, as lines and as a document."""
+    """Check all files; return the findings as lines and as a document."""
     from kvplan.planning.weights import is_placement, plan_reshard, read_placement
 
     if source is None and not is_placement(_json(blobs[file])):
@@ -119,7 +119,7 @@ def _checked(
 
 
 def _json(blob: bytes) -> object:
-    """Return the JSON value, or None; what is wrong with it is said by the reader."""
+    """Return the JSON value, or None for an error, which `read_plan` reports."""
     try:
         return json.loads(blob)
     except (ValueError, RecursionError):

@@ -30,7 +30,7 @@ _WIDTH: Final = 200
 
 
 class ExitCode(IntEnum):
-    """Exit codes, as of `diff`, `cmp` and `grep` (docs/reference/command.md).
+    """Exit codes, like those of `diff`, `cmp` and `grep` (docs/reference/command.md).
 
     A command returns one of them, or None for OK. Exceptions become TROUBLE.
     """
@@ -43,7 +43,7 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
     """Interrupted by Ctrl-C: 128 + SIGINT, as a shell reports it."""
     CLOSED = 141
-    """The reader of its output has gone (`| head`): 128 + SIGPIPE."""
+    """The reader of its output has exited (`| head`): 128 + SIGPIPE."""
 
 
 def json_option(function: _F) -> _F:
@@ -63,7 +63,7 @@ def _read_plan(_: click.Context, __: click.Parameter, path: str) -> Plan:
     if path != STDIN:
         return load_plan(path)
     if sys.stdin is None:
-        raise click.UsageError("stdin is closed; a plan should be read from it")
+        raise click.UsageError("stdin is closed; redirect a plan to it")
     return read_plan(sys.stdin.buffer, "stdin")
 
 
@@ -90,7 +90,7 @@ def write_json(document: Mapping[str, Any], version: int = 1) -> None:
     sys.stdout.write(json.dumps({"schema_version": version, **document}, indent=2) + "\n")
 
 
-def console(*, stderr: bool = False, fitted: bool = False) -> Console:
+def console(*, fitted: bool = False) -> Console:
     """Return a console for tables and colours. Colours need a terminal, and no NO_COLOR.
 
     It prints data unchanged, without markup, emoji or highlighted numbers. A `fitted` console is as
@@ -99,7 +99,6 @@ def console(*, stderr: bool = False, fitted: bool = False) -> Console:
     from rich.console import Console  # slow, and not needed for plain text or JSON
 
     return Console(
-        stderr=stderr,
         markup=False,
         emoji=False,
         highlight=False,
@@ -144,12 +143,12 @@ _STYLES: Final = tuple(
 
 
 def write_plain(*lines: str) -> None:
-    """Print lines without colours, whose tags, names and errors come from a file."""
+    """Print lines without colours. Unprintable characters, which a file may have, are escaped."""
     sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
 
 
 def write_lines(lines: Iterable[str]) -> None:
-    """Print lines as they come, with colours on a terminal."""
+    """Print lines one by one, with colours on a terminal."""
     out, lines = console(), map(printable, lines)  # a file may name caches as it likes
     if not out.is_terminal or out.no_color:
         out.file.writelines(f"{line}\n" for line in lines)

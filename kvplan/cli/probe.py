@@ -40,8 +40,8 @@ class Pull(NamedTuple):
     """Timed pulls of one size."""
 
     size: str  # "small" or "large"
-    nbytes: int  # of one pull, as descriptors
-    descriptors: int
+    nbytes: int  # of one pull
+    descriptors: int  # of one pull
     seconds: list[float]  # of each pull
 
 
@@ -52,15 +52,15 @@ class Found:
     cache: PeerCacheStatus
     text: str  # its description in words
     pulls: list[Pull] = field(default_factory=list)
-    why_not: str = ""  # the reason why it cannot be read, if that is known
+    why_not: str = ""  # the reason why it cannot be read, or was not read
     failed: bool = False  # True if a pull failed
 
 
 class Report(NamedTuple):
     """The results of a probe."""
 
-    link_s: float  # seconds for linking, as unlink_s
-    unlink_s: float
+    link_s: float  # seconds for linking
+    unlink_s: float  # seconds for unlinking
     status: LinkStatus  # of the link, after the pulls
     round_trips: list[float]  # seconds of each control message and its reply
     caches: list[Found]  # all caches of the peer
@@ -78,7 +78,7 @@ class Probe:
     cluster_id: int = field(default_factory=lambda: secrets.randbits(63) + 2**63)
 
     def run(self, peer: int | None) -> Report:
-        """Link with cluster `peer` (None: the one that listens there), measure, and unlink."""
+        """Link with cluster `peer` (None: the one that listens at the address), measure, unlink."""
         with LlmDataDist(self.cluster_id, LlmRole.DECODER) as engine:
             engine.initialize(self.options)
             if peer is None:
@@ -97,7 +97,7 @@ class Probe:
         engine.link_clusters([ClusterInfo(peer, self.address)], self.timeout_ms).raise_for_status()
 
     def _ask(self, engine: LlmDataDist) -> int:
-        """Return the cluster that listens there: its refusal of another cluster names it."""
+        """Return the cluster that listens there, from its refusal of a link to another cluster."""
         another = self.cluster_id ^ 1
         try:
             self._link(engine, another)

@@ -93,20 +93,20 @@ class _Document(TypedDict):
 
 @dataclass
 class Rates:
-    """Rates between two looks, per second."""
+    """Rates per second, between two readings of the engine's status."""
 
     operations: float = 0.0  # completed calls of all kinds
-    pulled: float = 0.0  # bytes, as pushed and copied
-    pushed: float = 0.0
-    copied: float = 0.0
+    pulled: float = 0.0  # bytes
+    pushed: float = 0.0  # bytes
+    copied: float = 0.0  # bytes
     failed: float = 0.0  # failed calls
-    median_us: float | None = None  # upper bound of the duration of a transfer; None without one
-    slowest_us: float | None = None
+    median_us: float | None = None  # upper bound of the median duration; None: no transfer
+    slowest_us: float | None = None  # upper bound of the longest duration; None: no transfer
 
 
 @dataclass
 class Engine:
-    """An engine: its document, and its rates since the previous look."""
+    """An engine: its document, and its rates since the previous reading."""
 
     pid: int
     document: dict[str, Any]
@@ -124,7 +124,7 @@ class Engine:
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="Time between two looks, over which rates are measured.",
+    help="Time between two readings, over which rates are measured.",
 )
 @click.option("--once", is_flag=True, help="Print once, after one interval, and exit.")
 @click.option("--cluster", type=int, metavar="ID", help="Only engines of this cluster.")
@@ -171,7 +171,7 @@ def top(
         interrupted = True
         raise KeyboardInterrupt
 
-    # A shell that starts the command with `&` lets it ignore Ctrl-C; keep that.
+    # A shell that starts the command with `&` makes it ignore Ctrl-C; keep that.
     handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if handles:
         signal.signal(signal.SIGINT, interrupt)
@@ -208,7 +208,7 @@ def _shown() -> Iterator[Callable[[Text], object]]:
 
 
 def checked(answer: Answer) -> Answer:
-    """Return an answer with its document checked, as any program of this user may have sent it."""
+    """Return an answer with its document checked: any program of this user may have sent it."""
     if answer.document is None:
         return answer
     try:

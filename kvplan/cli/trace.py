@@ -189,7 +189,7 @@ def _recordings_of(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _check_operation(name: str, recordings: Sequence[Recording]) -> None:
-    """Raise if an operation is unknown to engines and to the recordings."""
+    """Refuse an operation that neither engines nor the recordings have."""
     known = sorted(
         OPERATIONS.union(
             row.operation
@@ -240,7 +240,7 @@ def _lines(records: Sequence[AnyRecord]) -> Iterator[str]:
 
 
 def _layers(transfer: TransferRecord) -> str:
-    """Return `0-31`, or `0-1>4-5` if layers go to others; of several parts each once."""
+    """Return `0-31`, or `0-1>4-5` if src and dst differ; each text once for several parts."""
     try:
         parts = () if transfer.plan is None else transfer.plan.parts
     except LLMException:

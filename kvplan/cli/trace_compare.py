@@ -1,4 +1,4 @@
-"""`kvplan trace --compare`: where the transfers of two requests, or of two ranks, differ."""
+"""`kvplan trace --compare`: the differences between transfers of two requests, or of two ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def compare(recordings: Sequence[Recording], asked: tuple[str, str], *, as_json: bool) -> ExitCode:
-    """Print how the transfers of B differ from those of A, which are paired in their order."""
+    """Print how the transfers of B differ from those of A; transfer i of A pairs with i of B."""
     if len(recordings) > 2:
         raise click.UsageError("--compare needs one FILE, or two: of A and of B")
     found = [
@@ -42,7 +42,7 @@ def compare(recordings: Sequence[Recording], asked: tuple[str, str], *, as_json:
 
 
 def _transfers(recording: Recording, name: str) -> list[TransferRecord]:
-    """Return the transfers of a request, or the one of a row (`#7`)."""
+    """Return the transfers of a request, or the transfer of a row (`#7`)."""
     if name[:1] == "#" and name[1:].isdigit():
         return [transfer_at(recording, int(name[1:]))]
     found = [row for row in select(recording, tag=name) if isinstance(row, TransferRecord)]

@@ -1,4 +1,4 @@
-"""`kvplan trace --sums`: the first block whose bytes are not those that its owner handed over."""
+"""`kvplan trace --sums`: blocks whose sums differ from those of their owner."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class _Sums(NamedTuple):
     """Sums of a request.
 
     Attributes:
-        recording, row: where they are.
-        values: of each descriptor, in the order of the transfer.
+        recording, row: the recorded event.
+        values: the sum of each descriptor, in the order of the transfer.
         transfer: the transfer that moved these bytes; None: the program asked for the sums.
     """
 
@@ -32,30 +32,31 @@ class _Sums(NamedTuple):
 
 
 def compare_sums(recordings: Sequence[Recording], tag: str | None, *, as_json: bool) -> ExitCode:
-    """Print, of each transfer with sums, which of its bytes differ from those of the owner."""
-    found = [its for recording in recordings for its in _sums_of(recording, tag)]
-    moved = [its for its in found if its.transfer is not None]
+    """Print the bytes of each transfer with sums that differ from those of the owner."""
+    found = [sums for recording in recordings for sums in _sums_of(recording, tag)]
+    moved = [sums for sums in found if sums.transfer is not None]
     if not moved:
-        raise click.UsageError("--sums: no transfer has sums; record them with KVPLAN_OBSERVE=nixl,"
-                               "sums")  # fmt: skip
-    documents = [_compared(its, found) for its in moved]
+        raise click.UsageError(
+            "--sums: no transfer has sums; record them with KVPLAN_OBSERVE=nixl,sums"
+        )
+    documents = [_compared(sums, found) for sums in moved]
     if as_json:
         write_json({"transfers": documents})
     else:
         for document in documents:
-            write_plain(f"{document['tag'] or 'no tag'}: transfer #{document['number']} of "
-                   f"{document['recording']}: {document['verdict']}")  # fmt: skip
+            name = f"transfer #{document['number']} of {document['recording']}"
+            write_plain(f"{document['tag'] or 'no tag'}: {name}: {document['verdict']}")
             for wrong in document["wrong"][:MAX_LISTED]:
                 write_plain(*(f"  {line}" for line in fit(wrong["text"])))
             if (more := len(document["wrong"]) - MAX_LISTED) > 0:
                 write_plain(f"  ... {more:,} more")
-    return ExitCode.DIFFERENT if any(its["wrong"] for its in documents) else ExitCode.OK
+    return ExitCode.DIFFERENT if any(document["wrong"] for document in documents) else ExitCode.OK
 
 
 def _sums_of(recording: Recording, tag: str | None) -> Iterator[_Sums]:
-    """Yield the sums of a recording, each with the transfer of that tag next to it."""
+    """Yield the sums of a recording, each with the nearest transfer of the same tag."""
     last: dict[tuple[str, str], TransferRecord] = {}
-    ahead: dict[tuple[str, str], _Sums] = {}  # of pushes, whose sums come before their end
+    ahead: dict[tuple[str, str], _Sums] = {}  # sums of pushes, which precede their transfer
     for row in select(recording, tag=tag):
         if isinstance(row, TransferRecord):
             key = row.tag, row.operation
@@ -64,8 +65,8 @@ def _sums_of(recording: Recording, tag: str | None) -> Iterator[_Sums]:
                 yield ahead.pop(key)._replace(transfer=row)
         elif isinstance(row, Event) and row.operation == "sums":
             values = row.fields.get("sums")
-            sums = _Sums(recording, row, [str(its) for its in values or ()]
-                         if isinstance(values, list) else [], None)  # fmt: skip
+            texts = [*map(str, values)] if isinstance(values, list) else []
+            sums = _Sums(recording, row, texts, None)
             key = str(row.fields.get("tag", "")), str(row.fields.get("transfer", ""))
             if not key[1]:
                 yield sums
@@ -76,15 +77,17 @@ def _sums_of(recording: Recording, tag: str | None) -> Iterator[_Sums]:
 
 
 def _compared(moved: _Sums, found: Sequence[_Sums]) -> dict[str, Any]:
-    """Return how the bytes of a transfer differ from those that the owner's program summed."""
+    """Compare the sums of a transfer with those of the owner's program; return the document."""
     transfer = moved.transfer
     assert transfer is not None
     owners = [
-        its for its in found
-        if its.transfer is None and its.recording is not moved.recording
-        and its.row.fields.get("tag") == transfer.tag
-    ]  # fmt: skip
-    owners = [its for its in owners if len(its.values) == len(moved.values)] or owners
+        sums
+        for sums in found
+        if sums.transfer is None
+        and sums.recording is not moved.recording
+        and sums.row.fields.get("tag") == transfer.tag
+    ]
+    owners = [sums for sums in owners if len(sums.values) == len(moved.values)] or owners
     document: dict[str, Any] = {
         "tag": transfer.tag,
         "number": transfer.number,
@@ -108,11 +111,11 @@ def _compared(moved: _Sums, found: Sequence[_Sums]) -> dict[str, Any]:
 
 
 def _nearest(transfer: TransferRecord, owners: Sequence[_Sums]) -> _Sums:
-    """Return the sums next to a transfer: a tag may be used again, or folders be shared."""
+    """Return the sums that are nearest in time, since a tag may be used again."""
     end = transfer.time + transfer.seconds
-    before = [its for its in owners if its.row.time <= end]
-    after = [its for its in owners if its.row.time > end]
-    if transfer.verb == "push":  # its receiver finds the bytes later
+    before = [sums for sums in owners if sums.row.time <= end]
+    after = [sums for sums in owners if sums.row.time > end]
+    if transfer.verb == "push":  # the receiver sums the bytes later
         return after[0] if after else before[-1]
     return before[-1] if before else after[0]
 
@@ -135,8 +138,8 @@ def _wrong(
         if sent == arrived:
             continue
         origin = origins.get(arrived)
-        said = "no bytes of this request" if origin is None else (
-            f"the bytes of {name(origin, place_text)}"
-        )  # fmt: skip
-        text = f"{name(index, run_text)}: {sent} at src, {arrived} at dst, which are {said}"
+        bytes_of = "no bytes of this request"
+        if origin is not None:
+            bytes_of = f"the bytes of {name(origin, place_text)}"
+        text = f"{name(index, run_text)}: {sent} at src, {arrived} at dst, which are {bytes_of}"
         yield {"index": index, "src": sent, "dst": arrived, "origin": origin, "text": text}

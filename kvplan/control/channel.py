@@ -1,4 +1,4 @@
-"""An ordered conversation with one peer: requests with replies, notices, and heartbeats."""
+"""An ordered channel of messages to one peer: requests with replies, notices, heartbeats."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_PENDING_REQUESTS: Final = 4
 """Concurrent requests of one peer while its channel has no link."""
 
 MAX_UNDECODABLE: Final = 16
-"""Undecodable frames of one peer that are dropped before its conversation is ended."""
+"""Undecodable frames of one peer that are dropped before its channel is ended."""
 
 _CHECKS_PER_TIMEOUT: Final = 2
 """Additional heartbeat checks within the shorter one of interval and timeout."""
@@ -47,7 +47,7 @@ _Reply = TypeVar("_Reply", bound=Body)
 
 
 class ChannelClosed(ConnectionError):  # noqa: N818 - the field's word
-    """The conversation has ended. The text holds the reason."""
+    """The channel has ended, for the reason in the text."""
 
 
 class Handler(Protocol):
@@ -59,18 +59,21 @@ class Handler(Protocol):
     async def on_request(self, channel: Channel, body: Body) -> Body:
         """Answer a request. An LLMException becomes a Failed reply.
 
-        The end of the conversation cancels it.
+        The end of the channel cancels it.
         """
 
     def on_notice(self, channel: Channel, body: Body) -> None:
         """Handle a message that needs no reply."""
 
     def on_lost(self, channel: Channel, reason: str) -> None:
-        """Handle an end of the conversation that is not from `close` on this side."""
+        """Handle an end of the channel that is not from `close` on this side."""
 
 
 class Channel:
-    """One conversation. `connect` and `Server` make channels; the loop's thread uses them."""
+    """An ordered channel of messages to one peer. Only the loop's thread uses it.
+
+    `connect` and `Server` make channels.
+    """
 
     def __init__(
         self,
@@ -83,11 +86,11 @@ class Channel:
         streams: OpenStreams,
         on_end: Callable[[Channel], None] | None = None,
     ) -> None:
-        # The link that uses the channel. None while the conversation is pending: the server then
-        # ends it if it is silent for long, or if its place is needed.
+        # The link that uses the channel. None while the channel is pending: the server then ends
+        # the channel if it is silent for long, or if its place is needed.
         self.bound: Any | None = None
-        self.introduced = False  # True once the handler knows of it and is notified of its end
-        self.closed_orderly = False  # True if the peer has ended it on purpose
+        self.introduced = False  # True once the handler must be notified of the end
+        self.closed_orderly = False  # True if the peer has ended the channel on purpose
         self.peer = peer  # address, for messages
         self.streams = streams
         self._refusals = loop.refusals
@@ -117,7 +120,7 @@ class Channel:
 
     @property
     def closed(self) -> bool:
-        """True once the conversation has ended."""
+        """True once the channel has ended."""
         return self._reason is not None
 
     async def request(self, body: Body, timeout_s: float) -> Body:
@@ -169,28 +172,28 @@ class Channel:
             self._heartbeat = Heartbeat(self, interval_s, timeout_s)
 
     def close(self, reason: str = "", *, orderly: bool = False) -> None:
-        """End the conversation, and send the reason to a peer that still reads. Idempotent."""
+        """End the channel, and send the reason to a peer that still reads. Idempotent."""
         self._is_ignoring = True
         if not self.closed:
             self.post(Close((reason or "closed by the peer")[:MAX_TEXT], orderly))
             self._end(reason or "closed by this side")
 
     def drop(self, reason: str) -> None:
-        """End the conversation at once, without sending or waiting."""
+        """End the channel at once, without sending or waiting."""
         self._is_ignoring = True
         if not self.closed:
             self._end(reason)
             self.connection.abort(reason)
 
     def lose(self, reason: str) -> None:
-        """End a conversation whose peer has ended it or is dead, and notify the handler."""
+        """End a channel whose peer has ended it or is dead, and notify the handler."""
         if not self.closed:
             self._end(reason)
             if self.introduced:
                 self._loop.call_soon(self._handler.on_lost, self, reason)
 
     def post(self, body: Body, reply_to: int = 0) -> None:
-        """Send if there is room. Messages about the conversation itself never wait."""
+        """Send if there is room. Messages about the channel itself never wait."""
         if self._sending.locked():
             return
         with contextlib.suppress(ConnectionError):

@@ -1,4 +1,4 @@
-"""The start of conversations, at the listener and at the connecting end."""
+"""Opening of channels, at the listening and at the connecting end."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from kvplan.system.limits import reason_of, system_error
 from kvplan.system.logs import Log
 
 MAX_PENDING: Final = 1024
-"""Limit of connections without proof of the key, or of conversations without a link.
+"""Maximum of connections without proof of the key, or of channels without a link.
 
-The limit is lower if the process may open few files: a conversation takes up to 4 of them, and
-pending connections take at most half.
+It is lower if the process may open few files: a channel takes up to 4 of them, and pending
+connections take at most half.
 """
 
 PENDING_S: Final = 10.0
-"""Seconds after which a silent connection, or a conversation without a link, is ended."""
+"""Seconds after which a silent connection, or a channel without a link, is ended."""
 
 _SWEEP_S: Final = 1.0
 _PAUSE_S: Final = 0.1  # if no descriptor is free to accept with
@@ -90,11 +90,11 @@ class Server:
 
     @property
     def channels(self) -> tuple[Channel, ...]:
-        """The open conversations, the oldest first."""
+        """The open channels, the oldest first."""
         return (*self._channels,)  # one atomic copy: tuple() needs the GIL for that
 
     def close(self) -> None:
-        """Stop accepting, and end all conversations that were accepted here."""
+        """Stop accepting, and end all channels that were accepted here."""
         if self._listening is None:
             return
         self._loop.remove_reader(self._listening)
@@ -261,7 +261,11 @@ async def connect(
     timeout_s: float,
     source: str = "",
 ) -> Channel:
-    """Begin a conversation with the engine that listens on `endpoint`."""
+    """Open a channel to the engine that listens on `endpoint`.
+
+    Raises:
+        LLMException: LLM_LINK_FAILED, with the endpoint, the phase that failed, and the reason.
+    """
     channel: Channel | None = None
     key: ClusterKey | None = None
     phase = "resolve"
@@ -314,7 +318,7 @@ async def connect(
                 if key is None
                 else "another key, or too many pending connections"
             )
-            reason += f"; has it {causes}? Its log says"
+            reason += f"; it may have {causes}: see its log"
         if key is not None and " key" in reason:
             reason += f"; {key.advice}"
         raise link_failed(f"{endpoint}: {phase}: {reason}") from None

@@ -17,7 +17,7 @@ import zmq
 from kvnative._signals import Mutex
 from kvplan.control.zmtp import ZapAuthenticator
 from kvplan.status import LLMException, LLMStatusCode, timed_out
-from kvplan.system.limits import check_threads, system_error
+from kvplan.system.limits import check_process, check_threads, system_error
 from kvplan.system.logs import LimitedLog, Log
 
 _P = ParamSpec("_P")
@@ -130,9 +130,9 @@ class RefusalLog(LimitedLog):
 
 
 class ControlLoop:
-    """The thread that runs all conversations of an engine. Other threads call into it.
+    """The thread that runs all channels of an engine. Other threads call into it.
 
-    It belongs to the process that started it. In a forked child every call is refused.
+    It belongs to the process that started it: in a forked child every call but `stop` raises.
     """
 
     def __init__(self, name: str = "kvplan-control", max_workers: int = MAX_WORKERS) -> None:
@@ -152,7 +152,7 @@ class ControlLoop:
 
     def start(self) -> None:
         """Start the thread."""
-        self._check_process()
+        check_process(self._pid, self._name)
         with self._starting:
             if self._thread is not None and self._thread.is_alive():
                 raise LLMException(f"{self._name} runs already")
@@ -273,7 +273,7 @@ class ControlLoop:
             raise system_error(f"{self._name} has no worker", error) from error
 
     def stop(self, disconnect: Callable[[], Awaitable[None]] | None = None) -> None:
-        """End all conversations and the thread. Idempotent; does nothing in a forked child.
+        """End all channels and the thread. Idempotent; does nothing in a forked child.
 
         This waits for `STOPPING_S` at most, because a signal handler may call it while the
         interrupted code holds a lock that the thread needs. The thread then ends later and releases
@@ -348,17 +348,10 @@ class ControlLoop:
             await asyncio.wait(tasks, timeout=CLOSING_S)
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        self._check_process()
+        check_process(self._pid, self._name)
         if (loop := self._loop) is None:
             raise self._stopped()
         return loop
-
-    def _check_process(self) -> None:
-        if (pid := os.getpid()) != self._pid:
-            raise LLMException(
-                f"{self._name} belongs to process {self._pid}; this is its forked child {pid}, "
-                "which must make its own"
-            )
 
     def _check_thread(self) -> None:
         if threading.current_thread() is self._thread:

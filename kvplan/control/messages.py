@@ -327,7 +327,7 @@ class Pong(_Body, frozen=True):
 
 
 class Close(_WithReason, frozen=True):
-    """Notice: this conversation ends here; `orderly` if its sender ends the link on purpose."""
+    """Notice: this channel ends here; `orderly` if its sender ends the link on purpose."""
 
     orderly: bool
 
@@ -386,7 +386,7 @@ class WrongVersion(Undecodable):
 
 
 class Refusal(Undecodable):
-    """The reason with which the peer ends the conversation."""
+    """The reason with which the peer ends the channel."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -406,7 +406,7 @@ def encode(body: Body, *, seq: int = 0, reply_to: int = 0) -> bytes:
 
 
 def encode_refusal(reason: str) -> bytes:
-    """Write a frame that ends the conversation with a reason, in every version."""
+    """Write a frame that ends the channel with a reason, in every version."""
     return bytes((REFUSAL_VERSION,)) + reason[:MAX_TEXT].encode()
 
 

@@ -59,7 +59,7 @@ class DirectSender:
         self._has_room = True  # as the receiver last reported
 
     def send(self, packet: bytes) -> bool:
-        """Send now, and return True if the receiver has the packet. Otherwise ask the receiver."""
+        """Send now, and return whether the receiver has the packet; if not, send a message."""
         if self._left <= 0 and not self._is_emptied():
             return False
         self._left -= 1

@@ -1,8 +1,8 @@
-"""Connections that are not authenticated yet: cheap to hold, and few of one address.
+"""Connections that are not authenticated yet: each cheap, and few from one address.
 
-A pending connection is greeted with a nonce. It becomes a conversation once it has answered with
-the key's cookie for the nonce; until then it costs no more than a socket. Without a key, every
-connection becomes a conversation, with the addresses taking turns, and stays pending until it has a
+A pending connection is greeted with a nonce. It becomes a channel once it has answered with the
+key's cookie for the nonce; until then it costs no more than a socket. Without a key, every
+connection becomes a channel, with the addresses taking turns, and stays pending until it has a
 link: other connections may take its place. With or without a key, it becomes a data connection once
 it has proved that it knows the secret of a link that is being made.
 """
@@ -190,7 +190,7 @@ class PendingConnections:
         streams.accept(connection)
 
     def _open_next(self) -> None:
-        """Begin one conversation. Each waiting address has the same chance."""
+        """Open one channel. Each waiting address has the same chance."""
         if not self._waiting:
             return
         connection = secrets.choice(self._waiting[secrets.choice(list(self._waiting))])

@@ -37,8 +37,8 @@ _SEND_S: Final = 1.0
 """Seconds that a client has to read the document."""
 _MAX_NBYTES: Final = 16 << 20
 _READERS: Final = 16
-_MANY: Final = 4
-"""Documents that are made concurrently. Further clients are sent nothing."""
+_MAX_ANSWERS: Final = 4
+"""Documents that are made concurrently. Connections of further clients are closed."""
 
 _log = Log("kvplan.control")
 _open: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
@@ -99,7 +99,7 @@ class StatusSocket:
             return
         with suppress(OSError):  # the client has gone
             connection, _ = self._listener.accept()
-            if self._answering >= _MANY or peer_credentials(connection).uid not in (
+            if self._answering >= _MAX_ANSWERS or peer_credentials(connection).uid not in (
                 0,
                 os.geteuid(),
             ):

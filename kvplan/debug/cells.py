@@ -1,4 +1,4 @@
-"""Cells of tensors: their bytes, when two are equal, and where they are in model and request."""
+"""Cells of tensors: their bytes, their comparison, and their place in model and request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FLOATS: Final = {
 }
 
 _INNER: Final = ("dim", "group", "state")
-"""Axes of a cell: what one token has in one head of the keys or values of a layer."""
+"""Axes inside of a cell, which is one token in one head of the keys or values of a layer."""
 
 _OPAQUE_NBYTES: Final = 64
 """Bytes of a cell if the content of rows is unknown."""
@@ -42,12 +42,12 @@ _OPAQUE_NBYTES: Final = 64
 class Cells(NamedTuple):
     """Coordinates of cells; each column has an entry for each cell."""
 
-    offsets: Offsets  # bytes in their tensor
-    layer: Offsets  # as heads, counted from the first of the cache
+    offsets: Offsets  # in bytes, in the tensor
+    layer: Offsets  # counted from the first layer of the cache
     part: Offsets  # 0 for keys, 1 for values; else the position among the tensors of the layer
-    head: Offsets
+    head: Offsets  # counted from the first head of the cache
     row: Offsets  # block or slot
-    token: Offsets  # in its row
+    token: Offsets  # in the row
     order: Offsets  # number of the token in the request; without tokens, of the row
 
     def take(self, chosen: Any) -> Cells:
@@ -56,12 +56,12 @@ class Cells(NamedTuple):
 
 
 class Coordinates:
-    """Meaning of the offsets in the tensors of one side of a part."""
+    """The map from offsets in the tensors of one side of a part to coordinates."""
 
     def __init__(self, part: Part, name: str) -> None:
         self.side: Side = getattr(part, name)
         side, tables = self.side, part.tables
-        # Neighbours that share a byte (4 bits an element) are one.
+        # Steps of less than a byte (elements of 4 bits) cannot be told apart.
         named = side.layout.axes if side.layout else ()
         axes = [axis for axis in named if _is_whole(side, axis)]
         # Tensors of one layer; `parts` also counts keys and values inside of one tensor.
@@ -115,7 +115,7 @@ class Coordinates:
         return layer if self.layers is None else self.layers[layer]
 
     def tensor_of(self, layer: int, part: int) -> tuple[int, int]:
-        """Return the tensor of one of a layer's parts, and the byte of it where the part begins."""
+        """Return the tensor of a layer's keys or values, and the byte at which they begin in it."""
         side, inside = self.side, self.side.extent("layer")
         start = layer % inside * side.stride_of("layer")
         if self._kv_inside:
@@ -155,7 +155,7 @@ def tensors_of(name: str, given: Any, parts: Sequence[Part], side: str) -> list[
 
 
 def _bytes_of(name: str, tensor: Any, nbytes: int) -> Bytes:
-    """Return the bytes of a tensor, and those between its rows if the plan has them so."""
+    """Return the bytes of a tensor, with those between its rows if `nbytes` includes them."""
     form = read_form(name, tensor)
     if form.device is not None:
         raise invalid(f"{name} is on {form.device.text}; copy it to the host first")
@@ -167,7 +167,7 @@ def _bytes_of(name: str, tensor: Any, nbytes: int) -> Bytes:
             return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
         raise invalid(f"{name} is not contiguous: strides {form.strides} of shape {form.shape}")
     memory: Any = (ctypes.c_uint8 * form.span_nbytes).from_address(form.address)
-    memory.owner = form.owner  # for as long as the array lives
+    memory.owner = form.owner  # keeps the memory alive as long as the array
     array: Bytes = np.frombuffer(memory, np.uint8)
     return array
 

@@ -24,7 +24,7 @@ class Wrong:
         descriptor: the descriptor of the plan that wrote the first of them.
         src_tensor, src_row: the place that the descriptor read.
         entries: positions of `src_row` in the request's block table at src.
-        holds: what the bytes are, in words; empty if they were found nowhere.
+        holds: text about the content that the bytes are; empty if they were found nowhere.
         as_planned: True if they equal the bytes at the source that the plan reads; None: no source
             was given.
         writes: every recorded transfer that wrote the block, oldest first; None: no recording was
@@ -50,8 +50,8 @@ class Wrong:
 class Difference:
     """The difference between a cache and its expected content, after a plan was executed.
 
-    Sizes count cells. A cell has the bytes of one token in one head of the keys or values of a
-    layer, or of the smallest piece that the layout tells apart.
+    Sizes count whole cells. A cell is one token in one head of the keys or values of a layer, or
+    the smallest piece that the layout distinguishes.
 
     Attributes:
         part: the part of the plan that was executed.

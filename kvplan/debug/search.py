@@ -16,7 +16,7 @@ from kvplan.planning.texts import spans_of, spans_text
 
 @dataclass
 class Search:
-    """Identifies the content of the first wrong cells: one row of a layer's keys or values."""
+    """A search for the content of the first wrong cells: one row of a layer's keys or values."""
 
     part: Part
     dst: Coordinates
@@ -29,7 +29,7 @@ class Search:
     cells: Cells
 
     def describe(self, runs: Segments, places: list[tuple[int, int]]) -> Wrong:
-        """Return the wrong bytes with everything that is known of them."""
+        """Return the wrong bytes with all findings."""
         part, dst, cells = self.part, self.dst, self.cells
         first = int(np.lexsort((cells.head, cells.order))[0])
         cells = self.cells = cells.take([first, *(i for i in range(len(cells[0])) if i != first)])
@@ -65,7 +65,7 @@ class Search:
         return np.asarray(tensors[tensor][offsets[:, None] + np.arange(self.unit)])
 
     def _holds(self, as_planned: bool | None) -> str:
-        """Return which other place of the destination should hold these bytes."""
+        """Return text about the place of the destination to which these bytes belong."""
         dst, side, cells = self.dst, self.dst.side, self.cells
         here = self._bytes(self.found, self.tensor, cells.offsets)
         if (here == here[0, 0]).all():
@@ -81,7 +81,7 @@ class Search:
             if entries.min() < 0 or entries.max() >= len(dst.rows):
                 continue
             if orders.min() < dst.tokens_moved.start or orders.max() >= dst.tokens_moved.stop:
-                continue  # of the same blocks, and not of the request
+                continue  # in the same blocks, but not a token of the request
             rows = dst.rows[entries]
             there = cells.offsets + (rows - cells.row) * side.stride
             there += (tokens - cells.token) * side.stride_of("token")
@@ -110,14 +110,11 @@ class Search:
         return ""
 
     def _request_shifts(self, here: Bytes) -> list[int]:
-        """Return by how many tokens (or rows) the first cell is shifted, nearest first.
-
-        Shifts beyond the row are left to `_holds`.
-        """
+        """Return the possible shifts of the first cell in tokens (or rows), the smallest first."""
         dst, side, cells = self.dst, self.dst.side, self.cells
         if not len(dst.rows):
             return []
-        # Without an axis of tokens there is one of them in a row.
+        # Without an axis of tokens, a row counts as one token.
         orders = np.arange(len(dst.rows) * dst.tokens)
         rows, tokens = dst.rows[orders // dst.tokens], orders % dst.tokens
         there = cells.offsets[0] + (rows - cells.row[0]) * side.stride
@@ -135,7 +132,7 @@ class Search:
         return bool(self.same(there, here).all())
 
     def _holds_of_source(self, source: Coordinates, tensor: int, offsets: Offsets) -> str:
-        """Return which other row of the source has all of these bytes, at the same places."""
+        """Return text about another row of the source that has these bytes at the same places."""
         assert self.source is not None
         side = source.side
         own = offsets % (side.count * side.stride) // side.stride
@@ -169,7 +166,7 @@ class _Read(NamedTuple):
 def _read(
     part: Part, runs: Segments, places: list[tuple[int, int]], tensor: int, offsets: Offsets
 ) -> _Read:
-    """Return the descriptors that write these bytes of a dst tensor, and what they read."""
+    """Return the descriptors that write these bytes of a dst tensor, and their sources."""
     order = np.argsort(runs.dst_offsets)
     starts = runs.dst_offsets[order].astype(np.int64)
     ends = starts + runs.nbytes[order].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Ascend devices: the ACL library of this host, never linked, and the abilities of products."""
+"""Ascend devices: the ACL library, which is loaded at run time, and the abilities of products."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Product:
         max_batch: The maximum number of descriptors of one batch of HCCL.
         registers: The kinds of memory that HCCL transfers directly. Other memory is staged in
             device memory on this side, and cannot be offered to peers.
-        hccs: The same at this side of HCCS, which connects devices inside a host or super pod. At
-            the other end HCCS reaches only device memory.
+        hccs: The kinds of memory at this side of a transfer over HCCS, which connects devices
+            inside a host or super pod. At the other end HCCS reaches only device memory.
     """
 
     name: str
@@ -102,11 +102,11 @@ class AscendDevice(Device):
 
     @property
     def product(self) -> Product | None:
-        """Its generation; None: the device does not transfer one-sided."""
+        """The product of the device; None: it has no one-sided transfers."""
         return product_of(self.name)
 
     def describe(self) -> dict[str, object]:
-        """Return the properties of the device, for people, by name."""
+        """Return the properties of the device by name, for display."""
         product = self.product
         name = None if product is None else product.name
         return {**super().describe(), "soc": self.name, "product": name, "driver": driver_version()}

@@ -74,7 +74,7 @@ def _asked(load_library: Callable[[], DeviceLibrary], call: str) -> int | None:
     except LLMException:
         return None
     number = ctypes.c_int32()
-    # By the library's name, since the program has loaded it, and made the call itself.
+    # A second handle of the library: the program has loaded it too, and has set its device.
     if getattr(ctypes.CDLL(library.path), call)(ctypes.byref(number)) != 0:
         return None
     return number.value

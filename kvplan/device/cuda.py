@@ -1,4 +1,4 @@
-"""CUDA devices: the driver's library of this host, never linked, and shared memory of GPUs."""
+"""CUDA devices: the driver's library, which is loaded at run time, and shared GPU memory."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def driver_version() -> str | None:
 class CudaSharing:
     """The sharing of a CUDA device; see `Sharing`.
 
-    kvplan's own memory is exported as a descriptor, which a mapping keeps. Memory of users has a
-    handle of cuIpcGetMemHandle, which keeps nothing.
+    kvplan's own memory is exported as a descriptor, whose mappings keep it alive. Memory of users
+    has a handle of cuIpcGetMemHandle, which keeps nothing alive.
     """
 
     def __init__(self, native: NativeDevice, uuid: str) -> None:
@@ -73,7 +73,7 @@ class CudaSharing:
     def export(
         self, address: int, nbytes: int, buffer: DeviceBuffer | None, *, is_pool: bool = False
     ) -> Exported:
-        """See `Sharing.export`; of one buffer always the same."""
+        """See `Sharing.export`; a buffer has one export."""
         if buffer is None:
             return self._export(address, nbytes, None, is_pool)
         with self._mutex:
@@ -151,14 +151,14 @@ class CudaDevice(Device):
             if (tunings := cuda_copies.load(self)) is not None:
                 cuda_copies.apply(self, tunings)
         except (OSError, LLMException) as error:
-            _LOG.info("device=%d copies as is built in: %s", device_id, error)
+            _LOG.info("device=%d uses built-in copy tunings: %s", device_id, error)
 
     def limit_copies(self, *, batch_calls: bool, max_blocks: int) -> None:
         """Limit how copies use the driver and the GPU, in all directions.
 
         Args:
             batch_calls: False: the driver's batch call is not used.
-            max_blocks: Maximum number of blocks of the copy kernel; 0: as tuned or built in.
+            max_blocks: Maximum number of blocks of the copy kernel; 0: the tuned or built-in one.
         """
         from kvnative._cuda import limit_copies
 
@@ -186,7 +186,7 @@ class CudaDevice(Device):
         return (made,)
 
     def describe(self) -> dict[str, object]:
-        """Return the properties of the device, for people, by name."""
+        """Return the properties of the device by name, for display."""
         library = cast("CudaLibrary", self.native.library)
         major, minor = library.capability(self.id)
         others = [number for number in range(library.device_count()) if number != self.id]

@@ -1,4 +1,4 @@
-"""A device as an engine uses it: its memory, memory that is pinned for it, and its copies."""
+"""A device of an engine: its memory, host memory that is pinned for it, and its copies."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _mutex = Mutex()
 
 
 class Watch(Protocol):
-    """A watch over registered memory, which tells whether it was replaced."""
+    """A watch over registered memory that detects its replacement by other memory."""
 
     @property
     def is_replaced(self) -> bool:
@@ -117,7 +117,7 @@ class Device:
         """Return new zeroed memory of the device, which is freed with its last reference.
 
         Raises:
-            LLMException: LLM_DEVICE_OUT_OF_MEMORY, saying what is free; what else its library says.
+            LLMException: LLM_DEVICE_OUT_OF_MEMORY, with the free bytes; an error of the library.
         """
         try:
             buffer = self.native.allocate(nbytes)
@@ -130,7 +130,7 @@ class Device:
         """Return new zeroed host memory of the runtime, which is freed with its last reference.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: a size that cannot be; an error of the library.
+            LLMException: LLM_PARAM_INVALID: an invalid size; an error of the library.
         """
         try:
             with native_errors(f"{nbytes} bytes of host memory for device {self.id}"):
@@ -139,13 +139,14 @@ class Device:
             raise invalid(str(error)) from error
 
     def pin(self, address: int, nbytes: int, keep: object = None) -> Pinned:
-        """Let the device reach host memory by itself, until the result is dropped, or `close`.
+        """Pin host memory for the device, until the result is dropped, or until `close`.
 
-        No byte of the memory may be pinned already. `keep` is held until the memory is unpinned.
+        No byte of the memory may be pinned already. `keep` is kept alive until the memory is
+        unpinned.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: no page begins there, or it overlaps what is pinned;
-                an error of the library.
+            LLMException: LLM_PARAM_INVALID: `address` is not the start of a page, or the range
+                overlaps pinned memory; an error of the library.
         """
         try:
             with native_errors(f"{nbytes} bytes of host memory at {address:#x} to be pinned"):
@@ -160,10 +161,9 @@ class Device:
         addresses: NDArray[np.uint64],
         nbytes: NDArray[np.uint64],
     ) -> tuple[Watch, ...]:
-        """Let transfers refuse the memory at these addresses once it has been replaced.
+        """Watch memory, so that transfers refuse it once other memory has its addresses.
 
-        Hold the result meanwhile. It is empty if the library of the device cannot tell allocations
-        apart.
+        The watch lasts as long as the result. Empty: the library cannot distinguish allocations.
         """
         return ()
 
@@ -171,16 +171,17 @@ class Device:
         """Refuse a range that is not memory of this device, by its first and last byte.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: what it is instead; an error of the library.
+            LLMException: LLM_PARAM_INVALID, with the actual kind of memory; an error of the
+                library.
         """
         for at in (address, address + nbytes - 1):
             kind, device_id = self._locate(at)
             if (kind, device_id) != ("device", self.id):
                 other = f" ({device_id})" if kind == "device" else ""
                 raise invalid(
-                    f"{name} has {nbytes} bytes at {address:#x}; that at {at:#x} is "
-                    f"{_WHERE[kind]}{other}, and not of device {self.id}, as placement=DEVICE says "
-                    "(kvplan.accelerator=none: placement says nothing)"
+                    f"{name} has {nbytes} bytes at {address:#x}; the byte at {at:#x} is "
+                    f"{_WHERE[kind]}{other}, but placement=DEVICE needs memory of device {self.id} "
+                    "(with kvplan.accelerator=none the placement is ignored)"
                 )
 
     def check_host(self, name: str, address: int) -> None:
@@ -192,8 +193,8 @@ class Device:
         kind, device_id = self._locate(address)
         if kind == "device":
             raise invalid(
-                f"{name} at {address:#x} is memory of device {device_id}, and not of the host, as "
-                "placement=HOST says"
+                f"{name} at {address:#x} is memory of device {device_id}, but placement=HOST needs "
+                "host memory"
             )
 
     def read(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
@@ -215,7 +216,7 @@ class Device:
             self.native.write(address, buffer)
 
     def backend(self, direction: CopyDirection) -> Backend:
-        """Return the copies in that direction, which all users of the device share.
+        """Return the backend that copies in a direction, which all users of the device share.
 
         Raises:
             NativeError: the device is closed.
@@ -232,14 +233,15 @@ class Device:
         return known
 
     def gate(self, name: str, event: ComputeEvent) -> Gate:
-        """Return the point in the work of this device that `event` marks, as a gate of a transfer.
+        """Return a gate of a transfer that opens when the device's work reaches `event`.
 
         On return the event can be recorded again, or destroyed. `name` is for messages.
 
         Raises:
             TypeError: neither an event nor a stream.
-            LLMException: LLM_PARAM_INVALID: of another accelerator, or never recorded; what its
-                library says, of one of another device or that was destroyed.
+            LLMException: LLM_PARAM_INVALID: an event of another accelerator, or one that was never
+                recorded; an error of the library, for an event of another device or a destroyed
+                one.
         """
         is_stream, handle = handle_of(name, event, self.tensor_kind)
         try:
@@ -258,7 +260,7 @@ class Device:
         return stream_handle_of(name, stream, self.tensor_kind)
 
     def describe(self) -> dict[str, object]:
-        """Return the properties of the device, for people, by name."""
+        """Return the properties of the device by name, for display."""
         free, total = self.native.memory()
         return {
             "id": self.id,
@@ -308,16 +310,15 @@ class Device:
 
 
 def find_library(what: str, override: str, load: Callable[[str | None], _L]) -> _L:
-    """Return what `load` makes of the place that an environment variable names.
+    """Load a library from the place that an environment variable names.
 
     Args:
         what: The library, for messages.
-        override: The variable; if it is not set, `load` gets None; if it is empty, nothing is
-            loaded.
+        override: The variable. Not set: `load` gets None. Empty: nothing is loaded.
+        load: Loads the library from a place; NativeError: it cannot be used.
 
     Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: none is installed, or `load` said why it cannot be
-            used.
+        LLMException: LLM_FEATURE_NOT_ENABLED, with the reason: nothing can be loaded.
     """
     place = os.environ.get(override)
     cause: NativeError | None = None

@@ -1,4 +1,4 @@
-"""The memory of a cache on a device: an address for each tensor, and what keeps it alive."""
+"""The memory of a cache on a device: an address for each tensor, and the memory's owner."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def check_device_of_link(side: TensorMemory, device: Device, peer: object) -> No
     """
     if isinstance(side, DeviceMemory) and side.device.native is not device.native:
         raise unsupported(
-            f"the local side is on device {side.device.id}, the link to {peer} is device "
-            f"{device.id}'s: use the engine of that device"
+            f"the local side is on device {side.device.id}, but the engine of the link to {peer} "
+            f"has device {device.id}: use the engine of device {side.device.id}"
         )
 
 
@@ -41,10 +41,10 @@ class DeviceMemory(Revocable):
         addresses: The address of each tensor, on the device.
         nbytes: The size of each tensor.
         writable: True if a transfer may write to them.
-        owner: Keeps the memory alive, or vouches for it; None: the addresses are checked before and
-            after each transfer.
-        watches: Of memory that its owner may free during a transfer; see `Device.watch`.
-        parts: Memory that this consists of; revoking one of them revokes this.
+        owner: An object that keeps the memory alive, or guarantees it; None: the addresses are
+            checked before and after each transfer.
+        watches: Watches over memory that its owner may free during a transfer.
+        parts: The memories that this one consists of; revoking one of them revokes this.
     """
 
     __slots__ = ("__weakref__", "_owner", "addresses", "device", "nbytes", "watches", "writable")
@@ -106,10 +106,10 @@ class DeviceMemory(Revocable):
 
     @classmethod
     def from_forms(cls, device: Device, forms: Sequence[TensorForm]) -> DeviceMemory:
-        """Return the memory of tensors that claim to be on the device, and hold them.
+        """Return the memory of tensors that claim to be on the device, and keep them alive.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: by its address, one of them is elsewhere.
+            LLMException: LLM_PARAM_INVALID: the address of one is not on the device.
         """
         memory = cls(
             device,
@@ -141,7 +141,7 @@ class DeviceMemory(Revocable):
                 else f"one side is on device {self.device.id} and the other on device "
                 f"{other.device.id}"
             )
-            raise unsupported(f"{sides}; between devices only linked engines transfer")
+            raise unsupported(f"{sides}; transfer between devices with a linked engine on each")
         return self.device.backend("device_to_device") if direction == "get" else None
 
     @property
@@ -153,16 +153,16 @@ class DeviceMemory(Revocable):
         """Check raw addresses again, and memory that is watched.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: as `check_located`; LLM_KV_CACHE_NOT_EXIST: it was
-                freed, and its addresses are other memory's.
+            LLMException: LLM_PARAM_INVALID: as `check_located`; LLM_KV_CACHE_NOT_EXIST: the memory
+                was freed, and other memory has its addresses.
         """
         if self._owner is None:
             self.check_located(tensors)
         elif any(watch.is_replaced for watch in self.watches):
             raise not_exist(
-                f"memory of device {self.device.id} that was registered has been freed, and its "
-                "addresses are other memory's now: unregister the cache (before its memory goes), "
-                "and register what is there"
+                f"registered memory of device {self.device.id} was freed, and other memory has its "
+                "addresses now: unregister a cache before its memory is freed, and register the "
+                "new memory"
             )
 
     def check_located(self, tensors: range | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Memory of devices that processes of one host share, and what a kind of device does for it.
+"""Device memory that processes of one host share, and the interface of devices that can do so.
 
 The owner exports a whole allocation. A peer with its `AllocationRef` maps it for a device of its
-own, and copies to and from it as if it were memory of that device.
+own, and copies to and from it like memory of that device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AllocationRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An allocation of a device as its owner publishes it.
+    """The published reference of a device allocation.
 
     Attributes:
         device: UUID of the device: 32 hexadecimal digits.
@@ -52,7 +52,7 @@ class AllocationRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_kept_by_peers(self) -> bool:
-        """True if a mapping keeps the memory. Otherwise its owner must not free it meanwhile."""
+        """True if a mapping keeps the memory alive; False: its owner must not free it meanwhile."""
         return self.fd >= 0
 
 
@@ -105,7 +105,7 @@ class Sharing(Protocol):
                 export of an allocation decides.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: no peer can map it, and what to do; an error of
+            LLMException: LLM_FEATURE_NOT_ENABLED: no peer can map it, with the remedy; an error of
                 the device.
         """
 
@@ -113,22 +113,22 @@ class Sharing(Protocol):
         """Map an allocation of a peer.
 
         Args:
-            ref: The peer's; it is not trusted.
+            ref: The reference that the peer has published; not trusted.
             fd: A duplicate of `ref.fd` in this process; -1 if that is -1.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: this device does not reach the other, and why; an
-                error of the device.
+            LLMException: LLM_FEATURE_NOT_ENABLED: this device does not reach the other one, with
+                the reason; an error of the device.
         """
 
     def shortfall(self, uuid: str) -> str | None:
-        """Return why this device and the one with that UUID do not reach each other's memory.
+        """Return why this device and the one with that UUID cannot reach each other's memory.
 
-        None: they do, or only a mapping can tell.
+        None: they can, or only an attempt to map shows it.
         """
 
 
-# So that a link to this process finds an export instead of mapping it again.
+# A link to this process finds an export here instead of mapping it again.
 _EXPORTED: WeakValueDictionary[AllocationRef, Exported] = WeakValueDictionary()
 _numbers = itertools.count(1)
 

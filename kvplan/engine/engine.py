@@ -35,7 +35,7 @@ from kvplan.execution.verification import verify_every
 from kvplan.links import Links, LinkState
 from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid
-from kvplan.system.limits import start_thread
+from kvplan.system.limits import check_process, start_thread
 from kvplan.transport.choice import TransportOptions, make_transports
 from kvplan.validation import UINT64_MAX, check_width, shown
 
@@ -158,14 +158,6 @@ class Engine:
     def _announce(self) -> None:
         self.links.publish_soon()
 
-    def check_process(self) -> None:
-        """Raise LLMException (LLM_FAILED) in a forked child."""
-        if self.inherited:
-            raise LLMException(
-                f"cluster {self.cluster_id} was initialized by process {self.pid}; this is its "
-                f"forked child {os.getpid()}, which needs an engine of its own"
-            )
-
     @property
     def listen_address(self) -> str | None:
         """The address that peers link to; None: the engine does not listen."""
@@ -259,7 +251,7 @@ def metrics_of(cluster_id: int, metrics: Metrics, engine: Engine | None) -> Engi
     cache_bytes: Counter[str] = Counter()
     links: Counter[str] = Counter()
     if engine is not None:
-        engine.check_process()
+        check_process(engine.pid, "the engine")
         links.update(link.state.name for link in engine.links.status())
         for entry, _ in engine.registry.entries():
             cache_bytes[entry.cache.cache_desc.placement.name] += entry.cache.cache_desc.nbytes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvnative._signals import Mutex
 from kvplan.engine.memory import CacheMemory, check_again, memory_at, offered_ranges
-from kvplan.links.local_engine import MAX_PUBLISHED_NBYTES, published_nbytes
+from kvplan.links.publisher import MAX_PUBLISHED_NBYTES, published_nbytes
 from kvplan.planning.side import Side, side
 from kvplan.status import LLMException, invalid
 from kvplan.transport.transport import Offer, Transport, offer

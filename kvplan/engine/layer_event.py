@@ -13,7 +13,7 @@ from kvplan.execution import LayerTask
 from kvplan.execution.completion import completion_thread
 from kvplan.planning.texts import plural
 from kvplan.status import LLMException, invalid
-from kvplan.system.limits import system_error
+from kvplan.system.limits import check_process, system_error
 from kvplan.validation import UINT32_MAX, check_type, check_width
 
 
@@ -74,10 +74,7 @@ class LayerEvent:
             LLMException: LLM_PARAM_INVALID: the event is closed; LLM_FAILED: in a forked child.
         """
         check_width("n", n, 1, UINT32_MAX)
-        if (pid := os.getpid()) != self._pid:
-            raise LLMException(
-                f"the event belongs to process {self._pid}; this is its forked child {pid}"
-            )
+        check_process(self._pid, "the event")
         with self._mutex:
             if self._fd < 0:
                 raise invalid("the event is closed")

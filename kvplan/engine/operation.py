@@ -306,6 +306,16 @@ class Operation:
         link.begin(self)
 
 
+def notify_moved(engine: Engine, link: PeerLink, name: str, tag: str, notify: bytes) -> None:
+    """Send the notification of a transfer that has moved without an operation."""
+    try:
+        link.notify(notify)
+    except LLMException as error:
+        with Operation(engine, name, tag=tag) as operation:
+            operation.hold(link)
+            raise operation.undelivered(error) from None
+
+
 def conclude(
     engine: Engine,
     name: str,

@@ -23,7 +23,7 @@ import msgspec
 
 from kvnative._lower import Descriptors
 from kvplan.engine.memory import joined
-from kvplan.engine.operation import Operation, RunOptions, refuse_notices
+from kvplan.engine.operation import Operation, RunOptions, notify_moved, refuse_notices
 from kvplan.engine.shares import local_of, operation_name
 from kvplan.engine.telemetry import logger
 from kvplan.execution.binding import join, parts_are_apart
@@ -382,12 +382,7 @@ def move_now(
         return False
     link = request.link
     if notify is not None:
-        try:
-            link.notify(notify)
-        except LLMException as error:
-            with Operation(engine, rows.operation, tag=tag) as operation:
-                operation.hold(link)
-                raise operation.undelivered(error) from None
+        notify_moved(engine, link, rows.operation, tag, notify)
     seconds = perf_counter() - started
     if (recorder := engine.recorder) is not None and not recorder.ended:  # before it is counted
         head = (

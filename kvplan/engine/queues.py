@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.execution.completion import Tracker
 from kvplan.status import LLMException, LLMStatusCode
+from kvplan.system.limits import check_process
 from kvplan.validation import check_timeout
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class PollableQueue(Generic[_T]):
         Raises:
             LLMException: LLM_FAILED: in a forked child.
         """
-        self._check_process()
+        check_process(self._pid, "the queue")
         return self._polled
 
     def wait(self, timeout_ms: float | None = None) -> bool:
@@ -73,7 +74,7 @@ class PollableQueue(Generic[_T]):
             LLMException: LLM_FAILED: in a forked child.
         """
         check_timeout(timeout_ms)
-        self._check_process()
+        check_process(self._pid, "the queue")
         end = None if timeout_ms is None else perf_counter() + timeout_ms / 1000
         poll = select.poll()
         poll.register(self._polled, select.POLLIN)
@@ -88,7 +89,7 @@ class PollableQueue(Generic[_T]):
     def __iter__(self) -> Iterator[_T]:
         """Yield the unread items until the queue is empty."""
         if os.getpid() != self._pid:
-            self._check_process()
+            check_process(self._pid, "the queue")
         while True:
             try:
                 item = self._take()
@@ -153,12 +154,6 @@ class PollableQueue(Generic[_T]):
         finally:
             if self._items or self._closed:
                 os.eventfd_write(self._fd, 1)
-
-    def _check_process(self) -> None:
-        if (pid := os.getpid()) != self._pid:
-            raise LLMException(
-                f"the queue belongs to process {self._pid}; this is its forked child {pid}"
-            )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {len(self)} to read{', closed' if self._closed else ''}>"

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Unpack
+from weakref import ref
 
 import numpy as np
 
 from kvnative._lower import Descriptors
 from kvnative._ranges import first_bad, place
 from kvplan.engine.memory import joined
-from kvplan.engine.operation import Operation, RunOptions
+from kvplan.engine.operation import Operation, RunOptions, notify_moved
+from kvplan.engine.telemetry import logger
 from kvplan.execution.binding import check_order_free
+from kvplan.execution.memory import HostMemory
+from kvplan.links.values import LinkState
+from kvplan.planning.plan import OBSERVERS
 from kvplan.planning.ranges import RangePart, RangePlan, Ranges, span_text
 from kvplan.planning.side import Side
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.types import CacheDesc
 from kvplan.validation import UINT64_MAX, check_width, shown
 
@@ -36,6 +43,8 @@ if TYPE_CHECKING:
 
 
 _UINT64 = np.dtype(np.uint64)
+_LINKED: Final = LinkState.LINKED  # faster than a lookup in the enumeration
+_SUCCESS: Final = LLMStatusCode.LLM_SUCCESS
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,6 +73,7 @@ class AddressRanges:
     remote: Column
     nbytes: Column
     direction: Literal["pull", "push"] = "pull"
+    _placed: _Placed | None = field(init=False, repr=False)  # at the last transfer
 
     def __init__(
         self, cluster_id: int, local: ArrayLike, remote: ArrayLike, nbytes: ArrayLike,
@@ -87,9 +97,32 @@ class AddressRanges:
         assign(self, "local", columns[0])
         assign(self, "remote", columns[1])
         assign(self, "nbytes", columns[2])
+        assign(self, "_placed", None)
 
     def __len__(self) -> int:
         return len(self.nbytes)
+
+
+class _Placed(NamedTuple):
+    """Ranges that were found in the registered memory of both sides. Keeps no memory alive."""
+
+    mine: ref[AddressIndex[CacheEntry]]
+    its: ref[AddressIndex[Any]]
+    listed: Ranges  # sorted and merged
+    parts: list[tuple[int, int, int]]  # extent here, extent of the peer, first range
+    pairs: Column | None  # the pair of extents of each range; None: all have the same pair
+    num_given: int  # ranges before they were merged
+    ours: ref[TensorMemory]
+    theirs: ref[TensorMemory]
+    descriptors: Descriptors
+
+
+class _Found(NamedTuple):
+    """Ranges, and the memory of both sides."""
+
+    placed: _Placed
+    ours: TensorMemory
+    theirs: TensorMemory
 
 
 class RangeOperation(Operation):
@@ -124,53 +157,135 @@ class RangeOperation(Operation):
         its: AddressIndex[Any] = mine  # of a PeerCache; of a CacheEntry inside of one engine
         if link is not None:
             its = link.address_index(writable=not pulls, ask=self.retried)
-        columns = ranges.local, ranges.remote, ranges.nbytes
-        placed = place(mine.pieces, its.pieces, *columns, pulls)
-        if placed is None:
-            columns = _cut(mine, its, *columns)
-            placed = place(mine.pieces, its.pieces, *columns, pulls)
-            assert placed is not None, "now each range lies in one piece of either side"
-        src, dst, nbytes, parts, pairs, clash = placed
-        if clash is not None:
-            first, second = (span_text(int(dst[at]), int(nbytes[at])) for at in sorted(clash))
-            side = "local" if pulls else "remote"
-            raise invalid(f"{side} ranges {first} and {second} overlap: both are written")
-        own = [mine.extents[number] for number, _, _ in parts]
-        peer = [its.extents[number] for _, number, _ in parts]
-        self.cache_id = own[0].cache.cache.cache_id
-        ours = joined([extent.cache.memory for extent in own])
-        theirs: TensorMemory = (
-            joined([extent.cache.memory for extent in peer])
-            if link is None
-            else link.joined_memory(
-                [extent.cache for extent in peer], writable=not pulls, any_holder=True
-            )
-        )
+        placed, ours, theirs = _find(ranges, link, mine, its, again=self.retried)
+        self.cache_id = mine.extents[placed.parts[0][0]].cache.cache.cache_id
         if not (ours if pulls else theirs).writable:
             raise invalid(
                 "local ranges are to be written, and their memory is registered read-only"
             )
-        bounds = [*[first for _, _, first in parts], len(nbytes)]
-        made = partial(
-            _made_parts,
-            pulls,
-            [_own_place(extent) for extent in own],
-            [_own_place(each) if link is None else _peer_place(each) for each in peer],
-            ("", "") if link is None else (f" of {link}", link.side(peer[0].cache).way),
-            bounds,
-            len(columns[2]),
-            pairs,
-        )
+        plan = _plan(placed, link, mine, its)
+        src, dst = (theirs, ours) if pulls else (ours, theirs)
+        return plan, src, dst, placed.descriptors
+
+
+def move_ranges_now(
+    engine: Engine, ranges: AddressRanges, started: float, tag: str, notify: bytes | None
+) -> bool:
+    """Pull small ranges from a peer on this host in the calling thread; False: not moved.
+
+    What is unusual or wrong is not moved, and an operation finds out why.
+    """
+    link = engine.links.peers.get(ranges.cluster_id)
+    if (
+        link is None
+        or link.state is not _LINKED
+        or ranges.direction != "pull"
+        or not engine.moves_small
+        or engine.recorder is not None
+        or OBSERVERS
+        or logger.logger.isEnabledFor(logging.INFO)
+    ):
+        return False
+    mine = engine.registry.address_index()
+    try:
+        found = _find(ranges, link, mine, link.address_index(writable=False))
+    except LLMException:
+        return False
+    ours, descriptors = found.ours, found.placed.descriptors
+    nbytes = descriptors.total_nbytes
+    reader = getattr(found.theirs, "reader", None)  # of memory that a thread can read by itself
+    if nbytes > engine.transfers.small_nbytes or reader is None:
+        return False
+    if type(ours) is not HostMemory or not ours.held or not ours.writable:
+        return False
+    peer, words, by_address = reader
+    try:
+        if peer.copy(descriptors, words, ours, by_address) != "done":
+            return False
+    except ValueError:  # the link is closed
+        return False
+    if notify is not None:
+        notify_moved(engine, link, "pull_ranges", tag, notify)
+    engine.metrics.record("pull_ranges", _SUCCESS, nbytes, perf_counter() - started)
+    link.traffic.add(1, nbytes)
+    return True
+
+
+def _find(
+    ranges: AddressRanges, link: PeerLink | None, mine: AddressIndex[CacheEntry],
+    its: AddressIndex[Any], *, again: bool = False,
+) -> _Found:  # fmt: skip
+    """Find ranges in registered memory and lower them; `again`: even if that is known."""
+    placed = ranges._placed
+    if again or placed is None or placed.mine() is not mine or placed.its() is not its:
+        placed = None
+    else:
+        ours, theirs = placed.ours(), placed.theirs()
+        if ours is not None and theirs is not None:
+            return _Found(placed, ours, theirs)
+    pulls, columns = ranges.direction == "pull", (ranges.local, ranges.remote, ranges.nbytes)
+    if placed is None:
+        found = place(mine.pieces, its.pieces, *columns, pulls)
+        if found is None:
+            columns = _cut(mine, its, *columns)
+            found = place(mine.pieces, its.pieces, *columns, pulls)
+            assert found is not None, "now each range lies in one piece of either side"
+        src, dst, nbytes, parts, pairs, clash = found
+        if clash is not None:
+            first, second = (span_text(int(dst[at]), int(nbytes[at])) for at in sorted(clash))
+            side = "local" if pulls else "remote"
+            raise invalid(f"{side} ranges {first} and {second} overlap: both are written")
+        listed, count = Ranges(src, dst, nbytes, pulls), len(columns[2])
+    else:
+        listed, parts, pairs, count = placed[2:6]
+    ours = joined([mine.extents[number].cache.memory for number, _, _ in parts])
+    peer = [its.extents[number] for _, number, _ in parts]
+    caches = [extent.cache for extent in peer]
+    theirs = (
+        joined([cache.memory for cache in caches])
+        if link is None
+        else link.joined_memory(caches, writable=not pulls, any_holder=True)
+    )
+    if placed is not None and placed.theirs() is theirs:
+        descriptors = placed.descriptors
+    else:
+        src, dst, nbytes, _ = listed
         reached = src if pulls else dst
         if link is not None:
-            reached = _as_reached(reached, theirs, peer, bounds)
-        read, written = (reached, dst) if pulls else (src, reached)
+            reached = _as_reached(reached, theirs, peer, _bounds(parts, nbytes))
+        written, read = (dst, reached) if pulls else (reached, src)
         descriptors = Descriptors.from_columns(written, read, nbytes)
-        listed = Ranges(src, dst, nbytes, pulls)
-        plan = RangePlan(listed, len(own), descriptors.total_nbytes, made)
-        if theirs.in_process:
-            check_order_free(plan, descriptors, one_space=True)
-        return (plan, theirs, ours, descriptors) if pulls else (plan, ours, theirs, descriptors)
+    placed = _Placed(
+        ref(mine), ref(its), listed, parts, pairs, count, ref(ours), ref(theirs), descriptors
+    )
+    if theirs.in_process:
+        check_order_free(_plan(placed, link, mine, its), descriptors, one_space=True)
+    object.__setattr__(ranges, "_placed", placed)
+    return _Found(placed, ours, theirs)
+
+
+def _plan(
+    placed: _Placed, link: PeerLink | None, mine: AddressIndex[CacheEntry], its: AddressIndex[Any]
+) -> RangePlan:
+    """Return the plan of ranges; its parts are made when they are first read."""
+    own = [mine.extents[number] for number, _, _ in placed.parts]
+    peer = [its.extents[number] for _, number, _ in placed.parts]
+    made = partial(
+        _made_parts,
+        placed.listed.pulls,
+        [_own_place(extent) for extent in own],
+        [_own_place(each) if link is None else _peer_place(each) for each in peer],
+        ("", "") if link is None else (f" of {link}", link.side(peer[0].cache).way),
+        _bounds(placed.parts, placed.listed.nbytes),
+        placed.num_given,
+        placed.pairs,
+    )
+    return RangePlan(placed.listed, len(own), placed.descriptors.total_nbytes, made)
+
+
+def _bounds(parts: list[tuple[int, int, int]], nbytes: Column) -> list[int]:
+    """Return the first range of each part, and the number of ranges."""
+    return [*[first for _, _, first in parts], len(nbytes)]
 
 
 def _cut(

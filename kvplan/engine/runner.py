@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvplan.engine.registry import finalized
 from kvplan.engine.telemetry import error_text, log_operation, status_of
 from kvplan.status import LLMException
+from kvplan.system.limits import check_process
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
@@ -56,7 +57,7 @@ class OperationRunner:
                 f"cluster {self._cluster_id} is not initialized; call initialize() first"
             )
         if engine.inherited:
-            engine.check_process()
+            check_process(engine.pid, "the engine")
         return engine
 
     @contextmanager

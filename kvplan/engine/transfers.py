@@ -18,7 +18,7 @@ from kvplan.engine.operation import (
     checked,
 )
 from kvplan.engine.pairs import Request, find_request, move_now
-from kvplan.engine.ranges import AddressRanges, RangeOperation
+from kvplan.engine.ranges import AddressRanges, RangeOperation, move_ranges_now
 from kvplan.engine.resolve import TransferOperation
 from kvplan.engine.runner import OperationRunner, PlanEvent
 from kvplan.engine.shares import Pair, shares_of
@@ -105,14 +105,15 @@ class TransferOperations(OperationRunner):
             engine = self._running()
         given = checked(options, ALL_OPTIONS) if options else {}
         request = find_request(engine, transfer)
-        if (
-            request is not None
-            and not self._hooks
-            and not given.get("verify")
-            and "after" not in given
-            and move_now(engine, request, started, given.get("tag", ""), given.get("notify"))
-        ):
-            return
+        if not self._hooks and not given.get("verify") and "after" not in given:
+            tag, notify = given.get("tag", ""), given.get("notify")
+            if request is not None:
+                if move_now(engine, request, started, tag, notify):
+                    return
+            elif type(transfer) is AddressRanges and move_ranges_now(
+                engine, transfer, started, tag, notify
+            ):
+                return
         has_event = "after" in given
         operation = _operation(engine, transfer, request, speculative=not has_event, **given)
         if isinstance(operation, Several):

@@ -291,18 +291,17 @@ class Transfers:
     def _copy_now(
         self, descriptors: Descriptors, src: Memory, dst: Memory
     ) -> Literal["done", "refused", "lost"]:
-        """Copy a small transfer from a peer's mapped memory to memory that is held.
+        """Copy a small transfer from a peer on this host to memory that is held.
 
         It runs between two checks of the peer and with the GIL, so no other thread sees it in
         flight.
         """
-        # Only memory of a peer that is mapped here has a guard.
-        guard: tuple[Peer, bytes] | None = getattr(src, "guard", None)
-        if guard is None or type(dst) is not HostMemory or not dst.held:
+        reader: tuple[Peer, bytes, bool] | None = getattr(src, "reader", None)  # of a peer's memory
+        if reader is None or type(dst) is not HostMemory or not dst.held:
             return "refused"
-        peer, words = guard
+        peer, words, by_address = reader
         try:
-            return peer.copy(descriptors, words, dst)
+            return peer.copy(descriptors, words, dst, by_address)
         except ValueError:  # the link is closed
             return "refused"
 

@@ -28,10 +28,11 @@ class Runs(NamedTuple):
     """The runs of a plan, in its order.
 
     Attributes:
-        src_tensor, dst_tensor: what the plan pairs.
-        src, dst, nbytes: bytes of a tensor.
-        part: the position of the part.
-        number: the position in the destination tensor.
+        src_tensor, dst_tensor: the paired tensors, or views of tensors.
+        src, dst: the offsets in these, in bytes.
+        nbytes: the size of the run.
+        part: the position of the part in the plan.
+        number: the position of the run among those of its destination tensor.
     """
 
     src_tensor: _Numbers
@@ -61,12 +62,12 @@ class Runs(NamedTuple):
 
     @property
     def keys(self) -> _Numbers:
-        """One number for each tensor and position."""
+        """A number for each run, unique for its destination tensor and position."""
         return (self.dst_tensor << 40) + self.number
 
 
 def _of_part(number: int, part: Part) -> Iterator[_Numbers]:
-    """Yield the columns of `Runs`; if whole blocks move, each is a run, in the table's order."""
+    """Yield the columns of `Runs`; if whole blocks move, each block is a run, in table order."""
     tables, stride = part.tables, part.dst.stride
     runs = part.segments.expanded()
     columns = [
@@ -90,9 +91,9 @@ def _of_part(number: int, part: Part) -> Iterator[_Numbers]:
 def compare(old: Plan, new: Plan, names: tuple[str, str] = ("A", "B")) -> list[str]:
     """Return how the second plan differs from the first, a line for each kind of difference.
 
-    Plans of different requests are compared by position: the first run of a destination tensor with
-    the first one. Lines about layers come first, as they are mistakes in any two requests; blocks
-    may differ. No line: both put the same bytes into the same places, in the same order.
+    Plans of different requests are compared by position: run i of a destination tensor with run i.
+    Lines about layers come first, since other layers are a mistake in any two requests, while other
+    blocks are not. No line: both put the same bytes into the same places, in the same order.
     """
     both = Runs.of(old).by_tensor, Runs.of(new).by_tensor
     _, *at = np.intersect1d(both[0].keys, both[1].keys, assume_unique=True, return_indices=True)

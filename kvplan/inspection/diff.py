@@ -31,7 +31,7 @@ OTHER_BYTES = "different bytes"
 """Beginning of the verdict on plans that do not put the same bytes into the same places."""
 
 LIMIT = 16
-"""Maximum of listed segments; of more, the first and the last are listed, and a summary."""
+"""Maximum of listed segments; of more, the first and the last are listed, with a summary."""
 
 
 def diff_plans(old: Plan, new: Plan) -> str:
@@ -107,7 +107,7 @@ def diff(old: Part, new: Part) -> str:
 
 
 def _other_tensors(old: int, new: int) -> Iterator[str]:
-    """Yield how many more tensors change like the first, and how many only one part has."""
+    """Yield text about the tensors that change like the first, and those of only one part."""
     notes = []
     if (both := min(old, new) - 1) > 0:
         notes.append(f"same change in {plural(both, 'more tensor')}")
@@ -133,7 +133,7 @@ def _changed_lines(old: Part, new: Part, changed: list[tuple[str, Part, int]]) -
 
 
 def _moved_blocks(old: Part, new: Part) -> str:
-    """Return how many destination blocks have another source, and how far away; may be empty."""
+    """Return text about destination blocks with another source, and its distance; often empty."""
     sides = [blocks_of(part) for part in (old, new)]
     if sides[0] is None or sides[1] is None:
         return ""
@@ -178,7 +178,7 @@ def _options(old: Part, new: Part) -> Iterator[str]:
 
 
 def side_changes(name: str, old: Side, new: Side) -> list[str]:
-    """Return what differs between two sides, each as "src.shape: old -> new"; empty if equal."""
+    """Return the differences of two sides, such as "src.shape: old -> new"; empty if equal."""
     return [*_meanings_of_side(name, old, new), *_sizes_of_side(name, old, new)]
 
 
@@ -289,7 +289,7 @@ def verdict(old: Part, new: Part) -> str:
 
 
 def cause(old: Part, new: Part) -> str:
-    """Return the likely mistake behind different bytes, in words; empty if none is recognized."""
+    """Return text about the likely mistake behind different bytes; empty if none is recognized."""
     return "; ".join(filter(None, [_layer_change(old, new), _table_change(old, new)]))
 
 
@@ -397,8 +397,7 @@ def is_equivalent(old: Plan, new: Plan) -> bool:
 def _compare_bytes(old: Part, new: Part) -> list[int]:
     """Count bytes of one destination tensor: from another source, only in old, only in new.
 
-    Segments that both have are left out. A segment that only begins elsewhere at src differs in
-    every byte.
+    Equal segments are skipped. If only the src offset of a segment differs, every byte differs.
     """
     before, after = (dict(_keyed(part)) for part in (old, new))
     # Keys without the source are unique, as no byte is written twice.

@@ -1,4 +1,4 @@
-"""A plan as a tree or a table, and what stands out in it: what makes it slow, or may be a mistake.
+"""A plan as a tree or a table, and sentences about what makes it slow or may be a mistake.
 
 Offsets are relative: stable in tests, safe in logs.
 """
@@ -38,7 +38,7 @@ from kvplan.status import invalid
 from kvplan.validation import check_type, shown
 
 _SIDE_WIDTH = 100
-"""Columns of the lines that say what both sides are."""
+"""Maximum columns of a line that describes both sides."""
 
 TINY: Final = 2048
 """Bytes of a descriptor below which its fixed cost exceeds that of its bytes, over "local"."""
@@ -108,7 +108,7 @@ def labels_text(labels: list[str]) -> str:
 
 
 def _is_same(a: Part, b: Part) -> bool:
-    """Return True if the texts of both parts are equal: equal parts of caches of the same names."""
+    """Return True if both parts have the same text: equal parts of caches with equal names."""
     return (
         a == b
         and (a.src.name, a.dst.name, a.src.way, a.dst.way)
@@ -216,7 +216,7 @@ def _row_nbytes(part: Part) -> int:
 
 
 def _most_runs(part: Part) -> tuple[int, int] | None:
-    """Return into how many runs a row is cut, and their bytes; None if rows lie alike."""
+    """Return the number of runs of a row and their bytes; None if rows are not cut."""
     segments = part.segments
     if not segments.repeats or not len(segments):
         return None
@@ -259,7 +259,7 @@ def _notes(part: Part, order: RequestOrder, indices: range) -> Iterator[tuple[st
     ]
     ends = part.segments.ends()[1][begin : indices.stop].tolist()
     for index, (src, dst, nbytes, end) in enumerate(zip(*columns, ends, strict=True), begin):
-        # Where the one before ended is where this one would have had to begin.
+        # To be merged, a segment must begin where the one before it ends.
         breaks = (
             [
                 f"{name} {stop // side.stride} -> {place(side.rows(at, 1), at, side.stride)}"
@@ -309,7 +309,7 @@ def _segment_lines(part: Part, limit: int | None, width: int) -> Iterator[str]:
 
 
 def _tree(part: Part, limit: int | None, same_as: str) -> Iterator[str]:
-    """Yield the first tensor of the first layer in full; the others, which are alike, together."""
+    """Yield the first tensor of the first layer in full, then the others, which have equal rows."""
     num_layers, per_layer = len(part.src_layers), part.segments.num_runs
     num_tensors = min(part.tensors_per_layer, part.num_tensor_pairs)
     descriptors = num_tensors * per_layer
@@ -365,7 +365,7 @@ def _kv(part: Part, index: int) -> str:
 
 
 def oddities(part: Part) -> list[str]:
-    """Return what stands out, most severe first.
+    """Return a sentence for each oddity, most severe first.
 
     Stale leases are not included: a plan does not contain them.
     """

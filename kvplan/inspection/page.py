@@ -1,6 +1,6 @@
 """The picture of a plan as one self-contained HTML document, and as a notebook's cell.
 
-The document is the SVG, a slider for the layers, and below the title of the band under the pointer.
+The document has the SVG, a slider for the layers, and the title of the band under the pointer.
 """
 
 from __future__ import annotations

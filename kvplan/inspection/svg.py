@@ -105,7 +105,7 @@ def picture(plan: Plan, parts: Sequence[Part]) -> str:
 
 
 def layer_texts(part: Part) -> list[str]:
-    """Return what the bands hold in each layer: `layer 4 → 0: tensors 8 → 0 K, 9 → 1 V`."""
+    """Return a text for each layer: `layer 4 → 0: tensors 8 → 0 K, 9 → 1 V`."""
     per_layer = part.tensors_per_layer
     named = "kv" in part.split or per_layer == 2
     places = []
@@ -198,7 +198,7 @@ class _Drawing:
         ]
 
     def draw(self, title: str) -> None:
-        """Draw everything."""
+        """Draw the part, below `title`."""
         part = self.part
         self._text(MARGIN, 6, title, "soft")
         self._text(MARGIN, 28, summary_text(part), "ink head")
@@ -223,7 +223,7 @@ class _Drawing:
         self.y += 12
 
     def _notes(self) -> Iterator[str]:
-        """Yield what stands out, broken into lines: SVG does not break them."""
+        """Yield the lines of the oddities, since SVG does not wrap text."""
         if self.step > 1:
             yield f"Only one of {self.step} runs is drawn: there are {len(self.bands):,}."
         found = oddities(self.part)
@@ -395,7 +395,7 @@ def _lengths(side: Side) -> dict[str, int]:
 
 
 def _side_by_side(places: list[Place]) -> list[Place]:
-    """Return places in which bands from, or to, the very same place stand side by side."""
+    """Split a place that several bands share into one place for each of them."""
     counts, seen = Counter(places), Counter[Place]()
     found = []
     for place in places:

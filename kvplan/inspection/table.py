@@ -71,8 +71,8 @@ class _Table:
     def all_widths(self) -> list[int]:
         """Return the width of each column in the table of all descriptors.
 
-        All pairs of tensors have the runs of the first one. Their offsets and numbers are longest
-        where a run is farthest at src or at dst.
+        All pairs of tensors have the runs of the first one. Their texts are longest for the runs
+        with the highest offset at src, at dst, and with the highest number.
         """
         pairs, n = self.part.num_tensor_pairs, self._per_pair
         src, dst, _ = self.part.segments.runs_at(np.arange(n))
@@ -179,7 +179,7 @@ def _runs_of_blocks(part: Part) -> _Run | None:
 
 
 def _lengths(part: Part, blocks: Rows) -> str:
-    """Return how long the runs are, and how many have a single block."""
+    """Return text about the lengths of the runs."""
     word = part.dst.row
     low, high = int(blocks.min()), int(blocks.max())
     count = plural(len(blocks), "run")

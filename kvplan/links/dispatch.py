@@ -37,7 +37,7 @@ from kvplan.types import CacheKey
 
 if TYPE_CHECKING:
     from kvplan.control.endpoint import Endpoint
-    from kvplan.links.local_engine import Publisher
+    from kvplan.links.publisher import Publisher
 
 
 class PeerHandler:
@@ -86,15 +86,16 @@ class PeerHandler:
                 self._engine.registry.release(
                     body.claim_id, tensors, holder=link, run=endings.append
                 )
-                for (
-                    end_caches
-                ) in endings:  # in a worker: this may wait for peers that write to the caches
+                for end_caches in endings:
+                    # In a worker: this may wait for peers that write to the caches.
                     await self._engine.control.in_worker(end_caches)
                 return Released()
             case Notify():
                 if (inbox := self._engine.inbox) is not None:
                     return link.notifier.receive(body, inbox)
-                raise unsupported(f"cluster {self._engine.cluster_id} takes no notifications")
+                raise unsupported(
+                    f"cluster {self._engine.cluster_id} does not accept notifications"
+                )
         raise LLMException(f"{type(body).__name__} is not a request")
 
     def on_notice(self, channel: Channel, body: Body) -> None:
@@ -110,12 +111,12 @@ class PeerHandler:
             try:
                 link.apply(body)
             except LLMException as error:
-                self._lost(link, f"the peer's table is not possible: {error.args[0]}")
+                self._lost(link, f"the peer's table is invalid: {error.args[0]}")
         elif link.renewals is not None and isinstance(body, Renew | Renewed | Unused):
             link.renewals.on_notice(body)
 
     def on_lost(self, channel: Channel, reason: str) -> None:
-        """End the link after the peer closed the conversation or stayed silent for too long."""
+        """End the link after the peer closed the channel or stayed silent for too long."""
         link, orderly = channel.bound, channel.closed_orderly
         if not orderly and isinstance(link, PeerLink) and link.is_live and (death := link.death()):
             reason = f"{reason}: {death}"
@@ -146,7 +147,7 @@ class PeerHandler:
 
 
 class Listener:
-    """A server at one address at most. The control thread uses it."""
+    """The server of an engine, at one address at most. Only the control thread uses it."""
 
     def __init__(self, engine: LocalEngine, transitions: Transitions, handler: Handler) -> None:
         self._engine = engine

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 _PAUSE_S = 0.05  # between attempts
 _NOT_CONNECTED = "not connected"  # the phase before a connection exists
-_GRACE_S = 0.02  # the phases share one deadline; their own errors are more precise than this one
+_GRACE_S = 0.02  # added to the deadline of all phases, whose own errors are more precise
 
 _MIN_ACCEPTING = 16
-_DESCRIPTORS = 16  # of the limit, for each accepted handshake, which needs 6
-_PINGED = 0.8  # of the handshake timeout; the rest remains for the answer that refuses it
+_DESCRIPTORS = 16  # of RLIMIT_NOFILE for each accepted handshake, which needs 6
+_PING_SHARE = 0.8  # of the handshake timeout; the rest is for sending the refusal
 _LONGEST_S = 60.0  # upper bound of the timeout that a peer sends
 
 
@@ -151,8 +151,8 @@ class HandshakeInitiator:
                 error = LLMException(
                     f"cluster {cluster_id} at {error.args[0]}", status_code=error.status_code
                 )
-            # Without an error here, the call was interrupted.
-            self._transitions.failed(link, error or link_failed(f"cluster {cluster_id}: given up"))
+            # Without an error here, the call was cancelled.
+            self._transitions.failed(link, error or link_failed(f"cluster {cluster_id}: cancelled"))
         return error
 
     async def _handshake(
@@ -249,13 +249,13 @@ class HandshakeAcceptor:
         if hello.to_cluster_id != engine.cluster_id:
             raise other_cluster(engine.cluster_id, hello.to_cluster_id)
         if hello.cluster_id == engine.cluster_id:
-            raise link_failed(f"cluster {engine.cluster_id} is here itself")
+            raise link_failed(f"cluster {engine.cluster_id} cannot link with itself")
         comm_id = admit(hello)
         timeout_s = min(hello.timeout_ms / 1000, _LONGEST_S)
         await self._yield_to_own_handshake(hello, timeout_s)
         replaced = await self._live_link(channel, hello, timeout_s)
         if channel.bound is not None:  # by another Hello that arrived in the meantime
-            raise link_failed("the conversation has a link already")
+            raise link_failed("the channel has a link already")
         self._end_unconfirmed(hello)
         transitions.check_capacity(hello.cluster_id)
         while len(transitions.accepting) >= self._max_accepting:
@@ -334,9 +334,9 @@ class HandshakeAcceptor:
         return Linked()
 
     async def _yield_to_own_handshake(self, hello: Hello, timeout_s: float) -> None:
-        """Wait for the handshake of this side if that one has priority: the lower id's continues.
+        """Wait for the handshake of this side if it has priority: this id is the lower one.
 
-        The higher id never waits, so the two ends cannot wait for each other.
+        The end with the higher id never waits, so the two ends cannot wait for each other.
         """
         own = self._transitions.initiating.get(hello.cluster_id)
         if own is None or self._engine.cluster_id > hello.cluster_id:
@@ -345,7 +345,9 @@ class HandshakeAcceptor:
             async with asyncio.timeout(timeout_s):
                 await own.settled.wait()
         except TimeoutError:
-            raise link_failed("its own handshake has not ended in time") from None
+            raise link_failed(
+                f"the handshake of cluster {self._engine.cluster_id} has not ended in time"
+            ) from None
         if own.state is LinkState.LINKED:
             raise _already_linked(f"cluster {self._engine.cluster_id} has just linked from its end")
 
@@ -369,7 +371,7 @@ class HandshakeAcceptor:
                     status_code=LLMStatusCode.LLM_LINK_BUSY,
                 )
             return link  # kept until the new link is up: a Hello alone changes nothing
-        if (state := await _state_of(link, timeout_s * _PINGED)) is not None:
+        if (state := await _state_of(link, timeout_s * _PING_SHARE)) is not None:
             error = _already_linked(
                 f"cluster {self._engine.cluster_id} is linked with another process of cluster "
                 f"{hello.cluster_id}, which {state} ({link.address})"

@@ -1,4 +1,4 @@
-"""All links of one engine, in the form that users see."""
+"""All links of one engine: the interface that engines use."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from kvplan.links.rendezvous import RegisterMemStatus, Rendezvous, exposed_point
 from kvplan.links.transitions import Transitions, Unlinker
 from kvplan.links.values import ClusterInfo, LinkResults, check_clusters
 from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed
+from kvplan.system.limits import check_process
 from kvplan.types import LlmRole
 from kvplan.validation import as_int, check_type
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from kvplan.control.messages import Hello
     from kvplan.control.notifying import Inbox
     from kvplan.lease import BlockLease
-    from kvplan.links.local_engine import Publisher
+    from kvplan.links.publisher import Publisher
     from kvplan.links.values import LinkStatus
     from kvplan.transport.transport import Transport
 
@@ -256,10 +257,7 @@ class Links:
         return self._control.run(task)
 
     def _check_usable(self) -> None:
-        if (pid := os.getpid()) != self._pid:
-            raise LLMException(
-                f"the engine belongs to process {self._pid}; this is its forked child {pid}"
-            )
+        check_process(self._pid, "the engine")
         if self._closed:
             raise LLMException(
                 "the engine is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED

@@ -1,4 +1,4 @@
-"""The caches of a peer as its link knows them, and the memory behind them."""
+"""The part of a link that knows the caches of its peer and their memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MAX_JOINED: Final = 64  # sets of caches whose joined memory is kept
 
 
 class PeerCaches(LinkLifecycle, ABC):
-    """The part of a link that knows the caches of its peer and the memory behind them.
+    """The caches of a link's peer, and their memory.
 
     The control thread calls `apply`; operations call the other methods in any thread.
 
@@ -149,7 +149,7 @@ class PeerCaches(LinkLifecycle, ABC):
             metadata=cache.metadata(name),
         )
         self._memories[key] = (cache, memory)
-        # A change of the table and the end of the link are visible before memories are cleared.
+        # The control thread changes the table, or ends the link, before it clears memories.
         if self._table.by_id.get(cache.cache_id) is not cache or not self.is_live:
             self._memories.pop(key, None)
         return memory
@@ -182,7 +182,7 @@ class PeerCaches(LinkLifecycle, ABC):
             any(self._table.by_id.get(cache.cache_id) is not cache for cache in caches)
             or not self.is_live
         ):
-            self._joined.pop(key, None)  # as of one cache
+            self._joined.pop(key, None)  # as in `memory`
         return memory
 
     def side(self, cache: PeerCache) -> Side:
@@ -191,7 +191,7 @@ class PeerCaches(LinkLifecycle, ABC):
         if known is None or known[0] is not cache:
             side = replace(cache.side, way=self._described(self._find_way(cache)))
             known = self._sides[cache.cache_id] = cache, side
-            if self._table.by_id.get(cache.cache_id) is not cache:  # a reply may name any cache
+            if self._table.by_id.get(cache.cache_id) is not cache:  # not, or no longer, published
                 self._sides.pop(cache.cache_id, None)
         return known[1]
 
@@ -214,8 +214,8 @@ class PeerCaches(LinkLifecycle, ABC):
         if (count := min(left) // stride) == 0:
             short = left.index(min(left))
             raise invalid(
-                f"addresses[{short}]={addresses[short]:#x} has {min(left)} bytes behind it, in its "
-                f"tensor of cache {cache.cache_id} of {self}; a row takes stride={stride}"
+                f"addresses[{short}]={addresses[short]:#x} is {min(left)} bytes before the end of "
+                f"its tensor of cache {cache.cache_id} of {self}; a row has stride={stride} bytes"
             )
         name = f"addresses in cache {cache.cache_id} of {self}"
         side = Side(
@@ -258,14 +258,14 @@ class PeerCaches(LinkLifecycle, ABC):
 
     @property
     def needs_peer(self) -> bool:
-        """True if a transfer may have to wait for the peer, as this process does not copy alone."""
+        """True if a transfer may have to wait for the peer; False: this process alone copies."""
         for link in self.transport_links.values():
             if link.detects_freed != "check":
                 return True
         return not self.transport_links
 
     def forget(self) -> None:
-        """Drop the cached memory of the peer, so that the transport is asked for it again."""
+        """Drop what is cached about the peer's memory, so that it is located again."""
         self.pairs = {}
         self._memories.clear()
         self._joined.clear()
@@ -283,7 +283,7 @@ class PeerCaches(LinkLifecycle, ABC):
         self.prepare(changed)
 
     def prepare(self, cache_ids: Iterable[int] | None = None) -> None:
-        """Reach memory of the given caches, or of all if None, before a transfer needs it."""
+        """Let transports prepare the memory of the given caches, by default of all."""
         if not self.transport_links or not self.is_live:
             return
         offered = self._table.by_id
@@ -299,7 +299,7 @@ class PeerCaches(LinkLifecycle, ABC):
 
     @property
     def way(self) -> str:
-        """The means that moves bytes over the link, empty until the peer's memory is reached."""
+        """The way that bytes take over the link, for display; empty until transports connect."""
         return "; ".join(link.way for link in self.transport_links.values())
 
     @property
@@ -308,7 +308,7 @@ class PeerCaches(LinkLifecycle, ABC):
         return "+".join(self.transports)
 
     def _described(self, way: tuple[str, TransportLink] | None) -> str:
-        """Return a way to memory, and why a better transport that both ends have is not it."""
+        """Return text about a way to memory, with the reasons against better transports."""
         if way is None:
             return f"{self.transport}: {self.way}"
         transport, link = way

@@ -1,4 +1,4 @@
-"""One link in the form that operations use: requests to the peer, claims, and notifications."""
+"""One link, as operations use it: requests to the peer, claims, and notifications."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvplan.control.data_streams import DataStreams
     from kvplan.control.loop import ControlLoop
     from kvplan.links.lifecycle import LinkLifecycle
-    from kvplan.links.local_engine import Publisher
+    from kvplan.links.publisher import Publisher
     from kvplan.links.renewals import Renewals
     from kvplan.transport.link import TransportLink
 
@@ -56,7 +56,7 @@ class PeerClaim:
         self.batch_index = batch_index
 
     def release(self, tensors: range | None) -> None:
-        """End the claim."""
+        """End the claim. `tensors` were all pulled and confirmed; None: the pull failed."""
         pulled = None if tensors is None else (tensors.start, tensors.stop)
         self._claims.release(self._channel, Release(self._claim_id, pulled))
 
@@ -243,7 +243,7 @@ class PeerLink(PeerCaches):
                 self._control.call_soon(self.notifier.send_later, *request)
 
     def death(self) -> str:
-        """Return the transport's evidence that the peer is gone, or an empty string."""
+        """Return the transport's evidence that the peer has died, or an empty string."""
         connecting = self.connecting
         if connecting is None or not connecting.done() or connecting.cancelled():
             return ""

@@ -16,7 +16,7 @@ from kvplan.status import LLMException, invalid, not_exist, unsupported
 from kvplan.types import CacheDesc, Placement
 
 MAX_CACHES = 65536
-"""Limit for one peer, as many as the local transport can register. It bounds a peer's cost."""
+"""Limit for the caches of one peer, as many as the local transport can register."""
 
 MAX_LEASES = 1 << 17
 """Limit for the moved leases of one peer, as many as a transport can have."""
@@ -169,9 +169,9 @@ class PeerTable:
             or self._nbytes > MAX_NBYTES
         ):
             raise invalid(
-                f"the peer offers {len(self.by_id)} caches and has moved {len(self.leases)} leases "
-                f"of {self._nbytes} bytes; at most {MAX_CACHES} and {MAX_LEASES} of {MAX_NBYTES} "
-                "can be"
+                f"the peer offers {len(self.by_id)} caches and has moved {len(self.leases)} "
+                f"leases, of {self._nbytes} bytes; at most {MAX_CACHES} caches, {MAX_LEASES} "
+                f"leases and {MAX_NBYTES} bytes are allowed"
             )
         self.version = table.version
         self._indices.clear()
@@ -251,8 +251,8 @@ def no_cache_at(caches: Sequence[PeerCache], who: str, addresses: Sequence[int])
     )
     return invalid(
         f"addresses[0]={addresses[0]:#x} lies in cache {cache_ids[0]} of {who}, and "
-        f"addresses[{other}]={addresses[other]:#x} in cache {cache_ids[other]}; one transfer goes "
-        "to one cache"
+        f"addresses[{other}]={addresses[other]:#x} in cache {cache_ids[other]}; use one transfer "
+        "for each cache"
     )
 
 

@@ -73,9 +73,9 @@ class Renewals:
             self._control.run(self._renew())
         except TimeoutError:
             raise timed_out(
-                f"the connection to cluster {self._link.cluster_id}, which does not reach memory "
-                "that was registered after it, was not renewed within "
-                f"{self._wait_s * 1000:g} ms; it goes on, so try again"
+                f"the connection to cluster {self._link.cluster_id} does not reach memory that was "
+                f"registered later, and was not renewed within {self._wait_s * 1000:g} ms; the "
+                "renewal continues: try again"
             ) from None
 
     def notify_unused(self, generation: int) -> None:
@@ -169,7 +169,7 @@ class Renewals:
             return
         try:
             if attempt.peer_metadata is None:
-                raise link_failed("the peer has not said what it renews")
+                raise link_failed("the peer has sent no metadata of its new connection")
             self._renewable.adopt(attempt.generation, attempt.peer_metadata)
         except LLMException as error:
             self._fail(attempt, error)

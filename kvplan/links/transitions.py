@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvplan.control.channel import Channel, ChannelClosed
 from kvplan.control.messages import Offer, Unlink, Unlinked
-from kvplan.links.local_engine import LocalEngine, Publisher
+from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
+from kvplan.links.publisher import Publisher
 from kvplan.links.renewals import Renewals
 from kvplan.links.values import LOST, LinkState, in_phase
 from kvplan.planning.texts import plural
@@ -29,7 +30,7 @@ _MAX_ERRORS = 1024
 _MAX_ACCEPTED_WORKERS = 32  # threads that connect to peers which have begun a handshake
 _LINKED_AGAIN = "the peer has linked again"
 _DISCONNECT_S = 1.0  # time for the reason of a peer that has exited or closed its memory
-_PEERS_SHARE = 0.5  # of the remaining time, so that the peer's refusal arrives in time
+_PEERS_SHARE = 0.5  # of the remaining time is the peer's, so that its refusal arrives in time
 
 
 class Transitions:
@@ -263,7 +264,7 @@ class Transitions:
             asyncio.get_running_loop().remove_reader(fd)
 
     def _close_transport(self, link: PeerLink, state: LinkState, reason: str) -> None:
-        """Close the access to the peer's memory, which fails its transfers with the new state."""
+        """Close the access to the peer's memory; its transfers fail with the new state."""
         self._unwatch(link)
         if link.streams is not None:
             link.streams.close()
@@ -277,14 +278,14 @@ class Transitions:
 
     def _release_resources(self, link: PeerLink, reason: str, *, orderly: bool = False) -> None:
         """Release all resources of a link; `orderly` if this side has ended it on purpose."""
-        # In a worker: this waits for peers that write to the caches of the claims.
+        # In a worker: this may wait for peers that write to the caches of the claims.
         self._engine.registry.release_holder(link, run=self._engine.control.start_in_worker)
         link.forget()
         link.notifier.end(self._engine.inbox)
         if link.renewals is not None:
             link.renewals.end(reason)
         if link.channel is not None:
-            # Later: a request that is being served now needs its answer first.
+            # Later, since a request that is being served now needs its answer first.
             close = partial(link.channel.close, reason, orderly=orderly)
             asyncio.get_running_loop().call_soon(close)
 

@@ -163,7 +163,7 @@ class LinkStatus:
             moves what those before it do not reach; empty before both ends agree.
         way: The means that moves bytes ("rc_mlx5/mlx5_0:1"); empty before the peer is reached.
         passed_over: Why transports that would be preferred are not used, or not for all memory.
-        address: Address of the control conversation.
+        address: Address of the control channel.
         comm_id: Id of the communicator of the link; None if linked by address.
         since: Start of the state, in seconds since the epoch.
         age_s: Age of the state in seconds.

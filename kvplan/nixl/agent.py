@@ -6,9 +6,9 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -86,8 +86,9 @@ class _Transfer:
     status: nixl_status_t | None = None  # None: not posted
     error: LLMException | None = None
     request: Request | None = None
-    began: float = 0.0
-    telemetry: nixlXferTelemetry = field(default_factory=nixlXferTelemetry)
+    began: float = 0.0  # seconds of the monotonic clock, of the last post
+    posted: float = 0.0
+    ended: float = 0.0
     ranges: AddressRanges | None = None  # of the last post
 
     @property
@@ -464,8 +465,7 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
             raise nixlRepostActiveError(f"transfer {reqh} is still in flight")
         if notif_msg:
             transfer.message = bytes_of(notif_msg)
-        transfer.began, transfer.error, transfer.request = perf_counter(), None, None
-        transfer.telemetry = nixlXferTelemetry(startTime=int(monotonic() * 1e6))
+        transfer.began, transfer.error, transfer.request = monotonic(), None, None
         try:
             self._post(transfer)
         except _REFUSALS as error:
@@ -473,12 +473,8 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
             found = self._logged(f"{transfer.text} with {transfer.agent}", error)
             if not isinstance(found, nixlBackendError):
                 raise found from error
-        if transfer.status is _SUCCESS:
-            return _SUCCESS
-        posted = transfer.telemetry
-        posted.postDuration = int((perf_counter() - transfer.began) * 1e6)
-        posted.xferDuration = posted.postDuration  # at least
-        return self.getXferStatus(reqh)
+        transfer.posted = monotonic()
+        return _SUCCESS if transfer.status is _SUCCESS else self.getXferStatus(reqh)
 
     def _post(self, transfer: _Transfer) -> None:
         datadist, agent = self.engine.datadist, transfer.agent
@@ -515,7 +511,7 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
         if transfer.status is None:
             raise nixlNotPostedError(f"transfer {reqh} was not posted")
         request = transfer.request
-        if request is not None and transfer.status is _IN_PROGRESS and request.task.settled:
+        if request is not None and transfer.status is _IN_PROGRESS and request.has_ended():
             error = request.error(_log, reqh)
             if error is None:
                 self._succeeded(transfer)
@@ -528,9 +524,7 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
     def _succeeded(self, transfer: _Transfer) -> None:
         if transfer.message and transfer.agent == self.name:
             self._looped.append(transfer.message)
-        transfer.telemetry.xferDuration = int((perf_counter() - transfer.began) * 1e6)
-        transfer.telemetry.totalBytes = transfer.nbytes
-        transfer.telemetry.descCount = len(transfer.local)
+        transfer.ended = monotonic()
         transfer.request, transfer.status = None, _SUCCESS
 
     def _failed(self, transfer: _Transfer, error: BaseException) -> None:
@@ -557,7 +551,12 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
             raise nixlNoTelemetryError("captureTelemetry is False")
         if transfer.status is not _SUCCESS:
             raise nixlNotPostedError(f"transfer {reqh} is not done")
-        return transfer.telemetry
+        post, whole = (at - transfer.began for at in (transfer.posted, transfer.ended))
+        return nixlXferTelemetry(
+            startTime=int(transfer.began * 1e6), postDuration=int(post * 1e6),
+            xferDuration=int(max(post, whole) * 1e6), totalBytes=transfer.nbytes,
+            descCount=len(transfer.sizes),
+        )  # fmt: skip
 
     def estimateXferCost(self, req_handle: int) -> tuple[int, int, int]:  # noqa: N802
         """Return duration, error and method of an estimate; kvplan has none."""

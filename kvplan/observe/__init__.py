@@ -1,7 +1,7 @@
-"""Recordings of transfers that another library makes: NIXL's, or Mooncake's transfer engine.
+"""Recordings of transfers of other libraries: NIXL, Mooncake's transfer engine and HIXL.
 
-`install` has their classes observed as soon as the program imports them. The program gets the same
-results and the same exceptions. See docs/how-to/observing.md.
+`install` wraps their classes as soon as the program imports them. The program gets the same results
+and the same exceptions. See docs/how-to/observing.md.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from types import ModuleType
 from typing import Any, Final
 
 from kvplan.observe.observer import Observer
-from kvplan.observe.surfaces import wrap_mooncake, wrap_nixl
+from kvplan.observe.surfaces import wrap_hixl, wrap_mooncake, wrap_nixl
 from kvplan.status import invalid
 from kvplan.validation import shown
 
 __all__ = ["Observer", "install", "sums"]
 
 SUMS: Final = "sums"
-"""Beside the names of libraries: record sums of blocks, too."""
+"""The name, beside those of libraries, that makes observers record sums of blocks."""
 
 _Wrap = Callable[[ModuleType, Observer], None]
 _MODULES: Final[dict[str, tuple[tuple[str, ...], _Wrap]]] = {
@@ -36,6 +36,7 @@ _MODULES: Final[dict[str, tuple[tuple[str, ...], _Wrap]]] = {
         wrap_nixl,
     ),
     "mooncake": (("mooncake.engine", "kvplan.mooncake.engine"), wrap_mooncake),
+    "hixl": (("hixl", "kvplan.hixl"), wrap_hixl),
 }
 
 
@@ -45,11 +46,11 @@ _installed: list[Observer] = []
 def install(
     names: Sequence[str], folder: str | os.PathLike[str] = "", *, sums: bool = False
 ) -> Observer:
-    """Observe these libraries, also if they have been imported already.
+    """Observe these libraries, even if they have been imported already.
 
     Args:
-        names: "nixl", "mooncake".
-        folder: where each agent or engine gets its recording; empty: the current folder.
+        names: "nixl", "mooncake", "hixl".
+        folder: the folder in which each agent or engine gets a recording; empty: the current one.
         sums: True to record sums of the blocks of each transfer of NIXL, for `kvplan trace --sums`.
 
     Raises:
@@ -60,8 +61,9 @@ def install(
             raise invalid(f"names={shown([*names])} must be of {[*_MODULES]}")
     observer = Observer(folder, sums=sums)
     _installed.append(observer)
-    wanted = {module: wrap for name in names for module in _MODULES[name][0] for wrap in
-              [_MODULES[name][1]]}  # fmt: skip
+    wanted = {
+        module: wrap for modules, wrap in (_MODULES[name] for name in names) for module in modules
+    }
     for module, wrap in wanted.items():
         if module in sys.modules:
             observer.guarded(wrap, sys.modules[module], observer)
@@ -71,7 +73,7 @@ def install(
 
 @cache
 def install_from(text: str) -> Observer:
-    """Observe what `KVPLAN_OBSERVE` asks for: `nixl`, or `nixl,mooncake=/folder`.
+    """Observe the libraries in the value of `KVPLAN_OBSERVE`: `nixl`, or `nixl,mooncake=/folder`.
 
     The launcher and the plugins of serving engines both call this, so a second call does nothing.
     """
@@ -82,22 +84,22 @@ def install_from(text: str) -> Observer:
 
 
 def sums(tag: str, descriptors: Any) -> None:
-    """Record sums of memory as it is now, as that of a request; without `sums` nothing happens.
+    """Record sums of the present content of a request's memory; does nothing without `sums=True`.
 
-    Call it where a request is handed over to peers: `kvplan trace --sums` compares with what their
-    transfers of the same tag moved.
+    Call it when peers may begin to pull the request: `kvplan trace --sums` compares these sums with
+    those of transfers of the same tag.
 
     Args:
         tag: the request, as in the notifications of its transfers.
-        descriptors: registered memory of the host, in the order of those transfers: what NIXL's
-            `get_xfer_descs` takes, such as (address, nbytes, device) of each block.
+        descriptors: registered memory of the host in the order of those transfers, as for NIXL's
+            `get_xfer_descs`: for example (address, nbytes, device) of each block.
     """
     for observer in _installed:
         observer.guarded(observer.sum, tag, descriptors)
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules as always, and has their classes wrapped when they have been executed."""
+    """A finder that wraps the classes of the wanted modules after the modules were executed."""
 
     def __init__(self, wanted: dict[str, _Wrap], observer: Observer) -> None:
         self._wanted = wanted
@@ -112,11 +114,11 @@ class _Finder(MetaPathFinder):
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                # The loader of an alias is the finder; its module is wrapped under its own name.
+                # An alias has its finder as loader; its module is wrapped under its real name.
                 loader: Any = spec.loader
                 if loader is not finder and loader is not None:
                     execute = partial(self._execute, loader.exec_module, wrap)
-                    vars(loader)["exec_module"] = execute  # the loader is of this module only
+                    vars(loader)["exec_module"] = execute  # each module has its own loader
                 return spec
         return None
 

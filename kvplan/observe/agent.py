@@ -1,4 +1,4 @@
-"""The memory and transfers of one agent or engine, as its calls show them, and what is wrong."""
+"""The memory and transfers of one observed agent or engine, and findings about its mistakes."""
 
 from __future__ import annotations
 
@@ -31,35 +31,45 @@ _OUTCOMES: Final = {
     True: LLMStatusCode.LLM_SUCCESS,
     False: LLMStatusCode.LLM_FAILED,
 }
-_REMOTE_CACHES: Final = 1 << 20  # numbers of lists at a peer begin here
+_REMOTE_CACHES: Final = 1 << 20  # first cache number of lists of peers
 _MAX_PAIRS: Final = 4096
 _MOVE: Final = -1  # the handle of a transfer that one call begins and ends
 
 _log = Log("kvplan")
 
 Rest = tuple[Any, ...] | dict[str, Any]
-"""Arguments of a call after those with names, by position or by name; not both."""
+"""Further arguments of a call, by position or by name, but not both."""
 
 
 class Agent:
-    """Memory, lists and transfers of one agent or engine. One thread calls the methods."""
+    """Memory, lists and transfers of one agent or engine. One thread calls the methods.
+
+    Methods that are notes (`kvplan.observe.calls.Note`) get the begin, the end and the error of the
+    call first.
+    """
 
     def __init__(self, recorder: Recorder, *, sums: bool = False) -> None:
         self.recorder = recorder
         self._sums = sums
         self._registered: dict[tuple[int, int], Side] = {}
-        self._host: set[tuple[int, int]] = set()  # of the registered, what this process can read
+        self._host: set[tuple[int, int]] = set()  # registered memory that this process can read
         self._lists: dict[int, tuple[Regions, int | None]] = {}
         self._transfers: dict[int, Observed] = {}
         self._in_flight: dict[int, Observed] = {}  # from the posting until the end is seen
         self._pairs: dict[tuple[object, ...], dict[str, Any]] = {}
-        self._inside: dict[Regions, bool] = {}  # True if all are registered
+        self._inside: dict[Regions, bool] = {}  # True if all ranges are registered
         self._num_caches = 0
         self._logged: set[str] = set()
-        self._num_tensors = 1  # of the last list of this process: those of a peer have as many
+        self._num_tensors = 1  # of this process's last list; lists of peers have equally many
 
     def register(
-        self, _: float, __: float, ___: str, ranges: Numbers, names: Sequence[str], is_host: bool
+        self,
+        _begin: float,
+        _end: float,
+        _error: str,
+        ranges: Numbers,
+        names: Sequence[str],
+        is_host: bool,
     ) -> None:
         """Remember registered memory by name."""
         for (address, nbytes), name in zip(ranges.tolist(), names, strict=True):
@@ -74,10 +84,10 @@ class Agent:
             self.recorder.event("register_cache", LLMStatusCode.LLM_SUCCESS, 0.0, "", fields)
         self._inside.clear()
 
-    def deregister(self, _: float, __: float, ___: str, ranges: Numbers) -> None:
-        """Forget registered memory; what is in flight there is a finding.
+    def deregister(self, _begin: float, _end: float, _error: str, ranges: Numbers) -> None:
+        """Forget registered memory; a transfer in flight there is a finding.
 
-        Without sizes (0), what begins at the address is forgotten.
+        A size of 0 stands for the registrations that begin at the address.
         """
         for address, nbytes in ranges.tolist():
             keys = [key for key in self._registered if key == (address, nbytes or key[1])]
@@ -88,14 +98,20 @@ class Agent:
                 for transfer in self._in_flight.values():
                     if transfer.here.spans.common(gone) is not None:
                         transfer.deregistered = True
-                        self._warn("deregistered_in_flight", transfer, "memory is deregistered "
-                                   "before the transfer is done")  # fmt: skip
+                        text = "memory is deregistered before the transfer is done"
+                        self._warn("deregistered_in_flight", transfer, text)
                 fields = {"cache": sides[key].cache_id if key in sides else -1}
                 self.recorder.event("unregister_cache", LLMStatusCode.LLM_SUCCESS, 0.0, "", fields)
         self._inside.clear()
 
     def prepare(
-        self, _: float, __: float, ___: str, handle: int, ranges: Numbers, peer: int | None
+        self,
+        _begin: float,
+        _end: float,
+        _error: str,
+        handle: int,
+        ranges: Numbers,
+        peer: int | None,
     ) -> None:
         """Remember a list of descriptors under its handle; `peer` None: of this process."""
         self._lists[handle] = self._regions(ranges, peer), peer
@@ -109,38 +125,40 @@ class Agent:
         self._num_tensors = sum(side.num_tensors for side in regions.sides)
         return regions
 
-    def forget(self, _: float, __: float, ___: str, handle: int, ____: None, _____: object) -> None:
+    def forget(
+        self, _begin: float, _end: float, _error: str, handle: int, _state: None, _rest: object
+    ) -> None:
         """Forget a list of descriptors."""
         if (known := self._lists.pop(handle, None)) is not None:
             self._inside.pop(known[0], None)
             self._pairs = {key: pair for key, pair in self._pairs.items() if known[0] not in key}
 
     def lose(self, count: int) -> None:
-        """Record that calls were lost, which came too fast; ends of transfers may be among them."""
+        """Record that calls came too fast and were lost, perhaps with ends of transfers."""
         self._transfers.clear()
         self._in_flight.clear()
         fields: dict[str, object] = {"finding": "calls_lost", "count": count}
         self.recorder.event("warning", LLMStatusCode.LLM_FAILED, 0.0, "calls were lost", fields)
 
     def make(
-        self, _: float, __: float, ___: str, handle: int, op: str, local: int, local_indices: Any,
-        remote: int, remote_indices: Any, rest: Rest,
+        self, _begin: float, _end: float, _error: str, handle: int, op: str, local: int,
+        local_indices: Any, remote: int, remote_indices: Any, message: bytes | str,
     ) -> None:  # fmt: skip
         """Remember a transfer between entries of two lists."""
         ours, theirs = self._lists.get(local), self._lists.get(remote)
         if ours is not None and theirs is not None:
-            here, there = (np.asarray(its, np.int64) for its in (local_indices, remote_indices))
+            here, there = (
+                np.asarray(indices, np.int64) for indices in (local_indices, remote_indices)
+            )
             if (pair := cut_alike(ours[0], here, theirs[0], there)) is not None:
                 ours, theirs = (pair[0], ours[1]), (pair[1], theirs[1])
                 self._lists |= {local: ours, remote: theirs}
             tables = tables_of(ours[0], here, theirs[0], there)
-            self._remember(
-                handle, op == "READ", ours[0], here, theirs, there, _message(rest), tables
-            )
+            self._remember(handle, op == "READ", ours[0], here, theirs, there, message, tables)
 
     def initialize(
-        self, _: float, __: float, ___: str, handle: int, op: str, local: Numbers, remote: Numbers,
-        peer: int, message: bytes,
+        self, _begin: float, _end: float, _error: str, handle: int, op: str, local: Numbers,
+        remote: Numbers, peer: int, message: bytes,
     ) -> None:  # fmt: skip
         """Remember a transfer between two lists of descriptors."""
         ours, theirs = self._regions(local, None), self._regions(remote, peer)
@@ -167,27 +185,43 @@ class Agent:
         self, begin: float, end: float, error: str, pulls: bool, peer: int, here: Any, there: Any,
         nbytes: Any, code: int,
     ) -> None:  # fmt: skip
-        """Record a transfer between addresses, from its beginning to its end."""
+        """Record a transfer between addresses that one call begins and ends."""
+        self.begin(begin, end, "", _MOVE, pulls, peer, here, there, nbytes, 0)
+        state = "DONE" if code == 0 and not error else "ERR"
+        self.finish(begin, end, error, [(_MOVE, state, f"ret: {code}")])
+
+    def begin(
+        self, begin: float, end: float, _: str, handle: int, pulls: bool, peer: int, here: Any,
+        there: Any, nbytes: Any, code: int,
+    ) -> None:  # fmt: skip
+        """Note that a transfer between addresses has begun, or was refused with a code."""
         here, there, nbytes = (np.atleast_1d(np.array(i, np.int64)) for i in (here, there, nbytes))
         registered = sorted(self._registered.items(), key=lambda item: item[0])
         bases = np.array([address for (address, _), _ in registered], np.int64)
         sides = [side for _, side in registered]
         ours, theirs = End(lambda: (here, nbytes)), End(lambda: (there, nbytes))
         known = self._outside(ours.spans) is None
-        self._transfers[_MOVE] = Observed(
+        self._transfers[handle] = Observed(
             "pull_ranges" if pulls else "push_ranges", "", begin, -1, Peer(peer), pulls,
             ours, theirs, int(nbytes.sum()),
             partial(plan_of_ranges, pulls, bases, sides, here, there, nbytes) if known else None,
         )  # fmt: skip
-        state = "DONE" if code == 0 and not error else "ERR"
-        text = error or ("" if code == 0 else f"ret: {code}")
-        self.post(begin, end, text, _MOVE, state, ())
-        self.release(begin, end, "", _MOVE, None, ())
+        self.post(begin, end, "", handle, "PROC", ())
+        if code != 0:
+            self.finish(begin, end, "", [(handle, "ERR", f"ret: {code}")])
+
+    def finish(
+        self, begin: float, end: float, error: str, ended: Sequence[tuple[int, str, str]]
+    ) -> None:
+        """Record transfers whose end was seen: the handle of each, DONE or ERR, and why ERR."""
+        for handle, state, text in ended:
+            self.check(begin, end, error or (text if state == "ERR" else ""), handle, state, ())
+            self._transfers.pop(handle, None)
 
     def post(
         self, begin: float, end: float, error: str, handle: int, state: str | None, rest: Rest
     ) -> None:
-        """Note that bytes begin to move, and compare with what moves already."""
+        """Note the begin of a transfer, and compare it with the transfers in flight."""
         transfer = self._transfers.get(handle)
         if transfer is None:
             return
@@ -203,7 +237,7 @@ class Agent:
         for other in self._in_flight.values():
             if other is not transfer:
                 self._compare(transfer, other)
-        if self._sums and not transfer.pulls:  # of what is pushed: it may change before the end
+        if self._sums and not transfer.pulls:  # now, since the source may change before the end
             self._sum(transfer)
         transfer.in_flight = True
         self._in_flight[handle] = transfer
@@ -214,7 +248,7 @@ class Agent:
         """Compare a transfer that begins with another one that is in flight."""
         if transfer.pulls == other.pulls and (transfer.pulls or transfer.link == other.link):
             if (at := transfer.written.common(other.written)) is not None:
-                text = f"{other} writes {at:#x}, too, and is in flight"
+                text = f"{other}, which is in flight, writes {at:#x} too"
                 self._warn("two_writers", transfer, text)
         elif transfer.pulls != other.pulls and (
             (at := transfer.here.common(other.here)) is not None
@@ -224,7 +258,7 @@ class Agent:
             self._warn("rewritten_source", transfer, text)
 
     def check(
-        self, _: float, end: float, error: str, handle: int, state: str | None, __: Rest
+        self, _begin: float, end: float, error: str, handle: int, state: str | None, _rest: Rest
     ) -> None:
         """Record a transfer whose end was seen."""
         transfer = self._in_flight.pop(handle, None)
@@ -233,8 +267,8 @@ class Agent:
         transfer.in_flight = False
         succeeded = state == "DONE"
         if succeeded and transfer.deregistered:
-            self._warn("success_after_deregistration", transfer, "it succeeded after its memory "
-                       "was deregistered")  # fmt: skip
+            text = "it succeeded after its memory was deregistered"
+            self._warn("success_after_deregistration", transfer, text)
         text = error or ("" if succeeded else "ERR")
         seconds, nbytes = end - transfer.started, transfer.nbytes if succeeded else 0
         self._record(transfer, succeeded, seconds, nbytes, text)
@@ -259,7 +293,7 @@ class Agent:
         self.recorder.moved(head, pair, rows, 0, partial(_part_of, transfer, pair))
 
     def _pair(self, pulls: bool, src: Table, dst: Table) -> dict[str, Any]:
-        """Return what transfers between the same tensors of two lists share."""
+        """Return the common fields of transfers between the same tensors of two lists."""
         key = pulls, src.regions, dst.regions, src.tensors, dst.tensors
         if (pair := self._pairs.get(key)) is None:
             if len(self._pairs) >= _MAX_PAIRS:
@@ -267,23 +301,25 @@ class Agent:
             pair = self._pairs[key] = {"common": object(), "kind": "B2B", "as_bytes": True}
         return pair
 
-    def release(self, begin: float, end: float, _: str, handle: int, __: None, rest: Rest) -> None:
+    def release(
+        self, begin: float, end: float, _error: str, handle: int, _state: None, rest: Rest
+    ) -> None:
         """Forget a transfer; one that is in flight is a finding."""
         transfer = self._in_flight.get(handle)
         if transfer is not None:
-            self._warn("released_before_done", transfer, "it was released before its end was seen: "
-                       "bytes may still land")  # fmt: skip
+            text = "it was released before its end was seen: bytes may still arrive"
+            self._warn("released_before_done", transfer, text)
             error = "released before its end was seen"
             self.check(begin, end, error, handle, None, rest)
         self._transfers.pop(handle, None)
 
-    def notify(self, _: float, __: float, ___: str, peer: int, message: bytes) -> None:
+    def notify(self, _begin: float, _end: float, _error: str, peer: int, message: bytes) -> None:
         """Compare a message of the program with the transfers that it may be about."""
         tag = tag_of(message)
         for transfer in self._in_flight.values():
             if tag and transfer.tag == tag and transfer.link == Peer(peer):
-                self._warn("notified_before_bytes", transfer, "the peer is notified before the "
-                           "transfer is done")  # fmt: skip
+                text = "the peer is notified before the transfer is done"
+                self._warn("notified_before_bytes", transfer, text)
 
     def _sum(self, transfer: Observed) -> None:
         """Record sums of this process's bytes of a transfer, in the order of its descriptors."""
@@ -307,7 +343,7 @@ class Agent:
         return True
 
     def _outside_of(self, end: End) -> int | None:
-        """Return an address of a transfer that no registration has."""
+        """Return an address of a transfer outside of all registrations, or None."""
         if end.table is None:
             return self._outside(end.spans)
         regions = end.table.regions
@@ -317,7 +353,7 @@ class Agent:
         return None if inside else self._outside(end.spans)
 
     def _outside(self, spans: Spans) -> int | None:
-        """Return an address that no registration has."""
+        """Return an address outside of all registrations, or None."""
         return outside(np.array([*self._registered], np.int64).reshape(-1, 2), spans)
 
     def _warn(self, finding: str, transfer: Observed, text: str) -> None:
@@ -330,7 +366,7 @@ class Agent:
             fields |= {"peer": transfer.link.cluster_id}
         message = f"{transfer}: {text}"
         self.recorder.event("warning", LLMStatusCode.LLM_PARAM_INVALID, 0.0, message, fields)
-        if finding not in self._logged:  # the others are in the recording
+        if finding not in self._logged:  # further ones are only recorded
             self._logged.add(finding)
             path = self.recorder.path
             _log.warning("observed: %s (%s; all findings: %s)", message, finding, path)
@@ -345,7 +381,7 @@ def _part_of(transfer: Observed, pair: dict[str, Any]) -> Part:
 
 
 def _message(rest: Rest) -> bytes | str:
-    """Return the message of a transfer, which is the first of the arguments that were left."""
+    """Return the message of a transfer, which is the first of the further arguments."""
     found: bytes | str = rest.get("notif_msg", b"") if isinstance(rest, dict) else (*rest, b"")[0]
     return found
 

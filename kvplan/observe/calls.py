@@ -1,6 +1,6 @@
-"""Calls that a program made, for the observer's thread, and wrappers of what each transfer calls.
+"""The queue of observed calls, and wrappers of the methods that each transfer calls.
 
-The program waits for these wrappers, so they keep references, and leave all else to the thread.
+The program waits for these wrappers, so they only keep references; the thread does all else.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _log = Log("kvplan")
 MAX_SEEN: Final = 1 << 17  # calls that wait for the thread
 
 _MUTABLE: Final = frozenset((list, np.ndarray))
-"""Forms of indices that a program may change later, and which copy quickly."""
+"""Types of indices that a program may change later; copying them is fast."""
 
 Note = Callable[..., None]
-"""A method of `Agent`: called with the beginning, the end, the error or "", and what was picked."""
+"""A method of `Agent`; its arguments are begin, end, error or "", and the picked values."""
 
 
 @dataclass
@@ -39,11 +39,11 @@ class Calls:
 
     Attributes:
         active: False to observe nothing.
-        seen: of each call: note, id of the agent, beginning, end, error, what was picked.
-        tokens: for the thread: True for new calls, False for the end, an Event to set.
+        seen: note, id of the agent, begin, end, error and picked values of each call.
+        tokens: wake the thread: True for new calls, False for the end, an Event to set.
         awake: True if the thread has a token.
-        thread: what takes the calls; None: no agent was made.
-        agents: by id.
+        thread: the thread that takes calls; None: no agent was made.
+        agents: the agents by the id of the observed object.
         failed: True after an error of the observer.
         inline: True to take calls in the thread that made them, before they return.
         mutex: held by the thread that takes calls.
@@ -60,7 +60,7 @@ class Calls:
     mutex: threading.RLock = field(default_factory=threading.RLock)
 
     def wake(self) -> None:
-        """Have the thread take what was seen."""
+        """Let the thread take the calls, or take them here if `inline`."""
         if self.thread is None:  # a forked child, without an agent of its own
             self.seen.clear()
         elif self.inline:
@@ -70,7 +70,7 @@ class Calls:
             self.tokens.put(True)
 
     def take(self) -> None:
-        """Have agents note what was seen."""
+        """Pass the calls to their agents."""
         with self.mutex:
             if (count := len(self.seen)) > MAX_SEEN:
                 self.seen.clear()
@@ -87,7 +87,7 @@ class Calls:
                     self.step_aside(raised)
 
     def step_aside(self, error: Exception) -> None:
-        """End observing, and say so once."""
+        """End observing after an error, with one warning."""
         if not self.failed:
             self.active, self.failed = False, True
             _log.warning(
@@ -95,31 +95,43 @@ class Calls:
             )
 
     def forked(self) -> None:
-        """Begin anew in a forked child: the parent records its agents."""
+        """Begin empty in a forked child: the parent records its agents."""
         self.seen.clear()
         self.mutex = threading.RLock()
         self.tokens, self.awake, self.thread, self.agents = SimpleQueue(), False, None, {}
 
 
 def takes(method: Callable[..., object], *names: str) -> bool:
-    """Return True if these are the first parameters of a method, after `self`."""
+    """Return whether `names` are the first parameters of a method, after `self`."""
     found = list(signature(method).parameters)
     return found[1 : 1 + len(names)] == [*names]
 
 
 def by_handle(
-    original: Callable[..., Any], calls: Calls, note: Note, quiet: str
+    original: Callable[..., Any], calls: Calls, note: Note, quiet: str, *, begins: bool
 ) -> Callable[..., Any]:
-    """Return a method that calls another one, which takes a handle; `quiet`: not to be noted."""
+    """Return a wrapper of a method that takes a handle.
+
+    Args:
+        original: the method.
+        calls: where calls are noted.
+        note: see `Note`.
+        quiet: a result that is not noted.
+        begins: True to note the time before the call, too.
+    """
+    # A call with starred arguments takes four times as long as one without, so both are here.
     see = calls.seen.append
 
     @wraps(original)
     def observed(self: object, handle: object, *args: Any, **kwargs: Any) -> Any:
         if not calls.active:
             return original(self, handle, *args, **kwargs)
-        begin = perf_counter()
+        begin = perf_counter() if begins else 0.0
         try:
-            result = original(self, handle, *args, **kwargs)
+            if args or kwargs:
+                result = original(self, handle, *args, **kwargs)
+            else:
+                result = original(self, handle)
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"  # no frames are kept
             see((note, id(self), begin, perf_counter(), text, key_of(handle), None, args or kwargs))
@@ -136,18 +148,25 @@ def by_handle(
 
 
 def by_indices(original: Callable[..., Any], calls: Calls, note: Note) -> Callable[..., Any]:
-    """Return a method that calls another one, which makes a transfer of two lists and indices."""
+    """Return a wrapper of a method that makes a transfer of two lists and indices."""
     see = calls.seen.append
 
     @wraps(original)
     def observed(
         self: object, operation: str, local_xfer_side: object, local_indices: Any,
-        remote_xfer_side: object, remote_indices: Any, *args: Any, **kwargs: Any,
+        remote_xfer_side: object, remote_indices: Any, notif_msg: Any = b"", *args: Any,
+        **kwargs: Any,
     ) -> Any:  # fmt: skip
-        made = original(
-            self, operation, local_xfer_side, local_indices, remote_xfer_side, remote_indices,
-            *args, **kwargs,
-        )  # fmt: skip
+        if args or kwargs:
+            made = original(
+                self, operation, local_xfer_side, local_indices, remote_xfer_side, remote_indices,
+                notif_msg, *args, **kwargs,
+            )  # fmt: skip
+        else:
+            made = original(
+                self, operation, local_xfer_side, local_indices, remote_xfer_side, remote_indices,
+                notif_msg,
+            )  # fmt: skip
         if not calls.active:
             return made
         try:
@@ -160,7 +179,7 @@ def by_indices(original: Callable[..., Any], calls: Calls, note: Note) -> Callab
                 here.copy() if type(here) in _MUTABLE else tuple(here),
                 theirs if type(theirs) is int else id(theirs),
                 there.copy() if type(there) in _MUTABLE else tuple(there),
-                args or kwargs,
+                notif_msg,
             ))  # fmt: skip
             if not calls.awake:
                 calls.wake()
@@ -172,5 +191,5 @@ def by_indices(original: Callable[..., Any], calls: Calls, note: Note) -> Callab
 
 
 def key_of(handle: object) -> int:
-    """Return what stands for a handle: the handle of versions where it is a number, or its id."""
+    """Return the key of a handle: the handle itself if it is a number, otherwise its id."""
     return handle if type(handle) is int else id(handle)

@@ -1,4 +1,4 @@
-"""The observer: wrapped calls append what they saw to a queue, and a thread makes records of it."""
+"""The observer: wrapped methods append their calls to a queue, and a thread records them."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from kvplan.recording.writer import Recorder
 from kvplan.status import LLMStatusCode
 from kvplan.system.limits import start_thread
 
-_INTERVAL_S: Final = 0.05  # what is seen in this time is recorded together
+_INTERVAL_S: Final = 0.05  # calls of this time are recorded together
 _CLOSING_S: Final = 10.0
 _MAX_BYTES: Final = 64 << 20
 _FILES: Final = 2
 
 Pick = Callable[[tuple[Any, ...], Mapping[str, Any], Any], tuple[Any, ...]]
-"""Returns what a record needs of a call, from the arguments and the result; None: it failed."""
+"""Returns the recorded values of a call from its arguments and its result (None: it raised)."""
 
 
 class Observer:
-    """Records the transfers of other libraries to a file for each of their agents.
+    """An observer of other libraries, which records the transfers of each agent to a file.
 
-    If observing fails, it says so in the log once and ends; the program goes on.
+    If observing fails, it ends with one warning in the log; the program goes on.
 
     Args:
-        folder: where the files are made; empty: the current folder.
+        folder: the folder of the files; empty: the current one.
         sums: True to record sums of the blocks of each transfer. Its calls then take longer.
 
     Attributes:
-        calls: what was seen; active until a failure, or `close`.
+        calls: the observed calls; active until a failure, or `close`.
     """
 
     def __init__(self, folder: str | os.PathLike[str] = "", *, sums: bool = False) -> None:
@@ -55,14 +55,14 @@ class Observer:
     def wrap(
         self, owner: type, name: str, pick: Pick, note: Note | None, *, errors: bool = False
     ) -> None:
-        """Replace a method by one that calls it, and has its calls noted by the thread.
+        """Wrap a method, so that the thread notes its calls.
 
         Args:
             owner: the class.
             name: the method; nothing happens if the class lacks it.
-            pick: called at the end of each call. What it returns must not change any more.
-            note: what the thread calls; None: only `pick` is called.
-            errors: True to note calls that raised, too.
+            pick: called at the end of each call. Its results must not change afterwards.
+            note: the note that the thread calls; None: only `pick` is called.
+            errors: True to also note calls that raised.
         """
         if (original := self._original(owner, name)) is None:
             return
@@ -85,20 +85,25 @@ class Observer:
 
         setattr(owner, name, observed)
 
-    def wrap_each(self, owner: type, name: str, note: Note, quiet: str = "") -> None:
-        """Replace a method that each transfer calls with its handle; `quiet`: not to be noted."""
+    def wrap_each(
+        self, owner: type, name: str, note: Note, quiet: str = "", *, begins: bool = False
+    ) -> None:
+        """Wrap a method that takes a transfer's handle, as `by_handle` does."""
         if (original := self._original(owner, name)) is not None and takes(original, "handle"):
-            setattr(owner, name, by_handle(original, self.calls, note, quiet))
+            observed = by_handle(original, self.calls, note, quiet, begins=begins)
+            setattr(owner, name, observed)
 
     def wrap_made(self, owner: type, name: str, note: Note) -> None:
-        """Replace a method that makes a transfer of two lists and indices of them."""
-        names = ("operation", "local_xfer_side", "local_indices", "remote_xfer_side",
-                 "remote_indices")  # fmt: skip
+        """Wrap a method that makes a transfer of two lists and indices of them."""
+        names = (
+            *("operation", "local_xfer_side", "local_indices"),
+            *("remote_xfer_side", "remote_indices", "notif_msg"),
+        )
         if (original := self._original(owner, name)) is not None and takes(original, *names):
             setattr(owner, name, by_indices(original, self.calls, note))
 
     def _original(self, owner: type, name: str) -> Callable[..., Any] | None:
-        """Return a method that is not wrapped yet; a module may have several names."""
+        """Return a method that is not wrapped yet, since a module may have several names."""
         found: Callable[..., Any] | None = getattr(owner, name, None)
         if found is None or (owner, name) in self._wrapped:
             return None
@@ -115,7 +120,7 @@ class Observer:
             self.calls.wake()
 
     def guarded(self, call: Callable[..., object], *values: Any) -> None:
-        """Call a function of the observer; an error ends observing, and nothing else."""
+        """Call a function of the observer; an error only ends observing."""
         try:
             call(*values)
         except Exception as error:
@@ -158,7 +163,7 @@ class Observer:
                         break
 
     def flush(self) -> None:
-        """Wait until everything seen so far is in the files."""
+        """Wait until all calls so far are in the files."""
         calls = self.calls
         if calls.thread is None:
             return
@@ -170,7 +175,7 @@ class Observer:
             agent.recorder.flush()
 
     def close(self) -> None:
-        """Record what was seen, and end. Idempotent."""
+        """Record the remaining calls, and end. Idempotent."""
         calls = self.calls
         calls.active = False
         if calls.thread is not None:
@@ -187,7 +192,7 @@ class Observer:
             if token is True:
                 with suppress(Empty):
                     token = calls.tokens.get(timeout=_INTERVAL_S)
-            calls.awake = False  # first: what is seen from here on wakes the thread again
+            calls.awake = False  # first: calls from here on wake the thread again
             calls.take()
             if isinstance(token, threading.Event):
                 token.set()
@@ -195,5 +200,5 @@ class Observer:
 
 @lru_cache(maxsize=1024)
 def peer_number(name: str) -> int:
-    """Return the number that stands for an agent's name where recordings have a cluster id."""
+    """Return the number that recordings have as cluster id of an agent with this name."""
     return crc32(name.encode("utf-8", "replace")) & 0x7FFFFFFF

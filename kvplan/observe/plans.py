@@ -21,7 +21,7 @@ from kvplan.types import Placement
 Numbers = NDArray[np.int64]
 
 ADDRESSES: Final = Side(1, 1, 2**62, False, Placement.HOST, name="addresses")
-"""A peer's memory of which only addresses are known: offsets are the addresses."""
+"""Memory of a peer whose registrations are unknown: offsets are addresses."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +31,9 @@ class Regions:
     Equality is identity.
 
     Attributes:
-        addresses, nbytes: of each range.
-        group, tensor, row: where each range is: the index in `sides`, and a tensor and row of it.
-        sides: caches whose rows are the ranges.
+        addresses, nbytes: address and size of each range.
+        group, tensor, row: the place of each range: index in `sides`, tensor and row.
+        sides: the caches whose rows are the ranges.
     """
 
     addresses: Numbers
@@ -63,10 +63,11 @@ class Regions:
         return Regions(self.addresses, self.nbytes, self.group, tensor, row, (cut,))
 
     def num_layers(self, indices: Numbers) -> int:
-        """Return how many tensors one that shows no border has, if indices of a transfer say so.
+        """Return the number of tensors in a list without visible borders, by a transfer's indices.
 
-        They do if they are the same rows in each of some equal pieces of the list. The most pieces
-        count, as two layers are such a piece, too. At least two rows, so that a chance is rare.
+        The indices show tensors if they name the same rows in each of several equal pieces of the
+        list. The result is the highest such number, since two layers together are also such a
+        piece. At least two rows are needed, so that a coincidence is rare.
         """
         (side,), pieces = self.sides, math.gcd(side_count := len(self.addresses), len(indices))
         if side.num_tensors != 1 or (np.diff(indices) == 1).all():
@@ -81,7 +82,7 @@ class Regions:
 
 
 def ranges_of(given: Any) -> tuple[Numbers, list[str]]:
-    """Return (address, nbytes) of each entry, and its name, of any form that NIXL takes."""
+    """Return (address, nbytes) and the name of each entry, for any argument that NIXL accepts."""
     if isinstance(given, np.ndarray):
         return np.array(given[:, :2], np.int64), [""] * len(given)
     if hasattr(given, "descCount"):
@@ -104,15 +105,15 @@ def ranges_of(given: Any) -> tuple[Numbers, list[str]]:
 def regions_of(
     ranges: Numbers, name: str, cuts: Numbers, cache_id: int, num_tensors: int = 1
 ) -> Regions:
-    """Return ranges as tensors of blocks: what has one size and one distance is a tensor.
+    """Return ranges as tensors of blocks: ranges of one size and one distance are a tensor.
 
     Args:
         ranges: (n, 2) of address and nbytes.
         name: the caches' name in texts.
         cuts: addresses at which another tensor begins, such as those of registrations.
         cache_id: the number of the first cache.
-        num_tensors: how many tensors of equal length there are at least, if that divides the list:
-            tensors that touch in memory show no border.
+        num_tensors: the minimum number of tensors of equal length, if it divides the list: tensors
+            that touch in memory have no visible border.
     """
     addresses, nbytes = ranges[:, 0], ranges[:, 1]
     count = len(addresses)
@@ -154,9 +155,9 @@ def regions_of(
 def cut_alike(
     ours: Regions, here: Numbers, theirs: Regions, there: Numbers
 ) -> tuple[Regions, Regions] | None:
-    """Return two lists as tensors, if these are not told apart yet, and a transfer shows them.
+    """Return both lists cut into tensors, if a transfer shows borders that were not visible.
 
-    Layers that touch in one registration have no border.
+    Layers that touch in one registration have no visible border.
     """
     if (
         not (ours.whole and theirs.whole and len(here))
@@ -168,9 +169,9 @@ def cut_alike(
 
 
 def uneven(regions: Regions, indices: Numbers) -> str:
-    """Return that a layer has fewer blocks than another one, if all layers of a cache have some.
+    """Return text about layers of a cache with unequal numbers of blocks; often empty.
 
-    A transfer that moves some layers only, or begins in the middle of one, says nothing.
+    A transfer that leaves out layers has none.
     """
     for number, side in enumerate(regions.sides):
         chosen = indices[regions.group[indices] == number]

@@ -1,8 +1,8 @@
-"""The calls of NIXL and of Mooncake's transfer engine that matter, and what each of them says."""
+"""The observed methods of NIXL, Mooncake's transfer engine and HIXL, and their recorded values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any, Final
@@ -25,13 +25,13 @@ def _argument(args: _Arguments, kwargs: _Named, index: int, name: str, default: 
 
 
 def _is_host(given: Any, kind: str | None) -> bool:
-    """Return True if memory to register is known to be of the host."""
+    """Return True if memory to register is certainly host memory."""
     if kind is not None:
         return kind.lower() in ("dram", "cpu")
     if hasattr(given, "getType"):
         return "DRAM" in str(given.getType())
     tensors = [given] if hasattr(given, "data_ptr") else given
-    return all(getattr(getattr(its, "device", None), "type", "") == "cpu" for its in tensors)
+    return all(getattr(getattr(tensor, "device", None), "type", "") == "cpu" for tensor in tensors)
 
 
 def wrap_nixl(module: ModuleType, observer: Observer) -> None:
@@ -48,7 +48,7 @@ def wrap_nixl(module: ModuleType, observer: Observer) -> None:
     wrap(agent, "prep_xfer_dlist", _prepared, Agent.prepare)
     wrap(agent, "initialize_xfer", _initialized, Agent.initialize)
     observer.wrap_made(agent, "make_prepped_xfer", Agent.make)
-    observer.wrap_each(agent, "transfer", Agent.post)
+    observer.wrap_each(agent, "transfer", Agent.post, begins=True)
     observer.wrap_each(agent, "check_xfer_state", Agent.check, "PROC")
     observer.wrap_each(agent, "release_xfer_handle", Agent.release)
     observer.wrap_each(agent, "release_dlist_handle", Agent.forget)
@@ -116,7 +116,7 @@ def _registered_ranges(args: _Arguments, kwargs: _Named, code: Any) -> _Argument
     if code != 0:
         return np.zeros((0, 2), np.int64), [], False
     entries = np.array([np.atleast_1d(args[1]), np.atleast_1d(args[2])], np.int64).T
-    return entries, [""] * len(entries), False  # it may be of a device
+    return entries, [""] * len(entries), False  # it may be device memory
 
 
 def _unregistered(args: _Arguments, kwargs: _Named, code: Any) -> _Arguments:
@@ -128,5 +128,88 @@ def _moved(
     names: tuple[str, ...], reads: bool, args: _Arguments, kwargs: _Named, code: Any
 ) -> _Arguments:
     peer, *columns = (_argument(args, kwargs, index, name) for index, name in enumerate(names))
-    copies = (its if isinstance(its, int) else list(its) for its in columns)
+    copies = (column if isinstance(column, int) else list(column) for column in columns)
     return reads, peer_number(str(peer)), *copies, code
+
+
+def wrap_hixl(module: ModuleType, observer: Observer) -> None:
+    """Observe the class `Hixl` of a module."""
+    engine, wrap = module.Hixl, observer.wrap
+    names: dict[int, str] = {}  # of the engines that have a recording
+    regions: dict[tuple[int, int], tuple[int, int]] = {}  # by engine and handle
+
+    def began(args: _Arguments, kwargs: _Named, code: Any) -> _Arguments:
+        name = str(_argument(args, kwargs, 0, "local_engine"))
+        if code == 0 and names.get(id(args[0])) != name:
+            observer.begin(args[0], name, "hixl")
+            names[id(args[0])] = name
+        return ()
+
+    def finalized(args: _Arguments, kwargs: _Named, _: Any) -> _Arguments:
+        names.pop(id(args[0]), None)
+        for key in [key for key in regions if key[0] == id(args[0])]:
+            del regions[key]
+        return ()
+
+    def registered(args: _Arguments, kwargs: _Named, result: Any) -> _Arguments:
+        code, handle = result
+        memory = _argument(args, kwargs, 0, "mem_desc")
+        is_host = "HOST" in str(_argument(args, kwargs, 1, "mem_type"))
+        region, key = (int(memory.addr), int(memory.len)), (id(args[0]), int(handle))
+        is_new = code == 0 and key not in regions  # a second registration has the same handle
+        if is_new:
+            regions[key] = region
+        return np.array([region] * is_new, np.int64).reshape(-1, 2), [""] * is_new, is_host
+
+    def deregistered(args: _Arguments, kwargs: _Named, code: Any) -> _Arguments:
+        key = id(args[0]), int(_argument(args, kwargs, 0, "mem_handle"))
+        gone = [regions.pop(key)] if code == 0 and key in regions else []
+        return (np.array(gone, np.int64).reshape(-1, 2),)
+
+    wrap(engine, "initialize", began, None)
+    wrap(engine, "finalize", finalized, None)
+    wrap(engine, "register_mem", registered, Agent.register)
+    wrap(engine, "deregister_mem", deregistered, Agent.deregister)
+    wrap(engine, "transfer_sync", _moved_sync, Agent.move, errors=True)
+    wrap(engine, "transfer_async", _moved_async, Agent.begin)
+    wrap(engine, "get_transfer_status", _status_seen, Agent.finish)
+    wrap(engine, "get_all_transfer_status", _statuses_seen, Agent.finish)
+
+
+def _descriptors(args: _Arguments, kwargs: _Named) -> _Arguments:
+    """Return what transfers of HIXL begin with, as `Agent.begin` takes it."""
+    peer, op, copies = (
+        _argument(args, kwargs, index, name)
+        for index, name in enumerate(("remote_engine", "op", "op_descs"))
+    )
+    rows = [(copy.local_addr, copy.remote_addr, copy.len) for copy in copies]
+    columns = np.array(rows, np.int64).reshape(-1, 3).T
+    return "READ" in str(op), peer_number(str(peer)), *columns
+
+
+def _moved_sync(args: _Arguments, kwargs: _Named, code: Any) -> _Arguments:
+    return *_descriptors(args, kwargs), code
+
+
+def _moved_async(args: _Arguments, kwargs: _Named, result: Any) -> _Arguments:
+    code, request = result
+    return int(request) if code == 0 else -1, *_descriptors(args, kwargs), code
+
+
+def _status_seen(args: _Arguments, kwargs: _Named, result: Any) -> _Arguments:
+    code, state = result
+    return (_ended([(int(_argument(args, kwargs, 0, "req_id")), state, code)]),)
+
+
+def _statuses_seen(args: _Arguments, kwargs: _Named, result: Any) -> _Arguments:
+    code, results = result
+    return (_ended((int(found.req), found.status, code) for found in results),)
+
+
+def _ended(seen: Iterable[tuple[int, Any, Any]]) -> list[tuple[int, str, str]]:
+    """Return the requests that have ended, as `Agent.finish` takes them."""
+    return [
+        (request, "DONE" if state.name == "COMPLETED" else "ERR", f"{state.name}, ret: {code}")
+        for request, state, code in seen
+        if state.name != "WAITING"
+    ]

@@ -1,4 +1,4 @@
-"""An observed transfer: the bytes at both ends, and its plan, if something asks for the plan."""
+"""An observed transfer: the bytes at both ends, and its plan, which is made on demand."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Spans(NamedTuple):
         return cls(starts[order], (starts + nbytes)[order])
 
     def twice(self) -> int | None:
-        """Return an address that two of the ranges have."""
+        """Return an address that two of the ranges contain, or None."""
         reach = np.maximum.accumulate(self.ends)
         hit = np.flatnonzero(self.starts[1:] < reach[:-1])
         return int(self.starts[hit[0] + 1]) if len(hit) else None
 
     def common(self, other: Spans) -> int | None:
-        """Return an address that a range of each has."""
+        """Return an address that a range of each side contains, or None."""
         reach = np.maximum.accumulate(other.ends)
         place = np.searchsorted(other.starts, self.ends, side="left") - 1
         hit = np.flatnonzero((place >= 0) & (reach[np.maximum(place, 0)] > self.starts))
@@ -52,7 +52,7 @@ class Spans(NamedTuple):
 
 
 def outside(ranges: Numbers, spans: Spans) -> int | None:
-    """Return an address of spans that no one of the ranges (address, nbytes) has."""
+    """Return an address of `spans` that no range (address, nbytes) contains, or None."""
     if not len(ranges):
         return int(spans.starts[0]) if len(spans.starts) else None
     ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
@@ -71,7 +71,7 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, regions: Regions, indices: Numbers, num_tensors: int) -> Table | None:
-        """Return the table of indices that say the same for each of some tensors, in order."""
+        """Return the table of indices that name the same rows of consecutive tensors, or None."""
         if len(indices) % num_tensors:
             return None
         (side,) = regions.sides
@@ -104,8 +104,8 @@ class End:
     """The bytes of a transfer in one process.
 
     Args:
-        ranges: returns the address and the size of each descriptor.
-        table: the same, if it is a table.
+        ranges: returns the addresses and the sizes of the descriptors.
+        table: the descriptors as a table, if they are one.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class End:
         return frozenset(self.table.rows.tolist())
 
     def twice(self) -> int | None:
-        """Return an address that two of the descriptors have."""
+        """Return an address that two descriptors contain, or None."""
         table = self.table
         if table is not None and table.regions.apart and len(self._rows) == len(table.rows):
             return None
         return self.spans.twice()
 
     def common(self, other: End) -> int | None:
-        """Return an address that a descriptor of each has."""
+        """Return an address that a descriptor of each side contains, or None."""
         ours, theirs = self.table, other.table
         if ours is not None and theirs is not None and ours.regions is theirs.regions and (
             ours.regions.apart and self._rows.isdisjoint(other._rows)
@@ -146,14 +146,14 @@ class Observed:
     """A transfer, which `Recorder` records when it ends.
 
     Attributes:
-        name, tag, started, cache_id, link, leases: as `Recorder` needs them.
+        name, tag, started, cache_id, link, leases: see `kvplan.recording.writer.Ended`.
         pulls: True for a read.
         here, there: the bytes of this process and of the peer.
         nbytes: bytes that move.
         make_plan: makes the plan; None if two descriptors write the same bytes.
         in_flight: True from its posting until its end is seen.
         deregistered: True if its memory was deregistered in flight.
-        uneven: how the numbers of blocks of its layers differ; empty if they do not.
+        uneven: text about layers with unequal numbers of blocks; empty: there are none.
     """
 
     name: str
@@ -173,12 +173,12 @@ class Observed:
 
     @property
     def written(self) -> End:
-        """The bytes that it writes."""
+        """The bytes that the transfer writes."""
         return self.here if self.pulls else self.there
 
     @cached_property
     def plan(self) -> Plan | None:
-        """The plan; None: a plan does not write a byte twice."""
+        """The plan; None: the transfer writes a byte twice, which no plan can."""
         return None if self.make_plan is None else self.make_plan()
 
     def __str__(self) -> str:

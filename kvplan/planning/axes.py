@@ -26,7 +26,7 @@ class Cut(NamedTuple):
 
     Attributes:
         segments: of each pair of views.
-        split: the axes that views split, for `Side.locate`.
+        split: the axes along which tensors are split into views, for `Side.locate`.
         num_slices: runs before adjacent ones were merged.
     """
 
@@ -36,7 +36,7 @@ class Cut(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The tokens, heads and layers that a gather takes from one of its sources.
+    """The heads and tokens that move.
 
     Attributes:
         heads: KV heads of the model; None: all that both sides have.
@@ -63,8 +63,8 @@ class Common(NamedTuple):
 
     Attributes:
         src_start, dst_start: bytes of a token before the first that both have.
-        levels: the axes that both step along, except tokens.
-        split: the axes that views split.
+        levels: the axes along which both sides step, except tokens.
+        split: the axes along which tensors are split into views.
     """
 
     src_start: int
@@ -77,8 +77,8 @@ def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bo
     """Return whether both sides' rows hold the same bytes in one order; False: cut them by axes.
 
     With `chunked`, rows may have different numbers of tokens if tokens are the outermost axis. With
-    `reinterpret`, bytes are copied whatever they mean. Rows that differ in a way that no layout
-    explains are refused: LLM_PARAM_INVALID.
+    `reinterpret`, bytes are copied whatever they mean. LLM_PARAM_INVALID: rows differ, and no
+    layout says how.
     """
     a, b = source.meaning, target.meaning
     if not a or not b:
@@ -155,9 +155,9 @@ def cut(
     how: Coalesce,
     share: Share = WHOLE_SHARE,
 ) -> Cut:
-    """Return what both sides have of the tokens in `tables`, limited to `share`, as runs of bytes.
+    """Return the bytes that both sides have of the tokens in `tables`, limited to `share`.
 
-    LLM_PARAM_INVALID: axes that cannot match (named, with both sides), no heads in common,
+    LLM_PARAM_INVALID: axes that cannot match (the message names them), no heads in common,
     different numbers of tokens, or tokens beyond a table.
     """
     src_start, dst_start, levels, split = in_common(source, target, share.heads)
@@ -189,15 +189,15 @@ def cut(
 
 
 def in_common(source: Side, target: Side, heads: range | None = None) -> Common:
-    """Return what rows of both sides have in common, limited to `heads` of the model, axis by axis.
+    """Intersect the rows of both sides, limited to `heads` of the model, axis by axis.
 
-    LLM_PARAM_INVALID: axes that cannot match (named, with both sides), or no heads in common.
+    LLM_PARAM_INVALID: axes that cannot match (the message names them), or no heads in common.
     """
     for side, name in ((source, "src"), (target, "dst")):
         if side.layout is None:
             raise invalid(
-                f"{name} has no layout, which tokens and unlike rows need: it is {side}; give its "
-                "CacheDesc a kv_tensor_format such as 'block token head dim'"
+                f"{name} has no layout, which tokens and unlike rows need: {name} is {side}; give "
+                "its CacheDesc a kv_tensor_format such as 'block token head dim'"
             )
     src_start = dst_start = 0
     levels: list[Level] = []

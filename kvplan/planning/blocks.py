@@ -18,26 +18,26 @@ BlockPairs = Sequence[Sequence[int]] | NDArray[np.integer]
 """Pairs of a source and a destination block, or an array of two such columns."""
 Indices = NDArray[np.int64]
 
-_MANY = 512
-"""Minimum blocks of a table for sorting by other means than `np.lexsort`."""
+_MIN_MAPPED = 512
+"""Minimum blocks of a table for sorting by a map of the cache's blocks."""
 
-_SPARSE = 64
-"""Maximum blocks of a cache for each block of a table: beyond, sorting beats a bitmap."""
+_MAX_SPARSITY = 64
+"""Maximum blocks of a cache for each block of a table: beyond, sorting beats a bitmap or map."""
 
-_MOST = 1 << 21
-"""Maximum blocks of a cache for a bitmap and a map, which take 9 bytes a block."""
+_MAX_MAPPED = 1 << 21
+"""Maximum blocks of a cache for a map, which takes 9 bytes a block."""
 
 _TEXT = (str, bytes, bytearray)  # these are sequences of int, too
 
 
 class RequestBlocks(tuple[int, ...]):
-    """All blocks of a request, as a lease lists them; fewer tokens take the first blocks."""
+    """All blocks of a request, from a lease; a transfer of fewer tokens takes the first blocks."""
 
     __slots__ = ()
 
 
 def is_empty(blocks: object) -> bool:
-    """Return whether `blocks` is a block table without blocks, so that nothing moves."""
+    """Return whether `blocks` is an empty block table, so that nothing moves."""
     return isinstance(blocks, Sized) and len(blocks) == 0
 
 
@@ -61,7 +61,7 @@ def block_table(name: str, blocks: Any) -> NDArray[Any]:
     if isinstance(blocks, _TEXT) or not isinstance(blocks, Sequence):
         raise TypeError(f"{name} must be a sequence of int, not {type(blocks).__name__}")
     held = tuple(blocks)  # a copy: another thread may change them
-    try:  # 25 us for 4,096 blocks; np.array takes 70, and a look at each one's type 40
+    try:  # 25 us for 4,096 blocks; np.array takes 70, and checking each type 40
         table = np.frombuffer(struct.Struct(f"{len(held)}q").pack(*held), np.int64)
     except (struct.error, TypeError):  # an entry is not an int, or exceeds 64 bits
         return _mixed_table(name, held)
@@ -80,8 +80,7 @@ def check_table(name: str, blocks: object) -> None:
     """
     if isinstance(blocks, int | np.integer):
         raise TypeError(
-            f"{name}={blocks} must be a block table, a sequence of int: there is one for each "
-            "source, as in [[1, 2]]"
+            f"{name}={blocks} must be a block table, a sequence of int such as [{blocks}]"
         )
 
 
@@ -95,8 +94,8 @@ def as_array(name: str, given: object) -> NDArray[Any]:
         return np.asarray(given)
     except Exception as error:  # libraries raise anything
         raise TypeError(
-            f"{name} is a {type(given).__name__} that cannot be read here, such as one on a "
-            f"device; give its numbers as a list or an array of the host: {error}"
+            f"{name} is a {type(given).__name__} that cannot be read as an array of the host; copy "
+            f"it to the host, or give a list: {error}"
         ) from error
 
 
@@ -141,7 +140,7 @@ def pair_tables(name: str, given: object) -> tuple[list[int], list[int]]:
 
 
 def _mixed_table(name: str, blocks: tuple[int, ...]) -> NDArray[Any]:
-    """Return a table with entries that are not int or exceed 64 bits, or raise what is wrong."""
+    """Return a table with entries that are not int or exceed 64 bits; refuse invalid types."""
     types = {*map(type, blocks)}
     if not {bool, np.bool_}.isdisjoint(types):  # NumPy would convert them to 1
         raise TypeError(f"{name} must hold int, not bool")
@@ -175,10 +174,10 @@ def _out_of_range(name: str, table: NDArray[Any], cache: Side) -> LLMException:
 
 
 def check_distinct(name: str, table: Indices, cache: Side) -> None:
-    """Refuse a block that occurs twice: which of its writes would win is undefined."""
+    """Refuse a block that occurs twice, since the order of its two writes is undefined."""
     if table.size <= 1:
         return
-    if cache.count <= _SPARSE * table.size:
+    if cache.count <= _MAX_SPARSITY * table.size:
         seen = np.zeros(cache.count, np.bool_)
         seen[table] = True
         distinct = int(np.count_nonzero(seen))
@@ -207,7 +206,7 @@ def sorted_pairs(src_table: Indices, dst_table: Indices, count: int) -> tuple[In
         and np.count_nonzero(src_table[1:] > src_table[:-1]) == len(src_table) - 1
     ):
         return src_table, dst_table
-    if len(src_table) >= _MANY and count <= min(_SPARSE * len(src_table), _MOST):
+    if len(src_table) >= _MIN_MAPPED and count <= min(_MAX_SPARSITY * len(src_table), _MAX_MAPPED):
         dst_of = np.full(count, -1)  # a lookup takes half the time of sorting
         dst_of[src_table] = dst_table
         ordered = (dst_of >= 0).nonzero()[0]
@@ -216,7 +215,7 @@ def sorted_pairs(src_table: Indices, dst_table: Indices, count: int) -> tuple[In
     if count > 2**31:
         order = np.lexsort((dst_table, src_table))
         return src_table[order], dst_table[order]
-    # A pair in one number: NumPy sorts numbers several times faster than it finds their order.
+    # A pair in one number: sorting numbers is several times faster than argsort.
     pairs = (src_table << 32) | dst_table
     pairs.sort()
     return pairs >> 32, pairs & 0xFFFFFFFF

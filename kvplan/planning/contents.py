@@ -1,7 +1,7 @@
-"""Find the place of bytes in the model: tokens of the request, heads, layers, keys or values.
+"""The place of a part's bytes in the model: tokens, heads, layers, keys or values.
 
-Functions that read a `Part`, for texts, pictures and `Part.origin`. All layers that they return as
-numbers are local: counted from the first of their cache, unless the name says `model`.
+Texts, pictures and `Part.origin` use these functions. Layer numbers are local, counted from the
+first layer of the cache, unless the function's name has `model`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def one_line(part: Part) -> str:
 
 
 def rows_written(part: Part) -> int:
-    """Return the number of destination rows, as far as the part knows."""
+    """Return the number of destination rows, or of slices if the part has no block tables."""
     if part.tables is not None:
         return len(part.tables.dst)
     return 1 if part.kind == "C2C" else part.num_slices  # ranges of one slot are one row
@@ -92,7 +92,7 @@ class RequestOrder:
         return spans_text("position", spans_of(self._entries_of(first, last)))
 
     def tokens(self, first: int, last: int) -> list[Span]:
-        """Return what `tokens_of` returns."""
+        """Return `tokens_of` for these offsets."""
         if self.part.local == "both":
             return []
         return _tokens(self.part, self._entries_of(first, last), first, last)
@@ -174,7 +174,7 @@ def reach_along(side: Side, axis: str, steps: list[Span]) -> int:
 
 
 def kv_of(part: Part, view: int, first: int, last: int) -> str:
-    """Return "K", "V" or "K+V" for dst offsets of a view; empty if the layout does not say."""
+    """Return "K", "V" or "K+V" for dst offsets of a view; empty if unknown."""
     dst = part.dst
     if dst.layout is None:
         return ""
@@ -189,7 +189,7 @@ def kv_of(part: Part, view: int, first: int, last: int) -> str:
 
 
 def local_layers(part: Part, name: str, piece: slice = slice(None)) -> Span:
-    """Return first and last layer of a side, of the layers in `piece`.
+    """Return the first and last local layer of a side for the part's layers in `piece`.
 
     A tensor that is moved whole may hold several layers.
     """
@@ -245,7 +245,7 @@ def source_layers_text(part: Part, piece: slice) -> str:
 
 
 def model_note(part: Part, piece: slice = slice(None)) -> str:
-    """Return ` (16..31 of the model)` for layers that have another number on one of the sides."""
+    """Return ` (16..31 of the model)` if the local numbers differ from those, otherwise ""."""
     src, dst = (local_layers(part, side, piece) for side in ("src", "dst"))
     if model_layers(part, src, dst) in (None, (src, dst)):
         return ""
@@ -253,7 +253,7 @@ def model_note(part: Part, piece: slice = slice(None)) -> str:
 
 
 def tokens_moved(part: Part) -> int | None:
-    """Return how many tokens move; None if they fill the destination rows."""
+    """Return the number of tokens that move; None if they fill the destination rows."""
     tables, sides = part.tables, (part.src, part.dst)
     if tables is not None and not all(side.has_all_tokens for side in sides):
         return None if part.src.meaning == part.dst.meaning else tables.count_in_common(*sides)

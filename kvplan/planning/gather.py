@@ -55,10 +55,10 @@ class _Tokens(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """The tokens, heads and layers that a gather takes from one of its sources.
+    """The layers, heads and tokens that a gather takes from one of its sources.
 
     Attributes:
-        layers: layers of the source, and those of the destination that they become.
+        layers: the layers of the source, and their layers of the destination.
         heads: KV heads of the model; None: all that both sides have.
         tokens: the tokens to take; None: all that both sides have.
     """
@@ -108,7 +108,7 @@ def plan_gather(
 
 
 def check_gather(transfer: Transfer) -> None:
-    """Refuse the rows and options that no gather has.
+    """Refuse rows and options that a gather does not support.
 
     Raises:
         TypeError, ValueError, LLMException: as `plan_gather`.
@@ -120,18 +120,18 @@ def check_gather(transfer: Transfer) -> None:
     if transfer.dst.blocks is None:
         raise invalid("dst.blocks is None; a gather needs the blocks that it writes")
     if transfer.reinterpret:
-        raise invalid("reinterpret=True of a gather: it must know which heads and layers it moves")
+        raise invalid("reinterpret=True must be False: a gather needs the meaning of its rows")
     if transfer.layers is not ALL_LAYERS and transfer.layers != ALL_LAYERS:
         raise invalid(
-            f"layers={transfer.layers} of a gather: it moves all layers that dst has; give dst a "
-            "Shard that names the layers"
+            f"layers={transfer.layers} must be left out: a gather moves all layers that dst has; "
+            "give dst a Shard that names the layers"
         )
 
 
 def divide(
     transfer: Transfer, sides: Sequence[Side], target: Side
 ) -> tuple[Sequence[Taken | None], Transfer]:
-    """Return what a checked gather takes from each source, and the transfer with its tokens.
+    """Return the share of each source of a checked gather, and the transfer with its tokens.
 
     Raises:
         TypeError, ValueError, LLMException: as `plan_gather`.
@@ -164,7 +164,7 @@ def plan_taken(
     *,
     by_layer: bool,
 ) -> Part:
-    """Plan what a gather takes from the source at this index.
+    """Plan the share of the source at this index.
 
     Raises:
         TypeError, ValueError, LLMException: as `plan_gather`.
@@ -185,7 +185,7 @@ def plan_taken(
 
 
 def _held_parts(sides: Sequence[Side], target: Side) -> tuple[list[_Part], _Part, Layers]:
-    """Return what each source and the destination have of the model, and the layers' numbers."""
+    """Return the parts of the model in each source and in `target`, and the layers' numbers."""
     caches = {"dst": target} | {f"sources[{i}]": cache for i, cache in enumerate(sides)}
     held = {name: _layers_of(name, cache) for name, cache in caches.items()}
     numbers = _numbers_of(held.values())
@@ -197,7 +197,7 @@ def _held_parts(sides: Sequence[Side], target: Side) -> tuple[list[_Part], _Part
         totals = [_num_layers(cache, own) for cache, own in ((source, piece), (target, wanted))]
         if totals[0] != totals[1]:
             raise invalid(
-                f"sources[{index}] and dst differ in how many layers the model has, {totals[0]} "
+                f"sources[{index}] and dst differ in the number of the model's layers, {totals[0]} "
                 f"and {totals[1]}: sources[{index}] is {source}; dst is {target}"
             )
     return parts, wanted, numbers
@@ -211,7 +211,7 @@ def _taken(
     rank: int | None,
     tokens: _Tokens | None = None,
 ) -> tuple[Taken | None, ...]:
-    """Return what is taken from each source."""
+    """Return the share of each source; None: nothing is taken from it."""
     if rank is None:
         rank = wanted.heads.start // len(wanted.heads)
     has_heads = target.layout is not None and "head" in target.layout.axes
@@ -235,7 +235,7 @@ def _taken(
 def _layers_of(name: str, cache: Side) -> Layers:
     if cache.layout is None:
         raise invalid(
-            f"{name} has no layout, and what it has of the model is not known: {cache}; give its "
+            f"{name} has no layout, so that its part of the model is unknown: {cache}; give its "
             "CacheDesc a kv_tensor_format such as 'block token head dim'"
         )
     layers = cache.shard.layers if cache.shard is not None else None
@@ -256,14 +256,14 @@ def _positions(name: str, layers: Layers, numbers: Layers) -> range:
     first = numbers.index(layers[0])
     if consecutive(numbers[first : first + len(layers)]) != layers:
         raise invalid(
-            f"{name} has layers {numbers_text(layers)} of the model, between which others have "
-            "some; gather the caches of such layers apart"
+            f"{name} has layers {numbers_text(layers)} of the model, and other caches have layers "
+            "in between; use one gather for each group of caches with equal layers"
         )
     return range(first, first + len(layers))
 
 
 def _num_layers(cache: Side, piece: _Part) -> int:
-    """Return how many layers the model has; a cache without a shard has all."""
+    """Return the number of the model's layers; a cache without a shard has all."""
     known = cache.shard.num_layers if cache.shard is not None else None
     return len(piece.layers) if known is None else known
 
@@ -271,7 +271,7 @@ def _num_layers(cache: Side, piece: _Part) -> int:
 def _held_tokens(
     rows: Sequence[Rows], transfer: Transfer, sources: Sequence[Side], target: Side
 ) -> tuple[int, _Tokens]:
-    """Return how many tokens move, and which of them each cache has."""
+    """Return the number of tokens that move, and the masks of those that each cache has."""
     dst = transfer.dst
     assert dst.blocks is not None
     first, *firsts = (
@@ -305,7 +305,7 @@ def _held_tokens(
 def _shares(
     parts: list[_Part], wanted: _Part, rank: int, numbers: Layers, tokens: _Tokens | None
 ) -> list[_Part | None]:
-    """Return what each source gives, so that nothing of `wanted` is taken twice or missing."""
+    """Divide `wanted` among the sources: each layer, head and token comes from exactly one."""
     cells: list[set[tuple[int, int]]] = [set() for _ in parts]
     # For each source: the mask of its tokens, by the sources that share them.
     taken: list[dict[tuple[int, ...], Mask]] = [{} for _ in parts]
@@ -352,9 +352,9 @@ def _shares(
         is_same = all(np.array_equal(masks[0], mask) for mask in masks[1:])
         if len(own) != len(rows) * len(columns) or not is_range or not is_same:
             raise invalid(
-                f"sources[{index}] overlaps others so that no one range of layers and heads can be "
-                f"taken from it; the sources have {_texts(parts, numbers)}: give sources "
-                "whose parts are equal or apart"
+                f"sources[{index}] overlaps others so that its share is not one range of layers "
+                f"and heads; the sources have {_texts(parts, numbers)}: give sources whose parts "
+                "are equal or disjoint"
             )
         share: Mask | None = None
         if tokens is not None:
@@ -371,7 +371,7 @@ def _shares(
 
 
 def _divided(tokens: _Tokens, having: tuple[int, ...], rank: int) -> list[Mask]:
-    """Return the tokens that each of these sources gives: each token comes from one that has it."""
+    """Return for each of these sources its tokens, so that each token comes from one source."""
     held = [tokens.held[index] for index in having]
     counts = sum(mask.astype(np.int32) for mask in held)
     left = rank % np.maximum(counts, 1)  # sources to skip before the one that gives

@@ -1,7 +1,7 @@
-"""The invariants of a plan, checked: every byte in bounds, no destination byte written twice.
+"""Check the invariants of a part: every byte in bounds, no destination byte written twice.
 
-Repeated runs are expanded only if the order of the segments does not show that they are disjoint. A
-plan of a million tokens has as many runs as tokens and heads.
+Repeated runs are expanded only if the segments do not show that they are disjoint: a plan of a
+million tokens has as many runs as tokens times heads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KINDS: dict[Operation, tuple[Kind, ...]] = {
 }
 
 MAX_RUNS = 2**28
-"""Maximum runs of a tensor in a document, which can name any number in a few bytes."""
+"""Maximum runs of a tensor in a document, where a few bytes can stand for any number of runs."""
 
 MAX_COMPARED = 2**23
 """Maximum runs to expand for a comparison: half a gigabyte, about a second."""
@@ -39,7 +39,7 @@ def check_invariants(part: Part) -> None:
     """Check a part that the planner did not make: read from a file, or built by hand."""
     segments, t = part.segments, part.tensors_per_layer
     if not segments.nbytes.all():
-        raise invalid("segments: none has 0 bytes")
+        raise invalid("segments.nbytes must be at least 1 for every segment")
     letters = "2".join("B" if side.paged else "C" for side in (part.src, part.dst))
     if part.kind != letters or part.kind not in KINDS[part.operation]:
         raise invalid(
@@ -76,7 +76,7 @@ def check_invariants(part: Part) -> None:
         # Layers fill their tensors: the views of a layer come from a whole number of tensors.
         if part.split and (side.num_tensors * kv % t or t % kv):
             raise invalid(
-                f"tensors_per_layer={t} of {views} views, split={part.split}: they are not layers"
+                f"tensors_per_layer={t} must group {views} views, split={part.split}, into layers"
             )
     if len(part.src_tensors) != len(part.dst_tensors):
         raise invalid(
@@ -87,8 +87,8 @@ def check_invariants(part: Part) -> None:
     exact = part.coalesce is Coalesce.NONE or not least
     if part.num_slices < least or (exact and part.num_slices != least):
         raise invalid(
-            f"num_slices={part.num_slices} of {least} runs, coalesce={part.coalesce}: slices "
-            "are merged, never cut"
+            f"num_slices={part.num_slices} must be {'' if exact else 'at least '}{least}, the "
+            f"number of runs, with coalesce={part.coalesce}"
         )
     _check_views(part)
     _check_written_once(part)
@@ -156,7 +156,7 @@ def _check_inside(
 ) -> None:
     """Refuse a run that leaves the first `length` bytes of its period.
 
-    Periods begin anew after each `row` bytes; 0: they do not.
+    With `row` above 0, periods restart every `row` bytes.
     """
     segments = part.segments
     starts, spans = getattr(segments, f"{name}_offsets"), segments.nbytes.copy()
@@ -204,9 +204,9 @@ def _check_written_once(part: Part) -> None:
 def _perhaps_overlapping(segments: Segments) -> NDArray[np.intp]:
     """Return the segments whose runs must be expanded; runs of other segments share no byte.
 
-    Segments that reach into each other make a cluster; any other segment is a cluster by itself. In
-    a cluster the outermost level of repeats steps over the rows of a grid. If the rows are equal,
-    or disjoint, comparing one row is enough.
+    Segments whose extents overlap form a cluster; any other segment is a cluster by itself. In a
+    cluster, the outermost level of repeats steps over the rows of a grid. If the rows are equal or
+    disjoint, comparing one row is enough.
     """
     one = np.uint64(1)
     order = np.argsort(segments.dst_offsets, kind="stable")
@@ -241,8 +241,8 @@ def _spelled_out(
     some = counts[chosen]
     if int(some.sum()) > MAX_COMPARED:
         raise invalid(
-            f"repeats: {int(some.sum())} runs of segments that reach into each other are more than "
-            f"the {MAX_COMPARED} that are compared one by one"
+            f"repeats: segments with overlapping extents have {int(some.sum())} runs; at most "
+            f"{MAX_COMPARED} are compared one by one"
         )
     before, of_chosen = np.cumsum(counts) - counts, np.cumsum(some) - some
     numbers = np.arange(int(some.sum()), dtype=np.uint64)

@@ -69,9 +69,8 @@ def plan_slot_to_slot(
         ):  # fmt: skip
             if value != whole:
                 raise invalid(
-                    f"{name}={value} must be left out: bytes do not say what is moved between rows "
-                    "that lie differently, or of num_tokens; move whole rows, or give only "
-                    "num_tokens"
+                    f"{name}={value} must be left out with num_tokens, and between rows that lie "
+                    "differently in memory; move whole rows, or give only num_tokens"
                 )
         tables = _slot_tables(source, target, src_slot, np.array([dst_slot]), num_tokens)
         return _by_axes(
@@ -204,7 +203,7 @@ def plan_to_blocks(
 
 
 def _may_lack_tokens(cache: Described) -> bool:
-    """Return whether a request may have no token, and so no block, in a cache of some tokens."""
+    """Return whether a cache holds only some tokens, so that a request may have no block in it."""
     if isinstance(cache, Side):
         return not cache.has_all_tokens
     desc = cache if isinstance(cache, CacheDesc) else cache.cache_desc
@@ -212,7 +211,7 @@ def _may_lack_tokens(cache: Described) -> bool:
 
 
 def _is_paged(cache: Described, blocks: Blocks | None) -> bool:
-    """Return whether a cache of which no block moves is paged; a bare description may be either."""
+    """Return whether a cache is paged if no block moves; a bare description may be either."""
     if isinstance(cache, Side):
         return cache.paged
     if isinstance(cache, RemoteCache):
@@ -345,7 +344,7 @@ def _by_axes(
     share: Share | None = None,
     reinterpret: bool = False,
 ) -> Part:
-    """Plan what both sides have, axis by axis; reinterpreted data types must be equally wide."""
+    """Plan the intersection of both sides; reinterpreted data types must be equally wide."""
     src_type, dst_type = source.data_type, target.data_type
     if src_type is not dst_type and None not in (source.layout, target.layout):
         assert src_type is not None  # every layout has a data type

@@ -1,4 +1,4 @@
-"""The layers of a transfer: which views of both sides are paired."""
+"""The layers of a transfer: the pairs of views of both sides."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def _views_per_layer(
             known[name] = tensors * kv
     if len(known) == 2 and known["src"] != known["dst"]:
         raise invalid(
-            f"a layer is {known['src']} of K and V at src, {src}, and {known['dst']} at dst, {dst}"
+            f"a layer has {known['src']} key or value views in src, {src}, and {known['dst']} in "
+            f"dst, {dst}; both must have equally many"
         )
     if len(known) == 1 and given is None:
         _check_not_latents(src, dst)
@@ -114,7 +115,8 @@ def _views_per_layer(
         if most % per_layer and (ranged or not as_bytes):
             raise invalid(
                 f"tensor_num_per_layer={per_layer}{'' if given else ' (the default)'} must divide "
-                f"the {most} tensors of the {name} cache; give it, or a layout that says it"
+                f"the {most} tensors of the {name} cache; give tensor_num_per_layer, or the cache "
+                "a layout"
             )
     return per_layer
 
@@ -128,8 +130,8 @@ def _check_not_latents(src: Side, dst: Side) -> None:
         apart = "head" in theirs and "kv" not in theirs
         if latents and apart and not has_layers(side) and not has_layers(other):
             raise invalid(
-                f"src and dst differ in axis head: src is {src}; dst is {dst}. Keys and values of "
-                "one head have two tensors a layer, latents one: give both caches one layout, or "
+                f"src and dst differ in axis head: src is {src}; dst is {dst}. Latents have one "
+                "tensor a layer, keys and values of one head two: give both caches one layout, or "
                 "tensor_num_per_layer"
             )
 
@@ -137,7 +139,7 @@ def _check_not_latents(src: Side, dst: Side) -> None:
 def _in_model(
     src: Side, dst: Side, src_range: range, dst_range: range, src_given: bool, dst_given: bool
 ) -> tuple[range, range]:
-    """Cut local layers of both sides to those that both have in the model."""
+    """Reduce the local layers of both sides to the model's layers that both have."""
     (of_src, src_total), (of_dst, dst_total) = (
         _model_layers(side, local) for side, local in ((src, src_range), (dst, dst_range))
     )
@@ -145,7 +147,7 @@ def _in_model(
     both_known = has_layers(src) and has_layers(dst)
     if src_total != dst_total and (both_known or not (src_given or dst_given)):
         raise invalid(
-            f"src and dst differ in axis layer, how many the model has: src is {src}, of "
+            f"src and dst differ in the number of the model's layers: src is {src}, of "
             f"{src_total}; dst is {dst}, of {dst_total}"
         )
     if src_given and dst_given and of_src != of_dst:
@@ -170,9 +172,9 @@ def _in_model(
         at = part.index(both[0])
         if consecutive(part[at : at + len(both)]) != both:
             raise invalid(
-                f"src and dst have layers {numbers_text(both)} of the model in common, which do "
-                f"not follow each other in {name}, {numbers_text(part)}; move them by layer "
-                "ranges, one for each stretch"
+                f"src and dst have layers {numbers_text(both)} of the model in common, which are "
+                f"not consecutive in {name}, {numbers_text(part)}; use one transfer, with a layer "
+                "range, for each consecutive group"
             )
         found.append(range(local.start + at, local.start + at + len(both)))
     return found[0], found[1]
@@ -185,7 +187,7 @@ def _in_common(a: Layers, b: Layers) -> Layers:
 
 
 def _model_layers(side: Side, local: range) -> tuple[Layers, int | None]:
-    """Return the model's numbers of a cache's layers `local`, and how many layers the model has."""
+    """Return the model's numbers of local layers, and the number of the model's layers."""
     shard = side.shard
     if shard is None or shard.layers is None:
         return local, local.stop

@@ -1,4 +1,4 @@
-"""The block tables and the tokens of transfers that leases name."""
+"""Block tables and token counts that leases give to transfers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Latest = Callable[[BlockLease], BlockLease]
 
 
 def followed(argument: str, rows: Rows, latest: Latest) -> Rows:
-    """Return rows with the latest value of their lease, and their blocks at its places."""
+    """Return rows with the latest value of their lease, and the present places of their blocks."""
     lease = rows.cache
     if not isinstance(lease, BlockLease) or (now := latest(lease)) is lease:
         return rows
@@ -31,7 +31,7 @@ def followed(argument: str, rows: Rows, latest: Latest) -> Rows:
 
 
 def with_lease_tables(transfer: Transfer, latest: Latest) -> Transfer:
-    """Return a transfer with the block tables and the tokens that its leases name now."""
+    """Return a transfer with the block tables and token counts of its leases' latest values."""
     src = transfer.src
     named_rows = {"dst": transfer.dst}
     if isinstance(src, Rows):
@@ -65,7 +65,7 @@ def _with_table(argument: str, rows: Rows, num_tokens: int | None) -> Rows:
 
 
 def _num_tokens(rows: Sequence[Rows], given: int | None) -> int | None:
-    """Return the tokens of a request: as given, or as leases of all its blocks say."""
+    """Return the number of tokens that is given, or that leases of all blocks have."""
     said = {
         lease.num_tokens("num_tokens", given, its.first_token)
         for its in rows
@@ -73,7 +73,7 @@ def _num_tokens(rows: Sequence[Rows], given: int | None) -> int | None:
     }
     if len(said) > 1:
         raise invalid(
-            f"num_tokens=None, and the leases are of requests of unequal length: "
+            "num_tokens=None must be given: the leases are of requests of "
             f"{sorted(filter(None, said))} tokens"
         )
     return said.pop() if said else given

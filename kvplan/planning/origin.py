@@ -1,4 +1,4 @@
-"""The origin of a descriptor, as plans and errors show it."""
+"""The origin of a descriptor, for texts and errors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A part of a plan: what is copied between one pair of caches.
+"""A part of a plan: the copies between one pair of caches.
 
-A part holds the tensor pairs and one segment table that all pairs share. Its size grows with
-layers + segments, not with layers x segments. It contains no address.
+A part holds the tensor pairs and one segment table that all pairs share, so that its size grows
+with layers + segments, not with layers x segments. It contains no address.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Part:
         return label_of(self.name, self.source)
 
     def labelled(self, name: str, source: int | None = None) -> Self:
-        """Return the same part under another name and, in a gather, position of its source."""
+        """Return the same part with another name and source."""
         if name == self.name and source == self.source:
             return self
         part = object.__new__(type(self))
@@ -117,8 +117,8 @@ class Part:
     def unplanned_rows(self) -> tuple[Blocks, Blocks] | None:
         """Source and destination rows of a part whose segments are not computed yet.
 
-        Row i of the first is copied whole to row i of the second; a slot is cut into blocks, in
-        order. None if the part has segments, or its rows are not copied as bytes.
+        Row i of the source is copied whole to row i of the destination; a slot is cut into blocks,
+        in order. None if the part has segments, or its rows are not copied as bytes.
         """
         return None
 
@@ -202,7 +202,7 @@ class Part:
         return origin_of(self, descriptor)
 
     def pair(self, index: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return, for each side of a pair, the tensor and the byte that offsets count from."""
+        """Return for each side of a pair the tensor, and the byte at which its view begins."""
         places = []
         for side, views in ((self.src, self.src_tensors), (self.dst, self.dst_tensors)):
             if self.split:

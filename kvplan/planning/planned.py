@@ -1,4 +1,4 @@
-"""Plans that were made before, as the parts that an engine executes between two caches."""
+"""Checks of plans that were made before (`Planned`), against the caches that execute them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def check_plan(plan: object) -> Part:
     parts = check_type("plan", plan, Plan).parts
     if len(parts) > 1:
         raise invalid(
-            f"plan={plan!r} has {len(parts)} parts; they move by a mapping of names to Planned, of "
-            "each part its plan in plan.by_part()"
+            f"plan={plan!r} has {len(parts)} parts; pass a mapping of names to Planned, one for "
+            "each plan in plan.by_part()"
         )
     return parts[0]
 
 
 def fitted(planned: Planned, source: Side, target: Side, local: Local, *, by_layer: bool) -> Part:
-    """Return the part that is planned, with the names of the caches that it is executed between."""
+    """Return the planned part, with the names of its actual caches; refuse caches that differ."""
     part = check_plan(planned.plan)
     if part.local != local:
         needed = f'kvplan.plan(..., local="{local}")'
         raise invalid(
-            f"src={shown(planned.src)} and dst={shown(planned.dst)} make a {VERBS[local]}, and "
-            f"the plan is of {part.operation}; {needed} plans a {VERBS[local]}"
+            f"src={shown(planned.src)} and dst={shown(planned.dst)} make a {VERBS[local]}, but "
+            f"the plan is a {part.operation}; {needed} plans a {VERBS[local]}"
         )
     for name, then, now in (("src", part.src, source), ("dst", part.dst, target)):
         if then != now:
@@ -69,8 +69,8 @@ def rows_of(part: Part, name: str) -> list[int]:
 
 
 def check_slot(planned: Planned, name: str, slot: int) -> None:
-    """Refuse a key of another slot than the plan moves."""
+    """Refuse a key that names another slot than the plan moves."""
     rows = rows_of(check_plan(planned.plan), name)
     if rows not in ([], [slot]):
         key = shown(getattr(planned, name))
-        raise invalid(f"{name}={key} names slot {slot}, and the plan moves slot {rows[0]}")
+        raise invalid(f"{name}={key} names slot {slot}, but the plan moves slot {rows[0]}")

@@ -226,7 +226,7 @@ def _is_one_cache(source: Described, target: Described) -> bool:
 
 
 def _refuse_read_and_written(part: Part) -> None:
-    """Refuse a copy inside one cache whose result would depend on the order of its segments."""
+    """Refuse a copy inside one cache whose result depends on the order of its segments."""
     shift = part.dst_tensors.start - part.src_tensors.start
     if abs(shift) >= len(part.src_tensors):  # no tensor is both read and written
         return

@@ -1,7 +1,7 @@
-"""The plan of a transfer that its caller lists by addresses, with parts made at their first use.
+"""The plan of a transfer between ranges of addresses, whose parts are made at their first use.
 
-Thousands of ranges are bound in less time than planning them takes. Texts, recordings and errors
-make the plan's parts from the same columns.
+Binding thousands of ranges takes less time than planning them. Texts, recordings and errors make
+the plan's parts from the same columns.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvplan.validation import check_index
 
 @dataclass(frozen=True, slots=True)
 class RangePart:
-    """The ranges between one tensor of src and one of dst, which make one part of the plan.
+    """The ranges between one tensor of src and one of dst: one part of the plan.
 
     Attributes:
         src, dst: the sides.
         src_tensor, dst_tensor: the tensor of each side.
         src_address, dst_address: the addresses of these tensors.
         first, last: the ranges, as [first, last) of the columns.
-        num_slices: ranges as the caller listed them, before adjacent ones were merged.
+        num_slices: number of the caller's ranges, before adjacent ones were merged.
     """
 
     src: Side
@@ -44,7 +44,7 @@ class RangePart:
 
     @property
     def name(self) -> str:
-        """The name of the part: both caches, with the tensor if a cache has several."""
+        """The name of the part: both cache ids, with the tensor if a cache has several."""
         places = (
             str(side.cache_id) if side.num_tensors == 1 else f"{side.cache_id}.{tensor}"
             for side, tensor in ((self.src, self.src_tensor), (self.dst, self.dst_tensor))
@@ -101,7 +101,7 @@ class RangePlan(Plan):
     """A plan of ranges that were checked. Descriptor i is range i.
 
     Args:
-        ranges: part by part; the plan takes the columns over.
+        ranges: the ranges, part by part; the plan takes ownership of the columns.
         num_parts: the number of parts.
         nbytes: the sum of all ranges.
         made_parts: makes the parts; the function must not keep memory alive.

@@ -47,7 +47,7 @@ def _copying(
     """Check the arrays of one part; return the function that copies."""
     src_bytes = _as_bytes("src", src, part.src.num_tensors, part.src.tensor_nbytes)
     dst_bytes = _as_bytes("dst", dst, part.dst.num_tensors, part.dst.tensor_nbytes)
-    pairs = [*zip(*(_located(part, name) for name in ("src", "dst")), strict=True)]
+    pairs = [part.pair(index) for index in range(part.num_tensor_pairs)]
     for _, (tensor, _) in pairs:
         if not dst_bytes[tensor].flags.writeable:
             raise invalid(f"dst[{tensor}] is read-only")
@@ -60,15 +60,6 @@ def _copying(
                 target[dst_offset : dst_offset + nbytes] = source[src_offset : src_offset + nbytes]
 
     return copy
-
-
-def _located(part: Part, name: str) -> list[tuple[int, int]]:
-    """Return the tensor of each view of a side, and the byte of it where the view begins."""
-    side, views = getattr(part, name), getattr(part, f"{name}_tensors")
-    if not part.split:
-        return [(tensor, 0) for tensor in views]
-    tensors, starts = side.locate(views, part.split, part.tensors_per_layer)
-    return [*zip(tensors.tolist(), starts.tolist(), strict=True)]
 
 
 def _as_bytes(

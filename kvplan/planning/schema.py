@@ -1,4 +1,4 @@
-"""Plans as plain JSON values and files. Whatever is read is checked in full."""
+"""Plans as JSON values and files. Everything that is read is checked."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvplan.validation import (
 )
 
 MAX_NBYTES: Final = 128 << 20
-"""Size of a file of a plan: room for three million segments that cannot be merged."""
+"""Maximum size of a plan's file in bytes: three million segments that cannot be merged."""
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -56,7 +56,7 @@ def read_plan(file: BinaryIO, name: str) -> Plan:
     """Return the plan in an open file, which error messages call `name`."""
     blob = file.read(MAX_NBYTES + 1)
     if len(blob) > MAX_NBYTES:
-        raise invalid(f"{name} has more than {MAX_NBYTES >> 20} MiB, which no plan has")
+        raise invalid(f"{name} has more than {MAX_NBYTES >> 20} MiB, the maximum for a plan")
     try:
         document = json.loads(blob)
         if not isinstance(document, dict):
@@ -165,7 +165,7 @@ def _listed(document: dict[str, Any], version: int) -> dict[str, Any]:
 
 
 def _upgraded(document: Any, version: int) -> Any:
-    """Return the document of a part as today's version has it."""
+    """Return the document of a part in the current version."""
     if version == SCHEMA_VERSION or not isinstance(document, dict):
         return document
     fields = {name: value for name, value in document.items() if name != "schema_version"}
@@ -182,7 +182,7 @@ def _upgraded(document: Any, version: int) -> Any:
 
 
 def _with(fields: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields and those of a later version, which the document must not have."""
+    """Return the fields with those that a later version added; refuse a document that has them."""
     if unknown := fields.keys() & more:
         raise ValueError(f"schema_version=1 has no fields {sorted(unknown)}")
     return fields | more
@@ -196,7 +196,7 @@ def from_label(label: str) -> tuple[str, int | None]:
 
 
 def part_from_dict(document: dict[str, Any]) -> Part:
-    """Return the part that `part_to_dict` wrote, of the version that the document says besides."""
+    """Return the part that `part_to_dict` wrote; the document also has `schema_version`."""
     version = document.get("schema_version")
     if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
         raise invalid(f"schema_version={shown(version)} must be 1 to {SCHEMA_VERSION}")
@@ -402,7 +402,7 @@ def _tables(document: Any, source: Side) -> BlockTables | None:
     src_token, dst_token, num_tokens = (document[name] for name in BlockTables._fields[2:])
     least = 1 if len(dst) else 0
     if len(src) < least and source.has_all_tokens:
-        raise ValueError("tables.src is empty; a request has a row on both sides, or none")
+        raise ValueError("tables.src is empty, but tables.dst is not; both need rows, or neither")
     return BlockTables(
         src,
         dst,

@@ -36,9 +36,9 @@ class Repeat(NamedTuple):
     """The repetition of segments: segment i occurs `counts[i]` times, at a fixed stride.
 
     Attributes:
-        counts: for each segment, the number of its occurrences.
-        src_stride: bytes at the source from one to the next.
-        dst_stride: the same at the destination.
+        counts: the number of occurrences of each segment.
+        src_stride: bytes from one occurrence to the next at the source.
+        dst_stride: bytes from one occurrence to the next at the destination.
     """
 
     counts: Column
@@ -118,7 +118,7 @@ class Segments:
         *,
         merged: bool = False,
     ) -> Segments:
-        """Take over columns that have no other owner, without copying them.
+        """Take ownership of columns without copying them.
 
         Args:
             src, dst, nbytes: the columns.
@@ -194,7 +194,7 @@ class Segments:
         return int((self.nbytes * self.runs()).sum() if self.repeats else self.nbytes.sum())
 
     def ends(self) -> tuple[Column, Column]:
-        """Return one past the last byte of each segment, at src and at dst."""
+        """Return the offset after the last byte of each segment, at src and at dst."""
         src, dst = self.src_offsets + self.nbytes, self.dst_offsets + self.nbytes
         one = np.uint64(1)
         for counts, src_stride, dst_stride in self.repeats:
@@ -297,7 +297,10 @@ def first_overlap(starts: Column, nbytes: Column) -> tuple[int, int] | None:
 def first_overlapped(
     starts: Column, ends: Column, written_starts: Column, written_ends: Column
 ) -> int | None:
-    """Return the first range that overlaps one of the sorted, disjoint ranges that are written."""
+    """Return the index of the first range that overlaps a written range, or None.
+
+    Written ranges are sorted and disjoint.
+    """
     after = np.searchsorted(written_ends, starts, side="right")
     inside: NDArray[np.bool_] = after < len(written_starts)
     inside[inside] = written_starts[after[inside]] < ends[inside]

@@ -1,4 +1,4 @@
-"""One side of a plan: how a cache lies in memory and which tokens it holds, without addresses."""
+"""One side of a plan: the memory layout of a cache and its tokens, without addresses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Spread(NamedTuple):
         return own
 
     def count(self, end: int) -> int:
-        """Return how many of the tokens before `end` are held."""
+        """Return the number of held tokens before `end`."""
         periods, rest = divmod(max(end - self.first, 0), self.period)
         return periods * self.size + min(rest, self.size)
 
@@ -87,18 +87,18 @@ def spread_of(shard: Shard | None) -> Spread:
 
 @dataclass(frozen=True)
 class Side:
-    """A cache as the plan sees it: `num_tensors` tensors of `count` rows, `stride` bytes apart.
+    """A cache in a plan: `num_tensors` tensors of `count` rows, `stride` bytes apart.
 
-    A row has `row_nbytes` bytes; what lies between it and the next is not the cache's.
+    A row has `row_nbytes` bytes; bytes between two rows do not belong to the cache.
 
     Attributes:
         num_tensors: number of tensors.
         count: rows of a tensor.
-        stride: bytes from the begin of a row to the next.
-        placement: where the tensors are.
+        stride: bytes from the first byte of a row to the first of the next.
+        placement: the place of the tensors: host or device.
         paged: True if rows are blocks, False if they are slots.
-        data_type, shape: of a tensor in memory. None and (): unknown, rows are opaque bytes (a
-            peer's bare addresses).
+        data_type, shape: data type and shape of a tensor in memory. None and (): unknown, rows are
+            opaque bytes (a peer's bare addresses).
         layout: the names of the dimensions; None: unknown.
         label: the name of an unknown layout, which is only compared (`kvplan.layout.OPAQUE`).
         shard: the part of the model's cache; None: all of it, or unknown.
@@ -131,14 +131,14 @@ class Side:
 
     @cached_property
     def rows_nbytes(self) -> int:
-        """Bytes of all rows of one tensor, without what lies between them."""
+        """Bytes of all rows of one tensor, without the bytes between them."""
         if self.data_type is None:
             return self.count * self.stride
         return math.prod(self.shape) * self.data_type.bits // 8
 
     @cached_property
     def tensor_nbytes(self) -> int:
-        """Bytes from the first byte of a tensor to its last, with what lies between its rows."""
+        """Bytes from the first byte of a tensor to its last, with those between its rows."""
         rows = self.rows_nbytes // self.row_nbytes
         return (rows - 1) * self.stride + self.row_nbytes
 
@@ -155,9 +155,9 @@ class Side:
 
     @cached_property
     def meaning(self) -> tuple[object, ...]:
-        """Everything that defines the meaning of a row; rows of equal meaning are copied as bytes.
+        """The properties of a row that must be equal on both sides to copy it as bytes.
 
-        Empty if nothing is known.
+        Empty if they are unknown.
         """
         if self.data_type is None:
             return ()
@@ -226,7 +226,7 @@ class Side:
         return offsets // stride % self.extent(axis)
 
     def known_tensors_per_layer(self, name: str, given: int | None) -> int | None:
-        """Return how many tensors are one layer, if the layout or the shard determines it.
+        """Return the number of tensors of a layer; None: neither layout nor shard determines it.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: `given` is another number.
@@ -246,9 +246,9 @@ class Side:
         return known
 
     def numbered_layers(self, split: tuple[str, ...], per_layer: int) -> Layers | None:
-        """Return the model's numbers of the layers; None if `per_layer` views are not a layer.
+        """Return the model's numbers of the layers.
 
-        None also if the shard names no layers.
+        None if the shard names no layers, or if `per_layer` views are not a layer.
         """
         layers = None if self.shard is None else self.shard.layers
         if layers is None:
@@ -275,7 +275,7 @@ class Side:
     def locate(
         self, views: range, split: tuple[str, ...], per_layer: int
     ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-        """Return the tensor of each view, and the byte of it where the view begins.
+        """Return the tensor of each view, and the byte at which the view begins in it.
 
         A view is what a plan pairs: a tensor, or, if the plan splits axes inside of the tensors,
         one layer, or the keys or values of one layer.
@@ -325,12 +325,12 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
     Raises:
         TypeError: `cache` is not a description; the message names `argument`.
         LLMException: LLM_PARAM_INVALID: a side of the other kind, or a remote cache whose key is of
-            the other kind. A paged cache read as slots would silently be copied wrong.
+            the other kind. (A paged cache that is read as slots would be copied wrongly.)
     """
     if isinstance(cache, Side):
         if cache.paged is not paged:
             word = "blocks" if paged else "slots"
-            raise invalid(f"{argument}={cache.name} has {cache.row}s, and cannot be read as {word}")
+            raise invalid(f"{argument}={cache.name} has {cache.row}s, not {word}")
         return cache
     if isinstance(cache, RemoteCache):
         desc, key, name, cache_id = cache.cache_desc, cache.key, repr(cache.key), -1
@@ -341,8 +341,8 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
         slot = isinstance(key, CacheKeyByIdAndIndex) and key.batch_index
         if paged and (slot or isinstance(key, CacheKey)):
             raise invalid(
-                f"{argument}={name} names a slot, and a paged cache has none; its key is a "
-                "BlocksCacheKey or a CacheIndex of batch_index 0"
+                f"{argument}={name} names a slot, which a paged cache does not have; use a "
+                "BlocksCacheKey, or a CacheIndex with batch_index 0"
             )
     elif isinstance(cache, Cache):
         desc, cache_id = cache.cache_desc, cache.cache_id
@@ -354,7 +354,7 @@ def side(argument: str, cache: Described, *, paged: bool) -> Side:
 
 @lru_cache(maxsize=256)
 def _side_of(desc: CacheDesc, paged: bool) -> Side:
-    """Return the side of a bare description; consecutive plans share it."""
+    """Return the side of a bare description, cached."""
     return _side(desc, paged, "", -1)
 
 

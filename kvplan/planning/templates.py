@@ -1,4 +1,4 @@
-"""Templates: how requests between two sides are cut, whatever rows and tokens they name.
+"""Templates: the cut of requests between two sides, for any rows and tokens.
 
 The planner makes a template once for two sides and the layers that move. From a template and the
 block tables of a request, `kvplan.execution.rows` computes the descriptors without a plan. The
@@ -30,7 +30,7 @@ class RowShape(NamedTuple):
         tokens: tokens of a row; its bytes if rows are copied as bytes.
         stride, token_stride: bytes from one row, or token, to the next.
         start: bytes of a token before the first that moves.
-        is_slot: True if a request has one row, used as far as the other side reaches.
+        is_slot: True if a request has one row here, of which it uses as much as the other side has.
     """
 
     num_rows: int
@@ -47,7 +47,7 @@ class Template(NamedTuple):
     Attributes:
         src, dst: the rows of both sides.
         run: bytes that stay together in every request.
-        levels: the axes that both sides step along, except tokens.
+        levels: the axes along which both sides step, except tokens.
         kv: the level of keys and values. The next template cuts requests that keep this level and
             have more levels than repeats can express. None: keys and values stay in one pair.
         as_bytes: True if whole rows are copied as bytes.
@@ -99,7 +99,7 @@ class LoweredPart(Part):
 
     @property
     def unplanned_rows(self) -> tuple[Blocks, Blocks] | None:
-        """Source and destination rows, as long as the segments are not computed."""
+        """See `Part.unplanned_rows`."""
         if not self.as_bytes or "segments" in vars(self):
             return None
         src_rows, dst_rows, *_ = self.request
@@ -138,7 +138,7 @@ def templates_of(
         if not as_bytes and not (source.has_all_tokens and target.has_all_tokens):
             return ()
         has_tokens = source.layout is not None and "token" in source.layout.axes
-        # This request is valid between any two sides: a refusal is one of all requests.
+        # This request is valid between any two sides, so that a refusal holds for all requests.
         sample = plan_rows(
             operation, kind, source, target, (0,), (0,), ext_param, by_layer,
             1 if by_tokens or (has_tokens and not as_bytes) else None,

@@ -14,10 +14,10 @@ Span = tuple[int, int]
 """First and last of a stretch of numbers."""
 
 Format = Literal["tree", "table"]
-"""The texts by which `explain` shows a plan."""
+"""The formats of `explain`."""
 
 DEFAULT_LIMIT: Final = 16
-"""Rows of a list; a longer one shows its first and last rows around a summary."""
+"""Shown rows of a list; a longer list shows its first and last rows around a summary."""
 
 WIDTH: Final = 118
 """Columns of a line, without the indentation of a part."""
@@ -54,7 +54,7 @@ _FIELD: Final = re.compile(r"\b(src|dst)\.(blocks|slot|first_token|offset)\b|\bn
 
 
 def rename(error: Exception, names: Mapping[str, str]) -> None:
-    """Change the names of fields in the message of an error to those that the caller has used.
+    """Replace the names of fields in an error's message by those that the caller has used.
 
     Args:
         error: an error of a transfer; its message names fields of `Rows`, such as "src.blocks".

@@ -1,7 +1,7 @@
-"""Tokens of a request: which of them the rows of each side hold, and in what runs they move.
+"""Tokens of a request: the runs of tokens that lie together on both sides.
 
 Tokens are counted in the whole request. A cache whose shard names tokens stores only these, one
-after another; a place counts the stored tokens.
+after another; a *place* counts the stored tokens.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kvplan.planning.texts import plural
 from kvplan.status import invalid
 
 Mask: TypeAlias = NDArray[np.bool_]
-"""Return a mask of the tokens of a request, in their order: True for those that move."""
+"""A mask of the tokens of a request, in their order: True for those that move."""
 
 
 class BlockTables(NamedTuple):
-    """The rows of a request on both sides, in its order, and which of its tokens move.
+    """The rows of a request on both sides, in the order of its tokens, and the tokens that move.
 
     Attributes:
         src, dst: block indices, or one slot.
-        src_token, dst_token: the first token that moves, as each side counts the request.
+        src_token, dst_token: the number of the request's tokens that each side skips.
         num_tokens: number of tokens that move; None: whole rows move.
     """
 
@@ -50,7 +50,7 @@ class BlockTables(NamedTuple):
         return self._replace(src=src, dst=dst)
 
     def count_in_common(self, source: Side, target: Side) -> int:
-        """Return how many of the tokens that a request moves both sides hold."""
+        """Return the number of moved tokens that both sides hold."""
         sides = (source, self.src, self.src_token), (target, self.dst, self.dst_token)
         num_tokens = self.num_tokens
         if num_tokens is None:
@@ -63,14 +63,14 @@ class BlockTables(NamedTuple):
 
 
 def room(side: Side, num_rows: int, skipped: int) -> int:
-    """Return how many tokens of a request, after those skipped, fit into this number of rows."""
+    """Return the number of tokens after the skipped ones that fit into `num_rows` rows."""
     places = num_rows * side.extent("token")
     spread = side.spread
     return (places if spread is ALL_TOKENS else spread.token(places)) - skipped
 
 
 def fewest(side: Side, num_rows: int, skipped: int) -> int:
-    """Return the minimum number of tokens of a request that fills this number of rows."""
+    """Return the minimum number of tokens after the skipped ones that fills `num_rows` rows."""
     places = num_rows * side.extent("token")
     spread = side.spread
     if spread is ALL_TOKENS or not places:
@@ -81,10 +81,10 @@ def fewest(side: Side, num_rows: int, skipped: int) -> int:
 def token_runs(
     source: Side, target: Side, tables: BlockTables, wanted: Mask | None = None
 ) -> tuple[Indices, Indices, int | Indices]:
-    """Return the runs of tokens that lie in one row on both sides, of those in `wanted`.
+    """Return the runs of tokens that lie in one row on both sides, limited to `wanted`.
 
-    The result is the byte offset of each run at src and at dst, and its number of tokens: one
-    number if all runs have it. LLM_PARAM_INVALID: different numbers of tokens, or tokens beyond a
+    The result is the byte offset of each run at src and at dst, and its number of tokens (one int
+    if equal for all runs). LLM_PARAM_INVALID: different numbers of tokens, or tokens beyond a
     table.
     """
     assert source.layout is not None
@@ -111,8 +111,8 @@ def token_runs(
             )
             raise invalid(
                 f"src.blocks hold {src_has} tokens ({len(tables.src)} of {src_size}) and "
-                f"dst.blocks {dst_has} ({len(tables.dst)} of {dst_size}); a pull or push needs "
-                "num_tokens, which are moved, a copy or swap blocks of as many"
+                f"dst.blocks {dst_has} ({len(tables.dst)} of {dst_size}); give num_tokens to a "
+                "pull or push, and tables of equally many tokens to a copy or swap"
             )
     for name, most in zip(("src", "dst"), has, strict=True):
         if not 1 <= num_tokens <= most:
@@ -168,9 +168,9 @@ def _uniform(sizes: Indices) -> int | Indices:
 
 
 def _pieces(spread: Spread, size: int, skipped: int, num_tokens: int) -> tuple[Indices, Indices]:
-    """Return where each piece of consecutive tokens in one row begins and ends.
+    """Return first and end of each piece of consecutive tokens in one row.
 
-    Positions are counted from the first token that moves.
+    Tokens are counted from the first one that moves.
     """
     first, last = spread.count(skipped), spread.count(skipped + num_tokens)
     edges = [np.array([first, last]), np.arange(first + -first % size, last, size)]
@@ -184,7 +184,7 @@ def _pieces(spread: Spread, size: int, skipped: int, num_tokens: int) -> tuple[I
 def _runs(
     src: tuple[Indices, Indices], dst: tuple[Indices, Indices], wanted: Mask | None
 ) -> tuple[Indices, Indices]:
-    """Return first token and number of tokens of each stretch in one piece on both sides."""
+    """Return first token and number of tokens of each run that lies in one piece on both sides."""
     if not len(src[0]) or not len(dst[0]):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     edges = [*src, *dst]
@@ -245,7 +245,10 @@ def _check_one_request(source: Side, target: Side, tables: BlockTables, num_toke
 def _offsets(
     side: Side, table: Indices, spread: Spread, skipped: int, starts: Indices, step: int
 ) -> Indices:
-    """Return byte offsets of tokens, counted from `skipped` on; each `step` lie in one row."""
+    """Return byte offsets of tokens, counted from `skipped` on.
+
+    `step` tokens from each start on lie in one row; 0: the number is unknown.
+    """
     assert side.layout is not None
     stride, size = side.stride_of(side.layout.axes[side.layout.row_axis]), side.extent("token")
     if step == size:  # row by row

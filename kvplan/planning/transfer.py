@@ -81,12 +81,11 @@ class Rows(msgspec.Struct, frozen=True):
     Values are checked when they are planned, not when they are made.
 
     Attributes:
-        cache: what names the cache. Of this process: a `Cache`. Of a peer: a `CacheIndex`, a
+        cache: the cache. Of this process: a `Cache`. Of a peer: a `CacheIndex`, a
             `CacheKey`, a `BlocksCacheKey`, a `BlockLease`, or, as destination only, `PeerTensors`.
             For `kvplan.plan`, which has no engine: a `CacheDesc`, a `Cache` or a `RemoteCache`.
         blocks: the block table, in the order of the request: a list, an array, or a host tensor.
-            None:
-            a slot of a contiguous cache, or all blocks of a lease.
+            None: a slot of a contiguous cache, or all blocks of a lease.
         slot: the slot of a contiguous cache. None: the slot that the key or the lease names, or 0.
         first_token: number of the request's tokens to skip. The block table begins with token 0 of
             the request, or with the first token that the `Shard` of the cache names.
@@ -107,9 +106,8 @@ class Transfer(msgspec.Struct, Generic[Source_co], frozen=True):
     own. Values are checked when they are planned, not when they are made.
 
     Attributes:
-        src: the rows to read. A sequence of `Rows` is a gather: caches that hold parts of the model
-            or of the request's tokens (see `Shard`), from which each byte of `dst` comes exactly
-            once.
+        src: the rows to read. A sequence of `Rows` is a gather: its caches hold parts of the model
+            or of the request's tokens (see `Shard`), and each byte of `dst` comes from exactly one.
         dst: the rows to write.
         num_tokens: tokens to move, counted in the whole request, if the last block is not full or
             the block sizes differ. None: whole blocks, or the whole slot.
@@ -141,9 +139,9 @@ class Planned(msgspec.Struct, frozen=True):
     Attributes:
         plan: a `Plan` of one part, such as `load_plan` returns. A plan of several parts moves as a
             mapping of the plans in `plan.by_part()`.
-        src, dst: what names the caches. Of this process: a `Cache`. Of a peer: a `CacheIndex`, a
+        src, dst: the caches. Of this process: a `Cache`. Of a peer: a `CacheIndex`, a
             `BlocksCacheKey`, a `BlockLease`, or, as source, a `CacheKey`. A key of a slot must name
-            the slot that the plan moves; a lease must contain every block that it moves.
+            the slot that the plan moves; a lease must contain every block that the plan moves.
     """
 
     plan: Plan

@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A value of the manifest, which has no other fields."""
+    """A value of the manifest; unknown fields are refused."""
 
 
 class Rank(_Strict, frozen=True):
@@ -128,8 +128,8 @@ class PlacementPart(_Strict, frozen=True):
 class WeightPlacement(_Strict, frozen=True):
     """One complete placement of a generation of weights, without addresses.
 
-    Each tensor is covered: its fragments are equal boxes (replicas), or share no element, and
-    together they are the whole tensor.
+    Any two fragments of a tensor are equal boxes (replicas) or disjoint, and together they are the
+    whole tensor.
     """
 
     resource_kind: Literal["model_weight"]
@@ -154,7 +154,8 @@ class WeightPlacement(_Strict, frozen=True):
         """Refuse fragments that do not fit their tensors, and tensors that are not covered.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: names the field, its value and what is allowed.
+            LLMException: LLM_PARAM_INVALID: the message names the field, its value and the allowed
+                range.
         """
         tensors = _by_id("tensors", ((one.tensor_id, one) for one in self.tensors))
         members = _by_id(
@@ -197,7 +198,7 @@ def read_placement(blob: bytes, name: str) -> WeightPlacement:
         LLMException: LLM_PARAM_INVALID: not a manifest; the message names the field.
     """
     if len(blob) > MAX_NBYTES:
-        raise invalid(f"{name} has more than {MAX_NBYTES >> 20} MiB, which no manifest has")
+        raise invalid(f"{name} has more than {MAX_NBYTES >> 20} MiB, the maximum for a manifest")
     try:
         found = _decode(blob)
         found.check()
@@ -220,8 +221,8 @@ def plan_reshard(source: WeightPlacement, target: WeightPlacement) -> dict[str, 
 
     Raises:
         LLMException: LLM_PARAM_INVALID: a tensor that the source lacks or has in another shape,
-            data type or layout; more dimensions that are split than two, or two with a whole one
-            before them; a byte of a target that is written twice, or not at all.
+            data type or layout; more than two split dimensions, or two of which the first is not
+            the outermost; a byte of a target that is written twice, or not at all.
     """
     tensors = {one.tensor_id: one for one in source.tensors}
     for tensor in target.tensors:
@@ -273,7 +274,7 @@ def plan_reshard(source: WeightPlacement, target: WeightPlacement) -> dict[str, 
 def _labelled(
     tensor_id: str, taken: Iterable[tuple[int, Part]], used: Counter[tuple[str, int]]
 ) -> Iterator[Part]:
-    """Yield the parts under the name of their tensor; further ones of that name get a number."""
+    """Yield the parts under the name of their tensor, with a number if the name is used again."""
     name = tensor_id[-MAX_NAME:]
     for index, part in taken:
         again = used[name, index]
@@ -322,7 +323,7 @@ def _check_covered(tensor: Tensor, boxes: set[tuple[range, ...]]) -> None:
         if all(max(x.start, y.start) < min(x.stop, y.stop) for x, y in zip(a, b, strict=True)):
             raise invalid(
                 f"tensor {name}: fragments {_box_text(a)} and {_box_text(b)} overlap; fragments "
-                "must be equal or apart"
+                "must be equal or disjoint"
             )
     held, total = sum(prod(map(len, box)) for box in boxes), prod(tensor.global_shape)
     if held != total:
@@ -337,7 +338,7 @@ def _box_text(box: tuple[range, ...]) -> str:
 
 
 def _split_dims(tensor: Tensor, held: Sequence[tuple[int, Fragment]]) -> tuple[int, ...]:
-    """Return the dimensions of which a fragment at either end holds a part."""
+    """Return the dimensions that some fragment, at either end, holds only in part."""
     split = tuple(
         dim
         for dim, size in enumerate(tensor.global_shape)
@@ -347,14 +348,14 @@ def _split_dims(tensor: Tensor, held: Sequence[tuple[int, Fragment]]) -> tuple[i
     if len(split) > 2 or (len(split) == 2 and before > 1):
         raise invalid(
             f"tensor {shown(tensor.tensor_id)}: dimensions {[*split]} of "
-            f"global_shape={[*tensor.global_shape]} are split; one may be, or two of which the "
-            "first is the outermost"
+            f"global_shape={[*tensor.global_shape]} are split; at most one is allowed, or two of "
+            "which the first is the outermost"
         )
     return split or (0,)
 
 
 def _side(tensor: Tensor, split: tuple[int, ...], fragment: Fragment, participant: str) -> Side:
-    """Return a fragment as a cache of one block, whose heads (and layers) are what is split."""
+    """Return a fragment as a cache of one block; split dimensions become heads and layers."""
     whole, box = tensor.global_shape, fragment.box
     *outer, inner = split
     data_type, after = _DATA_TYPES.get(tensor.dtype.removeprefix("torch.")), whole[inner + 1 :]
@@ -395,7 +396,7 @@ _DATA_TYPES: Final = {
 def _check_written_once(tensor_id: str, nbytes: int, parts: Sequence[Part]) -> None:
     """Refuse parts that do not write each byte of a fragment exactly once.
 
-    It counts bytes of segments, and knows nothing of boxes.
+    Counts bytes of segments, independently of boxes.
     """
     starts, sizes = [], []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Recordings of engines: what was transferred, when, by which plan, and with which outcome.
+"""Recordings of engines: the transfers, with time, plan and outcome, and other events.
 
 `LlmDataDist.record` writes recordings, `read` reads them: see docs/how-to/recording.md. Links,
 transports and the engine's own objects do not belong here.

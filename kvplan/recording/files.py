@@ -22,8 +22,13 @@ class RotatingFile:
     """The files `path` (being written), `path.1` (the one before) and so on.
 
     An existing recording at `path` becomes `path.1`. A lock on the file tells other recorders that
-    it is in use. `head` returns the first rows of a file, given its number, from 0. A row that is
-    larger than `max_bytes` is still written. Of the files the last `files` are kept.
+    it is in use.
+
+    Args:
+        path: the file to write.
+        head: returns the first rows of a file, given its number, from 0.
+        max_bytes: size at which a new file begins. A larger row is still written.
+        files: number of the newest files to keep.
     """
 
     def __init__(
@@ -122,7 +127,7 @@ class RotatingFile:
         return [self.path, *(Path(f"{self.path}.{number}") for number in range(1, self._files))]
 
     def _shift(self) -> None:
-        """Rename each file to the next number; the oldest is removed."""
+        """Rename each file to the next number; remove the oldest."""
         names = self._names()
         names[-1].unlink(missing_ok=True)
         for old, new in reversed([*pairwise(names)]):

@@ -1,11 +1,11 @@
-"""The file format of recordings: rows of MessagePack, each behind its length.
+"""The file format of recordings: rows of MessagePack, each after its length.
 
-A file begins with `MAGIC`. Then comes row after row: four bytes with its length (little-endian; the
-highest bit: the row is compressed by zlib), and an array whose first element says which kind it is.
+A file begins with `MAGIC`. Rows follow: four bytes with the length (little-endian; the highest bit
+means that zlib has compressed the row), and an array whose first element is the kind of the row.
 The first row of a file is a `Header`. A file may end in the middle of a row.
 
-What many transfers share, the sides and options of their plans, is a `TemplateRow`; each transfer
-then has block tables, or segments where the tables do not say them all.
+The sides and options that plans of many transfers share are a `TemplateRow`. Each transfer then has
+block tables, and segments if the tables do not determine them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_RATIO: Final = 32
 """Bytes of rows for each byte of a file. The writer reaches 15; zlib could reach 1000."""
 
 SPARE_ROOM: Final = 1 << 20
-"""Bytes of rows that a file may have besides, as few and short rows may repeat themselves."""
+"""Bytes of rows that a file may have beyond that, since a few short rows may compress better."""
 
 HEADER, TEMPLATE, TRANSFER, EVENT, DROPPED, END = range(6)
 
@@ -49,7 +49,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, tag=HEADER):
     """The origin of a recording.
 
     Attributes:
-        recording: 16 hexadecimal digits that all files of one recording share.
+        recording: 16 hexadecimal digits, the same in all files of a recording.
         file: the number of the file in the recording, from 0.
         version: the version of kvplan that wrote it.
         host, pid: the process.
@@ -80,9 +80,9 @@ class TemplateRow(msgspec.Struct, frozen=True, array_like=True, tag=TEMPLATE):
 
 
 class SegmentsRow(msgspec.Struct, frozen=True, array_like=True):
-    """Segments, and what else the block tables do not determine.
+    """Segments and other values that the block tables do not determine.
 
-    Columns are little-endian, 8 bytes each. A single segment has numbers instead.
+    Columns are little-endian, 8 bytes an entry. A single segment has numbers instead.
     """
 
     num_slices: int
@@ -146,7 +146,7 @@ class DroppedRow(msgspec.Struct, frozen=True, array_like=True, tag=DROPPED):
 
 
 class EndRow(msgspec.Struct, frozen=True, array_like=True, tag=END):
-    """The recording was closed here, and not cut off."""
+    """The end of a recording that was closed."""
 
     at: float
 
@@ -158,7 +158,7 @@ decode: Final = msgspec.msgpack.Decoder(AnyRow).decode
 
 
 def framed(rows: Iterable[bytes], *, compress: bool = True) -> Iterator[bytes]:
-    """Yield each encoded row after its length; long ones are compressed."""
+    """Yield each encoded row after its length; compress long rows."""
     pack = LENGTH.pack
     for row in rows:
         if compress and len(row) >= _COMPRESS_FROM:
@@ -177,10 +177,9 @@ class FoundRow(NamedTuple):
 
 
 def row_in(data: bytes | memoryview, offset: int, room: int = SPARE_ROOM) -> FoundRow | None:
-    """Return the row at `offset`, or None if it is not complete (yet); ValueError: not a row.
+    """Return the row at `offset`; None: it is not complete (yet); ValueError: not a row.
 
-    `room` is the number of bytes that the row may have beyond `MAX_RATIO` for each of its bytes in
-    the file.
+    The decoded row may have `MAX_RATIO` bytes for each byte in the file, plus `room`.
     """
     begin = offset + LENGTH.size
     if begin > len(data):
@@ -279,7 +278,7 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
 
 
 def _by_rows(document: dict[str, Any], row: PartRow) -> list[NDArray[np.uint64]]:
-    """Return the segments of a part that moves whole rows, merged as the part says."""
+    """Return the segments of a part that moves whole rows, merged by the part's `coalesce`."""
     with np.errstate(all="ignore"):  # the plan of a damaged row is refused later
         return _row_segments(document, rows_of(row.src), rows_of(row.dst))
 
@@ -319,7 +318,7 @@ def rows_of(table: bytes) -> NDArray[np.int64]:
 def _column(data: bytes | int) -> NDArray[np.uint64]:
     if isinstance(data, int):
         if not 0 <= data < 2**64:  # NumPy 1 would wrap around
-            raise invalid(f"a column of {data}, which is not in [0, 2**64), is damaged")
+            raise invalid(f"the value {data} of a column is out of range [0, 2**64)")
         return np.array([data], np.uint64)
     _check(data)
     return np.frombuffer(data, "<u8").astype(np.uint64)
@@ -327,4 +326,4 @@ def _column(data: bytes | int) -> NDArray[np.uint64]:
 
 def _check(data: bytes) -> None:
     if len(data) % 8:
-        raise invalid(f"a column of {len(data)} bytes, of 8 each, is damaged")
+        raise invalid(f"a column has {len(data)} bytes, which must be a multiple of 8")

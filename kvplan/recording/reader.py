@@ -1,4 +1,4 @@
-"""Reads recordings, also while they are written."""
+"""The reader of recordings, also of those that are still being written."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _files_of(path: Path, opened: ExitStack) -> dict[int, tuple[Header, int]]:
     """Return header and descriptor of each file of the recording at `path`, by its number."""
     found: dict[int, tuple[Header, int]] = {}
     recording = ""
-    # From newest to oldest: a file that the writer renames meanwhile is met twice, and not missed.
+    # From newest to oldest: a file that the writer renames meanwhile is seen twice, not missed.
     for number in range(_MAX_FILES):
         try:
             fd = _open(Path(f"{path}.{number}") if number else path, opened)

@@ -31,7 +31,7 @@ OPERATIONS: Final = frozenset(
         *("fingerprint", "lease_moved", "observe", "sums", "warning"),
     )
 )
-"""Names by which `select` finds rows: operations of engines, and which way bytes go."""
+"""Names by which `select` finds rows: operations of engines, and the verbs pull, push, ..."""
 
 PUSHES: Final = "push"
 """The verb of transfers that write into a peer's cache."""
@@ -212,7 +212,7 @@ class Recording:
 
     Attributes:
         path: the file.
-        header: of the first file that exists.
+        header: the header of the oldest file that exists.
         rows: all rows in the order in which they were written, at the end of each transfer.
         complete: True if the recording was closed; False if it was cut off or is still written.
     """
@@ -319,7 +319,7 @@ def who_wrote(
             found += _writes(transfer, cache, block, source)
     for other in others:
         if check_type("others", other, Recording).header.cluster_id == here:
-            raise invalid(f"others: {other!r} is of cluster {here} too, which no peer is")
+            raise invalid(f"others: {other!r} is of cluster {here} itself; give those of peers")
         for transfer in other.transfers:
             if transfer.verb == PUSHES and transfer.peer == here:
                 found += _writes(transfer, cache, block, transfer.cluster_id)
@@ -327,7 +327,7 @@ def who_wrote(
 
 
 def rows_written(part: Part, block: int) -> tuple[tuple[int, ...], bool] | None:
-    """Return the source rows of a written row, and whether only a part is written, or None."""
+    """Return the source rows of a row, and whether it is written only in part; None: not at all."""
     runs = part.segments.expanded()
     src, dst, nbytes = (
         column.astype(np.int64) for column in (runs.src_offsets, runs.dst_offsets, runs.nbytes)
@@ -337,7 +337,7 @@ def rows_written(part: Part, block: int) -> tuple[tuple[int, ...], bool] | None:
     period, within = stride * part.dst.count, block * stride
 
     def before(ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many bytes of the row are before each of these offsets."""
+        """Return the number of bytes of the row before each of these offsets."""
         return ends // period * stride + np.clip(ends % period - within, 0, stride)
 
     written = before(dst + nbytes) - before(dst)
@@ -365,7 +365,7 @@ def _rows_of(side: Side, offset: int, nbytes: int) -> Iterator[int]:
 def _writes(
     transfer: TransferRecord, cache: int, block: int, source: int | None
 ) -> Iterator[Write]:
-    """Yield what each part of a transfer wrote of a block."""
+    """Yield a `Write` for each part of a transfer that wrote the block."""
     caches = transfer.caches
     if not transfer.may_write(cache, block):
         return

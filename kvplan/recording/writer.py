@@ -94,12 +94,11 @@ class Ended(Protocol):
 
 
 class Recorder:
-    """Writes what one engine does to a file, or to several that rotate, until `close`.
+    """The recorder of one engine: it writes to a file, or to several that rotate, until `close`.
 
     A record is encoded in the calling thread, which takes some microseconds, and written by a
-    thread. If the thread cannot keep up, rows are dropped, and the file has their number. If the
-    file cannot be written any more, the recording ends with one warning. Rows of `max_queued` bytes
-    may wait; further rows are dropped.
+    thread. If more than `max_queued` bytes wait, rows are dropped, and the file has their number.
+    If the file cannot be written, the recording ends with one warning.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class Recorder:
             pair: the fields that all parts of its pair of caches share, as of `RowPair.cuts`.
             rows: source and destination rows.
             nbytes: of each tensor.
-            part: makes the part, if these do not say all of it.
+            part: makes the part, if the other arguments do not determine it.
         """
         try:
             known = self._known.get(pair["common"])
@@ -272,10 +271,8 @@ class Recorder:
         label, src, dst = part.label, part.src, part.dst
         key: object = vars(part).get("common")  # equal for all requests of a pair of caches
         if key is None:
-            read, written = (
-                part.src_tensors,
-                part.dst_tensors,
-            )  # equally long, so that one end suffices
+            # Both ranges have one length.
+            read, written = part.src_tensors, part.dst_tensors
             key = (
                 id(src), id(dst), part.operation, read.start, read.stop, written.start, part.split,
                 part.coalesce, part.tensors_per_layer, part.reinterpret, part.kind,
@@ -305,11 +302,8 @@ class Recorder:
                 self._rows.append(row)
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            self._known[key] = (
-                number,
-                src,
-                dst,
-            )  # keeps both sides alive, so that their ids stay unique
+            # Keeps both sides alive, so that their ids stay unique.
+            self._known[key] = number, src, dst
         return number
 
     def _templates(self) -> list[bytes]:
@@ -362,7 +356,7 @@ class Recorder:
         _log.warning("recording to %s has ended: %s; transfers go on", self._file.path, error)
 
     def _forget(self) -> None:
-        """Keep no more templates than a file has room for."""
+        """Forget templates if they would fill an eighth of a file."""
         with self._mutex:
             nbytes = sum(map(len, self._numbers)) if len(self._numbers) > _FEW_TEMPLATES else 0
             if nbytes > self._file.max_bytes // 8 and not self._rows:
@@ -387,7 +381,7 @@ def _field(value: object) -> object:
 def _as_rows(
     kind: str, src: Side, dst: Side, rows: tuple[Blocks, Blocks], nbytes: int
 ) -> tuple[object, ...]:
-    """Return the last three fields of a `PartRow` whose rows are copied as they are."""
+    """Return the last three fields of a `PartRow` whose rows are copied as bytes."""
     if kind != "C2C":
         return _packed(rows[0]), _packed(rows[1]), None
     (src_slot,), (dst_slot,) = rows

@@ -22,18 +22,18 @@ MODULE: Final = "kvplan.run"
 USAGE: Final = """\
 usage: python [OPTION OF PYTHON]... -m kvplan.run [OPTION]... PROGRAM [ARGUMENT]...
 
-Run a Python program, as it is, with kvplan's llm_datadist: `import llm_datadist` and every path
-below it give kvplan's, also in the Python processes that the program starts. So does `import hixl`
-where no other hixl is installed.
+Run an unchanged Python program with kvplan's llm_datadist: `import llm_datadist` and its submodules
+are kvplan's, also in the Python processes that the program starts. So is `import hixl` if no other
+hixl is installed.
 
-PROGRAM is what python takes: a script, a folder or archive with a __main__.py, -m MODULE,
--c COMMAND, or - for what comes by standard input.
+PROGRAM is as for python: a script, a folder or archive with a __main__.py, -m MODULE, -c COMMAND,
+or - for standard input.
 
   --as NAME          let `import nixl` (and nixl_cu12, nixl_cu13, nixl_rocm) or
                      `import mooncake.engine` give kvplan's, too: nixl, mooncake
   --several-engines  let a process have several LLMDataDist objects initialized at once
-  --observe WHAT     record the transfers of nixl, mooncake, or both (nixl,mooncake), also in
-                     processes that the program starts; nixl=FOLDER: to files there;
+  --observe WHAT     record the transfers of nixl, mooncake or hixl, or several (nixl,hixl), also
+                     in processes that the program starts; nixl=FOLDER: to files there;
                      nixl,sums: with sums of blocks
   --                 PROGRAM begins here
   -h, --help         print this text

@@ -1,7 +1,7 @@
-"""Requests of the environment: kvplan as `nixl` or `mooncake.engine`, or to observe theirs.
+"""Environment variables that make kvplan act as `nixl` or `mooncake.engine`, or observe them.
 
-`python -m kvplan.run --as nixl` sets the variable, and operators of vLLM and SGLang can: both
-load this module as a plugin. Nothing is on the search path of modules: no file is hidden.
+`python -m kvplan.run --as nixl` sets the variable. Operators of vLLM and SGLang can set it too:
+both load this module as a plugin. The search path of modules does not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AS: Final = "KVPLAN_AS"
 OBSERVE: Final = "KVPLAN_OBSERVE"
 """Environment variable: what to observe, such as `nixl`, or `nixl,mooncake=/folder`."""
 
-OBSERVABLE: Final = ("nixl", "mooncake", "sums")
+OBSERVABLE: Final = ("nixl", "mooncake", "hixl", "sums")
 """Names in its value: libraries, and `sums` of the blocks that they move."""
 
 INTERFACES: Final = {
@@ -33,10 +33,10 @@ _logger = logging.getLogger("kvplan")
 
 
 def asked(text: str) -> dict[str, str]:
-    """Return the modules that the value of the variable asks for.
+    """Return the modules that the value of the variable names.
 
     Raises:
-        ValueError: a name that is none of `INTERFACES`.
+        ValueError: a name that is not one of `INTERFACES`.
     """
     names = [name for part in text.split(",") if (name := part.strip())]
     if unknown := [name for name in names if name not in INTERFACES]:
@@ -49,9 +49,9 @@ finder = AliasFinder({})
 
 
 def install() -> AliasFinder:
-    """Let imports of what the environment asks for return kvplan's modules; idempotent.
+    """Let imports of the names in the environment return kvplan's modules; idempotent.
 
-    A package of that name that was imported before stays; a warning of logger `kvplan` names it.
+    A package of that name that was imported before stays, with a warning of logger `kvplan`.
     """
     finder.roots = roots = asked(os.environ.get(AS, ""))
     for name, real in roots.items():
@@ -70,7 +70,7 @@ def installed(interface: str, path: list[str]) -> list[str]:
 
 
 def plugin() -> None:
-    """Do what the environment asks for, as a plugin of vLLM or SGLang; idempotent."""
+    """Apply both environment variables, as a plugin of vLLM or SGLang; idempotent."""
     if os.environ.get(AS):
         install()
     if what := os.environ.get(OBSERVE):

@@ -32,7 +32,7 @@ from kvplan.serving.messages import (
 from kvplan.serving.producers import Producers
 from kvplan.serving.puller import Pull, Puller, PullResult, Target, closed
 from kvplan.serving.pusher import Chunk, Pusher
-from kvplan.serving.tables import Blocks, CacheGroup, Place, groups_of, share_of
+from kvplan.serving.tables import Blocks, CacheGroup, Held, Place, groups_of, share_of
 from kvplan.serving.tasks import OWN, ExchangeOptions, PeerThreads, Tasks
 from kvplan.status import LLMException, invalid
 from kvplan.system.limits import start_thread
@@ -61,7 +61,7 @@ class Exchange:
             the same; after a restart it differs.
         place: place of this worker; the shard of the cache has its heads and layers.
         push: True: push requests while they are computed to consumers that ask for it, and ask for
-            it as a consumer. Needs one cache and one stage.
+            it as a consumer. Needs one cache, one stage and workers that have all tokens.
         options: time limits.
 
     Raises:
@@ -86,6 +86,11 @@ class Exchange:
             raise invalid(
                 f"push=True needs one cache and one stage, not {len(groups)} groups and "
                 f"{len(place.stages)} stages"
+            )
+        if push and (place.context or place.copies > 1):
+            raise invalid(
+                "push=True does not support context parallelism, which shares out the tokens of "
+                "prompts: use push=False"
             )
         self._engine = engine
         self._compatibility = compatibility
@@ -392,7 +397,7 @@ class Exchange:
                 return pull
             self._drop(pull)  # now another request has the name
         sources = reference.sources
-        share = self._share_of(tuple([source.layers for source in sources]))
+        share = self._share_of(tuple([Held(its.layers, its.context) for its in sources]))
         pull = Pull(
             request,
             reference,

@@ -19,7 +19,7 @@ from kvplan.validation import printable, resolved, shown
 peer_log = LimitedLog(Log("kvplan.serving"))
 """Rate-limited log for lines that peers can cause."""
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """Version of these messages. Engines of different versions refuse each other."""
 
 MAX_PART: Final = 3500  # bytes of a lease in one message; a notification has at most 4096
@@ -238,6 +238,10 @@ def check_transfer(transfer: object) -> str:
 LayerRange = tuple[Annotated[int, Meta(ge=0, lt=2**20)], Annotated[int, Meta(ge=1, lt=2**20)]]
 """The first of the model's layers that a worker has, and one past the last."""
 
+_Size = Annotated[int, Meta(ge=1, lt=2**16)]
+Context = tuple[Annotated[int, Meta(ge=0, lt=2**16)], _Size, _Size]
+"""`rank`, `ranks` and `size` of an `Interleaved`: the tokens of each request that a worker has."""
+
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
     """The kvplan engine of a producer's worker, with a part of a request's cache.
@@ -246,11 +250,13 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
         cluster_id: cluster id of the engine.
         address: address at which it listens.
         layers: the layers of its stage under pipeline parallelism; None: all.
+        context: the tokens of each request that it has under context parallelism; None: all.
     """
 
     cluster_id: Annotated[int, Meta(ge=0, le=2**53 - 1)]  # exact in every JSON library
     address: Annotated[str, Meta(max_length=256)]
     layers: LayerRange | None = None
+    context: Context | None = None
 
 
 _Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2}){1,32}$")]
@@ -278,7 +284,8 @@ class Reference:
         handle: handle of the request at the producer; None with a transfer.
         digest: digest of the tokens (`token_digest`), which the consumer compares with its own.
         num_tokens: number of computed tokens, from the first on.
-        sources: the producer's workers: the stages in their order, and by rank in each.
+        sources: the producer's workers: the stages in their order, and by rank in each; of the
+            workers of a stage those with the same tokens are in the order of their heads.
         transfer: name of a request that has not finished, which producer and consumer agree on;
             empty: it has finished, and has a handle.
     """

@@ -1,18 +1,20 @@
-"""Groups of caches, block tables of requests in them, and shares of tensor parallel workers."""
+"""Groups of caches, block tables of requests in them, and shares of parallel workers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain
+from itertools import product
+from math import gcd
 from typing import NamedTuple, cast
 
 import msgspec
 
+from kvplan.layout import Interleaved
 from kvplan.lease import BlockLease
 from kvplan.planning.transfer import Rows, Transfer
-from kvplan.serving.messages import LayerRange, Number, gone
+from kvplan.serving.messages import Context, LayerRange, Number, gone
 from kvplan.status import invalid
 from kvplan.types import Cache
 from kvplan.validation import shown
@@ -23,7 +25,8 @@ class CacheGroup:
     """A paged cache of those layers of a model that share a block table.
 
     A cache whose layout has no axis `token` has states (Mamba): a request has one block of it, the
-    state after all of its tokens, which always moves whole.
+    state after all of its tokens, which always moves whole. Under context parallelism (`tokens` of
+    the cache's shard) the same block of each rank has other tokens of the request.
 
     Args:
         name: unique name, for plans and errors.
@@ -44,10 +47,18 @@ class CacheGroup:
         )
 
     @cached_property
+    def context(self) -> Interleaved | None:
+        """The tokens of each request that the cache has; None: all."""
+        shard = self.cache.cache_desc.shard
+        tokens = None if shard is None else shard.tokens
+        return tokens if isinstance(tokens, Interleaved) else None
+
+    @cached_property
     def block_tokens(self) -> int:
-        """The number of tokens of a block."""
+        """The number of tokens of a block, at all ranks that share out the tokens of a request."""
         desc = self.cache.cache_desc
-        return desc.shape[desc.seq_len_dim_index] * self.token_unit
+        ranks = 1 if self.context is None else self.context.ranks
+        return desc.shape[desc.seq_len_dim_index] * self.token_unit * ranks
 
     @cached_property
     def unit_nbytes(self) -> int:
@@ -62,6 +73,18 @@ class CacheGroup:
         """The bytes of a block in all layers."""
         desc = self.cache.cache_desc
         return desc.nbytes // desc.batch_size
+
+    def units_between(self, first_token: int, end_token: int) -> int:
+        """Return how many units of `token_unit` tokens the cache has of a part of a request."""
+        if self.context is None:
+            return -(-end_token // self.token_unit) - first_token // self.token_unit
+        return _count(self.context, end_token) - _count(self.context, first_token)
+
+
+def _count(context: Interleaved, num_tokens: int) -> int:
+    """Return how many of the first tokens of a request a rank has."""
+    periods, rest = divmod(num_tokens, context.ranks * context.size)
+    return periods * context.size + min(max(rest - context.rank * context.size, 0), context.size)
 
 
 @dataclass(frozen=True)
@@ -153,12 +176,14 @@ def missing_of(
                     f"only has tokens from {max(starts, first)} on"
                 )
             rows.append(Rows(lease, None, None, (missing - starts) // unit))
+        if not (mine := group.units_between(missing, num_tokens)):
+            continue
         units = -(-num_tokens // unit) - missing // unit
         # The table may include blocks for future tokens.
         held = -(-num_tokens // group.block_tokens) - table.skipped
         target = Rows(group.cache, table.blocks[:held], None, (missing - begin) // unit)
         transfers[group.name] = _transfer(rows, target, units, rank)
-        nbytes += units * group.unit_nbytes
+        nbytes += mine * group.unit_nbytes
     return transfers, nbytes
 
 
@@ -170,57 +195,133 @@ def _transfer(sources: list[Rows], target: Rows, units: int | None, rank: int) -
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a worker in its serving engine, under tensor and pipeline parallelism.
+    """The place of a worker in its serving engine.
 
     Args:
-        rank, ranks: the worker's rank in its stage, and the number of workers there.
+        rank, ranks: the worker's rank among those workers of its stage that have the same tokens,
+            in the order of heads, and their number (tensor parallelism).
         stage: index of the worker's stage.
         stages: the layers of each stage: the first, and one past the last; None: all. Sources of an
             engine with several stages name their layers, too.
+        context: the tokens of each request that the worker has (context parallelism); None: all.
+            Sources of such an engine name their context, too.
+        copy, copies: the worker's number among workers that have the same of each request, as they
+            only share out the computation of prompts, and their number.
     """
 
     rank: int = 0
     ranks: int = 1
     stage: int = 0
     stages: tuple[LayerRange | None, ...] = (None,)
+    context: Interleaved | None = None
+    copy: int = 0
+    copies: int = 1
 
     @property
     def layers(self) -> LayerRange | None:
         """The layers of the worker's stage; None: all."""
         return self.stages[self.stage]
 
+    @property
+    def contexts(self) -> int:
+        """The number of workers that share out the tokens of each request."""
+        return 1 if self.context is None else self.context.ranks
+
+
+class Held(NamedTuple):
+    """The layers and tokens of each request that a source has."""
+
+    layers: LayerRange | None = None  # None: all
+    context: Context | None = None  # None: all tokens
+
 
 class Share(NamedTuple):
     """The producer's workers that a consumer's worker reads."""
 
-    mine: tuple[int, ...]  # workers that this worker reads, in order of layers and of heads
+    mine: tuple[int, ...]  # workers that this worker reads, in order of layers, tokens and heads
     spare: tuple[int, ...]  # workers that no worker reads, and that this one frees
     readers: tuple[int, ...]  # number of workers that report to each that they are done
 
 
 @lru_cache(64)
-def share_of(place: Place, num_heads: int, sources: tuple[LayerRange | None, ...]) -> Share:
-    """Return a worker's share in a producer whose workers have these layers."""
-    by_layers: dict[LayerRange | None, list[int]] = {}
-    for owner, layers in enumerate(sources):
-        by_layers.setdefault(layers, []).append(owner)
-    mine: list[int] = []
+def share_of(place: Place, num_heads: int, sources: tuple[Held, ...]) -> Share:
+    """Return a worker's share in a producer whose workers have these layers and tokens."""
+    owners_of: dict[Held, list[int]] = {}
+    for owner, held in enumerate(sources):
+        owners_of.setdefault(held, []).append(owner)
+    _check_contexts(owners_of)
+    parts = [
+        (held.layers, held.context and Interleaved(*held.context), owners)
+        for held, owners in owners_of.items()
+    ]
+    shares: dict[Place, list[int]] = {}
     counts = [0] * len(sources)
-    for layers, owners in by_layers.items():
-        ranks = range(place.ranks)
-        reads = [read_from(rank, place.ranks, len(owners), num_heads) for rank in ranks]
-        for stage, wanted in enumerate(place.stages):
-            if layers and wanted and not (layers[0] < wanted[1] and wanted[0] < layers[1]):
-                continue
-            for at in chain(*reads):
-                counts[owners[at]] += 1
-            if stage == place.stage:
-                mine += [owners[at] for at in reads[place.rank]]
-    if not mine:
-        raise invalid(f"no source has layers of {place.layers}: {shown(sources)}")
-    is_first = place.rank == place.stage == 0
+    for worker in _workers(place):
+        shares[worker] = [
+            owners[at]
+            for layers, context, owners in parts
+            if _overlap(layers, worker.layers) and _have_common_tokens(context, worker.context)
+            for at in read_from(worker.rank, worker.ranks, len(owners), num_heads, _turn(worker))
+        ]
+        for owner in shares[worker]:
+            counts[owner] += 1
+    if not (mine := shares[place]):
+        layers = tuple([held.layers for held in sources])
+        raise invalid(f"no source has layers of {place.layers}: {shown(layers)}")
+    is_first = place == next(iter(shares))
     spare = [owner for owner, count in enumerate(counts) if is_first and not count]
     return Share(tuple(mine), tuple(spare), tuple(max(1, count) for count in counts))
+
+
+def _workers(place: Place) -> Iterator[Place]:
+    """Yield the places of all workers of an engine, the first one first."""
+    context = place.context
+    contexts = [None] if context is None else _contexts(context.ranks, context.size)
+    for stage, tokens, rank, copy in product(
+        range(len(place.stages)), contexts, range(place.ranks), range(place.copies)
+    ):
+        yield replace(place, stage=stage, context=tokens, rank=rank, copy=copy)
+
+
+def _turn(place: Place) -> int:
+    """Return the number of a worker in its stage, by which it chooses among equal sources."""
+    rank = 0 if place.context is None else place.context.rank
+    return (place.rank * place.contexts + rank) * place.copies + place.copy
+
+
+def _contexts(ranks: int, size: int) -> list[Interleaved]:
+    return [Interleaved(rank, ranks, size) for rank in range(ranks)]
+
+
+def _check_contexts(sources: Collection[Held]) -> None:
+    """Refuse sources that do not have all ranks of their contexts."""
+    found: dict[LayerRange | None, set[Context | None]] = {}
+    for held in sources:
+        found.setdefault(held.layers, set()).add(held.context)
+    for contexts in found.values():
+        some = next(iter(contexts)) or (0, 1, 1)
+        if contexts not in (
+            {None},
+            {(rank, *some[1:]) for rank in range(min(some[1], len(contexts) + 1))},
+        ):
+            raise invalid(
+                f"the sources of some layers have contexts {shown(sorted(contexts, key=str))}; "
+                "they must be None, or [rank, ranks, size] for each rank in [0, ranks)"
+            )
+
+
+def _overlap(some: LayerRange | None, others: LayerRange | None) -> bool:
+    return not (some and others) or (some[0] < others[1] and others[0] < some[1])
+
+
+def _have_common_tokens(one: Interleaved | None, other: Interleaved | None) -> bool:
+    """Return True if some token of a request of any length is at both ranks."""
+    if one is None or other is None:
+        return True
+    # Runs of tokens begin at all distances that are equal to `apart` modulo the common divisor.
+    common = gcd(one.ranks * one.size, other.ranks * other.size)
+    apart = (one.rank * one.size - other.rank * other.size) % common
+    return apart < other.size or common - apart < one.size
 
 
 def heads_of(rank: int, ranks: int, num_heads: int) -> range:
@@ -234,13 +335,16 @@ def heads_of(rank: int, ranks: int, num_heads: int) -> range:
     raise invalid(f"num_heads={num_heads} must be a multiple or a divisor of {ranks} workers")
 
 
-def read_from(rank: int, ranks: int, owners: int, num_heads: int) -> list[int]:
-    """Return the producer's workers that worker `rank` reads, in order of heads."""
+def read_from(rank: int, ranks: int, owners: int, num_heads: int, turn: int) -> list[int]:
+    """Return the producer's workers that worker `rank` reads, in order of heads.
+
+    Of workers with the same heads, `turn` chooses one.
+    """
     wanted = heads_of(rank, ranks, num_heads)
     each = len(heads_of(0, owners, num_heads))
     found = range(wanted.start // each, (wanted.stop - 1) // each + 1)
     copies = max(1, owners // num_heads)  # of each head, shared out among the readers
-    return [owner * copies + rank % copies for owner in found]
+    return [owner * copies + turn % copies for owner in found]
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,7 +1,4 @@
-"""Limits of the system: how much memory there is, and which limit a refusal comes from.
-
-Threads are started here, so that a lack of them is an error of the interface everywhere.
-"""
+"""Limits of the system: memory, threads, forked children, and the limit behind a refusal."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ class MemoryLimit(NamedTuple):
 
     Attributes:
         nbytes: The size in bytes.
-        whose: Whose limit applies, for messages: "this machine".
+        whose: The owner of the limit, for messages: "this machine".
     """
 
     nbytes: float
@@ -38,7 +35,7 @@ class MemoryLimit(NamedTuple):
 def memory_limit(root: Path = _ROOT) -> MemoryLimit | None:
     """Return the smallest limit of memory and swap of this process; None: it cannot be read.
 
-    `root` is the folder of /proc and /sys.
+    `root` is the folder that contains /proc and /sys.
     """
     try:
         meminfo = (root / "proc/meminfo").read_text()
@@ -90,7 +87,7 @@ def _number_in(path: Path) -> float:
 
 
 def system_error(what: str, error: Exception) -> LLMException:
-    """Return a refusal of the system, or of the native layer, as an error of the interface.
+    """Return an error of the system, or of the native layer, as an LLMException.
 
     LLM_OUT_OF_MEMORY for a lack of memory, threads, descriptors or room in a file, with the limits
     that can be the reason; otherwise LLM_FAILED.
@@ -153,8 +150,17 @@ def _smallest_cgroup(controller: str, file: str) -> Iterator[str]:
         yield f"{file} of {name} is {limit:.0f}"
 
 
+def check_process(pid: int, what: str) -> None:
+    """Raise LLMException (LLM_FAILED) in a forked child of process `pid`, the owner of `what`."""
+    if (here := os.getpid()) != pid:
+        raise LLMException(
+            f"{what} belongs to process {pid}, and this is its forked child {here}; make another "
+            "one in the child"
+        )
+
+
 def start_thread(name: str, target: Callable[..., object], *args: object) -> Thread:
-    """Start a daemon thread, which does not keep the process from ending."""
+    """Start a daemon thread; a lack of threads is an LLMException."""
     thread = Thread(target=target, args=args, name=name, daemon=True)
     try:
         thread.start()

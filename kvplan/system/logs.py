@@ -1,4 +1,4 @@
-"""Logs of this package: a handler that raises does no harm, and peers cannot fill a disk."""
+"""Loggers of this package: handlers may raise, and peers cannot fill a disk."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _INTERVAL_S: Final = 1.0  # between two lines of one kind
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
-    """A logger of the standard library; a handler that raises is reported on standard error.
+    """A logger of the standard library that reports exceptions of handlers on standard error.
 
-    The standard library's own handlers behave so. The callers that log here have an outcome to
-    return, or are threads that others depend on.
+    The standard library's own handlers do so. Callers that log here must return an outcome, or are
+    threads on which others depend.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,13 +32,13 @@ class Log(logging.LoggerAdapter[logging.Logger]):
 
 
 class LimitedLog:
-    """Lines that a peer can cause: at most one of each kind in a second is logged.
+    """A log of lines that peers can cause: it logs at most one line of each kind in a second.
 
-    The text of a line, before its arguments are put in, is its kind. Each line says how many of
-    its kind were left out before it.
+    The kind of a line is its text without arguments. Each line has the number of lines of its kind
+    that were left out before it.
 
     Attributes:
-        count: Lines of all kinds, logged or not.
+        count: Number of lines of all kinds, logged or not.
     """
 
     def __init__(self, log: Log) -> None:

@@ -15,7 +15,7 @@ from kvplan.validation import check_type, open_regular, shown
 
 _MAX_NBYTES: Final = 1 << 20
 _CPUINFO_NBYTES: Final = 8192
-"""The first processors: a large machine takes milliseconds to list all of them."""
+"""Bytes of /proc/cpuinfo to read: reading it whole takes milliseconds on a large machine."""
 
 
 def cache_path(name: str) -> Path:
@@ -55,9 +55,9 @@ def model_of(fields: dict[str, str]) -> str:
 
 
 def read_machines(path: Path, version: int) -> dict[str, Any]:
-    """Return the stored values by machine, of which the caller checks those of this machine.
+    """Return the stored values by machine; empty if the file does not exist.
 
-    The result is empty if the file does not exist.
+    The caller checks the values of this machine.
     """
     try:
         descriptor = open_regular(path)

@@ -76,9 +76,8 @@ def state_file(name: str) -> StateFile:
     """Return the path of this user's state file.
 
     It is in XDG_STATE_HOME, the home, or the runtime directory.
-
-    Many containers have no writable home. A program that root runs with the home of another user
-    must not make files there that this user cannot read.
+    Many containers have no writable home. A program that root runs with another user's home must
+    not make files there that this user cannot read.
     """
     given, home = os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~")  # noqa: PTH111
     base = Path(given) if Path(given).is_absolute() else Path(home) / ".local" / "state"
@@ -95,7 +94,7 @@ def state_file(name: str) -> StateFile:
 
 
 class Credentials(NamedTuple):
-    """The process at the other end, as it was when it connected or listened."""
+    """The process at the other end, at the time when it connected or listened."""
 
     pid: int
     uid: int

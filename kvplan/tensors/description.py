@@ -1,4 +1,4 @@
-"""The tensors of a cache: described by what they say, and compared with a description."""
+"""Cache descriptions of tensors, and the comparison of tensors with a description."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _check_dense(form: TensorForm) -> None:
     if form.gap(-1) is None:
         axes = ", ".join(map(str, form.order))
         remedy = (
-            f"permuted by ({axes}) it is, of shape {form.memory_shape}: give that (transpose of "
-            "NumPy, permute of torch), with a cache_desc of that shape"
+            f"permuted by ({axes}) it is, with shape {form.memory_shape}: give that view (NumPy's "
+            "transpose, torch's permute), and a cache_desc of that shape"
         )
     raise invalid(
         f"{form.name} of shape {form.shape} and strides {form.strides} (in elements) is not "
@@ -38,9 +38,9 @@ def _check_dense(form: TensorForm) -> None:
 
 
 def check_host(form: TensorForm, why: str = "") -> None:
-    """Refuse a tensor that has no bytes, or none that this process reaches: LLM_PARAM_INVALID.
+    """Refuse a tensor that is empty, or not in host memory: LLM_PARAM_INVALID.
 
-    `why` ends the sentence that refuses one on a device.
+    `why` ends the message about a tensor on a device.
     """
     if form.device is not None:
         raise invalid(f"{form.name} is on {form.device.text}; it must be in host memory{why}")
@@ -56,9 +56,9 @@ def check_present(form: TensorForm) -> None:
 
 
 def check_described(form: TensorForm, desc: CacheDesc) -> None:
-    """Refuse a tensor that says something else of itself than `desc` does, but for where it is.
+    """Refuse a tensor whose form contradicts `desc`; its place is not compared.
 
-    Bytes in a row say nothing, and need only be as many; nor do dimensions of length 1.
+    Flat bytes need only have the right size. Dimensions of length 1 are ignored.
     """
     check_present(form)
     if form.is_raw:
@@ -133,7 +133,7 @@ def describe(
     if data_type is None:
         data_type = first.data_type
         if data_type is None:
-            raise invalid(f"{first.name} is {first}, of no DataType; data_type must say which")
+            raise invalid(f"{first.name} is {first}, which is not a DataType; give data_type")
     elif check_type("data_type", data_type, DataType).bits % 8 or not first.may_be(data_type):
         raise invalid(f"data_type={data_type.name}, and {first.name} is {first}")
     if placement is None:
@@ -184,7 +184,7 @@ def _check_alike(form: TensorForm, first: TensorForm, rows: int) -> None:
 
 
 def _gap_text(form: TensorForm, gap: tuple[int, int], layout: CacheLayout | None) -> str:
-    """Return what does not touch or overlaps in a tensor, and what to give instead."""
+    """Return text about a gap or an overlap in a tensor, with the remedy."""
     dim, has = gap
     apart, own = form.strides[dim] * form.bits // 8, has * form.bits // 8
     axis = "" if layout is None else layout.axes[dim]

@@ -1,8 +1,8 @@
 """DLPack: the memory of another library's tensor, without that library.
 
-NumPy reads DLPack too, but knows no bfloat16 and no device, and takes what older libraries offer
-(unversioned capsules) for read-only. What the tensor says, and its address, are all that is needed
-here: no byte of it is read, so its library is asked not to synchronize anything.
+NumPy reads DLPack too, but without bfloat16 and devices, and treats the unversioned capsules of
+older libraries as read-only. This module needs only the form and the address of a tensor and reads
+no byte of it, so the library is asked not to synchronize.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class _Versioned(ctypes.Structure):
 
 
 class TensorDevice(NamedTuple):
-    """The device that a tensor is on, as its library says.
+    """The device of a tensor, as reported by its library.
 
     Attributes:
-        kind: as torch calls such devices, "cuda" or "npu"; empty: the library does not say.
-        number: as its library counts them; None: it does not say.
-        text: for messages.
+        kind: the name of such devices in torch, "cuda" or "npu"; empty: unknown.
+        number: the number of the device in its library; None: unknown.
+        text: the device, for messages.
     """
 
     kind: str
@@ -61,15 +61,17 @@ class TensorDevice(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """A tensor as its library hands it out.
+    """A tensor as its library exports it.
 
     Attributes:
-        capsule: keeps the memory.
-        address: of its first element.
-        strides: in elements.
-        bits: of an element.
-        dtype: its type in NumPy's words (or those of ml_dtypes); another text where there is none.
-        device: where it is; None: in memory that this process reaches.
+        capsule: keeps the memory alive.
+        address: the address of the first element.
+        shape: the lengths of the dimensions.
+        strides: the strides in elements.
+        bits: the bits of an element.
+        dtype: the name of the type in NumPy or ml_dtypes; another text if it has none.
+        read_only: True if the memory must not be written.
+        device: the device of the memory; None: memory that this process reaches.
     """
 
     capsule: object
@@ -92,7 +94,7 @@ _ADDRESSABLE = (1, 3, 11)
 
 _DEVICES = {2: "cuda", 10: "rocm"}
 _MANAGED = 13
-_EXTENSION = 12  # of whatever library; torch_npu's tensors are such
+_EXTENSION = 12  # a device of any library; torch_npu's tensors have it
 
 _STREAMS = (2, 10, 13)
 """Device types whose libraries know `stream=-1`: no synchronization."""
@@ -117,7 +119,7 @@ _pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctype
 
 
 def read_dlpack(name: str, given: Any) -> Exported:
-    """Return what `given`, which has `__dlpack__`, says of itself; nothing is copied."""
+    """Return the tensor `given`, which has `__dlpack__`, without copying it."""
     capsule = _capsule(name, given)
     flags = 0  # libraries without versions hand out writable memory only
     if _is_valid(capsule, b"dltensor_versioned"):
@@ -128,7 +130,7 @@ def read_dlpack(name: str, given: Any) -> Exported:
     elif _is_valid(capsule, b"dltensor"):
         tensor = _Tensor.from_address(_pointer(capsule, b"dltensor"))
     else:
-        raise invalid(f"{name}: __dlpack__ gave {capsule!r}, which is no DLPack capsule")
+        raise invalid(f"{name}: __dlpack__ returned {capsule!r}, which is not a DLPack capsule")
     if not 0 <= tensor.ndim <= MAX_DIMS or (tensor.ndim and not tensor.shape):
         raise invalid(
             f"{name} has {tensor.ndim} dimensions{'' if tensor.shape else ' and no shape'} by "
@@ -139,7 +141,7 @@ def read_dlpack(name: str, given: Any) -> Exported:
         raise invalid(f"{name} has shape {shape} by DLPack; lengths are in [0, 2**63)")
     strides = tensor.strides[: tensor.ndim] if tensor.strides else _c_strides(shape)
     if not tensor.data:
-        address = 0  # whatever the offset
+        address = 0  # the offset is ignored
     elif (address := tensor.data + tensor.byte_offset) > UINT64_MAX:
         raise invalid(f"{name} has byte_offset={tensor.byte_offset}, beyond all addresses")
     bits = 8 if flags & _PADDED and tensor.bits < 8 else tensor.bits
@@ -185,15 +187,15 @@ def _capsule(name: str, given: Any) -> object:
             return given.__dlpack__(**stream)
     except Exception as error:  # whatever its library raises
         raise invalid(
-            f"{name}: {type(given).__name__} does not hand out its memory: {error}"
+            f"{name}: {type(given).__name__} does not export its memory: {error}"
         ) from error
 
 
 def _stream(given: Any) -> dict[str, int]:
-    """Return arguments of `__dlpack__` by which the library synchronizes nothing.
+    """Return arguments of `__dlpack__` that make the library synchronize nothing.
 
-    On a host only None is allowed, which is the default. Elsewhere None means that the library's
-    stream is to be ordered with the default one; -1, that the consumer sees to it.
+    On a host only None is allowed, which is the default. Elsewhere None orders the library's stream
+    before the default stream; -1 leaves synchronization to the consumer.
     """
     where = getattr(given, "__dlpack_device__", None)
     if where is None or where()[0] not in _STREAMS:

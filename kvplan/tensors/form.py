@@ -46,7 +46,7 @@ _TWINS: dict[DataType, np.dtype[Any]] = {
     }.items()
 }
 
-# Names in NumPy, ml_dtypes and torch. Those of less than a byte count where they are packed.
+# Names in NumPy, ml_dtypes and torch. Types of less than a byte match only if they are packed.
 _TYPES = {
     twin.name: data_type
     for data_type, twin in _TWINS.items()
@@ -71,15 +71,18 @@ _BYTES = ("uint8", "int8")
 
 @dataclass
 class TensorForm:
-    """A tensor as it describes itself.
+    """The form of a tensor.
 
     Attributes:
-        name: what messages call it.
-        strides: in elements.
-        bits: of an element.
-        dtype: of its library, or a name.
-        device: where it is; None: in memory that this process reaches.
-        owner: keeps the memory.
+        name: the argument, for messages.
+        shape: the lengths of the dimensions.
+        strides: the strides in elements.
+        bits: the bits of an element.
+        dtype: the data type of its library, or a name.
+        address: the address of the first element.
+        read_only: True if the memory must not be written.
+        device: the device of the memory; None: memory that this process reaches.
+        owner: keeps the memory alive.
     """
 
     name: str
@@ -99,13 +102,13 @@ class TensorForm:
 
     @property
     def span_nbytes(self) -> int:
-        """Bytes from the first element to the last, with what lies between."""
+        """Bytes from the first element to the last, including gaps."""
         steps = zip(self.shape, self.strides, strict=True)
         return -(-(1 + sum((length - 1) * stride for length, stride in steps)) * self.bits // 8)
 
     @cached_property
     def dtype_name(self) -> str:
-        """The name of NumPy or ml_dtypes, where they have one."""
+        """The name of the type in NumPy or ml_dtypes, if it has one."""
         if isinstance(self.dtype, np.dtype):
             return self.dtype.name if self.dtype.isnative else str(self.dtype)
         return str(self.dtype).removeprefix("torch.")
@@ -118,7 +121,7 @@ class TensorForm:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Its dimensions as they lie in memory, outermost first."""
+        """The dimensions in the order of memory, outermost first."""
         dims = range(len(self.shape))
         # Strides of dimensions of length 1 are never used, and may be anything.
         ordered = sorted(
@@ -130,13 +133,13 @@ class TensorForm:
 
     @cached_property
     def memory_shape(self) -> tuple[int, ...]:
-        """Its lengths in the order of memory."""
+        """The lengths of the dimensions in the order of memory."""
         return tuple(self.shape[dim] for dim in self.order)
 
     def gap(self, rows: int) -> tuple[int, int] | None:
-        """Return the innermost dimension with gaps between its elements, and its length.
+        """Return the innermost dimension with gaps, and the stride that it would have without.
 
-        Between the elements of dimension `rows` other bytes may lie.
+        Gaps between the elements of dimension `rows` are allowed. None: no gap.
         """
         has = 1
         for dim in reversed(self.order):
@@ -163,11 +166,11 @@ class TensorForm:
 
     @property
     def is_raw(self) -> bool:
-        """True if the tensor is a row of bytes, which do not say what they hold."""
+        """True if the tensor is flat bytes of unknown content."""
         return len(self.shape) == 1 and (self.dtype_name in _BYTES or self._is_untyped)
 
     def may_be(self, data_type: DataType) -> bool:
-        """Return whether elements can be of a type: by name, or as NumPy has no better type."""
+        """Return whether elements can be of a type: by name, or by width if NumPy lacks it."""
         if self.data_type is data_type:
             return True
         if data_type.bits % 8:
@@ -193,7 +196,7 @@ class TensorForm:
 
 
 def numpy_dtype(data_type: DataType) -> np.dtype[Any]:
-    """NumPy's type for the elements; without a twin: the unsigned integer of that width.
+    """Return NumPy's type for the elements, or the unsigned integer of that width.
 
     Elements of less than a byte are packed: their type is uint8, of which a row has fewer.
     """
@@ -209,7 +212,7 @@ def array_form(desc: CacheDesc) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def read_form(name: str, given: Any) -> TensorForm:
-    """Return what `given` says of itself, and hold it."""
+    """Return the form of the tensor `given`, which keeps it alive."""
     if isinstance(given, np.ndarray):
         return _of_array(name, given)
     if all(callable(getattr(given, name, None)) for name in ("data_ptr", "stride", "element_size")):
@@ -229,7 +232,7 @@ def read_form(name: str, given: Any) -> TensorForm:
         )
     try:
         is_cuda_array = hasattr(given, "__cuda_array_interface__")
-    except Exception as error:  # a property, which may say why it has none
+    except Exception as error:  # a property may raise anything
         raise _withheld(name, given, error) from error
     if is_cuda_array:
         return _of_cuda_array(name, given)
@@ -247,7 +250,7 @@ def read_form(name: str, given: Any) -> TensorForm:
 
 
 def _withheld(name: str, given: Any, error: Exception) -> LLMException:
-    return invalid(f"{name}: {type(given).__name__} does not hand out its memory: {error}")
+    return invalid(f"{name}: {type(given).__name__} does not export its memory: {error}")
 
 
 def _of_array(name: str, array: NDArray[Any]) -> TensorForm:
@@ -295,8 +298,8 @@ def _of_torch(name: str, given: Any) -> TensorForm:
         raise _withheld(name, given, error) from error
     if len(shape) != len(strides) or width < 0 or not 0 <= address <= UINT64_MAX:
         raise invalid(
-            f"{name}: {type(given).__name__} says shape {shape}, strides {strides}, elements of "
-            f"{width} bytes and address {address}, which no tensor has"
+            f"{name}: {type(given).__name__} has shape {shape}, strides {strides}, elements of "
+            f"{width} bytes and address {address}, which is not valid"
         )
     said = str(getattr(given, "device", "cpu"))
     kind, _, number = said.partition(":")
@@ -319,9 +322,9 @@ _CUDA_ARRAY_VERSIONS = (2, 3)
 
 
 def _of_cuda_array(name: str, given: Any) -> TensorForm:
-    """Read the form of an array without DLPack, such as numba's; its address tells the device.
+    """Read the form of an array without DLPack, such as numba's; its address gives the device.
 
-    Its `stream` is that of work whose end a reader has to wait for; nothing is read here.
+    Readers of the array must wait for the work in its `stream`; nothing is read here.
     """
     try:
         said = dict(given.__cuda_array_interface__)
@@ -351,14 +354,14 @@ def _of_cuda_array(name: str, given: Any) -> TensorForm:
             f"{' and '.join(map(str, _CUDA_ARRAY_VERSIONS))}"
         )
     if mask is not None:
-        raise invalid(f"{name} has a mask, which a cache has not")
+        raise invalid(f"{name} has a mask, which a cache cannot have")
     _check_no_objects(name, dtype)
     if apart is None:
         apart = tuple(dtype.itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     if len(shape) != len(apart) or min(shape, default=0) < 0 or not 0 <= address <= UINT64_MAX:
         raise invalid(
-            f"{name}: {type(given).__name__} says shape {shape}, strides {apart} in bytes and "
-            f"address {address}, which no tensor has"
+            f"{name}: {type(given).__name__} has shape {shape}, strides {apart} in bytes and "
+            f"address {address}, which is not valid"
         )
     return TensorForm(
         name,

@@ -1,8 +1,8 @@
 """States of recurrent layers (Mamba, linear attention) as ranks of tensor parallelism hold them.
 
 A rank has the state of its heads. A convolution state has columns of several projections, such as
-x, B and C of Mamba2. Ranks share out each projection by heads of its own, so each is a cache: views
-of the engine's tensors, with the heads as an axis of the layout.
+x, B and C of Mamba2. Ranks divide each projection by its own heads, so each projection is a cache:
+views of the engine's tensors, with the heads as an axis of the layout.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StateCache(NamedTuple):
 
 
 def rank_heads(num_heads: int, rank: int, ranks: int) -> range:
-    """Return the heads of one rank: an equal share, or one that several ranks have.
+    """Return the heads of one rank: an equal share, or one head that several ranks have.
 
     Raises:
         TypeError: a number that is not an int.

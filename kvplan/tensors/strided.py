@@ -64,7 +64,7 @@ def strided_caches(
 def strided_ranges(descriptors: ArrayLike) -> tuple[_Numbers, _Numbers, _Numbers]:
     """Return address, length and device of each piece of strided descriptors, one after another.
 
-    Two columns of that kind are what `AddressRanges` takes.
+    `AddressRanges` takes such columns of both sides.
 
     Args:
         descriptors: rows of (address, length, device, stride, count).
@@ -112,5 +112,5 @@ def _checked(descriptors: ArrayLike) -> _Numbers:
             raise invalid(f"descriptors[{number}]={row} ends beyond 2**63")
     rows = given.astype(np.uint64)
     single = rows[:, 4] == 1
-    rows[single, 3] = rows[single, 1]  # the stride of one piece says nothing
+    rows[single, 3] = rows[single, 1]  # the stride of a single piece has no meaning
     return rows

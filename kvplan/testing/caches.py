@@ -219,7 +219,7 @@ def _tensors(
             flat = random.integers(
                 1, np.iinfo(dtype).max, rows * side.stride // dtype.itemsize, dtype, endpoint=True
             )
-        # What lies between rows is in the memory, and not in the tensor.
+        # Bytes between rows are in the memory, but not in the tensor.
         inside = flat.reshape(rows, -1)[:, : side.row_nbytes // dtype.itemsize]
         memory = flat[: side.tensor_nbytes // dtype.itemsize]
         tensors.append((memory, inside.reshape(shape)))
@@ -229,7 +229,7 @@ def _tensors(
 def request_tokens(
     desc: CacheDesc, tensors: Sequence[NDArray[Any]], blocks: Sequence[int]
 ) -> NDArray[Any]:
-    """Return what a cache holds of a request: (token, layer, K or V, head, dim), in its order.
+    """Return the contents of a request: (token, layer, K or V, head, dim), in the request's order.
 
     Requests in caches of other layouts and block sizes compare equal if their tokens do. An axis
     that the layout does not have has length 1, but for the last ones of other models.

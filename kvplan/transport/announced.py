@@ -1,6 +1,6 @@
-"""Peers that announce their writes in a table of theirs, which the owner of the memory reads.
+"""Registrations whose peers announce writes in a table of their own, which this process reads.
 
-The subclass of each transport reads the table.
+Each transport passes the function that reads the table of a peer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvplan.transport.host_memory import Releasable
 from kvplan.transport.lease_expiry import LeaseExpiry
 from kvplan.transport.metadata import Range
 from kvplan.transport.registrations import (
-    PATIENCE_S,
+    WRITER_TIMEOUT_S,
     Generations,
     LateWriters,
     Registrations,
@@ -24,10 +24,10 @@ from kvplan.transport.registrations import (
 )
 
 Tickets = frozenset[tuple[int, int]]
-"""The transfers that a peer writes here at one time: a place in its table and a number for each."""
+"""The writes of a peer to this process at one time: (index in the peer's table, number) of each."""
 
-_NAP_S: Final = 100e-6
-_STALLED_S: Final = 0.02  # for peers that made no progress in the last wait
+_POLL_S: Final = 100e-6
+_STALLED_S: Final = 0.02  # timeout for peers that made no progress in the last wait
 
 _Peer = TypeVar("_Peer")
 _Range = TypeVar("_Range", bound=Range)
@@ -39,11 +39,11 @@ class Writer(Generic[_Peer]):
 
     def __init__(self, peer: _Peer, read: Callable[[_Peer], Tickets | None]) -> None:
         self.peer = peer
-        self.tickets: Tickets | None = None  # that stand since then; None: never read
+        self.tickets: Tickets | None = None  # in progress since the first read; None: not read yet
         self._read = read
 
     def is_writing(self) -> bool:
-        """Return whether a transfer that was announced then has not ended, or may not have."""
+        """Return whether a write of the first read may still be in progress."""
         if (standing := self._read(self.peer)) is None:
             return True
         self.tickets = standing if self.tickets is None else self.tickets & standing
@@ -55,18 +55,18 @@ class Writers(Generic[_Peer]):
 
     def __init__(self, read: Callable[[_Peer], Tickets | None]) -> None:
         self._read = read
-        # Tickets that peers did not end in the last wait, which makes the next one shorter.
+        # Tickets that were left after the last wait: the next wait for them is shorter.
         self._stalled: WeakKeyDictionary[_Peer, Tickets | None] = WeakKeyDictionary()
 
     def wait(self, peers: Iterable[_Peer]) -> LateWriters | None:
-        """Wait for the peers that write now; return those that do not end it in time."""
+        """Wait for peers that are writing; return those that do not stop in time."""
         writers = [Writer(peer, self._read) for peer in peers]
         began = time.monotonic()
         while late := [writer for writer in writers if writer.is_writing()]:
-            patience = _STALLED_S if all(map(self._has_stalled, late)) else PATIENCE_S
+            patience = _STALLED_S if all(map(self._has_stalled, late)) else WRITER_TIMEOUT_S
             if time.monotonic() > began + patience:
                 break
-            time.sleep(_NAP_S)
+            time.sleep(_POLL_S)
             writers = late
         for writer in late:
             self._stalled[writer.peer] = writer.tickets
@@ -85,9 +85,17 @@ class Writers(Generic[_Peer]):
 
 
 class AnnouncedRegistrations(Registrations[_Range, _Holder], Generic[_Range, _Holder, _Peer]):
-    """Registrations whose peers read the generation table, and announce what they write.
+    """Registrations whose peers read the generation table and announce their writes.
 
     A thread ends leases at their deadlines, since peers do not know the clock of this process.
+
+    Args:
+        range_type: the class of the ranges.
+        generations: the generation table.
+        max_slots: the maximum number of slots, for messages.
+        thread: the name of the thread.
+        read: returns the writes of a peer to this process; None: they cannot be read now.
+        linked: returns the peers that may write.
     """
 
     def __init__(
@@ -111,7 +119,7 @@ class AnnouncedRegistrations(Registrations[_Range, _Holder], Generic[_Range, _Ho
         if deadline_ns:
             try:
                 self._expiry.add(slot, generation, deadline_ns)
-            except BaseException:  # no thread is left, or an interrupt came
+            except BaseException:  # no thread could be started, or an interrupt
                 self.end_leases([(slot, generation)])
                 raise
         return slot, generation
@@ -121,7 +129,7 @@ class AnnouncedRegistrations(Registrations[_Range, _Holder], Generic[_Range, _Ho
         self._expiry.renew(slot, generation, deadline_ns)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
-        """See `Transport.end_leases`: the tickets of each linked peer are read."""
+        """See `Transport.end_leases`."""
         for slot, generation in leases:
             self._expiry.forget(slot, generation)
             self._end_lease(slot, generation)

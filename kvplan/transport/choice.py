@@ -1,4 +1,4 @@
-"""The table of transports, the only place that names them all: options, and which work here."""
+"""The table of transports, the only module that names them all, and their options."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LOGGER = Log("kvplan")
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
-    """Options of all transports. The constructor of each transport says what its own mean."""
+    """Options of all transports. The constructor of each transport describes them."""
 
     permit_any_peer: bool = False
     device: Device | None = None
@@ -56,8 +56,8 @@ class Transports(NamedTuple):
     """The result of `make_transports`.
 
     Attributes:
-        made: The transports that work here, the preferred first.
-        missing: Why the others do not work, by name.
+        made: The transports that work here, in order of preference.
+        missing: The reasons why the others do not work, by name.
     """
 
     made: tuple[Transport, ...]

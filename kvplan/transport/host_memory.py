@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Releasable(Protocol):
-    """Memory that is held in place."""
+    """An object that keeps memory in place until it is released."""
 
     def release(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Release the memory. Idempotent."""
 
 
 def new_arena(
@@ -34,15 +34,23 @@ def new_arena(
 ) -> Arena:
     """Return new zeroed memory.
 
-    `prefault` allocates all pages now, instead of each at its first use. `allow_overcommit` permits
-    more than all memory and swap. `pages` is "auto" (huge pages if prefaulted), "small", or
-    "hugetlb": pages that the administrator has reserved. `numa_node` None: the system chooses.
+    Args:
+        nbytes: the size in bytes.
+        prefault: allocate all pages now, instead of each at its first use.
+        allow_overcommit: permit more than all memory and swap.
+        pages: "auto" (huge pages if prefaulted), "small", or "hugetlb": pages that the
+            administrator has reserved.
+        numa_node: the node of the memory; None: the system chooses.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: a size or option that is not possible; LLM_OUT_OF_MEMORY;
+            LLM_FAILED: for example, no file descriptor is left.
     """
     limit = None if allow_overcommit else memory_limit()
     if limit is not None and nbytes > limit.nbytes:
         raise LLMException(
-            f"{nbytes} bytes were asked for, and {limit.whose} has {limit.nbytes} of memory and "
-            "swap; kvplan.allow_overcommit=1 permits more than can be written to",
+            f"nbytes={nbytes} is more than the {limit.nbytes} bytes of memory and swap of "
+            f"{limit.whose}; kvplan.allow_overcommit=1 permits more than can be written to",
             status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
         )
     try:
@@ -87,10 +95,10 @@ def released_if_refused(pin: Releasable | None) -> Iterator[None]:
 
 
 def host_range(memory: Registrable, *, writable: bool) -> HostRange:
-    """Locate and hold memory to be registered: a contiguous buffer, or (address, nbytes)."""
+    """Locate and pin memory to be registered: a contiguous buffer, or (address, nbytes)."""
     pin = arena = None
     if isinstance(memory, DeviceRange):
-        raise TypeError("memory is of a device; this transport reaches only host memory")
+        raise TypeError("memory is on a device; this transport reaches only host memory")
     if isinstance(memory, tuple):
         if len(memory) != 2:
             raise invalid(f"memory is {memory!r}; a tuple must be (address, nbytes)")

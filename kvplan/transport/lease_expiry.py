@@ -1,4 +1,4 @@
-"""The deadlines of leases. Peers that read words of a table do not know this process's clock."""
+"""A thread that ends leases at their deadlines, for peers that do not know this process's clock."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _Key = TypeVar("_Key", bound="int | tuple[int, int]")
 
 
 class Deadlines(dict[_Key, int]):
-    """Deadlines of keys, in ns, with the earliest at hand. Callers hold a lock of their own.
+    """Deadlines of keys in ns, ordered by a heap. Callers hold a lock of their own.
 
-    Use `set` to add and to change, as a heap has the order. A later deadline leaves the heap as is:
-    the old entry is moved when its time comes. So a lease that is renewed often has one entry, and
-    the entries of removed keys are dropped in bulk.
+    Use `set` to add and to change. A later deadline leaves the heap as is: its old entry is moved
+    when its time comes. So a lease that is renewed often has one entry. Entries of removed keys are
+    dropped in bulk.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Deadlines(dict[_Key, int]):
         return self._heap[0][0] >= deadline_ns
 
     def next_ns(self) -> int | None:
-        """Return a time before which no deadline passes, or None without keys."""
+        """Return a time before which no deadline passes; None: without keys."""
         return self._heap[0][0] if self and self._heap else None
 
     def pop_late(self, now_ns: int) -> _Key | None:
@@ -63,7 +63,7 @@ class Deadlines(dict[_Key, int]):
 
 
 def seconds_left(deadline_ns: int, clock: Callable[[], int] = time.monotonic_ns) -> float:
-    """Return how long a thread may wait for a deadline."""
+    """Return the seconds until a deadline, in [0, `threading.TIMEOUT_MAX`]."""
     return min(max(deadline_ns - clock(), 0) / 1e9, threading.TIMEOUT_MAX)
 
 
@@ -71,8 +71,8 @@ class LeaseExpiry:
     """The deadlines of one transport's leases. Any thread may call its methods.
 
     Args:
-        end: Ends a lease by slot and generation, if it has not ended; peers find that at once.
-        name: Of the thread that calls it, which starts with the first deadline.
+        end: Ends a lease by slot and generation, if it has not ended.
+        name: The name of the thread that calls `end`. It starts with the first deadline.
         clock: Returns nanoseconds that never decrease.
     """
 
@@ -91,7 +91,7 @@ class LeaseExpiry:
         self._closed = False
 
     def add(self, slot: int, generation: int, deadline_ns: int) -> None:
-        """End a lease at its deadline; if that has passed, before this returns."""
+        """End a lease at its deadline, or before this call returns if the deadline has passed."""
         with self._changed:
             is_first = self._deadlines.set((slot, generation), deadline_ns)
             self._end_late()
@@ -101,19 +101,19 @@ class LeaseExpiry:
                 self._changed.notify()
 
     def renew(self, slot: int, generation: int, deadline_ns: int) -> None:
-        """Set another deadline; LLM_KV_CACHE_NOT_EXIST: the lease has ended."""
+        """Change the deadline of a lease; LLM_KV_CACHE_NOT_EXIST: the lease has ended."""
         with self._changed:
             if (slot, generation) not in self._deadlines:
                 raise not_exist("the lease has expired: release it")
             self.add(slot, generation, deadline_ns)
 
     def forget(self, slot: int, generation: int) -> None:
-        """Forget a lease that is ended in another way; an unknown one is ignored."""
+        """Forget a lease that the caller ends; ignore an unknown one."""
         with self._changed:
             self._deadlines.pop((slot, generation), None)
 
     def close(self) -> None:
-        """Forget all leases, and wait for the end of the thread."""
+        """Forget all leases and join the thread."""
         with self._changed:
             self._closed = True
             self._deadlines.clear()

@@ -1,4 +1,4 @@
-"""The interface of every link and of tensors in the memory of a peer, with their common parts.
+"""Base classes of links, and of tensors in the memory of a peer.
 
 This module must not depend on a particular transport.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Sel
 import numpy as np
 
 from kvplan.status import LLMException, LLMStatusCode, invalid, unsupported
+from kvplan.system.limits import check_process
 from kvplan.transport.ranges import RangeTable, sized_tensors
 
 if TYPE_CHECKING:
@@ -42,12 +43,13 @@ def no_leases(where: str) -> LLMException:
 def mixed_places(peer: str) -> LLMException:
     """Return the refusal of tensors that are partly on a device and partly on the host."""
     return invalid(
-        f"tensors of {peer} are in its device's memory and its host's: a transfer has one way"
+        f"tensors of {peer} are partly in device memory and partly in host memory; transfer them "
+        "separately"
     )
 
 
 def lease_words(leases: Sequence[BlockLease], transport: str) -> list[LeaseWord]:
-    """Return the words that a transport checks for these leases; refuse others as `no_leases`."""
+    """Return the words that a transport checks for these leases; raise `no_leases` without one."""
     words = []
     for lease in leases:
         if (word := lease.word(transport)) is None:
@@ -56,17 +58,7 @@ def lease_words(leases: Sequence[BlockLease], transport: str) -> list[LeaseWord]
     return words
 
 
-def check_process(pid: int, what: str) -> None:
-    """Raise LLMException (LLM_FAILED) in a forked child of process `pid`, the owner of `what`."""
-    if os.getpid() != pid:
-        raise LLMException(
-            f"the {what} belongs to process {pid}; this is its forked child {os.getpid()}, "
-            "which needs one of its own"
-        )
-
-
-_MAX_OVERLAPPING: Final = 16
-"""Ranges of a transfer that share bytes with others."""
+_MAX_OVERLAPPING: Final = 16  # ranges of one transfer that share bytes with others
 
 
 class Located(NamedTuple):
@@ -78,8 +70,8 @@ class Located(NamedTuple):
         held_by: For each tensor, the index of the range that holds it.
         known: The metadata that names the ranges.
         writable: True if a transfer may write to the tensors.
-        overlapping: Ranges that share bytes with others. Where each byte is checked by its address,
-            a transfer checks these besides, whichever bytes it moves.
+        overlapping: Ranges that share bytes with others. A transport that checks each byte by its
+            address also checks these ranges, whichever bytes move.
     """
 
     starts: Column
@@ -92,17 +84,17 @@ class Located(NamedTuple):
 
 
 class TransportLink(ABC):
-    """A way to one peer. Any thread may call the methods. Also a context manager.
+    """A link to one peer over one transport, and a context manager. Methods are thread-safe.
 
     Attributes:
         transport: The name of the transport, such as "local".
-        way: How bytes move, for people: "rc_mlx5/mlx5_0:1".
-        detects_freed: When it is detected that the peer has deregistered memory. "check": in
-            `check` of that memory; "before": in a transfer, before it moves a byte; "after": in a
-            transfer, after its bytes, so that a writer asks the peer first.
+        way: How bytes move, for display: "rc_mlx5/mlx5_0:1".
+        detects_freed: The time at which memory that the peer has deregistered is detected.
+            "check": in `check` of that memory; "before": in a transfer, before it moves a byte;
+            "after": in a transfer, after its bytes, so that a writer asks the peer first.
         checks_every_range: True if a transfer checks all ranges of its memory; False: it checks
             each byte by its address.
-        renewable: The connection that both ends must renew at times; None: none.
+        renewable: The connection that both ends renew at times; None: this transport has none.
         metadata: The metadata of the peer when the link was made.
         peer: The peer, for messages.
         pid: The process that the link belongs to.
@@ -123,14 +115,14 @@ class TransportLink(ABC):
 
     @property
     def death_fd(self) -> int | None:
-        """A descriptor that polls readable once the peer has died or let go; None: none exists.
+        """A file descriptor that becomes readable when the peer dies or closes; None: none exists.
 
-        It belongs to the link: stop polling it before `close`.
+        The link owns it: stop polling it before `close`.
         """
         return None
 
     def unreached(self, metadata: bytes) -> str | None:
-        """Return why this link does not reach the memory of `metadata`; None: it does.
+        """Return why this link does not reach the memory of `metadata`, or None if it does.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: bad metadata, or another peer's.
@@ -138,14 +130,14 @@ class TransportLink(ABC):
         return None
 
     def prepare(self, job: Callable[[], object]) -> None:
-        """Call `job`, which asks for `memory`, in the background, if that helps first transfers.
+        """Call `job`, which calls `memory`, in a thread if that makes first transfers faster.
 
-        It is called at most once, and not after `close`; it may raise LLMException. Does not block.
+        `job` is called at most once, not after `close`, and may raise LLMException. Does not block.
         """
-        del job  # nothing to prepare
+        del job  # by default nothing becomes faster
 
     def mapped(self) -> list[Arena]:
-        """Return the memory of the peer that is mapped here now."""
+        """Return the arenas of the peer that are mapped here now."""
         return []
 
     def memory(
@@ -157,26 +149,26 @@ class TransportLink(ABC):
         metadata: bytes | Sequence[bytes] | None = None,
         any_holder: bool = False,
     ) -> PeerMemory:
-        """Return tensors of the peer, for use as the remote side of a transfer.
+        """Return tensors of the peer as the remote side of a transfer.
 
-        Only here is it decided which registration holds a tensor. `detects_freed` tells whether
-        this method or the transfer detects an ended one.
+        This method assigns each tensor to the registration that holds it. See `detects_freed` for
+        when an ended registration is detected.
 
         Args:
             addresses: The address of each tensor, in the peer.
             nbytes: The size of each tensor, or one number for all.
-            writable: True if the transfer writes to them.
-            metadata: The peer's, with the registrations that hold the tensors, or one for each
-                tensor; None: the metadata that the link was made with.
+            writable: True if the transfer writes to the tensors.
+            metadata: Metadata of the peer with the registrations that hold the tensors, or one for
+                each tensor; None: the metadata that the link was made with.
             any_holder: True if bytes that several registrations hold may move by any of them.
-                Otherwise no transfer succeeds after the end of one that holds a tensor.
+                False: a transfer fails once the registration of one of its tensors has ended.
 
         Raises:
             LLMException: LLM_KV_CACHE_NOT_EXIST: a tensor does not lie inside one registration, or
-                that has ended; LLM_PARAM_INVALID: bad sizes or metadata, another peer's metadata,
-                or a write to a read-only registration; LLM_LINK_FAILED: the peer is gone or refuses
-                access; LLM_NOT_YET_LINK: the link was closed.
-            TypeError: an address or size is not a whole number.
+                the registration has ended; LLM_PARAM_INVALID: bad sizes or metadata, metadata of
+                another peer, or a write to a read-only registration; LLM_LINK_FAILED: the peer has
+                died or refuses access; LLM_NOT_YET_LINK: the link was closed.
+            TypeError: an address or size is not an integer.
         """
         self.check()
         starts, sizes = sized_tensors(addresses, nbytes)
@@ -190,25 +182,25 @@ class TransportLink(ABC):
         shared = () if self.checks_every_range or any_holder else _overlapping(ranges)
         if len(shared) > _MAX_OVERLAPPING:
             raise unsupported(
-                f"{self.peer} has registered memory {len(shared)} times, {shared[0]} and others, "
-                f"and one transfer would use all of them; at most {_MAX_OVERLAPPING} are allowed: "
-                "register it once, or transfer them apart"
+                f"{self.peer} has {len(shared)} overlapping registrations ({shared[0]} and "
+                f"others), and one transfer would use all of them; at most {_MAX_OVERLAPPING} are "
+                "allowed: register the memory once, or use several transfers"
             )
         return self._memory(Located(starts, sizes, ranges, held_by, several, writable, shared))
 
     def check(self) -> None:
-        """Raise LLMException unless the peer lives and the link is open.
+        """Raise unless the peer lives and the link is open.
 
         Raises:
-            LLMException: LLM_LINK_FAILED: the peer is gone; LLM_NOT_YET_LINK: the link was closed.
+            LLMException: LLM_LINK_FAILED: the peer died; LLM_NOT_YET_LINK: the link was closed.
         """
-        check_process(self.pid, "link")
+        check_process(self.pid, "the link")
         if self._why_closed is not None:
             raise self._closed_error()
         self._check_peer()
 
     def close(self, why: LLMException | None = None) -> None:
-        """Let go of the peer, without waiting for it; idempotent. Does nothing in a forked child.
+        """Close the link without waiting for the peer; idempotent. Does nothing in a forked child.
 
         Transfers in flight keep their memory mapped, but fail their next check with the message and
         status of `why`; None: LLM_NOT_YET_LINK.
@@ -217,8 +209,8 @@ class TransportLink(ABC):
             return
         if not self.closed and self._why_closed is None:
             self._why_closed = why or self._closed_error()
-        if self._why_closed is not None:  # None: its transport has closed it
-            # Also the second time: an interrupt may have ended the first call before this.
+        if self._why_closed is not None:  # None: the transport has closed the link
+            # Also in a second call: an interrupt may have ended the first one before this.
             self._disconnect(self._why_closed)
 
     @property
@@ -228,18 +220,18 @@ class TransportLink(ABC):
 
     @abstractmethod
     def _memory(self, located: Located) -> PeerMemory:
-        """Return these tensors as the remote side of a transfer."""
+        """Return located tensors as the remote side of a transfer."""
 
     @abstractmethod
     def _check_peer(self) -> None:
-        """Raise LLMException if the peer is gone."""
+        """Raise LLMException if the peer has died or closed its end."""
 
     @abstractmethod
     def _disconnect(self, why: LLMException) -> None:
-        """Let go of the peer; transfers in flight end with `why`. Idempotent."""
+        """Release the peer; transfers in flight end with `why`. Idempotent."""
 
     def _closed_error(self) -> LLMException:
-        """Return why the link was closed, as a new exception: each is raised once."""
+        """Return the reason of `close` as a new exception, since each is raised once."""
         if (why := self._why_closed) is None:
             return LLMException(
                 f"the link to {self.peer} is closed", status_code=LLMStatusCode.LLM_NOT_YET_LINK
@@ -262,7 +254,7 @@ class TransportLink(ABC):
         metadata: Sequence[bytes],
         writable: bool,
     ) -> tuple[list[Any], list[Range], NDArray[np.intp]]:
-        """Locate each tensor only in its own metadata: other ranges may be freed first."""
+        """Locate each tensor only in its own metadata: other ranges may be deregistered earlier."""
         if len(metadata) != len(starts):
             raise invalid(f"metadata is of {len(metadata)} tensors; there are {len(starts)}")
         known: list[Any] = []
@@ -290,7 +282,7 @@ class TransportLink(ABC):
 
 
 def _overlapping(ranges: Sequence[Range]) -> Sequence[Range]:
-    """Return those of some ranges, given by address, that share bytes with another."""
+    """Return the ranges that share bytes with another one; `ranges` are sorted by address."""
     found: dict[Range, None] = {}
     furthest = ranges[0]
     for item in ranges[1:]:
@@ -309,9 +301,9 @@ class PeerMemory:
     Attributes:
         addresses: The address of each tensor, as the backend reaches it.
         nbytes: The size of each tensor.
-        writable: True if a transfer may write to them.
+        writable: True if a transfer may write to the tensors.
         in_process: True if the addresses are of this process.
-        on_device: True if they are in the memory of the peer's device.
+        on_device: True if the tensors are in device memory of the peer.
     """
 
     def __init__(
@@ -323,8 +315,8 @@ class PeerMemory:
         on_device: bool = False,
     ) -> None:
         self.addresses, self.nbytes, self._ranges, _, _, self.writable, overlapping = located
-        # What each transfer checks besides: slot, generation and name of ranges and of leases.
-        self._besides: Sequence[tuple[int, int, str]] = [
+        # Slot, generation and name of ranges and leases that each transfer also checks.
+        self._extra_checks: Sequence[tuple[int, int, str]] = [
             (item.slot, item.generation, f"the registration of {item}") for item in overlapping
         ]
         for column in (self.addresses, self.nbytes):
@@ -341,36 +333,43 @@ class PeerMemory:
 
     @property
     def guard(self) -> tuple[Peer, bytes] | None:
-        """The check of a peer that needs no Python, and its words; None: it is not mapped."""
+        """The native check of the peer and the words to check; None: the memory is not mapped."""
+        return None
+
+    @property
+    def reader(self) -> tuple[Peer, bytes, bool] | None:
+        """Arguments of a small read in the calling thread, by `Peer.copy`; None: not possible.
+
+        The peer, the words that it checks, and True for memory at the peer's own addresses.
+        """
         return None
 
     @property
     def write_guard(self) -> WriteGuard | None:
-        """The announcement of writes to mapped memory; None: it is not mapped, or read-only."""
+        """The native announcement of writes; None: the memory is not mapped, or read-only."""
         return None
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """Return the same memory; transfers with it fail once one of `leases` has ended.
 
-        A lease is checked wherever the registrations of the memory are checked. If it has ended,
-        LLM_KV_CACHE_NOT_EXIST names it.
+        Leases are checked together with the registrations of the memory. The error
+        LLM_KV_CACHE_NOT_EXIST names the lease that has ended.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: this transport cannot check one of them.
         """
         raise NotImplementedError
 
-    def _besides_with(self, leases: Sequence[BlockLease]) -> Sequence[tuple[int, int, str]]:
-        """Return what each transfer checks besides, with these leases."""
+    def _extra_checks_with(self, leases: Sequence[BlockLease]) -> Sequence[tuple[int, int, str]]:
+        """Return the extra checks with those of `leases`."""
         words = lease_words(leases, self._link.transport)
         named = [(w.slot, w.generation, str(its)) for w, its in zip(words, leases, strict=True)]
-        return [*self._besides, *named]
+        return [*self._extra_checks, *named]
 
     def _copy(self) -> Self:
-        """Return the same memory as another object, without what its subclass adds.
+        """Return the same memory as another object, without the fields of subclasses.
 
-        It copies field by field: a copy of `__dict__` takes three times as long, and slows each
-        access.
+        A copy of `__dict__` would take three times as long, and slow each access.
         """
         copy: Self = _new(type(self))
         copy.addresses = self.addresses
@@ -380,11 +379,11 @@ class PeerMemory:
         copy.on_device = self.on_device
         copy._link = self._link
         copy._ranges = self._ranges
-        copy._besides = self._besides
+        copy._extra_checks = self._extra_checks
         return copy
 
     def check(self, tensors: range | None = None) -> None:
-        """Check the link. Each transfer finds out whether the ranges still stand."""
+        """Check the link only: each transfer itself checks the ranges."""
         self._link.check()
 
     def __repr__(self) -> str:

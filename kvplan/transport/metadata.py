@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of the metadata. Subclasses raise ValueError if their fields do not fit together."""
+    """A part of the metadata. Subclasses raise ValueError for fields that contradict each other."""
 
 
 class Extent(Record, frozen=True):
@@ -61,8 +61,8 @@ class Range(Extent, frozen=True):
     """Registered memory [address, address + nbytes) of a process.
 
     Attributes:
-        slot, generation: Name the registration. The owner of the memory, or a word in its
-            generation table, tells whether the registration still stands.
+        slot, generation: Identify the registration. The registration stands as long as this slot
+            has this generation in the owner's generation table.
         writable: True if peers may write to the memory.
     """
 
@@ -72,17 +72,17 @@ class Range(Extent, frozen=True):
 
     @property
     def is_preferred(self) -> bool:
-        """True to prefer this range to other ranges that hold the same tensor."""
+        """True if this range is preferred to others that hold the same tensor."""
         return False
 
     @property
     def is_announced(self) -> bool:
-        """True if peers announce their use of the memory, for which the owner waits."""
+        """True if peers announce their use of the memory, so that the owner can wait for them."""
         return self.writable
 
     @property
     def is_mapped(self) -> bool:
-        """True if a peer reaches the memory by means that its owner cannot take away."""
+        """True if the owner cannot revoke a peer's access to the memory."""
         return True
 
     def __str__(self) -> str:
@@ -97,12 +97,12 @@ class PeerMetadata(Record, frozen=True, tag_field="schema"):
 
     @property
     def ranges(self) -> tuple[Any, ...]:
-        """The registered memory that it names."""
+        """The registered memory."""
         raise NotImplementedError
 
     @property
     def owner(self) -> str:
-        """The transport that published it, unique among all transports: "instance 0a1b..."."""
+        """The publishing transport, unique among all transports: "instance 0a1b..."."""
         raise NotImplementedError
 
     def is_of_owner(self, other: Self) -> bool:
@@ -122,7 +122,7 @@ class PeerMetadata(Record, frozen=True, tag_field="schema"):
 
 
 class InstanceMetadata(PeerMetadata, frozen=True):
-    """Metadata of a transport that is known by a random number.
+    """Metadata of a transport that a random number identifies.
 
     Attributes:
         instance: 32 hexadecimal digits, unique to this transport.
@@ -140,7 +140,7 @@ class ProcessMetadata(InstanceMetadata, frozen=True):
     """Metadata of a transport whose peers may be on other hosts.
 
     Attributes:
-        host, pid: Name the process in messages.
+        host, pid: The process, for messages.
     """
 
     host: Name
@@ -156,14 +156,14 @@ def read(
     name: str,
     decode: Callable[..., Any],
 ) -> _T:
-    """Decode `data` as a `kind`; refuse what does not conform to it with LLM_PARAM_INVALID."""
+    """Decode and validate `data` as a `kind`; LLM_PARAM_INVALID names the wrong field."""
     if len(data) > MAX_NBYTES:
         raise invalid(f"{name} has {len(data)} bytes; at most {MAX_NBYTES} are allowed")
     try:
         document: _T = decode(data, type=kind)
     except msgspec.ValidationError as error:
         reason = _explain(error, kind, data, decode)
-    except (ValueError, RecursionError, TypeError) as error:  # TypeError: of keys, msgspec 0.19
+    except (ValueError, RecursionError, TypeError) as error:  # TypeError: msgspec 0.19, for keys
         reason = f"cannot be decoded: {error}"
     else:
         return document
@@ -197,7 +197,7 @@ def _explain(error: Exception, kind: type[Any], data: Document, decode: Callable
     """Return the field, its value and the allowed range. msgspec's messages lack the value."""
     text, _, place = str(error).rpartition(" - at `$")
     text, place = (text, place.rstrip("`").lstrip(".")) if text else (place, "")
-    if error.__cause__ is not None:  # of a __post_init__, which names the fields
+    if error.__cause__ is not None:  # raised by a __post_init__, which names the fields
         return f"{place}: {text}" if place else text
     found = ""
     if len(data) <= _MAX_EXPLAINED_NBYTES:
@@ -215,5 +215,5 @@ def _explain(error: Exception, kind: type[Any], data: Document, decode: Callable
 
 
 def tag_of(instance: str) -> int:
-    """Return the number by which writers announce writes to the memory of a transport."""
+    """Return the 32-bit number that marks announced writes to the memory of this transport."""
     return int(instance[:8], 16)

@@ -1,9 +1,9 @@
 """A thread that prepares pages before their first use: it maps them, or makes them huge.
 
 A peer's arena that is mapped here has no page-table entries at first, so each first use of a page
-costs a fault. The thread populates what the owner has filled, in steps of less than 1 ms, asleep
-for half of the time. Pages that the owner has not touched stay holes, since to populate one would
-allocate memory. The thread looks at holes again, less often if it finds less.
+costs a fault. The thread populates pages that the owner has filled, in steps of less than 1 ms, and
+sleeps half of the time. Pages that the owner has not touched stay holes, since populating them
+would allocate memory. The thread scans holes again, less often if it finds no new pages.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 _Item = TypeVar("_Item")
 _LOG = Log("kvplan")
-_TURN_S: Final = 0.02  # for one arena, before the next has its turn
+_TURN_S: Final = 0.02  # of work on one arena, before the next one
 _FIRST_WAIT_S: Final = 0.05
 _LONGEST_WAIT_S: Final = 10.0
 _SHARE_FOUND, _SHARE_IDLE = 5, 50
-"""The pause after a pass, in durations of that pass: if it found pages, or found none."""
-_STOPPED_S: Final = 1.0
+"""The pause after a pass that found pages, or found none, in durations of that pass."""
+_STOPPED_S: Final = 1.0  # timeout of waiting for the thread
 MAX_PREMAPPED_ARENAS: Final = 256  # others are mapped and populated at their first use
 
 
@@ -44,7 +44,7 @@ class _Task:
     """The pages of one arena."""
 
     def __init__(self, arena: Arena, owner: object, *, collapse: bool) -> None:
-        self.arena = ref(arena)  # weak: a mapping is closed with its last user
+        self.arena = ref(arena)  # weak: the last user closes the mapping
         self.owner = owner
         self.nbytes = arena.nbytes
         self.walk = PageWalk(arena.nbytes, collapse=collapse)
@@ -56,7 +56,7 @@ class _Task:
 
     @property
     def is_over(self) -> bool:
-        """True if nothing is left to do, and its page tables are not counted any more."""
+        """True if nothing is left to do, so that the arena does not count against the limits."""
         done = self._collapse and self.walk.is_complete
         return done or self.walk.stopped or self.arena() is None
 
@@ -65,11 +65,11 @@ class _Task:
         if (arena := self.arena()) is None:
             return
         began = time.monotonic()
-        self.due = math.inf  # not again if this fails in any way
+        self.due = math.inf  # no second turn if this one fails
         try:
             self._found += self.walk.advance(arena, _TURN_S)
-        except (NotImplementedError, ValueError) as error:  # an older kernel, or it was closed
-            _LOG.debug("pages of an arena of %d bytes are not made ready: %s", self.nbytes, error)
+        except (NotImplementedError, ValueError) as error:  # an old kernel, or a closed arena
+            _LOG.debug("pages of an arena of %d bytes are not prepared: %s", self.nbytes, error)
             return
         self.due = now = time.monotonic()  # behind the others that are due
         self._took_s += now - began
@@ -99,35 +99,35 @@ class BackgroundPages:
         self._jobs: deque[tuple[object, Callable[[], object]]] = deque()
         self._tasks: list[_Task] = []
         self._thread: Thread | None = None
-        self._turn_of: object = None  # the owner of the job, or arena, that is worked on now
+        self._turn_of: object = None  # the owner of the job or arena that the thread works on
         self._closed = False
-        # Page tables take 1/512 of mapped memory: 1/1024 of the machine's at most.
+        # Page tables take 1/512 of mapped memory, so at most 1/1024 of the machine's memory.
         limit = memory_limit()
         self._max_nbytes = math.inf if limit is None else limit.nbytes / 2
         atexit.register(self.close)
 
     def submit(self, job: Callable[[], object], owner: object) -> None:
-        """Call `job`, which maps arenas, soon, unless `owner` is cancelled before.
+        """Let the thread call `job`, which maps arenas, unless `owner` is cancelled before.
 
-        An LLMException from it is ignored. It is not called if there are too many arenas.
+        An LLMException from `job` is ignored. `job` is not called if there are too many arenas.
         """
         with self._changed:
             self._jobs.append((owner, job))
             self._wake()
 
     def add(self, arena: Arena, owner: object, *, collapse: bool = False) -> None:
-        """Prepare the pages of `arena` that exist, now and later; the arena is not held.
+        """Prepare the existing pages of `arena`, and later the new ones. Keeps no reference.
 
-        `collapse` makes huge pages of an arena of this process; otherwise pages are mapped. With
-        too many arenas, or more than half of the machine's memory, pages come at their first use.
+        `collapse` makes huge pages of an arena of this process; otherwise pages are mapped. Beyond
+        `MAX_PREMAPPED_ARENAS`, or half of the machine's memory, nothing is prepared.
         """
         with self._changed:
             _discard(self._tasks, lambda task: task.is_over)
             nbytes = sum(task.nbytes for task in self._tasks) + arena.nbytes
             if len(self._tasks) >= MAX_PREMAPPED_ARENAS or nbytes > self._max_nbytes:
                 _LOG.debug(
-                    "pages of an arena of %d bytes come at their first use: with it %d arenas "
-                    "would have %d bytes, and at most %d of %.0f bytes are mapped ahead",
+                    "pages of an arena of %d bytes are mapped at their first use: %d arenas would "
+                    "have %d bytes, and at most %d of %.0f bytes are mapped before",
                     arena.nbytes,
                     len(self._tasks) + 1,
                     nbytes,
@@ -139,9 +139,9 @@ class BackgroundPages:
             self._wake()
 
     def cancel(self, owner: object) -> None:
-        """Stop all work for `owner`; on return none of its arenas is held or used.
+        """Stop all work for `owner`; on return the thread uses none of its arenas.
 
-        A step in progress is waited for: less than 1 ms, or a few ms for huge pages.
+        Waits for a step in progress: less than 1 ms, or a few ms for huge pages.
         """
         with self._changed:
             for task in list(self._tasks):
@@ -154,9 +154,9 @@ class BackgroundPages:
                 self._changed.wait_for(lambda: self._turn_of is not owner, _STOPPED_S)
 
     def close(self) -> None:
-        """Stop, and wait for the thread; idempotent. At exit no mapping may go before this."""
+        """Stop and join the thread; idempotent. At exit this must precede every unmapping."""
         if os.getpid() != self._pid:
-            return  # the thread is the parent's, and so may be the lock
+            return  # the parent has the thread, and may hold the lock
         with self._changed:
             self._closed = True
             for task in self._tasks:
@@ -172,8 +172,8 @@ class BackgroundPages:
         if self._thread is None and not self._closed:
             try:
                 self._thread = start_thread("kvplan-pages", self._run)
-            except LLMException as error:  # pages come at their first use then
-                _LOG.debug("pages are not made ready ahead of their use: %s", error)
+            except LLMException as error:
+                _LOG.debug("pages are mapped at their first use: %s", error)
         self._changed.notify_all()
 
     def _run(self) -> None:
@@ -181,13 +181,13 @@ class BackgroundPages:
             try:
                 step()
             except LLMException as error:
-                _LOG.debug("memory of a peer is not mapped ahead of its use: %s", error)
+                _LOG.debug("memory of a peer is mapped at its first use: %s", error)
             except Exception:
-                _LOG.exception("pages are not made ready ahead of their use")
-            step = None  # a job holds its link
+                _LOG.exception("pages are not prepared")
+            step = None  # a job keeps its link alive
 
     def _next(self) -> Callable[[], object] | None:
-        """Return the next step, once it is due; None: the thread ends."""
+        """Wait for the next step and return it; None: the thread ends."""
         with self._changed:
             self._turn_of = None
             self._changed.notify_all()
@@ -210,7 +210,7 @@ class BackgroundPages:
 
 
 def _discard(items: list[_Item] | deque[_Item], is_one: Callable[[_Item], bool]) -> None:
-    """Remove items in place: a signal handler may add and remove others meanwhile."""
+    """Remove items in place, since a signal handler may add and remove others meanwhile."""
     for item in list(items):
         if is_one(item):
             with suppress(ValueError):
@@ -220,7 +220,7 @@ def _discard(items: list[_Item] | deque[_Item], is_one: Callable[[_Item], bool])
 def background_pages() -> BackgroundPages:
     """Return the thread of this process; a forked child has its own."""
     pid = os.getpid()
-    # If threads make several at once, one is used. A child could inherit a lock that is held.
+    # If threads make several at once, one is used. No lock: a child could inherit it locked.
     return _OF_PROCESS.get(pid) or _OF_PROCESS.setdefault(pid, BackgroundPages())
 
 

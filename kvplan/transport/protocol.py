@@ -1,4 +1,4 @@
-"""Memory that can be registered, and what links need of their users: streams, renewals."""
+"""Types of memory to register, and protocols between transports and engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kind = Literal["host", "device"]
 """The place of memory: the host, or an accelerator."""
 
 
-# Not a tuple, which would be taken for an address of the host.
+# Not a NamedTuple: a tuple is an (address, nbytes) of the host.
 @dataclass(frozen=True, slots=True)
 class DeviceRange:
     """Memory [address, address + nbytes) of an accelerator.
@@ -30,8 +30,8 @@ class DeviceRange:
     Attributes:
         address: The first byte, on the device.
         nbytes: The size in bytes.
-        buffer: The allocation that it is a part of, held while the range is registered. None: the
-            caller holds the memory.
+        buffer: The allocation that contains it, kept alive while the range is registered. None:
+            the caller keeps the memory alive.
     """
 
     address: int
@@ -50,14 +50,14 @@ def kind_of(memory: Registrable) -> Kind:
 
 
 class Streams(Protocol):
-    """Connections of one link, authenticated by both ends. Any thread may use them.
+    """Connections of one link, authenticated by both ends. Thread-safe.
 
     Attributes:
         dials: True if this side opens the connections; exactly one end does.
         secret: 32 bytes that only both ends of this link know. Each key that is derived from it
             must encrypt only one connection.
         private: True if an eavesdropper cannot know the secret.
-        way: The addresses, for people: "10.0.0.2:41234 -> 10.0.0.1:26000".
+        way: The addresses, for display: "10.0.0.2:41234 -> 10.0.0.1:26000".
     """
 
     dials: bool
@@ -66,69 +66,69 @@ class Streams(Protocol):
     way: str
 
     def open(self, indices: Sequence[int], timeout_s: float) -> list[socket]:
-        """Open the connections of these indices: the end that dials makes them, the other waits.
+        """Open the connections of these indices: one end dials, the other waits.
 
         Args:
             indices: In [0, 255], the same at both ends; each can be opened once.
             timeout_s: Seconds that the call may take.
 
         Returns:
-            Non-blocking sockets (TCP with TCP_NODELAY and keep-alive, or Unix), in the order of
-            `indices`, which the caller owns. No data of the peer has been read from them.
+            Non-blocking sockets (TCP with TCP_NODELAY and keep-alive, or Unix), which the caller
+            owns, in the order of `indices`. No data of the peer has been read from them.
 
         Raises:
             LLMException: LLM_LINK_FAILED, with the address, the phase that failed, and why.
         """
 
     def close(self) -> None:
-        """End waiting calls of `open`, and close connections that were not taken; idempotent."""
+        """End waiting calls of `open`, and close connections that none returned; idempotent."""
 
 
 class Renewable(Protocol):
-    """The connection of a link that reaches only memory which was registered before it.
+    """The connection of a link that reaches only memory that was registered before it.
 
     For later memory both ends make another connection at the same time, with the next generation
-    number; that of `connect` is 0. Each side notifies the other by means of its user, and uses the
-    new connection once both have it. Transfers in flight stay with the old one, which is closed
+    number; that of `connect` is 0. The users of both links exchange the messages. Each side uses
+    the new connection once both have it. Transfers in flight stay with the old one, which is closed
     when neither end uses it.
 
     Attributes:
         request_renewal: Set by the user of the link. A thread that transfers calls it if the
-            connection does not reach something. It returns once another connection is in use, or
+            connection does not reach the memory. It returns once another connection is in use, or
             raises LLMException.
-        notify_unused: Set by the user of the link. Called when a generation is unused here. It must
-            not block.
+        notify_unused: Set by the user of the link. Called when this end does not use a generation
+            any more. It must not block.
     """
 
     request_renewal: Callable[[], None] | None
     notify_unused: Callable[[int], None]
 
     def open(self, generation: int) -> bytes:
-        """Begin another connection; return what the peer must know to use it.
+        """Begin another connection; return the metadata that the peer needs to use it.
 
         Raises:
-            LLMException: LLM_LINK_FAILED, and why. Everything stays as it was.
+            LLMException: LLM_LINK_FAILED, with the reason. Nothing has changed.
         """
 
     def renew(self, generation: int, *, timeout_ms: float) -> None:
-        """Make the connection that was opened; block until the peer does so too.
+        """Connect what `open` began; block until the peer does so too.
 
-        Memory that is bound to it cannot be returned meanwhile, and nothing can end the wait. Call
-        it when the peer has opened the connection and will make it too.
+        Meanwhile memory that is bound to the connection cannot be freed, and nothing can end the
+        wait. Call this when the peer has opened the connection and will call it too.
 
         Raises:
-            LLMException: LLM_LINK_FAILED, and why. Everything stays as it was.
+            LLMException: LLM_LINK_FAILED, with the reason. Nothing has changed.
         """
 
     def adopt(self, generation: int, metadata: bytes) -> None:
-        """Use the connection from now on: the peer, whose `metadata` this is, has it too.
+        """Use the connection from now on: the peer, which sent `metadata`, has it too.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: bad metadata; LLM_NOT_YET_LINK: the link was closed.
         """
 
     def abandon(self, generation: int) -> None:
-        """Give up a connection that the peer will not have, in any state. Does not block."""
+        """Abandon a connection in any state, since the peer will not have it. Does not block."""
 
     def unused(self, generation: int) -> None:
         """Note that the peer does not use the connection any more. Does not block."""

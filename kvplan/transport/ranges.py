@@ -1,4 +1,4 @@
-"""The search for the registered ranges that hold tensors of a peer."""
+"""A table of the registered ranges of a peer, which finds the range that holds a tensor."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class RangeTable(Generic[_Range]):
     def locate(
         self, starts: Column, sizes: Column, *, writable: bool
     ) -> tuple[list[_Range], NDArray[np.intp]]:
-        """Return the ranges that hold the tensors, each once, and which of them holds each tensor.
+        """Return the used ranges, each once, and for each tensor the index of its range.
 
-        A preferred range is chosen if several hold a tensor.
+        If several ranges hold a tensor, a preferred one is chosen.
         """
         lasts = starts + (sizes - np.uint64(1))
         bad = np.flatnonzero((sizes < 1) | (lasts < starts))
@@ -67,13 +67,13 @@ class RangeTable(Generic[_Range]):
             & (self._writable[near] if writable else True)
             & (self._preferred[near] | (not self._preferred.any()))
         )
-        for i in np.flatnonzero(~sure).tolist():  # ranges that overlap, or a refusal
+        for i in np.flatnonzero(~sure).tolist():  # overlapping ranges, or an error
             found[i] = self._search(i, int(starts[i]), int(sizes[i]), writable=writable)
         used = sorted(set(found.tolist()))
         return [self._ranges[k] for k in used], np.searchsorted(used, found)
 
     def _search(self, i: int, start: int, size: int, *, writable: bool) -> int:
-        """Return the range of tensor `i`, after a look at every range."""
+        """Return the index of the range of tensor `i`, by a search of all ranges."""
         inside = np.flatnonzero((self._firsts <= start) & (start + size - 1 <= self._lasts))
         if not inside.size:
             raise not_exist(
@@ -83,7 +83,7 @@ class RangeTable(Generic[_Range]):
         fitting = inside[self._writable[inside]] if writable else inside
         if not fitting.size:
             raise invalid(
-                f"tensor {i} at address {start:#x} is to be written, but its peer registered "
+                f"tensor {i} at address {start:#x} cannot be written: {self._peer} has registered "
                 f"{self._ranges[inside[0]]} with writable=False"
             )
         return int(fitting[self._preferred[fitting].argmax()])
@@ -91,7 +91,7 @@ class RangeTable(Generic[_Range]):
     def _listed(self) -> str:
         shown = ", ".join(str(found) for found in self._ranges[:_SHOWN_RANGES])
         more = len(self._ranges) - _SHOWN_RANGES
-        return f"{shown} and {more} more" if more > 0 else shown or "none at all"
+        return f"{shown} and {more} more" if more > 0 else shown or "none"
 
 
 def sized_tensors(
@@ -102,16 +102,16 @@ def sized_tensors(
     sizes = _uint64("nbytes", [nbytes] if isinstance(nbytes, int) else nbytes)
     if not starts.size or sizes.size not in (1, starts.size):
         raise invalid(
-            f"addresses are {starts.size} and nbytes {sizes.size}; at least one address is "
-            "needed, and one nbytes for each or one for all"
+            f"addresses has {starts.size} values and nbytes has {sizes.size}; give at least one "
+            "address, and one nbytes for each or one for all"
         )
     return starts, np.broadcast_to(sizes, starts.shape).copy()
 
 
 def _uint64(name: str, values: Sequence[int] | Column) -> Column:
-    """Return a new column; refuse values that are not whole numbers of 64 bits."""
+    """Return a new column; refuse values that are not integers in [0, 2**64)."""
     if isinstance(values, np.ndarray) and values.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {values.dtype}; it must be of whole numbers")
+        raise TypeError(f"{name} has dtype {values.dtype}; it must be an integer type")
     numbers = values.ravel().tolist() if isinstance(values, np.ndarray) else list(values)
     for number in numbers:
         if not 0 <= index(number) < 2**64:

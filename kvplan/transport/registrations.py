@@ -1,6 +1,6 @@
-"""Registered memory as its owner holds it, the same for each transport.
+"""Registrations and leases of this process: the base class of each transport's own.
 
-Transports implement hooks of `Registrations`. This module must not depend on one of them.
+This module must not depend on a particular transport.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from kvplan.validation import check_type
 if TYPE_CHECKING:
     from kvplan.transport.protocol import Registrable
 
-PATIENCE_S: Final = 1.0
-"""Seconds to wait for a peer that writes, before the memory that it writes to is quarantined."""
+WRITER_TIMEOUT_S: Final = 1.0
+"""Timeout of waiting for a peer that is writing; then the memory is quarantined."""
 
 MAX_LEASES: Final = 1 << 17  # per transport, besides its registrations
 
-_START_BITS: Final = 48  # of the random number at which generations begin
+_START_BITS: Final = 48  # bits of the random first generation
 _POLL_S: Final = 0.05  # of the quarantine
 
 _LOG = Log("kvplan")
@@ -57,9 +57,9 @@ class Registration(Generic[_Range_co, _Holder_co]):
     """Memory [address, address + nbytes) that peers may reach until it is deregistered.
 
     Attributes:
-        range: The memory as peers name it.
+        range: The memory as published to peers.
         holder: Keeps the memory in place; None: the caller does.
-        keep: An object that must not be freed before peers can no longer write to the memory.
+        keep: An object to keep alive until no peer can write to the memory any more.
     """
 
     range: _Range_co
@@ -82,7 +82,7 @@ class Registration(Generic[_Range_co, _Holder_co]):
         return self.range.writable
 
     def release(self) -> None:
-        """Let go of the memory, which no peer writes to any more. Idempotent."""
+        """Release the memory, which no peer writes any more. Idempotent."""
         if self.holder is not None:
             self.holder.release()
 
@@ -122,7 +122,7 @@ class Generations(Protocol):
         """End a registration or lease.
 
         Raises:
-            ValueError: It is not the one that the slot has now.
+            ValueError: The slot does not have this generation any more.
         """
 
 
@@ -130,8 +130,8 @@ class LateWriters(NamedTuple):
     """Peers that did not stop writing to memory of this process in time.
 
     Attributes:
-        names: Of the peers, for messages: "process 12", "2 peers".
-        are_writing: Returns whether any of them may still write.
+        names: The peers, for messages: "process 12", "2 peers".
+        are_writing: Returns whether any of the peers may still be writing.
     """
 
     names: str
@@ -147,7 +147,7 @@ class Registrations(ABC, Generic[_Range, _Holder]):
         self._range_type = range_type
         self._slots = generations
         self._max_slots = max_slots
-        # Re-entrant: letting go of memory may run finalizers, which may deregister more.
+        # Re-entrant: releasing memory may run finalizers, which may deregister more.
         self.mutex = Mutex()
         self._by_slot: dict[int, Registration[_Range, _Holder]] = {}
         self._closed = False
@@ -174,22 +174,22 @@ class Registrations(ABC, Generic[_Range, _Holder]):
                     found.address, found.nbytes, slot, generation, writable, *found.details
                 )
                 made = Registration(known, found.holder, keep)
-            # Before it is served: an interrupt in between must not leave memory that is not held.
+            # Before `_serve`: an interrupt in between must not leave memory that nothing keeps.
             self._by_slot[slot] = made
             self._serve(made)
         return made
 
     def end(self, registration: AnyRegistration) -> None:
-        """Deregister: no peer begins to reach the memory any more. Idempotent.
+        """Deregister memory, so that no peer begins another transfer with it. Idempotent.
 
-        If a peer that writes does not stop in time, the memory is quarantined.
+        If a peer that is writing does not stop in time, the memory is quarantined.
         """
         ended = self.own(registration)
         self._withdraw(ended)
         self._release([ended])
 
     def own(self, registration: object) -> Registration[_Range, _Holder]:
-        """Return `registration`; raise TypeError if such a transport did not make it."""
+        """Return `registration`; raise TypeError if a transport of another kind made it."""
         if (
             not isinstance(registration, Registration)
             or type(registration.range) is not self._range_type
@@ -201,20 +201,22 @@ class Registrations(ABC, Generic[_Range, _Holder]):
         return registration
 
     def holds(self, registration: Registration[_Range, _Holder]) -> bool:
-        """Return whether the registration still stands."""
+        """Return whether the registration has not ended."""
         return self._by_slot.get(registration.range.slot) is registration
 
     def select(
         self, registrations: Iterable[AnyRegistration] | None = None
     ) -> tuple[Registration[_Range, _Holder], ...]:
-        """Return `registrations`, or all of them; refuse any that does not stand here."""
+        """Return `registrations`, or by default all; refuse any that is not registered here."""
         given = None if registrations is None else tuple(map(self.own, registrations))
         with self.mutex:
             if given is None:
                 return tuple(self._by_slot.values())
             for registration in given:
                 if not self.holds(registration):
-                    raise invalid(f"{registration!r} is not registered here, or no longer")
+                    raise invalid(
+                        f"{registration!r} is not registered with this transport, or has ended"
+                    )
         return given
 
     def preregister_pool(self, memory: Registrable, keep: object) -> None:
@@ -227,7 +229,9 @@ class Registrations(ABC, Generic[_Range, _Holder]):
             try:
                 return self._slots.take(True, deadline_ns=deadline_ns)
             except MemoryError as error:
-                raise self._full("all leases are taken: release one before") from error
+                raise self._full(
+                    f"all {MAX_LEASES} leases are in use: release a lease first"
+                ) from error
 
     @abstractmethod
     def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
@@ -253,30 +257,30 @@ class Registrations(ABC, Generic[_Range, _Holder]):
 
     @abstractmethod
     def _find(self, memory: Registrable, *, writable: bool) -> Found[_Holder]:
-        """Look at memory that is about to be registered, and hold it."""
+        """Locate memory that is about to be registered, and keep it in place."""
 
     def _serve(self, registration: Registration[_Range, _Holder]) -> None:
-        """Let peers reach memory that was registered; called with the mutex."""
+        """Let peers reach registered memory; called with the mutex."""
 
     def _withdraw(self, registration: Registration[_Range, _Holder]) -> None:
-        """Keep peers from beginning to reach the memory. Idempotent."""
+        """Prevent peers from beginning to reach the memory. Idempotent."""
         with self.mutex:
             if self._forget(registration):
                 self._slots.release(registration.range.slot, registration.range.generation)
 
     def _forget(self, registration: Registration[_Range, _Holder]) -> bool:
-        """Remove the registration; return whether it was there. Called with the mutex."""
+        """Remove the registration; return whether it was registered. Called with the mutex."""
         is_held = self.holds(registration)
         if is_held:
             del self._by_slot[registration.range.slot]
         return is_held
 
     def _wait_for_writers(self) -> LateWriters | None:
-        """Wait for peers that write now; return those that do not stop within `PATIENCE_S`."""
+        """Wait for peers that are writing; return those that do not stop in time."""
         return None
 
     def _release(self, ended: Sequence[Registration[_Range, _Holder]]) -> None:
-        """Let go of memory that was withdrawn, or quarantine it while a peer writes to it."""
+        """Release withdrawn memory, or quarantine it while a peer writes to it."""
         announced = [registration for registration in ended if registration.range.is_announced]
         late = self._wait_for_writers() if announced else None
         for registration in ended:
@@ -293,11 +297,11 @@ class Registrations(ABC, Generic[_Range, _Holder]):
     def _warn(self, memory: _Range, late: LateWriters) -> None:
         _LOG.warning(
             "%s is deregistered, but %s was writing to this process's memory and did not stop "
-            "within %g s (is it stopped, or cut off?): the memory is not used again before it "
-            "stops, or its link ends",
+            "within %g s (is it stopped, or cut off?): the memory is quarantined until the write "
+            "or the link ends",
             memory,
             late.names,
-            PATIENCE_S,
+            WRITER_TIMEOUT_S,
         )
 
     def _full(self, message: str) -> LLMException:
@@ -308,8 +312,8 @@ def still_written(late: LateWriters) -> LLMException:
     """Return the error of a lease whose blocks a peer may still write: LLM_TIMEOUT."""
     return timed_out(
         f"{late.names} had begun to write to this process's memory and did not stop within "
-        f"{PATIENCE_S:g} s (is it stopped, or cut off, or does its GPU copy that much?): use the "
-        "blocks again when it has stopped, or its link has ended"
+        f"{WRITER_TIMEOUT_S:g} s (is it stopped, or cut off, or does its GPU copy that much?): do "
+        "not use the blocks again before the write or the link has ended"
     )
 
 
@@ -319,7 +323,7 @@ def transport_closed() -> LLMException:
 
 
 def check_max_registrations(count: int, most: int) -> None:
-    """Refuse a number of registrations that a transport cannot have at the same time."""
+    """Refuse a `max_registrations` outside [1, most]."""
     if not 1 <= check_type("max_registrations", count, int) <= most:
         raise invalid(f"max_registrations={count} is out of range [1, {most}]")
 
@@ -341,7 +345,7 @@ class _FreeSlots:
 
 
 class Slots:
-    """`Generations` in memory of this process only. Callers hold a lock of their own.
+    """`Generations` in memory of this process. Callers hold a lock of their own.
 
     Slots of leases follow those of registrations.
     """
@@ -353,11 +357,11 @@ class Slots:
         self._registrations = _FreeSlots(0, count, "registrations")
         self._leases = _FreeSlots(count, num_leases, "leases")
         self._taken: dict[int, int] = {}  # generations by slot
-        # Random, since a generation of one process must not be taken for another's.
+        # Random, so that a generation of one process does not equal one of another process.
         self._generation = secrets.randbits(_START_BITS)
 
     def take(self, is_lease: bool = False, *, deadline_ns: int = 0) -> tuple[int, int]:
-        """See `Generations.take`; the deadline is the caller's concern."""
+        """See `Generations.take`; the caller keeps the deadline."""
         slot = (self._leases if is_lease else self._registrations).take()
         self._generation += 1
         self._taken[slot] = self._generation
@@ -382,7 +386,7 @@ class Slots:
 
 
 class Quarantine:
-    """Deregistered memory that a peer may still write to, held until it cannot.
+    """Deregistered memory, kept alive as long as a peer may write to it.
 
     A thread, started with the first memory, polls the peers. There is one quarantine per process,
     since it outlives the transports.
@@ -390,21 +394,21 @@ class Quarantine:
 
     def __init__(self) -> None:
         self.begin()
-        # In a forked child the thread does not exist, and the lock may be held forever.
+        # In a forked child the thread does not exist, and the lock may stay locked.
         os.register_at_fork(after_in_child=self.begin)
 
     def begin(self) -> None:
-        """Drop everything."""
+        """Begin empty, without a thread."""
         self._changed = Condition()
         self._held: list[tuple[Callable[[], bool], Releasable]] = []
         self._thread: threading.Thread | None = None
 
     def add(self, is_written: Callable[[], bool], memory: Releasable) -> None:
-        """Hold `memory` as long as `is_written()`, which the thread calls; then release it."""
+        """Keep `memory` alive until the thread finds `is_written()` False; then release it."""
         with self._changed:
             self._held.append((is_written, memory))
             if self._thread is None:
-                with suppress(LLMException):  # without a thread the memory is held forever
+                with suppress(LLMException):  # without a thread the memory is never released
                     self._thread = start_thread("kvplan-quarantine", self._run)
 
     def _run(self) -> None:
@@ -412,19 +416,18 @@ class Quarantine:
             while self._held:
                 self._changed.wait(_POLL_S)
                 for entry in list(self._held):
-                    self._look(*entry)
+                    self._try_release(*entry)
             self._thread = None
 
-    def _look(self, is_written: Callable[[], bool], memory: Releasable) -> None:
-        """Release `memory` unless a peer may still write to it, which an error leaves open."""
+    def _try_release(self, is_written: Callable[[], bool], memory: Releasable) -> None:
+        """Release `memory` unless a peer may still write to it; an error counts as "may"."""
         try:
             if is_written():
                 return
             self._held.remove((is_written, memory))
             memory.release()
         except Exception as error:
-            text = "could not release memory of a peer's writes: %r"
-            _LIMITED_LOG.error(text, error, exc_info=True)
+            _LIMITED_LOG.error("could not release quarantined memory: %r", error, exc_info=True)
 
 
 QUARANTINE: Final = Quarantine()

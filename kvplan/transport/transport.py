@@ -1,4 +1,4 @@
-"""The interface of every transport with its common part, and the offer of a cache over several.
+"""The base class of transports; offers of caches, and lease words, over all of an engine's.
 
 This module must not depend on a particular transport.
 """
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from kvnative._signals import Mutex
 from kvplan.lease import BlockLease, LeaseWord
 from kvplan.status import LLMException, LLMStatusCode, not_exist
+from kvplan.system.limits import check_process
 from kvplan.system.logs import Log
 from kvplan.transport.host_memory import new_arena
-from kvplan.transport.link import check_process
 from kvplan.transport.protocol import kind_of
 from kvplan.transport.registrations import transport_closed
 
@@ -37,14 +37,14 @@ _LOG = Log("kvplan")
 class Transport(ABC):
     """The memory that this process offers to peers, and its links to them.
 
-    Transfers are one-sided: the owner's Python takes no part. Any thread may call the methods. A
-    transport belongs to the process that made it: in a forked child, as after `close`, every other
-    method raises LLMException (LLM_FAILED). Subclasses set `_registrations`.
+    Transfers are one-sided: the owner's Python takes no part. Methods are thread-safe. A transport
+    belongs to the process that made it: in a forked child, as after `close`, every method but
+    `close` raises LLMException (LLM_FAILED). Subclasses set `_registrations`.
 
     Attributes:
-        name: Names the transport at both ends, such as "local".
+        name: The name of the transport at both ends, such as "local".
         reaches: The kinds of memory that can be registered.
-        maps_host: True if it maps host memory for a device, where memory can be mapped only once.
+        maps_host: True if the transport maps host memory for a device that can map it only once.
             Then the device's own runtime should allocate host memory, and nothing else should pin
             it.
     """
@@ -56,7 +56,7 @@ class Transport(ABC):
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._mutex = Mutex()  # re-entrant: a signal handler may close it, a finalizer deregister
+        self._mutex = Mutex()  # re-entrant: a signal handler may close, a finalizer deregister
         self._closed = False
 
     def allocate(
@@ -64,12 +64,12 @@ class Transport(ABC):
     ) -> Arena:
         """Return new zeroed host memory, parts of which can be registered.
 
-        The memory is freed with its last user here and in the peers.
+        The last user, here or in a peer, frees the memory.
 
         Args:
             nbytes: The size in bytes.
             prefault: Allocate every page now. Otherwise pages are allocated at their first use, and
-                a process that finds no free page then is killed.
+                the system kills a process for which it has no free page.
             allow_overcommit: Permit more than all memory and swap.
 
         Raises:
@@ -82,11 +82,11 @@ class Transport(ABC):
     def preregister_pool(self, memory: Registrable, keep: object = None) -> None:
         """Announce a pool before parts of it are registered, so that links can prepare for them.
 
-        Peers do not reach the pool by this. It is held until the transport is closed.
+        Peers cannot reach the pool yet. It is kept alive until the transport is closed.
 
         Args:
             memory: The whole pool.
-            keep: An object to hold as well, such as the pin of the pool.
+            keep: An object to keep alive as well, such as the pin of the pool.
 
         Raises:
             LLMException: LLM_FAILED, or an error of the device.
@@ -99,48 +99,51 @@ class Transport(ABC):
     ) -> AnyRegistration:
         """Let peers reach `memory`, and write to it unless `writable` is False.
 
-        A part of an arena (a slice of `memoryview(arena)`, or an array over one) is reached as fast
-        as the arena, whichever transport has allocated it. Registrations in one arena end
+        A part of an arena (a slice of `memoryview(arena)`, or an array over one) is as fast as the
+        whole arena, whichever transport has allocated it. Registrations in one arena end
         independently.
 
         Args:
-            memory: An object with a contiguous buffer (NumPy array, bytearray, mmap), which is held
-                until it is deregistered; or (address, nbytes), as of `tensor.data_ptr()`, which the
-                caller holds; or a `DeviceRange`.
+            memory: An object with a contiguous buffer (NumPy array, bytearray, mmap), which is kept
+                alive until it is deregistered; or (address, nbytes), as of `tensor.data_ptr()`,
+                which the caller keeps alive; or a `DeviceRange`.
             writable: True if peers may write to it.
-            keep: An object to hold until no peer can write to the memory any more, such as the one
-                that returns the memory to its pool.
+            keep: An object to keep alive until no peer can write to the memory any more, such as
+                the one that returns the memory to its pool.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: memory that is not mapped, readable, contiguous, or
-                writable as asked; LLM_OUT_OF_MEMORY: no room for another registration;
-                LLM_FEATURE_NOT_ENABLED: the transport does not reach this memory, and why.
-            TypeError: neither a buffer nor (address, nbytes), or a kind that is not reached.
+            LLMException: LLM_PARAM_INVALID: memory that is not mapped, not readable, not
+                contiguous, or not writable although `writable` is True; LLM_OUT_OF_MEMORY: no room
+                for another registration; LLM_FEATURE_NOT_ENABLED: the transport does not reach this
+                memory, with the reason.
+            TypeError: neither a buffer nor (address, nbytes), or a kind of memory that this
+                transport does not reach.
         """
         self._check_open()
         return self._registrations.add(memory, writable=writable, keep=keep)
 
     def deregister(self, registration: AnyRegistration) -> None:
-        """End a registration: no peer reports a success for it any more.
+        """End a registration: from now on no transfer with it succeeds.
 
-        Peers that write to the memory are waited for if the transport sees them. A peer that cannot
-        be kept from writing (a stopped process, for example) keeps the memory from being used
-        again, and a warning names it. A second call waits for the same peers. The class says what
-        else its peers may do.
+        Waits for peers that are writing to the memory, if the transport can detect them. If a peer
+        does not stop (a stopped process, for example), the memory is quarantined, and a warning
+        names the peer. A second call waits for the same peers. Each transport's class documents
+        what its peers may still do.
 
         Raises:
-            TypeError: Such a transport did not make `registration`.
-            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
+            TypeError: A transport of another kind made `registration`.
+            LLMException: LLM_FAILED: the transport is closed, or belongs to a parent process.
         """
         self._check_open()
         self._registrations.end(registration)
 
     def metadata(self, registrations: Iterable[AnyRegistration] | None = None) -> bytes:
-        """Return the identity of this process, and where `registrations` are; None: all of them.
+        """Return the identity of this process and the places of registrations, by default of all.
 
         Raises:
-            TypeError: Such a transport did not make one of them.
-            LLMException: LLM_PARAM_INVALID: one is not, or no longer, registered here.
+            TypeError: A transport of another kind made one of them.
+            LLMException: LLM_PARAM_INVALID: one is not registered with this transport, or has
+                ended.
         """
         self._check_open()
         with self._registrations.mutex:
@@ -152,8 +155,8 @@ class Transport(ABC):
         """Return a slot and a generation that peers check beside those of registrations.
 
         Args:
-            deadline_ns: On CLOCK_MONOTONIC; from then on no transfer with the lease succeeds. 0:
-                none.
+            deadline_ns: The time on CLOCK_MONOTONIC after which no transfer with the lease
+                succeeds; 0: none.
 
         Raises:
             LLMException: LLM_OUT_OF_MEMORY: no room for another lease.
@@ -162,30 +165,30 @@ class Transport(ABC):
         return self._registrations.begin_lease(deadline_ns)
 
     def renew_lease(self, slot: int, generation: int, deadline_ns: int) -> None:
-        """Set another deadline for a lease that was made with a deadline and has not ended.
+        """Change the deadline of a lease that was made with a deadline and has not ended.
 
         Raises:
-            LLMException: LLM_KV_CACHE_NOT_EXIST: it has expired.
+            LLMException: LLM_KV_CACHE_NOT_EXIST: the lease has expired.
         """
         self._check_open()
         self._registrations.renew_lease(slot, generation, deadline_ns)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
-        """End leases: no transfer with one of them succeeds any more, and no peer writes with it.
+        """End leases: from now on no transfer with one succeeds, and no peer writes with it.
 
-        Peers that are writing are waited for, as by `deregister`, also if a lease has ended before.
+        Waits for peers that are writing, as `deregister` does, even if a lease has ended before.
 
         Raises:
-            LLMException: LLM_TIMEOUT: a peer makes no progress, and may still write; call it again.
+            LLMException: LLM_TIMEOUT: a peer made no progress and may still write; call this again.
         """
         self._check_open()
         self._registrations.end_leases(leases)
 
     def refusal(self, metadata: bytes) -> str | None:
-        """Return why the peer of `metadata` cannot be reached from here; None: it can.
+        """Return why the peer of `metadata` cannot be reached from here, or None if it can.
 
         Raises:
-            LLMException: LLM_FAILED: the transport is closed, or a parent process's.
+            LLMException: LLM_FAILED: the transport is closed, or belongs to a parent process.
         """
         self._check_open()
         try:
@@ -195,17 +198,17 @@ class Transport(ABC):
         return None
 
     def shortfall(self, metadata: bytes) -> str | None:
-        """Return which memory of a reachable peer is not reached, and why; None: none is known.
+        """Return which memory of a reachable peer is not reached and why, or None.
 
-        A transport without a shortfall is preferred.
+        An engine prefers a transport without a shortfall.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: bad metadata; LLM_LINK_FAILED: the peer has gone.
+            LLMException: LLM_PARAM_INVALID: bad metadata; LLM_LINK_FAILED: the peer has died.
         """
         return None
 
     def num_streams(self, metadata: bytes) -> int:
-        """Return how many connections, from index 0 on, `connect` to that peer opens first.
+        """Return the number of connections, from index 0 on, that `connect` to that peer opens.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: bad metadata.
@@ -224,19 +227,19 @@ class Transport(ABC):
         """Link to the peer of `metadata`; both ends must do so, in any order.
 
         Args:
-            metadata: The peer's, whichever registrations it names.
+            metadata: Metadata of the peer, with any of its registrations.
             timeout_ms: Milliseconds that the call may take.
-            session: The same at both ends, and different for each attempt. It is kept secret.
+            session: A secret, the same at both ends and different for each attempt.
             streams: Opens connections to the peer, for a transport that moves bytes over them. The
                 caller closes it afterwards. None: no connections can be opened.
 
         Raises:
-            LLMException: LLM_LINK_FAILED: the peer cannot be reached, and why; LLM_TIMEOUT;
-                LLM_PARAM_INVALID: bad metadata.
+            LLMException: LLM_LINK_FAILED: the peer cannot be reached, with the reason;
+                LLM_TIMEOUT; LLM_PARAM_INVALID: bad metadata.
         """
 
     def close(self) -> None:
-        """Deregister everything, as `deregister`, and end the threads; idempotent.
+        """Deregister all memory, as `deregister` does, and end the threads; idempotent.
 
         Links cannot be used afterwards. Does nothing in a forked child.
         """
@@ -263,7 +266,7 @@ class Transport(ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise transport_closed()
-        check_process(self._pid, "transport")
+        check_process(self._pid, "the transport")
 
     def __enter__(self) -> Self:
         return self
@@ -278,12 +281,12 @@ class Transport(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A cache as peers may reach it over the transports of this process.
+    """A cache that peers may reach over the transports of this process.
 
     Attributes:
-        metadata: What a peer needs to reach the cache, by the name of the transport; empty if the
+        metadata: The metadata that a peer needs, by the name of the transport; empty if the
             transport does not reach such memory.
-        registrations: Each with its transport.
+        registrations: Each registration with its transport.
     """
 
     metadata: Mapping[str, bytes]
@@ -302,10 +305,10 @@ def offer(
     writable: bool,
     keep: object = None,
 ) -> Offer:
-    """Let peers reach `ranges`, and hold `keep` until none can write to them any more.
+    """Let peers reach `ranges`, and keep `keep` alive until no peer can write to them any more.
 
-    Without ranges nothing is offered. Peers that use a transport which does not reach such memory
-    learn of the cache, with empty metadata.
+    Without ranges nothing is offered. A transport that does not reach such memory offers the cache
+    with empty metadata.
     """
     metadata = {}
     made: list[tuple[Transport, AnyRegistration]] = []
@@ -348,17 +351,13 @@ def _offer_by(
 
 
 class LeaseWords:
-    """The words of the leases of one engine; thread-safe.
-
-    Args:
-        transports: check the leases of peers.
-    """
+    """The words of the leases of one engine, over all of its transports; thread-safe."""
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self._transports = {transport.name: transport for transport in transports}
 
     def begin(self, deadline_ns: int) -> tuple[LeaseWord, ...]:
-        """Begin a word with each transport that checks leases; `deadline_ns` 0: no deadline."""
+        """Begin a lease with each transport that checks leases; `deadline_ns` 0: no deadline."""
         words: list[LeaseWord] = []
         refusal = not_exist("the engine has no transport")
         try:
@@ -377,7 +376,7 @@ class LeaseWords:
         return tuple(words)
 
     def renew(self, lease: BlockLease, deadline_ns: int) -> None:
-        """Set another deadline of all words of a lease."""
+        """Change the deadline of all words of a lease."""
         for transport, (slot, generation) in lease.places():
             self._transports[transport].renew_lease(slot, generation, deadline_ns)
 
@@ -388,12 +387,12 @@ class LeaseWords:
     def end(self, lease: BlockLease) -> None:
         """End the words of a lease; on return no peer writes with them. Idempotent.
 
-        If a peer delays one transport, the words of the others have ended all the same.
+        If a peer delays one transport, the words of the others end nevertheless.
         """
         self._end(lease.places())
 
     def end_together(self, leases: Iterable[BlockLease]) -> None:
-        """End the words of several leases, as `end`: each transport waits once for its peers."""
+        """End the words of several leases, as `end` does; each transport waits once."""
         words: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         for lease in leases:
             for name, word in lease.places():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import (
+    get_pcp_group,
     get_pp_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -43,14 +44,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvplan.serving import Place
 from kvplan.serving.messages import LayerRange
 from kvplan.vllm.options import ConnectorOptions
 from kvplan.vllm.scheduler import ConnectorScheduler, instance_of
 from kvplan.vllm.states import StateForm
 from kvplan.vllm.stats import KvplanMetrics, KvplanStats
 from kvplan.vllm.step import Step, WorkerAddress
-from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model
+from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model, place_of
 
 _SUPPORTED = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec}  # no subclasses
 _GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")  # of Mamba2, in configurations of models
@@ -80,8 +80,8 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     Raises:
         NotImplementedError: layers other than full attention, sliding windows, MLA and states of
-            Mamba and linear attention; context parallelism; a pipeline of several groups of
-            layers; sleep mode.
+            Mamba and linear attention; a pipeline, or decode context parallelism, of several groups
+            of layers; sleep mode.
         TypeError, LLMException: invalid options.
     """
 
@@ -111,14 +111,25 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
             config, parallel = vllm_config.model_config, vllm_config.parallel_config
             rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
             stage, stages = get_pp_group().rank_in_group, parallel.pipeline_parallel_size
+            copies = parallel.prefill_context_parallel_size
+            copy = get_pcp_group().rank_in_group if copies > 1 else 0
+            num_heads = 1 if config.use_mla else config.get_total_num_kv_heads()
             replica = parallel.data_parallel_index
             model = Model(
                 name=options.model or config.model,
-                num_heads=1 if config.use_mla else config.get_total_num_kv_heads(),
-                place=Place(
-                    rank, ranks, stage, _stages(config.get_total_num_hidden_layers(), stages)
+                num_heads=num_heads,
+                place=place_of(
+                    (rank, ranks),
+                    (copy, copies),
+                    (
+                        parallel.decode_context_parallel_size,
+                        parallel.cp_kv_cache_interleave_size,  # has taken its older name's value
+                    ),
+                    num_heads=num_heads,
+                    stage=stage,
+                    stages=_stages(config.get_total_num_hidden_layers(), stages),
                 ),
-                worker=(replica * stages + stage) * ranks + rank,
+                worker=((replica * stages + stage) * copies + copy) * ranks + rank,
                 num_blocks=kv_cache_config.num_blocks,
                 groups=groups,
                 produces=self._kv_transfer_config.is_kv_producer,
@@ -304,7 +315,7 @@ def _layer_group(group: KVCacheGroupSpec, config: VllmConfig) -> LayerGroup:
     states = isinstance(spec, MambaSpec)
     return LayerGroup(
         layers=tuple(group.layer_names),
-        block_tokens=spec.block_size,
+        block_tokens=spec.block_size * config.parallel_config.decode_context_parallel_size,
         packing="" if states else _packing(spec),
         window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
         states=_states(spec, config) if states else None,
@@ -346,8 +357,8 @@ def _check_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
     """Raise NotImplementedError for configurations that this connector does not support."""
     specs = [group.kv_cache_spec for group in caches.kv_cache_groups]
     kinds = set(map(type, specs))
+    names = ", ".join(type(spec).__name__ for spec in specs)
     if not kinds or kinds - _SUPPORTED:
-        names = ", ".join(type(spec).__name__ for spec in specs)
         raise NotImplementedError(
             f"KvplanConnector: the cache has {len(specs)} groups ({names}); only groups of full "
             "attention, of sliding windows, of MLA and of Mamba are supported"
@@ -358,11 +369,14 @@ def _check_supported(config: VllmConfig, caches: KVCacheConfig) -> None:
             "registered cache: start vLLM without it"
         )
     parallel = config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name) != 1:
-            raise NotImplementedError(
-                f"KvplanConnector: {name}={getattr(parallel, name)} must be 1"
-            )
+    if (ranks := parallel.decode_context_parallel_size) != 1 and (
+        len(specs) > 1 or kinds - {FullAttentionSpec, MLAAttentionSpec}
+    ):
+        raise NotImplementedError(
+            f"KvplanConnector: decode_context_parallel_size={ranks} must be 1 for a cache of "
+            f"{len(specs)} groups ({names}); more is possible only with one group of full "
+            "attention or MLA"
+        )
     if (stages := parallel.pipeline_parallel_size) != 1 and len(specs) > 1:
         raise NotImplementedError(
             f"KvplanConnector: pipeline_parallel_size={stages} must be 1 for a cache of "

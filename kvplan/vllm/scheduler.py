@@ -148,9 +148,9 @@ class ConnectorScheduler:
         self._step = Step()
 
     def set_workers(self, workers: Mapping[tuple[int, int], WorkerAddress]) -> None:
-        """Store the addresses of the workers, by stage and rank."""
+        """Store the addresses of the workers, by stage and rank; see `place_of` for the latter."""
         self._sources = tuple(
-            Source(worker.cluster_id, worker.address, worker.layers)
+            Source(worker.cluster_id, worker.address, worker.layers, worker.context)
             for _, worker in sorted(workers.items())
         )
 

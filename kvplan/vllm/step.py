@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvplan.serving import Chunk, Handle, PullResult, Reference, Target
-from kvplan.serving.messages import LayerRange
+from kvplan.serving.messages import Context, LayerRange
 from kvplan.serving.tables import Blocks
 from kvplan.status import LLMException
 
@@ -48,6 +48,7 @@ class WorkerAddress:
     cluster_id: int
     address: str
     layers: LayerRange | None = None  # of its stage; None: all
+    context: Context | None = None  # the tokens of each request that it has; None: all
 
 
 class Figures:

@@ -11,9 +11,10 @@ from typing import Any
 from kvplan.control.endpoint import Endpoint
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.options import Options
-from kvplan.layout import Shard
+from kvplan.layout import Interleaved, Shard
 from kvplan.planning.plan import MAX_NAME
 from kvplan.serving import CacheGroup, Compatibility, Exchange, Handle, Place
+from kvplan.serving.messages import LayerRange
 from kvplan.serving.tables import Blocks, heads_of, tables_of
 from kvplan.status import LLMException, invalid
 from kvplan.system.logs import Log
@@ -32,7 +33,7 @@ class LayerGroup:
     """Layers that share a block table."""
 
     layers: tuple[str, ...]  # names
-    block_tokens: int  # as the scheduler counts them
+    block_tokens: int  # as the scheduler counts them: of all ranks of context parallelism
     packing: str = ""  # the order inside a block, if attention has its own
     window: int = 0  # number of tokens that attention sees; 0: all
     states: StateForm | None = None  # of layers that have states instead of tokens
@@ -50,6 +51,11 @@ class Model:
     groups: tuple[LayerGroup, ...]
     produces: bool
     consumes: bool
+
+    @property
+    def offers(self) -> bool:
+        """True if consumers read this worker; of several copies that is the first one."""
+        return self.produces and not self.place.copy
 
     @property
     def simple(self) -> bool:
@@ -116,6 +122,7 @@ class ConnectorWorker:
         self._figures = Figures()
         self._expired = 0
         self._offered: dict[Handle, str] = {}  # requests with kept blocks
+        self._unread: set[str] = set()  # offered requests that another copy of this worker keeps
         self._on_host = True
 
     def register(self, layers: Mapping[str, Any]) -> None:
@@ -132,10 +139,10 @@ class ConnectorWorker:
         roles = LlmRole.MIX if model.consumes else LlmRole.PROMPT
         # Exact in every JSON library, as the id travels with requests.
         engine = LlmDataDist(
-            secrets.randbelow(2**53 - 1) + 1, roles if model.produces else LlmRole.DECODER
+            secrets.randbelow(2**53 - 1) + 1, roles if model.offers else LlmRole.DECODER
         )
         given = dict(options.engine)
-        if model.produces:
+        if model.offers:
             given.setdefault("llm.ListenIpInfo", options.listen_of(model.worker))
             if advertised := options.advertised_of(model.worker):
                 given.setdefault("kvplan.advertise", advertised)
@@ -170,15 +177,16 @@ class ConnectorWorker:
             raise
         self._engine = engine
         logger.info(
-            "worker %d, of rank %d of %d in stage %d of %d: %d layers, %s, %s",
+            "worker %d, of rank %d of %d%s in stage %d of %d: %d layers, %s, %s",
             model.worker,
             model.place.rank,
             model.place.ranks,
+            f" with {model.place.context}" if model.place.context else "",
             model.place.stage,
             len(model.place.stages),
             len(names),
             "; ".join(map(str, views)),
-            f"at {engine.listen_address}" if model.produces else "not listening",
+            f"at {engine.listen_address}" if model.offers else "not listening",
         )
 
     def _views(self, group: LayerGroup, layers: Mapping[str, Any]) -> list[_View]:
@@ -203,17 +211,41 @@ class ConnectorWorker:
         else:
             tensors, layout, unit = readable(given, packed=bool(group.packing))
             heads = heads_of(place.rank, place.ranks, model.num_heads)
-            held = replace(shard, heads=heads, num_heads=model.num_heads)
+            held = replace(
+                shard, heads=heads, num_heads=model.num_heads, tokens=self._context(group, unit)
+            )
             desc = CacheDesc.from_tensors(tensors, layout, shard=held)
             views = [_View(group, names, tensors, desc, unit)]
         desc, unit = views[0].desc, views[0].unit
-        tokens = group.block_tokens if group.states else desc.shape[desc.seq_len_dim_index] * unit
+        tokens = group.block_tokens
+        if not group.states:
+            tokens = desc.shape[desc.seq_len_dim_index] * unit * place.contexts
         if (desc.batch_size, tokens) != (model.num_blocks, group.block_tokens):
             raise invalid(
                 f"the cache has {desc.batch_size} blocks of {tokens} tokens; the scheduler has "
                 f"{model.num_blocks} of {group.block_tokens}"
             )
         return views
+
+    def _context(self, group: LayerGroup, unit: int) -> Interleaved | None:
+        """Return the tokens of each request that the worker has; None: all."""
+        if (context := self._model.place.context) is None:
+            return None
+        if unit > 1 or not self._model.simple:
+            raise invalid(
+                f"decode_context_parallel_size={context.ranks} must be 1 for "
+                + (
+                    f"attention on CPUs, whose blocks of {unit} tokens only move whole"
+                    if unit > 1
+                    else "a cache of several groups, of windows or of states"
+                )
+            )
+        if (tokens := group.block_tokens // context.ranks) % context.size:
+            raise invalid(
+                f"cp_kv_cache_interleave_size={context.size} must be a divisor of the {tokens} "
+                "tokens of a block"
+            )
+        return context
 
     def _of_caches(self, blocks: Blocks) -> Blocks:
         """Return the blocks of a request in each cache, from those in each of vLLM's groups."""
@@ -233,6 +265,11 @@ class ConnectorWorker:
                 'mode="push" does not support layers with a sliding window or a state, which this '
                 'model has: use mode="pull"'
             )
+        if (place := self._model.place).context or place.copies > 1:
+            raise invalid(
+                f'mode="push" does not support decode_context_parallel_size={place.contexts} and '
+                f'prefill_context_parallel_size={place.copies}: use mode="pull"'
+            )
 
     @property
     def exchange(self) -> Exchange:
@@ -246,8 +283,11 @@ class ConnectorWorker:
         """The address of this worker; None if it does not listen."""
         if self._engine is None or self._engine.listen_address is None:
             return None
+        place, context = self._model.place, None
+        if place.context is not None:
+            context = place.context.rank, place.context.ranks, place.context.size
         return WorkerAddress(
-            self._engine.cluster_id, self._engine.listen_address, self._model.place.layers
+            self._engine.cluster_id, self._engine.listen_address, place.layers, context
         )
 
     def prepare(self, step: Step) -> None:
@@ -258,10 +298,13 @@ class ConnectorWorker:
         return, blocks that the step overwrites are not pushed any more.
         """
         exchange = self.exchange
-        self._figures.count("offered", len(step.offers))
+        offers = step.offers if self._model.offers else []
+        # vLLM frees a request once each worker has reported it, also those that no consumer reads.
+        self._unread.update(offer.request for offer in step.offers[len(offers) :])
+        self._figures.count("offered", len(offers))
         if step.chunks or step.moved:
             exchange.begin_step(step.chunks, step.moved)
-        for offer in step.offers:
+        for offer in offers:
             self._offered[offer.handle] = offer.request
             exchange.enter(
                 offer.request,
@@ -328,6 +371,8 @@ class ConnectorWorker:
         self._figures.count("freed", len(freed))
         self._figures.count("expired", expired - self._expired)
         self._expired = expired
+        freed |= self._unread
+        self._unread.clear()
         return Results(freed, received, failed, failed_blocks)
 
     def take_figures(self) -> Figures:
@@ -363,6 +408,45 @@ def readable(tensors: Sequence[Any], *, packed: bool) -> tuple[list[Any], str, i
         blocks, heads, unit, both = shape
         layout, shape = "block head kv token dim", (blocks, heads, 2, 1, unit * both // 2)
     return [tensor.view(shape) for tensor in tensors], layout, unit
+
+
+def place_of(
+    tensor: tuple[int, int],
+    prefill_context: tuple[int, int],
+    context: tuple[int, int],
+    *,
+    num_heads: int,
+    stage: int = 0,
+    stages: tuple[LayerRange | None, ...] = (None,),
+) -> Place:
+    """Return the place of a worker from its ranks in vLLM, each with their number.
+
+    Decode context parallelism shares out tokens among prefill context ranks first, then among
+    tensor parallel ranks: `context` has their number, and the tokens that follow each other on one
+    of them. Without it, prefill context ranks have copies of each other's cache.
+
+    Args:
+        tensor: rank and ranks of tensor parallelism.
+        prefill_context: rank and ranks of prefill context parallelism.
+        context: ranks of decode context parallelism, and `cp_kv_cache_interleave_size`.
+        num_heads: KV heads of the model.
+        stage, stages: of pipeline parallelism; see `Place`.
+
+    Raises:
+        LLMException: LLM_PARAM_INVALID: ranks that would share out tokens of unlike heads.
+    """
+    (rank, ranks), (copy, copies), (contexts, size) = tensor, prefill_context, context
+    if contexts == 1:
+        return Place(rank, ranks, stage, stages, None, copy, copies)
+    alike = max(1, ranks // num_heads) * copies  # workers with the same heads
+    if contexts > alike or alike % contexts:
+        raise invalid(
+            f"decode_context_parallel_size={contexts} must be 1 or a divisor of {alike}, the "
+            f"workers that have each of {num_heads} KV heads"
+        )
+    number = rank * copies + copy
+    tokens = Interleaved(number % contexts, contexts, size)
+    return Place(number // contexts, ranks * copies // contexts, stage, stages, tokens)
 
 
 def compatibility(model: Model, views: Sequence[_View]) -> Compatibility:

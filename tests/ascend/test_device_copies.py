@@ -46,7 +46,7 @@ def test_an_a3_outside_of_a_super_pod_does_not_name_the_owner_of_memory(
     datadist.write_cache(cache, contents(1))
     assert same(datadist.arrays(cache, copy=True), contents(1))
     host = np.zeros((DEVICE.num_tensors, DEVICE.tensor_nbytes), np.uint8)
-    with refused(LLMStatusCode.LLM_PARAM_INVALID, "not of device 3"):
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "needs memory of device 3"):
         datadist.register_blocks_cache(DEVICE, [array.ctypes.data for array in host])
     datadist.unregister_cache(cache.cache_id)
     del buffer

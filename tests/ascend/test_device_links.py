@@ -116,7 +116,7 @@ class TestHostPeer:
             other.register_cache({OF_PEER}, held)
         """)
         device, host = datadist.allocate_cache(DEVICE), datadist.allocate_cache(HOST)
-        with refused("LLM_FEATURE_NOT_ENABLED", "has registered this memory itself"):
+        with refused("LLM_FEATURE_NOT_ENABLED", "has registered host memory outside of arenas"):
             datadist.pull_cache(CacheIndex(5, 1), device)
         datadist.pull_cache(CacheIndex(5, 1, 3), host, 1)
         datadist.copy_cache(host, device, 1, 1)

@@ -127,4 +127,4 @@ def test_without_renewals_the_error_says_so(make_side: MakeSide, one: Side) -> N
     later = two.peer_memory(link, metadata=two.transport.metadata())
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as error:
         kvplan.execute(PULL, later, one.memory)
-    assert "its connection cannot be renewed" in str(error.value)
+    assert "a connection cannot be renewed" in str(error.value)

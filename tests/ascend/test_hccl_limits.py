@@ -141,6 +141,6 @@ def test_a_link_that_fails_for_its_memory_says_how_much_there_is(
             link_both(one, two, timeout_ms=1000)  # the other end waits as long
     finally:
         simulator.set(setting, {"hdk": 2505, "page_table_bytes": 1 << 40}[setting])
-    assert f"{21 << 10} MiB of the host are to be registered, with HDK of unknown" in str(
+    assert f"{21 << 10} MiB of the host were to be registered, with HDK of unknown" in str(
         error.value
     )

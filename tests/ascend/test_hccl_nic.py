@@ -68,7 +68,7 @@ def test_the_tool_is_asked_where_the_file_is_absent(tmp_path: Path, is_in_path: 
 def test_addresses_of_two_families_are_refused() -> None:
     here = DeviceAddress("1.0", "a", "0", "10.1.0.1")
     there = DeviceAddress("1.0", "b", "1", "fd00::2")
-    assert "10.1.0.1 and fd00::2 are of two families" in (why_not(here, there) or "")
+    assert "10.1.0.1 and fd00::2 are an IPv4 and an IPv6 address" in (why_not(here, there) or "")
 
 
 @pytest.mark.parametrize(

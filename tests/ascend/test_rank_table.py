@@ -223,7 +223,7 @@ def test_in_one_super_pod_no_addresses_are_needed() -> None:
     twice = DeviceAddress("1.2", "b", "0", super_device_id="1", super_pod_id="0")
     assert "the same super_device_id, 1" in (why_not(here, twice) or "")
     elsewhere = DeviceAddress("1.2", "b", "0", super_device_id="1", super_pod_id="1")
-    assert "device_ip of this device 0 is not known" in (why_not(here, elsewhere) or "")
+    assert "device_ip of this device 0 is unknown" in (why_not(here, elsewhere) or "")
 
 
 def test_an_address_that_only_one_side_knows_is_used_by_neither() -> None:

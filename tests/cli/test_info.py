@@ -33,7 +33,7 @@ def info(*arguments: str, **environment: str) -> str:
     limit = ("--timeout", "600")
     done = command("info", *limit, *arguments, environment=clean | environment)
     # What was looked at before a library took the process along may not be enough.
-    stopped = "NOT LOOKED AT" in done.stdout or '"stopped": {' in done.stdout
+    stopped = "NOT CHECKED" in done.stdout or '"stopped": {' in done.stdout
     assert done.stderr == ""
     assert done.returncode == 0 or (done.returncode == 1 and stopped)
     return done.stdout

@@ -210,7 +210,7 @@ class TestRefusals:
         with large.open("wb") as file:
             file.truncate(300 << 20)  # takes no room on the disk
         assert refused("explain", large) == (
-            f"{large} has more than 128 MiB, which no plan has (LLM_PARAM_INVALID)"
+            f"{large} has more than 128 MiB, the maximum for a plan (LLM_PARAM_INVALID)"
         )
 
     @pytest.mark.parametrize(

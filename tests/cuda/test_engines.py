@@ -120,7 +120,7 @@ class TestOneHost:
         peer.run("""
             datadist.unregister_cache(cache.cache_id)
             side.free_expandable(address)
-            assert side.close() == {}
+            assert (left := side.close()) == {}, left
             del side
         """)
 
@@ -225,7 +225,8 @@ def test_a_context_of_its_own(cuda_simulator: CudaControls) -> None:
         datadist.swap_blocks(device, host, {0: 1, 3: 2})
         assert np.array_equal(datadist.arrays(host)[0][1], contents(1)[0][0])
         with refused(
-            "LLM_PARAM_INVALID", "memory of another context in this process.*not of device 3"
+            "LLM_PARAM_INVALID",
+            "memory of another context in this process.*needs memory of device 3",
         ):
             datadist.register_cache(
                 CacheDesc(1, (8, 96), DataType.DT_UINT16, Placement.DEVICE), [theirs]

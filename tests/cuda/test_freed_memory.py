@@ -35,7 +35,7 @@ NUM_DEVICE = 3
 ONE = CacheDesc(1, (8, GRANULE // 8), DataType.DT_UINT8, Placement.DEVICE)
 HOST = CacheDesc(1, (8, GRANULE // 8), DataType.DT_UINT8, Placement.HOST)
 SMALL = CacheDesc(1, (4096, GRANULE // 4096), DataType.DT_UINT8, Placement.DEVICE)
-OTHER = "has been freed, and its addresses are other memory's now: unregister the cache"
+OTHER = "was freed, and other memory has its addresses now: unregister a cache"
 
 
 class Program:
@@ -229,7 +229,7 @@ def test_plain_addresses_that_are_freed(engine: LlmDataDist, program: Program) -
     memory = kvplan.device.memory.DeviceMemory.from_addresses(device, ONE, [address])
     memory.check()
     program.free(address)
-    with refused("LLM_PARAM_INVALID", "not of device 3"):
+    with refused("LLM_PARAM_INVALID", "needs memory of device 3"):
         memory.check()
 
 

@@ -433,7 +433,7 @@ class TestInFlight:
             memory = link.memory([there], NBYTES)
             task = self.begin(cuda_simulator, transfers, sim_log, PULL, memory, here)
             (message,) = other.call("deregister", there)
-            assert "do not free the memory, which is not kvplan's, before that goes on" in message
+            assert "do not free it before the transfer or that process has ended" in message
             cuda_simulator.end_hangs()
             with refused("LLM_KV_CACHE_NOT_EXIST", "has deregistered"):
                 task.wait()
@@ -583,12 +583,12 @@ class TestRegistering:
 
     def test_memory_of_two_allocations(self, side: Side) -> None:
         address = side.allocate("kvplan", 1)
-        with refused("LLM_PARAM_INVALID", "and not of device 0"):
+        with refused("LLM_PARAM_INVALID", "needs memory of device 0"):
             side.register(address, GRANULE + 1)
 
     def test_memory_of_the_host(self, side: Side) -> None:
         assert side.transport.reaches == {"host", "device"}
-        with refused("LLM_PARAM_INVALID", "not of device 0"):
+        with refused("LLM_PARAM_INVALID", "needs memory of device 0"):
             side.register(np.zeros(1, np.uint8).ctypes.data, 1)
 
     def test_a_transport_without_device(self, other: Other) -> None:
@@ -611,7 +611,7 @@ class TestRegistering:
         """)
         with (
             side.transport.connect(other.call("metadata")) as link,
-            refused("LLM_PARAM_INVALID", "a transfer has one way"),
+            refused("LLM_PARAM_INVALID", "transfer them separately"),
         ):
             link.memory([there, host], 64)
 

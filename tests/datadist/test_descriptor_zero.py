@@ -21,10 +21,10 @@ from tests.support.places import LISTEN
 
 DESC = CacheDesc(2, (8, 64), DataType.DT_INT32)
 KEY = BlocksCacheKey(2, 5)
-STEPS = [
-    "initialize", "allocate", "register", "link", "pull", "push", "lease", "read", "record",
-    "again", "unregister", "unlink",
-]  # fmt: skip
+STEPS = (
+    *("initialize", "allocate", "register", "link", "pull", "push"),
+    *("lease", "read", "record", "again", "unregister", "unlink"),
+)
 NONE, HELD = "nothing", "/dev/null"
 
 

@@ -146,7 +146,7 @@ def test_blocks_that_are_named_are_moved_whole(user: LlmDataDist, peer: Peer) ->
 def test_sources_of_a_gather_have_one_request(user: LlmDataDist, peer: Peer) -> None:
     one, other = leased(peer), leased(peer, 19)
     cache = user.allocate_blocks_cache(DESC)
-    with refused("LLM_PARAM_INVALID", r"unequal length: \[19, 20\] tokens"):
+    with refused("LLM_PARAM_INVALID", r"leases are of requests of \[19, 20\] tokens"):
         user.run(Transfer([Rows(one), Rows(other)], Rows(cache, [1, 3])))
 
 

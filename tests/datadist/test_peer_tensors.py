@@ -192,7 +192,7 @@ def test_a_row_must_not_reach_into_the_next_tensor(
     straddling = [item + SLOTS.tensor_nbytes - 4 for item in target]
     with refused(INVALID) as error:
         user.layered(Transfer(Rows(slots), Rows(PeerTensors(1, straddling))))
-    assert "4 bytes behind it" in str(error.value)
+    assert "4 bytes before the end" in str(error.value)
     # Of blocks as many are there as the tensor has behind the address.
     paged = PeerTensors(1, [address + 2 * BLOCKS.stride for address in addresses(peer, "paged")])
     with refused(INVALID):

@@ -133,7 +133,7 @@ def test_a_plan_of_a_slot_moves_the_slot_that_is_named(
         kvplan.plan(Transfer(Rows(DESC, slot=number), Rows(DESC, slot=1)), local="dst")
         for number in (3, 4)
     ]
-    with refused(INVALID, r"names slot 3, and the plan moves slot 4"):
+    with refused(INVALID, r"names slot 3, but the plan moves slot 4"):
         user.run(Planned(plans[1], src, mine))
     user.run(Planned(plans[0], src, mine))
     assert (user.arrays(mine, copy=True)[2][1] == SOURCE[2][3]).all()
@@ -163,7 +163,7 @@ def test_caches_that_are_not_as_planned_are_refused_with_the_difference(
                 mine,
             )
         )
-    with refused(INVALID, "make a push, and the plan is of pull_blocks"):
+    with refused(INVALID, "make a push, but the plan is a pull_blocks"):
         user.run(Planned(plan, mine, KEY))
     with refused(INVALID, "outside the tensor's"):
         beyond_it = Plan([replace(plan.part, segments=beyond(plan))])

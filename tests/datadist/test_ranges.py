@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 
-from kvplan import AddressRanges, CacheDesc, ClusterInfo, DataType, LlmDataDist, Placement
+from kvplan import (
+    AddressRanges,
+    CacheDesc,
+    ClusterInfo,
+    DataType,
+    LlmDataDist,
+    LLMException,
+    Placement,
+)
+from kvplan.engine.ranges import _find, move_ranges_now
+from kvplan.engine.runner import PlanEvent
+from kvplan.execution.transfers import SMALL_NBYTES
 from kvplan.recording import read
 from tests.datadist.conftest import MakeEngine
 from tests.datadist.machine import Machine, on_host_only
 from tests.datadist.peer import Peer
+from tests.support.lines import interrupted
 from tests.support.refusals import refused
 
 DESC = CacheDesc(3, (4, 256), DataType.DT_UINT8)
@@ -134,6 +148,90 @@ def test_memory_that_must_not_be_written(user: LlmDataDist, peer: Peer, machine:
         user.run(AddressRanges(1, [array.ctypes.data], [there], [10], "push"))
     user.run(AddressRanges(1, own.tensor_addrs, [there], [10]))
     assert user.arrays(own)[0].reshape(-1)[:11].tolist() == [1] * 10 + [0]
+
+
+def test_small_ranges_that_are_moved_again(user: LlmDataDist, peer: Peer, machine: Machine) -> None:
+    """Between memory of the programs themselves: the thread copies, by what it found before."""
+    on_host_only(machine, "memory of a device has a stream")
+    array = np.zeros(SIZE, np.uint8)
+    desc = CacheDesc(1, (1, SIZE), DataType.DT_UINT8, Placement.HOST)
+    own = user.register_cache(desc, [array])
+    there, theirs = peer.run(
+        """
+        array = np.ones(1024, np.uint8)
+        cache = datadist.register_cache(desc, [array])
+        result = array.ctypes.data, cache.cache_id
+        """,
+        desc=desc,
+    )
+    here = array.ctypes.data
+    ranges = AddressRanges(1, [here + 8, here], [there + 108, there + 100], [8, 8])
+    for value in (1, 2):
+        peer.run("array[:] = value", value=value)
+        user.run(ranges)
+        assert array[:17].tolist() == [value] * 16 + [0]
+    counted = user.metrics()["operations"]["pull_ranges"]
+    assert (counted["statuses"], counted["nbytes"]) == ({"LLM_SUCCESS": 2}, 32)
+    scattered = [here + 8 * i for i in range(100)], [there + 10 * i for i in range(100)]
+    user.run(AddressRanges(1, *scattered, [8] * 100))  # more than one call of the system takes
+    assert array[:801].tolist() == [2] * 800 + [0]
+    array[17:] = 0
+    shown: list[PlanEvent] = []
+    remove = user.on_plan(shown.append)
+    user.run(ranges)  # a hook sees the plan, which is the one that was not made before
+    remove()
+    columns = [here + 8, here], [there + 108, there + 100], [8, 8]
+    assert shown[0].plan == user.plan(AddressRanges(1, *columns))
+    user.run(ranges)
+    assert len(shown) == 1
+
+    array[:] = 7
+    peer.run("datadist.unregister_cache(number)", number=theirs)
+    with refused("LLM_KV_CACHE_NOT_EXIST"):
+        user.run(ranges)
+    assert set(array.tolist()) == {7}
+    peer.run("again = datadist.register_cache(desc, [array])", desc=desc)
+    user.run(ranges)
+    assert array[:17].tolist() == [2] * 16 + [7]
+    user.unregister_cache(own.cache_id)
+    array[:] = 7
+    with refused("LLM_KV_CACHE_NOT_EXIST", "this engine has registered"):
+        user.run(ranges)
+    assert set(array.tolist()) == {7}
+
+
+@pytest.mark.skipif(SMALL_NBYTES == 0, reason="without a GIL nothing moves at once")
+def test_memory_that_is_withdrawn_in_the_middle_is_not_written(
+    user: LlmDataDist, peer: Peer, machine: Machine
+) -> None:
+    """Before each line of a small pull; it may come before the copy, or after it."""
+    on_host_only(machine, "memory of a device has a stream")
+    array = np.zeros(SIZE, np.uint8)
+    desc = CacheDesc(1, (1, SIZE), DataType.DT_UINT8, Placement.HOST)
+    there = peer.run(
+        """
+        array = np.full(1024, 7, np.uint8)
+        datadist.register_cache(desc, [array])
+        result = array.ctypes.data
+        """,
+        desc=desc,
+    )
+    steps = [move_ranges_now.__code__, _find.__code__]
+    found: list[int] = []
+    for line in range(1, 100):
+        array[:] = 0
+        cache = user.register_cache(desc, [array])
+        ranges = AddressRanges(1, [array.ctypes.data], [there], [SIZE])
+
+        def end(cache_id: int = cache.cache_id) -> None:
+            user.unregister_cache(cache_id)
+            found.append(int(array.max()))
+
+        with suppress(LLMException):
+            if not interrupted(line, partial(user.run, ranges), end, steps):
+                break
+        assert array.max() == found[-1], line
+    assert {*found} == {0, 7}
 
 
 def test_they_are_recorded(user: LlmDataDist, there: tuple[int, ...], tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_two_devices_of_one_process(simulator: Controls) -> None:
         sides = [
             end._running().registry.resolve(end.allocate_cache(DEVICE)).memory for end in (one, two)
         ]
-        with refused("LLM_FEATURE_NOT_ENABLED", "device 3 .* device 4; .*linked engines"):
+        with refused("LLM_FEATURE_NOT_ENABLED", "device 3 .* device 4; .*linked engine"):
             kvplan.execute(kvplan.plan(Transfer(Rows(DEVICE), Rows(DEVICE))), *sides)
         del sides
 

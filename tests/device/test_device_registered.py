@@ -211,7 +211,7 @@ class TestRefused:
         arrays = contents(1)
         with refused(
             "LLM_PARAM_INVALID",
-            "tensor 0 has 1536 bytes at 0x.*is host memory.*not of device 3.*accelerator",
+            "tensor 0 has 1536 bytes at 0x.*is host memory.*needs memory of device 3.*accelerator",
         ):
             datadist.register_cache(DEVICE, [array.ctypes.data for array in arrays])
         with refused(
@@ -229,15 +229,15 @@ class TestRefused:
 
     def test_device_memory_as_the_hosts(self, allocate: Allocate, datadist: LlmDataDist) -> None:
         addresses = allocate()
-        with refused(
-            "LLM_PARAM_INVALID", "tensor 0 at 0x.*memory of device 3, and not of the host"
-        ):
+        with refused("LLM_PARAM_INVALID", "tensor 0 at 0x.*memory of device 3, but placement=HOST"):
             datadist.register_cache(HOST, addresses)
-        with refused("LLM_PARAM_INVALID", "and not of the host"):
+        with refused("LLM_PARAM_INVALID", "but placement=HOST needs host memory"):
             datadist.arrays(Cache(HOST, -1, tuple(addresses)), copy=True)
 
     def test_memory_of_another_device(self, allocate: Allocate, datadist: LlmDataDist) -> None:
-        with refused("LLM_PARAM_INVALID", r"memory of another device \(5\), and not of device 3"):
+        with refused(
+            "LLM_PARAM_INVALID", r"memory of another device \(5\), but .* needs memory of device 3"
+        ):
             datadist.register_cache(DEVICE, allocate(device_id=5))
 
     def test_a_range_that_ends_elsewhere(self, allocate: Allocate, datadist: LlmDataDist) -> None:

@@ -528,14 +528,14 @@ def test_no_slot_is_lost(make: Callable[..., LocalTransport | TcpTransport | Ucx
     with make(max_registrations=1) as transport:
         held = [transport.begin_lease() for _ in range(MAX_LEASES)]
         assert len(set(held)) == MAX_LEASES
-        with refused("LLM_OUT_OF_MEMORY", "leases are taken"):
+        with refused("LLM_OUT_OF_MEMORY", "leases are in use"):
             transport.begin_lease()
         registration = transport.register(bytearray(8))
         transport.end_leases(held)
         transport.end_leases(held)  # nothing is given back twice
         again = [transport.begin_lease() for _ in range(MAX_LEASES)]
         assert not set(again) & set(held)  # of each slot another generation
-        with refused("LLM_OUT_OF_MEMORY", "leases are taken"):
+        with refused("LLM_OUT_OF_MEMORY", "leases are in use"):
             transport.begin_lease()
         transport.deregister(registration)
 

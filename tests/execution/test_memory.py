@@ -96,7 +96,7 @@ class TestDLPack:
         ("bad", "why"),
         [
             (tensor()[:, ::2], "not C-contiguous; contiguous memory is needed"),
-            (tensor().T, r"not C-contiguous; permuted by \(1, 0\) it is, of shape "),
+            (tensor().T, r"not C-contiguous; permuted by \(1, 0\) it is, with shape "),
             (tensor()[:0], "is empty"),
         ],
     )
@@ -215,7 +215,7 @@ def test_the_permutation_that_a_refusal_names_is_contiguous(order):
         assert axes is not None
         turned = array.transpose([int(word) for word in axes[1].split(",")])
         assert HostMemory.from_arrays([turned]).nbytes.tolist() == [240]
-        assert f"of shape {turned.shape}" in str(caught.value)
+        assert f"with shape {turned.shape}" in str(caught.value)
 
 
 class TestMemoryThatIsTakenBack:

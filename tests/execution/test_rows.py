@@ -540,9 +540,11 @@ class Mapped(HostMemory):
         super().__init__(memory.addresses, memory.nbytes, writable=False, owner=memory)
         self.held = False
         self.copied, self.checks = copied, 0
-        self.guard = self, b""
+        self.reader = self, b"", False
 
-    def copy(self, descriptors: Descriptors, words: bytes, here: HostMemory) -> str:
+    def copy(
+        self, descriptors: Descriptors, words: bytes, here: HostMemory, by_address: bool
+    ) -> str:
         """What the native copy does, with an outcome that a test chooses."""
         return self.copied
 

@@ -219,9 +219,9 @@ def test_finalize_while_the_peer_is_stopped(
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """What the owner was warned of, about memory that is not used again."""
+    """What the owner was warned of, about memory that is quarantined."""
     with caplog.at_level(logging.WARNING, "kvplan"):
-        yield lambda: [message for message in caplog.messages if "is not used again" in message]
+        yield lambda: [message for message in caplog.messages if "is quarantined" in message]
 
 
 @pytest.mark.slow

@@ -432,7 +432,7 @@ def test_a_slot(make_engine: MakeEngine, peer: Peer) -> None:
     of_blocks = lease_at(peer)
     with refused("LLM_PARAM_INVALID", "paged"):
         user.pull_cache(of_blocks, cache, 1)
-    with refused("LLM_PARAM_INVALID", "is of blocks; a lease of a slot"):
+    with refused("LLM_PARAM_INVALID", "has blocks; a lease of a slot"):
         user.pull_cache(replace(lease, paged=True), cache, 1)
 
 

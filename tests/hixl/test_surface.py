@@ -349,11 +349,13 @@ def test_of_a_handle_that_is_not_registered_nothing_is_deregistered(
 class Ended:
     """A task that has, or has not."""
 
-    def __init__(self, done: bool = False) -> None:
-        self.done = done
+    settled = False
 
     def wait(self) -> None:
-        assert self.done
+        assert self.settled
+
+    def wait_done(self, timeout_ms: float) -> bool:
+        return self.settled
 
 
 def test_so_many_requests_may_be_open(engine: hixl.Hixl, peer: Peer) -> None:
@@ -367,7 +369,7 @@ def test_so_many_requests_may_be_open(engine: hixl.Hixl, peer: Peer) -> None:
     tasks = [Ended() for _ in range(MAX_REQUESTS)]
     numbers = [running.requests.add(Request(task, None, peer.name, "READ")) for task in tasks]
     for done in (False, True):
-        tasks[7].done = done  # which is open until it is asked for
+        tasks[7].settled = done  # which is open until it is asked for
         refused = engine.transfer_async(peer.name, hixl.READ, moved)
         assert refused == (hixl.RESOURCE_EXHAUSTED, 0)
     np.testing.assert_array_equal(memory.array, before)

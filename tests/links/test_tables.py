@@ -27,9 +27,9 @@ from kvplan import (
 from kvplan.control.messages import MAX_NBYTES, ShardEntry, Table, TableEntry, encode
 from kvplan.engine.entry import CacheEntry
 from kvplan.links import peer_table
-from kvplan.links.local_engine import PublishedTable, Publisher
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.peer_table import PeerCache, PeerTable, find_by_address
+from kvplan.links.publisher import PublishedTable, Publisher
 from kvplan.status import LLMStatusCode
 from tests.links.end import DESC, End
 from tests.links.peer import Peer
@@ -391,7 +391,7 @@ class TestMovedLeases:
         known.apply(Table(1, False, (), (), blobs[:3]))
         with refused(
             "LLM_PARAM_INVALID",
-            f"has moved {most + 1} leases of .* at most",
+            f"has moved {most + 1} leases, .*at most",
         ):
             known.apply(Table(2, False, (), (), blobs[3:]))
         for wrong in (b"", b"lease", blobs[0][:-1]):

@@ -265,7 +265,7 @@ def test_handshakes_whose_transport_blocks_have_few_threads(
     ("change", "message"),
     [
         ({"to_cluster_id": 5}, "cluster 1 is here, not cluster 5"),
-        ({"cluster_id": 1}, "cluster 1 is here itself"),
+        ({"cluster_id": 1}, "cluster 1 cannot link with itself"),
         ({"comm": "name"}, "communicator 'name' is not linked by address"),
         (
             {"offers": ()},
@@ -383,7 +383,7 @@ def test_another_user_of_the_host_is_kept_out(
     end = make_end(1, listen=listen)
     address = end.address.replace("0.0.0.0", "127.0.0.1")
     (error,) = nobody.run(LINK.format(1, address))
-    assert "authenticate: the peer has disconnected; has it another key" in error
+    assert "authenticate: the peer has disconnected; it may have another key" in error
     assert f"this side uses the key of user {NOBODY} (" in error
     assert "as no kvplan.cluster_key_file is given" in error
     assert peer.run(LINK.format(1, address)) == ["None"]

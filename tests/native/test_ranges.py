@@ -14,7 +14,6 @@ from kvnative._ranges import (
     Pieces,
     TransferOpDesc,
     address_columns,
-    arrange,
     choose,
     first_bad,
     first_overlap,
@@ -28,27 +27,6 @@ rows = st.lists(st.tuples(numbers, numbers, st.integers(1, 9), st.integers(0, 2)
 
 def columns(rows: list[tuple[int, ...]], width: int) -> list[np.ndarray]:
     return [np.array([row[i] for row in rows], dtype=np.uint64) for i in range(width)]
-
-
-@given(rows)
-@example([(0, 10, 5, 0), (5, 15, 5, 1), (10, 20, 5, 1)])  # go on across groups, and within one
-def test_arrange(given_rows: list[tuple[int, int, int, int]]) -> None:
-    src, dst, nbytes, groups = columns(given_rows, 4)
-    found = arrange(src, dst, nbytes, groups)
-    merged: list[list[int]] = []
-    for a, b, n, g in sorted(given_rows, key=lambda given_row: (given_row[3], given_row[0])):
-        if merged and merged[-1][3] == g:
-            last = merged[-1]
-            if (last[0] + last[2], last[1] + last[2]) == (a, b):
-                last[2] += n
-                continue
-        merged.append([a, b, n, g])
-    assert [
-        list(column) for column in zip(*(entry.tolist() for entry in found), strict=True)
-    ] == merged
-    alone = arrange(src, dst, nbytes)
-    assert alone[3] is None
-    assert int(alone[2].sum()) == int(nbytes.sum())
 
 
 @given(rows)
@@ -104,6 +82,35 @@ def test_placed_ranges_are_those_of_single_searches() -> None:
     assert pushed is not None
     assert [column.tolist() for column in pushed[:3]] == [[41, 45], [210, 205], [3, 1]]
     assert pushed[3:] == ([(2, 1, 0)], None, None)
+
+
+@pytest.mark.parametrize("pulls", [True, False])
+@given(st.lists(st.tuples(st.integers(0, 59), numbers, st.integers(1, 9)), min_size=1))
+@example([(10, 110, 5), (15, 115, 5), (25, 125, 5)])  # go on within a piece, and across pieces
+def test_placed_ranges_are_sorted_and_merged(
+    pulls: bool, given_rows: list[tuple[int, int, int]]
+) -> None:
+    """By the extent here and the source, also where they lie in several extents of this side."""
+    firsts = np.array([0, 20, 40], np.uint64)
+    own = Pieces(firsts, firsts + np.uint64(19), None, 3)
+    peer = Pieces(*columns([(0, 2**64 - 1)], 2), None, 1)
+    inside = [(a, b, min(n, 20 - a % 20)) for a, b, n in given_rows]
+    found = place(own, peer, *columns(inside, 3), pulls)
+    assert found is not None
+    copies = [(a // 20, *((b, a) if pulls else (a, b)), n) for a, b, n in inside]
+    merged: list[list[int]] = []
+    for copy in sorted(copies, key=lambda copy: copy[:2]):
+        if merged and merged[-1][0] == copy[0]:
+            last = merged[-1]
+            if (last[1] + last[3], last[2] + last[3]) == copy[1:3]:
+                last[3] += copy[3]
+                continue
+        merged.append([*copy])
+    assert [[*row] for row in zip(*(column.tolist() for column in found[:3]), strict=True)] == [
+        row[1:] for row in merged
+    ]
+    extents = [row[0] for row in merged]
+    assert found[3] == [(each, 0, extents.index(each)) for each in sorted({*extents})]
 
 
 def test_what_cannot_be_placed() -> None:
@@ -165,9 +172,8 @@ def test_columns_of_objects() -> None:
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda value: arrange(value, value, value[:1]), ValueError),
-        (lambda value: arrange(value, value, value, value[:1]), ValueError),
-        (lambda value: arrange(value, value, value.astype(np.int64)), TypeError),
+        (lambda value: place(OWN, PEER, value, value, value[:1], True), ValueError),
+        (lambda value: place(OWN, PEER, value, value, value.astype(np.int64), True), TypeError),
         (lambda value: first_overlap(value, value[:1]), ValueError),
         (lambda value: first_overlap(value, [1, 2]), TypeError),
         (lambda value: locate(value, value[:1], value, value), ValueError),

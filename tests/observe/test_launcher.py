@@ -143,7 +143,7 @@ def test_the_launcher_takes_what_to_observe() -> None:
         parse(["--observe"])
     both = "nixl, mooncake,sums=/a=b"
     assert parse(["--observe", both, "a.py"]) == Launch(False, ("a.py",), both)
-    with pytest.raises(Misuse, match="--observe 'ucx' must be one of nixl, mooncake, sums"):
+    with pytest.raises(Misuse, match="--observe 'ucx' must be one of nixl, mooncake, hixl, sums"):
         parse(["--observe", "nixl,ucx=/tmp", "a.py"])
 
 

@@ -110,7 +110,9 @@ def test_a_type_that_contradicts_the_tensors_is_refused(data_type):
     ],
 )
 def test_a_type_without_a_number_is_refused(tensor):
-    with refused("LLM_PARAM_INVALID", r"tensors\[0\] is .*, of no DataType; data_type must say"):
+    with refused(
+        "LLM_PARAM_INVALID", r"tensors\[0\] is .*, which is not a DataType; give data_type"
+    ):
         CacheDesc.from_tensors([tensor], NHD)
 
 

@@ -59,7 +59,7 @@ NO_SHAPE = ctypes.POINTER(ctypes.c_int64)()
         ({"shape": NO_SHAPE}, "has 2 dimensions and no shape by DLPack"),
         ({"byte_offset": 2**64 - 1}, "byte_offset=18446744073709551615, beyond"),
         ({"lanes": 0}, "is empty"),
-        ({"bits": 255}, "of no DataType"),
+        ({"bits": 255}, "which is not a DataType"),
     ],
 )
 def test_a_capsule_that_cannot_be_is_refused(fields, message):
@@ -80,7 +80,7 @@ def test_a_capsule_that_another_has_taken_is_refused():
     rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
     rename(capsule, b"used_dltensor")  # as whoever consumes it does, who frees it, too
     try:
-        with refused("LLM_PARAM_INVALID", "which is no DLPack capsule"):
+        with refused("LLM_PARAM_INVALID", "which is not a DLPack capsule"):
             CacheDesc.from_tensors([Once()], None)
     finally:
         rename(capsule, b"dltensor")
@@ -89,15 +89,15 @@ def test_a_capsule_that_another_has_taken_is_refused():
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"stride": (8,)}, "which no tensor has"),
-        ({"data_ptr": -5}, "which no tensor has"),
-        ({"data_ptr": 2**64}, "which no tensor has"),
-        ({"element_size": -2}, "which no tensor has"),
-        ({"data_ptr": None}, "does not hand out its memory"),
-        ({"stride": (8.5, 1)}, "does not hand out its memory"),
-        ({"shape": ("a", 8)}, "does not hand out its memory"),
-        ({"stride": ValueError("no strides")}, "does not hand out its memory: no strides"),
-        ({"element_size": 4}, "of no DataType"),
+        ({"stride": (8,)}, "which is not valid"),
+        ({"data_ptr": -5}, "which is not valid"),
+        ({"data_ptr": 2**64}, "which is not valid"),
+        ({"element_size": -2}, "which is not valid"),
+        ({"data_ptr": None}, "does not export its memory"),
+        ({"stride": (8.5, 1)}, "does not export its memory"),
+        ({"shape": ("a", 8)}, "does not export its memory"),
+        ({"stride": ValueError("no strides")}, "does not export its memory: no strides"),
+        ({"element_size": 4}, "which is not a DataType"),
     ],
 )
 def test_a_torch_tensor_that_cannot_be_is_refused(said, message):
@@ -122,7 +122,7 @@ def test_an_interface_that_numpy_refuses_is_refused_by_name(change):
     given.__array_interface__ = {
         item: value for item, value in changed.items() if value is not None
     }
-    with refused("LLM_PARAM_INVALID", r"tensors\[0\]: .*does not hand out its memory"):
+    with refused("LLM_PARAM_INVALID", r"tensors\[0\]: .*does not export its memory"):
         CacheDesc.from_tensors([given], None)
 
 

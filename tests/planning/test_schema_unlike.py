@@ -195,7 +195,7 @@ def test_layers_that_would_need_tensors_that_are_not_there() -> None:
     document = written(LAYERS)
     document["parts"][0] |= {"tensors_per_layer": 3}
     document["parts"][0] |= {"src_tensors": [0, 3], "dst_tensors": [0, 3]}
-    assert "tensors_per_layer=3 of 3 views" in refusal(document)
+    assert "tensors_per_layer=3 must group 3 views" in refusal(document)
 
 
 def test_more_runs_than_a_document_may_have() -> None:

@@ -309,7 +309,7 @@ def test_sources_that_overlap_in_other_tokens_for_other_heads() -> None:
     low = Shard(num_layers=1, heads=range(1), num_heads=2)
     lower = CacheDesc(2, (8, 64, 1, 8), DataType.DT_FLOAT16, kv_tensor_format="NHD", shard=low)
     rows = [Rows(desc(tokens=32), [4, 5]), Rows(lower, [4]), Rows(SECOND, [4, 5])]
-    with refused("LLM_PARAM_INVALID", r"sources\[0\] overlaps others so that no one range"):
+    with refused("LLM_PARAM_INVALID", r"sources\[0\] overlaps others so that its share"):
         kvplan.plan(Transfer(rows, Rows(WHOLE, [6, 7]), num_tokens=64, rank=2), local="dst")
 
 

@@ -137,5 +137,5 @@ def test_more_runs_than_can_be_compared_are_refused_where_they_reach_into_each_o
     woven = Segments([0, 0], [0, 3], [1, 1], [([half, half], 1, 2)])
     one = kvplan.plan(Transfer(Rows(space, [0]), Rows(space, [0])), local="dst").part
     check_invariants(replace(one, segments=apart, num_slices=2 * half))
-    with refused(LLMStatusCode.LLM_PARAM_INVALID, "reach into each other are more than"):
+    with refused(LLMStatusCode.LLM_PARAM_INVALID, "segments with overlapping extents have"):
         check_invariants(replace(one, segments=woven, num_slices=2 * half))

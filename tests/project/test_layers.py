@@ -15,30 +15,30 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "addressed": 689,
-    "cli": 3680,
+    "addressed": 705,
+    "cli": 3675,
     "control": 3615,
-    "debug": 791,
-    "device": 1197,
-    "engine": 8185,
-    "execution": 3194,
+    "debug": 788,
+    "device": 1198,
+    "engine": 8291,
+    "execution": 3193,
     "hixl": 1099,
     "inspection": 2000,
     "kvplan": 1671,
-    "links": 4004,
+    "links": 4016,
     "llm_datadist": 3814,
     "mooncake": 540,
-    "nixl": 1669,
-    "observe": 1451,
-    "planning": 5842,
-    "recording": 1672,
+    "nixl": 1668,
+    "observe": 1597,
+    "planning": 5838,
+    "recording": 1670,
     "run": 368,
-    "serving": 2777,
-    "system": 467,
-    "tensors": 1077,
+    "serving": 2893,
+    "system": 472,
+    "tensors": 1082,
     "testing": 471,
-    "transport": 7488,
-    "vllm": 1998,
+    "transport": 7492,
+    "vllm": 2097,
 }
 """Lines of each room. Only a commit that says why may raise one."""
 
@@ -46,7 +46,7 @@ TRANSFER_MODULES = [
     "engine/gather", "engine/operation", "engine/pairs", "engine/ranges", "engine/resolve",
     "engine/shares", "engine/transfers", "execution/gather_task",
 ]  # fmt: skip
-MAX_TRANSFER_LINES = 2391
+MAX_TRANSFER_LINES = 2512
 """Lines of the modules that make a transfer of names; 4,411 before there was one path. It falls."""
 
 MAX_IN_CIRCLES_OF_TYPES = 0

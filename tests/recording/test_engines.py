@@ -212,7 +212,7 @@ def test_who_wrote_a_block(tmp_path, user, peer):
         assert tags_of(10) == [("copied", (3,), False)]
         assert tags_of(12) == []
         assert who_wrote(both[0], here.cache_id + 1, 3) == []
-        with refused("LLM_PARAM_INVALID", "is of cluster 2 too"):
+        with refused("LLM_PARAM_INVALID", "is of cluster 2 itself"):
             who_wrote(both[0], here.cache_id, 3, [both[0]])
         with pytest.raises(TypeError):
             who_wrote(both[0], "3", 3)

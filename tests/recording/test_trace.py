@@ -263,7 +263,7 @@ def test_exports(recorded, capsys, tmp_path):
         (["{0}", "--operation", "pull_blcks"], "similar: pull_blocks"),
         (["{0}", "--operation", "pusch"], "similar: push"),
         (["{0}.missing"], "No such file"),
-        (["{0}", "{0}", "--block", "1:2"], "is of cluster 1 too"),
+        (["{0}", "{0}", "--block", "1:2"], "is of cluster 1 itself"),
         ([], "Missing argument"),
         ([__file__], "is not a recording"),
     ],

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from kvplan import LLMException, PlanEvent
+from kvplan.layout import Interleaved
 from kvplan.serving import Compatibility, Exchange, Place, PullResult, Source, Target
 from tests.serving.peer import Peer
 from tests.serving.worker import INSTANCE, Worker, reference
@@ -139,6 +140,9 @@ def test_several_stages_are_not_pushed_to(make_worker: MakeWorker) -> None:
     item, fields = make_worker(), Compatibility({})
     with refused("LLM_PARAM_INVALID", "push=True needs one cache and one stage, not 1 groups and"):
         Exchange(item.engine, item.cache, fields, INSTANCE, place=Place(stages=STAGES), push=True)
+    for place in (Place(context=Interleaved(0, 2)), Place(copies=2)):
+        with refused("LLM_PARAM_INVALID", "push=True does not support context parallelism"):
+            Exchange(item.engine, item.cache, fields, INSTANCE, place=place, push=True)
 
 
 def test_a_producer_of_other_layers_fails_the_request(

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvplan.layout import Interleaved
 from kvplan.serving import (
     Compatibility,
     ExchangeOptions,
@@ -31,7 +32,7 @@ from kvplan.serving.messages import (
     encode,
     grants,
 )
-from kvplan.serving.tables import Share, heads_of, read_from, share_of
+from kvplan.serving.tables import Held, Share, heads_of, read_from, share_of
 from tests.support.refusals import refused
 
 HANDLE = bytes(range(16))
@@ -107,7 +108,7 @@ def test_of_a_request_that_has_not_finished_its_name_is_enough() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"protocol": 1}, "protocol=1 of kvplan.serving; it must be 3"),
+        ({"protocol": 1}, "protocol=1 of kvplan.serving; it must be 4"),
         ({"handle": "7"}, "is invalid: "),
         ({"handle": 7}, "is invalid: "),
         ({"handle": ""}, "must have handle, digest and num_tokens"),
@@ -178,7 +179,7 @@ def test_fields_that_fit_into_no_message_are_refused() -> None:
 def test_workers_read_from_those_that_have_their_heads(
     rank: int, ranks: int, owners: int, sources: list[int]
 ) -> None:
-    assert read_from(rank, ranks, owners, num_heads=8) == sources
+    assert read_from(rank, ranks, owners, num_heads=8, turn=rank) == sources
 
 
 HALVES, UNEVEN = ((0, 2), (2, 4)), ((0, 3), (3, 4))
@@ -208,12 +209,48 @@ HALVES, UNEVEN = ((0, 2), (2, 4)), ((0, 3), (3, 4))
 def test_workers_read_from_those_that_have_their_layers(
     place: Place, num_heads: int, sources: tuple[tuple[int, int] | None, ...], share: Share
 ) -> None:
-    assert share_of(place, num_heads, sources) == share
+    assert share_of(place, num_heads, tuple(map(Held, sources))) == share
 
 
 def test_a_producer_without_the_layers_of_a_stage_is_refused() -> None:
     with refused("LLM_PARAM_INVALID", r"no source has layers of \(2, 4\): \(\(0, 2\),\)"):
-        share_of(Place(0, 1, 1, HALVES), 1, ((0, 2),))
+        share_of(Place(0, 1, 1, HALVES), 1, (Held((0, 2)),))
+
+
+EVEN, ODD = Held(None, (0, 2, 1)), Held(None, (1, 2, 1))
+
+
+def test_of_ranks_that_share_out_tokens_a_worker_reads_those_with_its_own() -> None:
+    """All ranks, if it has all tokens or others; of two with equal tokens another each."""
+    assert share_of(Place(), 1, (EVEN, ODD)) == Share((0, 1), (), (1, 1))
+    second = Place(context=Interleaved(1, 2))
+    assert share_of(second, 1, (EVEN, ODD)) == Share((1,), (), (1, 1))
+    assert share_of(Place(context=Interleaved(1, 4, 2)), 1, (EVEN, ODD)).mine == (0, 1)
+    assert share_of(second, 1, (EVEN, ODD, EVEN, ODD)) == Share((3,), (), (1, 1, 1, 1))
+    assert share_of(Place(copy=1, copies=2), 1, (EVEN, ODD)) == Share((0, 1), (), (2, 2))
+
+
+@pytest.mark.parametrize("mine", [(2, 1), (2, 6), (3, 4), (4, 3), (6, 2)])
+@pytest.mark.parametrize("theirs", [(2, 1), (2, 6), (3, 4), (4, 3), (6, 2), (1, 5)])
+def test_ranks_without_a_token_of_the_reader_are_not_read(
+    mine: tuple[int, int], theirs: tuple[int, int]
+) -> None:
+    sources = tuple(Held(None, (rank, *theirs)) for rank in range(theirs[0]))
+    for rank in range(mine[0]):
+        tokens = [token for token in range(5000) if token // mine[1] % mine[0] == rank]
+        having = {token // theirs[1] % theirs[0] for token in tokens}
+        assert {*share_of(Place(context=Interleaved(rank, *mine)), 1, sources).mine} == having
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [(EVEN,), (EVEN, Held(None, (1, 2, 4))), (EVEN, Held()), (EVEN, ODD, Held((0, 1), (0, 2, 1)))],
+)
+def test_a_producer_without_a_rank_of_its_context_is_refused(sources: tuple[Held, ...]) -> None:
+    with refused(
+        "LLM_PARAM_INVALID", "sources of some layers have contexts .*; they must be None, or"
+    ):
+        share_of(Place(), 1, sources)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 8])
@@ -223,7 +260,7 @@ def test_each_worker_hears_from_as_many_readers_as_it_waits_for(
     ranks: int, owners: int, heads: int
 ) -> None:
     """And each head of a reader is read from one worker that has it."""
-    shares = [share_of(Place(rank, ranks), heads, (None,) * owners) for rank in range(ranks)]
+    shares = [share_of(Place(rank, ranks), heads, (Held(),) * owners) for rank in range(ranks)]
     hears = Counter(owner for share in shares for owner in (*share.mine, *share.spare))
     assert {share.readers for share in shares} == {tuple(hears[index] for index in range(owners))}
     for rank, share in enumerate(shares):

@@ -400,7 +400,7 @@ class TestMetadata:
         transport.deregister(ended)
         with LocalTransport() as other:
             for registration in (ended, other.register(bytearray(10))):
-                with refused(LLMStatusCode.LLM_PARAM_INVALID, "not registered here"):
+                with refused(LLMStatusCode.LLM_PARAM_INVALID, "not registered with this transport"):
                     transport.metadata([registration])
         with pytest.raises(TypeError, match="a range"):
             transport.metadata([range(3)])  # type: ignore[list-item]

@@ -225,7 +225,7 @@ def test_memory_that_is_registered_after_linking_is_reached(
 ) -> None:
     with transport.connect(owner.metadata()) as link:
         base = owner.run(REGISTERED, "result = memory.ctypes.data")
-        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "none at all"):
+        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, "registered: none"):
             tensors_of(link, base, writable=False)
         tensors_of(link, base, writable=True, metadata=owner.metadata()).check()
         owner.run("arena = transport.allocate(4096); transport.register(arena)")

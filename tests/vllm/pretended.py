@@ -15,6 +15,7 @@ NAMES = {
     "vllm": [],
     "vllm.config": ["VllmConfig"],
     "vllm.distributed": [
+        "get_pcp_group",
         "get_pp_group",
         "get_tensor_model_parallel_rank",
         "get_tensor_model_parallel_world_size",

@@ -18,6 +18,7 @@ from vllm.config import (
     CacheConfig,
     KVTransferConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
@@ -36,7 +37,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvplan.vllm.connector import KvplanHandshake
+from kvplan.vllm.connector import KvplanHandshake, KvplanMetadata
 from kvplan.vllm.step import WorkerAddress
 
 BLOCK, BLOCKS, TOKENS = 16, 16, 40
@@ -58,11 +59,24 @@ class Engine:
     """A scheduler whose workers are these tests."""
 
     def __init__(
-        self, folder: Path, role: str, policy: str = "recompute", *, states: bool = False
+        self,
+        folder: Path,
+        role: str,
+        policy: str = "recompute",
+        *,
+        states: bool = False,
+        contexts: int = 1,
+        beside_offloading: bool = False,
     ) -> None:
+        ours = {"kv_connector": "KvplanConnector", "kv_connector_module_path": "kvplan.vllm"}
+        if beside_offloading:
+            extra = {"cpu_bytes_to_use": 1 << 26}
+            other = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+            both = [ours | {"kv_role": role}, other | {"kv_role": "kv_both"}]
+            ours = {"kv_connector": "MultiConnector"}
+            ours["kv_connector_extra_config"] = {"connectors": both}  # type: ignore[assignment]
         transfer = KVTransferConfig(
-            kv_connector="KvplanConnector",
-            kv_connector_module_path="kvplan.vllm",
+            **ours,  # type: ignore[arg-type]
             kv_role=role,
             engine_id=role,
             kv_load_failure_policy=policy,
@@ -80,6 +94,9 @@ class Engine:
                 is_encoder_decoder=False,
             ),
             cache_config=caches,
+            parallel_config=ParallelConfig(
+                tensor_parallel_size=contexts, decode_context_parallel_size=contexts
+            ),
             kv_transfer_config=transfer,
         )
         caches.num_gpu_blocks = BLOCKS
@@ -98,20 +115,26 @@ class Engine:
             vllm_config=config,
             kv_cache_config=KVCacheConfig(BLOCKS, [], groups),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=256 if states else BLOCK,
-            hash_block_size=BLOCK,
+            block_size=256 if states else BLOCK * contexts,
+            hash_block_size=BLOCK * contexts,
         )
         self.connector = self.scheduler.connector
-        workers = {(stage, 0): WorkerAddress(7 + stage, f"a:{stage}") for stage in (1, 0)}
+        self.hasher = get_request_block_hasher(BLOCK * contexts, sha256)
+        stages = (0,) if beside_offloading else (1, 0)
+        workers = {(stage, 0): WorkerAddress(7 + stage, f"a:{stage}") for stage in stages}
+        if contexts > 1:
+            workers = {
+                (0, rank): WorkerAddress(7 + rank, f"a:{rank}", None, (rank, contexts, 1))
+                for rank in range(contexts)
+            }
         self.connector.set_xfer_handshake_metadata_pp_aware(
             {place: KvplanHandshake(address) for place, address in workers.items()}
         )
 
     def add(self, name: str, params: dict[str, Any]) -> None:
         sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
-        hasher = get_request_block_hasher(BLOCK, sha256)
         prompt = list(range(100, 100 + TOKENS))
-        self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=hasher))
+        self.scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self.hasher))
 
     def step(self, **reported: Any) -> tuple[Any, dict[str, int], Any]:
         """Make a step. Returns that of the workers, the scheduled tokens, and the answer."""
@@ -125,7 +148,13 @@ class Engine:
         )
         answers = self.scheduler.update_from_output(planned, output)
         given = [item for of_client in answers.values() for item in of_client.outputs]
-        return planned.kv_connector_metadata.step, scheduled, (given or [None])[0]
+        metadata = planned.kv_connector_metadata
+        (step,) = [
+            of_one.step
+            for of_one in getattr(metadata, "metadata", [metadata])
+            if isinstance(of_one, KvplanMetadata)
+        ]
+        return step, scheduled, (given or [None])[0]
 
     def held(self) -> tuple[bool, float]:
         return self.scheduler.has_requests(), self.scheduler.kv_cache_manager.usage
@@ -217,11 +246,58 @@ def hybrid(folder: Path, **failed: Any) -> dict[str, Any]:
     }
 
 
+def offloaded(folder: Path) -> dict[str, Any]:
+    """A request between engines that also offload blocks, by vLLM's MultiConnector."""
+    prefill = Engine(folder, "kv_producer", beside_offloading=True)
+    prefill.add("p", {"do_remote_decode": True})
+    _, scheduled, answer = prefill.step()
+    held = prefill.held()
+    step, _, _ = prefill.step()
+    decode = Engine(folder, "kv_consumer", beside_offloading=True)
+    decode.add("d", answer.kv_transfer_params)
+    begun, waiting, _ = decode.step()
+    _, target = begun.fetched["d"]
+    decode.step(finished_recving={"d"})
+    _, computed, _ = decode.step()
+    prefill.step(finished_sending={"p"})
+    prefill.step()
+    return {
+        "scheduled": scheduled,
+        "held": held[0] and held[1] > 0,
+        "blocks": [len(step.offers[0].blocks), len(target.blocks)],
+        "waiting": waiting,
+        "computed": computed,
+        "used": prefill.held()[1],  # the other connector waits for its own workers
+    }
+
+
+def shared_out(folder: Path) -> dict[str, Any]:
+    """A request whose tokens two ranks share out, from and to such an engine; a block fails."""
+    prefill = Engine(folder, "kv_producer", contexts=2)
+    prefill.add("p", {"do_remote_decode": True})
+    _, _, answer = prefill.step()
+    step, _, _ = prefill.step()
+    decode = Engine(folder, "kv_consumer", contexts=2)
+    decode.add("d", answer.kv_transfer_params)
+    begun, _, _ = decode.step()
+    _, target = begun.fetched["d"]
+    decode.step(finished_recving={"d"}, invalid_block_ids={target.blocks[1]})
+    _, computed, _ = decode.step()
+    return {
+        "sources": answer.kv_transfer_params["kvplan"]["sources"],
+        "blocks": [len(step.offers[0].blocks), len(target.blocks)],
+        "computed": computed,
+    }
+
+
 def main() -> None:
     init_none_hash(sha256)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(LLAMA))
+        latent = folder / "one head"
+        latent.mkdir()
+        (latent / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": 1}))
         first = produced(folder)
         given = first["params"]
         runs: dict[str, Callable[[], Any]] = {
@@ -230,6 +306,8 @@ def main() -> None:
             "all failed": lambda: fetched(folder, given, "recompute", failed_recving={"d"}),
             "failed for good": lambda: fetched(folder, given, "fail", failed_recving={"d"}),
             "aborted": lambda: aborted(folder, given),
+            "offloaded": lambda: offloaded(folder),
+            "shared out": lambda: shared_out(latent),
             "states": lambda: hybrid(folder),
             "states failed": lambda: hybrid(folder, failed_recving={"d"}),
         }

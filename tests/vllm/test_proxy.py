@@ -20,7 +20,7 @@ from aiohttp import web
 from kvplan.vllm.proxy import Proxy, arguments
 
 PATH = "/v1/completions"
-SERVER = {"protocol": 3, "instance": "aa", "sources": [[7, "10.0.0.1:26000"]]}
+SERVER = {"protocol": 4, "instance": "aa", "sources": [[7, "10.0.0.1:26000"]]}
 PARAMS = {"do_remote_prefill": True, "kvplan": {**SERVER, "handle": "00" * 16}}
 WHOLE = (200, "data: 1\n\ndata: [DONE]\n\n")
 DEADLINE_S = 60.0

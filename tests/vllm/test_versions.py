@@ -37,7 +37,7 @@ def test_blocks_of_a_finished_request_are_held_until_workers_report_it(found: An
 
 def test_workers_of_all_stages_are_in_the_reference(found: Any) -> None:
     reference = found["produced"]["params"]["kvplan"]
-    assert reference["sources"] == [[7, "a:0", None], [8, "a:1", None]]
+    assert reference["sources"] == [[7, "a:0", None, None], [8, "a:1", None, None]]
 
 
 def test_only_a_producer_requires_delivery(found: Any) -> None:
@@ -74,3 +74,17 @@ def test_of_states_the_last_token_is_left_out(found: Any, case: str, computed: i
     assert (result["scheduled"], result["computed"], result["reason"]) == (39, computed, "length")
     assert (result["offered"], result["fetched"], result["null"]) == ([3, 1], [3, 1], False)
     assert result["left"] == [FREE, FREE]
+
+
+def test_a_block_of_the_scheduler_has_the_tokens_of_all_ranks(found: Any) -> None:
+    """40 tokens are two blocks of 2 x 16; of the second 8 are computed."""
+    shared = found["shared out"]
+    assert shared["sources"] == [[7, "a:0", None, [0, 2, 1]], [8, "a:1", None, [1, 2, 1]]]
+    assert (shared["blocks"], shared["computed"]) == ([2, 2], {"d": 8})
+
+
+def test_beside_offloading_a_request_moves_as_alone(found: Any) -> None:
+    """MultiConnector gives it to the first connector that has its tokens."""
+    moved = found["offloaded"]
+    assert (moved["scheduled"], moved["held"], moved["used"]) == ({"p": 40}, True, 0.0)
+    assert (moved["blocks"], moved["waiting"], moved["computed"]) == ([3, 3], {}, {"d": 1})

@@ -14,21 +14,21 @@ typedef struct kvn_gate kvn_gate;
 typedef struct kvn_gate_waiter {
     kvn_node node; /* the gate's, with `gate` */
     kvn_gate *gate;
-    bool is_open;  /* the gate's: `open` was called, and has found no room */
+    bool is_open;  /* set by the gate: `open` was called and returned false */
     /* Called by a thread of the gate without locks: KVN_OK, or why the gate never opens. It must not block, because
      * this thread opens all gates. False, only after KVN_OK: there is no room now, so it is called again later. */
     bool (*open)(struct kvn_gate_waiter *waiter, int status, const kvn_failure *why);
-    /* Now and then until it opens, by the same thread: whether it waits no more, as a backend keeps the order
-     * from now on. NULL: none would. */
+    /* Called by the same thread from time to time until the gate opens: gives the batch to a backend that keeps the
+     * order itself, if there is room now. True: it did, and the waiter has left. NULL: the backend keeps no order. */
     bool (*pass)(struct kvn_gate_waiter *waiter);
-    const void *room; /* the backend, with `pass`: where one finds no room, others of it would not */
+    const void *room; /* the backend, with `pass`: if one waiter finds no room, neither do others of this backend */
 } kvn_gate_waiter;
 
 struct kvn_gate {
-    /* Never calls `open` itself. After a failure the waiter is not at the gate. */
+    /* Adds the waiter, and never calls `open` itself. After a failure the waiter is not at the gate. */
     int (*enter)(kvn_gate *gate, kvn_gate_waiter *waiter, kvn_failure *failure);
-    /* On return `open` does not run and is not called any more; whether or not it had entered. Not from
-     * within `open`, nor with a lock that `open` takes. */
+    /* Removes the waiter, or does nothing if it is not at the gate. After the return `open` does not run and is not
+     * called. Must not be called from within `open`, nor with a lock that `open` takes. */
     void (*leave)(kvn_gate *gate, kvn_gate_waiter *waiter);
 };
 

@@ -25,19 +25,20 @@ struct kvn_device {
     void *state;         /* of the ops, from open_context to close_context */
     int32_t id;
     pid_t pid;                /* of the process that opened it: no other may use it */
-    void *context;            /* that we work in */
+    void *context;            /* that kvplan works in */
     void *primary;            /* the context for threads without one; NULL: none */
-    atomic_uint batch_copies; /* kvn_batch_copies: only ever taken away */
+    atomic_uint batch_copies; /* kvn_batch_copies: flags are only ever cleared */
     pthread_mutex_t mutex;    /* guards the fields below */
-    char fallback[256];       /* why not all batch copies are used; "" while they are */
+    char fallback[256];       /* why some batch copies are not used; "" if all are */
     kvn_pinned *pinned;       /* ascending, disjoint */
     size_t num_pinned;
 };
 
-/* The runtime is initialized, and outlives the device. */
+/* The runtime must be initialized, and outlive the device. */
 int kvn_device_open(const kvn_device_ops *ops, const void *runtime, int32_t id, kvn_device *out,
                     kvn_failure *failure);
-/* Call it once nothing is in use. The device is not reset, as other code of the process may use it. */
+/* Call it once no memory, stream or backend of the device is in use. The device is not reset, because other code of
+ * the process may use it. */
 void kvn_device_close(kvn_device *device);
 /* Returns KVN_INVALID in a forked child of the process that opened the device. */
 int kvn_device_check_process(const kvn_device *device, kvn_failure *failure);
@@ -47,14 +48,14 @@ void kvn_device_begin_calls(const kvn_device *device);
 void kvn_device_end_calls(const kvn_device *device);
 /* Makes the device's context current on this thread; *previous is for kvn_device_leave. */
 int kvn_device_enter(const kvn_device *device, void **previous, kvn_failure *failure);
-/* Puts back the context that was current, or the primary one if there was none; of a kind that has no such
- * one, none. */
+/* Makes `previous` current again: the context before kvn_device_enter. If there was none, the primary one; without a
+ * primary one, none. */
 void kvn_device_leave(const kvn_device *device, void *previous);
-/* The same for calls on a stream of the program: in its context. */
+/* The same for calls on a stream of the program: in the stream's context. */
 int kvn_device_enter_stream(const kvn_device *device, kvn_stream stream, void **previous, kvn_failure *failure);
 void kvn_device_leave_stream(const kvn_device *device, void *previous);
 
-/* ---- from any thread; each enters and leaves. As the rows of kvn_device_ops ---- */
+/* ---- from any thread: each enters the context, makes the call of kvn_device_ops, and leaves ---- */
 
 int kvn_device_allocate(const kvn_device *device, uint64_t nbytes, void **out,
                         kvn_failure *failure);
@@ -62,15 +63,15 @@ int kvn_device_free(const kvn_device *device, void *address, kvn_failure *failur
 int kvn_device_allocate_host(const kvn_device *device, uint64_t nbytes, void **out,
                              kvn_failure *failure);
 int kvn_device_free_host(const kvn_device *device, void *address, kvn_failure *failure);
-/* Whole pages of host memory that the runtime allocates and pins; known as pinned until they are freed. */
+/* Whole pages of host memory that the runtime allocates and pins. Listed in `pinned` until they are freed. */
 int kvn_device_allocate_pinned(kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure);
 int kvn_device_free_pinned(kvn_device *device, void *address, kvn_failure *failure);
-/* Pins host memory of others, so that copies need no help of the processor. */
+/* Pins host memory that others have allocated, so that the device copies it without the CPU. */
 int kvn_device_pin(kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure);
 int kvn_device_unpin(kvn_device *device, uint64_t address, kvn_failure *failure);
 int kvn_device_locate(const kvn_device *device, uint64_t address, kvn_memory_place *out,
                       kvn_failure *failure);
-/* 0 bytes are copied and zeroed without a call. */
+/* These two make no call for 0 bytes. */
 int kvn_device_copy(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
                     uint64_t nbytes, kvn_failure *failure);
 int kvn_device_clear(const kvn_device *device, uint64_t address, uint64_t nbytes,
@@ -80,13 +81,13 @@ int kvn_device_memory(const kvn_device *device, size_t *free_nbytes, size_t *tot
 
 /* ---- for the backends that copy ---- */
 
-/* The range that is known to be pinned and holds `address`; false where there is none. */
+/* The range of `pinned` that holds `address`; false if none does. */
 bool kvn_device_pinned_at(kvn_device *device, uint64_t address, kvn_pinned *out);
-/* From now on without batch copies; the reason of the latest step down is kept. */
+/* Stops all batch copies from now on, and keeps the reason instead of an earlier one. */
 void kvn_device_fall_back(kvn_device *device, const char *why);
-/* From now on with slower ones, for this reason. */
+/* Keeps the reason why slower batch copies are used from now on. */
 void kvn_device_note_fallback(kvn_device *device, const char *why);
-/* Copies the reason, "" when there is none. */
+/* Copies the reason to `out`; "" if all batch copies are used. */
 void kvn_device_fallback(kvn_device *device, char *out, size_t room);
 
 #endif

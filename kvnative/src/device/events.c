@@ -9,26 +9,25 @@
 
 #include "core/thread.h"
 
-/* How soon the device is asked again: at first, and at most where nothing happens for long. In between, a
- * sixteenth later each time: so an event is seen late by a sixteenth of the time that it took. Where one comes as
- * long after the last as that did after the one before, as layers of a model do, it is asked as soon as can be. */
+/* The pause between two polls: the shortest, and the longest if nothing happens for long. Each pause is a sixteenth
+ * longer than the one before, so an event is seen late by about a sixteenth of the time that it took. When an event is
+ * expected, because the events before it came at even intervals, as layers of a model do, the pause is the shortest. */
 #define SOONEST_NS 20000
 #define LATEST_NS 250000
 #define PART 16
-#define MAX_UNITS 64 /* of each kind that are kept: others are the device's, which may still wait for them */
-#define MAX_FULL 8 /* backends that are asked for room at one look, and have none */
-#define MAX_HEADS 8 /* streams of which one look asks only the first point */
-#define TIMER_SLACK_NS 1000 /* of the thread's sleep; the system's own is 50 us */
+#define MAX_UNITS 64 /* of each kind that are kept for reuse; more than that are destroyed */
+#define MAX_FULL 8 /* backends without room that one look remembers */
+#define MAX_HEADS 8 /* streams of which one look queries only the first point */
+#define TIMER_SLACK_NS 1000 /* of the thread's sleep; the default of Linux is 50 us */
 
-/* An event of our own, which is recorded once for each point that is taken; used again when that was
- * reached. */
+/* An event of the library, recorded for one point at a time. It is used again once that point was reached. */
 typedef struct kvn_event_unit {
     struct kvn_event_unit *next;
     void *event;
-    void *context;     /* that it was made in, and is recorded in */
-    kvn_stream stream; /* of our own, which waits for an event of the program's; NULL: not needed */
+    void *context;     /* that it was created in, and is recorded in */
+    kvn_stream stream; /* of the library, to wait for an event of the program; NULL: not needed */
     kvn_stream of;     /* the stream that the point is on; NULL: unknown, or a default stream */
-    uint64_t number;   /* points of a stream come in this order */
+    uint64_t number;   /* points of one stream are reached in this order */
 } kvn_event_unit;
 
 struct kvn_events {
@@ -40,11 +39,11 @@ struct kvn_events {
     bool stopping;
     bool closed; /* units are not kept */
     kvn_list waiting;
-    const kvn_gate_waiter *looked_at; /* by the thread, without the mutex */
-    kvn_event_unit *units[2];         /* given back, reached or not: without a stream, and with one */
+    const kvn_gate_waiter *looked_at; /* the waiter that the thread is at, without the mutex */
+    kvn_event_unit *units[2];         /* free units, reached or not: without a stream, and with one */
     size_t num_units[2];
-    uint64_t num_taken; /* points, ever */
-    uint64_t num_turns; /* looks at all waiters; the thread's, as the next */
+    uint64_t num_taken; /* points that were ever taken */
+    uint64_t num_turns; /* looks at all waiters; only the thread uses this and the next field */
     uint64_t num_behind; /* points that the latest look has seen behind others */
 };
 
@@ -114,7 +113,7 @@ static int make_unit(kvn_events *events, bool streams, kvn_event_unit **out, kvn
 static void destroy_units(kvn_events *events, kvn_event_unit *unit)
 {
     void *previous = NULL;
-    kvn_failure ignored; /* a forked child: it has no part in them */
+    kvn_failure ignored; /* in a forked child, which must not use them */
 
     if (!unit || kvn_device_enter(events->device, &previous, &ignored) != KVN_OK)
         return;
@@ -134,7 +133,7 @@ static void keep_unit(kvn_events *events, kvn_event_unit *unit)
     bool is_kept;
 
     pthread_mutex_lock(&events->mutex);
-    /* Not in another context of the program's, which may go at any time. */
+    /* Units in another context of the program are not kept: the program may destroy that context at any time. */
     is_kept = !events->closed && events->num_units[streams] < MAX_UNITS &&
               (unit->context == device->context || unit->context == device->primary);
     unit->next = is_kept ? *units : NULL;
@@ -147,15 +146,15 @@ static void keep_unit(kvn_events *events, kvn_event_unit *unit)
         destroy_units(events, unit);
 }
 
-/* ---- how often it is asked ---- */
+/* ---- how often the thread polls ---- */
 
 typedef struct pace {
     int64_t pause_ns;
-    int64_t latest_ns;   /* when one was seen */
-    int64_t interval_ns; /* so long after the one before; 0: there was none */
+    int64_t latest_ns;   /* time at which the latest event was seen */
+    int64_t interval_ns; /* from the event before it to the latest one; 0: there was none before */
 } pace;
 
-/* After a look, which has seen one or not: when to look again. */
+/* The time of the next look, after one that has seen an event or has not. */
 static int64_t next_look(pace *it, bool has_seen, int64_t now_ns)
 {
     const int64_t passed = now_ns - it->latest_ns, part = it->interval_ns / PART;
@@ -255,21 +254,21 @@ static void pass_on(kvn_events *events)
 
 static const kvn_event_unit *unit_of(const kvn_gate_waiter *waiter) { return ((const kvn_event *)waiter->gate)->unit; }
 
-/* A point that has not come, as a look has seen. The unit is only compared: it may be gone. */
+/* A point that the current look found not reached. The unit is only compared, because it may be freed by now. */
 typedef struct head {
     const kvn_event_unit *unit;
     kvn_stream of;
     uint64_t number;
 } head;
 
-/* What one look has found. */
+/* The findings of one look. */
 typedef struct look_state {
     head heads[MAX_HEADS];
     size_t num_heads;
     uint64_t num_behind; /* points behind one of these */
 } look_state;
 
-/* Returns true if the point cannot have come, as the look has seen. */
+/* True if the point cannot have been reached, because the look found an earlier one of its stream not reached. */
 static bool is_behind(const look_state *state, const kvn_event_unit *unit)
 {
     for (size_t i = 0; i < state->num_heads; i++) {

@@ -1,14 +1,14 @@
-/* What a kind of accelerator gives to device/: a table of calls, which its own folder fills in (acl/ops.c
- * for Ascend). Everything else of a device, its backends included, is written once, over this table.
+/* The table of calls that differ between kinds of accelerators. The folder of a kind fills it in (for Ascend,
+ * acl/ops.c). Everything else in device/, the backends included, works with any such table.
  *
  * A call returns KVN_OK, or a negative kvn_status with `failure` filled in: the runtime's own code, and a
- * message of one line, "call: code (words): the runtime's text". What a failed call leaves behind for its
- * thread, a text say, is taken by then, so that it does not come with a later failure. Failures that are
- * expected cost little more than that: `failure` is never NULL, but often ignored.
+ * message of one line, "call: code (words): the runtime's text". A failed call also takes the error text that the
+ * runtime keeps for the thread, so that a later failure does not repeat it. `failure` is never NULL, but callers often
+ * ignore it, so filling it in must be cheap.
  *
- * Calls are made by any thread on which the device's context is current, unless they say otherwise; of one
- * stream by one thread at a time, but for abort_stream, and record_event where it cannot abort (`can_abort`).
- * Sizes are bytes, and not 0. */
+ * Unless its comment says otherwise, a call may be made on any thread on which the device's context is current. Calls
+ * on one stream are made by one thread at a time, except abort_stream, and record_event without `can_abort`. Sizes are
+ * bytes, and not 0. */
 #ifndef KVN_DEVICE_OPS_H
 #define KVN_DEVICE_OPS_H
 
@@ -26,34 +26,34 @@ typedef enum kvn_memory_kind {
     KVN_MEMORY_PAGEABLE, /* of the host; also memory that the runtime does not know */
     KVN_MEMORY_PINNED,   /* of the host */
     KVN_MEMORY_DEVICE,
-    KVN_MEMORY_MANAGED, /* moves between the two by itself */
+    KVN_MEMORY_MANAGED, /* the driver migrates it between host and device */
     KVN_MEMORY_FOREIGN  /* of this device, but of another context in this process: out of reach in ours */
 } kvn_memory_kind;
 
 /* Where memory lies. */
 typedef struct kvn_memory_place {
     kvn_memory_kind kind;
-    uint32_t device;      /* its number; of host memory as the runtime says */
+    uint32_t device;      /* its number; for host memory, what the runtime reports */
     uint32_t page_nbytes; /* 0: unknown */
 } kvn_memory_place;
 
 /* The batch copies that work on a device: flags. */
 typedef enum kvn_batch_copies {
     KVN_BATCH_ASYNC = 1 << 0,    /* copy_batch on a stream, between host and device */
-    KVN_BATCH_BLOCKING = 1 << 1, /* copy_batch without a stream: the better way for pageable memory */
+    KVN_BATCH_BLOCKING = 1 << 1, /* copy_batch without a stream: faster for pageable memory */
     KVN_BATCH_WITHIN = 1 << 2,   /* copy_batch on a stream, within the device */
-    KVN_BATCH_PINNED = 1 << 3    /* on a stream of pinned host memory only: other goes by copy_async */
+    KVN_BATCH_PINNED = 1 << 3    /* copy_batch on a stream takes only pinned host memory: use copy_async for other */
 } kvn_batch_copies;
 
-/* In bytes that move in the same time. */
+/* Fixed costs, as the number of bytes that are copied in the same time. */
 typedef struct kvn_copy_costs {
-    uint64_t shard;      /* of one more channel: less than that is not cut; UINT64_MAX: nothing is */
-    uint64_t descriptor; /* of each, besides its bytes */
+    uint64_t shard;      /* of using one more channel: no shard is smaller; UINT64_MAX: batches are never split */
+    uint64_t descriptor; /* of each descriptor, besides its bytes */
 } kvn_copy_costs;
 
-/* Bytes of one call that nothing may be able to stop: an abort waits for them, and so does a peer that frees its
- * memory. Two such calls may be on a stream: at 5 GB/s some 26 ms. Within a device, or between two, memory is
- * faster. */
+/* Maximum bytes of one call that possibly nothing can stop: an abort waits for them, and so does a peer that frees
+ * its memory. A stream has at most two such calls: about 26 ms at 5 GB/s. Copies within a device, or between two, are
+ * faster, so their limit is higher. */
 #define KVN_UNSTOPPABLE_HOST (UINT64_C(64) << 20)
 #define KVN_UNSTOPPABLE_WITHIN (UINT64_C(256) << 20)
 
@@ -63,31 +63,31 @@ static inline uint64_t kvn_most_unstoppable(kvn_direction direction)
 }
 
 typedef struct kvn_device_ops {
-    const char *name;    /* of backends, and in names of threads, so short: "acl" */
-    const char *runtime; /* as messages call it: "the Ascend runtime" */
-    int aborted_code;    /* the code of work whose stream was aborted; 0: none exists */
-    uint64_t max_batch;  /* descriptors of one copy_batch */
-    bool can_abort;      /* abort_stream stops all work, even behind an event; else see copy_held */
-    unsigned max_batches; /* calls of copy_batch on a stream, until it was waited for; 0: any number */
+    const char *name;    /* of backends, and a part of thread names, so keep it short: "acl" */
+    const char *runtime; /* its name in messages: "the Ascend runtime" */
+    int aborted_code;    /* the error code of work whose stream was aborted; 0: there is none */
+    uint64_t max_batch;  /* maximum descriptors of one copy_batch */
+    bool can_abort;      /* abort_stream stops all work, even work that waits for an event; else see copy_held */
+    unsigned max_batches; /* maximum copy_batch calls on a stream between two waits for it; 0: any number */
     kvn_copy_costs host_costs; /* of copies from and to the host */
     kvn_copy_costs within_costs;
 
-    /* ---- the runtime: a struct whose first member is the table of its calls; on any thread, once it is
-     * ready for its first device ---- */
+    /* ---- the runtime: a struct whose first member is the table of its calls. These calls are made on any thread,
+     * once the runtime is initialized ---- */
 
-    const kvn_symbols *symbols; /* of these calls */
-    /* How many devices this process may use, which the runtime's own variables may restrict. */
+    const kvn_symbols *symbols; /* of the table of calls */
+    /* Counts the devices that this process may use: environment variables of the runtime may hide some. */
     int (*count_devices)(const void *runtime, uint32_t *count, kvn_failure *failure);
-    /* KVN_UNSUPPORTED: this version does not know it. */
+    /* KVN_UNSUPPORTED: this version of the runtime does not know the attribute. */
     int (*attribute)(const void *runtime, int32_t device, int attribute, int64_t *value,
                      kvn_failure *failure);
 
     /* ---- contexts; on any thread ---- */
 
-    /* A context to work in: one of our own where an error of a stream would be that of all streams of its
-     * context, as a framework in the same process has one too. *primary (preset to NULL) is what threads have
-     * current that had none before a call of ours: others go on in them; NULL: none again. On return either
-     * may be current. It may set the device's `state`. */
+    /* Opens the context that kvplan works in. It is a new one if an error of one stream fails all streams of a
+     * context, because a framework in the same process uses the device too. *primary (preset to NULL) becomes current
+     * on a thread that had no context before a call of kvplan, so that its other code finds one; NULL: such a thread
+     * has none afterwards. On return either context may be current. The call may set the device's `state`. */
     int (*open_context)(kvn_device *device, void **context, void **primary, kvn_failure *failure);
     /* Call it when no object of the context is left. */
     void (*close_context)(kvn_device *device, void *context);
@@ -95,11 +95,11 @@ typedef struct kvn_device_ops {
     void *(*get_context)(const kvn_device *device);
     /* The context may be NULL if get_context has returned NULL, for kinds that leave *primary NULL. */
     int (*set_context)(const kvn_device *device, void *context, kvn_failure *failure);
-    /* The context that a stream of the program is in; *context is preset to the primary one, or else to that we
-     * work in. NULL: always that. */
+    /* The context that a stream of the program is in. *context is preset to the primary one, or to kvplan's if there
+     * is no primary one. NULL: the preset is always right. */
     int (*context_of)(const kvn_device *device, kvn_stream stream, void **context, kvn_failure *failure);
-    /* Called around calls on a thread of the program, and at the beginning of an own thread, where threads of the
-     * program can restrict the calls of others. They nest. NULL: not needed. */
+    /* Called around calls on a thread of the program, and at the beginning of a thread of kvplan, if a thread of the
+     * program can restrict the calls of other threads. They nest. NULL: not needed. */
     void (*begin_calls)(const kvn_device *device);
     void (*end_calls)(const kvn_device *device);
 
@@ -115,12 +115,12 @@ typedef struct kvn_device_ops {
     int (*pin)(const kvn_device *device, void *address, uint64_t nbytes, kvn_failure *failure);
     /* KVN_OK also if other code has unpinned the memory. */
     int (*unpin)(const kvn_device *device, void *address, kvn_failure *failure);
-    /* *out is preset to pageable memory, which is the answer for memory that the runtime does not know: KVN_OK. */
+    /* *out is preset to pageable memory: the answer, with KVN_OK, for memory that the runtime does not know. */
     int (*locate)(const kvn_device *device, uint64_t address, kvn_memory_place *out, kvn_failure *failure);
-    /* Copies, and waits: KVN_HOST_TO_DEVICE or KVN_DEVICE_TO_HOST, any host memory. */
+    /* Copies, and waits for it: KVN_HOST_TO_DEVICE or KVN_DEVICE_TO_HOST, with host memory of any kind. */
     int (*copy)(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
                 uint64_t nbytes, kvn_failure *failure);
-    /* Zeroes device memory, and waits. */
+    /* Zeroes device memory, and waits for it. */
     int (*clear)(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure);
     int (*memory)(const kvn_device *device, size_t *free_nbytes, size_t *total_nbytes,
                   kvn_failure *failure);
@@ -128,58 +128,58 @@ typedef struct kvn_device_ops {
     /* ---- streams ---- */
 
     int (*create_stream)(const kvn_device *device, kvn_stream *out, kvn_failure *failure);
-    /* Waits for the work on it. */
+    /* Waits for the work on the stream. */
     int (*destroy_stream)(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
-    /* Stops the work on it, running and queued. KVN_OK: none of it touches memory any more, and the stream
-     * can be destroyed. Any failure: it may go on. From any thread, while another waits for the stream. */
+    /* Stops the work on the stream, running and queued. KVN_OK: the work no longer touches memory, and the stream
+     * can be destroyed. Any failure: the work may go on. Called from any thread, while another waits for the stream. */
     int (*abort_stream)(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
-    /* Destroys it with the work on it. KVN_OK: none of that touches memory any more. Any failure: the stream
-     * is still there; so say where a runtime would let the work go on. */
+    /* Stops the work on the stream, and destroys it. KVN_OK: the work no longer touches memory. Any failure: the
+     * stream still exists. Must fail if the runtime would destroy the stream and let its work go on. */
     int (*drop_stream)(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
-    /* Waits for the work on it, at most `ms` >= 1: KVN_PENDING when it is not done. The failure of the work
-     * itself is returned here, once. */
+    /* Waits for the work on the stream, at most `ms` >= 1 milliseconds. KVN_PENDING: it is not done. A failure of the
+     * work itself is returned here, once. */
     int (*wait_stream)(const kvn_device *device, kvn_stream stream, int ms, kvn_failure *failure);
 
     /* ---- events: points in the work of streams ---- */
 
-    /* One to be recorded again and again. */
+    /* An event that can be recorded any number of times. */
     int (*create_event)(const kvn_device *device, void **out, kvn_failure *failure);
-    /* Whatever it was recorded for; a wait that was ordered stays. */
+    /* Allowed while its work is not done; streams that wait for the event still do. */
     int (*destroy_event)(const kvn_device *device, void *event, kvn_failure *failure);
-    /* Behind the work on the stream, which is one of the current context; NULL: its default stream. A stream
-     * whose work is not run now, but captured to be run later, is refused, and the capture not disturbed. */
+    /* Records the event behind the work on a stream of the current context; NULL: the context's default stream.
+     * Refuses a stream that is being captured into a graph, and does not disturb the capture. */
     int (*record_event)(const kvn_device *device, void *event, kvn_stream stream, kvn_failure *failure);
-    /* Refuses an event of the program that was recorded on such a stream. NULL: there are none. */
+    /* Refuses an event that the program recorded on a captured stream. NULL: streams cannot be captured. */
     int (*check_event)(const kvn_device *device, void *event, kvn_failure *failure);
-    /* What comes onto the stream from here on waits for what the event, ours or the program's, was last recorded for.
-     * That is settled when this returns: the event may be recorded again, or destroyed. The stream, and what is
-     * refused, as of record_event. */
+    /* Makes later work of the stream wait for the last recording of the event, which may be the program's. After the
+     * return the event may be recorded again or destroyed. The stream is as for record_event, and refused as there. */
     int (*wait_event)(const kvn_device *device, kvn_stream stream, void *event, kvn_failure *failure);
-    /* Returns KVN_OK once the work before its last recording is done, or KVN_PENDING. Never waits. */
+    /* KVN_OK if the work before the last recording of the event is done, else KVN_PENDING. Never waits. */
     int (*query_event)(const kvn_device *device, void *event, kvn_failure *failure);
 
     /* ---- copies of backends: KVN_HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE ---- */
 
-    /* Issues one copy. Of pageable memory it may be done on return. */
+    /* Issues one copy. A copy of pageable memory may already be done on return. */
     int (*copy_async)(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
                       uint64_t nbytes, kvn_stream stream, kvn_failure *failure);
     /* Returns the kvn_batch_copies of the runtime. If it lacks the fastest ones, `why` (preset to "") gets a
      * sentence. */
     unsigned (*batch_copies)(const kvn_device *device, char *why, size_t room);
-    /* Copies 1 to max_batch descriptors, on the stream; or, where that is NULL, before it returns. It may take
-     * fewer than it is given, at least one: then batch->count is how many. Only dst, src, nbytes and count are set.
-     * KVN_UNSUPPORTED: nothing was copied, and no batch ever will be. Other failures: *failed (preset to
-     * SIZE_MAX) is the index of the descriptor at fault, where that is known. NULL where batch_copies is
-     * always 0. Of what abort_stream would not stop it takes no more bytes than kvn_most_unstoppable, but for a
-     * descriptor that alone has more. */
+    /* Copies 1 to max_batch descriptors: on the stream or, if that is NULL, before it returns. It may take fewer
+     * than it is given, but at least one, and sets batch->count to their number. Only dst, src, nbytes and count are
+     * set. If abort_stream cannot stop the copies, it takes at most kvn_most_unstoppable bytes, or a single larger
+     * descriptor. KVN_UNSUPPORTED: nothing was copied, and no batch ever will be. After other failures, *failed
+     * (preset to SIZE_MAX) is the index of the descriptor at fault, if it is known. NULL if batch_copies is always
+     * 0. */
     int (*copy_batch)(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                       size_t *failed, kvn_failure *failure);
-    /* As copy_batch, on a stream that waits for an event which may never come: of a device whose streams cannot
-     * be aborted, for what abort_stream can stop until then. KVN_PENDING: the first descriptor is no such; it
-     * has to wait for the event. NULL: nothing is, or `can_abort`, and then all is. */
+    /* As copy_batch, on a stream that waits for an event which may never come, without `can_abort`. It takes only
+     * descriptors that abort_stream can stop until the event comes. KVN_PENDING: it cannot stop the first one, which
+     * must wait until the event has come. NULL: either it can stop none of them, or `can_abort` is true and it can
+     * stop all. */
     int (*copy_held)(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                      size_t *failed, kvn_failure *failure);
-    /* Returns true if abort_stream would stop all work on the stream now. NULL: it does, since it `can_abort`. */
+    /* True if abort_stream would stop all work that is on the stream now. NULL: always, because of `can_abort`. */
     bool (*can_stop)(const kvn_device *device, kvn_stream stream);
 } kvn_device_ops;
 

@@ -16,7 +16,6 @@ typedef struct kvn_stream_shard {
     uint64_t offset; /* index of its first descriptor in the batch */
 } kvn_stream_shard;
 
-/* A batch on its way over channels: its shards, and their outcome. */
 struct kvn_request {
     struct kvn_stream_backend *self;
     pthread_mutex_t mutex; /* guards `report`, `remark`, `open`, `why` and `failing` */
@@ -29,37 +28,37 @@ struct kvn_request {
     uint64_t total;
     kvn_batch_end *end; /* NULL: none */
     atomic_int_fast64_t looked_ns; /* time of the last poll; guarded by the mutex */
-    int why;       /* why it was given up; KVN_OK while it was not */
+    int why;       /* the status with which it was given up, else KVN_OK */
     bool failing;  /* a shard has failed: no further one begins */
-    unsigned open; /* shards without an outcome */
-    atomic_bool *taken; /* that its channel is; NULL where it shares them */
+    unsigned open; /* number of shards without an outcome */
+    atomic_bool *taken; /* the flag of the channel that it has for itself; NULL if it shares channels */
     unsigned num_shards;
     char remark[128]; /* the message of a shard that was stopped; "" for none */
     kvn_report report;
     kvn_stream_shard shards[];
 };
 
-/* For at most `shards` shards, without any yet; NULL without memory. */
+/* A request with room for `shards` shards, and none yet. NULL: no memory. */
 kvn_request *kvn_stream_request_create(struct kvn_stream_backend *self, const kvn_columns *batch, uint64_t total,
                                        unsigned shards);
 /* Sets the outcome. The caller holds the mutex, or the request has no shard yet. */
 void kvn_stream_request_finish(kvn_request *request);
-/* A shard is over. `fault` says how much of it has arrived where `status` is not KVN_OK. */
+/* Call it when a shard has ended. If `status` is not KVN_OK, `fault` says how much of the shard has arrived. */
 void kvn_stream_shard_settle(kvn_stream_shard *it, int status, kvn_channel_fault *fault);
-/* Returns true if no further shard may begin. */
+/* True if no further shard may begin. */
 bool kvn_stream_request_is_given_up(kvn_request *request);
-/* After a failed shard: shards that have not begun are dropped. */
+/* Drops the shards that have not begun, after one has failed. */
 void kvn_stream_request_fail_others(kvn_request *request);
-/* In `move` of a backend, before what could not be stopped on the stream: waits for what the shard, which is the one
- * that it was given, comes after, and then for all that was issued. KVN_CANCELLED when *stop was set, or why it
- * never comes, or must not be waited for any more. */
+/* Called by `move`, with its own shard, before it issues work that abort_stream cannot stop: waits for the gate of the
+ * shard, then for the work that was issued. KVN_CANCELLED: *stop was set. Other failures: the gate never opens, or
+ * the bytes of the batch must not be touched any longer. */
 int kvn_stream_request_await(kvn_channel *channel, const kvn_columns *columns, const atomic_int *stop,
                              kvn_channel_fault *fault);
-/* As kvn_channel_synchronize, in `move`; or why no byte of the batch may be touched any more. */
+/* Called by `move`: as kvn_channel_synchronize, but fails if the bytes of the batch must no longer be touched. */
 int kvn_stream_request_synchronize(kvn_channel *channel, const kvn_columns *columns, const atomic_int *stop,
                                    kvn_channel_fault *fault);
-/* In `move`, between calls that issue its work: KVN_OK, or why no byte of the batch may be touched any more. It
- * is cheap: the batch's end is asked now and then. */
+/* Called by `move` between calls that issue work: KVN_OK, or the reason why the bytes of the batch must no longer be
+ * touched. Cheap: it calls `look` of the batch's end only every few milliseconds. */
 int kvn_stream_request_look(const kvn_columns *columns, kvn_failure *why);
 
 /* Calls of the vtable. */

@@ -181,6 +181,21 @@ static void destroy(kvn_backend *base)
 
 static const kvn_backend_vtable vtable = KVN_POOLED_VTABLE("process", destroy);
 
+bool kvn_process_read_now(int pid, const kvn_columns *batch)
+{
+    struct iovec local[KVN_READ_NOW], remote[KVN_READ_NOW];
+    uint64_t total = 0;
+    if (batch->count > KVN_READ_NOW)
+        return false;
+    for (size_t i = 0; i < batch->count; i++) {
+        local[i] = (struct iovec){(void *)(uintptr_t)batch->dst[i], batch->nbytes[i]};
+        remote[i] = (struct iovec){(void *)(uintptr_t)batch->src[i], batch->nbytes[i]};
+        total += batch->nbytes[i];
+    }
+    const ssize_t moved = process_vm_readv(pid, local, batch->count, remote, batch->count, 0);
+    return moved >= 0 && (uint64_t)moved == total;
+}
+
 kvn_backend *kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction)
 {
     if (pid < 1 || (direction != KVN_PEER_GET && direction != KVN_PEER_PUT)) {

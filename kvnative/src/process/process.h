@@ -3,11 +3,19 @@
 #ifndef KVN_PROCESS_H
 #define KVN_PROCESS_H
 
+#include <stdbool.h>
+
 #include "host/pool.h"
 
 /* `direction`: KVN_PEER_GET (source addresses belong to the peer) or KVN_PEER_PUT. The pool must outlive the backend.
  * NULL with errno set (EINVAL, ENOMEM) on failure. Descriptors fail with KVN_PEER_GONE, KVN_DENIED, KVN_UNMAPPED (the
  * message names the side) or KVN_UNSUPPORTED. */
 kvn_backend *kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction);
+
+#define KVN_READ_NOW 64 /* descriptors */
+
+/* Reads all descriptors from process `pid` by one call, in this thread. False: there are more than KVN_READ_NOW, or not
+ * every byte was moved; read them by the backend, which says why. */
+bool kvn_process_read_now(int pid, const kvn_columns *batch);
 
 #endif

@@ -1,6 +1,6 @@
 """`kvplan info`: whether and how kvplan works on this machine.
 
-A separate process looks at accelerators and UCX, as a broken library may end it.
+A separate process tries accelerators and UCX, since a broken library may end it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_LINES: Final = 12  # of the output of a process that died
     default=60,
     show_default=True,
     metavar="SECONDS",
-    help="Time limit for looking at accelerators and UCX.",
+    help="Time limit for trying accelerators and UCX.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show all findings.")
 @json_option
@@ -61,7 +61,7 @@ def info(device_id: int, timeout: float, *, verbose: bool, as_json: bool) -> Exi
 
 
 def _look(device_id: int, timeout_s: float) -> dict[str, Any]:
-    """Return the findings of `kvplan.cli.info.look`.
+    """Run `kvplan.cli.info.look`; return its findings.
 
     If it did not complete, `stopped` has the step and the reason.
     """
@@ -93,7 +93,7 @@ def _end_of(process: subprocess.Popen[bytes], timeout_s: float) -> str:
         process.kill()
         try:
             process.wait(_KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # it waits inside of a driver
+        except subprocess.TimeoutExpired:  # the process waits inside of a driver
             return f"took longer than {timeout_s:g} s, and cannot be killed"
         return f"took longer than {timeout_s:g} s"
     finally:

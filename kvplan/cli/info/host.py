@@ -49,7 +49,7 @@ def _native_modules() -> dict[str, str]:
     except ImportError as error:
         return {"kvnative": str(error)}
     folder = Path(str(kvnative.__file__)).parent
-    # By the stubs, which exist for modules that were not built, too.
+    # By the stubs, which exist also for modules that were not built.
     return {stub.stem: _load(f"kvnative.{stub.stem}") for stub in sorted(folder.glob("_*.pyi"))}
 
 

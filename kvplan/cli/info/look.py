@@ -1,4 +1,4 @@
-"""Look at accelerators and UCX, and try copies: `python -m kvplan.cli.info.look FD DEVICE_ID`.
+"""Try accelerators, UCX and copies: `python -m kvplan.cli.info.look FD DEVICE_ID`.
 
 Writes a line of JSON to FD for each step and each finding, so that none is lost if a library ends
 the process or hangs.
@@ -53,7 +53,7 @@ _ANY_DEVICE: Final = {"TLS": "^tcp", "NET_DEVICES": "all"}  # of UCX
 
 _DESC: Final = CacheDesc(2, (8, 32 << 10), DataType.DT_UINT8, Placement.HOST)
 _TIMEOUT_MS: Final = 10_000
-# The blocks at each stop: those of one go to those of the next.
+# The blocks at each stop: block i of one stop goes to block i of the next.
 _STOPS: Final = ([0, 2, 5, 7], [6, 1, 3, 0], [4, 7, 2, 5])
 _GIVEN, _CAME, _BACK = _STOPS
 
@@ -62,12 +62,12 @@ _WAYS: Final = (("host", "host"), ("host", "device"), ("device", "device"))
 COSTS: Final = {
     "aclrtMemcpyBatch": "pageable host memory is copied one descriptor at a time",
     "aclrtMemcpyBatchAsync": "pinned host memory is copied one descriptor at a time, or by "
-    "aclrtMemcpyBatch where that is there",
+    "aclrtMemcpyBatch if ACL has it",
     "aclrtHostRegisterV2": "none: aclrtHostRegister pins host memory",
     "aclrtGetPhyDevIdByLogicDevId": "the physical number of a device is taken from "
-    "ASCEND_RT_VISIBLE_DEVICES, else to be its logical one; where it is not (a container with some "
-    "of the devices), give llm.LocalCommRes",
-    "aclrtGetDeviceInfo": "on A3 the numbers of the super pod are not known: give llm.LocalCommRes",
+    "ASCEND_RT_VISIBLE_DEVICES, or else assumed to be the logical one; if that is wrong (in a "
+    "container with some of the devices), give llm.LocalCommRes",
+    "aclrtGetDeviceInfo": "on A3 the numbers of the super pod are unknown: give llm.LocalCommRes",
     "aclrtCreateEventExWithFlag": "transport hccl does not work: no staging memory",
     "aclrtSynchronizeEventWithTimeout": "transport hccl does not work: no staging memory",
     "aclrtGetVersion": "none, if a version file says which CANN it is",
@@ -75,7 +75,7 @@ COSTS: Final = {
 
 
 def main() -> None:
-    """Run as a program; see the docstring of the module."""
+    """Run the program that the module's docstring describes."""
     file, device_id = int(sys.argv[1]), int(sys.argv[2])
 
     def note(**found: Any) -> None:
@@ -251,7 +251,7 @@ def _having(names: tuple[str, ...], *folders: Path) -> list[str]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the text of an error; of other errors than ours with their type."""
+    """Return the text of an error, preceded by its type if it is not one of kvplan's."""
     text = str(error.args[0]) if error.args else ""
     ours = isinstance(error, (LLMException, NativeError))
     return text if ours and text else f"{type(error).__name__}: {text}"
@@ -286,7 +286,7 @@ def _of_cuda_device(note: Note, library: CudaLibrary, device_id: int) -> dict[st
 
 
 def _look_at_ucx(note: Note) -> None:
-    """Report the library, its modules, the devices that it finds, and what RDMA lacks."""
+    """Report the library, its modules, the devices that it finds, and the reasons against RDMA."""
     note(
         step="looking for UCX",
         ucx={"places": _places_of_ucx(), "environment": _environment()},
@@ -340,7 +340,7 @@ def _modules(library: str) -> list[str]:
 
 
 def _missing_for_rdma(library: str) -> list[str]:
-    """Return all reasons; `why_no_rdma` returns only the first."""
+    """Return all reasons against RDMA; `why_no_rdma` returns only the first."""
     host = ucx_library.why_no_rdma("")
     verbs = (
         "the library is built without verbs, as the wheel is: for RDMA install the system's UCX, "

@@ -34,7 +34,7 @@ def verdict(found: Found) -> Verdict:
         count = f"{len(broken)} of {len(found['native_modules'])} native modules do not load"
         lines = [(f"{head} does not work here: {count}: {name}: {why}", "bold red")]
     elif not usable and found["stopped"]:
-        lines = [(f"{head} may not work here: not all could be looked at", "bold red")]
+        lines = [(f"{head} may not work here: not everything could be checked", "bold red")]
     elif not usable:
         lines = [(f"{head} does not work here: no transport does", "bold red")]
     else:
@@ -48,7 +48,7 @@ def verdict(found: Found) -> Verdict:
     lines.append((wrapped("copies", tuned_text(found["copies_tuned"])), ""))
     if stopped := found["stopped"]:
         text = f"{stopped['step']}: {stopped['reason']}; -v says more"
-        lines.append((wrapped("NOT LOOKED AT", text), "yellow"))
+        lines.append((wrapped("NOT CHECKED", text), "yellow"))
     lines += [(wrapped("to do", text), "yellow") for text in _to_do(found)]
     return Verdict(bool(usable) and not broken, lines)
 
@@ -72,10 +72,7 @@ def _accelerator_found(ascend: Found, cuda: Found) -> str:
         for kind in (ascend, cuda)
         if "library" in kind or any(place["has"] for place in kind.get("places", []))
     ]
-    neither = (
-        "neither a library of Ascend (ACL) nor CUDA's driver is installed where it is looked for"
-    )
-    return f"none: {'; '.join(broken) or neither}"
+    return f"none: {'; '.join(broken) or 'found neither the Ascend library (ACL) nor CUDA'}"
 
 
 def _opened(kind: Found) -> str:
@@ -131,7 +128,7 @@ Found = dict[str, Any]
 
 
 def outline(found: Found, indent: int = 0) -> Iterator[str]:
-    """Yield findings as lines, by the names of `--json`. What is empty is left out."""
+    """Yield findings as lines, by the names of `--json`; leave out empty ones."""
     for name, value in found.items():
         entries = value if isinstance(value, list) else [value]
         if any(isinstance(entry, dict) for entry in entries):

@@ -1,4 +1,4 @@
-"""The measurement of how a CUDA device copies best, for `kvplan tune`."""
+"""The measurement of the fastest ways to copy on a CUDA device, for `kvplan tune`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def time_copies(
     *,
     span_nbytes: int = _SPAN_NBYTES,
 ) -> float:
-    """Return the least time in s that a batch of scattered descriptors takes, of several tries.
+    """Return the minimum time, in s and of several tries, of a batch of scattered descriptors.
 
     A given `way` also applies to concurrent transfers of the device; None: the device's own choice.
     A batch has at most 4,096 descriptors of `nbytes` each and moves at most `span_nbytes`.

@@ -1,8 +1,8 @@
 """The comparison of copy tunings on this machine, for `kvplan tune`.
 
 The built-in tuning stays unless another one is clearly faster, so that noise changes nothing.
-`calibrate` decides from times that `measure` gives; `measured_here` takes them on its own threads
-and without the GIL.
+`calibrate` decides by the times that `measure` returns; `measured_here` measures on threads of its
+own, without the GIL.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FEWEST_ROUNDS: Final = 3
 _MARGIN: Final = 0.12
 """Minimum relative gain of another tuning, in the median and in the best rounds.
 
-Both tunings have the machine in turns. The choice of pages alone makes a difference of a tenth.
+Rounds of both tunings alternate. The choice of pages alone makes a difference of a tenth.
 """
 _OF_CORES: Final = 0.85
 """Minimum share of the wanted core time. Below it, other processes use the cores."""
@@ -139,7 +139,7 @@ class _Calibration:
         deadline_ns = self._began_ns + int(until * self._budget_ns)
         found = _Comparison(*self._measure(candidates, nbytes, _ROUNDS, deadline_ns))
         if not found.sure:
-            raise _BusyError(f"{title}: others used the machine")
+            raise _BusyError(f"{title}: other processes used the machine")
         return found
 
 
@@ -159,7 +159,8 @@ def calibrate(
         fewer = [count for count in _THREADS if count < builtin.threads]
         found.settle("threads", "threads", fewer, _LARGE_NBYTES, 0.8)
     except _BusyError as busy:
-        return Finding(builtin, False, (f"{busy}; all is as built in",), (clock() - began_ns) / 1e6)
+        reason = f"{busy}; the built-in tuning stays"
+        return Finding(builtin, False, (reason,), (clock() - began_ns) / 1e6)
     return Finding(found.tuning, True, tuple(found.reasons), (clock() - began_ns) / 1e6)
 
 
@@ -205,19 +206,14 @@ def is_crowded() -> bool:
         return False  # unknown: the measurement finds out
 
 
-def tune(
-    builtin: Tuning,
-    *,
-    budget_ms: float = BUDGET_MS,
-    crowded: Callable[[], bool] = is_crowded,
-) -> Finding:
+def tune(builtin: Tuning, *, crowded: Callable[[], bool] = is_crowded) -> Finding:
     """Measure this machine, unless `crowded` returns True because other processes disturb it."""
     began = time.monotonic_ns()
     if crowded():
-        reason = "more threads want to run than there are cores; all is as built in"
+        reason = "more threads want to run than there are cores; the built-in tuning stays"
         return Finding(builtin, False, (reason,), (time.monotonic_ns() - began) / 1e6)
     with measured_here() as measure:
         # Freeing the memory takes about half as long as populating it.
-        left = budget_ms - 1.5 * (time.monotonic_ns() - began) / 1e6
+        left = BUDGET_MS - 1.5 * (time.monotonic_ns() - began) / 1e6
         found = calibrate(builtin, measure, budget_ms=left)
     return found._replace(took_ms=(time.monotonic_ns() - began) / 1e6)

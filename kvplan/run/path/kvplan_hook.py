@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 OBSERVE = "KVPLAN_OBSERVE"  # as in kvplan.run.aliases, which is not loaded before it is needed
 OBSERVABLE = (
-    *("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm", "rixl", "mooncake"),
-    *("kvplan.nixl", "kvplan.mooncake"),
+    *("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm", "rixl", "mooncake", "hixl"),
+    *("kvplan.nixl", "kvplan.mooncake", "kvplan.hixl"),
 )
 FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 

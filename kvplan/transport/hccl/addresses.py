@@ -1,7 +1,7 @@
-"""Addresses of Ascend devices, and the rank table of two devices.
+"""Addresses of Ascend devices, and HCCL's rank table of two devices.
 
-Both ends compute the same table, byte for byte. It is not the rank table that a user gives `link()`
-(`kvplan.links.rendezvous`).
+Both ends compute the same table, byte for byte. The rank table that a user gives `link()` is
+another one (`kvplan.links.rendezvous`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 HCCN_CONF: Final = "/etc/hccn.conf"
 HCCN_CONF_VARIABLE: Final = "KVPLAN_HCCN_CONF"
-"""Environment variable with another file, for containers that lack this one."""
+"""Environment variable with another path, for containers that lack `HCCN_CONF`."""
 
 _LOG = Log("kvplan")
 _TOOL_S: Final = 10.0  # timeout of the tool
@@ -46,22 +46,22 @@ _ROCE: Final = "HCCL_INTRA_ROCE_ENABLE"
 _SUPER_DEVICE_ID: Final = 403  # of aclrtGetDeviceInfo
 _SUPER_POD_ID: Final = 405
 
-# Of rank tables: A2 uses 1.0; A3, which has super pods, uses 1.2.
+# Versions of rank tables: A2 uses 1.0; A3, which has super pods, uses 1.2.
 Version = Annotated[str, Meta(pattern=r"^1\.[02]\Z")]
-# One spelling for each number, since ranks follow from it as text.
+# One spelling for each number, since ranks follow from the order of the texts.
 Digits = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
 AsciiName = Annotated[str, Meta(pattern=r"^[ -~]{1,64}\Z")]
 
 
 class DeviceAddress(Record, frozen=True):
-    """A device as a rank table names it.
+    """The address of a device in a rank table.
 
     Attributes:
-        version: The newest rank table that can name the device.
+        version: The highest version of a rank table that can have the device.
         server_id: The host, unique among all hosts.
         device_id: The physical number on the host.
-        device_ip: The address of the network port; None: not known, which suffices on one host.
-        device_port: The port to listen at; None: HCCL chooses.
+        device_ip: The address of the network port; None: unknown, which suffices on one host.
+        device_port: The port to listen on; None: HCCL chooses.
         super_device_id, super_pod_id: The place in a super pod; None in version 1.0.
     """
 
@@ -163,15 +163,15 @@ def _check_device(device: DeviceAddress | _Device) -> None:
 def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
     """Return the address of `device`: read from `local_comm_res`, or detected if that is empty.
 
-    A host is named by the id of its running kernel. Unlike an IP address, the id is the same in all
-    containers of the host, and differs between hosts.
+    The boot id names the host. Unlike an IP address, it is the same in all containers of a host,
+    and differs between hosts.
     """
     if local_comm_res:
         given = read_local_comm_res(local_comm_res)
         if given.version == "1.2" and device.product is A2:
             raise invalid(
-                "local_comm_res (llm.LocalCommRes): version is '1.2'; devices of "
-                f"{device.name} have no super pods: it must be 1.0"
+                f"{_OPTION}: version is '1.2'; it must be '1.0' for {device.name}, which has no "
+                "super pods"
             )
         return given
     try:
@@ -185,9 +185,9 @@ def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
     pod, number = (device.native.attribute(code) for code in (_SUPER_POD_ID, _SUPER_DEVICE_ID))
     if pod is None or number is None:
         name = "super_pod_id" if pod is None else "super_device_id"
-        raise _unknown(name, "this CANN does not say it (8.5 and later do)")
+        raise _unknown(name, "CANN reports it from 8.5 on")
     if pod < 0 or number < 0:
-        return found  # it is not in a super pod
+        return found  # the device is not in a super pod
     return DeviceAddress(
         "1.2",
         found.server_id,
@@ -199,7 +199,7 @@ def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
 
 
 def _unknown(field: str, why: str) -> LLMException:
-    return unsupported(f"{field} of this device is not known: {why}; give llm.LocalCommRes")
+    return unsupported(f"{field} of this device is unknown: {why}; give llm.LocalCommRes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class RankTable:
     """A rank table of two devices.
 
     Attributes:
-        text: The table as HCCL takes it, JSON.
+        text: The table as JSON, for HCCL.
         rank: The rank of this process.
         remote_rank: The rank of the peer.
     """
@@ -221,7 +221,7 @@ def table_of(here: DeviceAddress, there: DeviceAddress) -> RankTable:
     """Return the rank table of this device and a peer's, in the lower of both versions.
 
     Ranks follow the order of the hosts' names, then of the devices' numbers and addresses, all as
-    text. So `table_of(b, a)` has the same text, with the ranks exchanged.
+    text. So `table_of(b, a)` has the same text, and the other rank.
     """
     if reason := why_not(here, there):
         raise link_failed(reason)
@@ -250,12 +250,12 @@ def table_of(here: DeviceAddress, there: DeviceAddress) -> RankTable:
 
 
 def why_not(here: DeviceAddress, there: DeviceAddress) -> str | None:
-    """Return why a rank table cannot have both devices; None: it can."""
+    """Return why a rank table cannot have both devices, or None if it can."""
     same_host = here.server_id == there.server_id
     if same_host and here.device_id == there.device_id:
         return (
-            f"both ends use device {here.device_id} of host {here.server_id!r}; HCCL connects two "
-            "devices: give each engine a DeviceId of its own"
+            f"both ends use device {here.device_id} of host {here.server_id!r}, but HCCL connects "
+            "two devices: give each engine a DeviceId of its own"
         )
     same_pod = False
     if min(here.version, there.version) == "1.2":
@@ -269,22 +269,22 @@ def why_not(here: DeviceAddress, there: DeviceAddress) -> str | None:
     for whose, address in (("this", here), ("the peer's", there)):
         if address.device_ip is None and needs_ip:
             return (
-                f"device_ip of {whose} device {address.device_id} is not known, which two hosts "
-                f"need: have address_{address.device_id}=<ip> in /etc/hccn.conf, or hccn_tool in "
-                "the PATH, or give llm.LocalCommRes"
+                f"device_ip of {whose} device {address.device_id} is unknown, and RDMA needs it: "
+                f"put address_{address.device_id}=<ip> into /etc/hccn.conf, or hccn_tool into the "
+                "PATH, or give llm.LocalCommRes"
             )
     if None not in (here.device_ip, there.device_ip) and _is_ipv6(here) is not _is_ipv6(there):
         return (
-            f"device_ip {here.device_ip} and {there.device_ip} are of two families: HCCL connects "
-            "devices of one"
+            f"device_ip {here.device_ip} and {there.device_ip} are an IPv4 and an IPv6 address; "
+            "HCCL needs two of one family"
         )
     if here.device_ip is not None and here.device_ip == there.device_ip:
-        return f"both ends have the same device_ip, {here.device_ip}; each device has its own"
+        return f"both ends have the same device_ip, {here.device_ip}; give each device its own"
     return None
 
 
 def is_over_hccs(product: Product, here: DeviceAddress, there: DeviceAddress) -> bool:
-    """Return whether HCCL uses HCCS between the two, as the rank table tells it; otherwise RDMA."""
+    """Return whether HCCL uses HCCS between both devices; otherwise it uses RDMA."""
     if _is_rdma_wanted():
         return False
     if product is A3 and None not in (here.super_pod_id, there.super_pod_id):
@@ -293,7 +293,7 @@ def is_over_hccs(product: Product, here: DeviceAddress, there: DeviceAddress) ->
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse variables with which HCCL cannot make a communicator."""
+    """Refuse environment variables with which HCCL cannot make a communicator."""
     pcie, roce = (environment.get(name) for name in ("HCCL_INTRA_PCIE_ENABLE", _ROCE))
     if (pcie, roce) in (("1", "1"), ("0", None), (None, "0")):
         raise unsupported(
@@ -303,7 +303,7 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _is_rdma_wanted() -> bool:
-    """Return whether HCCL must use RDMA inside a host too. Both ends must agree."""
+    """Return whether HCCL uses RDMA inside a host too; both ends must agree."""
     return os.environ.get(_ROCE) == "1"
 
 
@@ -336,11 +336,11 @@ def _pods(ranked: Sequence[DeviceAddress]) -> list[dict[str, Any]]:
 
 
 def device_ip_of(physical_id: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the address of a device's network port, IPv4 if it has one; None: not known.
+    """Return the address of a device's network port, IPv4 if it has one; None: unknown.
 
     Args:
         physical_id: The physical number of the device.
-        environment: Names the file and the folder of the driver, and has the PATH.
+        environment: The environment variables that name the file, the driver's folder and the PATH.
     """
     path = Path(environment.get(HCCN_CONF_VARIABLE) or HCCN_CONF)
     try:
@@ -374,7 +374,7 @@ def _checked(source: str, name: str, text: str) -> str:
 
 
 def _ask_tool(physical_id: int, environment: Mapping[str, str]) -> str | None:
-    """Return the answer of the driver's tool, for containers without the file; None: none."""
+    """Return the address from the driver's tool, for containers without the file."""
     tool = driver_folder(environment) / "tools" / "hccn_tool"
     command = (
         str(tool) if tool.exists() else shutil.which("hccn_tool", path=environment.get("PATH"))

@@ -1,4 +1,4 @@
-"""The successive connections of one link, each of which reaches memory registered before it."""
+"""The successive connections of one link. Each reaches only memory registered before it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _DEFAULT_PORT: Final = 16666  # of HCCL on a device, if the rank table names non
 
 @dataclass(eq=False)
 class Connection:
-    """A communicator, held as long as a transfer uses it or may use it.
+    """A communicator; it is closed when no transfer refers to this object any more.
 
     Attributes:
         generation: The number of the connection.
-        communicator: HCCL's.
+        communicator: The communicator of HCCL.
         newest: The highest number of a region of this process that is bound to it.
-        peer_newest: The same of the peer.
+        peer_newest: The highest number of a region of the peer that is bound to it.
     """
 
     generation: int
@@ -58,8 +58,8 @@ class Connection:
 class Connections:
     """The connections to one peer; see `Renewable`.
 
-    A connection that is not used here any more is closed when the peer does not use it either:
-    while one end transfers over it, the other must hold it.
+    A connection is closed when neither end uses it: while one end transfers over it, the other must
+    keep it open.
     """
 
     def __init__(
@@ -80,20 +80,20 @@ class Connections:
         self._table = table
         self._session = session
         self._own_metadata = own_metadata
-        # Re-entrant: letting go of a connection runs its finalizer.
+        # Re-entrant: dropping a connection runs its finalizer.
         self._mutex = Mutex()
         self._current: Connection | None = None
-        self._communicators: dict[int, Communicator] = {}  # that are not closed yet
-        self._opened_ever: set[Communicator] = set()  # without those that HCCL has closed
-        self._opened: dict[int, int] = {}  # not prepared yet, with the newest bound region
+        self._communicators: dict[int, Communicator] = {}  # not closed by this object yet
+        self._opened_ever: set[Communicator] = set()  # not closed by HCCL yet
+        self._opened: dict[int, int] = {}  # newest bound region of those not prepared yet
         self._making: set[int] = set()
         self._made: dict[int, Connection] = {}
         self._abandoned: set[int] = set()
-        # Generations that one end does not use any more, while the other still may.
+        # Generations that only one end may still use.
         self._unused_here: set[int] = set()
         self._unused_there: set[int] = set()
         self._why_closed: LLMException | None = None
-        self._renews = False  # because tickets could not be read
+        self._renews = False  # a thread renews the connection because tickets cannot be read
 
     def connect(self, timeout_ms: float) -> None:
         """Make the first connection; block until the peer does so too."""
@@ -148,7 +148,7 @@ class Connections:
             self._hccl.close(communicator)
             if not isinstance(error, NativeError):
                 raise
-            self._check_wanted(generation)  # otherwise that is the reason
+            self._check_wanted(generation)  # raises if it was closed or abandoned meanwhile
             raise self._not_made(generation, error) from error
         finally:
             with self._mutex:
@@ -158,7 +158,9 @@ class Connections:
         """See `Renewable`."""
         newer = Metadata.from_bytes(metadata)
         if (newer.instance, newer.generations) != (self._peer.instance, self._peer.generations):
-            raise link_failed(f"metadata is of instance {newer.instance}, not of the linked one")
+            raise link_failed(
+                f"metadata is of instance {newer.instance}; the link is to {self._peer.instance}"
+            )
         self._use(generation, newer.newest)
 
     def abandon(self, generation: int) -> None:
@@ -172,7 +174,7 @@ class Connections:
                 ending = self._communicators.pop(generation, None)
             else:
                 self._abandoned.add(generation)
-                is_made = generation in self._making  # `renew` is preparing it, and then ends it
+                is_made = generation in self._making  # then `renew` ends it
                 ending = self._communicators.get(generation) if is_made else None
         if ending is not None:
             self._take_down(ending)
@@ -215,17 +217,14 @@ class Connections:
 
     @property
     def is_down(self) -> bool:
-        """True if it is closed, and the peer can write over none of its connections."""
+        """True if this is closed and the peer cannot write over any of its connections."""
         return self.closed and all(opened.state != "ready" for opened in list(self._opened_ever))
 
     def tickets(self, tag: int) -> Tickets | None:
-        """Return what the peer is writing to memory of the process with that tag.
-
-        None: the tickets cannot be read now.
-        """
+        """Return the peer's writes to the process with that tag; None: they cannot be read now."""
         if self.closed:
             return frozenset() if self.is_down else None
-        if (current := self._current) is None:  # no transfer can use it yet
+        if (current := self._current) is None:  # no transfer can use the link yet
             return frozenset()
         address = self._peer.generations.tickets
         words = self._hccl.read_tickets(current.communicator, address)
@@ -245,7 +244,7 @@ class Connections:
         del before  # outside of the lock
 
     def _keep(self, generation: int, communicator: Communicator, newest: int) -> None:
-        """Keep a connection that was made, until its last user lets go of it."""
+        """Keep a connection that was made until its last user drops it."""
         held = Connection(generation, communicator, newest)
         let_go = partial(_let_go, ref(self), self._hccl, generation, communicator)
         with self._mutex:
@@ -254,7 +253,7 @@ class Connections:
             self._made[generation] = held
 
     def _renew_disturbed(self, connection: Connection) -> None:
-        """Renew a disturbed connection, even if no transfer needs it: it cannot read tickets."""
+        """Renew a disturbed connection in a thread, since it cannot read tickets."""
         with self._mutex:
             if self.request_renewal is None or self._renews or self._current is not connection:
                 return
@@ -307,7 +306,7 @@ class Connections:
         return f"kvplan-{hashlib.sha256(identity).hexdigest()[:32]}-{generation}"
 
     def _retire(self, generation: int) -> bool:
-        """Note that the connection is unused here; return whether it can be closed now."""
+        """Mark the connection as unused here; return whether it can be closed now."""
         with self._mutex:
             if self._why_closed is not None:
                 return True
@@ -323,7 +322,7 @@ class Connections:
 def _let_go(
     owner: ref[Connections], hccl: HcclDevice, generation: int, communicator: Communicator
 ) -> None:
-    """Close the connection after its last user. It runs in a thread that holds no locks."""
+    """Close the connection after its last user, in a thread that holds no locks."""
     connections = owner()
     if connections is None or connections._retire(generation):
         hccl.close(communicator)
@@ -345,20 +344,20 @@ def _advice(
     is_hccs: bool,
     num_open: int,
 ) -> str:
-    """Return what to check after HCCL's result `code` while connecting; "": nothing is known."""
+    """Return what to check after HCCL's result `code` while connecting, or ""."""
     if code in (_RUNTIME, _DRV, _NETWORK):
         return f"; {_of_memory(library, device_id)}"
     if code == _UNAVAIL:
         port = address.device_port or _DEFAULT_PORT
         return (
-            f"; port {port} of device {device_id} may be taken: another process that uses the "
-            "device over HCCL has it, or torch_npu in this one; give this one a device_port of its "
-            "own (llm.LocalCommRes), or start the process with HCCL_NPU_SOCKET_PORT_RANGE=auto"
+            f"; port {port} of device {device_id} may be in use, by another process that uses the "
+            "device over HCCL, or by torch_npu in this one: give this process a device_port of its "
+            "own (llm.LocalCommRes), or start it with HCCL_NPU_SOCKET_PORT_RANGE=auto"
         )
     if code == _ROCE_CONNECT and num_open:
         return (
             f"; device {device_id} has {plural(num_open, 'connection')} of this engine already, "
-            f"and queue pairs for {MAX_LINKS} of all processes at most"
+            f"and at most {MAX_LINKS} of all processes"
         )
     if is_hccs:
         return ""
@@ -377,11 +376,11 @@ def _advice(
 
 
 def _of_memory(library: HcclLibrary, device_id: int) -> str:
-    """Return the most likely reason why HCCL does not register memory when it connects."""
+    """Return the most likely reason why HCCL could not register memory while connecting."""
     host, device = library.registered(device_id)
     hdk = library.driver or "of unknown version"
     return (
-        f"{device >> 20} MiB of device {device_id} and {host >> 20} MiB of the host are to be "
-        f"registered, with HDK {hdk}: drivers before 25.5 take 20 GiB of the host, and the "
-        "device's page tables may hold less"
+        f"{device >> 20} MiB of device {device_id} and {host >> 20} MiB of the host were to be "
+        f"registered, with HDK {hdk}: drivers before 25.5 register at most 20 GiB of the host, and "
+        "the device's page tables may hold less"
     )

@@ -1,4 +1,4 @@
-"""The device of this process in HCCL: its connections, and the memory that is bound to them."""
+"""The device of this process in HCCL: its connections, and the memory bound to them."""
 
 from __future__ import annotations
 
@@ -36,15 +36,14 @@ if TYPE_CHECKING:
 _LOG = Log("kvplan")
 MAX_LINKS: Final = 512  # per device, as in the vendor's own engine
 _TICKETS_NBYTES = NUM_TICKETS * WORD_NBYTES
-_LOOK_MS = 500.0  # timeout of reading a peer's tickets
-_MAX_NBYTES = {True: 64 << 30, False: 1 << 40}  # of a region: on the device, on the host
+_READ_TIMEOUT_MS = 500.0  # timeout of reading a peer's tickets
+_MAX_NBYTES = {True: 64 << 30, False: 1 << 40}  # of a region, by on_device
 
 
 class BackgroundWorker:
-    """A thread for jobs that may block and are not waited for, such as closing connections.
+    """A thread that runs jobs which may block, such as closing connections, one after the other.
 
-    Jobs run one after the other. Anything may call `do`, even a finalizer that interrupts a holder
-    of locks.
+    Finalizers may call `do` even if they interrupt a thread that holds locks.
     """
 
     def __init__(self, name: str) -> None:
@@ -53,12 +52,12 @@ class BackgroundWorker:
         self._thread = start_thread(name, _run, self._todo)
 
     def do(self, job: Callable[[], object]) -> None:
-        """Call `job()` later, unless closed; log an exception of it."""
-        if not self._is_closed:  # otherwise it would be held forever
+        """Call `job()` in the thread, unless closed; log an exception that it raises."""
+        if not self._is_closed:  # a closed queue would keep the job forever
             self._todo.put(job)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all jobs so far are done; return whether they were in time."""
+        """Wait for all jobs so far; return False after `timeout_s`."""
         done = threading.Event()
         self._todo.put(done.set)
         return done.wait(timeout_s)
@@ -75,15 +74,15 @@ def _run(todo: SimpleQueue[Callable[[], object] | None]) -> None:
             job()
         except Exception:
             _LOG.exception("event=background_failed thread=%s", threading.current_thread().name)
-        del job  # it holds its objects
+        del job  # it keeps objects alive
 
 
 class GenerationTable:
     """`Generations` in device memory: a word per slot, with its generation or 0.
 
-    A peer that transfers reads the words of the ranges that it used after its bytes, in the order
-    of its stream. If a word is not the published one, nothing of the transfer counts. The tickets
-    of this process follow the words, then words that tickets of peers are read into.
+    After the bytes of a transfer, a peer reads the words of the used ranges in its stream. If a
+    word is not the published one, the transfer fails. After the words come the tickets of this
+    process, then space into which tickets of peers are read.
     """
 
     def __init__(self, device: Device, num_slots: int) -> None:
@@ -94,7 +93,7 @@ class GenerationTable:
         self.ref = GenerationTableRef(self.buffer.address, self._slots.num_slots)
         device.write(self.ref.address, bytes(self.nbytes))
         self.tickets = Tickets(self.ref.tickets, self.buffer)
-        self.seen = self.ref.tickets + NUM_TICKETS * WORD_NBYTES  # of a peer
+        self.seen = self.ref.tickets + NUM_TICKETS * WORD_NBYTES  # address for tickets of a peer
 
     def take(self, is_lease: bool = False, *, deadline_ns: int = 0) -> tuple[int, int]:
         """See `Generations.take`; an error of the device leaves the slot free."""
@@ -113,7 +112,7 @@ class GenerationTable:
         self._slots.release(slot, generation)
 
     def close(self) -> None:
-        """Let go of the memory, which no connection reaches any more."""
+        """Release the memory, which no connection reaches any more."""
         self.buffer = None
         del self.tickets
 
@@ -123,7 +122,7 @@ class GenerationTable:
 
 
 class HcclDevice:
-    """The device of this process in HCCL. Any thread may call its methods."""
+    """The device of this process in HCCL. Thread-safe."""
 
     def __init__(
         self,
@@ -140,7 +139,7 @@ class HcclDevice:
         self.device = device
         self.product = product
         self.generations = generations
-        self.staging = staging  # None: local memory that HCCL does not transfer is refused
+        self.staging = staging  # None: local memory must be registered with HCCL
         self.background = background
         self.regions = Regions(self._make_region, self._forget)
         self._traffic_class = traffic_class
@@ -155,15 +154,15 @@ class HcclDevice:
             owner=generations.buffer,
         )
         self._open: set[Communicator] = set()
-        self._mutex = Mutex()  # of `_open`
-        self._reading = Mutex()  # of tickets: the words to read them into exist once
+        self._mutex = Mutex()  # for `_open`
+        self._reading = Mutex()  # for the space into which tickets are read
         self._is_shutting = self._is_shut = False
 
     def open(self, table: RankTable, name: str, *, is_hccs: bool) -> tuple[Communicator, int]:
         """Return a connection that binds all memory, and the highest number of its regions.
 
-        Over HCCS it does not bind host memory that the product does not transfer. The caller must
-        prepare and close it.
+        Over HCCS the connection binds no host memory if the product does not transfer it. The
+        caller must prepare and close the connection.
         """
         if (num_open := self.num_open) >= MAX_LINKS:
             raise link_failed(
@@ -203,8 +202,8 @@ class HcclDevice:
     def close(self, communicator: Communicator) -> None:
         """Close a connection after its transfers. Idempotent.
 
-        A connection that is being prepared ends when HCCL permits it: the thread that prepares it
-        must call this then.
+        HCCL may refuse to close a connection that is being prepared: the preparing thread must then
+        call this again.
         """
         self._give_back(communicator.close)
         with self._mutex:
@@ -219,16 +218,16 @@ class HcclDevice:
             return len(self._open)
 
     def read_tickets(self, communicator: Communicator, address: int) -> list[int] | None:
-        """Return the words of a peer's tickets; None: they cannot be read now."""
+        """Read the tickets of a peer at `address`; None: they cannot be read now."""
         seen = self.generations.seen
         columns = (np.array([number], np.uint64) for number in (seen, address, _TICKETS_NBYTES))
         words = bytearray(_TICKETS_NBYTES)
-        # A signal handler may interrupt this and call it again: it fails then.
-        if not self._reading.acquire(timeout=_LOOK_MS / 1000):
+        # A signal handler that interrupts this method and calls it again gets None.
+        if not self._reading.acquire(timeout=_READ_TIMEOUT_MS / 1000):
             return None
         try:
             with Executor(communicator.backend("get")) as executor:
-                report = executor.run(Descriptors.from_columns(*columns), _LOOK_MS)
+                report = executor.run(Descriptors.from_columns(*columns), _READ_TIMEOUT_MS)
             if report.status != KVN_OK:
                 return None
             self.device.read(seen, words)
@@ -239,15 +238,15 @@ class HcclDevice:
         return memoryview(words).cast("Q").tolist()
 
     def forget(self, held: HeldRegion) -> None:
-        """Let HCCL forget memory; on return the caller may free it, if nothing else keeps it."""
-        # The caller may unpin host memory next.
+        """Deregister memory from HCCL; on return the caller may free it, if no owner keeps it."""
+        # Not in the background for host memory, since the caller may unpin it next.
         if held.is_kept and held.on_device:
             self.background.do(lambda: self._forget(held))
         else:
             self._forget(held)
 
     def shut(self) -> None:
-        """Close all connections, and let HCCL forget the device after the last one."""
+        """Close all connections, and release the device's resources after the last one."""
         with self._mutex:
             communicators = list(self._open)
             self._is_shutting = True
@@ -274,12 +273,12 @@ class HcclDevice:
             try:
                 communicator.unbind(held.native)
             except NativeError as error:
-                if held.native in communicator.regions:  # otherwise it was closed meanwhile
+                if held.native in communicator.regions:  # otherwise the connection was closed
                     self._warn(error)
         self._give_back(held.close)
 
     def _give_back(self, close: Callable[[], None]) -> None:
-        """Call `close`, and log an error: HCCL then keeps the resource."""
+        """Call `close`; log an error, after which HCCL keeps the resource."""
         try:
             close()
         except NativeError as error:
@@ -289,10 +288,9 @@ class HcclDevice:
         _LOG.warning("event=hccl_keeps device=%d reason=%s", self.device.id, error)
 
     def _pin(self, address: int, nbytes: int) -> tuple[Pinned, ...]:
-        """Pin whole pages of the host that HCCL does not pin: it maps them when it connects.
+        """Pin host pages that HCCL maps when it connects, unless they are pinned already.
 
-        LLM_FEATURE_NOT_ENABLED: HCCL could not map them, which would make the whole connection
-        fail.
+        LLM_FEATURE_NOT_ENABLED: HCCL cannot map them, so that every connection would fail.
         """
         native, notes = self.device.native, self.device.notes_pins
         whose = native.pinned_by(address, nbytes)
@@ -306,8 +304,8 @@ class HcclDevice:
         except (NativeError, LLMException) as error:
             raise unsupported(
                 "HCCL maps host memory for its device, and cannot map "
-                f"[{address:#x}, {address + nbytes:#x}): {error}. Memory that was registered with "
-                "ACL (aclrtHostRegister) is mapped already"
+                f"[{address:#x}, {address + nbytes:#x}): {error}. Do not register memory that "
+                "was registered with ACL (aclrtHostRegister): it is mapped already"
             ) from error
 
     def _make_region(
@@ -316,8 +314,8 @@ class HcclDevice:
         limit = _MAX_NBYTES[on_device]
         if self.library.generation == "per_comm" and nbytes > limit:
             raise invalid(
-                f"{nbytes} bytes at {address:#x} are to be registered with HCCL at once; on this "
-                f"product it takes at most {limit}: make pools and allocations smaller"
+                f"{nbytes} bytes at {address:#x} are too many for one HCCL region; on this product "
+                f"at most {limit} are allowed: make pools and allocations smaller"
             )
         native = self.device.native
         try:
@@ -334,10 +332,9 @@ class HcclDevice:
 
 
 def whole_pages(device: Device | None, address: int, nbytes: int) -> tuple[int, int]:
-    """Return the pages of a device or the host that hold a range: (address, nbytes).
+    """Return (address, nbytes) of the whole pages that hold a range, of a device or the host.
 
-    HCCS shares memory by the page, and host memory is mapped by the page. One region that HCCL
-    refuses would make every connection fail.
+    HCCS and the host map whole pages. A region that HCCL refuses would make every connection fail.
     """
     page = mmap.PAGESIZE if device is None else device.native.page_nbytes(address) or 1
     start = address - address % page

@@ -1,4 +1,4 @@
-"""A link to a peer's device, and tensors in its registered memory, reached without its help."""
+"""A link to a peer's device, and tensors in its registered memory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from kvplan.transport.hccl.device import HcclDevice
     from kvplan.transport.protocol import Renewable
 
-    # Of the local side: the kind of its memory, and whether it is staged.
+    # The kind of the local side's memory, and whether it is staged.
     Way = tuple[Literal["device", "host"], bool]
 
-_TRIES = 3  # memory that is registered during a renewal needs another one
+_TRIES = 3  # memory that is registered during a renewal needs another renewal
 
 
 class HcclPeerMemory(PeerMemory):
@@ -46,15 +46,16 @@ class HcclPeerMemory(PeerMemory):
         super().__init__(link, located, on_device=located.ranges[0].on_device)
         self._newest = _newest_region(located)
         self._guards = link.guards(located.ranges)
-        self._leases: Sequence[str] = ()  # names for the last guards
-        # A connection that was used is held: a transfer over it may be in flight.
+        self._leases: Sequence[str] = ()  # names of the leases, which are the last guards
+        # Keeps used connections open: a transfer over one may be in flight.
         self._backends: dict[tuple[Connection, Direction, Way], Backend] = {}
         self._seen: tuple[ref[TensorMemory], int, int | None] | None = None
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
         """See `TensorMemory.backend`: the backend of the current connection.
 
-        Both ends renew a connection that was made before the memory of either side was registered.
+        If the memory of either side was registered after the connection was made, both ends renew
+        the connection first.
         """
         for _ in range(_TRIES):
             connection = self._link.connection()
@@ -63,14 +64,14 @@ class HcclPeerMemory(PeerMemory):
                 return self._backend(connection, direction, way)
             self._link.renew(connection)
         raise timed_out(
-            f"the connection to {self._link.peer} was renewed {_TRIES} times, and memory was "
-            "registered during each: try again"
+            f"the connection to {self._link.peer} was renewed {_TRIES} times, and each time more "
+            "memory was registered meanwhile: try again"
         )
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """See `PeerMemory.leased`: transfers read the words of leases with those of the ranges.
 
-        Pushes are announced, and also read all words before their bytes.
+        Pushes are announced, and read all words also before their bytes.
         """
         words = lease_words(leases, self._link.transport)
         for lease, word in zip(leases, words, strict=True):
@@ -102,7 +103,7 @@ class HcclPeerMemory(PeerMemory):
         return known
 
     def _way(self, other: TensorMemory, connection: Connection) -> Way | None:
-        """Return how `other` is reached; None: only over a newer connection."""
+        """Return the way to `other`; None: only a newer connection reaches it."""
         hccl = self._link.hccl
         local: Literal["device", "host"] = "device" if other.on_device else "host"
         check_device_of_link(other, hccl.device, self._link.peer)
@@ -115,12 +116,12 @@ class HcclPeerMemory(PeerMemory):
             raise unsupported(
                 f"the local side is {local} memory that is not registered with HCCL, and the "
                 "device has no staging memory (kvplan.staging_nbytes=0): on this product "
-                f"({hccl.product.name}) register {takes} memory, or give staging memory"
+                f"({hccl.product.name}) register {takes} memory, or raise kvplan.staging_nbytes"
             )
         return local, True
 
     def _newest_region(self, other: TensorMemory) -> int | None:
-        """Return the highest number of the local regions that hold `other`; None: none do."""
+        """Return the highest number of the local regions that hold `other`; None: none holds it."""
         regions, seen = self._link.hccl.regions, self._seen
         changes = regions.changes
         if seen is not None and seen[0]() is other and seen[1] == changes:
@@ -131,13 +132,11 @@ class HcclPeerMemory(PeerMemory):
 
 
 class HcclLink(TransportLink):
-    """The link that `HcclTransport.connect` makes.
-
-    It has no `death_fd`, since the peer may be on another host.
+    """The link that `HcclTransport.connect` makes. It has no `death_fd`.
 
     Attributes:
         hccl: The device of this process.
-        is_hccs: True if HCCL uses HCCS, and not RDMA.
+        is_hccs: True if HCCL uses HCCS; False: RDMA.
     """
 
     transport = "hccl"
@@ -153,7 +152,7 @@ class HcclLink(TransportLink):
 
     @property
     def closed(self) -> bool:
-        """True if it, or the transport, was closed."""
+        """True if the link or its transport was closed."""
         return self._connections.closed
 
     def _memory(self, located: Located) -> HcclPeerMemory:
@@ -163,18 +162,18 @@ class HcclLink(TransportLink):
         takes = self.hccl.product.remote_kinds(is_hccs=self.is_hccs)
         if not ranges[0].on_device and "host" not in takes:
             raise unsupported(
-                f"tensors of {self.peer} are in its host's memory, which HCCL does not reach over "
-                "HCCS, as devices of one host or super pod are connected: have that cache on the "
-                "device, set HCCL_INTRA_ROCE_ENABLE=1 at both ends, or link over transport local"
+                f"tensors of {self.peer} are in host memory, which HCCL does not reach over HCCS "
+                "(between devices of one host or super pod): place the cache on the device, set "
+                "HCCL_INTRA_ROCE_ENABLE=1 at both ends, or link over transport local"
             )
         return HcclPeerMemory(self, located)
 
     def guards(self, ranges: Sequence[Range], leases: Sequence[LeaseWord] = ()) -> Guards:
-        """Return what transfers must find in the peer's generation table after their bytes."""
+        """Return the words that transfers must find in the peer's generation table."""
         if len(ranges) + len(leases) > MAX_GUARDS:
             raise invalid(
-                f"{len(ranges)} registrations of {self.peer} are used at once, and {len(leases)} "
-                f"leases; HCCL transfers check at most {MAX_GUARDS}: register larger pieces"
+                f"one transfer uses {len(ranges)} registrations and {len(leases)} leases of "
+                f"{self.peer}; HCCL transfers check at most {MAX_GUARDS}: register larger pieces"
             )
         words = self.metadata.generations.address
         slots, generations = columns([*ranges, *leases], "slot", "generation")
@@ -188,17 +187,17 @@ class HcclLink(TransportLink):
         """Return whether the connection lacks that region of the peer, or was disturbed."""
         if peer_newest > connection.peer_newest:
             return True
-        # After an error of HCCL the connection may be broken; a new one is not.
+        # An error of HCCL may have broken the connection.
         return connection.communicator.disturbed and self._connections.request_renewal is not None
 
     def renew(self, connection: Connection) -> None:
-        """Let both ends make a newer connection than `connection`, and wait for it."""
+        """Wait until both ends have made a newer connection than `connection`."""
         if self._connections.current() is not connection:
             return
         if self._connections.request_renewal is None:
             raise unsupported(
-                f"memory was registered after the link to {self.peer} was made, and its connection "
-                "cannot be renewed: register before, or link engines"
+                f"memory was registered after the link to {self.peer} was made, and without "
+                "engines a connection cannot be renewed: register memory first, or link engines"
             )
         self._connections.request_renewal()
 
@@ -222,9 +221,9 @@ def _newest_region(located: Located) -> int:
             region = found.region_of(start, size)
             if region is None:
                 raise unsupported(
-                    f"tensor {i} at address {start:#x}, nbytes {size}, lies in memory "
-                    "that its peer registered in parts, first one and then more around it; HCCL "
-                    "reaches one part at a time: register the whole first"
+                    f"tensor {i} at address {start:#x}, nbytes {size}, crosses the border of two "
+                    "HCCL regions, since its peer registered a part of the memory before the "
+                    "whole: register the whole first"
                 )
             newest = max(newest, region.number)
     return newest

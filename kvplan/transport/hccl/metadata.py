@@ -1,4 +1,4 @@
-"""Metadata of the transport `hccl`. It may not name what only another transport publishes."""
+"""Metadata of the transport `hccl`. It must not use metadata of other transports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORD_NBYTES: Final = 8
 class GenerationTableRef(Record, frozen=True):
     """The generation table in the memory of the device: a word of 8 bytes per slot.
 
-    The words of the tickets follow, in which a writer announces itself to its peers.
+    The tickets of this process follow, which announce its writes to its peers.
     """
 
     address: Address
@@ -40,7 +40,7 @@ class GenerationTableRef(Record, frozen=True):
 
 
 class RegionRef(Extent, frozen=True):
-    """Memory [address, address + nbytes) that HCCL knows. Numbers rise with each new region."""
+    """Memory [address, address + nbytes) in HCCL. Each new region has a higher number."""
 
     number: Number
 
@@ -83,11 +83,11 @@ class Metadata(InstanceMetadata, frozen=True, tag="kvplan.hccl 3"):
     """Everything that a peer needs to reach the device of this process.
 
     Attributes:
-        product: Of the device, such as "A2".
+        product: The product of the device, such as "A2".
         device: The address of the device.
         generations: The generation table.
-        newest: The highest number of a region so far. A connection that is made later binds all
-            regions up to it that still exist.
+        newest: The highest number of a region so far. A later connection binds all regions up to
+            this number that still exist.
         ranges: The registered memory.
     """
 

@@ -1,7 +1,7 @@
-"""The memory of this process that HCCL knows: disjoint regions that cover all registrations.
+"""HCCL's regions of this process's memory: disjoint, and covering all registrations.
 
-HCCL refuses overlaps, while caches may share memory, or lie inside another. So each byte is in one
-region: a registration uses the existing regions, and gets new ones for the gaps.
+HCCL refuses overlaps, while caches may share memory or lie inside each other. So each byte is in
+one region: a registration uses existing regions, and makes new ones for the gaps.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class MakeRegion(Protocol):
     def __call__(
         self, address: int, nbytes: int, *, on_device: bool, owner: object
     ) -> tuple[Region, tuple[Pinned, ...]]:
-        """Register memory, and pin what must be pinned for it.
+        """Register memory, and pin it if HCCL does not.
 
-        `owner` keeps the memory in place while HCCL knows it; None: the caller does.
+        `owner` keeps the memory in place while it is registered with HCCL; None: the caller does.
         """
 
 
@@ -43,10 +43,10 @@ class HeldRegion:
 
     Attributes:
         native: The region in HCCL.
-        pinned: Pins its memory.
-        ref: The region as peers learn of it.
+        pinned: The pins of its memory.
+        ref: The region in published metadata.
         on_device: True if the memory is on the device.
-        is_kept: True if something keeps the memory in place while HCCL knows it.
+        is_kept: True if an owner was given, which keeps the memory in place.
         is_closed: True once `close` has returned or failed.
     """
 
@@ -80,11 +80,11 @@ class HeldRegion:
 
     @property
     def end(self) -> int:
-        """The first address after it."""
+        """The first address after the region."""
         return self.ref.address + self.ref.nbytes
 
     def close(self) -> None:
-        """Let HCCL forget the region, which is not bound to any connection."""
+        """Deregister the region from HCCL. No connection binds it any more."""
         try:
             self.native.close()
         finally:
@@ -93,22 +93,22 @@ class HeldRegion:
 
 
 class Regions:
-    """The regions of one transport. Any thread may call its methods.
+    """The regions of one transport. Thread-safe.
 
     Args:
         make: Registers memory with HCCL; if it raises, nothing has changed.
-        forget: Closes a region that is not used any more, also if another thread does so now.
+        forget: Closes an unused region. Several threads may call it for one region.
     """
 
     def __init__(self, make: MakeRegion, forget: Callable[[HeldRegion], None]) -> None:
         self._make = make
         self._forget = forget
-        # Re-entrant: letting go of memory may run finalizers, which may deregister more.
+        # Re-entrant: releasing memory may run finalizers, which may deregister more.
         self.mutex = Mutex()
         self._regions: list[HeldRegion] = []  # disjoint, by address
-        self._leaving: WeakSet[HeldRegion] = WeakSet()  # not used any more; HCCL may know them
+        self._leaving: WeakSet[HeldRegion] = WeakSet()  # unused, and perhaps not closed yet
         self._newest = 0
-        self.changes = 0  # counts changes of the list
+        self.changes = 0  # number of changes of the list
         self._columns: tuple[Column, Column, Column] | None = None
 
     @property
@@ -130,13 +130,10 @@ class Regions:
         owner: object = None,
         whole: tuple[int, int] | None = None,
     ) -> tuple[HeldRegion, ...]:
-        """Return the regions that hold [address, address + nbytes), in order.
+        """Return the regions that hold [address, address + nbytes), in order; `release` follows.
 
-        `release` must follow.
-
-        `owner` keeps the memory in place; None: the caller does. If `whole`, the (address, nbytes)
-        of the allocation, is known, all of it becomes one region, unless a part is in another
-        already.
+        `owner` keeps the memory in place; None: the caller does. `whole` is the (address, nbytes)
+        of the allocation, if known: it becomes one region, unless a part of it is in one already.
         """
         start, end = address, address + nbytes
         if whole is not None:
@@ -150,7 +147,7 @@ class Regions:
                 ]
                 if not leaving:
                     return self._cover(address, nbytes, whole, on_device=on_device, owner=owner)
-            for region in leaving:  # HCCL refuses new regions that overlap them
+            for region in leaving:  # HCCL refuses new regions that overlap these
                 self._forget(region)
 
     def _cover(
@@ -188,7 +185,7 @@ class Regions:
         return found
 
     def release(self, held: Sequence[HeldRegion], forget: Callable[[HeldRegion], None]) -> None:
-        """Let go of regions; call `forget`, which may do so later, for each that becomes unused."""
+        """Release regions; call `forget` for each that becomes unused."""
         unused = []
         with self.mutex:
             for region in held:
@@ -204,7 +201,7 @@ class Regions:
             forget(region)
 
     def newest_of(self, addresses: Column, nbytes: Column, *, on_device: bool) -> int | None:
-        """Return the highest number of the regions of tensors; None: one is not in one region."""
+        """Return the highest number of the tensors' regions; None: a tensor is not inside one."""
         with self.mutex:
             firsts, lasts, numbers = self._columns = self._columns or self._sorted()
             regions = self._regions

@@ -35,7 +35,7 @@ class Covered:
         self.regions = regions
 
     def release(self) -> None:
-        """Let go of the regions. Idempotent."""
+        """Release the regions. Idempotent."""
         regions, self.regions = self.regions, ()
         self._hccl.regions.release(regions, self._hccl.forget)
 
@@ -44,7 +44,7 @@ HcclRegistration = Registration[Range, Covered]
 
 
 class _Memory(NamedTuple):
-    """Memory that is about to be registered, and the allocation it is a part of, if known."""
+    """Memory that is about to be registered; `whole` is its allocation, if known."""
 
     address: int
     nbytes: int
@@ -54,10 +54,7 @@ class _Memory(NamedTuple):
 
 
 class HcclRegistrations(AnnouncedRegistrations[Range, Covered, Connections]):
-    """See `Registrations`.
-
-    A write that is in flight is not waited for when memory is deregistered.
-    """
+    """See `Registrations`. Deregistering does not wait for writes in flight."""
 
     transport = "an hccl transport"
 
@@ -79,7 +76,7 @@ class HcclRegistrations(AnnouncedRegistrations[Range, Covered, Connections]):
         self._pools: list[Covered] = []
 
     def preregister_pool(self, memory: Registrable, keep: object) -> None:
-        """See `Transport.preregister_pool`: one HCCL region; parts renew no connection."""
+        """See `Transport.preregister_pool`: one region, so that parts do not renew connections."""
         found = self._locate(memory, writable=True)
         covered = self._cover(found._replace(keep=(found.keep, keep)))
         with self.mutex:
@@ -120,7 +117,7 @@ class HcclRegistrations(AnnouncedRegistrations[Range, Covered, Connections]):
         product = self._hccl.product
         if "host" not in product.registers:
             raise TypeError(
-                f"memory is of the host; on this product ({product.name}) HCCL reaches only device "
+                f"memory is on the host; on this product ({product.name}) HCCL reaches only device "
                 "memory"
             )
         address, nbytes, pin, arena = host_range(memory, writable=writable)
@@ -138,5 +135,8 @@ class HcclRegistrations(AnnouncedRegistrations[Range, Covered, Connections]):
         covered = Covered(self._hccl, regions, keep)
         if any(region.on_device is not on_device for region in regions):
             covered.release()
-            raise invalid(f"memory at {address:#x} is registered already, as another kind")
+            raise invalid(
+                f"memory at {address:#x} overlaps registered memory of the other kind (host or "
+                "device)"
+            )
         return covered

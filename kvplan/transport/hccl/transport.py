@@ -1,4 +1,4 @@
-"""Memory of Ascend devices, and of their hosts if the product allows it, over HCCL."""
+"""The transport `hccl`: memory of Ascend devices, and of their hosts if the product allows it."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ if TYPE_CHECKING:
     from kvplan.transport.registrations import AnyRegistration
 
 _LOG = Log("kvplan")
-_CLOSING_S = 2.0  # to close connections that are not used any more
-# Of the staging memory: two transfers at a time, each in a pipeline of four buffers.
+_CLOSING_S = 2.0  # timeout of closing unused connections
+# Two transfers at a time use the staging memory, each in a pipeline of four buffers.
 _BUFFERS, _BUFFER_SETS = 4, 2
 
 
 class HcclTransport(Transport):
     """The memory that this process offers over HCCL, and its links to peers on other devices.
 
-    Close it before the device, and before the memory is freed. A forked child cannot use it.
+    Close the transport before the device, and before the memory is freed. A forked child cannot use
+    it.
 
-    Memory may be registered several times, and so may a part of registered memory. Memory that lies
-    partly in other registrations is known to HCCL in parts, and no tensor may cross their borders.
-    `deregister` does not wait for a peer's `put` that is in flight, which may still write to the
-    memory, or fail: agree on the end of transfers first.
+    Memory may be registered several times, and so may a part of registered memory. If a part was
+    registered first, HCCL knows the memory in regions, and no tensor may cross their borders.
+    `deregister` does not wait for writes in flight, which may still write to the memory, or fail:
+    agree with peers on the end of transfers first.
 
     Attributes:
         reaches: Device memory, and host memory on products whose HCCL transfers it.
@@ -69,15 +70,15 @@ class HcclTransport(Transport):
         Args:
             device: The device of this process.
             local_comm_res: The address of the device, as for llm.LocalCommRes; empty: detected.
-            traffic_class, service_level: For RDMA; None: the system's.
-            staging_nbytes: Size of the device memory that stages local memory which HCCL does not
-                transfer directly; 0: none.
+            traffic_class, service_level: Of RDMA; None: the system's default.
+            staging_nbytes: Bytes of device memory that stage local memory which HCCL does not
+                transfer directly; 0: no staging.
             max_registrations: The maximum number at one time. Each takes 8 bytes of the device, as
                 does each possible lease.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: the device does not transfer one-sided, HCCL is
-                not installed, an address is not known, or HCCL refuses a variable;
+            LLMException: LLM_FEATURE_NOT_ENABLED: the device has no one-sided transfers, HCCL is
+                not installed, an address is unknown, or an environment variable excludes HCCL;
                 LLM_PARAM_INVALID: `local_comm_res`; LLM_DEVICE_OUT_OF_MEMORY; an error of HCCL.
         """
         super().__init__()
@@ -134,8 +135,8 @@ class HcclTransport(Transport):
     ) -> HcclLink:
         """See `Transport.connect`; `streams` is not used.
 
-        Memory that either end registers later is reached after both have renewed the connection
-        (`Renewable`). HCCL rounds `timeout_ms` to seconds.
+        To reach memory that either end registers later, both renew the connection (`Renewable`).
+        HCCL rounds `timeout_ms` to seconds.
         """
         self._check_open()
         peer = Metadata.from_bytes(metadata)
@@ -151,12 +152,12 @@ class HcclTransport(Transport):
         try:
             connections.connect(timeout_ms)
         except BaseException as error:
-            connections.close(link_failed(f"it was never connected: {error}"))
+            connections.close(link_failed(f"the link was never connected: {error}"))
             raise
         return HcclLink(self._hccl, peer, connections)
 
     def _close(self) -> None:
-        # Connections with transfers in flight are closed after those, and the device after them.
+        # Connections are closed after their transfers, and the device after the connections.
         with self._mutex:
             links, self._links = list(self._links), set()
         for connections in links:
@@ -198,7 +199,7 @@ class HcclTransport(Transport):
 def _product_of(device: AscendDevice) -> Product:
     if (product := device.product) is None:
         raise unsupported(
-            f"device {device.id} is {device.name}, which does not transfer one-sided over "
-            "HCCL; Atlas A2, A3 and 950 do"
+            f"device {device.id} is {device.name}, which has no one-sided transfers over HCCL; "
+            "Atlas A2, A3 and 950 have them"
         )
     return product

@@ -1,9 +1,9 @@
-"""Descriptors of device memory for linked peers that the system does not let duplicate them.
+"""A server of device memory's file descriptors, for linked peers that may not duplicate them.
 
-`pidfd_getfd` needs the right to attach to the owner, which the seccomp filter of a container may
-deny. The owner then sends the descriptor over an abstract Unix socket (SCM_RIGHTS). A connection
-has one request: the token of a link (32 bytes) and the number of an export (8 bytes). The answer is
-a byte, with the descriptor unless the request is refused.
+`pidfd_getfd` needs the right to trace the owner, which the seccomp filter of a container may deny.
+The owner then sends the descriptor over an abstract Unix socket (SCM_RIGHTS). A connection has one
+request: the token of a link (32 bytes) and the number of an export (8 bytes). The answer is a byte,
+with the descriptor unless the request is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TIMEVAL: Final = struct.Struct("@ll")
 
 
 def token_of(session: bytes) -> bytes:
-    """Return the proof of a link whose handshake had this secret."""
+    """Return the token of a link, derived from the secret of its handshake."""
     return hmac.digest(session, b"kvplan descriptors", "sha256")
 
 
@@ -64,7 +64,7 @@ class DescriptorServer:
             raise
 
     def add(self, exported: Exported) -> None:
-        """Let linked peers ask for the descriptor of an export, as long as that exists."""
+        """Let linked peers request the descriptor of an export, as long as the export exists."""
         self._exports[exported.ref.number] = exported
 
     def admit(self, token: bytes) -> None:
@@ -90,8 +90,8 @@ class DescriptorServer:
         self._socket.close()
 
     def _serve(self) -> None:
-        waiting: dict[socket.socket, float] = {}  # with deadlines, the first ones first
-        # Poll needs no descriptor, which a forked child would keep.
+        waiting: dict[socket.socket, float] = {}  # deadlines, the earliest first
+        # poll, unlike epoll, has no descriptor that a forked child would keep.
         with selectors.PollSelector() as polled:
             polled.register(self._socket, selectors.EVENT_READ)
             try:
@@ -130,7 +130,7 @@ class DescriptorServer:
 
     def _answer(self, connection: socket.socket) -> None:
         request = connection.recv(_REQUEST_NBYTES + 1)
-        exported = None  # held until its descriptor is sent
+        exported = None  # keeps the descriptor open until it is sent
         if len(request) == _REQUEST_NBYTES and request[:_TOKEN_NBYTES] in self._tokens:
             exported = self._exports.get(*_NUMBER.unpack(request[_TOKEN_NBYTES:]))
         socket.send_fds(connection, [b"\0"], [] if exported is None else [exported.ref.fd])
@@ -147,7 +147,7 @@ def _drop(
 
 
 def can_ask(pid: int, name: str) -> bool:
-    """Return True if process `pid` has a server of this name, which this process reaches."""
+    """Return whether this process can connect to the server of process `pid`."""
     try:
         _connected(pid, name, timeout_s=0).close()
     except BlockingIOError:  # its backlog is full
@@ -158,14 +158,14 @@ def can_ask(pid: int, name: str) -> bool:
 
 
 def ask(pid: int, name: str, token: bytes, number: int) -> int:
-    """Return the descriptor of an export of process `pid`, which the caller closes.
+    """Request the descriptor of an export of process `pid`; the caller closes it.
 
     Raises:
         OSError: The server cannot be reached, or refuses the request.
     """
     with _connected(pid, name) as connection:
         connection.sendall(token + _NUMBER.pack(number))
-        # recv_fds of Python 3.11 ignores its flags, so that programs would inherit the descriptor.
+        # recv_fds of Python 3.11 ignores its flags, so that child programs would inherit it.
         space = socket.CMSG_LEN(_DESCRIPTOR.size)
         _, rights, _, _ = connection.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
     if not rights:
@@ -182,7 +182,7 @@ def _connected(pid: int, name: str, timeout_s: int = _TIMEOUT_S) -> socket.socke
     connection = _packets()
     try:
         connection.setblocking(timeout_s > 0)
-        # Not settimeout: to connect would then fail at once while the backlog is full.
+        # Not settimeout: connect would then fail at once while the backlog is full.
         for timeout in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, timeout, _TIMEVAL.pack(timeout_s, 0))
         connection.connect(f"\0{name}")

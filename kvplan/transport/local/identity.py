@@ -1,7 +1,7 @@
-"""The identity of a peer's process, and whether it can be reached from here.
+"""The identity of a process, the check that it is reachable, and advice if it is not.
 
-A pid is not an identity: it is used again, and means another process in another namespace or on
-another host. What is compared here never takes one process for another.
+A pid is not an identity: it is reused, and means another process in another namespace or on another
+host. `Identity` never confuses two processes.
 """
 
 from __future__ import annotations
@@ -71,16 +71,17 @@ def start_time(pid: int | str) -> int:
 
 
 def hold(peer: Identity) -> Peer:
-    """Take hold of the process that `peer` names, so that its pid stays its own.
+    """Open a pidfd of the process that `peer` names, so that its pid is not reused.
 
-    LLM_LINK_FAILED: it runs on another host or in another PID or time namespace, has exited (its
-    pid may be another's by now), or is hidden from this process.
+    Raises:
+        LLMException: LLM_LINK_FAILED: the process runs on another host or in another PID or time
+            namespace, has exited, or is hidden from this process.
     """
     here = Identity.of_self()
     if peer.boot_id != here.boot_id:
         raise link_failed(
-            f"peer {peer.pid} runs on another host, or before its last boot: boot id "
-            f"{peer.boot_id}, here {here.boot_id}; memory is reached on one host only"
+            f"peer {peer.pid} runs on another host, or ran before the last boot: its boot id is "
+            f"{peer.boot_id}, here {here.boot_id}; transport local works on one host only"
         )
     if peer.pid_namespace != here.pid_namespace:
         raise link_failed(
@@ -107,7 +108,7 @@ def hold(peer: Identity) -> Peer:
             reason += f"; {advice(peer)}"
         raise link_failed(f"peer {peer.pid} cannot be reached: {reason}") from error
     try:
-        # Read while the pidfd holds the process: a later one of this pid cannot slip in.
+        # Read while the pidfd is open: a later process with this pid is then noticed.
         started = start_time(peer.pid)
     except OSError as error:
         process.close()
@@ -126,12 +127,12 @@ def hold(peer: Identity) -> Peer:
 
 
 def advice(peer: Identity) -> str:
-    """Return what to allow so that the system lets this process reach `peer`."""
+    """Return the settings to change so that the system lets this process reach `peer`."""
     try:
         theirs, ours = _status(peer.pid), _status("self")
         owner = Path(f"/proc/{peer.pid}/maps").stat().st_uid  # root's if it is not dumpable
     except OSError as error:
-        return f"why cannot be read ({error.strerror})"
+        return f"the reason cannot be read ({error.strerror})"
     causes = []
     their_uids, our_uid = theirs["Uid"].split()[:3], str(os.geteuid())
     if set(their_uids) != {our_uid}:

@@ -1,4 +1,4 @@
-"""A link to a peer on this host, and tensors in its registered memory, reached without its help."""
+"""A link to a peer on this host, and tensors in its registered memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from kvnative._signals import Mutex
 from kvnative._writers import Writer
 from kvplan.device.memory import check_device_of_link
 from kvplan.status import LLMException, invalid, link_failed, not_exist, unsupported
-from kvplan.system.limits import reason_of
+from kvplan.system.limits import check_process, reason_of
 from kvplan.transport.link import (
     Located,
     PeerMemory,
     TransportLink,
-    check_process,
     mixed_places,
     no_leases,
 )
@@ -64,19 +63,19 @@ class LocalPeerMemory(PeerMemory):
         super().__init__(link, located, in_process=is_here, on_device=on_device)
         self._words = words  # of the ranges, then of the leases
         self._leases: Sequence[BlockLease] = ()
-        # Keeps the memory at the addresses mapped; empty for the peer's own addresses.
+        # Keep the addresses mapped; empty for the peer's own addresses.
         self._held = held
-        self._writer = writer  # announces writes; None: nothing is announced
+        self._writer = writer  # announces writes; None: the memory needs no announcement
         self._write_guard: WriteGuard | None = None
         self._backends: dict[Direction, tuple[ThreadPool, Backend | None, Backend]] = {}
 
     def backend(
         self, pool: ThreadPool, direction: Direction, other: TensorMemory
     ) -> Backend | None:
-        """Return the backend for the peer's own addresses; None: they are mapped here.
+        """Return the backend of a transfer; None: memory that is mapped here is read.
 
-        Every write is announced to the owner, whatever copies. LLM_FEATURE_NOT_ENABLED: the system
-        copies from the peer's own addresses only to host memory, and `other` is on a device.
+        Every backend announces its writes to the owner. LLM_FEATURE_NOT_ENABLED: `other` is on a
+        device, and the memory is not mapped here: the system copies it only to host memory.
         """
         device = None  # of `other`, which copies
         if other.on_device:
@@ -107,6 +106,11 @@ class LocalPeerMemory(PeerMemory):
         return (self._link.process, self._words) if self._held else None
 
     @property
+    def reader(self) -> tuple[Peer, bytes, bool] | None:
+        """See `PeerMemory.reader`."""
+        return self._link.process, self._words, not self._held
+
+    @property
     def write_guard(self) -> WriteGuard | None:
         """See `PeerMemory.write_guard`."""
         if self._write_guard is None and self._writer is not None and self._held:
@@ -133,8 +137,8 @@ class LocalPeerMemory(PeerMemory):
     def check(self, tensors: range | None = None) -> None:
         """Check the peer, its ranges and the leases, before and after a transfer.
 
-        Only if both checks pass has the transfer moved the right bytes. All ranges are checked for
-        any part, as this takes no system call.
+        If both checks pass, the transfer has moved the right bytes. All ranges are checked even for
+        a part of the tensors, since this takes no system call.
         """
         link = self._link
         try:
@@ -150,16 +154,16 @@ class LocalDeviceMemory(LocalPeerMemory):
     """Tensors in the memory of a peer's device, mapped here."""
 
     def backend(self, pool: ThreadPool, direction: Direction, other: TensorMemory) -> Backend:
-        """Return the copies of this side's device between the peer's device and `other`.
+        """Return the backend of this process's device, between the peer's device and `other`.
 
-        Writes are announced to the owner. So are reads, if only the announcement keeps the owner
+        It announces writes to the owner, and also reads if only the announcement prevents the owner
         from freeing the memory.
         """
         device = self._link.device
-        assert device is not None, "without one nothing is mapped"
+        assert device is not None, "without a device nothing is mapped"
         if not other.in_process or isinstance(other, LocalPeerMemory):
             raise invalid(
-                "src and dst are both memory of other processes; one of them must be this one's"
+                "src and dst are both memory of other processes; one of them must be of this one"
             )
         check_device_of_link(other, device, self._link.peer)
         way: CopyDirection = (
@@ -181,26 +185,28 @@ class LocalDeviceMemory(LocalPeerMemory):
 
     @property
     def guard(self) -> None:
+        """None: a copy by the CPU does not reach the memory."""
+
+    @property
+    def reader(self) -> None:
         """None: a plain copy does not reach the memory."""
 
     @property
     def write_guard(self) -> None:
-        """None: a plain copy does not reach the memory."""
+        """None: a copy by the CPU does not reach the memory."""
 
 
 class LocalLink(TransportLink):
-    """The link that `LocalTransport.connect` makes.
+    """The link that `LocalTransport.connect` makes. The peer's Python takes no part.
 
-    The peer's Python takes no part in anything here.
-
-    A check finds everything that happened before it: the peer's death, and deregistered ranges. So
-    a transfer between two passed checks moved the right bytes.
+    A check detects everything that happened before it: the peer's death, and deregistered ranges.
+    So a transfer between two passed checks moved the right bytes.
 
     Attributes:
         is_to_self: True if the peer is this process, whose memory is not mapped again.
-        lacks: Why memory of a kind is not reached: what the peer has registered itself, or the
-            memory of its device.
-        device: The device of this process that memory of the peer's devices is mapped for.
+        lacks: The reason why a kind of memory is not reached: "registered" for host memory outside
+            of arenas, "device" for memory of the peer's device.
+        device: The device of this process for which device memory of the peer is mapped.
     """
 
     transport = "local"
@@ -225,7 +231,7 @@ class LocalLink(TransportLink):
         self.lacks: dict[Literal["registered", "device"], str] = {}
         self._server = server
         self._token = token_of(session) if session else b""
-        self._mutex = Mutex()  # of the writer, which all written memory shares
+        self._mutex = Mutex()  # for `_writer`, which all written memory shares
         self._writer: Writer | None = None
         self.process = hold(metadata.identity)
         sharing = None if device is None else device.sharing
@@ -274,7 +280,7 @@ class LocalLink(TransportLink):
         else:
             self._probe()
         is_announced = located.writable or any(found.announces_reads for found in ranges)
-        writer = self._writer_there() if is_announced else None
+        writer = self._peer_writer() if is_announced else None
         kind = LocalDeviceMemory if on_device else LocalPeerMemory
         return kind(self, located, words, held, writer, on_device=on_device)
 
@@ -282,11 +288,11 @@ class LocalLink(TransportLink):
         self._find_stale(b"")
 
     def check_ranges(self, ranges: Sequence[Range | BlockLease], words: bytes) -> None:
-        """Check the link, and refuse ranges and leases that have ended: LLM_KV_CACHE_NOT_EXIST.
+        """Check the link; LLM_KV_CACHE_NOT_EXIST: a range or lease has ended.
 
-        `words` has the words of `ranges`, in that order.
+        `words` are the generation words of `ranges`, in that order.
         """
-        check_process(self.pid, "link")
+        check_process(self.pid, "the link")
         stale = self._find_stale(words)
         if stale >= 0:
             ended = ranges[stale]
@@ -297,7 +303,7 @@ class LocalLink(TransportLink):
             )
 
     def _find_stale(self, words: bytes) -> int:
-        """Return the index of the first range that was deregistered; -1: none was."""
+        """Return the index of the first word that has changed; -1: none has."""
         try:
             return self.process.check(words)
         except ValueError:
@@ -329,20 +335,17 @@ class LocalLink(TransportLink):
         return self._arenas.mapped()
 
     def unreached_from_device(self) -> LLMException:
-        """Return the error of a transfer between the peer's own addresses and a device."""
+        """Return the error of a transfer between host memory that is not mapped and a device."""
         return unsupported(
-            f"{self.peer} has registered this memory itself, and of another "
-            "process the system copies it only to and from host memory; a cache that its engine "
-            "allocates is reached, and so are caches on devices"
+            f"{self.peer} has registered host memory outside of arenas, which the system copies "
+            "only to and from host memory of this process: use a cache that its engine has "
+            "allocated, or one on a device"
         )
 
     def close(self, why: LLMException | None = None) -> None:
-        """See `TransportLink.close`.
-
-        Memory that `LocalPeerMemory` objects use stays mapped until they end.
-        """
+        """See `TransportLink.close`; memory that `LocalPeerMemory` objects use stays mapped."""
         super().close(why)
-        self.process.close()  # also in a forked child, which has its own descriptors
+        self.process.close()  # also in a forked child, which has descriptors of its own
 
     def _disconnect(self, why: LLMException) -> None:
         self._arenas.close()
@@ -350,13 +353,12 @@ class LocalLink(TransportLink):
             self._allocations.close()
         if self._server is not None:
             self._server.dismiss(self._token)
-        self._writer = None  # memory that is in use keeps it
+        self._writer = None  # memory that is in use keeps its reference
 
     def _hold(self, ranges: Sequence[Range], *, on_device: bool) -> list[Held]:
-        """Return the ranges as they are mapped here.
+        """Return the mappings of the ranges, or none if a range of the host is not in an arena.
 
-        Return nothing if a range of the host is not in an arena. A transfer has one way, so all
-        ranges are then reached by the peer's own addresses.
+        A transfer has one backend, so all ranges are then reached by the peer's own addresses.
         """
         if not on_device and any(memory.arena is None for memory in ranges):
             return []
@@ -365,7 +367,7 @@ class LocalLink(TransportLink):
             try:
                 found = self._hold_allocation(memory) if on_device else self._arenas.hold(memory)
             except (LLMException, OSError, ValueError, MemoryError) as error:
-                self._check_range(memory)  # if it has ended just now, that is the reason
+                self._check_range(memory)  # raises if the range has just ended
                 if isinstance(error, LLMException):
                     raise
                 raise self._refusal(error, f"has {memory}, which cannot be mapped") from error
@@ -388,7 +390,7 @@ class LocalLink(TransportLink):
         self.check_ranges([memory], words_of([memory]))
 
     def _try_device(self, sharing: Sharing) -> None:
-        """Find out whether memory of the peer's device can be mapped."""
+        """Set `lacks["device"]` if memory of the peer's device cannot be mapped."""
         peer = self.metadata
         if why := sharing.shortfall(peer.device):
             self.lacks["device"] = f"memory of the GPU of {self.peer} is not reached: {why}"
@@ -412,10 +414,10 @@ class LocalLink(TransportLink):
             try:
                 return ask(peer.identity.pid, peer.descriptors, self._token, ref.number)
             except OSError:
-                raise error from None  # its remedy needs no help of the peer
+                raise error from None  # the remedy for this error works without the peer
 
     def _probe(self) -> None:
-        """Find out whether the system refuses process_vm_readv and process_vm_writev."""
+        """Raise LLMException if the system refuses process_vm_readv and process_vm_writev."""
         if self._can_reach_registered:
             return
         try:
@@ -426,8 +428,8 @@ class LocalLink(TransportLink):
         self._can_reach_registered = True
         self.lacks.pop("registered", None)
 
-    def _writer_there(self) -> Writer:
-        """Return the writer that announces to the peer what this process writes."""
+    def _peer_writer(self) -> Writer:
+        """Return the writer that announces this process's writes to the peer."""
         peer = self.metadata
         generations, table = peer.generations, peer.writers
         with self._mutex:
@@ -456,7 +458,7 @@ class LocalLink(TransportLink):
 
 
 def _between(sharing: Sharing, peer: Metadata) -> str:
-    """Return how GPU memory moves if the peer uses another GPU, as a part of `way`."""
+    """Return the part of `way` that tells how memory of another GPU is reached."""
     if peer.device in ("", sharing.uuid):
         return ""
     if sharing.shortfall(peer.device) is None:
@@ -465,7 +467,7 @@ def _between(sharing: Sharing, peer: Metadata) -> str:
 
 
 def words_of(ranges: Sequence[Range]) -> bytes:
-    """Return slot and generation of each range, by which a check finds it registered."""
+    """Return slot and generation of each range, packed for `Peer.check`."""
     return array(
         "Q", [number for found in ranges for number in (found.slot, found.generation)]
     ).tobytes()

@@ -1,4 +1,4 @@
-"""Arenas of a peer on this host, and allocations of its devices, each mapped here once."""
+"""Mappings of a peer's arenas and device allocations, each mapped once."""
 
 from __future__ import annotations
 
@@ -21,17 +21,14 @@ if TYPE_CHECKING:
     from kvplan.device.sharing import Mapped, Sharing
 
 POPULATE: Final = ("background", "now", "off")
-"""Times to map pages of a peer's arena.
+"""The time to map pages of a peer's arena: by a thread before use, all at once, or at first use."""
 
-Existing pages in the background, all pages with the arena, or each page at its first use.
-"""
-
-# So that a link to this process finds the arena instead of mapping it again.
+# A link to this process finds the arena here instead of mapping it again.
 _OFFERED: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
 
 
 def offer(arena: Arena) -> ArenaRef:
-    """Return how peers, and a link to this process, find `arena`."""
+    """Return the reference by which peers, and links to this process, find `arena`."""
     ref = ArenaRef(arena.address, arena.nbytes, arena.fd, arena.inode)
     _OFFERED[ref] = arena
     return ref
@@ -42,7 +39,7 @@ class Held(NamedTuple):
 
     Attributes:
         holder: Keeps the memory mapped.
-        shift: The distance from the peer's addresses to those here.
+        shift: Address here minus address in the peer.
     """
 
     holder: object
@@ -50,23 +47,23 @@ class Held(NamedTuple):
 
 
 class PeerArenas:
-    """The arenas of process `pid` that are mapped here, each once however many use it.
+    """The arenas of process `pid` that are mapped here, each once.
 
-    `is_self` is True if that is this process.
+    `is_self` is True if `pid` is this process.
     """
 
     def __init__(self, pid: int, *, populate: str, is_self: bool = False) -> None:
         self._pid = pid
         self._is_self = is_self
         self._populate = populate
-        self._owner = object()  # of background work, which must not hold this object
+        self._owner = object()  # names this object in background work, which must not hold it
         self._mutex = Mutex()  # a signal handler may close the link
         self._mapped: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
         self._kept: dict[ArenaRef, Arena] = {}
         self._closed = False
 
     def hold(self, memory: Range) -> Held | None:
-        """Return the arena of `memory`, mapped here; None: this process, its owner, has dropped it.
+        """Return the arena of `memory`, mapped here; None: it was this process's, and was freed.
 
         An arena of this process is not mapped again. A second mapping would give one byte two
         addresses, which hides overlaps.
@@ -82,7 +79,7 @@ class PeerArenas:
         with self._mutex:
             arena = self._mapped.get(ref)
             if arena is None or (memory.writable and not arena.writable):
-                # Let go of arenas that their owner has closed meanwhile.
+                # Drop arenas that their owner has closed.
                 self._kept = {key: kept for key, kept in self._kept.items() if self._is_open(key)}
                 arena = Arena.of_peer(
                     self._pid, ref.fd, ref.inode, ref.nbytes, writable=memory.writable
@@ -93,14 +90,14 @@ class PeerArenas:
                 # Pages of hugetlbfs are mapped with the arena.
                 if self._populate == "background" and arena.pages != "hugetlb" and not self._closed:
                     background_pages().add(arena, self._owner)
-            # An arena that is offered whole is unmapped with its last user. One that is offered in
-            # parts is a pool: its pages stay mapped while its parts come and go.
+            # An arena that is registered whole is unmapped with its last user. One that is
+            # registered in parts is a pool: its pages stay mapped while its parts come and go.
             if memory.nbytes < ref.nbytes and not self._closed:
                 self._kept[ref] = arena
             return arena
 
     def prepare(self, job: Callable[[], object]) -> None:
-        """Call `job`, which maps arenas, soon if arenas are populated in the background."""
+        """Let the background thread call `job`, which maps arenas, if it populates arenas."""
         if self._populate == "background" and not self._closed:
             background_pages().submit(job, self._owner)
 
@@ -110,7 +107,7 @@ class PeerArenas:
         return [arena for reference in known if (arena := reference()) is not None]
 
     def close(self) -> None:
-        """Keep only arenas that are in use, and populate nothing more. Idempotent."""
+        """Drop arenas that are not in use, and stop populating. Idempotent."""
         with self._mutex:
             self._closed = True
             self._kept = {}
@@ -125,11 +122,11 @@ class PeerArenas:
 
 
 class PeerAllocations:
-    """The allocations of a peer's devices that are mapped for a device here, each once.
+    """The device allocations of a peer that are mapped for a device here, each once.
 
     Args:
         descriptor: Duplicates the peer's descriptor of an allocation into this process.
-        device: The device that the memory is mapped for.
+        device: The device for which the memory is mapped.
         sharing: The sharing of that device.
         is_self: True if the peer is this process.
     """
@@ -152,7 +149,7 @@ class PeerAllocations:
         self._closed = False
 
     def hold(self, memory: Range, check: Callable[[], None]) -> Held:
-        """Return the allocation of `memory`, mapped here; `check` refuses it if it has ended.
+        """Return the allocation of `memory`, mapped here; `check` raises if `memory` has ended.
 
         An allocation of this process is mapped again only for another device or context.
         """
@@ -170,18 +167,18 @@ class PeerAllocations:
             mapped = self._mapped.get(ref)
             if mapped is None:
                 mapped = self._map_new(ref)
-                # While it is registered, its owner keeps the descriptor, whose number is not used
-                # again. So this is the right one.
+                # While the memory is registered, its owner keeps the descriptor open, so that its
+                # number is not reused: the mapping is the right one.
                 check()
                 self._mapped[ref] = mapped
-            # A pool is mapped once while its parts come and go. Other mappings end with their last
-            # user here: until then the memory is not free, even after its owner has freed it.
+            # A pool stays mapped while its parts come and go. Other mappings end with their last
+            # user here: a mapping keeps memory allocated even after its owner has freed it.
             if ref.is_pool and ref.is_kept_by_peers and not self._closed:
                 self._kept[ref] = mapped
             return mapped
 
     def close(self) -> None:
-        """Keep only allocations that are in use. Idempotent."""
+        """Drop allocations that are not in use. Idempotent."""
         with self._mutex:
             self._closed = True
             self._kept = {}

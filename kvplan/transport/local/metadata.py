@@ -1,4 +1,4 @@
-"""Metadata of the transport `local`. It may not name what only another transport publishes.
+"""Metadata of the transport `local`. It must not use metadata of other transports.
 
 The metadata grants no rights: the operating system decides which process may reach which memory.
 """
@@ -25,14 +25,14 @@ from kvplan.transport.metadata import (
 from kvplan.validation import resolved
 
 MAX_SLOTS: Final = 2**24
-"""The maximum size of a generation table: registrations and leases."""
+"""The maximum number of slots of a generation table, for registrations and leases."""
 
 
 class GenerationTableRef(Record, frozen=True):
     """The generation table of a process: descriptor, inode and address.
 
-    The table is always mapped at the address, so a read of it shows whether the system lets this
-    process reach the peer's memory.
+    The table stays mapped at the address, so a read of it shows whether the system lets this
+    process read the peer's memory.
     """
 
     fd: Descriptor
@@ -89,7 +89,7 @@ class Range(metadata.Range, frozen=True):
 
     @property
     def announces_reads(self) -> bool:
-        """True if peers announce reads too, because the owner must wait for them to end."""
+        """True if peers announce reads too, because the owner must wait for them."""
         return self.allocation is not None and not self.allocation.is_kept_by_peers
 
     @property

@@ -1,4 +1,4 @@
-"""Memory of this process that peers on this host may reach, and the tables that they map."""
+"""Memory of this process that peers on this host may reach, and the tables that peers map."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvplan.transport.local.metadata import MAX_SLOTS, GenerationTableRef, Range
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.registrations import (
     MAX_LEASES,
-    PATIENCE_S,
+    WRITER_TIMEOUT_S,
     Found,
     LateWriters,
     Registration,
@@ -33,7 +33,7 @@ _LOG = Log("kvplan")
 
 
 class _ExportPin:
-    """Holds an export until it is released."""
+    """A `Releasable` that keeps an export alive."""
 
     __slots__ = ("_exported",)
 
@@ -41,7 +41,7 @@ class _ExportPin:
         self._exported: Exported | None = exported
 
     def release(self) -> None:
-        """Let go of the export. Idempotent."""
+        """Drop the export. Idempotent."""
         self._exported = None
 
 
@@ -49,10 +49,7 @@ LocalRegistration = Registration[Range, Releasable | None]
 
 
 class LocalRegistrations(Registrations[Range, Releasable | None]):
-    """See `Registrations`.
-
-    Peers map the generation table, and announce writes in the writer table.
-    """
+    """See `Registrations`. Peers map the generation table and announce writes in a writer table."""
 
     transport = "a local transport"
 
@@ -72,7 +69,7 @@ class LocalRegistrations(Registrations[Range, Releasable | None]):
         return frozenset(("host", *device))
 
     def refs(self) -> tuple[GenerationTableRef, WritersRef]:
-        """Return where peers find the tables."""
+        """Return the references by which peers find the tables."""
         table, writers = self._table, self._writers
         return (
             GenerationTableRef(table.fd, table.inode, table.num_slots, table.address),
@@ -103,15 +100,15 @@ class LocalRegistrations(Registrations[Range, Releasable | None]):
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
         """See `Transport.end_leases`."""
         try:
-            late = self._late(self._writers.end_leases(self._table, leases, PATIENCE_S))
+            late = self._late(self._writers.end_leases(self._table, leases, WRITER_TIMEOUT_S))
         except ValueError:
-            self.check_open()  # if it was closed just now
+            self.check_open()  # raises if `close` came first
             raise
         if late is not None:
             raise still_written(late)
 
     def close(self) -> None:
-        """See `Registrations.close`; the tables are taken down."""
+        """See `Registrations.close`; also close the tables."""
         self._writers.close()
         if self.descriptors is not None:
             self.descriptors.close()
@@ -147,7 +144,7 @@ class LocalRegistrations(Registrations[Range, Releasable | None]):
         return Found(memory.address, memory.nbytes, _ExportPin(exported), (None, exported.ref))
 
     def _wait_for_writers(self) -> LateWriters | None:
-        return self._late(self._writers.drain(PATIENCE_S))
+        return self._late(self._writers.drain(WRITER_TIMEOUT_S))
 
     def _late(self, tickets: list[Ticket]) -> LateWriters | None:
         if not tickets:
@@ -164,9 +161,9 @@ class LocalRegistrations(Registrations[Range, Releasable | None]):
             return
         _LOG.warning(
             "%s is deregistered, but %s was using it and did not stop within %g s (is it stopped, "
-            "or does its GPU copy that much?): do not free the memory, which is not kvplan's, "
-            "before that goes on or ends",
+            "or does its GPU copy that much?): kvplan does not own this memory and cannot "
+            "quarantine it: do not free it before the transfer or that process has ended",
             memory,
             late.names,
-            PATIENCE_S,
+            WRITER_TIMEOUT_S,
         )

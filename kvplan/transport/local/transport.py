@@ -1,4 +1,4 @@
-"""Memory of processes on this host: arenas that both ends map, and any memory by its address."""
+"""The transport `local`: memory of processes on this host."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ class LocalTransport(Transport):
     """The memory that this process offers to peers on this host, and its links to them.
 
     A peer needs `metadata()` and permission of the system: the same user, or CAP_SYS_PTRACE. Under
-    Yama (`kernel.yama.ptrace_scope=1`, as on Ubuntu) that is not enough for registered memory, and
-    `permit_any_peer=True` lets every process of this user trace this one. Arenas do not need that.
+    Yama (`kernel.yama.ptrace_scope=1`, as on Ubuntu) that is not enough for memory outside of
+    arenas: there `permit_any_peer=True` lets every process of this user trace this one.
 
-    After `deregister` no peer reads or writes the memory, which may be freed. A peer that is
-    writing to it is waited for until it has finished a piece (about 0.1 ms), and reports an error.
-    A peer that does not stop within 1 s (a stopped process, for example) is waited for once. Its
-    later writes by address are refused. Memory of an arena or a device, which the peer has mapped,
-    is held until the peer goes on or dies. Memory of a device that the user has allocated is not
-    kvplan's to hold: peers that read it are waited for as well, and after the warning it must not
-    be freed.
+    After `deregister` no peer reads or writes the memory, which may be freed. The call waits until
+    a peer that is writing has finished a piece (about 0.1 ms); that peer reports an error. If a
+    peer does not stop within 1 s (a stopped process, for example), its later writes by address are
+    refused. Memory that the peer has mapped (arenas, device memory) is then kept alive until the
+    peer goes on or dies. kvplan cannot keep device memory alive that the user has allocated: the
+    call then also waits for peers that read it, and after the warning the memory must not be freed.
 
-    Close it (or leave its `with` block) before the memory is freed; links stay. A forked child
-    cannot use it, and makes its own.
+    Close the transport (or leave its `with` block) before the memory is freed; links stay. A forked
+    child makes a transport of its own.
     """
 
     name: ClassVar[str] = LocalLink.transport
@@ -61,7 +60,8 @@ class LocalTransport(Transport):
         Args:
             max_registrations: The maximum number at one time. Each takes 16 bytes, as does each
                 possible lease.
-            permit_any_peer: Let every process of this user trace this one, as Yama demands.
+            permit_any_peer: Let every process of this user trace this one, which Yama forbids
+                otherwise.
             populate: When to map pages of peers' arenas here. "background": a thread maps the pages
                 that the owner has filled, soon after the arena is mapped; "now": all pages with the
                 arena, which allocates those that the owner has not touched; "off": each at its
@@ -71,8 +71,8 @@ class LocalTransport(Transport):
 
         Raises:
             LLMException: LLM_PARAM_INVALID: `max_registrations` is not in [1, 2**24], or `populate`
-                is another word; LLM_OUT_OF_MEMORY; LLM_FAILED: /proc cannot be read, or no
-                descriptor is left.
+                has another value; LLM_OUT_OF_MEMORY; LLM_FAILED: /proc cannot be read, or no
+                file descriptor is left.
         """
         super().__init__()
         check_one_of("populate", populate, POPULATE)
@@ -86,7 +86,7 @@ class LocalTransport(Transport):
         self._sharing = self._registrations.sharing
         self.reaches: frozenset[Kind] = self._registrations.reaches
         if permit_any_peer:
-            # EINVAL without Yama, which then does not ask for it either.
+            # Fails with EINVAL without Yama, where it is not needed.
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
     def connect(
@@ -97,12 +97,12 @@ class LocalTransport(Transport):
         session: bytes = b"",
         streams: Streams | None = None,
     ) -> LocalLink:
-        """Link to the process of `metadata`, which takes no part in it.
+        """Link to the process of `metadata`. The peer takes no part.
 
         Args:
-            metadata: The peer's.
-            session: The secret with which this link asks the peer for descriptors of device
-                memory, if the system does not let this process duplicate them; empty: it does not.
+            metadata: Metadata of the peer.
+            session: The secret with which this link requests descriptors of device memory from the
+                peer, if the system does not let this process duplicate them; empty: no requests.
             timeout_ms, streams: Not used: `connect` does not wait for the peer.
 
         Raises:
@@ -134,7 +134,7 @@ class LocalTransport(Transport):
             return "; ".join(link.lacks.values()) or None
 
     def close(self) -> None:
-        """See `Transport.close`; a forked child unmaps the tables."""
+        """See `Transport.close`; in a forked child, unmap the tables."""
         if os.getpid() != self._pid:
             self._closed = True
             self._registrations.close_in_child()

@@ -1,4 +1,4 @@
-"""A link to a peer over TCP, and tensors in its registered memory, reached without its Python."""
+"""A link to a peer over TCP, and tensors in its registered memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease
 
-_STRIPE_NBYTES: Final = 1 << 20  # the least that another connection moves: 0.3 ms of its time
+_STRIPE_NBYTES: Final = 1 << 20  # minimum for another connection, which takes 0.3 ms for it
 
 
 class TcpPeerMemory(PeerMemory):
@@ -54,32 +54,32 @@ class TcpPeerMemory(PeerMemory):
                 tcp_backend(
                     *(native, word, direction, slots, generations, addresses, nbytes),
                     on_device=other.on_device,
-                    leases=[(slot, generation) for slot, generation, _ in self._besides],
-                    leases_name=" or ".join(name for *_, name in self._besides),
+                    leases=[(slot, generation) for slot, generation, _ in self._extra_checks],
+                    leases_name=" or ".join(name for *_, name in self._extra_checks),
                 )
                 for word in range(native.connections)
             ]
         except NativeError as error:
-            self.check()  # if it has ended just now, that is the reason
+            self.check()  # raises if the link has just ended
             raise link_failed(f"{self._link.peer} cannot be reached: {error}") from error
         made = each[0] if len(each) == 1 else striped(each, min_nbytes=_STRIPE_NBYTES)
         return self._backends.setdefault((direction, other.on_device), made)
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
-        """See `PeerMemory.leased`: the owner checks them with each request."""
+        """See `PeerMemory.leased`: the owner checks the leases with each request."""
         made = self._copy()
-        made._besides, made._backends = self._besides_with(leases), {}
+        made._extra_checks, made._backends = self._extra_checks_with(leases), {}
         return made
 
     def _check_device(self, local: TensorMemory) -> None:
-        """Refuse memory of a device that the link does not move."""
+        """Refuse memory of a device other than the link's."""
         ours = self._link.device
         theirs = local.device.native if isinstance(local, DeviceMemory) else None
         if ours is not None and ours.native is theirs:
             return
         which = "no device" if ours is None else f"device {ours.id}"
         raise unsupported(
-            f"the local side is {local!r}; the link to {self._link.peer} is of an engine with "
+            f"the local side is {local!r}, but the engine of the link to {self._link.peer} has "
             f"{which}: use the engine of that device, or a cache with Placement.HOST"
         )
 
@@ -88,7 +88,7 @@ class TcpLink(TransportLink):
     """The link that `TcpTransport.connect` makes."""
 
     transport = "tcp"
-    # The owner checks each range before a byte of it moves. Later registrations are reached too.
+    # The owner checks each range before a byte of it moves.
     detects_freed: Literal["before"] = "before"
     checks_every_range = False
 
@@ -115,4 +115,4 @@ class TcpLink(TransportLink):
             raise transport_closed()
 
     def _disconnect(self, why: LLMException) -> None:
-        self.native.close(str(why.args[0]))  # on return nothing moves for the peer here
+        self.native.close(str(why.args[0]))  # on return no byte moves for the peer

@@ -1,4 +1,4 @@
-"""Metadata of the transport `tcp`. It may not name what only another transport publishes."""
+"""Metadata of the transport `tcp`. It must not use metadata of other transports."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MAX_SLOTS: Final = 1 << 16  # registrations of one transport
 
 @resolved
 class Metadata(ProcessMetadata, frozen=True, tag="kvplan.tcp 2"):
-    """Everything that a peer needs to reach this process, besides connections to it.
+    """Everything that a peer needs to reach this process, except connections.
 
     Attributes:
-        connections: The maximum per link and direction of requests.
-        encrypt: True if this process demands that all data is encrypted.
+        connections: The maximum number of connections per link and direction of requests.
+        encrypt: True if this process requires encryption of all data.
         ranges: The registered memory.
     """
 

@@ -1,4 +1,4 @@
-"""Memory of this process that peers may reach over TCP, as its native service knows it."""
+"""Memory of this process that peers may reach over TCP, mirrored in the native service."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _NOWHERE: Final = 2**64 - 1
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """The owners that keep registered memory in place.
+    """The objects that keep registered memory in place.
 
     Attributes:
-        pin: Of host memory; None: the caller keeps it.
-        buffer: Of a device, that the memory lies in; None: the caller keeps it.
+        pin: The pin of host memory; None: the caller keeps the memory in place.
+        buffer: The device allocation that contains the memory; None: as for `pin`.
         on_device: True if the memory is on the device.
-        ending: Held while the registration ends; taken before the mutex of the registrations.
-            Re-entrant, since a signal handler may end it as well.
+        ending: A lock that is held while the registration ends; taken before the mutex of the
+            registrations. Re-entrant, since a signal handler may end the registration as well.
     """
 
     pin: Releasable | None = None
@@ -49,7 +49,7 @@ class Held:
     ending: Mutex = field(default_factory=Mutex, init=False)
 
     def release(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Release the memory. Idempotent."""
         if self.pin is not None:
             self.pin.release()
         self.buffer = None
@@ -59,7 +59,7 @@ TcpRegistration = Registration[Range, Held]
 
 
 class TcpRegistrations(Registrations[Range, Held]):
-    """See `Registrations`. They are kept here until a link exists, over which a peer could ask."""
+    """See `Registrations`. The native service gets them when the first link is made."""
 
     transport = "a tcp transport"
 
@@ -67,7 +67,7 @@ class TcpRegistrations(Registrations[Range, Held]):
         self._rows = Slots(max_registrations, MAX_SLOTS, MAX_LEASES)
         super().__init__(Range, self._rows, MAX_SLOTS)
         self._deadlines: dict[int, int] = {}  # of leases, by slot
-        # Held while leases end; taken before the other mutex. Re-entrant, as for signal handlers.
+        # Held while leases end; taken before `mutex`. Re-entrant, for signal handlers.
         self._ending = Mutex()
         self._device = device
         self._service: TcpService | None = None
@@ -78,9 +78,9 @@ class TcpRegistrations(Registrations[Range, Held]):
         return self._rows.num_slots
 
     def attach(self, service: TcpService) -> None:
-        """Let peers reach everything through `service`, now and later."""
+        """Let peers reach all present and later registrations and leases through `service`."""
         with self.mutex:
-            self._service = service  # first: a finalizer may deregister some meanwhile
+            self._service = service  # first, since a finalizer may deregister some meanwhile
             for registration in self.select():
                 if self.holds(registration):
                     self._serve(registration)
@@ -106,13 +106,13 @@ class TcpRegistrations(Registrations[Range, Held]):
                     self._service.renew_range(slot, deadline_ns)
 
     def end_leases(self, leases: Iterable[tuple[int, int]]) -> None:
-        """See `Transport.end_leases`: on return no byte moves with them for a peer."""
+        """See `Transport.end_leases`: on return no byte moves with the leases."""
         for slot, generation in leases:
             with self.mutex:
-                if (service := self._service) is None:  # nothing moves
+                if (service := self._service) is None:  # no link exists
                     self._forget_lease(slot, generation)
                     continue
-            with self._ending:  # which waits for another thread that is ending the same lease
+            with self._ending:  # waits for another thread that is ending the same lease
                 if self._rows.holds(slot, generation):
                     with suppress(ValueError, NativeError):
                         service.remove_range(slot)  # waits
@@ -120,7 +120,7 @@ class TcpRegistrations(Registrations[Range, Held]):
                         self._forget_lease(slot, generation)
 
     def close(self) -> None:
-        """See `Registrations.close`; the service has been closed."""
+        """See `Registrations.close`; the service was closed before."""
         with self.mutex:
             self._closed = True
             ended, self._by_slot = tuple(self._by_slot.values()), {}
@@ -137,8 +137,8 @@ class TcpRegistrations(Registrations[Range, Held]):
             return Found(address, nbytes, Held(pin))
         if self._device is None:
             raise unsupported(
-                f"memory at {memory.address:#x} is of a device, which this transport was made "
-                "without: have that cache on the host (Placement.HOST)"
+                f"memory at {memory.address:#x} is on a device, and this transport has no device: "
+                "place the cache on the host (Placement.HOST)"
             )
         if memory.buffer is None:
             self._device.check_range("memory", memory.address, memory.nbytes)
@@ -149,25 +149,25 @@ class TcpRegistrations(Registrations[Range, Held]):
         if self._service is None:
             return
         known = registration.range
-        with suppress(NativeError):  # it is closed, as the registration will be
+        with suppress(NativeError):  # the service is closed, and the registration ends soon
             self._service.add_range(
                 *(known.slot, known.address, known.nbytes, known.writable, known.generation),
                 on_device=registration.holder.on_device,
             )
 
     def _withdraw(self, registration: TcpRegistration) -> None:
-        with registration.holder.ending:  # which waits for another thread that is ending it
+        with registration.holder.ending:  # waits for another thread that is ending it
             with self.mutex:
                 if (service := self._service) is None or not self.holds(registration):
                     super()._withdraw(registration)
                     return
-            # A call that was interrupted, a signal handler or `close` may have come first.
+            # An interrupted call, a signal handler or `close` may have come first.
             with suppress(ValueError, NativeError):
                 service.remove_range(registration.range.slot)  # waits
             super()._withdraw(registration)
 
 
 def _serve_lease(service: TcpService, slot: int, generation: int, deadline_ns: int) -> None:
-    """Add a row without memory that requests can name: its only byte is where none can be."""
+    """Add a row for a lease: its only byte is at an address where no memory can be."""
     with suppress(NativeError):
         service.add_range(slot, _NOWHERE, 1, False, generation, deadline_ns=deadline_ns)

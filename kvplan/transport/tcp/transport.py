@@ -1,4 +1,4 @@
-"""Memory of processes on this host and on others, over TCP connections."""
+"""The transport `tcp`: memory of processes on this host and on others."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _ALLOWED: Final = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 class TcpTransport(Transport):
     """The memory that this process offers over TCP, and its links to peers.
 
-    It opens no port: `connect` takes connections as `Streams`. An engine makes them through the
-    port of the end that listens; docs/how-to/across-hosts.md shows a program without engines.
-    Threads that serve peers start with the first link. Close it before the memory is freed. A
-    forked child cannot use it, and makes its own.
+    The transport opens no port: `connect` takes connections as `Streams`. An engine makes them
+    through the port of the end that listens; docs/how-to/across-hosts.md shows a program without
+    engines. Threads that serve peers start with the first link. Close the transport before the
+    memory is freed. A forked child makes a transport of its own.
     """
 
     name: ClassVar[str] = TcpLink.transport
@@ -56,10 +56,10 @@ class TcpTransport(Transport):
         Args:
             device: The device of this process, whose memory moves through host buffers. It
                 outlives the transport. None: only host memory.
-            connections: 1 to 16: the number of connections that share a large transfer, each with
-                a thread here. A link has as many as the end with fewer. None: 1 below 4 cores, 2
+            connections: The number of connections that share a large transfer, 1 to 16, each with
+                a thread here. A link uses the smaller number of both ends. None: 1 below 4 cores, 2
                 from 4 on, 4 from 8 on, 8 from 16 on.
-            encrypt: Demand that all data is encrypted. Either end of a link can demand it.
+            encrypt: Require encryption of all data. Either end of a link can require it.
             congestion: Congestion control of the connections, such as "bbr"; empty: the system's.
             max_registrations: The maximum number at one time, 1 to 65536.
             label: The name of its threads.
@@ -86,11 +86,11 @@ class TcpTransport(Transport):
         self._label = label
         self._instance = secrets.token_hex(16)
         self._host = socket.gethostname()[:64] or "localhost"
-        self._service: TcpService | None = None  # None: there was no link yet
+        self._service: TcpService | None = None  # made with the first link
         self._connecting: set[Streams] = set()
 
     def num_streams(self, metadata: bytes) -> int:
-        """See `Transport.num_streams`: two for each connection of the end with fewer.
+        """See `Transport.num_streams`: two for each connection of the link.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: bad metadata.
@@ -120,14 +120,14 @@ class TcpTransport(Transport):
         peer = self._peer(metadata)
         if streams is None:
             raise link_failed(
-                f"{peer} cannot be reached over tcp without sockets: an engine has them; without "
-                "engines give `connect` streams that open them"
+                f"{peer} cannot be reached over tcp: streams=None, and tcp needs connections; "
+                "engines make them, other programs pass `streams` to `connect`"
             )
         is_encrypted = self._encrypt or peer.encrypt
         if is_encrypted and not streams.private:
             raise link_failed(
-                f"{peer}: data must be encrypted (kvplan.encrypt), but an eavesdropper knows the "
-                "secret: give both ends the same kvplan.cluster_key_file"
+                f"{peer}: data must be encrypted (kvplan.encrypt), but an eavesdropper may know "
+                "the secret: give both ends the same kvplan.cluster_key_file"
             )
         try:
             service = self._serving()
@@ -141,7 +141,7 @@ class TcpTransport(Transport):
             native = service.link(ours, theirs, peer=str(peer), secret=secret, dials=streams.dials)
         except LLMException:
             raise
-        # Of the native layer, and if the process can have no more threads.
+        # From the native layer, or because no thread can be started.
         except (RuntimeError, OSError, MemoryError) as error:
             raise link_failed(f"{peer} cannot be reached over tcp: {reason_of(error)}") from error
         finally:
@@ -195,7 +195,7 @@ class TcpTransport(Transport):
         if peer.instance == self._instance:
             raise link_failed(f"{peer} is this transport itself")
         if peer.encrypt:
-            _check_encryption(f"{peer} demands encryption")
+            _check_encryption(f"{peer} requires encryption")
         return peer
 
     def _open(self, streams: Streams, count: int, deadline: float) -> list[int]:
@@ -213,7 +213,7 @@ class TcpTransport(Transport):
 
 
 def connections_of(cores: int) -> int:
-    """Return the default number of connections of a link, at an end with so many cores."""
+    """Return the default number of connections of a link at an end with `cores` cores."""
     return next((count for least, count in ((16, 8), (8, 4), (4, 2)) if cores >= least), 1)
 
 

@@ -1,4 +1,4 @@
-"""The UCX library of this host, found without loading it; whether it has RDMA; settings of UCX."""
+"""The search for the UCX library (without loading it), the check for RDMA, and UCX's settings."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 OVERRIDE: Final = "KVPLAN_UCX_LIBRARY"
-"""Environment variable with the only place to search: the library libucp, its folder, or the folder
-of an installation. Empty: UCX is not used."""
+"""Environment variable with the only place to search: the file libucp.so.0, its folder, or the
+folder of an installation. Empty: UCX is not used."""
 
 NAME: Final = "libucp.so.0"
 """The name of the library. It loads libucs, libuct and libucm from its own folder."""
 
 _WHEEL: Final = "libucx"
-"""The package that libucx-cu12 (the extra `ucx`) installs, as do its wheels for other CUDAs."""
+"""The package that the wheel libucx-cu12 (the extra `ucx`) and its siblings install."""
 
 DEVICES: Final = "UCX_NET_DEVICES"
 TRANSPORTS: Final = "UCX_TLS"
@@ -42,8 +42,8 @@ class Found(NamedTuple):
     """The library to load.
 
     Attributes:
-        path: Of libucp.
-        source: How it was found, for people: "package libucx", "$LD_LIBRARY_PATH".
+        path: The path of libucp.so.0.
+        source: The place, for display: "package libucx", "$LD_LIBRARY_PATH".
     """
 
     path: str
@@ -55,8 +55,8 @@ class Place(NamedTuple):
 
     Attributes:
         path: A file or folder; empty: unknown.
-        source: What names the place.
-        library: The file, if it exists.
+        source: The place, for display.
+        library: The file; None: it does not exist.
     """
 
     path: str
@@ -68,26 +68,23 @@ def find() -> Found:
     """Return the first library found.
 
     Raises:
-        LLMException: LLM_FEATURE_NOT_ENABLED: none is installed; says where it was searched and
-            what to install.
+        LLMException: LLM_FEATURE_NOT_ENABLED: none is installed; the message lists the searched
+            places and what to install.
     """
     looked_at = []
     for place in places():
         if place.library is not None:
             return Found(str(place.library), place.source)
-        looked_at.append(f"{place.source} ({place.path or 'not there'})")
+        looked_at.append(f"{place.source} ({place.path or 'not installed'})")
     raise unsupported(
-        f"no UCX library ({NAME}) is here: looked at {', '.join(looked_at)}. Install it from "
-        "the system's packages, 1.13 or later (libucx0, ucx, or of MLNX_OFED), or name one in "
-        f"{OVERRIDE}; that of pip install 'kvplan[ucx]' is for GPUs of one host: it has no RDMA"
+        f"no UCX library ({NAME}) was found in {', '.join(looked_at)}. Install UCX 1.13 or later "
+        f"from the system's packages (libucx0, ucx) or MLNX_OFED, or name one in {OVERRIDE}; "
+        "pip install 'kvplan[ucx]' has no RDMA and serves GPUs of one host"
     )
 
 
 def places() -> Iterator[Place]:
-    """Yield the places in the order of the search.
-
-    A place is not touched before it is asked for.
-    """
+    """Yield the places in the order of the search, each examined only when it is reached."""
     named = os.environ.get(OVERRIDE)
     if named is not None:
         yield Place(named or "empty", f"${OVERRIDE}", _in_installation(named) if named else None)
@@ -102,12 +99,12 @@ def places() -> Iterator[Place]:
 
 
 def why_no_rdma(library: str) -> str:
-    """Return what the UCX library at `library` lacks for RDMA; empty: nothing.
+    """Return why the UCX library at `library` cannot use RDMA; empty: it can.
 
     With an empty path only this host is checked.
     """
     if not _RDMA.is_dir():
-        return f"this host has no RDMA device ({_RDMA} is not there)"
+        return f"this host has no RDMA device ({_RDMA} does not exist)"
     if not any(_is_active(port) for port in _RDMA.glob("*/ports/*/state")):
         return f"no port of an RDMA device is active (as {_RDMA}/*/ports/*/state says)"
     if library and not any(Path(library).resolve().parent.glob(f"**/{_VERBS}")):
@@ -126,7 +123,7 @@ def _is_active(state: Path) -> bool:
 
 
 def _of_wheel() -> Place:
-    """Return the place in the installed package, which is not imported."""
+    """Return the place in the installed package, without importing it."""
     spec = find_spec(_WHEEL)
     for folder in (spec and spec.submodule_search_locations) or ():
         return _of_folder(str(Path(folder, "lib")), f"package {_WHEEL}")
@@ -139,7 +136,7 @@ def _of_folder(folder: str, source: str) -> Place:
 
 
 def _of_cache() -> Place:
-    """Return the place that ldconfig has noted in the cache of the loader."""
+    """Return the place that is listed in the loader's cache, which ldconfig writes."""
     try:
         noted = _LOADER_CACHE.read_bytes()
     except OSError:
@@ -150,7 +147,7 @@ def _of_cache() -> Place:
 
 
 def _in_installation(named: str) -> Path | None:
-    """Return the file itself, or the one in a folder, or in the lib of an installation."""
+    """Return the library that a file, a folder, or the folder of an installation names."""
     root = Path(named)
     if not root.is_dir():
         return root if root.is_file() else None
@@ -168,7 +165,7 @@ def check_devices(name: str, value: object) -> str:
     text = check_type(name, value, str)
     if text and not all(re.fullmatch(r"[\w.@:-]{1,64}", device) for device in text.split(",")):
         raise invalid(
-            f"{name}={shown(text)} must be names of devices with commas between, such as "
+            f"{name}={shown(text)} must be names of devices, separated by commas, such as "
             '"mlx5_0:1,mlx5_1:1", or empty'
         )
     return text
@@ -187,9 +184,9 @@ def check_settings(name: str, value: object) -> str:
 
 
 def read_settings(name: str, text: str) -> dict[str, str]:
-    """Return the settings that a JSON object names, such as {"UCX_TLS": "rc"}.
+    """Return the settings in a JSON object such as {"UCX_TLS": "rc"}.
 
-    UCX tells whether it knows them when it is loaded.
+    UCX itself refuses unknown settings when it is loaded.
 
     Raises:
         LLMException: LLM_PARAM_INVALID.

@@ -1,4 +1,4 @@
-"""A link to a peer over UCX, and tensors in its registered memory, reached without its Python."""
+"""A link to a peer over UCX, and tensors in its registered memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class UcxPeerMemory(PeerMemory):
     def __init__(self, link: UcxLink, located: Located) -> None:
         super().__init__(link, located)
         self._known: Sequence[Metadata] = located.known  # metadata that names the ranges
-        # Without leases and other checks; `_backends` has them.
+        # Backends without extra checks; those of `_backends` have them.
         self._plain: dict[tuple[Direction, bool], Backend] = {}
         self._backends: dict[tuple[Direction, bool], Backend] = {}
 
@@ -46,9 +46,9 @@ class UcxPeerMemory(PeerMemory):
         """
         if other.on_device and not self._link.takes_device:
             raise unsupported(
-                f"the local side is in device memory; over UCX ({self._link.way}) "
-                f"{self._link.peer} and host memory are the sides of a transfer: pull to, or push "
-                "from, a cache with Placement.HOST, and copy between that and the device"
+                "the local side is in device memory, which UCX does not reach over "
+                f"{self._link.way}: pull from or push to {self._link.peer} with a cache in host "
+                "memory (Placement.HOST), and copy between that cache and the device"
             )
         way = direction, other.on_device
         if (known := self._backends.get(way)) is not None:
@@ -60,13 +60,13 @@ class UcxPeerMemory(PeerMemory):
                     direction, self._ranges, self._known, on_device=other.on_device
                 )
             plain = self._plain.setdefault(way, made)
-        made = ucx_leased(plain, self._besides) if self._besides else plain
+        made = ucx_leased(plain, self._extra_checks) if self._extra_checks else plain
         return self._backends.setdefault(way, made)
 
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """See `PeerMemory.leased`: a transfer reads the generations of leases too."""
         made = self._copy()
-        made._besides = self._besides_with(leases)
+        made._extra_checks = self._extra_checks_with(leases)
         made._known, made._plain, made._backends = self._known, self._plain, {}
         return made
 
@@ -75,9 +75,9 @@ class UcxLink(TransportLink):
     """The link that `UcxTransport.connect` makes.
 
     Attributes:
-        way: The transport of UCX that reads and writes the peer's memory, such as
+        way: The UCX transport that reads and writes the peer's memory, such as
             "rc_mlx5/mlx5_0:1".
-        takes_device: True if memory of a device can be this process's side of a transfer.
+        takes_device: True if this process's side of a transfer can be device memory.
     """
 
     transport = "ucx"
@@ -95,7 +95,7 @@ class UcxLink(TransportLink):
 
     @property
     def death_fd(self) -> int | None:
-        """See `TransportLink.death_fd`: once UCX has lost the peer, if UCX watches it."""
+        """See `TransportLink.death_fd`; None also if UCX does not watch the peer."""
         return None if self._endpoint is None else self._endpoint.death_fd
 
     def backend(
@@ -106,7 +106,7 @@ class UcxLink(TransportLink):
         *,
         on_device: bool,
     ) -> Backend:
-        """Return the backend between this process and `ranges`, which `known` describes."""
+        """Return the backend between this process and `ranges`; `known` has their regions."""
         if (endpoint := self._endpoint) is None:
             raise NativeError(f"the link to {self.peer} is closed")
         keys = {region.number: region.key for metadata in known for region in metadata.regions}

@@ -1,4 +1,4 @@
-"""Metadata of the transport `ucx`. It may not name what only another transport publishes."""
+"""Metadata of the transport `ucx`. It must not use metadata of other transports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Blob = Annotated[bytes, Meta(min_length=1, max_length=65536)]
 
 
 class RegionRef(Extent, frozen=True):
-    """Memory [address, address + nbytes) that UCX knows, and the key that opens it to a peer."""
+    """Memory [address, address + nbytes) that is registered with UCX, and its packed rkey."""
 
     number: Number
     key: Blob
@@ -44,7 +44,7 @@ class Metadata(ProcessMetadata, frozen=True, tag="kvplan.ucx 4"):
     """Everything that a peer needs to reach this process.
 
     Attributes:
-        version: Of UCX, such as "1.22.0".
+        version: The version of UCX, such as "1.22.0".
         over: The resources that UCX may use, such as "rc_mlx5/mlx5_0:1 cma/memory".
         address: The address of the UCX worker.
         ranges: The registered memory.

@@ -32,10 +32,10 @@ _WORD_NBYTES: Final = 8
 
 
 class Mapped(NamedTuple):
-    """Memory that UCX knows.
+    """Memory that is registered with UCX.
 
     Attributes:
-        region: The memory itself, or the arena that it is a part of.
+        region: The memory itself, or the arena that contains it.
         pin: Keeps the memory in place; None: the caller does.
     """
 
@@ -43,7 +43,7 @@ class Mapped(NamedTuple):
     pin: Pin | None
 
     def release(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Release the memory. Idempotent."""
         self.region.release()
         if self.pin is not None:
             self.pin.release()
@@ -53,7 +53,7 @@ UcxRegistration = Registration[Range, Mapped]
 
 
 class Published(NamedTuple):
-    """The memory that peers learn of; see `Metadata`."""
+    """The fields of `Metadata` that describe memory."""
 
     ranges: tuple[Range, ...]
     regions: tuple[RegionRef, ...]
@@ -62,7 +62,7 @@ class Published(NamedTuple):
 
 
 class UcxRegistrations(AnnouncedRegistrations[Range, Mapped, UcxEndpoint]):
-    """See `Registrations`. UCX knows an arena as a whole, and once."""
+    """See `Registrations`. An arena is registered with UCX once, and as a whole."""
 
     transport = "a ucx transport"
 
@@ -79,7 +79,7 @@ class UcxRegistrations(AnnouncedRegistrations[Range, Mapped, UcxEndpoint]):
             Range, table, MAX_SLOTS, thread="kvplan-ucx-leases", read=read, linked=linked
         )
         self._table = table
-        self._worker: UcxWorker | None = worker  # None: closed; its files go with its last user
+        self._worker: UcxWorker | None = worker  # None: closed
         self._table_region = _map(worker, table.address, table.num_slots * _WORD_NBYTES, table)
         self._tickets = worker.tickets()
         self.reaches: frozenset[Kind] = frozenset(
@@ -87,7 +87,7 @@ class UcxRegistrations(AnnouncedRegistrations[Range, Mapped, UcxEndpoint]):
         )
 
     def published(self, named: Sequence[AnyRegistration]) -> Published:
-        """Return what peers learn of these registrations."""
+        """Return the published form of these registrations."""
         regions = {
             _name(registration.holder.region): registration.holder.region for registration in named
         }
@@ -108,7 +108,7 @@ class UcxRegistrations(AnnouncedRegistrations[Range, Mapped, UcxEndpoint]):
         super().close()
 
     def close_table(self) -> None:
-        """Let go of the tables that peers read; the worker, over which they did, is closed."""
+        """Release the tables that peers read, after the worker is closed."""
         self._table_region.release()
         self._tickets.release()
         self._table.close()
@@ -122,8 +122,8 @@ class UcxRegistrations(AnnouncedRegistrations[Range, Mapped, UcxEndpoint]):
         if isinstance(memory, DeviceRange):
             if "device" not in self.reaches:
                 raise unsupported(
-                    f"memory at {memory.address:#x} is of a device, and UCX has no transport for "
-                    "it here: have that cache on the host (Placement.HOST), or link over hccl"
+                    f"memory at {memory.address:#x} is on a device that UCX does not reach here: "
+                    "place the cache on the host (Placement.HOST), or link over hccl"
                 )
             region = _map(worker, memory.address, memory.nbytes, memory, kind="cuda")
             return Found(memory.address, memory.nbytes, Mapped(region, None), (0,))
@@ -142,7 +142,7 @@ def _map(
     owner: object,
     kind: Literal["host", "cuda"] = "host",
 ) -> UcxRegion:
-    with native_errors(f"UCX does not take {nbytes} bytes at {address:#x}"):
+    with native_errors(f"UCX could not register {nbytes} bytes at {address:#x}"):
         return worker.map(address, nbytes, kind=kind, owner=owner)
 
 

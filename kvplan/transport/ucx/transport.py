@@ -1,4 +1,4 @@
-"""Memory of processes on other hosts over RDMA, and of GPUs, by one-sided gets and puts of UCX."""
+"""The transport `ucx`: memory of other hosts over RDMA, and of GPUs, by one-sided UCX calls."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
     from kvplan.transport.registrations import AnyRegistration
 
 _AT_ONCE_MS: Final = 1.0
-_LOOK_MS: Final = 100.0  # limit for reading the writes of a peer
+_READ_TIMEOUT_MS: Final = 100.0  # limit for reading the writes of a peer
 
 
 class UcxTransport(Transport):
     """The memory that this process offers over UCX, and its links to peers.
 
-    UCX, which must know the memory, is loaded at once, with a thread that progresses it. Close it
-    before the memory is freed. A forked child cannot use it.
+    The constructor loads UCX and starts a thread that progresses it. Close the transport before the
+    memory is freed. A forked child cannot use it.
 
     After `deregister` no linked peer writes the memory, which may be freed. A read that a peer has
-    begun goes on, and is not confirmed. A write that a peer has begun is waited for, and reports an
-    error. Memory of a peer that does not stop within 1 s is free once the peer goes on, or its link
-    ends, or, without RDMA, the peer ends.
+    begun goes on and reports an error. The call waits for writes that peers have begun, which
+    report an error too. If a peer does not stop within 1 s, the memory is kept alive until the peer
+    goes on, or its link ends, or (without RDMA) the peer ends.
     """
 
     name = UcxLink.transport
@@ -67,15 +67,15 @@ class UcxTransport(Transport):
 
         Args:
             devices: The devices that UCX may use, such as "mlx5_0:1"; empty: UCX chooses.
-            settings: Settings of UCX, which take precedence: a JSON object such as
-                {"UCX_IB_GID_INDEX": "3"}. Without UCX_TLS, which selects transports of UCX, RDMA
-                is required. TCP cannot be selected.
+            settings: Settings of UCX, a JSON object such as {"UCX_IB_GID_INDEX": "3"}; they take
+                precedence over `devices`. Without UCX_TLS, which selects transports of UCX, RDMA is
+                required. TCP cannot be selected.
             max_registrations: The maximum number at one time.
             label: The name that UCX's own tools show.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: no usable UCX or no RDMA is installed, and what
-                to do; LLM_PARAM_INVALID: an argument, or a setting that UCX does not take.
+            LLMException: LLM_FEATURE_NOT_ENABLED: UCX or RDMA is not available, with the remedy;
+                LLM_PARAM_INVALID: an argument, or a setting that UCX refuses.
             TypeError: an argument of another type.
         """
         super().__init__()
@@ -93,9 +93,9 @@ class UcxTransport(Transport):
         self._host = socket.gethostname()[:64] or "localhost"
         self._version, worker = _open(found, given, label)
         self._worker: UcxWorker | None = worker  # None: closed
-        # Of links, and of observed peers; each with the instance of its peer.
+        # Endpoints of links and of observed peers, each with the instance of its peer.
         self._endpoints: WeakKeyDictionary[UcxEndpoint, str] = WeakKeyDictionary()
-        # By instance, to peers whose link has ended, and which may still write.
+        # Endpoints, by instance, to peers whose link has ended and that may still write.
         self._observed: dict[str, UcxEndpoint] = {}
         try:
             self._registrations: UcxRegistrations = UcxRegistrations(
@@ -141,7 +141,7 @@ class UcxTransport(Transport):
         )
 
     def _close(self) -> None:
-        worker, self._worker = self._worker, None  # its files go with its last user
+        worker, self._worker = self._worker, None
         if worker is not None:
             self._registrations.close()
             worker.close()
@@ -149,7 +149,7 @@ class UcxTransport(Transport):
             self._registrations.close_table()
 
     def _check_reachable(self, metadata: bytes) -> None:
-        # This does not wait for the peer: UCX knows whether both have a fabric in common.
+        # Does not wait for the peer: UCX knows whether both have a fabric in common.
         peer = Metadata.from_bytes(metadata)
         endpoint = self._endpoint(peer)
         try:
@@ -166,26 +166,26 @@ class UcxTransport(Transport):
             return tuple(self._endpoints)
 
     def _observe(self, peer: Metadata) -> None:
-        """Watch the writes of a peer without a link: until it learns of the end, it may write."""
+        """Observe a peer whose link has ended: it may write until it learns of the end."""
         if self._closed:
             return
         try:
             endpoint = self._endpoint(peer)
-            endpoint.connect(_LOOK_MS)
-        except (LLMException, NativeError):  # it has died
+            endpoint.connect(_READ_TIMEOUT_MS)
+        except (LLMException, NativeError):  # the peer has died
             return
         with self._mutex:
             self._observed[peer.instance] = endpoint
             self._endpoints[endpoint] = peer.instance
 
     def _tickets_of(self, endpoint: UcxEndpoint) -> Tickets | None:
-        """Return what the peer is writing here; None: it cannot be read now.
+        """Return the writes of a peer to this process; None: they cannot be read now.
 
-        Nothing arrives over an endpoint that has failed, unless another one observes the peer.
+        No write arrives over a failed endpoint, unless another endpoint observes the peer.
         """
         tag = tag_of(self._instance)
         try:
-            return endpoint.writing(tag, _LOOK_MS)
+            return endpoint.writing(tag, _READ_TIMEOUT_MS)
         except UcxError as error:
             if error.status == KVN_TIMEOUT:
                 return None
@@ -194,7 +194,7 @@ class UcxTransport(Transport):
         if observed is None or observed is endpoint:
             return frozenset()
         try:
-            return observed.writing(tag, _LOOK_MS)
+            return observed.writing(tag, _READ_TIMEOUT_MS)
         except UcxError as error:
             return None if error.status == KVN_TIMEOUT else frozenset()
 
@@ -228,7 +228,7 @@ class UcxTransport(Transport):
 def is_unwatched(endpoint: UcxEndpoint) -> bool:
     """Return whether a peer can write to this process after this side of the endpoint has ended.
 
-    It can between processes of one host, where the system copies. RDMA refuses it.
+    Between processes of one host it can, since the kernel copies. RDMA refuses such writes.
     """
     return endpoint.transport.startswith(("cma/", "knem/", "xpmem/"))
 

@@ -173,7 +173,7 @@ def congestion_of(file: Path) -> str:
 
 
 def test_a_link_without_streams_is_refused(ends: Ends) -> None:
-    with refused(LLMStatusCode.LLM_LINK_FAILED, r"process 7 of node7 .* over tcp without"):
+    with refused(LLMStatusCode.LLM_LINK_FAILED, r"process 7 of node7 .* over tcp: streams=None"):
         ends[0].connect(PEER, timeout_ms=1000)
 
 
@@ -237,7 +237,9 @@ def test_no_more_than_there_are_slots() -> None:
             transport.register(memory)
         transport.deregister(first)
         transport.deregister(first)
-        with pytest.raises(LLMException, match="is not registered here, or no longer"):
+        with pytest.raises(
+            LLMException, match="is not registered with this transport, or has ended"
+        ):
             transport.metadata([first])
         again = transport.register(memory)
         assert again.range.slot == first.range.slot
@@ -265,7 +267,7 @@ def test_memory_is_held_as_long_as_it_is_registered(linked_before: bool) -> None
 
 
 def test_memory_of_a_device_is_refused(ends: Ends) -> None:
-    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, r"is of a device.*Placement.HOST"):
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, r"is on a device.*Placement.HOST"):
         ends[0].register(DeviceRange(4096, 4096))
     assert ends[0].reaches == {"host"}
 

@@ -288,9 +288,7 @@ def test_memory_that_must_not_be_written(transport: TcpTransport) -> None:
 
 def test_a_device_that_the_transport_was_not_made_with(link: TcpLink, owner: Owner) -> None:
     device = SimpleNamespace(on_device=True)
-    with refused(
-        LLMStatusCode.LLM_FEATURE_NOT_ENABLED, r"an engine with no device.*Placement\.HOST"
-    ):
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, r"has no device: .*Placement\.HOST"):
         whole(link, owner).backend(ThreadPool(1), "get", device)
 
 

@@ -71,14 +71,17 @@ def test_the_override_is_the_only_place(
     monkeypatch.setenv(OVERRIDE, named)
     with pytest.raises(LLMException) as raised:
         find()
-    assert f"looked at ${OVERRIDE} ({named or 'empty'})." in str(raised.value)
+    assert f"was found in ${OVERRIDE} ({named or 'empty'})." in str(raised.value)
 
 
 def test_without_ucx_the_error_says_what_to_install(tmp_path: Path) -> None:
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as raised:
         find()
     message = str(raised.value)
-    assert "looked at package no_such_package (not there), this Python's environment (" in message
+    assert (
+        "was found in package no_such_package (not installed), this Python's environment ("
+        in message
+    )
     assert f"the system ({tmp_path / 'lib'})" in message
     assert "KVPLAN_UCX_LIBRARY" in message
     assert OVERRIDE in message

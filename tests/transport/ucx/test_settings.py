@@ -13,7 +13,7 @@ from kvplan.transport.ucx.library import why_no_rdma
 from tests.support.refusals import refused
 
 BAD_OPTIONS: dict[tuple[str, Any], str] = {
-    ("ucx_devices", "eth0;rm"): "must be names of devices with commas between",
+    ("ucx_devices", "eth0;rm"): "must be names of devices, separated by commas",
     ("ucx_devices", "eth0,,eth1"): "must be names of devices",
     ("ucx_settings", "{"): "is not JSON",
     ("ucx_settings", "[]"): "must be a JSON object of at most 256 settings",

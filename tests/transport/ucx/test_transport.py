@@ -199,7 +199,7 @@ def test_memory_that_several_documents_name_is_one_side(
 
 def test_the_transport(transport: UcxTransport, link: UcxLink) -> None:
     assert transport.reaches == {"host"}  # this UCX finds no device
-    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "UCX has no transport for it here"):
+    with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "that UCX does not reach here"):
         transport.register(DeviceRange(1 << 40, 4096))
     memory = bytearray(4096)
     held = [transport.register(memory) for _ in range(64)]

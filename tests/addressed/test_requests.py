@@ -1,0 +1,70 @@
+"""Open requests of an interface of addresses: their numbers, their ends, and callers that poll."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import cast
+
+import numpy as np
+import pytest
+
+from kvplan.addressed.engine import AddressedEngine, Request, Requests
+from kvplan.addressed.names import where_named
+from kvplan.engine.options import Options
+from kvplan.engine.ranges import AddressRanges
+from kvplan.execution import TransferTask
+from kvplan.system.logs import Log
+from kvplan.types import Placement
+from tests.support.refusals import refused
+
+RANGES = AddressRanges(1, [1], [1], [1])
+
+
+class Task:
+    """A task that ends only while its caller waits: no other thread has a core."""
+
+    settled = False
+
+    def wait_done(self, timeout_ms: float) -> bool:
+        assert 0 < timeout_ms <= 1
+        self.settled = True
+        return True
+
+
+def test_a_caller_that_polls_gives_way_to_the_threads_that_copy() -> None:
+    task = Task()
+    request = Request(cast(TransferTask, task), RANGES, "there", "READ")
+    assert not request.has_ended()  # the first look never waits
+    asked = next(number for number in count(1) if request.has_ended())
+    assert asked >= 1
+    assert task.settled
+
+
+def test_a_request_is_taken_once() -> None:
+    task, requests = Task(), Requests()
+    number = requests.add(Request(cast(TransferTask, task), RANGES, "there", "READ"))
+    assert requests.take(number) is None
+    task.settled = True
+    assert requests.numbers() == [number]
+    assert requests.take(number) is not None
+    with refused("LLM_PARAM_INVALID", f"request {number} is unknown"):
+        requests.take(number)
+    assert requests.numbers() == []
+
+
+@pytest.fixture
+def engine() -> Iterator[AddressedEngine]:
+    engine = AddressedEngine(5, Options.of({}), where_named, Log("kvplan.hixl"))
+    yield engine
+    engine.datadist.finalize()
+
+
+def test_a_transfer_inside_of_one_engine_has_a_task(engine: AddressedEngine) -> None:
+    memory = np.arange(64, dtype=np.uint8)
+    engine.register(memory.ctypes.data, 64, Placement.HOST)
+    ranges = AddressRanges(5, [memory.ctypes.data], [memory.ctypes.data + 32], [32])
+    task = engine.begin(ranges, 32)
+    assert task is not None
+    task.wait()
+    assert memory[:32].tolist() == [*range(32, 64)]

@@ -1,0 +1,86 @@
+"""A program on HIXL, observed, with its peer in another process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from kvplan.observe.observer import peer_number
+from kvplan.recording import Recording, read
+from tests.hixl.peer import Peer
+from tests.support.zygote import ROOT
+
+PROGRAM = """
+import sys
+import numpy as np
+import hixl
+peer, address = sys.argv[1], int(sys.argv[2])
+engine, memory = hixl.Hixl(), np.zeros(4096, np.uint8)
+for _ in range(2):  # a second call of either changes nothing
+    assert engine.initialize("127.0.0.1", {"AutoConnect": "1"}) == hixl.SUCCESS
+    status, handle = engine.register_mem(
+        hixl.MemDesc(memory.ctypes.data, memory.nbytes), hixl.MEM_HOST)
+    assert status == hixl.SUCCESS
+def copies(*rows):
+    return [hixl.TransferOpDesc(memory.ctypes.data + here, address + there, nbytes)
+            for here, there, nbytes in rows]
+assert engine.transfer_sync(peer, hixl.READ, copies((0, 64, 16), (16, 0, 32)), 20_000) == 0
+assert engine.transfer_sync(peer, hixl.WRITE, copies((4090, 0, 16)), 20_000) == hixl.PARAM_INVALID
+def ended(request, every):
+    while True:
+        if every:
+            states = {its.req: its.status for its in engine.get_all_transfer_status()[1]}
+            state = states[request]
+        else:
+            state = engine.get_transfer_status(request)[1]
+        if state.name != "WAITING":
+            return state.name
+requests = []
+for every, op in ((False, hixl.WRITE), (True, hixl.READ)):
+    status, request = engine.transfer_async(peer, op, copies((0, 128, 8)))
+    assert status == 0 and ended(request, every) == "COMPLETED"
+assert engine.transfer_async(peer, hixl.READ, copies((0, 0, 0)))[0] == hixl.PARAM_INVALID
+engine.transfer_async(peer, op_descs=copies((0, 128, 8)), op=hixl.READ)  # its end is never seen
+assert engine.deregister_mem(handle) == 0 == engine.deregister_mem(handle)
+engine.finalize()
+"""
+
+
+def recorded(folder: Path, peer: Peer) -> Recording:
+    """Run the program; returns what was seen of its only engine."""
+    command = ("-m", "kvplan.run", "--observe", f"hixl={folder}", "--", "-c", PROGRAM)
+    subprocess.run(
+        [sys.executable, "-W", "error", *command, peer.name, str(peer.address)],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}"},
+        check=True,
+        timeout=120,
+    )
+    (recording,) = map(read, folder.glob("hixl-*.kvrec"))
+    return recording
+
+
+def test_transfers_of_a_program_on_hixl_are_recorded(tmp_path: Path) -> None:
+    peer = Peer()
+    try:
+        recording = recorded(tmp_path, peer)
+        pull, outside, push, again, empty = recording.transfers
+        assert {its.peer for its in recording.transfers} == {peer_number(peer.name)}
+        assert [(its.operation, its.nbytes, its.error) for its in (pull, push, again)] == [
+            ("pull_ranges", 48, ""),
+            ("push_ranges", 8, ""),
+            ("pull_ranges", 8, ""),
+        ]
+        assert [(its.operation, its.nbytes, its.error) for its in (outside, empty)] == [
+            ("push_ranges", 0, "ret: 103900"),
+            ("pull_ranges", 0, "ret: 103900"),
+        ]
+        assert pull.plan is not None
+        assert pull.plan.part.dst.tensor_nbytes == 4096
+        found = {row.fields.get("finding") for row in recording.events} - {None}
+        assert found == {"outside_registration", "deregistered_in_flight"}
+        rows = [row.operation for row in recording.events]
+        assert (rows.count("register_cache"), rows.count("observe")) == (1, 1)
+    finally:
+        peer.close()
