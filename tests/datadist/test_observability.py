@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import select
+import time
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -34,6 +36,23 @@ from tests.support.refusals import refused
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
 LAYERED = CacheDesc(6, (4, 64), DataType.DT_INT8, shard=Shard(num_layers=3))
 Pair = tuple[LlmDataDist, LlmDataDist]
+
+
+def test_links_tell_how_many_caches_a_peer_has_without_asking_it(pair: Pair) -> None:
+    owner, user = pair
+
+    def wait_for(count: int) -> None:
+        end = time.monotonic() + 60
+        while user.links()[0].caches != count:
+            assert time.monotonic() < end
+            select.select([], [], [], 0.001)
+
+    first, second = owner.allocate_cache(DESC), owner.allocate_cache(DESC)
+    wait_for(2)
+    owner.deallocate_cache(first)
+    wait_for(1)
+    owner.deallocate_cache(second)
+    wait_for(0)
 
 
 @pytest.fixture

@@ -130,6 +130,25 @@ def test_several_engines_where_permitted(datadist: LLMDataDist, new: LLMDataDist
         new.init(options())
 
 
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_the_latest_of_those_that_are_left_is_the_engine(
+    make_datadist: MakeDataDist, first: int
+) -> None:
+    """Whichever of three is finalized first."""
+    permit_several_engines()
+    try:
+        engines = [make_datadist() for _ in range(3)]
+        engines.pop(first).finalize()
+        assert LLMDataDist.llm_engine_instance is engines[1]
+        engines.pop().finalize()
+        assert LLMDataDist.llm_engine_instance is engines[0]
+    finally:
+        permit_several_engines(False)
+    assert LLMDataDist.llm_engine_instance is engines[0]
+    engines.pop().finalize()
+    assert LLMDataDist.llm_engine_instance is None
+
+
 def test_several_engines_by_environment(
     datadist: LLMDataDist, new: LLMDataDist, monkeypatch: pytest.MonkeyPatch
 ) -> None:

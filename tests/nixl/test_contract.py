@@ -8,19 +8,23 @@ from __future__ import annotations
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvplan.nixl import _bindings as bindings
-from kvplan.nixl import nixl_agent
+from kvplan.nixl import nixl_agent, nixl_agent_config
 from kvplan.recording import read
 from tests.nixl.conftest import Here, MakeHere, pattern
 from tests.nixl.peer import MIB
+from tests.support.held import Held
 
 KIB = 1 << 10
 
@@ -218,6 +222,76 @@ def test_plans_and_recordings_have_the_names_of_regions(make: MakeHere, tmp_path
     assert transfer.plan is not None
     text = transfer.plan.explain()
     assert re.search(r"memory \d+ \(kv of there\).* -> memory \d+ \(kv of here\)", text)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what another thread does; only what never comes reaches the deadline."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        select.select([], [], [], 0.001)
+
+
+def test_metadata_of_some_memory_is_given_to_a_listening_thread() -> None:
+    """And nothing is left of the thread once its agent is closed."""
+    before = Held.now()
+    listening = nixl_agent(
+        "listening", nixl_agent_config(True, enable_listen_thread=True, listen_port=0)
+    )
+    port = listening.agent._listener._socket.getsockname()[1]
+    giving, memory = nixl_agent("giving"), np.zeros(2 * KIB, np.uint8)
+    first, second = memory.ctypes.data, memory.ctypes.data + KIB
+    given, kept = (giving.register_memory([(at, KIB, 0, "")], "DRAM") for at in (first, second))
+    giving.send_partial_agent_metadata(given, True, ip_addr="127.0.0.1", port=port)
+    until(lambda: listening.check_remote_metadata("giving"))
+    assert listening.check_remote_metadata("giving", given.trim())
+    assert not listening.check_remote_metadata("giving", kept.trim())
+    for each in (giving, listening):
+        each.agent.close()
+    until(lambda: not any("socket" in what for _, what in before.new().descriptors))
+
+
+def test_the_times_of_a_transfer_are_microseconds(make: MakeHere) -> None:
+    here = make(64 * MIB)
+    handle = here.request((0, 0, 64 * MIB))
+    began = time.monotonic()
+    state = here.agent.transfer(handle)
+    posted = time.monotonic()
+    assert here.end(handle, state) == "DONE"
+    ended, found = time.monotonic(), here.agent.get_xfer_telemetry(handle)
+    assert 0 < found.postDuration <= (posted - began) * 1e6
+    assert found.postDuration <= found.xferDuration <= (ended - began) * 1e6
+    assert began * 1e6 - 1 <= found.startTime <= posted * 1e6
+
+
+def test_all_that_moves_with_an_agent_has_stopped_when_it_is_removed(
+    make: MakeHere, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "local":
+        pytest.skip("over local the owner takes no part")
+    monkeypatch.setenv("KVPLAN_HEARTBEAT_TIMEOUT_MS", "3600000")  # nothing else ends them
+    here = make(16 * MIB)
+    size = 4 * MIB
+    handles = [here.request((size * i, size * i, size)) for i in range(3)]
+    os.kill(here.peer.pid, signal.SIGSTOP)
+    try:
+        assert [here.agent.transfer(handle) for handle in handles] == ["PROC"] * 3
+        here.agent.remove_remote_agent("there")
+        assert [here.end(handle) for handle in handles] == ["ERR"] * 3
+    finally:
+        os.kill(here.peer.pid, signal.SIGCONT)
+
+
+def test_a_message_to_an_agent_that_is_gone_is_an_error(make: MakeHere) -> None:
+    here = make()
+    here.peer.kill()
+
+    def send() -> None:
+        while True:  # until this end knows
+            here.agent.send_notif("there", b"text")
+
+    with pytest.raises((bindings.nixlRemoteDisconnectError, bindings.nixlBackendError)):
+        send()
 
 
 def test_views_that_come_and_go_cost_no_more_each_time() -> None:

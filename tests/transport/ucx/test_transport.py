@@ -332,6 +332,16 @@ class TestWriters:
             assert writer.run("result = held[0].wait(20_000).status") == KVN_UNMAPPED
         assert (memory == 7).all()
 
+    def test_each_lease_of_a_call_ends(self, transport: UcxTransport) -> None:
+        deadline_ns = time.monotonic_ns() + 3600 * 10**9
+        leases = [transport.begin_lease(deadline_ns) for _ in range(3)]
+        for lease in leases:
+            transport.renew_lease(*lease, deadline_ns)
+        transport.end_leases(leases)
+        for lease in leases:
+            with refused("LLM_KV_CACHE_NOT_EXIST", "has expired"):
+                transport.renew_lease(*lease, deadline_ns)
+
     def test_a_stopped_writer_is_waited_for_without_a_link(
         self, transport: UcxTransport, writer: UcxOwner
     ) -> None:
