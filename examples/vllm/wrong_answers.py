@@ -31,9 +31,9 @@ from examples.vllm.report import FOLDER, ROOT, TOKENS, Answer, Report, free_port
 BLOCKS = 120  # of each engine
 MISTAKE = "EXAMPLES_VLLM_MISTAKE"  # as in observed_nixl, which imports vLLM
 FOUND = {
-    "stale": "which are no bytes of this request",
-    "swapped": "which are the bytes of layer 0, run 3",
-    "layer": "which are the bytes of layer 1, run 0",
+    "stale": "arrived: no bytes of this request",
+    "swapped": "arrived: the bytes of layer 0, run 3",
+    "layer": "arrived: the bytes of layer 1, run 0",
 }
 """What `kvplan trace --sums` says of the first block of each that differs."""
 

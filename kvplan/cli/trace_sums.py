@@ -39,18 +39,65 @@ def compare_sums(recordings: Sequence[Recording], tag: str | None, *, as_json: b
         raise click.UsageError(
             "--sums: no transfer has sums; record them with KVPLAN_OBSERVE=nixl,sums"
         )
-    documents = [_compared(sums, found) for sums in moved]
+    documents = [_compared(sums, found) | {"read_before": _before(sums, moved)} for sums in moved]
     if as_json:
         write_json({"transfers": documents})
     else:
         for document in documents:
             name = f"transfer #{document['number']} of {document['recording']}"
             write_plain(f"{document['tag'] or 'no tag'}: {name}: {document['verdict']}")
-            for wrong in document["wrong"][:MAX_LISTED]:
-                write_plain(*(f"  {line}" for line in fit(wrong["text"])))
-            if (more := len(document["wrong"]) - MAX_LISTED) > 0:
+            lines = [*_lines(document["wrong"])]
+            for text in lines[:MAX_LISTED]:
+                write_plain(*(f"  {line}" for line in fit(text)))
+            if (more := len(lines) - MAX_LISTED) > 0:
                 write_plain(f"  ... {more:,} more")
+            if document["read_before"] and document["wrong"]:
+                write_plain(f"  {document['read_before']}")
     return ExitCode.DIFFERENT if any(document["wrong"] for document in documents) else ExitCode.OK
+
+
+def _lines(wrong: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each wrong run; of tensors with the same wrong runs only the first."""
+    tensors: dict[int, list[dict[str, Any]]] = {}
+    for run in wrong:
+        tensors.setdefault(run.get("tensor", 0), []).append(run)
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for tensor, runs in tensors.items():
+        alike.setdefault(tuple(run.get("pattern", run["index"]) for run in runs), []).append(tensor)
+    for same in alike.values():
+        yield from (run["text"] for run in tensors[same[0]])
+        if len(same) > 1:
+            yield f"the same in {len(same) - 1:,} more, up to {tensors[same[-1]][0]['where']}"
+
+
+def _before(moved: _Sums, all_moved: Sequence[_Sums]) -> str:
+    """Name the last transfer that had pulled the same blocks of the request; empty: none."""
+    tables = _tables(moved)
+    for other in reversed(all_moved):
+        if (
+            other.recording is moved.recording
+            and other.row.number < moved.row.number
+            and tables is not None
+            and tables == _tables(other)
+        ):
+            assert moved.transfer is not None
+            assert other.transfer is not None
+            seconds = moved.transfer.time - other.transfer.time
+            return (
+                f"transfer #{other.transfer.number} had read the same blocks {seconds:.1f} s before"
+            )
+    return ""
+
+
+def _tables(moved: _Sums) -> tuple[str, int | None, list[int]] | None:
+    """Return the tag, the peer and the blocks at the peer of a pull of whole blocks."""
+    transfer = moved.transfer
+    if transfer is None or transfer.verb != "pull" or transfer.plan is None:
+        return None
+    parts = transfer.plan.parts
+    if len(parts) != 1 or parts[0].tables is None:
+        return None
+    return transfer.tag, transfer.peer, parts[0].tables.src.tolist()
 
 
 def _sums_of(recording: Recording, tag: str | None) -> Iterator[_Sums]:
@@ -141,5 +188,13 @@ def _wrong(
         bytes_of = "no bytes of this request"
         if origin is not None:
             bytes_of = f"the bytes of {name(origin, place_text)}"
-        text = f"{name(index, run_text)}: {sent} at src, {arrived} at dst, which are {bytes_of}"
-        yield {"index": index, "src": sent, "dst": arrived, "origin": origin, "text": text}
+        text = f"{name(index, run_text)}: {sent} was handed over, {arrived} arrived: {bytes_of}"
+        wrong = {"index": index, "src": sent, "dst": arrived, "origin": origin, "text": text}
+        if runs is not None and len(runs.number) == len(here):
+            tensor, run = int(runs.dst_tensor[index]), int(runs.number[index])
+            came = None
+            if origin is not None:
+                came = int(runs.dst_tensor[origin]) - tensor, int(runs.number[origin])
+            where = name(index, place_text).rpartition(", ")[0]
+            wrong |= {"tensor": tensor, "where": where, "pattern": (run, came)}
+        yield wrong

@@ -70,7 +70,28 @@ def test_a_stale_block(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     text = pair.sums(capsys, 1)
     assert "1 of 6 sums differ" in text
     assert "layer 1, run 1: block 2 > block 4: " in text
-    assert text.endswith("which are no bytes of this request")
+    assert text.endswith(" arrived: no bytes of this request")
+
+
+def test_blocks_that_are_read_again(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    """The owner has given them to others after the first transfer."""
+    pair.hand_over()
+    for here in (MINE, MINE[::-1]):
+        pair.move(Program.every_layer(here), Program.every_layer(THEIRS))
+        pair.there[:] ^= 1
+    text = pair.sums(capsys, 1)
+    (first,) = [its for its in text.split("cmpl-7: ") if "6 sums equal" in its]
+    number = first.split()[1]
+    assert f"transfer {number} had read the same blocks " in text
+    assert text.endswith(" s before")
+    assert text.count("the same blocks") == 1
+
+
+def test_other_blocks_of_the_same_request(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    pair.hand_over()
+    pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
+    pair.move(Program.every_layer(MINE), Program.every_layer([THEIRS[0], 5]))
+    assert "the same blocks" not in pair.sums(capsys, 1)
 
 
 def test_a_swapped_block(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +100,8 @@ def test_a_swapped_block(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None
     text = pair.sums(capsys, 1)
     assert "6 of 6 sums differ" in text
     assert "layer 0, run 0: block 2 > block 1: " in text
-    assert "which are the bytes of layer 0, run 1 layer 0, run 1: block 7 > block 4" in text
+    assert " arrived: the bytes of layer 0, run 1 layer 0, run 1: block 7 > block 4" in text
+    assert text.endswith("the same in 2 more, up to layer 2")
 
 
 def test_a_wrong_layer(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +110,8 @@ def test_a_wrong_layer(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     pair.move(Program.every_layer(MINE), [*rows[2:], *rows[:2]])
     text = pair.sums(capsys, 1)
     assert "layer 0, run 0 from layer 1: block 7 > block 1: " in text
-    assert "which are the bytes of layer 1, run 0" in text
+    assert " arrived: the bytes of layer 1, run 0" in text
+    assert "the same in 1 more, up to layer 1 layer 2, run 0 from layer 0: " in text
 
 
 def test_a_push_is_compared_with_what_its_receiver_found(
