@@ -795,15 +795,15 @@ def enums(world: World) -> Any:
 
 @row
 def metadata_by_a_listening_thread(world: World) -> Any:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as other:
+        port, fourth_port = one.getsockname()[1], other.getsockname()[1]
     third = world.agent("third", enable_listen_thread=True, listen_port=port)
     third.register_memory([world.of(np.zeros(64, np.uint8))], "DRAM")
-    fourth = world.agent("fourth", enable_listen_thread=True, listen_port=port + 1)
+    fourth = world.agent("fourth", enable_listen_thread=True, listen_port=fourth_port)
     fourth.fetch_remote_metadata("third", "127.0.0.1", port)
 
     def comes(agent: Any, name: str, expected: bool = True) -> bool:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while agent.check_remote_metadata(name) != expected and time.monotonic() < deadline:
             time.sleep(0.01)
         return bool(agent.check_remote_metadata(name))
