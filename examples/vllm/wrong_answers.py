@@ -24,6 +24,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from examples.vllm.beside_nixl import nixl
 from examples.vllm.engine import Engine
 from examples.vllm.live_engines import FINISH
 from examples.vllm.report import FOLDER, ROOT, TOKENS, Answer, Report, free_port, prompts
@@ -40,12 +41,8 @@ FOUND = {
 
 def config(role: str) -> dict[str, Any]:
     """NixlConnector on a CPU, as this example extends it."""
-    return {
-        "kv_connector": "ObservedNixl",
-        "kv_connector_module_path": "examples.vllm.observed_nixl",
-        "kv_role": role,
-        "kv_buffer_device": "cpu",
-    }
+    module = "examples.vllm.observed_nixl"
+    return nixl(role) | {"kv_connector": "ObservedNixl", "kv_connector_module_path": module}
 
 
 class Pair:

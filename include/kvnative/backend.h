@@ -8,7 +8,7 @@
  * - `abort` may be called while other threads are in `wait` on the same request.
  * - A batch has any number of descriptors, and a descriptor any size: a backend splits what exceeds a limit of its
  *   system.
- * - A request advances whether or not a thread is in a call on it, and the backend calls its `end`: nobody has to poll.
+ * - A request advances whether or not a thread is in a call on it, and the backend calls its `end`: no caller has to poll.
  * - `submit` refuses what it cannot honour, with the reason in the report; it ignores nothing. */
 #ifndef KVNATIVE_BACKEND_H
 #define KVNATIVE_BACKEND_H

@@ -39,7 +39,10 @@ def compare_sums(recordings: Sequence[Recording], tag: str | None, *, as_json: b
         raise click.UsageError(
             "--sums: no transfer has sums; record them with KVPLAN_OBSERVE=nixl,sums"
         )
-    documents = [_compared(sums, found) | {"read_before": _before(sums, moved)} for sums in moved]
+    documents = [
+        _compared(sums, found) | {"read_before": text}
+        for sums, text in zip(moved, _read_before(moved), strict=True)
+    ]
     if as_json:
         write_json({"transfers": documents})
     else:
@@ -70,34 +73,26 @@ def _lines(wrong: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"the same in {len(same) - 1:,} more, up to {tensors[same[-1]][0]['where']}"
 
 
-def _before(moved: _Sums, all_moved: Sequence[_Sums]) -> str:
-    """Name the last transfer that had pulled the same blocks of the request; empty: none."""
-    tables = _tables(moved)
-    for other in reversed(all_moved):
-        if (
-            other.recording is moved.recording
-            and other.row.number < moved.row.number
-            and tables is not None
-            and tables == _tables(other)
-        ):
-            assert moved.transfer is not None
-            assert other.transfer is not None
-            seconds = moved.transfer.time - other.transfer.time
-            return (
-                f"transfer #{other.transfer.number} had read the same blocks {seconds:.1f} s before"
-            )
-    return ""
+def _read_before(moved: Sequence[_Sums]) -> Iterator[str]:
+    """Yield for each transfer which one had pulled the same blocks of the request; empty: none."""
+    last: dict[tuple[Any, ...], TransferRecord] = {}
+    for sums in moved:
+        transfer, text = sums.transfer, ""
+        if transfer is not None and (blocks := _pulled_blocks(transfer)) is not None:
+            key = sums.recording.path, transfer.tag, transfer.peer, blocks
+            if (other := last.get(key)) is not None:
+                seconds = transfer.time - other.time
+                text = f"transfer #{other.number} had read the same blocks {seconds:.1f} s before"
+            last[key] = transfer
+        yield text
 
 
-def _tables(moved: _Sums) -> tuple[str, int | None, list[int]] | None:
-    """Return the tag, the peer and the blocks at the peer of a pull of whole blocks."""
-    transfer = moved.transfer
-    if transfer is None or transfer.verb != "pull" or transfer.plan is None:
+def _pulled_blocks(transfer: TransferRecord) -> bytes | None:
+    """Return the blocks at the peer of a pull of whole blocks, as bytes to compare."""
+    if transfer.verb != "pull" or (plan := transfer.plan) is None or len(plan.parts) != 1:
         return None
-    parts = transfer.plan.parts
-    if len(parts) != 1 or parts[0].tables is None:
-        return None
-    return transfer.tag, transfer.peer, parts[0].tables.src.tolist()
+    tables = plan.parts[0].tables
+    return None if tables is None else tables.src.tobytes()
 
 
 def _sums_of(recording: Recording, tag: str | None) -> Iterator[_Sums]:

@@ -314,19 +314,19 @@ class PairOperation(Operation, ABC):
             shared = link.joined_memory(caches, writable=not pulls)  # without leases
         except LLMException:
             return  # freed meanwhile: the transfer itself will raise
-        guard = shared.guard
+        reader = shared.reader
         if (
             shared.addresses is not theirs.addresses
-            or guard is None
-            or type(ours) is not HostMemory
-            or not ours.held
+            or reader is None
+            or reader[2]  # not mapped here
+            or not (type(ours) is HostMemory and ours.held)
         ):
             return
         if len(pairs) >= _MAX_PAIRS:
             pairs.clear()
         src, dst = (shared, ours) if pulls else (ours, shared)
         pairs[_name_of(requests)] = NamedPair(
-            tuple([ref(request.entry) for request in requests]), shared, tuple(rows), *guard,
+            tuple([ref(request.entry) for request in requests]), shared, tuple(rows), *reader[:2],
             None if pulls else shared.write_guard,
             len(parts) == 1 or parts_are_apart(parts, src, dst, one_space=True),
         )  # fmt: skip

@@ -111,7 +111,7 @@ def view_lease(engine: Engine, lease: BlockLease) -> LeaseView:
     lease = link.latest(lease)
     cache = link.leased(lease)
     memory = link.memory(cache, writable=False)
-    if memory.guard is None:
+    if memory.reader is None or memory.reader[2]:  # at the addresses of the peer
         raise LLMException(
             f"cache={lease} is in memory of {link} that is not mapped here, so it cannot be read "
             "without a copy: only host memory that an engine on this host has allocated is mapped, "

@@ -33,7 +33,7 @@ _OUTCOMES: Final = {
 }
 _REMOTE_CACHES: Final = 1 << 20  # first cache number of lists of peers
 _MAX_PAIRS: Final = 4096
-_MOVE: Final = -1  # the handle of a transfer that one call begins and ends
+MOVE: Final = -1  # the handle of a transfer that one call begins and ends
 
 _log = Log("kvplan")
 
@@ -186,9 +186,9 @@ class Agent:
         nbytes: Any, code: int,
     ) -> None:  # fmt: skip
         """Record a transfer between addresses that one call begins and ends."""
-        self.begin(begin, end, "", _MOVE, pulls, peer, here, there, nbytes, 0)
+        self.begin(begin, end, "", MOVE, pulls, peer, here, there, nbytes, 0)
         state = "DONE" if code == 0 and not error else "ERR"
-        self.finish(begin, end, error, [(_MOVE, state, f"ret: {code}")])
+        self.finish(begin, end, error, [(MOVE, state, f"ret: {code}")])
 
     def begin(
         self, begin: float, end: float, _: str, handle: int, pulls: bool, peer: int, here: Any,

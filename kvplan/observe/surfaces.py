@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvplan.observe.agent import Agent
+from kvplan.observe.agent import MOVE, Agent
 from kvplan.observe.calls import key_of
 from kvplan.observe.observer import Observer, peer_number
 from kvplan.observe.plans import ranges_of
@@ -193,7 +193,7 @@ def _moved_sync(args: _Arguments, kwargs: _Named, code: Any) -> _Arguments:
 
 def _moved_async(args: _Arguments, kwargs: _Named, result: Any) -> _Arguments:
     code, request = result
-    return int(request) if code == 0 else -1, *_descriptors(args, kwargs), code
+    return int(request) if code == 0 else MOVE, *_descriptors(args, kwargs), code
 
 
 def _status_seen(args: _Arguments, kwargs: _Named, result: Any) -> _Arguments:

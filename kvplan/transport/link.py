@@ -332,15 +332,11 @@ class PeerMemory:
         raise NotImplementedError
 
     @property
-    def guard(self) -> tuple[Peer, bytes] | None:
-        """The native check of the peer and the words to check; None: the memory is not mapped."""
-        return None
-
-    @property
     def reader(self) -> tuple[Peer, bytes, bool] | None:
         """Arguments of a small read in the calling thread, by `Peer.copy`; None: not possible.
 
-        The peer, the words that it checks, and True for memory at the peer's own addresses.
+        The native check of the peer, the words to check, and True for memory at the peer's own
+        addresses; False: the memory is mapped here.
         """
         return None
 

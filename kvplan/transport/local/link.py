@@ -101,11 +101,6 @@ class LocalPeerMemory(PeerMemory):
         return self._writer.by_address(pool, self._words)
 
     @property
-    def guard(self) -> tuple[Peer, bytes] | None:
-        """See `PeerMemory.guard`."""
-        return (self._link.process, self._words) if self._held else None
-
-    @property
     def reader(self) -> tuple[Peer, bytes, bool] | None:
         """See `PeerMemory.reader`."""
         return self._link.process, self._words, not self._held
@@ -184,12 +179,8 @@ class LocalDeviceMemory(LocalPeerMemory):
         return known[2]
 
     @property
-    def guard(self) -> None:
-        """None: a copy by the CPU does not reach the memory."""
-
-    @property
     def reader(self) -> None:
-        """None: a plain copy does not reach the memory."""
+        """None: a copy by the CPU does not reach the memory."""
 
     @property
     def write_guard(self) -> None:
