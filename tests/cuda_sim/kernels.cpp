@@ -1,6 +1,8 @@
 /* The kernels, and how one runs: their sources are compiled here for the host. */
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 
 #include <atomic>
@@ -96,7 +98,17 @@ constexpr uint64_t TIMED = 64 << 10;
 
 struct fault {
     int code;
+    char what[120];
 };
+
+[[noreturn]] __attribute__((format(printf, 2, 3))) void fail(int code, const char *format, ...) {
+    fault it{code, ""};
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(it.what, sizeof it.what, format, arguments);
+    va_end(arguments);
+    throw it;
+}
 
 /* What this thread has found of late, with references. */
 struct lookups {
@@ -129,21 +141,18 @@ bool holds(const sim_memory *memory, uint64_t address, unsigned nbytes) {
 const sim_memory *look_up(uint64_t address, unsigned nbytes, bool is_store) {
     sim_memory *memory = sim_find(address, nbytes);
     if (memory && !cuda_kernel_may(found.context, memory, is_store)) {
-        sim_violation("a kernel touches memory that its context has no access to: 0x%llx",
-                      (unsigned long long)address);
         sim_memory_release(memory);
-        throw fault{ILLEGAL_ADDRESS};
+        fail(ILLEGAL_ADDRESS, "a kernel touches memory that its context has no access to: 0x%llx",
+             (unsigned long long)address);
     }
     if (memory && sim_memory_traits(memory).origin == CUDA_OPENED &&
         cuda_ipc_is_freed(memory->address)) {
-        sim_violation("a kernel touches memory of another process, which has freed it");
         sim_memory_release(memory);
-        throw fault{ILLEGAL_ADDRESS};
+        fail(ILLEGAL_ADDRESS, "a kernel touches memory of another process, which has freed it");
     }
     if (!memory) {
-        sim_violation("a kernel touches memory that is not mapped, or was freed: 0x%llx",
-                      (unsigned long long)address);
-        throw fault{ILLEGAL_ADDRESS};
+        fail(ILLEGAL_ADDRESS, "a kernel touches memory that is not mapped, or was freed: 0x%llx",
+             (unsigned long long)address);
     }
     lookups::entry &replaced = found.entries[found.next++ % 8];
     sim_memory_release(replaced.memory);
@@ -162,6 +171,14 @@ struct launch {
     std::vector<unsigned> order;
     std::atomic<size_t> next{0};
     std::atomic<int> code{0};
+
+    /* A launch is one violation, of however many threads and blocks. */
+    void end(const fault &it) {
+        int none = 0;
+        if (code.compare_exchange_strong(none, it.code)) {
+            sim_violation("%s", it.what);
+        }
+    }
 };
 
 void shuffle(std::vector<unsigned> &order) {
@@ -189,7 +206,7 @@ void check_parameters(launch *all) {
     try {
         all->kernel->check(all->parameters);
     } catch (const fault &it) {
-        all->code = it.code;
+        all->end(it);
     }
     found.clear();
 }
@@ -207,8 +224,7 @@ void run_blocks(launch *all) {
             take_time(1);
         }
     } catch (const fault &it) {
-        int none = 0;
-        all->code.compare_exchange_strong(none, it.code);
+        all->end(it);
     }
     found.clear();
 }
@@ -217,9 +233,8 @@ void run_blocks(launch *all) {
 
 extern "C" void *kvn_cuda_at(unsigned long long address, unsigned nbytes, bool is_store) {
     if (address % nbytes) {
-        sim_violation("a kernel touches %u bytes at 0x%llx, which is not aligned to them", nbytes,
-                      address);
-        throw fault{716};
+        fail(716, "a kernel touches %u bytes at 0x%llx, which is not aligned to them", nbytes,
+             address);
     }
     if (is_store) {
         take_time(TIMED);
