@@ -66,6 +66,10 @@ cdef extern from "cuda/copies.h" nogil:
     kvn_cuda_tuning kvn_cuda_tuning_far()
 
 
+cdef extern from "cuda/pin.h" nogil:
+    void kvn_cuda_limit_registered(const kvn_device *device, uint64_t nbytes)
+
+
 cdef class CudaLibrary(DeviceLibrary):
     cdef kvn_cuda_library library
     cdef bint initialized

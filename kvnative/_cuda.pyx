@@ -16,7 +16,8 @@ from kvnative._backend import NativeError
 from kvnative._device import DeviceError
 
 __all__ = ["CopyTuning", "CudaError", "CudaLibrary", "Watch", "builtin_copy_tuning", "copy_tuning",
-           "copy_way", "far_copy_tuning", "limit_copies", "tune_copies", "watch"]
+           "copy_way", "far_copy_tuning", "limit_copies", "limit_registered", "tune_copies",
+           "watch"]
 
 NAME = "libcuda.so.1"
 CONTEXTS = ("primary", "own")
@@ -202,6 +203,17 @@ def limit_copies(
     """
     check_cuda(device)
     kvn_cuda_copies_limit(&device.device, not batch_calls, max_blocks)
+
+
+def limit_registered(NativeDevice device not None, nbytes) -> None:
+    """Register host memory in parts of at most that size; call it before any memory is pinned.
+
+    Args:
+        device: a CUDA device.
+        nbytes: a multiple of the page size; 64 GiB if it was not called.
+    """
+    check_cuda(device)
+    kvn_cuda_limit_registered(&device.device, unsigned("nbytes", nbytes))
 
 
 def far_copy_tuning() -> CopyTuning:

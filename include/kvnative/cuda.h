@@ -85,6 +85,7 @@ enum {
     KVN_CUDA_POINTER_IS_LEGACY_IPC = 10, /* int: cuIpcGetMemHandle takes it */
     KVN_CUDA_POINTER_RANGE_START = 11,   /* CUdeviceptr; of mapped memory all that was reserved */
     KVN_CUDA_POINTER_RANGE_SIZE = 12,    /* size_t */
+    KVN_CUDA_POINTER_HANDLE_TYPES = 14,  /* unsigned: what mapped memory may be exported as */
     KVN_CUDA_POINTER_POOL = 17           /* CUmemoryPool; NULL: of none */
 };
 
@@ -222,6 +223,8 @@ _Static_assert(sizeof(kvn_cuda_copy_attributes) == 24, "CUmemcpyAttributes is 24
       (CUdeviceptr address, size_t nbytes, const kvn_cuda_access *access, size_t count))          \
     X(cuMemGetAccess,                                                                             \
       (unsigned long long *flags, const kvn_cuda_location *location, CUdeviceptr address))        \
+    X(cuMemRetainAllocationHandle,                                                                \
+      (CUmemGenericAllocationHandle *handle, void *mapped)) /* release it */                      \
     X(cuMemExportToShareableHandle, (void *out, CUmemGenericAllocationHandle handle, int type,    \
                                      unsigned long long flags)) /* a descriptor: int *out */      \
     X(cuMemImportFromShareableHandle,                                                             \

@@ -13,12 +13,14 @@ from kvnative import _cuda_share
 from kvnative._backend import NativeError
 from kvnative._signals import Mutex
 from kvplan.device.device import Device, find_library
-from kvplan.device.sharing import AllocationRef, Exported, exported, next_number
+from kvplan.device.sharing import AllocationRef, Exported, Piece, exported, next_number
 from kvplan.execution.task import native_error, native_errors
 from kvplan.status import LLMException, invalid, unsupported
 from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -60,8 +62,9 @@ def driver_version() -> str | None:
 class CudaSharing:
     """The sharing of a CUDA device; see `Sharing`.
 
-    kvplan's own memory is exported as a descriptor, whose mappings keep it alive. Memory of users
-    has a handle of cuIpcGetMemHandle, which keeps nothing alive.
+    kvplan's own memory is exported as a descriptor, whose mappings keep it alive. Memory that users
+    have mapped is exported in pieces, by descriptors too. Memory of cuMemAlloc has a handle of
+    cuIpcGetMemHandle, which keeps nothing alive.
     """
 
     def __init__(self, native: NativeDevice, uuid: str) -> None:
@@ -84,7 +87,7 @@ class CudaSharing:
                 self._buffers[buffer.address] = known
             return known
 
-    def map(self, ref: AllocationRef, fd: int) -> _cuda_share.Imported:
+    def map(self, ref: AllocationRef, batches: Iterable[list[Piece]]) -> _cuda_share.Imported:
         """See `Sharing.map`."""
         native, what = self._native, f"{ref.nbytes} bytes of GPU {ref.device} of a peer"
         uuid, gpu = bytes.fromhex(ref.device), ""
@@ -92,8 +95,8 @@ class CudaSharing:
         try:
             gpu = _cuda_share.check_reach(native, uuid, both_ways=False)
             is_far = gpu != "same"
-            if ref.fd >= 0:
-                return _cuda_share.import_descriptor(native, fd, ref.nbytes, is_far=is_far)
+            if not ref.handle:
+                return _cuda_share.import_pieces(native, ref.nbytes, batches, is_far=is_far)
             if here is not None:  # CUDA does not open a handle in its own process
                 return _cuda_share.import_here(native, here.device, ref.address, ref.nbytes)
             handle = bytes.fromhex(ref.handle)
@@ -128,7 +131,8 @@ class CudaSharing:
         ref = AllocationRef(
             self.uuid, native.address, native.nbytes, next_number(), native.fd, handle, is_pool
         )
-        return Exported(ref, self._native, (native, buffer))
+        take = native.take if native.num_pieces else None
+        return Exported(ref, self._native, (native, buffer), take)
 
 
 class CudaDevice(Device):

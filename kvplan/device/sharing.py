@@ -7,6 +7,8 @@ own, and copies to and from it like memory of that device.
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Protocol
 from weakref import WeakValueDictionary
 
@@ -21,14 +23,15 @@ if TYPE_CHECKING:
 
 
 class AllocationRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The published reference of a device allocation.
+    """The published reference of a device allocation, or of adjacent pieces of memory.
 
     Attributes:
         device: UUID of the device: 32 hexadecimal digits.
         address, nbytes: The allocation, in the owner.
         number: The number of the export, unique in the owner.
-        fd: The owner's descriptor of it, which peers duplicate; -1: they map it by `handle`.
-        handle: 128 hexadecimal digits; empty if there is a descriptor.
+        fd: The owner's descriptor of it, which peers duplicate; -1: see `handle`.
+        handle: 128 hexadecimal digits, by which peers map it; empty if they map it by `fd`, or by
+            the descriptors of its pieces, which the owner sends.
         is_pool: True if its parts come and go.
     """
 
@@ -46,14 +49,24 @@ class AllocationRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"address {self.address} + nbytes {self.nbytes} ends past 2**64; the sum must be "
                 "in [2, 2**64]"
             )
-        if bool(self.handle) is (self.fd >= 0):
-            must_be = "empty, as there is a descriptor" if self.handle else "128 hexadecimal digits"
-            raise ValueError(f"handle is {shown(self.handle)}; it must be {must_be}")
+        if self.handle and self.fd >= 0:
+            raise ValueError(
+                f"handle is {shown(self.handle)}; it must be empty, as there is a descriptor"
+            )
 
     @property
     def is_kept_by_peers(self) -> bool:
         """True if a mapping keeps the memory alive; False: its owner must not free it meanwhile."""
-        return self.fd >= 0
+        return not self.handle
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """True if peers map it by descriptors that only its owner can make."""
+        return self.fd < 0 and not self.handle
+
+
+Piece = tuple[int, int]
+"""A descriptor of this process, and the number of bytes that it stands for."""
 
 
 class Exported:
@@ -63,15 +76,36 @@ class Exported:
         ref: The allocation as peers name it.
         device: The device of the memory.
         held: Everything that the export needs.
+        take: Makes descriptors of pieces, given the first and their number; None: it has one.
     """
 
-    __slots__ = ("__weakref__", "_held", "device", "ref")
+    __slots__ = ("__weakref__", "_held", "_take", "device", "ref")
 
-    def __init__(self, ref: AllocationRef, device: NativeDevice, held: object) -> None:
+    def __init__(
+        self,
+        ref: AllocationRef,
+        device: NativeDevice,
+        held: object,
+        take: Callable[[int, int], list[Piece]] | None = None,
+    ) -> None:
         self.ref = ref
         self.device = device
         self._held = held
+        self._take = take
         _EXPORTED[ref] = self
+
+    def descriptors(self, first: int, count: int) -> list[Piece]:
+        """Return up to `count` new descriptors, from piece `first`. The caller closes them.
+
+        Raises:
+            IndexError: There is no such piece.
+            OSError, NativeError: None can be made.
+        """
+        if self._take is not None:
+            return self._take(first, count)
+        if first or self.ref.fd < 0:
+            raise IndexError(f"first={first}; the allocation has a single descriptor or none")
+        return [(os.dup(self.ref.fd), self.ref.nbytes)]
 
 
 class Mapped(Protocol):
@@ -109,12 +143,13 @@ class Sharing(Protocol):
                 the device.
         """
 
-    def map(self, ref: AllocationRef, fd: int) -> Mapped:
+    def map(self, ref: AllocationRef, batches: Iterable[list[Piece]]) -> Mapped:
         """Map an allocation of a peer.
 
         Args:
             ref: The reference that the peer has published; not trusted.
-            fd: A duplicate of `ref.fd` in this process; -1 if that is -1.
+            batches: Its pieces, some at a time and not trusted; none if it has a handle. Those of a
+                batch are closed when the next one is requested.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: this device does not reach the other one, with

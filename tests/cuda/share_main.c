@@ -23,10 +23,9 @@ int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbyt
 
 void kvn_cuda_reach_remove(const kvn_device *device, uint64_t address) { (void)device, (void)address; }
 
-int kvn_cuda_map_handle(const kvn_device *device, CUmemGenericAllocationHandle handle, uint64_t nbytes,
-                        CUdeviceptr *address, kvn_failure *failure)
+int kvn_cuda_give_access(const kvn_device *device, CUdeviceptr address, uint64_t nbytes, kvn_failure *failure)
 {
-    (void)device, (void)handle, (void)nbytes, (void)address;
+    (void)device, (void)address, (void)nbytes;
     return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory");
 }
 
@@ -55,7 +54,8 @@ static void gone_if_not_noted(void)
 {
     static kvn_cuda_library library;
     const kvn_device device = {.runtime = &library};
-    const kvn_cuda_imported by_descriptor = {.address = 4096, .nbytes = 64}, by_handle = {4096, 64, true, NULL};
+    const kvn_cuda_imported by_descriptor = {.address = 4096, .nbytes = 64, .num_mapped = 64},
+                            by_handle = {.address = 4096, .nbytes = 64, .is_legacy = true};
     kvn_failure failure;
 
     library.calls.cuMemUnmap = note_unmap;

@@ -10,7 +10,9 @@ import ctypes
 import gc
 import logging
 import os
+import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +24,10 @@ from kvplan import CacheDesc, DataType, Placement
 from kvplan.device.cuda import CudaDevice
 from kvplan.device.memory import DeviceMemory
 from kvplan.transport.local import LocalTransport
+from kvplan.transport.local.link import LocalLink
 from kvplan.transport.local.registrations import LocalRegistration
 from kvplan.transport.protocol import DeviceRange
-from tests.cuda_sim.cuda_library import Access, Allocation, Cuda, Location
+from tests.cuda_sim.cuda_library import Access, Cuda, Location, allocation
 from tests.cuda_sim.simulator import controls
 from tests.support.peer import Peer
 
@@ -32,6 +35,7 @@ BLOCKS, BLOCK = 8, 1 << 16
 NBYTES = BLOCKS * BLOCK
 GRANULE = 2 << 20
 DEADLINE_S = 30.0
+SESSION = b"a link"
 Whose = Literal["kvplan", "program"]
 
 
@@ -66,6 +70,7 @@ class Side:
         self._buffers: dict[int, DeviceBuffer] = {}
         self._programs: list[int] = []
         self._registered: dict[int, LocalRegistration] = {}
+        self._links: list[LocalLink] = []
         self._messages: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: self._messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -114,22 +119,48 @@ class Side:
         memory = DeviceRange(address, nbytes, buffer)
         self._registered[address] = self.transport.register(memory, writable=writable)
 
-    def expandable(self, nbytes: int = GRANULE) -> int:
-        """Memory as torch's expandable segments have it: no other process can map it."""
-        program, where = self.program, Location(1, self.device_id)
-        handle, address = ctypes.c_uint64(), ctypes.c_uint64()
-        wanted = Allocation(type=1, handle_types=0, location=where)
-        program.ok("cuMemCreate", ctypes.byref(handle), nbytes, ctypes.byref(wanted), 0)
-        program.ok("cuMemAddressReserve", ctypes.byref(address), nbytes, 0, 0, 0)
-        program.ok("cuMemMap", address, nbytes, 0, handle, 0)
-        program.ok("cuMemRelease", handle)
-        access = Access(location=where, flags=3)
-        program.ok("cuMemSetAccess", address, nbytes, ctypes.byref(access), 1)
-        return address.value
+    def expandable(self, pieces: Sequence[bool] = (False,)) -> int:
+        """Memory as torch's expandable segments have it, in pieces of a granule, side by side.
 
-    def free_expandable(self, address: int, nbytes: int = GRANULE) -> None:
-        self.program.ok("cuMemUnmap", address, nbytes)
-        self.program.ok("cuMemAddressFree", address, nbytes)
+        Args:
+            pieces: of each piece, whether another process may map it.
+        """
+        nbytes = len(pieces) * GRANULE
+        address = self.program.made("cuMemAddressReserve", nbytes, 0, 0, 0)
+        for index, is_shared in enumerate(pieces):
+            self.map_piece(address + index * GRANULE, is_shared=is_shared)
+        return address
+
+    def map_piece(self, address: int, *, is_shared: bool = True) -> None:
+        """Map new memory at reserved addresses."""
+        program = self.program
+        wanted = allocation(self.device_id, int(is_shared))
+        handle = program.made("cuMemCreate", GRANULE, ctypes.byref(wanted), 0)
+        program.ok("cuMemMap", address, GRANULE, 0, handle, 0)
+        program.ok("cuMemRelease", handle)
+        access = Access(location=Location(1, self.device_id), flags=3)
+        program.ok("cuMemSetAccess", address, GRANULE, ctypes.byref(access), 1)
+
+    def unmap_piece(self, address: int) -> None:
+        self.program.ok("cuMemUnmap", address, GRANULE)
+
+    def free_expandable(self, address: int, num_pieces: int = 1) -> None:
+        self.program.ok("cuMemUnmap", address, num_pieces * GRANULE)
+        self.program.ok("cuMemAddressFree", address, num_pieces * GRANULE)
+
+    def answer(self, metadata: bytes) -> None:
+        """Link to a peer; from then on its requests for descriptors are answered."""
+        self._links.append(self.transport.connect(metadata, session=SESSION))
+
+    def spare_descriptors(self, count: int | None) -> None:
+        """Leave this process so many that it can open; None: as many as it may."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
+        limit = hard if count is None else highest + count
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+    def write(self, address: int, content: bytes) -> None:
+        self.device.write(address, content)
 
     def metadata(self) -> bytes:
         return self.transport.metadata()
@@ -165,6 +196,9 @@ class Side:
     def end(self) -> None:
         """Give all back."""
         logging.getLogger("kvplan").removeHandler(self._handler)
+        for link in self._links:
+            link.close()
+        self._links.clear()
         self.transport.close()
         self._registered.clear()
         self._buffers.clear()

@@ -17,7 +17,7 @@ from kvnative._cuda import (
     limit_copies,
     tune_copies,
 )
-from kvnative._cuda_share import export, import_descriptor
+from kvnative._cuda_share import export, import_pieces
 from kvnative._device import Device
 from kvnative._executor import (
     KVN_CANCELLED,
@@ -304,7 +304,7 @@ def test_memory_of_another_gpu_is_the_kernels_once_it_is_mapped(
     report = pull(theirs.address)
     assert (report.status, report.failed) == (KVN_UNMAPPED, 0)
     exported = export(owner, theirs.address, case.source.nbytes)
-    mapped = import_descriptor(device, exported.fd, exported.nbytes, is_far=True)
+    mapped = import_pieces(device, exported.nbytes, [[(exported.fd, exported.nbytes)]], is_far=True)
     sim_log.restart()
     assert pull(mapped.address).status == KVN_OK
     case.assert_moved()
@@ -321,7 +321,7 @@ def test_large_blocks_of_another_gpu_are_the_drivers_whichever_side_that_is(
     owner = device.library.device(4)
     theirs = owner.allocate(2 * nbytes)
     exported = export(owner, theirs.address, 2 * nbytes)
-    mapped = import_descriptor(device, exported.fd, exported.nbytes, is_far=True)
+    mapped = import_pieces(device, exported.nbytes, [[(exported.fd, exported.nbytes)]], is_far=True)
     sides = {"source": here[0].address, "target": here[1].address}
     executor = Executor(device.backend("device_to_device"))
 

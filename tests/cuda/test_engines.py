@@ -125,6 +125,33 @@ class TestOneHost:
             del side
         """)
 
+    def test_memory_of_the_program_in_pieces(
+        self, machine: Machine, user: LlmDataDist, peer: Peer
+    ) -> None:
+        """As torch's expandable segments are; the last block lies in two of them."""
+        peer.run("""
+            from tests.cuda.side import GRANULE, Side
+            side = Side(1)
+            address = side.expandable([True] * 3)
+            of_it = CacheDesc(1, (3, 3 << 18), DataType.DT_UINT16, shard=kvplan.Shard(num_layers=1))
+            begin = address + GRANULE - (3 << 18)
+            cache = datadist.register_blocks_cache(of_it, [begin], BlocksCacheKey(1, 2))
+            rows = np.arange(3 * (3 << 18), dtype=np.uint16).reshape(1, 3, 3 << 18)
+            datadist.write_cache(cache, rows)
+        """)
+        desc = CacheDesc(1, (3, 3 << 18), DataType.DT_UINT16, shard=Shard(num_layers=1))
+        cache = user.allocate_blocks_cache(desc)
+        user.pull_blocks(BlocksCacheKey(1, 2), cache, [0, 1, 2], [2, 0, 1])
+        rows = np.arange(3 * (3 << 18), dtype=np.uint16).reshape(3, 3 << 18)
+        assert np.array_equal(user.arrays(cache, copy=True)[0][[2, 0, 1]], rows)
+        user.deallocate_cache(cache)
+        peer.run("""
+            datadist.unregister_cache(cache.cache_id)
+            side.free_expandable(address, 3)
+            assert (left := side.close()) == {}, left
+            del side
+        """)
+
     def test_memory_of_the_program_is_let_go_of(
         self, machine: Machine, user: LlmDataDist, peer: Peer, sim_log: Log
     ) -> None:

@@ -131,6 +131,7 @@ ARGUMENTS: dict[str, Sequence[Any]] = {
     "cuMemUnmap": [_long, _size],
     "cuMemSetAccess": [_long, _size, _out, _size],
     "cuMemGetAccess": [_out, _out, _long],
+    "cuMemRetainAllocationHandle": [_out, _pointer],
     "cuMemExportToShareableHandle": [_out, _long, _int, _long],
     "cuMemImportFromShareableHandle": [_out, _pointer, _int],
     "cuIpcGetMemHandle": [_out, _long],

@@ -45,6 +45,7 @@ CUDA cuMemMap(cuda_address address, size_t nbytes, size_t offset, cuda_address h
 CUDA cuMemUnmap(cuda_address address, size_t nbytes);
 CUDA cuMemSetAccess(cuda_address address, size_t nbytes, const access_of *accesses, size_t count);
 CUDA cuMemGetAccess(unsigned long long *flags, const location *where, cuda_address address);
+CUDA cuMemRetainAllocationHandle(cuda_address *handle, void *mapped);
 CUDA cuMemExportToShareableHandle(void *out, cuda_address handle, int type, unsigned long long flags);
 CUDA cuMemImportFromShareableHandle(cuda_address *handle, void *descriptor, int type);
 
@@ -57,7 +58,7 @@ typedef struct physical {
     int device;
     int fd;
     int handle_types;
-    int is_released;
+    unsigned num_handles; /* that were not released */
     int is_imported; /* who made it has counted it */
     unsigned num_mappings;
     uint64_t nbytes;
@@ -138,7 +139,7 @@ CUDA cuMemGetAllocationGranularity(size_t *nbytes, const allocation *properties,
 /* With the mutex. */
 static physical *find_physical(uint64_t handle) {
     physical *memory = physicals;
-    while (memory && (memory->handle != handle || memory->is_released)) {
+    while (memory && (memory->handle != handle || !memory->num_handles)) {
         memory = memory->next;
     }
     return memory;
@@ -147,7 +148,8 @@ static physical *find_physical(uint64_t handle) {
 static uint64_t add_physical(int device, int fd, int handle_types, uint64_t nbytes, int is_imported) {
     physical *memory = grown(sizeof *memory);
     *memory = (physical){.handle = (uint64_t)(uintptr_t)sim_handle_new(), .device = device, .fd = fd,
-                         .handle_types = handle_types, .nbytes = nbytes, .is_imported = is_imported};
+                         .handle_types = handle_types, .nbytes = nbytes, .is_imported = is_imported,
+                         .num_handles = 1};
     pthread_mutex_lock(&mutex);
     memory->next = physicals;
     physicals = memory;
@@ -158,7 +160,7 @@ static uint64_t add_physical(int device, int fd, int handle_types, uint64_t nbyt
 
 /* With the mutex: the memory goes with its last handle or mapping. */
 static void drop_physical(physical *memory) {
-    if (!memory->is_released || memory->num_mappings) {
+    if (memory->num_handles || memory->num_mappings) {
         return;
     }
     physical **link = &physicals;
@@ -173,12 +175,12 @@ static void drop_physical(physical *memory) {
     free(memory);
 }
 
-/* New memory is not zero on hardware; of large ones only the beginning. */
+/* New memory is not zero on hardware; of large ones only the beginning, as a cache may have hundreds. */
 static int make_file(int device, int handle_types, uint64_t nbytes) {
     char name[64];
     snprintf(name, sizeof name, NAME "%d-%d", device, handle_types);
     int fd = memfd_create(name, MFD_CLOEXEC);
-    size_t filled = nbytes < 1 << 20 ? nbytes : 1 << 20;
+    size_t filled = nbytes < 1 << 16 ? nbytes : 1 << 16;
     unsigned char *dirt = grown(filled);
     memset(dirt, 0xA5, filled);
     if (fd >= 0 && (ftruncate(fd, (off_t)nbytes) || pwrite(fd, dirt, filled, 0) != (ssize_t)filled)) {
@@ -224,7 +226,7 @@ CUDA cuMemRelease(cuda_address handle) {
         pthread_mutex_lock(&mutex);
         physical *memory = find_physical(handle);
         if (memory) {
-            memory->is_released = 1;
+            memory->num_handles--;
             drop_physical(memory);
         }
         pthread_mutex_unlock(&mutex);
@@ -502,6 +504,31 @@ CUDA cuMemGetAccess(unsigned long long *flags, const location *where, cuda_addre
 }
 
 /* ---- other processes ---- */
+
+/* A handle of what is mapped there, to be released like any other; of memory that was released, the old one again. */
+CUDA cuMemRetainAllocationHandle(cuda_address *handle, void *mapped) {
+    sim_call call;
+    uint64_t address = (uint64_t)(uintptr_t)mapped;
+    int code = enter(&call, __func__);
+    code = CUDA_CHECK(code, handle);
+    if (!code) {
+        pthread_mutex_lock(&mutex);
+        const mapping *it = mappings;
+        while (it && address - it->address >= it->nbytes) {
+            it = it->next;
+        }
+        if (it) {
+            it->memory->num_handles++;
+            *handle = it->memory->handle;
+        } else {
+            code = sim_error(INVALID_VALUE, "0x%llx is not mapped memory", (unsigned long long)address);
+        }
+        pthread_mutex_unlock(&mutex);
+        sim_count(SIM_COUNT_HANDLES, code ? 0 : 1);
+    }
+    return cuda_leave(&call, code, "\"address\":%llu,\"handle\":%llu", (unsigned long long)address,
+                      code ? 0 : *handle);
+}
 
 CUDA cuMemExportToShareableHandle(void *out, cuda_address handle, int type, unsigned long long flags) {
     sim_call call;

@@ -55,6 +55,21 @@ def test_sizes_and_properties(cuda: Cuda) -> None:
     assert cuda.cuMemAddressReserve(out, 4096, 0, 0, 0) == INVALID_VALUE
 
 
+def test_a_handle_of_what_is_mapped(cuda: Cuda, mapped: tuple[int, int]) -> None:
+    """It was released; the new one is to be released, too, and outlives the mapping."""
+    address, stream = mapped
+    handle = cuda.made("cuMemRetainAllocationHandle", address + PAGE + 5)
+    cuda.ok("cuMemUnmap", address + PAGE, PAGE)
+    out = ctypes.byref(ctypes.c_uint64())
+    assert cuda.cuMemRetainAllocationHandle(out, address + PAGE) == INVALID_VALUE
+    assert cuda.cuMemRetainAllocationHandle(out, address + 3 * PAGE) == INVALID_VALUE
+    cuda.ok("cuMemMap", address + PAGE, PAGE, 0, handle, 0)
+    cuda.ok("cuMemRelease", handle)
+    with cuda.violating("is no handle of memory"):
+        assert cuda.cuMemRelease(handle) == INVALID_VALUE
+    cuda.ok("cuStreamDestroy_v2", stream)
+
+
 def test_a_range_is_copied_to_across_its_mappings(cuda: Cuda, mapped: tuple[int, int]) -> None:
     address, stream = mapped
     assert give_access(cuda, address, 2 * PAGE, READ_WRITE) == 0

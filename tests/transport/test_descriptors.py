@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import array
 import os
+import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvplan.device.sharing import AllocationRef, Exported
-from kvplan.transport.local.descriptors import DescriptorServer, ask, can_ask, token_of
+from kvplan.transport.local.descriptors import MAX_BATCH, DescriptorServer, ask, can_ask, token_of
 from tests.support.held import Held
 from tests.transport.owner import Owner
 
@@ -46,7 +48,9 @@ def exported(server: DescriptorServer) -> Iterator[Exported]:
 
 
 def asked(server: DescriptorServer, token: bytes = TOKEN, number: int = 7) -> int:
-    return ask(os.getpid(), server.name, token, number)
+    [(fd, nbytes)] = ask(os.getpid(), server.name, token, number)
+    assert nbytes == 8
+    return fd
 
 
 def client(server: DescriptorServer) -> socket.socket:
@@ -102,7 +106,14 @@ def test_an_export_that_has_gone(server: DescriptorServer) -> None:
         asked(server, number=9)
 
 
-NO_REQUESTS = [TOKEN, TOKEN + b"\0" * 7, TOKEN + b"\0" * 7 + b"\7\0", b"x" * 4096, b"\0"]
+NO_REQUESTS = [
+    TOKEN,
+    TOKEN + b"\0" * 15,
+    TOKEN + b"\0" * 7 + b"\7" + b"\0" * 9,
+    TOKEN + b"\0" * 7 + b"\7" + b"\xff" * 8,
+    b"x" * 4096,
+    b"\0",
+]
 
 
 @pytest.mark.parametrize("request_", NO_REQUESTS, ids=len)
@@ -117,6 +128,102 @@ def test_requests_that_are_none(
         assert socket.recv_fds(hostile, 1, 1)[:2] == (b"\0", [])
     check_works(server)
     check_nothing_is_left(server, before)
+
+
+NUM_PIECES = 600
+
+
+def numbered(first: int, count: int) -> list[tuple[int, int]]:
+    """Make files that contain their numbers, with sizes that differ, as many as can be open."""
+    if first >= NUM_PIECES:
+        raise IndexError(f"first={first} is out of range [0, {NUM_PIECES})")
+    made: list[tuple[int, int]] = []
+    for number in range(first, min(first + count, NUM_PIECES)):
+        try:
+            fd = os.memfd_create("a piece")
+        except OSError:
+            if made:
+                break
+            raise
+        os.write(fd, number.to_bytes(8, "big"))
+        made.append((fd, 100 + number))
+    return made
+
+
+@pytest.fixture
+def pieces(server: DescriptorServer) -> Exported:
+    device: Any = SimpleNamespace()
+    ref = AllocationRef("0" * 32, 4096, 8, 11, -1, "", is_pool=False)
+    exported = Exported(ref, device, None, numbered)
+    server.add(exported)
+    return exported
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[Callable[[int], None]]:
+    """Leave this process so many descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def limit(count: int) -> None:
+        highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + count, hard))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def check_all(server: DescriptorServer) -> list[int]:
+    """Take all pieces, closing each batch before the next; return the sizes of the batches."""
+    batches: list[int] = []
+    index = 0
+    while index < NUM_PIECES:
+        batch = ask(os.getpid(), server.name, TOKEN, 11, index)
+        for fd, nbytes in batch:
+            assert os.pread(fd, 8, 0) == index.to_bytes(8, "big")
+            assert nbytes == 100 + index
+            assert not os.get_inheritable(fd)
+            os.close(fd)
+            index += 1
+        batches.append(len(batch))
+    return batches
+
+
+def test_more_pieces_than_a_message_holds(server: DescriptorServer, pieces: Exported) -> None:
+    before = Held.now()
+    whole, rest = divmod(NUM_PIECES, MAX_BATCH)
+    assert check_all(server) == [MAX_BATCH] * whole + [rest]
+    with pytest.raises(PermissionError, match=r"first=600 is out of range \[0, 600\)"):
+        ask(os.getpid(), server.name, TOKEN, 11, NUM_PIECES)
+    check_nothing_is_left(server, before)
+
+
+def test_few_descriptors_are_left(
+    server: DescriptorServer, pieces: Exported, few_descriptors: Callable[[int], None]
+) -> None:
+    """Both ends are this process: it has as many open as it may, and gets all in more batches."""
+    before = Held.now()
+    few_descriptors(24)
+    batches = check_all(server)
+    assert sum(batches) == NUM_PIECES
+    assert max(batches) < 24
+    check_nothing_is_left(server, before)
+
+
+def test_no_descriptor_is_left(
+    server: DescriptorServer, pieces: Exported, few_descriptors: Callable[[int], None]
+) -> None:
+    """The error says so, and the next request works."""
+    check_works_for(server)
+    few_descriptors(3)  # for both ends of a connection
+    with pytest.raises(OSError, match="Too many open files"):
+        ask(os.getpid(), server.name, TOKEN, 11)
+    few_descriptors(100)
+    check_works_for(server)
+
+
+def check_works_for(server: DescriptorServer) -> None:
+    for fd, _ in ask(os.getpid(), server.name, TOKEN, 11):
+        os.close(fd)
 
 
 def test_many_connections_without_a_request(server: DescriptorServer, exported: Exported) -> None:
@@ -142,7 +249,7 @@ def test_clients_that_read_no_answers_or_are_gone(
     with ExitStack() as stack:
         for number in range(100):
             deaf = stack.enter_context(client(server))
-            deaf.send(TOKEN + (7).to_bytes(8, "big"))
+            deaf.send(TOKEN + (7).to_bytes(8, "big") + bytes(8))
             if number % 2:
                 deaf.close()
         check_works(server)
@@ -168,7 +275,8 @@ def test_another_process_at_the_name(exported: Exported) -> None:
         with pytest.raises(PermissionError, match=f"belongs to process {squatter.pid}, not"):
             ask(os.getpid(), name, TOKEN, 7)
         before.check_nothing_new()
-        os.close(ask(squatter.pid, name, TOKEN, 7))
+        [(fd, _)] = ask(squatter.pid, name, TOKEN, 7)
+        os.close(fd)
 
 
 def test_a_peer_that_accepts_nothing_does_not_delay_a_handshake() -> None:

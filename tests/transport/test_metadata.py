@@ -59,7 +59,7 @@ parts = st.builds(
 )
 digits = st.text("0123456789abcdef", min_size=128, max_size=128)
 uuids = digits.map(lambda value: value[:32])
-exports = st.tuples(fd, st.just("")) | st.tuples(st.just(-1), digits)
+exports = st.tuples(fd, st.just("")) | st.tuples(st.just(-1), digits | st.just(""))
 on_devices = st.builds(
     lambda value, device, number, export, after, is_pool: replace(
         value,
@@ -217,7 +217,10 @@ WRONG = [-1, 1.0, "1", [], {}, [[]], float("nan")]
 def test_every_field_is_checked(path: str) -> None:
     parent, _, name = path.rpartition(".")
     for wrong in WRONG:
-        if (path, wrong) in (("ranges", []), ("ranges[2].allocation.fd", -1)):
+        if (path, wrong) in (
+            ("ranges", []),
+            *((f"ranges[{i}].allocation.fd", -1) for i in (1, 2)),
+        ):
             continue
         document = msgspec.msgpack.decode(EXAMPLE.to_bytes())
         FIELDS[path](document)[name] = wrong
@@ -272,8 +275,6 @@ def test_ranges_that_must_fit_their_allocation(
     ("place", "field", "value", "message"),
     [
         (1, "handle", "a" * 128, "empty, as there is a descriptor"),
-        (1, "fd", -1, "128 hexadecimal digits"),
-        (2, "handle", "", "128 hexadecimal digits"),
         (2, "handle", "A" * 128, "expected `str` matching"),
         (2, "fd", 3, "empty, as there is a descriptor"),
         (2, "address", 2**64 - 100, "ends past 2**64"),
@@ -328,7 +329,7 @@ def test_hostile_documents(blob: bytes) -> None:
 )
 def test_another_schema(change: dict[str, Any]) -> None:
     document = {**msgspec.msgpack.decode(EXAMPLE.to_bytes()), **change}
-    assert "this kvplan reads 'kvplan.local 8'" in refusal(msgspec.msgpack.encode(document))
+    assert "this kvplan reads 'kvplan.local 9'" in refusal(msgspec.msgpack.encode(document))
 
 
 def test_bytes_only() -> None:

@@ -63,20 +63,18 @@ def try_torch(notes: Notes) -> None:
                 )
                 notes.expect(f"{layout}, {dtype}", good)
                 datadist.unregister_cache(cache.cache_id)
-    pull_into_torch(notes, torch, offered=True)
+    pull_into_torch(notes, torch)
 
 
-def pull_into_torch(notes: Notes, torch: Any, *, offered: bool) -> None:
-    """Pull into registered tensors of torch, which peers may reach or not."""
+def pull_into_torch(notes: Notes, torch: Any) -> None:
+    """Pull into registered tensors of torch, which are offered to peers."""
     with linked(notes, "local") as (datadist, other):
         tensors = [
             torch.zeros(other.shape, dtype=torch.uint8, device="cuda") for _ in range(other.tensors)
         ]
         torch.cuda.synchronize()
         other.do("make", 1, "DEVICE", 1)
-        cache = datadist.register_blocks_cache(
-            CacheDesc.from_tensors(tensors, None), tensors, remote_accessible=offered
-        )
+        cache = datadist.register_blocks_cache(CacheDesc.from_tensors(tensors, None), tensors)
         src, dst = tables(other.shape[0])
         datadist.pull_blocks(key_of("1"), cache, src, dst, timeout_ms=60_000)
         found = np.stack([tensor.cpu().numpy() for tensor in tensors])
@@ -97,7 +95,7 @@ def try_expandable_segments(notes: Notes) -> None:
         datadist.write_cache(cache, [np.full(desc.shape, index, np.uint8) for index in range(4)])
         good = all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
         notes.expect("used inside the process", good)
-    pull_into_torch(notes, torch, offered=False)
+    pull_into_torch(notes, torch)
 
 
 def try_cupy(notes: Notes) -> None:

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "cuda/launch.h"
+#include "cuda/pin.h"
 #include "cuda/reach.h"
 
 /* Blocks that fit on a multiprocessor: 64 registers for each of 256 threads. */
@@ -171,7 +172,7 @@ static int copy_one(const kvn_device *device, uint64_t dst, uint64_t src, uint64
     if (kvn_cuda_launcher_note(device, stream, failure) != KVN_OK)
         return failure->status;
     /* The driver finds the direction by the addresses. */
-    return KVN_CUDA_CALL(device, failure, cuMemcpyAsync, dst, src, nbytes, stream);
+    return kvn_cuda_copy_parts(device, dst, src, nbytes, stream, failure);
 }
 
 static int copy_single(const kvn_device *device, kvn_columns *batch, kvn_stream stream, size_t *failed,
@@ -254,6 +255,17 @@ static size_t count_unstoppable(kvn_direction direction, kvn_cuda_way way, const
     return taken ? taken : 1;
 }
 
+/* Returns the number of leading descriptors with each side in one registration; the batch call takes no others. */
+static size_t count_whole(const kvn_device *device, const kvn_columns *batch)
+{
+    size_t taken = 0;
+
+    while (taken < batch->count && batch->nbytes[taken] <= kvn_cuda_part_left(device, batch->dst[taken]) &&
+           batch->nbytes[taken] <= kvn_cuda_part_left(device, batch->src[taken]))
+        taken++;
+    return taken;
+}
+
 int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                         size_t *failed, kvn_failure *failure)
 {
@@ -280,8 +292,11 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, kvn_columns
         batch->count = count_unstoppable(direction, way, batch->nbytes, batch->count);
     if (count_reached(&known, direction, way, batch, failed, failure) != KVN_OK)
         return failure->status;
+    if (way == KVN_CUDA_BATCH)
+        batch->count = count_whole(device, batch);
     if (batch->count == 0) {
-        batch->count = 1; /* the kernel does not reach it, or the driver says nothing of it */
+        /* The kernel does not reach it, the driver says nothing of it, or it lies in two registrations. */
+        batch->count = 1;
         way = KVN_CUDA_SINGLE;
     }
     if (way == KVN_CUDA_KERNEL)

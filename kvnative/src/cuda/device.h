@@ -3,6 +3,7 @@
 #define KVN_CUDA_DEVICE_H
 
 #include <pthread.h>
+#include <stdatomic.h>
 
 #include "cuda/library.h"
 #include "device/device.h"
@@ -25,6 +26,8 @@ typedef struct kvn_cuda_device {
     kvn_cuda_allocation allocation; /* the argument of cuMemCreate */
     size_t granularity;             /* bytes; 0: memory comes from cuMemAlloc, and cannot be exported */
     bool can_export;                /* memory of `allocate` can be exported as file descriptors */
+    uint64_t max_registered;        /* bytes of a registration of host memory */
+    atomic_bool has_parts;          /* some host memory was registered in parts */
     bool maps_registered;           /* kernels reach memory of cuMemHostRegister at the host's addresses */
     struct kvn_cuda_copies *copies; /* of cuda/copies.c */
     struct kvn_cuda_launcher *launcher; /* of cuda/launch.c */

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda/pin.h"
 #include "cuda/reclaim.h"
 
 static int ask(const kvn_device *device, int attribute)
@@ -28,6 +29,7 @@ int kvn_cuda_memory_init(const kvn_device *device, kvn_failure *failure)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
 
+    state->max_registered = KVN_CUDA_MAX_REGISTERED;
     state->maps_registered = ask(device, KVN_CUDA_HOST_POINTER_OF_REGISTERED) != 0;
     state->can_export = ask(device, KVN_CUDA_FILE_DESCRIPTORS) != 0;
     state->allocation = (kvn_cuda_allocation){
@@ -114,19 +116,25 @@ bool kvn_cuda_allocated_at(const kvn_device *device, uint64_t address, kvn_cuda_
 
 /* ---- mapping ---- */
 
-int kvn_cuda_map_handle(const kvn_device *device, CUmemGenericAllocationHandle handle, uint64_t nbytes,
-                        CUdeviceptr *address, kvn_failure *failure)
+int kvn_cuda_give_access(const kvn_device *device, CUdeviceptr address, uint64_t nbytes, kvn_failure *failure)
 {
-    const kvn_cuda *cuda = kvn_cuda_of(device);
     const kvn_cuda_access access = {
         .location = {.type = KVN_CUDA_LOCATION_DEVICE, .id = kvn_cuda_state(device)->number},
         .flags = KVN_CUDA_ACCESS_READ_WRITE,
     };
 
+    return KVN_CUDA_CALL(device, failure, cuMemSetAccess, address, nbytes, &access, 1);
+}
+
+static int map_handle(const kvn_device *device, CUmemGenericAllocationHandle handle, uint64_t nbytes,
+                        CUdeviceptr *address, kvn_failure *failure)
+{
+    const kvn_cuda *cuda = kvn_cuda_of(device);
+
     if (KVN_CUDA_CALL(device, failure, cuMemAddressReserve, address, nbytes, 0, 0, 0) != KVN_OK)
         return failure->status;
     if (KVN_CUDA_CALL(device, failure, cuMemMap, *address, nbytes, 0, handle, 0) == KVN_OK) {
-        if (KVN_CUDA_CALL(device, failure, cuMemSetAccess, *address, nbytes, &access, 1) == KVN_OK)
+        if (kvn_cuda_give_access(device, *address, nbytes, failure) == KVN_OK)
             return KVN_OK;
         cuda->cuMemUnmap(*address, nbytes);
     }
@@ -173,7 +181,7 @@ int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn
         return allocate_plain(device, nbytes, out, failure);
     if (status != KVN_OK)
         return status;
-    status = kvn_cuda_map_handle(device, block.handle, block.nbytes, &block.address, failure);
+    status = map_handle(device, block.handle, block.nbytes, &block.address, failure);
     if (status != KVN_OK) {
         kvn_cuda_of(device)->cuMemRelease(block.handle);
         return status;

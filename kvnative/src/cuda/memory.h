@@ -13,9 +13,8 @@ int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn
 /* Memory of the primary context is freed when all its work is over (cuda/reclaim.h), but no later call finds it. */
 int kvn_cuda_free(const kvn_device *device, void *address, kvn_failure *failure);
 
-/* Maps memory at a new address, which the device may read and write. */
-int kvn_cuda_map_handle(const kvn_device *device, CUmemGenericAllocationHandle handle, uint64_t nbytes,
-                        CUdeviceptr *address, kvn_failure *failure);
+/* Lets the device read and write mapped memory. */
+int kvn_cuda_give_access(const kvn_device *device, CUdeviceptr address, uint64_t nbytes, kvn_failure *failure);
 
 /* Finds the allocation of kvn_cuda_allocate that holds `address`; false: none does, or it cannot be exported. */
 bool kvn_cuda_allocated_at(const kvn_device *device, uint64_t address, kvn_cuda_allocated *out);

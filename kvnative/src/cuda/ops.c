@@ -10,6 +10,7 @@
 #include "cuda/copies.h"
 #include "cuda/launch.h"
 #include "cuda/memory.h"
+#include "cuda/pin.h"
 #include "cuda/reach.h"
 #include "cuda/reclaim.h"
 
@@ -174,19 +175,6 @@ static int allocate_host(const kvn_device *device, uint64_t nbytes, void **out, 
 static int free_host(const kvn_device *device, void *address, kvn_failure *failure)
 {
     return CALL(device, failure, cuMemFreeHost, address);
-}
-
-static int pin(const kvn_device *device, void *address, uint64_t nbytes, kvn_failure *failure)
-{
-    return CALL(device, failure, cuMemHostRegister_v2, address, nbytes,
-                KVN_CUDA_HOST_PORTABLE | KVN_CUDA_HOST_MAPPED);
-}
-
-static int unpin(const kvn_device *device, void *address, kvn_failure *failure)
-{
-    const int status = CALL(device, failure, cuMemHostUnregister, address);
-
-    return status != KVN_OK && failure->code == KVN_CUDA_HOST_MEMORY_NOT_REGISTERED ? KVN_OK : status;
 }
 
 static int locate(const kvn_device *device, uint64_t address, kvn_memory_place *out, kvn_failure *failure)
@@ -409,7 +397,7 @@ static int copy(const kvn_device *device, kvn_direction direction, uint64_t dst,
     if (check_on_device(device, direction == KVN_HOST_TO_DEVICE ? dst : src, nbytes, failure) != KVN_OK ||
         take_stream(device, &stream, failure) != KVN_OK)
         return failure->status;
-    return finish(device, stream, CALL(device, failure, cuMemcpyAsync, dst, src, nbytes, stream), failure);
+    return finish(device, stream, kvn_cuda_copy_parts(device, dst, src, nbytes, stream, failure), failure);
 }
 
 static int clear(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
@@ -445,8 +433,8 @@ const kvn_device_ops kvn_cuda_ops = {
     .free = kvn_cuda_free,
     .allocate_host = allocate_host,
     .free_host = free_host,
-    .pin = pin,
-    .unpin = unpin,
+    .pin = kvn_cuda_pin,
+    .unpin = kvn_cuda_unpin,
     .locate = locate,
     .copy = copy,
     .clear = clear,

@@ -1,8 +1,10 @@
 /* Exports device memory to other processes, and maps what they export. */
 #include "cuda/share.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "cuda/memory.h"
@@ -13,6 +15,8 @@ typedef struct allocation {
     unsigned kind; /* 0: unknown */
     unsigned is_managed;
     int has_legacy_handle;
+    unsigned handle_types;
+    unsigned long long id;
     CUdeviceptr start;
     size_t nbytes;
 } allocation;
@@ -20,10 +24,12 @@ typedef struct allocation {
 static int look_up(const kvn_device *device, uint64_t address, allocation *out, kvn_failure *failure)
 {
     int attributes[] = {
-        KVN_CUDA_POINTER_MEMORY_TYPE, KVN_CUDA_POINTER_IS_MANAGED, KVN_CUDA_POINTER_IS_LEGACY_IPC,
-        KVN_CUDA_POINTER_RANGE_START, KVN_CUDA_POINTER_RANGE_SIZE,
+        KVN_CUDA_POINTER_MEMORY_TYPE,  KVN_CUDA_POINTER_IS_MANAGED, KVN_CUDA_POINTER_IS_LEGACY_IPC,
+        KVN_CUDA_POINTER_HANDLE_TYPES, KVN_CUDA_POINTER_BUFFER_ID,  KVN_CUDA_POINTER_RANGE_START,
+        KVN_CUDA_POINTER_RANGE_SIZE,
     };
-    void *values[] = {&out->kind, &out->is_managed, &out->has_legacy_handle, &out->start, &out->nbytes};
+    void *values[] = {&out->kind, &out->is_managed, &out->has_legacy_handle, &out->handle_types,
+                      &out->id,   &out->start,      &out->nbytes};
 
     *out = (allocation){0};
     if (KVN_CUDA_CALL(device, failure, cuPointerGetAttributes, sizeof attributes / sizeof *attributes, attributes,
@@ -56,9 +62,78 @@ static int refuse_parts(uint64_t address, uint64_t nbytes, uint64_t start, uint6
 {
     return kvn_fail(failure, KVN_UNSUPPORTED, 0,
                     "0x%" PRIx64 "+%" PRIu64 " is not inside one allocation (0x%" PRIx64 "+%" PRIu64
-                    "), and peers map them one by one; of torch set "
-                    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
+                    "), and peers map them one by one: register each by itself",
                     address, nbytes, start, size);
+}
+
+/* Returns true for memory of a pool (cudaMallocAsync). Old drivers do not know the attribute. */
+static bool is_of_pool(const kvn_device *device, uint64_t address)
+{
+    int asked[] = {KVN_CUDA_POINTER_POOL};
+    void *pool = NULL, *values[] = {&pool};
+
+    return kvn_cuda_of(device)->cuPointerGetAttributes(1, asked, values, address) == KVN_CUDA_OK && pool;
+}
+
+/* Finds the piece that holds an address, and returns a failure unless peers can map it. */
+static int find_piece(const kvn_device *device, uint64_t address, kvn_cuda_piece *out, kvn_failure *failure)
+{
+    allocation found;
+    CUdeviceptr start = 0;
+    size_t nbytes = 0;
+    bool has_pool;
+
+    if (look_up(device, address, &found, failure) != KVN_OK)
+        return failure->status;
+    if (found.kind != KVN_CUDA_MEMORY_DEVICE || found.is_managed)
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "0x%" PRIx64 " is not memory that was allocated on a GPU",
+                        address);
+    has_pool = is_of_pool(device, address);
+    if (has_pool || !(found.handle_types & KVN_CUDA_HANDLE_FILE_DESCRIPTOR))
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0,
+                        "0x%" PRIx64 " was allocated so that no peer can map it (%s): of torch 2.5 or later unset "
+                        "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC, or set "
+                        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False,backend:native",
+                        address, has_pool ? "it is of a pool, as cudaMallocAsync makes it"
+                                            : "its handle types lack the POSIX file descriptor");
+    /* The attributes name the whole range that was reserved. */
+    if (KVN_CUDA_CALL(device, failure, cuMemGetAddressRange_v2, &start, &nbytes, address) != KVN_OK)
+        return failure->status;
+    if (!holds(start, nbytes, address, 1))
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0,
+                        "the driver does not say which mapping holds 0x%" PRIx64
+                        ": use kvplan.transport=tcp, or set "
+                        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
+                        address);
+    *out = (kvn_cuda_piece){start, nbytes, found.id};
+    return KVN_OK;
+}
+
+/* Lists the pieces of a range, the first of which holds `address`. */
+static int export_pieces(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_cuda_exported *out,
+                         kvn_failure *failure)
+{
+    const uint64_t last = address + nbytes - 1;
+    size_t room = 0;
+    kvn_cuda_piece piece;
+
+    do {
+        if (find_piece(device, out->num_pieces ? out->address + out->nbytes : address, &piece, failure) != KVN_OK)
+            return failure->status;
+        if (out->num_pieces == room) {
+            const size_t more = room ? 2 * room : 8;
+            kvn_cuda_piece *larger = realloc(out->pieces, more * sizeof *larger);
+            if (!larger)
+                return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to note the pieces of an allocation");
+            out->pieces = larger;
+            room = more;
+        }
+        if (out->num_pieces == 0)
+            out->address = piece.address;
+        out->pieces[out->num_pieces++] = piece;
+        out->nbytes = piece.address + piece.nbytes - out->address;
+    } while (last - out->address >= out->nbytes);
+    return KVN_OK;
 }
 
 static int export_found(const kvn_device *device, uint64_t address, uint64_t nbytes,
@@ -67,7 +142,6 @@ static int export_found(const kvn_device *device, uint64_t address, uint64_t nby
     kvn_cuda_allocated ours;
     allocation found;
 
-    *out = (kvn_cuda_exported){.fd = -1};
     if (kvn_cuda_allocated_at(device, address, &ours)) {
         if (!holds(ours.address, ours.nbytes, address, nbytes))
             return refuse_parts(address, nbytes, ours.address, ours.nbytes, failure);
@@ -77,15 +151,8 @@ static int export_found(const kvn_device *device, uint64_t address, uint64_t nby
     }
     if (look_up(device, address, &found, failure) != KVN_OK)
         return failure->status;
-    if (found.kind != KVN_CUDA_MEMORY_DEVICE || found.is_managed)
-        return kvn_fail(failure, KVN_UNSUPPORTED, 0,
-                        "0x%" PRIx64 " is not memory that was allocated on a GPU", address);
-    if (!found.has_legacy_handle)
-        return kvn_fail(failure, KVN_UNSUPPORTED, 0,
-                        "0x%" PRIx64 " was allocated so that no peer can map it, as torch does with "
-                        "expandable segments or cudaMallocAsync: set "
-                        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False,backend:native",
-                        address);
+    if (!found.has_legacy_handle || found.is_managed)
+        return export_pieces(device, address, nbytes, out, failure);
     if (!holds(found.start, found.nbytes, address, nbytes))
         return refuse_parts(address, nbytes, found.start, found.nbytes, failure);
     out->address = found.start;
@@ -99,9 +166,42 @@ int kvn_cuda_export(const kvn_device *device, uint64_t address, uint64_t nbytes,
     void *previous = NULL;
     int status = kvn_device_enter(device, &previous, failure);
 
-    out->fd = -1;
+    *out = (kvn_cuda_exported){.fd = -1};
     if (status == KVN_OK) {
         status = export_found(device, address, nbytes, out, failure);
+        kvn_device_leave(device, previous);
+    }
+    return status;
+}
+
+static int export_piece(const kvn_device *device, const kvn_cuda_piece *piece, int *fd, kvn_failure *failure)
+{
+    CUmemGenericAllocationHandle handle;
+    allocation found;
+    int status = look_up(device, piece->address, &found, failure);
+
+    if (status != KVN_OK)
+        return status;
+    if (found.id != piece->id)
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "0x%" PRIx64 "+%" PRIu64 " was unmapped or replaced since it was registered: register it again",
+                        piece->address, piece->nbytes);
+    if (KVN_CUDA_CALL(device, failure, cuMemRetainAllocationHandle, &handle, (void *)(uintptr_t)piece->address) !=
+        KVN_OK)
+        return failure->status;
+    status = export_descriptor(device, handle, fd, failure);
+    kvn_cuda_of(device)->cuMemRelease(handle); /* the descriptor keeps the memory */
+    return status;
+}
+
+int kvn_cuda_export_piece(const kvn_device *device, const kvn_cuda_piece *piece, int *fd, kvn_failure *failure)
+{
+    void *previous = NULL;
+    int status = kvn_device_enter(device, &previous, failure);
+
+    *fd = -1;
+    if (status == KVN_OK) {
+        status = export_piece(device, piece, fd, failure);
         kvn_device_leave(device, previous);
     }
     return status;
@@ -159,21 +259,66 @@ int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid, bo
     return KVN_OK;
 }
 
-static int import_descriptor(const kvn_device *device, int fd, kvn_cuda_imported *out,
-                             kvn_failure *failure)
+int kvn_cuda_import_begin(const kvn_device *device, uint64_t nbytes, kvn_cuda_imported *out, kvn_failure *failure)
+{
+    CUdeviceptr address = 0;
+    void *previous = NULL;
+    int status = kvn_device_enter(device, &previous, failure);
+
+    if (status == KVN_OK) {
+        status = KVN_CUDA_CALL(device, failure, cuMemAddressReserve, &address, nbytes, 0, 0, 0);
+        kvn_device_leave(device, previous);
+    }
+    *out = (kvn_cuda_imported){.address = address, .nbytes = nbytes};
+    return status;
+}
+
+static int import_piece(const kvn_device *device, kvn_cuda_imported *imported, int fd, uint64_t nbytes,
+                        kvn_failure *failure)
 {
     CUmemGenericAllocationHandle handle;
-    CUdeviceptr address;
     int status;
 
+    if (nbytes > imported->nbytes - imported->num_mapped)
+        return kvn_fail(failure, KVN_INVALID, 0, "its pieces have more than %" PRIu64 " bytes", imported->nbytes);
     if (KVN_CUDA_CALL(device, failure, cuMemImportFromShareableHandle, &handle, (void *)(intptr_t)fd,
-             KVN_CUDA_HANDLE_FILE_DESCRIPTOR) != KVN_OK)
+                      KVN_CUDA_HANDLE_FILE_DESCRIPTOR) != KVN_OK)
         return failure->status;
-    status = kvn_cuda_map_handle(device, handle, out->nbytes, &address, failure);
+    status = KVN_CUDA_CALL(device, failure, cuMemMap, imported->address + imported->num_mapped, nbytes, 0, handle, 0);
     if (status == KVN_OK)
-        out->address = address;
+        imported->num_mapped += nbytes;
     kvn_cuda_of(device)->cuMemRelease(handle); /* the mapping keeps the memory */
     return status;
+}
+
+int kvn_cuda_import_piece(const kvn_device *device, kvn_cuda_imported *imported, int fd, uint64_t nbytes,
+                          kvn_failure *failure)
+{
+    void *previous = NULL;
+    int status = kvn_device_enter(device, &previous, failure);
+
+    if (status == KVN_OK) {
+        status = import_piece(device, imported, fd, nbytes, failure);
+        kvn_device_leave(device, previous);
+    }
+    return status;
+}
+
+int kvn_cuda_import_end(const kvn_device *device, kvn_cuda_imported *imported, bool is_far, kvn_failure *failure)
+{
+    void *previous = NULL;
+    int status;
+
+    if (imported->num_mapped != imported->nbytes)
+        return kvn_fail(failure, KVN_INVALID, 0, "its pieces have %" PRIu64 " bytes, and not %" PRIu64,
+                        imported->num_mapped, imported->nbytes);
+    status = kvn_device_enter(device, &previous, failure);
+    if (status == KVN_OK) {
+        status = kvn_cuda_give_access(device, imported->address, imported->nbytes, failure);
+        kvn_device_leave(device, previous);
+    }
+    return status == KVN_OK ? kvn_cuda_reach_add(device, imported->address, imported->nbytes, is_far, failure)
+                            : status;
 }
 
 /* Lets the copy kernel use imported memory. */
@@ -186,20 +331,6 @@ static int note_import(const kvn_device *device, const kvn_cuda_imported *import
     if (status != KVN_OK)
         kvn_cuda_unmap(device, imported, &ignored);
     return status;
-}
-
-int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes, bool is_far,
-                               kvn_cuda_imported *out, kvn_failure *failure)
-{
-    void *previous = NULL;
-    int status = kvn_device_enter(device, &previous, failure);
-
-    *out = (kvn_cuda_imported){.nbytes = nbytes};
-    if (status == KVN_OK) {
-        status = import_descriptor(device, fd, out, failure);
-        kvn_device_leave(device, previous);
-    }
-    return status == KVN_OK ? note_import(device, out, is_far, failure) : status;
 }
 
 static int import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *handle,
@@ -283,7 +414,8 @@ int kvn_cuda_unmap(const kvn_device *device, const kvn_cuda_imported *imported, 
     if (imported->is_legacy) {
         status = KVN_CUDA_CALL(device, failure, cuIpcCloseMemHandle, imported->address);
     } else {
-        status = KVN_CUDA_CALL(device, failure, cuMemUnmap, imported->address, imported->nbytes);
+        if (imported->num_mapped)
+            status = KVN_CUDA_CALL(device, failure, cuMemUnmap, imported->address, imported->num_mapped);
         if (status == KVN_OK)
             status = KVN_CUDA_CALL(device, failure, cuMemAddressFree, imported->address, imported->nbytes);
     }

@@ -1,8 +1,9 @@
 /* Memory of CUDA devices that processes of one host share: exported by its owner, mapped by its peers.
  *
  * Memory of kvn_cuda_allocate is exported as a file descriptor. A peer that has imported it keeps the memory, even if
- * the owner frees it. Memory of cuMemAlloc, as users have it, has a handle of 64 bytes instead (the older calls,
- * cuIpc...), and must not be freed while a peer uses it. */
+ * the owner frees it. So is memory that users have mapped themselves, as torch's expandable segments are: each of its
+ * pieces has a descriptor, which is made when a peer asks for it. Memory of cuMemAlloc has a handle of 64 bytes instead
+ * (the older calls, cuIpc...), and must not be freed while a peer uses it. */
 #ifndef KVN_CUDA_SHARE_H
 #define KVN_CUDA_SHARE_H
 
@@ -11,16 +12,26 @@
 #include "device/device.h"
 #include "kvnative/cuda.h"
 
-typedef struct kvn_cuda_exported {
-    uint64_t address; /* start of the allocation, which is exported whole */
+/* One mapping of physical memory. */
+typedef struct kvn_cuda_piece {
+    uint64_t address;
     uint64_t nbytes;
-    int fd; /* -1: use `handle` */
+    unsigned long long id; /* of the allocation */
+} kvn_cuda_piece;
+
+typedef struct kvn_cuda_exported {
+    uint64_t address; /* start of the allocation, or of the first piece; both are exported whole */
+    uint64_t nbytes;
+    int fd; /* -1: use `pieces`, or `handle` if there are none */
     kvn_cuda_ipc_memory handle;
+    kvn_cuda_piece *pieces; /* by address, without gaps; the caller frees them */
+    size_t num_pieces;
 } kvn_cuda_exported;
 
 typedef struct kvn_cuda_imported {
     uint64_t address; /* in this process */
     uint64_t nbytes;
+    uint64_t num_mapped; /* bytes, of the pieces that were imported so far */
     bool is_legacy;    /* True: imported by a handle of cuIpcGetMemHandle */
     CUcontext context; /* the owner's context, if the owner is this process and nothing was mapped; else NULL */
 } kvn_cuda_imported;
@@ -34,20 +45,25 @@ typedef enum kvn_cuda_gpu {
 
 /* Any thread may call these. The device is a CUDA device. */
 
-/* KVN_UNSUPPORTED, with a remedy: the memory lies in several allocations, or in one that cannot be shared. The caller
- * closes the descriptor. An importer keeps the memory alive. */
+/* KVN_UNSUPPORTED, with a remedy: the memory lies in several allocations that are not pieces, or in one that cannot be
+ * shared. The caller closes the descriptor. An importer keeps the memory alive. */
 int kvn_cuda_export(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_cuda_exported *out,
                     kvn_failure *failure);
+/* Makes a descriptor of a piece, which the caller closes. KVN_INVALID: other memory is mapped there now, or none. */
+int kvn_cuda_export_piece(const kvn_device *device, const kvn_cuda_piece *piece, int *fd, kvn_failure *failure);
 
 /* Finds the GPU with this UUID. KVN_UNSUPPORTED: `device` does not reach its memory, or, with `both_ways`, it does not
  * reach the device's. */
 int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid, bool both_ways, kvn_cuda_gpu *out,
                          kvn_failure *failure);
 
-/* Maps `nbytes` bytes of an exported allocation by descriptor `fd`, which the caller may close afterwards. `is_far`: it
- * is memory of another GPU. */
-int kvn_cuda_import_descriptor(const kvn_device *device, int fd, uint64_t nbytes, bool is_far,
-                               kvn_cuda_imported *out, kvn_failure *failure);
+/* Reserves addresses for pieces of `nbytes` bytes in all; then each is mapped behind the one before it, by a descriptor
+ * that the caller may close afterwards; then the device may use them. After a failure the caller calls kvn_cuda_unmap.
+ * KVN_INVALID: the pieces have more or fewer bytes. `is_far`: they are memory of another GPU. */
+int kvn_cuda_import_begin(const kvn_device *device, uint64_t nbytes, kvn_cuda_imported *out, kvn_failure *failure);
+int kvn_cuda_import_piece(const kvn_device *device, kvn_cuda_imported *imported, int fd, uint64_t nbytes,
+                          kvn_failure *failure);
+int kvn_cuda_import_end(const kvn_device *device, kvn_cuda_imported *imported, bool is_far, kvn_failure *failure);
 /* Maps the allocation of `handle`. KVN_INVALID: it has fewer bytes. A process cannot open its own handles. */
 int kvn_cuda_import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *handle, uint64_t nbytes,
                            bool is_far, kvn_cuda_imported *out, kvn_failure *failure);

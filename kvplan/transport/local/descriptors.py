@@ -1,14 +1,17 @@
-"""A server of device memory's file descriptors, for linked peers that may not duplicate them.
+"""A server of device memory's file descriptors, for linked peers that cannot duplicate them.
 
 `pidfd_getfd` needs the right to trace the owner, which the seccomp filter of a container may deny.
-The owner then sends the descriptor over an abstract Unix socket (SCM_RIGHTS). A connection has one
-request: the token of a link (32 bytes) and the number of an export (8 bytes). The answer is a byte,
-with the descriptor unless the request is refused.
+And memory in pieces has more descriptors than a process may have open (40 GiB in pieces of 2 MiB:
+20,480), so the owner makes them when they are requested. It sends them over an abstract Unix socket
+(SCM_RIGHTS). A connection has one request: the token of a link (32 bytes), the number of an export
+and the index of its first piece (8 bytes each). The answer has the sizes of that piece and some
+that follow it (8 bytes each), with their descriptors; or a zero byte and the reason of a refusal.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import secrets
@@ -17,21 +20,29 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterable
 from typing import Final
 from weakref import WeakValueDictionary
 
-from kvplan.device.sharing import Exported
+from kvnative._backend import NativeError
+from kvplan.device.sharing import Exported, Piece
 from kvplan.system.limits import start_thread
 from kvplan.system.users import peer_credentials
+from kvplan.validation import printable
 
 _TIMEOUT_S: Final = 1  # for a request, which is one round trip
 _PAUSE_S: Final = 0.1  # if this process has no free descriptor
 _MAX_WAITING: Final = 64  # connections without a request; a newer one replaces the oldest
 _BACKLOG: Final = 64
-_NUMBER: Final = struct.Struct("!Q")
+MAX_BATCH: Final = 64
+"""The maximum number of descriptors of an answer. Linux sends at most 253 in a message."""
+
 _TOKEN_NBYTES: Final = 32
-_REQUEST_NBYTES: Final = _TOKEN_NBYTES + _NUMBER.size
+_NUMBERS: Final = struct.Struct("!QQ")
+_REQUEST_NBYTES: Final = _TOKEN_NBYTES + _NUMBERS.size
+_SIZE: Final = struct.Struct("!Q")
 _DESCRIPTOR: Final = struct.Struct("i")
+_MAX_REASON: Final = 500
 _TIMEVAL: Final = struct.Struct("@ll")
 
 
@@ -64,7 +75,7 @@ class DescriptorServer:
             raise
 
     def add(self, exported: Exported) -> None:
-        """Let linked peers request the descriptor of an export, as long as the export exists."""
+        """Let linked peers request the descriptors of an export, as long as the export exists."""
         self._exports[exported.ref.number] = exported
 
     def admit(self, token: bytes) -> None:
@@ -130,10 +141,25 @@ class DescriptorServer:
 
     def _answer(self, connection: socket.socket) -> None:
         request = connection.recv(_REQUEST_NBYTES + 1)
-        exported = None  # keeps the descriptor open until it is sent
+        exported, first = None, 0
         if len(request) == _REQUEST_NBYTES and request[:_TOKEN_NBYTES] in self._tokens:
-            exported = self._exports.get(*_NUMBER.unpack(request[_TOKEN_NBYTES:]))
-        socket.send_fds(connection, [b"\0"], [] if exported is None else [exported.ref.fd])
+            number, first = _NUMBERS.unpack(request[_TOKEN_NBYTES:])
+            exported = self._exports.get(number)
+        pieces: list[Piece] = []
+        reason = "it is not registered any more, or the link has ended"
+        try:
+            if exported is not None:
+                pieces = exported.descriptors(first, MAX_BATCH)
+        except (OSError, LookupError, OverflowError, ValueError, MemoryError, NativeError) as error:
+            reason = str(error)
+        try:
+            if pieces:
+                sizes = b"".join(_SIZE.pack(nbytes) for _, nbytes in pieces)
+                socket.send_fds(connection, [sizes], [fd for fd, _ in pieces])
+            else:
+                connection.send(b"\0" + reason.encode()[:_MAX_REASON])
+        finally:
+            _close(pieces)
 
 
 def _drop(
@@ -157,21 +183,39 @@ def can_ask(pid: int, name: str) -> bool:
     return True
 
 
-def ask(pid: int, name: str, token: bytes, number: int) -> int:
-    """Request the descriptor of an export of process `pid`; the caller closes it.
+def ask(pid: int, name: str, token: bytes, number: int, first: int = 0) -> list[Piece]:
+    """Request descriptors of an export of process `pid`, from piece `first`.
+
+    The caller closes them. They are fewer than the peer has sent if no more can be open here.
 
     Raises:
-        OSError: The server cannot be reached, or refuses the request.
+        OSError: The server cannot be reached or refuses the request; no descriptor is left here.
     """
     with _connected(pid, name) as connection:
-        connection.sendall(token + _NUMBER.pack(number))
-        # recv_fds of Python 3.11 ignores its flags, so that child programs would inherit it.
-        space = socket.CMSG_LEN(_DESCRIPTOR.size)
-        _, rights, _, _ = connection.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
-    if not rights:
-        raise PermissionError(f"process {pid} does not send a descriptor of its device memory")
-    descriptor: int = _DESCRIPTOR.unpack(rights[0][2])[0]
-    return descriptor
+        connection.sendall(token + _NUMBERS.pack(number, first))
+        # recv_fds of Python 3.11 ignores its flags, so that child programs would inherit them.
+        answer, rights, flags, _ = connection.recvmsg(
+            max(MAX_BATCH * _SIZE.size, 1 + _MAX_REASON),
+            socket.CMSG_LEN(MAX_BATCH * _DESCRIPTOR.size),
+            socket.MSG_CMSG_CLOEXEC,
+        )
+    received = b"".join(content[: len(content) // 4 * 4] for _, _, content in rights)
+    fds = [fd for (fd,) in _DESCRIPTOR.iter_unpack(received)]
+    if fds and len(answer) % _SIZE.size == 0 and len(answer) // _SIZE.size >= len(fds):
+        sizes = [size for (size,) in _SIZE.iter_unpack(answer)]
+        return list(zip(fds, sizes, strict=False))  # the last ones may be missing
+    _close([(fd, 0) for fd in fds])
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    why = printable(answer[1:].decode(errors="replace"))
+    raise PermissionError(
+        f"process {pid} does not send a descriptor of its device memory{why and ': '}{why}"
+    )
+
+
+def _close(pieces: Iterable[Piece]) -> None:
+    for fd, _ in pieces:
+        os.close(fd)
 
 
 def _packets() -> socket.socket:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
+from kvnative._backend import NativeError
 from kvnative._process import process_backend
 from kvnative._signals import Mutex
 from kvnative._writers import Writer
 from kvplan.device.memory import check_device_of_link
+from kvplan.device.sharing import exported
 from kvplan.status import LLMException, invalid, link_failed, not_exist, unsupported
 from kvplan.system.limits import check_process, reason_of
 from kvplan.transport.link import (
@@ -21,13 +23,13 @@ from kvplan.transport.link import (
     mixed_places,
     no_leases,
 )
-from kvplan.transport.local.descriptors import ask, can_ask, token_of
+from kvplan.transport.local.descriptors import MAX_BATCH, ask, can_ask, token_of
 from kvplan.transport.local.identity import advice, hold
 from kvplan.transport.local.memory import Held, PeerAllocations, PeerArenas
 from kvplan.transport.local.metadata import Metadata, Range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from numpy.typing import NDArray
 
@@ -36,12 +38,13 @@ if TYPE_CHECKING:
     from kvnative._process import Peer
     from kvnative._writers import WriteGuard
     from kvplan.device.device import CopyDirection, Device
-    from kvplan.device.sharing import AllocationRef, Sharing
+    from kvplan.device.sharing import AllocationRef, Piece, Sharing
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease
     from kvplan.transport.local.descriptors import DescriptorServer
 
     Column = NDArray[np.uint64]
+    Kind = Literal["registered", "device", "pieces"]
 
 
 class LocalPeerMemory(PeerMemory):
@@ -196,7 +199,7 @@ class LocalLink(TransportLink):
     Attributes:
         is_to_self: True if the peer is this process, whose memory is not mapped again.
         lacks: The reason why a kind of memory is not reached: "registered" for host memory outside
-            of arenas, "device" for memory of the peer's device.
+            of arenas, "device" for memory of the peer's device, "pieces" for that in pieces.
         device: The device of this process for which device memory of the peer is mapped.
     """
 
@@ -219,7 +222,7 @@ class LocalLink(TransportLink):
         self.is_to_self: bool = self._peer_pid == self.pid
         self._arenas = PeerArenas(self._peer_pid, populate=populate, is_self=self.is_to_self)
         self._can_reach_registered = False
-        self.lacks: dict[Literal["registered", "device"], str] = {}
+        self.lacks: dict[Kind, str] = {}
         self._server = server
         self._token = token_of(session) if session else b""
         self._mutex = Mutex()  # for `_writer`, which all written memory shares
@@ -229,7 +232,7 @@ class LocalLink(TransportLink):
         self._allocations = (
             None
             if device is None or sharing is None
-            else PeerAllocations(self._descriptor, device, sharing, is_self=self.is_to_self)
+            else PeerAllocations(self._descriptors, device, sharing, is_self=self.is_to_self)
         )
         if sharing is not None:
             self.way = f"mapped arenas and GPU memory{_between(sharing, metadata)}, process_vm"
@@ -309,12 +312,15 @@ class LocalLink(TransportLink):
     def unreached(self, metadata: bytes) -> str | None:
         """See `TransportLink.unreached`."""
         ranges = self._read(metadata)[0].ranges if self.lacks else ()
-        kinds = {
-            "device" if found.allocation is not None else "registered"
-            for found in ranges
-            if found.arena is None
-        }
+        kinds = set().union(*map(_kinds_of, ranges))
         return next((why for kind, why in self.lacks.items() if kind in kinds), None)
+
+    def shortfall(self) -> str | None:
+        """See `Transport.shortfall`; memory in pieces counts only if the peer has some."""
+        lacks = dict(self.lacks)
+        if not any("pieces" in _kinds_of(memory) for memory in self.metadata.ranges):
+            lacks.pop("pieces", None)
+        return "; ".join(lacks.values()) or None
 
     def prepare(self, job: Callable[[], object]) -> None:
         """See `TransportLink.prepare`: arenas are mapped, and their pages populated."""
@@ -386,26 +392,58 @@ class LocalLink(TransportLink):
         if why := sharing.shortfall(peer.device):
             self.lacks["device"] = f"memory of the GPU of {self.peer} is not reached: {why}"
             return
+        is_sent = self.is_to_self or can_ask(peer.identity.pid, peer.descriptors)
+        if not is_sent:
+            self.lacks["pieces"] = self._of_pieces
         try:
             os.close(self.process.take_descriptor(peer.generations.fd))
         except OSError as error:
-            if not can_ask(peer.identity.pid, peer.descriptors):
+            if not is_sent:
                 self.lacks["device"] = str(
                     self._refusal(error, "has memory of a GPU, which cannot be mapped").args[0]
                 )
 
-    def _descriptor(self, ref: AllocationRef) -> int:
-        """Return a duplicate of the peer's descriptor of an allocation."""
-        try:
-            return self.process.take_descriptor(ref.fd)
-        except OSError as error:
-            if isinstance(error, ProcessLookupError) or not self._token:
-                raise
-            peer = self.metadata
+    def _descriptors(self, ref: AllocationRef) -> Generator[list[Piece]]:
+        """Yield the peer's pieces of an allocation in batches; close each before the next one."""
+        index = nbytes = 0
+        while not ref.handle and nbytes < ref.nbytes:
+            batch = self._take(ref, index)
             try:
-                return ask(peer.identity.pid, peer.descriptors, self._token, ref.number)
-            except OSError:
-                raise error from None  # the remedy for this error works without the peer
+                yield batch
+            finally:
+                for fd, _ in batch:
+                    os.close(fd)
+            index += len(batch)
+            nbytes += sum(size for _, size in batch)
+
+    def _take(self, ref: AllocationRef, first: int) -> list[Piece]:
+        """Return descriptors of an allocation of the peer, from that piece on."""
+        refused = None
+        if not ref.is_in_pieces:
+            try:
+                return [(self.process.take_descriptor(ref.fd), ref.nbytes)]
+            except ProcessLookupError:
+                raise
+            except OSError as error:
+                refused = error
+        peer = self.metadata
+        try:
+            if self.is_to_self and (own := exported(ref)) is not None:
+                return own.descriptors(first, MAX_BATCH)
+            return ask(peer.identity.pid, peer.descriptors, self._token, ref.number, first)
+        except (OSError, ValueError, NativeError) as error:
+            if refused is not None:
+                raise refused from None  # its remedy works without the peer
+            self.check()
+            raise unsupported(f"{self._of_pieces}: {reason_of(error)}") from error
+
+    @property
+    def _of_pieces(self) -> str:
+        return (
+            f"{self.peer} has device memory in pieces (as torch's expandable segments are), whose "
+            "descriptors it sends over an abstract Unix socket, which needs one user and one "
+            "network namespace (kvplan.transport=tcp does not)"
+        )
 
     def _probe(self) -> None:
         """Raise LLMException if the system refuses process_vm_readv and process_vm_writev."""
@@ -446,6 +484,13 @@ class LocalLink(TransportLink):
         if isinstance(error, PermissionError):
             reason += f"; {advice(self.metadata.identity)}"
         return link_failed(f"{self.peer} {what}: {reason}")
+
+
+def _kinds_of(memory: Range) -> set[Kind]:
+    """Return the kinds of memory, as in `LocalLink.lacks`, that must be reached to reach it."""
+    if memory.allocation is not None:
+        return {"device", "pieces"} if memory.allocation.is_in_pieces else {"device"}
+    return {"registered"} if memory.arena is None else set()
 
 
 def _between(sharing: Sharing, peer: Metadata) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
@@ -15,10 +15,10 @@ from kvplan.transport.local.metadata import ArenaRef, Range
 from kvplan.transport.pages import background_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from kvplan.device.device import Device
-    from kvplan.device.sharing import Mapped, Sharing
+    from kvplan.device.sharing import Mapped, Piece, Sharing
 
 POPULATE: Final = ("background", "now", "off")
 """The time to map pages of a peer's arena: by a thread before use, all at once, or at first use."""
@@ -125,7 +125,8 @@ class PeerAllocations:
     """The device allocations of a peer that are mapped for a device here, each once.
 
     Args:
-        descriptor: Duplicates the peer's descriptor of an allocation into this process.
+        descriptors: Takes the peer's descriptors of an allocation in batches, and closes each batch
+            before the next one.
         device: The device for which the memory is mapped.
         sharing: The sharing of that device.
         is_self: True if the peer is this process.
@@ -133,7 +134,7 @@ class PeerAllocations:
 
     def __init__(
         self,
-        descriptor: Callable[[AllocationRef], int],
+        descriptors: Callable[[AllocationRef], Generator[list[Piece]]],
         device: Device,
         sharing: Sharing,
         *,
@@ -141,7 +142,7 @@ class PeerAllocations:
     ) -> None:
         self._is_self = is_self
         self._device = device
-        self._descriptor = descriptor
+        self._descriptors = descriptors
         self._sharing = sharing
         self._mutex = Mutex()  # a signal handler may close the link
         self._mapped: WeakValueDictionary[AllocationRef, Mapped] = WeakValueDictionary()
@@ -167,8 +168,8 @@ class PeerAllocations:
             mapped = self._mapped.get(ref)
             if mapped is None:
                 mapped = self._map_new(ref)
-                # While the memory is registered, its owner keeps the descriptor open, so that its
-                # number is not reused: the mapping is the right one.
+                # While the memory is registered, its owner keeps the descriptor open (or makes
+                # those of the same pieces), so that its number is not reused: the mapping is right.
                 check()
                 self._mapped[ref] = mapped
             # A pool stays mapped while its parts come and go. Other mappings end with their last
@@ -184,10 +185,5 @@ class PeerAllocations:
             self._kept = {}
 
     def _map_new(self, ref: AllocationRef) -> Mapped:
-        if ref.fd < 0:
-            return self._sharing.map(ref, -1)
-        fd = self._descriptor(ref)
-        try:
-            return self._sharing.map(ref, fd)
-        finally:
-            os.close(fd)
+        with closing(self._descriptors(ref)) as batches:
+            return self._sharing.map(ref, batches)

@@ -106,7 +106,7 @@ class Range(metadata.Range, frozen=True):
 
 
 @resolved
-class Metadata(PeerMetadata, frozen=True, tag="kvplan.local 8"):
+class Metadata(PeerMetadata, frozen=True, tag="kvplan.local 9"):
     """Everything that a peer needs to reach the memory of this process.
 
     Attributes:

@@ -130,7 +130,7 @@ class LocalRegistrations(Registrations[Range, Releasable | None]):
             self.descriptors.close_in_child()
 
     def _send(self, exported: Exported) -> None:
-        if self.descriptors is not None and exported.ref.fd >= 0:
+        if self.descriptors is not None and not exported.ref.handle:
             self.descriptors.add(exported)
 
     def _find(self, memory: Registrable, *, writable: bool) -> Found[Releasable | None]:

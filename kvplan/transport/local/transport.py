@@ -131,7 +131,7 @@ class LocalTransport(Transport):
             LLMException: as `connect`.
         """
         with self._link_to(metadata) as link:
-            return "; ".join(link.lacks.values()) or None
+            return link.shortfall()
 
     def close(self) -> None:
         """See `Transport.close`; in a forked child, unmap the tables."""

@@ -1,0 +1,222 @@
+"""GPU memory of another process in pieces, as torch's expandable segments are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import kvplan
+from kvnative._backend import NativeError
+from kvnative._cuda_share import export
+from kvplan import CacheDesc, DataType, Placement, Rows, Transfer
+from kvplan.transport.local.descriptors import MAX_BATCH
+from kvplan.transport.local.link import LocalLink
+from tests.ascend.simulator import Log
+from tests.cuda.side import GRANULE, SESSION, Other, Side, pattern
+from tests.cuda_sim.simulator import CudaControls
+from tests.support.held import Held
+from tests.support.refusals import refused
+
+NUM_PIECES = 4 * MAX_BATCH + 44  # more than a message holds, and than Linux sends in one
+BLOCK = 3 << 19  # bytes; every third one lies in two pieces
+NUM_BLOCKS = NUM_PIECES * GRANULE // BLOCK
+
+
+@pytest.fixture
+def side(cuda_simulator: CudaControls) -> Iterator[Side]:
+    """This process, on device 0; nothing may be left."""
+    side = Side(0)
+    yield side
+    assert side.close() == {}
+
+
+@pytest.fixture
+def other(cuda_simulator: CudaControls) -> Iterator[Other]:
+    """The owner of memory, on device 0 too; nothing may be left there."""
+    other = Other()
+    yield other
+    if not other.dead:
+        assert other.call("close") == {}
+    other.close()
+
+
+def linked(side: Side, other: Other) -> LocalLink:
+    """Return a link whose requests for descriptors the owner answers."""
+    other.call("answer", side.metadata())
+    return side.transport.connect(other.call("metadata"), session=SESSION)
+
+
+def offered(other: Other, num_pieces: int) -> int:
+    """Return the address of registered memory in so many pieces."""
+    there: int = other.call("expandable", [True] * num_pieces)
+    other.call("register", there, num_pieces * GRANULE)
+    return there
+
+
+def pull(side: Side, link: LocalLink, there: int, num_blocks: int, src: list[int]) -> bytes:
+    """Return these blocks of memory that the peer has at that address."""
+    desc = CacheDesc(1, (num_blocks, BLOCK), DataType.DT_UINT8, Placement.DEVICE)
+    here = side.allocate("kvplan", 9, len(src) * BLOCK)
+    target = CacheDesc(1, (len(src), BLOCK), DataType.DT_UINT8, Placement.DEVICE)
+    plan = kvplan.plan(Transfer(Rows(desc, src), Rows(target, list(range(len(src))))), local="dst")
+    memory = link.memory([there], num_blocks * BLOCK)
+    kvplan.execute(plan, memory, side.local(here, len(src) * BLOCK))
+    found = side.contents(here, len(src) * BLOCK)
+    side.free(here)
+    return found
+
+
+def written(other: Other, there: int, blocks: list[int]) -> bytes:
+    """Write blocks there; return them."""
+    content = [pattern(block, BLOCK).tobytes() for block in blocks]
+    for block, data in zip(blocks, content, strict=True):
+        other.call("write", there + block * BLOCK, data)
+    return b"".join(content)
+
+
+def test_more_pieces_than_a_message_holds(side: Side, other: Other, sim_log: Log) -> None:
+    """A tensor of them is one range here, and what was open for it is closed."""
+    there = offered(other, NUM_PIECES)
+    blocks = [0, 1, 64, 85, 86, 211, NUM_BLOCKS - 2, NUM_BLOCKS - 1, 2]
+    expected = written(other, there, blocks)
+    before = other.call("num_descriptors")
+    with linked(side, other) as link:
+        assert pull(side, link, there, NUM_BLOCKS, blocks) == expected
+        assert len(sim_log.calls("cuMemImportFromShareableHandle")) == NUM_PIECES
+        reserved = sim_log.calls("cuMemAddressReserve", pid=os.getpid())
+        assert [call.fields["bytes"] for call in reserved].count(NUM_PIECES * GRANULE) == 1
+    assert other.call("num_descriptors") <= before + 4  # its link and its socket
+    other.call("deregister", there)
+    other.call("free_expandable", there, NUM_PIECES)
+
+
+def test_it_is_pushed_to(side: Side, other: Other) -> None:
+    there = offered(other, 3)
+    other.call("write", there, bytes(3 * GRANULE))
+    desc = CacheDesc(1, (4, BLOCK), DataType.DT_UINT8, Placement.DEVICE)
+    here = side.allocate("kvplan", 5, 4 * BLOCK)
+    plan = kvplan.plan(Transfer(Rows(desc, [0, 2]), Rows(desc, [3, 1])), local="src")
+    with linked(side, other) as link:
+        memory = link.memory([there], 4 * BLOCK, writable=True)
+        kvplan.execute(plan, side.local(here, 4 * BLOCK), memory)
+        del memory
+    found = np.frombuffer(other.call("contents", there, 4 * BLOCK), np.uint8).reshape(4, BLOCK)
+    expected = pattern(5, 4 * BLOCK).reshape(4, BLOCK)[[0, 2]]
+    assert np.array_equal(found[[3, 1]], expected)
+    assert not found[[0, 2]].any()
+    other.call("deregister", there)
+    other.call("free_expandable", there, 3)
+
+
+def test_a_part_of_it_has_the_pieces_that_hold_the_part(
+    side: Side, other: Other, sim_log: Log
+) -> None:
+    there = other.call("expandable", [True] * 6)
+    part = there + GRANULE + 4096
+    other.call("register", part, 2 * BLOCK)
+    expected = written(other, part, [1])
+    with linked(side, other) as link:
+        assert pull(side, link, part, 2, [1]) == expected
+        assert len(sim_log.calls("cuMemImportFromShareableHandle")) == 2
+    other.call("deregister", part)
+    other.call("free_expandable", there, 6)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_piece_that_may_not_be_exported(side: Side, bad: int) -> None:
+    """Its owner learns what to set."""
+    address = side.expandable([index != bad for index in range(3)])
+    with refused(
+        "LLM_FEATURE_NOT_ENABLED",
+        rf"{address + bad * GRANULE:#x} was allocated so that no peer can map it \(its handle "
+        "types lack the POSIX file descriptor\\): of torch 2.5 or later unset "
+        "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC, or set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False,backend:native",
+    ):
+        side.register(address, 3 * GRANULE)
+    side.free_expandable(address, 3)
+
+
+def test_memory_behind_the_last_piece(side: Side) -> None:
+    address = side.expandable([True, True])
+    with pytest.raises(NativeError, match="is not memory that was allocated on a GPU"):
+        export(side.device.native, address, 2 * GRANULE + 1)
+    side.free_expandable(address, 2)
+
+
+def test_a_piece_that_is_unmapped_while_a_peer_has_it(side: Side, other: Other) -> None:
+    """Who has mapped it keeps it; who maps it later is refused."""
+    there = offered(other, 3)
+    expected = written(other, there, [0, 1, 3])
+    with linked(side, other) as link:
+        held = link.memory([there], 3 * GRANULE)
+        other.call("unmap_piece", there + GRANULE)
+        assert pull(side, link, there, 4, [0, 1, 3]) == expected
+        del held
+        before = Held.now()
+        with refused("LLM_FEATURE_NOT_ENABLED", "was unmapped or replaced since it was registered"):
+            link.memory([there], 3 * GRANULE)
+        other.call("map_piece", there + GRANULE)
+        with refused("LLM_FEATURE_NOT_ENABLED", "was unmapped or replaced since it was registered"):
+            link.memory([there], 3 * GRANULE)
+        before.check_nothing_new()
+    other.call("deregister", there)
+    other.call("free_expandable", there, 3)
+
+
+@pytest.mark.parametrize(
+    "call", ["cuMemImportFromShareableHandle:2", "cuMemMap:3", "cuMemSetAccess:1"]
+)
+def test_a_failure_in_the_middle_leaves_nothing(
+    side: Side, other: Other, cuda_simulator: CudaControls, call: str
+) -> None:
+    there = offered(other, 3)
+    expected = written(other, there, [1])
+    with linked(side, other) as link:
+        cuda_simulator.add_fault(f"{call}=2")
+        with refused("LLM_DEVICE_OUT_OF_MEMORY", call.partition(":")[0]):
+            link.memory([there], 3 * GRANULE)
+        assert pull(side, link, there, 4, [1]) == expected
+    other.call("deregister", there)
+    other.call("free_expandable", there, 3)
+
+
+def test_the_owner_has_few_descriptors_left(side: Side, other: Other) -> None:
+    """It makes as many as it can at a time."""
+    there = offered(other, 8)
+    expected = written(other, there, [0, 9])
+    with linked(side, other) as link:
+        other.call("spare_descriptors", 4)
+        assert pull(side, link, there, 10, [0, 9]) == expected
+        other.call("spare_descriptors", None)
+    other.call("deregister", there)
+    other.call("free_expandable", there, 8)
+
+
+def test_an_owner_that_does_not_answer(side: Side, other: Other) -> None:
+    """It has no link to this process."""
+    there = offered(other, 1)
+    with (
+        side.transport.connect(other.call("metadata"), session=SESSION) as link,
+        refused("LLM_FEATURE_NOT_ENABLED", "which needs one user and one network namespace"),
+    ):
+        link.memory([there], GRANULE)
+    other.call("deregister", there)
+    other.call("free_expandable", there)
+
+
+def test_descriptors_are_made_when_they_are_taken(side: Side) -> None:
+    address = side.expandable([True] * 3)
+    exported = export(side.device.native, address + 5, 2 * GRANULE)
+    assert (exported.address, exported.nbytes, exported.num_pieces) == (address, 3 * GRANULE, 3)
+    assert (exported.fd, exported.handle) == (-1, b"")
+    with pytest.raises(IndexError, match=r"first=3 is out of range \[0, 3\)"):
+        exported.take(3, 1)
+    side.unmap_piece(address)
+    with pytest.raises(ValueError, match="was unmapped or replaced"):
+        exported.take(0, 3)
+    side.map_piece(address)
+    side.free_expandable(address, 3)
