@@ -10,7 +10,7 @@ import pytest
 
 from kvnative._backend import NativeError
 from kvnative._cuda import CopyTuning, limit_copies, limit_registered, tune_copies
-from kvnative._device import Device, DeviceBuffer, Pinned
+from kvnative._device import Device, Pinned
 from kvnative._executor import KVN_OK, Executor
 from kvnative._lower import Descriptors
 from tests.ascend.simulator import Log
@@ -41,11 +41,6 @@ def pinned(device: Device, pages: np.ndarray) -> Iterator[Pinned]:
     pinned = device.pin(pages.ctypes.data, NBYTES)
     yield pinned
     pinned.close()
-
-
-@pytest.fixture
-def buffer(device: Device) -> DeviceBuffer:
-    return device.allocate(NBYTES)
 
 
 def content(seed: int) -> np.ndarray:
@@ -111,13 +106,13 @@ def test_transfers_across_the_boundary(
     device: Device,
     pages: np.ndarray,
     pinned: Pinned,
-    buffer: DeviceBuffer,
     sim_log: Log,
     direction: str,
     way: str,
 ) -> None:
     """No copy of the driver has a host side in two registrations."""
     tune_copies(device, direction, WAYS[way])
+    buffer = device.allocate(NBYTES)
     host, there, expected = pages.ctypes.data, buffer.address, content(1)
     if direction == "host_to_device":
         pages[:] = expected
@@ -149,10 +144,10 @@ def assert_whole(log: Log, host: int) -> None:
 
 
 def test_caches_are_written_and_read_across_the_boundary(
-    device: Device, pages: np.ndarray, pinned: Pinned, buffer: DeviceBuffer
+    device: Device, pages: np.ndarray, pinned: Pinned
 ) -> None:
     """By the copies that wait, with pinned memory of the user."""
-    expected = content(2)
+    buffer, expected = device.allocate(NBYTES), content(2)
     pages[:] = expected
     device.write(buffer.address, pages)
     pages[:] = 0
@@ -160,11 +155,10 @@ def test_caches_are_written_and_read_across_the_boundary(
     assert np.array_equal(pages, expected)
 
 
-def test_without_batch_calls(
-    device: Device, pages: np.ndarray, pinned: Pinned, buffer: DeviceBuffer
-) -> None:
+def test_without_batch_calls(device: Device, pages: np.ndarray, pinned: Pinned) -> None:
     limit_copies(device, batch_calls=False)
     tune_copies(device, "host_to_device", WAYS["batch"])
+    buffer = device.allocate(NBYTES)
     pages[:] = content(3)
     side = np.array([0, PART - 8], np.uint64)
     columns = Descriptors.from_columns(
