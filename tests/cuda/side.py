@@ -155,8 +155,9 @@ class Side:
     def spare_descriptors(self, count: int | None) -> None:
         """Leave this process so many that it can open; None: as many as it may."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
-        limit = hard if count is None else highest + count
+        used = {int(file.name) for file in Path("/proc/self/fd").iterdir()}
+        free = [number for number in range(max(used) + 2 + (count or 0)) if number not in used]
+        limit = hard if count is None else free[count]
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
     def write(self, address: int, content: bytes) -> None:
@@ -196,9 +197,8 @@ class Side:
     def end(self) -> None:
         """Give all back."""
         logging.getLogger("kvplan").removeHandler(self._handler)
-        for link in self._links:
-            link.close()
-        self._links.clear()
+        while self._links:
+            self._links.pop().close()
         self.transport.close()
         self._registered.clear()
         self._buffers.clear()

@@ -93,6 +93,7 @@ def test_a_part_that_the_program_has_unregistered(
     program = Cuda(VARIANT)
     program.primary(3)
     program.ok(UNREGISTER, pages.ctypes.data)
+    program.ok("cuCtxSetCurrent", None)
     program.ok("cuDevicePrimaryCtxRelease_v2", 3)
     sim_log.restart()
     pinned.close()

@@ -165,8 +165,9 @@ def few_descriptors() -> Iterator[Callable[[int], None]]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def limit(count: int) -> None:
-        highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + count, hard))
+        used = {int(file.name) for file in Path("/proc/self/fd").iterdir()}
+        free = [number for number in range(max(used) + 2 + count) if number not in used]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[count], hard))
 
     yield limit
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

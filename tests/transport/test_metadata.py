@@ -323,7 +323,7 @@ def test_hostile_documents(blob: bytes) -> None:
     [
         {"schema": "kvplan.other 7"},
         {"schema": None},
-        {"schema": "kvplan.local 9", "fields": "that this version does not know"},
+        {"schema": "kvplan.local 10", "fields": "that this version does not know"},
         {"schema": "kvplan.local 6"},
     ],
 )
