@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import array
 import os
-import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,20 +157,6 @@ def pieces(server: DescriptorServer) -> Exported:
     return exported
 
 
-@pytest.fixture
-def few_descriptors() -> Iterator[Callable[[int], None]]:
-    """Leave this process so many descriptors."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    def limit(count: int) -> None:
-        used = {int(file.name) for file in Path("/proc/self/fd").iterdir()}
-        free = [number for number in range(max(used) + 2 + count) if number not in used]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free[count], hard))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def check_all(server: DescriptorServer) -> list[int]:
     """Take all pieces, closing each batch before the next; return the sizes of the batches."""
     batches: list[int] = []
@@ -196,35 +180,6 @@ def test_more_pieces_than_a_message_holds(server: DescriptorServer, pieces: Expo
     with pytest.raises(PermissionError, match=r"first=600 is out of range \[0, 600\)"):
         ask(os.getpid(), server.name, TOKEN, 11, NUM_PIECES)
     check_nothing_is_left(server, before)
-
-
-def test_few_descriptors_are_left(
-    server: DescriptorServer, pieces: Exported, few_descriptors: Callable[[int], None]
-) -> None:
-    """Both ends are this process: it has as many open as it may, and gets all in more batches."""
-    before = Held.now()
-    few_descriptors(24)
-    batches = check_all(server)
-    assert sum(batches) == NUM_PIECES
-    assert max(batches) < 24
-    check_nothing_is_left(server, before)
-
-
-def test_no_descriptor_is_left(
-    server: DescriptorServer, pieces: Exported, few_descriptors: Callable[[int], None]
-) -> None:
-    """The error says so, and the next request works."""
-    check_works_for(server)
-    few_descriptors(3)  # for both ends of a connection
-    with pytest.raises(OSError, match="Too many open files"):
-        ask(os.getpid(), server.name, TOKEN, 11)
-    few_descriptors(100)
-    check_works_for(server)
-
-
-def check_works_for(server: DescriptorServer) -> None:
-    for fd, _ in ask(os.getpid(), server.name, TOKEN, 11):
-        os.close(fd)
 
 
 def test_many_connections_without_a_request(server: DescriptorServer, exported: Exported) -> None:
