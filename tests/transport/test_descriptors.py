@@ -6,7 +6,7 @@ import array
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from types import SimpleNamespace
 from typing import Any
