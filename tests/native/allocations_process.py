@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -106,6 +107,12 @@ OPERATIONS: dict[str, Callable[[], None]] = {
 }
 
 
+def kept_allocations() -> int:
+    """Return how many allocations of the native layer are not freed, nor held by a cycle."""
+    gc.collect()
+    return int(SHIM.failing_allocations_kept())
+
+
 def main(name: str) -> None:
     """Print what came of each allocation that failed: a status, an exception, or SUCCESS."""
     faulthandler.dump_traceback_later(100, exit=True)
@@ -114,7 +121,7 @@ def main(name: str) -> None:
     assert SHIM.failing_allocations_begin(ctypes.c_long(0))
     operation()
     count = SHIM.failing_allocations_end()
-    before = Held.now()
+    before, kept = Held.now(), kept_allocations()
     outcomes: list[str] = []
     for number in range(1, count + 1):
         SHIM.failing_allocations_begin(ctypes.c_long(number))
@@ -128,7 +135,11 @@ def main(name: str) -> None:
             outcomes.append("SUCCESS")
         finally:
             SHIM.failing_allocations_end()
+        left = kept_allocations() - kept
+        assert left <= 0, f"{left} allocations are left once that of number {number} has failed"
         operation()
+        left = kept_allocations() - kept
+        assert left <= 0, f"{left} allocations are left by an operation"
     before.check_nothing_new()
     sys.stdout.write(json.dumps(outcomes))
 
