@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import weakref
 
 import pytest
 
@@ -16,7 +18,7 @@ from tests.control.zmtp import GREETING, ready
 class Ends:
     """A connection of the running loop, and the other end of its stream."""
 
-    def __init__(self, loop: ControlLoop) -> None:
+    def __init__(self, loop: ControlLoop, *, attached: bool = True) -> None:
         near, self.far = socket.socketpair()
         near.setblocking(False)
         near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -27,7 +29,10 @@ class Ends:
             loop, None, listening=True, on_frame=self.frames.append, on_end=self.ended.append
         )
         self.connection.open(GREETING)
-        self.connection.stream.attach(near)
+        if attached:
+            self.connection.stream.attach(near)
+        else:
+            near.close()
 
     async def read_all(self) -> None:
         """Read until the end of the stream."""
@@ -35,12 +40,15 @@ class Ends:
             pass
 
 
-def test_a_connection_that_ends_while_it_opens_leaves_no_task(loop: ControlLoop) -> None:
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_connection_that_ends_while_it_opens_leaves_no_task(
+    loop: ControlLoop, attached: bool
+) -> None:
     """Which the loop would find, and complain about, when it ends."""
 
     async def run() -> set[asyncio.Task[None]]:
         before = asyncio.all_tasks()
-        ends = Ends(loop)
+        ends = Ends(loop, attached=attached)
         assert len(asyncio.all_tasks() - before) == 1
         ends.connection.close()
         ends.far.close()
@@ -49,6 +57,24 @@ def test_a_connection_that_ends_while_it_opens_leaves_no_task(loop: ControlLoop)
         return asyncio.all_tasks() - before
 
     assert loop.run(run(), timeout_ms=1000 * DEADLINE_S) == set()
+
+
+def test_a_connection_that_has_ended_is_not_kept(loop: ControlLoop) -> None:
+    """Neither by the loop, which lives as long as its engine, nor by a timer."""
+
+    async def end() -> weakref.ref[Connection]:
+        ends = Ends(loop)
+        ends.connection.close()
+        await ends.connection.wait_closed()
+        ends.far.close()
+        return weakref.ref(ends.connection)
+
+    async def run() -> Connection | None:
+        ended = await end()
+        gc.collect()
+        return ended()
+
+    assert loop.run(run(), timeout_ms=1000 * DEADLINE_S) is None
 
 
 @pytest.mark.parametrize("reads", [True, False])

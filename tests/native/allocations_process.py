@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,7 +14,11 @@ from contextlib import ExitStack
 import numpy as np
 
 import kvplan
-from kvnative._backend import NativeError
+from kvnative._backend import NativeError, ThreadPool
+from kvnative._executor import KVN_OK, Executor, host_backend
+from kvnative._host import GenerationTable
+from kvnative._lower import Descriptors
+from kvnative._writers import Writer, WriterTable
 from kvplan import (
     Cache,
     CacheDesc,
@@ -74,6 +79,31 @@ def layered() -> None:
     assert_arrived(target)
 
 
+def guarded() -> None:
+    """Write to memory of a process, which is this one, in each of three ways."""
+    generations, table = GenerationTable(8), WriterTable(4)
+    try:
+        writer = Writer(
+            os.getpid(), generations_fd=generations.fd, generations_inode=generations.inode,
+            num_slots=generations.num_slots, table_fd=table.fd, table_inode=table.inode,
+            num_entries=table.num_entries, address=table.address,
+        )  # fmt: skip
+        words, pool = np.array(generations.take(), np.uint64).tobytes(), ThreadPool(1)
+        around = writer.around(host_backend(pool), words)
+        for backend in (writer.mapped(pool, words), writer.by_address(pool, words), around):
+            sides = np.full(1 << 16, 7, np.uint8), np.zeros(1 << 16, np.uint8)
+            columns = (sides[1].ctypes.data, sides[0].ctypes.data, 1 << 16)
+            batch = Descriptors.from_columns(*(np.array([item], np.uint64) for item in columns))
+            with Executor(backend) as executor:
+                report = executor.run(batch, timeout_ms=60_000)
+            if report.status != KVN_OK:
+                raise MemoryError(report.message)
+            assert (sides[1] == 7).all()
+    finally:
+        table.close()
+        generations.close()
+
+
 def engines(transport: str) -> None:
     with ExitStack() as held:
         caches: list[Cache] = []
@@ -102,6 +132,7 @@ OPERATIONS: dict[str, Callable[[], None]] = {
     "executed": executed,
     "submitted": submitted,
     "layered": layered,
+    "guarded": guarded,
     "local": lambda: engines("local"),
     "tcp": lambda: engines("tcp"),
 }
