@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,7 +14,11 @@ from contextlib import ExitStack
 import numpy as np
 
 import kvplan
-from kvnative._backend import NativeError
+from kvnative._backend import NativeError, ThreadPool
+from kvnative._executor import KVN_OK, Executor, host_backend
+from kvnative._host import GenerationTable
+from kvnative._lower import Descriptors
+from kvnative._writers import Writer, WriterTable
 from kvplan import (
     Cache,
     CacheDesc,
@@ -73,6 +79,31 @@ def layered() -> None:
     assert_arrived(target)
 
 
+def guarded() -> None:
+    """Write to memory of a process, which is this one, in each of three ways."""
+    generations, table = GenerationTable(8), WriterTable(4)
+    try:
+        writer = Writer(
+            os.getpid(), generations_fd=generations.fd, generations_inode=generations.inode,
+            num_slots=generations.num_slots, table_fd=table.fd, table_inode=table.inode,
+            num_entries=table.num_entries, address=table.address,
+        )  # fmt: skip
+        words, pool = np.array(generations.take(), np.uint64).tobytes(), ThreadPool(1)
+        around = writer.around(host_backend(pool), words)
+        for backend in (writer.mapped(pool, words), writer.by_address(pool, words), around):
+            sides = np.full(1 << 16, 7, np.uint8), np.zeros(1 << 16, np.uint8)
+            columns = (sides[1].ctypes.data, sides[0].ctypes.data, 1 << 16)
+            batch = Descriptors.from_columns(*(np.array([item], np.uint64) for item in columns))
+            with Executor(backend) as executor:
+                report = executor.run(batch, timeout_ms=60_000)
+            if report.status != KVN_OK:
+                raise MemoryError(report.message)
+            assert (sides[1] == 7).all()
+    finally:
+        table.close()
+        generations.close()
+
+
 def engines(transport: str) -> None:
     with ExitStack() as held:
         caches: list[Cache] = []
@@ -101,9 +132,16 @@ OPERATIONS: dict[str, Callable[[], None]] = {
     "executed": executed,
     "submitted": submitted,
     "layered": layered,
+    "guarded": guarded,
     "local": lambda: engines("local"),
     "tcp": lambda: engines("tcp"),
 }
+
+
+def kept_allocations() -> int:
+    """Return how many allocations of the native layer are not freed, nor held by a cycle."""
+    gc.collect()
+    return int(SHIM.failing_allocations_kept())
 
 
 def main(name: str) -> None:
@@ -114,7 +152,7 @@ def main(name: str) -> None:
     assert SHIM.failing_allocations_begin(ctypes.c_long(0))
     operation()
     count = SHIM.failing_allocations_end()
-    before = Held.now()
+    before, kept = Held.now(), kept_allocations()
     outcomes: list[str] = []
     for number in range(1, count + 1):
         SHIM.failing_allocations_begin(ctypes.c_long(number))
@@ -128,7 +166,11 @@ def main(name: str) -> None:
             outcomes.append("SUCCESS")
         finally:
             SHIM.failing_allocations_end()
+        left = kept_allocations() - kept
+        assert left <= 0, f"{left} allocations are left once that of number {number} has failed"
         operation()
+        left = kept_allocations() - kept
+        assert left <= 0, f"{left} allocations are left by an operation"
     before.check_nothing_new()
     sys.stdout.write(json.dumps(outcomes))
 

@@ -342,7 +342,7 @@ static void pass_wakes(void)
     columns.after = &gate;
     said.refuses = true;
     kvn_task_init(&task, &backend, &columns, NULL);
-    CHECK(kvn_task_begin(&task) == KVN_PENDING && said.waiter->pass);
+    CHECK(kvn_task_begin(&task) == KVN_PENDING && said.waiter->pass && said.waiter->room == &backend);
     CHECK(pthread_create(&thread, NULL, wait_for_task, &task) == 0);
     wait_until_it_sleeps();
     said.refuses = false;

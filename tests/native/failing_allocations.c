@@ -1,4 +1,5 @@
-/* Allocations of libkvn.so fail at the n-th call: preloaded by tests/native/test_allocations.py. */
+/* Allocations of libkvn.so fail at the n-th call, and those that are not freed are counted: preloaded by
+ * tests/native/test_allocations.py. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <link.h>
@@ -11,9 +12,63 @@ extern void *__libc_malloc(size_t nbytes);
 extern void *__libc_calloc(size_t count, size_t nbytes);
 extern void *__libc_realloc(void *memory, size_t nbytes);
 extern void *__libc_memalign(size_t alignment, size_t nbytes);
+extern void __libc_free(void *memory);
+
+#define PLACES (UINT64_C(1) << 16)
+#define EMPTY 0
+#define FREED 1
 
 static _Atomic(uintptr_t) begin, end; /* of the library's code */
 static atomic_long calls, failing;    /* failing: the number of the call; 0: none */
+
+static uintptr_t kept[PLACES]; /* what the library has allocated since the first begin */
+static atomic_flag busy = ATOMIC_FLAG_INIT;
+static atomic_long num_kept;
+
+/* Returns the place of an allocation, or the first that is free for it. The caller has the flag. */
+static uintptr_t *place_of(uintptr_t memory)
+{
+    uintptr_t *free_place = NULL;
+    for (uintptr_t at = memory >> 4, tries = 0; tries < PLACES; at++, tries++) {
+        uintptr_t *place = &kept[at % PLACES];
+        if (*place == memory) {
+            return place;
+        }
+        if (*place <= FREED && !free_place) {
+            free_place = place;
+        }
+        if (*place == EMPTY) {
+            break;
+        }
+    }
+    return free_place;
+}
+
+static void *keep(void *memory)
+{
+    if (memory) {
+        while (atomic_flag_test_and_set(&busy)) {
+        }
+        *place_of((uintptr_t)memory) = (uintptr_t)memory;
+        num_kept++;
+        atomic_flag_clear(&busy);
+    }
+    return memory;
+}
+
+static void forget(const void *memory)
+{
+    if (memory && begin) {
+        while (atomic_flag_test_and_set(&busy)) {
+        }
+        uintptr_t *place = place_of((uintptr_t)memory);
+        if (place && *place == (uintptr_t)memory) {
+            *place = FREED;
+            num_kept--;
+        }
+        atomic_flag_clear(&busy);
+    }
+}
 
 static int find(struct dl_phdr_info *info, size_t size, void *unused)
 {
@@ -48,12 +103,20 @@ long failing_allocations_end(void)
     return calls;
 }
 
-static int fails(const void *caller)
+/* How many allocations of the library are not freed. */
+long failing_allocations_kept(void)
+{
+    return num_kept;
+}
+
+static int is_ours(const void *caller)
 {
     const uintptr_t at = (uintptr_t)caller;
-    if (at < begin || at >= end) {
-        return 0;
-    }
+    return at >= begin && at < end;
+}
+
+static int fails(void)
+{
     if (++calls != failing) {
         return 0;
     }
@@ -63,20 +126,42 @@ static int fails(const void *caller)
 
 void *malloc(size_t nbytes)
 {
-    return fails(__builtin_return_address(0)) ? NULL : __libc_malloc(nbytes);
+    if (!is_ours(__builtin_return_address(0))) {
+        return __libc_malloc(nbytes);
+    }
+    return fails() ? NULL : keep(__libc_malloc(nbytes));
 }
 
 void *calloc(size_t count, size_t nbytes)
 {
-    return fails(__builtin_return_address(0)) ? NULL : __libc_calloc(count, nbytes);
+    if (!is_ours(__builtin_return_address(0))) {
+        return __libc_calloc(count, nbytes);
+    }
+    return fails() ? NULL : keep(__libc_calloc(count, nbytes));
 }
 
 void *realloc(void *memory, size_t nbytes)
 {
-    return fails(__builtin_return_address(0)) ? NULL : __libc_realloc(memory, nbytes);
+    if (!is_ours(__builtin_return_address(0))) {
+        return __libc_realloc(memory, nbytes);
+    }
+    if (fails()) {
+        return NULL;
+    }
+    forget(memory);
+    return keep(__libc_realloc(memory, nbytes));
 }
 
 void *aligned_alloc(size_t alignment, size_t nbytes)
 {
-    return fails(__builtin_return_address(0)) ? NULL : __libc_memalign(alignment, nbytes);
+    if (!is_ours(__builtin_return_address(0))) {
+        return __libc_memalign(alignment, nbytes);
+    }
+    return fails() ? NULL : keep(__libc_memalign(alignment, nbytes));
+}
+
+void free(void *memory)
+{
+    forget(memory);
+    __libc_free(memory);
 }

@@ -249,6 +249,42 @@ def test_a_check_makes_no_system_call(call: str, code: int, said: str) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (code, said, "")
 
 
+NO_THREADS = """
+    import ctypes, platform, struct
+    from kvnative._host import GenerationTable
+    # A filter by which the system refuses each thread, as at the limit of processes (EAGAIN).
+    numbers = {"x86_64": (56, 435), "aarch64": (220, 435)}[platform.machine()]  # clone, clone3
+    code = [(0x20, 0, 0, 0)]
+    for index, number in enumerate(numbers):
+        code.append((0x15, len(numbers) - index, 0, number))
+    code += [(6, 0, 0, 0x7FFF0000), (6, 0, 0, 0x0005000B)]
+    packed = b"".join(struct.pack("HBBI", *it) for it in code)
+    buffer = ctypes.create_string_buffer(packed)
+    program = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxQ", len(code), ctypes.addressof(buffer))
+    )
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
+    assert libc.prctl(22, 2, program, 0, 0) == 0
+    for _ in range(2):
+        table = GenerationTable(4)
+        print(table.take()[0], ctypes.c_uint32.from_address(table.address + WORD).value)
+        table.close()
+"""
+
+
+def test_a_process_that_can_start_no_thread_has_tables_without_a_word() -> None:
+    """At the second time, too: nothing waits for the thread that did not start."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"WORD = {WORD}\n" + dedent(NO_THREADS)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout == "0 0\n" * 2
+
+
 def test_its_thread_starts_where_libraries_have_much_of_their_own_for_each_thread() -> None:
     """It lies on the stack, which is small otherwise."""
     program = f"""

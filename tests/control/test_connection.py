@@ -1,0 +1,102 @@
+"""The end of one connection: what `wait_closed` has waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import weakref
+
+import pytest
+
+from kvplan.control.connection import Connection
+from kvplan.control.loop import ControlLoop
+from tests.control.conversation import DEADLINE_S
+from tests.control.zmtp import GREETING, ready
+
+
+class Ends:
+    """A connection of the running loop, and the other end of its stream."""
+
+    def __init__(self, loop: ControlLoop, *, attached: bool = True) -> None:
+        near, self.far = socket.socketpair()
+        near.setblocking(False)
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        self.far.setblocking(False)
+        self.frames: list[bytes] = []
+        self.ended: list[str] = []
+        self.connection = Connection(
+            loop, None, listening=True, on_frame=self.frames.append, on_end=self.ended.append
+        )
+        self.connection.open(GREETING)
+        if attached:
+            self.connection.stream.attach(near)
+        else:
+            near.close()
+
+    async def read_all(self) -> None:
+        """Read until the end of the stream."""
+        while await asyncio.get_running_loop().sock_recv(self.far, 1 << 16):
+            pass
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_connection_that_ends_while_it_opens_leaves_no_task(
+    loop: ControlLoop, attached: bool
+) -> None:
+    """Which the loop would find, and complain about, when it ends."""
+
+    async def run() -> set[asyncio.Task[None]]:
+        before = asyncio.all_tasks()
+        ends = Ends(loop, attached=attached)
+        assert len(asyncio.all_tasks() - before) == 1
+        ends.connection.close()
+        ends.far.close()
+        await ends.connection.wait_closed()
+        assert ends.ended == []  # who closes it knows
+        return asyncio.all_tasks() - before
+
+    assert loop.run(run(), timeout_ms=1000 * DEADLINE_S) == set()
+
+
+def test_a_connection_that_has_ended_is_not_kept(loop: ControlLoop) -> None:
+    """Neither by the loop, which lives as long as its engine, nor by a timer."""
+
+    async def end() -> weakref.ref[Connection]:
+        ends = Ends(loop)
+        ends.connection.close()
+        await ends.connection.wait_closed()
+        ends.far.close()
+        return weakref.ref(ends.connection)
+
+    async def run() -> Connection | None:
+        ended = await end()
+        gc.collect()
+        return ended()
+
+    assert loop.run(run(), timeout_ms=1000 * DEADLINE_S) is None
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_connection_has_ended_when_its_last_bytes_have_left_or_are_given_up(
+    loop: ControlLoop, reads: bool
+) -> None:
+    """Both of its streams: the peer's, and that of ZeroMQ."""
+    message = bytes(1 << 20)
+
+    async def run() -> None:
+        ends = Ends(loop)
+        connection, stream = ends.connection, ends.connection.stream
+        await asyncio.get_running_loop().sock_sendall(ends.far, ready())
+        await connection.ready()
+        await connection.send(message)
+        connection.close()
+        reading = asyncio.create_task(ends.read_all()) if reads else None
+        await connection.wait_closed()
+        assert not stream.connected
+        assert not stream.other.connected
+        if reading is not None:
+            await reading
+        ends.far.close()
+
+    loop.run(run(), timeout_ms=1000 * DEADLINE_S)
