@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks import libraries
+from benchmarks.movers.paged import forwarding
 from benchmarks.one_host import REQUESTS
 from benchmarks.pairs import LOOPBACK, Pair
 from benchmarks.table import Row, Run, Topic, Unmeasured
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 TOPIC = Topic()
 TENSORS, BLOCKS, BLOCK = 32, 256, 32 << 10
+BUDGET_PERCENT = 3
 REPEATS = 100
 ROUNDS = 101
 
@@ -67,9 +69,17 @@ class Stub:
         """Do nothing."""
 
 
-def stub(observer: Observer | None) -> Callable[[NDArray[np.int32]], None]:
+EACH_TRANSFER = ("make_prepped_xfer", "transfer", "check_xfer_state", "release_xfer_handle")
+
+
+def stub(
+    observer: Observer | None, *, forwards: bool = False
+) -> Callable[[NDArray[np.int32]], None]:
     """Return a function that makes, posts, polls and releases a transfer of rows of a list."""
     made = type("nixl_agent", (), dict(vars(Stub)))
+    if forwards:
+        for name in EACH_TRANSFER:
+            setattr(made, name, forwarding(getattr(made, name)))
     if observer is not None:
         module = ModuleType("nixl._api")
         vars(module)["nixl_agent"] = made
@@ -97,12 +107,14 @@ def stub(observer: Observer | None) -> Callable[[NDArray[np.int32]], None]:
 def calls(run: Run, name: str) -> Row:
     """What the four calls of a transfer of NIXL take longer while they are observed.
 
-    Of the calling thread, while the observer's thread works, over calls that do nothing.
+    Of the calling thread, while the observer's thread works, over calls that do nothing. The note
+    also has what four wrappers take that only forward: no observer in Python takes less.
     """
     cases: dict[str, float] = {}
+    texts: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         observer = Observer(folder)
-        ways = stub(None), stub(observer)
+        ways = stub(None), stub(None, forwards=True), stub(observer)
         for blocks in (1, 8, 64):
             indices = (np.arange(TENSORS)[:, None] * BLOCKS + np.arange(blocks)).ravel()
 
@@ -117,10 +129,17 @@ def calls(run: Run, name: str) -> Row:
                 return taken / REPEATS
 
             given = indices.astype(np.int32)
-            plain, seen = run.medians(*(partial(seconds, w, given) for w in ways), rounds=ROUNDS)
-            cases[f"{blocks} blocks"] = 1e6 * (seen - plain)
+            plain, forwarded, seen = run.medians(
+                *(partial(seconds, w, given) for w in ways), rounds=ROUNDS
+            )
+            case = f"{blocks} blocks"
+            cases[case], cases[f"{case}, wrappers"] = (
+                1e6 * (seen - plain),
+                1e6 * (forwarded - plain),
+            )
+            wrappers = f"{cases[f'{case}, wrappers']:.2f} by wrappers that only forward"
+            texts.append(f"{case} {cases[case]:.2f} us ({wrappers})")
         observer.close()
-    texts = [f"{case} {us:.2f} us" for case, us in cases.items()]
     note = f"make, post, poll and release; of {TENSORS} tensors, {', '.join(texts)}"
     return Row(name, cases["8 blocks"], "us", 2, note=f"{note}; limit: the budget", cases=cases)
 
@@ -139,16 +158,22 @@ def requests(run: Run, name: str) -> Row:
         with Pair(replace(bare, move=move), LOOPBACK) as pair:
             for word, number in REQUESTS:
                 ways = (
-                    partial(pair.seconds, f"{kind}{word}", number) for kind in ("", "observed-")
+                    partial(pair.seconds, f"{kind}{word}", number)
+                    for kind in ("", "forwarded-", "observed-")
                 )
-                plain, seen = run.medians(*ways, rounds=ROUNDS // 3)
+                plain, forwarded, seen = run.medians(*ways, rounds=ROUNDS // 3)
                 size = f"{number * (1 if word == 'single' else 64)} descriptors"
                 cases[f"{size}, us"], cases[size] = 1e6 * plain, 100 * (seen / plain - 1)
+                cases[f"{size}, wrappers"] = 100 * (forwarded / plain - 1)
         if not list(Path(folder).glob("*.kvrec")):
             raise Unmeasured("nothing was observed")
     shown = {case: percent for case, percent in cases.items() if f"{case}, us" in cases}
-    texts = [f"{case} {shown[case]:+.1f} % of {cases[f'{case}, us']:.0f} us" for case in shown]
-    note = f"NIXL ({bare.settings}) with itself, observed in every other turn: {', '.join(texts)}"
-    return Row(
-        name, shown["64 descriptors"], "%", 3, note=f"{note}; limit: the budget", cases=cases
-    )
+    texts = [
+        f"{case} {shown[case]:+.1f} % of {cases[f'{case}, us']:.0f} us "
+        f"({cases[f'{case}, wrappers']:+.1f} % by wrappers that only forward)"
+        for case in shown
+    ]
+    note = f"NIXL ({bare.settings}) with itself, observed in every third turn: {', '.join(texts)}"
+    limit = BUDGET_PERCENT + max(0.0, cases["64 descriptors, wrappers"])
+    note = f"{note}; limit: the budget of {BUDGET_PERCENT} %, beyond such wrappers"
+    return Row(name, shown["64 descriptors"], "%", limit, note=note, cases=cases)

@@ -20,6 +20,7 @@ from benchmarks.movers.paged import (
     Ids,
     OnePool,
     answers,
+    forwarding,
     obey,
     serve,
     timed,
@@ -100,8 +101,8 @@ Work = Callable[[str, int], Callable[[], float]]
 def observing(site: str, folder: str) -> Callable[[Work], Work]:
     """Have kvplan, in `site`, record agents that are made from here on.
 
-    Returns what adds work to work: words that begin with "observed-". What other words name calls
-    NIXL's own methods.
+    Returns what adds work to work: words that begin with "observed-", and with "forwarded-" for
+    methods that only forward. What other words name calls NIXL's own methods.
     """
     sys.path.append(site)
     from kvplan.observe import install
@@ -109,11 +110,13 @@ def observing(site: str, folder: str) -> Callable[[Work], Work]:
     plain = dict(vars(nixl_agent))
     install(["nixl"], folder)
     wrapped = {name: value for name, value in vars(nixl_agent).items() if value is not plain[name]}
+    forwarded = {name: forwarding(plain[name]) for name in wrapped}
 
     def added(work: Work) -> Work:
         def chosen(word: str, number: int) -> Callable[[], float]:
-            seconds = work(word.removeprefix("observed-"), number)
-            methods = wrapped if word.startswith("observed-") else plain
+            kind, dash, own = word.partition("-")
+            seconds = work(own if dash else kind, number)
+            methods = {"observed": wrapped, "forwarded": forwarded}.get(kind, plain)
 
             def measured() -> float:
                 for name in wrapped:

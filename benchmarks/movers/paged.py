@@ -102,6 +102,15 @@ def offsets(ids: Ids) -> NDArray[np.int64]:
     return (tensors * TENSOR_NBYTES + ids * BLOCK).ravel()
 
 
+def forwarding(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The least that a wrapper of a method can cost: it passes every argument on."""
+
+    def forwarded(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return forwarded
+
+
 def answers() -> IO[str]:
     """The standard output, for answers alone: what libraries print goes to the standard error."""
     ours = os.fdopen(os.dup(1), "w", buffering=1)

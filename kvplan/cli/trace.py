@@ -24,6 +24,7 @@ from kvplan.planning.texts import nbytes_text, plural, span
 from kvplan.recording.reader import read
 from kvplan.recording.records import (
     OPERATIONS,
+    PUSHES,
     AnyRecord,
     Dropped,
     Event,
@@ -69,7 +70,8 @@ _Found = list[tuple[Recording, list[AnyRecord]]]
 @click.option(
     "--block",
     metavar="CACHE:BLOCK",
-    help="List what wrote this block or slot. The first FILE is of its engine, others of peers.",
+    help="List what wrote this block or slot; the column cache has the number of the cache. The "
+    "first FILE is of its engine, others of peers.",
 )
 @click.option(
     "--plan", "explained", metavar="N", type=click.IntRange(min=0), help="Explain transfer N."
@@ -214,16 +216,18 @@ def _list(recording: Recording, rows: list[AnyRecord]) -> None:
 
 
 _HEAD: Final = (
-    f"{'#':>6}  {'time':<15} {'operation':<21} {'peer':>6}  {'tag':<24} {'layers':<9} "
-    f"{'blocks':>6} {'bytes':>9} {'ms':>9}  outcome"
+    f"{'#':>6}  {'time':<15} {'operation':<21} {'peer':>10} {'cache':>7}  {'tag':<24} "
+    f"{'layers':<9} {'blocks':>6} {'bytes':>9} {'ms':>9}  outcome"
 )
 
 
 def _title(recording: Recording) -> str:
     head = recording.header
     when = datetime.fromtimestamp(head.started).astimezone().isoformat(" ", "seconds")
+    name = next((row.fields["name"] for row in recording.events if row.operation == "observe"), "")
+    role = f"{head.role} {name}".strip()  # an observed agent has a name
     return (
-        f"{recording.path}: cluster {head.cluster_id} ({head.role}), process {head.pid} on "
+        f"{recording.path}: cluster {head.cluster_id} ({role}), process {head.pid} on "
         f"{head.host}, since {when}, kvplan {head.version}"
     )
 
@@ -271,13 +275,14 @@ def _line(record: AnyRecord, layers: str) -> str:
         text = " ".join(
             filter(None, [fields, f"{note}{record.error}" if record.error or note else ""])
         )
-        return f"{begin} {record.operation:<21} {peer:>6}  {text}".rstrip()
+        return f"{begin} {record.operation:<21} {peer:>10} {'':>7}  {text}".rstrip()
     peer = "" if record.peer is None else str(record.peer)
     blocks = str(record.blocks or "")
     nbytes = nbytes_text(record.nbytes)
+    written = ",".join(map(str, dict.fromkeys(dst for _, dst in record.caches if dst >= 0)))
     return (
-        f"{begin} {record.operation:<21} {peer:>6}  {record.tag:<24} {layers:<9} {blocks:>6} "
-        f"{nbytes:>9} {ms:>9}  {outcome}"
+        f"{begin} {record.operation:<21} {peer:>10} {written:>7}  {record.tag:<24} {layers:<9} "
+        f"{blocks:>6} {nbytes:>9} {ms:>9}  {outcome}"
     )
 
 
@@ -320,6 +325,11 @@ def _block(recordings: list[Recording], given: str, *, as_json: bool) -> ExitCod
     writers = f"{plural(number, 'transfer')} wrote" if number else "no recorded transfer wrote"
     write_plain(f"{writers} block {block} of cache {cache} of cluster {here}, oldest first")
     write_plain(*(f"{_clock(one.transfer.time + one.transfer.seconds)}  {one}" for one in writes))
+    own = (one for one in recording.transfers if one.verb != PUSHES)
+    caches = {dst for one in own for _, dst in one.caches}
+    if caches and cache not in caches:
+        names = ", ".join(map(str, sorted(caches)))
+        write_plain(f"caches that its transfers wrote: {names}")
     peers = sorted({one.peer for one in recording.transfers if one.peer is not None})
     linked = [one.fields.get("peer") for one in recording.events if one.operation == "link_state"]
     known = {one.header.cluster_id for one in others}

@@ -22,7 +22,7 @@ def compare(recordings: Sequence[Recording], asked: tuple[str, str], *, as_json:
     if len(recordings) > 2:
         raise click.UsageError("--compare needs one FILE, or two: of A and of B")
     found = [
-        _transfers(recording, name)
+        _transfers(recording, name, recordings)
         for recording, name in zip((recordings[0], recordings[-1]), asked, strict=True)
     ]
     pairs = [_pair(a, b) for a, b in zip_longest(*found)]
@@ -41,13 +41,21 @@ def compare(recordings: Sequence[Recording], asked: tuple[str, str], *, as_json:
     return ExitCode.DIFFERENT if differs else ExitCode.OK
 
 
-def _transfers(recording: Recording, name: str) -> list[TransferRecord]:
+def _transfers(
+    recording: Recording, name: str, recordings: Sequence[Recording]
+) -> list[TransferRecord]:
     """Return the transfers of a request, or the transfer of a row (`#7`)."""
     if name[:1] == "#" and name[1:].isdigit():
         return [transfer_at(recording, int(name[1:]))]
     found = [row for row in select(recording, tag=name) if isinstance(row, TransferRecord)]
     if not found:
-        raise click.UsageError(f"--compare {name}: {recording.path} has no transfer of that tag")
+        here = recording.header.cluster_id
+        moved = [row for other in recordings for row in select(other, tag=name)]
+        passive = any(isinstance(row, TransferRecord) and row.peer == here for row in moved)
+        raise click.UsageError(
+            f"--compare {name}: {recording.path} has no transfer of that tag"
+            + "; it is of the other end of these transfers: compare both ends with --sums" * passive
+        )
     return found
 
 

@@ -33,8 +33,9 @@ class _Sums(NamedTuple):
 
 def compare_sums(recordings: Sequence[Recording], tag: str | None, *, as_json: bool) -> ExitCode:
     """Print the bytes of each transfer with sums that differ from those of the owner."""
-    found = [sums for recording in recordings for sums in _sums_of(recording, tag)]
-    moved = [sums for sums in found if sums.transfer is not None]
+    found = [sums for recording in recordings for sums in _sums_of(recording)]
+    asked = {id(row) for recording in recordings for row in select(recording, tag=tag)}
+    moved = [sums for sums in found if sums.transfer is not None and id(sums.row) in asked]
     if not moved:
         raise click.UsageError(
             "--sums: no transfer has sums; record them with KVPLAN_OBSERVE=nixl,sums"
@@ -95,11 +96,11 @@ def _pulled_blocks(transfer: TransferRecord) -> bytes | None:
     return None if tables is None else tables.src.tobytes()
 
 
-def _sums_of(recording: Recording, tag: str | None) -> Iterator[_Sums]:
+def _sums_of(recording: Recording) -> Iterator[_Sums]:
     """Yield the sums of a recording, each with the nearest transfer of the same tag."""
     last: dict[tuple[str, str], TransferRecord] = {}
     ahead: dict[tuple[str, str], _Sums] = {}  # sums of pushes, which precede their transfer
-    for row in select(recording, tag=tag):
+    for row in recording.rows:
         if isinstance(row, TransferRecord):
             key = row.tag, row.operation
             last[key] = row
@@ -122,12 +123,11 @@ def _compared(moved: _Sums, found: Sequence[_Sums]) -> dict[str, Any]:
     """Compare the sums of a transfer with those of the owner's program; return the document."""
     transfer = moved.transfer
     assert transfer is not None
+    of_peer = [sums for sums in found if sums.recording.header.cluster_id == transfer.peer]
     owners = [
         sums
-        for sums in found
-        if sums.transfer is None
-        and sums.recording is not moved.recording
-        and sums.row.fields.get("tag") == transfer.tag
+        for sums in of_peer
+        if sums.transfer is None and sums.row.fields.get("tag") == transfer.tag
     ]
     owners = [sums for sums in owners if len(sums.values) == len(moved.values)] or owners
     document: dict[str, Any] = {
@@ -137,19 +137,39 @@ def _compared(moved: _Sums, found: Sequence[_Sums]) -> dict[str, Any]:
         "wrong": [],
     }
     if not owners:
-        return document | {"verdict": "nothing to compare with: the owner has no sums of this tag"}
+        missing = f"cluster {transfer.peer} has no sums of this tag in these FILEs"
+        return document | {"verdict": f"nothing to compare with: {missing}"}
     owner = _nearest(transfer, owners)
     where = f"{owner.recording.path} row {owner.row.number}"
     if len(owner.values) != len(moved.values):
         numbers = f"{plural(len(moved.values), 'sum')} here, and {len(owner.values):,} in {where}"
         wrong = [{"index": min(len(owner.values), len(moved.values)), "text": numbers}]
         return document | {"verdict": "another number of runs", "wrong": wrong}
-    wrong = [*_wrong(transfer, moved.values, owner.values)]
+    senders = found if transfer.verb == "push" else of_peer
+    wrong = [*_wrong(transfer, moved.values, owner.values, _others(moved, senders))]
     count = plural(len(moved.values), "sum")
     verdict = (
         f"{len(wrong):,} of {count} differ from {where}" if wrong else f"{count} equal {where}"
     )
     return document | {"verdict": verdict, "wrong": wrong}
+
+
+def _others(moved: _Sums, senders: Sequence[_Sums]) -> dict[str, str]:
+    """Return text about the other requests whose bytes the sender's memory had, by their sums."""
+    transfer = moved.transfer
+    assert transfer is not None
+    end, texts = transfer.time + transfer.seconds, {}
+    for sums in senders:
+        if sums.row.fields.get("tag") in (transfer.tag, "") or (
+            (sums.recording is moved.recording) != (transfer.verb == "push")
+        ):
+            continue
+        seconds = end - sums.row.time
+        when = f"{abs(seconds):.1f} s {'before' if seconds >= 0 else 'after'} the end"
+        for index, value in enumerate(sums.values):
+            text = f"sum {index} of {sums.row.fields['tag']}, row {sums.row.number}, {when}"
+            texts[value] = f"no bytes of this request, but of another: {text}"
+    return texts
 
 
 def _nearest(transfer: TransferRecord, owners: Sequence[_Sums]) -> _Sums:
@@ -163,9 +183,15 @@ def _nearest(transfer: TransferRecord, owners: Sequence[_Sums]) -> _Sums:
 
 
 def _wrong(
-    transfer: TransferRecord, here: Sequence[str], there: Sequence[str]
+    transfer: TransferRecord, here: Sequence[str], there: Sequence[str], others: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the runs whose bytes differ, in the order of the transfer."""
+    """Yield the runs whose bytes differ, in the order of the transfer.
+
+    Args:
+        transfer: the transfer.
+        here, there: sums of its process and of the peer.
+        others: text about sums of other requests.
+    """
     plan = transfer.plan
     runs = None if plan is None else Runs.of(plan)
     pushed = transfer.verb == "push"
@@ -180,7 +206,7 @@ def _wrong(
         if sent == arrived:
             continue
         origin = origins.get(arrived)
-        bytes_of = "no bytes of this request"
+        bytes_of = others.get(arrived, "no bytes of this request")
         if origin is not None:
             bytes_of = f"the bytes of {name(origin, place_text)}"
         text = f"{name(index, run_text)}: {sent} was handed over, {arrived} arrived: {bytes_of}"

@@ -328,11 +328,11 @@ class Agent:
             fields["peer"] = transfer.link.cluster_id
         self.add_sums(np.stack(transfer.here.ranges(), axis=1), fields)
 
-    def add_sums(self, ranges: Numbers, fields: dict[str, object]) -> bool:
+    def add_sums(self, ranges: Numbers, fields: dict[str, object]) -> None:
         """Record a sum of each range, if all are in registered memory of the host."""
         host = np.array([*self._host], np.int64).reshape(-1, 2)
         if not len(ranges) or outside(host, Spans.of(*ranges.T)) is not None:
-            return False
+            return
         sums = [
             blake2b((ctypes.c_char * nbytes).from_address(address), digest_size=8).hexdigest()
             for address, nbytes in ranges.tolist()
@@ -340,7 +340,6 @@ class Agent:
         self.recorder.event(
             "sums", LLMStatusCode.LLM_SUCCESS, 0.0, "", {**fields, "sums": (*sums,)}
         )
-        return True
 
     def _outside_of(self, end: End) -> int | None:
         """Return an address of a transfer outside of all registrations, or None."""

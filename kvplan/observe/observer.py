@@ -158,9 +158,8 @@ class Observer:
             ranges = ranges_of(descriptors)[0]
             with calls.mutex:
                 calls.take()
-                for agent in calls.agents.values():
-                    if agent.add_sums(ranges, {"tag": tag}):
-                        break
+                for agent in calls.agents.values():  # each that registered this memory
+                    agent.add_sums(ranges, {"tag": tag})
 
     def flush(self) -> None:
         """Wait until all calls so far are in the files."""

@@ -24,6 +24,11 @@ def _argument(args: _Arguments, kwargs: _Named, index: int, name: str, default: 
     return args[index + 1] if len(args) > index + 1 else kwargs.get(name, default)
 
 
+def _name(given: str | bytes) -> str:
+    """Return an agent's name, which `add_remote_agent` returns as bytes in some versions."""
+    return given.decode("utf-8", "replace") if isinstance(given, bytes) else str(given)
+
+
 def _is_host(given: Any, kind: str | None) -> bool:
     """Return True if memory to register is certainly host memory."""
     if kind is not None:
@@ -65,7 +70,7 @@ def _deregistered(args: _Arguments, kwargs: _Named, _: Any) -> _Arguments:
 
 
 def _prepared(args: _Arguments, kwargs: _Named, handle: Any) -> _Arguments:
-    name = str(_argument(args, kwargs, 0, "agent_name"))
+    name = _name(_argument(args, kwargs, 0, "agent_name"))
     ranges = ranges_of(_argument(args, kwargs, 1, "xfer_list"))[0]
     own = name in (*_OWN_NAMES, args[0].name)
     return key_of(handle), ranges, None if own else peer_number(name)
@@ -76,12 +81,12 @@ def _initialized(args: _Arguments, kwargs: _Named, handle: Any) -> _Arguments:
     lists = (
         ranges_of(pick(index, name))[0] for index, name in ((1, "local_descs"), (2, "remote_descs"))
     )
-    peer = peer_number(str(pick(3, "remote_agent")))
+    peer = peer_number(_name(pick(3, "remote_agent")))
     return key_of(handle), pick(0, "operation"), *lists, peer, pick(4, "notif_msg", b"")
 
 
 def _notified(args: _Arguments, kwargs: _Named, _: Any) -> _Arguments:
-    peer = peer_number(str(_argument(args, kwargs, 0, "remote_agent_name")))
+    peer = peer_number(_name(_argument(args, kwargs, 0, "remote_agent_name")))
     return peer, _argument(args, kwargs, 1, "notif_msg", b"")
 
 

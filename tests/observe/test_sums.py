@@ -73,6 +73,93 @@ def test_a_stale_block(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     assert text.endswith(" arrived: no bytes of this request")
 
 
+def test_a_block_that_has_another_request_by_now(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was freed too early, and handed over again: the other request is named."""
+    pair.hand_over()
+    pair.there[:, 2 * BLOCK : 3 * BLOCK] ^= 1
+    pair.hand_over("cmpl-9", [6, 2])
+    pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
+    text = pair.sums(capsys, 1, "--request", "cmpl-7")
+    assert "3 of 6 sums differ" in text
+    assert "no bytes of this request, but of another: sum 1 of cmpl-9, row " in text
+    assert " s before the end" in text
+
+
+def test_a_block_that_the_owner_has_read_another_request_into(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A read of the owner itself has sums, too."""
+    pair.hand_over()
+    third = np.full(BLOCK, 9, np.uint8)
+    block = pair.descriptors(pair.there, [2])[:1]
+    handle = pair.owner.initialize_xfer(
+        "READ", block, [(third.ctypes.data, BLOCK, 0)], "third", b"cmpl-9:1"
+    )
+    assert pair.owner.transfer(handle) == "DONE"
+    pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
+    text = pair.sums(capsys, 1, "--request", "cmpl-7")
+    assert "1 of 6 sums differ" in text
+    assert "no bytes of this request, but of another: sum 0 of cmpl-9, row " in text
+
+
+def test_two_ranks_hand_over_the_same_request(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each transfer is compared with the agent that it read from, not with the latest sums."""
+    other = type(pair.agent)("rank-1")
+    memory = np.zeros_like(pair.there)
+    other.register_memory([(its.ctypes.data, its.nbytes, 0, "") for its in memory], "DRAM")
+    pair.hand_over()
+    pair.observer.sum("cmpl-7", pair.descriptors(memory, THEIRS))
+    pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
+    pair.observer.flush()
+    assert main(["trace", str(pair.folder), "--sums"]) == 0
+    assert "6 sums equal" in capsys.readouterr().out
+
+
+def test_a_name_of_a_peer_in_bytes(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    """As some versions of `add_remote_agent` return it."""
+    pair.remote = pair.agent.prep_xfer_dlist(b"prefill", pair.blocks(pair.there))
+    pair.hand_over()
+    pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
+    assert "6 sums equal" in pair.sums(capsys, 0)
+
+
+def test_the_owner_has_no_transfer_to_compare(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The user learns which option compares both ends."""
+    pair.hand_over()
+    pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
+    pair.observer.flush()
+    files = [str(next(pair.folder.glob(f"nixl-{name}-*"))) for name in ("decode", "prefill")]
+    assert main(["trace", *files, "--compare", "cmpl-7", "cmpl-7"]) == 2
+    assert "of the other end of these transfers: compare both ends with --sums" in (
+        capsys.readouterr().err
+    )
+    assert main(["trace", files[0], "--compare", "cmpl-8", "cmpl-7"]) == 2
+    assert "--sums" not in capsys.readouterr().err
+
+
+def test_the_number_of_the_cache_is_listed(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the listing says is what `--block` takes; another number is answered with it."""
+    pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
+    pair.observer.flush()
+    file = str(next(pair.folder.glob("nixl-decode-*")))
+    assert main(["trace", file, "--operation", "pull"]) == 0
+    title, head, row, _ = capsys.readouterr().out.splitlines()
+    assert "(nixl decode)" in title
+    end = head.index(" cache") + len(" cache")
+    cache = row[:end].split()[-1]
+    assert main(["trace", file, "--block", f"{cache}:4"]) == 0
+    assert "1 transfer wrote block 4" in (found := capsys.readouterr().out)
+    assert "caches that" not in found
+    assert main(["trace", file, "--block", "77:4"]) == 0
+    assert f"caches that its transfers wrote: {cache}\n" in capsys.readouterr().out
+
+
 def test_blocks_that_are_read_again(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     """The owner has given them to others after the first transfer."""
     pair.hand_over()

@@ -70,12 +70,12 @@ def test_lists_one_line_a_transfer(recorded, capsys):
     text = run(capsys, recorded[0])
     head, titles, *rows, count = text.splitlines()
     assert "cluster 1 (PROMPT), process" in head
-    assert titles.split() == ["#", "time", "operation", "peer", "tag", "layers", "blocks", "bytes",
-                              "ms", "outcome"]  # fmt: skip
+    assert titles.split() == ["#", "time", "operation", "peer", "cache", "tag", "layers", "blocks",
+                              "bytes", "ms", "outcome"]  # fmt: skip
     pushes = [row for row in rows if " push_blocks " in row]
     assert len(pushes) == 3
     words = pushes[0].split()
-    assert words[2:8] == ["push_blocks", "2", "request", "7", "0-1", "3"]
+    assert words[2:9] == ["push_blocks", "2", "1", "request", "7", "0-1", "3"]
     assert pushes[0].endswith("done")
     assert "LLM_PARAM_INVALID: dst.blocks[0]=64 is out of range" in pushes[2]
     assert count == f"{len(rows)} rows"
