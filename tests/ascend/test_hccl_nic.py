@@ -104,7 +104,7 @@ def test_a_timeout_that_hccl_takes(
     one, two = (
         make_side(number, local_comm_res=on_a_host_of_its_own(number)) for number in range(2)
     )
-    link_both(one, two)
+    assert [link.transport for link in link_both(one, two)] == ["hccl", "hccl"]
 
 
 # ---- links over RDMA that HCCL does not make ----
