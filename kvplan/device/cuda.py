@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from contextlib import suppress
 from functools import cached_property
@@ -57,6 +58,30 @@ def driver_version() -> str | None:
         found = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", _DRIVER.read_text())
         return found[1] if found else None
     return None
+
+
+_HOST_REGISTER_SUPPORTED: Final = 99  # CUdevice_attribute
+_MPS_ENABLED: Final = 133
+
+
+def restrictions(device: CudaDevice, kernel: str) -> list[str]:
+    """Return what restricts a device here, and what follows from it, as sentences.
+
+    Args:
+        device: The device.
+        kernel: The release of the system's kernel.
+    """
+    attribute = device.native.attribute  # None: the driver does not know it
+    found = {
+        "MPS: a fatal error of one of its clients, such as a wrong address in a kernel, ends all "
+        "of them on this GPU": attribute(_MPS_ENABLED) == 1,
+        "confidential computing: host memory is not pinned, kvplan launches no kernel, and the "
+        "driver copies descriptors of host memory one by one": attribute(_HOST_REGISTER_SUPPORTED)
+        == 0,
+        "WSL: little memory can be pinned, and CUDA IPC may be missing; if kvplan.transport=local "
+        "is refused, use tcp": "microsoft" in kernel.lower(),
+    }
+    return [sentence for sentence, applies in found.items() if applies]
 
 
 class CudaSharing:
@@ -204,5 +229,6 @@ class CudaDevice(Device):
             "context": library.context,
             "driver": driver_version(),
             "copies": cuda_copies.describe(self),
+            "restrictions": restrictions(self, platform.release()),
             "peer_access": [number for number in others if library.reaches(self.id, number)],
         }

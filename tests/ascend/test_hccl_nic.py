@@ -84,6 +84,29 @@ def test_variables_that_hccl_refuses(
         make_side(0)
 
 
+@pytest.mark.parametrize("value", ["60", "119", "7201", "2 min", "-120"])
+def test_a_timeout_that_hccl_refuses(
+    make_side: MakeSide, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", value)
+    with refused(
+        LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        rf"HCCL_CONNECT_TIMEOUT='{value}' is not in \[120, 7200\]",
+    ):
+        make_side(0)
+
+
+@pytest.mark.parametrize("value", ["120", "7200"])
+def test_a_timeout_that_hccl_takes(
+    make_side: MakeSide, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", value)
+    one, two = (
+        make_side(number, local_comm_res=on_a_host_of_its_own(number)) for number in range(2)
+    )
+    assert [link.transport for link in link_both(one, two)] == ["hccl", "hccl"]
+
+
 # ---- links over RDMA that HCCL does not make ----
 
 

@@ -112,6 +112,10 @@ static int set_number(const char *name, int64_t value) {
         settings.cuda_virtual = value;
     } else if (!strcmp(name, "cuda_ipc")) {
         settings.cuda_ipc = value;
+    } else if (!strcmp(name, "cuda_host_register")) {
+        settings.cuda_host_register = value;
+    } else if (!strcmp(name, "cuda_mps")) {
+        settings.cuda_mps = value;
     } else if (!strcmp(name, "cuda_staged_us")) {
         settings.cuda_staged_us = value;
     } else if (!strcmp(name, "cuda_capture")) {
@@ -189,6 +193,8 @@ __attribute__((constructor)) static void read_environment(void) {
         {"cuda_adjacent", "KVSIM_CUDA_ADJACENT", "0"},
         {"cuda_virtual", "KVSIM_CUDA_VIRTUAL", "1"},
         {"cuda_ipc", "KVSIM_CUDA_IPC", "1"},
+        {"cuda_host_register", "KVSIM_CUDA_HOST_REGISTER", "1"},
+        {"cuda_mps", "KVSIM_CUDA_MPS", "0"},
         {"cuda_staged_us", "KVSIM_CUDA_STAGED_US", "0"},
         {"cuda_capture", "KVSIM_CUDA_CAPTURE", "0"},
         {"cuda_threads", "KVSIM_CUDA_THREADS", "2"},

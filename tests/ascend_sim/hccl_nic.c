@@ -23,9 +23,13 @@ struct nic {
 
 static nic *nics; /* hccl_mutex */
 
-/* HCCL reads both variables in this way. */
+/* HCCL reads these variables in this way. */
 HcclResult nic_check_environment(hccl_call *call)
 {
+    const char *timeout = getenv("HCCL_CONNECT_TIMEOUT");
+    if (timeout && *timeout && /* whether an empty value is refused, nothing says */
+        (strspn(timeout, "0123456789") != strlen(timeout) || atoi(timeout) < 120 || atoi(timeout) > 7200))
+        return hccl_refuse(call, HCCL_E_PARA, "HCCL_CONNECT_TIMEOUT is %s; it must be in [120, 7200]", timeout);
     const char *pcie = getenv("HCCL_INTRA_PCIE_ENABLE"), *roce = getenv("HCCL_INTRA_ROCE_ENABLE");
     const int with_pcie = pcie && strcmp(pcie, "1") == 0, with_roce = roce && strcmp(roce, "1") == 0;
     if ((pcie && roce && with_pcie && with_roce) || (pcie && !roce && !with_pcie) ||

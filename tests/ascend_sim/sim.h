@@ -47,6 +47,8 @@ typedef struct {
     int64_t cuda_adjacent;
     int64_t cuda_virtual;
     int64_t cuda_ipc;
+    int64_t cuda_host_register;
+    int64_t cuda_mps;
     int64_t cuda_staged_us;
     int64_t cuda_capture;
     int64_t cuda_threads;

@@ -211,6 +211,21 @@ class TestSimulatedGpus:
         said = "Simulated GPU, 1 of 2 devices can be opened, driver of CUDA 13.0"
         assert said in " ".join(text.split())
 
+    def test_what_restricts_a_gpu(self) -> None:
+        gpu = {"KVPLAN_CUDA_LIBRARY": str(build_cuda()), "KVPLAN_ASCEND_LIBRARY": ""}
+        shared = found(**gpu, KVSIM_DEVICES="1", KVSIM_CUDA_MPS="1", KVSIM_CUDA_HOST_REGISTER="0")
+        [device] = shared["cuda"]["devices"]
+        assert [text.partition(":")[0] for text in device["restrictions"]] == [
+            "MPS",
+            "confidential computing",
+        ]
+        assert all(copy["works"] for copy in shared["copies"])
+        text = " ".join(info(**gpu, KVSIM_DEVICES="2", KVSIM_CUDA_MPS="1").split())
+        assert text.count("GPU 0 is restricted by MPS: ") == 1
+        assert "GPU 1 is restricted by MPS: " in text
+        plain = found(**gpu, KVSIM_DEVICES="1", KVSIM_CUDA_MPS="2")  # a driver that does not know
+        assert plain["cuda"]["devices"][0]["restrictions"] == []
+
     def test_a_driver_without_a_device(self) -> None:
         text = info(
             KVPLAN_CUDA_LIBRARY=str(build_cuda()),

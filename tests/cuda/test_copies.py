@@ -173,7 +173,7 @@ def test_large_descriptors_use_the_copies_of_the_driver(
     assert counts(sim_log) == (0, 0, 1)
 
 
-@pytest.mark.parametrize("code", [218, 222, 209, 801])
+@pytest.mark.parametrize("code", [218, 221, 222, 223, 209, 801])
 def test_a_driver_that_refuses_the_kernel_copies_in_batches(
     device: Device, cuda_simulator: CudaControls, sim_log: Log, code: int
 ) -> None:
@@ -186,6 +186,22 @@ def test_a_driver_that_refuses_the_kernel_copies_in_batches(
     assert sim_log.counts(MODULE)[MODULE] == 1, "it is asked once"
     assert device.fallback_reason.startswith("the driver does not take the copy kernel: ")
     assert f"{MODULE}: {code} (" in device.fallback_reason
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_gpu_that_registers_no_host_memory_gets_no_kernel(
+    device: Device, cuda_simulator: CudaControls, sim_log: Log, direction: str
+) -> None:
+    """As under confidential computing: launches would read the host's memory."""
+    case = between(device, cuda_simulator, direction, [100] * 20)
+    cuda_simulator.set("cuda_host_register", 0)
+    try:
+        run(Executor(device.backend(direction)), case)
+    finally:
+        cuda_simulator.set("cuda_host_register", 1)
+    assert sim_log.counts(MODULE)[MODULE] == 0
+    assert sim_log.counts(LAUNCH)[LAUNCH] == 0
+    assert "confidential computing" in device.fallback_reason
 
 
 @pytest.mark.skipif(not HAS_BATCH, reason="that driver has no batch copies")

@@ -20,7 +20,7 @@ from kvnative._cuda import CudaError, CudaLibrary
 from kvnative._device import Device
 from kvnative._executor import KVN_OK, Executor, Report
 from kvnative._lower import Descriptors
-from kvplan.device.cuda import CudaDevice
+from kvplan.device.cuda import CudaDevice, restrictions
 from tests.ascend.simulator import Log
 from tests.cuda_sim.cuda_library import Cuda
 from tests.cuda_sim.simulator import LIBRARY, CudaControls, found
@@ -46,6 +46,14 @@ def moved(device: Device, source: int, target: int, nbytes: int, direction: str)
 
 
 # ---- the library ----
+
+
+def test_windows_is_recognized_by_the_name_of_its_kernel(cuda_simulator: CudaControls) -> None:
+    device = CudaDevice(0)
+    [restriction] = restrictions(device, "5.15.153.1-microsoft-standard-WSL2")
+    assert restriction.startswith("WSL: ")
+    assert restrictions(device, "6.8.0-45-generic") == []
+    device.close()
 
 
 def test_the_library_is_found_once_for_each_context(cuda_simulator: CudaControls) -> None:

@@ -259,18 +259,21 @@ CUDA cuDeviceGetAttribute(int *value, int attribute, int device) {
         {86, 0},                                   /* HOST_NATIVE_ATOMIC_SUPPORTED */
         {88, 0},                                   /* PAGEABLE_MEMORY_ACCESS */
         {91, 1},                                   /* CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM */
+        {99, settings.cuda_host_register != 0},    /* HOST_REGISTER_SUPPORTED */
         {102, settings.cuda_virtual != 0},         /* VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
         {103, settings.cuda_virtual == 1},         /* HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED */
         {110, 1},                                  /* GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */
         {116, 0},                                  /* GPU_DIRECT_RDMA_SUPPORTED */
         {124, 0},                                  /* DMA_BUF_SUPPORTED */
         {128, 0},                                  /* HANDLE_TYPE_FABRIC_SUPPORTED */
+        {133, settings.cuda_mps == 1},             /* MPS_ENABLED: the last, which older drivers do not know */
     };
+    const size_t num_rows = sizeof ROWS / sizeof *ROWS - (settings.cuda_mps == 2);
     size_t row = 0;
-    while (row < sizeof ROWS / sizeof *ROWS && ROWS[row][0] != attribute) {
+    while (row < num_rows && ROWS[row][0] != attribute) {
         row++;
     }
-    if (!code && row == sizeof ROWS / sizeof *ROWS) {
+    if (!code && row == num_rows) {
         code = sim_error(INVALID_VALUE, "attribute %d: the simulator has none", attribute);
     } else if (!code) {
         *value = ROWS[row][1];

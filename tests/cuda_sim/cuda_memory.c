@@ -221,6 +221,9 @@ CUDA cuMemHostRegister_v2(void *pointer, size_t nbytes, unsigned flags) {
     if (!code && (!nbytes || flags & ~0xFU)) {
         code = sim_error(INVALID_VALUE, "bytesize=%zu, Flags=0x%x", nbytes, flags);
     }
+    if (!code && !sim_settings_now().cuda_host_register) {
+        code = sim_error(NOT_SUPPORTED, "this GPU registers no host memory");
+    }
     if (!code && flags & ~3U) {
         code = sim_error(NOT_SUPPORTED, "Flags=0x%x: the simulator has no such memory", flags);
     }

@@ -36,7 +36,8 @@ int cuda_kernel_may(const cuda_context *context, const sim_memory *memory, int w
     case CUDA_MAPPED:
         return has_access(&traits, context->device, writes);
     case CUDA_HOST_ALLOCATED:
-        return !(traits.flags & HOST_COMBINED); /* not at the host's address */
+        return !(traits.flags & HOST_COMBINED) && /* else not at the host's address */
+               sim_settings_now().cuda_host_register;
     case CUDA_MANAGED:
         return 1;
     case CUDA_HOST_REGISTERED:

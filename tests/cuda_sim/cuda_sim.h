@@ -29,6 +29,9 @@
  *   KVSIM_CUDA_ADJACENT 0       1: cuMemAddressReserve leaves no gap between ranges, as drivers may
  *   KVSIM_CUDA_VIRTUAL 1        0: no virtual memory; 2: with it, but nothing of it can be exported
  *   KVSIM_CUDA_IPC 1            0: no IPC handles, as in containers of their own
+ *   KVSIM_CUDA_HOST_REGISTER 1  0: as under confidential computing, where cuMemHostRegister is refused and kernels do
+ *                               not reach what cuMemHostAlloc has returned (a guess: there it migrates)
+ *   KVSIM_CUDA_MPS 0            1: contexts are those of MPS; 2: a driver that does not know the attribute
  *   KVSIM_CUDA_CAPTURE 0        1: another thread of the program captures a stream, in global mode
  *   KVSIM_CUDA_STAGED_US 0      that the end of cuMemcpyHtoD from pageable memory lags behind its return
  *   KVSIM_CUDA_THREADS 2        on which a kernel's blocks run

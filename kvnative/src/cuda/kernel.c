@@ -37,6 +37,16 @@ static int get_function(const kvn_cuda_kernel *self, const kvn_device *device, c
     return kvn_cuda_of(device)->cuFuncLoad ? CALL(device, failure, cuFuncLoad, *out) : KVN_OK;
 }
 
+/* Launches read their control words and columns from pinned memory of the host. Under confidential computing the driver
+ * migrates and encrypts that memory, and refuses cuMemHostRegister. */
+static bool reads_host(const kvn_device *device)
+{
+    int value = 1; /* also if the driver does not know the attribute */
+
+    kvn_cuda_of(device)->cuDeviceGetAttribute(&value, KVN_CUDA_HOST_REGISTER, kvn_cuda_state(device)->number);
+    return value != 0;
+}
+
 /* The driver compiles for its GPU, and keeps the result in its own cache on disk. */
 static int load(kvn_cuda_kernel *self, const kvn_device *device, kvn_failure *failure)
 {
@@ -45,6 +55,9 @@ static int load(kvn_cuda_kernel *self, const kvn_device *device, kvn_failure *fa
     void *values[] = {log, (void *)(uintptr_t)sizeof log};
     kvn_failure refusal;
 
+    if (!reads_host(device))
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "kernels do not reach host memory on this GPU (confidential "
+                        "computing), so it does not take the copy kernel");
     if ((self->module ||
          CALL(device, failure, cuModuleLoadDataEx, &self->module, kvn_copy_ptx, 2, options, values) == KVN_OK) &&
         get_function(self, device, "kvn_copy_few_kernel", &self->few, failure) == KVN_OK &&

@@ -105,6 +105,9 @@ def _to_do(found: Found) -> Iterator[str]:
         if not copy["works"]:
             ends = f"{copy['local']} and {copy['remote']}"
             yield f"copies between {ends} memory FAILED: {copy['why_not']}"
+    for device in found["cuda"].get("devices", []):
+        for restriction in device.get("restrictions", []):
+            yield f"GPU {device['id']} is restricted by {restriction}"
     if found["user_key"]["why_not"]:
         yield f"links inside this host FAIL without a key file: {found['user_key']['why_not']}"
     limits = found["limits"]

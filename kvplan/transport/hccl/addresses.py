@@ -37,6 +37,7 @@ HCCN_CONF_VARIABLE: Final = "KVPLAN_HCCN_CONF"
 """Environment variable with another path, for containers that lack `HCCN_CONF`."""
 
 _LOG = Log("kvplan")
+_TIMEOUT: Final = "HCCL_CONNECT_TIMEOUT"
 _TOOL_S: Final = 10.0  # timeout of the tool
 _KEYS: Final = ("address_{}", "IPv6address_{}")
 _QUERIES: Final = (("-ip", "-g"), ("-ip", "-inet6", "-g"))
@@ -299,6 +300,12 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
         raise unsupported(
             f"HCCL_INTRA_PCIE_ENABLE is {pcie or 'not set'} and {_ROCE} is {roce or 'not set'}, "
             "which HCCL refuses: set 0 and 1 for RDMA inside a host, or unset both for HCCS"
+        )
+    timeout = environment.get(_TIMEOUT)
+    if timeout and not (re.fullmatch(r"[0-9]{1,10}", timeout) and 120 <= int(timeout) <= 7200):
+        raise unsupported(
+            f"{_TIMEOUT}={shown(timeout)} is not in [120, 7200] seconds, which HCCL refuses: unset "
+            "it. Timeouts of kvplan may be shorter"
         )
 
 
