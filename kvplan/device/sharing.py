@@ -98,7 +98,7 @@ class Exported:
         """Return up to `count` new descriptors, from piece `first`. The caller closes them.
 
         Raises:
-            IndexError: There is no such piece.
+            IndexError: The memory has no piece of this number.
             OSError, NativeError: None can be made.
         """
         if self._take is not None:

