@@ -189,7 +189,7 @@ build/vllm/model/config.json: build/vllm/ready examples/vllm/model.py
 	$(VLLM)/python -m examples.vllm.model $(@D)
 
 SURFACES ?=
-sglang: build/sglang/ready build/vllm/ready ## SGLang's transfer classes for NIXL over kvplan, two processes on CPUs
+sglang: build/sglang/ready build/vllm/ready ## SGLang's transfer classes for NIXL and Mooncake over kvplan, two processes on CPUs; 3 minutes once it is installed
 	PYTHONPATH=$(CURDIR):$(CURDIR)/build/sglang $(VLLM)/python -m examples.sglang.live $(SURFACES)
 
 build/sglang/ready: requirements/sglang.txt build/vllm/ready

@@ -110,6 +110,7 @@ def main() -> None:
     )
     reply(torch=torch.__version__, file=module.__file__)
     ends: dict[int, Any] = {}
+    before: list[Any] = []
     address = f"127.0.0.1:{port}"
     for line in sys.stdin:
         command = json.loads(line)
@@ -117,6 +118,7 @@ def main() -> None:
         what = command["do"]
         if what == "receive":
             manager.try_ensure_parallel_info(address)
+            before = [tensor.copy() for tensor in pool.kv]
             ends[room] = end = getattr(module, f"{prefix}KVReceiver")(manager, address, room)
             end.init(0)
             state = poll_until(end, {KVPoll.WaitingForInput})
@@ -139,7 +141,12 @@ def main() -> None:
             reply()
         elif what == "abort":
             ends[room].abort()
-            reply()
+            deadline = time.monotonic() + 30
+            while not (is_safe := manager.is_abort_release_safe(room, 1)):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.001)
+            reply(is_safe=is_safe)
         elif what == "wait":
             reply(state=poll_until(ends[room], {KVPoll.Success}))
         elif what == "check":
@@ -147,8 +154,13 @@ def main() -> None:
                 np.array_equal(tensor[pages], content(number, pages, room))
                 for number, tensor in enumerate(pool.kv)
             )
+            others = np.delete(np.arange(PAGES), pages)
+            kept = all(
+                np.array_equal(tensor[others], old[others])
+                for tensor, old in zip(pool.kv, before, strict=True)
+            )
             aux = bool((pool.aux[room % REQUESTS] == room % 251).all())
-            reply(kv=kv, aux=aux)
+            reply(kv=kv, aux=aux, others_kept=kept)
         elif what == "fill":
             for tensor in pool.kv:
                 tensor[pages] = 0xCD
