@@ -128,11 +128,12 @@ def test_benchmarks_tools_and_examples_use_names_that_exist() -> None:
     )
     assert re.search(r"\(checked [0-9]+ source files\)|no issues found", checked.stdout), checked
     gone = re.compile(r"\[(attr-defined|call-arg|name-defined|import-not-found)\]$")
-    # What `make bench-peers`, `make wheels` and `make vllm` install in environments of their own,
-    # what users have, and what `python -m kvplan.run` provides.
+    # What `make bench-peers`, `make wheels`, `make vllm` and `make sglang` install in environments
+    # of their own, what users have, and what `python -m kvplan.run` provides.
     elsewhere = re.compile(
         r' module named "(nixl_cu1[23]|mooncake\.engine|elftools\..+|cupy|torch|aiohttp'
-        r'|transformers|safetensors\.numpy|vllm\..+|hixl|llm_datadist|llm_datadist_prefill)" '
+        r"|transformers|safetensors\.numpy|vllm\..+|sglang\..+|hixl|llm_datadist"
+        r'|llm_datadist_prefill)" '
     )
     lines = [line for line in checked.stdout.splitlines() if not elsewhere.search(line)]
     assert [line for line in lines if gone.search(line)] == []
