@@ -260,6 +260,8 @@ static size_t count_whole(const kvn_device *device, const kvn_columns *batch)
 {
     size_t taken = 0;
 
+    if (!atomic_load(&kvn_cuda_state(device)->has_parts))
+        return batch->count;
     while (taken < batch->count && batch->nbytes[taken] <= kvn_cuda_part_left(device, batch->dst[taken]) &&
            batch->nbytes[taken] <= kvn_cuda_part_left(device, batch->src[taken]))
         taken++;

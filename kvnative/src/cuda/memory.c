@@ -127,7 +127,7 @@ int kvn_cuda_give_access(const kvn_device *device, CUdeviceptr address, uint64_t
 }
 
 static int map_handle(const kvn_device *device, CUmemGenericAllocationHandle handle, uint64_t nbytes,
-                        CUdeviceptr *address, kvn_failure *failure)
+                      CUdeviceptr *address, kvn_failure *failure)
 {
     const kvn_cuda *cuda = kvn_cuda_of(device);
 
