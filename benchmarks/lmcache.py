@@ -1,0 +1,96 @@
+"""LMCache's own benchmark of its transfer channel, over NIXL and over `kvplan.nixl`.
+
+LMCache is unmodified. Its server fills objects, its client reads some of them and compares their bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.table import Row, Run, Topic, Unmeasured
+
+TOPIC = Topic()
+ROOT = Path(__file__).parents[1]
+INSTALLED = ROOT / "build/lmcache"
+"""What `make bench-lmcache` installs."""
+PYTHON = ROOT / "build/vllm/env/bin/python"
+
+PROGRAM = "lmcache.tools.transfer_channel_benchmark"
+OBJECTS, OBJECT_MIB, POOL = 64, 1, 200
+SIZES = ["--page-size", "64KB", "--object-size", f"{OBJECT_MIB}MB"]
+READS = 20
+ROUNDS = 5
+PATIENCE_S = 120
+
+
+class Channel:
+    """A running server of LMCache's channel, and the clients that read from it."""
+
+    def __init__(self, opened: ExitStack, over: list[str]) -> None:
+        ports = _free_ports(3)
+        channel, catalog, self._client = (f"127.0.0.1:{port}" for port in ports)
+        self._command = [str(PYTHON), *over, "-m", PROGRAM, *SIZES, "--url", channel]
+        self._command += ["--control-url", catalog]
+        pool = ["--buffer-size", "512MB", "--num-source-objects", str(POOL)]
+        server = subprocess.Popen(
+            [*self._command, "--role", "server", *pool, "--server-timeout", "3600"],
+            env=_environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        opened.enter_context(server)
+        opened.callback(server.kill)
+
+    def seconds(self) -> float:
+        """Return the median seconds of a read of OBJECTS objects, as the client prints them.
+
+        Raises:
+            RuntimeError: the client failed, or did not find the bytes that it expects.
+        """
+        reads = ["--num-objects", str(OBJECTS), "--iters", str(READS), "--warmup", "3", "--verify"]
+        client = ["--role", "client", "--listen-url", self._client, *reads]
+        ended = subprocess.run(
+            [*self._command, *client],
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        median = re.search(r"median : +([0-9.]+) ms", ended.stdout)
+        if ended.returncode or median is None or "verify OK" not in ended.stdout:
+            raise RuntimeError(f"LMCache's client: {(ended.stdout + ended.stderr)[-1000:]}")
+        return float(median[1]) / 1e3
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(INSTALLED)))}
+
+
+def _free_ports(number: int) -> list[int]:
+    with ExitStack() as opened:
+        servers = [
+            opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)
+        ]
+        return [server.getsockname()[1] for server in servers]
+
+
+@TOPIC.row("lmcache_channel_over_nixl")
+def channel(run: Run, name: str) -> Row:
+    """How many times as fast LMCache reads over `kvplan.nixl` as over NIXL, both as installed."""
+    if not (INSTALLED / "ready").exists():
+        raise Unmeasured("LMCache is not installed: make bench-lmcache")
+    with ExitStack() as opened:
+        nixl = Channel(opened, [])
+        ours = Channel(opened, ["-m", "kvplan.run", "--as", "nixl"])
+        us, them = run.medians(ours.seconds, nixl.seconds, rounds=ROUNDS)
+    mib = OBJECTS * OBJECT_MIB
+    note = (
+        f"{1e3 * us:.1f} ms beside {1e3 * them:.1f} ms of NIXL's UCX with its defaults, for {OBJECTS} "
+        f"objects of {OBJECT_MIB} MiB in pages of 64 KiB; all bytes compared"
+    )
+    return Row(name, mib / us / 1024, "GiB/s", mib / them / 1024, "at least", 1.0, note)
