@@ -117,18 +117,22 @@ def bare(run: Run) -> dict[int, tuple[float, float]]:
     return shared
 
 
+def beside_bare(run: Run, asked: tuple[str, int]) -> str:
+    """Return the times of bare copies for the note of a row; nothing for one copy."""
+    if asked[0] == "single":
+        return ""
+    cached, past = bare(run)[asked[1]]
+    return f"; bare copies {1e6 * cached:.1f} us, past the caches {1e6 * past:.1f} us"
+
+
 def request_row(run: Run, name: str, asked: tuple[str, int], target: float) -> Row:
     """How many times as many requests a second as NIXL."""
     us, them, settings = requests(run)[asked]  # first: without NIXL there is no row
-    limit = ""
-    if asked[0] != "single":
-        cached, past = bare(run)[asked[1]]
-        limit = f"; bare copies {1e6 * cached:.1f} us, past the caches {1e6 * past:.1f} us"
     tensors = 1 if asked[0] == "single" else 64
     note = (
         f"{tensors} x {asked[1]} blocks of 32 KiB, new ones each time: {1e6 * us:.1f} us beside "
         f"{1e6 * them:.1f} us of NIXL ({settings}), the request made included; ours prefaulted"
-        f"{limit}"
+        f"{beside_bare(run, asked)}"
     )
     return Row(name, 1 / us, "/s", 1 / them, "at least", target, note)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks import libraries
 from benchmarks.comparing import DIRECTIONS, Comparison, fastest
-from benchmarks.one_host import REQUESTS
+from benchmarks.one_host import REQUESTS, beside_bare
 from benchmarks.pairs import LOOPBACK, Library, Pair
 from benchmarks.table import Row, Run, Topic
 
@@ -65,6 +65,7 @@ def request_row(run: Run, name: str, asked: tuple[str, int], target: float) -> R
     us, them, settings = best
     note = (
         f"{1e6 * us:.1f} us beside {1e6 * them:.1f} us of NIXL ({settings}); made, posted, polled"
+        f"{beside_bare(run, asked)}"
     )
     return Row(name, 1 / us, "/s", 1 / them, "at least", target, note)
 
