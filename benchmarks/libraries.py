@@ -136,13 +136,18 @@ def nixl_on_gpu() -> list[Library]:
     ]
 
 
+def mooncake_environment() -> dict[str, str]:
+    """What Mooncake needs to start, and to keep its log short."""
+    # libibverbs, which TCP needs too, lies there where the system has none.
+    folders = [str(path) for path in (PEERS / "system").glob("**/x86_64-linux-gnu")]
+    found = ":".join(filter(None, [*folders, os.environ.get("LD_LIBRARY_PATH")]))
+    return {"LD_LIBRARY_PATH": found, "MC_LOG_LEVEL": "ERROR"}
+
+
 def mooncake_over_tcp(place: Place) -> list[Library]:
     """Mooncake's choices over TCP."""
     python = peers_python()
-    # libibverbs, which it needs even so, lies there where the system has none.
-    folders = [str(path) for path in (PEERS / "system").glob("**/x86_64-linux-gnu")]
-    found = ":".join(filter(None, [*folders, os.environ.get("LD_LIBRARY_PATH")]))
-    environment = {"LD_LIBRARY_PATH": found, "MC_LOG_LEVEL": "ERROR"}
+    environment = mooncake_environment()
 
     def choice(words: str, most: int, more: dict[str, str]) -> Library:
         command = [python, "-m", "benchmarks.movers.mooncake", "--most", str(most), "--address"]

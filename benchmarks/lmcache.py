@@ -1,4 +1,4 @@
-"""LMCache's own benchmark of its transfer channel, over NIXL and over `kvplan.nixl`.
+"""LMCache's own benchmark of its transfer channels, over NIXL and Mooncake and over kvplan.
 
 LMCache is unmodified. Its server fills objects; its client reads some of them, and compares bytes.
 """
@@ -12,6 +12,7 @@ import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks import libraries
 from benchmarks.table import Row, Run, Topic, Unmeasured
 
 TOPIC = Topic()
@@ -29,13 +30,13 @@ PATIENCE_S = 120
 
 
 class Channel:
-    """A running server of LMCache's channel, and the clients that read from it."""
+    """A running server of one of LMCache's channels, and the clients that read from it."""
 
-    def __init__(self, opened: ExitStack, over: list[str]) -> None:
+    def __init__(self, opened: ExitStack, kind: str, over: list[str]) -> None:
         ports = _free_ports(3)
         channel, catalog, self._client = (f"127.0.0.1:{port}" for port in ports)
-        self._command = [str(PYTHON), *over, "-m", PROGRAM, *SIZES, "--url", channel]
-        self._command += ["--control-url", catalog]
+        self._command = [str(PYTHON), *over, "-m", PROGRAM, "--transfer-channel-type", kind, *SIZES]
+        self._command += ["--url", channel, "--control-url", catalog]
         pool = ["--buffer-size", "512MB", "--num-source-objects", str(POOL)]
         server = subprocess.Popen(
             [*self._command, "--role", "server", *pool, "--server-timeout", "3600"],
@@ -69,7 +70,11 @@ class Channel:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(INSTALLED)))}
+    return {
+        **os.environ,
+        **libraries.mooncake_environment(),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(INSTALLED))),
+    }
 
 
 def _free_ports(number: int) -> list[int]:
@@ -80,18 +85,29 @@ def _free_ports(number: int) -> list[int]:
         return [server.getsockname()[1] for server in servers]
 
 
-@TOPIC.row("lmcache_channel_over_nixl")
-def channel(run: Run, name: str) -> Row:
-    """How many times as fast LMCache reads over `kvplan.nixl` as over NIXL, both as installed."""
+def channel_row(run: Run, name: str, kind: str, surface: str) -> Row:
+    """How many times as fast LMCache reads over kvplan as over the library, both with defaults."""
     if not (INSTALLED / "ready").exists():
         raise Unmeasured("LMCache is not installed: make bench-lmcache")
     with ExitStack() as opened:
-        nixl = Channel(opened, [])
-        ours = Channel(opened, ["-m", "kvplan.run", "--as", "nixl"])
-        us, them = run.medians(ours.seconds, nixl.seconds, rounds=ROUNDS)
+        theirs = Channel(opened, kind, [])
+        ours = Channel(opened, kind, ["-m", "kvplan.run", "--as", surface])
+        us, them = run.medians(ours.seconds, theirs.seconds, rounds=ROUNDS)
     mib = OBJECTS * OBJECT_MIB
     note = (
-        f"{1e3 * us:.1f} ms beside {1e3 * them:.1f} ms of NIXL's UCX with its defaults, "
-        f"for {OBJECTS} objects of {OBJECT_MIB} MiB in pages of 64 KiB; all bytes compared"
+        f"{1e3 * us:.1f} ms beside {1e3 * them:.1f} ms of the library with its defaults, for "
+        f"{OBJECTS} objects of {OBJECT_MIB} MiB in pages of 64 KiB; all bytes compared"
     )
     return Row(name, mib / us / 1024, "GiB/s", mib / them / 1024, "at least", 1.0, note)
+
+
+@TOPIC.row("lmcache_channel_over_nixl")
+def over_nixl(run: Run, name: str) -> Row:
+    """LMCache's channel of NIXL over `kvplan.nixl`."""
+    return channel_row(run, name, "nixl", "nixl")
+
+
+@TOPIC.row("lmcache_channel_over_mooncake")
+def over_mooncake(run: Run, name: str) -> Row:
+    """LMCache's channel of Mooncake over `kvplan.mooncake`."""
+    return channel_row(run, name, "mooncake_te", "mooncake")
