@@ -128,6 +128,23 @@ def test_a_part_of_it_has_the_pieces_that_hold_the_part(
     other.call("free_expandable", there, 6)
 
 
+def test_two_tensors_that_share_a_piece(side: Side, other: Other) -> None:
+    """The piece is mapped for each; neither changes what the other has, or outlives the link."""
+    there = other.call("expandable", [True] * 3)
+    second = there + 3 * GRANULE // 2
+    for tensor in (there, second):
+        other.call("register", tensor, 3 * GRANULE // 2)
+    expected = written(other, there, [0, 1, 2, 3])
+    with linked(side, other) as link:
+        kept = link.memory([there], 3 * GRANULE // 2)
+        assert pull(side, link, second, 2, [0, 1]) == expected[2 * BLOCK :]
+        other.call("deregister", second)
+        assert pull(side, link, there, 2, [0, 1]) == expected[: 2 * BLOCK]
+        del kept
+    other.call("deregister", there)
+    other.call("free_expandable", there, 3)
+
+
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_a_piece_that_may_not_be_exported(side: Side, bad: int) -> None:
     """Its owner learns what to set."""

@@ -29,7 +29,7 @@ MAX_LINES = {
     "llm_datadist": 3814,
     "mooncake": 540,
     "nixl": 1668,
-    "observe": 1600,
+    "observe": 1603,
     "planning": 5838,
     "recording": 1670,
     "run": 368,
