@@ -180,7 +180,7 @@ vllm-next: build/vllm/next/ready vllm-setup ## make vllm with the Python of vLLM
 
 build/vllm/next/ready: build/vllm/ready
 	rm -rf $(@D)
-	$(VLLM_PIP) install -q --no-deps --target $(@D) vllm==0.33.0
+	$(VLLM_PIP) install -q --no-deps --target $(@D) vllm==0.33.0 orjson==3.13.0
 	rm -rf $(@D)/*.dist-info && find $(@D) -name '*.so' -delete
 	ln -s $(CURDIR)/build/vllm/env/lib/python*/site-packages/vllm/*.so $(@D)/vllm
 	touch $@

@@ -93,6 +93,12 @@ class SteppedPair(TinyPair):
         ]
         self.alone = [Answer(item.tokens[1:], item.reason) for item in whole]
 
+    def computed(self, numbers: Sequence[int]) -> list[Answer]:
+        """Return what it generates if the last token of a prompt is computed with the others."""
+        return self.generate(
+            self.prefill, [self.prompts[number] for number in numbers], self.tokens
+        )
+
 
 class LatentPair(SteppedPair):
     """A model with MLA. Of its prompts the first token is compared.

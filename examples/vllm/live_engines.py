@@ -106,6 +106,10 @@ class Pair:
     def right(self, numbers: Sequence[int], found: Sequence[Answer]) -> list[str]:
         return differences([self.alone[number] for number in numbers], found)
 
+    def computed(self, numbers: Sequence[int]) -> list[Answer]:
+        """Return what one engine alone generates if it computes a prompt at once."""
+        return [self.alone[number] for number in numbers]
+
     def fetched(self) -> float:
         """Tokens that were fetched so far; vLLM's own count has failures, too."""
         return self.decode.metrics()["vllm:kvplan_tokens_fetched"]
@@ -149,7 +153,7 @@ class Pair:
         others = [16, 17, 18]
         self.prefill.generate([self.prompts[other] for other in others], 1)  # in these blocks now
         self.decode.forget()
-        problems += self.right(numbers, self.decoded(numbers, params))
+        problems += differences(self.computed(numbers), self.decoded(numbers, params))
         self.report.check("stale parameters bring no other tokens", problems)
 
     def mixed_up(self) -> None:

@@ -27,7 +27,7 @@ class Pushed(Answers):
     def __init__(self, report: Report, held: ExitStack, client: Client) -> None:
         super().__init__(report, held)
         self.client = client
-        limits = LIMITS | {"prefill_timeout_ms": 60_000, "mode": "push"}
+        limits = LIMITS | {"prefill_timeout_ms": 240_000, "mode": "push"}
         few = [
             *("--num-gpu-blocks-override", str(FEW), "--max-num-batched-tokens", str(CHUNK)),
             # Prompts take turns, and begin before there is room for all of them.

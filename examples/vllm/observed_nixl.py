@@ -14,6 +14,7 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
 import kvplan.observe
+from kvplan.tensors.strided import pieces_of
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -51,7 +52,10 @@ class ObservedNixl(NixlPullConnector):
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
         super().start_load_kv(*args, **kwargs)
         worker = self.connector_worker
-        rows = np.asarray(worker.src_blocks_data).reshape(worker.num_regions, -1, 3)
+        given = np.asarray(worker.src_blocks_data)
+        if given.shape[1] == 5:  # vLLM 0.33: a row for each region, with a stride and a count
+            given = pieces_of(given.astype(np.uint64))
+        rows = given.reshape(worker.num_regions, -1, 3)
         for request, blocks in vars(self._connector_metadata)["finished"].items():
             # Address, size and device of each block of each layer, in the order of transfers.
             kvplan.observe.sums(request, list(map(tuple, rows[:, blocks].reshape(-1, 3).tolist())))

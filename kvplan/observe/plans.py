@@ -16,6 +16,7 @@ from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
 from kvplan.planning.texts import plural
 from kvplan.planning.tokens import BlockTables
+from kvplan.tensors.strided import pieces_of
 from kvplan.types import Placement
 
 Numbers = NDArray[np.int64]
@@ -84,7 +85,9 @@ class Regions:
 def ranges_of(given: Any) -> tuple[Numbers, list[str]]:
     """Return (address, nbytes) and the name of each entry, for any argument that NIXL accepts."""
     if isinstance(given, np.ndarray):
-        return np.array(given[:, :2], np.int64), [""] * len(given)
+        is_strided = given.shape[1] == 5  # each row is several ranges, as vLLM 0.33 gives them
+        rows = pieces_of(given.astype(np.uint64)) if is_strided else given
+        return np.array(rows[:, :2], np.int64), [""] * len(rows)
     if hasattr(given, "descCount"):
         given = [given[index] for index in range(given.descCount())]
     elif hasattr(given, "data_ptr"):

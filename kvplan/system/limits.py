@@ -92,11 +92,15 @@ def system_error(what: str, error: Exception) -> LLMException:
     LLM_OUT_OF_MEMORY for a lack of memory, threads, descriptors or room in a file, with the limits
     that can be the reason; otherwise LLM_FAILED.
     """
-    lacks = _errno_of(error) in _LACKS
     return LLMException(
         f"{what}: {reason_of(error)}",
-        status_code=LLMStatusCode.LLM_OUT_OF_MEMORY if lacks else LLMStatusCode.LLM_FAILED,
+        status_code=LLMStatusCode.LLM_OUT_OF_MEMORY if is_lack(error) else LLMStatusCode.LLM_FAILED,
     )
+
+
+def is_lack(error: Exception) -> bool:
+    """Return whether the system lacks memory, threads, descriptors or room in a file."""
+    return _errno_of(error) in _LACKS
 
 
 def reason_of(error: Exception) -> str:

@@ -10,9 +10,9 @@ import ctypes
 import gc
 import logging
 import os
-import resource
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from kvplan.transport.local.registrations import LocalRegistration
 from kvplan.transport.protocol import DeviceRange
 from tests.cuda_sim.cuda_library import Access, Cuda, Location, allocation
 from tests.cuda_sim.simulator import controls
+from tests.support.few_descriptors import spare_descriptors
 from tests.support.peer import Peer
 
 BLOCKS, BLOCK = 8, 1 << 16
@@ -72,6 +73,7 @@ class Side:
         self._registered: dict[int, LocalRegistration] = {}
         self._links: list[LocalLink] = []
         self._messages: list[str] = []
+        self._few = ExitStack()  # limits of descriptors
         handler = logging.Handler()
         handler.emit = lambda record: self._messages.append(record.getMessage())  # type: ignore[method-assign]
         self._handler = handler
@@ -153,12 +155,10 @@ class Side:
         self._links.append(self.transport.connect(metadata, session=SESSION))
 
     def spare_descriptors(self, count: int | None) -> None:
-        """Leave this process so many that it can open; None: as many as it may."""
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        used = {int(file.name) for file in Path("/proc/self/fd").iterdir()}
-        free = [number for number in range(max(used) + 2 + (count or 0)) if number not in used]
-        limit = hard if count is None else free[count]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        """Leave this process so many that it can open; None: as many as before."""
+        self._few.close()
+        if count is not None:
+            self._few.enter_context(spare_descriptors(count))
 
     def write(self, address: int, content: bytes) -> None:
         self.device.write(address, content)

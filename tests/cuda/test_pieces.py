@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,13 +13,15 @@ import kvplan
 from kvnative._backend import NativeError
 from kvnative._cuda_share import export
 from kvplan import CacheDesc, DataType, Placement, Rows, Transfer
-from kvplan.transport.local.descriptors import MAX_BATCH
+from kvplan.transport.local.descriptors import MAX_BATCH, ask
 from kvplan.transport.local.link import LocalLink
 from tests.ascend.simulator import Log
 from tests.cuda.side import GRANULE, SESSION, Other, Side, pattern
 from tests.cuda_sim.simulator import CudaControls
+from tests.support.few_descriptors import spare_descriptors
 from tests.support.held import Held
 from tests.support.refusals import refused
+from tests.support.rights import denying
 
 NUM_PIECES = 4 * MAX_BATCH + 44  # more than a message holds, and than Linux sends in one
 BLOCK = 3 << 19  # bytes; every third one lies in two pieces
@@ -125,6 +128,23 @@ def test_a_part_of_it_has_the_pieces_that_hold_the_part(
     other.call("free_expandable", there, 6)
 
 
+def test_two_tensors_that_share_a_piece(side: Side, other: Other) -> None:
+    """The piece is mapped for each; neither changes what the other has, or outlives the link."""
+    there = other.call("expandable", [True] * 3)
+    second = there + 3 * GRANULE // 2
+    for tensor in (there, second):
+        other.call("register", tensor, 3 * GRANULE // 2)
+    expected = written(other, there, [0, 1, 2, 3])
+    with linked(side, other) as link:
+        kept = link.memory([there], 3 * GRANULE // 2)
+        assert pull(side, link, second, 2, [0, 1]) == expected[2 * BLOCK :]
+        other.call("deregister", second)
+        assert pull(side, link, there, 2, [0, 1]) == expected[: 2 * BLOCK]
+        del kept
+    other.call("deregister", there)
+    other.call("free_expandable", there, 3)
+
+
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_a_piece_that_may_not_be_exported(side: Side, bad: int) -> None:
     """Its owner learns what to set."""
@@ -194,6 +214,67 @@ def test_the_owner_has_few_descriptors_left(side: Side, other: Other) -> None:
         other.call("spare_descriptors", None)
     other.call("deregister", there)
     other.call("free_expandable", there, 8)
+
+
+LIMIT = r"which cannot be mapped: .*Too many open files: RLIMIT_NOFILE is \d+ \(ulimit -n\)"
+
+
+def test_a_receiver_that_has_few_descriptors_left(side: Side, other: Other) -> None:
+    """It says which limit it is, keeps none of a batch, and maps it once it has descriptors."""
+    num_pieces = MAX_BATCH + 1
+    there = offered(other, num_pieces)
+    expected = written(other, there, [0, 85])
+    with linked(side, other) as link:
+        before, of_owner = Held.now(), other.call("num_descriptors")
+        for spare in (0, 1, 2, MAX_BATCH):  # no socket; then that many of a batch, but for it
+            with spare_descriptors(spare), refused("LLM_OUT_OF_MEMORY", LIMIT):
+                link.memory([there], num_pieces * GRANULE)
+            before.check_nothing_new()
+        with pytest.raises(PermissionError):  # it answers one request after another
+            ask(other.pid, link.metadata.descriptors, b"", 0)
+        assert other.call("num_descriptors") <= of_owner + 1  # the connection of that request
+        assert pull(side, link, there, 86, [0, 85]) == expected
+    other.call("deregister", there)
+    other.call("free_expandable", there, num_pieces)
+
+
+@pytest.mark.parametrize(
+    ("rights", "spare"), [("", 0), (denying("pidfd_getfd"), 0), (denying("pidfd_getfd"), 1)]
+)
+def test_a_receiver_without_a_descriptor_for_an_allocation(
+    side: Side, cuda_simulator: CudaControls, rights: str, spare: int
+) -> None:
+    """The same, of memory with one descriptor, which is duplicated, or sent if it cannot be."""
+    there = side.offer("kvplan", 1)
+    other = Other()
+    try:
+        other.run(rights)
+        other.call("answer", side.metadata())
+        with side.transport.connect(other.call("metadata"), session=SESSION):
+            refusal = other.run(
+                """
+                from kvplan import LLMException
+                from tests.cuda.side import NBYTES
+                from tests.support.few_descriptors import spare_descriptors
+                from tests.support.few_descriptors import spare_descriptors
+                from tests.support.held import Held
+                [link] = side._links
+                before = Held.now()
+                with spare_descriptors(spare):
+                    try:
+                        link.memory([there], NBYTES)
+                    except LLMException as error:
+                        result = str(error)
+                before.check_nothing_new()
+                link.memory([there], NBYTES)
+                """,
+                spare=spare,
+                there=there,
+            )
+        assert re.search(LIMIT + r" \(LLM_OUT_OF_MEMORY\)", refusal), refusal
+        assert other.call("close") == {}
+    finally:
+        other.close()
 
 
 def test_an_owner_that_does_not_answer(side: Side, other: Other) -> None:

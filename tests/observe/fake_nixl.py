@@ -33,7 +33,11 @@ class nixl_agent:  # noqa: N801 - the name that programs import
     def prep_xfer_dlist(
         self, agent_name: str, xfer_list: Any, mem_type: str | None = None
     ) -> Handle:
-        return Handle(np.array([its[:2] for its in xfer_list], np.int64))
+        ranges = []
+        for address, nbytes, _, *strided in map(list, xfer_list):
+            stride, count = strided or (0, 1)
+            ranges += [(address + number * stride, nbytes) for number in range(count)]
+        return Handle(np.array(ranges, np.int64))
 
     def make_prepped_xfer(
         self, operation: str, local_xfer_side: Handle, local_indices: Any,

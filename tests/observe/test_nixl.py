@@ -146,6 +146,28 @@ def test_tensors_that_touch_in_memory_are_told_apart(program: Program) -> None:
     assert (part.src.num_tensors, part.src.count, part.num_tensor_pairs) == (LAYERS, BLOCKS, LAYERS)
 
 
+def test_a_row_with_a_stride_and_a_count_is_that_many_ranges(program: Program) -> None:
+    """As vLLM 0.33 gives a layer; blocks do not touch here, and do at the peer."""
+    program.agent.register_memory([(program.here.ctypes.data, program.here.nbytes, 0, "")])
+    for name, memory, stride in (("", program.here, BLOCK + 16), ("prefill", program.there, BLOCK)):
+        rows = [(layer.ctypes.data, BLOCK, 0, stride, BLOCKS) for layer in memory]
+        made = program.agent.prep_xfer_dlist(name, np.array(rows, np.int64), "DRAM")
+        setattr(program, "remote" if name else "local", made)
+    run(program, [1, 4], [7, 2])
+    for mine, theirs in ((1, 7), (4, 2)):
+        np.testing.assert_array_equal(
+            program.here[:, mine * 80 : mine * 80 + BLOCK],
+            program.there[:, theirs * BLOCK : (theirs + 1) * BLOCK],
+        )
+    (transfer,) = program.recording().transfers
+    assert transfer.nbytes == LAYERS * 2 * BLOCK
+    assert transfer.plan is not None
+    part = transfer.plan.part
+    assert part.tables is not None
+    assert (part.tables.src.tolist(), part.tables.dst.tolist()) == ([7, 2], [1, 4])
+    assert (part.dst.num_tensors, part.dst.count, part.num_tensor_pairs) == (LAYERS, BLOCKS, LAYERS)
+
+
 FORMS: dict[str, Any] = {
     "lists": list, "tuples": tuple, "arrays": lambda its: np.array(its, np.int32),
     "strided arrays": lambda its: np.repeat(its, 2)[::2],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from kvplan.device.sharing import AllocationRef, Exported
-from kvplan.transport.local.descriptors import MAX_BATCH, DescriptorServer, ask, can_ask, token_of
+from kvplan.transport.local.descriptors import MAX_BATCH, DescriptorServer, ask, refusal, token_of
+from tests.support.few_descriptors import spare_descriptors
 from tests.support.held import Held
 from tests.transport.owner import Owner
 
@@ -79,7 +81,10 @@ def test_a_link_gets_the_descriptor_of_an_export(
     server: DescriptorServer, exported: Exported
 ) -> None:
     before = Held.now()
-    assert can_ask(os.getpid(), server.name)
+    assert refusal(os.getpid(), server.name) is None
+    with spare_descriptors(0):
+        found = refusal(os.getpid(), server.name)
+    assert re.fullmatch(r"Too many open files: RLIMIT_NOFILE is \d+ \(ulimit -n\)", str(found))
     check_works(server)
     check_nothing_is_left(server, before)
 
@@ -252,7 +257,7 @@ def test_a_peer_that_accepts_nothing_does_not_delay_a_handshake() -> None:
                 break
         begun = time.monotonic()
         for _ in range(100):
-            assert can_ask(os.getpid(), name)
+            assert refusal(os.getpid(), name) is None
         assert time.monotonic() - begun < 100, "each would wait for a second"
 
 
@@ -264,4 +269,4 @@ def test_the_thread_ends(exported: Exported) -> None:
     server.close()
     server.close()
     before.check_nothing_new()
-    assert not can_ask(os.getpid(), server.name)
+    assert refusal(os.getpid(), server.name) == "Connection refused"

@@ -280,7 +280,9 @@ static int import_piece(const kvn_device *device, kvn_cuda_imported *imported, i
     int status;
 
     if (nbytes > imported->nbytes - imported->num_mapped)
-        return kvn_fail(failure, KVN_INVALID, 0, "its pieces have more than %" PRIu64 " bytes", imported->nbytes);
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "the allocation has %" PRIu64 " bytes as its owner says, and its pieces have more",
+                        imported->nbytes);
     if (KVN_CUDA_CALL(device, failure, cuMemImportFromShareableHandle, &handle, (void *)(intptr_t)fd,
                       KVN_CUDA_HANDLE_FILE_DESCRIPTOR) != KVN_OK)
         return failure->status;
@@ -310,8 +312,9 @@ int kvn_cuda_import_end(const kvn_device *device, kvn_cuda_imported *imported, b
     int status;
 
     if (imported->num_mapped != imported->nbytes)
-        return kvn_fail(failure, KVN_INVALID, 0, "its pieces have %" PRIu64 " bytes, and not %" PRIu64,
-                        imported->num_mapped, imported->nbytes);
+        return kvn_fail(failure, KVN_INVALID, 0,
+                        "the allocation has %" PRIu64 " bytes as its owner says, and its pieces have %" PRIu64,
+                        imported->nbytes, imported->num_mapped);
     status = kvn_device_enter(device, &previous, failure);
     if (status == KVN_OK) {
         status = kvn_cuda_give_access(device, imported->address, imported->nbytes, failure);

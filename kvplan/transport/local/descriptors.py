@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 
 from kvnative._backend import NativeError
 from kvplan.device.sharing import Exported, Piece
-from kvplan.system.limits import start_thread
+from kvplan.system.limits import reason_of, start_thread
 from kvplan.system.users import peer_credentials
 from kvplan.validation import printable
 
@@ -151,7 +151,7 @@ class DescriptorServer:
             if exported is not None:
                 pieces = exported.descriptors(first, MAX_BATCH)
         except (OSError, LookupError, OverflowError, ValueError, MemoryError, NativeError) as error:
-            reason = str(error)
+            reason = reason_of(error)
         try:
             if pieces:
                 sizes = b"".join(_SIZE.pack(nbytes) for _, nbytes in pieces)
@@ -159,7 +159,7 @@ class DescriptorServer:
             else:
                 connection.send(b"\0" + reason.encode()[:_MAX_REASON])
         finally:
-            _close(pieces)
+            close_all(pieces)
 
 
 def _drop(
@@ -172,24 +172,25 @@ def _drop(
     connection.close()
 
 
-def can_ask(pid: int, name: str) -> bool:
-    """Return whether this process can connect to the server of process `pid`."""
+def refusal(pid: int, name: str) -> str | None:
+    """Return why this process cannot connect to the server of process `pid`; None: it can."""
     try:
         _connected(pid, name, timeout_s=0).close()
     except BlockingIOError:  # its backlog is full
-        return True
-    except OSError:
-        return False
-    return True
+        return None
+    except OSError as error:
+        return reason_of(error)
+    return None
 
 
 def ask(pid: int, name: str, token: bytes, number: int, first: int = 0) -> list[Piece]:
     """Request descriptors of an export of process `pid`, from piece `first`.
 
-    The caller closes them. They are fewer than the peer has sent if no more can be open here.
+    The caller closes them.
 
     Raises:
-        OSError: The server cannot be reached or refuses the request; no descriptor is left here.
+        OSError: The server cannot be reached or refuses the request, or not all descriptors of its
+            answer can be open here (EMFILE); none is left here.
     """
     with _connected(pid, name) as connection:
         connection.sendall(token + _NUMBERS.pack(number, first))
@@ -201,11 +202,12 @@ def ask(pid: int, name: str, token: bytes, number: int, first: int = 0) -> list[
         )
     received = b"".join(content[: len(content) // 4 * 4] for _, _, content in rights)
     fds = [fd for (fd,) in _DESCRIPTOR.iter_unpack(received)]
-    if fds and len(answer) % _SIZE.size == 0 and len(answer) // _SIZE.size >= len(fds):
+    is_cut = flags & socket.MSG_CTRUNC  # the kernel opens as many as it may
+    if fds and not is_cut and len(answer) == len(fds) * _SIZE.size:
         sizes = [size for (size,) in _SIZE.iter_unpack(answer)]
-        return list(zip(fds, sizes, strict=False))  # the last ones may be missing
-    _close([(fd, 0) for fd in fds])
-    if flags & socket.MSG_CTRUNC:
+        return list(zip(fds, sizes, strict=True))
+    close_all((fd, 0) for fd in fds)
+    if is_cut:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     why = printable(answer[1:].decode(errors="replace"))
     raise PermissionError(
@@ -213,7 +215,8 @@ def ask(pid: int, name: str, token: bytes, number: int, first: int = 0) -> list[
     )
 
 
-def _close(pieces: Iterable[Piece]) -> None:
+def close_all(pieces: Iterable[Piece]) -> None:
+    """Close descriptors of pieces."""
     for fd, _ in pieces:
         os.close(fd)
 

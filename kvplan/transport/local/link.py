@@ -15,7 +15,7 @@ from kvnative._writers import Writer
 from kvplan.device.memory import check_device_of_link
 from kvplan.device.sharing import exported
 from kvplan.status import LLMException, invalid, link_failed, not_exist, unsupported
-from kvplan.system.limits import check_process, reason_of
+from kvplan.system.limits import check_process, is_lack, reason_of, system_error
 from kvplan.transport.link import (
     Located,
     PeerMemory,
@@ -23,7 +23,7 @@ from kvplan.transport.link import (
     mixed_places,
     no_leases,
 )
-from kvplan.transport.local.descriptors import MAX_BATCH, ask, can_ask, token_of
+from kvplan.transport.local.descriptors import MAX_BATCH, ask, close_all, refusal, token_of
 from kvplan.transport.local.identity import advice, hold
 from kvplan.transport.local.memory import Held, PeerAllocations, PeerArenas
 from kvplan.transport.local.metadata import Metadata, Range
@@ -249,7 +249,7 @@ class LocalLink(TransportLink):
                 self.lacks["registered"] = str(error.args[0])
         except (OSError, ValueError, MemoryError) as error:
             self.process.close()
-            raise self._refusal(error, "cannot be reached") from error
+            raise link_failed(self._refusal(error, "cannot be reached").args[0]) from error
         except LLMException:
             self.process.close()
             raise
@@ -392,13 +392,13 @@ class LocalLink(TransportLink):
         if why := sharing.shortfall(peer.device):
             self.lacks["device"] = f"memory of the GPU of {self.peer} is not reached: {why}"
             return
-        is_sent = self.is_to_self or can_ask(peer.identity.pid, peer.descriptors)
-        if not is_sent:
-            self.lacks["pieces"] = self._of_pieces
+        unsent = None if self.is_to_self else refusal(peer.identity.pid, peer.descriptors)
+        if unsent:
+            self.lacks["pieces"] = f"{self._of_pieces}: {unsent}"
         try:
             os.close(self.process.take_descriptor(peer.generations.fd))
         except OSError as error:
-            if not is_sent:
+            if unsent:
                 self.lacks["device"] = str(
                     self._refusal(error, "has memory of a GPU, which cannot be mapped").args[0]
                 )
@@ -411,8 +411,7 @@ class LocalLink(TransportLink):
             try:
                 yield batch
             finally:
-                for fd, _ in batch:
-                    os.close(fd)
+                close_all(batch)
             index += len(batch)
             nbytes += sum(size for _, size in batch)
 
@@ -422,9 +421,9 @@ class LocalLink(TransportLink):
         if not ref.is_in_pieces:
             try:
                 return [(self.process.take_descriptor(ref.fd), ref.nbytes)]
-            except ProcessLookupError:
-                raise
             except OSError as error:
+                if isinstance(error, ProcessLookupError) or is_lack(error):
+                    raise
                 refused = error
         peer = self.metadata
         try:
@@ -432,6 +431,8 @@ class LocalLink(TransportLink):
                 return own.descriptors(first, MAX_BATCH)
             return ask(peer.identity.pid, peer.descriptors, self._token, ref.number, first)
         except (OSError, ValueError, NativeError) as error:
+            if is_lack(error):
+                raise
             if refused is not None:
                 raise refused from None  # its remedy works without the peer
             self.check()
@@ -480,6 +481,9 @@ class LocalLink(TransportLink):
             return self._writer
 
     def _refusal(self, error: Exception, what: str) -> LLMException:
+        """Return the error of memory that this process may not reach, or lacks the means to."""
+        if is_lack(error):
+            return system_error(f"{self.peer} {what}", error)
         reason = reason_of(error)
         if isinstance(error, PermissionError):
             reason += f"; {advice(self.metadata.identity)}"
