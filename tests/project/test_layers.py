@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
     "addressed": 705,
-    "cli": 3772,
+    "cli": 3783,
     "control": 3615,
     "debug": 788,
     "device": 1263,
