@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 def compare(recordings: Sequence[Recording], asked: tuple[str, str], *, as_json: bool) -> ExitCode:
     """Print how the transfers of B differ from those of A; transfer i of A pairs with i of B."""
+    if asked[0] != asked[1]:  # of two requests: another end, which moved nothing, may be given too
+        recordings = [
+            recording for recording in recordings if any(_moved(recording, name) for name in asked)
+        ] or recordings
     if len(recordings) > 2:
         raise click.UsageError("--compare needs one FILE, or two: of A and of B")
     found = [
@@ -47,16 +51,20 @@ def _transfers(
     """Return the transfers of a request, or the transfer of a row (`#7`)."""
     if name[:1] == "#" and name[1:].isdigit():
         return [transfer_at(recording, int(name[1:]))]
-    found = [row for row in select(recording, tag=name) if isinstance(row, TransferRecord)]
+    found = _moved(recording, name)
     if not found:
         here = recording.header.cluster_id
-        moved = [row for other in recordings for row in select(other, tag=name)]
-        passive = any(isinstance(row, TransferRecord) and row.peer == here for row in moved)
+        passive = any(row.peer == here for other in recordings for row in _moved(other, name))
         raise click.UsageError(
             f"--compare {name}: {recording.path} has no transfer of that tag"
             + "; it is of the other end of these transfers: compare both ends with --sums" * passive
         )
     return found
+
+
+def _moved(recording: Recording, tag: str) -> list[TransferRecord]:
+    """Return the transfers of a request."""
+    return [row for row in select(recording, tag=tag) if isinstance(row, TransferRecord)]
 
 
 def _pair(a: TransferRecord | None, b: TransferRecord | None) -> dict[str, Any]:

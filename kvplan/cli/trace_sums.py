@@ -35,11 +35,14 @@ def compare_sums(recordings: Sequence[Recording], tag: str | None, *, as_json: b
     """Print the bytes of each transfer with sums that differ from those of the owner."""
     found = [sums for recording in recordings for sums in _sums_of(recording)]
     asked = {id(row) for recording in recordings for row in select(recording, tag=tag)}
-    moved = [sums for sums in found if sums.transfer is not None and id(sums.row) in asked]
+    moved = [sums for sums in found if sums.transfer is not None]
     if not moved:
         raise click.UsageError(
             "--sums: no transfer has sums; record them with KVPLAN_OBSERVE=nixl,sums"
         )
+    moved = [sums for sums in moved if id(sums.row) in asked]
+    if not moved:
+        raise click.UsageError(f"--sums: no transfer of {tag} has sums")
     documents = [
         _compared(sums, found) | {"read_before": text}
         for sums, text in zip(moved, _read_before(moved), strict=True)

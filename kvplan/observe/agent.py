@@ -11,11 +11,14 @@ from typing import Any, Final
 import numpy as np
 
 from kvplan.observe.plans import (
+    INDEX,
     Numbers,
     Regions,
+    as_indices,
     cut_alike,
     plan_of,
     plan_of_ranges,
+    ranges_at,
     regions_of,
     uneven,
 )
@@ -53,7 +56,7 @@ class Agent:
         self._sums = sums
         self._registered: dict[tuple[int, int], Side] = {}
         self._host: set[tuple[int, int]] = set()  # registered memory that this process can read
-        self._lists: dict[int, tuple[Regions, int | None]] = {}
+        self._lists: dict[int, tuple[Regions, Peer | None]] = {}
         self._transfers: dict[int, Observed] = {}
         self._in_flight: dict[int, Observed] = {}  # from the posting until the end is seen
         self._pairs: dict[tuple[object, ...], dict[str, Any]] = {}
@@ -114,7 +117,7 @@ class Agent:
         peer: int | None,
     ) -> None:
         """Remember a list of descriptors under its handle; `peer` None: of this process."""
-        self._lists[handle] = self._regions(ranges, peer), peer
+        self._lists[handle] = self._regions(ranges, peer), None if peer is None else Peer(peer)
 
     def _regions(self, ranges: Numbers, peer: int | None) -> Regions:
         cuts = np.array([address for address, _ in self._registered], np.int64)
@@ -147,9 +150,7 @@ class Agent:
         """Remember a transfer between entries of two lists."""
         ours, theirs = self._lists.get(local), self._lists.get(remote)
         if ours is not None and theirs is not None:
-            here, there = (
-                np.asarray(indices, np.int64) for indices in (local_indices, remote_indices)
-            )
+            here, there = as_indices(local_indices), as_indices(remote_indices)
             if (pair := cut_alike(ours[0], here, theirs[0], there)) is not None:
                 ours, theirs = (pair[0], ours[1]), (pair[1], theirs[1])
                 self._lists |= {local: ours, remote: theirs}
@@ -162,23 +163,24 @@ class Agent:
     ) -> None:  # fmt: skip
         """Remember a transfer between two lists of descriptors."""
         ours, theirs = self._regions(local, None), self._regions(remote, peer)
-        every = np.arange(len(local))
-        self._remember(handle, op == "READ", ours, every, (theirs, peer), every, message)
+        every = as_indices(range(len(local)))
+        self._remember(handle, op == "READ", ours, every, (theirs, Peer(peer)), every, message)
 
     def _remember(
-        self, handle: int, pulls: bool, ours: Regions, here: Numbers,
-        theirs: tuple[Regions, int | None], there: Numbers, message: bytes | str,
+        self, handle: int, pulls: bool, ours: Regions, here: bytes,
+        theirs: tuple[Regions, Peer | None], there: bytes, message: bytes | str,
         tables: tuple[Table, Table] | tuple[None, None] = (None, None),
     ) -> None:  # fmt: skip
         regions, peer = theirs
+        mine, other = tables
         self._transfers[handle] = Observed(
             "pull_blocks" if pulls else "push_blocks", tag_of(message), 0.0,
-            ours.sides[0].cache_id, None if peer is None else Peer(peer), pulls,
-            End(lambda: (ours.addresses[here], ours.nbytes[here]), tables[0]),
-            End(lambda: (regions.addresses[there], ours.nbytes[here]), tables[1]),
-            ours.sides[0].stride * len(here) if tables[0] else int(ours.nbytes[here].sum()),
+            ours.sides[0].cache_id, peer, pulls,
+            End(partial(ranges_at, ours, here, ours, here), mine),
+            End(partial(ranges_at, regions, there, ours, here), other),
+            ours.sides[0].stride * (len(here) // INDEX) if mine else ours.total(here),
             partial(plan_of, pulls, ours, here, regions, there),
-            uneven=uneven(ours, here) if message and tables[0] is None else "",
+            uneven=uneven(ours, here) if message and mine is None else "",
         )  # fmt: skip
 
     def move(
@@ -294,7 +296,7 @@ class Agent:
 
     def _pair(self, pulls: bool, src: Table, dst: Table) -> dict[str, Any]:
         """Return the common fields of transfers between the same tensors of two lists."""
-        key = pulls, src.regions, dst.regions, src.tensors, dst.tensors
+        key = pulls, src.regions, dst.regions, src.first, dst.first, src.num_tensors
         if (pair := self._pairs.get(key)) is None:
             if len(self._pairs) >= _MAX_PAIRS:
                 self._pairs.clear()

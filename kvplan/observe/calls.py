@@ -1,22 +1,20 @@
 """The queue of observed calls, and wrappers of the methods that each transfer calls.
 
-The program waits for these wrappers, so they only keep references; the thread does all else.
+The program waits for these wrappers, so they only append to a log; the thread does all else.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import wraps
 from inspect import signature
 from queue import SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
+from kvnative._observed import CallLog
 from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
@@ -24,24 +22,23 @@ if TYPE_CHECKING:
 
 _log = Log("kvplan")
 
-MAX_SEEN: Final = 1 << 17  # calls that wait for the thread
+MAX_SEEN: Final = 1 << 16
+"""Calls that wait for the thread; of methods that each transfer does not call, twice as many."""
 
-_MUTABLE: Final = frozenset((list, np.ndarray))
-"""Types of indices that a program may change later; copying them is fast."""
+_MAX_NBYTES: Final = 16 << 20  # of indices that wait for the thread
+_AT_ONCE: Final = 64  # calls that the thread takes before the program's threads have their turn
+_TURN_S: Final = 50e-6
 
 Note = Callable[..., None]
 """A method of `Agent`; its arguments are begin, end, error or "", and the picked values."""
 
 
-@dataclass
 class Calls:
     """Calls that the threads of one process have made.
 
     Attributes:
-        active: False to observe nothing.
-        seen: note, id of the agent, begin, end, error and picked values of each call.
+        seen: the calls that wait for the thread.
         tokens: wake the thread: True for new calls, False for the end, an Event to set.
-        awake: True if the thread has a token.
         thread: the thread that takes calls; None: no agent was made.
         agents: the agents by the id of the observed object.
         failed: True after an error of the observer.
@@ -49,15 +46,15 @@ class Calls:
         mutex: held by the thread that takes calls.
     """
 
-    active: bool = True
-    seen: deque[tuple[Any, ...]] = field(default_factory=deque)
-    tokens: SimpleQueue[bool | threading.Event] = field(default_factory=SimpleQueue)
-    awake: bool = False
-    thread: threading.Thread | None = None
-    agents: dict[int, Agent] = field(default_factory=dict)
-    failed: bool = False
-    inline: bool = False
-    mutex: threading.RLock = field(default_factory=threading.RLock)
+    def __init__(self, *, inline: bool, max_seen: int = MAX_SEEN) -> None:
+        self.seen = CallLog(self.wake, max_seen, _MAX_NBYTES)
+        self.tokens: SimpleQueue[bool | threading.Event] = SimpleQueue()
+        self.thread: threading.Thread | None = None
+        self.agents: dict[int, Agent] = {}
+        self.failed = False
+        self.inline = inline
+        self.mutex = threading.RLock()
+        self._is_taking = False
 
     def wake(self) -> None:
         """Let the thread take the calls, or take them here if `inline`."""
@@ -65,31 +62,45 @@ class Calls:
             self.seen.clear()
         elif self.inline:
             self.take()
-        elif not self.awake:
-            self.awake = True
+        else:
+            self.seen.awake = True
             self.tokens.put(True)
 
     def take(self) -> None:
-        """Pass the calls to their agents."""
+        """Pass the calls so far to their agents."""
         with self.mutex:
-            if (count := len(self.seen)) > MAX_SEEN:
-                self.seen.clear()
-                for agent in list(self.agents.values()):
-                    agent.lose(count)
-            while self.seen:
-                note, owner, begin, end, error, *picked = self.seen.popleft()
-                noting = self.agents.get(owner)
-                if noting is None or self.failed:
-                    continue
-                try:
-                    note(noting, begin, end, error, *picked)
-                except Exception as raised:
-                    self.step_aside(raised)
+            if self._is_taking:  # a signal handler, or a finalizer, in the loop below
+                return
+            self._is_taking = True
+            try:
+                left = len(self.seen)
+                while left > 0 or (self.inline and len(self.seen)):
+                    calls, lost = self.seen.take(_AT_ONCE)
+                    left -= len(calls)
+                    self._pass(calls, lost)
+                    if not self.inline:
+                        time.sleep(_TURN_S)  # the program need not wait for the GIL
+            finally:
+                self._is_taking = False
+
+    def _pass(self, calls: list[tuple[Any, ...]], lost: int) -> None:
+        """Pass calls to their agents, and the number of those that were lost after them."""
+        for note, owner, *values in calls:
+            noting = self.agents.get(owner)
+            if noting is None or self.failed:
+                continue
+            try:
+                note(noting, *values)
+            except Exception as raised:
+                self.step_aside(raised)
+        if lost:
+            for agent in list(self.agents.values()):
+                agent.lose(lost)
 
     def step_aside(self, error: Exception) -> None:
         """End observing after an error, with one warning."""
         if not self.failed:
-            self.active, self.failed = False, True
+            self.seen.active, self.failed = False, True
             _log.warning(
                 "observing has ended: %s: %s; the program goes on", type(error).__name__, error
             )
@@ -97,8 +108,9 @@ class Calls:
     def forked(self) -> None:
         """Begin empty in a forked child: the parent records its agents."""
         self.seen.clear()
-        self.mutex = threading.RLock()
-        self.tokens, self.awake, self.thread, self.agents = SimpleQueue(), False, None, {}
+        self.mutex, self._is_taking = threading.RLock(), False
+        self.seen.awake = False
+        self.tokens, self.thread, self.agents = SimpleQueue(), None, {}
 
 
 def takes(method: Callable[..., object], *names: str) -> bool:
@@ -119,37 +131,41 @@ def by_handle(
         quiet: a result that is not noted.
         begins: True to note the time before the call, too.
     """
-    # A call with starred arguments takes four times as long as one without, so both are here.
-    see = calls.seen.append
+    see = calls.seen.add_handle
 
     @wraps(original)
     def observed(self: object, handle: object, *args: Any, **kwargs: Any) -> Any:
-        if not calls.active:
-            return original(self, handle, *args, **kwargs)
-        begin = perf_counter() if begins else 0.0
+        begin = perf_counter()
         try:
+            # A call with starred arguments takes four times as long as one without.
             if args or kwargs:
                 result = original(self, handle, *args, **kwargs)
             else:
                 result = original(self, handle)
         except BaseException as error:
-            text = f"{type(error).__name__}: {error}"  # no frames are kept
-            see((note, id(self), begin, perf_counter(), text, key_of(handle), None, args or kwargs))
-            calls.wake()
+            see(note, self, handle, None, begin, args or kwargs, text_of(error))
             raise
         if result != quiet:
-            key = handle if type(handle) is int else id(handle)
-            see((note, id(self), begin, perf_counter(), "", key, result, args or kwargs))
-            if not calls.awake:
-                calls.wake()
+            see(note, self, handle, result, begin, args or kwargs, "")
         return result
 
-    return observed
+    @wraps(original)
+    def observed_alone(self: object, handle: object) -> Any:
+        try:
+            result = original(self, handle)
+        except BaseException as error:
+            see(note, self, handle, None, 0.0, (), text_of(error))
+            raise
+        if result != quiet:
+            see(note, self, handle, result, 0.0, (), "")
+        return result
+
+    return observed if begins or len(signature(original).parameters) > 2 else observed_alone
 
 
 def by_indices(original: Callable[..., Any], calls: Calls, note: Note) -> Callable[..., Any]:
     """Return a wrapper of a method that makes a transfer of two lists and indices."""
-    see = calls.seen.append
+    see = calls.seen.add_made
 
     @wraps(original)
     def observed(
@@ -167,27 +183,21 @@ def by_indices(original: Callable[..., Any], calls: Calls, note: Note) -> Callab
                 self, operation, local_xfer_side, local_indices, remote_xfer_side, remote_indices,
                 notif_msg,
             )  # fmt: skip
-        if not calls.active:
-            return made
         try:
-            ours, theirs = local_xfer_side, remote_xfer_side
-            here, there = local_indices, remote_indices
-            see((
-                note, id(self), 0.0, 0.0, "",
-                made if type(made) is int else id(made), operation,
-                ours if type(ours) is int else id(ours),
-                here.copy() if type(here) in _MUTABLE else tuple(here),
-                theirs if type(theirs) is int else id(theirs),
-                there.copy() if type(there) in _MUTABLE else tuple(there),
-                notif_msg,
-            ))  # fmt: skip
-            if not calls.awake:
-                calls.wake()
+            see(
+                note, self, made, operation, local_xfer_side, local_indices, remote_xfer_side,
+                remote_indices, notif_msg,
+            )  # fmt: skip
         except Exception as error:
             calls.step_aside(error)
         return made
 
     return observed
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception; its frames are not kept."""
+    return f"{type(error).__name__}: {error}"
 
 
 def key_of(handle: object) -> int:

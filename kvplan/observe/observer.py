@@ -41,7 +41,7 @@ class Observer:
         sums: True to record sums of the blocks of each transfer. Its calls then take longer.
 
     Attributes:
-        calls: the observed calls; active until a failure, or `close`.
+        calls: the observed calls; noted until a failure, or `close`.
     """
 
     def __init__(self, folder: str | os.PathLike[str] = "", *, sums: bool = False) -> None:
@@ -70,7 +70,7 @@ class Observer:
 
         @wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            if not calls.active:
+            if not calls.seen.active:
                 return original(*args, **kwargs)
             begin = perf_counter()
             try:
@@ -116,8 +116,7 @@ class Observer:
     ) -> None:  # fmt: skip
         picked = pick(args, kwargs, result)
         if note is not None:
-            self.calls.seen.append((note, id(args[0]), begin, perf_counter(), error, *picked))
-            self.calls.wake()
+            self.calls.seen.add(note, args[0], begin, error, picked)
 
     def guarded(self, call: Callable[..., object], *values: Any) -> None:
         """Call a function of the observer; an error only ends observing."""
@@ -154,7 +153,7 @@ class Observer:
     def sum(self, tag: str, descriptors: Any) -> None:
         """Record sums of memory of an agent, for `kvplan.observe.sums`."""
         calls = self.calls
-        if calls.inline and calls.active:
+        if calls.inline and calls.seen.active:
             ranges = ranges_of(descriptors)[0]
             with calls.mutex:
                 calls.take()
@@ -176,7 +175,7 @@ class Observer:
     def close(self) -> None:
         """Record the remaining calls, and end. Idempotent."""
         calls = self.calls
-        calls.active = False
+        calls.seen.active = False
         if calls.thread is not None:
             calls.tokens.put(False)
             calls.thread.join(_CLOSING_S)
@@ -191,7 +190,7 @@ class Observer:
             if token is True:
                 with suppress(Empty):
                     token = calls.tokens.get(timeout=_INTERVAL_S)
-            calls.awake = False  # first: calls from here on wake the thread again
+            calls.seen.awake = False  # first: calls from here on wake the thread again
             calls.take()
             if isinstance(token, threading.Event):
                 token.set()

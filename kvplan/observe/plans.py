@@ -21,6 +21,9 @@ from kvplan.types import Placement
 
 Numbers = NDArray[np.int64]
 
+INDEX: Final = 8
+"""Bytes of an index. Indices of a transfer are bytes, of int64, as most need no array."""
+
 ADDRESSES: Final = Side(1, 1, 2**62, False, Placement.HOST, name="addresses")
 """Memory of a peer whose registrations are unknown: offsets are addresses."""
 
@@ -63,6 +66,10 @@ class Regions:
         cut = replace(side, num_tensors=num_tensors, count=side.count // num_tensors)
         return Regions(self.addresses, self.nbytes, self.group, tensor, row, (cut,))
 
+    def total(self, indices: bytes) -> int:
+        """Return the number of bytes of these ranges."""
+        return int(self.nbytes[_numbers(indices)].sum())
+
     def num_layers(self, indices: Numbers) -> int:
         """Return the number of tensors in a list without visible borders, by a transfer's indices.
 
@@ -80,6 +87,22 @@ class Regions:
             if (rows[1:] - rows[:-1] == piece).all() and (rows[0] < piece).all():
                 return count
         return 1
+
+
+def as_indices(given: Any) -> bytes:
+    """Return the indices of a transfer as bytes."""
+    return given if type(given) is bytes else np.array(given, np.int64).tobytes()
+
+
+def _numbers(indices: bytes) -> Numbers:
+    return np.frombuffer(indices, np.int64)
+
+
+def ranges_at(
+    regions: Regions, indices: bytes, sized: Regions, their_indices: bytes
+) -> tuple[Numbers, Numbers]:
+    """Return addresses of chosen ranges, and sizes of those of another list that are chosen."""
+    return regions.addresses[_numbers(indices)], sized.nbytes[_numbers(their_indices)]
 
 
 def ranges_of(given: Any) -> tuple[Numbers, list[str]]:
@@ -156,28 +179,31 @@ def regions_of(
 
 
 def cut_alike(
-    ours: Regions, here: Numbers, theirs: Regions, there: Numbers
+    ours: Regions, here: bytes, theirs: Regions, there: bytes
 ) -> tuple[Regions, Regions] | None:
     """Return both lists cut into tensors, if a transfer shows borders that were not visible.
 
     Layers that touch in one registration have no visible border.
     """
     if (
-        not (ours.whole and theirs.whole and len(here))
+        len(here) < 4 * INDEX  # two rows of two layers
+        or not (ours.whole and theirs.whole)
         or max(ours.sides[0].num_tensors, theirs.sides[0].num_tensors) > 1
+        or (count := ours.num_layers(_numbers(here))) == 1
+        or count != theirs.num_layers(_numbers(there))
     ):
         return None
-    count = ours.num_layers(here)
-    return (ours.cut(count), theirs.cut(count)) if count == theirs.num_layers(there) > 1 else None
+    return ours.cut(count), theirs.cut(count)
 
 
-def uneven(regions: Regions, indices: Numbers) -> str:
+def uneven(regions: Regions, indices: bytes) -> str:
     """Return text about layers of a cache with unequal numbers of blocks; often empty.
 
     A transfer that leaves out layers has none.
     """
+    rows = _numbers(indices)
     for number, side in enumerate(regions.sides):
-        chosen = indices[regions.group[indices] == number]
+        chosen = rows[regions.group[rows] == number]
         counts = np.bincount(regions.tensor[chosen], minlength=side.num_tensors)
         if counts.all() and (most := int(counts.max())) != (least := int(counts.min())):
             return (
@@ -188,11 +214,12 @@ def uneven(regions: Regions, indices: Numbers) -> str:
 
 
 def plan_of(
-    pulls: bool, local: Regions, local_indices: Numbers, remote: Regions, remote_indices: Numbers
+    pulls: bool, local: Regions, local_indices: bytes, remote: Regions, remote_indices: bytes
 ) -> Plan:
     """Return the plan of a transfer between entries of two lists."""
+    here, there = _numbers(local_indices), _numbers(remote_indices)
     src, dst = (remote, local) if pulls else (local, remote)
-    read, written = (remote_indices, local_indices) if pulls else (local_indices, remote_indices)
+    read, written = (there, here) if pulls else (here, there)
     keys = np.stack(
         [src.group[read], dst.group[written], src.tensor[read], dst.tensor[written]], axis=1
     )
@@ -230,7 +257,7 @@ def plan_of(
                 segments=Segments(
                     src_rows * source.stride,
                     dst_rows * target.stride,
-                    local.nbytes[local_indices[first:last]],
+                    local.nbytes[here[first:last]],
                 ),
                 num_slices=last - first,
                 coalesce=Coalesce.NONE,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from kvnative._observed import tables_of as table_pair
 from kvplan.lease import BlockLease
 from kvplan.observe.plans import Numbers, Regions
 from kvplan.planning.plan import Plan
@@ -66,37 +66,27 @@ class Table(NamedTuple):
     """Rows that a transfer moves in each of several tensors."""
 
     regions: Regions
-    tensors: range
-    rows: Numbers
-
-    @classmethod
-    def of(cls, regions: Regions, indices: Numbers, num_tensors: int) -> Table | None:
-        """Return the table of indices that name the same rows of consecutive tensors, or None."""
-        if len(indices) % num_tensors:
-            return None
-        (side,) = regions.sides
-        tensors = indices.reshape(num_tensors, -1)
-        first = int(indices[0]) // side.count
-        if first < 0 or first + num_tensors > side.num_tensors:
-            return None
-        rows = tensors[0] - first * side.count
-        if int(rows.view(np.uint64).max()) >= side.count:  # a negative number is large
-            return None
-        if num_tensors > 1 and (tensors[1:] - tensors[:-1] != side.count).any():
-            return None
-        return cls(regions, range(first, first + num_tensors), rows)
+    first: int
+    num_tensors: int
+    rows: bytes  # as int64
+    different: bool  # no two rows are equal
 
 
 def tables_of(
-    ours: Regions, here: Numbers, theirs: Regions, there: Numbers
+    ours: Regions, here: bytes, theirs: Regions, there: bytes
 ) -> tuple[Table, Table] | tuple[None, None]:
     """Return a transfer as two tables of equal length, if all of its rows are whole."""
-    if ours.whole and theirs.whole and ours.sides[0].stride == theirs.sides[0].stride and len(here):
-        again = np.flatnonzero(here == here[0] + ours.sides[0].count)
-        count = len(here) // int(again[0]) if len(again) else 1
-        found = Table.of(ours, here, count), Table.of(theirs, there, count)
-        if found[0] is not None and found[1] is not None:
-            return found[0], found[1]
+    if ours.whole and theirs.whole and ours.sides[0].stride == theirs.sides[0].stride:
+        mine, other = ours.sides[0], theirs.sides[0]
+        found = table_pair(
+            here, there, mine.num_tensors, mine.count, other.num_tensors, other.count
+        )
+        if found is not None:
+            num, first, rows, differ, there_first, there_rows, there_differ = found
+            return (
+                Table(ours, first, num, rows, differ),
+                Table(theirs, there_first, num, there_rows, there_differ),
+            )
     return None, None
 
 
@@ -108,26 +98,27 @@ class End:
         table: the descriptors as a table, if they are one.
     """
 
+    __slots__ = ("_rows", "_spans", "ranges", "table")
+
     def __init__(
         self, ranges: Callable[[], tuple[Numbers, Numbers]], table: Table | None = None
     ) -> None:
         self.ranges = ranges
         self.table = table
+        self._spans: Spans | None = None
+        self._rows: frozenset[int] | None = None
 
-    @cached_property
+    @property
     def spans(self) -> Spans:
         """The ranges."""
-        return Spans.of(*self.ranges())
-
-    @cached_property
-    def _rows(self) -> frozenset[int]:
-        assert self.table is not None
-        return frozenset(self.table.rows.tolist())
+        if self._spans is None:
+            self._spans = Spans.of(*self.ranges())
+        return self._spans
 
     def twice(self) -> int | None:
         """Return an address that two descriptors contain, or None."""
         table = self.table
-        if table is not None and table.regions.apart and len(self._rows) == len(table.rows):
+        if table is not None and table.different and table.regions.apart:
             return None
         return self.spans.twice()
 
@@ -135,13 +126,18 @@ class End:
         """Return an address that a descriptor of each side contains, or None."""
         ours, theirs = self.table, other.table
         if ours is not None and theirs is not None and ours.regions is theirs.regions and (
-            ours.regions.apart and self._rows.isdisjoint(other._rows)
+            ours.regions.apart and self._row_set(ours).isdisjoint(other._row_set(theirs))
         ):  # fmt: skip
             return None
         return self.spans.common(other.spans)
 
+    def _row_set(self, table: Table) -> frozenset[int]:
+        if self._rows is None:
+            self._rows = frozenset(memoryview(table.rows).cast("q"))
+        return self._rows
 
-@dataclass
+
+@dataclass(slots=True)
 class Observed:
     """A transfer, which `Recorder` records when it ends.
 
@@ -176,7 +172,7 @@ class Observed:
         """The bytes that the transfer writes."""
         return self.here if self.pulls else self.there
 
-    @cached_property
+    @property
     def plan(self) -> Plan | None:
         """The plan; None: the transfer writes a byte twice, which no plan can."""
         return None if self.make_plan is None else self.make_plan()

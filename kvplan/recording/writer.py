@@ -184,7 +184,7 @@ class Recorder:
         self,
         head: tuple[object, ...],
         pair: dict[str, Any],
-        rows: tuple[Blocks, Blocks],
+        rows: tuple[Blocks | bytes, Blocks | bytes],
         nbytes: int,
         part: Callable[[], Part],
     ) -> None:
@@ -193,7 +193,7 @@ class Recorder:
         Args:
             head: the fields of a `TransferRow` before its parts.
             pair: the fields that all parts of its pair of caches share, as of `RowPair.cuts`.
-            rows: source and destination rows.
+            rows: source and destination rows; bytes: as int64.
             nbytes: of each tensor.
             part: makes the part, if the other arguments do not determine it.
         """
@@ -379,7 +379,7 @@ def _field(value: object) -> object:
 
 
 def _as_rows(
-    kind: str, src: Side, dst: Side, rows: tuple[Blocks, Blocks], nbytes: int
+    kind: str, src: Side, dst: Side, rows: tuple[Blocks | bytes, Blocks | bytes], nbytes: int
 ) -> tuple[object, ...]:
     """Return the last three fields of a `PartRow` whose rows are copied as bytes."""
     if kind != "C2C":
@@ -388,8 +388,10 @@ def _as_rows(
     return b"", b"", (1, src_slot * src.stride, dst_slot * dst.stride, nbytes)
 
 
-def _packed(rows: Blocks) -> bytes:
-    """Return a block table as int64, little-endian."""
+def _packed(rows: Blocks | bytes) -> bytes:
+    """Return a block table as int64, little-endian; bytes are one."""
+    if isinstance(rows, bytes):
+        return rows
     if isinstance(rows, np.ndarray):
         return rows.astype("<i8", copy=False).tobytes()
     return array("q", rows).tobytes()

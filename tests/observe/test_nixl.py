@@ -127,7 +127,7 @@ def test_an_observer_that_fails_says_so_once_and_steps_aside(
     handle = program.make([1], [2])
     program.agent.make_prepped_xfer("READ", program.local, [1], program.remote, [2], 5)
     program.observer.flush()  # a message that is no bytes
-    assert not program.observer.calls.active
+    assert not program.observer.calls.seen.active
     assert program.agent.transfer(handle) == "DONE"
     said = [its.message for its in caplog.records if "observing has ended" in its.message]
     assert len(said) == 1
@@ -249,15 +249,19 @@ def test_a_forked_child_observes_its_own_agents_only(program: Program) -> None:
 
 def test_calls_that_come_too_fast_are_a_finding(program: Program) -> None:
     """Those of transfers that began before are left out; later ones are recorded."""
-    calls = program.observer.calls
     handle = program.make([1], [3])
     program.observer.flush()
-    calls.awake = True  # the thread is not woken
-    calls.seen.extend([(None, 0, 0.0, 0.0, "")] * MAX_SEEN)
-    program.agent.transfer(handle)
-    run(program, [2], [4])
+    with program.observer.calls.mutex:  # the thread waits
+        for _ in range(MAX_SEEN):
+            program.agent.release_dlist_handle(handle)
+        program.agent.transfer(handle)
+        run(program, [2], [4])
+        new = program.agent.prep_xfer_dlist("prefill", program.blocks(program.there))
     program.observer.flush()
     assert program.findings() == ["calls_lost"]
+    (lost,) = [its for its in program.recording().events if its.operation == "warning"]
+    assert lost.fields["count"] == 5  # two of them by `transfer`, which polls
+    program.remote = new  # a list is not lost
     run(program, [2], [4])
     assert len(program.recording().transfers) == 1
 

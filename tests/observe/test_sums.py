@@ -143,6 +143,22 @@ def test_the_owner_has_no_transfer_to_compare(
     assert "--sums" not in capsys.readouterr().err
 
 
+def test_two_requests_in_a_folder_of_both_ends(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The owner's recording has no transfer, and is left out."""
+    for tag in ("cmpl-7", "cmpl-8"):
+        handle = pair.make(MINE, THEIRS, request=tag)
+        assert pair.agent.transfer(handle) == "DONE"
+    pair.observer.flush()
+    assert main(["trace", str(pair.folder), "--compare", "cmpl-7", "cmpl-8"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("nixl-decode-") == 2
+    assert "same runs in the same order" in said
+    for tags in (("cmpl-7", "cmpl-9"), ("#1", "#2")):
+        assert main(["trace", str(pair.folder), "--compare", *tags]) == 2
+
+
 def test_the_number_of_the_cache_is_listed(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     """What the listing says is what `--block` takes; another number is answered with it."""
     pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS))
@@ -229,6 +245,8 @@ def test_without_the_sums_of_the_owner(pair: Pair, capsys: pytest.CaptureFixture
     assert "nothing to compare with" in pair.sums(capsys, 0)
     pair.hand_over("cmpl-7")
     assert "1 sum here, and 6 in" in pair.sums(capsys, 1)
+    assert main(["trace", str(pair.folder), "--sums", "--request", "cmpl-9"]) == 2
+    assert "--sums: no transfer of cmpl-9 has sums\n" in capsys.readouterr().err
 
 
 def test_memory_that_cannot_be_read_has_no_sums(pair: Pair) -> None:
@@ -240,7 +258,7 @@ def test_memory_that_cannot_be_read_has_no_sums(pair: Pair) -> None:
     pair.observer.sum("cmpl-7", [(device.ctypes.data, 64, 0)])
     pair.hand_over()
     pair.observer.flush()
-    assert pair.observer.calls.active
+    assert pair.observer.calls.seen.active
     for path in pair.folder.glob("*.kvrec"):
         assert [row for row in read(path).events if row.operation == "sums"] == []
 
