@@ -70,5 +70,8 @@ class nixl_agent:  # noqa: N801 - the name that programs import
     def release_xfer_handle(self, handle: Handle) -> None:
         self.states.pop(handle, None)
 
+    def release_dlist_handle(self, handle: Handle) -> None:
+        pass
+
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None:
         pass
