@@ -115,7 +115,9 @@ def wait_for_sleep(threads: list[str], times: int = 20) -> None:
     deadline, found = time.monotonic() + TIMEOUT_MS / 1000, 0
     while found < times:
         assert time.monotonic() < deadline, "a thread never sleeps"
-        states = [Path(f"/proc/self/task/{it}/stat").read_text().rsplit(") ")[1] for it in threads]
+        states = [
+            Path(f"/proc/self/task/{task}/stat").read_text().rsplit(") ")[1] for task in threads
+        ]
         found = found + 1 if {state[0] for state in states} == {"S"} else 0
 
 
