@@ -98,7 +98,7 @@ sanitize-threads: .venv/dev
 	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{closing,deregistering,abandoned}.py
 
 # A bug takes as long as its room's tests, at most: some 15 s in planning, and minutes in the engine.
-ROOMS ?= planning execution engine links
+ROOMS ?= planning execution engine links control serving recording observe
 SAMPLE ?= 40
 SEED ?= 1
 LEAST ?= 85

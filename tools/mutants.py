@@ -24,14 +24,34 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 COPY = ROOT / "build" / "mutants"
-TREE = ("kvplan", "kvnative", "tests", "pyproject.toml")
-# What pytest is given for each room: the first test that fails ends it, so quick ones come first.
+TREE = ("kvplan", "kvnative", "include", "tests", "tools", "docs", "examples", "benchmarks")
+FILES = ("pyproject.toml", "setup.py", "conftest.py", "pytest_kvplan.py", "README.md")
+# What pytest is given for each room: its own tests, and those of rooms above that say what it is
+# for. The first test that fails ends it, so quick ones come first.
 ROOMS = {
-    "planning": "tests/planning tests/inspection",
-    "inspection": "tests/inspection -k 'not readme and not browser'",
-    "execution": "tests/execution tests/transport -k 'not ucx'",
+    "addressed": "tests/addressed tests/hixl -k 'not ascend'",
+    "cli": "tests/cli",
+    "control": "tests/control tests/links -k 'not ucx and not ascend'",
+    "debug": "tests/debug",
+    "device": "tests/device tests/cuda",
     "engine": "tests/engine tests/datadist tests/links -k 'not ucx and not ascend'",
+    "execution": "tests/execution tests/transport -k 'not ucx'",
+    "hixl": "tests/hixl -k 'not ascend'",
+    "inspection": "tests/inspection -k 'not readme and not browser'",
     "links": "tests/links tests/datadist -k 'not ucx and not ascend'",
+    "llm_datadist": "tests/llm_datadist",
+    "mooncake": "tests/mooncake tests/addressed",
+    "nixl": "tests/nixl tests/addressed",
+    "observe": "tests/observe",
+    "planning": "tests/planning tests/inspection",
+    "recording": "tests/recording tests/debug",
+    "run": "tests/run",
+    "serving": "tests/serving",
+    "system": "tests/addressed tests/engine tests/transport -k 'not ucx and not ascend'",
+    "tensors": "tests/planning tests/addressed tests/engine -k 'not ucx and not ascend'",
+    "testing": "tests/testing",
+    "transport": "tests/transport tests/links -k 'not ucx and not ascend'",
+    "vllm": "tests/vllm",
 }
 OPERATORS = dict(
     item.split(":")
@@ -185,7 +205,7 @@ def main() -> int:
     given = parser.parse_args()
     shutil.rmtree(COPY, ignore_errors=True)
     COPY.mkdir(parents=True)
-    for path in map(ROOT.joinpath, TREE):
+    for path in map(ROOT.joinpath, (*TREE, *FILES)):
         (shutil.copytree if path.is_dir() else shutil.copy2)(path, COPY / path.name)
     rows = {item: try_room(item, given.sample, given.seed) for item in given.rooms or ROOMS}
     print(f"\n{'room':12}{'planted':>8}{'seen':>8}")

@@ -84,7 +84,7 @@ class Regions:
             if side_count % count or len(indices) % count:
                 continue
             rows, piece = indices.reshape(count, -1), side_count // count
-            if (rows[1:] - rows[:-1] == piece).all() and (rows[0] < piece).all():
+            if (rows[1:] - rows[:-1] == piece).all():
                 return count
         return 1
 

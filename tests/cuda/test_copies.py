@@ -32,6 +32,7 @@ from kvnative._executor import (
 from kvnative._lower import Descriptors
 from tests.ascend.acl_cases import DIRECTIONS, UNTOUCHED, Case, between, mixed_sizes
 from tests.ascend.simulator import Log
+from tests.cuda.conftest import PAGES
 from tests.cuda_sim.simulator import VARIANT, CudaControls
 
 LAUNCH, SINGLE = "cuLaunchKernel", "cuMemcpyAsync"
@@ -218,17 +219,28 @@ def test_a_driver_that_refuses_batches_copies_one_by_one(
 
 @pytest.mark.skipif(not HAS_BATCH, reason="that driver has no batch copies")
 @pytest.mark.parametrize(
-    ("sizes", "calls"), [([100] * 2050, 3), ([16 * MIB] * 6, 2), ([100] * 1024, 1)]
+    ("sizes", "batches", "singles"),
+    [
+        ([100] * 2050, 3, 0),
+        ([16 * MIB] * 6, 2, 0),
+        ([100] * 1024, 1, 0),
+        ([65 * MIB] * 2, 1, 1),  # one alone needs no batch
+    ],
 )
 def test_a_batch_is_no_larger_than_drivers_survive(
-    device: Device, cuda_simulator: CudaControls, sim_log: Log, sizes: list[int], calls: int
+    device: Device,
+    cuda_simulator: CudaControls,
+    sim_log: Log,
+    sizes: list[int],
+    batches: int,
+    singles: int,
 ) -> None:
     """1,024 descriptors and 64 MiB: the stand-in counts larger ones as violations."""
     cuda_simulator.add_fault(f"{MODULE}:1=218")  # where the kernel would be faster
     tune_copies(device, "device_to_device", CopyTuning(0, 1 << 30, 0))
     executor = Executor(device.backend("device_to_device"))
     run(executor, between(device, cuda_simulator, "device_to_device", sizes))
-    assert counts(sim_log) == (0, calls, 0)
+    assert counts(sim_log) == (0, batches, singles)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
@@ -368,12 +380,16 @@ def test_a_launch_that_is_refused_fails_alone(device: Device, cuda_simulator: Cu
     run(executor, case)
 
 
+@pytest.mark.parametrize("fails_at", range(1, PAGES + 4))
 def test_memory_of_launches_is_freed_with_the_device(
-    cuda_simulator: CudaControls,
+    cuda_simulator: CudaControls, fails_at: int
 ) -> None:
+    """Also what was made before the host's part of it cannot be had: of a page, of columns."""
     device = CudaLibrary.load().device(5)
     executor = Executor(device.backend("device_to_device"))
+    cuda_simulator.add_fault(f"cuMemHostAlloc:{fails_at}=2")
     run(executor, between(device, cuda_simulator, "device_to_device", [8] * 300))
+    assert not cuda_simulator.faults_left()
     case = between(device, cuda_simulator, "device_to_device", [8] * 300)
     assert given_up(cuda_simulator, executor, case).status == KVN_CANCELLED
     cuda_simulator.end_hangs()

@@ -401,6 +401,51 @@ static void one_without_room(void)
     CHECK(num_opened == 5 && num_queries[0] == 2);
 }
 
+static int make_event(const kvn_device *device, void **out, kvn_failure *failure)
+{
+    static int an_event;
+
+    (void)device, (void)failure;
+    *out = &an_event;
+    return KVN_OK;
+}
+
+static int record_event(const kvn_device *device, void *event, kvn_stream stream, kvn_failure *failure)
+{
+    (void)device, (void)event, (void)stream, (void)failure;
+    return KVN_OK;
+}
+
+static int is_there(const kvn_device *device, void *event, kvn_failure *failure)
+{
+    (void)device, (void)event, (void)failure;
+    return KVN_OK;
+}
+
+/* An event that is used again is of its new point's stream, or of no known one, and behind all points before. */
+static void used_for_another_stream(void)
+{
+    static const kvn_device_ops ops = {.get_context = get_no_context, .set_context = set_context,
+                                       .create_event = make_event, .record_event = record_event,
+                                       .query_event = is_there, .destroy_event = destroy};
+    static int one, another;
+    const kvn_stream streams[] = {(kvn_stream)&one, (kvn_stream)&another, (kvn_stream)&one, NULL, (kvn_stream)2};
+    kvn_device device = {.ops = &ops, .pid = getpid()};
+    kvn_events *events = kvn_events_create(&device);
+    const kvn_event_unit *before = NULL;
+    kvn_event event;
+    kvn_failure failure;
+
+    for (uint64_t i = 0; i < sizeof streams / sizeof *streams; i++) {
+        CHECK(kvn_event_take_stream(events, streams[i], &event, &failure) == KVN_OK);
+        CHECK(!before || event.unit == before);
+        CHECK(event.unit->of == (i < 3 ? streams[i] : NULL) && event.unit->number == i);
+        before = event.unit;
+        kvn_event_give_back(&event);
+    }
+    kvn_events_destroy(events);
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
@@ -411,6 +456,7 @@ int main(int count, char **arguments)
         {"begun_without_waiting", begun_without_waiting},
         {"first_of_each_stream", first_of_each_stream},
         {"one_without_room", one_without_room},
+        {"used_for_another_stream", used_for_another_stream},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

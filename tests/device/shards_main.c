@@ -100,9 +100,22 @@ static void endings_in_any_order(void)
     }
 }
 
+/* A shard that its channel has taken from the queue, but has not begun, finds the request given up. */
+static void none_begins_after_a_failure(void)
+{
+    const kvn_columns batch = {.dst = nbytes, .src = nbytes, .nbytes = nbytes, .count = 1};
+    kvn_request *request = kvn_stream_request_create(NULL, &batch, 1, 1);
+
+    CHECK(!kvn_stream_request_is_given_up(request));
+    kvn_stream_request_fail_others(request); /* none is in a queue any more */
+    CHECK(kvn_stream_request_is_given_up(request));
+    kvn_stream_request_release(NULL, request);
+}
+
 int main(int count, char **arguments)
 {
-    static const check_row rows[] = {{"endings_in_any_order", endings_in_any_order}};
+    static const check_row rows[] = {{"endings_in_any_order", endings_in_any_order},
+                                     {"none_begins_after_a_failure", none_begins_after_a_failure}};
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);
 }

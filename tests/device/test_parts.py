@@ -22,7 +22,9 @@ from tests.support.compiled import compiled
         ("events", "begun_without_waiting"),
         ("events", "first_of_each_stream"),
         ("events", "one_without_room"),
+        ("events", "used_for_another_stream"),
         ("shards", "endings_in_any_order"),
+        ("shards", "none_begins_after_a_failure"),
     ],
 )
 def test_device(tmp_path_factory: pytest.TempPathFactory, source: str, name: str) -> None:

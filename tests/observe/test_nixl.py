@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import types
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 from kvplan.observe import Observer
 from kvplan.observe.calls import MAX_SEEN
 from kvplan.observe.observer import peer_number
+from kvplan.observe.plans import Regions
 from kvplan.observe.surfaces import wrap_nixl
 from kvplan.recording import Recording, read, who_wrote
 from tests.observe import fake_nixl
@@ -293,6 +295,46 @@ def test_layers_in_one_registration_are_told_apart_by_a_transfer(
         assert transfer.plan is not None
         part = transfer.plan.part
         assert (part.num_tensor_pairs, part.dst.num_tensors) == (layers, layers)
+        assert part.dst.count == part.src.count == LAYERS * BLOCKS // layers
+
+
+def regions_in_memory() -> int:
+    gc.collect()
+    return sum(isinstance(found, Regions) for found in gc.get_objects())
+
+
+def test_of_lists_that_are_released_nothing_is_kept(program: Program) -> None:
+    """A program that makes and releases lists for hours must not grow."""
+    kept = program.local, program.remote  # a handle is known by its id
+    program.observer.flush()
+    before = regions_in_memory()
+    for first in (0, 1):
+        lists = [
+            program.agent.prep_xfer_dlist(name, program.blocks(memory))
+            for name, memory in (("", program.here), ("prefill", program.there))
+        ]
+        program.local, program.remote = lists
+        program.agent.release_xfer_handle(run(program, [1, 4], [7, 2]))
+        program.observer.flush()
+        assert regions_in_memory() == before + 2
+        for handle in (lists[first], lists[not first]):
+            program.agent.release_dlist_handle(handle)
+        program.observer.flush()
+        assert regions_in_memory() == before
+    assert len(program.recording().transfers) == 2
+    del kept
+
+
+def test_a_transfer_like_an_earlier_one_adds_only_its_rows(program: Program) -> None:
+    """No plan is made for it, since the program waits for the thread that would make it."""
+    sizes = []
+    for blocks in ([1], [1, 2], [1, 2, 3, 4]):
+        run(program, blocks, [7 - block for block in blocks])
+        program.observer.flush()
+        (path,) = program.folder.glob("*.kvrec")
+        sizes.append(path.stat().st_size)
+    two, four = np.diff(sizes)
+    assert four - two == 2 * (8 + 8)  # two rows more, each a number here and one of the peer
 
 
 def run(program: Program, here: list[int], there: list[int], op: str = "READ") -> Any:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from tools.mutants import ROOMS
 
 TESTS = Path(__file__).parents[1]
 LOOKS = {"raises", "warns", "fail", "refused"}
@@ -138,3 +141,14 @@ def test_statements_that_look_at_a_result(
     imports = "from tests.other import imported\n"
     (tmp_path / "test_one.py").write_text(imports + helpers + own + test + function)
     assert Tree(tmp_path).blind() == ([] if sees else ["tests.test_one::test_it"])
+
+
+def test_bugs_can_be_planted_in_every_room() -> None:
+    """`make mutants` knows tests of each package of kvplan, and they are there."""
+    root = TESTS.parent
+    packages = {path.parent.name for path in (root / "kvplan").glob("*/__init__.py")}
+    assert set(ROOMS) == packages
+    for tests in ROOMS.values():
+        folders = [item for item in shlex.split(tests) if item.startswith("tests/")]
+        assert folders
+        assert all((root / folder).is_dir() for folder in folders), folders

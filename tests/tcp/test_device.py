@@ -15,7 +15,17 @@ from kvnative._lower import Descriptors
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
 from tests.ascend.fixtures import device, sim_folder, simulator
 from tests.ascend.simulator import Controls
-from tests.tcp.frames import DEREGISTERED, answer, attack
+from tests.tcp.frames import (
+    ANSWER_NBYTES,
+    DEREGISTERED,
+    MOVED,
+    PULL,
+    Range,
+    Run,
+    answer,
+    attack,
+    request,
+)
 from tests.tcp.peer import (
     DIRECTIONS,
     PAGE,
@@ -212,6 +222,31 @@ def test_a_range_that_is_removed_is_not_touched_any_more(
         report = task.wait(TIMEOUT_MS)
     assert "has deregistered it" in report.message
     assert (there.bytes == 0xEE).all()
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])
+def test_what_a_socket_has_not_taken_yet_is_sent_before_zeros(
+    device: Device, secret: bytes | None
+) -> None:
+    """The staged bytes of a range that is removed meanwhile: each byte is in its place."""
+    service = TcpService(1, max_ranges=4, device=device)
+    there = Memory("device", device, 1)
+    service.add_range(0, there.address, NBYTES, True, 1, on_device=True)
+    peer = attack(service, room=32 << 10, secret=secret)  # less than is staged at once
+    peer.asks.send(request(PULL, [Range(0, 1)], [Run(there.address, NBYTES)]))
+    assert peer.asks.read_answer() == (0, MOVED, 0, 0)
+    service.remove_range(0)
+    found = np.frombuffer(peer.asks.read(NBYTES), np.uint8)
+    begin = int(np.argmin(found == there.bytes))
+    assert begin > 0
+    assert not found[begin:].any()
+    assert peer.asks.read_answer()[:2] == (0, DEREGISTERED)
+    service.add_range(0, there.address, NBYTES, True, 2, on_device=True)
+    peer.asks.send(request(PULL, [Range(0, 2)], [Run(there.address, PAGE)], number=1))
+    assert peer.asks.read(ANSWER_NBYTES) == answer(1)
+    assert peer.asks.read(PAGE) == there.bytes[:PAGE].tobytes()
+    service.close()
+    peer.close()
 
 
 def test_host_memory_in_the_same_transfer_may_be_unmapped(ends: Ends, device: Device) -> None:

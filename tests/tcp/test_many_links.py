@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,37 @@ from kvnative._tcp import TcpService
 from tests.support.held import Held
 from tests.support.peer import ROOT
 from tests.tcp.frames import attack
-from tests.tcp.peer import DIRECTIONS, TIMEOUT_MS, allocated, backend_of, descriptors, link_within
+from tests.tcp.peer import (
+    DIRECTIONS,
+    PAGE,
+    TIMEOUT_MS,
+    allocated,
+    backend_of,
+    descriptors,
+    link_within,
+)
 
 MIB = 1 << 20
+
+
+LINKS = """
+from kvnative._tcp import TcpService
+from tests.tcp.peer import allocated, link_within
+
+service = TcpService(1, max_ranges=1)
+before = allocated()
+ends = [link_within(service, service) for _ in range(50)]
+print(allocated() - before)
+"""
+
+
+def run_python(program: str, environ: dict[str, str]) -> str:
+    """Return what a program prints, with imports as here."""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, timeout=60, stdout=subprocess.PIPE, check=True
+    )
+    return done.stdout.decode()
 
 
 class TestCost:
@@ -45,6 +74,13 @@ class TestCost:
         assert (allocated() - before) / (2 * count) < 256 << 10
         service.close()
 
+    def test_memory_where_malloc_gives_garbage(self) -> None:
+        """As much as elsewhere: nothing takes new memory for zeros."""
+        grown = [
+            int(run_python(LINKS, {**os.environ, "MALLOC_PERTURB_": byte})) for byte in ("0", "165")
+        ]
+        assert grown[1] <= 1.1 * grown[0], grown
+
     def test_of_a_service(self) -> None:
         """Two descriptors of a thread; nothing is left of it."""
         before = Held.now()
@@ -54,6 +90,35 @@ class TestCost:
         before.check_new_are_not_inherited()
         service.close()
         before.check_nothing_new()
+
+    @pytest.mark.parametrize("secret", [None, bytes(32)])
+    def test_of_services_that_wait(self, secret: bytes | None) -> None:
+        """No processor time: after a request, both of its ends sleep until the next one."""
+        before = Held.now()
+        near, far = TcpService(1, max_ranges=1), TcpService(1, max_ranges=1)
+        threads = [task for task, _ in before.new().threads]
+        assert len(threads) == 2
+        memory, local = np.ones(PAGE, dtype=np.uint8), np.zeros(PAGE, dtype=np.uint8)
+        far.add_range(0, memory.ctypes.data, PAGE, True, 1)
+        link, _far_end = link_within(near, far, secret=secret)
+        moved = descriptors("get", local.ctypes.data, memory.ctypes.data, [(0, 0, PAGE)])
+        with Executor(backend_of(link, "get", memory.ctypes.data, PAGE)) as executor:
+            for _ in range(2):
+                assert executor.run(moved, TIMEOUT_MS).status == KVN_OK
+                wait_for_sleep(threads)
+        near.close()
+        far.close()
+
+
+def wait_for_sleep(threads: list[str], times: int = 20) -> None:
+    """Wait until threads of this process sleep whenever they are looked at."""
+    deadline, found = time.monotonic() + TIMEOUT_MS / 1000, 0
+    while found < times:
+        assert time.monotonic() < deadline, "a thread never sleeps"
+        states = [
+            Path(f"/proc/self/task/{task}/stat").read_text().rsplit(") ")[1] for task in threads
+        ]
+        found = found + 1 if {state[0] for state in states} == {"S"} else 0
 
 
 @pytest.mark.parametrize(

@@ -340,3 +340,6 @@ class TestArguments:
         refused_backend("keys: range 0 has 1; there are 1", keys=one)
         refused_backend(r"rkeys\[0\]: expected bytes that are not empty", rkeys=[b""])
         refused_backend("it must have at least 1 and end at", nbytes=one * 0)
+        last = one * np.uint64(2**64 - 1)
+        peer.backend(endpoint, "get", [whole], addresses=last, nbytes=one)
+        refused_backend("it must have at least 1 and end at", addresses=last, nbytes=one * 2)

@@ -143,10 +143,8 @@ static int await(transfer *t)
     if (status != KVN_OK)
         return status;
     t->is_held = false;
-    t->issued = 0;
-    t->unstoppable = 0;
-    t->fault->confirmed = t->at;
-    return KVN_OK;
+    t->issued = 0; /* that was a wait for all of them */
+    return drain(t, t->fault);
 }
 
 /* ---- batches ---- */

@@ -72,8 +72,6 @@ void kvn_stream_shard_settle(kvn_stream_shard *it, int status, kvn_channel_fault
     uint64_t nbytes;
 
     if (status != KVN_OK) {
-        if (fault->confirmed >= count)
-            fault->confirmed = count - 1; /* something of it failed, or was never begun */
         if (fault->confirmed > fault->failed)
             fault->confirmed = fault->failed;
         confirmed.count = fault->confirmed;

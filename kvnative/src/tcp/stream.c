@@ -178,13 +178,9 @@ static ssize_t send_buffered(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 
     if (flushed <= 0)
         return flushed;
+    if (!it->is_encrypted && !parts->device && !comes_again) /* from where they lie, which may not be mapped */
+        return send_plain(self->fd, parts->items, parts->count);
     skip(&from, comes_again);
-    if (!it->is_encrypted && !parts->device) { /* from where they lie, which may not be mapped */
-        parts->items[0].iov_base = (uint8_t *)parts->items[0].iov_base + comes_again;
-        parts->items[0].iov_len -= comes_again;
-        nbytes = send_plain(self->fd, parts->items, parts->count);
-        return nbytes < 0 && !comes_again ? nbytes : total + (nbytes > 0 ? nbytes : 0);
-    }
     while (flushed == 1 && !is_through(&from)) {
         nbytes = prepare(it, &from);
         if (nbytes <= 0)

@@ -6,7 +6,10 @@ import gc
 import os
 import re
 import select
+import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -323,3 +326,38 @@ def test_a_transport_is_closed_while_other_threads_use_it() -> None:
                 ended = [future.exception(20) for future in (*churning, linking)]
             for error in ended:
                 assert isinstance(error, LLMException), error
+
+
+WITHOUT_LIBCRYPTO = """
+import sys
+from kvplan.status import LLMException
+from kvplan.transport.tcp.metadata import Metadata
+from kvplan.transport.tcp.transport import TcpTransport
+
+peer = Metadata("0" * 32, "node7", 7, 2, True).to_bytes()
+with TcpTransport() as transport:
+    for call in (lambda: TcpTransport(encrypt=True), lambda: transport.num_streams(peer)):
+        try:
+            call()
+        except LLMException as error:
+            print(error)
+"""
+
+
+def test_without_libcrypto_encryption_is_refused_before_a_link(tmp_path: Path) -> None:
+    """If this end requires it, when the transport is made; if the peer does, with its metadata."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    empty = ["cc", "-shared", "-x", "c", "/dev/null", "-o", tmp_path / "libcrypto.so.3"]
+    subprocess.run(empty, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIBCRYPTO],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lacks = r"the libcrypto that was found lacks EVP_\w+ \(LLM_FEATURE_NOT_ENABLED\)"
+    assert re.fullmatch(
+        rf"encrypt=True: {lacks}\n.*node7.* requires encryption: {lacks}\n", done.stdout
+    ), done.stdout
