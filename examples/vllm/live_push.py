@@ -18,7 +18,7 @@ from examples.vllm.report import Answer, Report, connector
 from examples.vllm.server import Proxy, Server
 
 FEW = 72  # blocks of the prefilling server; the longest prompt takes 60
-SECONDS = aiohttp.ClientTimeout(total=300)
+SECONDS = aiohttp.ClientTimeout(total=900)
 
 
 class Pushed(Answers):

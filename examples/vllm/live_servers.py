@@ -79,7 +79,7 @@ class Served(Answers):
 
     async def run(self) -> None:
         async with AsyncExitStack() as held:
-            timeout = aiohttp.ClientTimeout(total=300)
+            timeout = aiohttp.ClientTimeout(total=900)
             session = aiohttp.ClientSession(timeout=timeout)
             self.client = Client(await held.enter_async_context(session))
             self.alone = await self.answers(self.prefill, range(len(self.prompts)))
