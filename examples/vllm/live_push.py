@@ -17,7 +17,7 @@ from examples.vllm.clients import AT_ONCE, CHUNK, LIMITS, Answers, Client
 from examples.vllm.report import Answer, Report, connector
 from examples.vllm.server import Proxy, Server
 
-FEW = 64  # blocks of the prefilling server; the longest prompt takes 60
+FEW = 66  # blocks of the prefilling server: vLLM wants room for a request of 2,048 tokens
 SECONDS = aiohttp.ClientTimeout(total=900)
 
 
