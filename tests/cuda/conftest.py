@@ -11,6 +11,7 @@ from tests.ascend.fixtures import sim_folder, sim_log
 from tests.cuda_sim.simulator import CudaControls, cuda_simulator
 from tests.datadist.conftest import idle, make_engine, make_peer, pair, peer, user
 from tests.datadist.machine import Machine, machine_of
+from tests.support.left import check_nothing_left
 
 __all__ = [
     "cuda_simulator",
@@ -35,7 +36,7 @@ def machine(cuda_simulator: CudaControls, request: pytest.FixtureRequest) -> Ite
     before = machine.left()  # of a test that failed
     yield machine
     gc.collect()
-    assert {kind for kind, count in machine.left().items() if count > before.get(kind, 0)} == set()
+    check_nothing_left(machine.left, before)
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def device(cuda_simulator: CudaControls) -> Iterator[Device]:
     yield device
     device.close()
     gc.collect()
-    assert {*besides_launches(cuda_simulator.left())} <= {"streams"}
+    check_nothing_left(lambda: besides_launches(cuda_simulator.left()) | {"streams": 0}, {})
 
 
 PAGES = 3  # of control words

@@ -12,11 +12,14 @@ from tests.ascend.fixtures import sim_folder, simulator
 from tests.cuda_sim.simulator import cuda_simulator
 from tests.datadist.machine import Machine, machine_of
 from tests.datadist.peer import Peer
+from tests.support.left import check_nothing_left
 from tests.support.places import LISTEN, parametrize
 
 MakeEngine = Callable[..., LlmDataDist]
 MakePeer = Callable[[], Peer]
 __all__ = ["cuda_simulator", "sim_folder", "simulator"]  # fixtures
+
+PATIENCE_MS = "30000"  # the default of 1,000 ms is short for a loaded machine
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -34,7 +37,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     before = machine.left()  # of a test that failed
     yield machine
     gc.collect()
-    assert {kind for kind, count in machine.left().items() if count > before.get(kind, 0)} == set()
+    check_nothing_left(machine.left, before)
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ def make_engine(machine: Machine) -> Iterator[MakeEngine]:
             item = machine.engine(cluster_id, LlmRole.MIX, transfers=transfers)
             engine = held.enter_context(item)
             address = {"ListenIpInfo": LISTEN} if listen else {}
-            engine.initialize({**address, **options})
+            engine.initialize({"SyncKvCacheWaitTime": PATIENCE_MS, **address, **options})
             return engine
 
         yield make

@@ -36,7 +36,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.usefixtures("model_file")
 def test_the_demo() -> None:
     done = run("--max-tokens", str(TOKENS), "--break-token", EARLY)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
     out = done.stdout
 
     prompt_tokens = int(re.search(r"prompt of (\d+) tokens", out)[1])

@@ -15,6 +15,7 @@ from kvplan.device.ascend import AscendDevice
 from kvplan.device.cuda import CudaDevice
 from kvplan.device.device import Device
 from tests.ascend.simulator import Controls
+from tests.support.left import check_nothing_left
 
 ROWS, ROW = 8, 96
 NUM_TENSORS = 3
@@ -97,8 +98,7 @@ def engine_on(
         yield datadist
     del datadist
     gc.collect()
-    left = simulator.left()
-    assert {name: n for name, n in left.items() if n > before.get(name, 0)} == {}
+    check_nothing_left(simulator.left, before)
 
 
 def filled(datadist: LlmDataDist, of: CacheDesc, seed: int, *, paged: bool) -> Cache:

@@ -213,6 +213,7 @@ def try_killed(notes: Notes) -> None:
                 outcomes <= {"done", *GONE},
                 f"{', '.join(sorted(outcomes))}; after {time.monotonic() - started:.2f} s",
             )
+            other.process.wait()  # until then the peer is there
             with notes.refusal("the next one is refused", *GONE):
                 datadist.pull_blocks(key_of("1"), cache, whole, whole, timeout_ms=LINK_MS)
             given = random_bytes(5, other.tensors, *other.shape)

@@ -1,0 +1,22 @@
+"""What the engines of a test leave behind on a simulated device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+DEADLINE_S = 30.0
+
+
+def check_nothing_left(left: Callable[[], dict[str, int]], before: dict[str, int]) -> None:
+    """Wait until no kind has more than before.
+
+    A thread frees the memory of a device that the device's work may still use (`cuda/reclaim.c`).
+    """
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        more = {kind: count for kind, count in left().items() if count > before.get(kind, 0)}
+        if not more or time.monotonic() > deadline:
+            assert more == {}
+            return
+        time.sleep(0.001)
