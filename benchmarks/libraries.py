@@ -137,7 +137,7 @@ def nixl_on_gpu() -> list[Library]:
 
 
 def mooncake_environment() -> dict[str, str]:
-    """What Mooncake needs to start, and to keep its log short."""
+    """Return variables with which Mooncake finds its libraries and logs errors only."""
     # libibverbs, which TCP needs too, lies there where the system has none.
     folders = [str(path) for path in (PEERS / "system").glob("**/x86_64-linux-gnu")]
     found = ":".join(filter(None, [*folders, os.environ.get("LD_LIBRARY_PATH")]))

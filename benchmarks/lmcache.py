@@ -10,16 +10,14 @@ import re
 import socket
 import subprocess
 from contextlib import ExitStack
-from pathlib import Path
 
 from benchmarks import libraries
 from benchmarks.table import Row, Run, Topic, Unmeasured
 
 TOPIC = Topic()
-ROOT = Path(__file__).parents[1]
-INSTALLED = ROOT / "build/lmcache"
-"""What `make bench-lmcache` installs."""
-PYTHON = ROOT / "build/vllm/env/bin/python"
+INSTALLED = libraries.ROOT / "build/lmcache"
+"""The folder that `make bench-lmcache` makes."""
+PYTHON = libraries.ROOT / "build/vllm/env/bin/python"
 
 PROGRAM = "lmcache.tools.transfer_channel_benchmark"
 OBJECTS, OBJECT_MIB, POOL = 64, 1, 200
@@ -73,7 +71,7 @@ def _environment() -> dict[str, str]:
     return {
         **os.environ,
         **libraries.mooncake_environment(),
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(INSTALLED))),
+        "PYTHONPATH": os.pathsep.join((str(libraries.ROOT), str(INSTALLED))),
     }
 
 
