@@ -52,10 +52,9 @@ class ObservedNixl(NixlPullConnector):
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
         super().start_load_kv(*args, **kwargs)
         worker = self.connector_worker
-        given = np.asarray(worker.src_blocks_data)
-        if given.shape[1] == 5:  # vLLM 0.33: a row for each region, with a stride and a count
-            given = pieces_of(given.astype(np.uint64))
-        rows = given.reshape(worker.num_regions, -1, 3)
+        given = np.asarray(worker.src_blocks_data, np.uint64)
+        # vLLM 0.33 gives a row for each region, with a stride and a count.
+        rows = pieces_of(given).reshape(worker.num_regions, -1, 3)
         for request, blocks in vars(self._connector_metadata)["finished"].items():
             # Address, size and device of each block of each layer, in the order of transfers.
             kvplan.observe.sums(request, list(map(tuple, rows[:, blocks].reshape(-1, 3).tolist())))

@@ -12,8 +12,9 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from kvplan.nixl import _bindings as nixlBind  # noqa: N812 - as programs know it
-from kvplan.nixl.agent import bytes_of, nixlAgent, text_of
+from kvplan.nixl.agent import bytes_of, text_of
 from kvplan.nixl.lists import DescList, nixlRegDList, nixlRemoteDList, nixlXferDList
+from kvplan.nixl.transfers import nixlAgent
 from kvplan.nixl.values import DEFAULT_COMM_PORT as DEFAULT_COMM_PORT  # noqa: PLC0414 - exported
 from kvplan.nixl.values import (
     nixl_mem_t,

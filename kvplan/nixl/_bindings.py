@@ -1,7 +1,7 @@
 """The names of NIXL's extension module."""
 
-from kvplan.nixl.agent import nixlAgent
 from kvplan.nixl.lists import nixlRegDList, nixlRemoteDList, nixlXferDList
+from kvplan.nixl.transfers import nixlAgent
 from kvplan.nixl.values import (
     DEFAULT_COMM_PORT,
     HAVE_UCX_GPU_DEVICE_API,

@@ -1,4 +1,4 @@
-"""`nixlAgent`: memory by addresses, remote agents by their metadata, and transfers between them."""
+"""An agent's registered memory, the remote agents that it knows, and messages between them."""
 
 from __future__ import annotations
 
@@ -6,95 +6,48 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
-from time import monotonic
-from typing import Any, Final, Literal, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Final, NamedTuple
 
 from kvnative._executor import NativeError
-from kvnative._ranges import choose, first_overlap
 from kvnative._signals import Mutex
 from kvplan.addressed.connector import Connector
-from kvplan.addressed.engine import AddressedEngine, Request
+from kvplan.addressed.engine import AddressedEngine
 from kvplan.control.endpoint import Endpoint
 from kvplan.engine.option_sources import configured
 from kvplan.engine.options import Options
-from kvplan.engine.ranges import AddressRanges
-from kvplan.nixl.lists import Rows, nixlRegDList, nixlXferDList, rows_of_array
+from kvplan.nixl.lists import Rows, nixlRegDList, nixlXferDList
 from kvplan.nixl.metadata import Listener, Metadata, Region, Regions, ask
 from kvplan.nixl.values import (
     nixl_mem_t,
     nixl_status_t,
-    nixl_xfer_op_t,
     nixlAgentConfig,
     nixlBackendError,
     nixlInvalidParamError,
-    nixlNoTelemetryError,
     nixlNotFoundError,
-    nixlNotPostedError,
     nixlNotSupportedError,
     nixlRemoteDisconnectError,
-    nixlRepostActiveError,
-    nixlXferTelemetry,
 )
 from kvplan.planning.ranges import span_text
-from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode, link_failed
+from kvplan.status import LLMException, LLMStatusCode
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
-from kvplan.tensors.strided import pieces_of
 from kvplan.types import Placement
 
-_log = Log("kvplan.nixl")
+LOG: Final = Log("kvplan.nixl")
 
 BACKENDS: Final = ("UCX", "KVPLAN")
 """Names of the one backend. Programs ask for UCX."""
 
+REFUSALS: Final = (LLMException, ValueError, NativeError, OSError, MemoryError)
+"""Errors of the engine, which become NIXL's."""
+GONE: Final = (LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_LINK_FAILED)
+"""Statuses of an agent that has ended."""
+
 _CONNECT_MS: Final = 10_000
 _DISCONNECT_MS: Final = 1_000
-_REFUSALS = (LLMException, ValueError, NativeError, OSError, MemoryError)
-_GONE = (LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_LINK_FAILED)
-_SUCCESS, _IN_PROGRESS = nixl_status_t.NIXL_SUCCESS, nixl_status_t.NIXL_IN_PROG
-
-
-Column = NDArray[np.uint64]
-
-
-class _Side(NamedTuple):
-    """One side of transfers: descriptors that were found in registered memory."""
-
-    agent: str  # empty: this agent
-    is_local: bool
-    kind: nixl_mem_t
-    rows: Rows
-
-
-@dataclass(eq=False)
-class _Transfer:
-    """A request: ranges, and its last post."""
-
-    agent: str
-    operation: nixl_xfer_op_t
-    local: Column
-    remote: Column
-    sizes: Column
-    nbytes: int
-    message: bytes
-    status: nixl_status_t | None = None  # None: not posted
-    error: LLMException | None = None
-    request: Request | None = None
-    began: float = 0.0  # seconds of the monotonic clock, of the last post
-    posted: float = 0.0
-    ended: float = 0.0
-    ranges: AddressRanges | None = None  # of the last post
-
-    @property
-    def text(self) -> str:
-        """The transfer as lines of the log name it."""
-        return f"{self.operation.name} of {plural(len(self.sizes), 'descriptor')}"
+_SUCCESS: Final = nixl_status_t.NIXL_SUCCESS
 
 
 class _Remote(NamedTuple):
@@ -103,11 +56,12 @@ class _Remote(NamedTuple):
     regions: Regions
 
 
-class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
-    """An agent. Errors are exceptions; the log of `kvplan.nixl` names the range and the reason.
+class Agent:
+    """An agent without transfers.
 
-    Any thread may call the methods. After `releaseXferReq`, `invalidateRemoteMD` and
-    `deregisterMem` no byte moves that they are about.
+    Errors are exceptions; the log of `kvplan.nixl` names the range and the reason. Any thread may
+    call the methods. After `invalidateRemoteMD` and `deregisterMem` no byte moves that they are
+    about.
     """
 
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
@@ -121,14 +75,12 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
         self._handles: defaultdict[Region, list[int]] = defaultdict(list)
         self._backends: dict[str, int] = {}
         self._numbers = count(1)
-        self._sides: dict[int, _Side] = {}
-        self._transfers: dict[int, _Transfer] = {}
         self._looped: list[bytes] = []  # messages of this agent to itself
         given = {} if "listen_ip_info" in configured() else {"llm.ListenIpInfo": "127.0.0.1:0"}
         self.engine = AddressedEngine(
-            secrets.randbits(64), replace(Options.of(given), max_tensors=1), self._where, _log
+            secrets.randbits(64), replace(Options.of(given), max_tensors=1), self._where, LOG
         )
-        self._connector = Connector(2, 1 << 16, f"kvplan-nixl-{name}"[:60], _log)
+        self._connector = Connector(2, 1 << 16, f"kvplan-nixl-{name}"[:60], LOG)
         self._listener: Listener | None = None
         if config.useListenThread:
             host = Endpoint.parse(self._address).host
@@ -181,7 +133,7 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
             raise nixlNotFoundError(f"plugin {name!r} does not exist; there are {BACKENDS}")
         if name in self._backends:
             raise nixlInvalidParamError(f"backend {name!r} exists already")
-        _log.info("agent %s: backend %s is kvplan's (%s)", self.name, name, self._address)
+        LOG.info("agent %s: backend %s is kvplan's (%s)", self.name, name, self._address)
         self._backends[name] = next(self._numbers)
         return self._backends[name]
 
@@ -203,7 +155,7 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
                         self.engine.register(*region[1:3], place, name=name) if region[2] else 0
                     )
                     made.append((region, handle))
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 for _, handle in made:
                     self.engine.deregister(handle)
                 raise self._logged("register_memory", error) from error
@@ -279,8 +231,8 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
     def _connect(self, name: str) -> bool:
         try:
             self._linked(name)
-        except (*_REFUSALS, nixlNotFoundError) as error:
-            _log.warning("agent %s cannot connect with %s: %s", self.name, name, error)
+        except (*REFUSALS, nixlNotFoundError) as error:
+            LOG.warning("agent %s cannot connect with %s: %s", self.name, name, error)
             return False
         return True
 
@@ -299,36 +251,24 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
         self._remote(name)
         return self.engine.connect(name, _CONNECT_MS)
 
-    def _reached(self, name: str) -> int:
-        """Return the same for a transfer; an agent that takes no link is gone: LLM_LINK_FAILED."""
-        try:
-            return self._linked(name)
-        except LLMException as error:
-            raise link_failed(str(error.args[0])) from error
-
     def makeConnection(self, name: str | bytes, backends: Sequence[int] = ()) -> nixl_status_t:  # noqa: N802
         """Wait for the link with a remote agent."""
         try:
             self._linked(text_of(name))
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise self._logged(f"make_connection with {text_of(name)}", error) from error
         return _SUCCESS
 
     def invalidateRemoteMD(self, name: str | bytes) -> nixl_status_t:  # noqa: N802
-        """Forget a remote agent, and stop what is in flight with it; idempotent."""
+        """Forget a remote agent and its link; idempotent."""
         name = text_of(name)
         with self._mutex:
-            remote = self._remotes.get(name)
-            if remote is None:
+            if name not in self._remotes:
                 return _SUCCESS
-            self.engine.requests.stop_peer(remote.instance, f"agent {name!r} was removed")
-            for transfer in list(self._transfers.values()):
-                if transfer.agent == name and transfer.request is not None:
-                    transfer.request.task.cancel(LLMException(f"agent {name!r} was removed"))
             try:
                 self.engine.connections.disconnect(name, _DISCONNECT_MS)
-            except _REFUSALS as error:
-                _log.info("agent %s: %s was not connected: %s", self.name, name, error)
+            except REFUSALS as error:
+                LOG.info("agent %s: %s was not connected: %s", self.name, name, error)
             self._remotes.pop(name, None)
         return _SUCCESS
 
@@ -373,207 +313,9 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
                 if load is not None:
                     load(answer)
             except Exception as error:  # the caller polls checkRemoteMD
-                _log.warning("agent %s: %s:%s: %s", self.name, host, port, error)
+                LOG.warning("agent %s: %s:%s: %s", self.name, host, port, error)
 
         start_thread("kvplan-nixl-metadata", run)
-
-    # Transfers.
-
-    def prepXferDlist(self, *given: Any, **named: Any) -> int:  # noqa: N802
-        """Find descriptors in registered memory, and return a handle for `makeXferReq`.
-
-        Called with (agent_name, descs, backend=[]), (descs, backend=[]), or
-        (agent_name, mem_type, array, backend=[]), whose array has 3 columns, or 5: with a stride
-        and a count.
-        """
-        values = [*given, *named.values()]
-        agent = text_of(values.pop(0)) if isinstance(values[0], str | bytes) else ""
-        if isinstance(values[0], nixlXferDList):
-            kind, rows = values[0].getType(), values[0].rows
-        else:
-            kind, rows = nixl_mem_t(values[0]), _expanded(values[1])
-        is_local = agent in ("", "NIXL_INIT_AGENT", self.name)
-        if agent in ("", "NIXL_INIT_AGENT"):
-            agent = ""
-        regions = self._local if is_local else self._remote(agent).regions
-        self._check(regions, "local" if is_local else "remote", kind, rows)
-        number = next(self._numbers)
-        self._sides[number] = _Side(agent, is_local, kind, rows)
-        return number
-
-    def releasedDlistH(self, handle: int) -> nixl_status_t:  # noqa: N802
-        """Forget a prepared list; idempotent."""
-        self._sides.pop(handle, None)
-        return _SUCCESS
-
-    def makeXferReq(  # noqa: N802
-        self, operation: nixl_xfer_op_t, local_side: int, local_indices: Any, remote_side: int,
-        remote_indices: Any, notif_msg: bytes | str = b"", backend: Sequence[int] = (),
-        skip_desc_merge: bool = False,
-    ) -> int:  # fmt: skip
-        """Return the handle of a transfer between descriptors of two prepared lists."""
-        local, remote = self._sides.get(local_side), self._sides.get(remote_side)
-        if local is None or remote is None:
-            raise nixlInvalidParamError("a prepared list was released")
-        if not local.is_local or not remote.agent:
-            raise nixlInvalidParamError("local_side must be a local list, remote_side a remote one")
-        mine = _indices("local_indices", local_indices)
-        theirs = _indices("remote_indices", remote_indices)
-        return self._add(operation, remote.agent, local.rows, remote.rows, notif_msg, mine, theirs)
-
-    def createXferReq(  # noqa: N802
-        self, operation: nixl_xfer_op_t, local_descs: nixlXferDList, remote_descs: nixlXferDList,
-        remote_agent: str | bytes, notif_msg: bytes | str = b"", backend: Sequence[int] = (),
-    ) -> int:  # fmt: skip
-        """Return the handle of a transfer between two lists of descriptors."""
-        agent, local, remote = text_of(remote_agent), local_descs.rows, remote_descs.rows
-        regions = self._local if agent == self.name else self._remote(agent).regions
-        self._check(self._local, "local", local_descs.getType(), local)
-        self._check(regions, "remote", remote_descs.getType(), remote)
-        return self._add(operation, agent, local, remote, notif_msg)
-
-    def _add(
-        self, operation: nixl_xfer_op_t, agent: str, local: Rows, remote: Rows,
-        message: bytes | str, mine: Column | None = None, theirs: Column | None = None,
-    ) -> int:  # fmt: skip
-        """Add a transfer between rows of two lists, all of them or the chosen ones."""
-        counts = [len(local if mine is None else mine), len(remote if theirs is None else theirs)]
-        if counts[0] != counts[1] or not counts[0]:
-            raise nixlInvalidParamError(
-                f"{counts[0]} local and {counts[1]} remote descriptors; a transfer has as many "
-                "of both, and at least one"
-            )
-        here, there, sizes, nbytes, wrong = choose(
-            local.reshape(-1), remote.reshape(-1), mine, theirs
-        )
-        if wrong >= 0:
-            raise _unlike(wrong, local, remote, mine, theirs)
-        written = here if operation is nixl_xfer_op_t.NIXL_READ else there
-        if len(sizes) > 1 and (clash := first_overlap(written, sizes)) is not None:
-            texts = [span_text(int(written[at]), int(sizes[at])) for at in sorted(clash)]
-            raise self._logged("transfer", ValueError(f"{' and '.join(texts)} overlap"))
-        number = next(self._numbers)
-        self._transfers[number] = _Transfer(
-            agent, operation, here, there, sizes, nbytes, bytes_of(message)
-        )
-        return number
-
-    def postXferReq(self, reqh: int, notif_msg: bytes | str = b"") -> nixl_status_t:  # noqa: N802
-        """Begin a transfer, or begin it again after its end."""
-        transfer = self._transfer(reqh)
-        if transfer.status is _IN_PROGRESS and self.getXferStatus(reqh) is _IN_PROGRESS:
-            raise nixlRepostActiveError(f"transfer {reqh} is still in flight")
-        if notif_msg:
-            transfer.message = bytes_of(notif_msg)
-        transfer.began, transfer.error, transfer.request = monotonic(), None, None
-        try:
-            self._post(transfer)
-        except _REFUSALS as error:
-            self._failed(transfer, error)
-            found = self._logged(f"{transfer.text} with {transfer.agent}", error)
-            if not isinstance(found, nixlBackendError):
-                raise found from error
-        transfer.posted = monotonic()
-        return _SUCCESS if transfer.status is _SUCCESS else self.getXferStatus(reqh)
-
-    def _post(self, transfer: _Transfer) -> None:
-        datadist, agent = self.engine.datadist, transfer.agent
-        is_loop = agent == self.name
-        cluster = datadist.cluster_id if is_loop else self._reached(agent)
-        ranges = transfer.ranges
-        if ranges is None or ranges.cluster_id != cluster:
-            direction: Literal["pull", "push"] = "push"
-            if transfer.operation is nixl_xfer_op_t.NIXL_READ:
-                direction = "pull"
-            columns = transfer.local, transfer.remote, transfer.sizes
-            ranges = transfer.ranges = AddressRanges(cluster, *columns, direction)
-        frames: list[bytes] = []
-        if transfer.message and not is_loop:
-            frames = self.engine.connections.frames(self.name.encode(), transfer.message)
-            for frame in frames[:-1]:
-                datadist.notify(cluster, frame)
-        notify = frames[-1] if frames else None
-        task = self.engine.begin(ranges, transfer.nbytes, notify=notify)
-        if task is None:
-            self._succeeded(transfer)
-            return
-        transfer.request = Request(task, ranges, agent, transfer.text)
-        transfer.status = _IN_PROGRESS
-
-    def getXferStatus(self, reqh: int) -> nixl_status_t:  # noqa: N802
-        """Return the state of a transfer. The log says why it is NIXL_ERR_BACKEND.
-
-        Raises:
-            nixlRemoteDisconnectError: it failed, as the remote agent is gone.
-            nixlNotPostedError, nixlInvalidParamError: it was not posted, or was released.
-        """
-        transfer = self._transfer(reqh)
-        if transfer.status is None:
-            raise nixlNotPostedError(f"transfer {reqh} was not posted")
-        request = transfer.request
-        if request is not None and transfer.status is _IN_PROGRESS and request.has_ended():
-            error = request.error(_log, reqh)
-            if error is None:
-                self._succeeded(transfer)
-            else:
-                self._failed(transfer, error)
-        if transfer.error is not None and transfer.error.status_code in _GONE:
-            raise nixlRemoteDisconnectError(str(transfer.error))
-        return transfer.status
-
-    def _succeeded(self, transfer: _Transfer) -> None:
-        if transfer.message and transfer.agent == self.name:
-            self._looped.append(transfer.message)
-        transfer.ended = monotonic()
-        transfer.request, transfer.status = None, _SUCCESS
-
-    def _failed(self, transfer: _Transfer, error: BaseException) -> None:
-        transfer.request, transfer.status = None, nixl_status_t.NIXL_ERR_BACKEND
-        transfer.error = error if isinstance(error, LLMException) else LLMException(str(error))
-
-    def releaseXferReq(self, reqh: int) -> nixl_status_t:  # noqa: N802
-        """Stop and forget a transfer; on return none of its bytes moves. Idempotent."""
-        transfer = self._transfers.pop(reqh, None)
-        if transfer is not None and transfer.request is not None:
-            transfer.request.task.cancel(LLMException("the transfer was released"))
-        return _SUCCESS
-
-    def _transfer(self, reqh: int) -> _Transfer:
-        transfer = self._transfers.get(reqh)
-        if transfer is None:
-            raise nixlInvalidParamError(f"transfer {reqh} does not exist, or was released")
-        return transfer
-
-    def getXferTelemetry(self, reqh: int) -> nixlXferTelemetry:  # noqa: N802
-        """Return the times of a transfer that is done."""
-        transfer = self._transfer(reqh)
-        if not self._config.captureTelemetry:
-            raise nixlNoTelemetryError("captureTelemetry is False")
-        if transfer.status is not _SUCCESS:
-            raise nixlNotPostedError(f"transfer {reqh} is not done")
-        post, whole = (at - transfer.began for at in (transfer.posted, transfer.ended))
-        return nixlXferTelemetry(
-            startTime=int(transfer.began * 1e6), postDuration=int(post * 1e6),
-            xferDuration=int(max(post, whole) * 1e6), totalBytes=transfer.nbytes,
-            descCount=len(transfer.sizes),
-        )  # fmt: skip
-
-    def estimateXferCost(self, req_handle: int) -> tuple[int, int, int]:  # noqa: N802
-        """Return duration, error and method of an estimate; kvplan has none."""
-        self._transfer(req_handle)
-        return 0, 0, -1
-
-    def queryXferBackend(self, reqh: int) -> int:  # noqa: N802
-        """Return the backend of a transfer."""
-        self._transfer(reqh)
-        return next(iter(self._backends.values()))
-
-    def prepMemView(self, dlist: Any, backends: Sequence[int] = ()) -> int:  # noqa: N802
-        """Refuse: views are of GPU kernels."""
-        raise nixlBackendError("views of memory are for kernels of GPUs; kvplan has none")
-
-    def releaseMemView(self, mvh: int) -> None:  # noqa: N802
-        """Release a view; none exists."""
 
     # Notifications.
 
@@ -589,7 +331,7 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
         try:
             self._linked(agent)
             self.engine.connections.notify(agent, self.name.encode(), message, _CONNECT_MS)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise self._logged(f"send_notif to {agent}", error) from error
         return _SUCCESS
 
@@ -612,14 +354,14 @@ class nixlAgent:  # noqa: N801 - a name of the original, as those of the methods
         try:
             regions.check(side, kind, rows)
         except LLMException as error:
-            _log.warning("agent %s: %s: %s", self.name, kind.name, error)
+            LOG.warning("agent %s: %s: %s", self.name, kind.name, error)
             raise nixlNotFoundError(str(error)) from None
 
     def _logged(self, call: str, error: BaseException) -> Exception:
         """Log why a call fails, and return its exception."""
-        _log.warning("agent %s: %s: %s", self.name, call, error, stacklevel=3)
+        LOG.warning("agent %s: %s: %s", self.name, call, error, stacklevel=3)
         kind: type[Exception] = nixlBackendError
-        if isinstance(error, LLMException) and error.status_code in _GONE:
+        if isinstance(error, LLMException) and error.status_code in GONE:
             kind = nixlRemoteDisconnectError
         elif isinstance(error, ValueError):
             kind = nixlInvalidParamError
@@ -643,38 +385,3 @@ def _regions(descs: nixlRegDList) -> list[Region]:
 
 def _region_text(region: Region) -> str:
     return f"{nixl_mem_t(region[0]).name} {span_text(*region[1:3])} of device {region[3]}"
-
-
-def _expanded(array: Any) -> Rows:
-    """Return rows of an array with 3 columns, or with a stride and a count for each row."""
-    if array.ndim != 2 or array.shape[1] not in (3, 5):
-        raise TypeError(f"an array of shape {array.shape} must have 3 or 5 columns")
-    rows = rows_of_array(np.ascontiguousarray(array[:, :3])).copy()
-    if array.shape[1] == 3:
-        return rows
-    strides, counts = (array[:, column].astype(np.uint64) for column in (3, 4))
-    if not counts.sum() <= 1 << 28:
-        raise nixlInvalidParamError(f"the counts have a sum of {counts.sum()}, above 2**28")
-    return pieces_of(np.column_stack((rows, strides, counts)))
-
-
-def _indices(name: str, indices: Any) -> Column:
-    """Return a list or an array of indices; a negative one becomes a large one."""
-    chosen = np.asarray(indices, None if len(indices) else np.int64)
-    if chosen.ndim != 1:
-        raise ValueError(f"{name} has {chosen.ndim} dimensions; it must have 1")
-    return np.ascontiguousarray(chosen, np.int64).view(np.uint64)
-
-
-def _unlike(
-    at: int, local: Rows, remote: Rows, mine: Column | None, theirs: Column | None
-) -> nixlInvalidParamError:
-    """Return the error of a choice whose row does not exist, or has another size there."""
-    a, b = (at if chosen is None else int(chosen[at]) for chosen in (mine, theirs))
-    for name, index, rows in (("local_indices", a, local), ("remote_indices", b, remote)):
-        if index >= len(rows):
-            given = index - (1 << 64) * (index >> 63)
-            return nixlInvalidParamError(f"{name}[{at}]={given} must be in [0, {len(rows)})")
-    return nixlInvalidParamError(
-        f"descriptor {at} has {local[a, 1]} bytes here and {remote[b, 1]} there"
-    )

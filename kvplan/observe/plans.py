@@ -108,8 +108,7 @@ def ranges_at(
 def ranges_of(given: Any) -> tuple[Numbers, list[str]]:
     """Return (address, nbytes) and the name of each entry, for any argument that NIXL accepts."""
     if isinstance(given, np.ndarray):
-        is_strided = given.shape[1] == 5  # each row is several ranges, as vLLM 0.33 gives them
-        rows = pieces_of(given.astype(np.uint64)) if is_strided else given
+        rows = pieces_of(given.astype(np.uint64))  # vLLM 0.33 gives rows of several ranges
         return np.array(rows[:, :2], np.int64), [""] * len(rows)
     if hasattr(given, "descCount"):
         given = [given[index] for index in range(given.descCount())]

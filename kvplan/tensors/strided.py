@@ -77,7 +77,12 @@ def strided_ranges(descriptors: ArrayLike) -> tuple[_Numbers, _Numbers, _Numbers
 
 
 def pieces_of(rows: _Numbers) -> _Numbers:
-    """Return rows of (address, length, device), one for each piece of rows that were checked."""
+    """Return rows of (address, length, device), one for each piece; rows of 3 numbers are pieces.
+
+    Rows of 5 numbers, with stride and count, were checked.
+    """
+    if rows.shape[1] == 3:
+        return rows
     counts = rows[:, 4].astype(np.int64)
     pieces = np.repeat(rows, counts, axis=0)
     first = np.repeat(np.cumsum(counts) - counts, counts)

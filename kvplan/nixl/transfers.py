@@ -1,0 +1,327 @@
+"""`nixlAgent`: transfers between descriptors that were found in registered memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvnative._ranges import choose, first_overlap
+from kvplan.addressed.engine import Request
+from kvplan.engine.ranges import AddressRanges
+from kvplan.nixl.agent import GONE, LOG, REFUSALS, Agent, bytes_of, text_of
+from kvplan.nixl.lists import Rows, nixlXferDList, rows_of_array
+from kvplan.nixl.values import (
+    nixl_mem_t,
+    nixl_status_t,
+    nixl_xfer_op_t,
+    nixlAgentConfig,
+    nixlBackendError,
+    nixlInvalidParamError,
+    nixlNoTelemetryError,
+    nixlNotPostedError,
+    nixlRemoteDisconnectError,
+    nixlRepostActiveError,
+    nixlXferTelemetry,
+)
+from kvplan.planning.ranges import span_text
+from kvplan.planning.texts import plural
+from kvplan.status import LLMException, link_failed
+from kvplan.tensors.strided import pieces_of
+
+Column = NDArray[np.uint64]
+
+_SUCCESS: Final = nixl_status_t.NIXL_SUCCESS
+_IN_PROGRESS: Final = nixl_status_t.NIXL_IN_PROG
+
+
+class _Side(NamedTuple):
+    """One side of transfers: descriptors that were found in registered memory."""
+
+    agent: str  # empty: this agent
+    is_local: bool
+    kind: nixl_mem_t
+    rows: Rows
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """A request: ranges, and its last post."""
+
+    agent: str
+    operation: nixl_xfer_op_t
+    local: Column
+    remote: Column
+    sizes: Column
+    nbytes: int
+    message: bytes
+    status: nixl_status_t | None = None  # None: not posted
+    error: LLMException | None = None
+    request: Request | None = None
+    began: float = 0.0  # seconds of the monotonic clock, of the last post
+    posted: float = 0.0
+    ended: float = 0.0
+    ranges: AddressRanges | None = None  # of the last post
+
+    @property
+    def text(self) -> str:
+        """The transfer as lines of the log name it."""
+        return f"{self.operation.name} of {plural(len(self.sizes), 'descriptor')}"
+
+
+class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the methods
+    """An agent. After `releaseXferReq` and `invalidateRemoteMD` no byte of a transfer moves."""
+
+    def __init__(self, name: str, config: nixlAgentConfig) -> None:
+        super().__init__(name, config)
+        self._sides: dict[int, _Side] = {}
+        self._transfers: dict[int, _Transfer] = {}
+
+    def prepXferDlist(self, *given: Any, **named: Any) -> int:  # noqa: N802
+        """Find descriptors in registered memory, and return a handle for `makeXferReq`.
+
+        Called with (agent_name, descs, backend=[]), (descs, backend=[]), or
+        (agent_name, mem_type, array, backend=[]), whose array has 3 columns, or 5: with a stride
+        and a count.
+        """
+        values = [*given, *named.values()]
+        agent = text_of(values.pop(0)) if isinstance(values[0], str | bytes) else ""
+        if isinstance(values[0], nixlXferDList):
+            kind, rows = values[0].getType(), values[0].rows
+        else:
+            kind, rows = nixl_mem_t(values[0]), _expanded(values[1])
+        is_local = agent in ("", "NIXL_INIT_AGENT", self.name)
+        if agent in ("", "NIXL_INIT_AGENT"):
+            agent = ""
+        regions = self._local if is_local else self._remote(agent).regions
+        self._check(regions, "local" if is_local else "remote", kind, rows)
+        number = next(self._numbers)
+        self._sides[number] = _Side(agent, is_local, kind, rows)
+        return number
+
+    def releasedDlistH(self, handle: int) -> nixl_status_t:  # noqa: N802
+        """Forget a prepared list; idempotent."""
+        self._sides.pop(handle, None)
+        return _SUCCESS
+
+    def makeXferReq(  # noqa: N802
+        self, operation: nixl_xfer_op_t, local_side: int, local_indices: Any, remote_side: int,
+        remote_indices: Any, notif_msg: bytes | str = b"", backend: Sequence[int] = (),
+        skip_desc_merge: bool = False,
+    ) -> int:  # fmt: skip
+        """Return the handle of a transfer between descriptors of two prepared lists."""
+        local, remote = self._sides.get(local_side), self._sides.get(remote_side)
+        if local is None or remote is None:
+            raise nixlInvalidParamError("a prepared list was released")
+        if not local.is_local or not remote.agent:
+            raise nixlInvalidParamError("local_side must be a local list, remote_side a remote one")
+        mine = _indices("local_indices", local_indices)
+        theirs = _indices("remote_indices", remote_indices)
+        return self._add(operation, remote.agent, local.rows, remote.rows, notif_msg, mine, theirs)
+
+    def createXferReq(  # noqa: N802
+        self, operation: nixl_xfer_op_t, local_descs: nixlXferDList, remote_descs: nixlXferDList,
+        remote_agent: str | bytes, notif_msg: bytes | str = b"", backend: Sequence[int] = (),
+    ) -> int:  # fmt: skip
+        """Return the handle of a transfer between two lists of descriptors."""
+        agent, local, remote = text_of(remote_agent), local_descs.rows, remote_descs.rows
+        regions = self._local if agent == self.name else self._remote(agent).regions
+        self._check(self._local, "local", local_descs.getType(), local)
+        self._check(regions, "remote", remote_descs.getType(), remote)
+        return self._add(operation, agent, local, remote, notif_msg)
+
+    def _add(
+        self, operation: nixl_xfer_op_t, agent: str, local: Rows, remote: Rows,
+        message: bytes | str, mine: Column | None = None, theirs: Column | None = None,
+    ) -> int:  # fmt: skip
+        """Add a transfer between rows of two lists, all of them or the chosen ones."""
+        counts = [len(local if mine is None else mine), len(remote if theirs is None else theirs)]
+        if counts[0] != counts[1] or not counts[0]:
+            raise nixlInvalidParamError(
+                f"{counts[0]} local and {counts[1]} remote descriptors; a transfer has as many "
+                "of both, and at least one"
+            )
+        here, there, sizes, nbytes, wrong = choose(
+            local.reshape(-1), remote.reshape(-1), mine, theirs
+        )
+        if wrong >= 0:
+            raise _unlike(wrong, local, remote, mine, theirs)
+        written = here if operation is nixl_xfer_op_t.NIXL_READ else there
+        if len(sizes) > 1 and (clash := first_overlap(written, sizes)) is not None:
+            texts = [span_text(int(written[at]), int(sizes[at])) for at in sorted(clash)]
+            raise self._logged("transfer", ValueError(f"{' and '.join(texts)} overlap"))
+        number = next(self._numbers)
+        self._transfers[number] = _Transfer(
+            agent, operation, here, there, sizes, nbytes, bytes_of(message)
+        )
+        return number
+
+    def postXferReq(self, reqh: int, notif_msg: bytes | str = b"") -> nixl_status_t:  # noqa: N802
+        """Begin a transfer, or begin it again after its end."""
+        transfer = self._transfer(reqh)
+        if transfer.status is _IN_PROGRESS and self.getXferStatus(reqh) is _IN_PROGRESS:
+            raise nixlRepostActiveError(f"transfer {reqh} is still in flight")
+        if notif_msg:
+            transfer.message = bytes_of(notif_msg)
+        transfer.began, transfer.error, transfer.request = monotonic(), None, None
+        try:
+            self._post(transfer)
+        except REFUSALS as error:
+            self._failed(transfer, error)
+            found = self._logged(f"{transfer.text} with {transfer.agent}", error)
+            if not isinstance(found, nixlBackendError):
+                raise found from error
+        transfer.posted = monotonic()
+        return _SUCCESS if transfer.status is _SUCCESS else self.getXferStatus(reqh)
+
+    def _post(self, transfer: _Transfer) -> None:
+        datadist, agent = self.engine.datadist, transfer.agent
+        is_loop = agent == self.name
+        cluster = datadist.cluster_id if is_loop else self._reached(agent)
+        ranges = transfer.ranges
+        if ranges is None or ranges.cluster_id != cluster:
+            direction: Literal["pull", "push"] = "push"
+            if transfer.operation is nixl_xfer_op_t.NIXL_READ:
+                direction = "pull"
+            columns = transfer.local, transfer.remote, transfer.sizes
+            ranges = transfer.ranges = AddressRanges(cluster, *columns, direction)
+        frames: list[bytes] = []
+        if transfer.message and not is_loop:
+            frames = self.engine.connections.frames(self.name.encode(), transfer.message)
+            for frame in frames[:-1]:
+                datadist.notify(cluster, frame)
+        notify = frames[-1] if frames else None
+        task = self.engine.begin(ranges, transfer.nbytes, notify=notify)
+        if task is None:
+            self._succeeded(transfer)
+            return
+        transfer.request = Request(task, ranges, agent, transfer.text)
+        transfer.status = _IN_PROGRESS
+
+    def _reached(self, name: str) -> int:
+        """Return the same for a transfer; an agent that takes no link is gone: LLM_LINK_FAILED."""
+        try:
+            return self._linked(name)
+        except LLMException as error:
+            raise link_failed(str(error.args[0])) from error
+
+    def getXferStatus(self, reqh: int) -> nixl_status_t:  # noqa: N802
+        """Return the state of a transfer. The log says why it is NIXL_ERR_BACKEND.
+
+        Raises:
+            nixlRemoteDisconnectError: it failed, as the remote agent is gone.
+            nixlNotPostedError, nixlInvalidParamError: it was not posted, or was released.
+        """
+        transfer = self._transfer(reqh)
+        if transfer.status is None:
+            raise nixlNotPostedError(f"transfer {reqh} was not posted")
+        request = transfer.request
+        if request is not None and transfer.status is _IN_PROGRESS and request.has_ended():
+            error = request.error(LOG, reqh)
+            if error is None:
+                self._succeeded(transfer)
+            else:
+                self._failed(transfer, error)
+        if transfer.error is not None and transfer.error.status_code in GONE:
+            raise nixlRemoteDisconnectError(str(transfer.error))
+        return transfer.status
+
+    def _succeeded(self, transfer: _Transfer) -> None:
+        if transfer.message and transfer.agent == self.name:
+            self._looped.append(transfer.message)
+        transfer.ended = monotonic()
+        transfer.request, transfer.status = None, _SUCCESS
+
+    def _failed(self, transfer: _Transfer, error: BaseException) -> None:
+        transfer.request, transfer.status = None, nixl_status_t.NIXL_ERR_BACKEND
+        transfer.error = error if isinstance(error, LLMException) else LLMException(str(error))
+
+    def releaseXferReq(self, reqh: int) -> nixl_status_t:  # noqa: N802
+        """Stop and forget a transfer; on return none of its bytes moves. Idempotent."""
+        transfer = self._transfers.pop(reqh, None)
+        if transfer is not None and transfer.request is not None:
+            transfer.request.task.cancel(LLMException("the transfer was released"))
+        return _SUCCESS
+
+    def _transfer(self, reqh: int) -> _Transfer:
+        transfer = self._transfers.get(reqh)
+        if transfer is None:
+            raise nixlInvalidParamError(f"transfer {reqh} does not exist, or was released")
+        return transfer
+
+    def invalidateRemoteMD(self, name: str | bytes) -> nixl_status_t:  # noqa: N802
+        """Forget a remote agent, and stop what is in flight with it; idempotent."""
+        name = text_of(name)
+        with self._mutex:
+            for transfer in list(self._transfers.values()):
+                if transfer.agent == name and transfer.request is not None:
+                    transfer.request.task.cancel(LLMException(f"agent {name!r} was removed"))
+            return super().invalidateRemoteMD(name)
+
+    def getXferTelemetry(self, reqh: int) -> nixlXferTelemetry:  # noqa: N802
+        """Return the times of a transfer that is done."""
+        transfer = self._transfer(reqh)
+        if not self._config.captureTelemetry:
+            raise nixlNoTelemetryError("captureTelemetry is False")
+        if transfer.status is not _SUCCESS:
+            raise nixlNotPostedError(f"transfer {reqh} is not done")
+        post, whole = (at - transfer.began for at in (transfer.posted, transfer.ended))
+        return nixlXferTelemetry(
+            startTime=int(transfer.began * 1e6), postDuration=int(post * 1e6),
+            xferDuration=int(max(post, whole) * 1e6), totalBytes=transfer.nbytes,
+            descCount=len(transfer.sizes),
+        )  # fmt: skip
+
+    def estimateXferCost(self, req_handle: int) -> tuple[int, int, int]:  # noqa: N802
+        """Return duration, error and method of an estimate; kvplan has none."""
+        self._transfer(req_handle)
+        return 0, 0, -1
+
+    def queryXferBackend(self, reqh: int) -> int:  # noqa: N802
+        """Return the backend of a transfer."""
+        self._transfer(reqh)
+        return next(iter(self._backends.values()))
+
+    def prepMemView(self, dlist: Any, backends: Sequence[int] = ()) -> int:  # noqa: N802
+        """Refuse: views are of GPU kernels."""
+        raise nixlBackendError("views of memory are for kernels of GPUs; kvplan has none")
+
+    def releaseMemView(self, mvh: int) -> None:  # noqa: N802
+        """Release a view; none exists."""
+
+
+def _expanded(array: Any) -> Rows:
+    """Return rows of an array with 3 columns, or with a stride and a count for each row."""
+    if array.ndim != 2 or array.shape[1] not in (3, 5):
+        raise TypeError(f"an array of shape {array.shape} must have 3 or 5 columns")
+    rows = rows_of_array(np.ascontiguousarray(array[:, :3]))
+    form = array[:, 3:].astype(np.uint64)
+    if form.size and not form[:, 1].sum() <= 1 << 28:
+        raise nixlInvalidParamError(f"the counts have a sum of {form[:, 1].sum()}, above 2**28")
+    return pieces_of(np.hstack((rows, form)))
+
+
+def _indices(name: str, indices: Any) -> Column:
+    """Return a list or an array of indices; a negative one becomes a large one."""
+    chosen = np.asarray(indices, None if len(indices) else np.int64)
+    if chosen.ndim != 1:
+        raise ValueError(f"{name} has {chosen.ndim} dimensions; it must have 1")
+    return np.ascontiguousarray(chosen, np.int64).view(np.uint64)
+
+
+def _unlike(
+    at: int, local: Rows, remote: Rows, mine: Column | None, theirs: Column | None
+) -> nixlInvalidParamError:
+    """Return the error of a choice whose row does not exist, or has another size there."""
+    a, b = (at if chosen is None else int(chosen[at]) for chosen in (mine, theirs))
+    for name, index, rows in (("local_indices", a, local), ("remote_indices", b, remote)):
+        if index >= len(rows):
+            given = index - (1 << 64) * (index >> 63)
+            return nixlInvalidParamError(f"{name}[{at}]={given} must be in [0, {len(rows)})")
+    return nixlInvalidParamError(
+        f"descriptor {at} has {local[a, 1]} bytes here and {remote[b, 1]} there"
+    )
