@@ -7,6 +7,8 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks import (
@@ -87,13 +89,25 @@ def arguments() -> argparse.Namespace:
     return parsed
 
 
-def measure(names: list[str], quick: bool) -> list[Row | Blank]:
-    """Measure row after row; what is under way is said on stderr."""
-    run = Run(quick)
+class ShownRun(Run):
+    """A run whose steps are dots on stderr, one for each two seconds."""
+
+    _shown = 0.0
+
+    def note(self, step: str) -> None:
+        now = time.monotonic()
+        if now - self._shown > 2:
+            self._shown = now
+            print(".", end="", file=sys.stderr, flush=True)
+
+
+def measure(names: list[str], quick: bool, keep: Callable[[str], object]) -> list[Row | Blank]:
+    """Measure row after row, and keep each as a line of JSON; stderr says what is under way."""
+    run = ShownRun(quick)
     rows: list[Row | Blank] = []
     with run.opened:
         for number, name in enumerate(names, 1):
-            print(f"[{number}/{len(names)}] {name} ...", end=" ", file=sys.stderr, flush=True)
+            print(f"[{number}/{len(names)}] {name} ...", end="", file=sys.stderr, flush=True)
             start = time.perf_counter()
             try:
                 rows.append(ROWS[name](run, name))
@@ -103,7 +117,8 @@ def measure(names: list[str], quick: bool) -> list[Row | Blank]:
                 traceback.print_exc()
                 reason, _, _ = str(error).partition("\n")
                 rows.append(Blank(name, f"failed: {reason}", met=False))
-            print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+            keep(rows[-1].to_json())
+            print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     return rows
 
 
@@ -114,11 +129,10 @@ def main() -> int:
         page.write(asked.kept, ROWS)
         return 0
     machine = json.dumps(page.machine(asked.quick))
-    rows = measure(asked.only or list(ROWS), asked.quick)
     JSON_LINES.parent.mkdir(exist_ok=True)
-    JSON_LINES.write_text(
-        "".join(f"{line}\n" for line in [machine, *(row.to_json() for row in rows)])
-    )
+    with JSON_LINES.open("w", buffering=1) as kept:
+        print(machine, file=kept)
+        rows = measure(asked.only or list(ROWS), asked.quick, partial(print, file=kept))
     if asked.page:
         page.write(JSON_LINES, ROWS)
     print("\n".join(format_table(rows)))

@@ -13,8 +13,8 @@ from benchmarks.pairs import Library, Pair, Place
 from benchmarks.table import Row, Run
 
 DIRECTIONS = ("pull", "push")
-SIZES = (64, 256, 1024)
-"""Blocks of each tensor."""
+SIZES = (64, 256)
+"""Blocks of each tensor: 128 and 512 MiB in all."""
 TRIALS, TRIAL_BLOCKS = 3, 256
 
 

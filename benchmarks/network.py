@@ -25,7 +25,7 @@ def places() -> Iterator[list[Place]]:
 
 
 def ratio_to_bare(run: Run, name: str, direction: str) -> Row:
-    """The worst of both places and three sizes."""
+    """The worst of both places and two sizes."""
     compared = Comparison()
     with places() as both:
         for place in both:
@@ -63,7 +63,7 @@ def tcp_encrypted(run: Run, name: str) -> Row:
 def beside_peers(
     run: Run, name: str, ours: Callable[[Place], Sequence[Library]], target: float | None
 ) -> Row:
-    """Both directions, both places, three sizes; all with their best settings."""
+    """Both directions, both places, two sizes; all with their best settings."""
     compared = Comparison()
     with places() as both:
         for place in both:

@@ -25,7 +25,7 @@ ROUNDS = 11
 
 
 def over_nixl(run: Run, name: str, memory: libraries.Memory, target: float) -> Row:
-    """The worst of both directions and three sizes."""
+    """The worst of both directions and two sizes."""
     compared = Comparison()
     ours = libraries.kvplan_on_one_host(memory)
     peers = libraries.nixl_on_one_host()

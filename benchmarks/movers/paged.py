@@ -22,7 +22,7 @@ from typing import IO, Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-TENSORS, POOL_BLOCKS, BLOCK = 64, 1536, 32 << 10
+TENSORS, POOL_BLOCKS, BLOCK = 64, 512, 32 << 10  # 1 GiB
 TENSOR_NBYTES = POOL_BLOCKS * BLOCK
 POOL_NBYTES = TENSORS * TENSOR_NBYTES
 
