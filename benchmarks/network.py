@@ -13,7 +13,7 @@ from benchmarks.pairs import LOOPBACK, Library, Place, veth
 from benchmarks.table import Row, Run, Topic
 
 TOPIC = Topic()
-TIMES, QUICK_TIMES = 7, 3
+TIMES = 3
 ROUNDS, PEER_ROUNDS = 4, 5
 
 
@@ -30,9 +30,8 @@ def ratio_to_bare(run: Run, name: str, direction: str) -> Row:
     with places() as both:
         for place in both:
             ours = libraries.kvplan_over_tcp(place)
-            times = QUICK_TIMES if run.quick else TIMES
             ends = ours, libraries.bare(place)
-            compared.add(run, place, direction, *ends, rounds=ROUNDS, times=times)
+            compared.add(run, place, direction, *ends, rounds=ROUNDS, times=TIMES)
     congestion_control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     limit = f"one connection, writev and readv; congestion control: {congestion_control}"
     return compared.row(name, 1.0, limit)

@@ -98,8 +98,9 @@ class Pair:
         self._opened = ExitStack()
         with ExitStack() as opened:
             self._server = self._end(opened, place.start_serving, library.serve)
-            line = self._answer(self._server)
-            self._mover = self._end(opened, place.start_moving, library.move(line))
+            self.serving_says = self._answer(self._server)
+            move = library.move(self.serving_says)
+            self._mover = self._end(opened, place.start_moving, move)
             self._opened = opened.pop_all()
         self._turn(False)
 

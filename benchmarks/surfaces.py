@@ -5,16 +5,21 @@ The same program runs on both: with the library, and under `python -m kvplan.run
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from contextlib import ExitStack
 from functools import partial
+from statistics import median
 from time import perf_counter
 
 import numpy as np
 
 from benchmarks import libraries
 from benchmarks.comparing import DIRECTIONS, Comparison, fastest
-from benchmarks.one_host import REQUESTS, beside_bare
+from benchmarks.limits import Team
+from benchmarks.movers.paged import BLOCK, POOL_BLOCKS, offsets, ordinary_pool
+from benchmarks.one_host import REQUESTS
 from benchmarks.pairs import LOOPBACK, Library, Pair
 from benchmarks.table import Row, Run, Topic
 
@@ -46,9 +51,35 @@ def mooncake_over_kvplan() -> Library:
     )
 
 
+def bare_read(run: Run, pair: Pair, asked: tuple[str, int]) -> float:
+    """Seconds of process_vm_readv alone, by one thread or by one for each core, of such requests.
+
+    No library reads ordinary memory of another process faster.
+    """
+    pool = run.share("ordinary pool", ordinary_pool)
+    there = np.uint64(json.loads(pair.serving_says)["address"])
+    rng = np.random.default_rng(0)
+
+    def seconds(team: Team) -> float:
+        dst, src = (
+            base + offsets(rng.permutation(POOL_BLOCKS)[: asked[1]]).astype(np.uint64)
+            for base in (np.uint64(pool.ctypes.data), there)
+        )
+        if asked[0] == "single":
+            dst, src = dst[:1].copy(), src[:1].copy()
+        return team.readv_seconds(pair.pids[0], (dst, src, np.full(len(dst), BLOCK, np.uint64)))
+
+    medians = []
+    for threads in {1, len(os.sched_getaffinity(0))}:
+        with Team(threads) as team:
+            medians.append(median(seconds(team) for _ in range(max(101 // asked[1], 11))))
+    return min(medians)
+
+
 def request_row(run: Run, name: str, asked: tuple[str, int], target: float) -> Row:
     """How many times as many requests a second as NIXL's best setting."""
     best: tuple[float, float, str] | None = None
+    read = float("inf")
     for peer in libraries.nixl_on_one_host()[:2]:  # of ordinary memory
         with ExitStack() as opened:
             pairs = [
@@ -59,13 +90,14 @@ def request_row(run: Run, name: str, asked: tuple[str, int], target: float) -> R
             us, them = run.medians(
                 *(partial(pair.seconds, *asked) for pair in pairs), rounds=ROUNDS
             )
+            read = min(read, bare_read(run, pairs[0], asked))
         if best is None or them < best[1]:
             best = us, them, peer.settings
     assert best is not None
     us, them, settings = best
     note = (
-        f"{1e6 * us:.1f} us beside {1e6 * them:.1f} us of NIXL ({settings}); made, posted, polled"
-        f"{beside_bare(run, asked)}"
+        f"{1e6 * us:.1f} us beside {1e6 * them:.1f} us of NIXL ({settings}); made, posted, polled; "
+        f"process_vm_readv alone {1e6 * read:.1f} us"
     )
     return Row(name, 1 / us, "/s", 1 / them, "at least", target, note)
 

@@ -2,6 +2,9 @@
  * usage: pool THREADS. Prints how many threads moved the caller's job at the same time.
  *        pool first. Prints the jobs behind one that holds the only thread, in the order in which they were moved:
  *        a is submitted first, b has a caller that waits.
+ *        pool places. Prints how many places of two workers have for a job whose caller hurries, is computing, has
+ *        just returned, and has returned long ago; then whether each call notes that its caller is awake: the submit
+ *        by one that hurries, that by one that returns, and a wait in vain.
  *        pool looks. Prints how often a worker has looked for work: as each of six jobs came long after the one
  *        before; then for one that came at once. */
 #include "host/pool.c" /* its mutex says when the caller sleeps */
@@ -104,7 +107,7 @@ static int order(kvn_pool *pool)
 {
     kvn_job before, a, b;
     pthread_t opener;
-    submit(&before, pool, block, KVN_CALLER_RETURNS);
+    submit(&before, pool, block, KVN_CALLER_HURRIES); /* all workers at once */
     pthread_mutex_lock(&mutex);
     while (blocked < threads)
         pthread_cond_wait(&changed, &mutex);
@@ -152,6 +155,47 @@ static int looks(kvn_pool *pool)
     return 0;
 }
 
+static unsigned places_for(kvn_pool *pool, kvn_caller caller, int64_t caller_ns)
+{
+    static uint64_t number;
+    kvn_job job = {.batch = {.nbytes = &number, .count = 1, .caller = caller}, .caller_ns = caller_ns};
+    kvn_list_push_back(&pool->queue, &job.queued);
+    const unsigned places = free_places(pool);
+    kvn_list_remove(&job.queued);
+    return places;
+}
+
+static int places(kvn_pool *pool)
+{
+    const int64_t hour_ns = INT64_C(3600000000000);
+    kvn_job before, job;
+    kvn_report report;
+    pthread_mutex_lock(&pool->mutex); /* the workers see none of these jobs */
+    printf("%u ", places_for(pool, KVN_CALLER_HURRIES, 0));
+    printf("%u ", places_for(pool, KVN_CALLER_COMPUTES, 0));
+    printf("%u ", places_for(pool, KVN_CALLER_RETURNS, kvn_now_ns() + hour_ns));
+    printf("%u, ", places_for(pool, KVN_CALLER_RETURNS, kvn_now_ns() - hour_ns));
+    pthread_mutex_unlock(&pool->mutex);
+
+    submit(&before, pool, block, KVN_CALLER_HURRIES);
+    printf("%d ", before.caller_ns != 0);
+    pthread_mutex_lock(&mutex);
+    while (blocked < threads)
+        pthread_cond_wait(&changed, &mutex);
+    pthread_mutex_unlock(&mutex);
+    const int64_t start = kvn_now_ns();
+    submit_as(&job, pool, note, "", KVN_CALLER_RETURNS);
+    printf("%d ", job.caller_ns >= start);
+    job.caller_ns = 0;
+    int status = kvn_job_wait(&job, start, &report) != KVN_PENDING;
+    printf("%d\n", job.caller_ns >= start);
+    pthread_mutex_lock(&mutex);
+    is_open = true;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&mutex);
+    return status | wait_and_release(&job) | wait_and_release(&before);
+}
+
 int main(int argc, char **argv)
 {
     kvn_job before, waited;
@@ -159,17 +203,18 @@ int main(int argc, char **argv)
     pthread_t opener;
     const char *what = argc > 1 ? argv[1] : "2";
     const bool is_first = strcmp(what, "first") == 0, are_looks = strcmp(what, "looks") == 0;
-    threads = is_first || are_looks ? 1 : (unsigned)atoi(what);
+    const bool are_places = strcmp(what, "places") == 0;
+    threads = is_first || are_looks ? 1 : are_places ? 2 : (unsigned)atoi(what);
     clock_gettime(CLOCK_REALTIME, &deadline);
     deadline.tv_sec += DEADLINE_S;
     kvn_pool *pool = kvn_pool_create(threads);
-    if (is_first || are_looks) {
-        const int failed = is_first ? order(pool) : looks(pool);
+    if (is_first || are_looks || are_places) {
+        const int failed = is_first ? order(pool) : are_looks ? looks(pool) : places(pool);
         kvn_pool_destroy(pool);
         return failed;
     }
 
-    submit(&before, pool, block, KVN_CALLER_RETURNS);
+    submit(&before, pool, block, KVN_CALLER_HURRIES); /* all workers at once */
     pthread_mutex_lock(&mutex);
     while (blocked < threads)
         pthread_cond_wait(&changed, &mutex);

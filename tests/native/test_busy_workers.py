@@ -154,6 +154,7 @@ def test_a_caller_that_sleeps_takes_the_place_that_is_left_for_it(
     ("what", "said"),
     [
         ("first", "ba"),  # b has a caller that waits
+        ("places", "2 1 1 2, 0 1 1"),  # one is left for a caller that is awake
         ("looks", "4 5"),  # four looks in vain are enough, until a job follows another at once
     ],
 )

@@ -43,14 +43,20 @@ def test_a_row_that_cannot_be_measured_names_the_missing_requirement(
         raise OSError("an end says nothing\nand more")
 
     monkeypatch.setattr(command, "ROWS", topic)
-    *rows, failed = command.measure(list(topic), quick=True)
+    kept: list[str] = []  # as soon as each is measured: a run that is killed keeps them
+    *rows, failed = command.measure(list(topic), True, kept.append)
     assert failed == Blank("broken", "failed: an end says nothing", met=False)
     assert [row.met for row in rows] == [True, True]
-    assert [row.to_json() for row in rows] == [
-        '{"name": "over_peer", "unmeasured": "the peers are not installed: make bench-peers"}',
-        '{"name": "other", "value": 3, "unit": "GB/s", "limit": 2, "ratio": 1.5, '
-        '"sense": "at least", "target": 1.25, "met": true, "cases": {"pull 64": 1.2346}}',
-    ]
+    assert len(kept) == 3
+    assert (
+        kept[:2]
+        == [row.to_json() for row in rows]
+        == [
+            '{"name": "over_peer", "unmeasured": "the peers are not installed: make bench-peers"}',
+            '{"name": "other", "value": 3, "unit": "GB/s", "limit": 2, "ratio": 1.5, '
+            '"sense": "at least", "target": 1.25, "met": true, "cases": {"pull 64": 1.2346}}',
+        ]
+    )
     assert list(format_table(rows))[1].endswith(
         "not measured: the peers are not installed: make bench-peers"
     )

@@ -61,6 +61,7 @@ typedef struct kvn_job {
     uint32_t in_motion;        /* pieces claimed and not yet back */
     uint32_t waiters;          /* threads that sleep until it changes */
     uint32_t called;           /* of these, threads that were woken for a free place and have not come yet */
+    int64_t caller_ns;         /* when its caller was last here, and awake; 0: it does not come back */
     atomic_bool finished;        /* read without the mutex by poll: release and acquire, for `report` */
     atomic_uint_fast64_t moved;  /* bytes; read without the mutex by poll: relaxed, a count only */
     kvn_report report;           /* the outcome; stable once finished */

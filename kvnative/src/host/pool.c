@@ -21,6 +21,8 @@
 #define SPIN_NS 20000
 #define LOOK_NS 50000
 #define VAIN_LOOKS 4
+/* What a caller in Python does between its submit and its first look at the outcome takes less. */
+#define CALLER_NS 200000
 
 struct kvn_pool {
     pthread_mutex_t mutex; /* guards everything below, and the jobs in the pool */
@@ -63,9 +65,18 @@ static void pause_cpu(void)
 #endif
 }
 
+/* Whether the caller of a job is awake: its core is busy, so a worker would only displace it. */
+static bool caller_is_awake(const kvn_job *job)
+{
+    const kvn_caller caller = job->batch.caller;
+
+    if (caller == KVN_CALLER_WAITS || caller == KVN_CALLER_COMPUTES)
+        return true;
+    return job->caller_ns != 0 && kvn_now_ns() - job->caller_ns < CALLER_NS;
+}
+
 /* Returns how many more pieces of the next job workers may take. The caller holds the mutex. Of several places workers
- * leave one to a job whose caller waits or computes: its core is busy, so a worker would only displace it, and it finds
- * a place when it comes to wait. */
+ * leave one to a caller that is awake, which finds a place when it comes to wait. */
 static unsigned free_places(const kvn_pool *pool)
 {
     const kvn_job *next = next_job(pool);
@@ -73,7 +84,7 @@ static unsigned free_places(const kvn_pool *pool)
 
     if (!next || pool->moving >= pool->threads)
         return 0;
-    if ((next->batch.caller == KVN_CALLER_WAITS || next->batch.caller == KVN_CALLER_COMPUTES) && most > 1)
+    if (most > 1 && caller_is_awake(next))
         most--;
     if (workers >= most)
         return 0;
@@ -338,7 +349,10 @@ void kvn_job_submit(kvn_job *job, kvn_pool *pool, uint64_t total)
         job->limits.nbytes = atomic_load_explicit(&pool->piece_nbytes, memory_order_relaxed);
     kvn_job_start(job, total);
     pthread_mutex_lock(&pool->mutex);
-    if (kvn_now_ns() - pool->ended_ns < LOOK_NS)
+    const int64_t now = kvn_now_ns();
+    if (job->batch.caller != KVN_CALLER_HURRIES)
+        job->caller_ns = now;
+    if (now - pool->ended_ns < LOOK_NS)
         pool->vain = 0;
     kvn_list_push_back(&pool->queue, &job->queued);
     wake_next(pool);
@@ -411,6 +425,7 @@ static void help(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
                 break;
         }
     }
+    job->caller_ns = kvn_now_ns();
     wake_next(pool);
 }
 

@@ -7,7 +7,9 @@
  * - At most `threads` pieces of a pool are in motion at any moment. A thread in kvn_job_wait helps
  *   with its own job when a place is free, instead of a worker.
  * - Of a job whose caller waits at once, or computes meanwhile (KVN_CALLER_WAITS, _COMPUTES), the
- *   workers take a place less, if there are two or more: the last one is the caller's.
+ *   workers take a place less, if there are two or more: the last one is the caller's. So they do
+ *   for a moment after a caller has returned (KVN_CALLER_RETURNS) or has polled by a short wait, as it is awake and
+ *   probably comes to wait.
  * - Jobs start in the order of submission; one that a thread waits for comes first.
  * - A piece is short (its backend says how long at most): aborting means claiming no more, and
  *   waiting for the pieces in motion. So the unconfirmed spans are at most one per thread, and the unclaimed tail.
