@@ -26,7 +26,7 @@ MAX_LINES = {
     "inspection": 2000,
     "kvplan": 1671,
     "links": 4016,
-    "llm_datadist": 3814,
+    "llm_datadist": 3850,
     "mooncake": 540,
     "nixl": 1668,
     "observe": 1637,
