@@ -27,7 +27,7 @@ MAX_LINES = {
     "kvplan": 1671,
     "links": 4016,
     "llm_datadist": 3850,
-    "mooncake": 540,
+    "mooncake": 581,
     "nixl": 1668,
     "observe": 1637,
     "planning": 5838,
