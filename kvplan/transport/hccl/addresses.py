@@ -24,7 +24,7 @@ from kvnative.ascend_files import driver_folder
 from kvplan.device.ascend import A2, A3
 from kvplan.status import LLMException, invalid, link_failed, unsupported
 from kvplan.system.logs import Log
-from kvplan.transport.metadata import Record, read
+from kvplan.transport.metadata import Record, boot_id, read
 from kvplan.validation import resolved, shown
 
 if TYPE_CHECKING:
@@ -164,8 +164,7 @@ def _check_device(device: DeviceAddress | _Device) -> None:
 def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
     """Return the address of `device`: read from `local_comm_res`, or detected if that is empty.
 
-    The boot id names the host. Unlike an IP address, it is the same in all containers of a host,
-    and differs between hosts.
+    The boot id names the host: unlike an IP address, it is the same in all containers of a host.
     """
     if local_comm_res:
         given = read_local_comm_res(local_comm_res)
@@ -176,7 +175,7 @@ def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
             )
         return given
     try:
-        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        host = boot_id()
     except OSError as error:
         raise _unknown("server_id", f"/proc cannot be read ({error.strerror})") from error
     physical_id = device.native.physical_id
