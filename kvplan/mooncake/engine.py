@@ -14,9 +14,8 @@ from enum import IntEnum
 from functools import wraps
 from typing import Any, ClassVar, Concatenate, Final, ParamSpec
 
-from kvnative._executor import NativeError
 from kvnative._signals import Mutex
-from kvplan.addressed.engine import AddressedEngine, Request
+from kvplan.addressed.engine import REFUSALS, AddressedEngine, Request
 from kvplan.addressed.names import split_name, where_named
 from kvplan.engine.option_sources import configured
 from kvplan.engine.options import Options
@@ -58,7 +57,6 @@ P2P: Final = "P2PHANDSHAKE"
 """The one metadata server: peers are named by where they listen."""
 
 _CONNECT_MS: Final = 10_000
-_REFUSALS = (LLMException, ValueError, NativeError, OSError, MemoryError)
 _IN_FLIGHT, _DONE, _FAILED, _TIMED_OUT = 0, 1, -1, -2
 
 _Opcode = TransferOpcode  # the engine has an attribute of that name
@@ -74,7 +72,7 @@ def _returns_status(failed: int = _FAILED) -> Callable[[_Call[_P]], _Call[_P]]:
         def call(engine: TransferEngine, /, *args: _P.args, **kwargs: _P.kwargs) -> int:
             try:
                 return method(engine, *args, **kwargs)
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 _log.warning("%s%s: %s", method.__name__, _subject(args), error, stacklevel=2)
                 return failed
 
