@@ -35,7 +35,7 @@ MAX_LINES = {
     "run": 368,
     "serving": 2893,
     "system": 476,
-    "tensors": 1082,
+    "tensors": 1085,
     "testing": 471,
     "transport": 7606,
     "vllm": 2101,
