@@ -424,7 +424,7 @@ class LocalLink(TransportLink):
 
 
 def _kinds_of(memory: Range) -> set[Kind]:
-    """Return the kinds of memory, as in `LocalLink.lacks`, that must be reached to reach it."""
+    """Return the kinds of memory (see `LocalLink.lacks`) that a link must reach to use a range."""
     if memory.allocation is not None:
         return {"device", "pieces"} if memory.allocation.is_in_pieces else {"device"}
     return {"registered"} if memory.arena is None else set()
