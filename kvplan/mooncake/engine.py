@@ -1,4 +1,4 @@
-"""`TransferEngine`: memory by addresses, peers by "host:port", numbers instead of exceptions."""
+"""`TransferEngine`: ranges of addresses, peers named "host:port", and statuses as numbers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _log = Log("kvplan.mooncake")
 
 SUPPORT_MUSA: Final = False
 P2P: Final = "P2PHANDSHAKE"
-"""The one metadata server: peers are named by where they listen."""
+"""The only metadata server that is accepted: peers are named by the addresses they listen at."""
 
 _CONNECT_MS: Final = 10_000
 _IN_FLIGHT, _DONE, _FAILED, _TIMED_OUT = 0, 1, -1, -2
@@ -89,9 +89,9 @@ def _subject(args: Sequence[object]) -> str:
 
 
 class TransferEngine:
-    """An engine. Calls return 0, or a number below 0 and a line of the log `kvplan.mooncake`.
+    """An engine. A call that fails returns a number below 0, and logs why (`kvplan.mooncake`).
 
-    After -1 no byte of the transfer moves. Any thread may call the methods.
+    Once a call has returned -1, no byte of its transfer moves. Any thread may call the methods.
 
     Every method raises TypeError for an argument of another type.
     """
@@ -102,14 +102,14 @@ class TransferEngine:
         self._engine: AddressedEngine | None = None
         self._own = ""  # the name by which peers know this engine
         self._mutex = Mutex()
-        self._starts: list[int] = []  # of registered memory, ascending
-        self._registered: dict[int, tuple[int, int]] = {}  # size and handle by address
-        self._buffers: dict[int, mmap.mmap] = {}  # managed ones by address
+        self._starts: list[int] = []  # addresses of registered memory, ascending
+        self._registered: dict[int, tuple[int, int]] = {}  # size and handle, by address
+        self._buffers: dict[int, mmap.mmap] = {}  # managed buffers, by address
 
     def initialize(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
     ) -> int:
-        """Start the engine, which listens at this host and any free port (`get_rpc_port`).
+        """Start the engine. It listens at this host, at a free port that `get_rpc_port` returns.
 
         Protocol and device have no effect: the options of kvplan select a transport.
         """
@@ -134,7 +134,7 @@ class TransferEngine:
                 secrets.randbits(64), Options.of(listens), where_named, _log
             )
             self._own = f"{host}:{self._port()}"
-        _log.info("%s: protocol %s is kvplan's", self._own, shown(protocol))
+        _log.info("%s: protocol %s has no effect", self._own, shown(protocol))
         return 0
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class TransferEngine:
     def batch_register_memory(
         self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: str = "*"
     ) -> int:
-        """Register several pieces of memory, or none."""
+        """Register several pieces of memory; after a failure none of them is registered."""
         addresses = uints("buffer_addresses", buffer_addresses).tolist()
         sizes = uints("capacities", capacities).tolist()
         if len(addresses) != len(sizes):
@@ -274,7 +274,7 @@ class TransferEngine:
     def free_managed_buffer(self, buffer_addr: int, length: int) -> int:
         """Free memory of `allocate_managed_buffer`."""
         if buffer_addr not in self._buffers:
-            raise invalid(f"buffer_addr={buffer_addr:#x} is not of allocate_managed_buffer")
+            raise invalid(f"buffer_addr={buffer_addr:#x} must come from allocate_managed_buffer")
         self._unregister(buffer_addr)
         del self._buffers[buffer_addr]
         return 0
@@ -284,7 +284,7 @@ class TransferEngine:
         """Copy bytes to registered memory."""
         given = data.encode() if isinstance(data, str) else bytes(data)
         if length > len(given):
-            raise invalid(f"length={length} is above the {len(given)} bytes of data")
+            raise invalid(f"length={length} is out of range [0, {len(given)}], the bytes of data")
         self._check_registered(dest_address, length)
         ctypes.memmove(dest_address, given, length)
         return 0
@@ -306,7 +306,7 @@ class TransferEngine:
 
     @_returns_status(0)
     def get_first_buffer_address(self, segment_name: str) -> int:
-        """Return the address of the memory that a peer has registered first; 0: it has none."""
+        """Return the address of the first memory that a peer has registered; 0: it has none."""
         if segment_name == self._own:
             return next(iter(self._registered), 0)
         return self._running().first_address(self._cluster(segment_name))
@@ -333,7 +333,7 @@ class TransferEngine:
         self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int,
         opcode: _Opcode, notify: TransferNotify | None = None, transport_hint: str = "",
     ) -> int:  # fmt: skip
-        """Read or write; after 0 every byte, and the notification, have arrived."""
+        """Read or write; after 0 all bytes and the notification have arrived."""
         one = ([buffer], [peer_buffer_address], [length])
         return self.batch_transfer_sync(target_hostname, *one, opcode, notify)
 
@@ -359,7 +359,7 @@ class TransferEngine:
         lengths: Sequence[int], opcode: _Opcode, notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:  # fmt: skip
-        """Read or write several ranges; after 0 every byte, and the notification, have arrived."""
+        """Read or write several ranges; after 0 all bytes and the notification have arrived."""
         columns = columns_of(buffers, peer_buffer_addresses, lengths)
         engine = self._running()
         if not len(columns[0]):
@@ -416,7 +416,7 @@ class TransferEngine:
 
     @_returns_status()
     def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:
-        """Wait for batches and forget them; return 0, or -1 if one of them has failed."""
+        """Wait for batches, and forget them; return 0, or -1 if one of them has failed."""
         engine = self._running()
         statuses = []
         for batch in uints("batch_ids", batch_ids).tolist():
@@ -427,9 +427,9 @@ class TransferEngine:
 
     @_returns_status()
     def transfer_check_status(self, batch_id: int) -> int:
-        """Return 1: all of a batch is done; 0: in flight; -1: failed; -2: its time has passed.
+        """Return 1: the batch is done; 0: in flight; -1: failed; -2: it took too long.
 
-        A batch that is not in flight any more is forgotten.
+        Except with 0, the batch is forgotten.
         """
         return self._status(uint("batch_id", batch_id))
 
@@ -438,7 +438,7 @@ class TransferEngine:
         request = requests.get(batch)
         if not request.task.done and time.monotonic() >= request.data:
             request.task.cancel(
-                LLMException("the time has passed", status_code=LLMStatusCode.LLM_TIMEOUT)
+                LLMException("the transfer took too long", status_code=LLMStatusCode.LLM_TIMEOUT)
             )
         if (ended := requests.take(batch)) is None:
             return _IN_FLIGHT

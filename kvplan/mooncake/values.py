@@ -1,4 +1,4 @@
-"""Values that calls of Mooncake's engine take, and the checks and conversions of its arguments."""
+"""Values of Mooncake's engine, and the checks and conversions of its arguments."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def direction_of(opcode: TransferOpcode) -> Literal["pull", "push"]:
 
 
 def timeout_ms(sizes: Column) -> float:
-    """Return the time of a transfer: that of MC_TRANSFER_TIMEOUT, and 1 ns for each byte."""
+    """Return the timeout of a transfer: MC_TRANSFER_TIMEOUT, and 1 ns for each byte."""
     text = os.environ.get(_TIMEOUT_VARIABLE, "")
     seconds = int(text) if text.isdecimal() else _TIMEOUT_S
     return max(seconds, _LEAST_S) * 1000 + int(sizes.sum()) / _NS_PER_MS
 
 
 def columns_of(*lists: Sequence[int]) -> tuple[Column, Column, Column]:
-    """Return local addresses, addresses in the peer and sizes; they must be equally many."""
+    """Return the columns of a batch: local addresses, addresses in the peer, and sizes."""
     names = ("buffers", "peer_buffer_addresses", "lengths")
     local, remote, sizes = (uints(*pair) for pair in zip(names, lists, strict=True))
     if not len(local) == len(remote) == len(sizes):
