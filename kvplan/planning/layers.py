@@ -13,7 +13,7 @@ from kvplan.validation import as_int, check_type, shown
 ALL_LAYERS = KvCacheExtParam()
 
 MAX_TENSORS_PER_LAYER = 255
-"""The reference's field is a uint8."""
+"""Maximum of `tensor_num_per_layer`, which is a uint8 in LLM-DataDist."""
 
 
 def pair_views(

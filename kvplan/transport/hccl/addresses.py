@@ -58,7 +58,7 @@ class DeviceAddress(Record, frozen=True):
     """The address of a device in a rank table.
 
     Attributes:
-        version: The highest version of a rank table that can have the device.
+        version: The highest version of a rank table that can describe the device.
         server_id: The host, unique among all hosts.
         device_id: The physical number on the host.
         device_ip: The address of the network port; None: unknown, which suffices on one host.
@@ -250,7 +250,7 @@ def table_of(here: DeviceAddress, there: DeviceAddress) -> RankTable:
 
 
 def why_not(here: DeviceAddress, there: DeviceAddress) -> str | None:
-    """Return why a rank table cannot have both devices, or None if it can."""
+    """Return why a rank table cannot contain both devices, or None if it can."""
     same_host = here.server_id == there.server_id
     if same_host and here.device_id == there.device_id:
         return (
