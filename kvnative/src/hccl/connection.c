@@ -135,7 +135,7 @@ int kvn_connection_bind(kvn_connection *self, kvn_region *region, kvn_failure *f
                         "the region is of device %d, the communicator of device %d",
                         region->device->id, self->device->id);
     if (self->num_bound == KVN_HCCL_MAX_REGIONS)
-        return kvn_fail(failure, KVN_INVALID, 0, "%d regions are bound already, which is the most",
+        return kvn_fail(failure, KVN_INVALID, 0, "%d regions are bound already, the maximum",
                         KVN_HCCL_MAX_REGIONS);
     if (kvn_region_retain(region, failure) != KVN_OK)
         return failure->status;

@@ -379,8 +379,8 @@ static int enter(kvn_guard *guard, bool by_process, uint64_t most_tries, uint64_
     return stale ? refuse(fault, KVN_UNMAPPED, descriptor, writer->pid,
                           "has deregistered the memory that this transfer uses")
                  : refuse(fault, KVN_PEER_GONE, descriptor, writer->pid,
-                          "did not wait for this one any more when that did not run, and takes no "
-                          "more of its writes: link again");
+                          "has stopped waiting for a write of this process, which did not run, and "
+                          "takes no more of its writes: link again");
 }
 
 int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
@@ -393,8 +393,8 @@ int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
     return status != KVN_PENDING
                ? status
                : refuse(fault, KVN_FAILED, descriptor, guard->writer->pid,
-                        "is being written to by as many pieces of this link as can be announced, and "
-                        "none of them ends: wait for transfers before more are begun");
+                        "has as many announced writes of this link as fit, and none of them ends: wait "
+                        "for transfers before you begin more");
 }
 
 /* With fewer tries than places, no try sleeps. */
