@@ -46,7 +46,6 @@ __all__ = [
     "Read",
     "TransferEngine",
     "TransferNotify",
-    "TransferOpcode",
     "Write",
 ]
 
