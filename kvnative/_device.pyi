@@ -13,8 +13,6 @@ __all__ = [
     "DeviceError",
     "DeviceEvent",
     "DeviceLibrary",
-    "HostBuffer",
-    "Pinned",
 ]
 
 _Direction = Literal["host_to_device", "device_to_host", "device_to_device"]
@@ -43,9 +41,6 @@ class Device:
     @property
     def is_closed(self) -> bool: ...
     def allocate(self, nbytes: int) -> DeviceBuffer: ...
-    def allocate_host(self, nbytes: int) -> HostBuffer: ...
-    def pinned_by(self, address: int, nbytes: int) -> Literal["runtime", "pin", ""]: ...
-    def pin(self, address: int, nbytes: int, keep: object = None) -> Pinned: ...
     def locate(
         self, address: int
     ) -> tuple[Literal["device", "host", "managed", "pageable", "foreign"], int]: ...
@@ -70,19 +65,3 @@ class DeviceBuffer:
     device: Final[Device]
     address: Final[int]
     nbytes: Final[int]
-
-@final
-class HostBuffer:
-    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
-    device: Final[Device]
-    address: Final[int]
-    nbytes: Final[int]
-    def __buffer__(self, flags: int, /) -> memoryview: ...
-
-@final
-class Pinned:
-    def __init__(self, *args: Never, **kwargs: Never) -> None: ...
-    device: Final[Device]
-    address: Final[int]
-    nbytes: Final[int]
-    def close(self) -> None: ...

@@ -1,18 +1,17 @@
 """Devices of any kind: their memory, and backends that copy it.
 
-One module for all of them: a Device makes objects of every other class, and they hold the Device.
+One module: a Device makes objects of every other class, and they hold the Device. Host memory for a
+device is in `_pinned`.
 """
 
 cimport cython
 from cpython.buffer cimport (
     PyBUF_ANY_CONTIGUOUS,
     PyBUF_WRITABLE,
-    PyBuffer_FillInfo,
     PyBuffer_Release,
     PyObject_GetBuffer,
 )
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
-from libc.string cimport memset
 from posix.unistd cimport getpid
 
 from kvnative._backend cimport Backend
@@ -34,7 +33,6 @@ from kvnative._backend import CallError, NativeError
 
 __all__ = [
     "COPY_DIRECTIONS", "Device", "DeviceBuffer", "DeviceError", "DeviceEvent", "DeviceLibrary",
-    "HostBuffer", "Pinned",
 ]
 
 # Direction: its bit and its number of channels. One stream keeps a link to the host busy; a second
@@ -213,61 +211,6 @@ cdef class Device:
         self.library.check(status, &failure)
         buffer.nbytes = size
         return buffer
-
-    def allocate_host(self, nbytes) -> HostBuffer:
-        """Return new zeroed host memory that is pinned for the device."""
-        cdef uint64_t size = unsigned("nbytes", nbytes)
-        cdef kvn_failure failure
-        cdef HostBuffer buffer
-        cdef int status
-        self.check_usable()
-        buffer = HostBuffer.__new__(HostBuffer)
-        buffer.device = self
-        with nogil:
-            status = kvn_device_allocate_pinned(&self.device, size, &buffer.start, &failure)
-            if status == KVN_OK:
-                memset(buffer.start, 0, size)
-        if status != KVN_OK:
-            buffer.start = NULL
-        self.library.check(status, &failure)
-        buffer.nbytes = size
-        return buffer
-
-    def pinned_by(self, address, nbytes) -> str:
-        """Return how host memory is pinned for this device.
-
-        Returns:
-            "runtime" if the range lies in one `HostBuffer`, "pin" if `pin` has pinned it, else "".
-        """
-        cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
-        cdef kvn_pinned found
-        self.check_usable()
-        if not kvn_device_pinned_at(&self.device, start, &found) or size > found.last - start:
-            return ""
-        return "runtime" if found.is_allocated else "pin"
-
-    def pin(self, address, nbytes, keep: object = None) -> Pinned:
-        """Pin [address, address + nbytes) of this process until the result is closed or dropped.
-
-        Copies between pinned memory and the device need no CPU.
-
-        Args:
-            address, nbytes: range, which must stay mapped meanwhile.
-            keep: owner of the memory, kept alive meanwhile.
-        """
-        cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)
-        cdef kvn_failure failure
-        cdef Pinned pinned
-        self.check_usable()
-        pinned = Pinned.__new__(Pinned)
-        pinned.device = self
-        pinned.keep = keep
-        pinned.address = start
-        pinned.nbytes = size
-        with nogil:
-            self.library.check(kvn_device_pin(&self.device, start, size, &failure), &failure)
-        pinned.held = True
-        return pinned
 
     def locate(self, address) -> tuple[str, int]:
         """Return the kind of memory at an address, and its device.
@@ -501,84 +444,3 @@ cdef class DeviceEvent(Gate):
 
     def __repr__(self):
         return f"<DeviceEvent of device {self.device.id}>"
-
-
-@cython.final
-@cython.auto_pickle(False)
-@cython.no_gc_clear
-cdef class HostBuffer:
-    """Page-aligned host memory from a device's runtime.
-
-    It supports the buffer protocol, as `Arena` does, and is freed with its last reference, except
-    in a forked child.
-    """
-
-    cdef readonly Device device
-    cdef void *start
-    cdef readonly uint64_t nbytes
-
-    def __init__(self, *args, **kwargs):
-        raise TypeError("a HostBuffer comes from Device.allocate_host()")
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte."""
-        return <uintptr_t>self.start
-
-    def __getbuffer__(self, Py_buffer *buffer, int flags):
-        PyBuffer_FillInfo(buffer, self, self.start, <Py_ssize_t>self.nbytes, False, flags)
-
-    def __buffer__(self, int flags, /):
-        """Return `memoryview(self)`: what Python 3.12 gives every type with buffers (PEP 688)."""
-        return memoryview(self)
-
-    def __dealloc__(self):
-        cdef kvn_failure ignored
-        if self.start is not NULL and self.device.library.pid == getpid():
-            with nogil:
-                kvn_device_free_pinned(&self.device.device, self.start, &ignored)
-
-    def __repr__(self):
-        return (f"<HostBuffer of {self.nbytes} bytes at {self.address:#x} for device"
-                f" {self.device.id}>")
-
-
-@cython.final
-@cython.auto_pickle(False)
-@cython.no_gc_clear
-cdef class Pinned:
-    """Host memory that is pinned for a device until it is closed or dropped."""
-
-    cdef readonly Device device
-    cdef object keep           # released after the memory is unpinned
-    cdef readonly uint64_t address
-    cdef readonly uint64_t nbytes
-    cdef bint held
-    cdef object __weakref__
-
-    def __init__(self, *args, **kwargs):
-        raise TypeError("Pinned memory comes from Device.pin()")
-
-    @cython.critical_section
-    def close(self) -> None:
-        """Unpin the memory, which no copy may use. Idempotent; no effect in a forked child."""
-        cdef kvn_failure failure
-        cdef int status = KVN_OK
-        if not self.held:
-            return
-        self.held = False
-        if self.device.library.pid != getpid():
-            return
-        with nogil:
-            status = kvn_device_unpin(&self.device.device, self.address, &failure)
-        self.keep = None
-        self.device.library.check(status, &failure)
-
-    def __dealloc__(self):
-        cdef kvn_failure ignored
-        if self.held and self.device.library.pid == getpid():
-            with nogil:
-                kvn_device_unpin(&self.device.device, self.address, &ignored)
-
-    def __repr__(self):
-        return f"<Pinned [{self.address:#x}, {self.address + self.nbytes:#x})>"

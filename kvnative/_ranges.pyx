@@ -219,7 +219,7 @@ cdef class Pieces:
     cdef Py_buffer columns[3]
     cdef int held
     cdef kvn_pieces pieces
-    cdef readonly uint64_t num_extents
+    cdef uint64_t num_extents
 
     def __init__(self, firsts, lasts, owners, uint64_t num_extents):
         if self.held:

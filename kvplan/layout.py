@@ -275,6 +275,42 @@ class Shard:
         return ", ".join(words) or "whole"
 
 
+def check_shard(
+    shard: Shard,
+    num_tensors: int,
+    shape: tuple[int, ...],
+    layout: CacheLayout | None,
+    kv_tensor_format: str | None,
+) -> None:
+    """Refuse a shard that tensors of one shape and layout cannot hold.
+
+    `kv_tensor_format` is the layout as the user gave it, for messages.
+    """
+    axes = () if layout is None else layout.axes
+    if shard.heads is not None:
+        if "head" not in axes:
+            raise invalid(
+                f"shard has heads {shard.heads}, but kv_tensor_format={shown(kv_tensor_format)} "
+                "names no axis head"
+            )
+        if len(shard.heads) != (heads := shape[axes.index("head")]):
+            raise invalid(
+                f"shard has {len(shard.heads)} heads {shard.heads}, but the axis head of "
+                f"shape={shape} has {heads}"
+            )
+    if shard.tokens is not None and "token" not in axes:
+        raise invalid(
+            f"shard has {shard}, but kv_tensor_format={shown(kv_tensor_format)} names no axis token"
+        )
+    if shard.layers is not None:
+        inside = shape[axes.index("layer")] if "layer" in axes else 1
+        if num_tensors * inside % len(shard.layers):
+            raise invalid(
+                f"shard has {len(shard.layers)} layers {shard.layers}, which do not divide "
+                f"num_tensors={num_tensors}" + (f" of {inside} layers each" if inside > 1 else "")
+            )
+
+
 def _numbers(name: str, given: Any) -> Layers:
     """Return ascending numbers; a range if they are consecutive."""
     if isinstance(given, range) and given.step == 1:

@@ -11,7 +11,7 @@ from enum import IntEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvplan.layout import CacheLayout, Shard, layout_of
+from kvplan.layout import CacheLayout, Shard, check_shard, layout_of
 from kvplan.status import invalid
 from kvplan.validation import (
     INT64_MAX,
@@ -229,7 +229,8 @@ class CacheDesc:
                 f"is out of range [1, {INT64_MAX}]"
             )
         if self.shard is not None:
-            self._check_shard(check_type("shard", self.shard, Shard), layout)
+            check_type("shard", self.shard, Shard)
+            check_shard(self.shard, self.num_tensors, self.shape, layout, self.kv_tensor_format)
 
     @classmethod
     def from_tensors(
@@ -295,35 +296,6 @@ class CacheDesc:
                 f"shape={self.shape} of {layout}: kv must be 2 (keys and values) or 1, not "
                 f"{self.shape[layout.axes.index('kv')]}"
             )
-
-    def _check_shard(self, shard: Shard, layout: CacheLayout | None) -> None:
-        if shard.heads is not None:
-            if layout is None or "head" not in layout.axes:
-                raise invalid(
-                    f"shard has heads {shard.heads}, but "
-                    f"kv_tensor_format={shown(self.kv_tensor_format)} names no axis head"
-                )
-            heads = self.shape[layout.axes.index("head")]
-            if len(shard.heads) != heads:
-                raise invalid(
-                    f"shard has {len(shard.heads)} heads {shard.heads}, but the axis head of "
-                    f"shape={self.shape} has {heads}"
-                )
-        if shard.tokens is not None and (layout is None or "token" not in layout.axes):
-            raise invalid(
-                f"shard has {shard}, but kv_tensor_format={shown(self.kv_tensor_format)} names no "
-                "axis token"
-            )
-        if shard.layers is not None:
-            inside = 1
-            if layout is not None and "layer" in layout.axes:
-                inside = self.shape[layout.axes.index("layer")]
-            if self.num_tensors * inside % len(shard.layers):
-                raise invalid(
-                    f"shard has {len(shard.layers)} layers {shard.layers}, which do not divide "
-                    f"num_tensors={self.num_tensors}"
-                    + (f" of {inside} layers each" if inside > 1 else "")
-                )
 
     @property
     def layout(self) -> CacheLayout | None:

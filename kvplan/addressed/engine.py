@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Final, Unpack
 
+from kvnative._backend import NativeError
 from kvnative._signals import Mutex
 from kvplan.addressed.connections import Connections, Where
 from kvplan.engine.datadist import LlmDataDist
@@ -17,6 +18,9 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import Log
 from kvplan.types import CacheDesc, DataType, LlmRole, Placement
 from kvplan.validation import UINT64_MAX
+
+REFUSALS: Final = (LLMException, ValueError, NativeError, OSError, MemoryError)
+"""Exceptions of the engine, which an interface reports as statuses and logs."""
 
 MAX_REQUESTS: Final = 1 << 16
 """Maximum number of open requests."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 from weakref import WeakSet
 
 from kvnative._backend import NativeError
+from kvnative._pinned import allocate_host, pin
 from kvnative._signals import Mutex
 from kvplan.execution.compute_events import handle_of, stream_handle_of
 from kvplan.execution.task import native_error, native_errors
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from kvnative._backend import Backend
     from kvnative._cuda import CudaLibrary
     from kvnative._device import Device as NativeDevice
-    from kvnative._device import DeviceBuffer, DeviceLibrary, HostBuffer, Pinned
+    from kvnative._device import DeviceBuffer, DeviceLibrary
     from kvnative._executor import Gate
+    from kvnative._pinned import HostBuffer, Pinned
     from kvplan.device.sharing import Sharing
     from kvplan.execution.compute_events import ComputeEvent, ComputeStream
 
@@ -134,7 +136,7 @@ class Device:
         """
         try:
             with native_errors(f"{nbytes} bytes of host memory for device {self.id}"):
-                return self.native.allocate_host(nbytes)
+                return allocate_host(self.native, nbytes)
         except ValueError as error:
             raise invalid(str(error)) from error
 
@@ -150,7 +152,7 @@ class Device:
         """
         try:
             with native_errors(f"{nbytes} bytes of host memory at {address:#x} to be pinned"):
-                pinned = self.native.pin(address, nbytes, keep)
+                pinned = pin(self.native, address, nbytes, keep)
         except ValueError as error:
             raise invalid(str(error)) from error
         self._pinned.add(pinned)

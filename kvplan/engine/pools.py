@@ -22,8 +22,8 @@ from kvplan.validation import check_type
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvnative._device import HostBuffer, Pinned
     from kvnative._host import Arena
+    from kvnative._pinned import HostBuffer, Pinned
     from kvplan.device.device import Device
     from kvplan.transport.protocol import Registrable
     from kvplan.transport.transport import Transport

@@ -10,10 +10,9 @@ from operator import index
 from time import perf_counter
 from typing import Any, Final, Literal, SupportsIndex, TypeVar, cast
 
-from kvnative._executor import NativeError
 from kvnative._ranges import TransferOpDesc, address_columns
 from kvnative._signals import Mutex
-from kvplan.addressed.engine import Request
+from kvplan.addressed.engine import REFUSALS, Request
 from kvplan.addressed.names import peer_endpoint
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.ranges import AddressRanges
@@ -45,9 +44,6 @@ from kvplan.system.logs import Log
 _log = Log("kvplan.hixl")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-_REFUSALS = (LLMException, ValueError, NativeError, OSError, MemoryError)
-"""Exceptions of the engine, which become a status number and a line of the log."""
 
 _INT32_MAX = 2**31 - 1
 _MAX_TEXT: Final = 1024  # bytes of a notification's name, and of its message
@@ -91,7 +87,7 @@ def _returns_status(*rest: object) -> Callable[[_F], _F]:
                     check_type(name, value, _KINDS[name])
             try:
                 return method(engine, **given)
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 status = _log_failure(f"{method.__name__}{_subject(given)}", error)
                 return (status, *map(copy, rest)) if rest else status
 
@@ -170,7 +166,7 @@ class Hixl:
             if running is not None:
                 try:
                     running.close()
-                except _REFUSALS as error:
+                except REFUSALS as error:
                     _log_failure("finalize", error)
 
     @_returns_status(0)
@@ -314,14 +310,14 @@ class Hixl:
         op_descs: Sequence[TransferOpDesc],
         args: TransferArgs | None = None,
     ) -> tuple[int, int]:
-        """Begin a transfer as of `transfer_sync`, and return its request.
+        """Begin a transfer, and return the number of its request. Otherwise as `transfer_sync`.
 
         Args:
-            args: has the `user_data` that `get_all_transfer_status` returns with the request.
+            args: its `user_data` is returned with the request by `get_all_transfer_status`.
 
         Returns:
-            The status, and the request (0 unless SUCCESS). As of `transfer_sync`;
-            RESOURCE_EXHAUSTED: too many requests are open; get their status first.
+            The status, and the request (0 unless SUCCESS). A status of `transfer_sync`, or
+            RESOURCE_EXHAUSTED: too many requests are open; get the status of some first.
         """
         given = TransferArgs() if args is None else args
         check_type("args", given, TransferArgs)
@@ -427,7 +423,7 @@ class Hixl:
 
 
 def _index(name: str, value: SupportsIndex) -> int:
-    """Return an integer, also one of NumPy, as the original takes them."""
+    """Return an integer as int; the original also accepts integers of NumPy."""
     try:
         return index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Names of engines and options, as `Hixl.initialize` reads them."""
+"""The arguments of `Hixl.initialize`: the name of the engine, and its options."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ class Settings:
     """The settings of a `Hixl`."""
 
     name: str  # of the engine, as given
-    cluster_id: int  # of the engine below; of one that listens it follows from the name
+    cluster_id: int  # of the engine below; follows from the name if the engine listens
     engine: Options  # of the engine below
     auto_connect: bool
     device_is_host: bool
-    threads: int  # at most, for asynchronous connects
-    capacity: int  # waiting asynchronous connects, at most
+    threads: int  # maximum number of threads for asynchronous connects
+    capacity: int  # maximum number of waiting asynchronous connects
 
 
 def read(local_engine: str, options: Mapping[str, str]) -> Settings:

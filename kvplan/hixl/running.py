@@ -30,7 +30,7 @@ from kvplan.types import Placement
 _log = Log("kvplan.hixl")
 _peer_log = LimitedLog(_log)
 
-# While waiting, while running, after success, after failure.
+# States of a task: waiting, running, after success, after failure.
 CONNECT_STATES: Final = (
     AsyncConnectStatus.CONNECT_PENDING,
     AsyncConnectStatus.CONNECTING,
@@ -119,7 +119,7 @@ class Running(AddressedEngine):
     def async_status(
         self, remote_engine: str, states: Mapping[str, AsyncConnectStatus]
     ) -> AsyncConnectStatus:
-        """Return the state of the last task, corrected by the state of the connection."""
+        """Return the state of the last task; CONNECTED and NOT_CONNECT are of the connection."""
         state = states.get(remote_engine, AsyncConnectStatus.NOT_CONNECT)
         settled = (AsyncConnectStatus.CONNECTED, AsyncConnectStatus.NOT_CONNECT)
         if state in settled:

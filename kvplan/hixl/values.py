@@ -64,7 +64,7 @@ def status_of(error: BaseException) -> int:
 
 
 class _Exported(IntEnum):
-    """An enum that prints as those of pybind11: with its class, without its number."""
+    """An enum that prints as an enum of pybind11: with its class, without its number."""
 
     __str__ = Enum.__str__
 

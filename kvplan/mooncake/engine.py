@@ -1,78 +1,65 @@
-"""`TransferEngine`: memory by addresses, peers by "host:port", numbers instead of exceptions."""
+"""`TransferEngine`: ranges of addresses, peers named "host:port", and statuses as numbers."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import mmap
-import os
 import secrets
 import time
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import Enum, IntEnum
+from enum import IntEnum
 from functools import wraps
-from typing import Any, ClassVar, Concatenate, Final, Literal, ParamSpec
+from typing import Any, ClassVar, Concatenate, Final, ParamSpec
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvnative._executor import NativeError
 from kvnative._signals import Mutex
-from kvplan.addressed.engine import AddressedEngine, Request
+from kvplan.addressed.engine import REFUSALS, AddressedEngine, Request
 from kvplan.addressed.names import split_name, where_named
 from kvplan.engine.option_sources import configured
 from kvplan.engine.options import Options
 from kvplan.engine.ranges import AddressRanges
+from kvplan.mooncake.values import (
+    Read,
+    TransferNotify,
+    TransferOpcode,
+    Write,
+    check_text,
+    columns_of,
+    decoded,
+    direction_of,
+    encoded,
+    timeout_ms,
+    uint,
+    uints,
+)
 from kvplan.planning.ranges import span_text
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.logs import Log
 from kvplan.types import Placement
-from kvplan.validation import UINT64_MAX, shown
+from kvplan.validation import shown
+
+__all__ = [
+    "P2P",
+    "SUPPORT_MUSA",
+    "Read",
+    "TransferEngine",
+    "TransferNotify",
+    "Write",
+]
 
 _log = Log("kvplan.mooncake")
 
 SUPPORT_MUSA: Final = False
 P2P: Final = "P2PHANDSHAKE"
-"""The one metadata server: peers are named by where they listen."""
+"""The only metadata server that is accepted: peers are named by the addresses they listen at."""
 
-TIMEOUT_VARIABLE: Final = "MC_TRANSFER_TIMEOUT"
-_TIMEOUT_S, _LEAST_S = 30, 5  # and 1 ns for each byte
 _CONNECT_MS: Final = 10_000
-_NS_PER_MS: Final = 1e6
-_REFUSALS = (LLMException, ValueError, NativeError, OSError, MemoryError)
 _IN_FLIGHT, _DONE, _FAILED, _TIMED_OUT = 0, 1, -1, -2
 
-_P = ParamSpec("_P")
-_Column = NDArray[np.uint64]
-
-
-class TransferOpcode(IntEnum):
-    """The direction of a transfer, as its caller sees it."""
-
-    __str__ = Enum.__str__
-
-    Read = 0
-    Write = 1
-
-
 _Opcode = TransferOpcode  # the engine has an attribute of that name
-Read, Write = TransferOpcode.Read, TransferOpcode.Write
-
-
-class TransferNotify:
-    """A message to a peer, which it reads by `get_notifies`."""
-
-    def __init__(self, name: str = "", msg: str = "") -> None:
-        self.name: str = name
-        self.msg: str = msg
-
-    def __repr__(self) -> str:
-        return f"TransferNotify(name={self.name!r}, msg={self.msg!r})"
-
-
+_P = ParamSpec("_P")
 _Call = Callable[Concatenate["TransferEngine", _P], int]
 
 
@@ -84,7 +71,7 @@ def _returns_status(failed: int = _FAILED) -> Callable[[_Call[_P]], _Call[_P]]:
         def call(engine: TransferEngine, /, *args: _P.args, **kwargs: _P.kwargs) -> int:
             try:
                 return method(engine, *args, **kwargs)
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 _log.warning("%s%s: %s", method.__name__, _subject(args), error, stacklevel=2)
                 return failed
 
@@ -101,9 +88,9 @@ def _subject(args: Sequence[object]) -> str:
 
 
 class TransferEngine:
-    """An engine. Calls return 0, or a number below 0 and a line of the log `kvplan.mooncake`.
+    """An engine. A call that fails returns a number below 0, and logs why (`kvplan.mooncake`).
 
-    After -1 no byte of the transfer moves. Any thread may call the methods.
+    Once a call has returned -1, no byte of its transfer moves. Any thread may call the methods.
 
     Every method raises TypeError for an argument of another type.
     """
@@ -114,14 +101,14 @@ class TransferEngine:
         self._engine: AddressedEngine | None = None
         self._own = ""  # the name by which peers know this engine
         self._mutex = Mutex()
-        self._starts: list[int] = []  # of registered memory, ascending
-        self._registered: dict[int, tuple[int, int]] = {}  # size and handle by address
-        self._buffers: dict[int, mmap.mmap] = {}  # managed ones by address
+        self._starts: list[int] = []  # addresses of registered memory, ascending
+        self._registered: dict[int, tuple[int, int]] = {}  # size and handle, by address
+        self._buffers: dict[int, mmap.mmap] = {}  # managed buffers, by address
 
     def initialize(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
     ) -> int:
-        """Start the engine, which listens at this host and any free port (`get_rpc_port`).
+        """Start the engine. It listens at this host, at a free port that `get_rpc_port` returns.
 
         Protocol and device have no effect: the options of kvplan select a transport.
         """
@@ -134,7 +121,7 @@ class TransferEngine:
     ) -> int:  # fmt: skip
         """Start the engine. Otherwise as `initialize`."""
         for name, value in (("local_hostname", local_hostname), ("protocol", protocol)):
-            _check_text(name, value)
+            check_text(name, value)
         if metadata_server != P2P:
             raise invalid(f"metadata_server={shown(metadata_server)} must be {P2P!r}")
         host, _ = split_name(local_hostname, "local_hostname")
@@ -146,7 +133,7 @@ class TransferEngine:
                 secrets.randbits(64), Options.of(listens), where_named, _log
             )
             self._own = f"{host}:{self._port()}"
-        _log.info("%s: protocol %s is kvplan's", self._own, shown(protocol))
+        _log.info("%s: protocol %s has no effect", self._own, shown(protocol))
         return 0
 
     def close(self) -> None:
@@ -204,7 +191,7 @@ class TransferEngine:
     @_returns_status()
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
         """Let transfers use memory until it is unregistered; memory that overlaps is refused."""
-        self._register(_uint("buffer_addr", buffer_addr), _uint("capacity", capacity), location)
+        self._register(uint("buffer_addr", buffer_addr), uint("capacity", capacity), location)
         return 0
 
     def _register(self, address: int, nbytes: int, location: str) -> None:
@@ -234,7 +221,7 @@ class TransferEngine:
     @_returns_status()
     def unregister_memory(self, buffer_addr: int) -> int:
         """Withdraw memory; on return no transfer uses it."""
-        self._unregister(_uint("buffer_addr", buffer_addr))
+        self._unregister(uint("buffer_addr", buffer_addr))
         return 0
 
     def _unregister(self, address: int) -> None:
@@ -250,9 +237,9 @@ class TransferEngine:
     def batch_register_memory(
         self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: str = "*"
     ) -> int:
-        """Register several pieces of memory, or none."""
-        addresses = _uints("buffer_addresses", buffer_addresses).tolist()
-        sizes = _uints("capacities", capacities).tolist()
+        """Register several pieces of memory; after a failure none of them is registered."""
+        addresses = uints("buffer_addresses", buffer_addresses).tolist()
+        sizes = uints("capacities", capacities).tolist()
         if len(addresses) != len(sizes):
             raise invalid(f"{len(addresses)} buffer_addresses and {len(sizes)} capacities")
         made: list[int] = []
@@ -269,14 +256,14 @@ class TransferEngine:
     @_returns_status()
     def batch_unregister_memory(self, buffer_addresses: Sequence[int]) -> int:
         """Withdraw several pieces of memory."""
-        for address in _uints("buffer_addresses", buffer_addresses).tolist():
+        for address in uints("buffer_addresses", buffer_addresses).tolist():
             self._unregister(address)
         return 0
 
     @_returns_status(0)
     def allocate_managed_buffer(self, length: int) -> int:
         """Return the address of registered memory of the engine; 0 after a failure."""
-        memory = mmap.mmap(-1, max(1, _uint("length", length)))
+        memory = mmap.mmap(-1, max(1, uint("length", length)))
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._register(address, len(memory), "cpu")
         self._buffers[address] = memory
@@ -286,7 +273,7 @@ class TransferEngine:
     def free_managed_buffer(self, buffer_addr: int, length: int) -> int:
         """Free memory of `allocate_managed_buffer`."""
         if buffer_addr not in self._buffers:
-            raise invalid(f"buffer_addr={buffer_addr:#x} is not of allocate_managed_buffer")
+            raise invalid(f"buffer_addr={buffer_addr:#x} must come from allocate_managed_buffer")
         self._unregister(buffer_addr)
         del self._buffers[buffer_addr]
         return 0
@@ -296,7 +283,7 @@ class TransferEngine:
         """Copy bytes to registered memory."""
         given = data.encode() if isinstance(data, str) else bytes(data)
         if length > len(given):
-            raise invalid(f"length={length} is above the {len(given)} bytes of data")
+            raise invalid(f"length={length} is out of range [0, {len(given)}], the bytes of data")
         self._check_registered(dest_address, length)
         ctypes.memmove(dest_address, given, length)
         return 0
@@ -318,7 +305,7 @@ class TransferEngine:
 
     @_returns_status(0)
     def get_first_buffer_address(self, segment_name: str) -> int:
-        """Return the address of the memory that a peer has registered first; 0: it has none."""
+        """Return the address of the first memory that a peer has registered; 0: it has none."""
         if segment_name == self._own:
             return next(iter(self._registered), 0)
         return self._running().first_address(self._cluster(segment_name))
@@ -345,7 +332,7 @@ class TransferEngine:
         self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int,
         opcode: _Opcode, notify: TransferNotify | None = None, transport_hint: str = "",
     ) -> int:  # fmt: skip
-        """Read or write; after 0 every byte, and the notification, have arrived."""
+        """Read or write; after 0 all bytes and the notification have arrived."""
         one = ([buffer], [peer_buffer_address], [length])
         return self.batch_transfer_sync(target_hostname, *one, opcode, notify)
 
@@ -371,18 +358,18 @@ class TransferEngine:
         lengths: Sequence[int], opcode: _Opcode, notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:  # fmt: skip
-        """Read or write several ranges; after 0 every byte, and the notification, have arrived."""
-        columns = _columns(buffers, peer_buffer_addresses, lengths)
+        """Read or write several ranges; after 0 all bytes and the notification have arrived."""
+        columns = columns_of(buffers, peer_buffer_addresses, lengths)
         engine = self._running()
         if not len(columns[0]):
             return 0
         started = time.monotonic()
         cluster = self._cluster(target_hostname)
-        *firsts, last = [None] if notify is None else engine.connections.frames(*_texts(notify))
+        *firsts, last = [None] if notify is None else engine.connections.frames(*encoded(notify))
         for frame in firsts:
             engine.datadist.notify(cluster, frame or b"")
-        left_ms = _timeout_ms(columns[2]) - (time.monotonic() - started) * 1000
-        ranges = AddressRanges(cluster, *columns, _direction(opcode))
+        left_ms = timeout_ms(columns[2]) - (time.monotonic() - started) * 1000
+        ranges = AddressRanges(cluster, *columns, direction_of(opcode))
         engine.datadist.run(ranges, timeout_ms=max(0.0, left_ms), notify=last)
         return 0
 
@@ -417,21 +404,21 @@ class TransferEngine:
         lengths: Sequence[int], opcode: _Opcode, transport_hint: str = "",
     ) -> int:  # fmt: skip
         """Begin to read or write several ranges; return the batch, or 0 after a failure."""
-        columns = _columns(buffers, peer_buffer_addresses, lengths)
+        columns = columns_of(buffers, peer_buffer_addresses, lengths)
         engine = self._running()
         engine.requests.check_room()
-        deadline = time.monotonic() + _timeout_ms(columns[2]) / 1000
-        ranges = AddressRanges(self._cluster(target_hostname), *columns, _direction(opcode))
+        deadline = time.monotonic() + timeout_ms(columns[2]) / 1000
+        ranges = AddressRanges(self._cluster(target_hostname), *columns, direction_of(opcode))
         task = engine.datadist.submit(ranges)
         text = f"{opcode.name} of {len(ranges)} ranges"
         return engine.requests.add(Request(task, ranges, target_hostname, text, deadline))
 
     @_returns_status()
     def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:
-        """Wait for batches and forget them; return 0, or -1 if one of them has failed."""
+        """Wait for batches, and forget them; return 0, or -1 if one of them has failed."""
         engine = self._running()
         statuses = []
-        for batch in _uints("batch_ids", batch_ids).tolist():
+        for batch in uints("batch_ids", batch_ids).tolist():
             request = engine.requests.get(batch)
             request.task.wait_done(max(0.0, (request.data - time.monotonic()) * 1000))
             statuses.append(self._status(batch))
@@ -439,18 +426,18 @@ class TransferEngine:
 
     @_returns_status()
     def transfer_check_status(self, batch_id: int) -> int:
-        """Return 1: all of a batch is done; 0: in flight; -1: failed; -2: its time has passed.
+        """Return 1: the batch is done; 0: in flight; -1: failed; -2: it took too long.
 
-        A batch that is not in flight any more is forgotten.
+        Except with 0, the batch is forgotten.
         """
-        return self._status(_uint("batch_id", batch_id))
+        return self._status(uint("batch_id", batch_id))
 
     def _status(self, batch: int) -> int:
         requests = self._running().requests
         request = requests.get(batch)
         if not request.task.done and time.monotonic() >= request.data:
             request.task.cancel(
-                LLMException("the time has passed", status_code=LLMStatusCode.LLM_TIMEOUT)
+                LLMException("the transfer took too long", status_code=LLMStatusCode.LLM_TIMEOUT)
             )
         if (ended := requests.take(batch)) is None:
             return _IN_FLIGHT
@@ -463,7 +450,7 @@ class TransferEngine:
         if self._engine is None:
             return []
         found = self._engine.connections.take_messages()
-        return [TransferNotify(_text(each.name), _text(each.body)) for each in found]
+        return [decoded(each.name, each.body) for each in found]
 
     def _running(self) -> AddressedEngine:
         if self._engine is None:
@@ -472,64 +459,8 @@ class TransferEngine:
 
     def _cluster(self, name: str) -> int:
         """Return the cluster of a peer; connect with it first."""
-        _check_text("target_hostname", name)
+        check_text("target_hostname", name)
         engine = self._running()
         if name == self._own:
             return engine.datadist.cluster_id
         return engine.connect(name, _CONNECT_MS)
-
-
-def _direction(opcode: _Opcode) -> Literal["pull", "push"]:
-    if not isinstance(opcode, TransferOpcode):
-        raise TypeError(f"opcode={shown(opcode)} must be a TransferOpcode")
-    return "pull" if opcode is Read else "push"
-
-
-def _timeout_ms(sizes: _Column) -> float:
-    """Return the time of a transfer: that of the variable, and 1 ns for each byte."""
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
-    seconds = int(text) if text.isdecimal() else _TIMEOUT_S
-    return max(seconds, _LEAST_S) * 1000 + int(sizes.sum()) / _NS_PER_MS
-
-
-def _columns(*lists: Sequence[int]) -> tuple[_Column, _Column, _Column]:
-    names = ("buffers", "peer_buffer_addresses", "lengths")
-    local, remote, sizes = (_uints(*pair) for pair in zip(names, lists, strict=True))
-    if not len(local) == len(remote) == len(sizes):
-        raise invalid(
-            f"{len(local)} buffers, {len(remote)} peer_buffer_addresses, {len(sizes)} lengths"
-        )
-    return local, remote, sizes
-
-
-def _uints(name: str, values: Any) -> _Column:
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
-    if not isinstance(values, list | tuple):
-        raise TypeError(f"{name} is a {type(values).__name__}; it must be a list of int")
-    try:
-        return np.frombuffer(array("Q", values), np.uint64) if values else np.empty(0, np.uint64)
-    except (OverflowError, TypeError) as error:
-        raise TypeError(f"{name} must have integers in [0, 2**64): {error}") from None
-
-
-def _uint(name: str, value: Any) -> int:
-    if not hasattr(type(value), "__index__"):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be int")
-    number = int(value)
-    if not 0 <= number <= UINT64_MAX:
-        raise TypeError(f"{name}={number:#x} is out of range [0, 2**64)")
-    return number
-
-
-def _check_text(name: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be str")
-
-
-def _text(data: bytes) -> str:
-    return data.decode(errors="replace")
-
-
-def _texts(notify: TransferNotify) -> tuple[bytes, bytes]:
-    return notify.name.encode(), notify.msg.encode()

@@ -10,10 +10,9 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, Final, NamedTuple
 
-from kvnative._executor import NativeError
 from kvnative._signals import Mutex
 from kvplan.addressed.connector import Connector
-from kvplan.addressed.engine import AddressedEngine
+from kvplan.addressed.engine import REFUSALS, AddressedEngine
 from kvplan.control.endpoint import Endpoint
 from kvplan.engine.option_sources import configured
 from kvplan.engine.options import Options
@@ -40,8 +39,6 @@ LOG: Final = Log("kvplan.nixl")
 BACKENDS: Final = ("UCX", "KVPLAN")
 """Names of the one backend. Programs ask for UCX."""
 
-REFUSALS: Final = (LLMException, ValueError, NativeError, OSError, MemoryError)
-"""Errors of the engine, which become NIXL's."""
 GONE: Final = (LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_LINK_FAILED)
 """Statuses of an agent that has ended."""
 

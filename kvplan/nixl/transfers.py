@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._ranges import choose, first_overlap
-from kvplan.addressed.engine import Request
+from kvplan.addressed.engine import REFUSALS, Request
 from kvplan.engine.ranges import AddressRanges
-from kvplan.nixl.agent import GONE, LOG, REFUSALS, Agent, bytes_of, text_of
+from kvplan.nixl.agent import GONE, LOG, Agent, bytes_of, text_of
 from kvplan.nixl.lists import Rows, nixlXferDList, rows_of_array
 from kvplan.nixl.values import (
     nixl_mem_t,

@@ -25,7 +25,7 @@ class Cut(NamedTuple):
     """The intersection of two sides as segments.
 
     Attributes:
-        segments: of each pair of views.
+        segments: the segments of every pair of views.
         split: the axes along which tensors are split into views, for `Side.locate`.
         num_slices: runs before adjacent ones were merged.
     """
@@ -39,7 +39,7 @@ class Share(NamedTuple):
     """The heads and tokens that move.
 
     Attributes:
-        heads: KV heads of the model; None: all that both sides have.
+        heads: the KV heads of the model; None: all that both sides have.
         tokens: a mask of the tokens that move; None: all that both sides have.
     """
 
@@ -62,7 +62,7 @@ class Common(NamedTuple):
     """The common properties of rows of two sides, for any tokens that move.
 
     Attributes:
-        src_start, dst_start: bytes of a token before the first that both have.
+        src_start, dst_start: the first byte of a token that both sides have, on each side.
         levels: the axes along which both sides step, except tokens.
         split: the axes along which tensors are split into views.
     """
@@ -74,11 +74,11 @@ class Common(NamedTuple):
 
 
 def rows_are_alike(source: Side, target: Side, *, chunked: bool, reinterpret: bool) -> bool:
-    """Return whether both sides' rows hold the same bytes in one order; False: cut them by axes.
+    """Return whether rows hold the same bytes in the same order; False: cut them by axes.
 
     With `chunked`, rows may have different numbers of tokens if tokens are the outermost axis. With
     `reinterpret`, bytes are copied whatever they mean. LLM_PARAM_INVALID: rows differ, and no
-    layout says how.
+    layout tells how.
     """
     a, b = source.meaning, target.meaning
     if not a or not b:
@@ -168,23 +168,23 @@ def cut(
     src_offsets += src_start
     dst_offsets += dst_start
     token_strides = source.stride_of("token"), target.stride_of("token")
-    tables_of: list[Segments] = []
+    by_size: list[Segments] = []
     # Whole blocks first, then pieces with fewer tokens, which may have other runs.
     sizes = (
         np.flatnonzero(np.bincount(tokens))[::-1] if isinstance(tokens, np.ndarray) else [tokens]
     )
     for size in map(int, sizes):
-        here = tokens == size if isinstance(tokens, np.ndarray) else slice(None)
+        of_size = tokens == size if isinstance(tokens, np.ndarray) else slice(None)
         run, left = _fuse(source, target, [*levels, Level(size, *token_strides)])
-        kv = None if tables_of else kv_level(left, source, target)
+        kv = None if by_size else kv_level(left, source, target)
         if kv is not None and len(left) > MAX_REPEATS:
             # Pairs of views are cheaper than rows of the table.
             levels.remove(kv)
             left.remove(kv)
             split.append("kv")
-        tables_of.append(_table(src_offsets[here], dst_offsets[here], run, left))
-    segments = _joined(tables_of, how)
-    num_slices = sum(segments.num_runs for segments in tables_of)
+        by_size.append(_table(src_offsets[of_size], dst_offsets[of_size], run, left))
+    segments = _joined(by_size, how)
+    num_slices = sum(segments.num_runs for segments in by_size)
     return Cut(segments, tuple(split), num_slices)
 
 

@@ -22,7 +22,7 @@ _MIN_MAPPED = 512
 """Minimum blocks of a table for sorting by a map of the cache's blocks."""
 
 _MAX_SPARSITY = 64
-"""Maximum blocks of a cache for each block of a table: beyond, sorting beats a bitmap or map."""
+"""Maximum blocks of a cache for each block of a table: above it, sorting is faster than a map."""
 
 _MAX_MAPPED = 1 << 21
 """Maximum blocks of a cache for a map, which takes 9 bytes a block."""

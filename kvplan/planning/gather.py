@@ -29,7 +29,7 @@ _MAX_DIVISIONS: Final = 256
 
 
 class _Part(NamedTuple):
-    """Layers and KV heads of the model, and the tokens to take; None: all that both sides have.
+    """Layers, KV heads and tokens of the model (None: all tokens that both sides have).
 
     Layers are positions among the numbers that any cache has. If all caches have ranges of layers,
     position and number are equal.

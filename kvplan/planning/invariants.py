@@ -218,7 +218,7 @@ def _perhaps_overlapping(segments: Segments) -> NDArray[np.intp]:
         unsure |= (rows > one) & (inner > stride)  # overlaps itself
         span = inner + (rows - one) * stride
     reach = np.maximum.accumulate(starts + span)
-    meets = starts[1:] < reach[:-1]  # the cluster of its predecessor
+    meets = starts[1:] < reach[:-1]  # True: in the cluster of its predecessor
     apart = np.zeros_like(meets)
     if stride:
         row, place = np.divmod(starts, stride)

@@ -13,7 +13,7 @@ from kvplan.validation import as_int, check_type, shown
 ALL_LAYERS = KvCacheExtParam()
 
 MAX_TENSORS_PER_LAYER = 255
-"""The reference's field is a uint8."""
+"""Maximum of `tensor_num_per_layer`, which is a uint8 in LLM-DataDist."""
 
 
 def pair_views(
@@ -56,8 +56,8 @@ def pair_views(
                 "equal where no layer range is given"
             )
         return range(num_src), range(num_dst), per_layer
-    src_range = _checked("src_layer_range", src_layers, src, num_src // per_layer, per_layer)
-    dst_range = _checked("dst_layer_range", dst_layers, dst, num_dst // per_layer, per_layer)
+    src_range = _checked("src_layer_range", src_layers, num_src // per_layer, per_layer)
+    dst_range = _checked("dst_layer_range", dst_layers, num_dst // per_layer, per_layer)
     if sharded:
         src_range, dst_range = _in_model(
             src, dst, src_range, dst_range, src_layers is not None, dst_layers is not None
@@ -217,10 +217,8 @@ def _layers(name: str, given: LayerRange) -> range | None:
             raise TypeError(f"{name}={shown(given)} must be a range, a pair (first, last) or None")
 
 
-def _checked(
-    name: str, layers: range | None, cache: Side, num_layers: int, per_layer: int
-) -> range:
-    """Return the selected local layers; refuse layers that `cache` does not have."""
+def _checked(name: str, layers: range | None, num_layers: int, per_layer: int) -> range:
+    """Return the selected layers of a cache; refuse layers that it does not have."""
     if layers is None:
         return range(num_layers)
     if not layers or layers.start < 0 or layers.stop > num_layers:

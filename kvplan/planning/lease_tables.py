@@ -21,7 +21,7 @@ Latest = Callable[[BlockLease], BlockLease]
 
 
 def followed(argument: str, rows: Rows, latest: Latest) -> Rows:
-    """Return rows with the latest value of their lease, and the present places of their blocks."""
+    """Return rows with the latest value of their lease, and with the blocks that it has now."""
     lease = rows.cache
     if not isinstance(lease, BlockLease) or (now := latest(lease)) is lease:
         return rows
@@ -65,15 +65,15 @@ def _with_table(argument: str, rows: Rows, num_tokens: int | None) -> Rows:
 
 
 def _num_tokens(rows: Sequence[Rows], given: int | None) -> int | None:
-    """Return the number of tokens that is given, or that leases of all blocks have."""
-    said = {
+    """Return the number of tokens of leases whose blocks all move; without any, the given one."""
+    counts = {
         lease.num_tokens("num_tokens", given, its.first_token)
         for its in rows
         if (lease := cast(BlockLease, its.cache)).tokens is not None and its.blocks is None
     }
-    if len(said) > 1:
+    if len(counts) > 1:
         raise invalid(
-            "num_tokens=None must be given: the leases are of requests of "
-            f"{sorted(filter(None, said))} tokens"
+            "num_tokens must be given: the leases are of requests of "
+            f"{sorted(filter(None, counts))} tokens"
         )
-    return said.pop() if said else given
+    return counts.pop() if counts else given

@@ -190,7 +190,7 @@ class Plan:
         return placed.part.origin(descriptor - placed.descriptor)
 
     def missing_text(self, unconfirmed: Sequence[tuple[int, int]]) -> str:
-        """Return what messages say of descriptors that are not confirmed, after their number."""
+        """Return the text that messages append to the number of unconfirmed descriptors."""
         return ""
 
     # The methods that show a plan, or write it, import what they need: a program that only

@@ -130,7 +130,7 @@ class RangePlan(Plan):
         self._observe()
 
     def missing_text(self, unconfirmed: Sequence[tuple[int, int]]) -> str:
-        """See `Plan.missing_text`: the first range that may be missing."""
+        """See `Plan.missing_text`: names the first range that may be missing."""
         if not unconfirmed:
             return ""
         return f"; the first that is not confirmed: {self.ranges.text(unconfirmed[0][0])}"

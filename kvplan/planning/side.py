@@ -179,7 +179,7 @@ class Side:
         return self.layout is None or math.prod(self.shape[: self.layout.row_axis]) == 1
 
     def rows(self, offset: int, nbytes: int) -> tuple[int, int]:
-        """Return first and last row of `nbytes` bytes from `offset` on."""
+        """Return the first and the last row that `nbytes` bytes from `offset` on touch."""
         period = self.count * self.stride  # an axis outside of the rows repeats after it
         return offset % period // self.stride, (offset + nbytes - 1) % period // self.stride
 
@@ -187,7 +187,7 @@ class Side:
         """Return the rows that ranges of a tensor touch, each once, ascending."""
         stride, count = self.stride, self.count
         first = offsets.astype(np.int64) // stride
-        # An axis outside of the rows repeats them: no range has more than all rows.
+        # If an axis is outside of the rows, a range may pass all rows several times.
         lengths = np.minimum(
             (offsets + nbytes - np.uint64(1)).astype(np.int64) // stride - first + 1, count
         )
@@ -205,7 +205,7 @@ class Side:
         if layout is None or data_type is None or axis not in layout.axes:
             return 0
         inner, row = layout.axes.index(axis) + 1, layout.row_axis
-        if inner <= row + 1:  # the rows, and what is outside of them
+        if inner <= row + 1:  # the axis of the rows, or one outside of it
             return math.prod(self.shape[inner : row + 1]) * self.stride
         return math.prod(self.shape[inner:]) * data_type.bits // 8
 
@@ -260,7 +260,7 @@ class Side:
     def usual_tensors_per_layer(self) -> int:
         """Tensors of one layer if the caller gives no number and no layer range.
 
-        The number only groups tensors then: it is 1 if 2 does not divide them.
+        It only groups the tensors then, and is 1 if their number is odd.
         """
         known = self.known_tensors_per_layer("", None)
         if known is not None:

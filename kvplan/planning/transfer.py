@@ -21,8 +21,8 @@ from kvplan.validation import INT64_MAX, UINT64_MAX, check_width, shown
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    # By this parameter a type checker knows that one source makes a TransferTask, several a
-    # GatherTask. Its default, by which `Transfer` alone means either, is in `typing` from 3.13 on.
+    # The parameter tells a type checker that one source makes a TransferTask, and several make a
+    # GatherTask. By its default, `Transfer` alone means either; `typing` has defaults from 3.13 on.
     Source_co = TypeVar(
         "Source_co",
         bound="Rows | Sequence[Rows]",

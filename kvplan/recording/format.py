@@ -239,7 +239,7 @@ def plan_of(templates: dict[int, TemplateRow], rows: Iterable[PartRow]) -> Plan 
 def _part(template: TemplateRow, row: PartRow) -> Part:
     document = dict(template.plan)
     found = row.segments
-    tables: dict[str, Any] | None = {
+    tables: dict[str, Any] = {
         "src": rows_of(row.src).tolist(),
         "dst": rows_of(row.dst).tolist(),
         "src_token": 0,
@@ -255,17 +255,17 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
             _column(column) for column in (found.src_offsets, found.dst_offsets, found.nbytes)
         ]
         repeats = [[_column(repeat[0]).tolist(), *repeat[1:]] for repeat in found.repeats]
-        if tables is not None and found.has_tables:
-            tables |= {
-                field: getattr(found, field) for field in ("src_token", "dst_token", "num_tokens")
-            }
-        else:
-            tables = None
+        tables |= {
+            field: getattr(found, field) for field in ("src_token", "dst_token", "num_tokens")
+        }
     named = zip(Segments.columns(), (column.tolist() for column in columns), strict=True)
     part = part_from_dict(
         document
         | {"segments": dict(named) | {"repeats": repeats}}
-        | {"num_slices": num_slices, "tables": tables}
+        | {
+            "num_slices": num_slices,
+            "tables": tables if found is None or found.has_tables else None,
+        }
     )
     src, dst = (
         replace(side, way=way, cache_id=cache_id)

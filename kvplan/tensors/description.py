@@ -109,7 +109,7 @@ def describe(
             f"{type(tensors).__name__}"
         )
     if not tensors:
-        raise invalid("tensors is empty; a cache has one tensor at least")
+        raise invalid("tensors is empty; a cache needs at least one tensor")
     forms = [read_form(f"tensors[{position}]", tensor) for position, tensor in enumerate(tensors)]
     first = forms[0]
     if layout is not None and not isinstance(layout, CacheLayout):
@@ -135,7 +135,7 @@ def describe(
         if data_type is None:
             raise invalid(f"{first.name} is {first}, which is not a DataType; give data_type")
     elif check_type("data_type", data_type, DataType).bits % 8 or not first.may_be(data_type):
-        raise invalid(f"data_type={data_type.name}, and {first.name} is {first}")
+        raise invalid(f"data_type={data_type.name} does not fit {first.name}, which is {first}")
     if placement is None:
         placement = Placement.HOST if first.device is None else Placement.DEVICE
     return CacheDesc(
@@ -150,7 +150,7 @@ def describe(
 
 
 def _rows_of(form: TensorForm, shape: tuple[int, ...], axis: int) -> int:
-    """Return the dimension of a tensor that is axis `axis` of its shape in memory; -1 for one row.
+    """Return the dimension that is axis `axis` of the tensor's shape in memory; -1: only one row.
 
     Dimensions of length 1 may differ.
     """
@@ -162,18 +162,18 @@ def _rows_of(form: TensorForm, shape: tuple[int, ...], axis: int) -> int:
 def _check_alike(form: TensorForm, first: TensorForm, rows: int) -> None:
     if (form.shape, form.dtype_name) != (first.shape, first.dtype_name):
         raise invalid(
-            f"{form.name} is {form}, and {first.name} is {first}: tensors of one cache are alike; "
-            "describe the others as another cache"
+            f"{form.name} is {form}, and {first.name} is {first}: tensors of one cache must be "
+            "alike; describe the others as another cache"
         )
     if _long_dims(form) != _long_dims(first):
         raise invalid(
-            f"{form.name} is {form}, and {first.name} is {first}: they lie in memory in another "
-            "order; describe them as two caches"
+            f"{form.name} is {form}, and {first.name} is {first}: the order of their dimensions "
+            "in memory differs; describe them as two caches"
         )
     if first.shape and form.row_stride(rows) != first.row_stride(rows):
         raise invalid(
-            f"{form.name} is {form}, and {first.name} is {first}: their rows lie at other "
-            "distances; describe them as two caches"
+            f"{form.name} is {form}, and {first.name} is {first}: the distances of their rows "
+            "differ; describe them as two caches"
         )
     if form.device != first.device:
         where = [
@@ -184,14 +184,16 @@ def _check_alike(form: TensorForm, first: TensorForm, rows: int) -> None:
 
 
 def _gap_text(form: TensorForm, gap: tuple[int, int], layout: CacheLayout | None) -> str:
-    """Return text about a gap or an overlap in a tensor, with the remedy."""
+    """Return the text about a gap or an overlap in a tensor, and the remedy."""
     dim, has = gap
     apart, own = form.strides[dim] * form.bits // 8, has * form.bits // 8
     axis = "" if layout is None else layout.axes[dim]
     things = _PLURALS.get(axis, f"{axis}s") if axis else f"elements along dimension {dim}"
     if apart <= 0:
         way = "run backwards" if apart else "are all the same memory"
-        return f"its {things} {way}; give a tensor whose elements each have their own, in order"
+        return (
+            f"its {things} {way}; give a tensor whose elements have memory of their own, in order"
+        )
     text = f"its {things} lie {apart} bytes apart and have {own}"
     if apart < own:
         return f"{text}: they share memory; give a tensor that does not"

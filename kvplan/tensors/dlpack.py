@@ -97,9 +97,9 @@ _MANAGED = 13
 _EXTENSION = 12  # a device of any library; torch_npu's tensors have it
 
 _STREAMS = (2, 10, 13)
-"""Device types whose libraries know `stream=-1`: no synchronization."""
+"""Device types whose libraries accept `stream=-1`: no synchronization."""
 
-# DLDataTypeCode; a number follows for those of several widths.
+# By DLDataTypeCode. The names of these types end with the width, which is not fixed.
 _NUMBERS = {0: "int", 1: "uint", 2: "float", 5: "complex"}
 _TYPES = {
     (4, 16): "bfloat16",
@@ -183,16 +183,16 @@ def _capsule(name: str, given: Any) -> object:
         stream = _stream(given)
         try:
             return given.__dlpack__(**stream, max_version=_MAX_VERSION)
-        except TypeError:  # it does not know that argument
+        except TypeError:  # an older library does not know max_version
             return given.__dlpack__(**stream)
-    except Exception as error:  # whatever its library raises
+    except Exception as error:  # a library may raise anything
         raise invalid(
             f"{name}: {type(given).__name__} does not export its memory: {error}"
         ) from error
 
 
 def _stream(given: Any) -> dict[str, int]:
-    """Return arguments of `__dlpack__` that make the library synchronize nothing.
+    """Return the arguments of `__dlpack__` with which the library does not synchronize.
 
     On a host only None is allowed, which is the default. Elsewhere None orders the library's stream
     before the default stream; -1 leaves synchronization to the consumer.
@@ -200,7 +200,7 @@ def _stream(given: Any) -> dict[str, int]:
     where = getattr(given, "__dlpack_device__", None)
     if where is None or where()[0] not in _STREAMS:
         return {}
-    # JAX hands the number to the driver as it is, as a stream; without one it orders nothing.
+    # JAX passes the number to the driver as a stream; without a number it orders nothing.
     if type(given).__module__.partition(".")[0] in ("jax", "jaxlib"):
         return {}
     return {"stream": -1}

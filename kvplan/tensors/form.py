@@ -1,7 +1,8 @@
 """The form of tensors: shape, strides, type and address, for tensors of any library.
 
-Read from NumPy's interface, the buffer protocol, DLPack, the attributes of a torch tensor, or the
-CUDA array interface; no library of these is imported but NumPy, and no byte of a tensor is read.
+The form is read from NumPy's interface, the buffer protocol, DLPack, the attributes of a torch
+tensor, or the CUDA array interface. Of all these libraries only NumPy is imported, and no byte of a
+tensor is read.
 """
 
 from __future__ import annotations
@@ -137,17 +138,17 @@ class TensorForm:
         return tuple(self.shape[dim] for dim in self.order)
 
     def gap(self, rows: int) -> tuple[int, int] | None:
-        """Return the innermost dimension with gaps, and the stride that it would have without.
+        """Return the innermost dimension with gaps, and the stride that it would have without them.
 
         Gaps between the elements of dimension `rows` are allowed. None: no gap.
         """
-        has = 1
+        dense = 1
         for dim in reversed(self.order):
             if self.shape[dim] == 1:
                 continue
-            if self.strides[dim] != has and (dim != rows or self.strides[dim] < has):
-                return dim, has
-            has = self.shape[dim] * self.strides[dim]
+            if self.strides[dim] != dense and (dim != rows or self.strides[dim] < dense):
+                return dim, dense
+            dense = self.shape[dim] * self.strides[dim]
         return None
 
     def row_stride(self, rows: int) -> int | None:
@@ -157,11 +158,11 @@ class TensorForm:
     @property
     def is_contiguous(self) -> bool:
         """True if the tensor lies in memory in the order of its dimensions, without gaps."""
-        has = 1
+        dense = 1
         for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if length != 1 and stride != has:
+            if length != 1 and stride != dense:
                 return False
-            has *= length
+            dense *= length
         return True
 
     @property
@@ -198,7 +199,7 @@ class TensorForm:
 def numpy_dtype(data_type: DataType) -> np.dtype[Any]:
     """Return NumPy's type for the elements, or the unsigned integer of that width.
 
-    Elements of less than a byte are packed: their type is uint8, of which a row has fewer.
+    Elements of less than a byte are packed: their type is uint8, and a row has fewer of those.
     """
     return _TWINS.get(data_type) or np.dtype(f"u{max(data_type.bits // 8, 1)}")
 
@@ -279,7 +280,7 @@ def _check_no_objects(name: str, dtype: np.dtype[Any]) -> None:
 def _in_elements(
     name: str, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
 ) -> tuple[int, ...]:
-    """Return strides in elements, of strides in bytes."""
+    """Convert strides in bytes to strides in elements."""
     width = max(itemsize, 1)
     for length, stride in zip(shape, strides, strict=True):
         if stride % width and length > 1:
@@ -301,9 +302,9 @@ def _of_torch(name: str, given: Any) -> TensorForm:
             f"{name}: {type(given).__name__} has shape {shape}, strides {strides}, elements of "
             f"{width} bytes and address {address}, which is not valid"
         )
-    said = str(getattr(given, "device", "cpu"))
-    kind, _, number = said.partition(":")
-    device = TensorDevice(kind, int(number) if number.isdecimal() else None, f"device {said}")
+    where = str(getattr(given, "device", "cpu"))
+    kind, _, number = where.partition(":")
+    device = TensorDevice(kind, int(number) if number.isdecimal() else None, f"device {where}")
     return TensorForm(
         name,
         shape,
@@ -322,28 +323,28 @@ _CUDA_ARRAY_VERSIONS = (2, 3)
 
 
 def _of_cuda_array(name: str, given: Any) -> TensorForm:
-    """Read the form of an array without DLPack, such as numba's; its address gives the device.
+    """Read the form of an array without DLPack, such as numba's; its address tells the device.
 
-    Readers of the array must wait for the work in its `stream`; nothing is read here.
+    A reader of its bytes would have to wait for the work in its `stream`; none are read here.
     """
     try:
-        said = dict(given.__cuda_array_interface__)
+        interface = dict(given.__cuda_array_interface__)
     except Exception as error:
         raise _withheld(name, given, error) from error
     field = "version"
     try:
-        version, mask = index(said[field]), said.get("mask")
+        version, mask = index(interface[field]), interface.get("mask")
         field = "typestr"
-        dtype = np.dtype(said[field])
+        dtype = np.dtype(interface[field])
         field = "data"
-        address, read_only = index(said[field][0] or 0), bool(said[field][1])
+        address, read_only = index(interface[field][0] or 0), bool(interface[field][1])
         field = "shape"
-        shape = tuple(map(index, said[field]))
+        shape = tuple(map(index, interface[field]))
         field = "strides"
-        strides = said.get(field)
-        apart = None if strides is None else tuple(map(index, strides))
+        strides = interface.get(field)
+        steps = None if strides is None else tuple(map(index, strides))
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        has = f"{field}={shown(said[field])}" if field in said else f"no {field}"
+        has = f"{field}={shown(interface[field])}" if field in interface else f"no {field}"
         raise invalid(
             f"{name}: {type(given).__name__} says {has} in its CUDA array interface, which cannot "
             "be read"
@@ -356,17 +357,17 @@ def _of_cuda_array(name: str, given: Any) -> TensorForm:
     if mask is not None:
         raise invalid(f"{name} has a mask, which a cache cannot have")
     _check_no_objects(name, dtype)
-    if apart is None:
-        apart = tuple(dtype.itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    if len(shape) != len(apart) or min(shape, default=0) < 0 or not 0 <= address <= UINT64_MAX:
+    if steps is None:
+        steps = tuple(dtype.itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    if len(shape) != len(steps) or min(shape, default=0) < 0 or not 0 <= address <= UINT64_MAX:
         raise invalid(
-            f"{name}: {type(given).__name__} has shape {shape}, strides {apart} in bytes and "
+            f"{name}: {type(given).__name__} has shape {shape}, strides {steps} in bytes and "
             f"address {address}, which is not valid"
         )
     return TensorForm(
         name,
         shape,
-        _in_elements(name, shape, apart, dtype.itemsize),
+        _in_elements(name, shape, steps, dtype.itemsize),
         8 * dtype.itemsize,
         dtype,
         address,

@@ -21,7 +21,7 @@ class Columns(NamedTuple):
     """Columns of one projection in a convolution state.
 
     Attributes:
-        num_heads: heads of the projection in the model; of B and C of Mamba2 its groups.
+        num_heads: heads of the projection in the model; for B and C of Mamba2, the groups.
         dim: columns of a head.
     """
 
@@ -79,13 +79,13 @@ def convolution_caches(
 
     Args:
         tensors: the state of each layer: (blocks, positions, columns), also as a view of larger
-            pages; positions are those that the convolution looks back.
+            pages; the positions are the earlier tokens that the convolution reads.
         columns: the projections by name, in the order of the columns.
         rank: the rank of tensor parallelism that has the tensors.
         ranks: the number of ranks.
         columns_first: True: the tensors are (blocks, columns, positions).
         data_type: type of the elements if it is not that of the tensors.
-        shard: the layers of the model that the tensors are.
+        shard: the layers of the model whose states the tensors are.
 
     Raises:
         TypeError: an argument of another type.
@@ -115,7 +115,7 @@ def convolution_caches(
             views = [
                 tensor[:, first:last].reshape(len(tensor), share, of.dim, -1) for tensor in tensors
             ]
-        else:  # one tensor for each position, as other columns lie between two of them
+        else:  # one tensor for each position, as columns of others lie between positions
             layout = "block state head dim"
             views = [
                 tensor[:, position, first:last].reshape(len(tensor), 1, share, of.dim)

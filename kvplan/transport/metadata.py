@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypeAlias, TypeVar
 
 import msgspec
@@ -33,6 +34,17 @@ Name = Annotated[str, Meta(min_length=1, max_length=64)]
 Document: TypeAlias = bytes | bytearray | memoryview | str
 
 _T = TypeVar("_T")
+
+
+def boot_id() -> str:
+    """Return the id of the running kernel, which names the host: its containers share one kernel.
+
+    Another host, or the same one after its next boot, has another id.
+
+    Raises:
+        OSError: /proc cannot be read.
+    """
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -420,7 +420,7 @@ class Quarantine:
             self._thread = None
 
     def _try_release(self, is_written: Callable[[], bool], memory: Releasable) -> None:
-        """Release `memory` unless a peer may still write to it; an error counts as "may"."""
+        """Release `memory` unless a peer may still write to it, or an error leaves that open."""
         try:
             if is_written():
                 return

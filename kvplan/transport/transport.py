@@ -1,4 +1,4 @@
-"""The base class of transports; offers of caches, and lease words, over all of an engine's.
+"""The base class of transports; offers of caches, and lease words, over several transports.
 
 This module must not depend on a particular transport.
 """

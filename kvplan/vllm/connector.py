@@ -1,4 +1,4 @@
-"""`KvplanConnector`, which vLLM calls; each method calls the half of its process."""
+"""`KvplanConnector`, which vLLM calls. Each method calls the half that runs in its process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from kvplan.vllm.step import Step, WorkerAddress
 from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model, place_of
 
 _SUPPORTED = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec}  # no subclasses
-_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")  # of Mamba2, in configurations of models
+_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")  # Mamba2's number of groups, in models
 
 
 @dataclass
@@ -71,7 +71,7 @@ class KvplanHandshake(KVConnectorHandshakeMetadata):
 
 
 class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
-    """Disaggregated prefill over kvplan: a decoding engine fetches what another has computed.
+    """Disaggregated prefill over kvplan: a decoding engine fetches the KV cache of a prompt.
 
     Args:
         vllm_config: its kv_transfer_config has `kv_connector_extra_config` (docs/how-to/vllm.md).
@@ -80,7 +80,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
     Raises:
         NotImplementedError: layers other than full attention, sliding windows, MLA and states of
-            Mamba and linear attention; a pipeline, or decode context parallelism, of several groups
+            Mamba and linear attention; pipeline or decode context parallelism with several groups
             of layers; sleep mode.
         TypeError, LLMException: invalid options.
     """
@@ -123,7 +123,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
                     (copy, copies),
                     (
                         parallel.decode_context_parallel_size,
-                        parallel.cp_kv_cache_interleave_size,  # has taken its older name's value
+                        parallel.cp_kv_cache_interleave_size,  # also has its older name's value
                     ),
                     num_heads=num_heads,
                     stage=stage,
@@ -202,7 +202,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return the same as `request_finished`; vLLM calls this with several groups of caches."""
+        """Return the same as `request_finished`, for blocks in several groups of layers."""
         return self._in_scheduler.finished(request, block_ids)
 
     # Called in a worker.
@@ -258,7 +258,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         return failed
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return the figures since the last call; None if there are none, and in the scheduler."""
+        """Return the figures since the last call; None if there are none, or in the scheduler."""
         if self._worker is None or (figures := self._worker.take_figures()).is_empty:
             return None
         return KvplanStats(figures.data)
@@ -298,14 +298,14 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _stages(num_layers: int, stages: int) -> tuple[LayerRange | None, ...]:
-    """Return the layers of each stage of a pipeline; None for the only one, which has all."""
+    """Return the layers of each stage of a pipeline; None: the only stage has all layers."""
     if stages == 1:
         return (None,)
     return tuple(get_pp_indices(num_layers, stage, stages) for stage in range(stages))
 
 
 def _count_keys(request: Request, num_tokens: int) -> int:
-    """Return how many keys vLLM's prefix cache has for a prefix, besides its tokens."""
+    """Return how many keys, other than tokens, vLLM's prefix cache has for a prefix."""
     keys, _ = generate_block_hash_extra_keys(request, 0, num_tokens, 0)
     return len(keys or ())
 

@@ -1,11 +1,12 @@
 """`python -m kvplan.vllm.proxy`: an OpenAI-compatible proxy over servers of vLLM.
 
-Each request to /v1/completions or /v1/chat/completions, streaming or not, goes to a prefill server
-for one token. Then it goes, with what that server said of the prompt's KV cache, to a decode
-server, whose answer the client gets as it arrives. With --push, for servers of mode "push", both
-servers get the request at the same time, under a name that the proxy makes up.
+The proxy sends each request to /v1/completions or /v1/chat/completions, streaming or not, to a
+prefill server, which computes one token. Then it sends the request, with that server's reference to
+the KV cache of the prompt, to a decode server, and forwards the answer as it arrives. With --push,
+for servers of mode "push", both servers get the request at the same time. The proxy then makes up
+the name by which they find each other's request.
 
-It needs aiohttp, which vLLM installs, and nothing of kvplan's.
+The program needs aiohttp, which vLLM installs, and no other module of kvplan.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ logger = logging.getLogger("proxy")
 
 _PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 _MAX_BODY_NBYTES: Final = 256 << 20  # images are part of the body
-_FAILED_S: Final = 5.0  # how long a server that failed is asked last
-_IDLE_S: Final = 2.0  # of connections: vLLM's servers close them after 5 s
+_FAILED_S: Final = 5.0  # the time for which a server that has failed is asked last
+_IDLE_S: Final = 2.0  # an idle connection is kept as long; vLLM's servers close it after 5 s
 _REQUEST_ID: Final = "X-Request-Id"
 _PRODUCER_FIELDS: Final = ("protocol", "instance", "sources")  # of a reference to a KV cache
 _OWN_HEADERS: Final = {  # they belong to one connection, or the proxy sets them
@@ -93,7 +94,7 @@ class Call:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The client's headers as servers get them."""
+        """The headers that servers get: the client's, and the name of the request."""
         return _forwarded(self.request.headers) | {_REQUEST_ID: self.name}
 
     def unsplittable(self) -> str:
@@ -123,7 +124,7 @@ class Call:
 
 
 class Refused(Exception):  # noqa: N818
-    """An error that the proxy itself answers with."""
+    """The reason why the proxy itself answers a request with an error."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -140,7 +141,7 @@ class Proxy:
     """The servers, and the handlers of requests.
 
     When a client leaves, aiohttp cancels the handler of its request (`handler_cancellation`). That
-    closes the connection to the server that works for it, and vLLM aborts the request.
+    closes the connection to the server that works on it, and vLLM aborts the request.
 
     Args:
         prefill, decode: URLs of the servers.
@@ -218,7 +219,7 @@ class Proxy:
     async def _prefilled(
         self, call: Call, params: dict[str, Any], urls: Iterable[str]
     ) -> dict[str, Any] | None:
-        """Return what the first server that computes the prompt says of it; None if none does."""
+        """Return the `kv_transfer_params` that a prefill server has answered; None: none has."""
         reasons = []
         for url in urls:
             try:
@@ -266,7 +267,7 @@ class Proxy:
     async def _opened(
         self, call: Call, params: dict[str, Any] | None
     ) -> tuple[str, aiohttp.ClientResponse]:
-        """Return the URL of a decode server that answers, and the answer as it begins."""
+        """Return the URL of a decode server that answers, and its answer, which has only begun."""
         reasons = []
         for url in self._decode.turn():
             try:
@@ -294,7 +295,7 @@ class Proxy:
         return Refused(502, "no decode server answers").response()
 
     async def _health(self, _: web.Request) -> web.Response:
-        """Say which servers answer; with 503 if no decode server does."""
+        """Report which servers answer; the status is 503 if no decode server does."""
         urls = [*self._prefill.urls, *self._decode.urls]
         answers = dict(zip(urls, await asyncio.gather(*map(self._answers, urls)), strict=True))
         up = any(answers[url] for url in self._decode.urls)
@@ -402,7 +403,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Serve until it is interrupted."""
+    """Serve until the process is interrupted."""
     asked = arguments()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: decides which requests are fetched and offered."""
+"""The scheduler's half of the connector, which decides what is fetched and offered."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class UnknownInputError(Exception):
 
 
 CountKeys = Callable[[Any, int], int]
-"""Returns how many keys vLLM's prefix cache has, besides its tokens, for a prefix of a request."""
+"""Returns how many keys, other than tokens, vLLM's prefix cache has for a prefix of a request."""
 
 
 def digest_of(request: Inputs, num_tokens: int, count_keys: CountKeys | None = None) -> bytes:
@@ -110,7 +110,7 @@ class Request(Inputs, Protocol):
 
 @dataclass
 class _Computed:
-    """A request that is computed here, for which a consumer may wait."""
+    """A request that this engine computes, and that a consumer may be waiting for."""
 
     request: Request
     transfer: str
@@ -161,7 +161,7 @@ class ConnectorScheduler:
         if not tokens:
             return
         if self._leaves_last and params.get("do_remote_decode"):
-            if request.prompt_embeds is not None:  # which would outnumber the tokens
+            if request.prompt_embeds is not None:  # there would be one more than tokens
                 return
             _leave_last(request)
         if params.get("do_remote_decode") and (transfer := _transfer(request)):
@@ -178,7 +178,7 @@ class ConnectorScheduler:
         except LLMException as error:
             client_log.warning("%s: its prompt is computed here: %s", request.request_id, error)
             return
-        # With the digest of this side's tokens: the producer refuses others.
+        # The digest is of this side's tokens: the producer refuses a request of other tokens.
         num_tokens = self._num_fetched(len(tokens))
         if not theirs.transfer:
             num_tokens = min(theirs.num_tokens, num_tokens)
@@ -253,7 +253,7 @@ class ConnectorScheduler:
     def computing(
         self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int] | None]
     ) -> None:
-        """Add the chunks of the scheduled step, of requests for which consumers wait."""
+        """Add the chunks that the scheduled step computes of requests that consumers wait for."""
         for name in scheduled.keys() & self._computing.keys():
             computed = self._computing[name]
             end = computed.request.num_computed_tokens + scheduled[name]
@@ -300,7 +300,7 @@ class ConnectorScheduler:
     def _held(self, blocks: Sequence[Sequence[int]], num_tokens: int) -> Blocks:
         """Return the blocks of a request in each group, without the null blocks of a window.
 
-        Of a group of states it is the block of the state after `num_tokens`; none if it is null.
+        For a group of states this is the block of the state after `num_tokens`, if it is not null.
         """
         if len(blocks) == 1 and not self._leaves_last:
             return tuple(blocks[0])
@@ -324,10 +324,10 @@ def instance_of(engine_id: str) -> bytes:
 
 
 def _leave_last(request: Request) -> None:
-    """Leave the last token of a prompt to its consumer, which computes it anyway.
+    """Remove the last token of a prompt: the consumer computes it anyway.
 
-    After the last token vLLM would free blocks outside its window. If the window then began with a
-    block, the consumer would lack its first token. vLLM's own connectors do the same.
+    After the last token vLLM would free the blocks outside of that token's window, and the consumer
+    might lack the first token of its own window. vLLM's own connectors do the same.
     """
     tokens = request.prompt_token_ids
     if not tokens or len(tokens) < 2:

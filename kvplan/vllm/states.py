@@ -1,8 +1,8 @@
 """States of Mamba and linear attention in vLLM's pages, as caches with heads.
 
-A page of a layer has its states beside each other: that of the convolution, if the layer has one,
-and the recurrent one. vLLM says shapes and kind of a rank's states (`MambaSpec`), but not which
-columns belong to which heads of the model: that follows from the kind.
+A page of a layer holds its states one after another: that of the convolution, if the layer has one,
+and the recurrent one. vLLM's `MambaSpec` has the shapes and the kind of a rank's states. Which
+columns belong to which heads of the model follows from the kind.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StateForm:
             columns_first: True if columns are the first dimension of a convolution state.
 
         Raises:
-            NotImplementedError: states of another kind, or that do not follow from it.
+            NotImplementedError: states of an unknown kind, or of shapes that it does not have.
         """
         ranks = 1 if spec.tp_replicated else ranks
         kind, shapes = spec.mamba_type.name, tuple(map(tuple, spec.shapes))
@@ -97,7 +97,7 @@ class StateForm:
         return form
 
     def caches(self, pages: Sequence[Any], rank: int, shard: Shard) -> dict[str, StateCache]:
-        """Return the caches in the pages of the layers: those of the projections, and `state`.
+        """Return the caches in the pages of the layers, by name: the projections, and `state`.
 
         Args:
             pages: a tensor of bytes for each layer: its pages, which may have padding.

@@ -15,7 +15,7 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 
 
 class KvplanStats(KVConnectorStats):
-    """Figures of one or more workers over some time."""
+    """Figures of one or more workers for a period."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.reset()
@@ -28,7 +28,7 @@ class KvplanStats(KVConnectorStats):
         self.data = self._figures.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add figures of another worker, or of a later time."""
+        """Add figures of another worker, or of a later period."""
         self._figures.add(other.data)
         return self
 
@@ -64,7 +64,7 @@ class KvplanMetrics(KVConnectorPromMetrics):
         self._wait = self._histogram("wait_seconds", "Time until the transfer of a request.")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add figures over some time."""
+        """Add the figures of a period."""
         data, labels = transfer_stats_data, self.per_engine_labelvalues[engine_idx]
         self._fetched.labels(*labels).inc(len(data["tokens"]))
         self._tokens.labels(*labels).inc(sum(data["tokens"]))

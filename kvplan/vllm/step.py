@@ -20,23 +20,23 @@ _COUNTS = ("offered", "freed", "expired", "pushed")  # of requests, but `pushed`
 class Offer:
     """A finished request, whose blocks consumers may fetch."""
 
-    handle: Handle  # all workers use this one
+    handle: Handle  # the same for all workers
     request: str
-    blocks: Blocks  # of several groups, or with a window, a table for each
+    blocks: Blocks  # with several groups, or a window: a table for each group
     digest: bytes
-    transfer: str = ""  # name by which its consumer asks for it; empty: none
+    transfer: str = ""  # the name by which a consumer waits for the request; empty: none
 
 
 @dataclass
 class Step:
-    """The changes since the last step; requests by their ids."""
+    """The changes since the last step. Requests are named by their ids."""
 
     offers: list[Offer] = field(default_factory=list)
-    expected: dict[str, Reference] = field(default_factory=dict)  # new ones that will be fetched
-    fetched: dict[str, tuple[Reference, Target]] = field(default_factory=dict)  # those with blocks
-    dropped: dict[str, Reference] = field(default_factory=dict)  # complete, or ended
-    cancelled: list[str] = field(default_factory=list)  # fetched ones that were aborted
-    chunks: list[Chunk] = field(default_factory=list)  # parts, of requests with a transfer
+    expected: dict[str, Reference] = field(default_factory=dict)  # to be fetched later
+    fetched: dict[str, tuple[Reference, Target]] = field(default_factory=dict)  # to be fetched now
+    dropped: dict[str, Reference] = field(default_factory=dict)  # never to be fetched
+    cancelled: list[str] = field(default_factory=list)  # aborted while they were fetched
+    chunks: list[Chunk] = field(default_factory=list)  # parts of requests that have a transfer
     moved: list[str] = field(default_factory=list)  # transfers that have lost their blocks
     refused: list[str] = field(default_factory=list)  # transfers that will not finish
 
@@ -52,7 +52,7 @@ class WorkerAddress:
 
 
 class Figures:
-    """Figures over some time, to which those of other times and workers can be added.
+    """Figures of a period. Those of other periods and workers can be added.
 
     Attributes:
         data: plain data, for msgspec, JSON and pickle: lists with an item for each fetched request,
@@ -96,7 +96,7 @@ class Figures:
         return not any(self.data.values())
 
     def summary(self) -> dict[str, int | float]:
-        """Return the names and values of a line of the log."""
+        """Return names and values for a line of the log."""
         data = self.data
         line: dict[str, int | float] = {"Fetched requests": len(data["tokens"])}
         if moved := data["transfer_s"]:

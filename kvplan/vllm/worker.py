@@ -25,7 +25,7 @@ from kvplan.vllm.step import Figures, Step, WorkerAddress
 
 logger = Log("kvplan.vllm")
 
-_IDLE_WAIT_MS = 2.0  # by which a new request may be delayed
+_IDLE_WAIT_MS = 2.0  # a new request may be delayed as long
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _View:
         return f"{self.part or 'layers'} {numbers}"[:MAX_NAME]
 
     def fields(self, model: Model) -> dict[str, str]:
-        """Return the properties in which the producer's group must agree."""
+        """Return the properties that must be equal in the producer's group."""
         group, desc = self.group, self.desc
         if group.states is not None:  # a plan compares the other axes
             heads = (desc.shard and desc.shard.num_heads) or 0
@@ -137,7 +137,7 @@ class ConnectorWorker:
         if options.mode == "push":
             self._check_push(device.type)
         roles = LlmRole.MIX if model.consumes else LlmRole.PROMPT
-        # Exact in every JSON library, as the id travels with requests.
+        # The id travels in JSON, and not every library keeps larger numbers exactly.
         engine = LlmDataDist(
             secrets.randbelow(2**53 - 1) + 1, roles if model.offers else LlmRole.DECODER
         )
@@ -248,7 +248,7 @@ class ConnectorWorker:
         return context
 
     def _of_caches(self, blocks: Blocks) -> Blocks:
-        """Return the blocks of a request in each cache, from those in each of vLLM's groups."""
+        """Return the blocks of a request in each cache; `blocks` has those in vLLM's groups."""
         if len(self._groups) == 1:
             return blocks
         tables = tables_of(blocks, len(self._model.groups))
@@ -293,13 +293,15 @@ class ConnectorWorker:
     def prepare(self, step: Step) -> None:
         """Begin the parts of a step that do not depend on its computation.
 
-        A consumer may be waiting for an offer, and a step can take seconds. Blocks are written only
-        after vLLM has cleared them: on the host that is already so, otherwise `begin` fetches. On
-        return, blocks that the step overwrites are not pushed any more.
+        A consumer may be waiting for an offer, and a step can take seconds. A fetch may write to
+        blocks only after vLLM has cleared them. It has cleared those of the host before this call;
+        blocks of a device are fetched by `begin`. On return, no push reads blocks that the step
+        overwrites.
         """
         exchange = self.exchange
         offers = step.offers if self._model.offers else []
-        # vLLM frees a request once each worker has reported it, also those that no consumer reads.
+        # vLLM frees a request once all workers have reported it. Consumers do not read from this
+        # one, so it reports at once.
         self._unread.update(offer.request for offer in step.offers[len(offers) :])
         self._figures.count("offered", len(offers))
         if step.chunks or step.moved:
@@ -391,12 +393,12 @@ class ConnectorWorker:
 
 
 def readable(tensors: Sequence[Any], *, packed: bool) -> tuple[list[Any], str, int]:
-    """Return views of the layers' tensors, their axes, and the tokens that move as a whole.
+    """Return views of the layers' tensors, their axes, and how many tokens only move together.
 
-    vLLM's tensor of a layer is (block, head, token, keys and values), with strides; of MLA it is
-    (block, token, latent). In a packed one, on CPUs, the keys of a head in a block come before its
-    values, in an order of the processor, in which tokens are not contiguous. So a block moves as a
-    whole.
+    vLLM's tensor of a layer is (block, head, token, keys and values), with strides; with MLA it is
+    (block, token, latent). Attention on CPUs packs its tensors: in a block the keys of a head come
+    before its values, in an order that suits the processor. A token is not contiguous there, so a
+    block only moves as a whole.
     """
     ndims = {getattr(tensor, "ndim", 0) for tensor in tensors}
     if ndims not in ({3}, {4}):
@@ -419,16 +421,17 @@ def place_of(
     stage: int = 0,
     stages: tuple[LayerRange | None, ...] = (None,),
 ) -> Place:
-    """Return the place of a worker from its ranks in vLLM, each with their number.
+    """Return the place of a worker, given its ranks in vLLM and how many ranks there are.
 
-    Decode context parallelism shares out tokens among prefill context ranks first, then among
-    tensor parallel ranks: `context` has their number, and the tokens that follow each other on one
-    of them. Without it, prefill context ranks have copies of each other's cache.
+    Decode context parallelism shares out the tokens of a request, first among prefill context
+    ranks, then among tensor parallel ranks. Without it, prefill context ranks have copies of each
+    other's cache.
 
     Args:
         tensor: rank and ranks of tensor parallelism.
         prefill_context: rank and ranks of prefill context parallelism.
-        context: ranks of decode context parallelism, and `cp_kv_cache_interleave_size`.
+        context: number of ranks of decode context parallelism, and
+            `cp_kv_cache_interleave_size`, the number of tokens that follow each other on one rank.
         num_heads: KV heads of the model.
         stage, stages: of pipeline parallelism; see `Place`.
 
@@ -450,7 +453,7 @@ def place_of(
 
 
 def compatibility(model: Model, views: Sequence[_View]) -> Compatibility:
-    """Return the properties in which both sides must agree; workers and block sizes may differ."""
+    """Return the properties that must be equal on both sides. Block sizes may differ."""
     fields = {"connector": "kvplan.vllm 1", "model": model.name}
     if len(views) == 1:
         return Compatibility(fields | views[0].fields(model))

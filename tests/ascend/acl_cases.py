@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvnative._device import Device
 from kvnative._lower import Descriptors
+from kvnative._pinned import pin
 from tests.ascend.simulator import VARIANT, Controls
 from tests.native.scatter import UNTOUCHED, Scattered, scatter
 
@@ -42,7 +43,7 @@ def on_host(device: Device, contents: NDArray[np.uint8], pinned: bool) -> Side:
     pages = mmap.mmap(-1, contents.nbytes)
     seen = np.frombuffer(pages, np.uint8)
     seen[:] = contents
-    owners = (device.pin(seen.ctypes.data, contents.nbytes, keep=seen),) if pinned else ()
+    owners = (pin(device, seen.ctypes.data, contents.nbytes, keep=seen),) if pinned else ()
     return Side(seen.ctypes.data, seen, owners)
 
 

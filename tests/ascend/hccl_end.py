@@ -18,6 +18,7 @@ from kvnative._executor import Executor, Report, Task
 from kvnative._hccl import Communicator, Tickets
 from kvnative._hccl_memory import Guards, HcclLibrary, Region, Staging
 from kvnative._lower import Descriptors
+from kvnative._pinned import pin
 from tests.ascend.simulator import HOME, Controls
 from tests.support.peer import described
 
@@ -54,7 +55,7 @@ class Memory:
             self.array = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
             self.array[...] = UNTOUCHED
             self.address = self.array.ctypes.data
-            self.owner = end.device.pin(self.address, nbytes) if kind == "pinned" else None
+            self.owner = pin(end.device, self.address, nbytes) if kind == "pinned" else None
 
     def write(self, offset: int, content: bytes) -> None:
         if self.kind == "device":
@@ -82,7 +83,7 @@ class Reserved(Memory):
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
             self.array = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
             self.address = self.array.ctypes.data
-            self.owner = end.device.pin(self.address, nbytes)
+            self.owner = pin(end.device, self.address, nbytes)
 
 
 class End:

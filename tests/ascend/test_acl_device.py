@@ -17,7 +17,8 @@ from kvnative._backend import (
     KVN_NO_DEVICE_MEMORY,
     NativeError,
 )
-from kvnative._device import Device, DeviceBuffer, Pinned
+from kvnative._device import Device, DeviceBuffer
+from kvnative._pinned import Pinned, pin
 from tests.ascend.acl_cases import VARIANT
 from tests.ascend.simulator import Controls, Log, found
 
@@ -119,7 +120,7 @@ def test_where_memory_lies_that_the_driver_does_not_know(
 @pytest.mark.skipif(OLD, reason="8.1 has no code of its own for that")
 def test_hccl_may_unpin_first(device: Device) -> None:
     pages = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
-    pinned = device.pin(pages.ctypes.data, PAGE)
+    pinned = pin(device, pages.ctypes.data, PAGE)
     acl = ctypes.CDLL(device.library.path)
     assert acl.aclrtSetDevice(3) == 0
     assert acl.aclrtHostUnregister(ctypes.c_void_p(pages.ctypes.data)) == 0
@@ -183,7 +184,7 @@ def test_where_memory_lies(device: Device) -> None:
     pages = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
     # Before 8.5 there is no word for memory that is not pinned.
     assert device.locate(pages.ctypes.data)[0] == ("host" if OLD else "pageable")
-    pinned = device.pin(pages.ctypes.data, PAGE)
+    pinned = pin(device, pages.ctypes.data, PAGE)
     assert device.locate(pages.ctypes.data)[0] == "host"
     pinned.close()
 
@@ -195,19 +196,19 @@ def test_pinning(device: Device, simulator: Controls, sim_log: Log) -> None:
     pages = np.frombuffer(mmap.mmap(-1, 8 * PAGE), np.uint8)
     start = pages.ctypes.data
     sim_log.restart()
-    pinned = device.pin(start, 4 * PAGE)
+    pinned = pin(device, start, 4 * PAGE)
     assert isinstance(pinned, Pinned)
     assert (pinned.address, pinned.nbytes, pinned.device) == (start, 4 * PAGE, device)
     assert len(sim_log.calls("aclrtHostRegister" if OLD else "aclrtHostRegisterV2")) == 1
-    beside = device.pin(start + 4 * PAGE, PAGE)
+    beside = pin(device, start + 4 * PAGE, PAGE)
     for first, pages_long in ((0, 1), (3, 2), (4, 4)):
         with pytest.raises(
             ValueError, match=r"overlaps \[0x\w+, 0x\w+\), which is pinned for device 3"
         ):
-            device.pin(start + first * PAGE, pages_long * PAGE)
+            pin(device, start + first * PAGE, pages_long * PAGE)
     pinned.close()
     pinned.close()
-    again = device.pin(start, 4 * PAGE)
+    again = pin(device, start, 4 * PAGE)
     device.close()
     again.close()
     del beside
@@ -218,14 +219,14 @@ def test_objects_that_cannot_be_pinned_are_refused(device: Device, simulator: Co
     pages = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
     start = pages.ctypes.data
     with pytest.raises(ValueError, match=r"address is 0x\w+; it must be that of a page"):
-        device.pin(start + 1, 10)
+        pin(device, start + 1, 10)
     with pytest.raises(ValueError, match="nbytes is 0; it must be at least 1"):
-        device.pin(start, 0)
+        pin(device, start, 0)
     call = "aclrtHostRegister" if OLD else "aclrtHostRegisterV2"
     simulator.add_fault(f"{call}:1=207001")
     with pytest.raises(AclError, match=f"^{call}: 207001 "):
-        device.pin(start, PAGE)
-    device.pin(start, PAGE).close()  # nothing of the refused one is left
+        pin(device, start, PAGE)
+    pin(device, start, PAGE).close()  # nothing of the refused one is left
 
 
 # ---- contexts and threads ----

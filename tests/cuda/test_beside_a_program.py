@@ -19,6 +19,7 @@ from kvnative._cuda import CudaError, CudaLibrary
 from kvnative._device import Device
 from kvnative._executor import Executor, Report
 from kvnative._lower import Descriptors
+from kvnative._pinned import pin
 from tests.ascend.acl_cases import DIRECTIONS, Case, between
 from tests.ascend.simulator import Log
 from tests.cuda_sim.cuda_library import Access, Cuda, Location, allocation
@@ -86,7 +87,7 @@ def test_nothing_spoils_a_capture(
     case = between(device, cuda_simulator, direction, [100] * 300)
     run(Executor(device.backend(direction)), case)
     pages = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
-    device.pin(pages.ctypes.data, mmap.PAGESIZE).close()
+    pin(device, pages.ctypes.data, mmap.PAGESIZE).close()
     stream = program.made("cuStreamCreate", 1)
     device.take_stream(stream)
     program.ok("cuStreamDestroy_v2", stream)

@@ -20,6 +20,7 @@ from kvnative._cuda import CudaError, CudaLibrary
 from kvnative._device import Device
 from kvnative._executor import KVN_OK, Executor, Report
 from kvnative._lower import Descriptors
+from kvnative._pinned import allocate_host, pin
 from kvplan.device.cuda import CudaDevice, restrictions
 from tests.ascend.simulator import Log
 from tests.cuda_sim.cuda_library import Cuda
@@ -285,13 +286,13 @@ def test_errors_of_memory(device: Device, cuda_simulator: CudaControls) -> None:
 
 def test_where_memory_lies(device: Device) -> None:
     other = device.library.device(5)
-    mine, theirs, host = device.allocate(100), other.allocate(100), device.allocate_host(100)
+    mine, theirs, host = device.allocate(100), other.allocate(100), allocate_host(device, 100)
     assert device.locate(mine.address + 99) == ("device", 3)
     assert device.locate(theirs.address) == ("device", 5)
     assert device.locate(host.address)[0] == "host"
     pages = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
     assert device.locate(pages.ctypes.data) == ("pageable", 0)
-    pinned = device.pin(pages.ctypes.data, PAGE)
+    pinned = pin(device, pages.ctypes.data, PAGE)
     assert device.locate(pages.ctypes.data)[0] == "host"
     pinned.close()
     assert device.locate(pages.ctypes.data)[0] == "pageable"
@@ -299,14 +300,14 @@ def test_where_memory_lies(device: Device) -> None:
 
 def test_the_program_may_unpin_first(device: Device, program: Cuda) -> None:
     pages = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
-    pinned = device.pin(pages.ctypes.data, PAGE)
+    pinned = pin(device, pages.ctypes.data, PAGE)
     program.primary(3)
     program.ok("cuMemHostUnregister", pages.ctypes.data)
     program.ok("cuDevicePrimaryCtxRelease_v2", 3)
     assert device.locate(pages.ctypes.data)[0] == "pageable"
     pinned.close()
     assert device.locate(pages.ctypes.data)[0] == "pageable"
-    device.pin(pages.ctypes.data, PAGE).close()  # and nothing of it is left
+    pin(device, pages.ctypes.data, PAGE).close()  # and nothing of it is left
 
 
 def test_freeing_waits_for_work_of_the_program(
@@ -338,7 +339,7 @@ def test_freeing_waits_for_work_of_the_program(
 def test_nothing_uses_the_default_stream(device: Device, sim_log: Log) -> None:
     """It has an order with all that a program does."""
     sim_log.restart()
-    buffer, host = device.allocate(1000), device.allocate_host(1000)
+    buffer, host = device.allocate(1000), allocate_host(device, 1000)
     device.write(buffer.address, bytes(range(250)) * 4)
     device.clear(buffer.address, 10)
     device.read(buffer.address, bytearray(1000))
@@ -382,10 +383,11 @@ def test_a_forked_child_can_use_nothing_and_breaks_nothing(cuda_simulator: CudaC
     script = """
 import gc, os
 from kvnative._backend import NativeError
+from kvnative._pinned import allocate_host
 from kvplan.device.cuda import load_library
 library = load_library()
 device = library.device(2)
-buffer, host = device.allocate(10), device.allocate_host(10)
+buffer, host = device.allocate(10), allocate_host(device, 10)
 backend = device.backend("host_to_device")
 child = os.fork()
 if child == 0:

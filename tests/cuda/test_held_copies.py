@@ -538,6 +538,7 @@ import numpy as np
 from kvnative._cuda import CudaLibrary
 from kvnative._executor import KVN_CANCELLED, Executor
 from kvnative._lower import Descriptors
+from kvnative._pinned import allocate_host
 from tests.cuda_sim.cuda_library import Cuda
 from tests.cuda_sim.simulator import controls
 from tests.device.compute import compute_on, handle_of
@@ -546,7 +547,7 @@ program = Cuda()
 program.ok("cuInit", 0)
 compute = compute_on(controls(), 0)
 device = CudaLibrary.load(context=sys.argv[1]).device(0)
-source = device.allocate_host(30_000)
+source = allocate_host(device, 30_000)
 # In the primary context memory of kvplan's is freed when all work is done.
 is_primary = sys.argv[1] == "primary"
 buffer = None if is_primary else device.allocate(30_000)

@@ -10,9 +10,10 @@ import pytest
 
 from kvnative._backend import NativeError
 from kvnative._cuda import CopyTuning, limit_copies, limit_registered, tune_copies
-from kvnative._device import Device, Pinned
+from kvnative._device import Device
 from kvnative._executor import KVN_OK, Executor
 from kvnative._lower import Descriptors
+from kvnative._pinned import Pinned, pin, pinned_by
 from tests.ascend.simulator import Log
 from tests.cuda_sim.cuda_library import Cuda
 from tests.cuda_sim.simulator import VARIANT, CudaControls
@@ -38,7 +39,7 @@ def pages(device: Device) -> np.ndarray:
 
 @pytest.fixture
 def pinned(device: Device, pages: np.ndarray) -> Iterator[Pinned]:
-    pinned = device.pin(pages.ctypes.data, NBYTES)
+    pinned = pin(device, pages.ctypes.data, NBYTES)
     yield pinned
     pinned.close()
 
@@ -55,9 +56,9 @@ def test_each_part_is_registered_and_none_is_left(
     device: Device, pages: np.ndarray, sim_log: Log
 ) -> None:
     first = pages.ctypes.data
-    pinned = device.pin(first, NBYTES)
+    pinned = pin(device, first, NBYTES)
     assert sizes(sim_log, REGISTER) == [PART, PART, PART - PAGE]
-    assert device.pinned_by(first, NBYTES) == "pin"
+    assert pinned_by(device, first, NBYTES) == "pin"
     assert device.locate(first + NBYTES - 1)[0] == "host"
     pinned.close()
     starts = [call.fields["address"] for call in sim_log.calls(UNREGISTER)]
@@ -69,7 +70,7 @@ def test_each_part_is_registered_and_none_is_left(
 def test_what_fits_is_registered_at_once(
     device: Device, pages: np.ndarray, sim_log: Log, nbytes: int
 ) -> None:
-    device.pin(pages.ctypes.data, nbytes).close()
+    pin(device, pages.ctypes.data, nbytes).close()
     assert sizes(sim_log, REGISTER) == [nbytes]
 
 
@@ -79,17 +80,17 @@ def test_a_part_that_is_refused_leaves_none_registered(
 ) -> None:
     cuda_simulator.add_fault(f"{REGISTER}:{failing}=2")
     with pytest.raises(NativeError, match=REGISTER):
-        device.pin(pages.ctypes.data, NBYTES)
+        pin(device, pages.ctypes.data, NBYTES)
     for place in range(0, NBYTES, PAGE):
         assert device.locate(pages.ctypes.data + place)[0] == "pageable"
-    device.pin(pages.ctypes.data, NBYTES).close()
+    pin(device, pages.ctypes.data, NBYTES).close()
 
 
 def test_a_part_that_the_program_has_unregistered(
     device: Device, pages: np.ndarray, sim_log: Log
 ) -> None:
     """The others are unregistered all the same."""
-    pinned = device.pin(pages.ctypes.data, NBYTES)
+    pinned = pin(device, pages.ctypes.data, NBYTES)
     program = Cuda(VARIANT)
     program.primary(3)
     program.ok(UNREGISTER, pages.ctypes.data)
@@ -98,7 +99,7 @@ def test_a_part_that_the_program_has_unregistered(
     sim_log.restart()
     pinned.close()
     assert [call.code for call in sim_log.calls(UNREGISTER)] == [713, 0, 0]
-    device.pin(pages.ctypes.data, NBYTES).close()
+    pin(device, pages.ctypes.data, NBYTES).close()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -328,7 +328,7 @@ class TestLies:
         self.fill(here, 2, [0])
         report = here.move(backend)
         assert report.status == KVN_FAILED
-        assert "as many pieces of this link as can be announced" in report.message
+        assert "as many announced writes of this link as fit" in report.message
         assert not here.dst.any()
 
 

@@ -96,7 +96,8 @@ def test_a_type_that_numpy_does_not_have_can_be_said(dtype, data_type):
 
 @pytest.mark.parametrize("data_type", [DataType.DT_BF16, DataType.DT_FLOAT, DataType.DT_INT4])
 def test_a_type_that_contradicts_the_tensors_is_refused(data_type):
-    with refused("LLM_PARAM_INVALID", rf"data_type={data_type.name}, and tensors\[0\] is float16"):
+    why = rf"data_type={data_type.name} does not fit tensors\[0\], which is float16"
+    with refused("LLM_PARAM_INVALID", why):
         CacheDesc.from_tensors([array(np.float16)], NHD, data_type=data_type)
 
 
@@ -190,7 +191,7 @@ class TestUnlikeTensors:
         with refused(
             "LLM_PARAM_INVALID",
             r"tensors\[2\] is float32 of shape \(5, 4, 3, 9\), and tensors\[0\] is float32 of "
-            r"shape \(5, 4, 3, 8\): tensors of one cache are alike; describe the others as another",
+            r"shape \(5, 4, 3, 8\): tensors of one cache must be alike; describe the others",
         ):
             CacheDesc.from_tensors([array(), array(), np.zeros((5, 4, 3, 9), np.float32)], NHD)
 
@@ -200,7 +201,7 @@ class TestUnlikeTensors:
 
     def test_another_order_in_memory(self):
         turned = np.zeros((5, 3, 4, 8), np.float32).transpose(0, 2, 1, 3)
-        with refused("LLM_PARAM_INVALID", r"tensors\[1\] .* another order"):
+        with refused("LLM_PARAM_INVALID", r"tensors\[1\] .* order of their dimensions"):
             CacheDesc.from_tensors([array(), turned], NHD)
 
 

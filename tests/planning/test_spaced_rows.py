@@ -78,7 +78,7 @@ class TestDescriptions:
 
     def test_tensors_at_other_distances_are_two_caches(self) -> None:
         unlike = [layers(pages(1))[0], layers(pages(1, padding=1))[0]]
-        with refused("LLM_PARAM_INVALID", r"tensors\[1\] .* rows lie at other distances"):
+        with refused("LLM_PARAM_INVALID", r"tensors\[1\] .* distances of their rows differ"):
             CacheDesc.from_tensors(unlike, NHD)
 
     def test_the_text_says_it(self) -> None:

@@ -18,13 +18,13 @@ static void end(kvn_task *task, int status)
     kvn_ending_end_part(task->ending, status);
 }
 
-/* By the backend, without the mutex. */
+/* The backend calls it, without the mutex. */
 static void end_batch(kvn_batch_end *batch_end, int status)
 {
     end((kvn_task *)((char *)batch_end - offsetof(kvn_task, end)), status);
 }
 
-/* Without the backend, which has no request: the outcome is known. */
+/* Ends a task for which the backend has no request; its outcome is set. */
 static void settle_with_outcome(kvn_task *task)
 {
     task->settled = true;
@@ -32,7 +32,7 @@ static void settle_with_outcome(kvn_task *task)
         end(task, task->outcome.status);
 }
 
-/* Without the backend: nothing was submitted. */
+/* Ends a task of which nothing was submitted. */
 static void settle(kvn_task *task, int status)
 {
     kvn_report *outcome = &task->outcome;
@@ -53,7 +53,7 @@ static void settle(kvn_task *task, int status)
     settle_with_outcome(task);
 }
 
-/* Looks at the request; if it is through, so is the task. Only when no other thread is in a call on the
+/* Polls the request, and ends the task with it. Call it when no other thread is in a call on the
  * request. */
 static void look(kvn_task *task)
 {
@@ -112,7 +112,7 @@ static int leave(kvn_task *task)
     return status;
 }
 
-/* By a thread of the gate's, which others need as well. */
+/* A thread of the gate calls it. It must not block, as other tasks need that thread. */
 static bool open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *why)
 {
     kvn_task *task = KVN_LISTED(&waiter->node, kvn_task, waiter.node);
@@ -134,7 +134,7 @@ static bool open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *wh
     return is_over;
 }
 
-/* By the same thread: to a backend that orders, and had no room before. */
+/* The same thread calls it, to give the batch to a backend that orders and had no room before. */
 static bool pass_on(kvn_gate_waiter *waiter)
 {
     kvn_task *task = KVN_LISTED(&waiter->node, kvn_task, waiter.node);

@@ -9,8 +9,8 @@
 #include "core/report.h"
 #include "core/thread.h"
 
-/* How many of the layers in flight an open looks at: enough to notice a failure and to keep layers of
- * several batches going, without making an open dearer the more is in flight. */
+/* Layers in flight that an open looks at: enough to notice a failure, and to keep layers of several batches
+ * going. It is a constant, so that the cost of an open does not grow with the layers in flight. */
 #define LOOKS_PER_OPEN 4
 
 struct kvn_opened {

@@ -175,7 +175,7 @@ void kvn_lower(const kvn_recipe *recipe, uint64_t *out)
     const uint64_t *dst = recipe->dst_offsets, *src = recipe->src_offsets, *nbytes = recipe->nbytes;
     size_t pairs = recipe->num_pairs;
     if (recipe->num_repeats > 0 && pairs > 0) {
-        /* The last pair's place first holds the offsets that all pairs are made of. */
+        /* The place of the last pair first holds the offsets, from which all pairs are made. */
         uint64_t *last = out + (pairs - 1) * n;
         expand(recipe, last, last + stride, last + 2 * stride);
         dst = last;
@@ -205,7 +205,7 @@ void *kvn_descriptors_alloc(size_t nbytes)
     const size_t length = round_up(nbytes, HUGE_PAGE);
     void *buffer = aligned_alloc(HUGE_PAGE, length);
     if (buffer)
-        madvise(buffer, length, MADV_HUGEPAGE); /* fewer faults; where refused, small pages do */
+        madvise(buffer, length, MADV_HUGEPAGE); /* saves faults; if the kernel refuses, small pages remain */
     return buffer;
 }
 

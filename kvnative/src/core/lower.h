@@ -57,9 +57,9 @@ typedef struct kvn_refusal {
  * 0, or the columns pass PTRDIFF_MAX (the refusal's index is num_segments then). */
 int kvn_lower_count(kvn_recipe *recipe, size_t *nbytes, kvn_refusal *refusal);
 
-/* 0 and the bytes that the counted recipe moves, or -1 and the first refusal: no nbytes is 0, and neither
- * the end of a range nor the total passes UINT64_MAX. Each value is looked at once, because with
- * every base meeting every segment the largest of both decide. */
+/* 0 and the bytes that the counted recipe moves, or -1 and the first refusal: an nbytes of 0, or an end of a
+ * range or a total above UINT64_MAX. It reads each value once: every base meets every segment, so the
+ * largest base and the largest segment decide. */
 int kvn_lower_check(const kvn_recipe *recipe, uint64_t *total_nbytes, kvn_refusal *refusal);
 
 /* Writes the columns of a checked recipe: dst, src and nbytes, kvn_column_stride apart. */

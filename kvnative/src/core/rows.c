@@ -36,7 +36,7 @@ bool kvn_rows_fit(const kvn_rows *rows, uint64_t src_nbytes, uint64_t dst_nbytes
            reaches(rows, &rows->dst, dst_nbytes);
 }
 
-/* How many pieces a request can have: each ends where a row of one of the sides does. */
+/* The maximum number of pieces of a request: each piece ends with a row of one of the sides. */
 static bool most_pieces(const kvn_rows *rows, const kvn_rows_request *request, size_t *most)
 {
     const kvn_rows_table *const src = &request->src, *const dst = &request->dst;
@@ -63,7 +63,7 @@ size_t kvn_rows_scratch(const kvn_rows *rows, const kvn_rows_request *request)
 static bool is_among(int64_t row, const int64_t *few, size_t count)
 {
     bool found = false;
-    for (size_t i = 0; i < count; i++) /* to the end, which is several at a time */
+    for (size_t i = 0; i < count; i++) /* without an early exit, so that the compiler compares several at a time */
         found |= few[i] == row;
     return found;
 }
@@ -101,7 +101,7 @@ static bool are_good(const kvn_rows *rows, const kvn_rows_table *src, const kvn_
     return true;
 }
 
-/* Tokens of a table from the first that is moved on; below 0 where that lies beyond its end. */
+/* Tokens of a table from the first moved one on; below 0 if the table ends before that. */
 static bool held(const kvn_rows_side *side, const kvn_rows_table *table, int64_t *tokens)
 {
     return !__builtin_mul_overflow(table->count, side->tokens, tokens) &&
@@ -204,7 +204,7 @@ static size_t cut_tokens(const kvn_rows *rows, const kvn_rows_request *request, 
     return num;
 }
 
-/* The numbers of tokens that pieces have, the largest first; false where they are too many. */
+/* Finds the different numbers of tokens of the pieces, largest first; false if there are too many. */
 static bool find_sizes(kvn_rows_cut *cut)
 {
     size_t at = 0;
@@ -280,7 +280,7 @@ static bool splits_kv(const kvn_rows *rows, const kvn_rows_size *size)
     return false;
 }
 
-/* Fuse the levels of each size, and count runs; false where they are too many. */
+/* Fuses the levels of each size, and counts runs; false if there are too many. */
 static bool count_runs(const kvn_rows *rows, kvn_rows_cut *cut)
 {
     size_t most = 0;
@@ -392,7 +392,7 @@ static kvn_run *sort(bool orders_ties, kvn_run *runs, kvn_run *other, size_t num
     return sorted;
 }
 
-/* A run goes on where both sides do. */
+/* Merges runs that are adjacent on both sides. */
 static size_t merge(kvn_run *runs, size_t num)
 {
     size_t last = 0;
@@ -405,7 +405,7 @@ static size_t merge(kvn_run *runs, size_t num)
     return last + 1;
 }
 
-/* Pieces that are runs already: the one size is not cut any further. */
+/* Returns true if pieces are runs already: they have one size, which is not cut any further. */
 static bool are_runs(const kvn_rows_cut *cut)
 {
     return cut->num_sizes == 1 && cut->sizes[0].num_levels == 0;

@@ -33,12 +33,12 @@ typedef struct kvn_level {
 typedef struct kvn_rows {
     kvn_rows_side src;
     kvn_rows_side dst;
-    uint64_t run; /* bytes that lie together whatever is cut */
+    uint64_t run; /* bytes that stay together in every cut */
     kvn_level levels[KVN_ROWS_LEVELS];
     size_t num_levels;
-    kvn_level kv;     /* the level that becomes tensor pairs where too many are left; 0 times: none */
+    kvn_level kv;     /* the level that becomes tensor pairs if too many are left; 0 times: none */
     bool is_one;      /* one cache on both sides: no row may be both read and written */
-    bool orders_ties; /* runs of one source are in order of their destinations in any case */
+    bool orders_ties; /* runs of one source are in the order of their destinations without sorting */
 } kvn_rows;
 
 /* A block table, and how many of its tokens come before the first that is moved. */

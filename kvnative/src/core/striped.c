@@ -39,7 +39,7 @@ struct kvn_request {
 
 /* ---- the outcome, from those of all stripes ---- */
 
-/* A reason goes before that others were given up. */
+/* A failure of its own has precedence over that of a stripe that was given up because of another. */
 static bool says_more(const kvn_report *one, const kvn_report *all)
 {
     return one->status < 0 && (all->status >= 0 || (kvn_is_given_up(all->status) && !kvn_is_given_up(one->status)));
@@ -53,7 +53,7 @@ static void add(kvn_report *all, kvn_report *one, const stripe *it)
     all->bytes_done += one->bytes_done;
     if (one->status == KVN_PENDING)
         return;
-    /* To give up one may cost the way that all of them use. */
+    /* Giving it up may have broken the connection that all stripes use. */
     if (one->status == KVN_PEER_GONE && why != KVN_OK) {
         one->status = why;
         one->code = 0;
@@ -111,8 +111,8 @@ static void end_stripe(kvn_batch_end *end, int status)
         request->end->call(request->end, atomic_load(&request->status));
 }
 
-/* A stripe for each backend, up to the descriptor that brings the bytes before it to the backends' share of
- * all; none for one of whose share nothing is left, as a descriptor before it was larger than its own. */
+/* Cuts the batch between descriptors into stripes of about equal size, one for each backend. A backend gets
+ * none if a large descriptor has made an earlier stripe take its share too. */
 static void cut_up(const striped *self, const kvn_columns *batch, kvn_request *request)
 {
     const uint64_t most = request->total / self->min_nbytes;
@@ -146,7 +146,7 @@ static int submit_one(stripe *it, const kvn_columns *batch, kvn_report *report)
 
     if (batch->end)
         part.end = &it->end;
-    if (it->first > 0 && part.caller == KVN_CALLER_WAITS) /* it waits in the first; the others move meanwhile */
+    if (it->first > 0 && part.caller == KVN_CALLER_WAITS) /* it waits in the first stripe; the others move meanwhile */
         part.caller = KVN_CALLER_RETURNS;
     return it->inner->vtable->submit(it->inner, &part, &it->request, report);
 }
@@ -202,7 +202,7 @@ static void give_up(kvn_request *request, int why)
             give_up_one(&all[i]);
 }
 
-/* One stripe was: nothing of the others goes on, of which some bytes may have moved. */
+/* A stripe was refused: stops the others, of which some bytes may have moved. */
 static int refuse(kvn_request *request, uint64_t first, kvn_report *report)
 {
     const uint64_t count = request->count;
@@ -236,7 +236,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     cut_up(self, batch, request);
     atomic_init(&request->num_open, request->num_stripes); /* counts refused stripes too, so that it is never 0 here */
     atomic_init(&request->status, KVN_OK);
-    /* The first one last: this thread may have to begin it, which takes a while. */
+    /* Submit the first one last: this thread may have to begin it, which takes a while. */
     for (size_t n = 1; n <= request->num_stripes; n++) {
         stripe *it = &request->stripes[n % request->num_stripes];
 

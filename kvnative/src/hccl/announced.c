@@ -66,7 +66,7 @@ int kvn_transfer_announced(kvn_transfer_context *t)
 
     if (!take_place(t->transfer->tickets, &place))
         return kvn_fail(&t->fault->why, KVN_FAILED, 0,
-                        "%d transfers with leases are under way, which is the most: wait for one before",
+                        "%d transfers with leases are in flight, the maximum: wait for one of them first",
                         KVN_HCCL_TICKETS);
     do {
         last = end_of_round(shard, first);

@@ -197,7 +197,7 @@ int kvn_communicator_prepare(kvn_communicator *self, int timeout_s, kvn_failure 
     int status;
     pthread_mutex_lock(&self->mutex);
     if (self->state != KVN_COMM_OPEN || self->closing) {
-        status = refuse(self, "it is prepared once", failure);
+        status = refuse(self, "it can be prepared only once", failure);
         pthread_mutex_unlock(&self->mutex);
         return status;
     }

@@ -10,8 +10,8 @@
 
 #define RETRIES 5
 #define FIRST_PAUSE_MS 20
-/* The least that HCCL takes. One-sided operations use no buffer, and with the default of 200 each link takes 400 MB of
- * the device's memory. */
+/* HCCL's minimum. One-sided operations use no buffer, and with the default of 200 each link would take 400 MB of the
+ * device's memory. */
 #define BUFFER_MB 2
 
 int kvn_connection_init(kvn_connection *self, kvn_hccl *hccl, const kvn_device *device,
@@ -37,8 +37,8 @@ void kvn_connection_free(kvn_connection *self)
     free(self->remote);
 }
 
-/* Where processes of a node make communicators at one time, the call fails for some of them. What was refused for its
- * arguments, or for want of memory, is refused again. */
+/* Returns true if a retry may succeed. If processes of a node make communicators at one time, the call fails for some
+ * of them. A call that was refused for its arguments, or for a lack of memory, would be refused again. */
 static bool is_momentary(kvn_hccl_result result)
 {
     switch (result) {
@@ -51,7 +51,7 @@ static bool is_momentary(kvn_hccl_result result)
     }
 }
 
-/* Between half and all of a time that doubles, so that those that met do not meet again. */
+/* Waits for a random time, between half and all of a limit that doubles, so that processes do not collide again. */
 static void pause_before(int retry)
 {
     const uint32_t most_us = (UINT32_C(1000) * FIRST_PAUSE_MS) << retry;
@@ -135,7 +135,7 @@ int kvn_connection_bind(kvn_connection *self, kvn_region *region, kvn_failure *f
                         "the region is of device %d, the communicator of device %d",
                         region->device->id, self->device->id);
     if (self->num_bound == KVN_HCCL_MAX_REGIONS)
-        return kvn_fail(failure, KVN_INVALID, 0, "%d regions are bound already, which is the most",
+        return kvn_fail(failure, KVN_INVALID, 0, "%d regions are bound already, the maximum",
                         KVN_HCCL_MAX_REGIONS);
     if (kvn_region_retain(region, failure) != KVN_OK)
         return failure->status;
@@ -155,7 +155,7 @@ int kvn_connection_bind(kvn_connection *self, kvn_region *region, kvn_failure *f
     return kvn_hccl_status(result);
 }
 
-/* With the device's context current. Whatever HCCL says, the region is not bound afterwards. */
+/* Call it with the device's context current. The region is unbound afterwards, even if HCCL reports a failure. */
 static int unbind_one(kvn_connection *self, kvn_bound *bound, kvn_failure *failure)
 {
     const bool is_per_comm = self->hccl->is_per_comm;

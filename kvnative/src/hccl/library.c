@@ -34,7 +34,7 @@ static const kvn_symbol symbols[] = {
 
 const kvn_symbols kvn_hccl_symbols = {symbols, KVN_COUNT_OF(symbols)};
 
-/* Other products do so where a variable of HCCL's asks for it. */
+/* A3 unfolds operations on its AICPU; other products do if HCCL's variable asks for it. */
 static bool unfolds(const char *soc_name)
 {
     const char *mode = getenv("HCCL_OP_EXPANSION_MODE");
@@ -42,8 +42,8 @@ static bool unfolds(const char *soc_name)
            (mode && strcmp(mode, "AI_CPU") == 0);
 }
 
-/* Products of the 950 generation refuse memory that is registered once, though their library has
- * the calls. */
+/* The library of the 950 generation has the calls that register memory once, but its products refuse
+ * such memory. */
 static int choose_generation(kvn_hccl *hccl, const char *soc_name, kvn_failure *failure)
 {
     const kvn_symbols global = {symbols + GLOBAL, NUM_GLOBAL}, per_comm = {symbols + PER_COMM, NUM_PER_COMM};

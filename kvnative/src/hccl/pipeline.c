@@ -72,8 +72,8 @@ static int copy_failed(pipeline *p, const kvn_fragment *it, const kvn_failure *w
                     p->t->shard->first + it->index, why->message);
 }
 
-/* Between the slot and local memory. Of pageable host memory each of these is done when the call
- * returns, after what is on the set's stream: that is why nothing there may wait for long. */
+/* Copies between the slot and local memory. With pageable host memory the call returns after the copy, and
+ * the copy comes after all work on the set's stream: so nothing on that stream may wait for long. */
 static int copy_chunk(pipeline *p, uint64_t place)
 {
     const kvn_transfer *transfer = p->t->transfer;
@@ -193,7 +193,7 @@ static int wait_for_copies(pipeline *p)
     }
 }
 
-/* Errors of a stream show only when that stream is waited for. For puts wait for the copies first: the operations wait
+/* An error of a stream shows only in a wait for that stream. For puts, wait for the copies first: the operations wait
  * for them, and would never end after a failed copy. */
 static int finish(pipeline *p)
 {

@@ -50,7 +50,7 @@ static int check_number(const kvn_region *region, kvn_failure *failure)
     if (count < KVN_HCCL_MAX_REGIONS)
         return KVN_OK;
     return kvn_fail(failure, KVN_NO_MEMORY, 0,
-                    "%u ranges are registered with HCCL, which is the most: use pools, or register "
+                    "%u ranges are registered with HCCL, the maximum: use pools, or register "
                     "larger ranges", count);
 }
 

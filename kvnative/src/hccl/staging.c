@@ -14,8 +14,8 @@
 
 /* ---- buffer sets; with the device's context current ---- */
 
-/* Stops its copies. While the system does neither, they go on, and touch memory that is others' as soon
- * as this returns: then it waits for them to end. */
+/* Stops the copies of a stream by aborting or destroying it. If the system does neither, it waits for the
+ * copies to end: they touch memory that belongs to others as soon as this returns. */
 static void stop(const kvn_device *device, kvn_stream stream)
 {
     const kvn_device_ops *ops = device->ops;

@@ -49,11 +49,11 @@ static void *keep(void *unused)
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&mutex);
     while (is_kept)
-        pause(); /* all signals are blocked: for as long as the process lives */
+        pause(); /* all signals are blocked, so this lasts until the process ends */
     return NULL;
 }
 
-/* The keeper is the parent's, and its words and the head with it: a child has not even mapped the head. */
+/* In a forked child: keeper, words and head belong to the parent. The child has not even mapped the head. */
 static void forget(void)
 {
     state = NONE;
@@ -95,14 +95,14 @@ static int has_keeper(void)
         pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
         pthread_attr_setstacksize(&attributes, PTHREAD_STACK_MIN + 4 * (size_t)page);
         int failed = kvn_thread_start(&thread, &attributes, NULL, keep, NULL);
-        if (failed == EINVAL) { /* the libraries' thread-local storage is on the stack too: too much */
+        if (failed == EINVAL) { /* the stack is too small for the thread-local storage of all libraries */
             pthread_attr_destroy(&attributes);
             pthread_attr_init(&attributes);
             pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
             failed = kvn_thread_start(&thread, &attributes, NULL, keep, NULL);
         }
         if (failed)
-            state = NONE; /* the next time, perhaps */
+            state = NONE; /* a later call may succeed */
         pthread_attr_destroy(&attributes);
     }
     while (state == STARTING)

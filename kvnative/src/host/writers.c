@@ -21,11 +21,11 @@
 #define SEEN_NS 200000     /* no other program has memory at the same addresses as soon as that */
 #define DEATH_LOOK_NS 2000000 /* a look takes some 20 us */
 #define GLANCE_ENTRIES 32u /* some 30 ns each */
-#define YIELDS 1000u /* for a place; then it is waited for with naps, some second */
+#define YIELDS 1000u /* tries to get a place before the thread naps between tries, for a second or so */
 #define NAPS 10000u
 
-/* The first bytes of an entry's page. Which orders are needed says docs/internals/memory-ordering.md: a fence between a
- * ticket and the look at a generation, on both sides, and a release where it is taken out. All else is rare. */
+/* The first bytes of an entry's page. docs/internals/memory-ordering.md says which orders are needed: on both sides a
+ * fence between a ticket and the check of a generation, and a release where the ticket is removed. */
 typedef struct entry {
     _Atomic uint64_t process; /* its kvn_identity; 0: free */
     _Atomic uint64_t closed;  /* the gate is closed for good: no peer has the entry */
@@ -357,8 +357,8 @@ static bool take_place(kvn_writer *writer, entry *it, bool by_process, uint64_t 
     return false;
 }
 
-/* After the ticket. Its fence lets a release that does not see the ticket be seen here: to be seq_cst is not
- * enough for the ticket, as loads that follow are only acquires. */
+/* Call it after the ticket was put. It begins with a fence: if an owner's release does not see the ticket, this
+ * check sees the release. A seq_cst ticket alone would not do, since the loads after it are only acquires. */
 static bool is_stale(const kvn_guard *guard)
 {
     return kvn_generations_first_stale(&guard->writer->generations, guard->words, guard->count) <
@@ -379,8 +379,8 @@ static int enter(kvn_guard *guard, bool by_process, uint64_t most_tries, uint64_
     return stale ? refuse(fault, KVN_UNMAPPED, descriptor, writer->pid,
                           "has deregistered the memory that this transfer uses")
                  : refuse(fault, KVN_PEER_GONE, descriptor, writer->pid,
-                          "did not wait for this one any more when that did not run, and takes no "
-                          "more of its writes: link again");
+                          "has stopped waiting for a write of this process, which did not run, and "
+                          "takes no more of its writes: link again");
 }
 
 int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
@@ -388,16 +388,16 @@ int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
 {
     if (!guard)
         return KVN_OK;
-    /* No clock: it goes on while this process is stopped. */
+    /* Count tries, not time: a clock goes on while this process is stopped. */
     const int status = enter(guard, by_process, (YIELDS + NAPS) * KVN_WRITER_TICKETS, descriptor, out, fault);
     return status != KVN_PENDING
                ? status
                : refuse(fault, KVN_FAILED, descriptor, guard->writer->pid,
-                        "is being written to by as many pieces of this link as can be announced, and "
-                        "none of them ends: wait for transfers before more are begun");
+                        "has as many announced writes of this link as fit, and none of them ends: wait "
+                        "for transfers before you begin more");
 }
 
-/* One try less than places: none of them rests. */
+/* With fewer tries than places, no try sleeps. */
 int kvn_guard_enter_now(kvn_guard *guard, uint64_t descriptor, kvn_announcement *out, kvn_fault *fault)
 {
     return enter(guard, false, KVN_WRITER_TICKETS - 1, descriptor, out, fault);

@@ -175,10 +175,10 @@ int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *fa
 
 /* ---- settings ---- */
 
-/* No TCP for UCX: it listens on every interface, and any host that connects reads and writes memory.
- * Where no transport reads memory itself, UCX would have the owner's thread do it by messages, at any address
- * that they name, and die of one that is not mapped: not for us.
- * Between GPUs that it sees no NVLink of, UCX leaves gets out, and pulls would have no way at all. */
+/* TLS: no TCP, since UCX listens on every interface, and any host that connects could read and write memory.
+ * PROTO_EMULATION_ENABLE: if no transport reads memory itself, UCX would emulate it by messages to the owner's
+ * thread, which would access any address that they name, and crash at one that is not mapped.
+ * CUDA_IPC_ENABLE_GET_ZCOPY: UCX offers no gets between GPUs for which it sees no NVLink, and pulls need them. */
 static const kvn_ucx_setting presets[] = {
     {"TLS", "^tcp"},
     {"PROTO_EMULATION_ENABLE", "n"},

@@ -35,12 +35,12 @@ void kvn_ucx_log_clear(void);
 /* Appends ": " and the last line that this thread has logged since, if any. */
 void kvn_ucx_log_append(char *message, size_t room);
 
-/* Variables that UCX shall find in the environment for a while, as it reads some settings nowhere else.
+/* Variables that UCX finds in the environment for a while, since it reads some settings only there.
  *
- * setenv and unsetenv would move what other threads may be reading in getenv. So the environment itself stays
- * as it is: for that while `environ` points to a copy of it that begins with ours, of which getenv takes the
- * first. A copy is never freed, since a thread may read it still. One thread at a time in a process, while
- * nothing sets a variable. */
+ * setenv and unsetenv would move strings that other threads may be reading in getenv. So the environment itself
+ * does not change. Meanwhile `environ` points to a copy that begins with our variables, since getenv takes the
+ * first of a name. A copy is never freed, as a thread may still read it. Only one thread at a time in a process,
+ * and only while nothing sets a variable. */
 typedef struct kvn_ucx_environ {
     char **before;
     char **ours; /* NULL: nothing was added */
@@ -60,8 +60,8 @@ typedef struct kvn_ucx_settings {
     kvn_ucx_environ environment; /* of kvn_ucx_settings_export */
 } kvn_ucx_settings;
 
-/* Before 1.15 UCX accepts settings of transports and does not heed them: until a worker is made, it looks
- * into the environment. So for these versions they stand there, too, until kvn_ucx_settings_restore. */
+/* UCX before 1.15 accepts settings of transports but ignores them: it reads the environment until a worker is
+ * made. For these versions the settings are in the environment too, until kvn_ucx_settings_restore. */
 int kvn_ucx_settings_export(kvn_ucx_settings *self, kvn_failure *failure);
 void kvn_ucx_settings_restore(kvn_ucx_settings *self);
 

@@ -26,7 +26,7 @@ static void fail(kvn_request *request, uint64_t descriptor, const kvn_failure *f
     request->failed = descriptor;
 }
 
-/* Whatever it failed for: for the transfer the peer is gone, at no descriptor of its own. */
+/* Whatever the reason of the endpoint: for the transfer the peer is gone, and no descriptor is at fault. */
 static void note_endpoint_failure(kvn_request *request)
 {
     kvn_failure failure;
@@ -205,7 +205,7 @@ static void put_ticket(kvn_request *request, unsigned place)
     const uint64_t ticket = kvn_next_ticket(request->route->endpoint->remote.tag, &worker->num_announced);
 
     atomic_store_explicit(&worker->tickets[place], ticket, memory_order_relaxed);
-    /* UCX may read the generations by a plain load, of mapped memory, which no store comes before by itself. */
+    /* UCX may read the generations by plain loads of mapped memory. Without a fence these may come before the store. */
     atomic_thread_fence(memory_order_seq_cst);
     request->ticket = place + 1;
 }

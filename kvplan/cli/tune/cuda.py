@@ -12,6 +12,7 @@ from kvnative._cuda import CopyTuning, builtin_copy_tuning, copy_tuning, tune_co
 from kvnative._device import COPY_DIRECTIONS
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
+from kvnative._pinned import allocate_host
 from kvplan.device.cuda_copies import NO_LIMIT, Tunings, has_batches, words
 from kvplan.device.device import CopyDirection
 from kvplan.status import LLMException
@@ -79,7 +80,7 @@ def time_copies(
     """
     native = device.native
     source, target = (
-        native.allocate(span_nbytes) if kind == "device" else native.allocate_host(span_nbytes)
+        native.allocate(span_nbytes) if kind == "device" else allocate_host(native, span_nbytes)
         for kind in direction.split("_to_")
     )
     descriptors = scattered(target.address, source.address, nbytes, span_nbytes)

@@ -79,7 +79,6 @@ class CacheDesc:
         self._batch_size = shape[batch_dim_index]
         self._seq_len_dim_index = seq_len_dim_index
         self._kv_tensor_format = kv_tensor_format
-        self._is_blocks = False
         self._size = -1
 
     @property
@@ -152,7 +151,6 @@ class Cache:
         self._engine_cache: EngineCache | None = None  # as its manager made it
         self._tensor_addrs = tensor_addrs
         self._cache_manager = cache_manager
-        self._is_registered = is_registered
         self._is_blocks_cache = is_blocks_cache
         self._valid = True
 

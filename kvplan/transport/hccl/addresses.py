@@ -24,7 +24,7 @@ from kvnative.ascend_files import driver_folder
 from kvplan.device.ascend import A2, A3
 from kvplan.status import LLMException, invalid, link_failed, unsupported
 from kvplan.system.logs import Log
-from kvplan.transport.metadata import Record, read
+from kvplan.transport.metadata import Record, boot_id, read
 from kvplan.validation import resolved, shown
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class DeviceAddress(Record, frozen=True):
     """The address of a device in a rank table.
 
     Attributes:
-        version: The highest version of a rank table that can have the device.
+        version: The highest version of a rank table that can describe the device.
         server_id: The host, unique among all hosts.
         device_id: The physical number on the host.
         device_ip: The address of the network port; None: unknown, which suffices on one host.
@@ -164,8 +164,7 @@ def _check_device(device: DeviceAddress | _Device) -> None:
 def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
     """Return the address of `device`: read from `local_comm_res`, or detected if that is empty.
 
-    The boot id names the host. Unlike an IP address, it is the same in all containers of a host,
-    and differs between hosts.
+    The boot id names the host: unlike an IP address, it is the same in all containers of a host.
     """
     if local_comm_res:
         given = read_local_comm_res(local_comm_res)
@@ -176,7 +175,7 @@ def device_address(device: AscendDevice, local_comm_res: str) -> DeviceAddress:
             )
         return given
     try:
-        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        host = boot_id()
     except OSError as error:
         raise _unknown("server_id", f"/proc cannot be read ({error.strerror})") from error
     physical_id = device.native.physical_id
@@ -251,7 +250,7 @@ def table_of(here: DeviceAddress, there: DeviceAddress) -> RankTable:
 
 
 def why_not(here: DeviceAddress, there: DeviceAddress) -> str | None:
-    """Return why a rank table cannot have both devices, or None if it can."""
+    """Return why a rank table cannot contain both devices, or None if it can."""
     same_host = here.server_id == there.server_id
     if same_host and here.device_id == there.device_id:
         return (

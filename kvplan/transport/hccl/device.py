@@ -14,6 +14,7 @@ from kvnative._executor import KVN_OK, Executor
 from kvnative._hccl import NUM_TICKETS, Communicator, Tickets
 from kvnative._hccl_memory import Region, Staging
 from kvnative._lower import Descriptors
+from kvnative._pinned import pinned_by
 from kvnative._signals import Mutex
 from kvplan.device.device import Device
 from kvplan.execution.task import native_errors
@@ -27,8 +28,9 @@ from kvplan.transport.registrations import MAX_LEASES, Slots
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvnative._device import DeviceBuffer, Pinned
+    from kvnative._device import DeviceBuffer
     from kvnative._hccl_memory import HcclLibrary
+    from kvnative._pinned import Pinned
     from kvplan.device.ascend import AscendDevice, Product
     from kvplan.transport.hccl.addresses import RankTable
     from kvplan.transport.hccl.regions import HeldRegion
@@ -293,7 +295,7 @@ class HcclDevice:
         LLM_FEATURE_NOT_ENABLED: HCCL cannot map them, so that every connection would fail.
         """
         native, notes = self.device.native, self.device.notes_pins
-        whose = native.pinned_by(address, nbytes)
+        whose = pinned_by(native, address, nbytes)
         if whose == "runtime" or (whose and notes):
             return ()
         try:

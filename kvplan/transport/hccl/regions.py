@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvnative._device import Pinned
     from kvnative._hccl_memory import Region
+    from kvnative._pinned import Pinned
 
     Column = NDArray[np.uint64]
 

@@ -17,7 +17,7 @@ from msgspec import Meta
 from kvnative._process import Peer
 from kvplan.status import link_failed
 from kvplan.system.limits import reason_of
-from kvplan.transport.metadata import Record, Uint64
+from kvplan.transport.metadata import Record, Uint64, boot_id
 
 
 class Identity(Record, frozen=True):
@@ -43,7 +43,7 @@ class Identity(Record, frozen=True):
     def of_self() -> Identity:
         """Return the identity of this process."""
         return Identity(
-            boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            boot_id=boot_id(),
             pid=os.getpid(),
             start_time=start_time("self"),
             pid_namespace=Path("/proc/self/ns/pid").stat().st_ino,

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
-from kvnative._backend import NativeError
 from kvnative._process import process_backend
 from kvnative._signals import Mutex
 from kvnative._writers import Writer
 from kvplan.device.memory import check_device_of_link
-from kvplan.device.sharing import exported
 from kvplan.status import LLMException, invalid, link_failed, not_exist, unsupported
-from kvplan.system.limits import check_process, is_lack, reason_of, system_error
+from kvplan.system.limits import check_process
 from kvplan.transport.link import (
     Located,
     PeerMemory,
@@ -23,13 +21,13 @@ from kvplan.transport.link import (
     mixed_places,
     no_leases,
 )
-from kvplan.transport.local.descriptors import MAX_BATCH, ask, close_all, refusal, token_of
-from kvplan.transport.local.identity import advice, hold
-from kvplan.transport.local.memory import Held, PeerAllocations, PeerArenas
+from kvplan.transport.local.descriptors import token_of
+from kvplan.transport.local.identity import hold
+from kvplan.transport.local.memory import Held, PeerAllocations, PeerArenas, refused
 from kvplan.transport.local.metadata import Metadata, Range
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -38,13 +36,13 @@ if TYPE_CHECKING:
     from kvnative._process import Peer
     from kvnative._writers import WriteGuard
     from kvplan.device.device import CopyDirection, Device
-    from kvplan.device.sharing import AllocationRef, Piece, Sharing
+    from kvplan.device.sharing import Sharing
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease
     from kvplan.transport.local.descriptors import DescriptorServer
+    from kvplan.transport.local.memory import Kind
 
     Column = NDArray[np.uint64]
-    Kind = Literal["registered", "device", "pieces"]
 
 
 class LocalPeerMemory(PeerMemory):
@@ -232,15 +230,15 @@ class LocalLink(TransportLink):
         self._allocations = (
             None
             if device is None or sharing is None
-            else PeerAllocations(self._descriptors, device, sharing, is_self=self.is_to_self)
+            else PeerAllocations(metadata, self.process, self._token, device, sharing, self.check)
         )
         if sharing is not None:
             self.way = f"mapped arenas and GPU memory{_between(sharing, metadata)}, process_vm"
         generations = metadata.generations
         try:
             self.process.attach(generations.fd, generations.inode, generations.num_slots)
-            if sharing is not None and metadata.device:
-                self._try_device(sharing)
+            if self._allocations is not None and metadata.device:
+                self.lacks |= self._allocations.lacks()
             try:
                 self._probe()
             except LLMException as error:
@@ -249,7 +247,7 @@ class LocalLink(TransportLink):
                 self.lacks["registered"] = str(error.args[0])
         except (OSError, ValueError, MemoryError) as error:
             self.process.close()
-            raise link_failed(self._refusal(error, "cannot be reached").args[0]) from error
+            raise link_failed(refused(metadata, "cannot be reached", error).args[0]) from error
         except LLMException:
             self.process.close()
             raise
@@ -303,7 +301,7 @@ class LocalLink(TransportLink):
         except ValueError:
             raise self._closed_error() from None
         except OSError as error:
-            raise self._refusal(error, "is lost") from error
+            raise refused(self.metadata, "is lost", error) from error
 
     def reading(self, pool: ThreadPool) -> Backend:
         """Return the backend that reads from the peer's own addresses."""
@@ -367,7 +365,9 @@ class LocalLink(TransportLink):
                 self._check_range(memory)  # raises if the range has just ended
                 if isinstance(error, LLMException):
                     raise
-                raise self._refusal(error, f"has {memory}, which cannot be mapped") from error
+                raise refused(
+                    self.metadata, f"has {memory}, which cannot be mapped", error
+                ) from error
             if found is None:
                 return []
             held.append(found)
@@ -386,66 +386,6 @@ class LocalLink(TransportLink):
     def _check_range(self, memory: Range) -> None:
         self.check_ranges([memory], words_of([memory]))
 
-    def _try_device(self, sharing: Sharing) -> None:
-        """Set `lacks["device"]` if memory of the peer's device cannot be mapped."""
-        peer = self.metadata
-        if why := sharing.shortfall(peer.device):
-            self.lacks["device"] = f"memory of the GPU of {self.peer} is not reached: {why}"
-            return
-        unsent = None if self.is_to_self else refusal(peer.identity.pid, peer.descriptors)
-        if unsent:
-            self.lacks["pieces"] = f"{self._of_pieces}: {unsent}"
-        try:
-            os.close(self.process.take_descriptor(peer.generations.fd))
-        except OSError as error:
-            if unsent:
-                self.lacks["device"] = str(
-                    self._refusal(error, "has memory of a GPU, which cannot be mapped").args[0]
-                )
-
-    def _descriptors(self, ref: AllocationRef) -> Generator[list[Piece]]:
-        """Yield the peer's pieces of an allocation in batches; close each before the next one."""
-        index = nbytes = 0
-        while not ref.handle and nbytes < ref.nbytes:
-            batch = self._take(ref, index)
-            try:
-                yield batch
-            finally:
-                close_all(batch)
-            index += len(batch)
-            nbytes += sum(size for _, size in batch)
-
-    def _take(self, ref: AllocationRef, first: int) -> list[Piece]:
-        """Return descriptors of an allocation of the peer, from that piece on."""
-        refused = None
-        if not ref.is_in_pieces:
-            try:
-                return [(self.process.take_descriptor(ref.fd), ref.nbytes)]
-            except OSError as error:
-                if isinstance(error, ProcessLookupError) or is_lack(error):
-                    raise
-                refused = error
-        peer = self.metadata
-        try:
-            if self.is_to_self and (own := exported(ref)) is not None:
-                return own.descriptors(first, MAX_BATCH)
-            return ask(peer.identity.pid, peer.descriptors, self._token, ref.number, first)
-        except (OSError, ValueError, NativeError) as error:
-            if is_lack(error):
-                raise
-            if refused is not None:
-                raise refused from None  # its remedy works without the peer
-            self.check()
-            raise unsupported(f"{self._of_pieces}: {reason_of(error)}") from error
-
-    @property
-    def _of_pieces(self) -> str:
-        return (
-            f"{self.peer} has device memory in pieces (as torch's expandable segments are), whose "
-            "descriptors it sends over an abstract Unix socket, which needs one user and one "
-            "network namespace (kvplan.transport=tcp does not)"
-        )
-
     def _probe(self) -> None:
         """Raise LLMException if the system refuses process_vm_readv and process_vm_writev."""
         if self._can_reach_registered:
@@ -454,7 +394,9 @@ class LocalLink(TransportLink):
             self.process.probe(self.metadata.generations.address)
         except (OSError, ValueError) as error:
             self.check()
-            raise self._refusal(error, "has registered memory, which cannot be reached") from error
+            raise refused(
+                self.metadata, "has registered memory, which cannot be reached", error
+            ) from error
         self._can_reach_registered = True
         self.lacks.pop("registered", None)
 
@@ -477,21 +419,12 @@ class LocalLink(TransportLink):
                     )
                 except (OSError, ValueError, MemoryError) as error:
                     self.check()
-                    raise self._refusal(error, "cannot be written to") from error
+                    raise refused(self.metadata, "cannot be written to", error) from error
             return self._writer
-
-    def _refusal(self, error: Exception, what: str) -> LLMException:
-        """Return the error of memory that this process may not reach, or lacks the means to."""
-        if is_lack(error):
-            return system_error(f"{self.peer} {what}", error)
-        reason = reason_of(error)
-        if isinstance(error, PermissionError):
-            reason += f"; {advice(self.metadata.identity)}"
-        return link_failed(f"{self.peer} {what}: {reason}")
 
 
 def _kinds_of(memory: Range) -> set[Kind]:
-    """Return the kinds of memory, as in `LocalLink.lacks`, that must be reached to reach it."""
+    """Return the kinds of memory (see `LocalLink.lacks`) that a link must reach to use a range."""
     if memory.allocation is not None:
         return {"device", "pieces"} if memory.allocation.is_in_pieces else {"device"}
     return {"registered"} if memory.arena is None else set()

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
+from kvnative._backend import NativeError
 from kvnative._host import Arena, Pin
 from kvnative._signals import Mutex
 from kvplan.device.sharing import AllocationRef, exported
-from kvplan.status import not_exist
-from kvplan.transport.local.metadata import ArenaRef, Range
+from kvplan.status import LLMException, link_failed, not_exist, unsupported
+from kvplan.system.limits import is_lack, reason_of, system_error
+from kvplan.transport.local.descriptors import MAX_BATCH, ask, close_all, refusal
+from kvplan.transport.local.identity import advice
+from kvplan.transport.local.metadata import ArenaRef, Metadata, Range
 from kvplan.transport.pages import background_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from kvnative._process import Peer
     from kvplan.device.device import Device
     from kvplan.device.sharing import Mapped, Piece, Sharing
+
+Kind = Literal["registered", "device", "pieces"]
+"""Host memory outside of arenas, memory of the peer's device, and such memory in pieces."""
 
 POPULATE: Final = ("background", "now", "off")
 """The time to map pages of a peer's arena: by a thread before use, all at once, or at first use."""
@@ -125,29 +134,49 @@ class PeerAllocations:
     """The device allocations of a peer that are mapped for a device here, each once.
 
     Args:
-        descriptors: Takes the peer's descriptors of an allocation in batches, and closes each batch
-            before the next one.
+        peer: The metadata of the peer.
+        process: The process of the peer.
+        token: The token of the link, for requests of descriptors.
         device: The device for which the memory is mapped.
         sharing: The sharing of that device.
-        is_self: True if the peer is this process.
+        check_link: Raises if the peer has died or the link was closed.
     """
 
     def __init__(
         self,
-        descriptors: Callable[[AllocationRef], Generator[list[Piece]]],
+        peer: Metadata,
+        process: Peer,
+        token: bytes,
         device: Device,
         sharing: Sharing,
-        *,
-        is_self: bool,
+        check_link: Callable[[], None],
     ) -> None:
-        self._is_self = is_self
+        self._peer = peer
+        self._process = process
+        self._token = token
+        self._is_self = peer.identity.pid == os.getpid()
         self._device = device
-        self._descriptors = descriptors
         self._sharing = sharing
+        self._check_link = check_link
         self._mutex = Mutex()  # a signal handler may close the link
         self._mapped: WeakValueDictionary[AllocationRef, Mapped] = WeakValueDictionary()
         self._kept: dict[AllocationRef, Mapped] = {}  # of pools
         self._closed = False
+
+    def lacks(self) -> dict[Kind, str]:
+        """Return the reason for each kind of device memory that cannot be mapped."""
+        peer = self._peer
+        if why := self._sharing.shortfall(peer.device):
+            return {"device": f"memory of the GPU of {peer} is not reached: {why}"}
+        unsent = None if self._is_self else refusal(peer.identity.pid, peer.descriptors)
+        lacks: dict[Kind, str] = {"pieces": f"{self._of_pieces}: {unsent}"} if unsent else {}
+        try:
+            os.close(self._process.take_descriptor(peer.generations.fd))
+        except OSError as error:
+            if unsent:
+                what = "has memory of a GPU, which cannot be mapped"
+                lacks["device"] = str(refused(peer, what, error).args[0])
+        return lacks
 
     def hold(self, memory: Range, check: Callable[[], None]) -> Held:
         """Return the allocation of `memory`, mapped here; `check` raises if `memory` has ended.
@@ -187,3 +216,56 @@ class PeerAllocations:
     def _map_new(self, ref: AllocationRef) -> Mapped:
         with closing(self._descriptors(ref)) as batches:
             return self._sharing.map(ref, batches)
+
+    def _descriptors(self, ref: AllocationRef) -> Generator[list[Piece]]:
+        """Yield the peer's pieces of an allocation in batches; close each before the next one."""
+        index = nbytes = 0
+        while not ref.handle and nbytes < ref.nbytes:
+            batch = self._take(ref, index)
+            try:
+                yield batch
+            finally:
+                close_all(batch)
+            index += len(batch)
+            nbytes += sum(size for _, size in batch)
+
+    def _take(self, ref: AllocationRef, first: int) -> list[Piece]:
+        """Return descriptors of an allocation of the peer, from piece `first`."""
+        refused_with = None
+        if not ref.is_in_pieces:
+            try:
+                return [(self._process.take_descriptor(ref.fd), ref.nbytes)]
+            except OSError as error:
+                if isinstance(error, ProcessLookupError) or is_lack(error):
+                    raise
+                refused_with = error
+        peer = self._peer
+        try:
+            if self._is_self and (own := exported(ref)) is not None:
+                return own.descriptors(first, MAX_BATCH)
+            return ask(peer.identity.pid, peer.descriptors, self._token, ref.number, first)
+        except (OSError, ValueError, NativeError) as error:
+            if is_lack(error):
+                raise
+            if refused_with is not None:
+                raise refused_with from None  # its remedy works without the peer
+            self._check_link()
+            raise unsupported(f"{self._of_pieces}: {reason_of(error)}") from error
+
+    @property
+    def _of_pieces(self) -> str:
+        return (
+            f"{self._peer} has device memory in pieces (as torch's expandable segments are), whose "
+            "descriptors it sends over an abstract Unix socket, which needs one user and one "
+            "network namespace (kvplan.transport=tcp does not)"
+        )
+
+
+def refused(peer: Metadata, what: str, error: Exception) -> LLMException:
+    """Return the error of memory that this process may not reach, or lacks the means to."""
+    if is_lack(error):
+        return system_error(f"{peer} {what}", error)
+    reason = reason_of(error)
+    if isinstance(error, PermissionError):
+        reason += f"; {advice(peer.identity)}"
+    return link_failed(f"{peer} {what}: {reason}")

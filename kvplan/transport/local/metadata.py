@@ -79,7 +79,7 @@ class Range(metadata.Range, frozen=True):
 
     @property
     def is_preferred(self) -> bool:
-        """True if it is in an arena, which a plain copy reaches."""
+        """True for memory in an arena, which a plain copy reaches."""
         return self.arena is not None
 
     @property

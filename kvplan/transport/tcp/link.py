@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease
 
-_STRIPE_NBYTES: Final = 1 << 20  # minimum for another connection, which takes 0.3 ms for it
+_STRIPE_NBYTES: Final = 1 << 20  # minimum for each connection; to move them takes it 0.3 ms
 
 
 class TcpPeerMemory(PeerMemory):
