@@ -649,7 +649,7 @@ def _expanded(array: Any) -> Rows:
     """Return rows of an array with 3 columns, or with a stride and a count for each row."""
     if array.ndim != 2 or array.shape[1] not in (3, 5):
         raise TypeError(f"an array of shape {array.shape} must have 3 or 5 columns")
-    rows = rows_of_array(np.ascontiguousarray(array[:, :3])).copy()
+    rows = rows_of_array(array[:, :3])
     if array.shape[1] == 3:
         return rows
     strides, counts = (array[:, column].astype(np.uint64) for column in (3, 4))

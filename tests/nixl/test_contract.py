@@ -194,6 +194,25 @@ def test_a_list_that_is_refused_registers_nothing(wrong: int) -> None:
     agent.agent.close()
 
 
+@pytest.mark.parametrize("dtype", ["<u8", "<i8", ">u8"])
+def test_a_list_of_an_array_is_a_copy(dtype: str) -> None:
+    """A program fills one array again and again: its lists stay, and so does its array."""
+    given = np.array([[4096, 64, 0], [8192, 32, 1]], dtype)
+    made = bindings.nixlXferDList(bindings.DRAM_SEG, given)
+    assert [made[0], made[1]] == [(4096, 64, 0), (8192, 32, 1)]
+    made[0] = (1, 2, 3)
+    assert given.tolist() == [[4096, 64, 0], [8192, 32, 1]]
+    given[:] = 9
+    assert [made[0], made[1]] == [(1, 2, 3), (8192, 32, 1)]
+
+
+def test_a_row_without_its_text_changes_nothing_in_a_list() -> None:
+    made = bindings.nixlRegDList(bindings.DRAM_SEG, [(4096, 64, 0, b"one")])
+    with pytest.raises(IndexError):
+        made[0] = (1, 2, 3)
+    assert made[0] == (4096, 64, 0, b"one")
+
+
 def test_prepared_lists_of_100_000_descriptors(make: MakeHere) -> None:
     here = make(4 * MIB)
     count = 100_000
