@@ -118,7 +118,7 @@ def test_renewed_and_forgotten_ones_stay(ended: Ended) -> None:
 def test_a_lease_that_ends_before_the_one_that_is_waited_for(
     ended: Ended, expiry: LeaseExpiry
 ) -> None:
-    """The thread waits for an hour by then: it ends a lease with its lock held, and goes to wait."""
+    """The thread waits for an hour by then: it holds its lock until it waits."""
     now = time.monotonic_ns()
     expiry.add(1, 1, now + 100 * MS_NS)
     expiry.add(2, 1, now + HOUR_NS)
