@@ -282,7 +282,7 @@ class TransferEngine:
     def write_bytes_to_buffer(self, dest_address: int, data: bytes | str, length: int) -> int:
         """Copy bytes to registered memory."""
         given = data.encode() if isinstance(data, str) else bytes(data)
-        if length > len(given):
+        if uint("length", length) > len(given):
             raise invalid(f"length={length} is out of range [0, {len(given)}], the bytes of data")
         self._check_registered(dest_address, length)
         ctypes.memmove(dest_address, given, length)
@@ -294,7 +294,7 @@ class TransferEngine:
         Raises:
             LLMException: LLM_PARAM_INVALID: it is not registered; LLM_FAILED: not initialized.
         """
-        self._check_registered(source_address, length)
+        self._check_registered(source_address, uint("length", length))
         return ctypes.string_at(source_address, length)
 
     def _check_registered(self, address: int, nbytes: int) -> None:

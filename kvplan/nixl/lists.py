@@ -34,12 +34,13 @@ def rows_of(descs: Iterable[Any]) -> Rows:
 
 
 def rows_of_array(values: Any) -> Rows:
-    """Return an array of integers of 64 bits with three columns as rows."""
+    """Return a copy of an array of integers of 64 bits with three columns, as rows."""
     if values.ndim != 2 or values.shape[1] != 3 or values.dtype.kind not in "iu":
         raise ValueError(f"an array of {values.dtype}{values.shape} must be of 64-bit integers x 3")
     if values.dtype.itemsize != 8:
         raise ValueError(f"an array of {values.dtype} must have integers of 64 bits")
-    return np.ascontiguousarray(values).view(np.uint64)
+    rows: Rows = values.astype(np.uint64, order="C")  # a copy, also of a foreign byte order
+    return rows
 
 
 class DescList:
@@ -142,12 +143,10 @@ class DescList:
         return (*row, self._texts[index]) if self.TEXT else row
 
     def __setitem__(self, index: int, desc: Any) -> None:
-        row = rows_of([desc[:3]])
-        if not self._rows.flags.writeable:
-            self._rows = self._rows.copy()
-        self._rows[self._place(index)] = row[0]
+        row, place = rows_of([desc[:3]]), self._place(index)
         if self.TEXT:
-            self._texts[index] = self._text(desc)
+            self._texts[place] = self._text(desc)
+        self._rows[place] = row[0]
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):

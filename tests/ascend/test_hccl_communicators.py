@@ -209,7 +209,8 @@ def test_memory_is_bound_before_prepare(ends: Ends) -> None:
         f"communicator {connection.name} is ready: memory is bound before prepare"
     )
     failure = remote_error(ends, "prepare", connection.name)
-    assert failure.message == f"communicator {connection.name} is ready: it can be prepared only once"
+    name = connection.name
+    assert failure.message == f"communicator {name} is ready: it can be prepared only once"
     failure = remote_error(ends, "unbind", connection.name, address)
     assert failure.message.endswith(f"is not bound to communicator {connection.name}")
     ends[0].deregister(address)

@@ -175,11 +175,15 @@ class TestTensors:
         datadist.write_cache(cache, contents(1))
         assert same(datadist.arrays(cache, copy=True), contents(1))
 
+    @pytest.mark.parametrize("only", ["all", "the first"])
     def test_read_only_ones_are_not_written(
-        self, allocate: Allocate, datadist: LlmDataDist
+        self, allocate: Allocate, datadist: LlmDataDist, only: str
     ) -> None:
         shown = np.zeros(DEVICE.shape, np.uint16)
-        tensors = [GpuTensor(shown, item, device=(12, 3), read_only=True) for item in allocate()]
+        tensors = [
+            GpuTensor(shown, item, device=(12, 3), read_only=only == "all" or number == 0)
+            for number, item in enumerate(allocate())
+        ]
         cache = datadist.register_blocks_cache(DEVICE, tensors)
         with refused("LLM_PARAM_INVALID", "read-only arrays"):
             datadist.write_cache(cache, contents(1))

@@ -115,6 +115,26 @@ def test_bytes_are_read_and_written_in_each_registration_and_not_beside_it(
         assert not memory.any()
 
 
+def test_a_length_below_0_neither_reads_nor_writes(alone: TransferEngine) -> None:
+    memory = np.zeros(4096, np.uint8)
+    memory[:8] = 7
+    assert alone.register_memory(memory.ctypes.data, 4096) == 0
+    with pytest.raises(TypeError, match="length=-0x1 is out of range"):
+        alone.read_bytes_from_buffer(memory.ctypes.data, -1)
+    with pytest.raises(TypeError, match="length=-0x1 is out of range"):
+        alone.write_bytes_to_buffer(memory.ctypes.data, b"text", -1)
+    assert memory.tobytes() == b"\7" * 8 + bytes(4088)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1)])
+def test_pieces_without_a_gap_are_registered_in_any_order(
+    alone: TransferEngine, order: tuple[int, ...]
+) -> None:
+    memory = np.zeros(3072, np.uint8)
+    for piece in order:
+        assert alone.register_memory(memory.ctypes.data + 1024 * piece, 1024) == 0
+
+
 @pytest.mark.parametrize("short", [0, 1, 2])
 def test_lists_of_a_batch_are_as_long_as_each_other(alone: TransferEngine, short: int) -> None:
     memory = np.zeros(4096, np.uint8)

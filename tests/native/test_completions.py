@@ -154,6 +154,19 @@ def test_a_layer_that_fails_comes_though_others_were_never_ready(
     assert task.report.status == KVN_FAILED
 
 
+def test_a_layer_that_fails_later_comes_though_others_were_never_ready(host: Backend) -> None:
+    """And though no thread looks at the task when it fails."""
+    held = hold(fail_at(host, 4))
+    queue = CompletionQueue()
+    task = layered(Executor(held), [INLINE] * 6)
+    queue.watch(task, task)
+    task.open(2)
+    assert not is_readable(queue)
+    let_go(held)
+    assert taken(queue, 1) == [task]
+    assert task.wait(0).status == KVN_FAILED
+
+
 def test_layers_that_are_cancelled_come(host: Backend) -> None:
     queue = CompletionQueue()
     tasks = [layered(Executor(host), [INLINE] * 6) for _ in range(2)]

@@ -10,6 +10,7 @@ import os
 import re
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,10 +22,12 @@ import pytest
 
 from kvplan.nixl import _bindings as bindings
 from kvplan.nixl import nixl_agent, nixl_agent_config
+from kvplan.nixl.metadata import MAGIC, Regions, receive, send
 from kvplan.recording import read
 from tests.nixl.conftest import Here, MakeHere, pattern
 from tests.nixl.peer import MIB
 from tests.support.held import Held
+from tests.support.refusals import refused
 
 KIB = 1 << 10
 
@@ -192,6 +195,64 @@ def test_a_list_that_is_refused_registers_nothing(wrong: int) -> None:
     assert agent.agent.engine.datadist._running().registry.entries() == []
     assert (agent.agent._handles, [*agent.agent._local.regions]) == ({}, [])
     agent.agent.close()
+
+
+@pytest.mark.parametrize("dtype", ["<u8", "<i8", ">u8"])
+def test_a_list_of_an_array_is_a_copy(dtype: str) -> None:
+    """A program fills one array again and again: its lists stay, and so does its array."""
+    given = np.array([[4096, 64, 0], [8192, 32, 1]], dtype)
+    made = bindings.nixlXferDList(bindings.DRAM_SEG, given)
+    assert [made[0], made[1]] == [(4096, 64, 0), (8192, 32, 1)]
+    made[0] = (1, 2, 3)
+    assert given.tolist() == [[4096, 64, 0], [8192, 32, 1]]
+    given[:] = 9
+    assert [made[0], made[1]] == [(1, 2, 3), (8192, 32, 1)]
+
+
+def test_a_row_without_its_text_changes_nothing_in_a_list() -> None:
+    made = bindings.nixlRegDList(bindings.DRAM_SEG, [(4096, 64, 0, b"one")])
+    with pytest.raises(IndexError):
+        made[0] = (1, 2, 3)
+    assert made[0] == (4096, 64, 0, b"one")
+
+
+def test_memory_is_known_from_its_registration_to_its_end() -> None:
+    """And not longer because it was looked for meanwhile."""
+    regions, kind = Regions("this agent"), bindings.DRAM_SEG
+    one, two = (0, 4096, 64, 0), (0, 8192, 64, 0)
+    rows = {region: np.array([region[1:]], np.uint64) for region in (one, two)}
+    for held in ([], [one], [one, two], [two], []):
+        if new := set(held) - set(regions.regions):
+            regions.add(new)
+        for gone in set(regions.regions) - set(held):
+            regions.remove(gone)
+        for region, row in rows.items():
+            if region in held:
+                regions.check("local", kind, row)
+            else:
+                with refused("LLM_KV_CACHE_NOT_EXIST", "this agent has registered"):
+                    regions.check("local", kind, row)
+
+
+def test_a_client_that_says_nothing_does_not_stop_a_listening_thread() -> None:
+    agent = nixl_agent(
+        "listening", nixl_agent_config(True, enable_listen_thread=True, listen_port=0)
+    )
+    address = agent.agent._listener._socket.getsockname()
+    with socket.create_connection(address), socket.create_connection(address) as client:
+        client.settimeout(30)
+        send(client, b"get")
+        assert receive(client).startswith(MAGIC)
+    agent.agent.close()
+
+
+def test_the_texts_of_a_list_stay_with_their_rows() -> None:
+    given = [(4096 * number, 64, 0, b"%d" % number) for number in range(1, 5)]
+    made = bindings.nixlRegDList(bindings.DRAM_SEG, given)
+    made.remDesc(1)
+    made.append((1, 2, 3, b"last"))
+    made.remDesc(0)
+    assert [made[place] for place in range(made.descCount())] == [*given[2:], (1, 2, 3, b"last")]
 
 
 def test_prepared_lists_of_100_000_descriptors(make: MakeHere) -> None:

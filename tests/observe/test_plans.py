@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvplan.observe.plans import ADDRESSES, plan_of_ranges, regions_of
+from kvplan.observe.transfers import Spans
 from kvplan.planning.side import Side
 from kvplan.types import Placement
 
@@ -91,3 +92,19 @@ def test_ranges_are_offsets_into_the_registration_that_they_are_in(pulls: bool) 
         ("b", 5000, 60, 4000),
         ("c", 9010, 70, 7),
     ]
+
+
+def test_two_sides_have_an_address_in_common_that_both_contain() -> None:
+    """And None only if there is none: all pairs of two short ranges each."""
+    ranges = [(start, start + size) for start in range(6) for size in (1, 3)]
+    sides = [pair for pair in product(ranges, repeat=2) if pair[0] <= pair[1]]
+    for ours, theirs in product(sides, repeat=2):
+        one, other = (
+            Spans.of(np.array([a for a, _ in side]), np.array([b - a for a, b in side]))
+            for side in (ours, theirs)
+        )
+        held, there = (
+            {address for side in sides for address in range(*side)} for sides in (ours, theirs)
+        )
+        found = one.common(other)
+        assert found in held & there if held & there else found is None, (ours, theirs)

@@ -211,6 +211,16 @@ def test_the_first_file_of_those_that_are_there_begins(tmp_path):
     assert not any(isinstance(row, Dropped) for row in recording)
 
 
+def test_a_recording_has_the_header_of_its_oldest_file(tmp_path):
+    path = tmp_path / "a.kvrec"
+    with recorder(path, max_bytes=SMALLEST, files=4) as writer:
+        for number in range(3000):
+            record(writer, PLAN, f"{number}")
+    header = read(path).header
+    assert header == read(f"{path}.3").header
+    assert header.file < read(f"{path}.2").header.file
+
+
 def test_a_file_that_is_written_is_read_across_rotations(tmp_path):
     path, count = tmp_path / "a.kvrec", 2000
     writer = recorder(path, max_bytes=SMALLEST, files=100)

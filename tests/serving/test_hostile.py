@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import select
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from kvplan.serving.messages import (
 )
 from kvplan.serving.pusher import Goal
 from kvplan.serving.tables import GroupLease, encode_leases
-from kvplan.serving.tasks import MAX_OF_PEER
+from kvplan.serving.tasks import MAX_OF_PEER, Tasks
 from tests.serving.test_exchange import MakePeer, MakeWorker, failed
 from tests.serving.worker import DEADLINE_MS, INSTANCE, Worker, handle, reference
 
@@ -88,6 +89,30 @@ def test_hellos_are_bounded_in_tasks_and_in_logs(
     producer.finish(0, 11, [4, 9, 2], 21)
     third = make_worker(3)
     assert third.fetch(reference([producer.source], 0, 11, 21), MINE).error is None
+
+
+def test_a_peer_has_as_many_tasks_as_it_may_and_not_one_more() -> None:
+    """What is above the limit of one peer is dropped; other peers and the program go on."""
+    started = []
+
+    async def one(number: int) -> None:
+        started.append(number)
+        await asyncio.Event().wait()
+
+    async def all_of_them() -> None:
+        tasks = Tasks(asyncio.get_running_loop())
+        for number in range(MAX_OF_PEER + 1):
+            tasks.spawn(one(number), 2)
+        tasks.spawn(one(-1), 3)
+        tasks.spawn(one(-2))
+        await asyncio.sleep(0)
+        await tasks.cancel()
+        tasks.spawn(one(-3), 2)
+        await asyncio.sleep(0)
+        await tasks.cancel()
+
+    asyncio.run(all_of_them())
+    assert started == [*range(MAX_OF_PEER), -1, -2, -3]
 
 
 def test_no_message_of_a_burst_is_lost(make_worker: MakeWorker) -> None:

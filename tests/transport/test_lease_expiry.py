@@ -115,6 +115,18 @@ def test_renewed_and_forgotten_ones_stay(ended: Ended) -> None:
     expiry.close()
 
 
+def test_a_lease_that_ends_before_the_one_that_is_waited_for(
+    ended: Ended, expiry: LeaseExpiry
+) -> None:
+    """The thread waits for an hour by then: it holds its lock until it waits."""
+    now = time.monotonic_ns()
+    expiry.add(1, 1, now + 100 * MS_NS)
+    expiry.add(2, 1, now + HOUR_NS)
+    assert ended.next()[0] == (1, 1)
+    expiry.add(3, 1, time.monotonic_ns() + 50 * MS_NS)
+    assert ended.next()[0] == (3, 1)
+
+
 def test_an_ended_lease_is_not_renewed(ended: Ended, expiry: LeaseExpiry) -> None:
     expiry.add(1, 3, 1)
     expiry.add(2, 3, time.monotonic_ns() + HOUR_NS)

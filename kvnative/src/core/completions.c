@@ -75,8 +75,6 @@ size_t kvn_completions_take(kvn_completions *self, uint64_t *tokens, size_t capa
         tokens[count++] = KVN_LISTED(node, kvn_ending, node)->token;
         kvn_list_remove(node);
     }
-    if (kvn_list_first(&self->ended))
-        make_readable(self);
     pthread_mutex_unlock(&self->mutex);
     return count;
 }

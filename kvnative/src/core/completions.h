@@ -30,7 +30,8 @@ typedef struct kvn_ending {
 /* 0, or an errno. */
 int kvn_completions_init(kvn_completions *self);
 void kvn_completions_fini(kvn_completions *self);
-/* Takes up to `capacity` tokens, oldest first, and returns their number. Never blocks. */
+/* Takes up to `capacity` tokens, oldest first, and returns their number. Never blocks. Call it again while it returns
+ * `capacity`: the descriptor does not say that more are there. */
 size_t kvn_completions_take(kvn_completions *self, uint64_t *tokens, size_t capacity);
 
 /* The ending begins with `parts` >= 1. */
