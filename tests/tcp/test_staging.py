@@ -69,7 +69,7 @@ class Memory:
         self._buffer = device.allocate(NBYTES)
         self.address = self._buffer.address
         view = (c_uint8 * NBYTES).from_address(simulator.host_view(self.address))
-        self.bytes: Bytes = np.frombuffer(view, np.uint8)
+        self.bytes: Bytes = np.ctypeslib.as_array(view)
         self.bytes[:] = np.random.default_rng(seed).integers(0, 256, NBYTES, dtype=np.uint8)
 
 
