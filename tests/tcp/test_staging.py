@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvnative._cuda import CudaError, CudaLibrary
+from kvnative._backend import NativeError
+from kvnative._cuda import CudaLibrary
 from kvnative._device import Device
 from kvnative._executor import KVN_OK, Executor, Report
 from kvnative._tcp import TcpService, tcp_backend
@@ -225,7 +226,7 @@ def test_a_link_without_memory_for_its_slots_is_refused(
     ends: Ends, cuda_simulator: CudaControls
 ) -> None:
     cuda_simulator.add_fault("cuMemHostAlloc:2=2")
-    with pytest.raises(CudaError, match="cuMemHostAlloc: 2"):
+    with pytest.raises(NativeError, match="cuMemHostAlloc: 2"):
         link_within(ends.near, ends.far)
     assert ends.run("get", [(0, 0, MIB)]).status == KVN_OK
 
