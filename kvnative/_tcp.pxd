@@ -47,7 +47,7 @@ cdef extern from "tcp/service.h" nogil:
     ctypedef struct kvn_tcp_service:
         pass
     int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows,
-                               const kvn_device *device, const char *name,
+                               kvn_device *device, const char *name,
                                kvn_tcp_service **out, kvn_failure *failure)
     void kvn_tcp_service_destroy(kvn_tcp_service *self)
     kvn_tcp_table *kvn_tcp_service_table(kvn_tcp_service *self)

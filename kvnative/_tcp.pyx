@@ -74,7 +74,7 @@ cdef class TcpService:
 
     def __init__(self, int threads, *, max_ranges: int, Device device=None, name: str = "kvplan"):
         cdef kvn_failure failure
-        cdef const kvn_device *copies = NULL
+        cdef kvn_device *copies = NULL
         cdef uint64_t rows = unsigned("max_ranges", max_ranges)
         cdef bytes encoded = name.encode()[:15]
         cdef const char *shown = encoded

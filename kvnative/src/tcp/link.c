@@ -9,6 +9,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "tcp/stage.h"
+
 #define SERVER_EVENTS (EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET)
 #define CLIENT_EVENTS (EPOLLRDHUP | EPOLLET)
 
@@ -82,9 +84,11 @@ int kvn_tcp_link_death(kvn_tcp_link *self)
 /* So that all of them move memory of the service's device as well. */
 static int stage(kvn_tcp_link *self, kvn_failure *failure)
 {
-    for (unsigned i = 0; i < self->count; i++) {
-        if (kvn_tcp_stage(&self->pairs[i].client.watched.stream, failure) != KVN_OK ||
-            kvn_tcp_stage(&self->pairs[i].server.watched.stream, failure) != KVN_OK)
+    kvn_tcp_copier *copier = kvn_tcp_service_copier(self->service);
+
+    for (unsigned i = 0; i < self->count && copier; i++) {
+        if (kvn_tcp_stage_create(copier, &self->pairs[i].client.watched.stream.stage, failure) != KVN_OK ||
+            kvn_tcp_stage_create(copier, &self->pairs[i].server.watched.stream.stage, failure) != KVN_OK)
             return failure->status;
     }
     return KVN_OK;
@@ -162,8 +166,7 @@ int kvn_tcp_link_create(kvn_tcp_service *service, const int *clients, const int 
         kvn_tcp_server_init(&it->server);
     }
     if ((secret && encrypt(self, secret, dials, failure) != KVN_OK) ||
-        (kvn_tcp_service_table(service)->device && stage(self, failure) != KVN_OK) ||
-        watch(self, failure) != KVN_OK) {
+        stage(self, failure) != KVN_OK || watch(self, failure) != KVN_OK) {
         kvn_tcp_link_close(self, "it was never made");
         kvn_tcp_link_destroy(self);
         return failure->status;

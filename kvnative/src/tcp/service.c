@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "core/thread.h"
+#include "tcp/stage.h"
 
 #define MAX_EVENTS 64
 #define WAKE_KEY UINT64_MAX
@@ -37,6 +38,7 @@ struct kvn_tcp_thread {
 
 struct kvn_tcp_service {
     kvn_tcp_table table;
+    kvn_tcp_copier copier; /* of no device: zeros */
     atomic_uint next;
     atomic_uint users; /* the creator and the links */
     unsigned num_threads;
@@ -44,6 +46,8 @@ struct kvn_tcp_service {
 };
 
 kvn_tcp_table *kvn_tcp_service_table(kvn_tcp_service *self) { return &self->table; }
+
+kvn_tcp_copier *kvn_tcp_service_copier(kvn_tcp_service *self) { return self->copier.device ? &self->copier : NULL; }
 
 unsigned kvn_tcp_service_next_thread(kvn_tcp_service *self)
 {
@@ -309,7 +313,7 @@ static void release(kvn_tcp_thread *self)
     free(self->ready);
 }
 
-int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, const kvn_device *device,
+int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, kvn_device *device,
                            const char *name, kvn_tcp_service **out, kvn_failure *failure)
 {
     kvn_tcp_service *self = calloc(1, sizeof *self);
@@ -323,6 +327,10 @@ int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, const kvn_de
         return failure->status;
     }
     atomic_init(&self->users, 1);
+    if (device && kvn_tcp_copier_init(&self->copier, device, failure) != KVN_OK) {
+        kvn_tcp_service_destroy(self);
+        return failure->status;
+    }
     while (error == 0 && self->num_threads < num_threads) {
         kvn_tcp_thread *it = &self->threads[self->num_threads];
         it->index = self->num_threads;
@@ -363,6 +371,7 @@ void kvn_tcp_service_let_go(kvn_tcp_service *self)
         return;
     for (unsigned i = 0; i < self->num_threads; i++)
         release(&self->threads[i]);
+    kvn_tcp_copier_fini(&self->copier);
     kvn_tcp_table_fini(&self->table);
     free(self);
 }

@@ -31,11 +31,13 @@ struct kvn_tcp_watched {
 };
 
 /* `device`: whose memory is moved as well, which outlives it; or NULL. KVN_OK, KVN_NO_MEMORY, KVN_FAILED. */
-int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, const kvn_device *device,
+int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, kvn_device *device,
                            const char *name, kvn_tcp_service **out, kvn_failure *failure);
 /* Ends the threads and the creator's use of it; links that are left may only be closed. */
 void kvn_tcp_service_destroy(kvn_tcp_service *self);
 kvn_tcp_table *kvn_tcp_service_table(kvn_tcp_service *self);
+/* Of the device; NULL: there is none. */
+kvn_tcp_copier *kvn_tcp_service_copier(kvn_tcp_service *self);
 /* A link uses it; it does no more. The last one frees it. */
 void kvn_tcp_service_hold(kvn_tcp_service *self);
 void kvn_tcp_service_let_go(kvn_tcp_service *self);

@@ -7,22 +7,20 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "tcp/stage.h"
+
 #define RECORD_NBYTES (32u << 10) /* larger ones gain little; a pair of connections has four buffers */
-#define STAGE_NBYTES (256u << 10) /* of a device at once: a copy takes some 10 us whatever it copies */
 #define HEADER_NBYTES sizeof(uint32_t)
 #define FRONT (16 - HEADER_NBYTES) /* has the bytes of a record begin at a multiple of 16 */
 #define AROUND (FRONT + HEADER_NBYTES + KVN_TCP_TAG_NBYTES)
 
 struct kvn_tcp_buffers {
     pid_t pid;
-    bool is_encrypted;
     kvn_tcp_cipher seals, opens;
-    uint32_t most;            /* bytes of a record */
     uint32_t out_at, out_end; /* of the record that the socket has not taken all of */
     uint32_t in_at, in_end;   /* received bytes that were not used yet */
-    uint32_t opened;          /* bytes at in_at; where it is encrypted the tag of their record is behind them */
-    kvn_failure device_failure;
-    uint8_t *out, *in; /* of AROUND + most each; pages are taken as they are used */
+    uint32_t opened;          /* bytes at in_at; the tag of their record is behind them */
+    uint8_t *out, *in; /* of AROUND + RECORD_NBYTES each; pages are taken as they are used */
 };
 
 /* ---- the socket ---- */
@@ -92,40 +90,18 @@ static ssize_t copy_host(const walk *it, pid_t pid, bool is_send, uint8_t *own, 
     return copied < 0 ? -errno : copied;
 }
 
-/* One part: on the device, or this library's own. */
-static ssize_t copy_part(const walk *it, bool is_send, uint8_t *own, size_t nbytes, kvn_failure *failure)
+ssize_t kvn_tcp_copy_host(kvn_tcp_parts *parts, uint8_t *bytes, size_t nbytes)
 {
-    const kvn_tcp_parts *parts = it->parts;
-    uint8_t *at = (uint8_t *)parts->items[it->index].iov_base + it->at;
-    const size_t left = parts->items[it->index].iov_len - it->at;
-    const size_t some = left < nbytes ? left : nbytes;
-    uint8_t *dst = is_send ? own : at, *src = is_send ? at : own;
-
-    if (it->index < parts->first || it->index >= parts->last)
-        memcpy(dst, src, some);
-    else if (kvn_device_copy(parts->device, is_send ? KVN_DEVICE_TO_HOST : KVN_HOST_TO_DEVICE,
-                             (uintptr_t)dst, (uintptr_t)src, some, failure) != KVN_OK)
-        return -EREMOTEIO;
-    return (ssize_t)some;
+    return copy_host(&(walk){parts, 0, 0}, getpid(), false, bytes, nbytes);
 }
 
 /* Copies to `own`, to be sent, or from it, at most `nbytes`. */
-static ssize_t copy_on(kvn_tcp_buffers *self, walk *it, bool is_send, uint8_t *own, size_t nbytes)
+static ssize_t copy_on(const kvn_tcp_buffers *self, walk *it, bool is_send, uint8_t *own, size_t nbytes)
 {
-    size_t copied = 0;
-    ssize_t some = 1;
+    const ssize_t some = copy_host(it, self->pid, is_send, own, nbytes);
 
-    if (!it->parts->device) {
-        some = copy_host(it, self->pid, is_send, own, nbytes);
-        skip(it, some > 0 ? (size_t)some : 0);
-        return some;
-    }
-    while (!is_through(it) && copied < nbytes && some > 0) {
-        some = copy_part(it, is_send, own + copied, nbytes - copied, &self->device_failure);
-        copied += some > 0 ? (size_t)some : 0;
-        skip(it, some > 0 ? (size_t)some : 0);
-    }
-    return copied > 0 ? (ssize_t)copied : some; /* an error comes again */
+    skip(it, some > 0 ? (size_t)some : 0);
+    return some;
 }
 
 /* ---- sending through the buffer ---- */
@@ -149,26 +125,24 @@ static int flush(kvn_tcp_stream *self)
 static ssize_t prepare(kvn_tcp_buffers *it, walk *from)
 {
     uint8_t *bytes = it->out + FRONT + HEADER_NBYTES;
-    const ssize_t nbytes = copy_on(it, from, true, bytes, it->most);
+    const ssize_t nbytes = copy_on(it, from, true, bytes, RECORD_NBYTES);
     const uint32_t header = (uint32_t)nbytes;
 
     if (nbytes <= 0)
         return nbytes;
-    if (it->is_encrypted) {
-        memcpy(it->out + FRONT, &header, sizeof header);
-        const int error = kvn_tcp_cipher_next(&it->seals, it->out + FRONT, sizeof header, bytes,
-                                              header, bytes + header);
-        if (error != 0)
-            return error; /* bytes that are not sealed are never sent */
-    }
-    it->out_at = it->is_encrypted ? FRONT : FRONT + HEADER_NBYTES;
-    it->out_end = FRONT + HEADER_NBYTES + header + (it->is_encrypted ? KVN_TCP_TAG_NBYTES : 0);
+    memcpy(it->out + FRONT, &header, sizeof header);
+    const int error = kvn_tcp_cipher_next(&it->seals, it->out + FRONT, sizeof header, bytes, header,
+                                          bytes + header);
+    if (error != 0)
+        return error; /* bytes that are not sealed are never sent */
+    it->out_at = FRONT;
+    it->out_end = FRONT + HEADER_NBYTES + header + KVN_TCP_TAG_NBYTES;
     return nbytes;
 }
 
 /* If the socket has not taken all of the buffer, the result is one byte less. So the caller comes again with that byte,
  * which is ignored then, and the rest of the buffer is sent first. */
-static ssize_t send_buffered(kvn_tcp_stream *self, kvn_tcp_parts *parts)
+static ssize_t send_sealed(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 {
     kvn_tcp_buffers *it = self->buffers;
     const bool comes_again = it->out_at < it->out_end;
@@ -178,8 +152,6 @@ static ssize_t send_buffered(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 
     if (flushed <= 0)
         return flushed;
-    if (!it->is_encrypted && !parts->device && !comes_again) /* from where they lie, which may not be mapped */
-        return send_plain(self->fd, parts->items, parts->count);
     skip(&from, comes_again);
     while (flushed == 1 && !is_through(&from)) {
         nbytes = prepare(it, &from);
@@ -201,14 +173,10 @@ static int open_record(kvn_tcp_buffers *it)
     uint32_t header;
     int error;
 
-    if (!it->is_encrypted) {
-        it->opened = has;
-        return has > 0;
-    }
     if (has < sizeof header)
         return 0;
     memcpy(&header, record, sizeof header);
-    if (header == 0 || header > it->most)
+    if (header == 0 || header > RECORD_NBYTES)
         return -EBADMSG;
     if (has < sizeof header + header + KVN_TCP_TAG_NBYTES)
         return 0;
@@ -221,26 +189,22 @@ static int open_record(kvn_tcp_buffers *it)
     return 1;
 }
 
-/* Reads more, without encryption at most as much as the parts have room for. Returns > 0 if more has come, else as
- * kvn_tcp_receive. */
-static ssize_t fill(kvn_tcp_stream *self, uint64_t left)
+/* Reads more. Returns > 0 if more has come, else as kvn_tcp_receive. */
+static ssize_t fill(kvn_tcp_stream *self)
 {
     kvn_tcp_buffers *it = self->buffers;
 
     memmove(it->in + FRONT, it->in + it->in_at, it->in_end - it->in_at);
     it->in_end = FRONT + (it->in_end - it->in_at);
     it->in_at = FRONT;
-    uint64_t room = AROUND + it->most - it->in_end;
-    if (!it->is_encrypted && left < room)
-        room = left;
-    const struct iovec part = {it->in + it->in_end, room};
+    const struct iovec part = {it->in + it->in_end, AROUND + RECORD_NBYTES - it->in_end};
     const ssize_t got = receive_plain(self->fd, &part, 1);
     if (got > 0)
         it->in_end += (uint32_t)got;
     return got;
 }
 
-static ssize_t receive_buffered(kvn_tcp_stream *self, kvn_tcp_parts *parts)
+static ssize_t receive_sealed(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 {
     kvn_tcp_buffers *it = self->buffers;
     walk to = {parts, 0, 0};
@@ -255,11 +219,11 @@ static ssize_t receive_buffered(kvn_tcp_stream *self, kvn_tcp_parts *parts)
             total += (uint64_t)got;
             it->in_at += (uint32_t)got;
             it->opened -= (uint32_t)got;
-            it->in_at += it->opened == 0 && it->is_encrypted ? KVN_TCP_TAG_NBYTES : 0;
+            it->in_at += it->opened == 0 ? KVN_TCP_TAG_NBYTES : 0;
         } else {
             got = open_record(it);
             if (got == 0)
-                got = fill(self, parts->nbytes - total);
+                got = fill(self);
         }
     }
     return total > 0 ? (ssize_t)total : got; /* an error comes again */
@@ -267,9 +231,9 @@ static ssize_t receive_buffered(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 
 /* ---- the stream ---- */
 
-static int take_buffers(kvn_tcp_stream *self, uint32_t most, kvn_failure *failure)
+static int take_buffers(kvn_tcp_stream *self, kvn_failure *failure)
 {
-    const size_t room = (AROUND + most + 15) / 16 * 16;
+    const size_t room = (AROUND + RECORD_NBYTES + 15) / 16 * 16;
     const size_t front = (sizeof(kvn_tcp_buffers) + 15) / 16 * 16;
     uint8_t *memory = malloc(front + 2 * room);
     kvn_tcp_buffers *it = (kvn_tcp_buffers *)memory;
@@ -278,17 +242,11 @@ static int take_buffers(kvn_tcp_stream *self, uint32_t most, kvn_failure *failur
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the buffers of a connection");
     memset(it, 0, sizeof *it);
     it->pid = getpid();
-    it->most = most;
     it->out = memory + front;
     it->in = it->out + room;
     it->out_at = it->out_end = it->in_at = it->in_end = FRONT;
     self->buffers = it;
     return KVN_OK;
-}
-
-int kvn_tcp_stage(kvn_tcp_stream *self, kvn_failure *failure)
-{
-    return self->buffers ? KVN_OK : take_buffers(self, STAGE_NBYTES, failure);
 }
 
 int kvn_tcp_encrypt(kvn_tcp_stream *self, const kvn_tcp_crypto *calls, const uint8_t *secret,
@@ -297,9 +255,8 @@ int kvn_tcp_encrypt(kvn_tcp_stream *self, const kvn_tcp_crypto *calls, const uin
     const kvn_tcp_direction ours = {(uint8_t)connection, answers};
     const kvn_tcp_direction theirs = {(uint8_t)connection, !answers};
 
-    if (take_buffers(self, RECORD_NBYTES, failure) != KVN_OK)
+    if (take_buffers(self, failure) != KVN_OK)
         return failure->status;
-    self->buffers->is_encrypted = true;
     if (!kvn_tcp_cipher_init(&self->buffers->seals, calls, secret, ours, true) ||
         !kvn_tcp_cipher_init(&self->buffers->opens, calls, secret, theirs, false))
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to encrypt a connection");
@@ -310,6 +267,8 @@ void kvn_tcp_close(kvn_tcp_stream *self)
 {
     close(self->fd);
     self->fd = -1;
+    kvn_tcp_stage_destroy(self->stage);
+    self->stage = NULL;
     if (!self->buffers)
         return;
     kvn_tcp_cipher_fini(&self->buffers->seals);
@@ -318,32 +277,36 @@ void kvn_tcp_close(kvn_tcp_stream *self)
     self->buffers = NULL;
 }
 
+ssize_t kvn_tcp_send_host(kvn_tcp_stream *self, kvn_tcp_parts *parts)
+{
+    return self->buffers ? send_sealed(self, parts) : send_plain(self->fd, parts->items, parts->count);
+}
+
+ssize_t kvn_tcp_receive_host(kvn_tcp_stream *self, kvn_tcp_parts *parts)
+{
+    return self->buffers ? receive_sealed(self, parts) : receive_plain(self->fd, parts->items, parts->count);
+}
+
 ssize_t kvn_tcp_send(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 {
-    const kvn_tcp_buffers *it = self->buffers;
-
-    if (it && (it->is_encrypted || parts->device || it->out_at < it->out_end))
-        return send_buffered(self, parts);
-    return send_plain(self->fd, parts->items, parts->count);
+    if (self->stage && (parts->device || kvn_tcp_stage_has_unsent(self->stage)))
+        return kvn_tcp_stage_send(self, parts);
+    return kvn_tcp_send_host(self, parts);
 }
 
 ssize_t kvn_tcp_receive(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 {
-    const kvn_tcp_buffers *it = self->buffers;
-
-    if (it && (it->is_encrypted || parts->device || it->in_at < it->in_end))
-        return receive_buffered(self, parts);
-    return receive_plain(self->fd, parts->items, parts->count);
+    if (self->stage && (parts->device || kvn_tcp_stage_has_received(self->stage)))
+        return kvn_tcp_stage_receive(self, parts);
+    return kvn_tcp_receive_host(self, parts);
 }
 
-const kvn_failure *kvn_tcp_device_failure(const kvn_tcp_stream *self)
-{
-    return &self->buffers->device_failure;
-}
+const kvn_failure *kvn_tcp_device_failure(const kvn_tcp_stream *self) { return kvn_tcp_stage_failure(self->stage); }
 
 bool kvn_tcp_has_received(const kvn_tcp_stream *self)
 {
-    return self->buffers && self->buffers->in_at < self->buffers->in_end;
+    return (self->buffers && self->buffers->in_at < self->buffers->in_end) ||
+           (self->stage && kvn_tcp_stage_has_received(self->stage));
 }
 
 const char *kvn_tcp_explain(int error)

@@ -1,6 +1,6 @@
 /* A connected, non-blocking socket as a stream of bytes, which are sent from and received into their final place. Bytes
- * of a device, which a socket does not reach, pass through a buffer. So do those of an encrypted stream, in records: a
- * header (the length, uint32), the bytes, a tag of 16 bytes for both. */
+ * of a device, which a socket does not reach, pass through slots of pinned memory (stage.h). Those of an encrypted stream
+ * pass through a buffer, in records: a header (the length, uint32), the bytes, a tag of 16 bytes for both. */
 #ifndef KVN_TCP_STREAM_H
 #define KVN_TCP_STREAM_H
 
@@ -15,10 +15,13 @@
 #define KVN_TCP_MAX_PARTS 256u /* of memory, in one call */
 
 typedef struct kvn_tcp_buffers kvn_tcp_buffers;
+typedef struct kvn_tcp_stage kvn_tcp_stage;
+typedef struct kvn_tcp_copier kvn_tcp_copier;
 
 typedef struct kvn_tcp_stream {
     int fd;
-    kvn_tcp_buffers *buffers; /* NULL: it is not encrypted, and has no parts on a device */
+    kvn_tcp_buffers *buffers; /* NULL: it is not encrypted */
+    kvn_tcp_stage *stage;     /* NULL: it has no parts on a device. The stream frees it */
 } kvn_tcp_stream;
 
 /* Parts of memory to be given to one call. Other memory of the host than this library's own is not among
@@ -61,8 +64,6 @@ static inline void kvn_tcp_parts_add_of(kvn_tcp_parts *self, const kvn_device *d
         self->last = self->count;
 }
 
-/* Lets it send and receive parts on a device. KVN_OK or KVN_NO_MEMORY. */
-int kvn_tcp_stage(kvn_tcp_stream *self, kvn_failure *failure);
 /* Encrypts all bytes from now on, in both directions; `answers`: this end answers requests. KVN_OK or KVN_NO_MEMORY. */
 int kvn_tcp_encrypt(kvn_tcp_stream *self, const kvn_tcp_crypto *calls, const uint8_t *secret,
                     unsigned connection, bool answers, kvn_failure *failure);
@@ -75,6 +76,11 @@ void kvn_tcp_close(kvn_tcp_stream *self);
 ssize_t kvn_tcp_send(kvn_tcp_stream *self, kvn_tcp_parts *parts);
 /* Bytes that came; -EAGAIN: none have; 0: none will, the peer has closed its end; -errno. */
 ssize_t kvn_tcp_receive(kvn_tcp_stream *self, kvn_tcp_parts *parts);
+/* The same for parts of the host, as if there was no stage. */
+ssize_t kvn_tcp_send_host(kvn_tcp_stream *self, kvn_tcp_parts *parts);
+ssize_t kvn_tcp_receive_host(kvn_tcp_stream *self, kvn_tcp_parts *parts);
+/* Copies `nbytes` to parts of the host, which may not be mapped: how many, or -errno. */
+ssize_t kvn_tcp_copy_host(kvn_tcp_parts *parts, uint8_t *bytes, size_t nbytes);
 /* Why the latest -EREMOTEIO. */
 const kvn_failure *kvn_tcp_device_failure(const kvn_tcp_stream *self);
 /* Returns true if bytes were taken from the socket and not used yet: no event reports them. */

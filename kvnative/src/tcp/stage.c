@@ -1,0 +1,379 @@
+/* Copies between a device and the slots of a connection, beside what its socket does. */
+#include "tcp/stage.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/copy.h"
+
+#define PIECE_NBYTES (512u << 10) /* of the device's memory; two of them are a request, and so a call */
+#define OWN_NBYTES (32u << 10)    /* of this library's own, around those: a request's head and table, or answers */
+#define FRONT 16u                 /* the device's bytes begin at a multiple of it, for a kernel to copy words */
+#define SLOT_NBYTES (PIECE_NBYTES + OWN_NBYTES + FRONT)
+#define SMALL_NBYTES (64u << 10) /* one part of so many bytes is copied at once: to wake a thread takes as long */
+
+/* Bytes on their way. The piece that they belong to are the first `nbytes`: its items in order, those that are on the
+ * device side by side. */
+typedef struct slot {
+    uint8_t *bytes;
+    uint32_t at, end;
+    uint64_t nbytes;
+    size_t count, first, last; /* on the device: [first, last) */
+    uint64_t offsets[KVN_TCP_MAX_PARTS]; /* behind `at` */
+    uint64_t host[KVN_TCP_MAX_PARTS], memory[KVN_TCP_MAX_PARTS], sizes[KVN_TCP_MAX_PARTS];
+} slot;
+
+struct kvn_tcp_stage {
+    kvn_tcp_copier *copier;
+    uint8_t *pinned;
+    slot out[2], in[2];
+    unsigned first_out, first_in; /* whose bytes come first */
+    kvn_request *request;         /* the copy in flight */
+    kvn_report report;
+    kvn_failure failure; /* the latest */
+};
+
+/* ---- the copier ---- */
+
+int kvn_tcp_copier_init(kvn_tcp_copier *self, kvn_device *device, kvn_failure *failure)
+{
+    self->device = device;
+    if (kvn_channel_begin(device, &self->channel, failure) != KVN_OK)
+        return failure->status;
+    self->to_host = kvn_device_copy_create(device, &self->channel, 1, KVN_DEVICE_TO_HOST);
+    self->to_device = kvn_device_copy_create(device, &self->channel, 1, KVN_HOST_TO_DEVICE);
+    if (self->to_host && self->to_device)
+        return KVN_OK;
+    kvn_tcp_copier_fini(self);
+    return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the copies of a service");
+}
+
+void kvn_tcp_copier_fini(kvn_tcp_copier *self)
+{
+    if (self->to_host)
+        self->to_host->vtable->destroy(self->to_host);
+    if (self->to_device)
+        self->to_device->vtable->destroy(self->to_device);
+    kvn_channel_destroy(self->channel);
+    memset(self, 0, sizeof *self);
+}
+
+/* ---- pieces of parts ---- */
+
+/* Parts from byte `skip` of one of them on. */
+typedef struct place {
+    unsigned index;
+    uint64_t skip;
+} place;
+
+static bool has_bytes(const slot *it) { return it->at < it->end; }
+
+static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+static bool is_on_device(const kvn_tcp_parts *parts, unsigned index)
+{
+    return index >= parts->first && index < parts->last;
+}
+
+/* Has the piece begin where the device's first byte is aligned, and leaves room for all of it. */
+static void align(slot *it, const kvn_tcp_parts *parts, place from)
+{
+    uint64_t own = 0;
+
+    if (it->end - it->at > 0) {
+        memmove(it->bytes, it->bytes + it->at, it->end - it->at);
+        it->end -= it->at;
+        it->at = 0;
+        return;
+    }
+    for (; from.index < parts->first; from = (place){from.index + 1, 0})
+        own += parts->items[from.index].iov_len - from.skip;
+    it->at = it->end = (uint32_t)(-own % FRONT);
+}
+
+/* Lays the next bytes of the parts out in the slot: `limit` at most. */
+static void lay_out(slot *it, const kvn_tcp_parts *parts, place *from, uint64_t limit)
+{
+    uint64_t own = OWN_NBYTES, device = PIECE_NBYTES;
+
+    it->nbytes = 0;
+    it->count = it->first = it->last = 0;
+    while (from->index < parts->count && it->nbytes < limit) {
+        const struct iovec *part = &parts->items[from->index];
+        const bool is_device = is_on_device(parts, from->index);
+        uint64_t *room = is_device ? &device : &own;
+        const uint64_t some = least(least(part->iov_len - from->skip, limit - it->nbytes), *room);
+        if (some == 0)
+            return;
+        if (is_device && it->first == it->last)
+            it->first = it->count;
+        it->offsets[it->count] = it->nbytes;
+        it->host[it->count] = (uintptr_t)(it->bytes + it->at + it->nbytes);
+        it->memory[it->count] = (uintptr_t)part->iov_base + from->skip;
+        it->sizes[it->count++] = some;
+        if (is_device)
+            it->last = it->count;
+        *room -= some;
+        it->nbytes += some;
+        from->skip += some;
+        if (from->skip == part->iov_len)
+            *from = (place){from->index + 1, 0};
+    }
+}
+
+/* ---- copies ---- */
+
+static void copy_own(const slot *it, bool is_send)
+{
+    for (size_t i = 0; i < it->count; i++) {
+        void *host = (void *)(uintptr_t)it->host[i], *memory = (void *)(uintptr_t)it->memory[i];
+        if (i < it->first || i >= it->last)
+            memcpy(is_send ? host : memory, is_send ? memory : host, it->sizes[i]);
+    }
+}
+
+/* Begins to copy the piece of a slot; `finish` waits for it, also after a failure. */
+static void start(kvn_tcp_stage *self, const slot *it, bool is_send)
+{
+    kvn_backend *backend = is_send ? self->copier->to_host : self->copier->to_device;
+    const uint64_t *host = it->host + it->first, *memory = it->memory + it->first;
+    const kvn_columns columns = {.dst = is_send ? host : memory,
+                                 .src = is_send ? memory : host,
+                                 .nbytes = it->sizes + it->first,
+                                 .count = it->last - it->first};
+    kvn_report *report = &self->report;
+
+    self->request = NULL;
+    report->status = KVN_OK;
+    copy_own(it, is_send);
+    if (columns.count == 1 && *columns.nbytes <= SMALL_NBYTES) {
+        report->status = kvn_device_copy(self->copier->device, is_send ? KVN_DEVICE_TO_HOST : KVN_HOST_TO_DEVICE,
+                                         *columns.dst, *columns.src, *columns.nbytes, &self->failure);
+        report->failed = 0;
+        report->code = self->failure.code;
+        if (report->status != KVN_OK)
+            snprintf(report->message, sizeof report->message, "%s", self->failure.message);
+    } else if (columns.count > 0) {
+        backend->vtable->submit(backend, &columns, &self->request, report);
+    }
+}
+
+/* Waits for the copy. If it has failed, keeps why, without the number that the piece has for the descriptor. */
+static int finish(kvn_tcp_stage *self, bool is_send)
+{
+    kvn_backend *backend = is_send ? self->copier->to_host : self->copier->to_device;
+    kvn_report *report = &self->report;
+    char number[48];
+
+    if (self->request) {
+        backend->vtable->wait(backend, self->request, KVN_FOREVER, report);
+        backend->vtable->release(backend, self->request);
+        self->request = NULL;
+    }
+    if (report->status == KVN_OK)
+        return KVN_OK;
+    const int length = snprintf(number, sizeof number, "descriptor %" PRIu64 ": ", report->failed);
+    const bool is_numbered = strncmp(report->message, number, (size_t)length) == 0;
+    return kvn_fail(&self->failure, report->status, report->code, "%.240s",
+                    report->message + (is_numbered ? length : 0));
+}
+
+/* Bytes of a piece before those that have failed; half of its items if that is not known. */
+static uint64_t sound(const kvn_tcp_stage *self, const slot *it)
+{
+    const size_t count = it->last - it->first, failed = (size_t)self->report.failed;
+
+    return it->offsets[it->first + (failed < count ? failed : count / 2)];
+}
+
+/* Copies now, and again with less before what fails. Returns how many bytes, or -EREMOTEIO: the first part fails. */
+static ssize_t copy_now(kvn_tcp_stage *self, slot *it, const kvn_tcp_parts *parts, place *from, uint64_t limit,
+                        bool is_send)
+{
+    while (limit > 0) {
+        place at = *from;
+        lay_out(it, parts, &at, limit);
+        start(self, it, is_send);
+        if (finish(self, is_send) == KVN_OK) {
+            *from = at;
+            return (ssize_t)it->nbytes;
+        }
+        limit = sound(self, it);
+    }
+    return -EREMOTEIO;
+}
+
+/* ---- sending ---- */
+
+/* Returns 1 if the socket has taken all of it, 0 if there is no room, or -errno. */
+static ssize_t flush(kvn_tcp_stream *stream, slot *it)
+{
+    while (has_bytes(it)) {
+        kvn_tcp_parts rest;
+        kvn_tcp_parts_begin(&rest);
+        kvn_tcp_parts_add(&rest, it->bytes + it->at, it->end - it->at);
+        const ssize_t sent = kvn_tcp_send_host(stream, &rest);
+        if (sent <= 0)
+            return sent;
+        it->at += (uint32_t)sent;
+    }
+    return 1;
+}
+
+/* As of a buffer that the socket has not taken all of (stream.c), one byte less is reported: the caller comes again
+ * with it, and it is ignored then. */
+ssize_t kvn_tcp_stage_send(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
+{
+    kvn_tcp_stage *self = stream->stage;
+    slot *it = &self->out[self->first_out], *next = &self->out[!self->first_out];
+    place at = {0, 0}, ahead;
+    ssize_t flushed;
+    bool has_next;
+
+    if (kvn_tcp_stage_has_unsent(self)) {
+        flushed = flush(stream, it);
+        return flushed == 1 ? flush(stream, next) : flushed;
+    }
+    align(it, parts, at);
+    ssize_t total = copy_now(self, it, parts, &at, UINT64_MAX, true);
+    if (total < 0)
+        return total;
+    it->end = it->at + (uint32_t)it->nbytes;
+    do {
+        ahead = at;
+        has_next = at.index < parts->count;
+        if (has_next) {
+            align(next, parts, ahead);
+            lay_out(next, parts, &ahead, UINT64_MAX);
+            start(self, next, true);
+        }
+        flushed = flush(stream, it);
+        has_next = has_next && finish(self, true) == KVN_OK; /* a failure comes again */
+        if (has_next) {
+            next->end = next->at + (uint32_t)next->nbytes;
+            total += (ssize_t)next->nbytes;
+            at = ahead;
+        }
+        if (flushed == 1) {
+            self->first_out = !self->first_out;
+            it = &self->out[self->first_out];
+            next = &self->out[!self->first_out];
+        }
+    } while (flushed == 1 && has_next);
+    return flushed < 0 ? flushed : total - (flushed == 0);
+}
+
+/* ---- receiving ---- */
+
+/* Returns 1 if the slot has all of its piece, or as kvn_tcp_receive. */
+static ssize_t fill(kvn_tcp_stream *stream, slot *it)
+{
+    while (it->end - it->at < it->nbytes) {
+        kvn_tcp_parts rest;
+        kvn_tcp_parts_begin(&rest);
+        kvn_tcp_parts_add(&rest, it->bytes + it->end, it->nbytes - (it->end - it->at));
+        const ssize_t got = kvn_tcp_receive_host(stream, &rest);
+        if (got <= 0)
+            return got;
+        it->end += (uint32_t)got;
+    }
+    return 1;
+}
+
+/* Bytes of a piece before the device's. */
+static uint64_t own_before(const slot *it) { return it->first == it->last ? it->nbytes : it->offsets[it->first]; }
+
+/* Hands on what has come, up to `limit` bytes of the first slot. */
+static ssize_t hand_on(kvn_tcp_stage *self, kvn_tcp_parts *parts, uint64_t limit)
+{
+    slot *it = &self->in[self->first_in];
+    place at = {0, 0};
+    ssize_t some;
+
+    limit = least(limit, it->end - it->at);
+    if (parts->device)
+        some = copy_now(self, it, parts, &at, limit, false);
+    else /* which may be memory of others, and not mapped */
+        some = kvn_tcp_copy_host(parts, it->bytes + it->at, limit);
+    it->at += some > 0 ? (uint32_t)some : 0;
+    if (!has_bytes(it))
+        self->first_in = !self->first_in;
+    return some;
+}
+
+ssize_t kvn_tcp_stage_receive(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
+{
+    kvn_tcp_stage *self = stream->stage;
+    slot *it = &self->in[self->first_in], *copied = NULL;
+    place at = {0, 0};
+    ssize_t total = 0, got;
+
+    if (!parts->device || has_bytes(&self->in[!self->first_in]))
+        return hand_on(self, parts, UINT64_MAX);
+    for (;;) {
+        align(it, parts, at);
+        lay_out(it, parts, &at, UINT64_MAX);
+        if (it->end - it->at > it->nbytes && it->nbytes > 0) /* the rest of it comes before the other slot's */
+            return hand_on(self, parts, UINT64_MAX);
+        got = it->nbytes > 0 ? fill(stream, it) : 0;
+        if (copied && finish(self, false) != KVN_OK) {
+            self->first_in = !self->first_in;
+            return total > 0 ? total : hand_on(self, parts, UINT64_MAX);
+        }
+        if (copied) {
+            total += (ssize_t)copied->nbytes;
+            copied->at += (uint32_t)copied->nbytes;
+        }
+        if (got != 1)
+            break;
+        start(self, it, false);
+        copied = it;
+        self->first_in = !self->first_in;
+        it = &self->in[self->first_in];
+    }
+    /* An answer may be all that comes: it is not kept back for the bytes that were expected behind it. */
+    if (total == 0 && has_bytes(it) && own_before(it) > 0)
+        return hand_on(self, parts, own_before(it));
+    return total > 0 ? total : got;
+}
+
+/* ---- the stage ---- */
+
+bool kvn_tcp_stage_has_unsent(const kvn_tcp_stage *self) { return has_bytes(&self->out[0]) || has_bytes(&self->out[1]); }
+
+bool kvn_tcp_stage_has_received(const kvn_tcp_stage *self) { return has_bytes(&self->in[0]) || has_bytes(&self->in[1]); }
+
+const kvn_failure *kvn_tcp_stage_failure(const kvn_tcp_stage *self) { return &self->failure; }
+
+int kvn_tcp_stage_create(kvn_tcp_copier *copier, kvn_tcp_stage **out, kvn_failure *failure)
+{
+    kvn_tcp_stage *self = calloc(1, sizeof *self);
+    void *pinned = NULL;
+
+    if (!self)
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the slots of a connection");
+    if (kvn_device_allocate_pinned(copier->device, 4 * SLOT_NBYTES, &pinned, failure) != KVN_OK) {
+        free(self);
+        return failure->status;
+    }
+    self->copier = copier;
+    self->pinned = pinned;
+    for (unsigned i = 0; i < 2; i++) {
+        self->out[i].bytes = self->pinned + 2 * i * SLOT_NBYTES;
+        self->in[i].bytes = self->out[i].bytes + SLOT_NBYTES;
+    }
+    *out = self;
+    return KVN_OK;
+}
+
+void kvn_tcp_stage_destroy(kvn_tcp_stage *self)
+{
+    kvn_failure ignored;
+
+    if (!self)
+        return;
+    kvn_device_free_pinned(self->copier->device, self->pinned, &ignored);
+    free(self);
+}

@@ -1,0 +1,246 @@
+"""Memory of a (simulated) GPU on a connection: few copies, which run while the socket is busy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from ctypes import c_uint8
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvnative._backend import NativeError
+from kvnative._cuda import CudaLibrary
+from kvnative._device import Device
+from kvnative._executor import KVN_OK, Executor, Report
+from kvnative._tcp import TcpService, tcp_backend
+from tests.ascend.simulator import Log
+from tests.cuda_sim.simulator import CudaControls, cuda_simulator, sim_folder
+from tests.datadist.layers import wait_until
+from tests.support.compiled import Check, compiled
+from tests.tcp.frames import ANSWER_NBYTES, PULL, Attacked, Range, Run, answer, attack, request
+from tests.tcp.peer import (
+    DIRECTIONS,
+    SECRET,
+    TIMEOUT_MS,
+    Bytes,
+    Span,
+    blocks,
+    both,
+    descriptors,
+    link_within,
+    u64,
+)
+
+__all__ = ["cuda_simulator", "sim_folder"]  # fixtures
+
+MIB = 1 << 20
+NBYTES = 64 * MIB
+SLOT = MIB // 2  # of a device's memory, that one copy moves
+COPIES = (
+    *("cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"),
+    *("cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2"),
+)
+KERNEL = "cuLaunchKernel"
+BLOCK = 32 << 10
+ROOM = 32 << 10  # that the sockets of a peer hold, roughly
+A_WHILE_S = 0.1  # in which a call would return that does not wait
+
+plain = pytest.mark.parametrize("ends", [None], ids=["plain"], indirect=True)
+directions = pytest.mark.parametrize("direction", DIRECTIONS)
+
+
+@pytest.fixture
+def device(cuda_simulator: CudaControls) -> Iterator[Device]:
+    device = CudaLibrary.load().device(3)
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def log(cuda_simulator: CudaControls, sim_folder: Path) -> Log:
+    return Log(sim_folder / "log")
+
+
+class Memory:
+    """NBYTES of a device; `bytes` is its own memory, which the simulator shows."""
+
+    def __init__(self, device: Device, simulator: CudaControls, seed: int) -> None:
+        self._buffer = device.allocate(NBYTES)
+        self.address = self._buffer.address
+        view = (c_uint8 * NBYTES).from_address(simulator.host_view(self.address))
+        self.bytes: Bytes = np.ctypeslib.as_array(view)
+        self.bytes[:] = np.random.default_rng(seed).integers(0, 256, NBYTES, dtype=np.uint8)
+
+
+class Ends:
+    """Two services with a device, linked, and memory of the device at each."""
+
+    def __init__(self, device: Device, simulator: CudaControls, secret: bytes | None) -> None:
+        self.near, self.far = (TcpService(1, max_ranges=4, device=device) for _ in range(2))
+        self.links = link_within(self.near, self.far, secret=secret)
+        self.here, self.there = (Memory(device, simulator, seed) for seed in (1, 2))
+        self.far.add_range(0, self.there.address, NBYTES, True, 1, on_device=True)
+
+    def executor(self, direction: str) -> Executor:
+        column = map(u64, (0, 1, self.there.address, NBYTES))
+        return Executor(tcp_backend(self.links[0], 0, direction, *column, on_device=True))
+
+    def run(self, direction: str, spans: list[Span]) -> Report:
+        with self.executor(direction) as executor:
+            moved = descriptors(direction, self.here.address, self.there.address, spans)
+            return executor.run(moved, TIMEOUT_MS)
+
+    def close(self) -> None:
+        self.near.close()
+        self.far.close()
+
+
+@pytest.fixture(params=[None, SECRET], ids=["plain", "encrypted"])
+def ends(
+    device: Device, cuda_simulator: CudaControls, request: pytest.FixtureRequest
+) -> Iterator[Ends]:
+    ends = Ends(device, cuda_simulator, request.param)
+    yield ends
+    cuda_simulator.end_hangs()
+    ends.close()
+
+
+@directions
+@pytest.mark.parametrize("block", [32 << 10, MIB, NBYTES], ids=["blocks", "MiB", "whole"])
+def test_each_half_of_a_mebibyte_is_one_copy_at_each_end(
+    ends: Ends, log: Log, direction: str, block: int
+) -> None:
+    spans = blocks(NBYTES // block, block, total=NBYTES)
+    expected = both(ends.there.bytes, direction, ends.here.bytes, spans)
+    log.restart()
+    report = ends.run(direction, spans)
+    assert report.status == KVN_OK, report.message
+    assert len(log.calls(*COPIES)) == 2 * NBYTES // SLOT
+    assert np.array_equal(ends.here.bytes, expected[0])
+    assert np.array_equal(ends.there.bytes, expected[1])
+
+
+@directions
+@pytest.mark.parametrize(
+    "nbytes",
+    [1, SLOT - 1, SLOT, SLOT + 1, MIB - 1, MIB, MIB + 1, 3 * MIB + 777],
+)
+def test_any_number_of_bytes(ends: Ends, direction: str, nbytes: int) -> None:
+    spans = [(5, 9, nbytes)]
+    expected = both(ends.there.bytes, direction, ends.here.bytes, spans)
+    report = ends.run(direction, spans)
+    assert (report.status, report.bytes_done) == (KVN_OK, nbytes), report.message
+    assert np.array_equal(ends.here.bytes, expected[0])
+    assert np.array_equal(ends.there.bytes, expected[1])
+
+
+RUN_STRIDE = 2 * BLOCK
+
+
+def strided(memory: Memory) -> Bytes:
+    """What a request for `MANY` reaches: a mebibyte in blocks, which a kernel copies."""
+    return memory.bytes[: 2 * MIB].reshape(-1, RUN_STRIDE)[:, :BLOCK]
+
+
+def many(memory: Memory) -> list[Run]:
+    return [Run(memory.address, BLOCK, MIB // BLOCK, RUN_STRIDE)]
+
+
+@pytest.fixture
+def hostile(ends: Ends) -> Iterator[Attacked]:
+    peer = attack(ends.far, room=ROOM)
+    yield peer
+    peer.close()
+
+
+@plain
+def test_the_next_copy_runs_while_the_socket_has_not_taken_the_last(
+    ends: Ends, hostile: Attacked, cuda_simulator: CudaControls, log: Log
+) -> None:
+    """Nothing is read until the second copy has begun, which goes on while the first is read."""
+    cuda_simulator.add_fault(f"{KERNEL}:2=hang")
+    log.restart()
+    hostile.asks.send(request(PULL, [Range(0, 1)], many(ends.there)))
+    wait_until(lambda: len(log.calls(*COPIES)) == 2)
+    assert hostile.asks.read_answer() == (0, 0, 0, 0)
+    expected = strided(ends.there).tobytes()
+    assert hostile.asks.read(BLOCK) == expected[:BLOCK]
+    cuda_simulator.end_hangs()
+    assert hostile.asks.read(MIB - BLOCK) == expected[BLOCK:]
+    assert hostile.asks.read(ANSWER_NBYTES) == answer(0)
+
+
+@directions
+@pytest.mark.parametrize("side", ["near", "far"])
+def test_what_ends_a_transfer_waits_for_the_copy_in_flight(
+    ends: Ends, cuda_simulator: CudaControls, log: Log, direction: str, side: str
+) -> None:
+    """A peer that deregisters, or a transfer that is cancelled: no byte moves after the return."""
+    memory = ends.here if side == "near" else ends.there
+    on_host = np.zeros(NBYTES, np.uint8)
+    there = ends.there.address if side == "far" else on_host.ctypes.data
+    here = ends.here.address if side == "near" else on_host.ctypes.data
+    ends.far.add_range(1, there, NBYTES, True, 1, on_device=side == "far")
+    column = map(u64, (1, 1, there, NBYTES))
+    backend = tcp_backend(ends.links[0], 0, direction, *column, on_device=side == "near")
+    spans = blocks(16 * MIB // BLOCK, BLOCK, total=NBYTES)
+    log.restart()
+    cuda_simulator.add_fault(f"{KERNEL}:4=hang")
+    with Executor(backend) as executor:
+        task = executor.submit(descriptors(direction, here, there, spans))
+        wait_until(lambda: len(log.calls(KERNEL)) == 4)
+        stop = task.cancel if side == "near" else lambda: ends.far.remove_range(1)
+        thread = threading.Thread(target=stop)
+        thread.start()
+        thread.join(A_WHILE_S)
+        waited = thread.is_alive()
+        cuda_simulator.end_hangs()
+        thread.join(TIMEOUT_MS / 1000)
+        memory.bytes[:] = 0xEE
+        report = task.wait(TIMEOUT_MS)
+    assert waited
+    assert report.status != KVN_OK
+    assert (memory.bytes == 0xEE).all()
+
+
+@directions
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_copy_that_fails_once_is_made_again(
+    ends: Ends, cuda_simulator: CudaControls, direction: str, nth: int
+) -> None:
+    """In the first slot, the second, and the first again."""
+    spans = blocks(4 * MIB // BLOCK, BLOCK, total=NBYTES)
+    expected = both(ends.there.bytes, direction, ends.here.bytes, spans)
+    cuda_simulator.add_fault(f"{KERNEL}:{nth}=1")
+    report = ends.run(direction, spans)
+    assert cuda_simulator.faults_left() == 0
+    assert report.status == KVN_OK, report.message
+    assert np.array_equal(ends.here.bytes, expected[0])
+    assert np.array_equal(ends.there.bytes, expected[1])
+
+
+@plain
+def test_a_link_without_memory_for_its_slots_is_refused(
+    ends: Ends, cuda_simulator: CudaControls
+) -> None:
+    cuda_simulator.add_fault("cuMemHostAlloc:2=2")
+    with pytest.raises(NativeError, match="cuMemHostAlloc: 2"):
+        link_within(ends.near, ends.far)
+    assert ends.run("get", [(0, 0, MIB)]).status == KVN_OK
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
+    return compiled(
+        tmp_path_factory.mktemp("stage"), "tests/tcp/stage_main.c", "tcp/stage.c", "tcp/stream.c"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["reads_beside_a_copy", "sends_beside_a_copy", "waits_after_a_failed_send"]
+)
+def test_stage(check: Check, name: str) -> None:
+    """With a device of the test's own: what the socket does between a copy's begin and its end."""
+    check(name)
