@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from random import Random
 from typing import Any
 
@@ -260,6 +261,8 @@ class Receiving:
     def __init__(self) -> None:
         self.wire: deque[tuple[Notify, asyncio.Future[Notified]]] = deque()
         self.arrived: list[int] = []
+        self.read: list[socket.socket | None] = []  # before each message
+        self.is_full = False
         self._direct: list[socket.socket] = []
         self._notifier = Notifier(1)
 
@@ -275,12 +278,15 @@ class Receiving:
             answer.set_result(reply)
 
     def deliver(self, _: int, data: bytes, direct: socket.socket | None) -> int:
+        self.read.append(direct)
         if direct is not None:
             self.arrived += map(int, taken(direct)[0])
         self.arrived.append(int(data))
         return WINDOW
 
     def attach(self, _: int, direct: socket.socket) -> None:
+        if self.is_full:
+            raise OSError("no room to watch it")
         self._direct.append(direct)
 
     def detach(self, direct: socket.socket) -> None:
@@ -289,6 +295,25 @@ class Receiving:
 
     def end(self) -> None:
         self._notifier.end(self)
+
+
+def test_a_direct_connection_without_room_is_closed_and_forgotten() -> None:
+    """Nobody reads from the one before either, whose descriptor another file may have by now."""
+    inbox, notifier = Receiving(), Notifier(1)
+    listeners = [DirectListener() for _ in range(2)]
+    with closing(listeners[0]), closing(listeners[1]):
+        notifier.receive(Notify(b"1", listeners[0].secret), inbox)
+        (first,) = inbox._direct
+        inbox.is_full = True
+        notifier.receive(Notify(b"2", listeners[1].secret), inbox)
+        assert first.fileno() == -1
+        sender = listeners[1].accept()
+        assert sender is not None
+        assert not sender.send(b"the other end is closed")
+        notifier.receive(Notify(b"3"), inbox)
+        notifier.end(inbox)
+    assert inbox.arrived == [1, 2, 3]
+    assert inbox.read == [None, first, None]
 
 
 @pytest.mark.parametrize("seed", range(8))

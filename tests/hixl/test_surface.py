@@ -100,6 +100,7 @@ def test_values_can_be_set_and_are_checked() -> None:
     for item, name, good, bad in settings:
         setattr(item, name, good)
         assert getattr(item, name) == good
+        assert not isinstance(getattr(item, name), np.generic), "which would wrap in sums"
         with pytest.raises(TypeError, match=name):
             setattr(item, name, bad)
         assert getattr(item, name) == good

@@ -230,6 +230,19 @@ def test_a_push_is_compared_with_what_its_receiver_found(
     assert wrong["text"].startswith("layer 0, run 0: block 1 > block 7: ")
 
 
+def test_a_push_that_another_one_of_its_sender_has_overwritten(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other request is one of the sender's, whose memory these bytes were in."""
+    pair.move(Program.every_layer(MINE), Program.every_layer(THEIRS), "WRITE")
+    pair.observer.sum("cmpl-9", pair.descriptors(pair.here, [3]))
+    pair.there[0, 7 * BLOCK : 8 * BLOCK] = pair.here[0, 3 * BLOCK : 4 * BLOCK]
+    pair.hand_over()
+    text = pair.sums(capsys, 1, "--request", "cmpl-7")
+    assert "1 of 6 sums differ" in text
+    assert "no bytes of this request, but of another: sum 0 of cmpl-9, row " in text
+
+
 def test_a_tag_that_is_used_again(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     """Each transfer is compared with what was handed over last."""
     for _ in range(2):

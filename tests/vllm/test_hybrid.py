@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvplan.layout import Shard
 from kvplan.serving import Table, Target
 from kvplan.vllm.scheduler import ConnectorScheduler
 from kvplan.vllm.states import StateForm
@@ -126,6 +127,14 @@ def test_states_of_one_kind_only() -> None:
     conv = StateForm.of(states("SHORT_CONV", (3, 16)), 2)
     assert (conv.columns["x"].num_heads, conv.num_heads) == (32, 0)
     assert StateForm.of(states("LINEAR", (4, 8, 8), replicated=True), 2).num_heads == 4
+
+
+def test_a_replicated_state_is_whole_on_each_rank() -> None:
+    form = StateForm.of(states("LINEAR", (4, 8, 8), replicated=True), 2)
+    pages = [np.zeros((3, 2 * 4 * 8 * 8), np.uint8)]
+    ranks = [form.caches(pages, rank, Shard(num_heads=4))["state"].desc for rank in range(2)]
+    assert ranks[0] == ranks[1]
+    assert ranks[0].shape == (3, 4, 8, 8)
 
 
 @pytest.mark.parametrize(
