@@ -25,7 +25,8 @@ typedef struct slot {
     uint64_t host[KVN_TCP_MAX_PARTS], memory[KVN_TCP_MAX_PARTS], sizes[KVN_TCP_MAX_PARTS];
 } slot;
 
-struct kvn_tcp_stage {
+typedef struct stage {
+    kvn_tcp_stage base;
     kvn_tcp_copier *copier;
     uint8_t *pinned;
     slot out[2], in[2];
@@ -33,7 +34,7 @@ struct kvn_tcp_stage {
     kvn_request *request;         /* the copy in flight */
     kvn_report report;
     kvn_failure failure; /* the latest */
-};
+} stage;
 
 /* ---- the copier ---- */
 
@@ -135,7 +136,7 @@ static void copy_own(const slot *it, bool is_send)
 }
 
 /* Begins to copy the piece of a slot; `finish` waits for it, also after a failure. */
-static void start(kvn_tcp_stage *self, const slot *it, bool is_send)
+static void start(stage *self, const slot *it, bool is_send)
 {
     kvn_backend *backend = is_send ? self->copier->to_host : self->copier->to_device;
     const uint64_t *host = it->host + it->first, *memory = it->memory + it->first;
@@ -161,7 +162,7 @@ static void start(kvn_tcp_stage *self, const slot *it, bool is_send)
 }
 
 /* Waits for the copy. If it has failed, keeps why, without the number that the piece has for the descriptor. */
-static int finish(kvn_tcp_stage *self, bool is_send)
+static int finish(stage *self, bool is_send)
 {
     kvn_backend *backend = is_send ? self->copier->to_host : self->copier->to_device;
     kvn_report *report = &self->report;
@@ -181,7 +182,7 @@ static int finish(kvn_tcp_stage *self, bool is_send)
 }
 
 /* Bytes of a piece before those that have failed; half of its items if that is not known. */
-static uint64_t sound(const kvn_tcp_stage *self, const slot *it)
+static uint64_t sound(const stage *self, const slot *it)
 {
     const size_t count = it->last - it->first, failed = (size_t)self->report.failed;
 
@@ -189,7 +190,7 @@ static uint64_t sound(const kvn_tcp_stage *self, const slot *it)
 }
 
 /* Copies now, and again with less before what fails. Returns how many bytes, or -EREMOTEIO: the first part fails. */
-static ssize_t copy_now(kvn_tcp_stage *self, slot *it, const kvn_tcp_parts *parts, place *from, uint64_t limit,
+static ssize_t copy_now(stage *self, slot *it, const kvn_tcp_parts *parts, place *from, uint64_t limit,
                         bool is_send)
 {
     while (limit > 0) {
@@ -206,6 +207,13 @@ static ssize_t copy_now(kvn_tcp_stage *self, slot *it, const kvn_tcp_parts *part
 }
 
 /* ---- sending ---- */
+
+static bool has_unsent(const kvn_tcp_stage *base)
+{
+    const stage *self = (const stage *)base;
+
+    return has_bytes(&self->out[0]) || has_bytes(&self->out[1]);
+}
 
 /* Returns 1 if the socket has taken all of it, 0 if there is no room, or -errno. */
 static ssize_t flush(kvn_tcp_stream *stream, slot *it)
@@ -224,15 +232,15 @@ static ssize_t flush(kvn_tcp_stream *stream, slot *it)
 
 /* As of a buffer that the socket has not taken all of (stream.c), one byte less is reported: the caller comes again
  * with it, and it is ignored then. */
-ssize_t kvn_tcp_stage_send(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
+static ssize_t send_staged(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
 {
-    kvn_tcp_stage *self = stream->stage;
+    stage *self = (stage *)stream->stage;
     slot *it = &self->out[self->first_out], *next = &self->out[!self->first_out];
     place at = {0, 0}, ahead;
     ssize_t flushed;
     bool has_next;
 
-    if (kvn_tcp_stage_has_unsent(self)) {
+    if (has_unsent(&self->base)) {
         flushed = flush(stream, it);
         return flushed == 1 ? flush(stream, next) : flushed;
     }
@@ -286,7 +294,7 @@ static ssize_t fill(kvn_tcp_stream *stream, slot *it)
 static uint64_t own_before(const slot *it) { return it->first == it->last ? it->nbytes : it->offsets[it->first]; }
 
 /* Hands on what has come, up to `limit` bytes of the first slot. */
-static ssize_t hand_on(kvn_tcp_stage *self, kvn_tcp_parts *parts, uint64_t limit)
+static ssize_t hand_on(stage *self, kvn_tcp_parts *parts, uint64_t limit)
 {
     slot *it = &self->in[self->first_in];
     place at = {0, 0};
@@ -303,9 +311,9 @@ static ssize_t hand_on(kvn_tcp_stage *self, kvn_tcp_parts *parts, uint64_t limit
     return some;
 }
 
-ssize_t kvn_tcp_stage_receive(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
+static ssize_t receive_staged(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
 {
-    kvn_tcp_stage *self = stream->stage;
+    stage *self = (stage *)stream->stage;
     slot *it = &self->in[self->first_in], *copied = NULL;
     place at = {0, 0};
     ssize_t total = 0, got;
@@ -341,15 +349,34 @@ ssize_t kvn_tcp_stage_receive(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
 
 /* ---- the stage ---- */
 
-bool kvn_tcp_stage_has_unsent(const kvn_tcp_stage *self) { return has_bytes(&self->out[0]) || has_bytes(&self->out[1]); }
+static bool has_received(const kvn_tcp_stage *base)
+{
+    const stage *self = (const stage *)base;
 
-bool kvn_tcp_stage_has_received(const kvn_tcp_stage *self) { return has_bytes(&self->in[0]) || has_bytes(&self->in[1]); }
+    return has_bytes(&self->in[0]) || has_bytes(&self->in[1]);
+}
 
-const kvn_failure *kvn_tcp_stage_failure(const kvn_tcp_stage *self) { return &self->failure; }
+static const kvn_failure *latest_failure(const kvn_tcp_stage *base) { return &((const stage *)base)->failure; }
+
+static void destroy(kvn_tcp_stage *base)
+{
+    stage *self = (stage *)base;
+    kvn_failure ignored;
+
+    kvn_device_free_pinned(self->copier->device, self->pinned, &ignored);
+    free(self);
+}
+
+static const kvn_tcp_stage_calls calls = {.send = send_staged,
+                                          .receive = receive_staged,
+                                          .has_unsent = has_unsent,
+                                          .has_received = has_received,
+                                          .failure = latest_failure,
+                                          .destroy = destroy};
 
 int kvn_tcp_stage_create(kvn_tcp_copier *copier, kvn_tcp_stage **out, kvn_failure *failure)
 {
-    kvn_tcp_stage *self = calloc(1, sizeof *self);
+    stage *self = calloc(1, sizeof *self);
     void *pinned = NULL;
 
     if (!self)
@@ -358,22 +385,13 @@ int kvn_tcp_stage_create(kvn_tcp_copier *copier, kvn_tcp_stage **out, kvn_failur
         free(self);
         return failure->status;
     }
+    self->base.calls = &calls;
     self->copier = copier;
     self->pinned = pinned;
     for (unsigned i = 0; i < 2; i++) {
         self->out[i].bytes = self->pinned + 2 * i * SLOT_NBYTES;
         self->in[i].bytes = self->out[i].bytes + SLOT_NBYTES;
     }
-    *out = self;
+    *out = &self->base;
     return KVN_OK;
-}
-
-void kvn_tcp_stage_destroy(kvn_tcp_stage *self)
-{
-    kvn_failure ignored;
-
-    if (!self)
-        return;
-    kvn_device_free_pinned(self->copier->device, self->pinned, &ignored);
-    free(self);
 }

@@ -19,16 +19,7 @@ int kvn_tcp_copier_init(kvn_tcp_copier *self, kvn_device *device, kvn_failure *f
 /* Also one that was never made, but zeroed. No stage is left. */
 void kvn_tcp_copier_fini(kvn_tcp_copier *self);
 
-/* Makes the slots. KVN_OK, KVN_NO_MEMORY, or the device's failure to allocate pinned memory. */
+/* Makes the slots; the stream frees them. KVN_OK, KVN_NO_MEMORY, or the device's failure to allocate pinned memory. */
 int kvn_tcp_stage_create(kvn_tcp_copier *copier, kvn_tcp_stage **out, kvn_failure *failure);
-void kvn_tcp_stage_destroy(kvn_tcp_stage *self);
-
-/* As kvn_tcp_send and kvn_tcp_receive, for parts on a device, and for others while bytes are in the slots. */
-ssize_t kvn_tcp_stage_send(kvn_tcp_stream *stream, kvn_tcp_parts *parts);
-ssize_t kvn_tcp_stage_receive(kvn_tcp_stream *stream, kvn_tcp_parts *parts);
-/* Returns true if the socket has not taken all of the slots. */
-bool kvn_tcp_stage_has_unsent(const kvn_tcp_stage *self);
-bool kvn_tcp_stage_has_received(const kvn_tcp_stage *self);
-const kvn_failure *kvn_tcp_stage_failure(const kvn_tcp_stage *self);
 
 #endif

@@ -7,8 +7,6 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "tcp/stage.h"
-
 #define RECORD_NBYTES (32u << 10) /* larger ones gain little; a pair of connections has four buffers */
 #define HEADER_NBYTES sizeof(uint32_t)
 #define FRONT (16 - HEADER_NBYTES) /* has the bytes of a record begin at a multiple of 16 */
@@ -267,7 +265,8 @@ void kvn_tcp_close(kvn_tcp_stream *self)
 {
     close(self->fd);
     self->fd = -1;
-    kvn_tcp_stage_destroy(self->stage);
+    if (self->stage)
+        self->stage->calls->destroy(self->stage);
     self->stage = NULL;
     if (!self->buffers)
         return;
@@ -289,24 +288,27 @@ ssize_t kvn_tcp_receive_host(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 
 ssize_t kvn_tcp_send(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 {
-    if (self->stage && (parts->device || kvn_tcp_stage_has_unsent(self->stage)))
-        return kvn_tcp_stage_send(self, parts);
+    if (self->stage && (parts->device || self->stage->calls->has_unsent(self->stage)))
+        return self->stage->calls->send(self, parts);
     return kvn_tcp_send_host(self, parts);
 }
 
 ssize_t kvn_tcp_receive(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 {
-    if (self->stage && (parts->device || kvn_tcp_stage_has_received(self->stage)))
-        return kvn_tcp_stage_receive(self, parts);
+    if (self->stage && (parts->device || self->stage->calls->has_received(self->stage)))
+        return self->stage->calls->receive(self, parts);
     return kvn_tcp_receive_host(self, parts);
 }
 
-const kvn_failure *kvn_tcp_device_failure(const kvn_tcp_stream *self) { return kvn_tcp_stage_failure(self->stage); }
+const kvn_failure *kvn_tcp_device_failure(const kvn_tcp_stream *self)
+{
+    return self->stage->calls->failure(self->stage);
+}
 
 bool kvn_tcp_has_received(const kvn_tcp_stream *self)
 {
     return (self->buffers && self->buffers->in_at < self->buffers->in_end) ||
-           (self->stage && kvn_tcp_stage_has_received(self->stage));
+           (self->stage && self->stage->calls->has_received(self->stage));
 }
 
 const char *kvn_tcp_explain(int error)

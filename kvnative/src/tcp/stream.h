@@ -18,6 +18,24 @@ typedef struct kvn_tcp_buffers kvn_tcp_buffers;
 typedef struct kvn_tcp_stage kvn_tcp_stage;
 typedef struct kvn_tcp_copier kvn_tcp_copier;
 
+struct kvn_tcp_parts;
+struct kvn_tcp_stream;
+
+/* What a stream has of its stage, which is built upon the stream. */
+typedef struct kvn_tcp_stage_calls {
+    /* As kvn_tcp_send and kvn_tcp_receive: for parts on a device, and for others while bytes are in the slots. */
+    ssize_t (*send)(struct kvn_tcp_stream *stream, struct kvn_tcp_parts *parts);
+    ssize_t (*receive)(struct kvn_tcp_stream *stream, struct kvn_tcp_parts *parts);
+    bool (*has_unsent)(const kvn_tcp_stage *self); /* the socket has not taken all of the slots */
+    bool (*has_received)(const kvn_tcp_stage *self);
+    const kvn_failure *(*failure)(const kvn_tcp_stage *self); /* of the latest -EREMOTEIO */
+    void (*destroy)(kvn_tcp_stage *self);
+} kvn_tcp_stage_calls;
+
+struct kvn_tcp_stage {
+    const kvn_tcp_stage_calls *calls;
+};
+
 typedef struct kvn_tcp_stream {
     int fd;
     kvn_tcp_buffers *buffers; /* NULL: it is not encrypted */
