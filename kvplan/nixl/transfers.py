@@ -298,9 +298,10 @@ def _expanded(array: Any) -> Rows:
     """Return rows of an array with 3 columns, or with a stride and a count for each row."""
     if array.ndim != 2 or array.shape[1] not in (3, 5):
         raise TypeError(f"an array of shape {array.shape} must have 3 or 5 columns")
-    rows = rows_of_array(array[:, :3])
-    form = array[:, 3:].astype(np.uint64)
-    if form.size and not form[:, 1].sum() <= 1 << 28:
+    if array.shape[1] == 3:
+        return rows_of_array(array)
+    rows, form = rows_of_array(array[:, :3]), array[:, 3:].astype(np.uint64)
+    if not form[:, 1].sum() <= 1 << 28:
         raise nixlInvalidParamError(f"the counts have a sum of {form[:, 1].sum()}, above 2**28")
     return pieces_of(np.hstack((rows, form)))
 

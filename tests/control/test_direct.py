@@ -298,7 +298,7 @@ class Receiving:
 
 
 def test_a_direct_connection_without_room_is_closed_and_forgotten() -> None:
-    """Nobody reads from the one before either, whose descriptor another file may have by now."""
+    """So is the connection before it: another file may have its descriptor by now."""
     inbox, notifier = Receiving(), Notifier(1)
     listeners = [DirectListener() for _ in range(2)]
     with closing(listeners[0]), closing(listeners[1]):

@@ -36,7 +36,7 @@ int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, kvn_device *
 /* Ends the threads and the creator's use of it; links that are left may only be closed. */
 void kvn_tcp_service_destroy(kvn_tcp_service *self);
 kvn_tcp_table *kvn_tcp_service_table(kvn_tcp_service *self);
-/* Of the device; NULL: there is none. */
+/* Copies memory of the device; NULL if the service has no device. */
 kvn_tcp_copier *kvn_tcp_service_copier(kvn_tcp_service *self);
 /* A link uses it; it does no more. The last one frees it. */
 void kvn_tcp_service_hold(kvn_tcp_service *self);
