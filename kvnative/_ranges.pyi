@@ -5,6 +5,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
+from kvnative._lower import Descriptors
+
 __all__ = [
     "Pieces",
     "TransferOpDesc",
@@ -51,20 +53,12 @@ def locate(
 def place(
     own: Pieces, peer: Pieces, local: _Column, remote: _Column, nbytes: _Column, pulls: bool
 ) -> (
-    tuple[
-        _Column,
-        _Column,
-        _Column,
-        list[tuple[int, int, int]],
-        _Column | None,
-        tuple[int, int] | None,
-    ]
-    | None
+    tuple[Descriptors, list[tuple[int, int, int]], _Column | None, tuple[int, int] | None] | None
 ): ...
 def first_bad(local: _Column, remote: _Column, nbytes: _Column) -> int: ...
 def choose(
     local: _Column,
     remote: _Column,
-    local_at: _Column | None = None,
-    remote_at: _Column | None = None,
+    local_indices: NDArray[np.integer[Any]] | None = None,
+    remote_indices: NDArray[np.integer[Any]] | None = None,
 ) -> tuple[_Column, _Column, _Column, int, int]: ...

@@ -1,16 +1,23 @@
 """Lists of address ranges: read from objects of the caller, sorted, merged and compared."""
 
 cimport cython
+from cpython.buffer cimport PyBUF_FULL_RO, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stddef cimport size_t
-from libc.stdint cimport uint64_t
+from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memmove, strchr, strlen
 
-from kvnative._crossing cimport acquire_columns, check_length, release_columns
+from kvnative._crossing cimport (acquire_columns, check_length, is_native_uint64,
+                                 release_columns)
+from kvnative._lower cimport Descriptors
+from kvnative._lower_c cimport kvn_column_stride
 
 import operator
 
 import numpy
+
+cdef object UINT64 = numpy.dtype(numpy.uint64)
 
 __all__ = ["Pieces", "TransferOpDesc", "address_columns", "choose", "first_bad", "first_overlap",
            "locate", "place"]
@@ -47,6 +54,14 @@ cdef extern from "core/ranges.h" nogil:
                            const uint64_t *remote, size_t num_remote, const uint64_t *remote_at,
                            size_t count, uint64_t *here, uint64_t *there, uint64_t *nbytes,
                            uint64_t *total)
+
+
+cdef tuple NAMES_OF_RANGES = ("local", "remote", "nbytes")
+
+
+cdef tuple empty_columns(size_t count):
+    """Return local addresses, remote addresses and sizes to be written."""
+    return numpy.empty(count, UINT64), numpy.empty(count, UINT64), numpy.empty(count, UINT64)
 
 
 cdef uint64_t as_uint64(str name, value) except? 0:
@@ -128,8 +143,8 @@ def address_columns(op_descs):
     # A copy, because another thread may change the list meanwhile.
     cdef tuple given = tuple(op_descs)
     count = len(given)
-    columns = tuple([numpy.empty(count, numpy.uint64) for _ in range(3)])
-    acquire_columns(out, columns, ("local", "remote", "nbytes"))
+    columns = empty_columns(count)
+    acquire_columns(out, columns, NAMES_OF_RANGES)
     try:
         for one in given:
             if not isinstance(one, TransferOpDesc):
@@ -237,11 +252,8 @@ cdef class Pieces:
         release_columns(self.columns, self.held)
 
 
-cdef tuple NAMES_OF_PLACED = ("local", "remote", "nbytes", "out", "out", "out")
-
-
 def place(Pieces own not None, Pieces peer not None, local, remote, nbytes, bint pulls):
-    """Find copies in registered memory, sort them by extents and source, merge adjacent ones.
+    """Find copies in registered memory and lower them, by extents and source; merge adjacent ones.
 
     Args:
         own, peer: memory of both sides.
@@ -249,34 +261,37 @@ def place(Pieces own not None, Pieces peer not None, local, remote, nbytes, bint
         pulls: the remote ranges are the sources.
 
     Returns:
-        None if a range lies in no piece, or continues in the next one. Otherwise the new columns
-        src, dst and nbytes; for each pair of extents (own, peer, its first copy); the pair of each
-        given range as own * peer.num_extents + peer, or None if there is one pair; and the indices
-        of two copies whose destinations share a byte, or None.
+        None if a range lies in no piece, or continues in the next one. Otherwise the descriptors;
+        for each pair of extents (own, peer, its first descriptor); the pair of each given range as
+        own * peer.num_extents + peer, or None if there is one pair; and the indices of two
+        descriptors whose destinations share a byte, or None.
     """
-    cdef Py_buffer columns[6]
+    cdef Py_buffer columns[3]
     cdef kvn_ranges from_, to
-    cdef size_t count = len(nbytes), left = 0, i, first = KVN_NO_OVERLAP, second = 0
+    cdef size_t count, stride, left = 0, i, first = KVN_NO_OVERLAP, second = 0
     cdef uint64_t *scratch = NULL
     cdef uint64_t *pairs
     cdef uint64_t *groups
     cdef bint found
     cdef c_bool alike = True
     cdef list parts = []
-    if count == 0:
-        raise ValueError("nbytes: expected at least 1 range")
-    src, dst, out = [numpy.empty(count, numpy.uint64) for _ in range(3)]
+    cdef Descriptors placed = Descriptors.__new__(Descriptors)
     column = None
-    acquire_columns(columns, (local, remote, nbytes, src, dst, out), NAMES_OF_PLACED)
+    acquire_columns(columns, (local, remote, nbytes), NAMES_OF_RANGES)
     try:
+        count = columns[0].shape[0]
+        if count == 0:
+            raise ValueError("nbytes: expected at least 1 range")
         scratch = <uint64_t *>malloc((kvn_ranges_scratch(count) + 2 * count) * sizeof(uint64_t))
         if scratch is NULL:
             raise MemoryError(f"no memory to sort {count} ranges in")
         pairs = scratch + kvn_ranges_scratch(count)
         groups = pairs + count
-        to.src = <uint64_t *>columns[3].buf
-        to.dst = <uint64_t *>columns[4].buf
-        to.nbytes = <uint64_t *>columns[5].buf
+        stride = kvn_column_stride(count)
+        placed.reserve(3 * stride)
+        to.dst = <uint64_t *>placed.buffer
+        to.src = <uint64_t *>(<char *>placed.buffer + stride)
+        to.nbytes = <uint64_t *>(<char *>placed.buffer + 2 * stride)
         from_.src = <uint64_t *>columns[1 if pulls else 0].buf
         from_.dst = <uint64_t *>columns[0 if pulls else 1].buf
         from_.nbytes = <uint64_t *>columns[2].buf
@@ -298,12 +313,16 @@ def place(Pieces own not None, Pieces peer not None, local, remote, nbytes, bint
         if not alike:
             column = numpy.frombuffer(PyBytes_FromStringAndSize(<char *>pairs, 8 * count),
                                       numpy.uint64)
+        placed.num_descriptors = left
+        for i in range(left):
+            placed.num_bytes += to.nbytes[i]
+        stride = kvn_column_stride(left)  # merged ones leave less than was reserved
+        memmove(<char *>placed.buffer + stride, to.src, left * sizeof(uint64_t))
+        memmove(<char *>placed.buffer + 2 * stride, to.nbytes, left * sizeof(uint64_t))
     finally:
         free(scratch)
-        release_columns(columns, 6)
-    if left < count:
-        src, dst, out = src[:left], dst[:left], out[:left]
-    return src, dst, out, parts, column, None if first == KVN_NO_OVERLAP else (first, second)
+        release_columns(columns, 3)
+    return placed, parts, column, None if first == KVN_NO_OVERLAP else (first, second)
 
 
 def first_bad(local, remote, nbytes):
@@ -316,7 +335,7 @@ def first_bad(local, remote, nbytes):
     """
     cdef Py_buffer columns[3]
     cdef size_t count, found
-    acquire_columns(columns, (local, remote, nbytes), ("local", "remote", "nbytes"))
+    acquire_columns(columns, (local, remote, nbytes), NAMES_OF_RANGES)
     count = columns[0].shape[0]
     found = kvn_ranges_first_bad(<const uint64_t *>columns[0].buf,
                                  <const uint64_t *>columns[1].buf,
@@ -325,45 +344,99 @@ def first_bad(local, remote, nbytes):
     return -1 if found == count else found
 
 
-def choose(local, remote, local_at=None, remote_at=None):
+cdef int acquire_rows(Py_buffer *rows, object source, str name) except -1:
+    """Take an array of rows of address, size and device; on success the caller releases it."""
+    PyObject_GetBuffer(source, rows, PyBUF_FULL_RO)
+    if not (is_native_uint64(rows) and rows.ndim == 2 and rows.shape[1] == 3
+            and rows.strides[1] == 8 and (rows.shape[0] < 2 or rows.strides[0] == 24)):
+        PyBuffer_Release(rows)
+        raise TypeError(f"{name}: expected a contiguous array of uint64 with 3 columns")
+    return 0
+
+
+cdef int acquire_indices(Py_buffer *indices, object source, str name) except -1:
+    """Take a column of integers of any width; on success the caller releases it."""
+    cdef const char *letter
+    PyObject_GetBuffer(source, indices, PyBUF_FULL_RO)
+    letter = indices.format
+    if letter is not NULL and letter[0] in (c"@", c"="):
+        letter += 1
+    if indices.ndim != 1:
+        PyBuffer_Release(indices)
+        raise ValueError(f"{name} has {indices.ndim} dimensions; it must have 1")
+    if letter is NULL or strlen(letter) != 1 or strchr(b"bBhHiIlLqQ", letter[0]) is NULL:
+        item = "B" if letter is NULL else letter.decode()
+        PyBuffer_Release(indices)
+        raise TypeError(f"{name} has items of format {item!r}; expected integers")
+    indices.format = <char *>letter
+    return 0
+
+
+cdef void widen(const Py_buffer *indices, uint64_t *out) noexcept nogil:
+    """Write integers of any width as uint64; a negative one becomes a large one."""
+    cdef bint is_signed = indices.format[0] >= c"a"
+    cdef int unused = 8 * (8 - <int>indices.itemsize)
+    cdef uint64_t item
+    cdef Py_ssize_t i
+    for i in range(indices.shape[0]):
+        item = 0
+        memcpy(&item, <const char *>indices.buf + i * indices.strides[0], indices.itemsize)
+        item <<= unused  # of a little-endian machine
+        out[i] = <uint64_t>(<int64_t>item >> unused) if is_signed else item >> unused
+
+
+def choose(local, remote, local_indices=None, remote_indices=None):
     """Choose rows of two lists of descriptors, of which each has address, size and device.
 
     Args:
-        local, remote: contiguous uint64 columns of 3 numbers for each row.
-        local_at, remote_at: contiguous uint64 columns of indices, equal in length; None: all rows.
+        local, remote: contiguous uint64 arrays of shape (n, 3).
+        local_indices, remote_indices: columns of integers, equal in length; None: all rows.
 
     Returns:
         New columns of local addresses, remote addresses and sizes, and the sum of the sizes; the
         position of the first choice whose row does not exist, or has another size at the other
         side, or -1.
     """
-    cdef Py_buffer columns[7]
-    cdef int held = 0
-    cdef size_t count = len(local) // 3 if local_at is None else len(local_at), done
+    cdef Py_buffer rows[2]
+    cdef Py_buffer indices[2]
+    cdef Py_buffer out[3]
+    cdef uint64_t *at[2]
+    cdef int num_rows = 0, num_indices = 0, num_out = 0
+    cdef size_t count, done
     cdef uint64_t total = 0
-    cdef const uint64_t *at[2]
-    cdef tuple sources, names
-    if (local_at is None) != (remote_at is None):
-        raise TypeError("local_at, remote_at: expected two columns, or None twice")
-    here, there, sizes = [numpy.empty(count, numpy.uint64) for _ in range(3)]
-    sources = (here, there, sizes, local, remote)
-    names = ("out", "out", "out", "local", "remote", "local_at", "remote_at")
+    if (local_indices is None) != (remote_indices is None):
+        raise TypeError("local_indices, remote_indices: expected two columns, or None twice")
     at[0] = at[1] = NULL
-    if local_at is not None:
-        sources += (local_at, remote_at)
-    acquire_columns(columns, sources, names, False)
-    held = len(sources)
     try:
-        if held == 7:
-            check_length(columns, 5, 6, names)
-            at[0], at[1] = <const uint64_t *>columns[5].buf, <const uint64_t *>columns[6].buf
-        else:
-            check_length(columns, 3, 4, names)
+        acquire_rows(&rows[0], local, "local")
+        num_rows = 1
+        acquire_rows(&rows[1], remote, "remote")
+        num_rows = 2
+        if local_indices is not None:
+            acquire_indices(&indices[0], local_indices, "local_indices")
+            num_indices = 1
+            acquire_indices(&indices[1], remote_indices, "remote_indices")
+            num_indices = 2
+        count = indices[0].shape[0] if num_indices else rows[0].shape[0]
+        if count != <size_t>(indices[1].shape[0] if num_indices else rows[1].shape[0]):
+            raise ValueError(f"remote: expected {count} rows or indices, as of local")
+        columns = empty_columns(count)
+        acquire_columns(out, columns, NAMES_OF_RANGES)
+        num_out = 3
+        if num_indices:
+            at[0] = <uint64_t *>malloc((2 * count + 1) * sizeof(uint64_t))
+            if at[0] is NULL:
+                raise MemoryError(f"no memory for {count} indices")
+            at[1] = at[0] + count
+            widen(&indices[0], at[0])
+            widen(&indices[1], at[1])
         done = kvn_rows_choose(
-            <const uint64_t *>columns[3].buf, columns[3].shape[0] // 3, at[0],
-            <const uint64_t *>columns[4].buf, columns[4].shape[0] // 3, at[1], count,
-            <uint64_t *>columns[0].buf, <uint64_t *>columns[1].buf, <uint64_t *>columns[2].buf,
-            &total)
+            <const uint64_t *>rows[0].buf, rows[0].shape[0], at[0],
+            <const uint64_t *>rows[1].buf, rows[1].shape[0], at[1], count,
+            <uint64_t *>out[0].buf, <uint64_t *>out[1].buf, <uint64_t *>out[2].buf, &total)
     finally:
-        release_columns(columns, held)
-    return here, there, sizes, total, -1 if done == count else done
+        free(at[0])
+        release_columns(rows, num_rows)
+        release_columns(indices, num_indices)
+        release_columns(out, num_out)
+    return columns + (total, -1 if done == count else done)

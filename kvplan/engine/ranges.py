@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 
 _UINT64 = np.dtype(np.uint64)
+_ADJACENT = (8,)  # bytes from one item to the next
 _LINKED: Final = LinkState.LINKED  # faster than a lookup in the enumeration
 _SUCCESS: Final = LLMStatusCode.LLM_SUCCESS
 
@@ -83,11 +84,10 @@ class AddressRanges:
             raise invalid(f"direction={shown(direction)} must be 'pull' or 'push'")
         check_width("cluster_id", cluster_id, 0, UINT64_MAX)
         columns = _column("local", local), _column("remote", remote), _column("nbytes", nbytes)
-        lengths = list(map(len, columns))
-        if lengths[0] == 0 or lengths != lengths[:1] * 3:
+        if not 0 < len(columns[0]) == len(columns[1]) == len(columns[2]):
             raise invalid(
-                f"ranges: local, remote and nbytes have {lengths} numbers; they must have as many "
-                "of each, and at least 1"
+                f"ranges: local, remote and nbytes have {[*map(len, columns)]} numbers; they must "
+                "have as many of each, and at least 1"
             )
         if (bad := first_bad(*columns)) >= 0:
             raise _impossible(bad, *columns)
@@ -108,13 +108,13 @@ class _Placed(NamedTuple):
 
     mine: ref[AddressIndex[CacheEntry]]
     its: ref[AddressIndex[Any]]
-    listed: Ranges  # sorted and merged
+    listed: Descriptors  # sorted and merged, with the peer's own addresses
     parts: list[tuple[int, int, int]]  # extent here, extent of the peer, first range
     pairs: Column | None  # the pair of extents of each range; None: all have the same pair
     num_given: int  # ranges before they were merged
     ours: ref[TensorMemory]
     theirs: ref[TensorMemory]
-    descriptors: Descriptors
+    descriptors: Descriptors  # `listed`, with the addresses that reach the peer's memory
 
 
 class _Found(NamedTuple):
@@ -163,7 +163,7 @@ class RangeOperation(Operation):
             raise invalid(
                 "local ranges are to be written, and their memory is registered read-only"
             )
-        plan = _plan(placed, link, mine, its)
+        plan = _plan(placed, pulls, link, mine, its)
         src, dst = (theirs, ours) if pulls else (ours, theirs)
         return plan, src, dst, placed.descriptors
 
@@ -230,12 +230,13 @@ def _find(
             columns = _cut(mine, its, *columns)
             found = place(mine.pieces, its.pieces, *columns, pulls)
             assert found is not None, "now each range lies in one piece of either side"
-        src, dst, nbytes, parts, pairs, clash = found
+        listed, parts, pairs, clash = found
         if clash is not None:
+            dst, nbytes = listed.dst, listed.nbytes
             first, second = (span_text(int(dst[at]), int(nbytes[at])) for at in sorted(clash))
             side = "local" if pulls else "remote"
             raise invalid(f"{side} ranges {first} and {second} overlap: both are written")
-        listed, count = Ranges(src, dst, nbytes, pulls), len(columns[2])
+        count = len(columns[2])
     else:
         listed, parts, pairs, count = placed[2:6]
     ours = joined([mine.extents[number].cache.memory for number, _, _ in parts])
@@ -249,43 +250,41 @@ def _find(
     if placed is not None and placed.theirs() is theirs:
         descriptors = placed.descriptors
     else:
-        src, dst, nbytes, _ = listed
-        reached = src if pulls else dst
-        if link is not None:
-            reached = _as_reached(reached, theirs, peer, _bounds(parts, nbytes))
-        written, read = (dst, reached) if pulls else (reached, src)
-        descriptors = Descriptors.from_columns(written, read, nbytes)
+        descriptors = listed if link is None else _as_reached(listed, pulls, theirs, peer, parts)
     placed = _Placed(
         ref(mine), ref(its), listed, parts, pairs, count, ref(ours), ref(theirs), descriptors
     )
     if theirs.in_process:
-        check_order_free(_plan(placed, link, mine, its), descriptors, one_space=True)
+        check_order_free(_plan(placed, pulls, link, mine, its), descriptors, one_space=True)
     object.__setattr__(ranges, "_placed", placed)
     return _Found(placed, ours, theirs)
 
 
 def _plan(
-    placed: _Placed, link: PeerLink | None, mine: AddressIndex[CacheEntry], its: AddressIndex[Any]
-) -> RangePlan:
+    placed: _Placed, pulls: bool, link: PeerLink | None, mine: AddressIndex[CacheEntry],
+    its: AddressIndex[Any],
+) -> RangePlan:  # fmt: skip
     """Return the plan of ranges; its parts are made when they are first read."""
+    listed = placed.listed
     own = [mine.extents[number] for number, _, _ in placed.parts]
     peer = [its.extents[number] for _, number, _ in placed.parts]
     made = partial(
         _made_parts,
-        placed.listed.pulls,
+        pulls,
         [_own_place(extent) for extent in own],
         [_own_place(each) if link is None else _peer_place(each) for each in peer],
         ("", "") if link is None else (f" of {link}", link.side(peer[0].cache).way),
-        _bounds(placed.parts, placed.listed.nbytes),
+        _bounds(placed.parts, len(listed)),
         placed.num_given,
         placed.pairs,
     )
-    return RangePlan(placed.listed, len(own), placed.descriptors.total_nbytes, made)
+    ranges = Ranges(listed.src, listed.dst, listed.nbytes, pulls)
+    return RangePlan(ranges, len(own), listed.total_nbytes, made)
 
 
-def _bounds(parts: list[tuple[int, int, int]], nbytes: Column) -> list[int]:
+def _bounds(parts: list[tuple[int, int, int]], count: int) -> list[int]:
     """Return the first range of each part, and the number of ranges."""
-    return [*[first for _, _, first in parts], len(nbytes)]
+    return [*[first for _, _, first in parts], count]
 
 
 def _cut(
@@ -301,20 +300,22 @@ def _cut(
 
 
 def _as_reached(
-    addresses: Column, memory: TensorMemory, peer: Sequence[Extent[PeerCache]], bounds: list[int]
-) -> Column:
-    """Return addresses of the peer as the backend sees them, which may be those of a mapping."""
-    reached = addresses
-    first = 0
-    for i, extent in enumerate(peer):
-        base = int(memory.addresses[first + extent.tensor])
-        if base != extent.address:
-            if reached is addresses:
-                reached = addresses.copy()
-            part = slice(bounds[i], bounds[i + 1])
-            reached[part] = addresses[part] - np.uint64(extent.address) + np.uint64(base)
+    listed: Descriptors, pulls: bool, memory: TensorMemory, peer: Sequence[Extent[PeerCache]],
+    parts: list[tuple[int, int, int]],
+) -> Descriptors:  # fmt: skip
+    """Return descriptors with the peer's addresses as the backend sees them: of a mapping."""
+    shifts, first = [], 0
+    for extent in peer:
+        shifts.append(int(memory.addresses[first + extent.tensor]) - extent.address)
         first += len(extent.cache.addresses)
-    return reached
+    if not any(shifts):
+        return listed
+    bounds = _bounds(parts, len(listed))
+    reached = (listed.src if pulls else listed.dst).copy()
+    for i, shift in enumerate(shifts):
+        reached[bounds[i] : bounds[i + 1]] += np.uint64(shift % (1 << 64))
+    written, read = (listed.dst, reached) if pulls else (reached, listed.src)
+    return Descriptors.from_columns(written, read, listed.nbytes)
 
 
 _Place = tuple[CacheDesc, int, int, int, str]
@@ -368,10 +369,9 @@ def _side(desc: CacheDesc, cache_id: int, name: str, way: str = "") -> Side:
 
 
 def _column(name: str, values: Any) -> Column:
-    given = np.asarray(values)
-    if given.dtype == _UINT64 and given.ndim == 1 and given.flags.c_contiguous:
-        return given
-    if given.ndim != 1:
+    if type(values) is np.ndarray and values.dtype is _UINT64 and values.strides == _ADJACENT:
+        return values
+    if np.ndim(values) != 1:
         raise TypeError(f"{name}={shown(values)} must be a sequence of int")
     return np.array(
         [check_width(f"{name}[{i}]", value, 0, UINT64_MAX) for i, value in enumerate(list(values))],

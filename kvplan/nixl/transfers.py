@@ -34,6 +34,7 @@ from kvplan.status import LLMException, link_failed
 from kvplan.tensors.strided import pieces_of
 
 Column = NDArray[np.uint64]
+Indices = NDArray[np.integer[Any]]
 
 _SUCCESS: Final = nixl_status_t.NIXL_SUCCESS
 _IN_PROGRESS: Final = nixl_status_t.NIXL_IN_PROG
@@ -119,9 +120,10 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
             raise nixlInvalidParamError("a prepared list was released")
         if not local.is_local or not remote.agent:
             raise nixlInvalidParamError("local_side must be a local list, remote_side a remote one")
-        mine = _indices("local_indices", local_indices)
-        theirs = _indices("remote_indices", remote_indices)
-        return self._add(operation, remote.agent, local.rows, remote.rows, notif_msg, mine, theirs)
+        return self._add(
+            operation, remote.agent, local.rows, remote.rows, notif_msg,
+            _indices(local_indices), _indices(remote_indices),
+        )  # fmt: skip
 
     def createXferReq(  # noqa: N802
         self, operation: nixl_xfer_op_t, local_descs: nixlXferDList, remote_descs: nixlXferDList,
@@ -136,7 +138,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
 
     def _add(
         self, operation: nixl_xfer_op_t, agent: str, local: Rows, remote: Rows,
-        message: bytes | str, mine: Column | None = None, theirs: Column | None = None,
+        message: bytes | str, mine: Indices | None = None, theirs: Indices | None = None,
     ) -> int:  # fmt: skip
         """Add a transfer between rows of two lists, all of them or the chosen ones."""
         counts = [len(local if mine is None else mine), len(remote if theirs is None else theirs)]
@@ -145,9 +147,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
                 f"{counts[0]} local and {counts[1]} remote descriptors; a transfer has as many "
                 "of both, and at least one"
             )
-        here, there, sizes, nbytes, wrong = choose(
-            local.reshape(-1), remote.reshape(-1), mine, theirs
-        )
+        here, there, sizes, nbytes, wrong = choose(local, remote, mine, theirs)
         if wrong >= 0:
             raise _unlike(wrong, local, remote, mine, theirs)
         written = here if operation is nixl_xfer_op_t.NIXL_READ else there
@@ -306,23 +306,20 @@ def _expanded(array: Any) -> Rows:
     return pieces_of(np.hstack((rows, form)))
 
 
-def _indices(name: str, indices: Any) -> Column:
-    """Return a list or an array of indices; a negative one becomes a large one."""
-    chosen = np.asarray(indices, None if len(indices) else np.int64)
-    if chosen.ndim != 1:
-        raise ValueError(f"{name} has {chosen.ndim} dimensions; it must have 1")
-    return np.ascontiguousarray(chosen, np.int64).view(np.uint64)
+def _indices(indices: Any) -> Indices:
+    """Return a list or an array of indices as integers; floats are cut, as NIXL does."""
+    chosen = np.asarray(indices)
+    return chosen if chosen.dtype.kind in "iu" else chosen.astype(np.int64)
 
 
 def _unlike(
-    at: int, local: Rows, remote: Rows, mine: Column | None, theirs: Column | None
+    at: int, local: Rows, remote: Rows, mine: Indices | None, theirs: Indices | None
 ) -> nixlInvalidParamError:
     """Return the error of a choice whose row does not exist, or has another size there."""
     a, b = (at if chosen is None else int(chosen[at]) for chosen in (mine, theirs))
     for name, index, rows in (("local_indices", a, local), ("remote_indices", b, remote)):
-        if index >= len(rows):
-            given = index - (1 << 64) * (index >> 63)
-            return nixlInvalidParamError(f"{name}[{at}]={given} must be in [0, {len(rows)})")
+        if not 0 <= index < len(rows):
+            return nixlInvalidParamError(f"{name}[{at}]={index} must be in [0, {len(rows)})")
     return nixlInvalidParamError(
         f"descriptor {at} has {local[a, 1]} bytes here and {remote[b, 1]} there"
     )

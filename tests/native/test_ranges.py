@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvnative._lower import Descriptors
 from kvnative._ranges import (
     Pieces,
     TransferOpDesc,
@@ -27,6 +28,12 @@ rows = st.lists(st.tuples(numbers, numbers, st.integers(1, 9), st.integers(0, 2)
 
 def columns(rows: list[tuple[int, ...]], width: int) -> list[np.ndarray]:
     return [np.array([row[i] for row in rows], dtype=np.uint64) for i in range(width)]
+
+
+def copies(descriptors: Descriptors) -> list[tuple[int, int, int]]:
+    """Source, destination and size of each descriptor."""
+    found = (descriptors.src.tolist(), descriptors.dst.tolist(), descriptors.nbytes.tolist())
+    return list(zip(*found, strict=True))
 
 
 @given(rows)
@@ -71,17 +78,17 @@ def test_placed_ranges_are_those_of_single_searches() -> None:
     given_rows = [(41, 210, 3), (10, 100, 4), (25, 150, 5), (14, 104, 2), (44, 213, 1)]
     found = place(OWN, PEER, *columns(given_rows, 3), True)
     assert found is not None
-    src, dst, nbytes, parts, pairs, clash = found
-    copies = list(zip(src.tolist(), dst.tolist(), nbytes.tolist(), strict=True))
-    assert copies == [(100, 10, 6), (150, 25, 5), (210, 41, 4)]  # adjacent ones are merged
+    descriptors, parts, pairs, clash = found
+    # Adjacent ones are merged.
+    assert copies(descriptors) == [(100, 10, 6), (150, 25, 5), (210, 41, 4)]
     assert parts == [(0, 1, 0), (1, 0, 1), (2, 1, 2)]
     assert pairs is not None
     assert [divmod(pair, 2) for pair in pairs.tolist()] == [(2, 1), (0, 1), (1, 0), (0, 1), (2, 1)]
     assert clash is None
     pushed = place(OWN, PEER, *columns([(45, 205, 1), (41, 210, 3)], 3), False)
     assert pushed is not None
-    assert [column.tolist() for column in pushed[:3]] == [[41, 45], [210, 205], [3, 1]]
-    assert pushed[3:] == ([(2, 1, 0)], None, None)
+    assert copies(pushed[0]) == [(41, 210, 3), (45, 205, 1)]
+    assert pushed[1:] == ([(2, 1, 0)], None, None)
 
 
 @pytest.mark.parametrize("pulls", [True, False])
@@ -97,20 +104,19 @@ def test_placed_ranges_are_sorted_and_merged(
     inside = [(a, b, min(n, 20 - a % 20)) for a, b, n in given_rows]
     found = place(own, peer, *columns(inside, 3), pulls)
     assert found is not None
-    copies = [(a // 20, *((b, a) if pulls else (a, b)), n) for a, b, n in inside]
+    wanted = [(a // 20, *((b, a) if pulls else (a, b)), n) for a, b, n in inside]
     merged: list[list[int]] = []
-    for copy in sorted(copies, key=lambda copy: copy[:2]):
+    for copy in sorted(wanted, key=lambda copy: copy[:2]):
         if merged and merged[-1][0] == copy[0]:
             last = merged[-1]
             if (last[1] + last[3], last[2] + last[3]) == copy[1:3]:
                 last[3] += copy[3]
                 continue
         merged.append([*copy])
-    assert [[*row] for row in zip(*(column.tolist() for column in found[:3]), strict=True)] == [
-        row[1:] for row in merged
-    ]
+    assert copies(found[0]) == [tuple(row[1:]) for row in merged]
+    assert found[0].total_nbytes == sum(row[3] for row in merged)
     extents = [row[0] for row in merged]
-    assert found[3] == [(each, 0, extents.index(each)) for each in sorted({*extents})]
+    assert found[1] == [(each, 0, extents.index(each)) for each in sorted({*extents})]
 
 
 def test_what_cannot_be_placed() -> None:
@@ -124,10 +130,10 @@ def test_what_cannot_be_placed() -> None:
         assert place(OWN, PEER, *columns([(10, 100, 1), (local, remote, nbytes)], 3), True) is None
     both = place(OWN, PEER, *columns([(10, 100, 4), (13, 120, 2)], 3), True)
     assert both is not None
-    assert both[5] == (0, 1)
+    assert both[3] == (0, 1)
     apart = place(OWN, PEER, *columns([(10, 100, 4), (13, 120, 2)], 3), False)
     assert apart is not None
-    assert apart[5] is None
+    assert apart[3] is None
     with pytest.raises(ValueError, match="at least 1 range"):
         place(OWN, PEER, *columns([], 3), True)
 
@@ -138,9 +144,12 @@ def test_impossible_ranges() -> None:
     assert first_bad(*columns([(2**64 - 1, 1, 1), (1, 2**64 - 5, 5)], 3)) == -1
 
 
+def of_3(*rows: tuple[int, int]) -> np.ndarray:
+    return np.array([(*row, 0) for row in rows], np.uint64)
+
+
 def test_chosen_rows() -> None:
-    (local,) = columns([(10,), (4,), (0,), (20,), (5,), (0,)], 1)
-    (remote,) = columns([(70,), (5,), (0,), (80,), (4,), (0,), (90,), (5,), (0,)], 1)
+    local, remote = of_3((10, 4), (20, 5)), of_3((70, 5), (80, 4), (90, 5))
     found = choose(local, remote, *columns([(1, 2), (0, 1), (1, 0)], 2))
     assert [column.tolist() for column in found[:3]] == [[20, 10, 20], [90, 80, 70], [5, 4, 5]]
     assert found[3:] == (14, -1)
@@ -148,11 +157,45 @@ def test_chosen_rows() -> None:
         assert choose(local, remote, *columns([(1, 0), wrong], 2))[4] == 1
     whole = choose(local, local)
     assert (whole[0].tolist(), whole[3:]) == ([10, 20], (9, -1))
-    for one_sided in ((None, local), (local, None)):
+    assert choose(local[:0], local[:0])[3:] == (0, -1)
+    (one,) = columns([(0,)], 1)
+    for one_sided in ((None, one), (one, None)):
         with pytest.raises(TypeError, match="or None twice"):
             choose(local, remote, *one_sided)
-    with pytest.raises(ValueError, match="remote_at: expected 6 items"):
-        choose(local, remote, local, remote)
+    with pytest.raises(ValueError, match="remote: expected 2 rows"):
+        choose(local, remote)
+    with pytest.raises(ValueError, match="remote: expected 1 rows or indices"):
+        choose(local, remote, one, columns([(0,), (0,)], 1)[0])
+
+
+@pytest.mark.parametrize("kind", "bBhHiIlLqQ")
+def test_indices_of_every_width(kind: str) -> None:
+    """Also strided and unaligned ones; a negative one is beyond every list."""
+    local, remote = of_3((10, 4), (20, 5)), of_3((70, 5), (80, 4), (90, 5))
+    table = np.zeros(4, np.dtype([("pad", "u1"), ("at", kind)]))
+    table["at"] = [1, 0, 1, 0]
+    ours, theirs = table["at"][:3], np.array([2, 1, 0], kind)[::-1]
+    found = choose(local, remote, ours, theirs)
+    assert [column.tolist() for column in found[:3]] == [[20, 10, 20], [70, 80, 90], [5, 4, 5]]
+    last = np.array([2**15 if kind == "H" else -1 if kind.islower() else 2**8 - 1]).astype(kind)
+    assert choose(local, remote, last, theirs[:1])[4] == 0
+    assert choose(local, remote, ours[:0], theirs[:0])[3:] == (0, -1)
+
+
+@pytest.mark.parametrize("kind", ["?", "e", "d", "D", ">i4", "S1"])
+def test_what_is_no_index(kind: str) -> None:
+    rows = of_3((10, 4))
+    with pytest.raises(TypeError, match="remote_indices has items of format"):
+        choose(rows, rows, np.zeros(1, np.int8), np.zeros(1, kind))
+
+
+def test_what_are_no_rows() -> None:
+    rows = of_3((10, 4), (20, 5))
+    for wrong in (rows.astype(np.int64), rows[:, :2], rows.reshape(-1), rows[::-1]):
+        with pytest.raises(TypeError, match="remote: expected a contiguous array of uint64"):
+            choose(rows, wrong)
+    with pytest.raises(ValueError, match="local_indices has 2 dimensions; it must have 1"):
+        choose(rows, rows, np.zeros((1, 1), np.int8), np.zeros(1, np.int8))
 
 
 def test_columns_of_objects() -> None:
