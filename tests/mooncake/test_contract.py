@@ -81,6 +81,15 @@ def test_a_batch_that_is_refused_registers_nothing(wrong: int) -> None:
     engine.close()
 
 
+def test_an_engine_that_is_started_again_has_no_memory_of_before() -> None:
+    engine, memory = TransferEngine(), np.zeros(4096, np.uint8)
+    for _ in range(2):
+        assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+        assert engine.get_first_buffer_address(engine._own) == 0
+        assert engine.register_memory(memory.ctypes.data, 4096) == 0
+        engine.close()
+
+
 @pytest.fixture
 def alone() -> Iterator[TransferEngine]:
     engine = TransferEngine()

@@ -197,6 +197,23 @@ def test_a_list_that_is_refused_registers_nothing(wrong: int) -> None:
     agent.agent.close()
 
 
+def test_memory_is_withdrawn_as_often_as_it_was_registered() -> None:
+    """A list that names it more often is refused, and withdraws none of it."""
+    agent, memory = nixl_agent("alone"), np.zeros(KIB, np.uint8)
+    row = (memory.ctypes.data, KIB, 0, "")
+    once, twice = (agent.get_reg_descs([row] * times, "DRAM") for times in (1, 2))
+    registry = agent.agent.engine.datadist._running().registry
+    agent.register_memory(once)
+    with pytest.raises(bindings.nixlNotFoundError):
+        agent.deregister_memory(twice)
+    assert len(registry.entries()) == 1
+    agent.register_memory(once)
+    agent.deregister_memory(twice)
+    assert registry.entries() == []
+    assert (agent.agent._handles, [*agent.agent._local.regions]) == ({}, [])
+    agent.agent.close()
+
+
 @pytest.mark.parametrize("dtype", ["<u8", "<i8", ">u8"])
 def test_a_list_of_an_array_is_a_copy(dtype: str) -> None:
     """A program fills one array again and again: its lists stay, and so does its array."""
