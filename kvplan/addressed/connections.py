@@ -76,8 +76,7 @@ class Connections:
         self._peer_uses: WeakKeyDictionary[PeerLink, bool] = WeakKeyDictionary()
         self._messages: list[Message] = []
         self._pieces: dict[tuple[int, int], bytes] = {}  # of unfinished messages, oldest first
-        # The number of the latest message that was cut. It begins at a random number, as a peer may
-        # still have pieces of an earlier process of this name.
+        # Of messages that were cut. Random: peers may have pieces of an earlier process's.
         self._sent = secrets.randbits(63)
 
     def cluster_of(self, remote_engine: str) -> int:
