@@ -5,6 +5,7 @@ Each of two engines connects and disconnects by itself, over one link.
 
 from __future__ import annotations
 
+import secrets
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -75,7 +76,8 @@ class Connections:
         self._peer_uses: WeakKeyDictionary[PeerLink, bool] = WeakKeyDictionary()
         self._messages: list[Message] = []
         self._pieces: dict[tuple[int, int], bytes] = {}  # of unfinished messages, oldest first
-        self._sent = 0  # messages that had to be cut
+        # Of messages that were cut. Random: peers may have pieces of an earlier process's.
+        self._sent = secrets.randbits(63)
 
     def cluster_of(self, remote_engine: str) -> int:
         """Return the cluster id of a connected engine. Its link may be broken all the same."""

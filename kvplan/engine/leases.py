@@ -130,7 +130,7 @@ class Leases:
         except BaseException:
             self._words.drop(words)
             raise
-        if self._registry.living.get(cache_id) is not entry:
+        if cache_id not in self._registry.living:  # `remap` replaces the entry of a living cache
             self.end_cache(cache_id)
             raise not_exist(f"cache_id={cache_id} was freed while it was being leased")
         if self.observer is not None:

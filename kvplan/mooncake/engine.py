@@ -140,6 +140,8 @@ class TransferEngine:
         """End transfers and links. Not in Mooncake, which does so when an engine is freed."""
         with self._mutex:
             engine, self._engine = self._engine, None
+            self._starts.clear()
+            self._registered.clear()
         if engine is not None:
             engine.datadist.finalize()
         self._buffers.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -165,10 +165,11 @@ class Agent:
         """Withdraw memory; on return no transfer uses it, and it may be freed."""
         regions = _regions(descs)
         with self._mutex:
-            if missing := [region for region in regions if not self._handles.get(region)]:
-                raise nixlNotFoundError(f"{_region_text(missing[0])} is not registered")
+            for region, times in Counter(regions).items():
+                if len(self._handles.get(region, ())) < times:
+                    raise nixlNotFoundError(f"{_region_text(region)} is not registered")
             ended = [self._handles[region].pop() for region in regions]
-            for region in regions:
+            for region in set(regions):
                 if not self._handles[region]:
                     del self._handles[region]
                     self._local.remove(region)

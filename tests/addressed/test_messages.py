@@ -67,6 +67,22 @@ def test_of_one_peer_the_oldest_pieces_give_way(inbox: Inbox, connections: Conne
     ]
 
 
+def test_a_process_that_was_started_again_does_not_end_messages_of_the_one_before(
+    inbox: Inbox, connections: Connections
+) -> None:
+    """Its cluster is the same, as that follows from its name; the other's last pieces are lost."""
+    before, after = (
+        Connections(cast(LlmDataDist, Inbox()), cast(Any, None), Log("kvplan.test"))
+        for _ in range(2)
+    )
+    lost = before.frames(b"", body(b"a", MAX_NOTIFICATION_NBYTES + 1))
+    kept = after.frames(b"", body(b"b", MAX_NOTIFICATION_NBYTES + 1))
+    inbox.arrived = [(1, lost[0]), *((1, frame) for frame in kept)]
+    assert [its.body for its in connections.take_messages()] == [
+        body(b"b", MAX_NOTIFICATION_NBYTES + 1)
+    ]
+
+
 @pytest.mark.parametrize("name", [b"", b"a name of 19 bytes"], ids=["unnamed", "named"])
 @pytest.mark.parametrize("more", [-1, 0, 1])
 def test_a_message_is_cut_where_it_no_longer_fits(

@@ -50,13 +50,15 @@ def test_an_ended_registration_inside_a_pool_is_refused(make_side: MakeSide, one
     )
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["behind it", "before it"])
 def test_memory_that_is_registered_in_parts_is_reached_in_parts(
-    make_side: MakeSide, one: Side
+    make_side: MakeSide, one: Side, first: int
 ) -> None:
+    """The other part is registered directly behind the first one, or directly before it."""
     two = make_side(1, registers=False)
     page = 2 << 20
     buffer = two.device.allocate(2 * page)
-    two.transport.register(DeviceRange(buffer.address + page, page))
+    two.transport.register(DeviceRange(buffer.address + first * page, page))
     two.transport.register(DeviceRange(buffer.address, 2 * page))
     link, _ = link_both(one, two)
     link.memory([buffer.address, buffer.address + page], page)

@@ -197,6 +197,22 @@ def test_zeros_that_the_plan_has_copied_were_written() -> None:
     assert (first.row, first.holds, first.as_planned) == (2, "zeros", True)
 
 
+@pytest.mark.parametrize("block", [16, 17])
+def test_another_block_of_the_source_is_found_beyond_what_is_read_at_once(block: int) -> None:
+    """16 MiB are read at once, and the block that the plan reads is not among them."""
+    source, right, found = (np.zeros((count, 1, 1 << 20), np.uint8) for count in (19, 1, 1))
+    source[:, 0, 1] = np.arange(1, 20)
+    right[0], found[0] = source[0], source[block]
+    from_, to = (
+        CacheDesc(1, array.shape, DataType.DT_UINT8, kv_tensor_format="block token dim")
+        for array in (source, right)
+    )
+    plan = kvplan.plan(Transfer(Rows(from_, [0]), Rows(to, [0])), local="dst")
+    first = locate([right], [found], plan, source=[source]).first
+    assert first is not None
+    assert first.holds == f"what lies in block {block} at the source, not of this request"
+
+
 def test_a_block_of_which_some_tokens_are_not_the_sources_was_not_copied_as_planned() -> None:
     """The plan is wrong, and a later transfer wrote the last tokens of the same block."""
     source, empty = filled(NHD, 1), [np.zeros(NHD.shape, np.float16)] * 4

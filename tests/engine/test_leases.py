@@ -430,6 +430,25 @@ def test_a_cache_that_is_freed_while_it_is_leased_has_no_lease(
     assert words[0].standing == {}
 
 
+def test_a_cache_that_is_registered_again_while_it_is_leased_keeps_its_leases(
+    leases: Leases, registry: CacheRegistry, words: list[Words]
+) -> None:
+    """`remap_registered_memory` of another thread, at the moment of the test above."""
+    arrays = [np.zeros(BLOCKS.shape, np.uint8) for _ in range(BLOCKS.num_tensors)]
+    cache = registry.register(BLOCKS, arrays, paged=True).cache
+    before = leases.begin(cache, [1], "", None)
+    begin = words[1].begin_lease
+
+    class Renewing(Words):
+        def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
+            registry.renew([cache.cache_id])
+            return begin(deadline_ns)
+
+    leases._words._transports["local"] = Renewing("local")  # type: ignore[assignment]
+    lease = leases.begin(cache, [2], "", None)
+    assert leases.live() == [before, lease]
+
+
 def test_a_callback_may_close(
     leases: Leases, blocks: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -177,6 +177,36 @@ def test_a_cache_that_another_thread_is_ending_is_waited_for(call: str) -> None:
         registry.close()
 
 
+class Interrupted(LocalTransport):
+    """Calls `then` after each registration."""
+
+    then: Callable[[], object] = staticmethod(lambda: None)
+
+    def register(self, memory: Any, *, writable: bool = True, keep: object = None) -> Any:
+        made = super().register(memory, writable=writable, keep=keep)
+        self.then()
+        return made
+
+
+def test_a_cache_that_is_unregistered_while_it_is_renewed_has_no_registration() -> None:
+    with Interrupted() as transport:
+        registry = made(transport)
+        caches = [
+            registry.register(
+                SLOTS, [np.zeros(SLOTS.shape, np.uint8) for _ in range(2)], paged=False
+            )
+            for _ in range(2)
+        ]
+        gone, stays = (entry.cache.cache_id for entry in caches)
+        transport.then = lambda: registry.unregister(gone)
+        registry.renew([gone, stays])
+        (entry,) = registry.offered().values()
+        assert entry.cache.cache_id == stays
+        registry.unregister(stays)
+        assert transport.metadata() == transport.metadata([])
+        registry.close()
+
+
 def test_finalizers_and_signal_handlers_may_use_the_registry_that_they_interrupt() -> None:
     script = """
 import gc, signal

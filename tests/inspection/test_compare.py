@@ -81,3 +81,15 @@ def test_parts_do_not_matter() -> None:
         for i in (0, 2)
     ]
     assert compare(GOOD, Plan(cut)) == []
+
+
+@pytest.mark.parametrize("count", [15, 16, 17, 60])
+def test_runs_of_a_tensor_are_not_those_of_the_next_however_many_it_has(count: int) -> None:
+    blocks = [*range(count)]
+    other = [*blocks[:-1], 63]
+    found = compare(made(blocks, blocks), made(other, blocks))
+    last = count - 1
+    assert found[0] == (
+        f"src blocks: 4 of {4 * count} runs differ; the first is layer 0, run {last}: block {last} "
+        f"> block {last} in A, and layer 0, run {last}: block 63 > block {last} in B"
+    )

@@ -37,6 +37,7 @@ class Connection:
         self.notify_unused: Callable[[int], None] = lambda generation: None
         self.current = 0
         self.opened: list[int] = []
+        self.making: list[int] = []  # that `renew` was called for
         self.made: list[int] = []
         self.abandoned: list[int] = []
         self.unused_there: list[int] = []
@@ -49,6 +50,9 @@ class Connection:
         self._meeting = meeting
         self._session = session
 
+    def key(self, generation: int) -> tuple[bytes, int]:
+        return self._session, generation
+
     def open(self, generation: int) -> bytes:
         with self._meeting.changed:
             self.opened.append(generation)
@@ -60,10 +64,13 @@ class Connection:
 
     def renew(self, generation: int, *, timeout_ms: float) -> None:
         assert 1_000 < timeout_ms < 120_000  # some seconds, in milliseconds
+        with self._meeting.changed:
+            self.making.append(generation)
+            self._meeting.changed.notify_all()
         assert self.holds.wait(DEADLINE_S)
         if self.refusal is not None:
             raise self.refusal
-        key = self._session, generation
+        key = self.key(generation)
         if not self._meeting.attend(key, lambda: generation in self.abandoned):
             raise LLMException("given up", status_code=LLMStatusCode.LLM_LINK_FAILED)
         self.made.append(generation)

@@ -237,6 +237,22 @@ def test_transfers_in_flight_keep_it(make_end: MakeEnd, comm_dir: str) -> None:
     one.links.comm_unlink(1)
 
 
+def test_an_engine_of_another_communicator_of_that_name_is_refused(
+    make_end: MakeEnd, comm_dir: str
+) -> None:
+    """It comes to where the members meet, and leaves them as they are."""
+    one, two = (make_end(i, comm_dir=comm_dir) for i in (1, 2))
+    other = make_end(3, comm_dir=comm_dir, link_total_time=1)
+    for end in (one, two):
+        end.links.comm_link("name", {1: 0, 2: 0})
+    other.links.comm_link("name", {1: 0, 3: 0})
+    assert [settle(end, 1) for end in (one, two)] == [OK, OK]
+    line = other.log.wait_for_line("comm cluster=3 comm_id=1 ")
+    assert "state=FAILED" in line
+    assert "is not linking communicator 'name' with cluster 3" in line.replace("\\", "")
+    assert [one.state(2), one.state(3), other.state(1)] == [LinkState.LINKED, None, None]
+
+
 def test_linked_by_address_already(make_end: MakeEnd, comm_dir: str) -> None:
     one, two = (make_end(i, comm_dir=comm_dir, link_total_time=5) for i in (1, 2))
     one.link(two.cluster)

@@ -141,6 +141,23 @@ def test_a_renewal_that_was_given_up_is_not_begun_again_by_a_late_peer(pair: Pai
     assert (one.opened, one.abandoned) == ([1, 2], [1])
 
 
+def test_what_is_made_after_its_renewal_has_failed_is_given_up(pair: Pair) -> None:
+    one, two = pair.connections
+    one.holds.clear()
+    two.holds.clear()
+    two.refusal = REFUSAL
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(refusal_of, one)
+        one.wait_until(lambda: one.making == [1])
+        two.holds.set()
+        assert "HcclCommPrepare: 4" in str(asking.result(DEADLINE_S))
+    assert (one.made, one.abandoned) == ([], [1])
+    one._meeting.there[one.key(1)] = 1  # the other end came, and failed after that
+    one.holds.set()
+    one.wait_until(lambda: one.abandoned == [1, 1])
+    assert one.made == [1]
+
+
 def test_no_end_waits_for_a_peer_that_does_not_answer(make_end: MakeEnd) -> None:
     pair = Pair(make_end, wait_ms=100)
     one, two = pair.connections

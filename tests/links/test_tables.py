@@ -235,6 +235,20 @@ class TestPublisher:
 
         assert asyncio.run(published()) == [[1], [2]]
 
+    def test_each_change_is_sent_however_many_were_before(self, make_end: MakeEnd) -> None:
+        end = make_end(1, listen="")
+
+        async def published() -> list[list[int]]:
+            channel: Any = _FullChannel()
+            channel.room.set()
+            publisher = Publisher(2, channel, end.registry, ("local",))
+            for _ in range(3):
+                end.registry.allocate(DESC, paged=False)
+                await publisher.publish_pending()
+            return [[entry.cache_id for entry in table.entries] for table in channel.sent]
+
+        assert asyncio.run(published()) == [[1], [2], [3]]
+
     def test_tables_that_were_not_sent_in_time_are_sent_later(self, make_end: MakeEnd) -> None:
         end = make_end(1, listen="")
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import cast
 
 import numpy as np
 import pytest
 
+from kvplan import AddressRanges, LLMException
+from kvplan.addressed.engine import Request
+from kvplan.execution import TransferTask
 from kvplan.mooncake.engine import TransferEngine, TransferNotify, Write
 from tests.support import peer
 from tests.support.refusals import refused
@@ -81,12 +86,58 @@ def test_a_batch_that_is_refused_registers_nothing(wrong: int) -> None:
     engine.close()
 
 
+def test_an_engine_that_is_started_again_has_no_memory_of_before() -> None:
+    engine, memory = TransferEngine(), np.zeros(4096, np.uint8)
+    for _ in range(2):
+        assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+        assert engine.get_first_buffer_address(engine._own) == 0
+        assert engine.register_memory(memory.ctypes.data, 4096) == 0
+        engine.close()
+
+
 @pytest.fixture
 def alone() -> Iterator[TransferEngine]:
     engine = TransferEngine()
     assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
     yield engine
     engine.close()
+
+
+class Ended:
+    """A transfer that has ended."""
+
+    done = settled = True
+
+    def __init__(self, failure: LLMException | None = None) -> None:
+        self._failure = failure
+
+    def wait_done(self, timeout_ms: float) -> bool:
+        return True
+
+    def wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+@pytest.mark.parametrize("failed", [None, 0, 1, 2])
+def test_one_of_several_batches_that_has_failed_is_a_failure_and_all_are_forgotten(
+    alone: TransferEngine, failed: int | None
+) -> None:
+    requests = alone._running().requests
+    batches = [
+        requests.add(
+            Request(
+                cast(TransferTask, Ended(LLMException("cut") if number == failed else None)),
+                AddressRanges(1, [1], [1], [1]),
+                "there",
+                "READ",
+                time.monotonic() + 3600,
+            )
+        )
+        for number in range(3)
+    ]
+    assert alone.get_batch_transfer_status(batches) == (0 if failed is None else -1)
+    assert requests.numbers() == []
 
 
 def test_all_of_a_batch_are_withdrawn(alone: TransferEngine) -> None:

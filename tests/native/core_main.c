@@ -352,6 +352,33 @@ static void pass_wakes(void)
     kvn_task_release(&task);
 }
 
+/* Who waits at a gate goes on when it opens, and when it never will. */
+static void open_wakes(void)
+{
+    const int given[] = {KVN_OK, KVN_FAILED};
+    const kvn_failure why = {.status = KVN_FAILED, .message = "it was destroyed"};
+    kvn_backend backend = {&plain};
+    kvn_columns columns = columns_of(1);
+
+    columns.after = &gate;
+    for (size_t i = 0; i < 2; i++) {
+        kvn_task task;
+        pthread_t thread;
+        void *status;
+
+        other = 0;
+        said.polled = KVN_PENDING;
+        kvn_task_init(&task, &backend, &columns, NULL);
+        CHECK(kvn_task_begin(&task) == KVN_PENDING);
+        CHECK(pthread_create(&thread, NULL, wait_for_task, &task) == 0);
+        wait_until_it_sleeps();
+        CHECK(said.waiter->open(said.waiter, given[i], &why));
+        pthread_join(thread, &status);
+        CHECK((intptr_t)status == given[i]);
+        kvn_task_release(&task);
+    }
+}
+
 static sem_t is_ordering, may_end;
 
 static int order_when_told(kvn_backend *self, kvn_request *request, void *stream, int64_t deadline_ns,
@@ -994,6 +1021,7 @@ int main(int count, char **arguments)
         {"thread_blocks_signals", thread_blocks_signals},
         {"first_thread_ends", first_thread_ends},
         {"pass_wakes", pass_wakes},
+        {"open_wakes", open_wakes},
         {"order_wakes", order_wakes},
         {"open_beside_failure", open_beside_failure},
         {"abort_twice", abort_twice},

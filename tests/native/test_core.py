@@ -20,7 +20,8 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
 @pytest.mark.parametrize(
     "name",
     [
-        *("merge_spans", "pass_wakes", "order_wakes", "open_beside_failure", "abort_twice"),
+        *("merge_spans", "pass_wakes", "open_wakes", "order_wakes"),
+        *("open_beside_failure", "abort_twice"),
         *("find_intervals", "find_calls", "rename_process", "first_thread_ends"),
         *("thread_blocks_signals", "sort_in_one_array"),
         *("helper_leaves", "give_up_between_pieces", "all_who_wait_wake", "renewed_and_left"),

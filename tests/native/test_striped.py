@@ -141,6 +141,18 @@ def test_a_reason_says_more_than_that_others_were_given_up(backends: list[Backen
     assert indices(report.unconfirmed) == {*stripes(3)[0], COUNT - 1}
 
 
+@pytest.mark.parametrize("how", ["deadline", "cancel"])
+def test_a_peer_that_was_gone_before_the_others_were_given_up_is_the_reason(
+    backends: list[Backend], how: str
+) -> None:
+    case, first = scatter([SIZE] * COUNT), stripes(3)[2][0]
+    gone = fail_at(backends[2], first, KVN_PEER_GONE, 77)  # at once, as nothing is before it
+    with Executor(striped([delay(backends[0], 1e9), backends[1], gone], min_nbytes=1)) as executor:
+        task = executor.submit(case.descriptors)
+        report = task.wait(20) if how == "deadline" else task.cancel()
+    assert (report.status, report.code, report.failed) == (KVN_PEER_GONE, 77, first)
+
+
 def test_the_first_of_several_reasons_is_reported(backends: list[Backend]) -> None:
     case = scatter([SIZE] * COUNT)
     failing = [

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvplan import LLMException, LLMStatusCode
 from kvplan.nixl import _bindings as bindings
 from kvplan.nixl import nixl_agent, nixl_agent_config
 from kvplan.nixl.metadata import MAGIC, Regions, receive, send
@@ -193,6 +194,41 @@ def test_a_list_that_is_refused_registers_nothing(wrong: int) -> None:
     with pytest.raises(bindings.nixlBackendError):
         agent.register_memory(entries, "DRAM")
     assert agent.agent.engine.datadist._running().registry.entries() == []
+    assert (agent.agent._handles, [*agent.agent._local.regions]) == ({}, [])
+    agent.agent.close()
+
+
+def test_a_transfer_that_is_posted_again_has_nothing_of_the_failure_before() -> None:
+    agent, memory = nixl_agent("alone"), np.arange(2 * KIB, dtype=np.uint64).view(np.uint8)
+    at = memory.ctypes.data
+    agent.register_memory([(at, 2 * KIB, 0, "")], "DRAM")
+    here, there = (agent.get_xfer_descs([(at + i * KIB, KIB, 0)], "DRAM") for i in (0, 1))
+    handle = agent.initialize_xfer("READ", here, there, "alone")
+    (transfer,) = agent.agent._transfers.values()
+    agent.agent._failed(transfer, LLMException("gone", status_code=LLMStatusCode.LLM_LINK_FAILED))
+    with pytest.raises(bindings.nixlRemoteDisconnectError):
+        agent.check_xfer_state(handle)
+    state = agent.transfer(handle)
+    while state == "PROC":
+        state = agent.check_xfer_state(handle)
+    assert [state, agent.check_xfer_state(handle)] == ["DONE"] * 2
+    assert np.array_equal(memory[:KIB], memory[KIB : 2 * KIB])
+    agent.agent.close()
+
+
+def test_memory_is_withdrawn_as_often_as_it_was_registered() -> None:
+    """A list that names it more often is refused, and withdraws none of it."""
+    agent, memory = nixl_agent("alone"), np.zeros(KIB, np.uint8)
+    row = (memory.ctypes.data, KIB, 0, "")
+    once, twice = (agent.get_reg_descs([row] * times, "DRAM") for times in (1, 2))
+    registry = agent.agent.engine.datadist._running().registry
+    agent.register_memory(once)
+    with pytest.raises(bindings.nixlNotFoundError):
+        agent.deregister_memory(twice)
+    assert len(registry.entries()) == 1
+    agent.register_memory(once)
+    agent.deregister_memory(twice)
+    assert registry.entries() == []
     assert (agent.agent._handles, [*agent.agent._local.regions]) == ({}, [])
     agent.agent.close()
 

@@ -100,6 +100,16 @@ def test_what_is_no_descriptor(row: tuple[int, ...], reason: str) -> None:
             function([row])
 
 
+def test_the_last_byte_may_be_the_last_of_2_63() -> None:
+    """The gap behind the last piece is not of the list."""
+    length, stride, count = 8, 4096, 3
+    first = 2**63 - 1 - length - stride * (count - 1)
+    starts, _, _ = strided_ranges([(first, length, 0, stride, count)])
+    assert int(starts[-1]) + length == 2**63 - 1
+    with refused("LLM_PARAM_INVALID", r"ends beyond 2\*\*63"):
+        strided_ranges([(first + 1, length, 0, stride, count)])
+
+
 def test_numbers_are_whole() -> None:
     with pytest.raises(TypeError, match="must hold int, not float64"):
         strided_ranges([(4096.0, 8, 0, 8, 1)])

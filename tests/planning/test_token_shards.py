@@ -268,6 +268,20 @@ def test_without_a_number_all_blocks_are_of_the_request() -> None:
         gather(FIRST, SECOND, blocks=[6])
 
 
+@pytest.mark.parametrize(("source", "target"), [(FIRST, desc()), (SECOND, WHOLE)])
+def test_without_a_number_no_token_follows_the_last_of_a_rank(
+    source: CacheDesc, target: CacheDesc
+) -> None:
+    """The tokens up to the next of this rank are of others, and may not exist."""
+    rows = Rows(source, [4]), Rows(target, [6])
+    plan, numbered = (
+        kvplan.plan(Transfer(*rows, num_tokens=number), local="dst")
+        for number in (None, target.shape[1])
+    )
+    assert plan.nbytes == 16 * TOKEN_NBYTES
+    assert plan == numbered
+
+
 def test_a_rank_that_has_no_token_of_a_request_gives_nothing() -> None:
     rows = [Rows(FIRST, [4]), Rows(SECOND, [])]
     plan = kvplan.plan(Transfer(rows, Rows(WHOLE, [6]), num_tokens=9), local="dst")

@@ -1,0 +1,55 @@
+"""The name of an engine while its link cannot be ended."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from kvplan import LlmDataDist, LLMException, LLMStatusCode
+from kvplan.addressed.connections import Connections
+from kvplan.control.endpoint import Endpoint
+from kvplan.links import LinkState
+from kvplan.system.logs import Log
+from tests.support.refusals import refused
+
+NAME, CLUSTER = "127.0.0.1:9", 7
+
+
+class Link:
+    """A link that this end has made."""
+
+    cluster_id, state, phase = CLUSTER, LinkState.LINKED, "linked"
+
+
+class Engine:
+    """An engine whose link is busy as often as it is told."""
+
+    def __init__(self) -> None:
+        self.busy = 1
+        self.peers = {CLUSTER: Link()}
+
+    def notifications(self) -> list[Any]:
+        return []
+
+    def _running(self) -> Any:
+        return SimpleNamespace(links=SimpleNamespace(peers=self.peers, get=self.peers.__getitem__))
+
+    def unlink_clusters(self, clusters: list[int], timeout_ms: int) -> Any:
+        self.busy -= 1
+        if self.busy >= 0:
+            raise LLMException("busy", status_code=LLMStatusCode.LLM_LINK_BUSY)
+        return SimpleNamespace(raise_for_status=lambda: None)
+
+
+def test_an_engine_whose_link_is_busy_stays_connected_and_can_be_disconnected_later() -> None:
+    engine = Engine()
+    connections = Connections(
+        cast(LlmDataDist, engine), lambda name: (Endpoint.parse(name), CLUSTER), Log("kvplan.test")
+    )
+    connections._add(NAME, NAME, cast(Any, engine.peers[CLUSTER]))
+    with refused("LLM_TIMEOUT", "busy"):
+        connections.disconnect(NAME, 1000)
+    assert connections.cluster_of(NAME) == CLUSTER
+    connections.disconnect(NAME, 1000)
+    with refused("LLM_NOT_YET_LINK", "is not connected"):
+        connections.cluster_of(NAME)
