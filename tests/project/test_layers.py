@@ -27,7 +27,7 @@ MAX_LINES = {
     "kvplan": 1679,
     "links": 4016,
     "llm_datadist": 3848,
-    "mooncake": 578,
+    "mooncake": 582,
     "nixl": 1700,
     "observe": 1636,
     "planning": 5836,
