@@ -16,7 +16,7 @@ from kvnative._native cimport KVN_INVALID, KVN_NO_MEMORY, KVN_OK, kvn_backend
 import threading
 import weakref
 
-from kvnative._backend import NativeError
+from kvnative._backend import CallError, NativeError
 
 __all__ = [
     "MAX_CONNECTIONS", "MAX_THREADS", "TcpNativeLink", "TcpService", "check_encryption",
@@ -315,7 +315,7 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
     """Return a backend whose remote addresses are memory of the link's peer.
 
     The peer ends a transfer with KVN_UNMAPPED if it has removed or unmapped a range, or does not
-    let it be written.
+    let it be written. The first backend of a connection whose local side is on a device pins 2 MiB.
 
     Args:
         link: a link.
@@ -331,6 +331,8 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
     cdef kvn_tcp_known known
     cdef kvn_backend *backend
     cdef const kvn_device *device = NULL
+    cdef kvn_failure failure
+    cdef int status
     cdef Backend made
     link.check_made()
     cdef int way = peer_direction(direction)
@@ -339,6 +341,11 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
     link.service.check_device(on_device)
     if on_device:
         device = &link.service.device.device
+        with nogil:  # may wait for the device
+            status = kvn_tcp_link_stage(link.link, index, &failure)
+        if status != KVN_OK:
+            message = failure.message.decode("utf-8", "replace")
+            raise CallError(message, failure.code, failure.status)
     known.places = NULL
     known.ranges = NULL
     acquire_columns(columns, (slots, generations, addresses, nbytes), COLUMNS)

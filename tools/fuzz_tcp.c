@@ -21,6 +21,7 @@
 #include "core/thread.h"
 #include "tcp/client.h"
 #include "tcp/server.h"
+#include "tcp/stage.h"
 
 #define CHECK(truth)                                                                               \
     do {                                                                                           \
@@ -340,6 +341,13 @@ static void on_failed(void *context, int code, const char *why)
     (void)code;
     CHECK(!it->has_failed && why[0]);
     it->has_failed = true;
+}
+
+/* No memory here is on a device. */
+int kvn_tcp_stage_create(kvn_tcp_copier *copier, kvn_tcp_stage **out, kvn_failure *failure)
+{
+    (void)copier, (void)out;
+    return kvn_fail(failure, KVN_UNSUPPORTED, 0, "no device");
 }
 
 /* As a thread of a service would. */

@@ -14,7 +14,7 @@ from enum import IntEnum
 from functools import wraps
 from typing import Any, ClassVar, Concatenate, Final, ParamSpec
 
-from kvnative._signals import Mutex
+from kvnative._signals import Mutex, signals_deferred
 from kvplan.addressed.engine import REFUSALS, AddressedEngine, Request
 from kvplan.addressed.names import split_name, where_named
 from kvplan.engine.option_sources import configured
@@ -229,11 +229,15 @@ class TransferEngine:
     def _unregister(self, address: int) -> None:
         engine = self._running()
         with self._mutex:
-            if address not in self._registered:
+            if (known := self._registered.get(address)) is None:
                 raise invalid(f"no registered memory begins at {address:#x}")
-            _, handle = self._registered.pop(address)
-            self._starts.remove(address)
-        engine.deregister(handle)
+        engine.deregister(known[1])
+        # Only now: a call that was interrupted can be repeated, and until here other memory at the
+        # same address is refused.
+        with signals_deferred, self._mutex:
+            if self._registered.get(address) is known:  # no other thread was faster
+                del self._registered[address]
+                self._starts.remove(address)
 
     @_returns_status()
     def batch_register_memory(

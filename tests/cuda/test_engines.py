@@ -87,6 +87,22 @@ class TestPeers:
         assert [link.transport for link in user.links()] == [machine.transport]
 
 
+@pytest.mark.parametrize("machine", ["cuda_tcp"], indirect=True)
+def test_a_transfer_over_tcp_that_cannot_pin_memory_is_refused(
+    machine: Machine,
+    user: LlmDataDist,
+    peer: Peer,
+    shared: str,
+    cuda_simulator: CudaControls,
+) -> None:
+    cache = user.allocate_blocks_cache(DEVICE)
+    cuda_simulator.add_fault("cuMemHostAlloc:1=2")
+    with refused("LLM_DEVICE_OUT_OF_MEMORY", "transfers over the link to .*cuMemHostAlloc: 2"):
+        user.pull_blocks(BlocksCacheKey(1), cache, [0], [1])
+    user.pull_blocks(BlocksCacheKey(1), cache, [0], [1])
+    assert user.arrays(cache, copy=True)[2][1, 0] == 2
+
+
 class TestOneHost:
     """What is so by local alone."""
 

@@ -27,7 +27,7 @@ MAX_LINES = {
     "kvplan": 1679,
     "links": 4016,
     "llm_datadist": 3848,
-    "mooncake": 580,
+    "mooncake": 584,
     "nixl": 1701,
     "observe": 1636,
     "planning": 5836,
@@ -37,7 +37,7 @@ MAX_LINES = {
     "system": 476,
     "tensors": 1090,
     "testing": 471,
-    "transport": 7606,
+    "transport": 7607,
     "vllm": 2101,
 }
 """Lines of each room. Only a commit that says why may raise one."""

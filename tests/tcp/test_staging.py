@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvnative._backend import NativeError
+from kvnative._backend import KVN_FAILED, KVN_NO_DEVICE_MEMORY, CallError
 from kvnative._cuda import CudaLibrary
 from kvnative._device import Device
 from kvnative._executor import KVN_OK, Executor, Report
@@ -221,14 +221,65 @@ def test_a_copy_that_fails_once_is_made_again(
     assert np.array_equal(ends.there.bytes, expected[1])
 
 
+def slots(log: Log) -> set[int]:
+    """Return where slots of connections were pinned since the log was restarted."""
+    calls = log.calls("cuMemHostAlloc")
+    return {call.fields["address"] for call in calls if call.fields["bytes"] >= 4 * SLOT}
+
+
 @plain
-def test_a_link_without_memory_for_its_slots_is_refused(
-    ends: Ends, cuda_simulator: CudaControls
+@directions
+def test_a_link_pins_its_slots_when_it_first_moves_memory_of_the_device(
+    log: Log, ends: Ends, direction: str
 ) -> None:
-    cuda_simulator.add_fault("cuMemHostAlloc:2=2")
-    with pytest.raises(NativeError, match="cuMemHostAlloc: 2"):
-        link_within(ends.near, ends.far)
-    assert ends.run("get", [(0, 0, MIB)]).status == KVN_OK
+    """Peers that move host memory alone cost no pinned memory."""
+    idle = [link_within(ends.near, ends.far) for _ in range(64)]
+    here, there = (np.zeros(MIB, np.uint8) for _ in range(2))
+    ends.far.add_range(1, there.ctypes.data, MIB, True, 1)
+    backend = tcp_backend(ends.links[0], 0, direction, *map(u64, (1, 1, there.ctypes.data, MIB)))
+    with Executor(backend) as executor:
+        moved = descriptors(direction, here.ctypes.data, there.ctypes.data, [(0, 0, MIB)])
+        assert executor.run(moved, TIMEOUT_MS).status == KVN_OK
+    assert slots(log) == set()
+    for _ in range(2):
+        assert ends.run(direction, [(0, 0, MIB)]).status == KVN_OK
+        assert len(slots(log)) == 2  # of this end, which asks, and of the other, which answers
+    pinned = slots(log)
+    assert len(idle) == 64
+    ends.close()
+    assert pinned <= {call.fields["address"] for call in log.calls("cuMemFreeHost")}
+
+
+@plain
+@directions
+def test_a_transfer_without_memory_for_the_slots_here_is_refused(
+    ends: Ends, cuda_simulator: CudaControls, direction: str
+) -> None:
+    cuda_simulator.add_fault("cuMemHostAlloc:1=2")
+    with pytest.raises(CallError, match="cuMemHostAlloc: 2") as caught:
+        ends.executor(direction)
+    assert caught.value.status == KVN_NO_DEVICE_MEMORY
+    assert ends.run(direction, [(0, 0, MIB)]).status == KVN_OK
+
+
+@plain
+@directions
+def test_a_transfer_without_memory_for_the_slots_of_the_peer_fails(
+    ends: Ends, cuda_simulator: CudaControls, direction: str
+) -> None:
+    spans = [(5, 9, 3 * MIB)]
+    before = ends.here.bytes.copy(), ends.there.bytes.copy()
+    expected = both(ends.there.bytes, direction, ends.here.bytes, spans)
+    with ends.executor(direction):
+        cuda_simulator.add_fault("cuMemHostAlloc:1=2", "cuMemHostAlloc:2=2", "cuMemHostAlloc:3=2")
+    report = ends.run(direction, spans)
+    assert (report.status, report.failed) == (KVN_FAILED, 0)
+    assert "of the peer, which has it on a device, which did not copy it" in report.message
+    assert np.array_equal(ends.there.bytes, before[1])
+    cuda_simulator.clear_faults()
+    assert ends.run(direction, spans).status == KVN_OK
+    assert np.array_equal(ends.here.bytes, expected[0])
+    assert np.array_equal(ends.there.bytes, expected[1])
 
 
 @pytest.fixture(scope="module")

@@ -179,6 +179,24 @@ void kvn_tcp_client_fail(kvn_tcp_client *self, int code, const char *why)
     pthread_mutex_unlock(&self->mutex);
 }
 
+bool kvn_tcp_client_has_stage(kvn_tcp_client *self)
+{
+    lock_soon(self);
+    const bool has_stage = self->watched.stream.stage != NULL;
+    pthread_mutex_unlock(&self->mutex);
+    return has_stage;
+}
+
+bool kvn_tcp_client_take_stage(kvn_tcp_client *self, kvn_tcp_stage *stage)
+{
+    lock_soon(self);
+    const bool takes = !self->has_failed && !self->watched.stream.stage; /* a failed one may be closed */
+    if (takes)
+        self->watched.stream.stage = stage;
+    pthread_mutex_unlock(&self->mutex);
+    return takes;
+}
+
 void kvn_tcp_client_init(kvn_tcp_client *self)
 {
     self->watched.on_ready = on_ready;

@@ -19,6 +19,10 @@ void kvn_tcp_client_wait(kvn_request *transfer, int64_t deadline_ns);
 void kvn_tcp_client_give_up(kvn_request *transfer, int why);
 /* After it is finished, before its memory is freed. */
 void kvn_tcp_client_let_go(kvn_request *transfer);
+/* Returns true if the client can move memory of a device. */
+bool kvn_tcp_client_has_stage(kvn_tcp_client *self);
+/* Takes the stage over. False: it has one, or has failed. */
+bool kvn_tcp_client_take_stage(kvn_tcp_client *self, kvn_tcp_stage *stage);
 /* Ends all transfers with KVN_PEER_GONE, and takes none. */
 void kvn_tcp_client_fail(kvn_tcp_client *self, int code, const char *why);
 

@@ -81,17 +81,26 @@ int kvn_tcp_link_death(kvn_tcp_link *self)
     return death;
 }
 
-/* So that all of them move memory of the service's device as well. */
-static int stage(kvn_tcp_link *self, kvn_failure *failure)
+/* Without the client's mutex, which every thread that gives up a transfer needs: pinning may take long. */
+int kvn_tcp_link_stage(kvn_tcp_link *self, unsigned index, kvn_failure *failure)
 {
-    kvn_tcp_copier *copier = kvn_tcp_service_copier(self->service);
+    kvn_tcp_client *client = &self->pairs[index].client;
+    kvn_tcp_stage *made = NULL;
+    int status = KVN_OK;
 
-    for (unsigned i = 0; i < self->count && copier; i++) {
-        if (kvn_tcp_stage_create(copier, &self->pairs[i].client.watched.stream.stage, failure) != KVN_OK ||
-            kvn_tcp_stage_create(copier, &self->pairs[i].server.watched.stream.stage, failure) != KVN_OK)
-            return failure->status;
-    }
-    return KVN_OK;
+    pthread_mutex_lock(&self->mutex);
+    const bool is_closed = self->is_closed;
+    if (!is_closed)
+        kvn_tcp_service_hold(self->service); /* whose copier the stage uses */
+    pthread_mutex_unlock(&self->mutex);
+    if (is_closed)
+        return KVN_OK; /* transfers end with why */
+    if (!kvn_tcp_client_has_stage(client))
+        status = kvn_tcp_stage_create(kvn_tcp_service_copier(self->service), &made, failure);
+    if (made && !kvn_tcp_client_take_stage(client, made))
+        made->calls->destroy(made);
+    kvn_tcp_service_let_go(self->service);
+    return status;
 }
 
 static int watch(kvn_tcp_link *self, kvn_failure *failure)
@@ -162,11 +171,12 @@ int kvn_tcp_link_create(kvn_tcp_service *service, const int *clients, const int 
         it->client.context = it->server.context = self;
         it->client.on_failed = it->server.on_failed = on_failed;
         it->server.table = kvn_tcp_service_table(service);
+        it->server.copier = kvn_tcp_service_copier(service);
         kvn_tcp_client_init(&it->client);
         kvn_tcp_server_init(&it->server);
     }
     if ((secret && encrypt(self, secret, dials, failure) != KVN_OK) ||
-        stage(self, failure) != KVN_OK || watch(self, failure) != KVN_OK) {
+        watch(self, failure) != KVN_OK) {
         kvn_tcp_link_close(self, "it was never made");
         kvn_tcp_link_destroy(self);
         return failure->status;

@@ -5,6 +5,8 @@
 #include <string.h>
 #include <sys/epoll.h>
 
+#include "tcp/stage.h"
+
 #define CALL_NBYTES (1u << 20)      /* maximum of one system call, for which removing a range waits */
 #define TURN_NBYTES (1u << 20)      /* before other connections have their turn */
 #define STEP_NBYTES (2u << 10)      /* the cost of a system call besides its bytes */
@@ -134,6 +136,16 @@ static ssize_t move(kvn_tcp_server *self, bool is_send)
 
 /* ---- answering ---- */
 
+/* Pins them for the first request for memory of the device, outside of the table: who removes a range does not wait for
+ * it. After a failure the next request tries again. */
+static bool has_slots(kvn_tcp_server *self)
+{
+    kvn_failure ignored;
+
+    return self->watched.stream.stage ||
+           kvn_tcp_stage_create(self->copier, &self->watched.stream.stage, &ignored) == KVN_OK;
+}
+
 static void begin(kvn_tcp_server *self)
 {
     const kvn_tcp_head *head = &self->request.head;
@@ -156,6 +168,8 @@ static void begin(kvn_tcp_server *self)
     reason = kvn_tcp_table_check(self->table, &self->request, &self->checked, &offset);
     if (reason != KVN_TCP_MOVED)
         refuse(self, reason, offset);
+    else if (self->checked.has_device && !has_slots(self))
+        refuse(self, KVN_TCP_DEVICE, 0);
 }
 
 static uint64_t taken(uint64_t *from, uint64_t most)

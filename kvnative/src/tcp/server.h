@@ -16,6 +16,7 @@ typedef enum kvn_tcp_state {
 typedef struct kvn_tcp_server {
     kvn_tcp_watched watched;
     kvn_tcp_table *table;
+    kvn_tcp_copier *copier; /* NULL: the service has no device, and so no range on it */
     /* Called once, when the connection is of no use any more; then on_ready does nothing. */
     void (*on_failed)(void *context, int code, const char *why);
     void *context;
@@ -33,7 +34,7 @@ typedef struct kvn_tcp_server {
     kvn_tcp_request request;
 } kvn_tcp_server;
 
-/* The stream, the table and on_failed are set; all else is 0. */
+/* The stream, the table, the copier and on_failed are set; all else is 0. */
 void kvn_tcp_server_init(kvn_tcp_server *self);
 
 #endif

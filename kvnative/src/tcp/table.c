@@ -153,7 +153,9 @@ kvn_tcp_reason kvn_tcp_table_check(kvn_tcp_table *self, kvn_tcp_request *request
     *checked = (kvn_tcp_checked){.removals = atomic_load(&self->removals)};
     for (uint32_t i = 0; i < request->head.num_runs && reason == KVN_TCP_MOVED; i++) {
         const kvn_tcp_run *run = kvn_tcp_run_at(request, i);
-        reason = check_run(self, kvn_tcp_range_at(request, run->range), run, is_write, offset);
+        const kvn_tcp_range *range = kvn_tcp_range_at(request, run->range);
+        reason = check_run(self, range, run, is_write, offset);
+        checked->has_device |= reason == KVN_TCP_MOVED && self->rows[range->slot].is_on_device;
     }
     for (uint32_t i = 0; i < request->head.num_ranges && reason == KVN_TCP_MOVED; i++) {
         const kvn_tcp_range *range = kvn_tcp_range_at(request, i);

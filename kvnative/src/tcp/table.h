@@ -27,6 +27,7 @@ typedef struct kvn_tcp_row {
 typedef struct kvn_tcp_checked {
     uint64_t removals;
     int64_t deadline_ns;
+    bool has_device; /* some of it is memory of the table's device */
 } kvn_tcp_checked;
 
 typedef struct kvn_tcp_table {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 from kvnative._backend import NativeError, striped
 from kvnative._tcp import tcp_backend
 from kvplan.device.memory import DeviceMemory
+from kvplan.execution.task import native_error
 from kvplan.status import LLMException, link_failed, unsupported
 from kvplan.transport.link import (
     Located,
@@ -61,7 +62,7 @@ class TcpPeerMemory(PeerMemory):
             ]
         except NativeError as error:
             self.check()  # raises if the link has just ended
-            raise link_failed(f"{self._link.peer} cannot be reached: {error}") from error
+            raise native_error(error, f"transfers over the link to {self._link.peer}") from error
         made = each[0] if len(each) == 1 else striped(each, min_nbytes=_STRIPE_NBYTES)
         return self._backends.setdefault((direction, other.on_device), made)
 
