@@ -10,9 +10,8 @@ from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple
 
 from kvplan.planning.contents import model_note, one_line
-from kvplan.planning.origin import Origin
 from kvplan.planning.part import Part
-from kvplan.planning.texts import DEFAULT_LIMIT, Format, nbytes_text
+from kvplan.planning.texts import DEFAULT_LIMIT, Format, Origin, nbytes_text
 from kvplan.status import invalid
 from kvplan.validation import check_index, check_type, shown
 
