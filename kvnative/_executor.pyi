@@ -7,6 +7,8 @@ from kvnative._lower import Descriptors
 from kvnative._report import Report
 from kvnative._task import Gate, Task
 
+__all__ = ["Executor"]
+
 @final
 class Executor:
     def __new__(cls, backend: Backend) -> Self: ...

@@ -12,6 +12,8 @@ from kvnative._task cimport AnyTask, Gate, Task, drop_finished
 
 from kvnative._backend import NativeError
 
+__all__ = ["Executor"]
+
 
 @cython.final
 @cython.auto_pickle(False)
