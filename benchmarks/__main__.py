@@ -89,21 +89,12 @@ def arguments() -> argparse.Namespace:
     return parsed
 
 
-class ShownRun(Run):
-    """A run whose steps are dots on stderr, one for each two seconds."""
-
-    _shown = 0.0
-
-    def note(self, step: str) -> None:
-        now = time.monotonic()
-        if now - self._shown > 2:
-            self._shown = now
-            print(".", end="", file=sys.stderr, flush=True)
-
-
 def measure(names: list[str], quick: bool, keep: Callable[[str], object]) -> list[Row | Blank]:
-    """Measure row after row, and keep each as a line of JSON; stderr says what is under way."""
-    run = ShownRun(quick)
+    """Measure row after row, and keep each as a line of JSON; stderr says what is under way.
+
+    Dots are steps of a row that takes long.
+    """
+    run = Run(quick, say=lambda _: print(".", end="", file=sys.stderr, flush=True))
     rows: list[Row | Blank] = []
     with run.opened:
         for number, name in enumerate(names, 1):

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 import kvplan
 from benchmarks.limits import COPIES, Columns, Team, repeat_seconds
 from benchmarks.table import Row, Run, Topic, timed
-from kvnative._executor import Executor, ThreadPool, host_backend
+from kvnative._backend import ThreadPool, host_backend
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors, lower
 from kvplan import Rows, Transfer
 from kvplan.execution.binding import bind

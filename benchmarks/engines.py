@@ -19,7 +19,8 @@ from benchmarks.engine_peer import (
     small_key,
 )
 from benchmarks.table import Row, Run, Topic, timed
-from kvnative._executor import Executor, ThreadPool, host_backend
+from kvnative._backend import ThreadPool, host_backend
+from kvnative._executor import Executor
 from kvplan import BlockLease, ClusterInfo, LlmDataDist, LlmRole, Rows, Transfer
 from kvplan.execution.binding import bind
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from contextlib import ExitStack
 from functools import partial
@@ -12,7 +11,7 @@ import numpy as np
 
 from benchmarks import libraries
 from benchmarks.comparing import DIRECTIONS, Comparison, fastest
-from benchmarks.limits import COPIES, Team
+from benchmarks.limits import COPIES, Team, best_seconds
 from benchmarks.movers.paged import BLOCK, POOL_BLOCKS, Ids, OnePool, huge_pool, offsets
 from benchmarks.pairs import LOOPBACK, Pair
 from benchmarks.table import Row, Run, Topic
@@ -104,12 +103,10 @@ def bare(run: Run) -> dict[int, tuple[float, float]]:
 
         found = {}
         for blocks in {blocks for _, blocks in REQUESTS}:
-            best = dict.fromkeys(COPIES, float("inf"))
-            for threads in {1, len(os.sched_getaffinity(0))}:
-                with Team(threads) as team:
-                    for how in COPIES:
-                        taken = [seconds(team, how, blocks) for _ in range(max(101 // blocks, 11))]
-                        best[how] = min(best[how], statistics.median(taken))
+            best = {
+                how: best_seconds(partial(seconds, how=how, blocks=blocks), blocks)
+                for how in COPIES
+            }
             found[blocks] = min(best["memcpy"], best["movsb"]), best["stream"]
         return found
 

@@ -6,18 +6,16 @@ The same program runs on both: with the library, and under `python -m kvplan.run
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import ExitStack
 from functools import partial
-from statistics import median
 from time import perf_counter
 
 import numpy as np
 
 from benchmarks import libraries
 from benchmarks.comparing import DIRECTIONS, Comparison, fastest
-from benchmarks.limits import Team
+from benchmarks.limits import Team, best_seconds
 from benchmarks.movers.paged import BLOCK, POOL_BLOCKS, offsets, ordinary_pool
 from benchmarks.one_host import REQUESTS
 from benchmarks.pairs import LOOPBACK, Library, Pair
@@ -69,11 +67,7 @@ def bare_read(run: Run, pair: Pair, asked: tuple[str, int]) -> float:
             dst, src = dst[:1].copy(), src[:1].copy()
         return team.readv_seconds(pair.pids[0], (dst, src, np.full(len(dst), BLOCK, np.uint64)))
 
-    medians = []
-    for threads in {1, len(os.sched_getaffinity(0))}:
-        with Team(threads) as team:
-            medians.append(median(seconds(team) for _ in range(max(101 // asked[1], 11))))
-    return min(medians)
+    return best_seconds(seconds, asked[1])
 
 
 def request_row(run: Run, name: str, asked: tuple[str, int], target: float) -> Row:

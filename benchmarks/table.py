@@ -88,6 +88,9 @@ class Run:
     quick: bool = False
     opened: ExitStack = field(default_factory=ExitStack)
     shared: dict[Any, Any] = field(default_factory=dict)
+    say: Callable[[str], object] | None = None
+    """Called with what was just done, at most every two seconds."""
+    _said_at: float = 0.0
 
     def share(self, key: Any, make: Callable[[], Any]) -> Any:
         """`make()`, once a run: pools of memory and peers are dear."""
@@ -96,7 +99,10 @@ class Run:
         return self.shared[key]
 
     def note(self, step: str) -> None:
-        """What was just done, of a row that takes long: for those who watch."""
+        """Say what was just done, of a row that takes long."""
+        if self.say is not None and time.monotonic() - self._said_at > 2:
+            self._said_at = time.monotonic()
+            self.say(step)
 
     def medians(
         self, *candidates: Callable[[], float], rounds: int, settle: int = 0

@@ -1,77 +1,13 @@
 from types import TracebackType
 from typing import Final, Self, final
 
-from kvnative._backend import (
-    KVN_CANCELLED,
-    KVN_DENIED,
-    KVN_DEVICE_MEMORY,
-    KVN_FAILED,
-    KVN_INVALID,
-    KVN_NO_DEVICE_MEMORY,
-    KVN_NO_MEMORY,
-    KVN_OK,
-    KVN_PEER_GONE,
-    KVN_PENDING,
-    KVN_REVOKED,
-    KVN_SUSPECT_REMOTE,
-    KVN_TIMEOUT,
-    KVN_UNMAPPED,
-    KVN_UNSUPPORTED,
-    MAX_STRIPES,
-    Backend,
-    CallError,
-    NativeError,
-    ThreadPool,
-    host_backend,
-    striped,
-)
-from kvnative._layered import (
-    LAYER_DONE,
-    LAYER_FAILED,
-    LAYER_MOVING,
-    LAYER_WAITING,
-    LayeredTask,
-)
+from kvnative._backend import Backend
+from kvnative._layered import LayeredTask
 from kvnative._lower import Descriptors
 from kvnative._report import Report
-from kvnative._task import CompletionQueue, Gate, Revocable, Task, revoke
+from kvnative._task import Gate, Task
 
-__all__ = [
-    "KVN_CANCELLED",
-    "KVN_DENIED",
-    "KVN_DEVICE_MEMORY",
-    "KVN_FAILED",
-    "KVN_INVALID",
-    "KVN_NO_DEVICE_MEMORY",
-    "KVN_NO_MEMORY",
-    "KVN_OK",
-    "KVN_PEER_GONE",
-    "KVN_PENDING",
-    "KVN_REVOKED",
-    "KVN_SUSPECT_REMOTE",
-    "KVN_TIMEOUT",
-    "KVN_UNMAPPED",
-    "KVN_UNSUPPORTED",
-    "LAYER_DONE",
-    "LAYER_FAILED",
-    "LAYER_MOVING",
-    "LAYER_WAITING",
-    "MAX_STRIPES",
-    "Backend",
-    "CallError",
-    "CompletionQueue",
-    "Executor",
-    "Gate",
-    "LayeredTask",
-    "NativeError",
-    "Report",
-    "Revocable",
-    "Task",
-    "ThreadPool",
-    "host_backend",
-    "revoke",
-    "striped",
-]
+__all__ = ["Executor"]
 
 @final
 class Executor:

@@ -10,13 +10,9 @@ from kvnative._layered cimport LayeredTask
 from kvnative._report cimport Report, deadline_of
 from kvnative._task cimport AnyTask, Gate, Task, drop_finished
 
-from kvnative import _backend, _layered, _report, _task
 from kvnative._backend import NativeError
 
-# Modules outside of kvnative import all names of execution from here.
-__all__ = [*_backend.__all__, *_layered.__all__, *_report.__all__, *_task.__all__, "Executor"]
-for _module in (_backend, _layered, _report, _task):
-    globals().update({name: getattr(_module, name) for name in _module.__all__})
+__all__ = ["Executor"]
 
 
 @cython.final

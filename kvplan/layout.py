@@ -70,11 +70,7 @@ class CacheLayout:
 
 
 def _axes_of(argument: str, text: str) -> tuple[str, ...]:
-    """Return the names of the axes in a text.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: as `CacheLayout`; names `argument`.
-    """
+    """Return the names of the axes in a text."""
     given = f"{argument}={shown(text)}"
     if text in _NAMED:
         names = tuple(_NAMED[text].split())
@@ -115,9 +111,6 @@ def layout_of(kv_tensor_format: str | None, rank: int) -> CacheLayout | None:
     """Return the layout that a `kv_tensor_format` names for a tensor of `rank` dimensions.
 
     None: the text is empty or begins with `OPAQUE`; rows are opaque then.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: a text that is not a layout, or has another number of axes.
     """
     if kv_tensor_format is None or kv_tensor_format.startswith(OPAQUE):
         return None

@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvplan.planning.origin import Origin
+    from kvplan.planning.texts import Origin
 
 
 class LLMStatusCode(IntEnum):

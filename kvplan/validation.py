@@ -37,12 +37,7 @@ def printable(text: str) -> str:
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor to read a regular file: a FIFO would block, and a device may not end.
-
-    Raises:
-        OSError: the file cannot be opened.
-        LLMException: LLM_PARAM_INVALID: the file is not regular.
-    """
+    """Return a descriptor to read a regular file: a FIFO would block, and a device may not end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
@@ -70,11 +65,7 @@ def mismatch(value: object, *expected: type) -> str:
 
 
 def check_type(name: str, value: object, expected: type[_T]) -> _T:
-    """Return `value` if it is an `expected`; a bool is not an int.
-
-    Raises:
-        TypeError: otherwise.
-    """
+    """Return `value` if it is an `expected`; a bool is not an int."""
     if type(value) is expected:  # almost always
         return value
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
@@ -83,33 +74,19 @@ def check_type(name: str, value: object, expected: type[_T]) -> _T:
 
 
 def check_one_of(name: str, value: object, allowed: Collection[str]) -> None:
-    """Refuse a word that is not allowed.
-
-    Raises:
-        TypeError: not a str.
-        LLMException: LLM_PARAM_INVALID: another word.
-    """
+    """Refuse a value that is not one of the allowed words."""
     if check_type(name, value, str) not in allowed:
         raise invalid(f"{name}={shown(value)} must be one of {', '.join(allowed)}")
 
 
 def check_mapping(name: str, value: object) -> None:
-    """Refuse a value that is not a mapping.
-
-    Raises:
-        TypeError: not a mapping.
-    """
+    """Refuse a value that is not a mapping."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}={shown(value)} must be a mapping, not {type(value).__name__}")
 
 
 def check_width(name: str, value: object, low: int, high: int) -> int:
-    """Return `value` if it is an int in [low, high], the width of a field.
-
-    Raises:
-        TypeError: not an int.
-        ValueError: out of range.
-    """
+    """Return `value` if it is an int in [low, high], the width of a field."""
     number = value if type(value) is int else check_type(name, value, int)
     if not low <= number <= high:
         raise ValueError(f"{name}={number} is out of range [{low}, {high}]")
@@ -123,22 +100,14 @@ def check_timeout(timeout_ms: float | None) -> None:
 
 
 def take_ints(value: object, *names: str) -> None:
-    """Convert attributes of a frozen value, such as np.int64, to int.
-
-    Raises:
-        TypeError: an attribute is not an integer.
-    """
+    """Convert attributes of a frozen value, such as np.int64, to int."""
     for name in names:
         if type(number := getattr(value, name)) is not int:
             object.__setattr__(value, name, as_int(name, number))
 
 
 def as_int(name: str, value: SupportsIndex) -> int:
-    """Return `value` as an int, such as an integer of NumPy; refuse a bool.
-
-    Raises:
-        TypeError: not an int.
-    """
+    """Return `value` as an int, such as an integer of NumPy; refuse a bool."""
     if not isinstance(value, bool):
         with suppress(TypeError):
             return index(value)
@@ -146,12 +115,7 @@ def as_int(name: str, value: SupportsIndex) -> int:
 
 
 def check_index(name: str, value: SupportsIndex, size: int) -> int:
-    """Return `value` if it is an index in [0, size).
-
-    Raises:
-        TypeError: not an int.
-        LLMException: LLM_PARAM_INVALID: out of range.
-    """
+    """Return `value` if it is an index in [0, size)."""
     if type(value) is int and 0 <= value < size:  # almost always
         return value
     number = as_int(name, value)

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -85,8 +86,6 @@ FRAMEWORKS = 2
 """And one that imports torch, for the first time."""
 
 QUICK_NBYTES = 1 << 20
-NOTE_S = 3.0
-"""So often a row says how far it is, at most."""
 LEAST_S = 5.0
 """With less time left no other try begins."""
 FAILED, NO_GPU, BELOW, CUT = 1, 2, 3, 4
@@ -168,19 +167,11 @@ def run_here(name: str, notes: Notes) -> None:
     from benchmarks import gpu
     from benchmarks.table import Run, Unmeasured
 
-    class NotedRun(Run):
-        said_at = 0.0
-
-        def note(self, step: str) -> None:
-            if time.monotonic() - self.said_at > NOTE_S:
-                notes.add(step, "says")
-                self.said_at = time.monotonic()
-
     try:
         if name in TRIES:
             function_of(name)(notes)
             return
-        run = NotedRun(notes.quick)
+        run = Run(notes.quick, say=partial(notes.add, outcome="says"))
         if notes.quick:
             run.shared[gpu.NBYTES] = QUICK_NBYTES
         with run.opened:

@@ -26,7 +26,8 @@ from benchmarks.movers.paged import (
     serve,
     timed,
 )
-from kvnative._executor import Executor, ThreadPool, host_backend
+from kvnative._backend import ThreadPool, host_backend
+from kvnative._executor import Executor
 from kvplan import (
     BlocksCacheKey,
     Cache,

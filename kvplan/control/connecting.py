@@ -261,11 +261,7 @@ async def connect(
     timeout_s: float,
     source: str = "",
 ) -> Channel:
-    """Open a channel to the engine that listens on `endpoint`.
-
-    Raises:
-        LLMException: LLM_LINK_FAILED, with the endpoint, the phase that failed, and the reason.
-    """
+    """Open a channel to the engine that listens on `endpoint`."""
     channel: Channel | None = None
     key: ClusterKey | None = None
     phase = "resolve"

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from kvnative._cuda import CudaLibrary
     from kvnative._device import Device as NativeDevice
     from kvnative._device import DeviceBuffer, DeviceLibrary
-    from kvnative._executor import Gate
     from kvnative._pinned import HostBuffer, Pinned
+    from kvnative._task import Gate
     from kvplan.device.sharing import Sharing
     from kvplan.execution.compute_events import ComputeEvent, ComputeStream
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from kvnative._executor import Revocable
+from kvnative._task import Revocable
 from kvplan.device.device import Device
 from kvplan.status import invalid, not_exist, unsupported
 from kvplan.types import Cache, CacheDesc

@@ -95,12 +95,7 @@ class Exported:
         _EXPORTED[ref] = self
 
     def descriptors(self, first: int, count: int) -> list[Piece]:
-        """Return up to `count` new descriptors, from piece `first`. The caller closes them.
-
-        Raises:
-            IndexError: The memory has no piece of this number.
-            OSError, NativeError: None can be made.
-        """
+        """Return up to `count` new descriptors, from piece `first`. The caller closes them."""
         if self._take is not None:
             return self._take(first, count)
         if first or self.ref.fd < 0:

@@ -40,7 +40,7 @@ from kvplan.transport.choice import TransportOptions, make_transports
 from kvplan.validation import UINT64_MAX, check_width, shown
 
 if TYPE_CHECKING:
-    from kvnative._executor import Gate
+    from kvnative._task import Gate
     from kvplan.engine.entry import CacheEntry
     from kvplan.engine.options import Options
     from kvplan.engine.telemetry import EngineMetrics, Metrics, Tracer

@@ -13,17 +13,15 @@ from kvplan.engine.resolve import TransferOperation
 from kvplan.engine.shares import Pair, Shares, is_gather
 from kvplan.execution.gather_task import GatherError, GatherTask
 from kvplan.planning.gather import check_gather, divide
-from kvplan.planning.lease_tables import with_lease_tables
 from kvplan.planning.plan import Plan
 from kvplan.planning.planner import of_part
-from kvplan.planning.transfer import Planned, Transfer
+from kvplan.planning.transfer import Planned, Rows, Transfer, with_leases
 from kvplan.status import LLMException, LLMStatusCode
 
 if TYPE_CHECKING:
     from kvplan.engine.engine import Engine
     from kvplan.engine.operation import Prepared
     from kvplan.links import PeerLink
-    from kvplan.planning.transfer import Rows
 
 
 class GatherNotices:
@@ -156,7 +154,7 @@ class Several:
         )
         found = [self.operations[index].found[at] for _, index, at in places]
         try:
-            whole = with_lease_tables(transfer, self.operations[0].engine.links.latest)
+            whole = with_leases(transfer, self.operations[0].engine.links.latest)
             check_gather(whole)
             taken, whole = divide(whole, [source.side for source, _ in found], found[0][1].side)
         except (LLMException, TypeError) as error:

@@ -19,8 +19,8 @@ from kvplan.validation import check_timeout, check_type, shown
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-    from kvnative._executor import Gate
     from kvnative._lower import Descriptors
+    from kvnative._task import Gate
     from kvplan.engine.engine import Engine
     from kvplan.execution import ComputeEvent, TensorMemory
     from kvplan.lease import BlockLease

@@ -110,11 +110,7 @@ class PollableQueue(Generic[_T]):
             await self._arrival()
 
     async def _arrival(self) -> None:
-        """Wait until the descriptor is readable, and watch it only until then.
-
-        Raises:
-            LLMException: LLM_FAILED: in a forked child.
-        """
+        """Wait until the descriptor is readable, and watch it only until then."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         fd = os.dup(self.fileno())  # a loop watches a descriptor for one reader only

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from kvplan.lease import BlockLease
-from kvplan.planning.lease_tables import followed, with_lease_tables
 from kvplan.planning.part import Operation
 from kvplan.planning.planned import check_plan
 from kvplan.planning.planner import VERBS, Local, check_sources, of_part
-from kvplan.planning.transfer import PeerTensors, Planned, Rows, Transfer
+from kvplan.planning.transfer import PeerTensors, Planned, Rows, Transfer, followed, with_leases
 from kvplan.status import LLMException, invalid
 from kvplan.types import BlocksCacheKey, Cache, CacheKey, CacheKeyByIdAndIndex
 from kvplan.validation import check_type, shown
@@ -51,7 +50,7 @@ class Pair(NamedTuple):
             if self.source is not None:
                 src = followed(self.argument("src"), self.src, links.latest)
                 return self._replace(src=src)
-            transfer = with_lease_tables(self.transfer, links.latest)
+            transfer = with_leases(self.transfer, links.latest)
         except (LLMException, TypeError) as error:
             raise of_part(self.name, error) from None
         return Pair(self.name, transfer, cast(Rows, transfer.src), transfer.dst)

@@ -13,7 +13,8 @@ from kvplan.status import LLMException
 if TYPE_CHECKING:
     import asyncio
 
-    from kvnative._executor import LayeredTask, Task
+    from kvnative._layered import LayeredTask
+    from kvnative._task import Task
 
 
 class AwaitableTask(ABC):

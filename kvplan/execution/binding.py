@@ -40,12 +40,7 @@ class Bindable(Protocol):
 
 
 def bind(plan: Plan, src: Bindable, dst: Bindable, *, one_space: bool) -> Descriptors:
-    """Return the descriptors of `plan` between two memories; `one_space`: both are of one process.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID if a memory does not fit its side, cannot be written, or if
-            ranges of it overlap so that the result would depend on the order of the copies.
-    """
+    """Return the descriptors of `plan` between two memories; `one_space`: of one process."""
     if len(plan.parts) > 1:
         return _bind_parts(plan, src, dst, one_space)
     return _bind_part(plan.parts[0], src, dst, one_space)
@@ -129,11 +124,7 @@ def _bind_parts(plan: Plan, src: Bindable, dst: Bindable, one_space: bool) -> De
 def join(
     plan: Plan, bound: Sequence[Descriptors], src: Bindable, dst: Bindable, *, one_space: bool
 ) -> Descriptors:
-    """Return the descriptors of all parts, in order, as one array.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: the result would depend on the order of the parts.
-    """
+    """Return the descriptors of all parts, in order, as one array."""
     if len(bound) == 1:
         return bound[0]
     descriptors = Descriptors.joined(bound)

@@ -14,8 +14,10 @@ from weakref import WeakValueDictionary, ref
 
 import msgspec
 
-from kvnative._executor import CompletionQueue, LayeredTask, NativeError, Task
+from kvnative._backend import NativeError
+from kvnative._layered import LayeredTask
 from kvnative._signals import Condition, Mutex
+from kvnative._task import CompletionQueue, Task
 from kvplan.execution.awaitable import AwaitableTask, NativeTask
 from kvplan.status import LLMException
 from kvplan.system.limits import start_thread, system_error

@@ -9,7 +9,7 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
-    from kvnative._executor import Gate
+    from kvnative._task import Gate
 
 _HANDLES = 1 << 64
 

@@ -9,13 +9,8 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvnative._executor import (
-    LAYER_DONE,
-    LAYER_FAILED,
-    LAYER_MOVING,
-    LAYER_WAITING,
-    NativeError,
-)
+from kvnative._backend import NativeError
+from kvnative._layered import LAYER_DONE, LAYER_FAILED, LAYER_MOVING, LAYER_WAITING
 from kvplan.execution.completion import tracker
 from kvplan.execution.compute_events import GateOf, no_accelerator
 from kvplan.execution.memory import HostMemory
@@ -26,7 +21,8 @@ from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.validation import as_int, shown
 
 if TYPE_CHECKING:
-    from kvnative._executor import Gate, LayeredTask
+    from kvnative._layered import LayeredTask
+    from kvnative._task import Gate
     from kvplan.execution.compute_events import ComputeEvent, ComputeStream
     from kvplan.execution.memory import TensorMemory
     from kvplan.planning.plan import Plan

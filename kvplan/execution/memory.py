@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvnative._executor import Revocable, revoke
 from kvnative._host import check_ranges
 from kvnative._signals import Condition
+from kvnative._task import Revocable, revoke
 from kvplan.status import LLMException, LLMStatusCode, invalid
 from kvplan.system.limits import system_error
 from kvplan.tensors.description import check_contiguous
@@ -22,7 +22,7 @@ from kvplan.tensors.form import TensorForm, read_form
 from kvplan.types import Cache, CacheDesc
 
 if TYPE_CHECKING:
-    from kvnative._executor import Backend, ThreadPool
+    from kvnative._backend import Backend, ThreadPool
 
 Direction = Literal["get", "put"]
 Addresses = NDArray[np.uint64]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
-from kvnative._executor import (
+from kvnative._backend import (
     KVN_CANCELLED,
     KVN_DENIED,
     KVN_DEVICE_MEMORY,
@@ -36,7 +36,9 @@ from kvplan.status import LLMException, LLMStatusCode
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
-    from kvnative._executor import LayeredTask, Report, Task
+    from kvnative._layered import LayeredTask
+    from kvnative._report import Report
+    from kvnative._task import Task
     from kvplan.execution.compute_events import ComputeStream, StreamOf
     from kvplan.execution.memory import TensorMemory
     from kvplan.planning.part import Part

@@ -12,17 +12,10 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
-from kvnative._executor import (
-    KVN_CANCELLED,
-    KVN_OK,
-    Backend,
-    Executor,
-    NativeError,
-    Report,
-    ThreadPool,
-    host_backend,
-)
+from kvnative._backend import KVN_CANCELLED, KVN_OK, Backend, NativeError, ThreadPool, host_backend
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors
+from kvnative._report import Report
 from kvnative._signals import Mutex
 from kvnative._tuning import Tuning
 from kvplan.execution.binding import bind
@@ -44,8 +37,8 @@ from kvplan.system.limits import system_error
 from kvplan.validation import check_type
 
 if TYPE_CHECKING:
-    from kvnative._executor import Gate
     from kvnative._process import Peer
+    from kvnative._task import Gate
     from kvplan.execution.compute_events import GateOf, StreamOf
 
 _HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()

@@ -65,21 +65,12 @@ class Choice(NamedTuple):
 
 
 def tuning_path() -> Path:
-    """Return the path of the file of tunings.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID if this user has no cache directory.
-    """
+    """Return the path of the file of tunings."""
     return cache_path("tuning.json")
 
 
 def check_choice(name: str, value: object) -> None:
-    """Check an argument of `choose`.
-
-    Raises:
-        TypeError: `value` is not a str.
-        LLMException: LLM_PARAM_INVALID if the value is invalid.
-    """
+    """Check an argument of `choose`."""
     _given(name, check_type(name, value, str))
 
 
@@ -89,9 +80,6 @@ def choose(option: str | None = None) -> Choice:
     Args:
         option: "auto" for the stored tuning, else the built-in one; "builtin"; or a JSON object
             with fields that differ from the built-in tuning. None reads KVPLAN_TUNING, or "auto".
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID if the option is invalid.
     """
     name, text = "kvplan.tuning", option
     if text is None:
@@ -140,12 +128,7 @@ def this_processor() -> str:
 
 
 def load_tuning() -> Finding | None:
-    """Return the tuning that is stored for this kind of machine, or None.
-
-    Raises:
-        OSError: the file exists but cannot be read.
-        LLMException: LLM_PARAM_INVALID: the file is invalid, or this processor lacks a strategy.
-    """
+    """Return the tuning that is stored for this kind of machine, or None."""
     path = tuning_path()
     machines = read_machines(path, FILE_VERSION)
     if not machines or (machine := this_processor()) not in machines:
@@ -177,12 +160,7 @@ def _line(name: str, value: object) -> str:
 
 
 def save_tuning(found: Finding) -> Finding:
-    """Store a sure measurement for this kind of machine, and return it with the time.
-
-    Raises:
-        OSError: the file cannot be written.
-        LLMException: as `load_tuning`, unless only the entry of this machine is invalid.
-    """
+    """Store a sure measurement for this kind of machine, and return it with the time."""
     assert found.sure, "other processes disturbed the measurement"
     path = tuning_path()
     machines = read_machines(path, FILE_VERSION)

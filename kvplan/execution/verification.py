@@ -11,9 +11,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvnative._executor import KVN_OK, Report
+from kvnative._backend import KVN_OK
 from kvnative._extents import first_different
 from kvnative._lower import Descriptors
+from kvnative._report import Report
 from kvplan.execution.memory import HostMemory, TensorMemory
 from kvplan.execution.task import status_code_of
 from kvplan.planning.plan import Plan

@@ -258,17 +258,17 @@ def check_kind(name: str, cache: Cache, *, is_blocks: bool) -> None:
         raise invalid(f"{name}={cache} must be {'paged' if is_blocks else 'contiguous'}")
 
 
-def check_alike(src_name: str, src: Cache, dst_name: str, dst: Cache) -> None:
+def check_alike(src: Cache, dst: Cache) -> None:
     """Check that two caches can swap blocks: one on each side, with equal tensors and blocks."""
-    ends = {src_name: desc_of(src.cache_desc), dst_name: desc_of(dst.cache_desc)}
+    ends = [desc_of(cache.cache_desc) for cache in (src, dst)]
     for what, values in (
-        ("placement", [desc.placement.name for desc in ends.values()]),
-        ("num_tensors", [desc.num_tensors for desc in ends.values()]),
-        ("bytes of a block", [desc.rows_nbytes // desc.shape[0] for desc in ends.values()]),
+        ("placement", [desc.placement.name for desc in ends]),
+        ("num_tensors", [desc.num_tensors for desc in ends]),
+        ("bytes of a block", [desc.rows_nbytes // desc.shape[0] for desc in ends]),
     ):
         if (values[0] == values[1]) is (what == "placement"):
             raise invalid(
-                f"{what} is {values[0]} of {src_name} and {values[1]} of {dst_name}; a swap needs "
+                f"{what} is {values[0]} of src_cache and {values[1]} of dst_cache; a swap needs "
                 "one cache of HOST and one of DEVICE, with equal num_tensors and bytes of a block"
             )
 

@@ -4,12 +4,12 @@ Nothing here knows an address, a socket or compiled code. Only the methods of `P
 import from a room above, when they are called.
 """
 
-from kvplan.planning.origin import Origin
 from kvplan.planning.part import LayerPair, Part
 from kvplan.planning.plan import Plan
 from kvplan.planning.schema import load_plan
 from kvplan.planning.segments import Coalesce, Repeat, Segments
 from kvplan.planning.side import Side
+from kvplan.planning.texts import Origin
 
 __all__ = [
     "Coalesce",

@@ -73,11 +73,7 @@ def block_table(name: str, blocks: Any) -> NDArray[Any]:
 
 
 def check_table(name: str, blocks: object) -> None:
-    """Refuse a single block in place of a block table.
-
-    Raises:
-        TypeError: `blocks` is a single block.
-    """
+    """Refuse a single block in place of a block table."""
     if isinstance(blocks, int | np.integer):
         raise TypeError(
             f"{name}={blocks} must be a block table, a sequence of int such as [{blocks}]"
@@ -85,11 +81,7 @@ def check_table(name: str, blocks: object) -> None:
 
 
 def as_array(name: str, given: object) -> NDArray[Any]:
-    """Return a host tensor of another library as an array.
-
-    Raises:
-        TypeError: the tensor is on a device, or cannot be read.
-    """
+    """Return a host tensor of another library as an array."""
     try:
         return np.asarray(given)
     except Exception as error:  # libraries raise anything
@@ -105,9 +97,6 @@ def pair_tables(name: str, given: object) -> tuple[list[int], list[int]]:
     Args:
         given: a mapping from source block to destination block or blocks, pairs of both, or an
             array or tensor of two such columns.
-
-    Raises:
-        TypeError: anything else.
     """
     if isinstance(given, Mapping):
         pairs = [

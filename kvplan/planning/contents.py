@@ -10,10 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplan.layout import numbers_text
-from kvplan.planning.origin import Origin
 from kvplan.planning.part import Part
 from kvplan.planning.side import Side
-from kvplan.planning.texts import Span, nbytes_text, plural, span, spans_of, spans_text, to_text
+from kvplan.planning.texts import (
+    Origin,
+    Span,
+    nbytes_text,
+    plural,
+    span,
+    spans_of,
+    spans_text,
+    to_text,
+)
 from kvplan.validation import check_index
 
 

@@ -78,7 +78,8 @@ def plan_gather(
     """Plan pulls of one request from several caches, each of which has some of the model.
 
     Together the parts write each byte of the request in `dst` exactly once: layer by layer, head by
-    head and token by token from one of the sources that have it.
+    head and token by token from one of the sources that have it. The part of a source is None if
+    nothing is taken from it, as from replicas, or because it holds no token of the request.
 
     Args:
         transfer: the rows of each source and of `dst`; see `Transfer`.
@@ -86,16 +87,6 @@ def plan_gather(
             has everything.
         dst: the local paged cache.
         by_layer: True if each layer is to move by itself.
-
-    Returns:
-        For each source its part; None if nothing is taken from it, as from replicas, or because it
-        holds no token of the request.
-
-    Raises:
-        ValueError: a number outside its C type.
-        TypeError: an argument of another type.
-        LLMException: LLM_PARAM_INVALID: as of `plan`; a layer, head or token that no source has
-            (named); sources that overlap so that none can give a whole range of layers and heads.
     """
     check_gather(transfer)
     sides = [side(f"sources[{i}]", cache, paged=True) for i, cache in enumerate(sources)]
@@ -108,11 +99,7 @@ def plan_gather(
 
 
 def check_gather(transfer: Transfer) -> None:
-    """Refuse rows and options that a gather does not support.
-
-    Raises:
-        TypeError, ValueError, LLMException: as `plan_gather`.
-    """
+    """Refuse rows and options that a gather does not support."""
     for index, its in enumerate(cast("Sequence[Rows]", transfer.src)):
         if its.blocks is None:
             raise invalid(f"src[{index}].blocks is None; it must name blocks")
@@ -131,11 +118,7 @@ def check_gather(transfer: Transfer) -> None:
 def divide(
     transfer: Transfer, sides: Sequence[Side], target: Side
 ) -> tuple[Sequence[Taken | None], Transfer]:
-    """Return the share of each source of a checked gather, and the transfer with its tokens.
-
-    Raises:
-        TypeError, ValueError, LLMException: as `plan_gather`.
-    """
+    """Return the share of each source of a checked gather, and the transfer with its tokens."""
     if transfer.rank is not None:
         check_width("rank", check_type("rank", transfer.rank, int), 0, INT64_MAX)
     if target.has_all_tokens and all(cache.has_all_tokens for cache in sides):
@@ -164,11 +147,7 @@ def plan_taken(
     *,
     by_layer: bool,
 ) -> Part:
-    """Plan the share of the source at this index.
-
-    Raises:
-        TypeError, ValueError, LLMException: as `plan_gather`.
-    """
+    """Plan the share of the source at this index."""
     rows = cast("Sequence[Rows]", transfer.src)[index]
     assert transfer.dst.blocks is not None
     layers, heads, tokens = taken

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import numpy as np
 
 from kvplan.planning.blocks import Blocks
-from kvplan.planning.origin import Origin
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
+from kvplan.planning.texts import Origin
 from kvplan.planning.tokens import BlockTables
 
 Operation = Literal[

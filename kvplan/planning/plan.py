@@ -10,9 +10,8 @@ from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple
 
 from kvplan.planning.contents import model_note, one_line
-from kvplan.planning.origin import Origin
 from kvplan.planning.part import Part
-from kvplan.planning.texts import DEFAULT_LIMIT, Format, nbytes_text
+from kvplan.planning.texts import DEFAULT_LIMIT, Format, Origin, nbytes_text
 from kvplan.status import invalid
 from kvplan.validation import check_index, check_type, shown
 
@@ -389,12 +388,7 @@ def _checked(parts: tuple[Part, ...]) -> tuple[Part, ...]:
 
 
 def check_name(name: object) -> None:
-    """Refuse a name of a part that does not fit into a printed line.
-
-    Raises:
-        TypeError: not a str.
-        LLMException: LLM_PARAM_INVALID: not 1 to 64 characters, or not printable.
-    """
+    """Refuse a name of a part that does not fit into a printed line."""
     if type(name) is not str:
         check_type("name of a part", name, str)
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not name.isprintable():

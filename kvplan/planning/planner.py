@@ -100,11 +100,7 @@ def plan_pair(
     *,
     by_layer: bool = False,
 ) -> Part:
-    """Plan rows of one cache to rows of another; `transfer` has the rows.
-
-    Raises:
-        TypeError, ValueError, LLMException: as `plan`.
-    """
+    """Plan rows of one cache to rows of another; `transfer` has the rows."""
     src, dst = cast(Rows, transfer.src), transfer.dst
     if transfer.rank is not None:
         raise invalid(f"rank={transfer.rank} must be None: only a gather has several sources")
@@ -170,10 +166,6 @@ def check_transfers(transfers: Mapping[str, object], kinds: tuple[type, ...] = (
     Args:
         transfers: by name.
         kinds: allowed classes of transfers.
-
-    Raises:
-        TypeError: a name that is not a str, or a value of another class.
-        LLMException: LLM_PARAM_INVALID: no transfer, or an invalid name.
     """
     if not transfers:
         raise invalid("transfer is empty; it must name at least one Transfer")
@@ -186,12 +178,7 @@ def check_transfers(transfers: Mapping[str, object], kinds: tuple[type, ...] = (
 
 
 def check_sources(sources: object) -> None:
-    """Refuse a gather whose sources are not a sequence of `Rows`.
-
-    Raises:
-        TypeError: not a sequence of `Rows`.
-        LLMException: LLM_PARAM_INVALID: an empty sequence.
-    """
+    """Refuse a gather whose sources are not a sequence of `Rows`."""
     if isinstance(sources, str | bytes) or not isinstance(sources, Sequence):
         raise TypeError(f"src={shown(sources)} must be Rows, or a sequence of Rows")
     if not sources:

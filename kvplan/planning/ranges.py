@@ -61,11 +61,7 @@ class Ranges(NamedTuple):
     pulls: bool
 
     def text(self, descriptor: int) -> str:
-        """Return the addresses that a descriptor reads and writes, for messages.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: the descriptor does not exist.
-        """
+        """Return the addresses that a descriptor reads and writes, for messages."""
         check_index("descriptor", descriptor, len(self.nbytes))
         nbytes = int(self.nbytes[descriptor])
         src, dst = (

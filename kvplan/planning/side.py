@@ -320,13 +320,7 @@ A `Side` saves work for callers that plan with one cache repeatedly.
 
 
 def side(argument: str, cache: Described, *, paged: bool) -> Side:
-    """Return the side of `cache`, read as paged (rows are blocks) or contiguous (slots).
-
-    Raises:
-        TypeError: `cache` is not a description; the message names `argument`.
-        LLMException: LLM_PARAM_INVALID: a side of the other kind, or a remote cache whose key is of
-            the other kind. (A paged cache that is read as slots would be copied wrongly.)
-    """
+    """Return the side of `cache`, read as paged (rows are blocks) or contiguous (slots)."""
     if isinstance(cache, Side):
         if cache.paged is not paged:
             word = "blocks" if paged else "slots"

@@ -33,11 +33,7 @@ _logger = logging.getLogger("kvplan")
 
 
 def asked(text: str) -> dict[str, str]:
-    """Return the modules that the value of the variable names.
-
-    Raises:
-        ValueError: a name that is not one of `INTERFACES`.
-    """
+    """Return the modules that the value of the variable names."""
     names = [name for part in text.split(",") if (name := part.strip())]
     if unknown := [name for name in names if name not in INTERFACES]:
         raise ValueError(f"{AS}={text!r}: {unknown[0]!r} is none of {sorted(INTERFACES)}")

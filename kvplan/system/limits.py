@@ -129,7 +129,7 @@ def _limits_behind(errno: int) -> Iterator[str]:
         yield from _own_limit("RLIMIT_FSIZE", "bytes of a file or memfd, ulimit -f")
     elif errno == EAGAIN:
         yield from _own_limit("RLIMIT_NPROC", "threads of this user, ulimit -u")
-        yield from _smallest_cgroup("pids", "pids.max")
+        yield from _fewest_pids()
         yield f"kernel.threads-max is {_number_in(Path('/proc/sys/kernel/threads-max')):.0f}"
     elif errno == ENOMEM:
         yield from _own_limit("RLIMIT_AS", "bytes of address space, ulimit -v")
@@ -143,15 +143,15 @@ def _own_limit(name: str, what: str) -> Iterator[str]:
         yield f"{name} is {limit} ({what})"
 
 
-def _smallest_cgroup(controller: str, file: str) -> Iterator[str]:
+def _fewest_pids() -> Iterator[str]:
     try:
-        cgroups = list(_cgroups(controller, _ROOT))
+        cgroups = list(_cgroups("pids", _ROOT))
     except OSError:
         return
-    found = ((_number_in(folder / file), name) for folder, name, _ in cgroups)
+    found = ((_number_in(folder / "pids.max"), name) for folder, name, _ in cgroups)
     limit, name = min(found, default=(math.inf, ""))
     if limit < math.inf:
-        yield f"{file} of {name} is {limit:.0f}"
+        yield f"pids.max of {name} is {limit:.0f}"
 
 
 def check_process(pid: int, what: str) -> None:

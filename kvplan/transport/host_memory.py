@@ -41,10 +41,6 @@ def new_arena(
         pages: "auto" (huge pages if prefaulted), "small", or "hugetlb": pages that the
             administrator has reserved.
         numa_node: the node of the memory; None: the system chooses.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: a size or option that is not possible; LLM_OUT_OF_MEMORY;
-            LLM_FAILED: for example, no file descriptor is left.
     """
     limit = None if allow_overcommit else memory_limit()
     if limit is not None and nbytes > limit.nbytes:

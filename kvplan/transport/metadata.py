@@ -40,9 +40,6 @@ def boot_id() -> str:
     """Return the id of the running kernel, which names the host: its containers share one kernel.
 
     Another host, or the same one after its next boot, has another id.
-
-    Raises:
-        OSError: /proc cannot be read.
     """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 

@@ -48,9 +48,6 @@ class StateForm:
             ranks: number of ranks of tensor parallelism.
             groups: groups of B and C of Mamba2 in the model; None: unknown.
             columns_first: True if columns are the first dimension of a convolution state.
-
-        Raises:
-            NotImplementedError: states of an unknown kind, or of shapes that it does not have.
         """
         ranks = 1 if spec.tp_replicated else ranks
         kind, shapes = spec.mamba_type.name, tuple(map(tuple, spec.shapes))
@@ -103,10 +100,6 @@ class StateForm:
             pages: a tensor of bytes for each layer: its pages, which may have padding.
             rank: the rank of tensor parallelism that has them.
             shard: the layers of the model that they are.
-
-        Raises:
-            LLMException: LLM_PARAM_INVALID: pages that are smaller than the states, or of another
-                shape.
         """
         rank %= self.ranks
         found: list[list[Any]] = []

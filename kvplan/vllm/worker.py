@@ -434,9 +434,6 @@ def place_of(
             `cp_kv_cache_interleave_size`, the number of tokens that follow each other on one rank.
         num_heads: KV heads of the model.
         stage, stages: of pipeline parallelism; see `Place`.
-
-    Raises:
-        LLMException: LLM_PARAM_INVALID: ranks that would share out tokens of unlike heads.
     """
     (rank, ranks), (copy, copies), (contexts, size) = tensor, prefill_context, context
     if contexts == 1:

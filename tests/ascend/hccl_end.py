@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnative._acl import AclLibrary
-from kvnative._executor import Executor, Report, Task
+from kvnative._executor import Executor
 from kvnative._hccl import Communicator, Tickets
 from kvnative._hccl_memory import Guards, HcclLibrary, Region, Staging
 from kvnative._lower import Descriptors
 from kvnative._pinned import pin
+from kvnative._report import Report
+from kvnative._task import Task
 from tests.ascend.simulator import HOME, Controls
 from tests.support.peer import described
 

@@ -6,16 +6,10 @@ import time
 
 import pytest
 
+from kvnative._backend import KVN_CANCELLED, KVN_FAILED, KVN_NO_DEVICE_MEMORY, KVN_OK, KVN_TIMEOUT
 from kvnative._device import Device
-from kvnative._executor import (
-    KVN_CANCELLED,
-    KVN_FAILED,
-    KVN_NO_DEVICE_MEMORY,
-    KVN_OK,
-    KVN_TIMEOUT,
-    Executor,
-    Task,
-)
+from kvnative._executor import Executor
+from kvnative._task import Task
 from tests.ascend.acl_cases import DIRECTIONS, FOREVER, HAS_BATCH, UNTOUCHED, Case, between
 from tests.ascend.simulator import Controls, Log
 from tests.native.scatter import indices

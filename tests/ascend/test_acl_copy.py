@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvnative._device import Device
-from kvnative._executor import (
+from kvnative._backend import (
     KVN_DEVICE_MEMORY,
     KVN_FAILED,
     KVN_INVALID,
@@ -14,8 +13,9 @@ from kvnative._executor import (
     KVN_OK,
     KVN_SUSPECT_REMOTE,
     KVN_TIMEOUT,
-    Executor,
 )
+from kvnative._device import Device
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from tests.ascend.acl_cases import (
     DIRECTIONS,

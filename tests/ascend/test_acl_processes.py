@@ -14,7 +14,8 @@ PRELUDE = """
 import gc, os
 from kvnative._acl import AclError, AclLibrary
 from kvnative._backend import NativeError
-from kvnative._executor import KVN_OK, Executor
+from kvnative._backend import KVN_OK
+from kvnative._executor import Executor
 from tests.ascend.acl_cases import between
 from tests.ascend.simulator import controls, found
 with found():

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvnative._acl import AclLibrary
+from kvnative._backend import KVN_CANCELLED, KVN_FAILED, KVN_OK, KVN_TIMEOUT
 from kvnative._device import Device
-from kvnative._executor import KVN_CANCELLED, KVN_FAILED, KVN_OK, KVN_TIMEOUT, Executor
+from kvnative._executor import Executor
 from tests.ascend.acl_cases import (
     DIRECTIONS,
     FOREVER,

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvnative._executor import KVN_OK, KVN_UNMAPPED, Executor, ThreadPool
+from kvnative._backend import KVN_OK, KVN_UNMAPPED, ThreadPool
+from kvnative._executor import Executor
 from kvnative._hccl import NUM_TICKETS
 from kvnative._lower import Descriptors
 from kvplan import (

@@ -17,9 +17,10 @@ import pytest
 from kvnative._backend import KVN_OK, KVN_UNMAPPED
 from kvnative._cuda import CudaError, CudaLibrary
 from kvnative._device import Device
-from kvnative._executor import Executor, Report
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._pinned import pin
+from kvnative._report import Report
 from tests.ascend.acl_cases import DIRECTIONS, Case, between
 from tests.ascend.simulator import Log
 from tests.cuda_sim.cuda_library import Access, Cuda, Location, allocation

@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvnative._cuda import CudaError, CudaLibrary
-from kvnative._device import Device
-from kvnative._executor import (
+from kvnative._backend import (
     KVN_CANCELLED,
     KVN_FAILED,
     KVN_INVALID,
@@ -26,11 +24,13 @@ from kvnative._executor import (
     KVN_PENDING,
     KVN_TIMEOUT,
     KVN_UNSUPPORTED,
-    Executor,
     NativeError,
-    Report,
-    Task,
 )
+from kvnative._cuda import CudaError, CudaLibrary
+from kvnative._device import Device
+from kvnative._executor import Executor
+from kvnative._report import Report
+from kvnative._task import Task
 from tests.ascend.acl_cases import FOREVER, UNTOUCHED, Case, between
 from tests.ascend.simulator import Log
 from tests.cuda_sim.cuda_library import Cuda, in_thread

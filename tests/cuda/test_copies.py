@@ -10,6 +10,7 @@ import gc
 import numpy as np
 import pytest
 
+from kvnative._backend import KVN_CANCELLED, KVN_OK, KVN_REVOKED, KVN_UNMAPPED
 from kvnative._cuda import (
     CopyTuning,
     CudaLibrary,
@@ -19,17 +20,10 @@ from kvnative._cuda import (
 )
 from kvnative._cuda_share import export, import_pieces
 from kvnative._device import Device
-from kvnative._executor import (
-    KVN_CANCELLED,
-    KVN_OK,
-    KVN_REVOKED,
-    KVN_UNMAPPED,
-    Executor,
-    Report,
-    Revocable,
-    revoke,
-)
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors
+from kvnative._report import Report
+from kvnative._task import Revocable, revoke
 from tests.ascend.acl_cases import DIRECTIONS, UNTOUCHED, Case, between, mixed_sizes
 from tests.ascend.simulator import Log
 from tests.cuda.conftest import PAGES

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvnative._backend import KVN_NO_DEVICE_MEMORY, NativeError
+from kvnative._backend import KVN_NO_DEVICE_MEMORY, KVN_OK, NativeError
 from kvnative._cuda import CudaError, CudaLibrary
 from kvnative._device import Device
-from kvnative._executor import KVN_OK, Executor, Report
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._pinned import allocate_host, pin
+from kvnative._report import Report
 from kvplan.device.cuda import CudaDevice, restrictions
 from tests.ascend.simulator import Log
 from tests.cuda_sim.cuda_library import Cuda

@@ -18,7 +18,8 @@ DEADLINE_S = 60
 BEGIN = """
 import gc
 from kvnative._cuda import CudaLibrary
-from kvnative._executor import KVN_CANCELLED, Executor
+from kvnative._backend import KVN_CANCELLED
+from kvnative._executor import Executor
 from tests.ascend.acl_cases import between
 from tests.cuda_sim.simulator import controls
 from tests.datadist.layers import wait_until

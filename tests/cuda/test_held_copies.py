@@ -16,19 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvnative._backend import KVN_CANCELLED, KVN_OK, KVN_PENDING, KVN_TIMEOUT, KVN_UNMAPPED
 from kvnative._cuda import CudaLibrary
 from kvnative._device import Device
-from kvnative._executor import (
-    KVN_CANCELLED,
-    KVN_OK,
-    KVN_PENDING,
-    KVN_TIMEOUT,
-    KVN_UNMAPPED,
-    Executor,
-    Gate,
-    Task,
-)
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors
+from kvnative._task import Gate, Task
 from tests.ascend.acl_cases import DIRECTIONS, FOREVER, UNTOUCHED, Case, between
 from tests.ascend.simulator import Log
 from tests.cuda_sim.simulator import CudaControls
@@ -511,7 +504,8 @@ assert controls().violations() == 0, controls().last_violation()
 
 BLOCKING_LAUNCHES = """
 from kvnative._cuda import CudaLibrary
-from kvnative._executor import KVN_CANCELLED, KVN_OK, KVN_PENDING, Executor
+from kvnative._backend import KVN_CANCELLED, KVN_OK, KVN_PENDING
+from kvnative._executor import Executor
 from tests.ascend.acl_cases import between
 from tests.cuda_sim.simulator import controls
 from tests.device.compute import compute_on, handle_of
@@ -536,7 +530,8 @@ CLOSED_BEFORE = """
 import gc, sys, weakref
 import numpy as np
 from kvnative._cuda import CudaLibrary
-from kvnative._executor import KVN_CANCELLED, Executor
+from kvnative._backend import KVN_CANCELLED
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._pinned import allocate_host
 from tests.cuda_sim.cuda_library import Cuda

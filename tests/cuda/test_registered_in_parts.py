@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvnative._backend import NativeError
+from kvnative._backend import KVN_OK, NativeError
 from kvnative._cuda import CopyTuning, limit_copies, limit_registered, tune_copies
 from kvnative._device import Device
-from kvnative._executor import KVN_OK, Executor
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._pinned import Pinned, pin, pinned_by
 from tests.ascend.simulator import Log

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import kvplan
+from kvnative._backend import KVN_UNMAPPED, ThreadPool
 from kvnative._cuda import CopyTuning, tune_copies
-from kvnative._executor import KVN_UNMAPPED, Executor, ThreadPool
+from kvnative._executor import Executor
 from kvnative._lower import lower
 from kvplan import LLMException, LLMStatusCode, Placement, Rows, Transfer, Transfers
 from kvplan.device.device import CopyDirection

@@ -14,7 +14,7 @@ from weakref import ref
 
 import pytest
 
-from kvnative._executor import Backend
+from kvnative._backend import Backend
 from kvplan import (
     Cache,
     CacheIndex,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvnative._executor import Backend
+from kvnative._backend import Backend
 from kvplan import (
     Cache,
     CacheDesc,

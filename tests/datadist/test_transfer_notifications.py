@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvnative._executor import Backend
+from kvnative._backend import Backend
 from kvplan import (
     BlocksCacheKey,
     Cache,

@@ -10,22 +10,21 @@ from collections.abc import Iterator
 import pytest
 
 from kvnative._acl import AclLibrary
-from kvnative._backend import host_backend
-from kvnative._cuda import CudaLibrary
-from kvnative._device import Device, DeviceError
-from kvnative._executor import (
+from kvnative._backend import (
     KVN_CANCELLED,
     KVN_FAILED,
     KVN_OK,
     KVN_PENDING,
     KVN_TIMEOUT,
     Backend,
-    Executor,
-    Gate,
     NativeError,
-    Task,
     ThreadPool,
+    host_backend,
 )
+from kvnative._cuda import CudaLibrary
+from kvnative._device import Device, DeviceError
+from kvnative._executor import Executor
+from kvnative._task import Gate, Task
 from tests.ascend.acl_cases import FOREVER, UNTOUCHED, Case, between
 from tests.ascend.simulator import Controls, Log
 from tests.cuda.conftest import besides_launches

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvnative._executor import (
+from kvnative._backend import (
     KVN_DENIED,
     KVN_FAILED,
     KVN_INVALID,

@@ -12,7 +12,7 @@ from threading import Event, Thread
 
 import pytest
 
-from kvnative._executor import NativeError
+from kvnative._backend import NativeError
 from kvplan import LLMException, LLMStatusCode, Transfers
 from tests.execution.test_layer_task import PLAN, InParts, assert_equal, expected, filled
 from tests.native.test_executor_concurrency import at_once

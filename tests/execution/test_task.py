@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvnative._executor import NativeError
+from kvnative._backend import NativeError
 from kvplan import (
     CacheDesc,
     DataType,

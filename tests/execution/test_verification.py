@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvnative._executor import Executor, Report, ThreadPool, host_backend
+from kvnative._backend import ThreadPool, host_backend
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors
+from kvnative._report import Report
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
 from kvplan.execution import HostMemory
 from kvplan.execution.binding import bind

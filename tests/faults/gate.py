@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 
-from kvnative._executor import Backend
+from kvnative._backend import Backend
 from tests.support.wrappers import limit_batch, trace
 
 DEADLINE_S = 30.0  # of what happens at once, on a machine that stalls

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 import kvplan
-from kvnative import _executor
+from kvnative import _backend, _executor, _task
 from tests.faults import contents, footprint, states
 from tests.support import wrappers
 from tests.support.over_tcp import engine_of
 
-ROOMS = (kvplan, _executor, wrappers)
+ROOMS = (kvplan, _backend, _executor, _task, wrappers)
 HELPERS = {
     "np": np,
     "DESC": contents.DESC,

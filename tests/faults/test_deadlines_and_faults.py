@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvnative._executor import (
+from kvnative._backend import (
     KVN_DENIED,
     KVN_DEVICE_MEMORY,
     KVN_FAILED,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvnative._executor import Backend
+from kvnative._backend import Backend
 from kvplan import (
     Cache,
     CacheDesc,

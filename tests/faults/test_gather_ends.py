@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvnative._executor import Backend
+from kvnative._backend import Backend
 from kvplan import (
     CacheDesc,
     CacheIndex,

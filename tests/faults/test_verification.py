@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvnative._executor import Backend
+from kvnative._backend import Backend
 from kvplan import (
     Cache,
     CacheDesc,

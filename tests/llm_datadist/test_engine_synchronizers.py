@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvnative._executor import Backend
+from kvnative._backend import Backend
 from kvplan import LlmDataDist, Transfers
 from kvplan.llm_datadist import (
     Cache,

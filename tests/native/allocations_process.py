@@ -14,8 +14,8 @@ from contextlib import ExitStack
 import numpy as np
 
 import kvplan
-from kvnative._backend import NativeError, ThreadPool
-from kvnative._executor import KVN_OK, Executor, host_backend
+from kvnative._backend import KVN_OK, NativeError, ThreadPool, host_backend
+from kvnative._executor import Executor
 from kvnative._host import GenerationTable
 from kvnative._lower import Descriptors
 from kvnative._writers import Writer, WriterTable

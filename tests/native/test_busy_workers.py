@@ -9,7 +9,8 @@ from time import sleep, thread_time_ns
 
 import pytest
 
-from kvnative._executor import KVN_OK, Executor, ThreadPool, host_backend
+from kvnative._backend import KVN_OK, ThreadPool, host_backend
+from kvnative._executor import Executor
 from tests.native.scatter import Scattered, scatter
 
 ROOT = Path(__file__).parents[2]

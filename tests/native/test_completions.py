@@ -9,22 +9,19 @@ import weakref
 
 import pytest
 
-from kvnative._executor import (
+from kvnative._backend import (
     KVN_CANCELLED,
     KVN_FAILED,
     KVN_OK,
-    LAYER_MOVING,
     Backend,
-    CompletionQueue,
-    Executor,
-    LayeredTask,
     NativeError,
-    Task,
     ThreadPool,
     host_backend,
     striped,
 )
-from kvnative._task import AnyTask
+from kvnative._executor import Executor
+from kvnative._layered import LAYER_MOVING, LayeredTask
+from kvnative._task import AnyTask, CompletionQueue, Task
 from tests.native.scatter import scatter
 from tests.support.wrappers import delay, fail_at, hold, let_go, limit_batch, swap_at
 

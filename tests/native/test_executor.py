@@ -9,24 +9,22 @@ import weakref
 import numpy as np
 import pytest
 
-from kvnative._executor import (
+from kvnative._backend import (
     KVN_CANCELLED,
     KVN_OK,
     KVN_PENDING,
     KVN_REVOKED,
     KVN_TIMEOUT,
     Backend,
-    Executor,
-    LayeredTask,
     NativeError,
-    Report,
-    Revocable,
-    Task,
     ThreadPool,
     host_backend,
-    revoke,
 )
+from kvnative._executor import Executor
+from kvnative._layered import LayeredTask
 from kvnative._lower import Descriptors, lower
+from kvnative._report import Report
+from kvnative._task import Revocable, Task, revoke
 from tests.native.scatter import Scattered, indices, scatter
 from tests.support.wrappers import delay, limit_bandwidth, limit_batch
 

@@ -7,16 +7,10 @@ from threading import Barrier
 import numpy as np
 import pytest
 
-from kvnative._executor import (
-    KVN_CANCELLED,
-    KVN_OK,
-    KVN_TIMEOUT,
-    Executor,
-    Task,
-    ThreadPool,
-    host_backend,
-)
+from kvnative._backend import KVN_CANCELLED, KVN_OK, KVN_TIMEOUT, ThreadPool, host_backend
+from kvnative._executor import Executor
 from kvnative._lower import lower
+from kvnative._task import Task
 from tests.native.scatter import indices, scatter
 from tests.support.wrappers import delay, limit_bandwidth, limit_batch
 

@@ -10,7 +10,10 @@ import pytest
 PRELUDE = """
 import multiprocessing, os, sys
 import numpy as np
-from kvnative._executor import *
+from kvnative._backend import *
+from kvnative._executor import Executor
+from kvnative._layered import *
+from kvnative._task import *
 from kvnative._process import process_backend
 from tests.native.scatter import scatter
 from tests.support.wrappers import *

@@ -5,13 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvnative._executor import (
-    KVN_INVALID,
-    KVN_OK,
-    Executor,
-    ThreadPool,
-    host_backend,
-)
+from kvnative._backend import KVN_INVALID, KVN_OK, ThreadPool, host_backend
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._tuning import (
     NEVER,

@@ -10,23 +10,19 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from kvnative._executor import (
+from kvnative._backend import (
     KVN_CANCELLED,
     KVN_OK,
     KVN_PEER_GONE,
     KVN_PENDING,
     KVN_TIMEOUT,
-    LAYER_DONE,
-    LAYER_FAILED,
-    LAYER_MOVING,
-    LAYER_WAITING,
     Backend,
-    Executor,
-    LayeredTask,
     NativeError,
     ThreadPool,
     host_backend,
 )
+from kvnative._executor import Executor
+from kvnative._layered import LAYER_DONE, LAYER_FAILED, LAYER_MOVING, LAYER_WAITING, LayeredTask
 from kvnative._lower import Descriptors, lower
 from tests.native.scatter import assert_same, scatter
 from tests.support.wrappers import delay, fail_at, hold, let_go, limit_bandwidth, limit_batch, trace

@@ -6,20 +6,17 @@ from threading import Event
 
 import pytest
 
-from kvnative._executor import (
+from kvnative._backend import (
     KVN_CANCELLED,
     KVN_FAILED,
     KVN_OK,
     KVN_TIMEOUT,
-    LAYER_DONE,
-    LAYER_FAILED,
-    LAYER_WAITING,
     Backend,
-    Executor,
-    LayeredTask,
     ThreadPool,
     host_backend,
 )
+from kvnative._executor import Executor
+from kvnative._layered import LAYER_DONE, LAYER_FAILED, LAYER_WAITING, LayeredTask
 from tests.native.scatter import Scattered, assert_same, indices, scatter
 from tests.native.test_executor_concurrency import at_once
 from tests.support.wrappers import delay, fail_at, limit_bandwidth, limit_batch

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvnative._executor import Backend, Executor, ThreadPool, host_backend
+from kvnative._backend import Backend, ThreadPool, host_backend
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors, lower
 from tests.native.scatter import scatter
 from tests.native.test_executor_processes import run

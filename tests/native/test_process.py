@@ -17,19 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvnative._executor import (
-    KVN_OK,
-    KVN_PEER_GONE,
-    KVN_UNMAPPED,
-    Executor,
-    Report,
-    Revocable,
-    ThreadPool,
-    revoke,
-)
+from kvnative._backend import KVN_OK, KVN_PEER_GONE, KVN_UNMAPPED, ThreadPool
+from kvnative._executor import Executor
 from kvnative._host import GenerationTable
 from kvnative._lower import Descriptors
 from kvnative._process import Peer, process_backend
+from kvnative._report import Report
+from kvnative._task import Revocable, revoke
 from tests.native.scatter import assert_same
 from tests.support.peer import Peer as OtherProcess
 from tests.support.wrappers import limit_batch

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvnative._executor import (
+from kvnative._backend import (
     KVN_CANCELLED,
     KVN_FAILED,
     KVN_OK,
     KVN_PEER_GONE,
     KVN_TIMEOUT,
     Backend,
-    Executor,
     ThreadPool,
     host_backend,
     striped,
 )
+from kvnative._executor import Executor
 from tests.native.scatter import indices, scatter
 from tests.support.wrappers import delay, fail_at, limit_batch, trace
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvnative._executor import (
+from kvnative._backend import (
     KVN_CANCELLED,
     KVN_FAILED,
     KVN_NO_DEVICE_MEMORY,
@@ -15,10 +15,10 @@ from kvnative._executor import (
     KVN_PENDING,
     KVN_TIMEOUT,
     Backend,
-    Executor,
     ThreadPool,
     host_backend,
 )
+from kvnative._executor import Executor
 from tests.native.scatter import scatter
 from tests.support.wrappers import delay, fail_at, limit_bandwidth, limit_batch, trace
 

@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvnative._executor import (
+from kvnative._backend import (
     KVN_CANCELLED,
     KVN_FAILED,
     KVN_OK,
     KVN_PEER_GONE,
     KVN_UNMAPPED,
     Backend,
-    Executor,
     NativeError,
-    Report,
     ThreadPool,
     host_backend,
 )
+from kvnative._executor import Executor
 from kvnative._host import GenerationTable
 from kvnative._lower import Descriptors, lower
+from kvnative._report import Report
 from kvnative._writers import Ticket, Writer, WriterTable
 from tests.support.peer import EXECUTE_ANOTHER_PROGRAM
 from tests.support.wrappers import delay, fail_at, hold, let_go, limit_bandwidth

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvnative._executor import KVN_PEER_GONE
+from kvnative._backend import KVN_PEER_GONE
 from kvnative._tcp import TcpNativeLink, TcpService
 from tests.tcp.peer import TIMEOUT_MS, listen
 from tests.tcp.records import MOST, TAG, Records

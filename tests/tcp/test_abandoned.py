@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvnative._executor import KVN_CANCELLED, KVN_OK, KVN_PEER_GONE, KVN_TIMEOUT, Executor, Report
+from kvnative._backend import KVN_CANCELLED, KVN_OK, KVN_PEER_GONE, KVN_TIMEOUT
+from kvnative._executor import Executor
+from kvnative._report import Report
 from kvnative._tcp import TcpNativeLink, TcpService
 from tests.tcp.peer import DIRECTIONS, TIMEOUT_MS, Bytes, TcpPeer, blocks, both
 

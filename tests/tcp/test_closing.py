@@ -14,7 +14,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvnative._executor import KVN_OK, KVN_PEER_GONE, Executor, NativeError
+from kvnative._backend import KVN_OK, KVN_PEER_GONE, NativeError
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._tcp import TcpNativeLink, TcpService
 from tests.tcp.frames import attack

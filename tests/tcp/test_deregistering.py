@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvnative._executor import KVN_OK, KVN_UNMAPPED, Executor
+from kvnative._backend import KVN_OK, KVN_UNMAPPED
+from kvnative._executor import Executor
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
 from tests.tcp.peer import (
     DIRECTIONS,

@@ -10,9 +10,11 @@ from ctypes import c_uint8
 import numpy as np
 import pytest
 
+from kvnative._backend import KVN_CANCELLED, KVN_FAILED, KVN_OK
 from kvnative._device import Device, DeviceBuffer
-from kvnative._executor import KVN_CANCELLED, KVN_FAILED, KVN_OK, Executor, Report
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors
+from kvnative._report import Report
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
 from tests.ascend.fixtures import device, sim_folder, simulator
 from tests.ascend.simulator import Controls

@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvnative._executor import KVN_OK, KVN_PEER_GONE, Executor, Report
+from kvnative._backend import KVN_OK, KVN_PEER_GONE
+from kvnative._executor import Executor
+from kvnative._report import Report
 from kvnative._tcp import TcpNativeLink, TcpService, check_encryption
 from tests.tcp.peer import (
     DIRECTIONS,

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvnative._executor import KVN_OK, KVN_PEER_GONE, KVN_UNMAPPED, Executor, Task
+from kvnative._backend import KVN_OK, KVN_PEER_GONE, KVN_UNMAPPED
+from kvnative._executor import Executor
+from kvnative._task import Task
 from kvnative._tcp import TcpService
 from tests.tcp.frames import (
     DEREGISTERED,

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvnative._executor import KVN_OK, Executor
+from kvnative._backend import KVN_OK
+from kvnative._executor import Executor
 from kvnative._tcp import TcpService
 from tests.tcp.frames import (
     DEREGISTERED,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvnative._executor import KVN_CANCELLED, KVN_OK, KVN_PEER_GONE, KVN_TIMEOUT, KVN_UNMAPPED
+from kvnative._backend import KVN_CANCELLED, KVN_OK, KVN_PEER_GONE, KVN_TIMEOUT, KVN_UNMAPPED
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "tests/tcp/interleavings"

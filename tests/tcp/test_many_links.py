@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvnative._executor import KVN_CANCELLED, KVN_OK, Executor, NativeError
+from kvnative._backend import KVN_CANCELLED, KVN_OK, NativeError
+from kvnative._executor import Executor
 from kvnative._tcp import TcpService
 from tests.support.held import Held
 from tests.support.peer import ROOT
@@ -237,7 +238,8 @@ class TestSharing:
 FORK = """
 import os, signal, sys, threading
 import numpy as np
-from kvnative._executor import KVN_OK, Executor, NativeError
+from kvnative._backend import KVN_OK, NativeError
+from kvnative._executor import Executor
 from kvnative._tcp import TcpService
 from tests.support.peer import ROOT
 from tests.tcp.peer import backend_of, descriptors, link_within

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvnative._backend import KVN_FAILED, KVN_NO_DEVICE_MEMORY, CallError
+from kvnative._backend import KVN_FAILED, KVN_NO_DEVICE_MEMORY, KVN_OK, CallError
 from kvnative._cuda import CudaLibrary
 from kvnative._device import Device
-from kvnative._executor import KVN_OK, Executor, Report
+from kvnative._executor import Executor
+from kvnative._report import Report
 from kvnative._tcp import TcpService, tcp_backend
 from tests.ascend.simulator import Log
 from tests.cuda_sim.simulator import CudaControls, cuda_simulator, sim_folder

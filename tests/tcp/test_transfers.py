@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvplan
-from kvnative._executor import KVN_OK, Executor
+from kvnative._backend import KVN_OK
+from kvnative._executor import Executor
 from kvnative._tcp import TcpNativeLink, TcpService, tcp_backend
 from kvplan import CacheDesc, DataType, Rows, Shard, Transfer
 from kvplan.planning import reference

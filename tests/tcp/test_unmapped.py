@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvnative._executor import KVN_OK, KVN_UNMAPPED, Executor, Report
+from kvnative._backend import KVN_OK, KVN_UNMAPPED
+from kvnative._executor import Executor
+from kvnative._report import Report
 from kvnative._tcp import TcpNativeLink
 from tests.tcp.peer import DIRECTIONS, PAGE, TIMEOUT_MS, Bytes, Span, TcpPeer, protect
 

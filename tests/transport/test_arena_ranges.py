@@ -16,7 +16,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import kvplan
-from kvnative._executor import ThreadPool
+from kvnative._backend import ThreadPool
 from kvnative._host import Arena
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
 from kvplan.transport.local import LocalTransport

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvnative._executor import ThreadPool
+from kvnative._backend import ThreadPool
 from kvplan import CacheDesc, DataType, LLMException, LLMStatusCode, Rows, Transfer, Transfers
 from kvplan.transport.local import LocalTransport
 from tests.support.refusals import refused

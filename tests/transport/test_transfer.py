@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvplan
-from kvnative._executor import ThreadPool
+from kvnative._backend import ThreadPool
 from kvplan import CacheDesc, DataType, LLMStatusCode, Rows, Shard, Transfer
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.link import LocalLink, LocalPeerMemory

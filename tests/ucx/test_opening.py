@@ -326,7 +326,7 @@ def test_a_transfer_ends_though_ucx_closes_its_endpoint_late(ucx: Found, tmp_pat
     script = """
         from pathlib import Path
         import numpy as np
-        from kvnative._executor import *
+        from kvnative._executor import Executor
         from tests.ucx.peer import NBYTES, UcxPeer
 
         worker, peer = UcxWorker(UcxLibrary.load(path)), UcxPeer(Path(sys.argv[2]))

@@ -7,16 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvnative._backend import ThreadPool, host_backend
-from kvnative._executor import (
+from kvnative._backend import (
     KVN_CANCELLED,
     KVN_INVALID,
     KVN_OK,
     KVN_PEER_GONE,
     KVN_TIMEOUT,
     KVN_UNMAPPED,
-    Executor,
+    ThreadPool,
+    host_backend,
 )
+from kvnative._executor import Executor
 from kvnative._ucx import UcxEndpoint, UcxWorker
 from kvnative._ucx_backend import ucx_leased
 from tests.ucx.peer import NBYTES, TIMEOUT_MS, Bytes, Range, UcxPeer, blocks, both

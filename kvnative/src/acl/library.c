@@ -25,7 +25,8 @@ int kvn_acl_library_open(const char *const *paths, size_t num_paths, kvn_acl_lib
 
     memset(out, 0, sizeof *out);
     for (size_t i = 0; i < num_paths && i < KVN_ACL_MAX_FILES; i++) {
-        /* Global, as programs that link it have it: libraries of the toolkit look for each other. */
+        /* RTLD_GLOBAL, as if the program were linked with it: the toolkit's libraries look up symbols of each other.
+         * */
         out->files[i] = kvn_library_open(paths[i], RTLD_NOW | RTLD_GLOBAL, &refusal);
         if (!out->files[i] && !*reason)
             memcpy(reason, refusal.message, sizeof reason);
@@ -85,7 +86,7 @@ bool kvn_acl_library_interface(const kvn_acl_library *library, int32_t version[3
            library->calls.aclrtGetVersion(&version[0], &version[1], &version[2]) == KVN_ACL_OK;
 }
 
-/* Before 8.5 ACL does not say, but the runtime below it, which is looked through as well, does. */
+/* Before 8.5 only the runtime below ACL has this call; its symbols are found as well. */
 static bool ask_runtime(const kvn_acl_library *library, int32_t logical, int32_t *physical)
 {
     int32_t (*get_number)(uint32_t logical, uint32_t *physical) = NULL;
@@ -123,7 +124,7 @@ int kvn_acl_library_attribute(const void *runtime, int32_t device, int attribute
     if (code == KVN_ACL_OK)
         return KVN_OK;
     kvn_acl_fail(acl, "aclrtGetDeviceInfo", code, failure);
-    if (failure->status == KVN_INVALID) /* an attribute of later versions */
+    if (failure->status == KVN_INVALID) /* an attribute that only later versions have */
         failure->status = KVN_UNSUPPORTED;
     return failure->status;
 }
@@ -136,7 +137,7 @@ typedef struct error_code {
     const char *words;
 } error_code;
 
-/* Codes that programs meet; any other one is KVN_FAILED with its number. */
+/* The codes that programs meet. Any other code becomes KVN_FAILED with its number. */
 static const error_code ERRORS[] = {
     {100000, KVN_INVALID, "invalid parameter"},
     {100001, KVN_INVALID, "not initialized"},

@@ -22,12 +22,12 @@ static void *get_context(const kvn_device *device)
 
     if (kvn_acl_of(device)->aclrtGetCurrentContext(&context) == KVN_ACL_OK)
         return context;
-    kvn_acl_forget(kvn_acl_of(device)); /* a thread without context: not an error of ours */
+    kvn_acl_forget(kvn_acl_of(device)); /* this thread has no context, which is not an error here */
     return NULL;
 }
 
-/* Of our own: torch_npu has the primary one stop on failure, with all streams in it. That one stays, too, as
- * HCCL has it set in its threads, and others may reset the device as often as they have set it. */
+/* Use an own context: torch_npu stops all streams of the primary context on a failure. The primary context stays
+ * alive as well: HCCL sets it in its threads, and other code resets the device as often as it has set it. */
 static int open_context(kvn_device *device, void **context, void **primary, kvn_failure *failure)
 {
     if (CALL(device, failure, aclrtSetDevice, device->id) != KVN_OK ||
@@ -49,7 +49,7 @@ static int set_context(const kvn_device *device, void *context, kvn_failure *fai
 
 /* ---- memory ---- */
 
-/* aclrtMalloc adds 32 bytes, which of whole huge pages take one more. */
+/* aclrtMalloc adds 32 bytes, so a multiple of the huge page size would take one page more. */
 static int allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure)
 {
     return CALL(device, failure, aclrtMallocAlign32, out, nbytes, KVN_ACL_MALLOC_HUGE_ONLY);
@@ -70,7 +70,7 @@ static int free_host(const kvn_device *device, void *address, kvn_failure *failu
     return CALL(device, failure, aclrtFreeHost, address);
 }
 
-/* The driver maps whole pages. */
+/* The driver maps only whole pages. */
 static uint64_t whole_pages(uint64_t nbytes)
 {
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
@@ -108,7 +108,7 @@ static int pin(const kvn_device *device, void *address, uint64_t nbytes, kvn_fai
     return map(device, address, nbytes, failure);
 }
 
-/* HCCL registers host memory for itself too, and takes our registration away with its own. */
+/* HCCL also registers host memory, and removes this registration together with its own. */
 static int unpin(const kvn_device *device, void *address, kvn_failure *failure)
 {
     const int status = CALL(device, failure, aclrtHostUnregister, address);
@@ -127,7 +127,7 @@ static kvn_memory_kind kind_of(int32_t location)
     }
 }
 
-/* On an A3 outside of a super pod the number is negative and has no meaning: take the device that was asked. */
+/* On an A3 outside a super pod the number is negative and meaningless: use the requested device. */
 static uint32_t device_of(const kvn_device *device, kvn_acl_location location)
 {
     const bool is_unknown = location.type == KVN_ACL_LOCATION_DEVICE && location.id > INT32_MAX;
@@ -144,7 +144,7 @@ static int locate(const kvn_device *device, uint64_t address, kvn_memory_place *
     if (status == KVN_OK)
         *out = (kvn_memory_place){kind_of(found.location.type), device_of(device, found.location),
                                   found.page_size};
-    /* Of some memory of the host (shared, or in huge pages) drivers say that there is none. */
+    /* For some host memory (shared, or in huge pages) drivers report that it does not exist. */
     else if (failure->code == KVN_ACL_PARAMETER || failure->code == KVN_ACL_DRIVER_FAILED)
         return KVN_OK;
     return status;
@@ -260,7 +260,8 @@ static unsigned batch_copies(const kvn_device *device, char *why, size_t room)
            (acl->aclrtMemcpyBatch ? KVN_BATCH_BLOCKING : 0u);
 }
 
-/* An array of uint64_t is one of pointers, and of sizes: kvnative/acl.h asserts it. */
+/* uint64_t, pointers and sizes are equally wide, so the columns are passed as they are; kvnative/acl.h asserts that.
+ * */
 static int copy_batch(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                       size_t *failed, kvn_failure *failure)
 {
@@ -290,7 +291,7 @@ const kvn_device_ops kvn_acl_ops = {
     .aborted_code = KVN_ACL_STREAM_ABORTED,
     .max_batch = KVN_ACL_MAX_BATCH,
     .can_abort = true,
-    /* To wake a channel takes as long as issuing a dozen copies. Not measured on hardware. */
+    /* Waking a channel takes about as long as issuing a dozen copies. This was not measured on hardware. */
     .host_costs = {.shard = 4u << 20, .descriptor = 64u << 10},
     .within_costs = {.shard = 32u << 20, .descriptor = 2u << 20},
     .open_context = open_context,

@@ -48,7 +48,7 @@ static void settle(kvn_task *task, int status)
         length = strlen(outcome->message);
         if (task->columns.after)
             snprintf(outcome->message + length, sizeof outcome->message - length,
-                     "; the event that it comes after has not come");
+                     "; " KVN_GATE_IS_SHUT);
     }
     settle_with_outcome(task);
 }
@@ -271,8 +271,8 @@ int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn
     pthread_mutex_lock(&task->mutex);
     if (!task->settled && !task->begun)
         status = kvn_report_refuse(report, task->columns.count, KVN_UNSUPPORTED, 0,
-                                   "no stream can wait for it yet, as the event that it comes after has not come, "
-                                   "and it is given to the device then; wait for it on the host");
+                                   "no stream can wait for it yet, as " KVN_GATE_IS_SHUT
+                                   ", and it is given to the device then; wait for it on the host");
     if (task->settled || status != KVN_OK) {
         pthread_mutex_unlock(&task->mutex);
         return status;

@@ -10,6 +10,9 @@
 
 typedef struct kvn_gate kvn_gate;
 
+/* For messages of tasks that still wait. */
+#define KVN_GATE_IS_SHUT "the event that it comes after has not come"
+
 /* A waiter at a gate. Its memory stays in place until the gate has opened or the waiter has left. */
 typedef struct kvn_gate_waiter {
     kvn_node node; /* the gate's, with `gate` */

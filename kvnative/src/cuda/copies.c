@@ -147,7 +147,7 @@ static int count_reached(sides *known, kvn_direction direction, kvn_cuda_way way
             from = kvn_cuda_reach_of(&known->sources, src[i], nbytes[i]);
         if (to >= least && from >= least)
             continue;
-        /* If it is not the first, the next call begins with it and reports the error. */
+        /* If the failed descriptor is not the first, the next call begins with it and reports the error. */
         *failed = i;
         if (i == 0 && to <= KVN_CUDA_UNMAPPED && direction != KVN_DEVICE_TO_HOST)
             return refuse(to, dst[i], nbytes[i], failure);
@@ -219,7 +219,8 @@ static int copy_kernel(const kvn_device *device, uint32_t blocks, kvn_columns *b
 
     if (status == KVN_OK || failure->code != KVN_CUDA_OUT_OF_MEMORY || batch->count <= KVN_COPY_FEW)
         return status;
-    /* A model has filled the GPU's memory. This many descriptors fit into the launch and need none. */
+    /* A model has filled the GPU's memory. This many descriptors fit into the parameters of the launch, and need no
+     * memory. */
     batch->count = KVN_COPY_FEW;
     return kvn_cuda_launch(device, stream, most, *batch, failure);
 }
@@ -297,7 +298,7 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, kvn_columns
     if (way == KVN_CUDA_BATCH)
         batch->count = count_whole(device, batch);
     if (batch->count == 0) {
-        /* The kernel does not reach it, the driver says nothing of it, or it lies in two registrations. */
+        /* The kernel does not reach the memory, the driver does not know it, or it lies in two registrations. */
         batch->count = 1;
         way = KVN_CUDA_SINGLE;
     }
@@ -325,7 +326,7 @@ int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, kvn_columns 
 
     if (copies_of(device)->launches_wait)
         return KVN_PENDING;
-    /* If loading fails, the copies after the event find that too, and use another way. */
+    /* If loading fails, the copies after the event fail to load it as well, and use another way. */
     if (kvn_cuda_launcher_load(device, failure) != KVN_OK)
         return KVN_PENDING;
     if (count_reached(&known, direction, KVN_CUDA_KERNEL, batch, failed, failure) != KVN_OK)

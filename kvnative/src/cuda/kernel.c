@@ -65,7 +65,7 @@ static int load(kvn_cuda_kernel *self, const kvn_device *device, kvn_failure *fa
         return KVN_OK;
     refusal = *failure;
     if (is_transient(&refusal))
-        return refusal.status; /* a module that was loaded stays for the next call */
+        return refusal.status; /* a loaded module stays for the next call */
     kvn_cuda_kernel_unload(self, device);
     log[strcspn(log, "\n")] = '\0';
     return kvn_fail(failure, KVN_UNSUPPORTED, refusal.code, "the driver does not take the copy kernel: %.130s%s%.60s",

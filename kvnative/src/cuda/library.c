@@ -140,7 +140,7 @@ int kvn_cuda_library_reaches(const kvn_cuda_library *library, int32_t ordinal, i
 
 /* ---- errors ---- */
 
-/* Results with a status of their own; all others are KVN_FAILED. The driver has the words. */
+/* Results with a status of their own; all others are KVN_FAILED. The driver has a text for each. */
 static int status_of(CUresult code)
 {
     switch (code) {

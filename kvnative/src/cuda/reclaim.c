@@ -12,7 +12,7 @@ typedef struct freed {
     kvn_cuda_allocated block;
 } freed;
 
-/* It does not use the device, which may be closed before the thread ends. */
+/* The thread does not use the device, which may be closed before the thread ends. */
 struct kvn_cuda_reclaimer {
     const kvn_cuda *cuda;
     CUcontext context;
@@ -94,7 +94,7 @@ static void run_round(kvn_cuda_reclaimer *self)
     pthread_cond_broadcast(&self->changed);
 }
 
-/* What is left is memory of a context that is captured: it goes with the context. */
+/* The remaining memory belongs to a context that is captured: it is freed with the context. */
 static void destroy(kvn_cuda_reclaimer *self)
 {
     while (self->freed) {
@@ -166,7 +166,7 @@ static kvn_cuda_reclaimer *reclaimer_of(const kvn_device *device, kvn_failure *f
 
 /* ---- callers; with the mutex held ---- */
 
-/* Begins a round, and waits for its end. False: it is late. */
+/* Begins a round, and waits for its end. False: the round is late. */
 static bool await_round(kvn_cuda_reclaimer *self)
 {
     const int64_t deadline_ns = kvn_now_ns() + KVN_CUDA_FREE_MS * INT64_C(1000000);

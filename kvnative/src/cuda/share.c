@@ -35,7 +35,7 @@ static int look_up(const kvn_device *device, uint64_t address, allocation *out, 
     if (KVN_CUDA_CALL(device, failure, cuPointerGetAttributes, sizeof attributes / sizeof *attributes, attributes,
                       values, address) != KVN_OK)
         return failure->status;
-    if (out->nbytes == 0 && out->kind == KVN_CUDA_MEMORY_DEVICE) /* some drivers tell it only here */
+    if (out->nbytes == 0 && out->kind == KVN_CUDA_MEMORY_DEVICE) /* some drivers report it only here */
         kvn_cuda_of(device)->cuMemGetAddressRange_v2(&out->start, &out->nbytes, address);
     return KVN_OK;
 }

@@ -234,7 +234,7 @@ int kvn_stream_request_await(kvn_channel *channel, const kvn_columns *columns, c
     if (status == KVN_OK)
         atomic_store(&request->is_held, false);
     if (status == KVN_CANCELLED)
-        snprintf(fault->why.message, sizeof fault->why.message, "the event that it comes after has not come");
+        snprintf(fault->why.message, sizeof fault->why.message, KVN_GATE_IS_SHUT);
     if (gone == KVN_OK)
         return status;
     fault->why = why;

@@ -24,7 +24,7 @@ static pid_t owner;     /* the process that `state` is of */
 static enum { NONE, STARTING, STARTED, IMPOSSIBLE } state = NONE;
 
 /* As many as the kernel walks (ROBUST_LIST_LIMIT of its futex.h): it marks no word behind them. */
-enum { MOST_HELD = 2048 };
+enum { MAX_HELD = 2048 };
 
 /* A store of one word each: the kernel may walk the list at any time. */
 static void set_next(struct robust_list *node, struct robust_list *next)
@@ -127,7 +127,7 @@ void kvn_life_begin(kvn_life *life)
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, handle_forks);
     pthread_mutex_lock(&mutex);
-    if (has_keeper() && held < MOST_HELD) {
+    if (has_keeper() && held < MAX_HELD) {
         atomic_store(&life->word, keeper); /* before the list, whose entries are all marked */
         set_next(&life->node, head->list.next);
         set_next(&head->list, &life->node);

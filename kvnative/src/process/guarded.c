@@ -1,4 +1,4 @@
-/* The backend that announces each batch of another one to the owner of the memory. */
+/* Announces each batch of another backend to the owner of the memory. */
 #include "process/guarded.h"
 
 #include <errno.h>
@@ -7,15 +7,15 @@
 #include "core/report.h"
 
 typedef struct guarded {
-    kvn_backend base;          /* its vtable is the next */
-    kvn_backend_vtable vtable; /* `orders` and block_stream as the inner one has them */
+    kvn_backend base;          /* its vtable is the next field */
+    kvn_backend_vtable vtable; /* `orders` and block_stream are those of the inner backend */
     kvn_backend *inner;
     kvn_guard *guard;
 } guarded;
 
 typedef struct guarded_request {
-    kvn_batch_end end; /* first: the inner backend gives it back */
-    kvn_batch_end *outer; /* the batch's own; NULL: none */
+    kvn_batch_end end; /* the first field: the inner backend returns a pointer to it */
+    kvn_batch_end *outer; /* of the batch; NULL: none */
     guarded *self;
     kvn_request *inner;
     kvn_announcement announced;
@@ -24,14 +24,14 @@ typedef struct guarded_request {
 
 static kvn_backend *inner_of(const kvn_backend *base) { return ((const guarded *)base)->inner; }
 
-/* The batch is not announced any more. */
+/* Withdraws the announcement of the batch. */
 static void leave(guarded_request *request)
 {
     if (!atomic_exchange(&request->left, true))
         kvn_guard_leave(request->self->guard, &request->announced);
 }
 
-/* By the inner backend: the owner need not wait until someone polls. */
+/* Called by the inner backend, so that the owner does not wait until the caller polls. */
 static void leave_at_once(kvn_batch_end *end, int status)
 {
     guarded_request *request = (guarded_request *)end;
@@ -41,7 +41,8 @@ static void leave_at_once(kvn_batch_end *end, int status)
         request->outer->call(request->outer, status);
 }
 
-/* By the inner backend, on one thread at a time: it alone touches the announcement until the batch is over. */
+/* Called by the inner backend, on one thread at a time. Only this function touches the announcement until the batch
+ * is over. */
 static int look(kvn_batch_end *end, kvn_failure *why)
 {
     guarded_request *request = (guarded_request *)end;
@@ -49,7 +50,7 @@ static int look(kvn_batch_end *end, kvn_failure *why)
     return kvn_guard_renew(request->self->guard, &request->announced, why);
 }
 
-/* Passes the status through; with an outcome the batch is over. */
+/* Returns `status`. Any outcome ends the batch. */
 static int leave_at_end(guarded_request *request, int status)
 {
     if (status != KVN_PENDING)
@@ -57,8 +58,8 @@ static int leave_at_end(guarded_request *request, int status)
     return status;
 }
 
-/* A batch behind an event waits with an announcement, or not here: it does not wait for a place as well. Nor does the
- * thread that opens gates. */
+/* A batch behind an event is announced before it waits, or is refused: it does not also wait for a place in the
+ * table. The thread that opens gates does not wait for a place either. */
 static int enter(guarded_request *request, const kvn_columns *batch, kvn_report *report)
 {
     kvn_guard *guard = request->self->guard;
@@ -68,7 +69,7 @@ static int enter(guarded_request *request, const kvn_columns *batch, kvn_report 
                                : kvn_guard_enter(guard, false, batch->first, &request->announced, &fault);
 
     if (batch->after && status != KVN_OK)
-        return KVN_PENDING; /* a failure is reported when the event has come */
+        return KVN_PENDING; /* a failure is reported after the event */
     if (status != KVN_OK && status != KVN_PENDING)
         kvn_report_refuse(report, batch->count, status, 0, "%s", fault.message);
     return status;

@@ -1,11 +1,11 @@
-/* A backend that announces each batch that another backend writes to memory of a peer. It is for devices, whose copies
- * are not pieces of the thread pool. */
+/* A backend that announces each batch that another backend writes to a peer's memory. Devices use it, because their
+ * copies do not run on the thread pool. */
 #ifndef KVN_GUARDED_H
 #define KVN_GUARDED_H
 
 #include "host/writers.h"
 
-/* Takes over the guard, also on failure: NULL with errno set. `inner` must outlive the backend. */
+/* Takes ownership of the guard, also on failure: NULL with errno set. `inner` must outlive the backend. */
 kvn_backend *kvn_guarded_create(kvn_backend *inner, kvn_guard *guard);
 
 #endif

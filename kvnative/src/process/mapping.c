@@ -40,7 +40,7 @@ _Static_assert(sizeof(procmap_query) == 104, "the kernel refuses other sizes");
 typedef struct mapping {
     uint64_t start, end;
     int readable, writable;
-    int anonymous; /* known to have no file behind it, which could be too short */
+    int anonymous; /* no file is behind it, which could be too short */
 } mapping;
 
 /* Walks the mappings upwards; `next` returns the mapping that covers `address`, or the first above it. */
@@ -123,14 +123,14 @@ static int is_present(uint64_t address)
         return 1;
     if (errno != EPERM && errno != ENOSYS)
         return 0;
-    /* A sandbox refuses that call. This one is always there: it reads the 8 bytes of the mask
-     * first (EFAULT), and refuses the impossible `how` only then (EINVAL); it changes nothing. */
+    /* A sandbox may refuse that call. This one is always permitted and changes nothing: it first reads the 8 bytes of
+     * the mask (EFAULT), and then refuses the invalid `how` (EINVAL). */
     return syscall(SYS_rt_sigprocmask, ~0, (void *)(uintptr_t)(address & ~UINT64_C(7)), NULL, 8) ==
                0 ||
            errno != EFAULT;
 }
 
-/* The text is read downwards only. */
+/* The text can only be read towards higher addresses. */
 static void begin_at(walk *walk, uint64_t address)
 {
     if (walk->text && address < walk->current.start) {

@@ -1,4 +1,4 @@
-/* Holds another process of this host, so that neither a reused pid nor a new program is mistaken for it. */
+/* Identifies another process of this host, so that neither a reused pid nor a new program is mistaken for it. */
 #include "process/peer.h"
 
 #include <errno.h>
@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 #ifndef SYS_pidfd_getfd
-#define SYS_pidfd_getfd 438 /* on all processors; Linux 5.6 */
+#define SYS_pidfd_getfd 438 /* the same number on all processors; Linux 5.6 */
 #endif
 
 static int gone(const kvn_peer *peer, kvn_failure *failure)
@@ -46,7 +46,7 @@ int kvn_peer_open(int pid, kvn_peer *out, kvn_failure *failure)
     snprintf(path, sizeof path, "/proc/%d", pid);
     out->proc = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
     const int error = errno;
-    /* Only now is the directory certain to belong to the process of the pidfd. */
+    /* The process lived after the directory was opened, so the directory belongs to it. */
     const int dead = has_exited(out);
     if (!dead && out->proc >= 0)
         return KVN_OK;
@@ -72,7 +72,7 @@ int kvn_peer_attach(kvn_peer *peer, int generations_fd, uint64_t inode, uint64_t
                                         &peer->generations, failure);
     if (has_exited(peer))
         status = gone(peer, failure);
-    /* No such descriptor, or another file under its number: the table was closed, or exec closed it. */
+    /* The descriptor does not exist or has another file: the peer, or an exec, has closed the table. */
     else if (status != KVN_OK && failure->code == ENOENT)
         status = refuse_exec(peer, failure);
     return status;
@@ -88,7 +88,7 @@ int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
         return KVN_OK;
     snprintf(name, sizeof name, "fd/%d", peer->generations_fd);
     const int error = fstatat(peer->proc, name, &facts, 0) ? errno : 0;
-    /* Asked last: a process that is alive now was so when its directory was read. */
+    /* Asked last: a process that is alive now was also alive when its directory was read. */
     if (has_exited(peer))
         return gone(peer, failure);
     if (error == EACCES || error == EPERM)
@@ -97,7 +97,7 @@ int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
     if (error || facts.st_ino != peer->generations.memory.inode ||
         facts.st_dev != peer->generations.memory.device)
         return refuse_exec(peer, failure);
-    if (life == KVN_LIFE_ENDED) /* the system has not come so far yet */
+    if (life == KVN_LIFE_ENDED) /* by its table; /proc does not show it yet */
         return kvn_fail(failure, KVN_PEER_GONE, ESRCH,
                         "process %d ends, or begins to execute another program", peer->pid);
     return KVN_OK;
@@ -109,7 +109,7 @@ int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure)
     const char *call = "process_vm_readv";
     struct iovec local = {&byte, 1}, remote = {(void *)(uintptr_t)address, 1};
     if (process_vm_readv(peer->pid, &local, 1, &remote, 1, 0) == 1) {
-        call = "process_vm_writev"; /* of no bytes: only a filter refuses that */
+        call = "process_vm_writev"; /* of no bytes: only a system call filter refuses that */
         if (process_vm_writev(peer->pid, NULL, 0, NULL, 0, 0) == 0)
             return KVN_OK;
     }
@@ -126,7 +126,7 @@ int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure)
 
 int kvn_peer_take_descriptor(const kvn_peer *peer, int fd, int *out, kvn_failure *failure)
 {
-    *out = (int)syscall(SYS_pidfd_getfd, peer->pidfd, fd, 0); /* it is closed by exec */
+    *out = (int)syscall(SYS_pidfd_getfd, peer->pidfd, fd, 0); /* exec closes it */
     if (*out >= 0)
         return KVN_OK;
     const int error = errno;

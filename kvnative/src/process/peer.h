@@ -7,9 +7,9 @@
 
 typedef struct kvn_peer {
     int pid;
-    int pidfd;    /* -1 when closed */
-    int proc;     /* O_PATH descriptor of /proc/<pid>: leads nowhere once the process is gone */
-    int generations_fd; /* descriptor in the peer */
+    int pidfd;    /* -1: closed */
+    int proc;     /* O_PATH descriptor of /proc/<pid>, which names nothing after the process has ended */
+    int generations_fd; /* number of the table's descriptor in the peer */
     kvn_generations generations;
 } kvn_peer;
 
@@ -20,10 +20,10 @@ int kvn_peer_attach(kvn_peer *peer, int generations_fd, uint64_t inode, uint64_t
                     kvn_failure *failure);
 
 /* KVN_OK while the process lives and runs the program that made the generation table; else KVN_PEER_GONE or
- * KVN_DENIED. Asks the system only if the table does not tell. */
+ * KVN_DENIED. Asks the system only if the table does not answer. */
 int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure);
 
-/* KVN_OK if process_vm_readv of `address` of the peer, and process_vm_writev, are permitted. */
+/* KVN_OK if process_vm_readv and process_vm_writev at `address` of the peer are permitted. */
 int kvn_peer_probe(const kvn_peer *peer, uint64_t address, kvn_failure *failure);
 
 /* Duplicates descriptor `fd` of the peer into this process. KVN_DENIED: this process may not attach to the peer;

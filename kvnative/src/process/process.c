@@ -11,12 +11,12 @@
 #include "process/mapping.h"
 #include "host/pooled.h"
 
-/* Smaller batches are moved by the caller at once: a worker wakes up later than that takes. */
+/* The caller moves smaller batches at once, which takes less time than waking a worker. */
 #define INLINE_NBYTES (128u << 10)
-/* Longer pieces than a plain copy has: a call pins pages and looks the process up. An abort waits for
- * one of them, half a millisecond. */
+/* Pieces are longer than those of a plain copy, since each call pins pages and looks the process up. An abort waits
+ * for one piece: half a millisecond. */
 #define PIECE_NBYTES (4u << 20)
-#define MAX_RANGES (IOV_MAX - 1) /* of data: one more may begin a call */
+#define MAX_RANGES (IOV_MAX - 1) /* of data; one more range, the guard, may begin a call */
 
 typedef struct process_backend {
     kvn_pooled pooled;
@@ -24,7 +24,7 @@ typedef struct process_backend {
     int is_put;
 } process_backend;
 
-/* Where a piece has got to. */
+/* The progress of a piece. */
 typedef struct progress {
     kvn_cursor at;
     uint64_t left; /* bytes of the piece */
@@ -33,7 +33,7 @@ typedef struct progress {
 typedef struct ranges {
     struct iovec local[IOV_MAX];
     struct iovec remote[IOV_MAX];
-    unsigned long first; /* of the data: with a guard, 1 */
+    unsigned long first; /* index of the first range of data: 1 with a guard, else 0 */
     unsigned long count;
 } ranges;
 
@@ -56,7 +56,7 @@ static void gather(const process_backend *self, const kvn_columns *batch, progre
     }
 }
 
-/* Bytes of data that were moved; < 0: -errno. */
+/* Returns the moved bytes of data; < 0: -errno. */
 static int64_t transfer(const process_backend *self, const ranges *ranges)
 {
     if (ranges->first > 0) {
@@ -71,8 +71,8 @@ static int64_t transfer(const process_backend *self, const ranges *ranges)
     return ranges->first == 0 ? moved : moved - (int64_t)ranges->local->iov_len;
 }
 
-/* With a guard each call begins with a word that arrives only in the process, and the program, that
- * has shown its writer table: elsewhere it is a fault, and nothing behind it is written. */
+/* With a guard each call begins with a word for the writer table of the peer. In another process or program its
+ * address is a fault, and nothing after it is written. */
 static void begin(const process_backend *self, kvn_announcement *announced, ranges *out)
 {
     out->first = self->pooled.guard != NULL;
@@ -84,7 +84,8 @@ static void begin(const process_backend *self, kvn_announcement *announced, rang
         sizeof announced->number};
 }
 
-/* The kernel does not say whose address was wrong. Ours can be looked up; else it was theirs. */
+/* The kernel does not say which side's address was wrong. Check the local one; if it is mapped, the peer's was wrong.
+ * */
 static int whose(const process_backend *self, const ranges *ranges, char *message, size_t room)
 {
     const struct iovec *own = &ranges->local[ranges->first];
@@ -100,7 +101,7 @@ static int whose(const process_backend *self, const ranges *ranges, char *messag
     return KVN_UNMAPPED;
 }
 
-/* Says why the single range of descriptor `index` failed at its very first byte. */
+/* Reports why the range of descriptor `index` failed at its first byte. */
 static int diagnose(const process_backend *self, const ranges *ranges, int error, uint64_t index,
                     kvn_fault *fault)
 {
@@ -142,14 +143,14 @@ static int move_announced(const process_backend *self, const kvn_columns *batch,
         const int64_t moved = transfer(self, &ranges);
         int error = moved < 0 ? (int)-moved : EFAULT;
         if (moved > 0 && ranges.first && !kvn_guard_has_passed(self->pooled.guard, announced)) {
-            error = ESRCH; /* another process has the pid since we looked */
+            error = ESRCH; /* another process has got the pid meanwhile */
         } else if (moved > 0) {
-            /* If it was less: the next call starts at the byte in doubt, and gets its errno. */
+            /* After a short transfer the next call starts at the byte in doubt, and gets its errno. */
             progress.left -= (uint64_t)moved;
             kvn_cursor_advance(&progress.at, batch, (uint64_t)moved);
             continue;
         } else if (ranges.count > ranges.first + 1 && (error == EFAULT || error == EINVAL)) {
-            limit = 1; /* the kernel refuses a whole call for one impossible address in it */
+            limit = 1; /* the kernel refuses the whole call if one address is invalid */
             continue;
         }
         fault->failed = progress.at.index;

@@ -16,7 +16,7 @@
 #define WAKE_KEY UINT64_MAX
 #define SPIN_NS 100000      /* longer than a wake-up, and than a peer needs for its next request */
 #define LOOK_EVERY 8        /* spins: then all connections are looked at */
-#define MOST_MISSES 4       /* spins in a row that nothing came of: then the thread sleeps at once */
+#define MAX_MISSES 4        /* spins in a row that nothing came of: then the thread sleeps at once */
 #define TRY_AGAIN_EVERY 64u /* after so many sleeps it tries again if spinning pays */
 
 struct kvn_tcp_thread {
@@ -154,7 +154,7 @@ static bool spin(kvn_tcp_thread *self)
     const int64_t end = kvn_now_ns() + SPIN_NS;
 
     self->spins_for = WAKE_KEY;
-    if (self->misses >= MOST_MISSES && ++self->sleeps % TRY_AGAIN_EVERY != 0)
+    if (self->misses >= MAX_MISSES && ++self->sleeps % TRY_AGAIN_EVERY != 0)
         return false;
     for (unsigned i = 1; kvn_now_ns() < end; i++) {
         if (serve(self, key, false) != KVN_TCP_SLEEPS ||

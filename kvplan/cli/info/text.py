@@ -86,11 +86,11 @@ def _rdma(found: Found, usable: Found) -> str:
     if "hccl" in usable:
         return "by HCCL, between devices"
     missing = found["ucx"].get("missing_for_rdma") or []
-    return f"none: {missing[0] if missing else _why_not(found, 'ucx')}"
+    return f"none: {missing[0] if missing else _why_not_ucx(found)}"
 
 
-def _why_not(found: Found, name: str) -> str:
-    whys: Any = (row.get("why_not") for row in found["transports"] if row["name"] == name)
+def _why_not_ucx(found: Found) -> str:
+    whys: Any = (row.get("why_not") for row in found["transports"] if row["name"] == "ucx")
     return next(whys, None) or "not known"
 
 

@@ -352,7 +352,7 @@ class CacheTransfers:
         check_dict("src_to_dst", src_to_dst, int, int)
         check_kind("src_cache", src_cache, is_blocks=True)
         check_kind("dst_cache", dst_cache, is_blocks=True)
-        check_alike("src_cache", src_cache, "dst_cache", dst_cache)  # also if nothing moves
+        check_alike(src_cache, dst_cache)  # also if nothing moves
         pairs = zip(*last_wins(list(src_to_dst), list(src_to_dst.values())), strict=True)
         if src_to_dst:
             self._engine.swap_blocks(

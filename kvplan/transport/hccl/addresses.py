@@ -292,15 +292,15 @@ def is_over_hccs(product: Product, here: DeviceAddress, there: DeviceAddress) ->
     return product in (A2, A3) and here.server_id == there.server_id
 
 
-def check_environment(environment: Mapping[str, str] = os.environ) -> None:
+def check_environment() -> None:
     """Refuse environment variables with which HCCL cannot make a communicator."""
-    pcie, roce = (environment.get(name) for name in ("HCCL_INTRA_PCIE_ENABLE", _ROCE))
+    pcie, roce = (os.environ.get(name) for name in ("HCCL_INTRA_PCIE_ENABLE", _ROCE))
     if (pcie, roce) in (("1", "1"), ("0", None), (None, "0")):
         raise unsupported(
             f"HCCL_INTRA_PCIE_ENABLE is {pcie or 'not set'} and {_ROCE} is {roce or 'not set'}, "
             "which HCCL refuses: set 0 and 1 for RDMA inside a host, or unset both for HCCS"
         )
-    timeout = environment.get(_TIMEOUT)
+    timeout = os.environ.get(_TIMEOUT)
     if timeout and not (re.fullmatch(r"[0-9]{1,10}", timeout) and 120 <= int(timeout) <= 7200):
         raise unsupported(
             f"{_TIMEOUT}={shown(timeout)} is not in [120, 7200] seconds, which HCCL refuses: unset "

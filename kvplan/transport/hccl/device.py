@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvnative._backend import NativeError
-from kvnative._executor import KVN_OK, Executor
+from kvnative._backend import KVN_OK, NativeError
+from kvnative._executor import Executor
 from kvnative._hccl import NUM_TICKETS, Communicator, Tickets
 from kvnative._hccl_memory import Region, Staging
 from kvnative._lower import Descriptors

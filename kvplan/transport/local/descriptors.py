@@ -187,10 +187,6 @@ def ask(pid: int, name: str, token: bytes, number: int, first: int = 0) -> list[
     """Request descriptors of an export of process `pid`, from piece `first`.
 
     The caller closes them.
-
-    Raises:
-        OSError: The server cannot be reached or refuses the request, or not all descriptors of its
-            answer can be open here (EMFILE); none is left here.
     """
     with _connected(pid, name) as connection:
         connection.sendall(token + _NUMBERS.pack(number, first))

@@ -71,12 +71,7 @@ def start_time(pid: int | str) -> int:
 
 
 def hold(peer: Identity) -> Peer:
-    """Open a pidfd of the process that `peer` names, so that its pid is not reused.
-
-    Raises:
-        LLMException: LLM_LINK_FAILED: the process runs on another host or in another PID or time
-            namespace, has exited, or is hidden from this process.
-    """
+    """Open a pidfd of the process that `peer` names, so that its pid is not reused."""
     here = Identity.of_self()
     if peer.boot_id != here.boot_id:
         raise link_failed(

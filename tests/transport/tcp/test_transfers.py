@@ -14,16 +14,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvnative._executor import (
-    KVN_OK,
-    KVN_PEER_GONE,
-    KVN_TIMEOUT,
-    KVN_UNMAPPED,
-    Executor,
-    Task,
-    ThreadPool,
-)
+from kvnative._backend import KVN_OK, KVN_PEER_GONE, KVN_TIMEOUT, KVN_UNMAPPED, ThreadPool
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors
+from kvnative._task import Task
 from kvplan.execution.memory import HostMemory
 from kvplan.lease import BlockLease, LeaseWord
 from kvplan.status import LLMException, LLMStatusCode
@@ -157,7 +151,8 @@ def test_both_ends_pull_at_the_same_time(
     registration = transport.register(ours)
     owner.send(
         f"""
-        from kvnative._executor import Executor, ThreadPool
+        from kvnative._backend import ThreadPool
+        from kvnative._executor import Executor
         from kvnative._lower import Descriptors
         from kvplan.execution.memory import HostMemory
         into = np.zeros({NBYTES}, np.uint8)
@@ -382,7 +377,8 @@ def test_all_threads_that_deregister_it_wait(transport: TcpTransport, owner: Own
     owner.send(
         f"""
         import os, signal
-        from kvnative._executor import Executor, ThreadPool
+        from kvnative._backend import ThreadPool
+        from kvnative._executor import Executor
         from kvnative._lower import Descriptors
         from kvplan.execution.memory import HostMemory
         into = np.zeros({NBYTES}, np.uint8)

@@ -13,16 +13,10 @@ import pytest
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from kvnative._executor import (
-    KVN_OK,
-    KVN_PEER_GONE,
-    KVN_TIMEOUT,
-    KVN_UNMAPPED,
-    Executor,
-    Report,
-    ThreadPool,
-)
+from kvnative._backend import KVN_OK, KVN_PEER_GONE, KVN_TIMEOUT, KVN_UNMAPPED, ThreadPool
+from kvnative._executor import Executor
 from kvnative._lower import Descriptors
+from kvnative._report import Report
 from kvnative._ucx import UcxError
 from kvplan.execution.memory import HostMemory
 from kvplan.status import LLMException, LLMStatusCode
@@ -240,7 +234,8 @@ class TestWriters:
 
     TIMES = 2000
     WRITE = """
-        from kvnative._executor import Executor, ThreadPool
+        from kvnative._backend import ThreadPool
+        from kvnative._executor import Executor
         from kvnative._lower import Descriptors
         from kvplan.execution.memory import HostMemory
 
