@@ -51,11 +51,14 @@ def cache(user: LlmDataDist, there: CacheIndex) -> Cache:
 def waits(log: Log) -> list[Call]:
     """The waits of the thread that moves which have ended; others were looks at the clock.
 
-    The thread that renews a connection waits too.
+    The thread that renews a connection waits too. A wait of 1 ms is a look at the stream while an
+    event is late.
     """
     threads = {call.fields["tid"] for call in log.calls(PUT, pid=os.getpid())}
     ended = [call for call in log.calls(*WAITS, pid=os.getpid()) if not call.code]
-    return [call for call in ended if call.fields["tid"] in threads]
+    return [
+        call for call in ended if call.fields["tid"] in threads and call.fields.get("timeout") != 1
+    ]
 
 
 def arrived(user: LlmDataDist, cache: Cache, peer: Peer) -> None:
