@@ -253,12 +253,15 @@ cdef class Pieces:
 
 
 def place(Pieces own not None, Pieces peer not None, local, remote, nbytes, bint pulls):
-    """Find copies in registered memory and lower them, by extents and source; merge adjacent ones.
+    """Find copies in registered memory; lower them in the order of extents and source, merged.
 
     Args:
         own, peer: memory of both sides.
         local, remote, nbytes: contiguous uint64 columns of ranges that `first_bad` has passed.
         pulls: the remote ranges are the sources.
+
+    Raises:
+        ValueError: no range, or another thread has written an impossible one into a column.
 
     Returns:
         None if a range lies in no piece, or continues in the next one. Otherwise the descriptors;
@@ -272,6 +275,7 @@ def place(Pieces own not None, Pieces peer not None, local, remote, nbytes, bint
     cdef uint64_t *scratch = NULL
     cdef uint64_t *pairs
     cdef uint64_t *groups
+    cdef uint64_t *own_columns[3]
     cdef bint found
     cdef c_bool alike = True
     cdef list parts = []
@@ -282,24 +286,30 @@ def place(Pieces own not None, Pieces peer not None, local, remote, nbytes, bint
         count = columns[0].shape[0]
         if count == 0:
             raise ValueError("nbytes: expected at least 1 range")
-        scratch = <uint64_t *>malloc((kvn_ranges_scratch(count) + 2 * count) * sizeof(uint64_t))
+        scratch = <uint64_t *>malloc((kvn_ranges_scratch(count) + 5 * count) * sizeof(uint64_t))
         if scratch is NULL:
             raise MemoryError(f"no memory to sort {count} ranges in")
         pairs = scratch + kvn_ranges_scratch(count)
         groups = pairs + count
+        # Copies, because another thread may write to the caller's columns meanwhile.
+        for i in range(3):
+            own_columns[i] = groups + (i + 1) * count
+            memcpy(own_columns[i], columns[i].buf, count * sizeof(uint64_t))
+        first = kvn_ranges_first_bad(own_columns[0], own_columns[1], own_columns[2], count)
+        if first != count:
+            raise ValueError(f"range {first} was written to since it was checked")
+        first = KVN_NO_OVERLAP
         stride = kvn_column_stride(count)
         placed.reserve(3 * stride)
         to.dst = <uint64_t *>placed.buffer
         to.src = <uint64_t *>(<char *>placed.buffer + stride)
         to.nbytes = <uint64_t *>(<char *>placed.buffer + 2 * stride)
-        from_.src = <uint64_t *>columns[1 if pulls else 0].buf
-        from_.dst = <uint64_t *>columns[0 if pulls else 1].buf
-        from_.nbytes = <uint64_t *>columns[2].buf
+        from_.src = own_columns[1 if pulls else 0]
+        from_.dst = own_columns[0 if pulls else 1]
+        from_.nbytes = own_columns[2]
         with nogil:
-            found = kvn_ranges_pair(&own.pieces, &peer.pieces, peer.num_extents,
-                                    <const uint64_t *>columns[0].buf,
-                                    <const uint64_t *>columns[1].buf, from_.nbytes, count, pairs,
-                                    &alike)
+            found = kvn_ranges_pair(&own.pieces, &peer.pieces, peer.num_extents, own_columns[0],
+                                    own_columns[1], own_columns[2], count, pairs, &alike)
             if found:
                 from_.groups = NULL if alike else pairs
                 to.groups = NULL if alike else groups
@@ -354,34 +364,37 @@ cdef int acquire_rows(Py_buffer *rows, object source, str name) except -1:
     return 0
 
 
-cdef int acquire_indices(Py_buffer *indices, object source, str name) except -1:
-    """Take a column of integers of any width; on success the caller releases it."""
+cdef char acquire_indices(Py_buffer *indices, object source, str name) except 0:
+    """Take a column of integers of any width; on success the caller releases it.
+
+    Returns the letter of its format.
+    """
     cdef const char *letter
     PyObject_GetBuffer(source, indices, PyBUF_FULL_RO)
     letter = indices.format
     if letter is not NULL and letter[0] in (c"@", c"="):
         letter += 1
     if indices.ndim != 1:
+        num_dimensions = indices.ndim
         PyBuffer_Release(indices)
-        raise ValueError(f"{name} has {indices.ndim} dimensions; it must have 1")
+        raise ValueError(f"{name} has {num_dimensions} dimensions; it must have 1")
     if letter is NULL or strlen(letter) != 1 or strchr(b"bBhHiIlLqQ", letter[0]) is NULL:
         item = "B" if letter is NULL else letter.decode()
         PyBuffer_Release(indices)
         raise TypeError(f"{name} has items of format {item!r}; expected integers")
-    indices.format = <char *>letter
-    return 0
+    return letter[0]
 
 
-cdef void widen(const Py_buffer *indices, uint64_t *out) noexcept nogil:
+cdef void widen(const Py_buffer *indices, char letter, uint64_t *out) noexcept nogil:
     """Write integers of any width as uint64; a negative one becomes a large one."""
-    cdef bint is_signed = indices.format[0] >= c"a"
+    cdef bint is_signed = letter >= c"a"
     cdef int unused = 8 * (8 - <int>indices.itemsize)
     cdef uint64_t item
     cdef Py_ssize_t i
     for i in range(indices.shape[0]):
         item = 0
         memcpy(&item, <const char *>indices.buf + i * indices.strides[0], indices.itemsize)
-        item <<= unused  # of a little-endian machine
+        item <<= unused  # assumes a little-endian machine
         out[i] = <uint64_t>(<int64_t>item >> unused) if is_signed else item >> unused
 
 
@@ -400,6 +413,7 @@ def choose(local, remote, local_indices=None, remote_indices=None):
     cdef Py_buffer rows[2]
     cdef Py_buffer indices[2]
     cdef Py_buffer out[3]
+    cdef char letters[2]
     cdef uint64_t *at[2]
     cdef int num_rows = 0, num_indices = 0, num_out = 0
     cdef size_t count, done
@@ -413,13 +427,13 @@ def choose(local, remote, local_indices=None, remote_indices=None):
         acquire_rows(&rows[1], remote, "remote")
         num_rows = 2
         if local_indices is not None:
-            acquire_indices(&indices[0], local_indices, "local_indices")
+            letters[0] = acquire_indices(&indices[0], local_indices, "local_indices")
             num_indices = 1
-            acquire_indices(&indices[1], remote_indices, "remote_indices")
+            letters[1] = acquire_indices(&indices[1], remote_indices, "remote_indices")
             num_indices = 2
         count = indices[0].shape[0] if num_indices else rows[0].shape[0]
         if count != <size_t>(indices[1].shape[0] if num_indices else rows[1].shape[0]):
-            raise ValueError(f"remote: expected {count} rows or indices, as of local")
+            raise ValueError(f"remote: expected {count} rows or indices, as many as local has")
         columns = empty_columns(count)
         acquire_columns(out, columns, NAMES_OF_RANGES)
         num_out = 3
@@ -428,8 +442,8 @@ def choose(local, remote, local_indices=None, remote_indices=None):
             if at[0] is NULL:
                 raise MemoryError(f"no memory for {count} indices")
             at[1] = at[0] + count
-            widen(&indices[0], at[0])
-            widen(&indices[1], at[1])
+            widen(&indices[0], letters[0], at[0])
+            widen(&indices[1], letters[1], at[1])
         done = kvn_rows_choose(
             <const uint64_t *>rows[0].buf, rows[0].shape[0], at[0],
             <const uint64_t *>rows[1].buf, rows[1].shape[0], at[1], count,

@@ -53,7 +53,7 @@ class AddressRanges:
     """Ranges of bytes to move, by their addresses here and in a peer.
 
     Each range must lie in registered memory at both ends. A range may cross from one registration
-    into an adjacent one.
+    into an adjacent one. Columns of uint64 are not copied; do not change them afterwards.
 
     Args:
         cluster_id: of the peer; that of the engine itself: copies inside of it.
@@ -303,7 +303,7 @@ def _as_reached(
     listed: Descriptors, pulls: bool, memory: TensorMemory, peer: Sequence[Extent[PeerCache]],
     parts: list[tuple[int, int, int]],
 ) -> Descriptors:  # fmt: skip
-    """Return descriptors with the peer's addresses as the backend sees them: of a mapping."""
+    """Return descriptors with the peer's addresses as the backend sees them, maybe mapped."""
     shifts, first = [], 0
     for extent in peer:
         shifts.append(int(memory.addresses[first + extent.tensor]) - extent.address)
@@ -371,7 +371,10 @@ def _side(desc: CacheDesc, cache_id: int, name: str, way: str = "") -> Side:
 def _column(name: str, values: Any) -> Column:
     if type(values) is np.ndarray and values.dtype is _UINT64 and values.strides == _ADJACENT:
         return values
-    if np.ndim(values) != 1:
+    given = np.asarray(values)
+    if given.dtype == _UINT64 and given.ndim == 1 and given.flags.c_contiguous:
+        return given
+    if given.ndim != 1:
         raise TypeError(f"{name}={shown(values)} must be a sequence of int")
     return np.array(
         [check_width(f"{name}[{i}]", value, 0, UINT64_MAX) for i, value in enumerate(list(values))],

@@ -309,7 +309,8 @@ def _expanded(array: Any) -> Rows:
 def _indices(indices: Any) -> Indices:
     """Return a list or an array of indices as integers; floats are cut, as NIXL does."""
     chosen = np.asarray(indices)
-    return chosen if chosen.dtype.kind in "iu" else chosen.astype(np.int64)
+    is_read = chosen.dtype.kind in "iu" and chosen.dtype.isnative
+    return chosen if is_read else chosen.astype(np.int64)
 
 
 def _unlike(

@@ -97,7 +97,7 @@ class RangePlan(Plan):
     """A plan of ranges that were checked. Descriptor i is range i.
 
     Args:
-        ranges: the ranges, part by part; the plan takes ownership of the columns.
+        ranges: the ranges, part by part, in columns that do not change.
         num_parts: the number of parts.
         nbytes: the sum of all ranges.
         made_parts: makes the parts; the function must not keep memory alive.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+from array import array
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -122,6 +124,28 @@ def test_what_is_refused(user: LlmDataDist, there: tuple[int, ...]) -> None:
         AddressRanges(1, [1.5], [1], [1])
     with pytest.raises(ValueError, match="remote"):
         AddressRanges(1, [1], [-1], [1])
+
+
+class Derived(np.ndarray):
+    """As a memmap is."""
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pickle.loads(pickle.dumps(np.array([8, 9], np.uint64))),
+        np.array([8, 9], np.ulonglong),
+        np.array([8, 9], np.uint64).view(Derived),
+        np.array([[8, 1]], np.uint64)[:, 0],
+        array("Q", [8, 9]),
+        (8, 9),
+    ],
+    ids=["pickled", "ulonglong", "derived", "one row", "array", "tuple"],
+)
+def test_columns_of_other_makers(column: Any) -> None:
+    made = AddressRanges(1, column, column, column)
+    for found in (made.local, made.remote, made.nbytes):
+        assert found.tolist() == [8, 9][: len(column)]
 
 
 def test_memory_that_must_not_be_written(user: LlmDataDist, peer: Peer, machine: Machine) -> None:

@@ -92,7 +92,7 @@ def test_placed_ranges_are_those_of_single_searches() -> None:
 
 
 @pytest.mark.parametrize("pulls", [True, False])
-@given(st.lists(st.tuples(st.integers(0, 59), numbers, st.integers(1, 9)), min_size=1))
+@given(st.lists(st.tuples(st.integers(1, 59), numbers.filter(bool), st.integers(1, 9)), min_size=1))
 @example([(10, 110, 5), (15, 115, 5), (25, 125, 5)])  # go on within a piece, and across pieces
 def test_placed_ranges_are_sorted_and_merged(
     pulls: bool, given_rows: list[tuple[int, int, int]]
@@ -136,6 +136,8 @@ def test_what_cannot_be_placed() -> None:
     assert apart[3] is None
     with pytest.raises(ValueError, match="at least 1 range"):
         place(OWN, PEER, *columns([], 3), True)
+    with pytest.raises(ValueError, match="range 1 was written to since it was checked"):
+        place(OWN, PEER, *columns([(10, 100, 4), (14, 104, 0)], 3), True)
 
 
 def test_impossible_ranges() -> None:

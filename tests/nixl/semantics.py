@@ -222,7 +222,7 @@ def the_local_names_of_prepared_lists(world: World) -> Any:
 def indices_of_numpy(world: World) -> Any:
     mine, theirs = prepared(world)
     outcomes = []
-    for kind in (np.int32, np.uint32, np.int64, np.uint64, np.float32):
+    for kind in ("i4", "u4", "i8", "u8", "f4", ">i4"):
         each = np.array([1, 2], kind)
         outcomes.append(
             raised(lambda each=each: world.here.make_prepped_xfer("READ", mine, each, theirs, each))
