@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 
 _UINT64 = np.dtype(np.uint64)
-_ADJACENT = (8,)  # bytes from one item to the next
 _LINKED: Final = LinkState.LINKED  # faster than a lookup in the enumeration
 _SUCCESS: Final = LLMStatusCode.LLM_SUCCESS
 
@@ -369,8 +368,6 @@ def _side(desc: CacheDesc, cache_id: int, name: str, way: str = "") -> Side:
 
 
 def _column(name: str, values: Any) -> Column:
-    if type(values) is np.ndarray and values.dtype is _UINT64 and values.strides == _ADJACENT:
-        return values
     given = np.asarray(values)
     if given.dtype == _UINT64 and given.ndim == 1 and given.flags.c_contiguous:
         return given
