@@ -90,7 +90,7 @@ class Run:
     shared: dict[Any, Any] = field(default_factory=dict)
     say: Callable[[str], object] | None = None
     """Called with what was just done, at most every two seconds."""
-    _said_at: float = 0.0
+    _said_at: float = field(default=0.0, init=False)
 
     def share(self, key: Any, make: Callable[[], Any]) -> Any:
         """`make()`, once a run: pools of memory and peers are dear."""

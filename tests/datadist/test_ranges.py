@@ -127,7 +127,7 @@ def test_what_is_refused(user: LlmDataDist, there: tuple[int, ...]) -> None:
 
 
 class Derived(np.ndarray):
-    """As a memmap is."""
+    """A subclass, such as numpy.memmap."""
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Engine:
     async def link_clusters_async(self, clusters: Sequence[ClusterInfo], timeout_ms: int) -> None:
         self.tries += 1
         await self.answers.wait()
-        raise LLMException("nobody listens", status_code=LLMStatusCode.LLM_LINK_FAILED)
+        raise LLMException("connection refused", status_code=LLMStatusCode.LLM_LINK_FAILED)
 
 
 def test_a_failure_is_of_the_requests_that_waited_for_it_and_of_no_later_one() -> None:
@@ -46,10 +46,10 @@ def test_a_failure_is_of_the_requests_that_waited_for_it_and_of_no_later_one() -
         await asyncio.sleep(0)  # until all of them wait
         engine.answers.set()
         errors = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [str(error) for error in errors] == ["nobody listens (LLM_LINK_FAILED)"] * 3
+        assert [str(error) for error in errors] == ["connection refused (LLM_LINK_FAILED)"] * 3
         assert engine.tries == 1
         for number in (2, 3):
-            with refused("LLM_LINK_FAILED", "nobody listens"):
+            with refused("LLM_LINK_FAILED", "connection refused"):
                 await producers.greet(SOURCE, b"producer")
             assert engine.tries == number
 

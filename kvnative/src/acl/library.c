@@ -25,8 +25,7 @@ int kvn_acl_library_open(const char *const *paths, size_t num_paths, kvn_acl_lib
 
     memset(out, 0, sizeof *out);
     for (size_t i = 0; i < num_paths && i < KVN_ACL_MAX_FILES; i++) {
-        /* RTLD_GLOBAL, as if the program were linked with it: the toolkit's libraries look up symbols of each other.
-         * */
+        /* RTLD_GLOBAL, as if the program were linked with it: the toolkit's libraries use symbols of each other. */
         out->files[i] = kvn_library_open(paths[i], RTLD_NOW | RTLD_GLOBAL, &refusal);
         if (!out->files[i] && !*reason)
             memcpy(reason, refusal.message, sizeof reason);

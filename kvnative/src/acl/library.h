@@ -44,8 +44,7 @@ int kvn_acl_library_attribute(const void *runtime, int32_t device, int attribute
 /* Joins the lines of a text to one, without trailing blanks. */
 void kvn_acl_put_on_one_line(char *text);
 /* Writes "call: code (words): the vendor's text" into `failure`, and returns the KVN_ status of the aclError `code`.
- * ACL keeps its text for each thread: call this on the thread of the failed call, before that thread calls ACL again.
- * */
+ * ACL keeps its text for each thread: call this on the thread of the failed call, before another call of ACL. */
 int kvn_acl_fail(const kvn_acl *acl, const char *call, int code, kvn_failure *failure);
 /* Drops ACL's text about an expected error, which the next error would repeat otherwise. */
 void kvn_acl_forget(const kvn_acl *acl);

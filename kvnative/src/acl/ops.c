@@ -260,8 +260,7 @@ static unsigned batch_copies(const kvn_device *device, char *why, size_t room)
            (acl->aclrtMemcpyBatch ? KVN_BATCH_BLOCKING : 0u);
 }
 
-/* uint64_t, pointers and sizes are equally wide, so the columns are passed as they are; kvnative/acl.h asserts that.
- * */
+/* uint64_t, pointers and sizes are equally wide, so columns are passed as they are; kvnative/acl.h asserts that. */
 static int copy_batch(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                       size_t *failed, kvn_failure *failure)
 {

@@ -84,8 +84,7 @@ static void begin(const process_backend *self, kvn_announcement *announced, rang
         sizeof announced->number};
 }
 
-/* The kernel does not say which side's address was wrong. Check the local one; if it is mapped, the peer's was wrong.
- * */
+/* The kernel does not say which side's address was wrong. Check the local one; if it is mapped, it was the peer's. */
 static int whose(const process_backend *self, const ranges *ranges, char *message, size_t room)
 {
     const struct iovec *own = &ranges->local[ranges->first];
