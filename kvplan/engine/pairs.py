@@ -70,7 +70,7 @@ class NamedPair(NamedTuple):
     entries: tuple[ref[CacheEntry], ...]
     theirs: PeerMemory
     rows: tuple[RowPair, ...]
-    peer: Peer
+    peer: Peer | None  # None: not mapped here, so nothing moves inline
     words: bytes
     write_guard: WriteGuard | None
     are_apart: bool  # no two caches share memory
@@ -303,32 +303,32 @@ class PairOperation(Operation, ABC):
         theirs: TensorMemory,
         caches: Sequence[PeerCache],
     ) -> None:
-        """Let later requests find the rows of these caches, if the peer's memory is mapped here."""
+        """Let later requests find the rows of these caches, unless the peer must be asked first."""
         requests, link = self._requests, self._requests[0].link
         # An empty source table, for example, means a slot.
         kinds = [(request.kind, pair.kind) for request, pair in zip(requests, rows, strict=True)]
         if self.link is not link or any(asked != found for asked, found in kinds):
             return
         pulls, pairs = requests[0].pulls, requests[0].pairs
+        by_key = any(type(request.key) is BlocksCacheKey for request in requests)
+        if (by_key or not pulls) and link.asks_before_writes:
+            return
         try:
             shared = link.joined_memory(caches, writable=not pulls)  # without leases
         except LLMException:
             return  # freed meanwhile: the transfer itself will raise
-        reader = shared.reader
-        if (
-            shared.addresses is not theirs.addresses
-            or reader is None
-            or reader[2]  # not mapped here
-            or not (type(ours) is HostMemory and ours.held)
-        ):
+        if shared.addresses is not theirs.addresses:
             return
+        peer, words, by_address = shared.reader or (None, b"", True)
+        if by_address or not (type(ours) is HostMemory and ours.held):
+            peer = None
         if len(pairs) >= _MAX_PAIRS:
             pairs.clear()
         src, dst = (shared, ours) if pulls else (ours, shared)
         pairs[_name_of(requests)] = NamedPair(
-            tuple([ref(request.entry) for request in requests]), shared, tuple(rows), *reader[:2],
-            None if pulls else shared.write_guard,
-            len(parts) == 1 or parts_are_apart(parts, src, dst, one_space=True),
+            tuple([ref(request.entry) for request in requests]), shared, tuple(rows), peer,
+            words, None if pulls else shared.write_guard,
+            len(parts) == 1 or parts_are_apart(parts, src, dst, one_space=theirs.in_process),
         )  # fmt: skip
 
 
@@ -352,19 +352,19 @@ def move_now(
 ) -> bool:
     """Move a small request between two mapped memories; False: nothing has moved."""
     pair = request.pair
-    if pair is None or not engine.moves_small or logger.logger.isEnabledFor(logging.INFO):
+    if pair is None or pair.peer is None or not engine.moves_small:
         return False
-    words, lease, entry, rows = pair.words, request.lease, request.entry, pair.rows[0]
+    if logger.logger.isEnabledFor(logging.INFO):
+        return False
+    lease, entry, rows = request.lease, request.entry, pair.rows[0]
     cut = rows.cuts[0]
-    if lease is not None:
-        word = lease.packed_word(_TRANSPORT)
-        if word is None:
-            return False
-        words += word
+    word = b"" if lease is None else lease.packed_word(_TRANSPORT)
+    if word is None:
+        return False
     try:
         nbytes = cut.rows.move_now(
             pair.peer,
-            words,
+            pair.words + word,
             pair.write_guard,
             engine.living,
             entry.cache.cache_id,

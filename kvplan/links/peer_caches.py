@@ -87,7 +87,7 @@ class PeerCaches(LinkLifecycle, ABC):
             self._may_be_freed(found, speculative=speculative)
             if is_key
             # The index names this cache even if it was freed; the transfer may detect that itself.
-            else writable and self._is_detected_after
+            else writable and self.asks_before_writes
         ):
             self.sync()
             found = offered.get(wanted)
@@ -105,14 +105,14 @@ class PeerCaches(LinkLifecycle, ABC):
 
     def address_index(self, *, writable: bool, ask: bool = False) -> AddressIndex[PeerCache]:
         """Return the index of the peer's caches by address."""
-        if ask or (writable and self._is_detected_after):
+        if ask or (writable and self.asks_before_writes):
             self.sync()
         return self._table.address_index(writable=writable)
 
     def _may_be_freed(self, cache: PeerCache, *, speculative: bool = False) -> bool:
         """Return True if the peer may have freed the cache, so that its key names another."""
         links = self.transport_links.values()
-        if self._is_detected_after:
+        if self.asks_before_writes:
             return True
         if any(link.detects_freed == "before" for link in links):
             return not speculative
@@ -251,8 +251,8 @@ class PeerCaches(LinkLifecycle, ABC):
         return None
 
     @property
-    def _is_detected_after(self) -> bool:
-        """True if a writer does not detect freed memory before the peer is asked."""
+    def asks_before_writes(self) -> bool:
+        """True if only the peer can tell, before a write, that the memory was freed."""
         links = self.transport_links.values()
         return not links or any(link.detects_freed == "after" for link in links)
 

@@ -303,6 +303,23 @@ def test_what_the_peer_frees_is_not_pulled_any_more(
         pulled(user, theirs, mine)
 
 
+def test_a_request_is_known_unless_the_peer_must_be_asked_first(
+    machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
+) -> None:
+    """HCCL moves memory that its owner has freed: a write, and a key, ask the owner first."""
+    is_asked = machine.transport == "hccl"
+    link_to_peer = user._running().links.get(1)
+    for move, is_known in (
+        (lambda: pulled(user, theirs, mine), True),
+        (lambda: pulled(user, KEY, mine), not is_asked),
+        (lambda: user.push_blocks(mine, theirs, [1], [2]), not is_asked),
+    ):
+        move()  # may be the first to learn of the peer's cache
+        link_to_peer.forget()
+        move()
+        assert bool(link_to_peer.pairs) is is_known
+
+
 def test_a_link_that_ends_has_no_pairs_and_a_new_one_has(
     peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
