@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -259,13 +257,13 @@ def test_after_minus_one_nothing_is_written(
     here = make(4 * MIB)
     name, address = here.peer.name, here.peer.address
     assert here.engine.send_probe(name) == 0
-    os.kill(here.peer.pid, signal.SIGSTOP)
+    here.peer.stop()
     try:
         status = here.engine.transfer_sync_read(name, here.address, address, 4 * MIB)
         assert status == -1
         here.memory[:] = 0xCD
     finally:
-        os.kill(here.peer.pid, signal.SIGCONT)
+        here.peer.resume()
     monkeypatch.setenv("MC_TRANSFER_TIMEOUT", "30")
     probe = Here(here.peer, 4096)
     assert probe.engine.transfer_sync_read(name, probe.address, address, 4096) == 0

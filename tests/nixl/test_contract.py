@@ -6,10 +6,8 @@ Most are reports of users of NIXL (transfer-apis.md of the issue): what it is th
 from __future__ import annotations
 
 import logging
-import os
 import re
 import select
-import signal
 import socket
 import sys
 import threading
@@ -78,7 +76,7 @@ def test_an_owner_that_was_stopped_writes_nothing_when_it_goes_on(
         pytest.skip("over local the owner takes no part")
     here = make(16 * MIB)
     handle = here.request((0, 0, 16 * MIB))
-    os.kill(here.peer.pid, signal.SIGSTOP)
+    here.peer.stop()
     try:
         assert here.agent.transfer(handle) == "PROC"
         if how == "release":
@@ -89,7 +87,7 @@ def test_an_owner_that_was_stopped_writes_nothing_when_it_goes_on(
             here.agent.deregister_memory(here.registered)
         here.memory[:] = 0xCD  # the blocks have another request's content
     finally:
-        os.kill(here.peer.pid, signal.SIGCONT)
+        here.peer.resume()
     other = make(KIB, name="other", peer=here.peer)
     assert other.move((0, 0, KIB)) == "DONE"  # the owner has answered since
     assert (here.memory == 0xCD).all()
@@ -370,13 +368,13 @@ def test_all_that_moves_with_an_agent_has_stopped_when_it_is_removed(
     here = make(16 * MIB)
     size = 4 * MIB
     handles = [here.request((size * i, size * i, size)) for i in range(3)]
-    os.kill(here.peer.pid, signal.SIGSTOP)
+    here.peer.stop()
     try:
         assert [here.agent.transfer(handle) for handle in handles] == ["PROC"] * 3
         here.agent.remove_remote_agent("there")
         assert [here.end(handle) for handle in handles] == ["ERR"] * 3
     finally:
-        os.kill(here.peer.pid, signal.SIGCONT)
+        here.peer.resume()
 
 
 def test_a_message_to_an_agent_that_is_gone_is_an_error(make: MakeHere) -> None:
