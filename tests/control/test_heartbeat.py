@@ -59,13 +59,12 @@ def test_a_stopped_peer_is_noticed_by_its_silence(
 
 
 def test_an_idle_peer_that_answers_pings_lives(loop: ControlLoop, channel: Channel) -> None:
-    call(loop, channel.keep_alive, INTERVAL_S, TIMEOUT_S)
+    timeout_s = 4 * TIMEOUT_S  # a loaded machine may hold up the peer for one TIMEOUT_S
+    call(loop, channel.keep_alive, INTERVAL_S, timeout_s)
     received = channel.last_received
-    deadline = time.monotonic() + DEADLINE_S
-    while channel.last_received < received + 3 * TIMEOUT_S:
-        assert not channel.closed
-        assert time.monotonic() < deadline
-        call(loop, time.sleep, 0)  # a turn of the loop
+    loop.run(asyncio.sleep(2 * timeout_s))
+    assert not channel.closed
+    assert channel.last_received > received + timeout_s
 
 
 def test_an_end_that_only_listens_says_that_it_lives(conversation: Conversation) -> None:
