@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Self, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -376,12 +375,7 @@ class Transfers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

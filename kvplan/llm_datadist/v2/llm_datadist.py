@@ -33,7 +33,7 @@ from kvplan.llm_datadist.v2.config import (
     is_known,
 )
 from kvplan.llm_datadist.v2.link_codes import Clusters, Codes, OwnLinks, check_clusters
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, unsupported
 from kvplan.types import LlmRole
 
 __all__ = ["LLMDataDist"]
@@ -343,10 +343,7 @@ class LLMDataDist:
     def _running_by_name(self, name: str) -> LlmDataDist:
         engine = self._running()
         if self._own_links is not None:
-            raise LLMException(
-                f"{name} is not available with {BACKEND}; use link_clusters",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            )
+            raise unsupported(f"{name} is not available with {BACKEND}; use link_clusters")
         return engine
 
     @staticmethod
