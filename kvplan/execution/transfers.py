@@ -19,13 +19,7 @@ from kvnative._signals import Mutex
 from kvnative._tuning import Tuning
 from kvplan.execution.binding import bind
 from kvplan.execution.layer_task import LayerTask
-from kvplan.execution.memory import (
-    HostMemory,
-    Memory,
-    TensorMemory,
-    memory_of,
-    using,
-)
+from kvplan.execution.memory import HostMemory, Memory, TensorMemory, memory_of, using
 from kvplan.execution.rows import RowRequests
 from kvplan.execution.task import TransferTask, failure
 from kvplan.execution.tuning import choose

@@ -24,14 +24,7 @@ from kvplan.planning.texts import plural
 from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed, not_linked
 from kvplan.system.logs import Log
 from kvplan.system.users import check_above, private_directory, runtime_directory
-from kvplan.validation import (
-    UINT32_MAX,
-    UINT64_MAX,
-    check_mapping,
-    check_type,
-    check_width,
-    shown,
-)
+from kvplan.validation import UINT32_MAX, UINT64_MAX, check_mapping, check_type, check_width, shown
 
 if TYPE_CHECKING:
     from kvplan.control.channel import Handler

@@ -21,14 +21,7 @@ from kvplan.planning.side import Side
 from kvplan.planning.tokens import BlockTables
 from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, DataType, Placement
-from kvplan.validation import (
-    INT64_MAX,
-    check_index,
-    check_type,
-    check_width,
-    open_regular,
-    shown,
-)
+from kvplan.validation import INT64_MAX, check_index, check_type, check_width, open_regular, shown
 
 MAX_NBYTES: Final = 128 << 20
 """Maximum size of a plan's file in bytes: three million segments that cannot be merged."""

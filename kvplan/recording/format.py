@@ -248,8 +248,7 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
         "num_tokens": None,
     }
     if found is None:
-        segments = _by_rows(document, row)
-        num_slices, columns, repeats = len(rows_of(row.dst)), segments, []
+        num_slices, columns, repeats = len(rows_of(row.dst)), _by_rows(document, row), []
     else:
         num_slices = found.num_slices
         columns = [
@@ -279,15 +278,10 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
     return replace(part, src=src, dst=dst)
 
 
+@np.errstate(all="ignore")  # the plan of a damaged row is refused later
 def _by_rows(document: dict[str, Any], row: PartRow) -> list[NDArray[np.uint64]]:
     """Return the segments of a part that moves whole rows, merged by the part's `coalesce`."""
-    with np.errstate(all="ignore"):  # the plan of a damaged row is refused later
-        return _row_segments(document, rows_of(row.src), rows_of(row.dst))
-
-
-def _row_segments(
-    document: dict[str, Any], src: NDArray[np.int64], dst: NDArray[np.int64]
-) -> list[NDArray[np.uint64]]:
+    src, dst = rows_of(row.src), rows_of(row.dst)
     src_stride, dst_stride = document["src"]["stride"], document["dst"]["stride"]
     how = document["coalesce"]
     if document["kind"] == "B2B":

@@ -11,16 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import (
-    CacheDesc,
-    Coalesce,
-    DataType,
-    LLMException,
-    LLMStatusCode,
-    Plan,
-    Rows,
-    Transfer,
-)
+from kvplan import CacheDesc, Coalesce, DataType, LLMException, LLMStatusCode, Plan, Rows, Transfer
 from kvplan.planning import Segments
 from tests.planning.transfers import Example, transfers
 from tests.support.refusals import refused

@@ -15,12 +15,7 @@ from kvplan.links import RegisterMemStatus
 from kvplan.llm_datadist.configs import LLMRole
 from kvplan.llm_datadist.installation import SEVERAL_ENGINES
 from kvplan.llm_datadist.utils import log
-from kvplan.llm_datadist.utils.utils import (
-    check_dict,
-    check_isinstance,
-    check_uint32,
-    check_uint64,
-)
+from kvplan.llm_datadist.utils.utils import check_dict, check_isinstance, check_uint32, check_uint64
 from kvplan.llm_datadist.v2 import link_codes
 from kvplan.llm_datadist.v2.cache_manager import CacheManager
 from kvplan.llm_datadist.v2.config import (
