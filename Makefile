@@ -87,12 +87,12 @@ sanitize-cuda: .venv/dev sanitize-transport
 
 sanitize-cuda-threads: .venv/dev sanitize-threads
 	tools/sanitize thread -k 'not forked' tests/cuda_sim \
-	  tests/cuda/test_{beside_a_program,copies,copy_tuning,cuda_device,cuda_variants,offloading,registered_tensors,shared_memory}.py
+	  tests/cuda/test_{beside_a_program,copies,copy_tuning,cuda_device,cuda_variants,offloading,registered_tensors,shared_memory,shared_memory_in_use}.py
 
 # Of tests/execution the files that start threads: the others plan, lower and compare in one thread.
 sanitize-threads: .venv/dev
 	tools/sanitize thread -k 'not forked' tests/native/test_{executor,layered}{,_concurrency}.py \
-	  tests/native/test_{wrappers,striped,writers}.py \
+	  tests/native/test_{wrappers,striped,writers,writers_elsewhere}.py \
 	  tests/execution/test_{awaiting,block_stream,execution,failed_descriptors,layer_task,layer_task_life,memory,task,transfers,verification}.py \
 	  tests/ascend/test_acl_abort.py tests/ascend/test_channel_concurrency.py $(FLAVOUR) \
 	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{closing,deregistering,abandoned}.py

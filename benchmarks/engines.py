@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from benchmarks.engine_peer import (
-    BLOCKS,
-    PAGED,
-    RAGGED,
-    SMALL,
-    paged_key,
-    small_key,
-)
+from benchmarks.engine_peer import BLOCKS, PAGED, RAGGED, SMALL, paged_key, small_key
 from benchmarks.table import Row, Run, Topic, timed
 from kvnative._backend import ThreadPool, host_backend
 from kvnative._executor import Executor

@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as _numpy  # noqa: F401, ICN001
 
 from kvplan.layout import CacheLayout, Interleaved, Shard
-from kvplan.planning import (
-    Coalesce,
-    Part,
-    Plan,
-    load_plan,
-)
+from kvplan.planning import Coalesce, Part, Plan, load_plan
 from kvplan.planning.planner import plan
 from kvplan.planning.transfer import PeerTensors, Planned, Rows, Transfer
 from kvplan.status import LLMException, LLMStatusCode

@@ -119,3 +119,21 @@ def link_failed(message: str) -> LLMException:
 def timed_out(message: str) -> LLMException:
     """Return the error of a wait that took too long."""
     return LLMException(message, status_code=LLMStatusCode.LLM_TIMEOUT)
+
+
+def busy(message: str) -> LLMException:
+    """Return the refusal of a request because of a limit or another operation: try again later."""
+    return LLMException(message, status_code=LLMStatusCode.LLM_LINK_BUSY)
+
+
+def not_linked(message: str) -> LLMException:
+    """Return the error of a peer with which this engine has no link, or has ended it."""
+    return LLMException(message, status_code=LLMStatusCode.LLM_NOT_YET_LINK)
+
+
+def finalized() -> LLMException:
+    """Return the error of a call after `finalize`."""
+    return LLMException(
+        "the engine is finalized; initialize it again",
+        status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
+    )

@@ -35,14 +35,7 @@ sys.path.append(str(ROOT))  # what is installed goes before the checkout
 
 from tools.cuda_tries import diagnosis, preparing  # noqa: E402
 from tools.cuda_tries.notes import Notes, SkippedError, Try  # noqa: E402
-from tools.cuda_tries.process import (  # noqa: E402
-    Line,
-    Result,
-    command_of,
-    dump_when_asked,
-    run_apart,
-    tail,
-)
+from tools.cuda_tries.process import Line, Result, command_of, dump_when_asked, run_apart, tail  # noqa: E402
 
 if TYPE_CHECKING:
     from benchmarks.table import Row

@@ -20,16 +20,7 @@ from typing import Any
 
 from benchmarks.table import Row
 from examples.vllm.engine import Engine
-from examples.vllm.report import (
-    FOLDER,
-    ROOT,
-    TOKENS,
-    Answer,
-    Report,
-    connector,
-    free_port,
-    prompts,
-)
+from examples.vllm.report import FOLDER, ROOT, TOKENS, Answer, Report, connector, free_port, prompts
 
 JSON_LINES = ROOT / "build" / "vllm.jsonl"
 BLOCKS = 480  # enough for 8 requests

@@ -14,15 +14,7 @@ from examples.vllm import tiny
 from examples.vllm.engine import Engine
 from examples.vllm.live_engines import FINISH, leaks
 from examples.vllm.model import make_even
-from examples.vllm.report import (
-    FOLDER,
-    TOKENS,
-    Answer,
-    Report,
-    connector,
-    differences,
-    prompts,
-)
+from examples.vllm.report import FOLDER, TOKENS, Answer, Report, connector, differences, prompts
 
 MODEL = FOLDER / "model-even"
 BLOCKS = 400

@@ -19,7 +19,7 @@ from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.links import ClusterInfo, LinkState, PeerLink
 from kvplan.links.values import cluster_here
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, timed_out
 from kvplan.system.logs import LimitedLog, Log
 
 _HEAD: Final = struct.Struct("<cQH")  # kind, number of the message, bytes of its name
@@ -300,10 +300,9 @@ class Connections:
         with self._mutex:
             busy = self._busy.setdefault(address, Mutex())
         if not busy.acquire(timeout=timeout_ms / 1000):
-            raise LLMException(
+            raise timed_out(
                 f"another call has been connecting or disconnecting {remote_engine} for "
-                f"{timeout_ms} ms",
-                status_code=LLMStatusCode.LLM_TIMEOUT,
+                f"{timeout_ms} ms"
             )
         try:
             yield

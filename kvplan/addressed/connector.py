@@ -8,7 +8,7 @@ from threading import Thread, current_thread
 from typing import Any, NamedTuple
 
 from kvnative._signals import Mutex
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import busy, finalized
 from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
 
@@ -46,14 +46,11 @@ class Connector:
         """
         with self._mutex:
             if self._closed:
-                raise LLMException(
-                    "the engine is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED
-                )
+                raise finalized()
             if self._waiting >= self._capacity:
-                raise LLMException(
+                raise busy(
                     f"{self._waiting} asynchronous connects are waiting; at most {self._capacity} "
-                    "may (connect_pool.task_queue_capacity)",
-                    status_code=LLMStatusCode.LLM_LINK_BUSY,
+                    "may (connect_pool.task_queue_capacity)"
                 )
             queue = self._queues.get(remote_engine)
             if queue is None:

@@ -14,7 +14,7 @@ from kvplan.engine.operation import TransferOptions
 from kvplan.engine.options import Options
 from kvplan.engine.ranges import AddressRanges
 from kvplan.execution import Transfers, TransferTask
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, busy, invalid
 from kvplan.system.logs import Log
 from kvplan.types import CacheDesc, DataType, LlmRole, Placement
 from kvplan.validation import UINT64_MAX
@@ -75,9 +75,8 @@ class Requests:
     def check_room(self) -> None:
         """Raise LLM_LINK_BUSY if too many requests are open."""
         if len(self._requests) >= MAX_REQUESTS:
-            raise LLMException(
-                f"{MAX_REQUESTS} requests are open; ask for the status of some, which ends them",
-                status_code=LLMStatusCode.LLM_LINK_BUSY,
+            raise busy(
+                f"{MAX_REQUESTS} requests are open; ask for the status of some, which ends them"
             )
 
     def add(self, request: Request) -> int:

@@ -16,14 +16,7 @@ from kvplan.links.values import ClusterInfo, LinkStatus, cluster_here
 from kvplan.planning.texts import nbytes_text, plural
 from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import LLMException
-from kvplan.types import (
-    Cache,
-    CacheDesc,
-    CacheKeyByIdAndIndex,
-    KvCacheExtParam,
-    LlmRole,
-    Placement,
-)
+from kvplan.types import Cache, CacheDesc, CacheKeyByIdAndIndex, KvCacheExtParam, LlmRole, Placement
 
 _LARGE_NBYTES: Final = 64 << 20  # of a large pull
 _MAX_ROW_NBYTES: Final = 1 << 30  # of a row of all tensors; larger ones are not read

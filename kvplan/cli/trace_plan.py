@@ -9,6 +9,7 @@ import click
 import numpy as np
 
 from kvplan.inspection.diff import changed_table
+from kvplan.planning.part import label_of
 from kvplan.planning.schema import save
 from kvplan.planning.texts import fit
 from kvplan.recording.records import TransferRecord
@@ -93,7 +94,7 @@ def save_plan(transfer: TransferRecord, path: Path) -> str:
 def block_tables(transfer: TransferRecord) -> list[dict[str, Any]]:
     """Return the block tables of each part of a transfer, in the order of the request."""
     return [
-        {"part": part.label}
+        {"part": label_of(part.name, part.source)}
         | {
             side: np.frombuffer(table, "<i8").tolist()
             for side, table in (("src", part.src), ("dst", part.dst))

@@ -27,7 +27,7 @@ from kvplan.control.messages import (
     encode,
     encode_refusal,
 )
-from kvplan.status import LLMException, LLMStatusCode, link_failed
+from kvplan.status import LLMException, busy, link_failed
 
 MAX_REQUESTS: Final = 32
 """Concurrent requests of one peer. More are refused."""
@@ -365,6 +365,4 @@ class Heartbeat:
 
 
 def _too_many(limit: int) -> LLMException:
-    return LLMException(
-        f"more than {limit} requests at a time", status_code=LLMStatusCode.LLM_LINK_BUSY
-    )
+    return busy(f"more than {limit} requests at a time")

@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvplan.debug.cells import (
-    CHUNK,
-    Bytes,
-    Cells,
-    Coordinates,
-    Same,
-    comparison,
-    tensors_of,
-)
+from kvplan.debug.cells import CHUNK, Bytes, Cells, Coordinates, Same, comparison, tensors_of
 from kvplan.debug.difference import Difference, Located
 from kvplan.debug.search import Search
 from kvplan.planning import reference

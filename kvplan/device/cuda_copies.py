@@ -11,12 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, cast
 
-from kvnative._cuda import (
-    CopyTuning,
-    copy_tuning,
-    far_copy_tuning,
-    tune_copies,
-)
+from kvnative._cuda import CopyTuning, copy_tuning, far_copy_tuning, tune_copies
 from kvnative._device import COPY_DIRECTIONS
 from kvplan.device.device import CopyDirection
 from kvplan.system.machine_file import cache_path, read_machines, unreadable, write_machines

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
+from kvplan.status import LLMException, LLMStatusCode, busy, invalid, not_exist
 from kvplan.types import NO_ID, BlocksCacheKey, CacheDesc, CacheKey
 from kvplan.validation import check_type, shown
 
@@ -144,10 +144,9 @@ class KeyIndex:
         """Let `holder` pull by `key`; the cache stays until the claim is released."""
         bound = self.find(key)
         if self._held[holder] >= MAX_CLAIMS:
-            raise LLMException(
+            raise busy(
                 f"{holder} has {MAX_CLAIMS} claims open, which is the limit; claim {key} after one "
-                "of them has ended",
-                status_code=LLMStatusCode.LLM_LINK_BUSY,
+                "of them has ended"
             )
         if bound.missing is not None:
             if bound.num_claims and bound.holder != holder:

@@ -34,7 +34,7 @@ from kvplan.execution.compute_events import no_accelerator
 from kvplan.execution.verification import verify_every
 from kvplan.links import Links, LinkState
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, not_linked
 from kvplan.system.limits import check_process, start_thread
 from kvplan.transport.choice import TransportOptions, make_transports
 from kvplan.validation import UINT64_MAX, check_width, shown
@@ -211,10 +211,7 @@ class Engine:
         """Register caches again; see `remap_registered_memory`."""
         given = _checked_ranges(ranges)
         if not any(link.state is LinkState.LINKED for link in self.links.status()):
-            raise LLMException(
-                f"cluster {self.cluster_id} is not linked to any peer",
-                status_code=LLMStatusCode.LLM_NOT_YET_LINK,
-            )
+            raise not_linked(f"cluster {self.cluster_id} is not linked to any peer")
         with self._remapping:  # a concurrent call must not be lost
             entries = [entry for entry, _ in self.registry.entries()]
             self.registry.renew(_touched(entries, given))

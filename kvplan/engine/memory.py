@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvplan.device.memory import DeviceMemory
 from kvplan.execution.memory import HostMemory, check_lent, using
 from kvplan.execution.rows import are_apart
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import invalid, unsupported
 from kvplan.tensors.description import check_described, check_host
 from kvplan.tensors.form import TensorForm, array_form, read_form
 from kvplan.transport.protocol import DeviceRange
@@ -200,10 +200,9 @@ def joined(memories: Sequence[TensorMemory]) -> TensorMemory:
         return HostMemory(addresses, nbytes, writable=writable, owner=owner, parts=on_host)
     on_device = tuple(memory for memory in memories if isinstance(memory, DeviceMemory))
     if len(on_device) < len(memories) or len({id(part.device) for part in on_device}) > 1:
-        raise LLMException(
+        raise unsupported(
             "caches of this process are in host memory and on the device, which one transfer "
-            "cannot combine; use two transfers",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            "cannot combine; use two transfers"
         )
     return DeviceMemory(
         on_device[0].device,
@@ -258,10 +257,9 @@ def tensor_arrays(
     Its shape is the cache's; for packed elements a row is flat, of whole bytes.
     """
     if isinstance(memory, DeviceMemory):
-        raise LLMException(
+        raise unsupported(
             f"the cache is in memory of device {memory.device.id}, which arrays cannot view; "
-            "arrays(cache, copy=True) and write_cache copy it",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            "arrays(cache, copy=True) and write_cache copy it"
         )
     shape, dtype = array_form(desc)
     strides = _strides(desc, shape, dtype.itemsize)

@@ -14,9 +14,8 @@ from kvnative._packets import take_packets
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.control.notifying import WINDOW
 from kvplan.engine.queues import PollableQueue
-from kvplan.engine.registry import finalized
 from kvplan.engine.telemetry import logger
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import busy, finalized
 from kvplan.system.limits import start_thread
 
 MAX_UNREAD: Final = 16384
@@ -71,11 +70,10 @@ class Notifications(PollableQueue[Notification]):
         if room <= 0:
             self._forget_read(cluster_id, unread)
             full = len(unread) >= MAX_UNREAD_OF_ONE
-            raise LLMException(
+            raise busy(
                 f"{len(unread) if full else len(self._items)} notifications wait to be read, "
                 f"{len(unread)} of them from cluster {cluster_id}; at most "
-                f"{MAX_UNREAD_OF_ONE if full else MAX_UNREAD} can",
-                status_code=LLMStatusCode.LLM_LINK_BUSY,
+                f"{MAX_UNREAD_OF_ONE if full else MAX_UNREAD} can"
             )
         unread.append(None)
         self.put(Notification(cluster_id, data))

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Container, Mapping
 from functools import partial
 from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypedDict
 
 from kvplan.control.messages import MAX_NOTIFICATION_NBYTES
@@ -143,12 +142,7 @@ class Operation:
             self.span = engine.tracer.begin(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self.submitted:  # otherwise its task ends it
             if error is not None and self._notify_failure is not None and not self.done:
                 self._send_failure(error)

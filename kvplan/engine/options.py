@@ -12,13 +12,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from kvplan.engine.option_kinds import check_resource_file, described
-from kvplan.engine.option_rows import (
-    OPTION_LISTEN_IP_INFO,
-    ROWS,
-    SPELLINGS,
-    OptionRows,
-    ignored,
-)
+from kvplan.engine.option_rows import OPTION_LISTEN_IP_INFO, ROWS, SPELLINGS, OptionRows, ignored
 from kvplan.engine.option_sources import (
     configured,
     from_environment,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeAlias, TypeVar
 
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.execution.completion import Tracker
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import busy
 from kvplan.system.limits import check_process
 from kvplan.validation import check_timeout
 
@@ -178,10 +178,9 @@ class Completions(PollableQueue["_Ended"]):
             LLMException: LLM_LINK_BUSY: `completions()` is not read.
         """
         if len(self) >= MAX_UNTAKEN:
-            raise LLMException(
+            raise busy(
                 f"{len(self)} ended tasks wait in completions(); at most {MAX_UNTAKEN} can: read "
-                "them",
-                status_code=LLMStatusCode.LLM_LINK_BUSY,
+                "them"
             )
 
 

@@ -27,7 +27,7 @@ from kvplan.engine.options import Options
 from kvplan.engine.pools import Pools, Span
 from kvplan.execution.memory import take_back
 from kvplan.links.address_index import AddressIndex, Extent
-from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
+from kvplan.status import LLMException, finalized, invalid, not_exist
 from kvplan.transport.transport import Transport, offer
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement
 from kvplan.validation import INT64_MAX, check_type, check_width, shown
@@ -153,19 +153,14 @@ class CacheRegistry:
         ranges = offered_ranges(memory) if remote_accessible else ()
         return self._publish(cache_id, desc, memory, ranges, paged, keys, name=name)
 
-    def deallocate(self, cache_id: int, *, paged: bool | None = None) -> None:
+    def deallocate(self, cache_id: int) -> None:
         """Free an allocated cache: a paged one at once, a contiguous one after its keys are gone.
 
-        An unknown or freed id has no effect. `paged` is the kind that the caller expects.
+        An unknown or freed id has no effect.
         """
         with self._mutex:
             if (entry := self._entry_of(cache_id, owned=True)) is None:
                 return
-            if paged is not None and entry.paged is not paged:
-                kinds = {True: "paged", False: "contiguous"}
-                raise invalid(
-                    f"cache_id={cache_id} is a {kinds[not paged]} cache, not a {kinds[paged]} one"
-                )
             if self._entries.pop(cache_id, None) is None:
                 return
             self._by_address = None
@@ -461,11 +456,3 @@ class CacheRegistry:
             return []
         held = self._held.pop(cache_id, None)  # None: it was unregistered under a claim
         return [] if held is None else [held]
-
-
-def finalized() -> LLMException:
-    """Return the error of a call after `finalize`."""
-    return LLMException(
-        "the engine is finalized; initialize it again",
-        status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
-    )

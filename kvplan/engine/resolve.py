@@ -29,7 +29,7 @@ from kvplan.planning.segments import DEFAULT_COALESCE
 from kvplan.planning.side import Side, is_same_cache, side
 from kvplan.planning.texts import plural
 from kvplan.planning.transfer import PeerTensors, Planned, Transfer
-from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
+from kvplan.status import LLMException, invalid, not_exist
 from kvplan.types import (
     NO_ID,
     BlocksCacheKey,
@@ -378,9 +378,8 @@ class TransferOperation(PairOperation):
 def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:
     if found.paged:
         raise invalid(f"{argument}={key} names a slot, but a paged cache has none")
-    raise LLMException(
-        f"{argument}={key} is out of range: that cache has {plural(found.count, 'slot')}",
-        status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
+    raise not_exist(
+        f"{argument}={key} is out of range: that cache has {plural(found.count, 'slot')}"
     )
 
 

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvplan.engine.registry import finalized
 from kvplan.engine.telemetry import error_text, log_operation, status_of
-from kvplan.status import LLMException
+from kvplan.status import LLMException, finalized
 from kvplan.system.limits import check_process
 
 if TYPE_CHECKING:

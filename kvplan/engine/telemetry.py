@@ -12,8 +12,7 @@ from weakref import ref
 import kvplan
 from kvnative._signals import Condition
 from kvnative._tally import Histogram
-from kvplan.engine.registry import finalized
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, LLMStatusCode, finalized, unsupported
 from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
@@ -161,9 +160,8 @@ class Tracer:
         try:
             from opentelemetry import trace
         except ImportError as error:
-            raise LLMException(
-                f"kvplan.opentelemetry=1 needs the package opentelemetry-api ({EXTRA}): {error}",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            raise unsupported(
+                f"kvplan.opentelemetry=1 needs the package opentelemetry-api ({EXTRA}): {error}"
             ) from None
         self._trace = trace
         self._cluster_id = cluster_id

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any, Self, overload
 import numpy as np
 
 from kvplan.engine.memory import tensor_arrays
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, unsupported
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from numpy.typing import NDArray
 
     from kvplan.engine.engine import Engine
@@ -69,12 +67,7 @@ class LeaseView(Sequence["Rows"]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *rest: object) -> None:
         try:
             if kind is None:
                 self.check()
@@ -112,11 +105,10 @@ def view_lease(engine: Engine, lease: BlockLease) -> LeaseView:
     cache = link.leased(lease)
     memory = link.memory(cache, writable=False)
     if memory.reader is None or memory.reader[2]:  # at the addresses of the peer
-        raise LLMException(
+        raise unsupported(
             f"cache={lease} is in memory of {link} that is not mapped here, so it cannot be read "
             "without a copy: only host memory that an engine on this host has allocated is mapped, "
-            "over transport local; pull the blocks",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            "over transport local; pull the blocks"
         )
     last, count = max(lease.blocks, default=0), link.side(cache).count
     if last >= count:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, unsupported
 from kvplan.validation import shown
 
 if TYPE_CHECKING:
@@ -75,9 +75,8 @@ StreamOf: TypeAlias = "Callable[[str, ComputeStream], int]"
 
 def no_accelerator(name: str, event: object) -> LLMException:
     """Return the error of an event or stream if no device was opened."""
-    return LLMException(
-        f"{name}={shown(event)}: the engine has no accelerator (option kvplan.accelerator)",
-        status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+    return unsupported(
+        f"{name}={shown(event)}: the engine has no accelerator (option kvplan.accelerator)"
     )
 
 

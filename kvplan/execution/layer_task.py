@@ -17,7 +17,7 @@ from kvplan.execution.memory import HostMemory
 from kvplan.execution.task import TransferTask
 from kvplan.planning.contents import model_note
 from kvplan.planning.texts import span
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, unsupported
 from kvplan.validation import as_int, shown
 
 if TYPE_CHECKING:
@@ -134,10 +134,9 @@ class LayerTask(TransferTask):
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED, always.
         """
-        raise LLMException(
+        raise unsupported(
             f"{self.plan.operation} {self.plan.kind}: stream={shown(stream)} cannot wait for "
-            "layers that move when they are ready; wait for them on the host",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            "layers that move when they are ready; wait for them on the host"
         )
 
     def progress(self) -> LayerProgress:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvnative._host import check_ranges
 from kvnative._signals import Condition
 from kvnative._task import Revocable, revoke
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, not_exist
 from kvplan.system.limits import system_error
 from kvplan.tensors.description import check_contiguous
 from kvplan.tensors.form import TensorForm, read_form
@@ -300,7 +300,7 @@ def revocation(memories: Sequence[TensorMemory]) -> LLMException | None:
     """Return the error of memory that was taken back; None: none of it was."""
     for memory in memories:
         if isinstance(memory, Revocable) and (why := memory.revoked) is not None:
-            return LLMException(why, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
+            return not_exist(why)
     return None
 
 

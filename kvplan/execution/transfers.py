@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, Self, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -20,13 +19,7 @@ from kvnative._signals import Mutex
 from kvnative._tuning import Tuning
 from kvplan.execution.binding import bind
 from kvplan.execution.layer_task import LayerTask
-from kvplan.execution.memory import (
-    HostMemory,
-    Memory,
-    TensorMemory,
-    memory_of,
-    using,
-)
+from kvplan.execution.memory import HostMemory, Memory, TensorMemory, memory_of, using
 from kvplan.execution.rows import RowRequests
 from kvplan.execution.task import TransferTask, failure
 from kvplan.execution.tuning import choose
@@ -376,12 +369,7 @@ class Transfers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

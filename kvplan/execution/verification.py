@@ -18,7 +18,7 @@ from kvnative._report import Report
 from kvplan.execution.memory import HostMemory, TensorMemory
 from kvplan.execution.task import status_code_of
 from kvplan.planning.plan import Plan
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, unsupported
 
 SCRATCH_NBYTES: Final = 4 << 20
 """The host memory that one verification reads into."""
@@ -40,9 +40,8 @@ def verify_every(option: str) -> int:
 def check_verifiable(src: TensorMemory, dst: TensorMemory) -> None:
     """Refuse memory that cannot be compared here: LLM_FEATURE_NOT_ENABLED."""
     if src.on_device or dst.on_device:
-        raise LLMException(
-            "verify: memory of a device cannot be compared; only host caches can be verified",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+        raise unsupported(
+            "verify: memory of a device cannot be compared; only host caches can be verified"
         )
 
 

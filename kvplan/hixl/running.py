@@ -23,7 +23,7 @@ from kvplan.hixl.values import (
     TransferStatus,
     status_of,
 )
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import LLMException, unsupported
 from kvplan.system.logs import LimitedLog, Log
 from kvplan.types import Placement
 
@@ -91,11 +91,10 @@ class Running(AddressedEngine):
             return Placement.DEVICE
         if self.settings.device_is_host:
             return Placement.HOST
-        raise LLMException(
+        raise unsupported(
             "this engine has no device: no library of an accelerator was found, or "
             "kvplan.accelerator=none (`kvplan info` says why). To treat MEM_DEVICE as host memory, "
-            "give option kvplan.mem_device=host or set KVPLAN_MEM_DEVICE=host",
-            status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
+            "give option kvplan.mem_device=host or set KVPLAN_MEM_DEVICE=host"
         )
 
     def cluster_of(self, remote_engine: str, timeout_ms: int) -> int:

@@ -7,14 +7,7 @@ from kvplan.links.links import Links
 from kvplan.links.peer_link import PeerClaim, PeerLink
 from kvplan.links.peer_table import PeerCache
 from kvplan.links.rendezvous import RegisterMemStatus
-from kvplan.links.values import (
-    ClusterInfo,
-    IpInfo,
-    LinkResult,
-    LinkResults,
-    LinkState,
-    LinkStatus,
-)
+from kvplan.links.values import ClusterInfo, IpInfo, LinkResult, LinkResults, LinkState, LinkStatus
 
 __all__ = [
     "ClusterInfo",

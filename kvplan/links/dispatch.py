@@ -32,7 +32,7 @@ from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.transitions import Transitions, Unlinker
 from kvplan.links.values import LinkState
-from kvplan.status import LLMException, LLMStatusCode, link_failed, unsupported
+from kvplan.status import LLMException, link_failed, not_linked, unsupported
 from kvplan.types import CacheKey
 
 if TYPE_CHECKING:
@@ -137,10 +137,7 @@ class PeerHandler:
         if isinstance(link, PeerLink) and link.state in {LinkState.LINKED, LinkState.UNLINKING}:
             assert link.publisher is not None
             return link, link.publisher
-        raise LLMException(
-            f"cluster {self._engine.cluster_id} has no such link",
-            status_code=LLMStatusCode.LLM_NOT_YET_LINK,
-        )
+        raise not_linked(f"cluster {self._engine.cluster_id} has no such link")
 
     def _key(self, body: Find | Claim) -> CacheKey:
         return CacheKey(self._engine.cluster_id, body.req_id, body.model_id, body.prefix_id)

@@ -18,7 +18,7 @@ from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.transitions import Transitions
 from kvplan.links.values import LOST, LinkState, in_phase, other_cluster
-from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed
+from kvplan.status import LLMException, LLMStatusCode, busy, invalid, link_failed
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
@@ -203,10 +203,7 @@ class HandshakeInitiator:
         if link is None or link.state in LOST:
             return
         if link.state is LinkState.UNLINKING:
-            raise LLMException(
-                f"cluster {cluster_id} is still being unlinked",
-                status_code=LLMStatusCode.LLM_LINK_BUSY,
-            )
+            raise busy(f"cluster {cluster_id} is still being unlinked")
         raise _already_linked(f"cluster {cluster_id} is linked already")
 
 
@@ -366,10 +363,7 @@ class HandshakeAcceptor:
             return None
         if secrets.compare_digest(hello.proof, _proof(link, channel, hello)):
             if link.state is LinkState.UNLINKING:
-                raise LLMException(
-                    f"cluster {self._engine.cluster_id} is still unlinking",
-                    status_code=LLMStatusCode.LLM_LINK_BUSY,
-                )
+                raise busy(f"cluster {self._engine.cluster_id} is still unlinking")
             return link  # kept until the new link is up: a Hello alone changes nothing
         if (state := await _state_of(link, timeout_s * _PING_SHARE)) is not None:
             error = _already_linked(

@@ -10,7 +10,7 @@ from weakref import ref
 from kvnative._signals import Mutex
 from kvnative._tally import Traffic
 from kvplan.links.values import LOST, NEXT_STATES, LinkState
-from kvplan.status import LLMException, LLMStatusCode, link_failed
+from kvplan.status import LLMException, link_failed, not_linked
 
 
 class LinkLifecycle:
@@ -144,4 +144,4 @@ class LinkLifecycle:
             LinkState.LINKING: "is still being made",
             LinkState.UNLINKING: "is being unlinked",
         }.get(state, f"has ended: {reason}")
-        return LLMException(f"{who} {condition}", status_code=LLMStatusCode.LLM_NOT_YET_LINK)
+        return not_linked(f"{who} {condition}")

@@ -22,7 +22,7 @@ from kvplan.links.peer_link import PeerLink
 from kvplan.links.rendezvous import RegisterMemStatus, Rendezvous, exposed_point, locate_members
 from kvplan.links.transitions import Transitions, Unlinker
 from kvplan.links.values import ClusterInfo, LinkResults, check_clusters
-from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed
+from kvplan.status import LLMException, finalized, invalid, link_failed
 from kvplan.system.limits import check_process
 from kvplan.types import LlmRole
 from kvplan.validation import as_int, check_type
@@ -259,9 +259,7 @@ class Links:
     def _check_usable(self) -> None:
         check_process(self._pid, "the engine")
         if self._closed:
-            raise LLMException(
-                "the engine is finalized", status_code=LLMStatusCode.LLM_ENGINE_FINALIZED
-            )
+            raise finalized()
 
     def _publish_later(self) -> None:
         asyncio.get_running_loop().call_later(_PUBLISH_S, self._publish)

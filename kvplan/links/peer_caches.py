@@ -14,13 +14,7 @@ import numpy as np
 from kvplan.control.messages import Found, PassedOver, Table
 from kvplan.links.address_index import AddressIndex
 from kvplan.links.lifecycle import LinkLifecycle
-from kvplan.links.peer_table import (
-    PeerCache,
-    PeerTable,
-    find_by_address,
-    no_cache_at,
-    not_reached,
-)
+from kvplan.links.peer_table import PeerCache, PeerTable, find_by_address, no_cache_at, not_reached
 from kvplan.planning.side import Side
 from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
 from kvplan.types import BlocksCacheKey, CacheKeyByIdAndIndex

@@ -10,15 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvplan.control.channel import ChannelClosed
-from kvplan.control.messages import (
-    MAX_NBYTES,
-    Offer,
-    ShardEntry,
-    Sync,
-    Synced,
-    Table,
-    TableEntry,
-)
+from kvplan.control.messages import MAX_NBYTES, Offer, ShardEntry, Sync, Synced, Table, TableEntry
 from kvplan.links.local_engine import OfferedCache, OfferedCaches
 from kvplan.status import LLMException
 from kvplan.system.logs import Log

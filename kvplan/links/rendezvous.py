@@ -21,17 +21,10 @@ from kvplan.links.peer_link import PeerLink
 from kvplan.links.transitions import Transitions, Unlinker
 from kvplan.links.values import LinkState
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed
+from kvplan.status import LLMException, LLMStatusCode, invalid, link_failed, not_linked
 from kvplan.system.logs import Log
 from kvplan.system.users import check_above, private_directory, runtime_directory
-from kvplan.validation import (
-    UINT32_MAX,
-    UINT64_MAX,
-    check_mapping,
-    check_type,
-    check_width,
-    shown,
-)
+from kvplan.validation import UINT32_MAX, UINT64_MAX, check_mapping, check_type, check_width, shown
 
 if TYPE_CHECKING:
     from kvplan.control.channel import Handler
@@ -355,9 +348,8 @@ class Rendezvous:
     def _get(self, comm_id: int) -> Communicator:
         check_width("comm_id", comm_id, 0, UINT64_MAX)
         if (comm := self._communicators.get(comm_id)) is None:
-            raise LLMException(
-                f"comm_id={comm_id} is not linked; there are {sorted(self._communicators)}",
-                status_code=LLMStatusCode.LLM_NOT_YET_LINK,
+            raise not_linked(
+                f"comm_id={comm_id} is not linked; there are {sorted(self._communicators)}"
             )
         return comm
 

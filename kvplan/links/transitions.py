@@ -18,7 +18,7 @@ from kvplan.links.publisher import Publisher
 from kvplan.links.renewals import Renewals
 from kvplan.links.values import LOST, LinkState, in_phase
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode, link_failed
+from kvplan.status import LLMException, LLMStatusCode, busy, link_failed, not_linked
 from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
@@ -70,10 +70,9 @@ class Transitions:
     def not_linked(self, cluster_id: int) -> LLMException:
         """Return LLM_NOT_YET_LINK with the error of the last attempt to link."""
         error = self.errors.get(cluster_id)
-        return LLMException(
+        return not_linked(
             f"cluster {cluster_id} is not linked"
-            + (f"; the last try failed: {error.args[0]}" if error is not None else ""),
-            status_code=LLMStatusCode.LLM_NOT_YET_LINK,
+            + (f"; the last try failed: {error.args[0]}" if error is not None else "")
         )
 
     def note_error(self, cluster_id: int, error: LLMException) -> None:
@@ -405,10 +404,9 @@ class Unlinker:
                     link.change_state(LinkState.LINKED)
 
     def _busy(self, link: PeerLink) -> LLMException:
-        return LLMException(
+        return busy(
             f"cluster {self._engine.cluster_id} has {plural(link.in_flight, 'operation')} in "
-            f"flight with cluster {link.cluster_id}; the link stays",
-            status_code=LLMStatusCode.LLM_LINK_BUSY,
+            f"flight with cluster {link.cluster_id}; the link stays"
         )
 
     def _no_link(self, cluster_id: int) -> LLMException:

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from kvplan.llm_datadist.installation import uninstall as uninstall
     from kvplan.llm_datadist.status import LLMException, LLMStatusCode, Status
     from kvplan.llm_datadist.v2.llm_datadist import LLMDataDist
-    from kvplan.llm_datadist.v2.llm_datadist import (
-        permit_several_engines as permit_several_engines,
-    )
+    from kvplan.llm_datadist.v2.llm_datadist import permit_several_engines as permit_several_engines
     from kvplan.llm_datadist.v2.llm_types import (
         BlocksCacheKey,
         Cache,

@@ -35,7 +35,7 @@ from kvplan.mooncake.values import (
     uints,
 )
 from kvplan.planning.ranges import span_text
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, timed_out
 from kvplan.system.logs import Log
 from kvplan.types import Placement
 from kvplan.validation import shown
@@ -442,9 +442,7 @@ class TransferEngine:
         requests = self._running().requests
         request = requests.get(batch)
         if not request.task.done and time.monotonic() >= request.data:
-            request.task.cancel(
-                LLMException("the transfer took too long", status_code=LLMStatusCode.LLM_TIMEOUT)
-            )
+            request.task.cancel(timed_out("the transfer took too long"))
         if (ended := requests.take(batch)) is None:
             return _IN_FLIGHT
         if (error := ended.error(_log, batch)) is None:

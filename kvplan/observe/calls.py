@@ -46,8 +46,8 @@ class Calls:
         mutex: held by the thread that takes calls.
     """
 
-    def __init__(self, *, inline: bool, max_seen: int = MAX_SEEN) -> None:
-        self.seen = CallLog(self.wake, max_seen, _MAX_NBYTES)
+    def __init__(self, *, inline: bool) -> None:
+        self.seen = CallLog(self.wake, MAX_SEEN, _MAX_NBYTES)
         self.tokens: SimpleQueue[bool | threading.Event] = SimpleQueue()
         self.thread: threading.Thread | None = None
         self.agents: dict[int, Agent] = {}

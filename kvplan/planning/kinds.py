@@ -7,14 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvplan.planning.axes import (
-    WHOLE_SHARE,
-    Share,
-    cut,
-    refuse_unlike,
-    rows_are_alike,
-    rows_differ,
-)
+from kvplan.planning.axes import WHOLE_SHARE, Share, cut, refuse_unlike, rows_are_alike, rows_differ
 from kvplan.planning.blocks import (
     Blocks,
     Indices,

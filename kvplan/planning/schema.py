@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -16,20 +15,13 @@ import numpy as np
 from kvplan.layout import CacheLayout, Interleaved, Layers, Shard
 from kvplan.planning.invariants import check_invariants
 from kvplan.planning.part import Kind, Operation, Part
-from kvplan.planning.plan import SCHEMA_VERSION, Plan, check_name
+from kvplan.planning.plan import SCHEMA_VERSION, Plan
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
 from kvplan.planning.tokens import BlockTables
 from kvplan.status import LLMException, invalid
 from kvplan.types import CacheDesc, DataType, Placement
-from kvplan.validation import (
-    INT64_MAX,
-    check_index,
-    check_type,
-    check_width,
-    open_regular,
-    shown,
-)
+from kvplan.validation import INT64_MAX, check_index, check_type, check_width, open_regular, shown
 
 MAX_NBYTES: Final = 128 << 20
 """Maximum size of a plan's file in bytes: three million segments that cannot be merged."""
@@ -112,99 +104,41 @@ def part_to_dict(part: Part) -> dict[str, Any]:
 
 
 def from_dict(document: dict[str, Any]) -> Plan:
-    """Return the plan that `to_dict` wrote, in this or an older version of the schema."""
+    """Return the plan that `to_dict` wrote."""
     if not isinstance(document, dict):
         raise invalid(f"document is not a plan: document={shown(document)} must be dict")
-    # The version first: another one may have other fields.
-    version = document.get("schema_version")
-    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+    _check_version(document)  # first: another version may have other fields
+    listed = document.get("parts")
+    if document.keys() != {"schema_version", "parts"} or not isinstance(listed, list):
         raise invalid(
-            f"document is not a plan: schema_version={shown(version)} must be 1 to {SCHEMA_VERSION}"
+            "document is not a plan: a plan has schema_version and a list of parts; this has "
+            f"{shown(sorted(map(str, document)))}"
         )
     parts = []
-    for place, part in _listed(document, version).items():
+    for index, part in enumerate(listed):
         try:
-            parts.append(_checked(_upgraded(part, version), place))
+            parts.append(_checked(part, f"parts[{index}]"))
         except (LLMException, TypeError, ValueError) as error:
-            raise invalid(f"document is not a plan: {place}: {error.args[0]}") from None
+            raise invalid(f"document is not a plan: parts[{index}]: {error.args[0]}") from None
     return Plan(parts)
-
-
-def _listed(document: dict[str, Any], version: int) -> dict[str, Any]:
-    """Return the documents of the parts by their place.
-
-    Version 2 had one part in place of `parts`, or `groups`: a document for each label.
-    """
-    field = "parts" if version == SCHEMA_VERSION else "groups"
-    if version < SCHEMA_VERSION and not (version == 2 and field in document):
-        if unknown := document.keys() & {"name", "source"}:
-            raise invalid(
-                f"document is not a plan: version {version} has no fields {sorted(unknown)}"
-            )
-        return {"document": document}
-    listed = document.get(field)
-    kind = list if field == "parts" else dict
-    if document.keys() != {"schema_version", field} or not isinstance(listed, kind):
-        raise invalid(
-            f"document is not a plan: a plan of version {version} has schema_version and a "
-            f"{kind.__name__} of {field}; this has {shown(sorted(map(str, document)))}"
-        )
-    if isinstance(listed, list):
-        return {f"parts[{index}]": part for index, part in enumerate(listed)}
-    parts = {}
-    for label, part in listed.items():
-        place = f"groups[{shown(label)}]"
-        check_name(label)
-        if not isinstance(part, dict) or part.get("schema_version") != 2:
-            raise invalid(
-                f"document is not a plan: {place}={shown(part)} must be a plan of schema_version 2"
-            )
-        name, source = from_label(label)
-        parts[place] = part | {"name": name, "source": source}
-    return parts
-
-
-def _upgraded(document: Any, version: int) -> Any:
-    """Return the document of a part in the current version."""
-    if version == SCHEMA_VERSION or not isinstance(document, dict):
-        return document
-    fields = {name: value for name, value in document.items() if name != "schema_version"}
-    if version == 1:  # rows had no meaning, and segments no repeats
-        side: dict[str, Any] = dict.fromkeys(("data_type", "layout", "label", "shard"))
-        fields = _with(fields, {"split": [], "reinterpret": False, "tables": None})
-        for name, more in (
-            ("segments", {"repeats": []}), ("src", side | {"shape": []}),
-            ("dst", side | {"shape": []}),
-        ):  # fmt: skip
-            if isinstance(fields.get(name), dict):
-                fields[name] = _with(fields[name], more)
-    return {"name": "", "source": None} | fields
-
-
-def _with(fields: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with those that a later version added; refuse a document that has them."""
-    if unknown := fields.keys() & more:
-        raise ValueError(f"schema_version=1 has no fields {sorted(unknown)}")
-    return fields | more
-
-
-def from_label(label: str) -> tuple[str, int | None]:
-    """Return the name and the source of a part of this label; the inverse of `label_of`."""
-    if (found := re.fullmatch(r"(?:(.*): )?source (\d{1,9})", label)) is None:
-        return label, None
-    return found[1] or "", int(found[2])
 
 
 def part_from_dict(document: dict[str, Any]) -> Part:
     """Return the part that `part_to_dict` wrote; the document also has `schema_version`."""
-    version = document.get("schema_version")
-    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
-        raise invalid(f"schema_version={shown(version)} must be 1 to {SCHEMA_VERSION}")
+    _check_version(document)
     part = {name: value for name, value in document.items() if name != "schema_version"}
     try:
-        return _checked(_upgraded(part, version), "part")
+        return _checked(part, "part")
     except (TypeError, ValueError) as error:
         raise invalid(f"document is not a part of a plan: {error}") from None
+
+
+def _check_version(document: dict[str, Any]) -> None:
+    version = document.get("schema_version")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise invalid(
+            f"document is not a plan: schema_version={shown(version)} must be {SCHEMA_VERSION}"
+        )
 
 
 def _checked(document: Any, place: str) -> Part:

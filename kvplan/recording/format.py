@@ -21,7 +21,7 @@ import numpy as np
 
 from kvplan.planning.part import Part
 from kvplan.planning.plan import SCHEMA_VERSION, Plan
-from kvplan.planning.schema import from_label, part_from_dict, part_to_dict
+from kvplan.planning.schema import part_from_dict, part_to_dict
 from kvplan.planning.segments import Segments
 from kvplan.status import invalid
 
@@ -97,9 +97,10 @@ class SegmentsRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartRow(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a plan; its label is empty if it is the only one."""
+    """A part of a plan: what its template does not determine."""
 
-    label: str
+    name: str  # with `source`: which part of its plan
+    source: int | None
     template: int
     src: bytes  # block tables, little-endian, 8 bytes each
     dst: bytes
@@ -247,8 +248,7 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
         "num_tokens": None,
     }
     if found is None:
-        segments = _by_rows(document, row)
-        num_slices, columns, repeats = len(rows_of(row.dst)), segments, []
+        num_slices, columns, repeats = len(rows_of(row.dst)), _by_rows(document, row), []
     else:
         num_slices = found.num_slices
         columns = [
@@ -261,8 +261,10 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
     named = zip(Segments.columns(), (column.tolist() for column in columns), strict=True)
     part = part_from_dict(
         document
-        | {"segments": dict(named) | {"repeats": repeats}}
         | {
+            "name": row.name,
+            "source": row.source,
+            "segments": dict(named) | {"repeats": repeats},
             "num_slices": num_slices,
             "tables": tables if found is None or found.has_tables else None,
         }
@@ -273,19 +275,13 @@ def _part(template: TemplateRow, row: PartRow) -> Part:
             (part.src, part.dst), template.ways, template.cache_ids, strict=True
         )
     )
-    name, source = from_label(row.label)
-    return replace(part, src=src, dst=dst, name=name, source=source)
+    return replace(part, src=src, dst=dst)
 
 
+@np.errstate(all="ignore")  # the plan of a damaged row is refused later
 def _by_rows(document: dict[str, Any], row: PartRow) -> list[NDArray[np.uint64]]:
     """Return the segments of a part that moves whole rows, merged by the part's `coalesce`."""
-    with np.errstate(all="ignore"):  # the plan of a damaged row is refused later
-        return _row_segments(document, rows_of(row.src), rows_of(row.dst))
-
-
-def _row_segments(
-    document: dict[str, Any], src: NDArray[np.int64], dst: NDArray[np.int64]
-) -> list[NDArray[np.uint64]]:
+    src, dst = rows_of(row.src), rows_of(row.dst)
     src_stride, dst_stride = document["src"]["stride"], document["dst"]["stride"]
     how = document["coalesce"]
     if document["kind"] == "B2B":

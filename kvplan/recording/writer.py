@@ -202,7 +202,7 @@ class Recorder:
             if known is None or not pair["as_bytes"]:
                 row = self._part(part())
             else:
-                row = "", known[0], *_as_rows(pair["kind"], *known[1:], rows, nbytes)
+                row = "", None, known[0], *_as_rows(pair["kind"], *known[1:], rows, nbytes)
             self._append(encode((TRANSFER, *head, (row,))))
         except Exception as raised:
             self._fail(raised)
@@ -268,7 +268,7 @@ class Recorder:
 
     def _part(self, part: Part) -> tuple[object, ...]:
         """Return the fields of a `PartRow`."""
-        label, src, dst = part.label, part.src, part.dst
+        src, dst = part.src, part.dst
         key: object = vars(part).get("common")  # equal for all requests of a pair of caches
         if key is None:
             # Both ranges have one length.
@@ -279,14 +279,15 @@ class Recorder:
             )  # fmt: skip
         known = self._known.get(key)
         number = self._number(key, part) if known is None else known[0]
+        place = part.name, part.source, number
         if (rows := part.unplanned_rows) is not None:  # planning would take several times as long
-            return label, number, *_as_rows(part.kind, src, dst, rows, part.nbytes_per_tensor)
+            return *place, *_as_rows(part.kind, src, dst, rows, part.nbytes_per_tensor)
         tables = part.tables
         if part.by_rows and tables is not None:
-            return label, number, tables.src.tobytes(), tables.dst.tobytes(), None
+            return *place, tables.src.tobytes(), tables.dst.tobytes(), None
         if tables is None:
-            return label, number, b"", b"", segments_of(part)
-        return label, number, tables.src.tobytes(), tables.dst.tobytes(), segments_of(part)
+            return *place, b"", b"", segments_of(part)
+        return *place, tables.src.tobytes(), tables.dst.tobytes(), segments_of(part)
 
     def _number(self, key: object, part: Part) -> int:
         """Return the number of the template of a part; record a new template."""

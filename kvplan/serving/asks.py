@@ -7,15 +7,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, Final
 
 from kvplan.serving.book import LeaseBook, NotYetError
-from kvplan.serving.messages import (
-    MAX_REASON,
-    Ask,
-    Handle,
-    Message,
-    Refusal,
-    grants,
-    peer_log,
-)
+from kvplan.serving.messages import MAX_REASON, Ask, Handle, Message, Refusal, grants, peer_log
 from kvplan.serving.pusher import Goal, Pusher
 from kvplan.serving.tables import GroupLease, encode_leases
 from kvplan.serving.tasks import ExchangeOptions, PeerThreads, Tasks

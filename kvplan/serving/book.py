@@ -9,9 +9,9 @@ from typing import Final, Protocol
 
 from kvnative._signals import Mutex
 from kvplan.lease import BlockLease, tag_of
-from kvplan.serving.messages import Handle, gone, peer_log
+from kvplan.serving.messages import Handle, peer_log
 from kvplan.serving.tables import Blocks, CacheGroup, GroupLease, groups_of, tables_of
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
 from kvplan.system.logs import Log
 from kvplan.types import Cache
 from kvplan.validation import shown
@@ -179,9 +179,9 @@ class LeaseBook:
         if held is None or handle is None:
             if how is None:
                 raise NotYetError
-            raise gone(f"{transfer or handle} {how}")
+            raise not_exist(f"{transfer or handle} {how}")
         if held.digest != digest:  # the reason does not reveal the name of the request
-            raise gone(f"{transfer or handle} has other tokens")
+            raise not_exist(f"{transfer or handle} has other tokens")
         return handle, held.leases
 
     def end_transfer(self, transfer: str, how: str) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import invalid
 from kvplan.system.logs import LimitedLog, Log
 from kvplan.validation import printable, resolved, shown
 
@@ -158,11 +158,6 @@ def decode(data: bytes) -> Message:
         return _decoder.decode(data)
     except Exception as error:  # of any kind: nested input raises RecursionError
         raise invalid(f"data={shown(data)} is not a message of kvplan.serving: {error}") from None
-
-
-def gone(message: str) -> LLMException:
-    """Return the error of a request whose content does not exist."""
-    return LLMException(message, status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST)
 
 
 def pieces(data: bytes) -> list[bytes]:

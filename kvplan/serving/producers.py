@@ -11,9 +11,17 @@ from typing import Any, Final, TypeVar
 
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.links import ClusterInfo, LinkState, LinkStatus
-from kvplan.serving.messages import Compatibility, Hello, Message, Source, encode, gone
+from kvplan.serving.messages import Compatibility, Hello, Message, Source, encode
 from kvplan.serving.tasks import ExchangeOptions, PeerThreads
-from kvplan.status import LLMException, LLMStatusCode
+from kvplan.status import (
+    LLMException,
+    LLMStatusCode,
+    busy,
+    invalid,
+    link_failed,
+    not_exist,
+    timed_out,
+)
 
 _T = TypeVar("_T")
 
@@ -108,9 +116,8 @@ class Producers:
             raise
         if peer.difference:
             peer.users -= 1
-            raise LLMException(
-                f"cluster {source.cluster_id} at {source.address} does not fit: {peer.difference}",
-                status_code=LLMStatusCode.LLM_PARAM_INVALID,
+            raise invalid(
+                f"cluster {source.cluster_id} at {source.address} does not fit: {peer.difference}"
             )
         peer.requests += 1
 
@@ -149,7 +156,7 @@ class Producers:
         if hello.instance != instance and await self._unlinked_from(peer, source):
             hello = await self._hello_of(peer, source)
         if hello.instance != instance:
-            raise gone(
+            raise not_exist(
                 f"cluster {source.cluster_id} at {source.address} is another process than the "
                 f"reference names ({hello.instance.hex()[:8]}, not {instance.hex()[:8]}): it has "
                 "restarted, or was replaced"
@@ -182,10 +189,9 @@ class Producers:
         if at == source.address:
             return False
         if peer.requests or self._is_asking(source.cluster_id):
-            raise LLMException(
+            raise busy(
                 f"cluster {source.cluster_id} at {source.address} is not linked: another process "
-                f"of that cluster, at {at}, is in use; try again when its requests have ended",
-                status_code=LLMStatusCode.LLM_LINK_BUSY,
+                f"of that cluster, at {at}, is in use; try again when its requests have ended"
             )
         peer.hello = None
         unlink = partial(
@@ -224,15 +230,10 @@ class Producers:
                     continue
                 if source.cluster_id not in linked:
                     answer.set_exception(
-                        LLMException(
-                            f"the link with {peer} broke before it answered",
-                            status_code=LLMStatusCode.LLM_LINK_FAILED,
-                        )
+                        link_failed(f"the link with {peer} broke before it answered")
                     )
                 elif now > end:
-                    answer.set_exception(
-                        LLMException(f"{peer} {late}", status_code=LLMStatusCode.LLM_TIMEOUT)
-                    )
+                    answer.set_exception(timed_out(f"{peer} {late}"))
 
     def linked(self) -> dict[int, LinkStatus]:
         """Return the links with other engines, by cluster id."""

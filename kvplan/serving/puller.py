@@ -25,7 +25,6 @@ from kvplan.serving.messages import (
     Renew,
     Source,
     encode,
-    gone,
     pieces,
 )
 from kvplan.serving.producers import Producers
@@ -39,7 +38,7 @@ from kvplan.serving.tables import (
     tables_of,
 )
 from kvplan.serving.tasks import ExchangeOptions, PeerThreads
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, LLMStatusCode, invalid, not_exist
 from kvplan.system.logs import Log
 
 logger = Log("kvplan.serving")
@@ -253,7 +252,7 @@ class Puller:
             return
         if isinstance(message, Refusal):
             reason = "".join(char if char.isprintable() else "?" for char in message.reason)
-            answer.granted.set_exception(gone(f"cluster {cluster_id} refuses: {reason}"))
+            answer.granted.set_exception(not_exist(f"cluster {cluster_id} refuses: {reason}"))
             return
         answer.parts.append(message.data)
         if len(answer.parts) < message.parts:

@@ -14,8 +14,8 @@ import msgspec
 from kvplan.layout import Interleaved
 from kvplan.lease import BlockLease
 from kvplan.planning.transfer import Rows, Transfer
-from kvplan.serving.messages import Context, LayerRange, Number, gone
-from kvplan.status import invalid
+from kvplan.serving.messages import Context, LayerRange, Number
+from kvplan.status import invalid, not_exist
 from kvplan.types import Cache
 from kvplan.validation import shown
 
@@ -171,7 +171,7 @@ def missing_of(
         for source_leases in leases:
             lease, starts = source_leases[number]
             if starts > missing or starts != first:
-                raise gone(
+                raise not_exist(
                     f"token {missing} is missing{group.name and ' of '}{group.name}; the producer "
                     f"only has tokens from {max(starts, first)} on"
                 )

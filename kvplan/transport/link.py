@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Sel
 
 import numpy as np
 
-from kvplan.status import LLMException, LLMStatusCode, invalid, unsupported
+from kvplan.status import LLMException, invalid, not_linked, unsupported
 from kvplan.system.limits import check_process
 from kvplan.transport.ranges import RangeTable, sized_tensors
 
@@ -233,9 +233,7 @@ class TransportLink(ABC):
     def _closed_error(self) -> LLMException:
         """Return the reason of `close` as a new exception, since each is raised once."""
         if (why := self._why_closed) is None:
-            return LLMException(
-                f"the link to {self.peer} is closed", status_code=LLMStatusCode.LLM_NOT_YET_LINK
-            )
+            return not_linked(f"the link to {self.peer} is closed")
         return LLMException(why.args[0], status_code=why.status_code)
 
     def _read(self, metadata: bytes) -> tuple[Any, RangeTable[Any]]:

@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 
 import kvplan
-from kvplan import (
-    Cache,
-    CacheDesc,
-    CacheIndex,
-    LlmDataDist,
-    LLMException,
-    LlmRole,
-    Options,
-)
+from kvplan import Cache, CacheDesc, CacheIndex, LlmDataDist, LLMException, LlmRole, Options
 from tests.faults.contents import Tensor, make_cache, pattern
 from tests.faults.states import link_of, wait_for_state
 

@@ -20,7 +20,7 @@ from tests.support.peer import ROOT
 from tools.namespaces import Namespace
 
 ALL = {"tests/datadist": 200, "tests/faults": 100}
-SHARE = {"tests/datadist/test_transfers.py": 50}
+SHARE = {"tests/datadist/test_transfers.py": 25}
 """Files, and how many tests pass there at least. What is quick, and moves bytes of every kind."""
 
 

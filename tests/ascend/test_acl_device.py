@@ -12,11 +12,7 @@ import numpy as np
 import pytest
 
 from kvnative._acl import AclError, AclLibrary
-from kvnative._backend import (
-    KVN_INVALID,
-    KVN_NO_DEVICE_MEMORY,
-    NativeError,
-)
+from kvnative._backend import KVN_INVALID, KVN_NO_DEVICE_MEMORY, NativeError
 from kvnative._device import Device, DeviceBuffer
 from kvnative._pinned import Pinned, pin
 from tests.ascend.acl_cases import VARIANT

@@ -16,14 +16,7 @@ from kvnative._backend import (
     KVN_PEER_GONE,
     KVN_TIMEOUT,
 )
-from tests.ascend.hccl_ends import (
-    A2,
-    A950,
-    Connection,
-    Ends,
-    ends_on,
-    reversed_pieces,
-)
+from tests.ascend.hccl_ends import A2, A950, Connection, Ends, ends_on, reversed_pieces
 from tests.support.peer import RemoteError
 
 NBYTES = 1 << 20

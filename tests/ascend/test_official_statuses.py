@@ -16,13 +16,7 @@ from kvplan.llm_datadist import (
     TransferWithCacheKeyConfig,
 )
 from tests.ascend.simulator import Controls
-from tests.llm_datadist.conftest import (
-    MakeDataDist,
-    MakePeer,
-    idle_peers,
-    make_datadist,
-    make_peer,
-)
+from tests.llm_datadist.conftest import MakeDataDist, MakePeer, idle_peers, make_datadist, make_peer
 from tests.llm_datadist.descs import desc
 from tests.llm_datadist.peer import REMOTE, link
 from tests.support.refusals import refused

@@ -180,7 +180,7 @@ class TestRefusals:
             (b"", "it is not JSON"),
             (b"[1, 2]", "it is [1, 2], and a plan is an object"),
             (b"[" * 100_000, "nested too deeply"),
-            (b'{"schema_version": 99}', "schema_version=99 must be 1 to 3"),
+            (b'{"schema_version": 99}', "schema_version=99 must be 3"),
             (b'{"schema_version": 3, "parts": [{}]}', "document is not a plan: parts[0]"),
             (
                 json.dumps(PLAN.to_dict()).replace('"num_slices": 3', '"num_slices": -1').encode(),

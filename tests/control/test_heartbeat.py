@@ -14,13 +14,7 @@ from kvplan.control.channel import Channel, Heartbeat
 from kvplan.control.connecting import connect
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Body, Failed, Ping, Sync
-from tests.control.conversation import (
-    DEADLINE_S,
-    Conversation,
-    ListeningProcess,
-    Recorder,
-    call,
-)
+from tests.control.conversation import DEADLINE_S, Conversation, ListeningProcess, Recorder, call
 
 INTERVAL_S, TIMEOUT_S = 0.05, 0.3
 

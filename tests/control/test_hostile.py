@@ -17,13 +17,7 @@ from kvplan.control.connecting import connect
 from kvplan.control.loop import ControlLoop, RefusalLog
 from kvplan.control.messages import MAX_NBYTES, PROTOCOL_VERSION, Ping, Pong, Sync, Synced, encode
 from kvplan.control.zmtp import greeting
-from tests.control.conversation import (
-    DEADLINE_S,
-    Conversation,
-    ListeningProcess,
-    Recorder,
-    call,
-)
+from tests.control.conversation import DEADLINE_S, Conversation, ListeningProcess, Recorder, call
 from tests.control.flood import Flood
 from tests.control.zmtp import GREETING, Peer, frame, ready
 

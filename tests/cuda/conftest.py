@@ -8,9 +8,11 @@ import pytest
 from kvnative._cuda import CudaLibrary
 from kvnative._device import Device
 from tests.ascend.fixtures import sim_folder, sim_log
+from tests.cuda.side import Other, Side
 from tests.cuda_sim.simulator import CudaControls, cuda_simulator
 from tests.datadist.conftest import idle, make_engine, make_peer, pair, peer, user
 from tests.datadist.machine import Machine, machine_of
+from tests.device.compute import Compute, compute_on
 from tests.support.left import check_nothing_left
 
 __all__ = [
@@ -60,3 +62,42 @@ def besides_launches(left: dict[str, int]) -> dict[str, int]:
     columns = left.get("device_bytes", 0) // COLUMNS_NBYTES
     kept = {"modules": 1, "pinned": PAGES + columns, "device_bytes": columns * COLUMNS_NBYTES}
     return {kind: count for kind, count in left.items() if count > kept.get(kind, 0)}
+
+
+@pytest.fixture
+def side(cuda_simulator: CudaControls) -> Iterator[Side]:
+    """This process, on device 0; nothing may be left."""
+    side = Side(0)
+    yield side
+    assert side.close() == {}
+
+
+@pytest.fixture(scope="module")
+def process_of_other() -> Iterator[list[Other]]:
+    """A process that tests leave as it was; to start one takes longer than most of them."""
+    kept: list[Other] = []
+    yield kept
+    for item in kept:
+        item.close()
+
+
+@pytest.fixture
+def other(cuda_simulator: CudaControls, process_of_other: list[Other]) -> Iterator[Other]:
+    """The owner of memory, on device 0 too; nothing may be left there."""
+    if process_of_other and not process_of_other[0].dead:
+        other = process_of_other[0]
+        other.run("side = Side(0)")
+    else:
+        process_of_other[:] = [other := Other()]
+    yield other
+    if other.dead:
+        other.close()
+    else:
+        assert other.call("close") == {}
+
+
+@pytest.fixture
+def compute(cuda_simulator: CudaControls, device: Device) -> Iterator[Compute]:
+    made = compute_on(cuda_simulator)
+    yield made
+    made.close()

@@ -19,8 +19,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+import kvplan
 from kvnative._device import DeviceBuffer
-from kvplan import CacheDesc, DataType, Placement
+from kvplan import CacheDesc, DataType, Placement, Rows, Transfer
 from kvplan.device.cuda import CudaDevice
 from kvplan.device.memory import DeviceMemory
 from kvplan.transport.local import LocalTransport
@@ -51,6 +52,17 @@ def blocks(of: bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def desc(placement: Placement = Placement.DEVICE, nbytes: int = NBYTES) -> CacheDesc:
     return CacheDesc(1, (BLOCKS, nbytes // BLOCKS), DataType.DT_UINT8, placement)
+
+
+PULL = kvplan.plan(Transfer(Rows(desc(), [1, 6, 0]), Rows(desc(), [0, 3, 7])), local="dst")
+PUSH = kvplan.plan(Transfer(Rows(desc(), [1, 6, 0]), Rows(desc(), [0, 3, 7])), local="src")
+
+
+def expected(seed: int) -> np.ndarray:
+    """What `PULL` and `PUSH` make of zeros."""
+    made = np.zeros((BLOCKS, BLOCK), np.uint8)
+    made[[0, 3, 7]] = blocks(pattern(seed))[[1, 6, 0]]
+    return made
 
 
 class Side:
@@ -225,6 +237,12 @@ class Side:
         if controls().violations() != violations:
             found["violation"] = controls().last_violation()
         return found
+
+
+def zeros(side: Side) -> int:
+    address = side.allocate("kvplan", 0)
+    side.device.write(address, bytes(NBYTES))
+    return address
 
 
 def names(device_id: str) -> dict[str, Any]:

@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 
 from kvnative._backend import KVN_CANCELLED, KVN_OK, KVN_REVOKED, KVN_UNMAPPED
-from kvnative._cuda import (
-    CopyTuning,
-    CudaLibrary,
-    builtin_copy_tuning,
-    limit_copies,
-    tune_copies,
-)
+from kvnative._cuda import CopyTuning, CudaLibrary, builtin_copy_tuning, limit_copies, tune_copies
 from kvnative._cuda_share import export, import_pieces
 from kvnative._device import Device
 from kvnative._executor import Executor

@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda_sim.cuda_library import (
-    Access,
-    Allocation,
-    Cuda,
-    Location,
-    allocation,
-    in_process,
-)
+from tests.cuda_sim.cuda_library import Access, Allocation, Cuda, Location, allocation, in_process
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_DEVICE, ILLEGAL_ADDRESS, NOT_SUPPORTED = 1, 2, 101, 700, 801
 TYPE, IPC, START, SIZE, HANDLES = 2, 10, 11, 12, 14

@@ -7,10 +7,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvplan import ClusterInfo, LlmDataDist, LlmRole, Transfers
+from kvplan import Cache, ClusterInfo, LlmDataDist, LlmRole, Transfers
 from tests.ascend.fixtures import sim_folder, simulator
 from tests.cuda_sim.simulator import cuda_simulator
 from tests.datadist.machine import Machine, machine_of
+from tests.datadist.offered import BLOCKS, OFFER, SLOTS
 from tests.datadist.peer import Peer
 from tests.support.left import check_nothing_left
 from tests.support.places import LISTEN, parametrize
@@ -131,3 +132,18 @@ def user(make_engine: MakeEngine, peer: Peer) -> LlmDataDist:
     user = make_engine(2)
     user.link_clusters([ClusterInfo(1, peer.address)], timeout_ms=5000).raise_for_status()
     return user
+
+
+@pytest.fixture
+def offered(peer: Peer) -> None:
+    peer.run(OFFER)
+
+
+@pytest.fixture
+def slots(user: LlmDataDist) -> Cache:
+    return user.allocate_cache(SLOTS)
+
+
+@pytest.fixture
+def blocks(user: LlmDataDist) -> Cache:
+    return user.allocate_blocks_cache(BLOCKS)

@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvplan import (
-    CacheDesc,
-    CacheIndex,
-    DataType,
-    LlmDataDist,
-    LLMStatusCode,
-    RegisterMemStatus,
-)
+from kvplan import CacheDesc, CacheIndex, DataType, LlmDataDist, LLMStatusCode, RegisterMemStatus
 from tests.datadist.conftest import MakeEngine
 from tests.datadist.peer import OnItsOwn
 from tests.support.refusals import refused

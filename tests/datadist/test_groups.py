@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -18,12 +16,10 @@ from kvplan import (
     CacheDesc,
     CacheIndex,
     DataType,
-    GatherError,
     LlmDataDist,
     Placement,
     PlanEvent,
     Rows,
-    Shard,
     Transfer,
 )
 from tests.datadist.conftest import MakeEngine, link
@@ -315,89 +311,6 @@ def test_groups_of_host_and_device_are_two_transfers(
             user.run(groups)
 
 
-def scales_and_values(heads: range) -> dict[str, CacheDesc]:
-    """Quantized values of some of four heads, and a scale for each token and head."""
-    shard = Shard(range(2), heads, 2, 4)
-    number = len(heads)
-    return {
-        "values": CacheDesc(
-            4, (6, 4, number, 8), DataType.DT_INT8, kv_tensor_format="NHD", shard=shard
-        ),
-        "scales": CacheDesc(
-            4, (6, number, 4, 1), DataType.DT_FLOAT, kv_tensor_format="HND", shard=shard
-        ),
-    }
-
-
-def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> None:
-    """Each has two of the four heads, and one of them the state as well."""
-    sources, user = [make_engine(item, listen=True) for item in (1, 3)], make_engine(2)
-    seen: list[PlanEvent] = []
-    keys: dict[str, list[CacheIndex]] = {"values": [], "scales": []}
-    for rank, source in enumerate(sources):
-        link(user, source)
-        for name, desc in scales_and_values(range(2 * rank, 2 * rank + 2)).items():
-            cache = source.allocate_blocks_cache(desc)
-            dtype = np.int8 if name == "values" else np.float32
-            source.write_cache(
-                cache, [np.full(desc.shape, 10 * rank + index + 1, dtype) for index in range(4)]
-            )
-            keys[name].append(CacheIndex(source.cluster_id, cache.cache_id))
-    state = sources[1].allocate_blocks_cache(DESCS["state"])
-    sources[1].write_cache(state, [np.full((5, 32), 9, np.int32)])
-    mine = {
-        name: user.allocate_blocks_cache(desc)
-        for name, desc in {**scales_and_values(range(4)), "state": DESCS["state"]}.items()
-    }
-    groups = {
-        name: Transfer(
-            [
-                Rows(cache, blocks)
-                for cache, blocks in zip(keys[name], [[1, 2], [3, 0]], strict=True)
-            ],
-            Rows(mine[name], [4, 5]),
-            num_tokens=7,
-        )
-        for name in ("values", "scales")
-    }
-    state_rows = Rows(CacheIndex(3, state.cache_id), [2])
-    groups["state"] = Transfer(state_rows, Rows(mine["state"], [4]))
-    user.on_plan(seen.append)
-    user.run(groups, timeout_ms=5000)
-    for name, axis in (("values", 2), ("scales", 1)):
-        for number, array in enumerate(user.arrays(mine[name], copy=True)):
-            by_token = np.moveaxis(array, axis, 0)  # (head, block, token, dim)
-            assert not by_token[:, :4].any()
-            for head in range(4):
-                tokens = by_token[head, 4:].reshape(8, -1)
-                assert (tokens[:7] == 10 * (head // 2) + number + 1).all()
-                assert not tokens[7:].any()
-    assert user.arrays(mine["state"], copy=True)[0].max(axis=1).tolist() == [0, 0, 0, 0, 9]
-    assert [event.cluster_id for event in seen] == [1, 3]
-    first, second = (event.plan for event in seen)
-    assert [*first.by_part()] == ["values: source 0", "scales: source 0"]
-    assert [*second.by_part()] == ["values: source 1", "scales: source 1", "state"]
-    assert user.plan(groups).by_part() == first.by_part() | second.by_part()
-    assert user.metrics()["in_flight"] == 0
-
-    nobody = {"state": Transfer([], Rows(mine["state"], [4]))}
-    with refused(INVALID, "part state: src is empty; a gather needs at least one source"):
-        user.run(nobody)
-    no_table = {"state": Transfer([Rows(state_rows.cache)], Rows(mine["state"], [4]))}
-    with refused(INVALID, r"part state: src\[0\].blocks is None"):
-        user.run(no_table)
-    half = {
-        "values": Transfer(
-            [Rows(keys["values"][0], [1, 2])], Rows(mine["values"], [4, 5]), num_tokens=7
-        )
-    }
-    with refused(INVALID, r"part values: no source has layers 0..1, heads 2..3"):
-        user.run(half)
-    sources[0].finalize()
-    with pytest.raises(GatherError, match=r"gather_groups: .*sources\[0\]"):
-        user.run(groups, timeout_ms=5000)
-
-
 @pytest.mark.over_tcp
 def test_groups_by_leases(
     user: LlmDataDist, peer: Peer, keys: dict[str, CacheIndex], machine: Machine
@@ -448,83 +361,3 @@ def test_groups_by_leases(
     ):
         with refused("LLM_KV_CACHE_NOT_EXIST", "lease 2 of indexer.* was released"):
             move()
-
-
-def test_sources_come_in_any_order_in_each_group(make_engine: MakeEngine) -> None:
-    """Two peers have two heads each, in caches of their own: also turn by turn."""
-
-    def one_head(heads: range) -> CacheDesc:
-        shard = Shard(range(1), heads, 1, 4)
-        shape = 6, 4, len(heads), 2
-        return CacheDesc(2, shape, DataType.DT_INT16, kv_tensor_format="NHD", shard=shard)
-
-    engines, user = [make_engine(number, listen=True) for number in (1, 3)], make_engine(2)
-    for engine in engines:
-        link(user, engine)
-    sources, content = [], []
-    for head in range(4):
-        engine, desc = engines[head % 2], one_head(range(head, head + 1))
-        cache = engine.allocate_blocks_cache(desc)
-        numbers = 100 * head + np.arange(48, dtype=np.int16).reshape(desc.shape)
-        engine.write_cache(cache, [numbers, -numbers])
-        content.append(numbers)
-        sources.append(CacheIndex(engine.cluster_id, cache.cache_id))
-    mine = {name: user.allocate_blocks_cache(one_head(range(4))) for name in "abc"}
-    random = Random(1)
-    for _ in range(10):
-        orders = {name: random.sample(range(4), 4) for name in mine}
-        tables = {name: [random.sample(range(6), 2) for _ in range(4)] for name in mine}
-        user.run(
-            {
-                name: Transfer(
-                    [Rows(sources[head], tables[name][head]) for head in orders[name]],
-                    Rows(mine[name], [5, 2]),
-                    num_tokens=8,
-                )
-                for name in mine
-            }
-        )
-        for name, tensor in itertools.product(mine, range(2)):
-            found = user.arrays(mine[name], copy=True)[tensor][[5, 2]]
-            for head in range(4):
-                wanted = content[head][tables[name][head], :, 0] * (-1) ** tensor
-                np.testing.assert_array_equal(found[:, :, head], wanted)
-
-
-@pytest.mark.over_tcp
-def test_a_gather_by_leases(make_engine: MakeEngine, machine: Machine) -> None:
-    sources, user = [make_engine(number, listen=True) for number in (1, 3)], make_engine(2)
-    leases = []
-    for rank, source in enumerate(sources):
-        link(user, source)
-        desc = scales_and_values(range(2 * rank, 2 * rank + 2))["values"]
-        cache = source.allocate_blocks_cache(desc)
-        source.write_cache(cache, [np.full(desc.shape, rank + 1, np.int8)] * 4)
-        leases.append(source.lease_blocks(cache, [1, 2], tag=f"rank {rank}"))
-    mine = user.allocate_blocks_cache(scales_and_values(range(4))["values"])
-    user.run(
-        Transfer(
-            [Rows(cache, blocks) for cache, blocks in zip(leases, [None, [2, 1]], strict=True)],
-            Rows(mine, [4, 5]),
-        )
-    )
-    for array in user.arrays(mine, copy=True):
-        by_head = np.moveaxis(array, 2, 0)
-        assert [set(by_head[index, 4:].flat) for index in range(4)] == [{1}, {1}, {2}, {2}]
-    with refused(INVALID, r"src\[1\].blocks\[0\]=3 is not a block of lease 1 of rank 1"):
-        user.run(
-            Transfer(
-                [Rows(cache, blocks) for cache, blocks in zip(leases, [None, [3, 1]], strict=True)],
-                Rows(mine, [4, 5]),
-            )
-        )
-    sources[1].release(leases[1])
-    with pytest.raises(GatherError, match="lease 1 of rank 1 was released") as caught:
-        user.run(
-            Transfer(
-                [Rows(cache, blocks) for cache, blocks in zip(leases, [None, None], strict=True)],
-                Rows(mine, [4, 5]),
-            )
-        )
-    assert list(caught.value.failed) == [1]
-    assert user.metrics()["in_flight"] == 0

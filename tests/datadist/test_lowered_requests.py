@@ -17,16 +17,7 @@ from hypothesis import strategies as st
 
 import kvplan
 from kvnative._lower import Descriptors
-from kvplan import (
-    CacheIndex,
-    LlmDataDist,
-    LLMException,
-    LlmRole,
-    Plan,
-    Rows,
-    Transfer,
-    Transfers,
-)
+from kvplan import CacheIndex, LlmDataDist, LLMException, LlmRole, Plan, Rows, Transfer, Transfers
 from kvplan.execution import TensorMemory
 from kvplan.execution.binding import bind
 from tests.datadist.conftest import link

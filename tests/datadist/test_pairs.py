@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-import os
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import ref
 
 import numpy as np
 import pytest
@@ -22,31 +15,21 @@ from numpy.typing import NDArray
 
 from kvplan import (
     BlocksCacheKey,
-    Cache,
     CacheDesc,
     CacheIndex,
-    ClusterInfo,
     Coalesce,
     DataType,
     KvCacheExtParam,
     LlmDataDist,
     LLMException,
     LlmRole,
-    LLMStatusCode,
     Rows,
     Transfer,
 )
-from kvplan.engine.pairs import find_request, move_now
+from kvplan.engine.pairs import find_request
 from kvplan.execution.transfers import SMALL_NBYTES
-from kvplan.links.peer_link import PeerLink
-from kvplan.links.values import LinkState
 from kvplan.testing import observe_plans
 from tests.datadist.conftest import link
-from tests.datadist.layers import wait_until
-from tests.datadist.machine import Machine, on_host_only
-from tests.datadist.peer import Peer
-from tests.support.lines import interrupted
-from tests.support.refusals import refused
 
 pytestmark = pytest.mark.skipif(SMALL_NBYTES == 0, reason="without a GIL nothing moves at once")
 
@@ -54,7 +37,6 @@ PAGED = CacheDesc(4, (8, 16), DataType.DT_INT32)
 SLOTS = CacheDesc(4, (4, 64), DataType.DT_INT32)
 LAID = CacheDesc(4, (8, 4, 2, 2), DataType.DT_INT32, kv_tensor_format="block token head dim")
 KEY = BlocksCacheKey(1, 5)
-STEPS = [find_request.__code__, move_now.__code__]
 
 
 class Ends(NamedTuple):
@@ -242,315 +224,6 @@ def test_each_argument_is_looked_at_as_by_an_operation(ends: Ends, name: str) ->
         ):
             call: Any = partial(verb, first, second, [1], [2], **extras)  # type: ignore[arg-type]
             check_ways(ends, call)
-
-
-OFFER = """
-desc = CacheDesc(4, (8, 16), DataType.DT_INT32)
-def offer(value, model=5):
-    made = datadist.allocate_blocks_cache(desc, BlocksCacheKey(0, model))
-    for array in datadist.arrays(made):
-        array[:] = value
-    return made
-cache = offer(7)
-result = cache.cache_id
-"""
-
-
-@pytest.fixture
-def theirs(peer: Peer) -> CacheIndex:
-    return CacheIndex(1, peer.run(OFFER))
-
-
-@pytest.fixture
-def mine(user: LlmDataDist) -> Cache:
-    return user.allocate_blocks_cache(PAGED)
-
-
-def test_what_is_pushed_is_announced_to_its_owner(
-    peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
-) -> None:
-    """After the owner has freed memory nobody writes to it."""
-    user.arrays(mine)[0][:] = 5
-    for dst in (theirs, KEY):
-        user.push_blocks(mine, dst, [1], [2])
-    assert peer.run("result = datadist.arrays(cache)[0][:, 0].tolist()") == [7, 7, 5, *[7] * 5]
-    peer.run("kept = datadist.arrays(cache)[0]", "datadist.deallocate_cache(cache)")
-    for dst in (theirs, KEY):
-        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
-            user.push_blocks(mine, dst, [1], [3])
-    assert peer.run("result = kept[:, 0].tolist()") == [7, 7, 5, *[7] * 5]
-
-
-def pulled(user: LlmDataDist, src: Any, cache: Cache, block: int = 1) -> int:
-    """The value of a block that was just pulled."""
-    user.arrays(cache)[0][block] = -1
-    user.pull_blocks(src, cache, [0], [block])
-    return int(user.arrays(cache)[0][block, 0])
-
-
-def test_what_the_peer_frees_is_not_pulled_any_more(
-    peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
-) -> None:
-    assert pulled(user, theirs, mine) == pulled(user, KEY, mine) == 7
-    peer.run("datadist.deallocate_cache(cache)")
-    for src in (theirs, KEY):
-        with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
-            pulled(user, src, mine)
-    assert user.arrays(mine)[0][1, 0] == -1
-    peer.run("cache = offer(8)")
-    assert pulled(user, KEY, mine) == 8  # the key is another cache's by now
-    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
-        pulled(user, theirs, mine)
-
-
-def test_a_request_is_known_unless_the_peer_must_be_asked_first(
-    machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
-) -> None:
-    """HCCL moves memory that its owner has freed: a write, and a key, ask the owner first."""
-    is_asked = machine.transport == "hccl"
-    link_to_peer = user._running().links.get(1)
-    for move, is_known in (
-        (lambda: pulled(user, theirs, mine), True),
-        (lambda: pulled(user, KEY, mine), not is_asked),
-        (lambda: user.push_blocks(mine, theirs, [1], [2]), not is_asked),
-    ):
-        move()  # may be the first to learn of the peer's cache
-        link_to_peer.forget()
-        move()
-        assert bool(link_to_peer.pairs) is is_known
-
-
-def test_a_link_that_ends_has_no_pairs_and_a_new_one_has(
-    peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
-) -> None:
-    transfer = Transfer(Rows(theirs, [0]), Rows(mine, [1]))
-    user.run(transfer)
-    user.unlink_clusters([1]).raise_for_status()
-    for call in (lambda: pulled(user, theirs, mine), lambda: user.run(transfer)):
-        with refused(LLMStatusCode.LLM_NOT_YET_LINK):
-            call()
-    peer.run("for array in datadist.arrays(cache): array[:] = 9")
-    user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
-    assert pulled(user, theirs, mine) == 9
-    user.run(Transfer(Rows(theirs, [0]), Rows(mine, [2])))
-    assert user.arrays(mine)[0][2, 0] == 9
-
-
-def test_caches_of_this_process_come_and_go(
-    machine: Machine, user: LlmDataDist, theirs: CacheIndex, mine: Cache
-) -> None:
-    on_host_only(machine, "arrays are host memory")
-    assert pulled(user, theirs, mine) == 7
-    user.deallocate_cache(mine)
-    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
-        user.pull_blocks(theirs, mine, [0], [1])
-    array = np.zeros((8, 16), np.int32)
-    tensors = [array, *(np.zeros((8, 16), np.int32) for _ in range(3))]
-    registered = user.register_blocks_cache(PAGED, tensors)
-    assert pulled(user, theirs, registered) == 7
-    user.unregister_cache(registered.cache_id)
-    array[:] = 3
-    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
-        user.pull_blocks(theirs, registered, [0], [1])
-    assert (array == 3).all()
-
-
-def test_a_peer_that_was_killed_is_found_dead(
-    peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
-) -> None:
-    assert pulled(user, theirs, mine) == 7
-    peer.kill()
-    with refused(LLMStatusCode.LLM_LINK_FAILED):
-        pulled(user, theirs, mine)
-
-
-def test_nothing_is_pulled_after_finalize_or_in_a_child(
-    user: LlmDataDist, theirs: CacheIndex, mine: Cache
-) -> None:
-    transfer = Transfer(Rows(theirs, [0]), Rows(mine, [1]))
-    user.run(transfer)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            user.run(transfer)
-        except LLMException as error:
-            os._exit(17 if error.status_code is LLMStatusCode.LLM_FAILED else 18)
-        os._exit(19)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 17
-    user.finalize()
-    with refused(LLMStatusCode.LLM_ENGINE_FINALIZED):
-        user.run(transfer)
-
-
-def test_who_looks_at_transfers_sees_each(
-    user: LlmDataDist, theirs: CacheIndex, mine: Cache, tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    assert pulled(user, theirs, mine) == 7
-    seen: list[int] = []
-    remove = user.on_plan(lambda value: seen.append(value.plan.nbytes))
-    pulled(user, theirs, mine)
-    remove()
-    assert seen == [4 * 64]
-    with user.record(tmp_path / "it.kvtrace"):
-        pulled(user, theirs, mine)
-    assert (tmp_path / "it.kvtrace").stat().st_size > 0
-    caplog.clear()
-    with caplog.at_level(logging.INFO, logger="kvplan"):
-        pulled(user, theirs, mine)
-    assert [message for message in caplog.messages if "operation=pull_blocks" in message]
-    assert pulled(user, theirs, mine) == 7
-
-
-def test_a_pair_keeps_no_memory(
-    machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
-) -> None:
-    """Neither of the peer, once it is known to be freed, nor of this process."""
-    on_host_only(machine, "memory of devices is not mapped")
-    other = user.allocate_blocks_cache(PAGED)
-    transfer = Transfer(Rows(theirs, [0]), Rows(mine, [1]))
-    user.run(transfer)
-    before = mapped_arenas()
-    user.deallocate_cache(mine)
-    assert mapped_arenas() == before - 1
-    peer.run("datadist.deallocate_cache(cache)")
-    with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
-        pulled(user, KEY, other)  # asks the peer
-    assert mapped_arenas() == before - 2
-
-
-def test_a_pair_keeps_no_link(
-    machine: Machine, user: LlmDataDist, theirs: CacheIndex, mine: Cache
-) -> None:
-    on_host_only(machine, "memory of devices is not mapped")
-    assert pulled(user, theirs, mine) == 7
-    links = [
-        ref(link) for link in gc.get_objects() if type(link) is PeerLink and link.cluster_id == 1
-    ]
-    user.unlink_clusters([1]).raise_for_status()
-
-    def are_gone() -> bool:
-        gc.collect()
-        states = {item.state for held in links if (item := held()) is not None}
-        return states <= {LinkState.LINKED}  # of other tests
-
-    wait_until(are_gone)  # the control thread has it a little longer
-
-
-def pair_with(user: LlmDataDist, call: Callable[[], object]) -> None:
-    """Transfer until the link knows the pair; it forgets pairs when the peer publishes caches."""
-    link = user._running().links.get(1)
-    call()
-    while not link.pairs:
-        call()
-
-
-def test_a_pair_that_writes_to_the_peer_announces_it(
-    machine: Machine, user: LlmDataDist, theirs: CacheIndex, mine: Cache
-) -> None:
-    """The peer waits for announced writes alone before it takes its memory back."""
-    on_host_only(machine, "memory of devices is not mapped")
-    link = user._running().links.get(1)
-    while {pulls for pulls, *_ in link.pairs} != {False, True}:
-        user.push_blocks(mine, theirs, [1], [2])
-        user.pull_blocks(theirs, mine, [1], [2])
-    for (pulls, *_), pair in link.pairs.items():
-        assert (pair.write_guard is None) == pulls
-
-
-@pytest.mark.parametrize("ends", ["cache", "link"])
-def test_what_has_ended_in_the_middle_is_not_written(
-    machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, ends: str
-) -> None:
-    """At any line of these: once the call that ends the cache or the link has returned."""
-    on_host_only(machine, "memory of devices is not mapped")
-    array = np.zeros((8, 16), np.int32)
-    rest = [np.zeros((8, 16), np.int32) for _ in range(3)]
-    found: list[list[int]] = []
-    for line in range(1, 100):
-        cache = user.register_blocks_cache(PAGED, [array, *rest])
-        pair_with(user, partial(user.pull_blocks, theirs, cache, [0], [0]))
-        array[:] = 0
-
-        def end(cache_id: int = cache.cache_id) -> None:
-            if ends == "cache":
-                user.unregister_cache(cache_id)
-            else:
-                user.unlink_clusters([1], force=True).raise_for_status()
-            found.append(array[:, 0].tolist())
-
-        with suppress(LLMException):
-            pull = partial(user.pull_blocks, theirs, cache, [0], [1])
-            if not interrupted(line, pull, end, STEPS):
-                break
-        assert array[:, 0].tolist() == found[-1], line
-        user.unregister_cache(cache.cache_id)
-        if ends == "link":
-            user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
-    assert {row[1] for row in found} == {0, 7}  # it had moved, or had not
-
-
-def test_what_the_peer_frees_in_the_middle_is_not_written(
-    machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
-) -> None:
-    on_host_only(machine, "memory of devices is not mapped")
-    user.arrays(mine)[0][:] = 5
-    found = []
-    free = (
-        "kept = datadist.arrays(cache)[0]",
-        "datadist.deallocate_cache(cache)",
-        "result = kept[:, 0].tolist()",
-    )
-    for line in range(1, 100):
-        pair_with(user, partial(user.push_blocks, mine, KEY, [1], [0]))
-        push = partial(user.push_blocks, mine, KEY, [1], [2])
-        with suppress(LLMException):
-            if not interrupted(line, push, lambda: found.append(peer.run(*free)), STEPS):
-                break
-        assert peer.run("result = kept[:, 0].tolist()") == found[-1], line
-        peer.run("cache = offer(7)")
-    assert {row[2] for row in found} == {5, 7}
-
-
-def mapped_arenas() -> int:
-    return Path("/proc/self/maps").read_text().count("/memfd:kvplan")
-
-
-def test_threads_pull_while_links_and_caches_come_and_go(
-    peer: Peer, user: LlmDataDist, theirs: CacheIndex
-) -> None:
-    """Each pull brings the peer's bytes, or raises; nothing hangs."""
-    cache = user.allocate_blocks_cache(PAGED)
-    ended = threading.Event()
-    wrong: list[object] = []
-    known = {
-        LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_LINK_FAILED,
-        LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-    }  # fmt: skip
-
-    def pull(block: int) -> None:
-        while not ended.is_set():
-            try:
-                if pulled(user, theirs, cache, block) != 7:
-                    wrong.append("another byte")
-            except LLMException as error:
-                if error.status_code not in known:
-                    wrong.append(error)
-
-    threads = [threading.Thread(target=pull, args=(block,)) for block in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(10):
-            user.deallocate_cache(user.allocate_blocks_cache(PAGED))
-            user.unlink_clusters([1]).raise_for_status()
-            user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join(30)
-    assert wrong == []
-    assert pulled(user, theirs, cache) == 7
 
 
 FIELDS: dict[type[Rows | Transfer], tuple[set[str], dict[str, Any]]] = {

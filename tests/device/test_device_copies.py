@@ -8,16 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import (
-    Cache,
-    CacheDesc,
-    LlmDataDist,
-    LlmRole,
-    Options,
-    Placement,
-    Rows,
-    Transfer,
-)
+from kvplan import Cache, CacheDesc, LlmDataDist, LlmRole, Options, Placement, Rows, Transfer
 from kvplan.planning import reference
 from tests.ascend.simulator import Controls
 from tests.device.engines import DEVICE, HOST, ROWS, contents, desc, engine_on, filled, same

@@ -1,4 +1,4 @@
-"""What tests of the registry share: descriptions, keys, and a peer's view of a cache."""
+"""What tests of the registry share: descriptions, keys, a lease, and a peer's view of a cache."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 import kvplan
 from kvplan import (
+    BlockLease,
     CacheDesc,
     CacheKey,
     DataType,
@@ -20,6 +21,7 @@ from kvplan import (
 )
 from kvplan.engine.entry import CacheEntry
 from kvplan.engine.registry import CacheRegistry
+from kvplan.lease import LeaseWord
 from kvplan.transport.local import LocalTransport
 
 _T = TypeVar("_T")
@@ -27,6 +29,9 @@ _T = TypeVar("_T")
 SLOTS = CacheDesc(num_tensors=2, shape=(4, 256), data_type=DataType.DT_UINT8)
 BLOCKS = CacheDesc(num_tensors=2, shape=(16, 64), data_type=DataType.DT_UINT8)
 ALL_TENSORS = range(2)
+LEASE = BlockLease(
+    7, bytes(range(16)), 3, 17, (5, 2, 900), True, "cmpl-3", (LeaseWord("local", 70_000, 9),)
+)
 
 
 def key(req_id: int, cluster_id: int = 7) -> CacheKey:

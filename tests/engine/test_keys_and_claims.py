@@ -176,7 +176,7 @@ class TestLifetime:
 
     def test_a_paged_cache_is_free_at_once_with_its_key(self, registry):
         registry.allocate(BLOCKS, paged=True, keys=[BlocksCacheKey(7)])
-        registry.deallocate(1, paged=True)
+        registry.deallocate(1)
         assert free_nbytes(registry) == POOL
         with refused("LLM_KV_CACHE_NOT_EXIST"):
             registry.find(BlocksCacheKey(7))

@@ -254,9 +254,6 @@ class TestEnds:
             registry.unregister(1)
         with refused("LLM_PARAM_INVALID", "cache_id=2 was registered; unregister it"):
             registry.deallocate(2)
-        with refused("LLM_PARAM_INVALID", "cache_id=1 is a contiguous cache, not a paged one"):
-            registry.deallocate(1, paged=True)
-        registry.deallocate(1, paged=False)
         with pytest.raises(TypeError, match="cache_id='a'"):
             registry.unregister("a")
         with pytest.raises(ValueError, match="cache_id"):

@@ -12,16 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import (
-    CacheDesc,
-    Coalesce,
-    DataType,
-    Placement,
-    Plan,
-    Rows,
-    Shard,
-    Transfer,
-)
+from kvplan import CacheDesc, Coalesce, DataType, Placement, Plan, Rows, Shard, Transfer
 from tests.planning.test_unlike import planned
 from tests.planning.test_unlike import transfers as unlike_transfers
 from tests.planning.transfers import Example, transfers

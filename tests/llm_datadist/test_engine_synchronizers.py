@@ -11,11 +11,7 @@ import pytest
 
 from kvnative._backend import Backend
 from kvplan import LlmDataDist, Transfers
-from kvplan.llm_datadist import (
-    Cache,
-    LLMDataDist,
-    LLMStatusCode,
-)
+from kvplan.llm_datadist import Cache, LLMDataDist, LLMStatusCode
 from kvplan.llm_datadist.v2 import llm_datadist as module
 from kvplan.llm_datadist.v2.cache_manager import CacheManager
 from kvplan.llm_datadist.v2.layer_transfer import Destination, LayerFeed

@@ -1,34 +1,55 @@
-"""Spans, intervals, tasks, layers and the pool at moments that only a program in C can choose."""
+"""Tasks, layers, the pool and announcements at moments that only programs in C can choose."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 
 from tests.support.compiled import Check, compiled
 
+CHECKS = {
+    "core": (
+        *("merge_spans", "sort_in_one_array", "find_intervals", "find_calls"),
+        *("rename_process", "first_thread_ends", "thread_blocks_signals"),
+    ),
+    "tasks": (
+        *("pass_wakes", "open_wakes", "order_wakes", "gate_fails", "opened_again"),
+        *("small_batches_in_a_hurry", "open_beside_failure", "abort_twice", "fail_beside_abort"),
+        *("open_beside_abort", "layers_are_freed"),
+    ),
+    "waiting": ("helper_leaves", "give_up_between_pieces", "all_who_wait_wake"),
+    "announced": ("renewed_and_left", "no_place_in_a_hurry", "late_is_forgiven"),
+}
+"""By the program that has them: `core_main.c`, and so on."""
+
+SOURCES = {
+    "core": (
+        "core/report.c",
+        "core/intervals.c",
+        "core/library.c",
+        "core/thread.c",
+        "host/identity.c",
+    ),
+    "tasks": ("core/report.c", "core/executor.c", "core/layered.c"),
+    "waiting": (
+        *("core/report.c", "core/executor.c", "core/layered.c"),
+        *("host/pool.c", "host/job.c", "host/pooled.c"),
+    ),
+    "announced": ("core/report.c", "host/identity.c", "host/writers.c", "process/guarded.c"),
+}
+
 
 @pytest.fixture(scope="module")
-def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
-    sources = (
-        *("core/report.c", "core/executor.c", "core/layered.c", "host/pool.c", "host/job.c"),
-        *("core/intervals.c", "core/library.c", "core/thread.c", "host/identity.c"),
-        *("host/writers.c", "host/pooled.c", "process/guarded.c"),
-    )
-    return compiled(tmp_path_factory.mktemp("core"), "tests/native/core_main.c", *sources)
+def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Check]:
+    """Compiles a program by its name, when its first check runs."""
+    folder = tmp_path_factory.mktemp("core")
+    return cache(lambda name: compiled(folder, f"tests/native/{name}_main.c", *SOURCES[name]))
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("merge_spans", "pass_wakes", "open_wakes", "order_wakes"),
-        *("open_beside_failure", "abort_twice"),
-        *("find_intervals", "find_calls", "rename_process", "first_thread_ends"),
-        *("thread_blocks_signals", "sort_in_one_array"),
-        *("helper_leaves", "give_up_between_pieces", "all_who_wait_wake", "renewed_and_left"),
-        *("opened_again", "small_batches_in_a_hurry", "no_place_in_a_hurry"),
-        *("gate_fails", "fail_beside_abort", "open_beside_abort", "layers_are_freed"),
-        "late_is_forgiven",
-    ],
+    ("of", "name"), [(of, name) for of, names in CHECKS.items() for name in names]
 )
-def test_core(check: Check, name: str) -> None:
-    check(name)
+def test_core(program: Callable[[str], Check], of: str, name: str) -> None:
+    program(of)(name)

@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 from kvnative._backend import KVN_INVALID, KVN_OK, ThreadPool, host_backend
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
-from kvnative._tuning import (
-    NEVER,
-    Tuning,
-    builtin_tuning,
-    measure_copies,
-)
+from kvnative._tuning import NEVER, Tuning, builtin_tuning, measure_copies
 from tests.native.scatter import UNTOUCHED, assert_same, scatter
 
 POOL = ThreadPool(3)

@@ -51,7 +51,7 @@ import ctypes, json, os, sys
 from kvnative import __file__ as kvnative
 from kvnative._process import Peer
 from kvnative._rows import RowLowering
-from tests.native.test_writers import NBYTES, Here, column
+from tests.native.writers import NBYTES, Here, column
 
 shim = ctypes.CDLL(None)
 native = ctypes.CDLL(os.path.join(os.path.dirname(kvnative), "lib", "libkvn.so"))

@@ -11,16 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import (
-    CacheDesc,
-    Coalesce,
-    DataType,
-    LLMException,
-    LLMStatusCode,
-    Plan,
-    Rows,
-    Transfer,
-)
+from kvplan import CacheDesc, Coalesce, DataType, LLMException, LLMStatusCode, Plan, Rows, Transfer
 from kvplan.planning import Segments
 from tests.planning.transfers import Example, transfers
 from tests.support.refusals import refused
@@ -30,8 +21,6 @@ DOCUMENT = kvplan.plan(
     Transfer(Rows(DESC, [4, 5, 1]), Rows(DESC, [1, 2, 6])), local="dst"
 ).to_dict()
 (PART,) = DOCUMENT["parts"]
-OLD = {"schema_version": 2} | {name: PART[name] for name in PART if name not in ("name", "source")}
-"""The same plan as version 2 had it."""
 
 
 def refusal(document: Any) -> str:
@@ -116,9 +105,8 @@ def test_the_document_itself_is_fine() -> None:
 
 
 WRONG: list[tuple[str, Any, list[str]]] = [
-    ("schema_version", 0, ["schema_version=0", "1 to 3"]),
-    ("schema_version", 4, ["schema_version=4", "1 to 3"]),
-    ("schema_version", 2, ["missing fields", "operation", "unknown", "parts"]),
+    ("schema_version", 2, ["schema_version=2 must be 3"]),
+    ("schema_version", 4, ["schema_version=4 must be 3"]),
     ("parts", [], ["parts is empty"]),
     ("parts", {"": PART}, ["a list of parts"]),
     ("parts", [PART, PART], ["parts[1]", "label ''"]),
@@ -130,8 +118,8 @@ WRONG: list[tuple[str, Any, list[str]]] = [
     ("source", -1, ["source=-1"]),
     ("source", "0", ["source='0'"]),
     ("schema_version", True, ["schema_version=True"]),
-    ("schema_version", 1.0, ["schema_version=1.0"]),
-    ("schema_version", "1", ["schema_version='1'"]),
+    ("schema_version", 3.0, ["schema_version=3.0"]),
+    ("schema_version", "3", ["schema_version='3'"]),
     ("operation", "pull", ["operation='pull'", "pull_blocks"]),
     ("operation", ["pull_blocks"], ["operation=['pull_blocks']"]),
     ("operation", "pull_cache", ["operation=pull_cache", "C2C"]),
@@ -222,36 +210,6 @@ def test_a_plan_without_segments_has_no_slices_of_each() -> None:
 def test_a_missing_field_is_named(name: str) -> None:
     part = {key: value for key, value in PART.items() if key != name}
     assert name in refusal(DOCUMENT | {"parts": [part]})
-
-
-def test_a_plan_of_version_2_is_read() -> None:
-    assert Plan.from_dict(OLD).to_dict() == DOCUMENT
-    assert "has no fields ['name']" in refusal(OLD | {"name": ""})
-    assert "missing fields" in refusal({item: OLD[item] for item in OLD if item != "tables"})
-    assert "schema_version=1" in refusal(OLD | {"schema_version": 1})
-
-
-def test_groups_of_version_2_are_parts() -> None:
-    names = {"latent": ("latent", None), "source 1": ("", 1), "values: source 0": ("values", 0)}
-    plan = Plan.from_dict({"schema_version": 2, "groups": dict.fromkeys(names, OLD)})
-    assert [(part.name, part.source) for part in plan.parts] == [*names.values()]
-    assert [part.label for part in plan.parts] == [*names]
-    assert Plan.from_dict(plan.to_dict()) == plan
-
-
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ({}, "parts is empty"),
-        ([OLD], "version 2 has schema_version and a dict of groups"),
-        ({"": OLD}, "1 to 64 printable"),
-        ({"a": OLD | {"schema_version": 1}}, "must be a plan of schema_version 2"),
-        ({"a": OLD | {"kind": "C2B"}}, "groups['a']: kind=C2B"),
-        ({"a": []}, "groups['a']=[]"),
-    ],
-)
-def test_wrong_groups_of_version_2(groups: Any, message: str) -> None:
-    assert message in refusal({"schema_version": 2, "groups": groups})
 
 
 @pytest.mark.parametrize("document", [None, [], "plan", 1, {}, [DOCUMENT], {1: 2}])

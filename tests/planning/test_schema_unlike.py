@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kvplan
 from kvplan import CacheDesc, DataType, KvCacheExtParam, LLMException, Plan, Rows, Transfer
 from kvplan.layout import Shard
-from tests.planning.test_schema import DOCUMENT, OLD, PART, json_values, paths, refusal
+from tests.planning.test_schema import DOCUMENT, PART, json_values, paths, refusal
 from tests.planning.test_unlike import planned, transfers
 
 FP16 = DataType.DT_FLOAT16
@@ -80,42 +80,6 @@ def test_any_plan_comes_back_whole(transfer: Any, coalesce: bool) -> None:
     again = Plan.from_dict(written(plan))
     assert again == plan
     assert again.to_dict() == plan.to_dict()
-
-
-def version_1() -> dict[str, Any]:
-    """DOCUMENT as kvplan wrote it before plans knew what they move."""
-    document = copy.deepcopy(OLD) | {"schema_version": 1}
-    for name in ("split", "reinterpret", "tables"):
-        del document[name]
-    del document["segments"]["repeats"]
-    for name in ("src", "dst"):
-        for field in ("data_type", "shape", "layout", "label", "shard"):
-            del document[name][field]
-    return document
-
-
-def test_a_document_of_version_1_is_a_plan_of_opaque_rows() -> None:
-    plan = Plan.from_dict(version_1())
-    for side in (plan.part.src, plan.part.dst):
-        assert (side.data_type, side.shape, side.layout, side.label, side.shard) == (
-            (None, (), None, None, None)
-        )
-    assert plan.part.tables is None
-    assert (plan.part.split, plan.reinterpret) == ((), False)
-    known = Plan.from_dict(DOCUMENT)
-    assert plan.part.segments == known.part.segments
-    assert plan != known
-    assert plan.diff(known).splitlines()[-1] == (
-        "  verdict: different caches - src.data_type: None -> DT_INT8"
-    )
-    assert plan.explain().splitlines()[1] == "  rows of 4 bytes, both sides"
-    assert plan.to_dict()["schema_version"] == 3
-    assert Plan.from_dict(plan.to_dict()) == plan
-
-
-@pytest.mark.parametrize("name", ["split", "tables", "more"])
-def test_version_1_has_no_other_fields(name: str) -> None:
-    assert name in refusal(version_1() | {name: []})
 
 
 HOSTILE: list[tuple[Plan, str, Any, list[str]]] = [

@@ -15,16 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import (
-    CacheDesc,
-    DataType,
-    Interleaved,
-    Plan,
-    Rows,
-    Shard,
-    Transfer,
-    reference,
-)
+from kvplan import CacheDesc, DataType, Interleaved, Plan, Rows, Shard, Transfer, reference
 from kvplan.planning.blocks import RequestBlocks
 from kvplan.planning.gather import plan_gather
 from kvplan.planning.layers import ALL_LAYERS

@@ -15,29 +15,29 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAX_LINES = {
-    "addressed": 711,
-    "cli": 3784,
-    "control": 3611,
-    "debug": 788,
-    "device": 1260,
-    "engine": 8284,
-    "execution": 3157,
-    "hixl": 1095,
+    "addressed": 706,
+    "cli": 3778,
+    "control": 3609,
+    "debug": 780,
+    "device": 1255,
+    "engine": 8238,
+    "execution": 3142,
+    "hixl": 1094,
     "inspection": 2000,
-    "kvplan": 1636,
-    "links": 4016,
-    "llm_datadist": 3848,
-    "mooncake": 584,
-    "nixl": 1701,
+    "kvplan": 1649,
+    "links": 3974,
+    "llm_datadist": 3829,
+    "mooncake": 582,
+    "nixl": 1699,
     "observe": 1636,
-    "planning": 5760,
-    "recording": 1672,
+    "planning": 5687,
+    "recording": 1669,
     "run": 364,
-    "serving": 2893,
+    "serving": 2880,
     "system": 476,
     "tensors": 1090,
     "testing": 471,
-    "transport": 7591,
+    "transport": 7562,
     "vllm": 2091,
 }
 """Lines of each room. Only a commit that says why may raise one."""
@@ -46,7 +46,7 @@ TRANSFER_MODULES = [
     "engine/gather", "engine/operation", "engine/pairs", "engine/ranges", "engine/resolve",
     "engine/shares", "engine/transfers", "execution/gather_task",
 ]  # fmt: skip
-MAX_TRANSFER_LINES = 2509
+MAX_TRANSFER_LINES = 2502
 """Lines of the modules that make a transfer of names; 4,411 before there was one path. It falls."""
 
 MAX_IN_CIRCLES_OF_TYPES = 0

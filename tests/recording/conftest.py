@@ -6,6 +6,7 @@ import pytest
 
 from kvplan import ClusterInfo, LlmDataDist, LlmRole
 from tests.datadist.peer import Peer
+from tests.support.held import Held
 
 
 @pytest.fixture
@@ -31,3 +32,11 @@ def engine() -> Iterator[LlmDataDist]:
     with LlmDataDist(3, LlmRole.MIX) as engine:
         engine.initialize()
         yield engine
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    """Who writes, reads or refuses a recording holds no file of it in the end."""
+    before = Held.now()
+    yield
+    before.check_nothing_new()

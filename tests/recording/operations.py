@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
 
-from kvplan import LLMStatusCode
+import kvplan
+from kvplan import CacheDesc, DataType, LLMStatusCode, Plan, Rows, Transfer
+from kvplan.recording import read
 from kvplan.recording.writer import Recorder
 
-if TYPE_CHECKING:
-    from kvplan import Plan
+DESC = CacheDesc(2, (4096, 16), DataType.DT_FLOAT)
+PLAN = kvplan.plan(Transfer(Rows(DESC, [1, 2, 9]), Rows(DESC, [4, 5, 6])), local="dst")
+SMALLEST = 64 << 10  # bytes of a file
 
 
 @dataclass
@@ -45,3 +47,7 @@ def record(writer: Recorder, plan: Plan | None, tag: str = "", error: str = "") 
     nbytes = 0 if plan is None or error else plan.nbytes
     operation = Done(plan, tag=tag, started=perf_counter() - 1e-3)
     writer.transfer(operation, status, 1e-3, nbytes, error)
+
+
+def tags(path: Path) -> list[str]:
+    return [transfer.tag for transfer in read(path).transfers]

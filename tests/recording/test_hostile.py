@@ -74,7 +74,7 @@ def transfer(*parts, leases=()):
     return (TRANSFER, 6.0, 0.1, "pull", 0, "", "", 7, 1, leases, 0, parts)
 
 
-LITTLE: Any = ("", 0, b"", b"", None)
+LITTLE: Any = ("", None, 0, b"", b"", None)
 FAR_TOO_MANY = [
     [transfer(*[LITTLE] * 2_000_000)],
     [transfer(leases=[1] * 8_000_000)],
@@ -97,7 +97,7 @@ def test_rows_that_compress_best_are_read(tmp_path):
     count = 100_000
     same, offsets = np.full(count, 65536, "<u8"), np.arange(count, dtype="<u8") * 65536
     columns = [item.tobytes() for item in (same, offsets, same)]
-    rows = [transfer(("", 0, b"", b"", (count, *columns)))] * 4
+    rows = [transfer(("", None, 0, b"", b"", (count, *columns)))] * 4
     path = file_of(tmp_path / "large.kvrec", *rows)
     assert path.stat().st_size < 4 * 24 * count / 10
     assert len(read(path)) == 4

@@ -105,25 +105,11 @@ def test_each_side_is_named_as_the_operation_named_it():
     part = kvplan.plan(Transfer(Rows(desc, [1, 2]), Rows(desc, [5, 7])), local="dst").part
     tables = (np.array(row, "<i8").tobytes() for row in ([1, 2], [5, 7]))
     template = TemplateRow(7, template_of(part), ("by key", "by index"), (3, 8))
-    found = plan_of({7: template}, [PartRow("", 7, *tables, None)])
+    found = plan_of({7: template}, [PartRow("latent", 1, 7, *tables, None)])
     assert found is not None
+    assert (found.parts[0].name, found.parts[0].source) == ("latent", 1)
     sides = found.parts[0].src, found.parts[0].dst
     assert [(side.way, side.cache_id) for side in sides] == [("by key", 3), ("by index", 8)]
-
-
-def test_a_template_of_an_older_plan_is_read():
-    """As schema 2 wrote it: without a name and a source, which the label of the row says."""
-    desc = CacheDesc(2, (16, 16), DataType.DT_FLOAT)
-    part = kvplan.plan(Transfer(Rows(desc, [1, 2]), Rows(desc, [5, 7])), local="dst").part
-    template = template_of(part) | {"schema_version": 2}
-    for field in ("name", "source"):
-        del template[field]
-    tables = (np.array(row, "<i8").tobytes() for row in ([1, 2], [5, 7]))
-    row = PartRow("latent: source 1", 7, *tables, None)
-    found = plan_of({7: TemplateRow(7, template, ("", ""), (1, 2))}, [row])
-    assert found is not None
-    assert found.parts == (part,)
-    assert (found.parts[0].name, found.parts[0].source) == ("latent", 1)
 
 
 @pytest.mark.parametrize("tokens", [None, 5])

@@ -13,14 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvplan
-from kvplan import (
-    Cache,
-    CacheDesc,
-    DataType,
-    LLMStatusCode,
-    Rows,
-    Transfer,
-)
+from kvplan import Cache, CacheDesc, DataType, LLMStatusCode, Rows, Transfer
 from kvplan.recording import read, select, who_wrote
 from kvplan.recording.perfetto import lanes, trace_of
 from kvplan.recording.records import rows_written

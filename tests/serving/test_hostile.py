@@ -14,16 +14,7 @@ from kvplan import ClusterInfo
 from kvplan.serving import Handle, Target
 from kvplan.serving.asks import MAX_WAITING
 from kvplan.serving.book import MAX_EARLY
-from kvplan.serving.messages import (
-    MAX_HANDLES,
-    Ask,
-    Done,
-    Grant,
-    Hello,
-    Message,
-    Renew,
-    encode,
-)
+from kvplan.serving.messages import MAX_HANDLES, Ask, Done, Grant, Hello, Message, Renew, encode
 from kvplan.serving.pusher import Goal
 from kvplan.serving.tables import GroupLease, encode_leases
 from kvplan.serving.tasks import MAX_OF_PEER, Tasks

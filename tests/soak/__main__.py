@@ -34,7 +34,8 @@ CORPUS = sorted(map(str, Path("tests/tcp/corpus").glob("*")))
 RACES = (
     "tests/native/test_executor.py tests/native/test_executor_concurrency.py",
     "tests/native/test_layered.py tests/native/test_layered_concurrency.py",
-    "tests/native/test_striped.py tests/native/test_writers.py",
+    "tests/native/test_striped.py",
+    "tests/native/test_writers.py tests/native/test_writers_elsewhere.py",
     "tests/tcp/test_closing.py tests/tcp/test_deregistering.py tests/tcp/test_abandoned.py",
     "tests/ascend/test_acl_abort.py tests/ascend/test_channel_concurrency.py",
     "tests/ucx/test_endpoints.py tests/ucx/test_transfers.py",

@@ -89,7 +89,7 @@ LACKS = (
         "floods",
         "To make thousands of connections takes longer than what they are to keep out waits.",
         (
-            "tests/control/test_data_streams.py::test_a_flood_of_half_open_connections*",
+            "tests/control/streams/test_hostile_streams.py::test_a_flood_of_half_open_connections*",
             "tests/control/test_hostile.py::test_a_flood_from_one_address*",
         ),
     ),
@@ -101,6 +101,7 @@ LACKS = (
             "tests/tcp/test_device.py::*[encrypted*",
             "tests/tcp/test_abandoned.py::*[encrypted*",
             "tests/transport/tcp/test_transfers.py::*encrypted*",
+            "tests/transport/tcp/test_endings.py::*encrypted*",
         ),
     ),
     Lack(

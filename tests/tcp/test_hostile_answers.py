@@ -15,15 +15,7 @@ from kvnative._backend import KVN_OK, KVN_PEER_GONE, KVN_UNMAPPED
 from kvnative._executor import Executor
 from kvnative._task import Task
 from kvnative._tcp import TcpService
-from tests.tcp.frames import (
-    DEREGISTERED,
-    OUTSIDE,
-    READ_ONLY,
-    UNMAPPED,
-    Attacked,
-    answer,
-    attack,
-)
+from tests.tcp.frames import DEREGISTERED, OUTSIDE, READ_ONLY, UNMAPPED, Attacked, answer, attack
 from tests.tcp.peer import SECRET, TIMEOUT_MS, Bytes, Span, backend_of, descriptors
 
 THERE, THERE_NBYTES = 1 << 30, 64 << 20  # of the peer; nobody looks there

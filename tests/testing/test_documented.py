@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testing.test_plugin import ALREADY_IMPORTED
+from tests.testing.folder import ALREADY_IMPORTED
 
 DOCUMENT = Path(__file__).parents[2] / "docs/how-to/testing.md"
 

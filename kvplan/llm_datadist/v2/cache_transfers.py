@@ -39,7 +39,7 @@ from kvplan.llm_datadist.v2.llm_types import (
     LayerSynchronizer,
     Placement,
 )
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import invalid, not_exist
 from kvplan.validation import shown
 
 Layers = range | None
@@ -157,10 +157,7 @@ class CacheTransfers:
                 f"src_blocks={shown(src_blocks)} must be empty: {src_cache_key} names a slot"
             )
         if isinstance(src_cache_key, CacheKey) and self._enable_remote_cache_accessible:
-            raise LLMException(
-                f"src_cache_key={src_cache_key}: in remote mode requests have no keys",
-                status_code=LLMStatusCode.LLM_KV_CACHE_NOT_EXIST,
-            )
+            raise not_exist(f"src_cache_key={src_cache_key}: in remote mode requests have no keys")
         self._engine.pull_blocks(
             key_of(src_cache_key), cache_of(dst_cache), *last_wins(src, dst), layers
         )

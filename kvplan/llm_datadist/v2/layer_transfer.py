@@ -17,13 +17,7 @@ import kvplan
 from kvplan.engine.datadist import LlmDataDist
 from kvplan.engine.interface import PARAMETERS
 from kvplan.execution import LayerTask
-from kvplan.llm_datadist.conversion import (
-    TENSORS_PER_LAYER,
-    Indices,
-    indices_of,
-    key_of,
-    last_wins,
-)
+from kvplan.llm_datadist.conversion import TENSORS_PER_LAYER, Indices, indices_of, key_of, last_wins
 from kvplan.llm_datadist.utils import log
 from kvplan.llm_datadist.utils.utils import check_isinstance, check_uint64
 from kvplan.llm_datadist.v2.link_codes import about

@@ -15,12 +15,7 @@ from kvplan.links import RegisterMemStatus
 from kvplan.llm_datadist.configs import LLMRole
 from kvplan.llm_datadist.installation import SEVERAL_ENGINES
 from kvplan.llm_datadist.utils import log
-from kvplan.llm_datadist.utils.utils import (
-    check_dict,
-    check_isinstance,
-    check_uint32,
-    check_uint64,
-)
+from kvplan.llm_datadist.utils.utils import check_dict, check_isinstance, check_uint32, check_uint64
 from kvplan.llm_datadist.v2 import link_codes
 from kvplan.llm_datadist.v2.cache_manager import CacheManager
 from kvplan.llm_datadist.v2.config import (
@@ -33,7 +28,7 @@ from kvplan.llm_datadist.v2.config import (
     is_known,
 )
 from kvplan.llm_datadist.v2.link_codes import Clusters, Codes, OwnLinks, check_clusters
-from kvplan.status import LLMException, LLMStatusCode, invalid
+from kvplan.status import LLMException, invalid, unsupported
 from kvplan.types import LlmRole
 
 __all__ = ["LLMDataDist"]
@@ -343,10 +338,7 @@ class LLMDataDist:
     def _running_by_name(self, name: str) -> LlmDataDist:
         engine = self._running()
         if self._own_links is not None:
-            raise LLMException(
-                f"{name} is not available with {BACKEND}; use link_clusters",
-                status_code=LLMStatusCode.LLM_FEATURE_NOT_ENABLED,
-            )
+            raise unsupported(f"{name} is not available with {BACKEND}; use link_clusters")
         return engine
 
     @staticmethod

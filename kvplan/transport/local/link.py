@@ -14,13 +14,7 @@ from kvnative._writers import Writer
 from kvplan.device.memory import check_device_of_link
 from kvplan.status import LLMException, invalid, link_failed, not_exist, unsupported
 from kvplan.system.limits import check_process
-from kvplan.transport.link import (
-    Located,
-    PeerMemory,
-    TransportLink,
-    mixed_places,
-    no_leases,
-)
+from kvplan.transport.link import Located, PeerMemory, TransportLink, mixed_places, no_leases
 from kvplan.transport.local.descriptors import token_of
 from kvplan.transport.local.identity import hold
 from kvplan.transport.local.memory import Held, PeerAllocations, PeerArenas, refused

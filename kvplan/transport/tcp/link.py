@@ -9,12 +9,7 @@ from kvnative._tcp import tcp_backend
 from kvplan.device.memory import DeviceMemory
 from kvplan.execution.task import native_error
 from kvplan.status import LLMException, link_failed, unsupported
-from kvplan.transport.link import (
-    Located,
-    PeerMemory,
-    TransportLink,
-    columns,
-)
+from kvplan.transport.link import Located, PeerMemory, TransportLink, columns
 from kvplan.transport.registrations import transport_closed
 from kvplan.transport.tcp.metadata import Metadata
 

@@ -7,12 +7,7 @@ from typing import Annotated, Final
 from msgspec import Meta
 
 from kvnative._backend import MAX_STRIPES
-from kvplan.transport.metadata import (
-    ProcessMetadata,
-    Range,
-    check_printable,
-    check_slots,
-)
+from kvplan.transport.metadata import ProcessMetadata, Range, check_printable, check_slots
 from kvplan.validation import resolved
 
 MAX_CONNECTIONS: Final = MAX_STRIPES  # per link and direction of requests

@@ -14,13 +14,7 @@ from kvplan.status import unsupported
 from kvplan.transport.host_memory import Releasable, host_range
 from kvplan.transport.metadata import Range
 from kvplan.transport.protocol import DeviceRange
-from kvplan.transport.registrations import (
-    MAX_LEASES,
-    Found,
-    Registration,
-    Registrations,
-    Slots,
-)
+from kvplan.transport.registrations import MAX_LEASES, Found, Registration, Registrations, Slots
 from kvplan.transport.tcp.metadata import MAX_SLOTS
 
 if TYPE_CHECKING:

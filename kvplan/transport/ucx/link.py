@@ -10,12 +10,7 @@ from kvnative._backend import NativeError
 from kvnative._ucx_backend import ucx_backend, ucx_leased
 from kvplan.execution.task import native_errors
 from kvplan.status import LLMException, link_failed, unsupported
-from kvplan.transport.link import (
-    Located,
-    PeerMemory,
-    TransportLink,
-    columns,
-)
+from kvplan.transport.link import Located, PeerMemory, TransportLink, columns
 from kvplan.transport.ucx.metadata import Metadata, Range
 
 if TYPE_CHECKING:

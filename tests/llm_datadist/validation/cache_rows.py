@@ -5,22 +5,8 @@ from __future__ import annotations
 import re
 
 from kvplan.llm_datadist import BlocksCacheKey, Cache, CacheKey, LLMStatusCode
-from tests.llm_datadist.validation.environments import (
-    CACHE_MANAGER,
-    HOST,
-    POOL,
-    Engine,
-    Fresh,
-)
-from tests.llm_datadist.validation.row import (
-    INVALID,
-    TYPE,
-    VALUE,
-    Accepted,
-    Raised,
-    Row,
-    status,
-)
+from tests.llm_datadist.validation.environments import CACHE_MANAGER, HOST, POOL, Engine, Fresh
+from tests.llm_datadist.validation.row import INVALID, TYPE, VALUE, Accepted, Raised, Row, status
 
 PADDING = 2**64 - 1
 PAGED = Accepted("Cache(cache_id = ID, device_tensor_addrs = 2, is_blocks_cache = True)")

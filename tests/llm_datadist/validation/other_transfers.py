@@ -30,14 +30,7 @@ from tests.llm_datadist.validation.environments import (
     cluster,
 )
 from tests.llm_datadist.validation.init_rows import LOCAL_MODE, managed
-from tests.llm_datadist.validation.row import (
-    INVALID,
-    TYPE,
-    Accepted,
-    Difference,
-    Row,
-    observe,
-)
+from tests.llm_datadist.validation.row import INVALID, TYPE, Accepted, Difference, Row, observe
 
 SUCCESS, TIMEOUT = LLMStatusCode.LLM_SUCCESS, LLMStatusCode.LLM_TIMEOUT
 NOT_EXIST, NOT_LINKED = LLMStatusCode.LLM_KV_CACHE_NOT_EXIST, LLMStatusCode.LLM_NOT_YET_LINK

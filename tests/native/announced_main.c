@@ -1,0 +1,140 @@
+/* Announcements of writers at moments that only C can choose. */
+#include <unistd.h>
+
+#include "host/writers.h"
+#include "process/guarded.h"
+
+#include "said.h"
+/* ---- announcements ---- */
+
+static uint64_t count_tickets(kvn_writers *writers)
+{
+    kvn_ticket left[KVN_WRITER_TICKETS];
+    uint64_t next = 0;
+
+    return kvn_writers_drain(writers, 0, &next, left);
+}
+
+/* What lasts has one ticket, renewed or not, and none once it has ended: an owner would wait for it. */
+static void renewed_and_left(void)
+{
+    kvn_generations table;
+    kvn_writers writers;
+    kvn_writer writer;
+    kvn_failure failure;
+    kvn_fault fault;
+    kvn_announcement announced;
+    kvn_word word;
+
+    CHECK(kvn_generations_create(1, 0, &table, &failure) == KVN_OK);
+    CHECK(kvn_writers_create(1, &writers, &failure) == KVN_OK);
+    CHECK(kvn_writer_open(getpid(), table.memory.fd, table.memory.inode, 1, writers.memory.fd, writers.memory.inode,
+                          1, (uintptr_t)writers.gates, &writer, &failure) == KVN_OK);
+    for (int is_ended = 0; is_ended < 2; is_ended++) {
+        CHECK(kvn_generations_take(&table, false, 0, &word.slot, &word.generation, &failure) == KVN_OK);
+        kvn_guard *guard = kvn_guard_create(&writer, &word, 1);
+
+        CHECK(kvn_guard_enter(guard, false, 0, &announced, &fault) == KVN_OK);
+        if (is_ended)
+            CHECK(kvn_generations_release(&table, word.slot, word.generation, &failure) == KVN_OK);
+        CHECK(kvn_guard_renew(guard, &announced, &failure) == (is_ended ? KVN_UNMAPPED : KVN_OK));
+        CHECK(count_tickets(&writers) == 1);
+        kvn_guard_leave(guard, &announced);
+        CHECK(count_tickets(&writers) == 0);
+        if (!is_ended)
+            CHECK(kvn_generations_release(&table, word.slot, word.generation, &failure) == KVN_OK);
+        kvn_guard_destroy(guard);
+    }
+    kvn_writer_close(&writer);
+    kvn_writers_close(&writers);
+    kvn_generations_close(&table);
+}
+
+/* When all places are taken, a batch of a caller that hurries is not taken, and later it is. */
+static void no_place_in_a_hurry(void)
+{
+    kvn_backend backend = {&plain};
+    kvn_columns columns = columns_of(2);
+    kvn_announcement taken[KVN_WRITER_TICKETS];
+    kvn_generations table;
+    kvn_writers writers;
+    kvn_writer writer;
+    kvn_failure failure;
+    kvn_fault fault;
+    kvn_word word;
+    kvn_request *request;
+    kvn_report report;
+
+    CHECK(kvn_generations_create(1, 0, &table, &failure) == KVN_OK);
+    CHECK(kvn_generations_take(&table, false, 0, &word.slot, &word.generation, &failure) == KVN_OK);
+    CHECK(kvn_writers_create(1, &writers, &failure) == KVN_OK);
+    CHECK(kvn_writer_open(getpid(), table.memory.fd, table.memory.inode, 1, writers.memory.fd, writers.memory.inode,
+                          1, (uintptr_t)writers.gates, &writer, &failure) == KVN_OK);
+    kvn_guard *guard = kvn_guard_create(&writer, &word, 1);
+    for (int i = 0; i < KVN_WRITER_TICKETS; i++)
+        CHECK(kvn_guard_enter(guard, false, 0, &taken[i], &fault) == KVN_OK);
+    kvn_backend *guarded = kvn_guarded_create(&backend, kvn_guard_create(&writer, &word, 1));
+    columns.caller = KVN_CALLER_HURRIES;
+    CHECK(guarded->vtable->submit(guarded, &columns, &request, &report) == KVN_PENDING);
+    for (int i = 0; i < KVN_WRITER_TICKETS; i++)
+        kvn_guard_leave(guard, &taken[i]);
+    CHECK(guarded->vtable->submit(guarded, &columns, &request, &report) == KVN_OK);
+    CHECK(guarded->vtable->wait(guarded, request, KVN_FOREVER, &report) == KVN_OK);
+    guarded->vtable->release(guarded, request);
+    CHECK(kvn_generations_release(&table, word.slot, word.generation, &failure) == KVN_OK);
+    CHECK(guarded->vtable->submit(guarded, &columns, &request, &report) == KVN_UNMAPPED);
+    guarded->vtable->destroy(guarded);
+    kvn_guard_destroy(guard);
+    kvn_writer_close(&writer);
+    kvn_writers_close(&writers);
+    kvn_generations_close(&table);
+}
+
+/* A writer that was late once is waited for again, and tickets of many entries are all seen. */
+static void late_is_forgiven(void)
+{
+    enum { ENTRIES = 40 };
+    static kvn_writer opened[ENTRIES];
+    kvn_generations table;
+    kvn_writers writers;
+    kvn_failure failure;
+    kvn_fault fault;
+    kvn_announcement announced;
+    kvn_word word;
+
+    CHECK(kvn_generations_create(1, 0, &table, &failure) == KVN_OK);
+    CHECK(kvn_generations_take(&table, false, 0, &word.slot, &word.generation, &failure) == KVN_OK);
+    CHECK(kvn_writers_create(ENTRIES, &writers, &failure) == KVN_OK);
+    for (int entry = 0; entry < ENTRIES; entry++) {
+        CHECK(kvn_writer_open(getpid(), table.memory.fd, table.memory.inode, 1, writers.memory.fd,
+                              writers.memory.inode, ENTRIES, (uintptr_t)writers.gates, &opened[entry],
+                              &failure) == KVN_OK);
+        kvn_guard *guard = kvn_guard_create(&opened[entry], &word, 1);
+
+        for (int by_glance = 0; by_glance < 2; by_glance++) {
+            CHECK(kvn_guard_enter(guard, false, 0, &announced, &fault) == KVN_OK);
+            CHECK(!kvn_writers_are_idle(&writers));
+            CHECK(count_tickets(&writers) == 1);
+            CHECK(atomic_load(&writers.stopped[opened[entry].entry]));
+            kvn_guard_leave(guard, &announced);
+            CHECK(by_glance ? kvn_writers_are_idle(&writers) || entry >= 32 : count_tickets(&writers) == 0);
+            CHECK(!atomic_load(&writers.stopped[opened[entry].entry]) || (by_glance && entry >= 32));
+        }
+        kvn_guard_destroy(guard);
+    }
+    for (int entry = 0; entry < ENTRIES; entry++)
+        kvn_writer_close(&opened[entry]);
+    kvn_writers_close(&writers);
+    kvn_generations_close(&table);
+}
+
+int main(int count, char **arguments)
+{
+    static const check_row rows[] = {
+        {"renewed_and_left", renewed_and_left},
+        {"no_place_in_a_hurry", no_place_in_a_hurry},
+        {"late_is_forgiven", late_is_forgiven},
+    };
+
+    return run_check(count, arguments, rows, sizeof rows / sizeof *rows);
+}

@@ -1,0 +1,227 @@
+/* The pool, and transfers that several wait for, at moments that only C can choose. */
+#include <pthread.h>
+#include <semaphore.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "core/layered.h"
+#include "core/thread.h"
+#include "host/pooled.h"
+
+#include "asleep.h"
+#include "said.h"
+
+#define SECOND INT64_C(1000000000)
+/* ---- pool ---- */
+
+static int move_slowly(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)
+{
+    (void)context, (void)batch, (void)piece, (void)fault;
+    nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    return KVN_OK;
+}
+
+/* A thread that helped and goes, its deadline over, leaves the rest to a worker. */
+static void helper_leaves(void)
+{
+    enum { PIECES = 20 };
+    static uint64_t nbytes[PIECES], nowhere[PIECES];
+    kvn_pool *pool = kvn_pool_create(1);
+    const kvn_columns columns = {.dst = nowhere, .src = nowhere, .nbytes = nbytes, .count = PIECES,
+                                 .caller = KVN_CALLER_WAITS};
+
+    for (int i = 0; i < PIECES; i++)
+        nbytes[i] = KVN_PIECE_MIN;
+    for (int round = 0; round < 40; round++) {
+        const int64_t deadline_ns = kvn_now_ns() + 5 * SECOND;
+        kvn_report report;
+        kvn_job job;
+
+        kvn_job_init(&job, &columns, move_slowly, NULL, (kvn_piece_limits){1, KVN_PIECE_MIN});
+        kvn_job_submit(&job, pool, (uint64_t)PIECES * KVN_PIECE_MIN);
+        kvn_job_wait(&job, kvn_now_ns() + 1000000, &report);
+        while (kvn_job_poll(&job, &report) == KVN_PENDING) {
+            CHECK(kvn_now_ns() < deadline_ns);
+            sched_yield();
+        }
+        kvn_job_release(&job);
+    }
+    kvn_pool_destroy(pool);
+}
+
+/* What is confirmed of a job that ends after each number of its pieces, by what was claimed: bytes that are
+ * claimed come first, and a descriptor of which some are not stays unconfirmed. */
+static void give_up_between_pieces(void)
+{
+    enum { COUNT = 6, MIN = KVN_PIECE_MIN };
+    static const uint64_t nbytes[COUNT] = {MIN / 2, 5 * MIN + 7, 1, 2 * MIN, 3 * MIN + 1, MIN};
+    static const uint64_t nowhere[COUNT];
+    const kvn_columns columns = {.dst = nowhere, .src = nowhere, .nbytes = nbytes, .count = COUNT};
+    uint64_t total = 0;
+    bool has_cut = false, has_ended = false;
+
+    for (int i = 0; i < COUNT; i++)
+        total += nbytes[i];
+    for (int pieces = 1; !has_ended; pieces++) {
+        uint64_t claimed = 0, whole = 0, end = 0;
+        kvn_piece piece;
+        kvn_job job;
+
+        kvn_job_init(&job, &columns, NULL, NULL, (kvn_piece_limits){COUNT, MIN});
+        kvn_job_start(&job, total);
+        for (int i = 0; i < pieces && kvn_job_has_unclaimed(&job); i++) {
+            kvn_job_claim(&job, 1, &piece);
+            claimed += piece.nbytes;
+        }
+        while (whole < COUNT && end + nbytes[whole] <= claimed)
+            end += nbytes[whole++];
+        has_cut |= end < claimed;
+        has_ended = whole == COUNT;
+        job.report.status = KVN_CANCELLED;
+        kvn_job_abandon(&job);
+        kvn_job_finish(&job);
+        CHECK(job.report.status == (has_ended ? KVN_OK : KVN_CANCELLED));
+        CHECK(job.report.num_unconfirmed == !has_ended);
+        if (!has_ended)
+            CHECK(job.report.unconfirmed[0].first == whole && job.report.unconfirmed[0].last == COUNT);
+    }
+    CHECK(has_cut);
+}
+
+/* ---- several who wait ---- */
+
+static sem_t has_begun, may_end;
+static kvn_ending ending;
+
+/* Lasts until it may end. */
+static int move_when_told(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)
+{
+    (void)context, (void)batch, (void)piece, (void)fault;
+    sem_post(&has_begun);
+    sem_wait(&may_end);
+    return KVN_OK;
+}
+
+static void destroy_nothing(kvn_backend *self) { (void)self; }
+
+static const kvn_backend_vtable POOLED = KVN_POOLED_VTABLE("told", destroy_nothing);
+
+/* A transfer that is waited for and given up as a request, a task, and a task of layers. */
+typedef struct waited {
+    kvn_backend *backend;
+    kvn_request *request;
+    kvn_task task;
+    kvn_layered layered;
+} waited;
+
+static int wait_for_request(waited *it)
+{
+    kvn_report report;
+    return it->backend->vtable->wait(it->backend, it->request, KVN_FOREVER, &report);
+}
+
+static int abort_request(waited *it)
+{
+    kvn_report report;
+    return it->backend->vtable->abort(it->backend, it->request, KVN_CANCELLED, &report);
+}
+
+static int wait_for_the_task(waited *it) { return kvn_task_wait(&it->task, KVN_FOREVER); }
+static int abort_the_task(waited *it) { return kvn_task_abort(&it->task, KVN_CANCELLED); }
+static int wait_for_layers(waited *it) { return kvn_layered_wait(&it->layered, KVN_FOREVER); }
+static int abort_layers(waited *it) { return kvn_layered_abort(&it->layered, KVN_CANCELLED); }
+
+typedef struct caller {
+    int (*call)(waited *it);
+    waited *it;
+    _Atomic pid_t thread;
+} caller;
+
+static void *call(void *argument)
+{
+    caller *self = argument;
+    self->thread = (pid_t)syscall(SYS_gettid);
+    return (void *)(intptr_t)self->call(self->it);
+}
+
+/* All of them sleep when it ends, and all of them wake. */
+static void check_all_wake(waited *it, int (*const *calls)(waited *it), size_t count)
+{
+    pthread_t threads[4];
+    caller callers[4];
+    struct timespec deadline;
+
+    sem_wait(&has_begun);
+    for (size_t i = 0; i < count; i++) {
+        callers[i] = (caller){calls[i], it, 0};
+        CHECK(pthread_create(&threads[i], NULL, call, &callers[i]) == 0);
+        while (!callers[i].thread)
+            sched_yield();
+        other = callers[i].thread;
+        wait_until_it_sleeps();
+    }
+    sem_post(&may_end);
+    clock_gettime(CLOCK_REALTIME, &deadline);
+    deadline.tv_sec += 20;
+    for (size_t i = 0; i < count; i++) {
+        void *status;
+        CHECK(pthread_timedjoin_np(threads[i], &status, &deadline) == 0);
+        CHECK((intptr_t)status == KVN_OK); /* all of it was claimed when it was given up */
+    }
+}
+
+static void all_who_wait_wake(void)
+{
+    kvn_pool *pool = kvn_pool_create(1);
+    kvn_pooled backend;
+    const kvn_columns columns = columns_of(1);
+    waited it = {.backend = &backend.base};
+    kvn_report report;
+    int opened;
+
+    sem_init(&has_begun, 0, 0);
+    sem_init(&may_end, 0, 0);
+    kvn_pooled_init(&backend, &POOLED, pool, move_when_told);
+    for (int first = 0; first < 3; first++) { /* whose call comes first, and goes to sleep first */
+        int (*const of_request[])(waited *) = {wait_for_request, wait_for_request, abort_request};
+        int (*const of_task[])(waited *) = {wait_for_the_task, wait_for_the_task, abort_the_task};
+        int (*const of_layers[])(waited *) = {wait_for_layers, wait_for_layers, abort_layers};
+        int (*const *const kinds[])(waited *) = {of_request, of_task, of_layers};
+
+        for (int kind = 0; kind < 3; kind++) {
+            int (*calls[3])(waited *);
+            for (int i = 0; i < 3; i++)
+                calls[i] = kinds[kind][(first + i) % 3];
+            if (kind == 0) {
+                CHECK(kvn_pooled_submit(it.backend, &columns, &it.request, &report) == KVN_OK);
+            } else if (kind == 1) {
+                kvn_task_init(&it.task, it.backend, &columns, NULL);
+                CHECK(kvn_task_begin(&it.task) == KVN_PENDING);
+            } else {
+                kvn_ending_init(&ending, 1);
+                kvn_layered_init(&it.layered, it.backend, &columns, 1, &ending);
+                CHECK(kvn_layered_open(&it.layered, 0, NULL, &opened) == KVN_PENDING && opened);
+            }
+            check_all_wake(&it, calls, 3);
+            if (kind == 0)
+                kvn_pooled_release(it.backend, it.request);
+            else if (kind == 1)
+                kvn_task_release(&it.task);
+            else
+                kvn_layered_release(&it.layered);
+        }
+    }
+    kvn_pool_destroy(pool);
+}
+
+int main(int count, char **arguments)
+{
+    static const check_row rows[] = {
+        {"helper_leaves", helper_leaves},
+        {"give_up_between_pieces", give_up_between_pieces},
+        {"all_who_wait_wake", all_who_wait_wake},
+    };
+
+    return run_check(count, arguments, rows, sizeof rows / sizeof *rows);
+}

@@ -1,0 +1,187 @@
+"""The files of a recording: which are written, renamed, read together, and left alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvplan.recording import Dropped, read
+from kvplan.recording.files import RotatingFile
+from kvplan.recording.format import LENGTH
+from tests.recording.operations import PLAN, SMALLEST, record, recorder, tags
+from tests.support.refusals import refused
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+def test_each_file_that_rotates_is_readable_by_itself(tmp_path):
+    path, count = tmp_path / "a.kvrec", 4000
+    with recorder(path, max_bytes=SMALLEST, files=4) as writer:
+        for number in range(count):
+            record(writer, PLAN, f"{number}")
+            if number % 500 == 0:
+                writer.flush()
+    paths = [path, *(Path(f"{path}.{number}") for number in (1, 2, 3))]
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+    found = []
+    for part in reversed(paths):
+        assert part.stat().st_size <= SMALLEST
+        alone = tmp_path / "alone" / "it.kvrec"
+        alone.parent.mkdir()
+        shutil.copy(part, alone)
+        recording = read(alone)
+        assert {row.plan for row in recording.transfers} == {PLAN}
+        found += [int(row.tag) for row in recording.transfers]
+        shutil.rmtree(alone.parent)
+    assert found == [*range(found[0], count)]
+    whole = read(path)
+    assert [int(row.tag) for row in whole.transfers] == found
+    assert [row.number for row in whole.rows] == [*range(len(whole))]
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "one by one"])
+def test_a_file_is_as_large_as_it_may_be_and_no_larger(tmp_path, more, at_once):
+    path = tmp_path / "a.kvrec"
+    file = RotatingFile(path, lambda number: [b"head"], max_bytes=SMALLEST, files=4)
+    sizes = [1000] * 5
+    sizes.append(SMALLEST - path.stat().st_size - sum(sizes) - 6 * LENGTH.size + more)
+    rows = [bytes(size) for size in sizes]
+    for batch in [rows] if at_once else [[row] for row in rows]:
+        file.write(batch, compress=False)
+    file.close()
+    found = [Path(f"{path}{end}") for end in ([""] if more < 1 else [".1", ""])]
+    assert sorted(tmp_path.iterdir()) == sorted(found)
+    assert max(item.stat().st_size for item in found) <= SMALLEST
+
+
+def test_a_row_larger_than_a_file_has_one_of_its_own(tmp_path):
+    path = tmp_path / "a.kvrec"
+    file = RotatingFile(path, lambda number: [b"head"], max_bytes=SMALLEST, files=4)
+    for size in (SMALLEST + 1, 100):
+        file.write([bytes(size)], compress=False)
+    file.close()
+    assert sorted(tmp_path.iterdir()) == [path, Path(f"{path}.1")]
+
+
+def test_the_first_file_of_those_that_are_there_begins(tmp_path):
+    """What is older was removed: nothing says that it is missing, as the recording begins later."""
+    path = tmp_path / "a.kvrec"
+    with recorder(path, max_bytes=SMALLEST, files=4) as writer:
+        for number in range(3000):
+            record(writer, PLAN, f"{number}")
+    Path(f"{path}.1").unlink()
+    recording = read(path)
+    assert recording.header.file > 0
+    assert not any(isinstance(row, Dropped) for row in recording)
+
+
+def test_a_recording_has_the_header_of_its_oldest_file(tmp_path):
+    path = tmp_path / "a.kvrec"
+    with recorder(path, max_bytes=SMALLEST, files=4) as writer:
+        for number in range(3000):
+            record(writer, PLAN, f"{number}")
+    header = read(path).header
+    assert header == read(f"{path}.3").header
+    assert header.file < read(f"{path}.2").header.file
+
+
+def test_a_file_that_is_written_is_read_across_rotations(tmp_path):
+    path, count = tmp_path / "a.kvrec", 2000
+    writer = recorder(path, max_bytes=SMALLEST, files=100)
+
+    def write() -> None:
+        with writer:
+            for number in range(count):
+                record(writer, PLAN, f"{number}")
+                if number % 50 == 0:
+                    writer.flush()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    seen = 0
+    while thread.is_alive():
+        rows = read(path).rows
+        assert [row.tag for row in rows] == [*map(str, range(len(rows)))]
+        assert len(rows) >= seen
+        seen = len(rows)
+    thread.join()
+    assert [row.tag for row in read(path)] == [*map(str, range(count))]
+    assert len(list(tmp_path.iterdir())) > 2
+
+
+def test_a_file_that_is_missing_is_a_gap(tmp_path):
+    path = tmp_path / "a.kvrec"
+    with recorder(path, max_bytes=SMALLEST, files=100) as writer:
+        for number in range(4000):
+            record(writer, PLAN, f"{number}")
+            if number % 100 == 0:
+                writer.flush()
+    Path(f"{path}.2").write_bytes(Path(f"{path}.1").read_bytes())
+    recording = read(path)
+    assert [row.count for row in recording if isinstance(row, Dropped)] == [None]
+    assert recording.rows[-1].tag == "3999"
+    assert recording.rows[-1].plan == PLAN
+
+
+@pytest.mark.parametrize("older", ["", ".1", ".2"])
+def test_no_file_of_another_kind_is_renamed_or_removed(tmp_path, older):
+    """A recording that rotates would: not even one beside it may be anything else."""
+    path = tmp_path / "a.kvrec"
+    other = Path(f"{path}{older}")
+    other.write_text("my notes")
+    with refused("LLM_PARAM_INVALID", f"{other} exists and is not a recording"):
+        recorder(path, files=3)
+    assert [*tmp_path.iterdir()] == [other]
+    other.unlink()
+    os.mkfifo(other)
+    with refused("LLM_PARAM_INVALID", f"{other} exists and is not a recording"):
+        recorder(path, files=3)
+    assert [*tmp_path.iterdir()] == [other]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a device")
+def test_a_device_is_not_a_recording(tmp_path):
+    device = tmp_path / "null"
+    os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    with refused("LLM_PARAM_INVALID", "exists and is not a recording"):
+        recorder(device)
+    assert [*tmp_path.iterdir()] == [device]
+
+
+def test_a_recording_of_before_is_kept(tmp_path):
+    path = tmp_path / "a.kvrec"
+    for name in ("one", "two", "three"):
+        with recorder(path) as writer:
+            record(writer, PLAN, name)
+    assert tags(path) == ["three"]
+    assert tags(Path(f"{path}.1")) == ["two"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_files_of_a_longer_recording_of_before_are_not_of_this_one(tmp_path):
+    """Its files follow the new one's, with higher numbers than those that this one has."""
+    path = tmp_path / "a.kvrec"
+    with recorder(path, max_bytes=SMALLEST, files=4) as writer:
+        for number in range(60):
+            record(writer, PLAN, os.urandom(1500).hex())  # which is not compressed to nothing
+            if number % 10 == 0:
+                writer.flush()
+    with recorder(path, max_bytes=SMALLEST, files=4) as writer:
+        record(writer, PLAN, "now")
+    assert len(list(tmp_path.iterdir())) > 2
+    assert tags(path) == ["now"]
+
+
+def test_one_file_has_one_recorder(tmp_path):
+    path = tmp_path / "a.kvrec"
+    with recorder(path) as writer:
+        with refused("LLM_PARAM_INVALID", "another engine records to it"):
+            recorder(path)
+        record(writer, PLAN, "still written")
+    assert tags(path) == ["still written"]

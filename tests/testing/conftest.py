@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.testing.folder import Folder
+
+
+@pytest.fixture
+def folder(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    for name in ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS"):  # pytest does not cut what is long there
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
+    return Folder(pytester)
