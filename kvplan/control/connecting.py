@@ -76,13 +76,9 @@ class Server:
             await server._take_keys(keys, here)
             if server._key is None and not here.is_loopback:
                 _log.warning("event=listen_open endpoint=%s", endpoint)
-            listening = server._bind_path() if where is None else server._bind_address(where)
+            server._listening = server._bind(where)
         except OSError as error:
             raise system_error(f"cannot listen on {endpoint}", error) from None
-        listening.setblocking(False)
-        # The longest possible queue: a connection that finds it full is retried after a second.
-        listening.listen(socket.SOMAXCONN)
-        server._listening = listening
         server._resume()
         loop.register(server)
         server._sweep()
@@ -122,31 +118,30 @@ class Server:
         if self._key_inside is not None:
             self._control.start_authenticator()
 
-    def _bind_address(self, where: tuple[Any, ...]) -> socket.socket:
-        family, kind, protocol, _, address = where
-        listening = socket.socket(family, kind, protocol)
+    def _bind(self, where: tuple[Any, ...] | None) -> socket.socket:
+        listening = socket.socket(socket.AF_UNIX) if where is None else socket.socket(*where[:3])
         try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
+            if where is None:
+                self._bind_path(listening)
+            else:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listening.bind(where[-1])
+                self.endpoint = endpoint_of(listening.getsockname())
+            listening.setblocking(False)
+            # The longest possible queue: a connection that finds it full is retried after a second.
+            listening.listen(socket.SOMAXCONN)  # another process may have the address by now
         except OSError:
             listening.close()
             raise
-        self.endpoint = endpoint_of(listening.getsockname())
         return listening
 
-    def _bind_path(self) -> socket.socket:
+    def _bind_path(self, listening: socket.socket) -> None:
         path = Path(self.endpoint.path)
-        listening = socket.socket(socket.AF_UNIX)
-        try:
-            if _is_abandoned(path):
-                path.unlink()
-            listening.bind(str(path))
-            path.chmod(0o600)  # no process can connect before `listen`
-            self._inode = path.stat().st_ino
-        except OSError:
-            listening.close()
-            raise
-        return listening
+        if _is_abandoned(path):
+            path.unlink()
+        listening.bind(str(path))
+        path.chmod(0o600)  # no process can connect before `listen`
+        self._inode = path.stat().st_ino
 
     def _resume(self) -> None:
         if self._listening is not None:

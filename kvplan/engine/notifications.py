@@ -161,11 +161,11 @@ class NotificationCallbacks:
         """Call `function` with each notification from now on; return a function that removes it."""
         token = object()
         with signals_deferred, self._mutex:
-            self._functions[token] = function
-            if self._thread is None:
+            if self._thread is None:  # first, as the process may have no more threads
                 self._thread = _CallingThread(
                     self._notifications, self._functions, self._mutex, self._name
                 )
+            self._functions[token] = function
 
         def remove() -> None:
             with signals_deferred, self._mutex:

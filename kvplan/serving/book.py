@@ -137,6 +137,8 @@ class LeaseBook:
                 failure = f"could not be leased: {error}"
                 self._remember(handle, failure)
                 self._ending[handle] = _Held(request, (), digest, 0.0, transfer)
+                if transfer and transfer not in self._transfers:
+                    self.end_transfer(transfer, failure)
             else:
                 deadline = self._clock() + self._ttl_ms / 1000
                 self._held[handle] = _Held(request, leases, digest, deadline, transfer)
@@ -151,8 +153,6 @@ class LeaseBook:
                     )
         if failure:
             logger.warning("request %s: its blocks %s", request, failure)
-            if transfer:
-                self.end_transfer(transfer, failure)
             self._end(handle)
         for reader, (its_digest, readers) in early.items():
             self.finish(handle, its_digest, reader, readers)

@@ -72,6 +72,24 @@ def test_an_own_context_goes_with_its_last_user(simulator: Controls) -> None:
     assert simulator.contexts() == before
 
 
+def test_a_thread_that_had_no_context_has_no_message_of_that(simulator: Controls) -> None:
+    """The runtime keeps it for the thread, and would add it to the program's next error."""
+    device = AscendDevice(DEVICE)
+    acl = ctypes.CDLL(device.native.library.path)
+    acl.aclGetRecentErrMsg.restype = ctypes.c_char_p
+    messages: list[bytes | None] = []
+
+    def work() -> None:
+        device.native.memory()
+        messages.append(acl.aclGetRecentErrMsg())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    device.close()
+    assert messages == [None]
+
+
 def test_a_thread_that_had_no_context_is_left_with_the_frameworks(
     framework: Framework, make_side: MakeSide
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -11,7 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import Sync, Synced
 from kvplan.status import LLMException, LLMStatusCode
 from tests.control.conversation import DEADLINE_S, LOCAL, Conversation, Recorder, call
+from tests.support.interrupts import Interrupts
 from tests.support.refusals import refused
 
 
@@ -91,6 +95,44 @@ def test_a_listen_that_fails_is_reported_with_the_reason(loop: ControlLoop) -> N
             listen(loop, endpoint, ClusterKey.generate())
         assert endpoint in str(error.value)
         assert reason in str(error.value)
+
+
+def test_an_address_that_another_process_takes_meanwhile_is_refused() -> None:
+    """At each moment of the call, also between what binds the address and what listens there."""
+
+    async def in_worker(function: Any, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    control: Any = SimpleNamespace(
+        refusals=None, in_worker=in_worker, register=lambda _: None, unregister=lambda _: None
+    )
+    refusals = []
+
+    async def listen_at(port: int) -> None:
+        try:
+            server = await Server.listen(control, Endpoint("127.0.0.1", port), Recorder(), Keys())
+        except LLMException as error:
+            refusals.append(str(error))
+        else:
+            server.close()
+
+    def listen_first(*_: object) -> None:
+        with suppress(OSError):  # the call was faster
+            other.listen()
+
+    moments, is_one = Interrupts("kvplan/control/connecting.py"), True
+    before = signal.signal(signal.SIGINT, listen_first)
+    try:
+        while is_one:
+            with socket.socket() as other:
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                other.bind(("127.0.0.1", 0))
+                port = other.getsockname()[1]
+                is_one = moments.call(lambda port=port: asyncio.run(listen_at(port)))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert 1 < len(refusals) < moments.place
+    assert all("Address already in use" in text for text in refusals), refusals
 
 
 def test_a_closed_server_frees_its_port_at_once(loop: ControlLoop) -> None:

@@ -110,6 +110,32 @@ def test_a_pause_of_this_process_is_no_silence_of_a_peer_that_says_nothing() -> 
     assert (lost, posted) == ([], [Ping()] * 3)
 
 
+def test_a_peer_is_not_silent_while_its_input_is_unread() -> None:
+    """The loop reads some frames at a time; what it has not read may be of any age."""
+    lost: list[str] = []
+    now, is_drained = time.monotonic(), iter([False] * 10 + [True] * 4)
+    channel: Any = SimpleNamespace(
+        last_received=now,
+        last_sent=now,
+        closed=False,
+        connection=SimpleNamespace(drain=lambda: next(is_drained)),
+        lose=lost.append,
+        post=lambda _: None,
+    )
+
+    async def check() -> None:
+        beats = Heartbeat(cast(Channel, channel), 60.0, 120.0)
+        for _ in range(14):  # each counts as half a minute
+            assert lost == []
+            beats.stop()
+            beats._checked_at -= 3600
+            beats._check()
+        beats.stop()
+
+    asyncio.run(check())
+    assert lost == ["nothing heard for 120 s"]
+
+
 def test_keeping_alive_again_replaces_the_times(conversation: Conversation) -> None:
     conversation.far_channel()
     call(conversation.loop, conversation.channel.keep_alive, 0.001, 0.002)

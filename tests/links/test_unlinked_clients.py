@@ -112,6 +112,16 @@ def hello(transport: Transport, **other: Any) -> Hello:
     return Hello(**(fields | other))
 
 
+def test_a_handshake_ends_with_the_listener(end: End, client: UnlinkedClient) -> None:
+    """Who has begun it is told why, and nothing of it is kept."""
+    with LocalTransport() as transport:
+        client.begin(client.call(end), hello(transport))
+        assert end.state(2) is LinkState.LINKING
+        end.links.stop_listening()
+        assert end.state(2) is None
+    assert client.lost.get(timeout=DEADLINE_S).endswith("cluster 1 does not listen any more")
+
+
 def test_a_hello_alone_changes_nothing(
     make_end: Callable[..., End], end: End, client: UnlinkedClient
 ) -> None:

@@ -93,7 +93,7 @@ def test_placed_ranges_are_those_of_single_searches() -> None:
 
 @pytest.mark.parametrize("pulls", [True, False])
 @given(st.lists(st.tuples(st.integers(1, 59), numbers.filter(bool), st.integers(1, 9)), min_size=1))
-@example([(10, 110, 5), (15, 115, 5), (25, 125, 5)])  # go on within a piece, and across pieces
+@example([(10, 110, 5), (15, 115, 5), (20, 120, 5)])  # go on within a piece, and into the next
 def test_placed_ranges_are_sorted_and_merged(
     pulls: bool, given_rows: list[tuple[int, int, int]]
 ) -> None:

@@ -259,6 +259,17 @@ def test_without_a_number_all_blocks_are_of_the_request() -> None:
         gather(FIRST, SECOND, blocks=[6])
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_caches_of_one_rank_hold_other_tokens_if_they_skip_others(order: tuple[int, int]) -> None:
+    """One has the first 16 tokens in its block 4, the other the next 16 in its block 3."""
+    rows = [Rows(FIRST, [4]), Rows(FIRST, [5, 3], first_token=16)]
+    transfer = Transfer([rows[i] for i in order], Rows(WHOLE, [6]), num_tokens=32)
+    parts = kvplan.plan(transfer, local="dst").parts
+    block = 16 * TOKEN_NBYTES // 2
+    moved = [(4 * block, 12 * block, block), (3 * block, 13 * block, block)]
+    assert [list(part.segments.expanded()) for part in parts] == [[moved[i]] for i in order]
+
+
 @pytest.mark.parametrize(("source", "target"), [(FIRST, desc()), (SECOND, WHOLE)])
 def test_without_a_number_no_token_follows_the_last_of_a_rank(
     source: CacheDesc, target: CacheDesc

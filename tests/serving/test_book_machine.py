@@ -143,7 +143,7 @@ class Book:
         self.requests[number] = request
         if not request.leased:
             request.state = "ending"
-            if name:
+            if name not in ("", *self.named):  # else another request has it, and keeps it
                 self.model_end_name(name)
             self.model_end(number)
         elif name and name not in self.named:

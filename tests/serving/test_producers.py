@@ -28,29 +28,55 @@ class Engine:
     async def link_clusters_async(self, clusters: Sequence[ClusterInfo], timeout_ms: int) -> None:
         self.tries += 1
         await self.answers.wait()
-        raise LLMException("connection refused", status_code=LLMStatusCode.LLM_LINK_FAILED)
+        text = f"{clusters[0].endpoint()}: connection refused"
+        raise LLMException(text, status_code=LLMStatusCode.LLM_LINK_FAILED)
+
+
+def producers_of(engine: Engine) -> Producers:
+    return Producers(
+        cast(LlmDataDist, engine),
+        Hello({}, b"consumer", answer=False),
+        Compatibility({}),
+        options=ExchangeOptions(),
+        threads=cast(Any, None),
+        is_asking=lambda _: False,
+    )
+
+
+async def errors_of(
+    engine: Engine, producers: Producers, *wanted: tuple[Source, bytes]
+) -> list[str]:
+    """Greet several producers at once, all of which wait for the first answer of the engine."""
+    waiting = [asyncio.create_task(producers.greet(*each)) for each in wanted]
+    await asyncio.sleep(0)  # until all of them wait
+    engine.answers.set()
+    return [str(each) for each in await asyncio.gather(*waiting, return_exceptions=True)]
 
 
 def test_a_failure_is_of_the_requests_that_waited_for_it_and_of_no_later_one() -> None:
     async def tried() -> None:
-        engine = Engine()
-        producers = Producers(
-            cast(LlmDataDist, engine),
-            Hello({}, b"consumer", answer=False),
-            Compatibility({}),
-            options=ExchangeOptions(),
-            threads=cast(Any, None),
-            is_asking=lambda _: False,
-        )
-        waiting = [asyncio.create_task(producers.greet(SOURCE, b"producer")) for _ in range(3)]
-        await asyncio.sleep(0)  # until all of them wait
-        engine.answers.set()
-        errors = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [str(error) for error in errors] == ["connection refused (LLM_LINK_FAILED)"] * 3
+        producers = producers_of(engine := Engine())
+        errors = await errors_of(engine, producers, *[(SOURCE, b"producer")] * 3)
+        assert errors == ["127.0.0.1:1: connection refused (LLM_LINK_FAILED)"] * 3
         assert engine.tries == 1
         for number in (2, 3):
             with refused("LLM_LINK_FAILED", "connection refused"):
                 await producers.greet(SOURCE, b"producer")
             assert engine.tries == number
+
+    asyncio.run(tried())
+
+
+def test_a_failure_is_of_one_address_and_one_process() -> None:
+    """Of a cluster whose producer was replaced, requests wait for the old and for the new one."""
+    other = Source(SOURCE.cluster_id, "127.0.0.1:2")
+
+    async def tried() -> None:
+        producers = producers_of(engine := Engine())
+        errors = await errors_of(
+            engine, producers, (SOURCE, b"producer"), (SOURCE, b"another"), (other, b"another")
+        )
+        assert [text[:11] for text in errors] == ["127.0.0.1:1", "127.0.0.1:1", "127.0.0.1:2"]
+        assert engine.tries == 3
 
     asyncio.run(tried())

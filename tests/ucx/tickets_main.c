@@ -101,12 +101,38 @@ static void flushed_before_the_end(void)
     }
 }
 
+/* Who ends what this transfer does not use waits for the round under way alone. */
+static void renewed_after_each_round(void)
+{
+    _Atomic uint64_t tickets[2] = {0};
+    kvn_ucx_worker worker = {.tickets = tickets};
+    kvn_ucx_endpoint endpoint = {.worker = &worker, .remote = {.tag = 7}};
+    const kvn_ucx_route route = {.endpoint = &endpoint, .direction = KVN_PEER_PUT};
+    kvn_request *request = calloc(1, sizeof *request);
+
+    request->route = &route;
+    request->batch.count = 3;
+    put_ticket(request, 1);
+    for (request->descriptor = 1; request->descriptor <= 3; request->descriptor++) {
+        const uint64_t before = atomic_load(&tickets[1]);
+        const bool is_last = request->descriptor == 3;
+
+        request->phase = KVN_UCX_FLUSHING;
+        advance(request);
+        CHECK((request->phase == KVN_UCX_CHECKING_BEFORE) == !is_last);
+        CHECK((atomic_load(&tickets[1]) == before) == is_last);
+        CHECK(atomic_load(&tickets[1]) >> 32 == 7 && atomic_load(&tickets[0]) == 0);
+    }
+    free(request);
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
         {"flushed_before_the_end", flushed_before_the_end},
         {"after_the_last_number", after_the_last_number},
         {"gone_at_the_end", gone_at_the_end},
+        {"renewed_after_each_round", renewed_after_each_round},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

@@ -200,6 +200,12 @@ class TestSource:
         assert error.value.args[0] == expected
 
 
+def test_a_time_that_has_passed_is_no_wait() -> None:
+    with listening() as server:
+        streams = DialledStreams(b"c" * 16, socket.AF_INET, server.getsockname(), "there")
+        assert refusal(streams, timeout_s=0).endswith(": no answer within 0 ms")
+
+
 class TestClose:
     def test_ends_the_wait_for_a_connection(self, link: Link) -> None:
         with ThreadPoolExecutor(1) as threads:
