@@ -27,7 +27,7 @@ MAX_LINES = {
     "kvplan": 1636,
     "links": 4016,
     "llm_datadist": 3848,
-    "mooncake": 584,
+    "mooncake": 580,
     "nixl": 1701,
     "observe": 1636,
     "planning": 5760,
