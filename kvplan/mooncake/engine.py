@@ -9,7 +9,7 @@ import secrets
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from enum import IntEnum
 from functools import wraps
 from typing import Any, ClassVar, Concatenate, Final, ParamSpec
@@ -208,17 +208,17 @@ class TransferEngine:
                         "which is registered"
                     )
             has_device = engine.datadist.device is not None
-            kind = Placement.HOST
-            if has_device and location.startswith(("cuda", "npu")):
-                kind = Placement.DEVICE
-            try:
-                handle = engine.register(address, nbytes, kind)
-            except LLMException:
-                if not has_device or location != "*":
-                    raise
-                handle = engine.register(address, nbytes, Placement.DEVICE)
-            self._starts.insert(place, address)
-            self._registered[address] = nbytes, handle
+            on_device = has_device and location.startswith(("cuda", "npu"))
+            kind = Placement.DEVICE if on_device else Placement.HOST
+            with signals_deferred:  # until the registration is known
+                try:
+                    handle = engine.register(address, nbytes, kind)
+                except LLMException:
+                    if not has_device or location != "*":
+                        raise
+                    handle = engine.register(address, nbytes, Placement.DEVICE)
+                self._starts.insert(place, address)
+                self._registered[address] = nbytes, handle
 
     @_returns_status()
     def unregister_memory(self, buffer_addr: int) -> int:
@@ -248,15 +248,12 @@ class TransferEngine:
         sizes = uints("capacities", capacities).tolist()
         if len(addresses) != len(sizes):
             raise invalid(f"{len(addresses)} buffer_addresses and {len(sizes)} capacities")
-        made: list[int] = []
-        try:
+        with ExitStack() as undo:
             for address, nbytes in zip(addresses, sizes, strict=True):
-                self._register(address, nbytes, location)
-                made.append(address)
-        except BaseException:
-            for address in made:
-                self._unregister(address)
-            raise
+                with signals_deferred:
+                    self._register(address, nbytes, location)
+                    undo.callback(self.unregister_memory, address)  # logs why it cannot
+            undo.pop_all()
         return 0
 
     @_returns_status()
@@ -271,8 +268,9 @@ class TransferEngine:
         """Return the address of registered memory of the engine; 0 after a failure."""
         memory = mmap.mmap(-1, max(1, uint("length", length)))
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._register(address, len(memory), "cpu")
-        self._buffers[address] = memory
+        with signals_deferred:
+            self._register(address, len(memory), "cpu")
+            self._buffers[address] = memory
         return address
 
     @_returns_status()
@@ -451,9 +449,7 @@ class TransferEngine:
 
     def get_notifies(self) -> list[TransferNotify]:
         """Return the messages that have arrived since the last call."""
-        if self._engine is None:
-            return []
-        found = self._engine.connections.take_messages()
+        found = self._engine.connections.take_messages() if self._engine is not None else []
         return [decoded(each.name, each.body) for each in found]
 
     def _running(self) -> AddressedEngine:

@@ -1,21 +1,30 @@
-/* A UCX that closes no endpoint before it may, and ends what is large only then. */
+/* A UCX that ends large gets, and closes endpoints, no sooner than it may; and that watches how keys are destroyed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <stdbool.h>
 #include <time.h>
 
 #include "kvnative/ucx.h"
 
 #define LARGE 65536
 #define ROOM 1024
+#define REAL(name) (*(__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
 static struct held {
     kvn_ucp_send_nbx_callback send;
     void *user_data;
+    kvn_ucp_rkey_h key;
 } held[ROOM + 1]; /* the last one is the close */
 
-static _Atomic unsigned num_held;
-static kvn_ucp_ep_h closing;
+static struct unpacked {
+    kvn_ucp_rkey_h key;
+    kvn_ucp_ep_h ep;
+} unpacked[ROOM];
+
+static _Atomic unsigned num_held, num_unpacked, num_destroyed, num_in_use, num_after_close;
+static kvn_ucp_ep_h closing, closed;
 static _Atomic int64_t due_ns = INT64_MAX;
+static _Atomic bool is_watching;
 
 static int64_t now_ns(void)
 {
@@ -24,61 +33,102 @@ static int64_t now_ns(void)
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-/* How many transfers were begun, and are held. */
+/* How many gets were begun, and are held. */
 unsigned num_begun(void) { return num_held; }
+
+/* How many keys were destroyed: all; while a get that is held used them; after their endpoint was closed. */
+unsigned keys_destroyed(void) { return num_destroyed; }
+unsigned keys_destroyed_in_use(void) { return num_in_use; }
+unsigned keys_destroyed_after_close(void) { return num_after_close; }
 
 /* From then on. */
 void may_close_in(int64_t ms) { due_ns = now_ns() + ms * 1000000; }
 
-static void *hold(struct held *it, const kvn_ucp_request_param *param)
+/* Endpoints that watch their peer are made too, and can be closed by force. */
+void watch_peers(void) { is_watching = true; }
+
+static void *hold(struct held *it, const kvn_ucp_request_param *param, kvn_ucp_rkey_h key)
 {
-    *it = (struct held){param->send, param->user_data};
+    *it = (struct held){param->send, param->user_data, key};
     return it;
+}
+
+kvn_ucs_status ucp_ep_create(kvn_ucp_worker_h worker, const kvn_ucp_ep_params *params, kvn_ucp_ep_h *out)
+{
+    kvn_ucp_ep_params changed = *params;
+
+    if (is_watching)
+        changed.field_mask = KVN_UCP_EP_PARAM_REMOTE_ADDRESS;
+    return REAL(ucp_ep_create)(worker, &changed, out);
+}
+
+kvn_ucs_status ucp_ep_rkey_unpack(kvn_ucp_ep_h ep, const void *packed, kvn_ucp_rkey_h *out)
+{
+    const kvn_ucs_status status = REAL(ucp_ep_rkey_unpack)(ep, packed, out);
+
+    if (status == KVN_UCS_OK && num_unpacked < ROOM)
+        unpacked[num_unpacked++] = (struct unpacked){*out, ep};
+    return status;
+}
+
+void ucp_rkey_destroy(kvn_ucp_rkey_h key)
+{
+    for (unsigned i = 0; i < num_held; i++)
+        if (held[i].key == key) {
+            num_in_use++;
+            break;
+        }
+    for (unsigned i = num_unpacked; i-- > 0;)
+        if (unpacked[i].key == key) {
+            num_after_close += closed && unpacked[i].ep == closed;
+            break;
+        }
+    num_destroyed++;
+    REAL(ucp_rkey_destroy)(key);
 }
 
 kvn_ucs_status_ptr ucp_get_nbx(kvn_ucp_ep_h ep, void *buffer, size_t count, uint64_t remote,
                                kvn_ucp_rkey_h rkey, const kvn_ucp_request_param *param)
 {
-    kvn_ucs_status_ptr (*real)(kvn_ucp_ep_h, void *, size_t, uint64_t, kvn_ucp_rkey_h,
-                               const kvn_ucp_request_param *) = dlsym(RTLD_NEXT, "ucp_get_nbx");
-
-    return count < LARGE || num_held == ROOM ? real(ep, buffer, count, remote, rkey, param)
-                                             : hold(&held[num_held++], param);
+    if (count < LARGE || num_held == ROOM)
+        return REAL(ucp_get_nbx)(ep, buffer, count, remote, rkey, param);
+    void *made = hold(&held[num_held], param, rkey);
+    num_held++;
+    return made;
 }
 
 kvn_ucs_status_ptr ucp_ep_close_nbx(kvn_ucp_ep_h ep, const kvn_ucp_request_param *param)
 {
-    closing = ep;
-    return hold(&held[ROOM], param);
+    closing = closed = ep;
+    return hold(&held[ROOM], param, NULL);
 }
 
 void ucp_request_free(void *request)
 {
-    void (*real)(void *) = dlsym(RTLD_NEXT, "ucp_request_free");
-
     if ((struct held *)request < held || (struct held *)request > held + ROOM)
-        real(request);
+        REAL(ucp_request_free)(request);
 }
 
 static void end_all(void)
 {
-    kvn_ucs_status_ptr (*real)(kvn_ucp_ep_h, const kvn_ucp_request_param *) =
-        dlsym(RTLD_NEXT, "ucp_ep_close_nbx");
     const kvn_ucp_request_param param = {.op_attr_mask = 0};
+    const kvn_ucp_ep_h ep = closing;
 
-    real(closing, &param);
     closing = NULL;
-    for (; num_held; num_held--)
-        held[num_held - 1].send(&held[num_held - 1], KVN_UCS_ERR_CANCELED,
-                                held[num_held - 1].user_data);
-    held[ROOM].send(&held[ROOM], KVN_UCS_OK, held[ROOM].user_data);
+    if (ep)
+        REAL(ucp_ep_close_nbx)(ep, &param);
+    while (num_held) {
+        const struct held it = held[num_held - 1];
+        num_held--;
+        it.send(&held[num_held], KVN_UCS_ERR_CANCELED, it.user_data);
+    }
+    if (ep)
+        held[ROOM].send(&held[ROOM], KVN_UCS_OK, held[ROOM].user_data);
 }
 
 unsigned ucp_worker_progress(kvn_ucp_worker_h worker)
 {
-    unsigned (*real)(kvn_ucp_worker_h) = dlsym(RTLD_NEXT, "ucp_worker_progress");
-
-    if (closing && now_ns() >= due_ns)
+    if (now_ns() >= due_ns)
         end_all();
-    return real(worker);
+    return REAL(ucp_worker_progress)(worker);
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,7 @@ from kvnative._lower import Descriptors
 from kvnative._ucx import UcxEndpoint, UcxLibrary, UcxWorker
 from kvnative._ucx_backend import ucx_backend
 from kvplan.transport.ucx.library import find
-from tests.support.peer import Peer
+from tests.support.peer import ROOT, Peer
 
 NBYTES = 4 << 20
 SLOTS = 16
@@ -25,6 +28,28 @@ Bytes = NDArray[np.uint8]
 Column = NDArray[np.uint64]
 Range = tuple[int, int, tuple[int, int]]
 """Offset, size, (slot, generation)."""
+
+
+PRELUDE = """
+import ctypes, os, sys
+from kvnative._ucx import *
+
+path = sys.argv[1]
+"""
+
+
+def run(script: str, *arguments: str) -> str:
+    """What a script in an interpreter of its own prints; it must end well."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + dedent(script), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
 
 def u64(*values: int) -> Column:

@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-from kvnative._backend import KVN_CANCELLED, KVN_INVALID, KVN_UNSUPPORTED
+from kvnative._backend import KVN_INVALID, KVN_UNSUPPORTED
 from kvnative._ucx import UcxError, UcxLibrary, UcxWorker
 from kvplan.transport.ucx.library import Found
-from tests.support.peer import ROOT
-
-PRELUDE = """
-import ctypes, os, sys
-from kvnative._ucx import *
-
-path = sys.argv[1]
-"""
-
-
-def run(script: str, *arguments: str) -> str:
-    """What a script in an interpreter of its own prints; it must end well."""
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + dedent(script), *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+from tests.ucx.peer import run
 
 
 def test_a_process_stays_as_it_was_but_for_the_threads_of_a_worker(ucx: Found) -> None:
@@ -309,39 +287,3 @@ def test_the_resources_that_ucx_may_use_are_listed(ucx: Found) -> None:
     worker = UcxWorker(UcxLibrary.load(ucx.path), settings={"UCX_TLS": "self"})
     assert worker.transports == "self/memory"
     worker.close()
-
-
-def test_a_transfer_ends_though_ucx_closes_its_endpoint_late(ucx: Found, tmp_path: Path) -> None:
-    """The worker's thread has stopped by then: whoever waits, to cancel here, makes progress."""
-    library = tmp_path / "late_close.so"
-    folder = Path(ucx.path).parent
-    subprocess.run(
-        [
-            *("gcc", "-std=gnu11", "-shared", "-fPIC", f"-I{ROOT / 'include'}", "-o", library),
-            *(Path(__file__).with_name("late_close.c"), "-ldl"),
-            *("-Wl,--no-as-needed", ucx.path, f"-Wl,-rpath,{folder}"),
-        ],
-        check=True,
-    )
-    script = """
-        from pathlib import Path
-        import numpy as np
-        from kvnative._executor import Executor
-        from tests.ucx.peer import NBYTES, UcxPeer
-
-        worker, peer = UcxWorker(UcxLibrary.load(path)), UcxPeer(Path(sys.argv[2]))
-        endpoint = peer.connect(worker)
-        executor = Executor(peer.backend(endpoint, "get", [(0, NBYTES, peer.take())]))
-        local = np.zeros(NBYTES, np.uint8)
-        task = executor.submit(peer.descriptors("get", local, [(0, 0, NBYTES)]))
-        library = ctypes.CDLL(path)
-        while not library.num_begun():  # what the thread had not begun, a close ends at once
-            os.sched_yield()
-        worker.close()
-        print(task.done)
-        library.may_close_in(ctypes.c_int64(2000))
-        print(task.cancel().status)
-        peer.close()
-        """
-    printed = run(script, str(library), str(tmp_path / "memory"))
-    assert printed == f"False\n{KVN_CANCELLED}\n"

@@ -207,12 +207,11 @@ static void release(kvn_backend *base, kvn_request *request)
 
 /* ---- making and unmaking ---- */
 
-static void destroy_keys(void *context)
+static void drop_keys(void *context)
 {
     kvn_ucx_backend *self = context;
 
-    for (uint64_t i = 0; i < self->route.num_keys; i++)
-        self->route.endpoint->worker->calls->ucp_rkey_destroy(self->route.keys[i]);
+    kvn_ucx_keys_drop(self->route.endpoint, &self->route.keys);
 }
 
 typedef struct unpacking {
@@ -232,10 +231,12 @@ static void unpack_keys(void *context)
         kvn_fail(it->failure, KVN_INVALID, 0, "the endpoint is not connected");
         return;
     }
-    for (; self->route.num_keys < it->options->num_keys; self->route.num_keys++) {
-        const kvn_ucx_packed_key *packed = &it->options->keys[self->route.num_keys];
-        if (kvn_ucx_unpack_key(self->route.endpoint, packed->bytes, packed->nbytes,
-                               &self->route.keys[self->route.num_keys], it->failure) != KVN_OK)
+    kvn_ucx_keys *keys = &self->route.keys;
+    kvn_ucx_keys_hold(self->route.endpoint, keys);
+    for (; keys->count < it->options->num_keys; keys->count++) {
+        const kvn_ucx_packed_key *packed = &it->options->keys[keys->count];
+        if (kvn_ucx_unpack_key(self->route.endpoint, packed->bytes, packed->nbytes, &keys->items[keys->count],
+                               it->failure) != KVN_OK)
             return;
     }
 }
@@ -249,12 +250,11 @@ static void destroy(kvn_backend *base)
         free(self);
         return;
     }
-    if (self->route.num_keys)
-        kvn_ucx_call(self->route.endpoint->worker, destroy_keys, self);
+    kvn_ucx_call(self->route.endpoint->worker, drop_keys, self);
     kvn_ucx_endpoint_release(self->route.endpoint);
     free(self->route.ranges);
     free(self->route.places);
-    free(self->route.keys);
+    free(self->route.keys.items);
     free(self);
 }
 
@@ -296,8 +296,8 @@ static int take_ranges(kvn_ucx_backend *self, const kvn_ucx_backend_options *opt
 
     self->route.ranges = calloc(count + 1, sizeof *self->route.ranges);
     self->route.places = calloc(count + 1, sizeof *self->route.places);
-    self->route.keys = calloc(options->num_keys + 1, sizeof *self->route.keys);
-    if (!self->route.ranges || !self->route.places || !self->route.keys)
+    self->route.keys.items = calloc(options->num_keys + 1, sizeof *self->route.keys.items);
+    if (!self->route.ranges || !self->route.places || !self->route.keys.items)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for %" PRIu64 " ranges", count);
     for (uint64_t i = 0; i < count; i++) {
         if (check_range(self, options, i, failure) != KVN_OK)

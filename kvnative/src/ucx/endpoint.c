@@ -110,7 +110,6 @@ static void on_closed(void *request, kvn_ucs_status status, void *argument)
 /* UCX refuses to use force with an endpoint that it does not watch. */
 static void close_handle(kvn_ucx_endpoint *self)
 {
-    const kvn_ucx *calls = self->worker->calls;
     const kvn_ucp_request_param param = {
         .op_attr_mask =
             KVN_UCP_OP_ATTR_CALLBACK | KVN_UCP_OP_ATTR_USER_DATA | KVN_UCP_OP_ATTR_FLAGS,
@@ -118,18 +117,69 @@ static void close_handle(kvn_ucx_endpoint *self)
         .send = on_closed,
         .user_data = self,
     };
+    kvn_ucp_ep_h handle = self->handle;
+
+    if (!handle)
+        return;
+    self->handle = NULL;
+    kvn_ucs_status_ptr request = self->worker->calls->ucp_ep_close_nbx(handle, &param);
+    if (request == NULL || KVN_UCS_IS_ERROR(request))
+        on_closed(NULL, KVN_UCS_POINTER_STATUS(request), self);
+}
+
+static void destroy_keys(const kvn_ucx *calls, kvn_ucx_keys *keys)
+{
+    for (; keys->count; keys->count--)
+        calls->ucp_rkey_destroy(keys->items[keys->count - 1]);
+}
+
+void kvn_ucx_keys_hold(kvn_ucx_endpoint *self, kvn_ucx_keys *keys)
+{
+    keys->next = self->keys;
+    self->keys = keys;
+}
+
+void kvn_ucx_keys_drop(kvn_ucx_endpoint *self, kvn_ucx_keys *keys)
+{
+    kvn_ucx_keys **at = &self->keys;
+
+    while (*at && *at != keys)
+        at = &(*at)->next;
+    if (*at)
+        *at = keys->next;
+    destroy_keys(self->worker->calls, keys);
+}
+
+static void destroy_all_keys(kvn_ucx_endpoint *self)
+{
+    const kvn_ucx *calls = self->worker->calls;
 
     if (self->generations_key)
         calls->ucp_rkey_destroy(self->generations_key);
     if (self->tickets_key)
         calls->ucp_rkey_destroy(self->tickets_key);
     self->generations_key = self->tickets_key = NULL;
-    if (!self->handle)
-        return;
-    kvn_ucs_status_ptr request = calls->ucp_ep_close_nbx(self->handle, &param);
-    self->handle = NULL;
-    if (request == NULL || KVN_UCS_IS_ERROR(request))
-        on_closed(NULL, KVN_UCS_POINTER_STATUS(request), self);
+    for (; self->keys; self->keys = self->keys->next)
+        destroy_keys(calls, self->keys);
+}
+
+/* UCX on ucp_rkey_destroy (ucp/api/ucp.h, since its pull request 3876): a key "must be destroyed after all outstanding
+ * operations which are using it are flushed, and before the endpoint on which it was unpacked is destroyed". Nothing
+ * else ends the operations of a peer that does not answer than a close by force, so there the close comes first. */
+static unsigned end(void *context)
+{
+    kvn_ucx_endpoint *self = context;
+
+    if (self->num_operations > 0 && self->is_watched)
+        close_handle(self);
+    if (self->num_operations > 0)
+        return 0;
+    destroy_all_keys(self);
+    close_handle(self);
+    kvn_ucx_remove_task(self->worker, &self->ending);
+    kvn_ucx_notify(self->worker);
+    kvn_ucx_endpoint_release(self); /* the worker's */
+    return 1;
 }
 
 static void tear_down(void *context)
@@ -140,9 +190,7 @@ static void tear_down(void *context)
         at = &(*at)->next;
     if (*at)
         *at = self->next;
-    close_handle(self);
-    kvn_ucx_notify(self->worker);
-    kvn_ucx_endpoint_release(self); /* the worker's */
+    kvn_ucx_add_task(self->worker, &self->ending, end, self);
 }
 
 void kvn_ucx_endpoint_fail(kvn_ucx_endpoint *self, int status, int code, const char *message)
@@ -307,11 +355,21 @@ static void read_words(kvn_ucx_endpoint *self, uint64_t *out, size_t nbytes, uin
         .memory_type = KVN_UCS_MEMORY_HOST,
         .user_data = argument,
     };
+
+    self->num_operations++;
     kvn_ucs_status_ptr request =
         self->worker->calls->ucp_get_nbx(self->handle, out, nbytes, remote, key, &param);
-
     if (request == NULL || KVN_UCS_IS_ERROR(request))
         done(NULL, KVN_UCS_POINTER_STATUS(request), argument);
+}
+
+/* Frees what UCX returned for a read of words, which has ended. */
+static void note_read(kvn_ucx_endpoint *self, void *request)
+{
+    if (request)
+        self->worker->calls->ucp_request_free(request);
+    self->num_operations--;
+    self->worker->has_completed = true;
 }
 
 /* The word that was asked for is here, or will never be. */
@@ -320,8 +378,7 @@ static void on_answer(void *request, kvn_ucs_status status, void *argument)
     kvn_ucx_endpoint *self = argument;
     int open = KVN_UCX_OPEN;
 
-    if (request)
-        self->worker->calls->ucp_request_free(request);
+    note_read(self, request);
     if (status != KVN_UCS_OK)
         fail_for(self, "the peer's memory cannot be read", status);
     else if (atomic_compare_exchange_strong(&self->state, &open, KVN_UCX_CONNECTED))
@@ -385,18 +442,23 @@ static void release_reading(reading *it)
     free(it);
 }
 
-static void on_read(void *request, kvn_ucs_status status, void *argument)
+static void end_reading(reading *it, kvn_ucs_status status)
 {
-    reading *it = argument;
     kvn_ucx_worker *worker = it->endpoint->worker;
 
-    if (request)
-        worker->calls->ucp_request_free(request);
     if (status != KVN_UCS_OK && !kvn_ucx_endpoint_has_failed(it->endpoint, &it->failure))
         kvn_ucx_fail(worker->library, "ucp_get", status, &it->failure);
     atomic_store(&it->is_done, true);
     kvn_ucx_notify(worker);
     release_reading(it);
+}
+
+static void on_read(void *request, kvn_ucs_status status, void *argument)
+{
+    reading *it = argument;
+
+    note_read(it->endpoint, request);
+    end_reading(it, status);
 }
 
 static void start_reading(void *context)
@@ -405,7 +467,7 @@ static void start_reading(void *context)
     kvn_ucx_endpoint *self = it->endpoint;
 
     if (atomic_load(&self->state) != KVN_UCX_CONNECTED || !self->handle)
-        on_read(NULL, KVN_UCS_ERR_NOT_CONNECTED, it);
+        end_reading(it, KVN_UCS_ERR_NOT_CONNECTED);
     else
         read_words(self, it->words, sizeof it->words, self->remote.tickets, self->tickets_key,
                    on_read, it);

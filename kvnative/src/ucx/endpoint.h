@@ -22,6 +22,13 @@ typedef struct kvn_ucx_remote {
     uint32_t tag; /* marks tickets for memory of the peer */
 } kvn_ucx_remote;
 
+/* Keys of the peer's memory that were unpacked on an endpoint, which destroys them before it closes. */
+typedef struct kvn_ucx_keys {
+    kvn_ucp_rkey_h *items;
+    uint64_t count;
+    struct kvn_ucx_keys *next; /* the endpoint's */
+} kvn_ucx_keys;
+
 enum { KVN_UCX_OPEN = 0, KVN_UCX_CONNECTED = 1, KVN_UCX_FAILED = 2 };
 
 struct kvn_ucx_endpoint {
@@ -36,11 +43,14 @@ struct kvn_ucx_endpoint {
     kvn_ucp_ep_h handle; /* NULL: not made yet, or closed */
     kvn_ucp_rkey_h generations_key;
     kvn_ucp_rkey_h tickets_key;
+    kvn_ucx_keys *keys;      /* of backends */
+    unsigned num_operations; /* that UCX has not ended yet */
     bool is_watched; /* UCX reports the peer's death */
     bool is_closed;  /* UCX touches no memory */
     bool is_listed; /* the worker has it, or had */
     uint64_t word;   /* that was read to connect */
     kvn_ucx_work teardown;
+    kvn_ucx_task ending; /* since it has failed */
     kvn_ucx_endpoint *next; /* the worker's */
 };
 
@@ -63,6 +73,10 @@ bool kvn_ucx_endpoint_has_failed(const kvn_ucx_endpoint *self, kvn_failure *why)
 void kvn_ucx_endpoint_hold(kvn_ucx_endpoint *self);
 void kvn_ucx_endpoint_release(kvn_ucx_endpoint *self);
 
+/* With the progress lock: the endpoint destroys `keys`, which may grow, unless kvn_ucx_keys_drop comes first. */
+void kvn_ucx_keys_hold(kvn_ucx_endpoint *self, kvn_ucx_keys *keys);
+/* With the progress lock, once no operation uses the keys. */
+void kvn_ucx_keys_drop(kvn_ucx_endpoint *self, kvn_ucx_keys *keys);
 /* With the progress lock: opens a key of the peer's. */
 int kvn_ucx_unpack_key(kvn_ucx_endpoint *self, const void *packed, size_t nbytes,
                        kvn_ucp_rkey_h *out, kvn_failure *failure);

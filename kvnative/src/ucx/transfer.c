@@ -84,6 +84,7 @@ static void complete(kvn_ucx_operation *operation, kvn_ucs_status status)
     kvn_request *request = operation->request;
 
     request->in_flight--;
+    request->route->endpoint->num_operations--;
     request->bytes_in_flight -= operation->nbytes;
     if (status == KVN_UCS_OK)
         atomic_fetch_add_explicit(&request->moved, operation->nbytes, memory_order_relaxed);
@@ -121,6 +122,7 @@ static kvn_ucx_operation *begin(kvn_request *request, uint64_t descriptor, uint6
     operation->descriptor = descriptor;
     operation->nbytes = nbytes;
     request->in_flight++;
+    request->route->endpoint->num_operations++;
     request->bytes_in_flight += nbytes;
     return operation;
 }
@@ -155,7 +157,7 @@ static void post_piece(kvn_request *request, kvn_ucp_ep_h ep)
     const size_t range = kvn_ucx_range_of(route, remote, nbytes, &request->remote_hint);
     const kvn_ucx_region *region =
         kvn_ucx_snapshot_find(request->snapshot, local, nbytes, &request->local_hint);
-    kvn_ucp_rkey_h key = route->keys[route->ranges[range].key];
+    kvn_ucp_rkey_h key = route->keys.items[route->ranges[range].key];
     kvn_ucx_operation *operation = begin(request, i, nbytes);
     kvn_ucp_request_param param = parameters(operation);
 

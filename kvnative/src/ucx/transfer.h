@@ -37,8 +37,7 @@ typedef struct kvn_ucx_route {
     kvn_ucx_peer_range *ranges;
     kvn_interval *places; /* of the ranges, sorted */
     uint64_t num_ranges;
-    kvn_ucp_rkey_h *keys;
-    uint64_t num_keys;
+    kvn_ucx_keys keys;
     kvn_ucx_lease *leases; /* that each transfer is made with */
     uint64_t num_leases;
 } kvn_ucx_route;

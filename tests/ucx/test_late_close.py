@@ -1,0 +1,115 @@
+"""A UCX that ends operations and closes endpoints late: who waits for it, and when keys go."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from kvnative._backend import KVN_CANCELLED, KVN_PEER_GONE
+from tests.support.peer import ROOT
+from tests.support.ucx_library import found
+from tests.ucx.peer import run
+
+PULLING = """
+from pathlib import Path
+import numpy as np
+from kvnative._executor import Executor
+from tests.ucx.peer import NBYTES, TIMEOUT_MS, UcxPeer
+
+worker, peer = UcxWorker(UcxLibrary.load(path)), UcxPeer(Path(sys.argv[2]))
+library = ctypes.CDLL(path)
+if "watched" in sys.argv:
+    library.watch_peers()
+endpoint = peer.connect(worker)
+executor = Executor(peer.backend(endpoint, "get", [(0, NBYTES, peer.take())]))
+local = np.zeros(NBYTES, np.uint8)
+
+def submit():
+    "A pull that is on its way: what the thread had not begun, a close ends at once."
+    task = executor.submit(peer.descriptors("get", local, [(0, 0, NBYTES)]))
+    while not library.num_begun():
+        os.sched_yield()
+    return task
+
+def wait_for_close():
+    "Until UCX has closed the endpoint, which a worker's close waits for."
+    library.may_close_in(ctypes.c_int64(0))
+    worker.close()
+
+def show():
+    print(library.keys_destroyed(), library.keys_destroyed_in_use(),
+          library.keys_destroyed_after_close())
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    made = tmp_path_factory.mktemp("late") / "late_close.so"
+    with found() as ucx:
+        subprocess.run(
+            [
+                *("gcc", "-std=gnu11", "-shared", "-fPIC", f"-I{ROOT / 'include'}", "-o", made),
+                *(Path(__file__).with_name("late_close.c"), "-ldl"),
+                *("-Wl,--no-as-needed", ucx.path, f"-Wl,-rpath,{Path(ucx.path).parent}"),
+            ],
+            check=True,
+        )
+        yield str(made)
+
+
+@pytest.mark.parametrize("kind", ["watched", "unwatched"])
+def test_a_transfer_ends_though_ucx_closes_its_endpoint_late(
+    library: str, tmp_path: Path, kind: str
+) -> None:
+    """The worker's thread has stopped by then: whoever waits, to cancel here, makes progress."""
+    script = """
+        task = submit()
+        worker.close()
+        print(task.done)
+        library.may_close_in(ctypes.c_int64(2000))
+        print(task.cancel().status)
+        peer.close()
+        """
+    printed = run(PULLING + dedent(script), library, str(tmp_path / "memory"), kind)
+    assert printed == f"False\n{KVN_CANCELLED}\n"
+
+
+@pytest.mark.parametrize("kind", ["watched", "unwatched"])
+def test_keys_are_destroyed_before_their_endpoint_is_closed(
+    library: str, tmp_path: Path, kind: str
+) -> None:
+    """The two of the endpoint, and that of a backend which outlives the close."""
+    script = """
+        endpoint.close()
+        wait_for_close()
+        show()
+        executor.close()
+        del executor
+        show()
+        peer.close()
+        """
+    printed = run(PULLING + dedent(script), library, str(tmp_path / "memory"), kind)
+    assert printed == "3 0 0\n" * 2
+
+
+@pytest.mark.parametrize(("kind", "after_close"), [("watched", 3), ("unwatched", 0)])
+def test_keys_are_destroyed_after_the_operations_that_use_them(
+    library: str, tmp_path: Path, kind: str, after_close: int
+) -> None:
+    """Only a close by force, which ends the operations, comes before."""
+    script = """
+        task = submit()
+        endpoint.close()
+        show()
+        library.may_close_in(ctypes.c_int64(0))
+        print(task.wait(TIMEOUT_MS).status)
+        wait_for_close()
+        show()
+        peer.close()
+        """
+    printed = run(PULLING + dedent(script), library, str(tmp_path / "memory"), kind)
+    assert printed == f"0 0 0\n{KVN_PEER_GONE}\n3 0 {after_close}\n"
