@@ -67,7 +67,7 @@ def test_several_readers_keep_the_order(ends: tuple[DirectSender, socket.socket]
     sender, receiver = ends
     queue: deque[tuple[int, bytes]] = deque()
     unread: deque[None] = deque()
-    count, readers = 20_000, 4
+    count, readers = 5_000, 4
     eventfd = os.eventfd(0, os.EFD_NONBLOCK)
 
     def read() -> None:
