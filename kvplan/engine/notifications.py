@@ -23,15 +23,15 @@ MAX_UNREAD: Final = 16384
 """Unread notifications that an engine keeps; senders of further ones are refused."""
 
 MAX_UNREAD_OF_ONE: Final = 4096
-"""Unread notifications of one peer, which leaves room for other peers."""
+"""Unread notifications that an engine keeps of one peer, so that other peers have room."""
 
 
 class Notification(NamedTuple):
     """A notification that a peer has sent.
 
     Attributes:
-        cluster_id: of the peer.
-        data: the bytes that the peer gave.
+        cluster_id: id of the peer.
+        data: bytes from the peer.
     """
 
     cluster_id: int
@@ -47,7 +47,7 @@ class Notifications(PollableQueue[Notification]):
 
     def __init__(self) -> None:
         super().__init__()
-        # Counts unread notifications by peer, without zeros. Without a lock, threads that meet
+        # Counts unread notifications by peer, without zeros. Without a lock, threads that race
         # here may count one too few, never one too many.
         self._unread: dict[int, deque[None]] = {}
         self._direct: dict[int, tuple[socket.socket, int]] = {}  # socket and peer, by descriptor
@@ -126,7 +126,7 @@ class Notifications(PollableQueue[Notification]):
     def _forget(self, fd: int, direct: socket.socket) -> None:
         """Stop watching a connection, unless another thread already did."""
         if (found := self._direct.get(fd)) is not None and found[0] is direct:
-            with suppress(OSError):  # in this order: an interrupt may come between
+            with suppress(OSError):  # in this order: an interrupt may come in between
                 self._epoll.unregister(fd)
             self._direct.pop(fd, None)
 
@@ -150,7 +150,7 @@ class Notifications(PollableQueue[Notification]):
 
 
 class NotificationCallbacks:
-    """Calls functions with each notification, in a thread that runs while functions exist."""
+    """Functions that a thread calls with each notification; the thread runs while any exist."""
 
     def __init__(self, notifications: Notifications, name: str) -> None:
         self._notifications = notifications
@@ -180,7 +180,7 @@ class NotificationCallbacks:
 
 
 class _CallingThread:
-    """Reads notifications, and calls all functions with each, until it is stopped."""
+    """A thread that reads notifications and calls all functions with each, until stopped."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class _CallingThread:
         start_thread(name, self._run)
 
     def stop(self) -> None:
-        """Stop reading; a function that is running ends by itself."""
+        """Stop reading; a function that is running is not interrupted."""
         self._stopped = True
         os.eventfd_write(self._wake, 1)
 
@@ -212,7 +212,7 @@ class _CallingThread:
                 for function in functions:
                     try:
                         function(notification)
-                    except BaseException:  # also sys.exit, as later notifications must be read
+                    except BaseException:  # even sys.exit: later notifications must be read
                         logger.exception("on_notification: a callback has failed")
             if self._notifications.closed and not len(self._notifications):
                 return

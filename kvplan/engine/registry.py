@@ -178,7 +178,7 @@ class CacheRegistry:
     def unregister(self, cache_id: int) -> None:
         """Remove a registered cache, its keys and its claims; an unknown id has no effect.
 
-        After the return no peer reports success for the cache, its registrations have ended, and no
+        After this call no peer reports success for the cache, its registrations have ended, and no
         transfer of this process touches its memory.
         """
         ended: list[HeldCache] = []
@@ -306,7 +306,7 @@ class CacheRegistry:
         return index
 
     def entries(self) -> list[tuple[CacheEntry, bool]]:
-        """Return all caches in the order of ids, each with whether its id is still valid."""
+        """Return all caches in order of id, each with True if its id is still valid."""
         with self._mutex:
             living = [cache.entry for _, cache in sorted(self._held.items(), key=itemgetter(0))]
             return [(entry, entry.cache.cache_id in self._entries) for entry in living]
@@ -346,14 +346,14 @@ class CacheRegistry:
         holder: Hashable = None,
         run: Callable[[Callable[[], None]], object] = call,
     ) -> None:
-        """End a claim. A request's key is removed once all tensors of the cache were pulled by it.
+        """End a claim. A request's key is removed once it has pulled all tensors of the cache.
 
         Args:
             claim_id: the claim; an unknown id has no effect.
-            tensors: the tensors of which every byte was pulled; None: the pull failed.
-            holder: the holder of the claim; claims of others are unknown to it. None: any holder.
+            tensors: the completely pulled tensors; None: the pull failed.
+            holder: the holder that the claim must have, or the call has no effect; None: any.
             run: called with a function that ends the caches which become unused, if any. The
-                function may wait for peers that write to them, so `run` may call it elsewhere.
+                function may wait for peers that write to them, so `run` may use another thread.
         """
         check_type("claim_id", claim_id, int)
         with self._mutex:

@@ -110,7 +110,7 @@ def log_operation(
     error: BaseException | None = None,
     **fields: object,
 ) -> None:
-    """Log the outcome of an operation as `key=value` on logger `kvplan`, without fields of None."""
+    """Log the outcome of an operation as `key=value` on logger `kvplan`; omit fields of None."""
     status = status_of(error)
     level = logging.WARNING if status.is_failure else logging.INFO
     if not logger.isEnabledFor(level):
@@ -151,7 +151,7 @@ EXTRA: Final = "pip install 'kvplan[otel]'"
 
 
 class Tracer:
-    """The spans of one engine, by the tracer provider of the program.
+    """The spans of one engine, made by the program's tracer provider.
 
     A span begins with the call, as a child of the caller's current span. It ends with the outcome,
     which may be in another thread.
@@ -242,7 +242,7 @@ class InFlight:
             raise finalized()
 
     def remove(self, operation: Ended) -> None:
-        """Remove an operation that uses nothing of the engine any more; idempotent."""
+        """Remove an operation that no longer uses the engine; idempotent."""
         self._operations.discard(ref(operation))
         if self.closed:
             with self._changed:
