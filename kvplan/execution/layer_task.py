@@ -85,7 +85,7 @@ class LayerTask(TransferTask):
 
         Small layers have moved when this returns. Idempotent; in any order, from any thread. After
         the task has ended, this has no effect, and `wait` raises the reason. The task also ends
-        here, and moves nothing more, if a memory is no longer the registered one.
+        here, and moves nothing more, if a memory is not the registered one any more.
 
         Args:
             layer: the number of the layer in the source.

@@ -84,7 +84,7 @@ class TensorMemory(Protocol):
         """
 
     def check(self, tensors: range | None = None) -> None:
-        """Refuse memory that is no longer the registered one.
+        """Refuse memory that has changed since it was registered.
 
         Called before a transfer is submitted and again after its bytes have moved.
 
@@ -201,7 +201,7 @@ class HostMemory(Revocable):
         """Check raw addresses again. Arrays are held: only a call such as `resize_` frees them.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: an address is no longer mapped.
+            LLMException: LLM_PARAM_INVALID: an address is not mapped any more.
         """
         if self._owner is None:
             self.check_mapped(tensors)

@@ -143,7 +143,7 @@ class Transfers:
         Raises:
             TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: memory and plan do not fit; the memory's own status if
-                it is no longer valid; LLM_ENGINE_FINALIZED: after `close`; LLM_FAILED: in a forked
+                it has become invalid; LLM_ENGINE_FINALIZED: after `close`; LLM_FAILED: in a forked
                 child. Nothing was copied then.
         """
         backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)

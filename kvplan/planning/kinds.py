@@ -327,7 +327,7 @@ def move_as_bytes(
     if not rows_are_alike(source, target, chunked=chunked, reinterpret=reinterpret):
         return False
     check_type("layers", ext_param, KvCacheExtParam)
-    # Rows of several layers are cut if only some move, or one after the other.
+    # Rows of several layers are cut if only some layers move, or each moves by itself.
     return source.extent("layer") == 1 or not (
         by_layer or ext_param.src_layer_range is not None or ext_param.dst_layer_range is not None
     )
