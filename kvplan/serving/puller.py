@@ -67,7 +67,7 @@ class PullResult:
 
     Attributes:
         request: name of the request.
-        error: reason of the failure; None: every byte has arrived.
+        error: reason for the failure; None: every byte has arrived.
         blocks, first_token: of the target. After an error do not use the target's content from
             first_token + pushed on.
         tokens, nbytes: the missing tokens and their bytes, which have arrived unless `error`.
@@ -106,8 +106,8 @@ class Pull:
     has_ended: bool = False  # True once the result is reported
     cancelled: LLMException | None = None
     asks: set[int] = field(default_factory=set)  # numbers of unanswered asks
-    handles: dict[int, Handle] = field(default_factory=dict)  # known ones, by cluster id
-    greeted: list[Source] = field(default_factory=list)  # sources whose links it uses
+    handles: dict[int, Handle] = field(default_factory=dict)  # known handles, by cluster id
+    greeted: list[Source] = field(default_factory=list)  # sources whose links the pull uses
     goal: Goal | None = None  # destination of pushes
 
     def handle_at(self, source: Source) -> bytes:
@@ -247,7 +247,7 @@ class Puller:
         )
 
     def receive(self, cluster_id: int, message: Grant | Refusal) -> None:
-        """Take an answer; drop it if it is not awaited any more."""
+        """Take an answer, or drop an answer for which nothing waits."""
         answer = self._asks.get(message.number)
         if answer is None or answer.cluster_id != cluster_id or answer.granted.done():
             return
@@ -385,7 +385,7 @@ class Puller:
             return
 
     def _move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
-        """Pull the missing tokens; on return or error no byte is touched any more."""
+        """Pull the missing tokens; after a return or an error no byte is touched."""
         started = time.perf_counter()
         total, missing = pull.reference.num_tokens, target.first_token
         try:

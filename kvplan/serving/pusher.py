@@ -87,7 +87,7 @@ class _Push:
 
 
 def _stop(pushes: Iterable[_Push]) -> None:
-    """Cancel the tasks of pushes. Stopped consumers are waited for at the same time."""
+    """Cancel the tasks of pushes, and wait for all stopped consumers at the same time."""
     tasks = [task for push in pushes for task, _ in list(push.tasks)]
     for task in tasks:
         run_aside(task.cancel)
@@ -97,10 +97,10 @@ def _stop(pushes: Iterable[_Push]) -> None:
 
 
 class Pusher:
-    """Pushes requests to consumers while the model computes them.
+    """Pushes of requests to consumers while the model computes them.
 
-    `begin`, `layer_ready` and `computed` are called by the thread that runs the model, in this
-    order in each step. Any thread may call the other methods.
+    The thread that runs the model calls `begin`, `layer_ready` and `computed`, in this order in
+    each step. Any thread may call the other methods.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Pusher:
         self._group = group
         self._timeout_ms = options.pull_timeout_ms
         self._mutex = Mutex()
-        # By transfer, then by cluster id and number of the ask, as a consumer may ask twice.
+        # By transfer, then by cluster id and number of the ask: a consumer may ask twice.
         self._pushes: dict[str, dict[tuple[int, int], _Push]] = {}
         self._step: list[AnyLayerTask] = []  # tasks of the current step
 
@@ -158,8 +158,8 @@ class Pusher:
     def cancel(self, transfers: Iterable[str]) -> None:
         """Stop reading the blocks of transfers: on return the blocks may be reused.
 
-        Tokens that have arrived stay with the consumers. A request that is computed again is pushed
-        from there on.
+        Consumers keep the tokens that have arrived. A request that is computed again is pushed from
+        the next token on.
         """
         with self._mutex:
             pushes = [push for name in transfers for push in self._pushes.get(name, {}).values()]
@@ -174,7 +174,7 @@ class Pusher:
         return transfer in self._pushes
 
     def transfers(self) -> list[tuple[int, str]]:
-        """Return cluster id and name of all pushes."""
+        """Return the cluster id and the transfer of all pushes."""
         with self._mutex:
             return list(
                 {
