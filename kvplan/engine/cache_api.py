@@ -33,10 +33,10 @@ class CacheStatus:
     Attributes:
         cache_id: unique id; each attempt to make a cache takes the next number.
         cache_desc: its description.
-        paged: whether its rows are blocks.
+        paged: True if its rows are blocks.
         nbytes: bytes of all tensors.
         allocated: True if the engine allocated the cache, False if the user registered it.
-        remote_accessible: whether peers may reach the cache.
+        remote_accessible: True if peers may reach the cache.
         deallocated: True if its id was freed and only a key or a pull keeps the cache alive.
         age_s: seconds since the cache was made.
     """
@@ -58,9 +58,9 @@ class PeerCacheStatus:
     Attributes:
         cache_id: its id in the peer.
         cache_desc: its description.
-        paged: whether its rows are blocks.
-        writable: whether pushes to the cache are allowed.
-        reachable: whether the transport of the link reaches its memory.
+        paged: True if its rows are blocks.
+        writable: True if pushes to the cache are allowed.
+        reachable: True if the transport of the link reaches its memory.
         blocks_key: the key of a paged cache; None: the cache has no key.
     """
 
@@ -92,7 +92,7 @@ class CacheOperations(OperationRunner):
                 unregistered; or an array for each tensor (NumPy, torch, DLPack, CUDA array
                 interface, buffer protocol), which the engine holds until then.
             cache_keys: key i names slot i; these keys are never consumed.
-            remote_accessible: whether peers may reach the cache.
+            remote_accessible: True if peers may reach the cache.
 
         Raises:
             TypeError, ValueError: an argument of the wrong type, an address outside uint64.
@@ -126,8 +126,8 @@ class CacheOperations(OperationRunner):
         """Remove a registered cache and its keys; an unknown id has no effect.
 
         After this call no byte of the cache is read or written, and no peer reports success for it,
-        even if several calls remove the same cache. Transfers of this engine and calls of
-        other threads that use the cache stop, and raise LLM_KV_CACHE_NOT_EXIST.
+        even if several calls remove the same cache. Transfers of this engine and calls of other
+        threads that use the cache stop, and raise LLM_KV_CACHE_NOT_EXIST.
 
         Raises:
             TypeError, ValueError: cache_id is not an int64.

@@ -166,8 +166,8 @@ class KeyIndex:
     def release(self, claim_id: int, tensors: range | None) -> int | None:
         """End a claim, and return the id of its cache; None: the claim is unknown.
 
-        `tensors` are the completely pulled ones; None: none, or unknown. A request's key is removed
-        once it has pulled all tensors.
+        `tensors` are the completely pulled ones; None: no tensor, or unknown. A request's key is
+        removed once it has pulled all tensors.
         """
         bound, holder = self._claims.pop(claim_id, (None, None))
         if bound is None:

@@ -223,7 +223,7 @@ class Engine:
     def drain(self) -> None:
         """Refuse further calls, and wait at most SyncKvCacheWaitTime for the transfers in flight.
 
-        `close` must follow, also after an interrupt.
+        `close` must follow, even after an interrupt.
         """
         if not self.inherited:
             self.in_flight.close()
@@ -266,7 +266,7 @@ def metrics_of(cluster_id: int, metrics: Metrics, engine: Engine | None) -> Engi
 
 def describe(engine: Engine) -> dict[str, Any]:
     """Return the state of an engine as JSON values, for `kvplan top`."""
-    from kvplan import __version__  # here, as kvplan imports this room
+    from kvplan import __version__  # here: kvplan imports this room
 
     operations = metrics_of(engine.cluster_id, engine.metrics, engine)["operations"]
     return {

@@ -26,10 +26,10 @@ class CacheEntry:
 
     Attributes:
         cache: id, description and addresses.
-        paged: whether blocks address the cache; None: ad-hoc memory, which may be either.
+        paged: True if blocks address the cache; None: ad-hoc memory, which may be either.
         memory: the tensors, which stay mapped as long as something holds this object.
         blocks_key: the key of a paged cache, if the cache has one.
-        remote_accessible: whether peers may reach the cache.
+        remote_accessible: True if peers may reach the cache.
         owned: True if the engine allocated the memory, False if the user registered it.
         metadata: the bytes that a peer needs to reach the cache, by name of the transport; empty
             for a transport that does not reach such memory.

@@ -51,7 +51,7 @@ class LayerEvent:
         self._layers = tasks[0].layers
         self._num_ready = 0
         self._pid = os.getpid()
-        self._handing = Mutex()  # held while tasks are made ready, which may take long
+        self._handing = Mutex()  # held while layers are made ready, which may be slow
         self._mutex = Mutex()  # guards the descriptor
         try:
             with signals_deferred:
@@ -91,7 +91,7 @@ class LayerEvent:
                 self._release()
 
     def on_readable(self) -> None:
-        """Make the layers that were signalled since the last call ready."""
+        """Make ready the layers that were signalled since the last call."""
         with self._handing:
             count = self._read()
             first = self._num_ready

@@ -67,7 +67,7 @@ class Leases:
         self._words = LeaseWords(transports)
         self._changed = Condition()  # re-entrant: a signal handler may enter again
         self._move_mutex = Mutex()
-        self._moving: set[int] = set()  # live leases whose new words come into force after a move
+        self._moving: set[int] = set()  # live leases whose new words take effect after a move
         self._thread: threading.Thread | None = None
         self._closed = False
         self._last_id = 0
@@ -253,7 +253,7 @@ class Leases:
             if is_live := self._live.get(lease_id) is lease:
                 self._live[lease_id] = self._registry.moved_leases[lease_id] = latest
                 if (deadline_ns := self._deadlines.get(lease_id)) is not None:
-                    with suppress(LLMException):  # it expired just now
+                    with suppress(LLMException):  # expired just now
                         self._words.renew(latest, deadline_ns)
         if not is_live:
             self._words.end(latest)
@@ -383,7 +383,7 @@ class Leases:
             self._conclude(lease_id)
 
     def _try_again(self, lease_ids: Iterable[int]) -> None:
-        """Retry the end of leases later, as a peer may still write with them."""
+        """Retry the end of leases later, because a peer may still write with them."""
         again_ns = time.monotonic_ns() + _RETRY_NS
         # Without a thread, `release` can be called again.
         with self._changed, suppress(LLMException):
@@ -442,5 +442,5 @@ def _check_tokens(tokens: int, num_blocks: int, side: Side) -> int:
     most = room(side, num_blocks, 0)
     number = as_int("tokens", tokens)
     if not 1 <= number <= most:
-        raise invalid(f"tokens={number} must be in [1, {most}], as the blocks hold {most}")
+        raise invalid(f"tokens={number} must be in [1, {most}], the room in the blocks")
     return number

@@ -91,7 +91,7 @@ class Notifications(PollableQueue[Notification]):
         self._direct[direct.fileno()] = direct, cluster_id
 
     def detach(self, direct: socket.socket) -> None:
-        """Receive the rest and close the connection. Idempotent, in the control thread."""
+        """Receive the rest and close the connection. Idempotent. Runs in the control thread."""
         if (fd := direct.fileno()) < 0:
             return
         with suppress(OSError):  # the peer has closed

@@ -41,8 +41,8 @@ class TransferOptions(TypedDict, total=False):
         notify: 1 to 4096 bytes that are sent to the peers after every byte has arrived. The
             transfer succeeds when the peers' engines have them. None: nothing is sent.
         notify_failure: bytes to send instead if the transfer fails, unless the link is broken.
-        verify: whether to read all moved bytes again and compare. Default: the option
-            `kvplan.verify` of the engine.
+        verify: True to read all moved bytes again and compare. Default: the option `kvplan.verify`
+            of the engine.
         tag: name in logs and recordings, such as the id of the request: at most 128 printable
             characters.
     """

@@ -267,7 +267,7 @@ def _check_verify(name: str, value: object) -> None:
         verify_every(check_type(name, value, str))
     except ValueError:
         raise invalid(
-            f'{name}={shown(value)} must be "off", "all" or a sample, as "sample:1/64"'
+            f'{name}={shown(value)} must be "off", "all" or a sample such as "sample:1/64"'
         ) from None
 
 

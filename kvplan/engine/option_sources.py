@@ -131,7 +131,7 @@ def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 
 def _text(source: str, value: object) -> str:
-    """Return a value of a file as the text that a mapping of options has for it."""
+    """Return a value of a file as text, in the form that a mapping of options has."""
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, str | int):

@@ -85,8 +85,8 @@ class Request(msgspec.Struct):
     pulls: bool
     kind: Kind
     link: PeerLink
-    pairs: dict[_Key | tuple[_Key, ...], NamedPair]  # of the link, read before anything else
-    name: _Key  # in `pairs`
+    pairs: dict[_Key | tuple[_Key, ...], NamedPair]  # of the link; read before its state
+    name: _Key  # the key in `pairs`
     pair: NamedPair | None  # made by an earlier request; None: not known
     entry: CacheEntry  # of this process
     key: CacheIndex | BlocksCacheKey | BlockLease

@@ -32,7 +32,7 @@ class PollableQueue(Generic[_T]):
     once.
     """
 
-    # Without a lock, as a signal handler may read while the interrupted code reads.
+    # Without a lock: a signal handler may read while the interrupted code reads.
 
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
@@ -55,7 +55,7 @@ class PollableQueue(Generic[_T]):
         """Return a descriptor that polls readable while items are unread, or after `finalize`.
 
         For `select`, `epoll` and event loops. When the descriptor is readable, read this object,
-        which may still be empty, not the descriptor. The descriptor is closed with this object.
+        not the descriptor; it may still be empty. The descriptor is closed with this object.
 
         Raises:
             LLMException: LLM_FAILED: in a forked child.

@@ -86,7 +86,7 @@ class AddressRanges:
         if not 0 < len(columns[0]) == len(columns[1]) == len(columns[2]):
             raise invalid(
                 f"ranges: local, remote and nbytes have {[*map(len, columns)]} numbers; they must "
-                "have as many of each, and at least 1"
+                "have equally many, and at least 1"
             )
         if (bad := first_bad(*columns)) >= 0:
             raise _impossible(bad, *columns)
@@ -290,7 +290,7 @@ def _cut(
     own: AddressIndex[CacheEntry], peer: AddressIndex[Any],
     local: Column, remote: Column, nbytes: Column,
 ) -> tuple[Column, Column, Column]:  # fmt: skip
-    """Cut ranges at the borders of registrations; refuse bytes outside of all."""
+    """Cut ranges at the borders of registrations; refuse unregistered bytes."""
     here = own.cut("local", local, remote, nbytes)
     if len(here.nbytes) != len(nbytes):  # first, so that errors have the caller's numbers
         peer.cut("remote", remote, local, nbytes)

@@ -90,7 +90,7 @@ def _record(
     max_bytes: int = _DEFAULT_MAX_BYTES,
     files: int = _DEFAULT_FILES,
 ) -> Recorder:
-    from kvplan.recording.writer import Recorder  # here, as only recordings need it
+    from kvplan.recording.writer import Recorder  # here: only recordings need it
 
     before = engine.recorder
     if before is not None and not before.ended:

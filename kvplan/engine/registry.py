@@ -103,7 +103,7 @@ class CacheRegistry:
 
         Args:
             desc: description of the cache; its tensors follow each other in memory.
-            paged: whether blocks address the cache.
+            paged: True if blocks address the cache.
             keys: at most one BlocksCacheKey for a paged cache. Otherwise a CacheKey for each row,
                 from the first row on; a padding key skips a row.
         """
@@ -131,12 +131,12 @@ class CacheRegistry:
             desc: description of the cache.
             tensors: an address for each tensor, which must be mapped until the cache is
                 unregistered; or an array for each tensor (NumPy, DLPack, buffer), which is held.
-            paged: whether blocks address the cache.
+            paged: True if blocks address the cache.
             keys: as for `allocate`.
-            remote_accessible: whether peers may reach the cache.
-            writable: whether transfers may write to the cache. None: to addresses, and to arrays
-                that are writable.
-            name: of the memory, in plans of both ends; empty: its id is its name.
+            remote_accessible: True if peers may reach the cache.
+            writable: True if transfers may write to the cache. None: True for addresses and for
+                writable arrays.
+            name: name of the memory in plans at both ends; empty: its id.
         """
         check_type("cache_desc", desc, CacheDesc)
         check_keys(keys, paged)
@@ -414,7 +414,7 @@ class CacheRegistry:
         name: str = "",
     ) -> CacheEntry:
         """Offer the memory to peers and add the cache: both, or neither."""
-        # Without the lock: registering much memory takes long, and links must not wait meanwhile.
+        # Without the lock: registering a lot of memory is slow, and links must not wait for it.
         owned = span is not None
         with ExitStack() as undo:
             offered = offer(self._transports, ranges, memory.writable, keep=span)

@@ -192,7 +192,7 @@ class NotificationOperations(OperationRunner):
             ValueError: cluster_id is not a uint64; timeout_ms is not > 0.
             LLMException: LLM_PARAM_INVALID: no or too many bytes, a bad tag, or this engine's own
                 cluster; LLM_NOT_YET_LINK; LLM_LINK_FAILED: the link is broken, or broke meanwhile;
-                LLM_LINK_BUSY: too many unread ones at the peer; LLM_TIMEOUT.
+                LLM_LINK_BUSY: too many unread notifications at the peer; LLM_TIMEOUT.
         """
         with self._notice(cluster_id, data, timeout_ms, tag) as operation:
             _linked(operation, cluster_id).notify(data, timeout_ms)

@@ -257,7 +257,7 @@ class TransferOperation(PairOperation):
         link = self.link
         if link is None:
             link = self._linked(argument, key, cast(BlockLease, key).cluster_id)
-            self.link = link  # also of an operation that is only planned
+            self.link = link  # even if the operation only plans
         if isinstance(key, PeerTensors):
             tensors, memory = link.tensors(
                 key.addresses, key.stride or stride, paged=paged is not False
@@ -282,7 +282,7 @@ class TransferOperation(PairOperation):
     ) -> tuple[PeerCache, int]:
         """Return the cache and the slot that a key names."""
         if isinstance(key, BlockLease):
-            if link.latest(key) is not key:  # mostly of a plan that was made before
+            if link.latest(key) is not key:  # mostly in a plan that was made earlier
                 raise not_exist(f"{argument}={key} has moved to other blocks: plan again")
             return link.leased(key, writable=writable), 0
         if isinstance(key, CacheKeyByIdAndIndex):

@@ -212,10 +212,10 @@ class InFlight:
     """The operations of an engine in flight, from before they look up a cache to their outcome.
 
     Without a lock: an operation is added before it reads `closed`, and `close` sets `closed` before
-    it looks for operations. References are weak, as an interrupt may drop an operation at any step.
+    it looks for operations. References are weak: an interrupt may drop an operation at any step.
 
     Attributes:
-        closed: whether `close` was called.
+        closed: True once `close` was called.
     """
 
     def __init__(self) -> None:

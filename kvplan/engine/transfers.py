@@ -50,7 +50,7 @@ class TransferOperations(OperationRunner):
 
     - a `Transfer`: rows of one cache to rows of another. With a sequence of `Rows` as source it is
       a gather: parts of the model's cache from several peers.
-    - `Planned`: a plan that was made before, with the two caches.
+    - `Planned`: a plan that was made earlier, with the two caches.
     - a mapping of names to `Transfer` or `Planned`: caches of one request, such as MLA's latent and
       its indexer, or layers with and without a sliding window. Several peers may have them.
     - `AddressRanges`: registered memory by addresses.
@@ -125,7 +125,7 @@ class TransferOperations(OperationRunner):
                 task = self._submit(operation, operation.prepare())
                 try:
                     task.wait(operation.limited())
-                except BaseException:  # also an interrupt: the caller has no task to cancel
+                except BaseException:  # even an interrupt: the caller has no task to cancel
                     task.cancel()
                     raise
                 return
@@ -304,7 +304,7 @@ class TransferOperations(OperationRunner):
                 task.wait(several.limited())
             elif report is not None or notices.any:
                 completion.track(task, report, aside=notices.any)
-        except BaseException:  # also an interrupt: the caller has no task to cancel
+        except BaseException:  # even an interrupt: the caller has no task to cancel
             task.drop()
             raise
         return task

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AwaitableTask(ABC):
-    """A handle with one outcome: wait for it, await it, or let it call back."""
+    """A handle whose one outcome can be waited for, awaited, or passed to a callback."""
 
     def __init__(self) -> None:
         self._is_settled = False

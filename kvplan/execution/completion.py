@@ -185,7 +185,7 @@ class Tracker:
 
 
 class _Tracked:
-    """A task in flight, its report, and whether settling it may take long."""
+    """A task in flight, its report, and whether settling it may be slow."""
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ class CompletionThread:
     def remove_reader(self, fd: int) -> None:
         """Forget a descriptor, before it is closed."""
         self._readers.pop(fd, None)
-        with suppress(OSError):  # it was not added
+        with suppress(OSError):  # not added
             self._epoll.unregister(fd)
 
     def wait_for_round(self, timeout_s: float) -> None:

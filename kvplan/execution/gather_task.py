@@ -59,7 +59,7 @@ class GatherTask(AwaitableTask):
     ) -> None:
         super().__init__()
         self._operation = operation
-        self._on_outcome = on_outcome  # notifies peers once, which may take long
+        self._on_outcome = on_outcome  # notifies peers once, which may be slow
         self.tasks: dict[int, TransferTask] = {}
         self._names: dict[int, str] = {}
         self._given_up = False  # by a timeout or `cancel`, not because a source failed
@@ -221,7 +221,7 @@ class LayerGatherTask(GatherTask):
     """The handle of a transfer of several caches or peers that moves layer by layer.
 
     Each pair of caches has a `LayerTask` in `tasks`. Layer numbers are those of the caches of this
-    process: of the source, or for a pull of the destination.
+    process: those of the source or, for a pull, of the destination.
     """
 
     tasks: dict[int, LayerTask]  # type: ignore[assignment]

@@ -55,7 +55,7 @@ class LayerTask(TransferTask):
         gate_of: returns the gate of a layer's event; None: the engine has no accelerator.
         on_outcome: as for `TransferTask`.
         on_last: called once with this task, by the thread that made the last layer ready, or that
-            found the task ended before; not if the handle was dropped.
+            found the task already ended; not if the handle was dropped.
     """
 
     def __init__(

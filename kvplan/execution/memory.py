@@ -207,7 +207,7 @@ class HostMemory(Revocable):
             self.check_mapped(tensors)
 
     def check_mapped(self, tensors: range | None = None) -> None:
-        """Refuse tensors that are not mapped for their use.
+        """Refuse tensors that are not mapped, or not readable or writable as needed.
 
         Raises:
             LLMException: LLM_PARAM_INVALID.

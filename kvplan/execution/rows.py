@@ -288,7 +288,7 @@ def are_apart(
 ) -> bool:
     """Return True if no two tensors have rows that share a byte.
 
-    `addresses` has the tensors of all caches in order; `counts` has the number of each.
+    `addresses` has the tensors of all caches in order; `counts`, the number of tensors of each.
     """
     shapes = [(side.tensor_nbytes, side.stride, side.row_nbytes) for side in caches]
     order = np.argsort(addresses)

@@ -100,8 +100,8 @@ class TransferTask(NativeTask):
     Dropping the handle does not stop the transfer; `cancel` does. Any thread may call the methods.
     A forked child gets a NativeError, since the task is its parent's.
 
-    To await a task under asyncio is to `wait` without blocking the event loop: the result is None,
-    or an exception. A cancelled await cancels the transfer, and ends when no byte is touched.
+    Awaiting a task under asyncio is a `wait` that does not block the event loop; it returns None or
+    raises. A cancelled await cancels the transfer, and ends when no byte is touched.
 
     Args:
         on_outcome: called with the error or None, by the thread that finds the outcome first,

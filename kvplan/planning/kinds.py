@@ -105,7 +105,7 @@ def _slot_tables(
     src_token: int = 0,
     dst_token: int = 0,
 ) -> BlockTables:
-    """Return tables of one slot. None: as many tokens as both sides have room for."""
+    """Return tables of one slot; `num_tokens` None: as many as both sides have room for."""
     if num_tokens is None and source.layout is not None and "token" in source.layout.axes:
         src_has, dst_has = room(source, 1, src_token), room(target, len(dst_rows), dst_token)
         num_tokens = max(1, min(src_has, dst_has)) if len(dst_rows) else 0

@@ -24,7 +24,7 @@ def pair_views(
     *,
     as_bytes: bool = False,
 ) -> tuple[range, range, int]:
-    """Return the views of a transfer, two ranges of one length, and the number of views of a layer.
+    """Return the views of a transfer, two ranges of equal length, and the views of one layer.
 
     A view is a tensor, or a piece of one; see `Side.locate`, also for `split`. Layer range i..j
     selects views i*t up to (j+1)*t. The layouts determine t, otherwise it is `tensor_num_per_layer`

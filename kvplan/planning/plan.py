@@ -49,8 +49,8 @@ class Plan:
 
     Raises:
         TypeError: an element is not a Part.
-        LLMException: LLM_PARAM_INVALID: no part, an invalid name, two parts of one label, or parts
-            of different directions.
+        LLMException: LLM_PARAM_INVALID: no part, an invalid name, two parts with one label, or
+            parts of different directions.
     """
 
     parts: tuple[Part, ...]
@@ -245,7 +245,7 @@ class Plan:
     def assert_equivalent(self, other: Plan) -> None:
         """Fail unless `other` puts the same bytes into the same places, whatever its segments.
 
-        Both plans must have parts of the same labels in the same order. The verdict of `diff` is
+        Both plans must have parts with the same labels in the same order. The verdict of `diff` is
         then "identical" or "equivalent". `plan == other` also compares segments and options.
 
         Raises:

@@ -36,7 +36,7 @@ def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = 
         by_layer: True if each layer is to move by itself, as `LlmDataDist.layered` moves it.
 
     Raises:
-        TypeError: a field of another type.
+        TypeError: a field of the wrong type.
         ValueError: a number outside int64.
         LLMException: LLM_PARAM_INVALID: a block, slot, token, byte or layer out of range; tables of
             unequal length, or of different requests; a destination block named twice; a copy inside

@@ -61,7 +61,7 @@ class Segments:
 
     Raises:
         TypeError: a column that does not hold integers.
-        ValueError: an entry outside uint64, columns that are not flat and of one length, more than
+        ValueError: an entry outside uint64, columns that are not flat and equally long, more than
             two levels of repeats, or a level that is not (counts, src_stride, dst_stride).
     """
 

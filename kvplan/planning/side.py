@@ -175,7 +175,7 @@ class Side:
 
     @cached_property
     def rows_are_whole(self) -> bool:
-        """True if a row is contiguous: no axis of the model is outside of the rows."""
+        """True if a row is contiguous: no axis of the model is outside the rows."""
         return self.layout is None or math.prod(self.shape[: self.layout.row_axis]) == 1
 
     def rows(self, offset: int, nbytes: int) -> tuple[int, int]:

@@ -49,7 +49,7 @@ class PeerTensors:
         stride: bytes from one row (slot or block) to the next there; None: as at the source.
 
     Raises:
-        TypeError: a field of another type.
+        TypeError: a field of the wrong type.
         ValueError: cluster_id or an address outside uint64, stride outside int64.
         LLMException: LLM_PARAM_INVALID: no address, address 0, or stride below 1.
     """

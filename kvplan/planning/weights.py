@@ -390,7 +390,7 @@ _DATA_TYPES: Final = {
     "float8_e4m3fn": DataType.DT_FLOAT8_E4M3FN,
     "float8_e5m2": DataType.DT_FLOAT8_E5M2,
 }
-"""Data types by the names of torch. Elements of another type are moved as bytes."""
+"""Data types by their names in torch. Elements of another type are moved as bytes."""
 
 
 def _check_written_once(tensor_id: str, nbytes: int, parts: Sequence[Part]) -> None:
