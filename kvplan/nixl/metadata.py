@@ -120,7 +120,7 @@ class Listener:
                 try:
                     client.settimeout(_TIMEOUT_S)
                     self._answer(client, receive(client))
-                except Exception as error:  # of a peer that may send anything
+                except Exception as error:  # a peer may send anything
                     _log.warning("the listening thread has refused a peer: %s", error)
 
     def _answer(self, client: socket.socket, request: bytes) -> None:
@@ -147,7 +147,7 @@ def send(peer: socket.socket, data: bytes) -> None:
 
 
 def receive(peer: socket.socket) -> bytes:
-    """Receive a message of `send`."""
+    """Receive a message that `send` sent."""
     size = int.from_bytes(_exactly(peer, 4), "little")
     if size > _MAX_NBYTES:
         raise ValueError(f"a message of {size} bytes is longer than {_MAX_NBYTES}")

@@ -63,7 +63,7 @@ class _Transfer:
     status: nixl_status_t | None = None  # None: not posted
     error: LLMException | None = None
     request: Request | None = None
-    began: float = 0.0  # seconds of the monotonic clock, of the last post
+    began: float = 0.0  # monotonic time of the last post, in seconds
     posted: float = 0.0
     ended: float = 0.0
     ranges: AddressRanges | None = None  # of the last post

@@ -214,7 +214,7 @@ class Recording:
         path: the file.
         header: the header of the oldest file that exists.
         rows: all rows in the order in which they were written, at the end of each transfer.
-        complete: True if the recording was closed; False if it was cut off or is still written.
+        complete: True if the recording was closed; False if it was cut off or is still open.
     """
 
     def __init__(self, path: Path, header: Header, rows: list[AnyRecord], complete: bool) -> None:
@@ -327,7 +327,7 @@ def who_wrote(
 
 
 def rows_written(part: Part, block: int) -> tuple[tuple[int, ...], bool] | None:
-    """Return the source rows of a row, and True if only a part is written; None: nothing is."""
+    """Return the source rows that a row gets, and True if it gets only a part; None: nothing."""
     runs = part.segments.expanded()
     src, dst, nbytes = (
         column.astype(np.int64) for column in (runs.src_offsets, runs.dst_offsets, runs.nbytes)

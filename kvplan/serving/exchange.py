@@ -175,7 +175,7 @@ class Exchange:
 
         Args:
             chunks: the part of each request that has a transfer.
-            moved: transfers that have lost their blocks by preemption or abortion. On return these
+            moved: transfers that have lost their blocks by preemption or abort. On return these
                 blocks are not read; a stopped consumer delays the return by half a second.
         """
         self._pusher.cancel(moved)

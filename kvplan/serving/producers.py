@@ -25,8 +25,8 @@ _LOST: Final = {LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK}
 class _Peer:
     """The known state of a producer's worker."""
 
-    mutex: asyncio.Lock = field(default_factory=asyncio.Lock)  # of linking and sending a Hello
-    greeted: asyncio.Future[Hello] | None = None  # of the producer's Hello
+    mutex: asyncio.Lock = field(default_factory=asyncio.Lock)  # held to link and send a Hello
+    greeted: asyncio.Future[Hello] | None = None  # with the producer's Hello
     hello: Hello | None = None  # None before a handshake
     difference: str = ""  # why the producer does not fit
     instance: str = ""  # the engine of the cluster that has answered

@@ -68,7 +68,7 @@ class PullResult:
     Attributes:
         request: name of the request.
         error: reason for the failure; None: every byte has arrived.
-        blocks, first_token: of the target. After an error do not use the target's content from
+        blocks, first_token: the target's. After an error do not use the target's content from
             first_token + pushed on.
         tokens, nbytes: the missing tokens and their bytes, which have arrived unless `error`.
         wait_ms: time from the first call for the request to its transfer, or its failure.
@@ -144,7 +144,7 @@ class _Answer:
 
 
 class Puller:
-    """Fetches requests. All methods run in the loop of the exchange."""
+    """The fetches of requests. All methods run in the loop of the exchange."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class Goal:
         """Read the result of `to_bytes`."""
         try:
             lease, begin, first = _decoder.decode(data)
-        except Exception as error:  # of any kind, as the input is a peer's
+        except Exception as error:  # any kind: the input is a peer's
             raise invalid(f"data={shown(data)} is not a goal: {error}") from None
         if first < begin:
             raise invalid(f"first_token={first} must be >= lease_token={begin}")
@@ -83,7 +83,7 @@ class _Push:
     arrived: int  # tokens [0, arrived) are at the consumer
     # In the order of their tokens, each with its end token.
     tasks: deque[tuple[AnyLayerTask, int]] = field(default_factory=deque)
-    broken: bool = False  # True if it has stopped; the consumer fetches the rest
+    broken: bool = False  # True if the push has stopped; the consumer fetches the rest
 
 
 def _stop(pushes: Iterable[_Push]) -> None:
@@ -140,7 +140,7 @@ class Pusher:
     def end(self, transfer: str) -> bool:
         """Stop the pushes of a transfer; return True if none of its blocks is being read.
 
-        If it returns False, `stop` is called for each consumer with a part in flight.
+        Otherwise `stop` is called for each consumer with a part in flight.
         """
         stopped = set()
         with self._mutex:

@@ -1,4 +1,4 @@
-"""Time limits of an exchange, and its coroutines and threads, whose number is limited by peer."""
+"""Time limits of an exchange, and its coroutines and threads, limited in number for each peer."""
 
 from __future__ import annotations
 

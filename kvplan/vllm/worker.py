@@ -433,7 +433,7 @@ def place_of(
         context: number of ranks of decode context parallelism, and
             `cp_kv_cache_interleave_size`, the number of tokens that follow each other on one rank.
         num_heads: KV heads of the model.
-        stage, stages: of pipeline parallelism; see `Place`.
+        stage, stages: those of pipeline parallelism; see `Place`.
     """
     (rank, ranks), (copy, copies), (contexts, size) = tensor, prefill_context, context
     if contexts == 1:
