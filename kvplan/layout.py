@@ -40,8 +40,8 @@ OPAQUE = "opaque "
 class CacheLayout:
     """The axes of one tensor in the order of memory, outermost first.
 
-    The text has names separated by spaces, as `CacheLayout("block token head dim")`, or is a known
-    name: NHD, HND, or letters of vLLM, such as LBHNC. If L comes first, a tensor holds one layer.
+    The text has names separated by spaces, such as "block token head dim", or is a known name: NHD,
+    HND, or letters of vLLM, such as LBHNC. If L comes first, a tensor holds one layer.
 
     Attributes:
         axes: the names, outermost first; given as one text.
@@ -49,7 +49,7 @@ class CacheLayout:
     Raises:
         TypeError: axes that are not text.
         LLMException: LLM_PARAM_INVALID: an unknown axis, an axis named twice, or not exactly one of
-            `block` and `slot`, or neither `token` nor `state`.
+            `block` and `slot`, and one of `token` and `state`.
     """
 
     axes: tuple[str, ...]
@@ -110,7 +110,7 @@ def _nearest(text: str) -> str:
 def layout_of(kv_tensor_format: str | None, rank: int) -> CacheLayout | None:
     """Return the layout that a `kv_tensor_format` names for a tensor of `rank` dimensions.
 
-    None: the text is empty or begins with `OPAQUE`; rows are opaque then.
+    None: the text is None or begins with `OPAQUE`; rows are opaque then.
     """
     if kv_tensor_format is None or kv_tensor_format.startswith(OPAQUE):
         return None
@@ -133,10 +133,9 @@ Layers = range | tuple[int, ...]
 class Interleaved:
     """The tokens of one rank of context parallelism: every `ranks`-th run of `size` tokens.
 
-    Token `t` of a request belongs to rank `t // size % ranks`, as vLLM and vllm-ascend define it
-    by `cp_kv_cache_interleave_size`. Where prefill and decode context parallelism both share
-    out tokens, `ranks` is the product of both sizes, and `rank` is
-    `pcp_rank * dcp_size + dcp_rank`.
+    Token `t` of a request belongs to rank `t // size % ranks`; `size` is vLLM's and vllm-ascend's
+    `cp_kv_cache_interleave_size`. If prefill and decode context parallelism both share out tokens,
+    `ranks` is the product of both sizes, and `rank` is `pcp_rank * dcp_size + dcp_rank`.
 
     Args:
         rank: the rank that has the tokens.
@@ -145,7 +144,7 @@ class Interleaved:
 
     Raises:
         TypeError: a number that is not an int.
-        LLMException: LLM_PARAM_INVALID: a number below its range, or a period of `ranks * size`
+        LLMException: LLM_PARAM_INVALID: a number out of its range, or a period of `ranks * size`
             tokens that is not below 2**32.
     """
 
@@ -189,8 +188,8 @@ class Shard:
 
     Raises:
         TypeError: a field of the wrong type.
-        LLMException: LLM_PARAM_INVALID: no number, numbers that do not ascend or are outside of
-            the model, heads or tokens with gaps, or numbers without the total of the model.
+        LLMException: LLM_PARAM_INVALID: no number, numbers that do not ascend or are outside the
+            model, heads or tokens with gaps, or numbers without the total of the model.
     """
 
     layers: Layers | None = None

@@ -109,7 +109,7 @@ class _Packed:
         return len(self._packed)
 
     def packed_word(self, transport: str) -> bytes | None:
-        """Return the word for links of a transport, as 16 bytes; None if the owner has none."""
+        """Return the word for links of a transport, as 16 bytes; None: no such word."""
         place = self._places.get(transport)
         return None if place is None else self._packed[place]
 
@@ -118,14 +118,14 @@ class _Packed:
 class BlockLease(_Packed):
     """Blocks of a paged cache, or a slot of a contiguous one, while they belong to one request.
 
-    `LlmDataDist.lease_blocks` makes it; peers use it instead of a key and a block table. A transfer
-    with it fails once the owner has ended it, whatever the blocks hold by then.
+    `LlmDataDist.lease_blocks` makes leases; peers use them instead of a key and a block table. A
+    transfer fails once the owner has ended its lease, whatever the blocks hold by then.
 
     Attributes:
         cluster_id: id of the owner.
         instance: 16 bytes that name the owner's engine; a restart changes them.
         cache_id: id of the cache in the owner.
-        lease_id: number of the lease in that engine.
+        lease_id: number of the lease in the owner's engine.
         blocks: blocks in the order of the request, or the slot of a contiguous cache.
         paged: True for blocks, False for a slot.
         tag: the owner's name for the lease, such as the id of the request.
@@ -179,7 +179,7 @@ class BlockLease(_Packed):
         if len(instance) != _INSTANCE_NBYTES:
             raise invalid(f"instance={shown(instance)} must have {_INSTANCE_NBYTES} bytes")
         if len(tag) > MAX_TAG or not tag.isprintable():
-            raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
+            raise invalid(f"tag={shown(tag)} must have at most {MAX_TAG} printable characters")
         if not {*map(type, blocks)} <= {int}:
             raise TypeError(f"blocks={shown(blocks)} must hold int")
         if blocks and not 0 <= min(blocks) <= max(blocks) <= INT64_MAX:
@@ -193,7 +193,7 @@ class BlockLease(_Packed):
         for name, slot, generation in words:
             if not isinstance(name, str):
                 raise TypeError(f"transport={shown(name)} must be str")
-            if len(name) > _MAX_NAME:  # `_places_of` keeps it longer than the lease
+            if len(name) > _MAX_NAME:  # `_places_of` keeps names longer than leases
                 raise invalid(f"transport={shown(name)} must have at most {_MAX_NAME} characters")
             check_width("slot", slot, 0, _MAX_SLOT)
             check_width("generation", generation, 0, UINT64_MAX)
@@ -230,7 +230,7 @@ class BlockLease(_Packed):
         return f"lease {self.lease_id}{f' of {self.tag}' if self.tag else ''}"
 
     def to_bytes(self) -> bytes:
-        """Return the lease as bytes: some 100, and 1 to 5 for each block."""
+        """Return the lease as bytes: about 100, plus 1 to 5 for each block."""
         body = _encoder.encode(_fields_of(self))
         return _digest(body) + body
 
@@ -252,7 +252,7 @@ class BlockLease(_Packed):
             raise invalid(f"blob={shown(blob)} is not a lease: {error}") from None
 
     def word(self, transport: str) -> LeaseWord | None:
-        """Return the word for links of a transport; None if the owner has none."""
+        """Return the word for links of a transport; None: no such word."""
         word = self.packed_word(transport)
         return None if word is None else LeaseWord(transport, *_WORD.unpack(word))
 
@@ -260,7 +260,7 @@ class BlockLease(_Packed):
         """Return the slot of a contiguous cache.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: the lease is of blocks.
+            LLMException: LLM_PARAM_INVALID: the lease has blocks, not a slot.
         """
         if self.paged:
             raise invalid(f"{argument}={self} has blocks; a lease of a slot is needed")
@@ -271,7 +271,7 @@ class BlockLease(_Packed):
 
         Raises:
             TypeError: `blocks` is not a block table.
-            LLMException: LLM_PARAM_INVALID: one of `blocks` is not of this lease.
+            LLMException: LLM_PARAM_INVALID: one of `blocks` is not in this lease.
         """
         if blocks is None:
             return self.blocks
@@ -299,7 +299,7 @@ class BlockLease(_Packed):
             blocks: blocks of `earlier`; None: all.
 
         Raises:
-            TypeError, LLMException: as `named`.
+            TypeError, LLMException: see `named`.
         """
         if blocks is None:
             return None
@@ -315,10 +315,10 @@ class BlockLease(_Packed):
         Args:
             argument: the name of `blocks`.
             blocks, num_tokens: as given; None: those of the lease.
-            skipped: tokens before those that are moved.
+            skipped: number of tokens before the ones that move.
 
         Raises:
-            TypeError, LLMException: as `named` and `num_tokens`.
+            TypeError, LLMException: see `named` and `num_tokens`.
         """
         if blocks is not None:
             return self.named(argument, blocks), num_tokens
@@ -330,8 +330,8 @@ class BlockLease(_Packed):
 
         Args:
             argument: the name of `given`.
-            given: number of tokens; None: those of the lease.
-            skipped: tokens before those that are moved.
+            given: number of tokens; None: that of the lease.
+            skipped: number of tokens before the ones that move.
 
         Raises:
             TypeError: a number that is not an int.

@@ -61,7 +61,7 @@ class LLMException(RuntimeError):
     Args:
         *args: the message.
         status_code: the reason as a code. The default of LLM-DataDist is LLM_SUCCESS; here it is
-            LLM_FAILED, as an exception is never a success.
+            LLM_FAILED, because an exception is never a success.
         origin: see below.
         unconfirmed: see below.
 

@@ -164,7 +164,7 @@ class CacheDesc:
         TypeError: a field of the wrong type.
         ValueError: num_tensors outside uint32, or a dimension or row_stride outside int64.
         LLMException: LLM_PARAM_INVALID: no tensors; an empty or too long shape; a dimension
-            below 1; a format that is not a layout of as many dimensions, or has more than 256
+            below 1; a format that is not a layout of these dimensions, or has more than 256
             characters; an index outside the shape; a row that is not contiguous or not whole
             bytes; a row_stride below the size of a row; tensors too large to address; a shard
             that does not fit the shape, or has heads that the layout does not name.
@@ -244,8 +244,8 @@ class CacheDesc:
     ) -> CacheDesc:
         """Describe tensors as they lie in memory; nothing is copied.
 
-        A permuted view is described in the order of its strides: the description of (block, token,
-        head, dim) whose heads lie outside of tokens says `block head token dim`.
+        A permuted view is described in the order of its strides: if the heads of (block, token,
+        head, dim) lie outside the tokens, the description says `block head token dim`.
 
         Args:
             tensors: tensors of one shape and type, of the host or of a device: NumPy, torch,
@@ -254,16 +254,16 @@ class CacheDesc:
                 unknown, and rows are opaque.
             data_type: type of the elements if it is not that of the tensors, such as DT_BF16 of an
                 array of uint16.
-            placement: None: HOST for memory of the host, DEVICE for any other.
-            shard: the part of the model that they hold.
+            placement: None: HOST for host memory, DEVICE for any other.
+            shard: the part of the model that the tensors hold.
 
         Raises:
             TypeError: an argument of the wrong type, or an element that is not a tensor.
             LLMException: LLM_PARAM_INVALID: no tensors, other dimensions than the layout has,
                 tensors that are not alike, with a gap or an overlap, or of a type that is not a
-                DataType; and as the constructor.
+                DataType; see also the constructor.
         """
-        # Loaded here, as planning does not need it.
+        # Loaded here, because planning does not need it.
         module = import_module("kvplan.tensors.description")
         described: CacheDesc = module.describe(tensors, layout, data_type, placement, shard)
         return described
@@ -344,7 +344,7 @@ class CacheKey:
     """Key of a slot by the request (or the prefix) whose KV it holds.
 
     Attributes:
-        cluster_id: of the engine that has the slot; not used to make a cache.
+        cluster_id: cluster of the engine that has the slot; not used to make a cache.
         req_id: the request; NO_ID (2**64 - 1): none.
         model_id: the model, if one engine serves several.
         prefix_id: the prefix; NO_ID: none. When a cache is made, a key with neither skips a slot.
@@ -371,8 +371,8 @@ class BlocksCacheKey:
     """Key of the paged cache of a model in a cluster.
 
     Attributes:
-        cluster_id: of the engine that has the cache; not used to make a cache.
-        model_id: the model; an engine has one paged cache with a key for each.
+        cluster_id: cluster of the engine that has the cache; not used to make a cache.
+        model_id: the model; an engine has one paged cache with a key for each model.
     """
 
     cluster_id: int
@@ -389,8 +389,8 @@ class CacheKeyByIdAndIndex:
     """Key of a slot by cache id and batch index.
 
     Attributes:
-        cluster_id: of the engine that has the cache.
-        cache_id: of the cache in that engine.
+        cluster_id: cluster of the engine that has the cache.
+        cache_id: id of the cache in that engine.
         batch_index: the slot; not used for a paged cache.
     """
 
@@ -420,7 +420,7 @@ class Cache:
         cache_desc: its description.
         cache_id: its id in the engine of this process; -1: none, the addresses identify the cache.
         tensor_addrs: the address of each tensor; empty: not given.
-        owner: the token of the engine that made it; empty: made by hand.
+        owner: token of the engine that made the cache; empty: made by hand.
     """
 
     cache_desc: CacheDesc

@@ -46,7 +46,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def resolved(kind: type[_T]) -> type[_T]:
-    """Resolve the fields of a struct at import: msgspec crashes if two threads do so at one time.
+    """Resolve a struct's fields at import: msgspec crashes if two threads do so simultaneously.
 
     Decorate every struct for which no module has a decoder.
     """

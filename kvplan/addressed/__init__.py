@@ -1,5 +1,5 @@
-"""The common part of interfaces of addresses: `kvplan.hixl`, `kvplan.nixl`, `kvplan.mooncake`.
+"""The common part of interfaces by address: `kvplan.hixl`, `kvplan.nixl`, `kvplan.mooncake`.
 
-Memory is registered by address, peers have names, transfers are requests that are asked for, and
-peers send each other messages. Which statuses and exceptions a caller sees is the interface's.
+Memory is registered by address, peers have names, transfers are requests whose status the caller
+polls, and peers send each other messages. Each interface defines its statuses and exceptions.
 """

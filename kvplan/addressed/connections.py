@@ -1,6 +1,6 @@
-"""Connections with remote engines by their names, and messages over them.
+"""Connections with remote engines by name, and messages over them.
 
-Each of two engines connects and disconnects by itself, over one link.
+Each of two engines connects and disconnects on its own, over one common link.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _HEAD: Final = struct.Struct("<cQH")  # kind, number of the message, bytes of it
 _PIECE, _LAST, _USES, _LEAVES = b"P", b"N", b"U", b"L"
 MAX_NAME_NBYTES: Final = 1024
 MAX_BODY_NBYTES: Final = 1 << 20
-"""Bytes of a message, and of the unfinished ones of a peer."""
+"""Maximum bytes of a message, and of all unfinished messages of a peer."""
 _ATTEMPTS: Final = 3  # to get a link that its peer does not end at the same time
-_LINKED: Final = LinkState.LINKED  # the lookup in an enumeration takes longer
+_LINKED: Final = LinkState.LINKED  # faster than a lookup in the enumeration
 _NOT_LINKED: Final = LLMStatusCode.LLM_NOT_YET_LINK
 
 
 Where = Callable[[str], tuple[Endpoint, int]]
-"""Returns where the engine of a name listens, and its cluster id as far as it is known."""
+"""Returns the endpoint of the engine with a name, and its expected cluster id."""
 
 
 class Message(NamedTuple):
-    """A message of a peer: two texts, of which the interface says what they are."""
+    """A message of a peer: two texts, whose meaning the interface defines."""
 
     cluster_id: int
     name: bytes
@@ -45,7 +45,7 @@ class Message(NamedTuple):
 
 
 class _Connection(NamedTuple):
-    """The cluster of a remote engine that this end has connected, and its link."""
+    """The cluster of a remote engine that this end has connected with, and its link."""
 
     cluster_id: int
     link: ref[PeerLink]
@@ -62,7 +62,7 @@ class Connections:
     Args:
         datadist: the engine.
         where: finds remote engines by their names.
-        log: of the interface.
+        log: the logger of the interface.
     """
 
     def __init__(self, datadist: LlmDataDist, where: Where, log: Log) -> None:
@@ -72,15 +72,15 @@ class Connections:
         self._peer_log = LimitedLog(log)
         self._mutex = Mutex()
         self._busy: dict[str, Mutex] = {}  # by address: one call at a time for each engine
-        self._connected: dict[str, _Connection] = {}  # by each name that was used
+        self._connected: dict[str, _Connection] = {}  # by each name in use
         self._peer_uses: WeakKeyDictionary[PeerLink, bool] = WeakKeyDictionary()
         self._messages: list[Message] = []
         self._pieces: dict[tuple[int, int], bytes] = {}  # of unfinished messages, oldest first
-        # Of messages that were cut. Random: peers may have pieces of an earlier process's.
+        # Number of the last cut message. Random: peers may have pieces from an earlier process.
         self._sent = secrets.randbits(63)
 
     def cluster_of(self, remote_engine: str) -> int:
-        """Return the cluster id of a connected engine. Its link may be broken all the same."""
+        """Return the cluster id of a connected engine, whose link may be broken."""
         found = self._connected.get(remote_engine)
         if found is None:
             found = self._connected.get(str(self._where(remote_engine)[0]))
@@ -93,7 +93,7 @@ class Connections:
         return self.linked_cluster(remote_engine) is not None
 
     def linked_cluster(self, remote_engine: str) -> int | None:
-        """Return the cluster id of a connected engine whose link is up; None: it is not."""
+        """Return the cluster id of a connected engine whose link is up, otherwise None."""
         found = self._connected.get(remote_engine)
         if found is not None:  # known by this very name
             link = self._datadist._running().links.peers.get(found.cluster_id)
@@ -126,7 +126,7 @@ class Connections:
             try:
                 is_made = self._linked(cluster_id, address, deadline)
             except LLMException as error:
-                # The peer may use another name for itself: that of all addresses of its host, say.
+                # The peer may use another name, such as that of all addresses of its host.
                 if (here := cluster_here(error)) is None:
                     raise
                 cluster_id = here
@@ -143,7 +143,7 @@ class Connections:
                 if error.status_code is LLMStatusCode.LLM_ALREADY_LINK:
                     raise
                 self._forget(cluster_id)
-                # The peer may have just ended the link that it had made. Then this end makes one.
+                # The peer may have just ended the link that it made. Then this end makes one.
                 if attempt + 1 == _ATTEMPTS or time.monotonic() >= deadline:
                     raise
         raise _not_connected(remote_engine)
@@ -153,7 +153,7 @@ class Connections:
         deadline = time.monotonic() + timeout_ms / 1000
         with self._one_call(remote_engine, str(self._where(remote_engine)[0]), timeout_ms):
             cluster_id = self.cluster_of(remote_engine)
-            self.receive()  # the peer may have said that it uses the link
+            self.receive()  # a message may say that the peer uses the link
             try:
                 link = self._link(cluster_id)
                 if link.state is LinkState.LINKED and self._used_by_peer(link):
@@ -176,7 +176,7 @@ class Connections:
                 self._forget(cluster_id)
 
     def _leave(self, remote_engine: str, cluster_id: int, timeout_ms: int) -> None:
-        """Tell the peer that this end does not use the link any more."""
+        """Tell the peer that this end no longer uses the link."""
         try:
             self._datadist.notify(cluster_id, _LEAVES, timeout_ms=timeout_ms)
         except LLMException as error:
@@ -186,7 +186,7 @@ class Connections:
             self._log.info("disconnect: %s could not be notified: %s", remote_engine, error)
 
     def frames(self, name: bytes, body: bytes) -> list[bytes]:
-        """Return the notifications of the engine that carry a message; the last completes it."""
+        """Return the engine's notifications that carry a message; the last one completes it."""
         if len(name) > MAX_NAME_NBYTES or len(body) > MAX_BODY_NBYTES:
             raise invalid(
                 f"a message has {len(body)} bytes, and a name of {len(name)}; at most "
@@ -237,7 +237,7 @@ class Connections:
                     )
 
     def _add_frame(self, cluster_id: int, data: bytes) -> bool:
-        """Add what a peer has sent to its messages; return False if it is not a message."""
+        """Add a peer's frame to its messages; return False if the data are not a frame."""
         if (frame := read_frame(data)) is None:
             return False
         is_last, number, name, piece = frame
@@ -246,7 +246,7 @@ class Connections:
         if is_last:
             self._messages.append(Message(cluster_id, name, body))
             return True
-        # Pieces of a transfer that failed have no end: the oldest give way.
+        # The last piece of a failed transfer never arrives: drop the oldest pieces.
         pending = [other for other in self._pieces if other[0] == cluster_id]
         kept = len(body) + sum(len(self._pieces[other]) for other in pending)
         for other in pending:
@@ -271,7 +271,7 @@ class Connections:
         return self._datadist._running().links.get(cluster_id)
 
     def _used_by_peer(self, link: PeerLink) -> bool:
-        """Return True if the peer uses the link: if it made the link, until it says otherwise."""
+        """Return True if the peer said that it uses the link, or made the link and said nothing."""
         return self._peer_uses.get(link, not link.phase)
 
     def _add(self, remote_engine: str, address: str, link: PeerLink) -> None:
@@ -315,7 +315,7 @@ def _left_ms(deadline: float) -> int:
 
 
 def read_frame(data: bytes) -> tuple[bool, int, bytes, bytes] | None:
-    """Return whether a frame is the last, its message's number and name, and a piece of it."""
+    """Return is_last, number and name of the message, and a piece of its body; None: invalid."""
     if len(data) < _HEAD.size:
         return None
     kind, number, length = _HEAD.unpack_from(data)

@@ -1,4 +1,4 @@
-"""Connects with remote engines in the background, in threads that exist while there are tasks."""
+"""Connecting with remote engines in the background."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Task(NamedTuple):
 
 
 class Connector:
-    """Connects and disconnects in the background, in threads that exist while there are tasks.
+    """Threads that connect and disconnect in the background, and exist while there are tasks.
 
     The threads do not keep the process from ending without `finalize`. At most `capacity` tasks may
     wait.
@@ -41,7 +41,7 @@ class Connector:
 
         Args:
             remote_engine: its name.
-            states: of the engine while the task waits, while it runs, after success and failure.
+            states: states of the engine: task waiting, task running, after success, after failure.
             run: the task; returns True on success.
         """
         with self._mutex:
@@ -54,7 +54,7 @@ class Connector:
                 )
             queue = self._queues.get(remote_engine)
             if queue is None:
-                # First: a queue without a thread would keep later tasks waiting for ever.
+                # First: a queue without a thread would keep later tasks waiting forever.
                 if len(self._threads) < self._max_threads:
                     self._threads.add(start_thread(self._name, self._work))
                 queue = self._queues[remote_engine] = deque()

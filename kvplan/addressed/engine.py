@@ -1,4 +1,4 @@
-"""The engine below an interface of addresses: registered memory, and requests in flight."""
+"""The engine below an interface by address: registered memory, and requests in flight."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ REFUSALS: Final = (LLMException, ValueError, NativeError, OSError, MemoryError)
 MAX_REQUESTS: Final = 1 << 16
 """Maximum number of open requests."""
 MAX_REGION_NAME: Final = 64  # characters that are kept
-_SPIN_S: Final = 20e-6  # a caller that asks again sooner does nothing else
+_SPIN_S: Final = 20e-6  # a caller that asks again sooner is spinning
 _PAUSE_MS: Final = 0.1
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A submitted transfer: what moves, with whom, and what its caller wants to know again."""
+    """A submitted transfer: its task, ranges and peer, and the caller's own data."""
 
     task: TransferTask
     ranges: AddressRanges
@@ -53,7 +53,7 @@ class Request:
         return task.settled
 
     def error(self, log: Log, number: int) -> LLMException | None:
-        """Return why a request that has ended has failed, and log it; None after a success."""
+        """Return and log the error of a request that has ended; None after a success."""
         try:
             self.task.wait()
         except LLMException as error:
@@ -119,10 +119,10 @@ class AddressedEngine:
     """An engine with memory by addresses and peers by names.
 
     Args:
-        cluster_id: of the engine.
-        options: of the engine.
+        cluster_id: cluster id of the engine.
+        options: options of the engine.
         where: finds remote engines by their names.
-        log: of the interface.
+        log: the logger of the interface.
         transfers: executes the copies; None: the transfers of this process.
     """
 
@@ -140,7 +140,7 @@ class AddressedEngine:
         self.requests = Requests()
 
     def connect(self, remote_engine: str, timeout_ms: int) -> int:
-        """Connect with a remote engine unless that was done, and return its cluster."""
+        """Connect with a remote engine unless it is connected, and return its cluster id."""
         cluster_id = self.connections.linked_cluster(remote_engine)
         if cluster_id is not None:
             return cluster_id
@@ -154,9 +154,9 @@ class AddressedEngine:
     def begin(
         self, ranges: AddressRanges, nbytes: int, **options: Unpack[TransferOptions]
     ) -> TransferTask | None:
-        """Begin a transfer and return its task; None: it was small, and is done.
+        """Begin a transfer and return its task; None: it was small and is done.
 
-        A peer's program cannot hold up what this process copies by itself.
+        Only transfers that need nothing of the peer's program are done at once.
         """
         datadist = self.datadist
         engine = datadist._running()
@@ -167,7 +167,7 @@ class AddressedEngine:
         return datadist.submit(ranges, **options)
 
     def first_address(self, cluster_id: int) -> int:
-        """Return the address of the memory that a peer has registered first; 0: it has none."""
+        """Return the address of the first memory that a peer has registered; 0: none."""
         link = self.datadist._running().links.get(cluster_id)
         extents = link.address_index(writable=False, ask=True).extents
         return min(((each.cache.cache_id, each.address) for each in extents), default=(0, 0))[1]
@@ -178,7 +178,7 @@ class AddressedEngine:
     ) -> int:  # fmt: skip
         """Let transfers use memory until it is deregistered, and return its handle.
 
-        Plans, recordings and messages at both ends have the name, as far as it prints.
+        Plans, recordings and messages at both ends show the printable characters of the name.
         """
         if address == 0 or nbytes == 0 or address + nbytes > UINT64_MAX + 1:
             raise invalid(
@@ -192,5 +192,5 @@ class AddressedEngine:
         ).cache_id
 
     def deregister(self, handle: int) -> None:
-        """Withdraw memory. On return no transfer uses it; what used it is stopped, and fails."""
+        """Withdraw memory. Transfers that use it are stopped, and fail; on return none uses it."""
         self.datadist.unregister_cache(handle)

@@ -1,4 +1,4 @@
-"""Names of engines that say where they listen: "host:port"."""
+"""Names of engines, "host:port", from which their endpoints follow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvplan.validation import shown
 
 
 def own_endpoint(local_engine: str) -> Endpoint | None:
-    """Return where an engine of this name listens; None without a port, or with one below 1."""
+    """Return the endpoint of an engine of this name; None without a port, or with one below 1."""
     host, port = split_name(local_engine, "local_engine")
     if port is None or port < 1:
         Endpoint.parse(f"{host}:0")
@@ -20,7 +20,7 @@ def own_endpoint(local_engine: str) -> Endpoint | None:
 
 
 def peer_endpoint(remote_engine: str) -> Endpoint:
-    """Return where a remote engine of this name listens."""
+    """Return the endpoint of a remote engine of this name."""
     host, port = split_name(remote_engine, "remote_engine")
     if port is None or port < 1:
         raise invalid(f"remote_engine={shown(remote_engine)} has no port; give host:port")
@@ -28,13 +28,13 @@ def peer_endpoint(remote_engine: str) -> Endpoint:
 
 
 def where_named(remote_engine: str) -> tuple[Endpoint, int]:
-    """Return where a remote engine listens, and the cluster id that follows from its name."""
+    """Return the endpoint and the cluster id that follow from a remote engine's name."""
     endpoint = peer_endpoint(remote_engine)
     return endpoint, cluster_id_of(endpoint)
 
 
 def cluster_id_of(endpoint: Endpoint) -> int:
-    """Return the cluster id of the engine that listens there; it follows from the name."""
+    """Return the cluster id that follows from an engine's endpoint."""
     digest = hashlib.blake2b(f"kvplan {endpoint}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 

@@ -31,13 +31,13 @@ class CacheStatus:
     """The state of a cache at the time of the call.
 
     Attributes:
-        cache_id: unique; each attempt to make a cache takes the next number.
+        cache_id: unique id; each attempt to make a cache takes the next number.
         cache_desc: its description.
-        paged: whether its rows are blocks.
+        paged: True if its rows are blocks.
         nbytes: bytes of all tensors.
-        allocated: True: allocated by the engine; False: registered by the user.
-        remote_accessible: whether peers may reach the cache.
-        deallocated: whether its id was freed, and only a key or a pull keeps it alive.
+        allocated: True if the engine allocated the cache, False if the user registered it.
+        remote_accessible: True if peers may reach the cache.
+        deallocated: True if its id was freed and only a key or a pull keeps the cache alive.
         age_s: seconds since the cache was made.
     """
 
@@ -58,9 +58,9 @@ class PeerCacheStatus:
     Attributes:
         cache_id: its id in the peer.
         cache_desc: its description.
-        paged: whether its rows are blocks.
-        writable: whether pushes to the cache are allowed.
-        reachable: whether the transport of the link reaches its memory.
+        paged: True if its rows are blocks.
+        writable: True if pushes to the cache are allowed.
+        reachable: True if the transport of the link reaches its memory.
         blocks_key: the key of a paged cache; None: the cache has no key.
     """
 
@@ -92,7 +92,7 @@ class CacheOperations(OperationRunner):
                 unregistered; or an array for each tensor (NumPy, torch, DLPack, CUDA array
                 interface, buffer protocol), which the engine holds until then.
             cache_keys: key i names slot i; these keys are never consumed.
-            remote_accessible: whether peers may reach the cache.
+            remote_accessible: True if peers may reach the cache.
 
         Raises:
             TypeError, ValueError: an argument of the wrong type, an address outside uint64.
@@ -112,11 +112,11 @@ class CacheOperations(OperationRunner):
     ) -> Cache:
         """Register the caller's memory as a paged cache.
 
-        Arguments as for `register_cache`; shape[batch_dim_index] is the number of blocks, and
+        Takes the arguments of `register_cache`; shape[batch_dim_index] is the number of blocks, and
         `blocks_cache_key` names the whole cache.
 
         Raises:
-            TypeError, ValueError, LLMException: as `register_cache`.
+            TypeError, ValueError, LLMException: see `register_cache`.
         """
         return self._register(
             cache_desc, tensors, _blocks_keys(blocks_cache_key), True, remote_accessible
@@ -125,9 +125,9 @@ class CacheOperations(OperationRunner):
     def unregister_cache(self, cache_id: int) -> None:
         """Remove a registered cache and its keys; an unknown id has no effect.
 
-        After the return no byte of the cache is read or written, and no peer reports success for
-        it, even if several calls remove the same cache. Transfers of this engine and calls of
-        other threads that use the cache stop, and raise LLM_KV_CACHE_NOT_EXIST.
+        After this call no byte of the cache is read or written, and no peer reports success for it,
+        even if several calls remove the same cache. Transfers of this engine and calls of other
+        threads that use the cache stop, and raise LLM_KV_CACHE_NOT_EXIST.
 
         Raises:
             TypeError, ValueError: cache_id is not an int64.
@@ -139,10 +139,10 @@ class CacheOperations(OperationRunner):
             engine.leases.end_cache(cache_id)
 
     def remap_registered_memory(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Register caches again after other memory was mapped at their addresses.
+        """Register caches again after new memory was mapped at their addresses.
 
         Applies to each registered cache that overlaps a range. Peers' transfers in flight fail
-        (LLM_KV_CACHE_NOT_EXIST); after the return peers use the new memory. A peer that does not
+        (LLM_KV_CACHE_NOT_EXIST); after this call peers use the new memory. A peer that does not
         answer within SyncKvCacheWaitTime is updated later, and its transfers fail until then.
 
         Args:
@@ -151,7 +151,7 @@ class CacheOperations(OperationRunner):
         Raises:
             TypeError: not a sequence of pairs of int.
             ValueError: a number outside uint64.
-            LLMException: LLM_PARAM_INVALID: no range, or a range that is empty, not inside of
+            LLMException: LLM_PARAM_INVALID: no range, or a range that is empty, not inside
                 registered caches, or not mapped (nothing changes then); LLM_NOT_YET_LINK: no
                 peer is linked; LLM_FAILED: not initialized; LLM_ENGINE_FINALIZED.
         """
@@ -162,9 +162,9 @@ class CacheOperations(OperationRunner):
         """Make a contiguous cache in memory of the engine, which peers reach fastest.
 
         Args:
-            cache_desc: description; the memory is from the pool of its placement, if configured.
-            cache_keys: key i names slot i. A request's key is consumed by the pull of its last
-                tensor. A key without a request or prefix id skips a slot.
+            cache_desc: description; the memory is from the pool for its placement, if configured.
+            cache_keys: key i names slot i. The pull of the last tensor consumes a request's key.
+                A key without a request or prefix id skips a slot.
 
         Raises:
             TypeError: an argument of the wrong type.
@@ -178,11 +178,11 @@ class CacheOperations(OperationRunner):
     ) -> Cache:
         """Make a paged cache in memory of the engine, which peers reach fastest.
 
-        Arguments as for `allocate_cache`; shape[batch_dim_index] is the number of blocks, and
+        Takes the arguments of `allocate_cache`; shape[batch_dim_index] is the number of blocks, and
         `blocks_cache_key` names the whole cache.
 
         Raises:
-            TypeError, LLMException: as `allocate_cache`.
+            TypeError, LLMException: see `allocate_cache`.
         """
         return self._allocate(cache_desc, _blocks_keys(blocks_cache_key), True)
 
@@ -194,7 +194,7 @@ class CacheOperations(OperationRunner):
 
         Raises:
             TypeError: not a Cache.
-            LLMException: LLM_PARAM_INVALID: the cache was registered, or its id is of another
+            LLMException: LLM_PARAM_INVALID: the cache was registered, or its id names another
                 cache; LLM_KV_CACHE_NOT_EXIST: a cache of another engine; LLM_FAILED: not
                 initialized; LLM_ENGINE_FINALIZED.
         """
@@ -328,10 +328,10 @@ class CacheOperations(OperationRunner):
     def caches(self, cluster_id: int) -> list[PeerCacheStatus]: ...
 
     def caches(self, cluster_id: int | None = None) -> list[CacheStatus] | list[PeerCacheStatus]:
-        """Return all caches in the order of ids, including those that only keys keep alive.
+        """Return all caches in order of id, including those that only keys keep alive.
 
         Args:
-            cluster_id: a peer, which is asked for the caches that it offers. None: this engine.
+            cluster_id: the peer whose offered caches to return; None: this engine.
 
         Raises:
             LLMException: LLM_NOT_YET_LINK, LLM_LINK_FAILED: the peer is not linked; LLM_TIMEOUT:

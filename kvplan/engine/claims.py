@@ -14,7 +14,7 @@ from kvplan.validation import check_type, shown
 AnyKey = CacheKey | BlocksCacheKey
 
 CACHE_KEYS: Final = "cache_keys"
-"""The argument with the keys of a contiguous cache; a paged cache has `BLOCKS_CACHE_KEY`."""
+"""The argument for keys of a contiguous cache; that of a paged cache is `BLOCKS_CACHE_KEY`."""
 
 MAX_CLAIMS: Final = 4096
 """Limit of open claims per holder."""
@@ -42,7 +42,7 @@ def name_of(key: AnyKey) -> KeyName | None:
 
 
 def check_keys(keys: Sequence[AnyKey], paged: bool) -> None:
-    """Refuse keys of another type than the cache takes."""
+    """Refuse keys that this kind of cache does not take."""
     expected = BlocksCacheKey if paged else CacheKey
     if not isinstance(keys, Sequence):
         raise TypeError(f"{CACHE_KEYS}={shown(keys)} must be a sequence of {expected.__name__}")
@@ -84,7 +84,7 @@ class BoundKey:
 
 
 class KeyIndex:
-    """The keys of an engine and their claims; not thread-safe: its user locks."""
+    """The keys of an engine and their claims; not thread-safe, callers hold a lock."""
 
     def __init__(self) -> None:
         self._bound: dict[KeyName, BoundKey] = {}
@@ -100,7 +100,7 @@ class KeyIndex:
     def bind(
         self, cache_id: int, keys: Sequence[AnyKey], *, num_tensors: int, consumable: bool
     ) -> None:
-        """Let key i name slot i of the cache; on an error bind none."""
+        """Bind key i to slot i of the cache; on an error bind none."""
         found: dict[KeyName, BoundKey] = {}
         for row, key in enumerate(keys):
             if (name := name_of(key)) is None:
@@ -165,7 +165,7 @@ class KeyIndex:
     def release(self, claim_id: int, tensors: range | None) -> int | None:
         """End a claim, and return the id of its cache; None: the claim is unknown.
 
-        `tensors` were pulled completely; None: none were, or this is unknown. A request's key is
+        `tensors` are the completely pulled ones; None: no tensor, or unknown. A request's key is
         removed once it has pulled all tensors.
         """
         bound, holder = self._claims.pop(claim_id, (None, None))

@@ -56,7 +56,7 @@ class LlmDataDist(
     def __init__(
         self, cluster_id: int, role: LlmRole, *, transfers: Transfers | None = None
     ) -> None:
-        if isinstance(cluster_id, LlmRole):  # an int, too; the official class takes the role first
+        if isinstance(cluster_id, LlmRole):  # is an int; the official class takes the role first
             raise TypeError(
                 f"cluster_id={cluster_id} must be int, not LlmRole; the order is "
                 "LlmDataDist(cluster_id, role)"
@@ -70,7 +70,7 @@ class LlmDataDist(
         self._hooks = {}
         self._engine: Engine | None = None
         self._was_finalized = False
-        self._mutex = Mutex()  # of initialize, finalize and set_role
+        self._mutex = Mutex()  # held by initialize, finalize and set_role
 
     @property
     def cluster_id(self) -> int:
@@ -104,7 +104,7 @@ class LlmDataDist(
             TypeError: options of the wrong type.
             ValueError, LLMException: an invalid option (LLM_PARAM_INVALID); too little memory, or
                 too few threads or descriptors (LLM_OUT_OF_MEMORY, with the limit); an unavailable
-                resource, such as the port to listen at. All resources are released then. A second
+                resource, such as the port to listen on. All resources are released then. A second
                 call with other options: LLM_PARAM_INVALID; the engine does not change.
         """
         given = options
@@ -168,8 +168,8 @@ class LlmDataDist(
 
         Raises:
             TypeError: an argument of the wrong type.
-            LLMException: LLM_EXIST_LINK: the engine has links; LLM_PARAM_INVALID: another option;
-                LLM_FAILED: the address is not available. Nothing changes then.
+            LLMException: LLM_EXIST_LINK: the engine has links; LLM_PARAM_INVALID: an option other
+                than ListenIpInfo; LLM_FAILED: the address is not available. Nothing changes then.
         """
         check_type("role", role, LlmRole)
         given = Options.of(options)
@@ -211,7 +211,7 @@ class LlmDataDist(
         A cancellation ends the handshakes in progress; finished links stay.
 
         Raises:
-            TypeError, ValueError, LLMException: as `link_clusters`.
+            TypeError, ValueError, LLMException: see `link_clusters`.
         """
         started = perf_counter()
         results = await self._running().links.link_async(clusters, timeout_ms)
@@ -292,11 +292,11 @@ class LlmDataDist(
         return self._running().links.status()
 
     def completions(self) -> Completions:
-        """Return the queue of ended tasks: one object for each engine.
+        """Return the engine's queue of ended tasks, always the same object.
 
-        Each task that is submitted after the first call is added once, when its `wait` would not
-        block. A transfer with several peers is one task. A layered task whose handle was dropped
-        is not added. The queue grows until the program reads it.
+        Each task submitted after the first call is added once, when its `wait` would not block. A
+        transfer with several peers is one task. A layered task whose handle was dropped is not
+        added. The queue grows until the program reads it.
 
         Raises:
             LLMException: LLM_FAILED: not initialized, or in a forked child; LLM_ENGINE_FINALIZED.

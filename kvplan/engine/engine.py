@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from kvplan.types import LlmRole
 
 _MAX_LISTED: Final = 100  # transfers in flight that `describe` lists, the oldest first
-_MAX_WARNED_PAIRS: Final = 4096  # pairs of unlike caches that are not warned of again
+_MAX_WARNED_PAIRS: Final = 4096  # pairs of unlike caches whose warning is not repeated
 _STOPPED_S: Final = 1.0  # time for cancelled transfers to stop
 
 
@@ -100,7 +100,7 @@ class Engine:
         self.moves_small = self.tracer is None and not self.verify_every
         self._remapping = Mutex()
         with ExitStack() as held:
-            held.callback(self._end_recording)  # first, to run last: after the links' end
+            held.callback(self._end_recording)  # first, so it runs after the links end
             held.callback(self.notifications.close)
             self.device = open_accelerator(
                 options.accelerator,
@@ -169,7 +169,7 @@ class Engine:
     def listen(self, address: str, stacklevel: int) -> None:
         """Listen only at `address` ("ip:port", port 0: any); empty: stop listening.
 
-        Warns if no cluster key is set, as any program could link. `stacklevel` is that of the
+        Warns if no cluster key is set, because any program could link. `stacklevel` is that of the
         warning: 1 is the caller of this method.
         """
         here = self.links.endpoint
@@ -192,7 +192,7 @@ class Engine:
         return self.device.gate(name, event)
 
     def warn_reinterpret(self, operation: str, part: Part) -> None:
-        """Warn of bytes that are copied between unlike caches, once for each pair."""
+        """Warn that bytes are copied between unlike caches, once for each pair."""
         pair = frozenset((side.name, side.meaning) for side in (part.src, part.dst))
         if pair in self._reinterpreted:
             return
@@ -220,7 +220,7 @@ class Engine:
     def drain(self) -> None:
         """Refuse further calls, and wait at most SyncKvCacheWaitTime for the transfers in flight.
 
-        `close` must follow, also after an interrupt.
+        `close` must follow, even after an interrupt.
         """
         if not self.inherited:
             self.in_flight.close()
@@ -229,7 +229,7 @@ class Engine:
     def close(self) -> None:
         """Stop the transfers in flight and release all resources; idempotent.
 
-        Does nothing in a forked child, as the parent owns everything.
+        Does nothing in a forked child, because the parent owns everything.
         """
         if self.inherited:
             return
@@ -263,7 +263,7 @@ def metrics_of(cluster_id: int, metrics: Metrics, engine: Engine | None) -> Engi
 
 def describe(engine: Engine) -> dict[str, Any]:
     """Return the state of an engine as JSON values, for `kvplan top`."""
-    from kvplan import __version__  # here, as kvplan imports this room
+    from kvplan import __version__  # here: kvplan imports this room
 
     operations = metrics_of(engine.cluster_id, engine.metrics, engine)["operations"]
     return {
@@ -335,13 +335,13 @@ def _in_flight(engine: Engine) -> list[dict[str, Any]]:
 
 
 _open: set[Engine] = set()
-"""Engines that are held here, so that a forked child does not collect its parent's objects."""
+"""Open engines, held so that a forked child does not collect its parent's objects."""
 
 
 def released_with(owner: object, engine: Engine) -> None:
     """Close `engine` when `owner` is collected, or the process ends."""
     _open.add(engine)
-    # A weak reference, as the owner may outlive the engine for long.
+    # A weak reference, because the owner may long outlive the engine.
     weakref.finalize(owner, _release_soon, weakref.ref(engine)).atexit = False
 
 
@@ -384,7 +384,7 @@ def _release_all() -> None:
 
 
 def _checked_ranges(ranges: object) -> list[tuple[int, int]]:
-    """Return the caller's ranges after checking them."""
+    """Check the caller's ranges and return them."""
     if isinstance(ranges, str | bytes) or not isinstance(ranges, Sequence):
         raise TypeError(f"ranges={shown(ranges)} must be a sequence of (address, nbytes)")
     if not ranges:
@@ -405,7 +405,7 @@ def _checked_ranges(ranges: object) -> list[tuple[int, int]]:
 
 
 def _touched(entries: Iterable[CacheEntry], ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the ids of the registered caches that the ranges touch."""
+    """Return the ids of the registered caches that the ranges touch; refuse uncovered bytes."""
     registered = [
         (cache_entry, merged_ranges(cache_entry.memory))
         for cache_entry in entries

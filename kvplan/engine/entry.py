@@ -26,16 +26,16 @@ class CacheEntry:
 
     Attributes:
         cache: id, description and addresses.
-        paged: whether blocks address the cache; None: ad-hoc memory, which may be either.
+        paged: True if blocks address the cache; None: ad-hoc memory, which may be either.
         memory: the tensors, which stay mapped as long as something holds this object.
         blocks_key: the key of a paged cache, if the cache has one.
-        remote_accessible: whether peers may reach the cache.
-        owned: True: allocated by the engine; False: registered, the memory is the user's.
-        metadata: bytes with which a peer reaches the cache, by name of the transport; empty for a
-            transport that does not reach such memory.
+        remote_accessible: True if peers may reach the cache.
+        owned: True if the engine allocated the memory, False if the user registered it.
+        metadata: the bytes that a peer needs to reach the cache, by name of the transport; empty
+            for a transport that does not reach such memory.
         created: seconds since the epoch.
-        name: the name that the caller gave the memory, in plans of both ends; empty without one.
-        side: the cache in a plan; None: `paged` is not known.
+        name: the caller's name for the memory, shown in plans at both ends; may be empty.
+        side: the cache as a side of a plan; None if `paged` is None.
     """
 
     cache: Cache
@@ -140,7 +140,7 @@ class PendingDeregistrations:
             self._held.update(held)
 
     def of(self, cache_id: int) -> list[HeldCache]:
-        """Return the entries of this id, and those that an interrupted call has left."""
+        """Return the caches with this id, and those that interrupted calls left."""
         with self._mutex:
             left, self._left = self._left, set()
             # A copy: a signal handler may end caches meanwhile.
@@ -150,7 +150,7 @@ class PendingDeregistrations:
             ]
 
     def leave(self, held: Collection[HeldCache]) -> None:
-        """Leave caches to the next call, as this one was interrupted."""
+        """Leave caches to the next call, because this one was interrupted."""
         with self._mutex:
             self._left.update(held)
 

@@ -38,7 +38,7 @@ class GatherNotices:
         self._error: LLMException | None = None
 
     def add(self, link: PeerLink, left_ms: float | None) -> None:
-        """Add the peer of a source, with the rest of the time limit."""
+        """Add the peer of a source, with the remaining time."""
         if self.any and link not in self._operations:
             notice = self._operations[link] = self._new(timeout_ms=left_ms).__enter__()
             notice.hold(link)
@@ -85,7 +85,7 @@ class Several:
             self.operations.append(operation)
 
     def limited(self) -> float | None:
-        """Return the rest of the time limit of a call that waits; see `Operation.limited`."""
+        """Return the remaining time of a call that waits; see `Operation.limited`."""
         first, *_ = [operation.limited() for operation in self.operations]
         return first
 
@@ -114,7 +114,7 @@ class Several:
             raise
 
     def _use_known(self) -> list[tuple[TransferOperation, Prepared]] | None:
-        """Return each operation, prepared, if all are between known caches."""
+        """Prepare and return all operations if all their pairs are known; None: find the caches."""
         known = []
         for operation in self.operations:
             prepared = operation.use_known()
@@ -165,7 +165,7 @@ class Several:
 
     @contextmanager
     def _failing(self, operation: TransferOperation) -> Iterator[None]:
-        """Add the peer to errors, except to those of wrong arguments, which name it already."""
+        """Name the peer in errors, except those of wrong arguments, which already name it."""
         try:
             yield
         except LLMException as error:

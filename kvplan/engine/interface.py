@@ -1,4 +1,4 @@
-"""The transfer methods of the reference's interface, each made of one `Transfer`."""
+"""The transfer methods of the reference's interface; each makes one `Transfer`."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class InterfaceOperations(TransferOperations):
             src: the remote slot, or a lease of it.
             dst: the local cache.
             dst_batch_index: the local slot.
-            size: bytes of a row to pull; -1: all of the local row, from its offset on.
-            layers, num_tokens, coalesce, reinterpret: as of `Transfer`.
-            src_offset, dst_offset: bytes into the row at which to begin.
+            size: bytes of a row to pull; -1: the rest of the local row.
+            layers, num_tokens, coalesce, reinterpret: see `Transfer`.
+            src_offset, dst_offset: first byte of the row on each side.
 
         Raises:
-            TypeError, ValueError, LLMException: as `run`.
+            TypeError, ValueError, LLMException: see `run`.
         """
         self._move(
             "dst",
@@ -103,11 +103,11 @@ class InterfaceOperations(TransferOperations):
             src_blocks: remote blocks, one for each of `dst_blocks`. None or empty: `src` names a
                 slot, which is cut into chunks of one block; for a lease, None: all its blocks.
             dst_blocks: local blocks.
-            layers, num_tokens, coalesce, reinterpret: as of `Transfer`.
+            layers, num_tokens, coalesce, reinterpret: see `Transfer`.
             src_token, dst_token: tokens of the block tables to skip, on each side.
 
         Raises:
-            TypeError, ValueError, LLMException: as `run`.
+            TypeError, ValueError, LLMException: see `run`.
         """
         if dst_blocks is None:
             raise TypeError("dst_blocks is None; it must name blocks of dst")
@@ -142,12 +142,12 @@ class InterfaceOperations(TransferOperations):
             src: the local cache.
             dst: the remote slot, a lease of it, or addresses.
             src_batch_index: the local slot.
-            size: bytes of a row to push; -1: all of the local row, from its offset on.
-            layers, num_tokens, coalesce, reinterpret: as of `Transfer`.
-            src_offset, dst_offset: bytes into the row at which to begin.
+            size: bytes of a row to push; -1: the rest of the local row.
+            layers, num_tokens, coalesce, reinterpret: see `Transfer`.
+            src_offset, dst_offset: first byte of the row on each side.
 
         Raises:
-            TypeError, ValueError, LLMException: as `run`.
+            TypeError, ValueError, LLMException: see `run`.
         """
         self._move(
             "src",
@@ -182,11 +182,11 @@ class InterfaceOperations(TransferOperations):
             dst: the remote paged cache, a lease of blocks, or addresses.
             src_blocks: local blocks.
             dst_blocks: remote blocks, one for each of `src_blocks`; None: all blocks of a lease.
-            layers, num_tokens, coalesce, reinterpret: as of `Transfer`.
+            layers, num_tokens, coalesce, reinterpret: see `Transfer`.
             src_token, dst_token: tokens of the block tables to skip, on each side.
 
         Raises:
-            TypeError, ValueError, LLMException: as `run`.
+            TypeError, ValueError, LLMException: see `run`.
         """
         self._move(
             "src",
@@ -211,17 +211,17 @@ class InterfaceOperations(TransferOperations):
         reinterpret: bool = False,
         **options: Unpack[RunOptions],
     ) -> None:
-        """Copy a slot into another, of one cache or two, of any placement.
+        """Copy a slot into another, within a cache or between two, in any placement.
 
         Args:
             src, dst: the caches.
             src_batch_index, dst_batch_index: the slots.
-            offset: bytes into the row at which to begin, on both sides.
+            offset: first byte of the row, on both sides.
             size: bytes to copy; -1: the rest of the source row.
-            coalesce, reinterpret: as of `Transfer`.
+            coalesce, reinterpret: see `Transfer`.
 
         Raises:
-            TypeError, ValueError, LLMException: as `run`.
+            TypeError, ValueError, LLMException: see `run`.
         """
         self._move(
             "both",
@@ -248,10 +248,10 @@ class InterfaceOperations(TransferOperations):
             cache: a cache of this engine.
             blocks: source block -> destination blocks; or pairs of source and destination block;
                 or an array or tensor with these two columns.
-            coalesce: as of `Transfer`.
+            coalesce: see `Transfer`.
 
         Raises:
-            TypeError, ValueError, LLMException: as `run`.
+            TypeError, ValueError, LLMException: see `run`.
         """
         src, dst = pair_tables("blocks", blocks)
         transfer = Transfer(Rows(cache, src), Rows(cache, dst), coalesce=coalesce)
@@ -271,12 +271,12 @@ class InterfaceOperations(TransferOperations):
 
         Args:
             src, dst: paged caches, one of each placement.
-            src_to_dst: source block -> destination block; or pairs, as of `copy_blocks`.
-            coalesce, reinterpret: as of `Transfer`.
+            src_to_dst: source block -> destination block; or pairs, as in `copy_blocks`.
+            coalesce, reinterpret: see `Transfer`.
 
         Raises:
-            TypeError, ValueError: as `run`.
-            LLMException: as `run`; LLM_PARAM_INVALID: also two caches of the same placement.
+            TypeError, ValueError: see `run`.
+            LLMException: see `run`; LLM_PARAM_INVALID: also two caches of the same placement.
         """
         placements = [
             check_type(name, cache, Cache).cache_desc.placement
@@ -323,11 +323,11 @@ class InterfaceOperations(TransferOperations):
 
 
 def _of_pairs(argument: str) -> dict[str, str]:
-    """Return the names of the fields that pairs of source and destination block fill."""
+    """Return the argument's names for the fields that pairs of blocks fill."""
     return {"src.blocks": f"{argument}.sources", "dst.blocks": f"{argument}.destinations"}
 
 
 def _nbytes(size: int) -> int | None:
-    """Return the `nbytes` of a transfer for a size of the interface, where -1 is the whole row."""
+    """Convert a size of the interface, where -1 is the whole row, to `Transfer.nbytes`."""
     size = size if type(size) is int else as_int("size", size)
     return None if size == -1 else size

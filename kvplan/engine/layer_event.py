@@ -51,8 +51,8 @@ class LayerEvent:
         self._layers = tasks[0].layers
         self._num_ready = 0
         self._pid = os.getpid()
-        self._handing = Mutex()  # held while tasks are made ready, which may take long
-        self._mutex = Mutex()  # of the descriptor
+        self._handing = Mutex()  # held while layers are made ready, which may be slow
+        self._mutex = Mutex()  # guards the descriptor
         try:
             with signals_deferred:
                 self._thread = completion_thread()
@@ -91,7 +91,7 @@ class LayerEvent:
                 self._release()
 
     def on_readable(self) -> None:
-        """Make the layers ready that were signalled since the last call."""
+        """Make ready the layers that were signalled since the last call."""
         with self._handing:
             count = self._read()
             first = self._num_ready
@@ -122,7 +122,7 @@ class LayerEvent:
             self._tasks = ()
             if fd < 0:
                 return
-            # A forked child's descriptor is of the same event, which the parent still reads.
+            # A forked child's descriptor refers to the same event, which the parent still reads.
             if os.getpid() == self._pid:
                 self._thread.remove_reader(fd)
             os.close(fd)

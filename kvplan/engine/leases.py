@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvplan.transport.transport import Transport
 
 
-_MAX_TTL_MS: Final = 1e12  # some 31 years
+_MAX_TTL_MS: Final = 1e12  # about 31 years
 _RETRY_NS: Final = 1_000_000_000  # between two waits for a peer that may still write
 _STOPPED_S: Final = 1.0  # time that `close` waits for a running callback
 MAX_FOLLOWING: Final = 1 << 15  # blocks of a lease that fit into one message to peers
@@ -45,13 +45,13 @@ class Leases:
     also retries the end of leases that a peer has delayed.
 
     Args:
-        cluster_id, instance: of the engine.
+        cluster_id, instance: identity of the engine.
         registry: its caches.
-        transports: hold peers to their leases.
+        transports: enforce the leases on peers.
 
     Attributes:
-        observer: called after a lease begins or moves, with None; and after it ends, with the
-            reason.
+        observer: called with the lease and None after it begins or moves, and with the lease and
+            the reason after it ends.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Leases:
         self._words = LeaseWords(transports)
         self._changed = Condition()  # re-entrant: a signal handler may enter again
         self._move_mutex = Mutex()
-        self._moving: set[int] = set()  # live leases whose new words come into force after a move
+        self._moving: set[int] = set()  # live leases whose new words take effect after a move
         self._thread: threading.Thread | None = None
         self._closed = False
         self._last_id = 0
         self._live: dict[int, BlockLease] = {}
         self._ending: dict[int, tuple[BlockLease, LeaseEnd]] = {}
-        self._held_up: set[int] = set()  # those of `_ending` that a peer delays
+        self._held_up: set[int] = set()  # leases in `_ending` that a peer delays
         # Expiry of live leases, and next retry of ending ones: CLOCK_MONOTONIC.
         self._deadlines: Deadlines[int] = Deadlines()
         self._callbacks: dict[object, OnReleased] = {}
@@ -245,7 +245,7 @@ class Leases:
     def _place(
         self, lease: BlockLease, blocks: tuple[int, ...], words: tuple[LeaseWord, ...]
     ) -> BlockLease | None:
-        """Replace a lease by one with other blocks and words; None: it has ended meanwhile."""
+        """Replace a lease with one of other blocks and words; None: the lease has ended."""
         lease_id = lease.lease_id
         latest = replace(lease, blocks=blocks, words=words, moves=lease.moves + 1)
         with self._changed:
@@ -253,7 +253,7 @@ class Leases:
             if is_live := self._live.get(lease_id) is lease:
                 self._live[lease_id] = self._registry.moved_leases[lease_id] = latest
                 if (deadline_ns := self._deadlines.get(lease_id)) is not None:
-                    with suppress(LLMException):  # it expired just now
+                    with suppress(LLMException):  # expired just now
                         self._words.renew(latest, deadline_ns)
         if not is_live:
             self._words.end(latest)
@@ -383,7 +383,7 @@ class Leases:
             self._conclude(lease_id)
 
     def _try_again(self, lease_ids: Iterable[int]) -> None:
-        """Retry the end of leases later, as a peer may still write with them."""
+        """Retry the end of leases later, because a peer may still write with them."""
         again_ns = time.monotonic_ns() + _RETRY_NS
         # Without a thread, `release` can be called again.
         with self._changed, suppress(LLMException):
@@ -411,7 +411,7 @@ class Leases:
                     raise
 
     def _held(self, lease: BlockLease) -> BlockLease | None:
-        """Return the object of an own lease; None: it has ended; refuse others. Needs the mutex."""
+        """Return this engine's object of a lease, None if ended; refuse others. Needs the mutex."""
         if (lease.cluster_id, lease.instance) != (self._cluster_id, self._instance):
             if lease.cluster_id == self._cluster_id:
                 return None  # made before a restart of this engine, which ended all leases
@@ -442,5 +442,5 @@ def _check_tokens(tokens: int, num_blocks: int, side: Side) -> int:
     most = room(side, num_blocks, 0)
     number = as_int("tokens", tokens)
     if not 1 <= number <= most:
-        raise invalid(f"tokens={number} must be in [1, {most}], as the blocks hold {most}")
+        raise invalid(f"tokens={number} must be in [1, {most}], the room in the blocks")
     return number

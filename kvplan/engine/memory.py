@@ -1,4 +1,4 @@
-"""Memory of caches: on the host or a device, of the engine or of the user, and arrays over it."""
+"""Memory of caches, on the host or a device, of the engine or the user, and arrays over it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 CacheMemory = HostMemory | DeviceMemory
 
 _ACCELERATORS: Final = {"cuda": "cuda", "npu": "ascend"}
-"""Value of kvplan.accelerator by the kind of device in torch."""
+"""torch's type of device -> value of kvplan.accelerator."""
 
-_ALL: Final = slice(None)  # tensors
+_ALL: Final = slice(None)  # every tensor
 
 # Owner of registered addresses. Without an owner each transfer would look up every address twice,
 # which costs microseconds a tensor.
@@ -61,7 +61,7 @@ def memory_of_tensors(
     """Return the memory of the user's tensors: addresses, arrays or tensors of a framework.
 
     Args:
-        desc: description of the cache; if the engine has a device, its placement says where the
+        desc: description of the cache; if the engine has a device, the placement says where the
             tensors must be.
         tensors, writable: as for `CacheRegistry.register`.
         device: the device of the engine, if it has one.
@@ -154,7 +154,7 @@ def _check_on_device(form: TensorForm, given: object, device: Device) -> None:
 
 
 def _how_to_register(form: TensorForm, device: Device | None) -> str:
-    """Return the remedy for a tensor on a device that the engine cannot take."""
+    """Return the remedy for an error about a tensor on a device."""
     at = form.device
     if at is None:
         return ""
@@ -238,7 +238,7 @@ def merged_ranges(memory: CacheMemory, *, adjacent: bool = True) -> list[tuple[i
 def offered_ranges(memory: CacheMemory) -> Sequence[Registrable]:
     """Return the ranges of the user's memory that are registered for peers.
 
-    Adjacent tensors on a device stay apart, as they may be of two allocations.
+    Adjacent tensors on a device stay apart, because they may belong to two allocations.
     """
     if isinstance(memory, DeviceMemory):
         return [DeviceRange(*span) for span in merged_ranges(memory, adjacent=False)]
@@ -254,7 +254,7 @@ def tensor_arrays(
 ) -> list[NDArray[Any]]:
     """Return an array over each tensor, or each chosen one; an array keeps the memory alive.
 
-    Its shape is the cache's; for packed elements a row is flat, of whole bytes.
+    Arrays have the shape of the cache; for packed elements a row is flat, in whole bytes.
     """
     if isinstance(memory, DeviceMemory):
         raise unsupported(
@@ -302,7 +302,7 @@ class _Tensor:
 
 
 def read_tensors(desc: CacheDesc, memory: CacheMemory) -> list[NDArray[Any]]:
-    """Return a copy of each tensor, shaped as by `tensor_arrays`."""
+    """Return a copy of each tensor, in the shape of `tensor_arrays`."""
     memory.check()
     shape, dtype = array_form(desc)
     copies = [np.empty(shape, dtype) for _ in range(desc.num_tensors)]

@@ -22,15 +22,15 @@ MAX_UNREAD: Final = 16384
 """Unread notifications that an engine keeps; senders of further ones are refused."""
 
 MAX_UNREAD_OF_ONE: Final = 4096
-"""Unread notifications of one peer, which leaves room for other peers."""
+"""Unread notifications that an engine keeps of one peer, so that other peers have room."""
 
 
 class Notification(NamedTuple):
     """A notification that a peer has sent.
 
     Attributes:
-        cluster_id: of the peer.
-        data: the bytes that the peer gave.
+        cluster_id: id of the peer.
+        data: bytes from the peer.
     """
 
     cluster_id: int
@@ -46,7 +46,7 @@ class Notifications(PollableQueue[Notification]):
 
     def __init__(self) -> None:
         super().__init__()
-        # Counts unread notifications by peer, without zeros. Without a lock, threads that meet
+        # Counts unread notifications by peer, without zeros. Without a lock, threads that race
         # here may count one too few, never one too many.
         self._unread: dict[int, deque[None]] = {}
         self._direct: dict[int, tuple[socket.socket, int]] = {}  # socket and peer, by descriptor
@@ -89,7 +89,7 @@ class Notifications(PollableQueue[Notification]):
         self._direct[direct.fileno()] = direct, cluster_id
 
     def detach(self, direct: socket.socket) -> None:
-        """Receive the rest and close the connection. Idempotent, in the control thread."""
+        """Receive the rest and close the connection. Idempotent. Runs in the control thread."""
         if (fd := direct.fileno()) < 0:
             return
         with suppress(OSError):  # the peer has closed
@@ -124,7 +124,7 @@ class Notifications(PollableQueue[Notification]):
     def _forget(self, fd: int, direct: socket.socket) -> None:
         """Stop watching a connection, unless another thread already did."""
         if (found := self._direct.get(fd)) is not None and found[0] is direct:
-            with suppress(OSError):  # in this order: an interrupt may come between
+            with suppress(OSError):  # in this order: an interrupt may come in between
                 self._epoll.unregister(fd)
             self._direct.pop(fd, None)
 
@@ -148,7 +148,7 @@ class Notifications(PollableQueue[Notification]):
 
 
 class NotificationCallbacks:
-    """Calls functions with each notification, in a thread that runs while functions exist."""
+    """Functions that a thread calls with each notification; the thread runs while any exist."""
 
     def __init__(self, notifications: Notifications, name: str) -> None:
         self._notifications = notifications
@@ -178,7 +178,7 @@ class NotificationCallbacks:
 
 
 class _CallingThread:
-    """Reads notifications, and calls all functions with each, until it is stopped."""
+    """A thread that reads notifications and calls all functions with each, until stopped."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class _CallingThread:
         start_thread(name, self._run)
 
     def stop(self) -> None:
-        """Stop reading; a function that is running ends by itself."""
+        """Stop reading; a function that is running is not interrupted."""
         self._stopped = True
         os.eventfd_write(self._wake, 1)
 
@@ -210,7 +210,7 @@ class _CallingThread:
                 for function in functions:
                     try:
                         function(notification)
-                    except BaseException:  # also sys.exit, as later notifications must be read
+                    except BaseException:  # even sys.exit: later notifications must be read
                         logger.exception("on_notification: a callback has failed")
             if self._notifications.closed and not len(self._notifications):
                 return

@@ -19,7 +19,7 @@ MAX_NODE: Final = 1023
 def numa_nodes(root: Path = Path("/")) -> dict[int, frozenset[int]]:
     """Return the processors of each online node; empty if the kernel does not list nodes.
 
-    `root` is the file system that has /sys.
+    `root` is the directory that contains sys.
     """
     folder = root / "sys/devices/system/node"
     try:

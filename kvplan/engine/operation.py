@@ -30,7 +30,7 @@ Prepared: TypeAlias = "tuple[Plan, TensorMemory, TensorMemory, Descriptors | Non
 """A plan to execute, the memory of src and of dst, and the descriptors if they are known."""
 
 MAX_TAG: Final = 128
-"""Characters of the tag of a transfer."""
+"""Maximum number of characters in a transfer's tag."""
 
 
 class TransferOptions(TypedDict, total=False):
@@ -39,9 +39,9 @@ class TransferOptions(TypedDict, total=False):
     Attributes:
         notify: 1 to 4096 bytes that are sent to the peers after every byte has arrived. The
             transfer succeeds when the peers' engines have them. None: nothing is sent.
-        notify_failure: sent instead if the transfer fails, unless the link is broken.
-        verify: whether to read all moved bytes again and compare. Default: the option
-            `kvplan.verify` of the engine.
+        notify_failure: bytes to send instead if the transfer fails, unless the link is broken.
+        verify: True to read all moved bytes again and compare. Default: the option `kvplan.verify`
+            of the engine.
         tag: name in logs and recordings, such as the id of the request: at most 128 printable
             characters.
     """
@@ -67,8 +67,8 @@ class RunOptions(SubmitOptions, total=False):
     """Options of `run`.
 
     Attributes:
-        timeout_ms: milliseconds for the whole call, with verification and notification. None: the
-            option SyncKvCacheWaitTime of the engine; inside one process no limit.
+        timeout_ms: milliseconds for the whole call, including verification and notification. None:
+            the option SyncKvCacheWaitTime of the engine; inside one process no limit.
     """
 
     timeout_ms: float | None
@@ -89,7 +89,7 @@ class Operation:
     """An operation with the resources that it holds inside its `with` block.
 
     It is in flight until the block ends or, once submitted, until its task ends. An operation that
-    only plans has no block: it holds nothing, and is not counted. Options are those of `checked`.
+    only plans has no block: it holds nothing and is not counted. `checked` returns valid options.
     """
 
     by_layer = False  # whether each layer moves by itself
@@ -124,10 +124,10 @@ class Operation:
         self.speculated = False
         self.retried = False
         self.moves = False  # True inside the `with` block
-        self.submitted = False  # the outcome of a task ends the operation
-        self.done = False  # every byte has arrived; otherwise it is prepared and executed
+        self.submitted = False  # True: the outcome of the task ends the operation
+        self.done = False  # True: every byte has arrived; until then `run` executes it again
         self._recorded = False
-        self.cache_id = -1  # of this process, the source if both are; -1: not found yet
+        self.cache_id = -1  # this process's cache, the source of two; -1: not found yet
         self._claim: PeerClaim | None = None
         self.link: PeerLink | None = None  # None inside one process
         self.leases: tuple[BlockLease, ...] = ()  # of the peer
@@ -203,13 +203,13 @@ class Operation:
             )
 
     def left_ms(self) -> float | None:
-        """Return the rest of the time limit in milliseconds; None: no limit."""
+        """Return the remaining milliseconds; None: no limit."""
         if self.timeout_ms is None:
             return None
         return max(0.0, self.timeout_ms - (perf_counter() - self.started) * 1000)
 
     def limited(self) -> float | None:
-        """Return the rest of the time limit of a call that waits; with a peer it has a limit."""
+        """Return the remaining milliseconds of a call that waits; None: no limit and no peer."""
         limit_ms = self.timeout_ms
         if limit_ms is None:
             if self.link is None:
@@ -248,7 +248,7 @@ class Operation:
         moved = self.plan if error is None else None
         failure = error
         try:
-            # Before the link is released, as its peer must learn whether the key is consumed.
+            # Before the link is released: its peer must learn whether the key is consumed.
             if self._claim is not None:
                 self._claim.release(
                     None if moved is None or len(moved.parts) > 1 else moved.part.src_tensors
@@ -296,7 +296,7 @@ class Operation:
 
     def hold(self, link: PeerLink) -> None:
         """Keep the link to the peer until the operation ends."""
-        self.link = link  # first: an interrupt may only end what has not begun
+        self.link = link  # first: the link ignores the end of what has not begun
         link.begin(self)
 
 
@@ -345,7 +345,7 @@ def checked(options: Mapping[str, Any], allowed: Container[str]) -> dict[str, An
 
 
 def check_notification(name: str, data: bytes) -> None:
-    """Refuse a notification that is not bytes, or too few or too many."""
+    """Refuse a notification that is not bytes, is empty, or is too long."""
     if type(data) is not bytes:
         check_type(name, data, bytes)
     if not 1 <= len(data) <= MAX_NOTIFICATION_NBYTES:
@@ -357,7 +357,7 @@ def check_tag(tag: str) -> None:
     if type(tag) is not str:
         check_type("tag", tag, str)
     if len(tag) > MAX_TAG or not tag.isprintable():
-        raise invalid(f"tag={shown(tag)} must be of at most {MAX_TAG} printable characters")
+        raise invalid(f"tag={shown(tag)} must have at most {MAX_TAG} printable characters")
 
 
 _CHECKS: Final[Mapping[str, Callable[[Any], None]]] = {

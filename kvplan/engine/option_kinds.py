@@ -104,7 +104,7 @@ def option(
 ) -> _T:
     """Return the value of a field of a class of options; the arguments are those of a `Row`.
 
-    Without `keys` the key is the prefix of `rows_of` and the field.
+    Without `keys` the key is the prefix of `rows_of` plus the name of the field.
     """
     row = Row("", keys, default, kind, unit, over, text, see)
     made: dict[str, Any] = {"default": default}
@@ -176,7 +176,7 @@ def number(low: int, high: int, width: tuple[int, int] | None = None) -> Kind:
 
 
 def one_of(allowed: Collection[str]) -> Kind:
-    """Return the kind of the `allowed` words."""
+    """Return the kind whose values are the `allowed` words."""
     words = ", ".join(f"`{word}`" for word in allowed)
     return Kind(lambda name, value: check_one_of(name, value, allowed), values=words)
 
@@ -267,7 +267,7 @@ def _check_verify(name: str, value: object) -> None:
         verify_every(check_type(name, value, str))
     except ValueError:
         raise invalid(
-            f'{name}={shown(value)} must be "off", "all" or a sample, as "sample:1/64"'
+            f'{name}={shown(value)} must be "off", "all" or a sample such as "sample:1/64"'
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Options from environment variables and files, for those that the program does not give."""
+"""Environment variables and files as sources of options that the program does not give."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VARIABLES: Final = {row.variable: row for row in ROWS}
 """The option of each environment variable."""
 
 TABLE: Final = "kvplan"
-"""The table of a file with the options; other tables are ignored."""
+"""The table with the options in a file; other tables are ignored."""
 
 _KEYS: Final = SPELLINGS | {row.field: row for row in ROWS}
 _MAX_FILE_NBYTES: Final = 1 << 20
@@ -33,7 +33,7 @@ class Setting(NamedTuple):
 
     Attributes:
         value: value of the field.
-        source: the variable, or the file and the key; for errors.
+        source: the variable, or the file and the key, as errors name it.
     """
 
     value: Any
@@ -86,7 +86,7 @@ def values_of(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 @contextmanager
 def naming_sources(settings: Mapping[str, Setting]) -> Iterator[None]:
-    """Add the sources of the values that an error of `Options` names to the error."""
+    """If an error of `Options` names values, add their sources to it."""
     try:
         yield
     except (LLMException, TypeError, ValueError) as error:
@@ -131,13 +131,13 @@ def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 
 def _text(source: str, value: object) -> str:
-    """Return a value of a file as the text that a mapping of options has for it."""
+    """Return a value of a file as text, in the form that a mapping of options has."""
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, str | int):
         return str(value)
     if isinstance(value, dict):
-        import json  # here, as only pools and settings of UCX need it
+        import json  # here, because only pools and settings of UCX need it
 
         return json.dumps(value, default=str)
     raise invalid(f"{source}={shown(value)} must be text, a whole number, true, false or a table")

@@ -51,7 +51,7 @@ class Options(OptionRows):
 
     Raises:
         TypeError: a field of the wrong type.
-        ValueError: an integer outside the reference's field.
+        ValueError: an integer that does not fit the reference's C type.
         LLMException: LLM_PARAM_INVALID: a value that breaks a rule.
     """
 
@@ -63,7 +63,7 @@ class Options(OptionRows):
                 f"heartbeat_timeout_ms={self.heartbeat_timeout_ms} must be more than "
                 f"heartbeat_interval_ms={self.heartbeat_interval_ms}"
             )
-        if not self.local_comm_res:  # which takes precedence over the file
+        if not self.local_comm_res:  # otherwise the file has no effect
             check_resource_file("global_resource_config", self.global_resource_config)
 
     def differences(self, other: Options) -> str:
@@ -80,18 +80,18 @@ class Options(OptionRows):
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **given: Any) -> Options:
-        """Return the options of a TOML file, in its table [kvplan].
+        """Return the options in table [kvplan] of a TOML file.
 
         Arguments take precedence over environment variables, and these over the file.
 
         Args:
-            path: the file. Its keys are those of a mapping, with or without prefix, or fields.
+            path: the file. Its keys are those of a mapping, with or without prefix, or field names.
             given: values of fields.
 
         Raises:
-            TypeError, ValueError: as the class.
-            LLMException: LLM_PARAM_INVALID: as the class; the file cannot be read, is not TOML, has
-                no table [kvplan], or an unknown key. Names the file and the key.
+            TypeError, ValueError: see the class.
+            LLMException: LLM_PARAM_INVALID: an invalid option; a file that cannot be read, is not
+                TOML, or lacks the table [kvplan]; an unknown key. Names the file and the key.
         """
         before = given.keys() | from_environment().keys()
         found = {name: value for name, value in read_file(path).items() if name not in before}
@@ -108,7 +108,7 @@ class Options(OptionRows):
 
         Raises:
             TypeError: the wrong type, or a key or value that is not text.
-            ValueError, LLMException: as the class.
+            ValueError, LLMException: see the class.
         """
         if options is None:
             return cls()
@@ -135,7 +135,7 @@ class Options(OptionRows):
 
 
 def unknown_key(key: str) -> str:
-    """Return the warning of an unknown key, which names the nearest one."""
+    """Return the warning of an unknown key, with the nearest key."""
     plain = re.sub("[^a-z0-9]", "", key.lower().removeprefix("llm.").removeprefix("kvplan."))
     if plain.startswith("listen") or get_close_matches(plain, ["listenipinfo"], cutoff=0.8):
         raise invalid(

@@ -85,9 +85,9 @@ class Request(msgspec.Struct):
     pulls: bool
     kind: Kind
     link: PeerLink
-    pairs: dict[_Key | tuple[_Key, ...], NamedPair]  # of the link, read before anything else
-    name: _Key  # in `pairs`
-    pair: NamedPair | None  # if an earlier request has made it
+    pairs: dict[_Key | tuple[_Key, ...], NamedPair]  # of the link; read before its state
+    name: _Key  # the key in `pairs`
+    pair: NamedPair | None  # made by an earlier request; None: not known
     entry: CacheEntry  # of this process
     key: CacheIndex | BlocksCacheKey | BlockLease
     lease: BlockLease | None  # the key, if it is a lease
@@ -234,7 +234,7 @@ class PairOperation(Operation, ABC):
 
     def use_known(self) -> Prepared | None:
         """Return what to execute if all pairs are known; None: resolve their names."""
-        # Only before the link is held. Later changes of the peer are found by checks of the memory.
+        # Only before the link is held. Checks of the memory find later changes of the peer.
         if not self.moves or self.link is not None:
             return None
         if not self._is_alone:

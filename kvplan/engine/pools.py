@@ -67,15 +67,15 @@ class PoolConfig:
 
 
 class Span:
-    """Memory [address, address + nbytes), which returns to its pool with this object.
+    """Memory [address, address + nbytes), which returns to its pool when this object is collected.
 
     Each user of the memory (a cache, a transfer in flight, an array) holds this object, so another
     cache gets the memory only after the last user.
 
     Args:
-        allocation: the memory that the span is a part of.
-        offset, nbytes: the part, in bytes.
-        returned: the queue of the pool that gets the span at its end; None: no pool.
+        allocation: the memory that contains the span.
+        offset, nbytes: the span in the allocation, in bytes.
+        returned: the queue of the pool that gets the span back; None: no pool.
         device: the device that has the memory; None: the host.
         pinned: pins the allocation for a device as long as the span lives.
     """
@@ -184,8 +184,8 @@ class Pool:
     def _out_of_memory(self, nbytes: int) -> LLMException:
         sizes = [size for _, size in self._holes]
         return LLMException(
-            f"{nbytes} bytes were asked for; of the pool's {self._nbytes}, {sum(sizes)} are free "
-            f"in {plural(len(sizes), 'span')}, the largest of {max(sizes, default=0)}",
+            f"{nbytes} bytes requested; the pool of {self._nbytes} bytes has {sum(sizes)} free in "
+            f"{plural(len(sizes), 'span')}, the largest of {max(sizes, default=0)}",
             status_code=LLMStatusCode.LLM_OUT_OF_MEMORY,
         )
 
@@ -200,7 +200,7 @@ class Pools:
             a label, and all memory is host memory.
         prefault, allow_overcommit, numa_node: of host memory, as for `new_arena`.
         pages: as for `new_arena`. "collapse" is "auto", and pages that are not prefaulted become
-            huge pages in the background, 2 MiB each as soon as all of its small pages are in use.
+            huge pages in the background: each 2 MiB as soon as all its small pages are in use.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class PrometheusCollector(Collector):
             labels=("cluster_id", "operation"),
         )
         seconds = HistogramMetricFamily(
-            "kvplan_operation_seconds", "How long calls took.", labels=("cluster_id", "operation")
+            "kvplan_operation_seconds", "Duration of calls.", labels=("cluster_id", "operation")
         )
         in_flight = GaugeMetricFamily(
             "kvplan_in_flight", "Transfers that have not ended yet.", labels=("cluster_id",)

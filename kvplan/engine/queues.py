@@ -32,7 +32,7 @@ class PollableQueue(Generic[_T]):
     once.
     """
 
-    # Without a lock, as a signal handler may read while the interrupted code reads.
+    # Without a lock: a signal handler may read while the interrupted code reads.
 
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
@@ -55,7 +55,7 @@ class PollableQueue(Generic[_T]):
         """Return a descriptor that polls readable while items are unread, or after `finalize`.
 
         For `select`, `epoll` and event loops. When the descriptor is readable, read this object,
-        not the descriptor. The queue may be empty then. The descriptor is closed with this object.
+        not the descriptor; it may still be empty. The descriptor is closed with this object.
 
         Raises:
             LLMException: LLM_FAILED: in a forked child.
@@ -67,7 +67,7 @@ class PollableQueue(Generic[_T]):
         """Wait for an item; return whether there is one.
 
         Args:
-            timeout_ms: milliseconds, >= 0; None waits until an item arrives or `finalize`.
+            timeout_ms: milliseconds, >= 0; None: until an item arrives or `finalize`.
 
         Raises:
             ValueError: timeout_ms < 0 or not a number.
@@ -113,7 +113,7 @@ class PollableQueue(Generic[_T]):
         """Wait until the descriptor is readable, and watch it only until then."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
-        fd = os.dup(self.fileno())  # a loop watches a descriptor for one reader only
+        fd = os.dup(self.fileno())  # a loop has at most one reader for a descriptor
         try:
             loop.add_reader(fd, readable.set)
             try:
@@ -166,7 +166,7 @@ MAX_UNTAKEN: Final = 65536
 
 
 class Completions(PollableQueue["_Ended"]):
-    """Submitted tasks of one engine in the order of their end; `wait` of each gives its outcome.
+    """Submitted tasks of one engine in the order of their end; `wait` of a task gives its outcome.
 
     While 65536 wait here, no other task can be submitted. A task keeps its plan, but no memory.
     """

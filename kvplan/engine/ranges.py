@@ -1,4 +1,4 @@
-"""Transfers between registered memory that addresses name at both ends."""
+"""Transfers between registered memory, named by addresses at both ends."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AddressRanges:
     into an adjacent one. Columns of uint64 are not copied; do not change them afterwards.
 
     Args:
-        cluster_id: of the peer; that of the engine itself: copies inside of it.
+        cluster_id: id of the peer, or of the engine itself for copies inside it.
         local: the address of each range here.
         remote: the address of each range in the peer.
         nbytes: the size of each range.
@@ -73,7 +73,7 @@ class AddressRanges:
     remote: Column
     nbytes: Column
     direction: Literal["pull", "push"] = "pull"
-    _placed: _Placed | None = field(init=False, repr=False)  # at the last transfer
+    _placed: _Placed | None = field(init=False, repr=False)  # by the last transfer
 
     def __init__(
         self, cluster_id: int, local: ArrayLike, remote: ArrayLike, nbytes: ArrayLike,
@@ -86,7 +86,7 @@ class AddressRanges:
         if not 0 < len(columns[0]) == len(columns[1]) == len(columns[2]):
             raise invalid(
                 f"ranges: local, remote and nbytes have {[*map(len, columns)]} numbers; they must "
-                "have as many of each, and at least 1"
+                "have equally many, and at least 1"
             )
         if (bad := first_bad(*columns)) >= 0:
             raise _impossible(bad, *columns)
@@ -153,7 +153,7 @@ class RangeOperation(Operation):
         self, link: PeerLink | None, ranges: AddressRanges, pulls: bool
     ) -> tuple[Plan, TensorMemory, TensorMemory, Descriptors]:
         mine = self.engine.registry.address_index()
-        its: AddressIndex[Any] = mine  # of a PeerCache; of a CacheEntry inside of one engine
+        its: AddressIndex[Any] = mine  # of a PeerCache; of a CacheEntry inside one engine
         if link is not None:
             its = link.address_index(writable=not pulls, ask=self.retried)
         placed, ours, theirs = _find(ranges, link, mine, its, again=self.retried)
@@ -172,7 +172,7 @@ def move_ranges_now(
 ) -> bool:
     """Pull small ranges from a peer on this host in the calling thread; False: not moved.
 
-    What is unusual or wrong is not moved, and an operation finds out why.
+    Unusual or wrong ranges are not moved here: an operation moves or refuses them.
     """
     link = engine.links.peers.get(ranges.cluster_id)
     if (
@@ -214,7 +214,7 @@ def _find(
     ranges: AddressRanges, link: PeerLink | None, mine: AddressIndex[CacheEntry],
     its: AddressIndex[Any], *, again: bool = False,
 ) -> _Found:  # fmt: skip
-    """Find ranges in registered memory and lower them; `again`: even if that is known."""
+    """Find ranges in registered memory and lower them; `again`: ignore an earlier result."""
     placed = ranges._placed
     if again or placed is None or placed.mine() is not mine or placed.its() is not its:
         placed = None
@@ -290,7 +290,7 @@ def _cut(
     own: AddressIndex[CacheEntry], peer: AddressIndex[Any],
     local: Column, remote: Column, nbytes: Column,
 ) -> tuple[Column, Column, Column]:  # fmt: skip
-    """Cut ranges where they continue in another registration; refuse those in none."""
+    """Cut ranges at the borders of registrations; refuse unregistered bytes."""
     here = own.cut("local", local, remote, nbytes)
     if len(here.nbytes) != len(nbytes):  # first, so that errors have the caller's numbers
         peer.cut("remote", remote, local, nbytes)
@@ -302,7 +302,7 @@ def _as_reached(
     listed: Descriptors, pulls: bool, memory: TensorMemory, peer: Sequence[Extent[PeerCache]],
     parts: list[tuple[int, int, int]],
 ) -> Descriptors:  # fmt: skip
-    """Return descriptors with the peer's addresses as the backend sees them, maybe mapped."""
+    """Return descriptors with the addresses at which the backend reaches the peer's memory."""
     shifts, first = [], 0
     for extent in peer:
         shifts.append(int(memory.addresses[first + extent.tensor]) - extent.address)
@@ -318,8 +318,8 @@ def _as_reached(
 
 
 _Place = tuple[CacheDesc, int, int, int, str]
-"""A tensor: description and id of its cache, its number, its address, and the name that the caller
-gave the cache. Keeps no memory."""
+"""A tensor: description and id of its cache, its number, its address, and the caller's name for
+the cache. Keeps no memory alive."""
 
 
 def _own_place(extent: Extent[CacheEntry]) -> _Place:
@@ -341,7 +341,7 @@ def _made_parts(
     count: int,  # number of ranges before they were merged
     pairs: Column | None,  # the pair of each range; None: all have the same pair
 ) -> list[RangePart]:
-    """Make the parts of a plan, at the first look at them."""
+    """Make the parts of a plan when they are first read."""
     counts = [count] if pairs is None else np.unique(pairs, return_counts=True)[1].tolist()
     parts = []
     for i, (mine, its) in enumerate(zip(own, peer, strict=True)):
@@ -360,7 +360,7 @@ def _named(place: _Place) -> str:
 
 
 def _side(desc: CacheDesc, cache_id: int, name: str, way: str = "") -> Side:
-    """Return a cache as a side with one row, which is all of each tensor."""
+    """Return a cache as a side with one row: the whole of each tensor."""
     return Side(
         desc.num_tensors, 1, desc.tensor_nbytes, False, desc.placement,
         name=name, way=way, cache_id=cache_id,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvplan.recording.writer import Recorder
 
 RECORD: Final = "KVPLAN_RECORD"
-"""The variable with the directory in which each engine of each process records to its own file."""
+"""The environment variable that names a directory; each engine records to its own file there."""
 
 SUFFIX: Final = ".kvrec"
 
@@ -46,7 +46,7 @@ class RecordingOperations(OperationRunner):
         recording with a warning in the log; transfers go on.
 
         Args:
-            path: of the file.
+            path: file to write.
             max_bytes: size of a file, at least 65536.
             files: number of files to keep.
 
@@ -57,8 +57,8 @@ class RecordingOperations(OperationRunner):
         Raises:
             TypeError: an argument of the wrong type.
             OSError: the file cannot be created.
-            LLMException: LLM_PARAM_INVALID: this engine is being recorded, or the file is of
-                another engine or not a recording; LLM_FAILED: not initialized;
+            LLMException: LLM_PARAM_INVALID: this engine is being recorded, or the file belongs to
+                another engine or is not a recording; LLM_FAILED: not initialized;
                 LLM_ENGINE_FINALIZED.
         """
         return _record(self._running(), path, max_bytes=max_bytes, files=files)
@@ -90,7 +90,7 @@ def _record(
     max_bytes: int = _DEFAULT_MAX_BYTES,
     files: int = _DEFAULT_FILES,
 ) -> Recorder:
-    from kvplan.recording.writer import Recorder  # here, as only recordings need it
+    from kvplan.recording.writer import Recorder  # here: only recordings need it
 
     before = engine.recorder
     if before is not None and not before.ended:

@@ -103,7 +103,7 @@ class CacheRegistry:
 
         Args:
             desc: description of the cache; its tensors follow each other in memory.
-            paged: whether blocks address the cache.
+            paged: True if blocks address the cache.
             keys: at most one BlocksCacheKey for a paged cache. Otherwise a CacheKey for each row,
                 from the first row on; a padding key skips a row.
         """
@@ -131,12 +131,12 @@ class CacheRegistry:
             desc: description of the cache.
             tensors: an address for each tensor, which must be mapped until the cache is
                 unregistered; or an array for each tensor (NumPy, DLPack, buffer), which is held.
-            paged: whether blocks address the cache.
+            paged: True if blocks address the cache.
             keys: as for `allocate`.
-            remote_accessible: whether peers may reach the cache.
-            writable: whether transfers may write to the cache. None: to addresses, and to arrays
-                that are writable.
-            name: of the memory, in plans of both ends; empty: its id is its name.
+            remote_accessible: True if peers may reach the cache.
+            writable: True if transfers may write to the cache. None: True for addresses and for
+                writable arrays.
+            name: name of the memory in plans at both ends; empty: its id.
         """
         check_type("cache_desc", desc, CacheDesc)
         check_keys(keys, paged)
@@ -173,7 +173,7 @@ class CacheRegistry:
     def unregister(self, cache_id: int) -> None:
         """Remove a registered cache, its keys and its claims; an unknown id has no effect.
 
-        After the return no peer reports success for the cache, its registrations have ended, and no
+        After this call no peer reports success for the cache, its registrations have ended, and no
         transfer of this process touches its memory.
         """
         ended: list[HeldCache] = []
@@ -301,7 +301,7 @@ class CacheRegistry:
         return index
 
     def entries(self) -> list[tuple[CacheEntry, bool]]:
-        """Return all caches in the order of ids, each with whether its id is still valid."""
+        """Return all caches in order of id, each with True if its id is still valid."""
         with self._mutex:
             living = [cache.entry for _, cache in sorted(self._held.items(), key=itemgetter(0))]
             return [(entry, entry.cache.cache_id in self._entries) for entry in living]
@@ -341,14 +341,14 @@ class CacheRegistry:
         holder: Hashable = None,
         run: Callable[[Callable[[], None]], object] = call,
     ) -> None:
-        """End a claim. A request's key is removed once all tensors of the cache were pulled by it.
+        """End a claim. A request's key is removed once it has pulled all tensors of the cache.
 
         Args:
             claim_id: the claim; an unknown id has no effect.
-            tensors: the tensors of which every byte was pulled; None: the pull failed.
-            holder: the holder of the claim; claims of others are unknown to it. None: any holder.
+            tensors: the completely pulled tensors; None: the pull failed.
+            holder: the holder that the claim must have, or the call has no effect; None: any.
             run: called with a function that ends the caches which become unused, if any. The
-                function may wait for peers that write to them, so `run` may call it elsewhere.
+                function may wait for peers that write to them, so `run` may use another thread.
         """
         check_type("claim_id", claim_id, int)
         with self._mutex:
@@ -409,7 +409,7 @@ class CacheRegistry:
         name: str = "",
     ) -> CacheEntry:
         """Offer the memory to peers and add the cache: both, or neither."""
-        # Without the lock: registering much memory takes long, and links must not wait meanwhile.
+        # Without the lock: registering a lot of memory is slow, and links must not wait for it.
         owned = span is not None
         with ExitStack() as undo:
             offered = offer(self._transports, ranges, memory.writable, keep=span)

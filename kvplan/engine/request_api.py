@@ -59,7 +59,7 @@ class LeaseOperations(OperationRunner):
             return self._running().leases.begin(cache, blocks, tag, ttl_ms, tokens)
 
     def release(self, lease: BlockLease) -> None:
-        """End a lease: after the return its blocks can belong to another request. Idempotent.
+        """End a lease: after this call its blocks can belong to another request. Idempotent.
 
         Waits for peers that are writing with the lease. After that no peer writes with it, and no
         transfer with it succeeds.
@@ -101,15 +101,15 @@ class LeaseOperations(OperationRunner):
     ) -> list[BlockLease]:
         """Let leases follow blocks that the program moves, or end the leases.
 
-        After the return no transfer that has read or written an old place with a lease succeeds.
+        After this call no transfer that has read or written an old place with a lease succeeds.
         Transfers in flight fail with LLM_KV_CACHE_NOT_EXIST, or `run` repeats them. Peers keep
         their leases: later transfers use the new places, even if the peer names blocks of the
         lease by their old numbers.
 
         Args:
-            where: a cache, for all leases of it; or one lease, any value of it.
-            moves: the new block of each moved block, as {14: 4}; for a contiguous cache, slots. All
-                moves happen at once, so that {4: 5, 5: 4} is an exchange.
+            where: a cache, for all its leases; or one lease, in its latest or an earlier value.
+            moves: the new block of each moved block, such as {14: 4}; slots of a contiguous cache.
+                All moves happen at once, so that {4: 5, 5: 4} is an exchange.
             follow: True: leases name the new blocks. False: leases that name a moved block end,
                 with `LeaseEnd.MOVED`.
             copy: copies the bytes of the blocks. It is called when no peer reads or writes the
@@ -176,13 +176,13 @@ class NotificationOperations(OperationRunner):
     def notify(
         self, cluster_id: int, data: bytes, *, timeout_ms: float | None = None, tag: str = ""
     ) -> None:
-        """Send a notification; after the return the peer's program can read it.
+        """Send a notification; after this call the peer's program can read it.
 
-        Delivered at most once. After LLM_TIMEOUT or LLM_LINK_FAILED the peer may have it; after any
-        other error it does not.
+        Delivery is at most once. After LLM_TIMEOUT or LLM_LINK_FAILED the peer may have the
+        notification; after any other error it does not.
 
         Args:
-            cluster_id: of the peer.
+            cluster_id: id of the peer.
             data: 1 to 4096 bytes.
             timeout_ms: milliseconds, > 0; None: SyncKvCacheWaitTime.
             tag: name in logs and recordings, such as the id of a request.
@@ -190,9 +190,9 @@ class NotificationOperations(OperationRunner):
         Raises:
             TypeError: an argument of the wrong type.
             ValueError: cluster_id is not a uint64; timeout_ms is not > 0.
-            LLMException: LLM_PARAM_INVALID: no bytes, too many, a bad tag, or this engine's own
+            LLMException: LLM_PARAM_INVALID: no or too many bytes, a bad tag, or this engine's own
                 cluster; LLM_NOT_YET_LINK; LLM_LINK_FAILED: the link is broken, or broke meanwhile;
-                LLM_LINK_BUSY: too many wait to be read at the peer; LLM_TIMEOUT.
+                LLM_LINK_BUSY: too many unread notifications at the peer; LLM_TIMEOUT.
         """
         with self._notice(cluster_id, data, timeout_ms, tag) as operation:
             _linked(operation, cluster_id).notify(data, timeout_ms)
@@ -206,7 +206,7 @@ class NotificationOperations(OperationRunner):
         calls. After a cancellation the notification may have been delivered.
 
         Raises:
-            TypeError, ValueError, LLMException: as `notify`.
+            TypeError, ValueError, LLMException: see `notify`.
         """
         with self._notice(cluster_id, data, timeout_ms, tag) as operation:
             await _linked(operation, cluster_id).notify_async(data, timeout_ms)
@@ -223,7 +223,7 @@ class NotificationOperations(OperationRunner):
         return Operation(self._running(), "notify", tag=tag)
 
     def notifications(self) -> Notifications:
-        """Return the queue of unread notifications: one object for each engine.
+        """Return the engine's queue of unread notifications, always the same object.
 
         Raises:
             LLMException: LLM_FAILED: not initialized, or in a forked child;

@@ -1,7 +1,7 @@
-"""Operations between caches: names become sides and memory, and these the parts of a plan.
+"""Operations between caches: names are resolved to sides and memory, then each pair is planned.
 
-Each pair of caches is resolved and planned by itself, in the same way whether the operation has
-one pair or several.
+Each pair of caches is resolved and planned on its own, whether the operation has one pair or
+several.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Found(NamedTuple):
 
     side: Side
     slot: int | None  # None: no slot is named, or the cache is paged
-    memory: TensorMemory | None  # of this process, or of addresses of a peer; None: of `cache`
+    memory: TensorMemory | None  # of this process, or at addresses of a peer; None: see `cache`
     cache: PeerCache | None = None  # the peer's
     key: AnyCache | None = None
 
@@ -97,7 +97,7 @@ class TransferOperation(PairOperation):
         shares = len(self.found) > 1
         src_tensor = dst_tensor = 0
         for place, (source, target) in enumerate(self.found):
-            # A cache of this process is the same memory in every operation, unlike joined ones.
+            # A cache of this process has the same memory in every operation, unlike joined caches.
             lowered = self._lower(
                 place,
                 source.memory or src,
@@ -161,7 +161,7 @@ class TransferOperation(PairOperation):
             self.found[index] = src, dst
 
     def plan_part(self, place: int) -> Part:
-        """Plan the pair at this place, or check the plan that was made before."""
+        """Plan the pair at this place, or check a plan that was made earlier."""
         pair, (src, dst) = self.pairs[place], self.found[place]
         try:
             if isinstance(pair.transfer, Planned):
@@ -257,7 +257,7 @@ class TransferOperation(PairOperation):
         link = self.link
         if link is None:
             link = self._linked(argument, key, cast(BlockLease, key).cluster_id)
-            self.link = link  # also of an operation that is only planned
+            self.link = link  # even if the operation only plans
         if isinstance(key, PeerTensors):
             tensors, memory = link.tensors(
                 key.addresses, key.stride or stride, paged=paged is not False
@@ -282,7 +282,7 @@ class TransferOperation(PairOperation):
     ) -> tuple[PeerCache, int]:
         """Return the cache and the slot that a key names."""
         if isinstance(key, BlockLease):
-            if link.latest(key) is not key:  # mostly of a plan that was made before
+            if link.latest(key) is not key:  # mostly in a plan that was made earlier
                 raise not_exist(f"{argument}={key} has moved to other blocks: plan again")
             return link.leased(key, writable=writable), 0
         if isinstance(key, CacheKeyByIdAndIndex):

@@ -1,4 +1,4 @@
-"""The base of the classes with public methods of an engine, and the hooks of plans."""
+"""Base of the classes with an engine's public methods, and the hooks of plans."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PlanEvent(NamedTuple):
         plan: the plan.
         operation: name of the operation, such as "pull_cache".
         cache_id: the cache of this process; the source if both are of this process.
-        cluster_id: of the peer; None inside one process.
-        tag: as the caller gave it.
+        cluster_id: id of the peer; None inside one process.
+        tag: the caller's tag.
     """
 
     plan: Plan
@@ -61,7 +61,7 @@ class OperationRunner:
 
     @contextmanager
     def _recorded(self, operation: str, **fields: object) -> Iterator[Engine]:
-        """Count, record and log the block as an operation."""
+        """Count, record and log the `with` block as an operation."""
         engine = self._running()
         started = perf_counter()
         failure: BaseException | None = None

@@ -25,7 +25,7 @@ PEERS: Final = (CacheKeyByIdAndIndex, BlocksCacheKey, CacheKey, BlockLease, Peer
 class Pair(NamedTuple):
     """Rows of two caches, between which one operation moves bytes."""
 
-    name: str  # of the caller; empty: the transfer has only one destination
+    name: str  # the caller's; empty: the transfer has only one destination
     transfer: Transfer | Planned
     src: Rows
     dst: Rows

@@ -109,7 +109,7 @@ def log_operation(
     error: BaseException | None = None,
     **fields: object,
 ) -> None:
-    """Log the outcome of an operation as `key=value` on logger `kvplan`, without fields of None."""
+    """Log the outcome of an operation as `key=value` on logger `kvplan`; omit fields of None."""
     status = status_of(error)
     level = logging.WARNING if status.is_failure else logging.INFO
     if not logger.isEnabledFor(level):
@@ -150,7 +150,7 @@ EXTRA: Final = "pip install 'kvplan[otel]'"
 
 
 class Tracer:
-    """The spans of one engine, by the tracer provider of the program.
+    """The spans of one engine, made by the program's tracer provider.
 
     A span begins with the call, as a child of the caller's current span. It ends with the outcome,
     which may be in another thread.
@@ -210,10 +210,10 @@ class InFlight:
     """The operations of an engine in flight, from before they look up a cache to their outcome.
 
     Without a lock: an operation is added before it reads `closed`, and `close` sets `closed` before
-    it looks for operations. References are weak, as an interrupt may drop an operation at any step.
+    it looks for operations. References are weak: an interrupt may drop an operation at any step.
 
     Attributes:
-        closed: whether `close` was called.
+        closed: True once `close` was called.
     """
 
     def __init__(self) -> None:
@@ -240,7 +240,7 @@ class InFlight:
             raise finalized()
 
     def remove(self, operation: Ended) -> None:
-        """Remove an operation that uses nothing of the engine any more; idempotent."""
+        """Remove an operation that no longer uses the engine; idempotent."""
         self._operations.discard(ref(operation))
         if self.closed:
             with self._changed:

@@ -50,7 +50,7 @@ class TransferOperations(OperationRunner):
 
     - a `Transfer`: rows of one cache to rows of another. With a sequence of `Rows` as source it is
       a gather: parts of the model's cache from several peers.
-    - `Planned`: a plan that was made before, with the two caches.
+    - `Planned`: a plan that was made earlier, with the two caches.
     - a mapping of names to `Transfer` or `Planned`: caches of one request, such as MLA's latent and
       its indexer, or layers with and without a sliding window. Several peers may have them.
     - `AddressRanges`: registered memory by addresses.
@@ -66,7 +66,7 @@ class TransferOperations(OperationRunner):
             by_layer: True: plan each layer by itself, as `layered` moves it.
 
         Raises:
-            TypeError, ValueError, LLMException: as `run`, before anything moves.
+            TypeError, ValueError, LLMException: see `run`; raised before anything moves.
         """
         engine = self._running()
         operation = _operation(engine, transfer, by_layer=by_layer)
@@ -75,10 +75,10 @@ class TransferOperations(OperationRunner):
         return operation.prepare()[0]
 
     def run(self, transfer: Movable, **options: Unpack[RunOptions]) -> None:
-        """Move a transfer; after the return every byte has arrived.
+        """Execute a transfer; after this call every byte has arrived.
 
-        The calling thread copies too. A `CacheKey` of a request is consumed by the pull of its
-        last tensor; a key of a prefix, and every other name, is never consumed.
+        The calling thread copies too. The pull of the last tensor consumes a request's `CacheKey`;
+        keys of prefixes and all other names are never consumed.
 
         Args:
             transfer: the transfer.
@@ -88,7 +88,7 @@ class TransferOperations(OperationRunner):
         Raises:
             TypeError: an argument or option of the wrong type, or one that does not exist.
             ValueError: timeout_ms is < 0 or not a number; a number outside its C type.
-            LLMException: LLM_PARAM_INVALID: as `kvplan.plan`, this engine's own cluster, a cache
+            LLMException: LLM_PARAM_INVALID: see `kvplan.plan`; this engine's own cluster, a cache
                 that is not writable there, or an option that the transfer cannot have;
                 LLM_NOT_YET_LINK: no link to that cluster; LLM_LINK_FAILED: the link is broken, or
                 broke meanwhile; LLM_KV_CACHE_NOT_EXIST: a cache or address does not exist here or
@@ -125,7 +125,7 @@ class TransferOperations(OperationRunner):
                 task = self._submit(operation, operation.prepare())
                 try:
                     task.wait(operation.limited())
-                except BaseException:  # also an interrupt: the caller has no task to cancel
+                except BaseException:  # even an interrupt: the caller has no task to cancel
                     task.cancel()
                     raise
                 return
@@ -160,8 +160,8 @@ class TransferOperations(OperationRunner):
             A `GatherTask` for a transfer with several peers, otherwise a `TransferTask`.
 
         Raises:
-            TypeError, ValueError, GatherError: as `run`.
-            LLMException: as `run`, before anything moves; LLM_LINK_BUSY: too many ended tasks wait
+            TypeError, ValueError, GatherError: see `run`.
+            LLMException: see `run`, before anything moves; LLM_LINK_BUSY: too many ended tasks wait
                 in `completions()`. The task raises later errors.
         """
         engine = self._engine
@@ -194,15 +194,15 @@ class TransferOperations(OperationRunner):
 
         Returns:
             The task: `ready(layer)` submits one of `task.layers`, `wait()` ends when all have
-            arrived. Layers are counted as in the source; if several caches or peers are pulled
-            from, as in the destination. Until its end the task keeps its link: `unlink_clusters`
-            waits, then reports LLM_LINK_BUSY.
+            arrived. Layers are counted as in the source; in a pull from several caches or peers, as
+            in the destination. Until its end the task keeps its link: `unlink_clusters` waits, then
+            reports LLM_LINK_BUSY.
 
         Raises:
-            TypeError, ValueError: as `run`; also for `after`, as `ready(layer, event)` takes an
-                event for each layer.
-            LLMException: as `submit`; LLM_PARAM_INVALID: also if neither the transfer nor the cache
-                says how many tensors a layer has.
+            TypeError, ValueError: see `run`; also for `after`, because `ready(layer, event)` takes
+                an event for each layer.
+            LLMException: see `submit`; LLM_PARAM_INVALID: also if neither the transfer nor the
+                cache says how many tensors a layer has.
         """
         engine = self._engine
         if engine is None or engine.inherited:
@@ -218,7 +218,7 @@ class TransferOperations(OperationRunner):
             return cast("LayerTask", self._submit(operation, operation.prepare()))
 
     def _execute(self, operation: Operation, prepared: Prepared) -> None:
-        """Execute a prepared transfer; prepare it again unless `operation.done` is set."""
+        """Execute a prepared transfer; the caller prepares it again until `operation.done`."""
         plan, src, dst, descriptors = prepared
         engine, operation.plan = operation.engine, plan
         if engine.reinterpret or self._hooks or operation.verify_every:
@@ -290,7 +290,7 @@ class TransferOperations(OperationRunner):
             operation.begin_to_move(src, dst)
 
     def _begin(self, several: Several, *, waits: bool = False) -> GatherTask:
-        """Submit all operations as one task, and wait for it, or report its end."""
+        """Submit all operations as one task; then wait for the task, or report its end."""
         notices = several.notices
         kind = LayerGatherTask if several.by_layer else GatherTask
         task = kind(several.name, notices.finish if notices.any else None)
@@ -304,7 +304,7 @@ class TransferOperations(OperationRunner):
                 task.wait(several.limited())
             elif report is not None or notices.any:
                 completion.track(task, report, aside=notices.any)
-        except BaseException:  # also an interrupt: the caller has no task to cancel
+        except BaseException:  # even an interrupt: the caller has no task to cancel
             task.drop()
             raise
         return task

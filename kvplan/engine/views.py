@@ -25,8 +25,8 @@ class LeaseView(Sequence["Rows"]):
     """The blocks of a lease in the memory of its owner, as read-only arrays of this process.
 
     `view[tensor]` has an array for each block, in the order of the lease; one for a leased slot.
-    The arrays are the owner's memory. Data that was read is valid if `check` then returns, or the
-    `with` block ends, without an error: the lease was live until then.
+    The arrays are the owner's memory. Data read before is valid if `check` returns, or the `with`
+    block ends, without an error: the lease was live until then.
 
     Attributes:
         lease: the lease.
@@ -104,7 +104,7 @@ def view_lease(engine: Engine, lease: BlockLease) -> LeaseView:
     lease = link.latest(lease)
     cache = link.leased(lease)
     memory = link.memory(cache, writable=False)
-    if memory.reader is None or memory.reader[2]:  # at the addresses of the peer
+    if memory.reader is None or memory.reader[2]:  # reached by the peer's own addresses
         raise unsupported(
             f"cache={lease} is in memory of {link} that is not mapped here, so it cannot be read "
             "without a copy: only host memory that an engine on this host has allocated is mapped, "

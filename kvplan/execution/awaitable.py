@@ -1,4 +1,4 @@
-"""The handle of a task with one outcome: wait for it, await it, or let it call back."""
+"""Handles of tasks with one outcome, for threads and for asyncio."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AwaitableTask(ABC):
-    """A handle with one outcome: wait for it, await it, or let it call back."""
+    """A handle whose one outcome can be waited for, awaited, or passed to a callback."""
 
     def __init__(self) -> None:
         self._is_settled = False
@@ -27,11 +27,11 @@ class AwaitableTask(ABC):
     @property
     @abstractmethod
     def done(self) -> bool:
-        """True once no byte moves any more. Never blocks."""
+        """True once no more bytes move. Never blocks."""
 
     @property
     def settled(self) -> bool:
-        """True once `wait` does not block: the steps after the last byte are over, too."""
+        """True once `wait` would not block: the steps after the last byte are over, too."""
         return self._is_settled
 
     @abstractmethod
@@ -47,11 +47,11 @@ class AwaitableTask(ABC):
         """Let the completion thread settle this task when it ends. Idempotent."""
 
     def result(self, timeout_ms: float | None = None) -> None:
-        """Wait as `wait` does, under the name that futures have.
+        """Wait as `wait` does, under the name used by futures.
 
         Raises:
             ValueError: timeout_ms < 0 or not a number.
-            LLMException: as `wait`.
+            LLMException: see `wait`.
         """
         self.wait(timeout_ms)
 
@@ -61,10 +61,10 @@ class AwaitableTask(ABC):
     async def coroutine(self) -> None:
         """Await the task, for `asyncio.create_task` and task groups.
 
-        This takes no thread for each task: one thread watches all awaited tasks.
+        One thread watches all awaited tasks.
 
         Raises:
-            LLMException: as `wait`; LLM_OUT_OF_MEMORY: the system has no thread left.
+            LLMException: see `wait`; LLM_OUT_OF_MEMORY: the system has no thread left.
         """
         import asyncio  # loaded only if a task is awaited
 
@@ -81,25 +81,25 @@ class AwaitableTask(ABC):
                 await self._cancelled(loop)
                 raise
             finally:
-                with suppress(ValueError):  # it was called already
+                with suppress(ValueError):  # called already
                     self._calls.remove(call)
         self.wait()
 
     async def _cancelled(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel and await the end, which a stopped peer delays, without blocking the loop."""
+        """Cancel without blocking the loop, and await the end, which a stopped peer delays."""
         import asyncio
 
-        from kvplan.execution.completion import run_aside  # here, as it imports this module
+        from kvplan.execution.completion import run_aside  # here: it imports this module
 
         run_aside(self.cancel)
         while not self._is_settled:
             ended = loop.create_future()
             self.when_settled(partial(_wake, ended))
-            with suppress(asyncio.CancelledError):  # until then bytes may be touched
+            with suppress(asyncio.CancelledError):  # bytes may be touched until the end
                 await ended
 
     def when_settled(self, call: Callable[[], object]) -> None:
-        """Call `call()` once `wait` does not block any more: now, or later in another thread.
+        """Call `call()` once `wait` would not block: now, or later in another thread.
 
         Args:
             call: must neither block nor raise.
@@ -138,4 +138,4 @@ class NativeTask(AwaitableTask):
 
     native: Task | LayeredTask
     is_followed = False  # True: the completion thread settles it
-    settles_aside = False  # True: the steps after the last byte may take long
+    settles_aside = False  # True: the steps after the last byte may be slow

@@ -1,4 +1,4 @@
-"""Binding: the descriptors of a plan between two memories, which can be copied in any order.
+"""Binding: turns a plan and two memories into descriptors that can be copied in any order.
 
 This module must not submit transfers.
 """
@@ -40,14 +40,13 @@ class Bindable(Protocol):
 
 
 def bind(plan: Plan, src: Bindable, dst: Bindable, *, one_space: bool) -> Descriptors:
-    """Return the descriptors of `plan` between two memories; `one_space`: of one process."""
+    """Return the descriptors of `plan` between two memories; `one_space`: both in this process."""
     if len(plan.parts) > 1:
         return _bind_parts(plan, src, dst, one_space)
     return _bind_part(plan.parts[0], src, dst, one_space)
 
 
 def _bind_part(part: Part, src: Bindable, dst: Bindable, one_space: bool) -> Descriptors:
-    """Return the descriptors of one part."""
     for name, side, memory in (("src", part.src, src), ("dst", part.dst, dst)):
         if len(memory.addresses) != side.num_tensors:
             raise invalid(
@@ -84,7 +83,7 @@ def _bind_part(part: Part, src: Bindable, dst: Bindable, one_space: bool) -> Des
 
 
 class _Tensors(NamedTuple):
-    """Some of the tensors of a memory."""
+    """Consecutive tensors of a memory."""
 
     addresses: Addresses
     nbytes: Addresses
@@ -97,7 +96,7 @@ class _Tensors(NamedTuple):
 
 
 def _bind_parts(plan: Plan, src: Bindable, dst: Bindable, one_space: bool) -> Descriptors:
-    """Return the descriptors of all parts, in order, as one array."""
+    """Bind each part, and return all descriptors, in order, as one array."""
     parts = plan.parts
     for name, memory in (("src", src), ("dst", dst)):
         needed = sum(getattr(part, name).num_tensors for part in parts)
@@ -124,7 +123,7 @@ def _bind_parts(plan: Plan, src: Bindable, dst: Bindable, one_space: bool) -> De
 def join(
     plan: Plan, bound: Sequence[Descriptors], src: Bindable, dst: Bindable, *, one_space: bool
 ) -> Descriptors:
-    """Return the descriptors of all parts, in order, as one array."""
+    """Join the descriptors of all parts into one array; refuse parts whose order matters."""
     if len(bound) == 1:
         return bound[0]
     descriptors = Descriptors.joined(bound)

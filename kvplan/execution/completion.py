@@ -56,7 +56,7 @@ class _Aside:
             pass
 
     def _take_and_call(self) -> bool:
-        # A frame of its own, so that the waiting thread keeps no object of a call alive.
+        # A separate frame, so that the waiting thread keeps no object of a call alive.
         call = self._take(_IDLE_S)
         if call is None:
             return False
@@ -76,7 +76,7 @@ class _Aside:
 
 
 def run_aside(call: Callable[..., object], *args: object) -> None:
-    """Run a call that may take long in another thread; here if the system has no more threads."""
+    """Run a slow call in another thread, or here if the system has no more threads."""
     _process.aside.call(partial(call, *args))
 
 
@@ -88,11 +88,11 @@ class Report(Protocol):
 
 
 class Tracker:
-    """Settles tasks as they end, even if no thread waits for them."""
+    """The tasks in flight; each is settled when it ends, even if no thread waits for it."""
 
     def __init__(self) -> None:
         self._tracked: dict[_Tracked, None] = {}
-        # Weak, so that a dropped task, whose layers cannot become ready any more, ends.
+        # Weak, so that a dropped task ends: its layers can no longer become ready.
         self._open: set[ref[NativeTask]] = set()
         self._cancelled: LLMException | None = None
         self._closing = False
@@ -107,7 +107,7 @@ class Tracker:
     ) -> None:
         """Settle `task` when it is done, now or later, and then put it into `report`.
 
-        `aside`: settling may take long, and runs in another thread.
+        `aside`: settling may be slow, so it runs in another thread.
         """
         if task.done and not aside:
             self._settle(task, report)
@@ -130,7 +130,7 @@ class Tracker:
 
     def _watch(self, task: NativeTask, tracked: _Tracked) -> None:
         queue, native = completion_thread().queue, task.native
-        # In this order, without a call between, so that an interrupt loses no watched task.
+        # In this order, with no call in between, so that an interrupt loses no watched task.
         self._tracked[tracked] = None
         queue.watch(native, tracked)
         task.is_followed = True
@@ -149,12 +149,12 @@ class Tracker:
             task.cancel(self._cancelled)
 
     def cancel(self, reason: LLMException) -> None:
-        """Stop all current and future tasks with `reason`; after the return no byte moves."""
+        """Stop all current and future tasks with `reason`; after this call no byte moves."""
         self._cancelled = reason
         for held in list(self._open):
             if (task := held()) is not None:
                 task.cancel(reason)  # which calls `track`
-        # In reverse, as tasks that have not begun would begin when earlier ones end.
+        # In reverse, because tasks that have not begun would begin when earlier ones end.
         for tracked in reversed(list(self._tracked)):
             tracked.task.cancel(reason)
 
@@ -185,7 +185,7 @@ class Tracker:
 
 
 class _Tracked:
-    """A task in flight, its report, and whether settling it may take long."""
+    """A task in flight, its report, and whether settling it may be slow."""
 
     def __init__(
         self,
@@ -281,11 +281,11 @@ class CompletionThread:
     def remove_reader(self, fd: int) -> None:
         """Forget a descriptor, before it is closed."""
         self._readers.pop(fd, None)
-        with suppress(OSError):  # it was not added
+        with suppress(OSError):  # not added
             self._epoll.unregister(fd)
 
     def wait_for_round(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` until the thread has handled what it took before."""
+        """Wait at most `timeout_s` until the thread has handled everything that it took so far."""
         if self._thread is current_thread():
             return
         over = Event()
@@ -325,7 +325,7 @@ class _OfThisProcess:
     """The thread and tracker of this process, started on demand; a forked child has its own."""
 
     def __init__(self) -> None:
-        # Kept, as a child must not finalize objects of its parent.
+        # Kept, because a child must not finalize objects of its parent.
         self._inherited: list[CompletionThread] = []
         self.thread: CompletionThread | None = None
         self.renew()

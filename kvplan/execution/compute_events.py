@@ -74,7 +74,7 @@ StreamOf: TypeAlias = "Callable[[str, ComputeStream], int]"
 
 
 def no_accelerator(name: str, event: object) -> LLMException:
-    """Return the error of an event or stream if no device was opened."""
+    """Return the error of an event or stream without an accelerator."""
     return unsupported(
         f"{name}={shown(event)}: the engine has no accelerator (option kvplan.accelerator)"
     )
@@ -141,7 +141,7 @@ def _read(name: str, event: object, attribute: str) -> object:
 
 
 def _named(name: str, event: object) -> object:
-    """Return the stream that `__cuda_stream__` names; None: it has no such method."""
+    """Return the stream that `__cuda_stream__` gives; None: the object has no such method."""
     method = _read(name, event, "__cuda_stream__")
     if method is None:
         return None

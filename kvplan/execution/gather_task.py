@@ -1,4 +1,4 @@
-"""The handle of one transfer with several peers, made of a task for each."""
+"""The handle of one transfer with several peers, which has a task for each peer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class GatherError(LLMException):
 class GatherTask(AwaitableTask):
     """The handle of a submitted transfer with several peers.
 
-    All methods are thread-safe. As a `TransferTask`, the handle can be awaited under asyncio.
+    All methods are thread-safe. Like a `TransferTask`, the handle can be awaited under asyncio.
 
     Attributes:
         tasks: the tasks of the sources from which bytes move, by place.
@@ -59,7 +59,7 @@ class GatherTask(AwaitableTask):
     ) -> None:
         super().__init__()
         self._operation = operation
-        self._on_outcome = on_outcome  # notifies peers once, which may take long
+        self._on_outcome = on_outcome  # notifies peers once, which may be slow
         self.tasks: dict[int, TransferTask] = {}
         self._names: dict[int, str] = {}
         self._given_up = False  # by a timeout or `cancel`, not because a source failed
@@ -115,7 +115,7 @@ class GatherTask(AwaitableTask):
             raise failure
 
     def cancel(self, reason: LLMException | None = None) -> None:
-        """Stop sources that have not ended; after the return no byte is read or written."""
+        """Stop sources that have not ended; after this call no byte is read or written."""
         self._given_up = True
         self._stop(reason)
 
@@ -132,7 +132,7 @@ class GatherTask(AwaitableTask):
         Calls `TransferTask.block_stream` of each; after an error the stream waits only for some.
 
         Raises:
-            NativeError, TypeError, LLMException: as `TransferTask.block_stream`.
+            NativeError, TypeError, LLMException: see `TransferTask.block_stream`.
         """
         for task in list(self.tasks.values()):
             task.block_stream(stream)
@@ -155,7 +155,7 @@ class GatherTask(AwaitableTask):
         self.cancel()
         self._errors()
         if self._on_outcome is not None:
-            self._on_outcome(KeyboardInterrupt())  # for which nothing is sent to the peers
+            self._on_outcome(KeyboardInterrupt())  # sends nothing to the peers
 
     def _follow(self) -> None:
         with self._mutex:
@@ -221,7 +221,7 @@ class LayerGatherTask(GatherTask):
     """The handle of a transfer of several caches or peers that moves layer by layer.
 
     Each pair of caches has a `LayerTask` in `tasks`. Layer numbers are those of the caches of this
-    process: of the source, or for a pull of the destination.
+    process: those of the source or, for a pull, of the destination.
     """
 
     tasks: dict[int, LayerTask]  # type: ignore[assignment]
@@ -236,7 +236,7 @@ class LayerGatherTask(GatherTask):
 
         Raises:
             TypeError: layer is not an integer, or event is not an event.
-            LLMException: as `LayerTask.ready`.
+            LLMException: see `LayerTask.ready`.
         """
         tasks = [task for task in self.tasks.values() if layer in _own_layers(task)]
         if not tasks:

@@ -55,7 +55,7 @@ class LayerTask(TransferTask):
         gate_of: returns the gate of a layer's event; None: the engine has no accelerator.
         on_outcome: as for `TransferTask`.
         on_last: called once with this task, by the thread that made the last layer ready, or that
-            found the task ended before; not if the handle was dropped.
+            found the task already ended; not if the handle was dropped.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class LayerTask(TransferTask):
     def ready(self, layer: int, event: ComputeEvent | None = None) -> None:
         """Submit source layer `layer`, which holds its final values.
 
-        Small layers have moved on return. Idempotent; in any order, from any thread. After the task
-        has ended, this has no effect, and `wait` raises the reason. The task also ends here, and
-        moves nothing more, if one of the memories is not the registered one any more.
+        Small layers have moved when this returns. Idempotent; in any order, from any thread. After
+        the task has ended, this has no effect, and `wait` raises the reason. The task also ends
+        here, and moves nothing more, if a memory is not the registered one any more.
 
         Args:
             layer: the number of the layer in the source.
             event: an event or a stream of the model's compute, see `ComputeEvent`. The layer holds
                 its final values when that work is done, and none of its bytes moves before. On
-                return the event can be recorded again, or destroyed. None: it holds them now.
+                return the event can be recorded again, or destroyed. None: the layer is final now.
 
         Raises:
             TypeError: not an integer (NumPy's are accepted), or not an event.
@@ -129,7 +129,7 @@ class LayerTask(TransferTask):
         return self._gate_of("event", event)
 
     def block_stream(self, stream: ComputeStream) -> None:
-        """Refuse: a stream cannot wait for layers that are not ready yet.
+        """Refuse always: a stream cannot wait for layers that are not ready yet.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED, always.

@@ -80,21 +80,21 @@ class TensorMemory(Protocol):
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: bytes cannot move between the two.
-            NativeError: the backend does not exist any more.
+            NativeError: the backend no longer exists.
         """
 
     def check(self, tensors: range | None = None) -> None:
-        """Refuse memory that is not the registered one any more.
+        """Refuse memory that has changed since it was registered.
 
         Called before a transfer is submitted and again after its bytes have moved.
 
         Args:
             tensors: consecutive tensors that are about to move as a part of the transfer. This
-                check delays a computing thread, so it may omit what the check after the transfer
-                finds, if moving the tensors does no harm until then. None: all.
+                check delays a computing thread, so it may leave to the check after the transfer
+                anything that does no harm until then. None: all.
 
         Raises:
-            LLMException: the memory is another one; gives the reason.
+            LLMException: the memory has changed; gives the reason.
         """
 
 
@@ -136,8 +136,8 @@ class HostMemory(Revocable):
     def from_arrays(cls, arrays: Sequence[Any], name: str = "arrays") -> HostMemory:
         """Return the memory of `arrays`: NumPy, torch, DLPack, or the buffer protocol.
 
-        The arrays are held as long as this object and every transfer that uses it. An array over a
-        mapped file raises SIGBUS, here as in NumPy, if the file is truncated.
+        This object and every transfer that uses it hold the arrays. An array over a mapped file
+        raises SIGBUS, here as in NumPy, if the file is truncated.
 
         Args:
             arrays: one for each tensor.
@@ -179,8 +179,8 @@ class HostMemory(Revocable):
 
         Raises:
             TypeError, ValueError: an address that is not a uint64.
-            LLMException: LLM_PARAM_INVALID: another number of addresses, or a range that is not
-                mapped so; names the address and the hole.
+            LLMException: LLM_PARAM_INVALID: the wrong number of addresses, or a range that is not
+                mapped like that; names the address and the hole.
         """
         cache = Cache(desc, tensor_addrs=tuple(addresses))
         if not cache.tensor_addrs:
@@ -207,7 +207,7 @@ class HostMemory(Revocable):
             self.check_mapped(tensors)
 
     def check_mapped(self, tensors: range | None = None) -> None:
-        """Refuse tensors that are not mapped as they will be used.
+        """Refuse tensors that are not mapped, or not readable or writable as needed.
 
         Raises:
             LLMException: LLM_PARAM_INVALID.
@@ -266,7 +266,7 @@ def using(*memories: TensorMemory) -> Iterator[None]:
     use = _Use(get_ident(), memories)
     try:
         _USES.now.add(use)
-        check_lent(*memories)  # after adding the use, as `take_back` revokes before it looks
+        check_lent(*memories)  # after adding the use: `take_back` revokes before it looks
         yield
     finally:
         _USES.now.discard(use)  # first, in one call that an interrupt cannot split
@@ -285,7 +285,7 @@ def take_back(memory: Revocable, why: str) -> None:
     mine = get_ident()
     others = {use for use in list(_USES.now) if use.thread != mine and revocation(use.memories)}
     with _USES.changed:
-        # With a timeout, as an interrupt may keep a thread from notifying.
+        # With a timeout, because an interrupt may keep a thread from notifying.
         while not _USES.changed.wait_for(lambda: others.isdisjoint(list(_USES.now)), _LOOK_S):
             pass
 

@@ -176,7 +176,7 @@ class RowRequests:
             by_tokens: True if the requests count tokens, see `counts_tokens`.
             heads: the KV heads of the model that move into blocks; None: all common ones.
             src_tensor, dst_tensor: the first tensor of a side in memory that it shares with other
-                caches; None: the memory is of the side only.
+                caches; None: the memory belongs only to the side.
         """
         if OBSERVERS:  # observers look at each plan that is made
             return None
@@ -275,7 +275,7 @@ def _rows(
 def tensors_clash(target: Side, written: Addresses, source: Side, read: Addresses) -> bool:
     """Return True if a written tensor may share a byte with another written tensor or a read one.
 
-    Interleaved rows, as of layers in one page, do not clash.
+    Interleaved rows, such as those of layers in one page, do not clash.
     """
     if not extents_clash(written, target.tensor_nbytes, read, source.tensor_nbytes):
         return False
@@ -286,9 +286,9 @@ def tensors_clash(target: Side, written: Addresses, source: Side, read: Addresse
 def are_apart(
     addresses: Addresses, caches: Sequence[Side | CacheDesc], counts: Sequence[int]
 ) -> bool:
-    """Return True if rows of no two tensors share a byte.
+    """Return True if no two tensors have rows that share a byte.
 
-    `addresses` has the tensors of one cache after those of another; `counts` are their numbers.
+    `addresses` has the tensors of all caches in order; `counts`, the number of tensors of each.
     """
     shapes = [(side.tensor_nbytes, side.stride, side.row_nbytes) for side in caches]
     order = np.argsort(addresses)

@@ -100,15 +100,14 @@ class TransferTask(NativeTask):
     Dropping the handle does not stop the transfer; `cancel` does. Any thread may call the methods.
     A forked child gets a NativeError, since the task is its parent's.
 
-    A task can be awaited under asyncio, which is `wait` without blocking the event loop: the result
-    is None, or it raises. A cancelled await cancels the transfer, and ends when no byte is touched
-    any more.
+    Awaiting a task under asyncio is a `wait` that does not block the event loop; it returns None or
+    raises. A cancelled await cancels the transfer, and ends when no byte is touched.
 
     Args:
         on_outcome: called with the error or None, by the thread that finds the outcome first,
-            before any caller gets it. If it raises after a success, that is the outcome. It is
-            called again, with an error, only if an interrupt ended the first call, perhaps before
-            its first line.
+            before any caller gets it. An exception after a success becomes the outcome. Called
+            again, with an error, only if an interrupt ended the first call, perhaps before its
+            first line.
         stream_of: returns the handle of a stream; None: the engine has no accelerator.
     """
 
@@ -148,7 +147,7 @@ class TransferTask(NativeTask):
         return self._is_settled
 
     def wait_done(self, timeout_ms: float) -> bool:
-        """Wait until `done`, at most `timeout_ms`; return `done`. It does not raise the outcome."""
+        """Wait at most `timeout_ms` for `done`, and return it. Does not raise the outcome."""
         return self.native.wait(timeout_ms, False).status != KVN_PENDING
 
     def wait(self, timeout_ms: float | None = None, *, stop: bool = True) -> None:
@@ -160,7 +159,7 @@ class TransferTask(NativeTask):
                 be called again.
 
         Raises:
-            NativeError: in a forked child, as the task belongs to its parent.
+            NativeError: in a forked child, because the task belongs to its parent.
             ValueError: timeout_ms < 0 or not a number.
             LLMException: LLM_TIMEOUT after the timeout; otherwise the status of the failure.
                 `unconfirmed` lists the descriptors that may not have arrived; `origin` is the
@@ -202,10 +201,10 @@ class TransferTask(NativeTask):
                 must not be captured into a graph.
 
         Raises:
-            NativeError: in a forked child, as the task belongs to its parent.
+            NativeError: in a forked child, because the task belongs to its parent.
             TypeError: not a stream, but an event or a handle.
             LLMException: LLM_FEATURE_NOT_ENABLED: no stream of a device moves these bytes (`tcp`,
-                `ucx` or the host does), or not yet, as the host waits for the event `after`; the
+                `ucx` or the host does), or not yet: the host waits for the event `after`; the
                 engine has no accelerator, or an Ascend device: wait on the host then.
                 LLM_PARAM_INVALID: a stream of another accelerator, or one that is captured.
                 Otherwise an error of the accelerator. After any of these the stream is not held,
@@ -231,7 +230,7 @@ class TransferTask(NativeTask):
         tracker().track(self)
 
     def cancel(self, reason: LLMException | None = None) -> None:
-        """Stop the transfer; when this returns, no byte is touched any more.
+        """Stop the transfer; after this call no byte is touched.
 
         A finished transfer keeps its outcome. Waiting for a cancelled one raises LLM_CANCELLED.
 
@@ -336,8 +335,8 @@ def failure(
 ) -> LLMException:
     """Return the error of a transfer that is not reported as complete, or that lost a memory.
 
-    `missing` is what a stopped transfer still waited for; `lost` the failed check of a memory;
-    `reason` why it was cancelled.
+    `missing` names the layers that a stopped transfer waited for; `lost` is the failed check of a
+    memory; `reason` is that of `cancel`.
     """
     if lost is None:
         # If the owner of a side, or the way to it, is gone, that is the reason.
@@ -374,7 +373,7 @@ def _failure(plan: Plan, report: Report, cause: LLMException | None, missing: st
     parts = [f"{plan.operation} {plan.kind}: {words}{missing}"]
     if report.failed is not None:
         parts.append(f"descriptor {report.failed} ({origin})")
-    if cause is not None or report.status not in _ABANDONED:  # such a report includes the number
+    if cause is not None or report.status not in _ABANDONED:  # its message has the number
         parts.append(f"{open_descriptors} of {plan.num_descriptors} descriptors are not confirmed")
     kind = StoppedError if isinstance(cause, StoppedError) else LLMException
     return kind(

@@ -57,7 +57,7 @@ class Transfers:
 
     Attributes:
         rows: lowers requests of whole rows.
-        small_nbytes: the largest transfer that the calling thread copies at once; 0: none.
+        small_nbytes: the largest transfer that the calling thread copies without a task; 0: none.
 
     Raises:
         LLMException: LLM_OUT_OF_MEMORY: the system has too few threads.
@@ -85,7 +85,7 @@ class Transfers:
         self.small_nbytes: int = SMALL_NBYTES if self._wrap is None else 0
         # Not a WeakSet: threads add while another iterates.
         self._shares: set[ref[Transfers]] = set()
-        self._mutex = Mutex()  # of `_wrapped`; `wrap` may submit
+        self._mutex = Mutex()  # guards `_wrapped`; `wrap` may submit
         self._wrapped: WeakKeyDictionary[TensorMemory, dict[Backend, Backend]] = WeakKeyDictionary()
 
     def share(self) -> Transfers:
@@ -123,7 +123,7 @@ class Transfers:
         after: Gate | None = None,
         stream_of: StreamOf | None = None,
     ) -> TransferTask:
-        """Start `plan` from `src` to `dst`, and return at once; small transfers are done then.
+        """Start `plan` from `src` to `dst` without waiting; small transfers are done on return.
 
         Args:
             src, dst: TensorMemory, a `Cache` with addresses, or a sequence of arrays.
@@ -136,8 +136,8 @@ class Transfers:
         Raises:
             TypeError: an argument of the wrong type.
             LLMException: LLM_PARAM_INVALID: memory and plan do not fit; the memory's own status if
-                it is not valid any more; LLM_ENGINE_FINALIZED: after `close`; LLM_FAILED: in a
-                forked child. Nothing was copied then.
+                it has become invalid; LLM_ENGINE_FINALIZED: after `close`; LLM_FAILED: in a forked
+                child. Nothing was copied then.
         """
         backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
         try:
@@ -162,14 +162,14 @@ class Transfers:
     ) -> LayerTask:
         """Prepare `plan`; each layer moves when `LayerTask.ready` is called for it.
 
-        Arguments as for `submit`. Both memories must stay valid until the outcome.
+        Takes the arguments of `submit`. Both memories must stay valid until the outcome.
 
         Args:
             on_last: as for `LayerTask`; not called if this raises.
             gate_of: as for `LayerTask`.
 
         Raises:
-            TypeError, LLMException: as `submit`; LLM_PARAM_INVALID: also for a plan of several
+            TypeError, LLMException: see `submit`; LLM_PARAM_INVALID: also for a plan of several
                 parts.
         """
         if type(plan) is not Plan:
@@ -177,7 +177,7 @@ class Transfers:
         part = plan.part
         backend, descriptors, memories = self._prepare(plan, src, dst, descriptors)
         per_pair = len(descriptors) // len(part.src_tensors)
-        layer_size = part.tensors_per_layer * per_pair or 1  # any size will do without bytes
+        layer_size = part.tensors_per_layer * per_pair or 1  # any size will do for no bytes
         try:
             task = self._executor.layered(descriptors, layer_size, (plan, *memories), backend)
         except NativeError as error:
@@ -198,11 +198,11 @@ class Transfers:
     ) -> None:
         """Submit `plan` and wait, with the calling thread copying too.
 
-        Arguments as for `submit` and `TransferTask.wait`.
+        Takes the arguments of `submit` and `TransferTask.wait`.
 
         Raises:
-            TypeError, LLMException: as `submit`, and as `TransferTask.wait`; LLM_FAILED:
-                `close` has stopped it.
+            TypeError, LLMException: see `submit` and `TransferTask.wait`; LLM_FAILED: `close` has
+                stopped the transfer.
             ValueError: timeout_ms is < 0 or not a number.
         """
         lost_before = False
@@ -249,7 +249,7 @@ class Transfers:
         """Read the moved bytes of `plan` again, and compare both sides; neither may be on a device.
 
         Args:
-            every: interval of the compared descriptors, from a random one on.
+            every: compare one of so many descriptors, from a random one on.
             timeout_ms: milliseconds that the call may take.
 
         Raises:
@@ -279,8 +279,8 @@ class Transfers:
     ) -> Literal["done", "refused", "lost"]:
         """Copy a small transfer from a peer on this host to memory that is held.
 
-        It runs between two checks of the peer and with the GIL, so no other thread sees it in
-        flight.
+        The copy runs between two checks of the peer and with the GIL, so no other thread sees it
+        in flight.
         """
         reader: tuple[Peer, bytes, bool] | None = getattr(src, "reader", None)  # of a peer's memory
         if reader is None or type(dst) is not HostMemory or not dst.held:
@@ -353,7 +353,7 @@ class Transfers:
     def close(self, *, cancel: bool = False) -> None:
         """Wait for transfers in flight (or cancel them), and refuse new ones; idempotent.
 
-        After the return no byte is touched any more, not even by `execute` in other threads. A
+        After this call no byte is touched, not even by `execute` in other threads. A
         `LayerTask` that still waits for a layer is cancelled in either case.
         """
         self._closed = True
@@ -395,18 +395,18 @@ def _transfers_of(_pid: int, tuning: str | None, _processors: frozenset[int] | N
 
 
 def submit(plan: Plan, src: Memory, dst: Memory) -> TransferTask:
-    """Call `Transfers.submit` of the process's own transfers.
+    """Call `Transfers.submit` of this process's `default_transfers`.
 
     Raises:
-        TypeError, LLMException: as `Transfers.submit`.
+        TypeError, LLMException: see `Transfers.submit`.
     """
     return default_transfers().submit(plan, src, dst)
 
 
 def execute(plan: Plan, src: Memory, dst: Memory, timeout_ms: float | None = None) -> None:
-    """Call `Transfers.execute` of the process's own transfers.
+    """Call `Transfers.execute` of this process's `default_transfers`.
 
     Raises:
-        TypeError, ValueError, LLMException: as `Transfers.execute`.
+        TypeError, ValueError, LLMException: see `Transfers.execute`.
     """
     default_transfers().execute(plan, src, dst, timeout_ms)

@@ -79,7 +79,7 @@ def choose(option: str | None = None) -> Choice:
 
     Args:
         option: "auto" for the stored tuning, else the built-in one; "builtin"; or a JSON object
-            with fields that differ from the built-in tuning. None reads KVPLAN_TUNING, or "auto".
+            with fields that differ from the built-in tuning. None: KVPLAN_TUNING, or "auto".
     """
     name, text = "kvplan.tuning", option
     if text is None:
@@ -118,7 +118,7 @@ def _given(name: str, text: str) -> Tuning | None:
 
 
 def this_processor() -> str:
-    """Return the key of stored tunings: more than a name, which virtual machines share."""
+    """Return this machine's key in the file; in virtual machines, processors may share a name."""
     info = cpuinfo()
     names = ("cpu family", "model", "stepping", "CPU variant", "CPU revision")
     parts = [f"{name.lower()} {info[name]}" for name in names if name in info]

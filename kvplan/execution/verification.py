@@ -21,7 +21,7 @@ from kvplan.planning.plan import Plan
 from kvplan.status import LLMException, unsupported
 
 SCRATCH_NBYTES: Final = 4 << 20
-"""The host memory that one verification reads into."""
+"""Bytes of host memory that one verification reads into."""
 
 _SAMPLE: Final = re.compile("sample:1/([1-9][0-9]{0,5})")
 
@@ -69,7 +69,7 @@ def verify(
         here = base + np.concatenate(([0], np.cumsum(nbytes)[:-1])).astype(np.uint64)
         left = None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000)
         report = read(Descriptors.from_columns(here, remote[index] + at, nbytes), left)
-        for memory in (src, dst):  # it must still be the memory that was moved
+        for memory in (src, dst):  # must still be the memory that was moved
             memory.check()
         if report.status != KVN_OK:
             raise LLMException(

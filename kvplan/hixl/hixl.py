@@ -1,4 +1,4 @@
-"""`Hixl` over `kvplan.LlmDataDist`: it checks and converts arguments, and returns numbers."""
+"""`Hixl` over `kvplan.LlmDataDist`: checks and converts arguments, and returns status numbers."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ _INTEGERS: Final = frozenset({"mem_handle", "timeout_in_millis", "req_id"})
 
 
 def _returns_status(*rest: object) -> Callable[[_F], _F]:
-    """Check the types of arguments by their names, and return the status number of what is raised.
+    """Check the types of arguments by name; log an exception, and return its status number.
 
-    The reason is logged. `rest` are the values that are returned after the number of a failure.
+    `rest` has the values that are returned after the number of a failure.
     """
 
     def decorate(method: _F) -> _F:
@@ -121,7 +121,7 @@ class Hixl:
     (logger `kvplan.hixl`). Before `initialize` and after `finalize` the number is FAILED. Any
     thread may call the methods.
 
-    Every method raises TypeError for an argument of another type. Methods of the original raise
+    Every method raises TypeError for an argument of the wrong type. Methods of the original raise
     nothing else.
 
     Args:
@@ -131,7 +131,7 @@ class Hixl:
     def __init__(self, *, transfers: Transfers | None = None) -> None:
         self._transfers = transfers
         self._running: Running | None = None
-        self._mutex = Mutex()  # of initialize and finalize
+        self._mutex = Mutex()  # held by initialize and finalize
 
     @_returns_status()
     def initialize(self, local_engine: str, options: Mapping[str, str] | None = None) -> int:
@@ -201,7 +201,7 @@ class Hixl:
         fail.
 
         Returns:
-            SUCCESS, also for an unknown handle; PARAM_INVALID: handle 0.
+            SUCCESS, even for an unknown handle; PARAM_INVALID: handle 0.
         """
         running = self._initialized()
         if mem_handle == 0:
@@ -253,7 +253,7 @@ class Hixl:
 
     @_returns_status()
     def disconnect_async(self, remote_engine: str, timeout_in_millis: int = 1000) -> int:
-        """End a connection in the background. Otherwise as `connect_async`."""
+        """End a connection in the background; see `connect_async`."""
         return self._begin(remote_engine, timeout_in_millis, connects=False)
 
     @_returns_status(AsyncConnectStatus.NOT_CONNECT)
@@ -281,7 +281,7 @@ class Hixl:
         """Copy ranges between the memory of a remote engine and local memory.
 
         Args:
-            remote_engine: the name with which it was connected.
+            remote_engine: the name that was used to connect.
             op: READ: from the remote engine; WRITE: to it.
             op_descs: the ranges. Each must lie in registered memory at both ends; destinations must
                 not overlap.
@@ -310,7 +310,7 @@ class Hixl:
         op_descs: Sequence[TransferOpDesc],
         args: TransferArgs | None = None,
     ) -> tuple[int, int]:
-        """Begin a transfer, and return the number of its request. Otherwise as `transfer_sync`.
+        """Begin a transfer, and return the number of its request; see `transfer_sync`.
 
         Args:
             args: its `user_data` is returned with the request by `get_all_transfer_status`.
@@ -336,7 +336,7 @@ class Hixl:
 
         Returns:
             SUCCESS and the state; PARAM_INVALID and FAILED: unknown request, or one whose end was
-            returned before; NOT_CONNECTED and FAILED: it failed because the remote engine is gone.
+            returned before; NOT_CONNECTED and FAILED: failed because the remote engine is gone.
         """
         return self._initialized().status(req_id)
 
@@ -374,7 +374,7 @@ class Hixl:
 
     @property
     def datadist(self) -> LlmDataDist:
-        """The engine below, of kvplan: `on_plan`, `metrics`, `links`, recordings. Not in hixl.
+        """The engine of kvplan, for `on_plan`, `metrics`, `links` and recordings. Not in hixl.
 
         Raises:
             LLMException: LLM_FAILED: not initialized.
@@ -387,7 +387,7 @@ class Hixl:
         """Return the plan of a transfer, to `explain` and `diff`; no byte moves. Not in hixl.
 
         Raises:
-            TypeError: an argument of another type.
+            TypeError: an argument of the wrong type.
             LLMException: the reason that `transfer_sync` would log.
         """
         check_type("remote_engine", remote_engine, str)

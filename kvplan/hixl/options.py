@@ -86,8 +86,8 @@ class Settings:
     """The settings of a `Hixl`."""
 
     name: str  # of the engine, as given
-    cluster_id: int  # of the engine below; follows from the name if the engine listens
-    engine: Options  # of the engine below
+    cluster_id: int  # follows from the name if the engine listens
+    engine: Options  # of kvplan's engine
     auto_connect: bool
     device_is_host: bool
     threads: int  # maximum number of threads for asynchronous connects

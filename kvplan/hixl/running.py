@@ -59,7 +59,7 @@ class Running(AddressedEngine):
         )
         self.registered: dict[int, Region] = {}  # by handle
         self.handles: dict[Region, int] = {}  # the inverse of `registered`
-        self.mutex = Mutex()  # of `registered` and `handles`
+        self.mutex = Mutex()  # guards `registered` and `handles`
 
     def status(self, number: int) -> tuple[int, TransferStatus]:
         """Return the state of a request; forget the request if it has ended."""
@@ -118,7 +118,7 @@ class Running(AddressedEngine):
     def async_status(
         self, remote_engine: str, states: Mapping[str, AsyncConnectStatus]
     ) -> AsyncConnectStatus:
-        """Return the state of the last task; CONNECTED and NOT_CONNECT are of the connection."""
+        """Return the state of the last task; the link tells CONNECTED from NOT_CONNECT."""
         state = states.get(remote_engine, AsyncConnectStatus.NOT_CONNECT)
         settled = (AsyncConnectStatus.CONNECTED, AsyncConnectStatus.NOT_CONNECT)
         if state in settled:

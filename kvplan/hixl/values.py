@@ -1,4 +1,4 @@
-"""Names of `hixl`: status numbers, options, enums, and the values that its calls take."""
+"""Names of `hixl`: status numbers, options, enums, and arguments of its calls."""
 
 from __future__ import annotations
 
@@ -191,14 +191,14 @@ class TransferArgs(_Checked):
 
 
 class GetTransferStatusArgs(_Checked):
-    """Selects the requests that `get_all_transfer_status` returns.
+    """A selection of the requests that `get_all_transfer_status` returns.
 
     Args:
         max_query_count: maximum number of requests, oldest first.
         skip_waiting: True to leave out the requests that have not ended.
 
     Raises:
-        TypeError: an argument of another type; also when an attribute is set.
+        TypeError: an argument of the wrong type; also when an attribute is set.
     """
 
     __slots__ = ("max_query_count", "skip_waiting")
@@ -275,6 +275,6 @@ def get_capability(feature_type: FeatureType) -> tuple[int, int]:
 
 
 def check_type(name: str, value: object, kind: type) -> None:
-    """Raise TypeError for an argument of another type, as pybind11 does."""
+    """Raise TypeError for an argument of the wrong type, as pybind11 does."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be {kind.__name__}")

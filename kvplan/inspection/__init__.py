@@ -1,4 +1,4 @@
-"""Inspection: plans as text and as pictures. It makes no plan and moves no byte.
+"""Inspection: plans as text and as pictures. This room makes no plan and moves no byte.
 
-Planning must not import it, except for the methods of `Plan` that show the plan.
+Planning must not import this room, except in the methods of `Plan` that show the plan.
 """

@@ -22,7 +22,7 @@ Numbers = NDArray[np.int64]
 class Places(NamedTuple):
     """The ends of bands on one side."""
 
-    first: Numbers  # row, as last
+    first: Numbers  # a row, like `last`
     last: Numbers
     begin: Numbers  # in the first row, in pieces of a row; `end` in the last
     end: Numbers
@@ -60,7 +60,7 @@ class Bands:
         return len(self._starts)
 
     def label(self, band: int) -> str:
-        """Return the text inside of a box: entries, tokens, or the number of the band."""
+        """Return the text inside a box: entries, tokens, or the number of the band."""
         if self.labelled_by == "entry":
             return _spans(self._positions(band))
         if self.labelled_by == "token":
@@ -68,7 +68,7 @@ class Bands:
         return str(band) if len(self) > 1 else ""
 
     def text(self, bands: range) -> str:
-        """Return what a mark moves, in one line: one band, or neighbours that share the mark."""
+        """Describe a mark in one line: one band, or neighbours that share the mark."""
         src, dst = self.part.src.row, self.part.dst.row
         rows = f"{_rows(src, self.src, bands)} → {_rows(dst, self.dst, bands)}"
         if len(bands) == 1:

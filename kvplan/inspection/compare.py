@@ -92,7 +92,7 @@ def compare(old: Plan, new: Plan, names: tuple[str, str] = ("A", "B")) -> list[s
     """Return how the second plan differs from the first, a line for each kind of difference.
 
     Plans of different requests are compared by position: run i of a destination tensor with run i.
-    Lines about layers come first, since other layers are a mistake in any two requests, while other
+    Lines about layers come first: in two requests, different layers are a mistake, and different
     blocks are not. No line: both put the same bytes into the same places, in the same order.
     """
     both = Runs.of(old).by_tensor, Runs.of(new).by_tensor

@@ -1,4 +1,4 @@
-"""The difference of two plans, ending in a verdict: identical, equivalent, or different bytes."""
+"""The difference between two plans, with a verdict: identical, equivalent, or different bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OTHER_BYTES = "different bytes"
 """Beginning of the verdict on plans that do not put the same bytes into the same places."""
 
 LIMIT = 16
-"""Maximum of listed segments; of more, the first and the last are listed, with a summary."""
+"""Maximum number of listed segments; a longer list has its first and last ones and a summary."""
 
 
 def diff_plans(old: Plan, new: Plan) -> str:
@@ -45,9 +45,9 @@ def diff_plans(old: Plan, new: Plan) -> str:
     lines: list[str] = []
     changes: dict[str, str] = {}  # the text of a change, and the part that has it first
     verdicts: dict[str, list[str]] = {}
-    same: list[str] = []  # parts, one after the other, in which nothing changed
+    same: list[str] = []  # consecutive parts in which nothing changed
     for label in dict.fromkeys([*parts[0], *parts[1]]):
-        before, after = (its.get(label) for its in parts)
+        before, after = (by_label.get(label) for by_label in parts)
         if before is not None and before == after:
             same.append(label)
             continue
@@ -107,7 +107,7 @@ def diff(old: Part, new: Part) -> str:
 
 
 def _other_tensors(old: int, new: int) -> Iterator[str]:
-    """Yield text about the tensors that change like the first, and those of only one part."""
+    """Yield text about tensors that change like the first, and about tensors of only one part."""
     notes = []
     if (both := min(old, new) - 1) > 0:
         notes.append(f"same change in {plural(both, 'more tensor')}")
@@ -294,7 +294,7 @@ def cause(old: Part, new: Part) -> str:
 
 
 def _layer_change(old: Part, new: Part) -> str:
-    """Return how the pairs of layers changed: shifted, or others."""
+    """Return how the pairs of layers changed: shifted, or replaced."""
     (old_src, old_dst), (new_src, new_dst) = (
         (local_layers(part, "src"), local_layers(part, "dst")) for part in (old, new)
     )
@@ -400,7 +400,7 @@ def _compare_bytes(old: Part, new: Part) -> list[int]:
     Equal segments are skipped. If only the src offset of a segment differs, every byte differs.
     """
     before, after = (dict(_keyed(part)) for part in (old, new))
-    # Keys without the source are unique, as no byte is written twice.
+    # Keys without the source are unique, because no byte is written twice.
     a_only = {key[1:]: before[key] for key in before.keys() - after.keys()}
     b_only = {key[1:]: after[key] for key in after.keys() - before.keys()}
     moved = a_only.keys() & b_only.keys()
@@ -462,7 +462,7 @@ def _runs_of(part: Part, chosen: list[int]) -> Segments:
 def _sources(
     segments: Segments, starts: np.ndarray[tuple[int], np.dtype[np.uint64]]
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the source offset of each destination offset in `starts`; -1 if it is not written."""
+    """Return the source offset of each destination offset in `starts`; -1: not written."""
     if not len(segments):
         return np.full(len(starts), -1)
     order = np.argsort(segments.dst_offsets)

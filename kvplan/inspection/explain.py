@@ -1,4 +1,4 @@
-"""A plan as a tree or a table, and sentences about what makes it slow or may be a mistake.
+"""A plan as a tree or a table, and sentences about its costs and likely mistakes.
 
 Offsets are relative: stable in tests, safe in logs.
 """
@@ -204,7 +204,7 @@ def _rows_moved(part: Part) -> str:
 
 
 def _is_cut(part: Part) -> bool:
-    """Return True if blocks are written only in part: other heads or layers of them stay."""
+    """Return True if blocks are written only in part: their other heads or layers stay."""
     if part.split or part.kind != "B2B":
         return bool(part.split)
     return part.nbytes_per_tensor < rows_written(part) * _row_nbytes(part)
@@ -226,7 +226,7 @@ def _most_runs(part: Part) -> tuple[int, int] | None:
 
 
 def _transposed(part: Part) -> str:
-    """Return the cost of rows that lie differently: how many runs make up a row."""
+    """Return the cost of rows with unlike layouts: the number of runs in a row."""
     if (most := _most_runs(part)) is None:
         return ""
     word = "cut by head or token" if part.src.layout == part.dst.layout else "transposing"
@@ -248,7 +248,7 @@ def _places(part: Part, indices: range) -> Iterator[tuple[str, str, str]]:
 
 
 def _notes(part: Part, order: RequestOrder, indices: range) -> Iterator[tuple[str, str, str]]:
-    """Yield, for each segment: merged slices, why it is not merged, and its contents."""
+    """Yield, for each segment: the merged slices, the breaks before it, and its contents."""
     src_side, dst_side = part.src, part.dst
     smallest = min(src_side.row_nbytes, dst_side.row_nbytes)
     before: tuple[int, int] | None = None
@@ -284,7 +284,7 @@ def _notes(part: Part, order: RequestOrder, indices: range) -> Iterator[tuple[st
 
 
 def _segment_lines(part: Part, limit: int | None, width: int) -> Iterator[str]:
-    """Yield a line for each segment: rows, size, tokens, and why it is a segment of its own."""
+    """Yield a line for each segment: rows, size, tokens, and why it is separate."""
     total = len(part.segments)
     head, tail = shown_rows(total, limit)
     parts = range(head), range(total - tail, total)
@@ -298,7 +298,7 @@ def _segment_lines(part: Part, limit: int | None, width: int) -> Iterator[str]:
         ):
             text = f"{src:<{widths[0]}} -> {dst:<{widths[1]}}  {size:<{widths[2] + 1}} {note}"
             line = f"{text}{breaks}".rstrip() + held
-            if len(line) > width:  # the rows themselves say where it breaks
+            if len(line) > width:  # the rows themselves show the breaks
                 line = text.rstrip() + held
             yield from fit(line, width)
         if piece.start == 0 and head + tail < total:
@@ -382,7 +382,7 @@ def _reinterpreted(part: Part) -> Iterator[str]:
 
 
 def _read_twice(part: Part) -> Iterator[str]:
-    """Report source rows that a request reads twice; a copy inside of a process may do so."""
+    """Report source rows that a request reads twice; a copy inside a process may do so."""
     if part.tables is None or part.local == "both":
         return
     rows, counts = np.unique(part.tables.src, return_counts=True)

@@ -20,7 +20,7 @@ from kvplan.planning.plan import Plan
 from kvplan.validation import check_type
 
 CELL_HEIGHT: Final = 620
-"""Pixels of a notebook's cell; the document scrolls inside of it."""
+"""Pixels of a notebook's cell; the document scrolls inside the cell."""
 
 _HINT: Final = "Point at a band to read what it moves, or press Tab and then the arrow keys."
 
@@ -33,7 +33,7 @@ def to_html(
     difference: str = "",
     notes: Sequence[str] = (),
 ) -> str:
-    """Return the document of a plan, or of the change from it to `other`; write it to `path`.
+    """Return the document of a plan, or of the change from `plan` to `other`; write it to `path`.
 
     `difference` is the text of `plan.diff(other)`.
     """

@@ -28,14 +28,14 @@ WIDTH: Final = 960
 MARGIN: Final = 24
 TRACK: Final = 28
 SPAN: Final = 150
-MAX_ROW: Final = 88  # width of a row, where there is room
+MAX_ROW: Final = 88  # width of a row, if there is room
 
 MAX_RIBBONS: Final = 512
-"""Bands that are drawn as wide as they are. If there are more, neighbours are lines of one mark."""
+"""Maximum bands that are drawn to scale. Of more bands, neighbours are lines of one mark."""
 
 MAX_MARKS: Final = 160
 MAX_LINES: Final = 4096
-"""Lines in all; of more bands, every second, third, ... is drawn."""
+"""Maximum lines; of more bands, only every second, third, ... is drawn."""
 
 MAX_NOTES: Final = 4
 MAX_TENSORS: Final = 4  # of a layer; the others are counted
@@ -48,7 +48,7 @@ RAMP: Final = (
 _VERBS: Final = {"pull": "Pulls", "push": "Pushes", "copy": "Copies", "swap": "Swaps"}
 _LABELS: Final = {"entry": "entry of the block table", "token": "tokens of the request"}
 
-# Every colour is of the picture's own ground, which a viewer's theme chooses, not the page's.
+# Colours suit the picture's own background, which follows the viewer's theme, not the page's.
 _STYLE: Final = """
 .ground{fill:#fff;stroke:#d9d9d3}.bed{fill:#eeeeea;stroke:#dcdcd6}
 .ink{fill:#1b1d20}.soft{fill:#5f636b}.odd{fill:#8a5300}
@@ -149,7 +149,7 @@ def summary_text(part: Part) -> str:
 
 
 class _Axis:
-    """The places of a side's used rows, in order, with gaps between."""
+    """The places of a side's used rows, in order, with gaps in between."""
 
     def __init__(self, side: Places, parts: int, drawn: slice) -> None:
         extents: list[list[int]] = []
@@ -185,7 +185,7 @@ class _Axis:
 
 
 class _Drawing:
-    """One picture, from `y` on down. `draw` leaves its end in `y`."""
+    """One picture, from `y` downwards. `draw` sets `y` to its end."""
 
     def __init__(self, part: Part, y: float) -> None:
         self.part, self.y = part, y
@@ -416,5 +416,5 @@ def _n(value: float) -> str:
 
 
 def _clean(text: str) -> str:
-    """Escape text, without what XML does not allow."""
+    """Escape text, and replace characters that XML does not allow."""
     return escape("".join(char if char.isprintable() else "�" for char in text))

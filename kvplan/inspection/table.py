@@ -16,7 +16,7 @@ from kvplan.planning.texts import fit, nbytes_text, place, plural, shown_rows, s
 Rows = NDArray[np.int64]
 
 _CHUNK = 4096
-"""Runs of which the texts are in memory."""
+"""Number of runs whose texts are in memory."""
 
 _Cells = tuple[str, ...]
 
@@ -55,7 +55,7 @@ class _Table:
         self.part = part
         self._sides = ("dst", "src") if part.local == "dst" else ("src", "dst")
         heads = self._sides if part.local == "both" else ("local", "remote")
-        self._in_model = bool(model_note(part))  # a column more
+        self._in_model = bool(model_note(part))  # adds a column
         of_model = ("model",) if self._in_model else ()
         self.head = ("#", "layer", *of_model, "tensor", f"{part.dst.row}s", *heads, "nbytes")
         self._per_pair = part.segments.num_runs
@@ -98,7 +98,7 @@ class _Table:
         ).rstrip()
 
     def cells(self, first: int, last: int) -> Iterator[_Cells]:
-        """Yield the columns of the descriptors from `first` to before `last`."""
+        """Yield the columns of the descriptors [first, last)."""
         part, n = self.part, self._per_pair
         while first < last:
             pair, run = divmod(first, n)
@@ -141,7 +141,7 @@ class _Run(NamedTuple):
 
 
 def summary(part: Part) -> str:
-    """Return a line on all segments of a tensor."""
+    """Return a line about all segments of a tensor."""
     runs = _runs_of_blocks(part)
     return _sizes(part) if runs is None else _lengths(part, runs.blocks)
 

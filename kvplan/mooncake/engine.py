@@ -53,7 +53,7 @@ _log = Log("kvplan.mooncake")
 
 SUPPORT_MUSA: Final = False
 P2P: Final = "P2PHANDSHAKE"
-"""The only metadata server that is accepted: peers are named by the addresses they listen at."""
+"""The only accepted metadata server: the names of peers are their listening addresses."""
 
 _CONNECT_MS: Final = 10_000
 _IN_FLIGHT, _DONE, _FAILED, _TIMED_OUT = 0, 1, -1, -2
@@ -64,7 +64,7 @@ _Call = Callable[Concatenate["TransferEngine", _P], int]
 
 
 def _returns_status(failed: int = _FAILED) -> Callable[[_Call[_P]], _Call[_P]]:
-    """Return `failed` for what the engine refuses, and log why."""
+    """Log the refusals of the engine, and return `failed`."""
 
     def decorate(method: _Call[_P]) -> _Call[_P]:
         @wraps(method)
@@ -92,7 +92,7 @@ class TransferEngine:
 
     Once a call has returned -1, no byte of its transfer moves. Any thread may call the methods.
 
-    Every method raises TypeError for an argument of another type.
+    Every method raises TypeError for an argument of the wrong type.
     """
 
     TransferOpcode: ClassVar[type[IntEnum]] = TransferOpcode
@@ -108,7 +108,7 @@ class TransferEngine:
     def initialize(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
     ) -> int:
-        """Start the engine. It listens at this host, at a free port that `get_rpc_port` returns.
+        """Start the engine. It listens on a free port of this host; see `get_rpc_port`.
 
         Protocol and device have no effect: the options of kvplan select a transport.
         """
@@ -119,7 +119,7 @@ class TransferEngine:
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str,
         metadata_type: str,
     ) -> int:  # fmt: skip
-        """Start the engine. Otherwise as `initialize`."""
+        """Start the engine; see `initialize`."""
         for name, value in (("local_hostname", local_hostname), ("protocol", protocol)):
             check_text(name, value)
         if metadata_server != P2P:
@@ -137,7 +137,7 @@ class TransferEngine:
         return 0
 
     def close(self) -> None:
-        """End transfers and links. Not in Mooncake, which does so when an engine is freed."""
+        """End transfers and links. Not in Mooncake, which does this when an engine is freed."""
         with self._mutex:
             engine, self._engine = self._engine, None
             self._starts.clear()
@@ -146,7 +146,7 @@ class TransferEngine:
             engine.datadist.finalize()
         self._buffers.clear()
 
-    def __del__(self, ignoring: Any = suppress) -> None:  # a global may be gone at the exit
+    def __del__(self, ignoring: Any = suppress) -> None:  # a global may be gone at exit
         with ignoring(Exception):
             self.close()
 
@@ -161,7 +161,7 @@ class TransferEngine:
 
     @property
     def datadist(self) -> Any:
-        """The engine below, of kvplan: `on_plan`, `metrics`, `links`. Not in Mooncake.
+        """The engine of kvplan, for `on_plan`, `metrics` and `links`. Not in Mooncake.
 
         Raises:
             LLMException: LLM_FAILED: not initialized.
@@ -173,7 +173,7 @@ class TransferEngine:
         return self
 
     def get_engine_ptr(self) -> int:
-        """Return 0: no engine of C++ is behind this one."""
+        """Return 0: no C++ engine exists."""
         return 0
 
     def get_local_topology(self, device_name: str | None = None) -> str:
@@ -192,7 +192,7 @@ class TransferEngine:
 
     @_returns_status()
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
-        """Let transfers use memory until it is unregistered; memory that overlaps is refused."""
+        """Let transfers use memory until it is unregistered; overlapping memory is refused."""
         self._register(uint("buffer_addr", buffer_addr), uint("capacity", capacity), location)
         return 0
 
@@ -232,8 +232,8 @@ class TransferEngine:
             if (known := self._registered.get(address)) is None:
                 raise invalid(f"no registered memory begins at {address:#x}")
         engine.deregister(known[1])
-        # Only now: a call that was interrupted can be repeated, and until here other memory at the
-        # same address is refused.
+        # Only now: an interrupted call can be repeated, and until here other memory at the same
+        # address is refused.
         with signals_deferred, self._mutex:
             if self._registered.get(address) is known:  # no other thread was faster
                 del self._registered[address]
@@ -265,7 +265,7 @@ class TransferEngine:
 
     @_returns_status(0)
     def allocate_managed_buffer(self, length: int) -> int:
-        """Return the address of registered memory of the engine; 0 after a failure."""
+        """Allocate and register memory; return its address, or 0 after a failure."""
         memory = mmap.mmap(-1, max(1, uint("length", length)))
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         with signals_deferred:
@@ -296,7 +296,7 @@ class TransferEngine:
         """Return bytes of registered memory.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: it is not registered; LLM_FAILED: not initialized.
+            LLMException: LLM_PARAM_INVALID: not registered; LLM_FAILED: not initialized.
         """
         self._check_registered(source_address, uint("length", length))
         return ctypes.string_at(source_address, length)
@@ -309,7 +309,7 @@ class TransferEngine:
 
     @_returns_status(0)
     def get_first_buffer_address(self, segment_name: str) -> int:
-        """Return the address of the first memory that a peer has registered; 0: it has none."""
+        """Return the address of the first memory that a peer has registered; 0: none."""
         if segment_name == self._own:
             return next(iter(self._registered), 0)
         return self._running().first_address(self._cluster(segment_name))
@@ -320,7 +320,7 @@ class TransferEngine:
         self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int,
         transport_hint: str = "",
     ) -> int:  # fmt: skip
-        """Write to a peer; after 0 every byte has arrived."""
+        """Write to a peer; 0: every byte has arrived."""
         one = ([buffer], [peer_buffer_address], [length])
         return self.batch_transfer_sync(target_hostname, *one, Write)
 
@@ -328,7 +328,7 @@ class TransferEngine:
         self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int,
         transport_hint: str = "",
     ) -> int:  # fmt: skip
-        """Read from a peer; after 0 every byte has arrived."""
+        """Read from a peer; 0: every byte has arrived."""
         one = ([buffer], [peer_buffer_address], [length])
         return self.batch_transfer_sync(target_hostname, *one, Read)
 
@@ -336,7 +336,7 @@ class TransferEngine:
         self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int,
         opcode: _Opcode, notify: TransferNotify | None = None, transport_hint: str = "",
     ) -> int:  # fmt: skip
-        """Read or write; after 0 all bytes and the notification have arrived."""
+        """Read or write; 0: all bytes and the notification have arrived."""
         one = ([buffer], [peer_buffer_address], [length])
         return self.batch_transfer_sync(target_hostname, *one, opcode, notify)
 
@@ -362,7 +362,7 @@ class TransferEngine:
         lengths: Sequence[int], opcode: _Opcode, notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:  # fmt: skip
-        """Read or write several ranges; after 0 all bytes and the notification have arrived."""
+        """Read or write several ranges; 0: all bytes and the notification have arrived."""
         columns = columns_of(buffers, peer_buffer_addresses, lengths)
         engine = self._running()
         if not len(columns[0]):
@@ -430,7 +430,7 @@ class TransferEngine:
 
     @_returns_status()
     def transfer_check_status(self, batch_id: int) -> int:
-        """Return 1: the batch is done; 0: in flight; -1: failed; -2: it took too long.
+        """Return the status of a batch: 1: done; 0: in flight; -1: failed; -2: it took too long.
 
         Except with 0, the batch is forgotten.
         """
@@ -458,7 +458,7 @@ class TransferEngine:
         return self._engine
 
     def _cluster(self, name: str) -> int:
-        """Return the cluster of a peer; connect with it first."""
+        """Connect with a peer unless it is connected, and return its cluster id."""
         check_text("target_hostname", name)
         engine = self._running()
         if name == self._own:

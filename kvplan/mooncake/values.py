@@ -45,14 +45,14 @@ class TransferNotify:
 
 
 def direction_of(opcode: TransferOpcode) -> Literal["pull", "push"]:
-    """Return the direction of a transfer as the engine below names it."""
+    """Return the engine's word for the direction of a transfer."""
     if not isinstance(opcode, TransferOpcode):
         raise TypeError(f"opcode={shown(opcode)} must be a TransferOpcode")
     return "pull" if opcode is Read else "push"
 
 
 def timeout_ms(sizes: Column) -> float:
-    """Return the timeout of a transfer: MC_TRANSFER_TIMEOUT, and 1 ns for each byte."""
+    """Return the timeout of a transfer: MC_TRANSFER_TIMEOUT (30 s), plus 1 ns for each byte."""
     text = os.environ.get(_TIMEOUT_VARIABLE, "")
     seconds = int(text) if text.isdecimal() else _TIMEOUT_S
     return max(seconds, _LEAST_S) * 1000 + int(sizes.sum()) / _NS_PER_MS

@@ -69,7 +69,7 @@ class nixl_agent_config:  # noqa: N801
 
 
 class _Handle:
-    """A number of the agent, which is released with this object."""
+    """A handle of the agent, which is released with this object."""
 
     def __init__(self, agent: nixlAgent, value: int) -> None:
         self._agent, self._handle, self._released = agent, value, False
@@ -77,12 +77,12 @@ class _Handle:
     def _release(self) -> None: ...
 
     def release(self) -> None:
-        """Release what the handle names; idempotent."""
+        """Release the transfer or list of the handle; idempotent."""
         if not self._released:
             self._released = True
             self._release()
 
-    def __del__(self, ignoring: Any = suppress) -> None:  # a global may be gone at the exit
+    def __del__(self, ignoring: Any = suppress) -> None:  # a global may be gone at exit
         with ignoring(Exception):
             self.release()
 
@@ -98,7 +98,7 @@ class nixl_prepped_dlist_handle(_Handle):  # noqa: N801
 
 
 class nixl_xfer_handle(_Handle):  # noqa: N801
-    """A transfer. On return of `release` none of its bytes moves."""
+    """A transfer. After `release` none of its bytes moves."""
 
     def _release(self) -> None:
         self._agent.releaseXferReq(self._handle)
@@ -107,7 +107,7 @@ class nixl_xfer_handle(_Handle):  # noqa: N801
 class nixl_agent:  # noqa: N801
     """An agent of NIXL's Python interface. Backends "UCX" and "KVPLAN" are both kvplan's.
 
-    Every method raises exceptions of `_bindings`; of arguments that cannot be also TypeError,
+    Every method raises exceptions of `_bindings`; for impossible arguments also TypeError,
     ValueError, KeyError, IndexError or RuntimeError, as the original does.
 
     A transfer that fails after it was posted has the state
@@ -147,7 +147,7 @@ class nixl_agent:  # noqa: N801
         return [kind.name for kind in self.agent.getPluginParams(backend)[1]]
 
     def get_plugin_params(self, backend: str) -> dict[str, str]:
-        """Return what a plugin is: kvplan, its version, and the transports of its links."""
+        """Return the properties of a plugin: kvplan's version, and the transports of its links."""
         return self.agent.getPluginParams(backend)[0]
 
     get_backend_mem_types, get_backend_params = get_plugin_mem_types, get_plugin_params
@@ -232,7 +232,7 @@ class nixl_agent:  # noqa: N801
         return self.agent.getXferTelemetry(handle._handle)
 
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
-        """Return duration, error and method of an estimate; kvplan has none."""
+        """Return duration, error and method of an estimate; kvplan makes none."""
         duration, error, _ = self.agent.estimateXferCost(req_handle._handle)
         return duration, error, "UNKNOWN"
 
@@ -250,7 +250,7 @@ class nixl_agent:  # noqa: N801
         handle.release()
 
     def prep_mem_view(self, dlist: Any, *, backends: _Backends | None = None) -> int:
-        """Refuse: views are of GPU kernels."""
+        """Refuse: views of memory are for GPU kernels."""
         return self.agent.prepMemView(dlist)
 
     def release_mem_view(self, mvh: int) -> None:
@@ -262,7 +262,7 @@ class nixl_agent:  # noqa: N801
         return self.agent.getNotifs({})
 
     def update_notifs(self, backends: _Backends = ()) -> dict[str, list[bytes]]:
-        """Add the messages that have arrived to `notifs`, and return that."""
+        """Add the messages that have arrived to `notifs`, and return `notifs`."""
         self.notifs = self.agent.getNotifs(self.notifs)
         return self.notifs
 
@@ -286,7 +286,7 @@ class nixl_agent:  # noqa: N801
         self.agent.genNotif(remote_agent_name, notif_msg)
 
     def get_agent_metadata(self) -> bytes:
-        """Return what other agents need for `add_remote_agent`."""
+        """Return the metadata of this agent, for `add_remote_agent` of others."""
         return self.agent.getLocalMD()
 
     def get_partial_agent_metadata(
@@ -296,11 +296,11 @@ class nixl_agent:  # noqa: N801
         return self.agent.getLocalPartialMD(descs, inc_conn_info)
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
-        """Know a remote agent, link with it in the background, and return its name as bytes."""
+        """Add a remote agent, link with it in the background, and return its name as bytes."""
         return self.agent.loadRemoteMD(metadata)
 
     def remove_remote_agent(self, agent: str | bytes) -> None:
-        """Forget a remote agent; what is in flight with it has stopped on return."""
+        """Stop all transfers with a remote agent, and forget the agent."""
         self.agent.invalidateRemoteMD(agent)
 
     def send_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
@@ -318,7 +318,7 @@ class nixl_agent:  # noqa: N801
         self, remote_agent: str | bytes, ip_addr: str = "", port: int = DEFAULT_COMM_PORT,
         label: str = "",
     ) -> None:  # fmt: skip
-        """Load an agent's metadata from its listening thread; `check_remote_metadata` says when."""
+        """Load an agent's metadata from its listening thread; poll with `check_remote_metadata`."""
         self.agent.fetchRemoteMD(remote_agent, ip_addr, port, label)
 
     def invalidate_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
@@ -335,15 +335,15 @@ class nixl_agent:  # noqa: N801
         return True
 
     def get_xfer_descs(self, descs: Any, mem_type: str | None = None) -> nixlXferDList | None:
-        """Return a list of ranges of tuples (address, size, device), tensors, or an array."""
+        """Make a list of ranges from tuples (address, size, device), tensors, or an array."""
         return _list_of(nixlXferDList, 3, descs, mem_type)
 
     def get_reg_descs(self, descs: Any, mem_type: str | None = None) -> nixlRegDList | None:
-        """Return a list of memory of tuples (address, size, device, text), tensors, or an array."""
+        """Make a list of memory from tuples (address, size, device, text), tensors, or an array."""
         return _list_of(nixlRegDList, 4, descs, mem_type)
 
     def get_remote_descs(self, descs: Any, mem_type: str | None = None) -> nixlRemoteDList | None:
-        """Return a list of remote ranges of tuples (address, size, device, agent)."""
+        """Make a list of remote ranges from tuples (address, size, device, agent)."""
         return _list_of(nixlRemoteDList, 4, descs, mem_type)
 
     def get_serialized_descs(self, descs: DescList) -> bytes:
@@ -362,7 +362,7 @@ _List = TypeVar("_List", bound=DescList)
 
 
 class _ListUnpickler(pickle.Unpickler):
-    """Reads lists of descriptors, and no other object."""
+    """An unpickler of lists of descriptors, which refuses any other object."""
 
     def find_class(self, module: str, name: str) -> Any:
         kinds = {"nixlXferDList": nixlXferDList, "nixlRegDList": nixlRegDList}
@@ -372,7 +372,7 @@ class _ListUnpickler(pickle.Unpickler):
 
 
 def _list_of(kind: type[_List], width: int, descs: Any, mem_type: str | None) -> _List | None:
-    """Return a list of this kind; None, with a line of the log, for what is none."""
+    """Return a list of this kind; log anything else, and return None."""
     if isinstance(descs, kind):
         return descs
     found = None if mem_type is None else _MEMS[mem_type]

@@ -57,8 +57,8 @@ class Agent:
     """An agent without transfers.
 
     Errors are exceptions; the log of `kvplan.nixl` names the range and the reason. Any thread may
-    call the methods. After `invalidateRemoteMD` and `deregisterMem` no byte moves that they are
-    about.
+    call the methods. After `invalidateRemoteMD` and `deregisterMem` no byte of that agent or memory
+    moves.
     """
 
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
@@ -90,15 +90,15 @@ class Agent:
         return self.engine.datadist.listen_address or ""
 
     def close(self) -> None:
-        """End transfers, links and threads. Not in NIXL, which does so when an agent is freed."""
+        """End transfers, links and threads. Not in NIXL, which does this when an agent is freed."""
         if self._listener is not None:
             self._listener.close()
         self._connector.stop()
         self.engine.datadist.finalize()
         self._connector.join()
 
-    def __del__(self, ignoring: Any = suppress) -> None:  # a global may be gone at the exit
-        with ignoring(Exception):  # also of an agent that was never made
+    def __del__(self, ignoring: Any = suppress) -> None:  # a global may be gone at exit
+        with ignoring(Exception):  # even if the constructor has failed
             self.close()
 
     # Plugins and backends: there is one, by several names.
@@ -108,7 +108,7 @@ class Agent:
         return sorted(BACKENDS)
 
     def getPluginParams(self, name: str) -> tuple[dict[str, str], list[nixl_mem_t]]:  # noqa: N802
-        """Return what a plugin is, and the kinds of memory that it moves."""
+        """Return the properties of a plugin, and the kinds of memory that it moves."""
         if name not in BACKENDS:
             return {}, []
         from kvplan import __version__
@@ -118,7 +118,7 @@ class Agent:
         return real, [nixl_mem_t.DRAM_SEG, nixl_mem_t.VRAM_SEG]
 
     def getBackendParams(self, backend: int) -> tuple[dict[str, str], list[nixl_mem_t]]:  # noqa: N802
-        """Return the same of a backend by its handle."""
+        """Return the `getPluginParams` of a backend, by its handle."""
         for name, handle in self._backends.items():
             if handle == backend:
                 return self.getPluginParams(name)
@@ -203,7 +203,7 @@ class Agent:
         return Metadata(self.name, instance, address, is_partial, regions).to_bytes()
 
     def loadRemoteMD(self, data: bytes | str) -> bytes:  # noqa: N802
-        """Know a remote agent, link with it in the background, and return its name."""
+        """Add a remote agent, link with it in the background, and return its name."""
         found = Metadata.from_bytes(data if isinstance(data, bytes) else data.encode())
         name = found.name
         if name == self.name:
@@ -212,7 +212,7 @@ class Agent:
             known = self._remotes.get(name)
             if known is not None and known.instance != found.instance:
                 if found.address:
-                    self.invalidateRemoteMD(name)  # it has started again
+                    self.invalidateRemoteMD(name)  # the agent has restarted
                 known = None
             if known is None and not found.address:
                 raise nixlNotFoundError(f"agent {name!r} is unknown, and its address is not given")
@@ -245,7 +245,7 @@ class Agent:
         return remote
 
     def _linked(self, name: str) -> int:
-        """Return the cluster of a remote agent; wait for its link."""
+        """Wait for the link with a remote agent, and return its cluster id."""
         self._remote(name)
         return self.engine.connect(name, _CONNECT_MS)
 
@@ -367,12 +367,12 @@ class Agent:
 
 
 def text_of(name: str | bytes) -> str:
-    """Return the name of an agent, which programs also give as bytes."""
+    """Return the name of an agent, given as text or as bytes."""
     return name.decode() if isinstance(name, bytes) else name
 
 
 def bytes_of(message: str | bytes) -> bytes:
-    """Return a message, which programs also give as text."""
+    """Return a message, given as text or as bytes."""
     return message.encode() if isinstance(message, str) else bytes(message)
 
 

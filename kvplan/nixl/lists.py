@@ -34,19 +34,19 @@ def rows_of(descs: Iterable[Any]) -> Rows:
 
 
 def rows_of_array(values: Any) -> Rows:
-    """Return a copy of an array of integers of 64 bits with three columns, as rows."""
+    """Return a copy of a three-column array of 64-bit integers, as rows."""
     if values.ndim != 2 or values.shape[1] != 3 or values.dtype.kind not in "iu":
         raise ValueError(f"an array of {values.dtype}{values.shape} must be of 64-bit integers x 3")
     if values.dtype.itemsize != 8:
         raise ValueError(f"an array of {values.dtype} must have integers of 64 bits")
-    rows: Rows = values.astype(np.uint64, order="C")  # a copy, also of a foreign byte order
+    rows: Rows = values.astype(np.uint64, order="C")  # a copy, in native byte order
     return rows
 
 
 class DescList:
     """Descriptors of one kind of memory."""
 
-    TEXT: ClassVar[type | None] = None  # of a fourth column
+    TEXT: ClassVar[type | None] = None  # type of a fourth column
     __slots__ = ("_count", "_rows", "_texts", "_type")
     __hash__ = None  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""Loggers, by the function of NIXL's module."""
+"""Loggers, under the function name of NIXL's module."""
 
 import logging
 

@@ -31,11 +31,11 @@ Region = tuple[Annotated[int, Meta(ge=0, le=4)], _Uint64, _Uint64, _Uint64]
 
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Facts that peers must know of an agent. None of them is secret."""
+    """Facts that peers need about an agent. None of them is secret."""
 
     name: Annotated[str, Meta(min_length=1, max_length=1024)]
     instance: _Uint64  # the cluster id of its engine
-    address: str  # where it listens; empty without information of the connection
+    address: str  # where it listens; empty if the metadata leave it out
     is_partial: bool
     regions: list[Region]
 
@@ -81,7 +81,7 @@ class Regions:
         self._found = {}
 
     def check(self, side: str, kind: nixl_mem_t, rows: Rows) -> None:
-        """Raise LLM_KV_CACHE_NOT_EXIST if a descriptor is not in this memory, and say which."""
+        """Raise LLM_KV_CACHE_NOT_EXIST with the first descriptor that is not in this memory."""
         index = self._found.get(kind)
         if index is None:
             index = self._found[kind] = AddressIndex(
@@ -93,7 +93,7 @@ class Regions:
 
 
 class Listener:
-    """Answers agents that ask for metadata, or send theirs, on a port of its own."""
+    """A port with a thread, for agents that ask for metadata or send theirs."""
 
     def __init__(
         self, host: str, port: int, local: Callable[[], bytes], load: Callable[[bytes], object],
@@ -120,7 +120,7 @@ class Listener:
                 try:
                     client.settimeout(_TIMEOUT_S)
                     self._answer(client, receive(client))
-                except Exception as error:  # of a peer that may send anything
+                except Exception as error:  # a peer may send anything
                     _log.warning("the listening thread has refused a peer: %s", error)
 
     def _answer(self, client: socket.socket, request: bytes) -> None:
@@ -142,12 +142,12 @@ def ask(host: str, port: int, request: bytes, *, has_answer: bool = False) -> by
 
 
 def send(peer: socket.socket, data: bytes) -> None:
-    """Send a message with its length before it."""
+    """Send the length of a message, then the message."""
     peer.sendall(len(data).to_bytes(4, "little") + data)
 
 
 def receive(peer: socket.socket) -> bytes:
-    """Receive such a message."""
+    """Receive a message that `send` sent."""
     size = int.from_bytes(_exactly(peer, 4), "little")
     if size > _MAX_NBYTES:
         raise ValueError(f"a message of {size} bytes is longer than {_MAX_NBYTES}")

@@ -63,14 +63,14 @@ class _Transfer:
     status: nixl_status_t | None = None  # None: not posted
     error: LLMException | None = None
     request: Request | None = None
-    began: float = 0.0  # seconds of the monotonic clock, of the last post
+    began: float = 0.0  # monotonic time of the last post, in seconds
     posted: float = 0.0
     ended: float = 0.0
     ranges: AddressRanges | None = None  # of the last post
 
     @property
     def text(self) -> str:
-        """The transfer as lines of the log name it."""
+        """The name of the transfer in the log."""
         return f"{self.operation.name} of {plural(len(self.sizes), 'descriptor')}"
 
 
@@ -140,7 +140,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         self, operation: nixl_xfer_op_t, agent: str, local: Rows, remote: Rows,
         message: bytes | str, mine: Indices | None = None, theirs: Indices | None = None,
     ) -> int:  # fmt: skip
-        """Add a transfer between rows of two lists, all of them or the chosen ones."""
+        """Add a transfer between all or the chosen rows of two lists."""
         counts = [len(local if mine is None else mine), len(remote if theirs is None else theirs)]
         if counts[0] != counts[1] or not counts[0]:
             raise nixlInvalidParamError(
@@ -203,18 +203,18 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         transfer.status = _IN_PROGRESS
 
     def _reached(self, name: str) -> int:
-        """Return the same for a transfer; an agent that takes no link is gone: LLM_LINK_FAILED."""
+        """Return `_linked`; LLM_LINK_FAILED if it fails, because then the agent is gone."""
         try:
             return self._linked(name)
         except LLMException as error:
             raise link_failed(str(error.args[0])) from error
 
     def getXferStatus(self, reqh: int) -> nixl_status_t:  # noqa: N802
-        """Return the state of a transfer. The log says why it is NIXL_ERR_BACKEND.
+        """Return the state of a transfer. The log has the reason of NIXL_ERR_BACKEND.
 
         Raises:
-            nixlRemoteDisconnectError: it failed, as the remote agent is gone.
-            nixlNotPostedError, nixlInvalidParamError: it was not posted, or was released.
+            nixlRemoteDisconnectError: the transfer failed because the remote agent is gone.
+            nixlNotPostedError, nixlInvalidParamError: the transfer was not posted, or was released.
         """
         transfer = self._transfer(reqh)
         if transfer.status is None:
@@ -254,7 +254,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         return transfer
 
     def invalidateRemoteMD(self, name: str | bytes) -> nixl_status_t:  # noqa: N802
-        """Forget a remote agent, and stop what is in flight with it; idempotent."""
+        """Stop all transfers with a remote agent, and forget the agent; idempotent."""
         name = text_of(name)
         with self._mutex:
             for transfer in list(self._transfers.values()):
@@ -277,7 +277,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         )  # fmt: skip
 
     def estimateXferCost(self, req_handle: int) -> tuple[int, int, int]:  # noqa: N802
-        """Return duration, error and method of an estimate; kvplan has none."""
+        """Return duration, error and method of an estimate; kvplan makes none."""
         self._transfer(req_handle)
         return 0, 0, -1
 
@@ -287,7 +287,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         return next(iter(self._backends.values()))
 
     def prepMemView(self, dlist: Any, backends: Sequence[int] = ()) -> int:  # noqa: N802
-        """Refuse: views are of GPU kernels."""
+        """Refuse: views of memory are for GPU kernels."""
         raise nixlBackendError("views of memory are for kernels of GPUs; kvplan has none")
 
     def releaseMemView(self, mvh: int) -> None:  # noqa: N802
@@ -307,7 +307,7 @@ def _expanded(array: Any) -> Rows:
 
 
 def _indices(indices: Any) -> Indices:
-    """Return a list or an array of indices as integers; floats are cut, as NIXL does."""
+    """Return a list or an array of indices as integers; floats are truncated, as in NIXL."""
     chosen = np.asarray(indices)
     is_read = chosen.dtype.kind in "iu" and chosen.dtype.isnative
     return chosen if is_read else chosen.astype(np.int64)
@@ -316,7 +316,7 @@ def _indices(indices: Any) -> Indices:
 def _unlike(
     at: int, local: Rows, remote: Rows, mine: Indices | None, theirs: Indices | None
 ) -> nixlInvalidParamError:
-    """Return the error of a choice whose row does not exist, or has another size there."""
+    """Return the error of a chosen pair: a row does not exist, or the sizes differ."""
     a, b = (at if chosen is None else int(chosen[at]) for chosen in (mine, theirs))
     for name, index, rows in (("local_indices", a, local), ("remote_indices", b, remote)):
         if not 0 <= index < len(rows):

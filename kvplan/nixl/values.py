@@ -71,7 +71,7 @@ class nixlNotPostedError(Exception):  # noqa: N801
 
 
 class nixlInvalidParamError(Exception):  # noqa: N801
-    """An argument cannot be."""
+    """An argument is invalid."""
 
 
 class nixlBackendError(Exception):  # noqa: N801
@@ -99,7 +99,7 @@ class nixlUnknownError(Exception):  # noqa: N801
 
 
 class nixlNotSupportedError(Exception):  # noqa: N801
-    """kvplan does not have this."""
+    """kvplan does not support the call."""
 
 
 class nixlRemoteDisconnectError(Exception):  # noqa: N801
@@ -116,7 +116,7 @@ class nixlNoTelemetryError(Exception):  # noqa: N801
 
 @dataclass(slots=True)
 class nixlXferTelemetry:  # noqa: N801
-    """Times of a transfer in microseconds, by the monotonic clock, and what it moves."""
+    """Times of a transfer in microseconds, by the monotonic clock, and its size."""
 
     startTime: int = 0  # noqa: N815
     postDuration: int = 0  # noqa: N815
@@ -127,7 +127,7 @@ class nixlXferTelemetry:  # noqa: N801
 
 @dataclass
 class nixlAgentConfig:  # noqa: N801
-    """Settings of a `nixlAgent`. Those of threads have no effect: kvplan has its own."""
+    """Settings of a `nixlAgent`. Those of threads have no effect: kvplan has its own threads."""
 
     useProgThread: bool = False  # noqa: N815
     useListenThread: bool = False  # noqa: N815

@@ -1,8 +1,8 @@
-"""Rows of two sides, compared and cut: as bytes if they are alike, otherwise axis by axis.
+"""Comparison and cut of rows of two sides: as bytes if they are alike, otherwise axis by axis.
 
 Two caches of one model may differ in the order of axes, block size, heads, and whether keys and
-values share a tensor. What both hold is the intersection of their axes in the model's coordinates.
-Bytes that are contiguous on both sides are one run.
+values share a tensor. They share the intersection of their axes in the model's coordinates. Bytes
+that are contiguous on both sides are one run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Level(NamedTuple):
 
 
 class Common(NamedTuple):
-    """The common properties of rows of two sides, for any tokens that move.
+    """Properties that the rows of two sides share, whatever tokens move.
 
     Attributes:
         src_start, dst_start: the first byte of a token that both sides have, on each side.
@@ -237,7 +237,7 @@ def _table(src: Indices, dst: Indices, run: int, levels: list[Level]) -> Segment
 
 
 def _joined(parts: list[Segments], how: Coalesce) -> Segments:
-    """Return one table of several. Repeats that differ from those of the largest are expanded."""
+    """Join tables into one. Repeats that differ from those of the largest table are expanded."""
     largest = max(parts, key=len)
     repeats = list(largest.repeats)
     if len(parts) == 1:
@@ -276,7 +276,7 @@ def heads_of(side: Side) -> tuple[range, int]:
 
 
 def _heads_in_common(source: Side, target: Side, wanted: range | None) -> tuple[int, int, int]:
-    """Return how many heads both sides have, and the position of the first in each side."""
+    """Return the number of common heads, and the position of the first on each side."""
     (src_heads, src_total), (dst_heads, dst_total) = heads_of(source), heads_of(target)
     if src_total != dst_total:
         refuse_unlike(
@@ -287,7 +287,7 @@ def _heads_in_common(source: Side, target: Side, wanted: range | None) -> tuple[
     first = max(src_heads.start, dst_heads.start, wanted.start)
     last = min(src_heads.stop, dst_heads.stop, wanted.stop)
     if first >= last:
-        refuse_unlike("axis head, of which they have none in common", source, target)
+        refuse_unlike("axis head, with no head in common", source, target)
     return last - first, first - src_heads.start, first - dst_heads.start
 
 
@@ -308,7 +308,7 @@ def _fuse(source: Side, target: Side, levels: list[Level]) -> tuple[int, list[Le
 
 
 def elements(source: Side, target: Side, levels: list[Level]) -> tuple[int, list[Level]]:
-    """Return the bytes that stay together in every request, and the levels outside of them."""
+    """Return the bytes that stay together in every request, and the levels outside them."""
     assert source.data_type is not None  # every layout has a data type
     bits = source.data_type.bits
     run = bits // 8

@@ -19,7 +19,7 @@ BlockPairs = Sequence[Sequence[int]] | NDArray[np.integer]
 Indices = NDArray[np.int64]
 
 _MIN_MAPPED = 512
-"""Minimum blocks of a table for sorting by a map of the cache's blocks."""
+"""Minimum blocks of a table that is sorted by a map of the cache's blocks."""
 
 _MAX_SPARSITY = 64
 """Maximum blocks of a cache for each block of a table: above it, sorting is faster than a map."""
@@ -27,7 +27,7 @@ _MAX_SPARSITY = 64
 _MAX_MAPPED = 1 << 21
 """Maximum blocks of a cache for a map, which takes 9 bytes a block."""
 
-_TEXT = (str, bytes, bytearray)  # these are sequences of int, too
+_TEXT = (str, bytes, bytearray)  # sequences, but not block tables
 
 
 class RequestBlocks(tuple[int, ...]):
@@ -92,7 +92,7 @@ def as_array(name: str, given: object) -> NDArray[Any]:
 
 
 def pair_tables(name: str, given: object) -> tuple[list[int], list[int]]:
-    """Return the source and destination blocks of a copy, as two tables of one length.
+    """Return the source and destination blocks of a copy, as two tables of equal length.
 
     Args:
         given: a mapping from source block to destination block or blocks, pairs of both, or an
@@ -138,7 +138,7 @@ def _mixed_table(name: str, blocks: tuple[int, ...]) -> NDArray[Any]:
     except (ValueError, OverflowError) as error:
         raise TypeError(f"{name} must be a flat sequence of int: {error}") from None
     if table.dtype.kind not in "iu" and all(issubclass(kind, int | np.integer) for kind in types):
-        # NumPy chose float or object, as no integer type holds all values: keep them exact.
+        # NumPy chose float or object because no integer type holds all values: keep them exact.
         return np.array(blocks, dtype=object)
     return block_table(name, table)
 
@@ -189,7 +189,7 @@ def sorted_pairs(src_table: Indices, dst_table: Indices, count: int) -> tuple[In
 
     All blocks are below `count`; there is at least one pair.
     """
-    middle = src_table.item(len(src_table) // 2)  # most unordered tables show here
+    middle = src_table.item(len(src_table) // 2)  # detects most unordered tables
     if (
         src_table.item(0) <= middle <= src_table.item(-1)
         and np.count_nonzero(src_table[1:] > src_table[:-1]) == len(src_table) - 1
@@ -204,7 +204,7 @@ def sorted_pairs(src_table: Indices, dst_table: Indices, count: int) -> tuple[In
     if count > 2**31:
         order = np.lexsort((dst_table, src_table))
         return src_table[order], dst_table[order]
-    # A pair in one number: sorting numbers is several times faster than argsort.
+    # Each pair as one number: sorting numbers is several times faster than argsort.
     pairs = (src_table << 32) | dst_table
     pairs.sort()
     return pairs >> 32, pairs & 0xFFFFFFFF

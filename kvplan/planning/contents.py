@@ -123,7 +123,7 @@ def tokens_of(part: Part, first: int, last: int) -> list[Span]:
     """Return the tokens of the request at dst offsets `first` to `last`, as ranges.
 
     Tokens are counted from the request's first source block on, in the order of the block tables.
-    Empty if they are unknown: no layout, no block tables, or a copy inside of a process.
+    Empty if they are unknown: no layout, no block tables, or a copy inside a process.
     """
     tables, dst = part.tables, part.dst
     if tables is None or part.local == "both":
@@ -175,7 +175,7 @@ def heads_of_runs(part: Part, first: int, nbytes: int, steps: list[Span]) -> Spa
 
 
 def reach_along(side: Side, axis: str, steps: list[Span]) -> int:
-    """Return the bytes of repeats that change the position along an axis."""
+    """Return the extent, in bytes, of repeats that change the position along an axis."""
     around = max(side.stride_of(axis), 1) * side.extent(axis)  # to the same position again
     row = side.stride if side.is_inside(axis) else around
     return sum((count - 1) * step for count, step in steps if step % around and step % row)
@@ -284,7 +284,7 @@ def _row(side: Side, offset: int) -> int:
 
 
 def _spans_axis(side: Side, axis: str, first: int, last: int) -> bool:
-    """Return whether bytes from `first` to `last` cover the whole axis, or reach around its end."""
+    """Return whether bytes from `first` to `last` cover the whole axis, or wrap around its end."""
     if side.is_inside(axis):
         if first // side.stride != last // side.stride:
             return True

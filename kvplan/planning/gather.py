@@ -31,7 +31,7 @@ _MAX_DIVISIONS: Final = 256
 class _Part(NamedTuple):
     """Layers, KV heads and tokens of the model (None: all tokens that both sides have).
 
-    Layers are positions among the numbers that any cache has. If all caches have ranges of layers,
+    Layers are positions among the layer numbers of all caches. If all caches have ranges of layers,
     position and number are equal.
     """
 
@@ -41,12 +41,12 @@ class _Part(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """The tokens that each cache has, of those that move.
+    """The moving tokens that each cache has.
 
     Attributes:
         needed: tokens of the destination.
         held: tokens of each source.
-        first: the number of the first token, as the destination counts.
+        first: the number of the first token at the destination.
     """
 
     needed: Mask
@@ -78,8 +78,8 @@ def plan_gather(
     """Plan pulls of one request from several caches, each of which has some of the model.
 
     Together the parts write each byte of the request in `dst` exactly once: layer by layer, head by
-    head and token by token from one of the sources that have it. The part of a source is None if
-    nothing is taken from it, as from replicas, or because it holds no token of the request.
+    head and token by token from one of the sources that have it. A source's part is None if nothing
+    is taken from it, because it is a replica or holds no token of the request.
 
     Args:
         transfer: the rows of each source and of `dst`; see `Transfer`.
@@ -100,10 +100,10 @@ def plan_gather(
 
 def check_gather(transfer: Transfer) -> None:
     """Refuse rows and options that a gather does not support."""
-    for index, its in enumerate(cast("Sequence[Rows]", transfer.src)):
-        if its.blocks is None:
+    for index, rows in enumerate(cast("Sequence[Rows]", transfer.src)):
+        if rows.blocks is None:
             raise invalid(f"src[{index}].blocks is None; it must name blocks")
-        check_table(f"src[{index}].blocks", its.blocks)
+        check_table(f"src[{index}].blocks", rows.blocks)
     if transfer.dst.blocks is None:
         raise invalid("dst.blocks is None; a gather needs the blocks that it writes")
     if transfer.reinterpret:
@@ -257,7 +257,7 @@ def _held_tokens(
         check_width(f"{name}.first_token", as_int(f"{name}.first_token", given), 0, INT64_MAX)
         for name, given in (
             ("dst", dst.first_token),
-            *((f"src[{index}]", its.first_token) for index, its in enumerate(rows)),
+            *((f"src[{index}]", source.first_token) for index, source in enumerate(rows)),
         )
     )
     num_tokens = transfer.num_tokens
@@ -267,8 +267,8 @@ def _held_tokens(
         num_tokens = max(fewest(target, num_blocks, first), 0)
     elif not 0 <= (num_tokens := as_int("num_tokens", num_tokens)) <= most:
         raise invalid(
-            f"num_tokens={num_tokens} is out of range [1, {max(most, 0)}], what the dst rows hold "
-            f"from dst.first_token={first} on"
+            f"num_tokens={num_tokens} is out of range [1, {max(most, 0)}], the room in the dst "
+            f"rows from dst.first_token={first} on"
         )
     request = np.arange(num_tokens)
     masks: dict[object, Mask] = {}  # replicas share one
@@ -350,7 +350,7 @@ def _shares(
 
 
 def _divided(tokens: _Tokens, having: tuple[int, ...], rank: int) -> list[Mask]:
-    """Return for each of these sources its tokens, so that each token comes from one source."""
+    """Return the tokens to take from each source, so that each token comes from one source."""
     held = [tokens.held[index] for index in having]
     counts = sum(mask.astype(np.int32) for mask in held)
     left = rank % np.maximum(counts, 1)  # sources to skip before the one that gives
@@ -362,7 +362,7 @@ def _divided(tokens: _Tokens, having: tuple[int, ...], rank: int) -> list[Mask]:
 
 
 def _tokens_text(missing: Mask, first: int) -> str:
-    """Return `tokens 16..31, 48..63, ...`, as the destination counts them."""
+    """Return `tokens 16..31, 48..63, ...`, numbered as at the destination."""
     return spans_text("token", spans_of(np.flatnonzero(missing) + first))
 
 

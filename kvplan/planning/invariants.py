@@ -95,7 +95,7 @@ def check_invariants(part: Part) -> None:
 
 
 def _check_bounds(name: str, side: Side, part: Part) -> None:
-    """Refuse a run that ends outside of a tensor, and more runs than a document may have."""
+    """Refuse a run that ends outside a tensor, and more runs than a document may have."""
     segments, limit = part.segments, np.uint64(side.tensor_nbytes)
     last_view = np.uint64(
         sum((side.extent(axis) - 1) * side.stride_of(axis) for axis in part.split)

@@ -98,7 +98,7 @@ def _slot_tables(
     src_token: int = 0,
     dst_token: int = 0,
 ) -> BlockTables:
-    """Return tables of one slot. None: as many tokens as both sides have room for."""
+    """Return tables of one slot; `num_tokens` None: as many as both sides have room for."""
     if num_tokens is None and source.layout is not None and "token" in source.layout.axes:
         src_has, dst_has = room(source, 1, src_token), room(target, len(dst_rows), dst_token)
         num_tokens = max(1, min(src_has, dst_has)) if len(dst_rows) else 0
@@ -320,7 +320,7 @@ def move_as_bytes(
     if not rows_are_alike(source, target, chunked=chunked, reinterpret=reinterpret):
         return False
     check_type("layers", ext_param, KvCacheExtParam)
-    # Rows of several layers are cut if only some move, or one after the other.
+    # Rows of several layers are cut if only some layers move, or each moves by itself.
     return source.extent("layer") == 1 or not (
         by_layer or ext_param.src_layer_range is not None or ext_param.dst_layer_range is not None
     )

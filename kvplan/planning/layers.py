@@ -24,14 +24,14 @@ def pair_views(
     *,
     as_bytes: bool = False,
 ) -> tuple[range, range, int]:
-    """Return the views of a transfer, two ranges of one length, and the number of views of a layer.
+    """Return the views of a transfer, two ranges of equal length, and the views of one layer.
 
     A view is a tensor, or a piece of one; see `Side.locate`, also for `split`. Layer range i..j
-    selects the views i*t up to (j+1)*t, where t is the number of views that the layouts determine,
-    or `tensor_num_per_layer`, or 2. Without a range, t only groups tensors, so it is 1 if 2 does
-    not divide them, and all layers that both sides have are paired: by their numbers in the model
-    if shards name them, otherwise both sides must have equally many. A range on one side is paired
-    with all layers of the other side if their numbers agree.
+    selects views i*t up to (j+1)*t. The layouts determine t, otherwise it is `tensor_num_per_layer`
+    or 2. Without a range, t only groups tensors (1 if their number is odd), and all common layers
+    are paired: by their numbers in the model if shards name them; otherwise both sides must have
+    equally many. A range on one side is paired with all layers of the other side if their numbers
+    agree.
 
     `as_bytes` pairs tensors whatever layouts and shards say. Without a range, the last layer may
     then be short. Anything invalid is LLM_PARAM_INVALID; a wrong type is a TypeError.

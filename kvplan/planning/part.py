@@ -39,7 +39,7 @@ class LayerPair(NamedTuple):
 
     Attributes:
         src_layer: the layer of the source cache, counted from the cache's first.
-        dst_layer: the layer of the destination cache, counted likewise.
+        dst_layer: the layer of the destination cache, counted in the same way.
         tensors: the pairs (src, dst).
     """
 
@@ -71,7 +71,7 @@ class Part:
         segments: (src offset, dst offset, nbytes) in bytes, shared by all tensor pairs.
         num_slices: slices of one tensor before coalescing.
         coalesce: how slices became segments.
-        split: the axes inside of the tensors ("layer", "kv") along which tensors are paired in
+        split: the axes inside the tensors ("layer", "kv") along which tensors are paired in
             pieces. `src_tensors` and `dst_tensors` then count the pieces, see `Side.locate`.
         reinterpret: True if rows of different meaning are copied as bytes, as the caller asked.
         tables: the rows of the request in its order, for texts.
@@ -197,7 +197,7 @@ class Part:
             TypeError: `descriptor` is not an int.
             LLMException: LLM_PARAM_INVALID: the descriptor does not exist.
         """
-        from kvplan.planning.contents import origin_of  # it reads parts
+        from kvplan.planning.contents import origin_of  # here: it imports this module
 
         return origin_of(self, descriptor)
 

@@ -18,14 +18,14 @@ from kvplan.validation import check_index, check_type, shown
 SCHEMA_VERSION: Final = 3
 
 MAX_NAME: Final = 64
-"""Characters in the name of a part."""
+"""Maximum number of characters in the name of a part."""
 
 OBSERVERS: list[Callable[[Plan], object]] = []
 """Called with each plan of `Plan.made`. Empty except in tests: `kvplan.testing.observe_plans`."""
 
 
 class PlacedPart(NamedTuple):
-    """A part, and the plan's numbers of its first descriptor and tensors."""
+    """A part, and the numbers of its first descriptor and tensors in the plan."""
 
     part: Part
     descriptor: int
@@ -49,8 +49,8 @@ class Plan:
 
     Raises:
         TypeError: an element is not a Part.
-        LLMException: LLM_PARAM_INVALID: no part, an invalid name, two parts of one label, or parts
-            of different directions.
+        LLMException: LLM_PARAM_INVALID: no part, an invalid name, two parts with one label, or
+            parts of different directions.
     """
 
     parts: tuple[Part, ...]
@@ -96,11 +96,11 @@ class Plan:
 
     @property
     def is_single(self) -> bool:
-        """Return whether the only part has no label, so that texts need not mention parts."""
+        """True for one part without a label, so that texts need not mention parts."""
         return len(self.parts) == 1 and not self.parts[0].label
 
     def by_part(self) -> dict[str, Plan]:
-        """Return, by label, each part as a plan of its own without a name."""
+        """Return an unlabelled plan of each part, by label."""
         return {part.label: _of_valid((part.labelled(""),)) for part in self.parts}
 
     def for_layers(self, layers: range) -> Plan:
@@ -192,8 +192,8 @@ class Plan:
         """Return the text that messages append to the number of unconfirmed descriptors."""
         return ""
 
-    # The methods that show a plan, or write it, import what they need: a program that only
-    # transfers does not load it.
+    # The methods that show or write a plan import their modules when they are called, so that a
+    # program that only transfers does not load them.
 
     def explain(
         self,
@@ -222,7 +222,7 @@ class Plan:
     ) -> Iterator[str]:
         """Return the lines of `explain` one by one, by default all of them.
 
-        A table of millions of descriptors is never in memory as a whole. Arguments are those of
+        A table of millions of descriptors is never in memory as a whole. The arguments are those of
         `explain`, and are checked before the first line.
 
         Raises:
@@ -245,7 +245,7 @@ class Plan:
     def assert_equivalent(self, other: Plan) -> None:
         """Fail unless `other` puts the same bytes into the same places, whatever its segments.
 
-        Both plans must have parts of the same labels in the same order. The verdict of `diff` is
+        Both plans must have parts with the same labels in the same order. The verdict of `diff` is
         then "identical" or "equivalent". `plan == other` also compares segments and options.
 
         Raises:
@@ -378,7 +378,7 @@ def _checked(parts: tuple[Part, ...]) -> tuple[Part, ...]:
         if part.name:
             check_name(part.name)
         if part.label in labels:
-            raise invalid(f"parts[{index}] has the label {shown(part.label)}, as one before it")
+            raise invalid(f"parts[{index}] repeats the label {shown(part.label)} of an earlier one")
         labels.add(part.label)
     verbs = {_verb(part): part for part in parts}
     if len(verbs) > 1:

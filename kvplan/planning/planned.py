@@ -1,4 +1,4 @@
-"""Checks of plans that were made before (`Planned`), against the caches that execute them."""
+"""Checks of plans that were made earlier (`Planned`) against the caches that they now move."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def rows_of(part: Part, name: str) -> list[int]:
 
 
 def check_slot(planned: Planned, name: str, slot: int) -> None:
-    """Refuse a key that names another slot than the plan moves."""
+    """Refuse a key whose slot is not the one that the plan moves."""
     rows = rows_of(check_plan(planned.plan), name)
     if rows not in ([], [slot]):
         key = shown(getattr(planned, name))

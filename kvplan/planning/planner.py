@@ -36,7 +36,7 @@ def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = 
         by_layer: True if each layer is to move by itself, as `LlmDataDist.layered` moves it.
 
     Raises:
-        TypeError: a field of another type.
+        TypeError: a field of the wrong type.
         ValueError: a number outside int64.
         LLMException: LLM_PARAM_INVALID: a block, slot, token, byte or layer out of range; tables of
             unequal length, or of different requests; a destination block named twice; a copy inside
@@ -50,7 +50,7 @@ def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = 
     check_mapping("transfer", transfer)
     check_transfers(transfer)
     parts = [
-        part for name, its in transfer.items() for part in _plan_one(name, its, local, by_layer)
+        part for name, each in transfer.items() for part in _plan_one(name, each, local, by_layer)
     ]
     verbs = {part.local: part.label for part in parts}
     if len(verbs) > 1:
@@ -81,7 +81,7 @@ def _plan_one(name: str, transfer: Transfer, local: Local | None, by_layer: bool
 
 
 def _local_of(source: Described, target: Described, local: Local | None) -> Local:
-    """Return the side of this process, as given or derived from which cache is a `RemoteCache`."""
+    """Return the side of this process: the given one, or the one that is not a `RemoteCache`."""
     from_peer, to_peer = (isinstance(cache, RemoteCache) for cache in (source, target))
     if from_peer and to_peer:
         raise invalid("src and dst are both remote; one must be of this process")
@@ -208,7 +208,7 @@ def _placement(cache: Described) -> Placement:
 
 
 def _is_one_cache(source: Described, target: Described) -> bool:
-    """Return whether both are certainly one cache; equal descriptions do not prove that."""
+    """Return True if both are certainly one cache; equal descriptions do not prove that."""
     return is_same_cache(source, target) and not isinstance(source, CacheDesc | RemoteCache)
 
 

@@ -1,4 +1,4 @@
-"""The plan of a transfer between ranges of addresses, whose parts are made at their first use.
+"""The plan of a transfer between ranges of addresses; its parts are made at their first use.
 
 Binding thousands of ranges takes less time than planning them. Texts, recordings and errors make
 the plan's parts from the same columns.

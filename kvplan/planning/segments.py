@@ -61,7 +61,7 @@ class Segments:
 
     Raises:
         TypeError: a column that does not hold integers.
-        ValueError: an entry outside uint64, columns that are not flat and of one length, more than
+        ValueError: an entry outside uint64, columns that are not flat and equally long, more than
             two levels of repeats, or a level that is not (counts, src_stride, dst_stride).
     """
 
@@ -127,8 +127,8 @@ class Segments:
                 stay the same. Segments with repeats are not merged.
         """
         if merged and not repeats and len(src) > 1:
-            # A segment continues if both sides continue. If one side does, the other does, too,
-            # as long as the distance between them stays the same.
+            # A segment continues if both sides do: the distance between the sides stays the same,
+            # and one side continues.
             apart = dst - src
             adjacent = apart[1:] == apart[:-1]
             if np.count_nonzero(adjacent):
@@ -273,7 +273,7 @@ def _column(name: str, values: ArrayLike) -> Column:
     if given.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, not of shape {given.shape}")
     if given.size and given.dtype.kind not in "iu":
-        given = np.array(values, dtype=object)  # keeps ints exact that NumPy converted to floats
+        given = np.array(values, dtype=object)  # keeps the ints exact that became floats
         if not all(type(value) is int for value in given):
             raise TypeError(f"{name}={shown(values)} must hold int only")
     if given.size and not 0 <= int(given.min()) <= int(given.max()) <= UINT64_MAX:

@@ -138,7 +138,7 @@ class Side:
 
     @cached_property
     def tensor_nbytes(self) -> int:
-        """Bytes from the first byte of a tensor to its last, with those between its rows."""
+        """Bytes from the first byte of a tensor to its last, including those between rows."""
         rows = self.rows_nbytes // self.row_nbytes
         return (rows - 1) * self.stride + self.row_nbytes
 
@@ -149,7 +149,7 @@ class Side:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Dimensions of a row, preceded by those outside of the rows."""
+        """Dimensions of a row, preceded by those outside the rows."""
         at = 0 if self.layout is None else self.layout.row_axis
         return self.shape[:at] + self.shape[at + 1 :]
 
@@ -175,19 +175,19 @@ class Side:
 
     @cached_property
     def rows_are_whole(self) -> bool:
-        """True if a row is contiguous: no axis of the model is outside of the rows."""
+        """True if a row is contiguous: no axis of the model is outside the rows."""
         return self.layout is None or math.prod(self.shape[: self.layout.row_axis]) == 1
 
     def rows(self, offset: int, nbytes: int) -> tuple[int, int]:
         """Return the first and the last row that `nbytes` bytes from `offset` on touch."""
-        period = self.count * self.stride  # an axis outside of the rows repeats after it
+        period = self.count * self.stride  # an axis outside the rows repeats after it
         return offset % period // self.stride, (offset + nbytes - 1) % period // self.stride
 
     def rows_of(self, offsets: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the rows that ranges of a tensor touch, each once, ascending."""
         stride, count = self.stride, self.count
         first = offsets.astype(np.int64) // stride
-        # If an axis is outside of the rows, a range may pass all rows several times.
+        # If an axis is outside the rows, a range may pass all rows several times.
         lengths = np.minimum(
             (offsets + nbytes - np.uint64(1)).astype(np.int64) // stride - first + 1, count
         )
@@ -205,19 +205,19 @@ class Side:
         if layout is None or data_type is None or axis not in layout.axes:
             return 0
         inner, row = layout.axes.index(axis) + 1, layout.row_axis
-        if inner <= row + 1:  # the axis of the rows, or one outside of it
+        if inner <= row + 1:  # the axis of the rows, or one outside it
             return math.prod(self.shape[inner : row + 1]) * self.stride
         return math.prod(self.shape[inner:]) * data_type.bits // 8
 
     def is_inside(self, axis: str) -> bool:
-        """Return True if an axis is inside of the rows; False without the axis."""
+        """Return True if an axis is inside the rows; False without the axis."""
         layout = self.layout
         if layout is None or axis not in layout.axes:
             return False
         return layout.axes.index(axis) > layout.row_axis
 
     def index_along(self, axis: str, offsets: _Offsets) -> _Offsets:
-        """Return the position along an axis of bytes of a tensor; 0 without the axis."""
+        """Return the position of a tensor's bytes along an axis; 0 without the axis."""
         stride = self.stride_of(axis)
         if not stride:
             return offsets * 0
@@ -260,7 +260,7 @@ class Side:
     def usual_tensors_per_layer(self) -> int:
         """Tensors of one layer if the caller gives no number and no layer range.
 
-        It only groups the tensors then, and is 1 if their number is odd.
+        Such a number only groups the tensors; it is 1 if there is an odd number of tensors.
         """
         known = self.known_tensors_per_layer("", None)
         if known is not None:
@@ -277,8 +277,8 @@ class Side:
     ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
         """Return the tensor of each view, and the byte at which the view begins in it.
 
-        A view is what a plan pairs: a tensor, or, if the plan splits axes inside of the tensors,
-        one layer, or the keys or values of one layer.
+        A plan pairs views. A view is a tensor or, if the plan splits axes inside the tensors, one
+        layer, or the keys or values of one layer.
 
         Args:
             views: numbers of the views.
@@ -392,7 +392,7 @@ def slot_index(argument: str, given: int | None, cache: Described, read_as: Side
 
 
 def is_same_cache(a: Described, b: Described) -> bool:
-    """Return whether both are certainly one cache: one object, cache id or list of addresses."""
+    """Return True if both are certainly one cache: same object, cache id or addresses."""
     if a is b:
         return True
     if not (isinstance(a, Cache) and isinstance(b, Cache)):

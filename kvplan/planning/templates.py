@@ -29,8 +29,8 @@ class RowShape(NamedTuple):
         num_rows: rows of a tensor.
         tokens: tokens of a row; its bytes if rows are copied as bytes.
         stride, token_stride: bytes from one row, or token, to the next.
-        start: bytes of a token before the first that moves.
-        is_slot: True if a request has one row here, of which it uses as much as the other side has.
+        start: bytes of a token before the first byte that moves.
+        is_slot: True if a request has one row here, and uses as much of it as the other side has.
     """
 
     num_rows: int
@@ -42,14 +42,14 @@ class RowShape(NamedTuple):
 
 
 class Template(NamedTuple):
-    """The common properties of all requests between two sides.
+    """Properties that all requests between two sides share.
 
     Attributes:
         src, dst: the rows of both sides.
         run: bytes that stay together in every request.
         levels: the axes along which both sides step, except tokens.
-        kv: the level of keys and values. The next template cuts requests that keep this level and
-            have more levels than repeats can express. None: keys and values stay in one pair.
+        kv: the level of keys and values. Requests that keep this level, but need more levels than
+            repeats can express, use the next template. None: keys and values stay in one pair.
         as_bytes: True if whole rows are copied as bytes.
         part: the fields that all parts share.
     """

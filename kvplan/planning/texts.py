@@ -17,13 +17,13 @@ Format = Literal["tree", "table"]
 """The formats of `explain`."""
 
 DEFAULT_LIMIT: Final = 16
-"""Shown rows of a list; a longer list shows its first and last rows around a summary."""
+"""Rows shown of a list; a longer list shows its first and last rows around a summary."""
 
 WIDTH: Final = 118
 """Columns of a line, without the indentation of a part."""
 
 MIN_SUMMARY: Final = 8
-"""Minimum limit for showing the last rows and a summary of a longer list."""
+"""Minimum limit with which a longer list shows its last rows and a summary."""
 
 
 def nbytes_text(nbytes: int) -> str:
@@ -54,11 +54,11 @@ _FIELD: Final = re.compile(r"\b(src|dst)\.(blocks|slot|first_token|offset)\b|\bn
 
 
 def rename(error: Exception, names: Mapping[str, str]) -> None:
-    """Replace the names of fields in an error's message by those that the caller has used.
+    """Replace the names of fields in an error's message with the caller's names.
 
     Args:
         error: an error of a transfer; its message names fields of `Rows`, such as "src.blocks".
-        names: other names of fields, or of a side ("src").
+        names: the caller's names by field, or by side ("src").
     """
 
     def named(field: re.Match[str]) -> str:
@@ -139,7 +139,7 @@ class Origin(NamedTuple):
         kv: "K", "V" or "K+V"; empty if the layout does not name keys and values.
         heads: first and last KV head of the model; None if the layout has no such axis.
         tokens: tokens of the request, each stretch as (first, last); empty if they are unknown.
-        num_layers: number of layers, which exceeds 1 if a tensor that is moved whole holds several.
+        num_layers: number of layers; above 1 if a tensor that is moved whole holds several.
         model_layer: the model's number of the first layer; None if no shard names layers.
         part: the label of the part; empty if the plan has one part without a name.
     """

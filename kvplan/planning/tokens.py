@@ -1,4 +1,4 @@
-"""Tokens of a request: the runs of tokens that lie together on both sides.
+"""Tokens of a request: the runs that lie together on both sides.
 
 Tokens are counted in the whole request. A cache whose shard names tokens stores only these, one
 after another; a *place* counts the stored tokens.
@@ -117,8 +117,8 @@ def token_runs(
     for name, most in zip(("src", "dst"), has, strict=True):
         if not 1 <= num_tokens <= most:
             raise invalid(
-                f"num_tokens={num_tokens} is out of range [1, {max(most, 0)}], what the {name} "
-                f"rows hold from {name}.first_token={getattr(tables, f'{name}_token')} on"
+                f"num_tokens={num_tokens} is out of range [1, {max(most, 0)}], the room in the "
+                f"{name} rows from {name}.first_token={getattr(tables, f'{name}_token')} on"
             )
     _check_one_request(source, target, tables, num_tokens)
     src, dst = source.spread, target.spread
@@ -134,7 +134,7 @@ def token_runs(
     elif not any(
         offset % step for offset in (src_size, dst_size, tables.src_token, tables.dst_token)
     ):
-        # Each of the smaller rows is one run, inside of a larger row.
+        # Each of the smaller rows is one run, inside a larger row.
         starts = np.arange(0, num_tokens, step, dtype=np.int64)
         tokens = step
         if num_tokens % step:

@@ -1,4 +1,4 @@
-"""The values that say what to move: rows of one cache to rows of another, and what leases give."""
+"""Values that describe a transfer: rows of two caches, and the block tables of leases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     # The parameter tells a type checker that one source makes a TransferTask, and several make a
-    # GatherTask. By its default, `Transfer` alone means either; `typing` has defaults from 3.13 on.
+    # GatherTask. The default lets `Transfer` mean either; `typing` has defaults from 3.13 on.
     Source_co = TypeVar(
         "Source_co",
         bound="Rows | Sequence[Rows]",
@@ -38,7 +38,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class PeerTensors:
-    """Memory of a peer by addresses that the peer itself gave, as destination of a push.
+    """Memory of a peer, by addresses from the peer itself, as the destination of a push.
 
     Each address must lie in a tensor of one cache that the peer offers. The address is row 0. The
     rest of the tensor determines the number of rows.
@@ -46,10 +46,10 @@ class PeerTensors:
     Args:
         cluster_id: the peer.
         addresses: addresses in the peer, one for each transferred tensor, in order.
-        stride: bytes of a row (slot or block) there; None: those of the source.
+        stride: bytes from one row (slot or block) to the next there; None: as at the source.
 
     Raises:
-        TypeError: a field of another type.
+        TypeError: a field of the wrong type.
         ValueError: cluster_id or an address outside uint64, stride outside int64.
         LLMException: LLM_PARAM_INVALID: no address, address 0, or stride below 1.
     """
@@ -117,7 +117,7 @@ class Transfer(msgspec.Struct, Generic[Source_co], frozen=True):
         reinterpret: True to copy bytes unchanged although the two caches give them different
             meanings.
         coalesce: how slices become segments.
-        rank: of a gather: the position of the destination among those that pull the same request,
+        rank: for a gather, the position of the destination among those that pull the same request,
             to spread load over replicas. None: derived from the heads of `dst`.
     """
 
@@ -132,7 +132,7 @@ class Transfer(msgspec.Struct, Generic[Source_co], frozen=True):
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """A plan that was made before, with the caches to execute it between.
+    """A plan that was made earlier, and the two caches between which it moves.
 
     An engine executes the plan unchanged if both caches still match it, and otherwise refuses it
     with the difference. `kvplan.plan` does not accept it.
@@ -154,14 +154,14 @@ AnyTransfer: TypeAlias = "Transfer | Mapping[str, Transfer]"
 """One transfer, or several caches of one request by name: they move as one."""
 
 AnyRequest: TypeAlias = "Transfer | Planned | Mapping[str, Transfer | Planned]"
-"""A transfer between caches: to be planned, or planned before."""
+"""A transfer between caches, whether planned earlier or not."""
 
 Latest = Callable[[BlockLease], BlockLease]
 """Returns the latest value of a lease, whose owner may have moved blocks."""
 
 
 def followed(argument: str, rows: Rows, latest: Latest) -> Rows:
-    """Return rows with the latest value of their lease, and with the blocks that it has now."""
+    """Return rows with the latest value of their lease, and with its current blocks."""
     lease = rows.cache
     if not isinstance(lease, BlockLease) or (now := latest(lease)) is lease:
         return rows
@@ -205,11 +205,11 @@ def _with_table(argument: str, rows: Rows, num_tokens: int | None) -> Rows:
 
 
 def _num_tokens(rows: Sequence[Rows], given: int | None) -> int | None:
-    """Return the number of tokens of leases whose blocks all move; without any, the given one."""
+    """Return the number of tokens of leases whose blocks all move, or `given` without any."""
     counts = {
-        lease.num_tokens("num_tokens", given, its.first_token)
-        for its in rows
-        if (lease := cast(BlockLease, its.cache)).tokens is not None and its.blocks is None
+        lease.num_tokens("num_tokens", given, each.first_token)
+        for each in rows
+        if (lease := cast(BlockLease, each.cache)).tokens is not None and each.blocks is None
     }
     if len(counts) > 1:
         raise invalid(

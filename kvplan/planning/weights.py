@@ -1,9 +1,9 @@
 """Weights of a model on ranks: read from a manifest, and planned from placement to placement.
 
 The manifest is Mooncake's `WeightPlacementManifest`, as `weight_placement_to_json` of
-`mooncake.reshard.weight` writes it (docs/reference/plan-format.md#weights). A tensor that ranks
-split is a cache of one block for the planner: the split dimension takes the place of the heads, and
-a second one that of the layers. So a reshard is a gather, and plans show it as one.
+`mooncake.reshard.weight` writes it (docs/reference/plan-format.md#weights). To the planner, a
+tensor that is split across ranks is a cache of one block: the split dimension stands for heads, and
+a second one for layers. So a reshard is a gather, and plans show it as one.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def load_placement(path: str | os.PathLike[str]) -> WeightPlacement:
 
     Raises:
         OSError: the file cannot be read.
-        LLMException: LLM_PARAM_INVALID: not a regular file, or as `read_placement`.
+        LLMException: LLM_PARAM_INVALID: not a regular file; see also `read_placement`.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         return read_placement(file.read(MAX_NBYTES + 1), os.fspath(path))
@@ -216,7 +216,7 @@ def plan_reshard(source: WeightPlacement, target: WeightPlacement) -> dict[str, 
     """Plan the pulls by which each participant of `target` gets its weights from `source`.
 
     The parts of a plan are named by tensor; `source` of a part is the index in `source.parts`.
-    Replicas of the source share the work: each target takes from another one. Participants without
+    Replicas of the source share the work: targets take from different ones. Participants without
     fragments have no plan.
 
     Raises:
@@ -317,7 +317,7 @@ def _check_fragment(place: str, fragment: Fragment, tensors: dict[str, Tensor]) 
 
 
 def _check_covered(tensor: Tensor, boxes: set[tuple[range, ...]]) -> None:
-    """Refuse boxes that overlap, or leave elements of the tensor out."""
+    """Refuse boxes that overlap, or that do not cover the tensor."""
     name = shown(tensor.tensor_id)
     for a, b in combinations(sorted(boxes, key=lambda box: [*map(min, box)]), 2):
         if all(max(x.start, y.start) < min(x.stop, y.stop) for x, y in zip(a, b, strict=True)):
@@ -338,7 +338,7 @@ def _box_text(box: tuple[range, ...]) -> str:
 
 
 def _split_dims(tensor: Tensor, held: Sequence[tuple[int, Fragment]]) -> tuple[int, ...]:
-    """Return the dimensions that some fragment, at either end, holds only in part."""
+    """Return the dimensions that a fragment at either end holds only in part."""
     split = tuple(
         dim
         for dim, size in enumerate(tensor.global_shape)
@@ -390,7 +390,7 @@ _DATA_TYPES: Final = {
     "float8_e4m3fn": DataType.DT_FLOAT8_E4M3FN,
     "float8_e5m2": DataType.DT_FLOAT8_E5M2,
 }
-"""Data types by the names of torch. Elements of another type are moved as bytes."""
+"""Data types by their names in torch. Elements of another type are moved as bytes."""
 
 
 def _check_written_once(tensor_id: str, nbytes: int, parts: Sequence[Part]) -> None:

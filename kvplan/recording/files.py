@@ -1,4 +1,4 @@
-"""The files of a recording: one is written; a full one becomes the newest of the old ones."""
+"""The files of a recording: one is being written; full ones are renamed to older files."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class RotatingFile:
     def _check_free(self) -> None:
         """Rename an existing recording; refuse other files and those of another recorder."""
         path, *older = self._names()
-        for old in older:  # these will be renamed, and the oldest one removed
+        for old in older:  # to be renamed; the oldest will be removed
             if (fd := _opened(old)) >= 0:
                 os.close(fd)
         if (fd := _opened(path)) < 0:

@@ -40,7 +40,7 @@ MAX_RATIO: Final = 32
 """Bytes of rows for each byte of a file. The writer reaches 15; zlib could reach 1000."""
 
 SPARE_ROOM: Final = 1 << 20
-"""Bytes of rows that a file may have beyond that, since a few short rows may compress better."""
+"""Bytes of rows that a file may have beyond `MAX_RATIO`: short rows may compress better."""
 
 HEADER, TEMPLATE, TRANSFER, EVENT, DROPPED, END = range(6)
 
@@ -104,7 +104,7 @@ class PartRow(msgspec.Struct, frozen=True, array_like=True):
     template: int
     src: bytes  # block tables, little-endian, 8 bytes each
     dst: bytes
-    # None: whole rows move, each of `src` to that of `dst`; a slot is cut into rows of dst.
+    # None: whole rows move, row i of `src` to row i of `dst`; a slot is cut into rows of dst.
     segments: SegmentsRow | None
 
 
@@ -174,11 +174,11 @@ class FoundRow(NamedTuple):
 
     row: AnyRow
     end: int  # offset of the next row
-    nbytes: int  # of the row as it was decoded
+    nbytes: int  # of the decoded row
 
 
 def row_in(data: bytes | memoryview, offset: int, room: int = SPARE_ROOM) -> FoundRow | None:
-    """Return the row at `offset`; None: it is not complete (yet); ValueError: not a row.
+    """Return the row at `offset`; None: the row is not complete yet; ValueError: not a row.
 
     The decoded row may have `MAX_RATIO` bytes for each byte in the file, plus `room`.
     """

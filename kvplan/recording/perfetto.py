@@ -18,27 +18,27 @@ _EVENTS: Final = 1  # the track of links, leases and caches
 
 
 def trace_of(recordings: Sequence[tuple[Recording, Sequence[AnyRecord]]]) -> dict[str, Any]:
-    """Return the trace of recordings, with the records that are given for each of them.
+    """Return the trace of the given records of each recording.
 
     A track shows one peer and operation; transfers that overlap get tracks beside it. Arrows lead
-    from a transfer to the next with its tag, also in another recording. A lease is a span.
+    from a transfer to the next with its tag, even in another recording. A lease is a span.
     """
-    records = [record for _, its in recordings for record in its]
+    records = [record for _, chosen in recordings for record in chosen]
     origin = min((record.time for record in records), default=0.0)
     pids = _pids([recording for recording, _ in recordings])
     events: list[dict[str, Any]] = []
     slices: list[tuple[TransferRecord, dict[str, Any]]] = []
-    for (recording, its), pid in zip(recordings, pids, strict=True):
+    for (recording, chosen), pid in zip(recordings, pids, strict=True):
         head = recording.header
         title = f"cluster {head.cluster_id} ({head.role}) pid {head.pid} on {head.host}"
         events.append(_name("process_name", pid, 0, title))
         events.append(_name("thread_name", pid, _EVENTS, "links, leases, caches"))
         found = [
-            *_slices([record for record in its if isinstance(record, TransferRecord)], pid, origin)
+            *_slices([each for each in chosen if isinstance(each, TransferRecord)], pid, origin)
         ]
         events += [event for _, event in found]
         slices += [(transfer, event) for transfer, event in found if transfer is not None]
-        events += _others(its, pid, origin)
+        events += _others(chosen, pid, origin)
     events += _flows(slices)
     return {
         "traceEvents": events,
@@ -125,7 +125,7 @@ def _others(records: Iterable[AnyRecord], pid: int, origin: float) -> Iterator[d
                 if begins:
                     open_leases.add(lease)
                 elif lease not in open_leases:
-                    continue  # it was made before
+                    continue  # made before the recording
                 tag = record.fields.get("tag")
                 yield base | {
                     "name": f"lease {lease}{f' of {tag}' if tag else ''}",

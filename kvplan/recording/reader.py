@@ -1,4 +1,4 @@
-"""The reader of recordings, also of those that are still being written."""
+"""The reader of recordings, even of those that are still being written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvplan.recording.records import AnyRecord, Dropped, Event, Recording, Trans
 from kvplan.status import LLMStatusCode, invalid
 from kvplan.validation import open_regular
 
-_MAX_S: Final = 2.0**36  # seconds since the epoch: some 2000 years
+_MAX_S: Final = 2.0**36  # seconds since the epoch: about 2000 years
 _MAX_FILES: Final = 1000
 
 
@@ -51,7 +51,7 @@ def _files_of(path: Path, opened: ExitStack) -> dict[int, tuple[Header, int]]:
     """Return header and descriptor of each file of the recording at `path`, by its number."""
     found: dict[int, tuple[Header, int]] = {}
     recording = ""
-    # From newest to oldest: a file that the writer renames meanwhile is seen twice, not missed.
+    # From newest to oldest: a file that the writer renames is then seen twice, not missed.
     for number in range(_MAX_FILES):
         try:
             fd = _open(Path(f"{path}.{number}") if number else path, opened)
@@ -67,7 +67,7 @@ def _files_of(path: Path, opened: ExitStack) -> dict[int, tuple[Header, int]]:
         if head is not None and head.recording == (recording := recording or head.recording):
             found.setdefault(head.file, (head, fd))
     if not found:
-        _open(path, opened)  # raises if it does not exist
+        _open(path, opened)  # raises if the file does not exist
         raise invalid(f"{path} has no row yet: nothing is recorded")
     return found
 

@@ -47,12 +47,12 @@ class TransferRecord:
         seconds: the duration.
         operation: the call, such as "pull_blocks".
         cluster_id: the recorded engine.
-        peer: the peer's cluster id; None: inside of the process.
-        cache_id: the cache of this process, the source if both are; -1: none was found.
+        peer: the peer's cluster id; None: inside the process.
+        cache_id: the cache of this process, the source if both are; -1: no cache was found.
         tag: the caller's tag.
         leases: ids of the peer's leases that were used.
         status: the outcome.
-        error: why it failed; empty on success.
+        error: reason for the failure; empty on success.
         nbytes: bytes that have arrived; 0 if the transfer failed.
         parts: the recorded parts of `plan`.
     """
@@ -128,7 +128,7 @@ class TransferRecord:
 
 @dataclass(frozen=True)
 class Write:
-    """A transfer that wrote a block or a slot, or was to write it.
+    """A transfer that wrote a block or a slot, or tried to.
 
     Attributes:
         transfer: the transfer; its `cluster_id` tells which engine ran it.
@@ -171,8 +171,8 @@ class Event:
     """Anything else that an engine did: links, leases, caches.
 
     Attributes:
-        number, time, seconds, status, error: as of a transfer.
-        operation: such as "link_state", "lease", "release", "unregister_cache".
+        number, time, seconds, status, error: as in `TransferRecord`.
+        operation: name, such as "link_state", "lease", "release", "unregister_cache".
         fields: the arguments, by name.
     """
 
@@ -195,7 +195,7 @@ class Dropped:
     """A gap in the recording.
 
     Attributes:
-        number, time: as of a transfer.
+        number, time: as in `TransferRecord`.
         count: number of missing rows; None: a file of the recording is missing.
     """
 
@@ -214,7 +214,7 @@ class Recording:
         path: the file.
         header: the header of the oldest file that exists.
         rows: all rows in the order in which they were written, at the end of each transfer.
-        complete: True if the recording was closed; False if it was cut off or is still written.
+        complete: True if the recording was closed; False if it was cut off or is still open.
     """
 
     def __init__(self, path: Path, header: Header, rows: list[AnyRecord], complete: bool) -> None:
@@ -268,7 +268,7 @@ def select(
         records: the records to filter.
         tag: tag of the transfer or the lease; a tag that ends in `*` is a prefix.
         cluster: cluster id of the peer.
-        operation: such as "pull_blocks"; or a verb such as "pull".
+        operation: name such as "pull_blocks", or verb such as "pull".
         since, until: limits of the beginning, in seconds since the epoch.
         failed: True to yield only failures.
     """
@@ -296,11 +296,11 @@ def who_wrote(
 ) -> list[Write]:
     """Return every transfer that wrote a block of a cache of the recorded engine, oldest first.
 
-    Failed transfers are included, because they may have written a part of it. Pushes of peers are
-    in the recordings of these peers.
+    Failed transfers are included, because they may have written a part of the block. Pushes of
+    peers are in the recordings of these peers.
 
     Args:
-        recording: of the engine that owns the cache.
+        recording: recording of the engine that owns the cache.
         cache: id of the cache.
         block: a block of it, or the slot of a contiguous cache.
         others: recordings of peers.
@@ -327,13 +327,13 @@ def who_wrote(
 
 
 def rows_written(part: Part, block: int) -> tuple[tuple[int, ...], bool] | None:
-    """Return the source rows of a row, and whether it is written only in part; None: not at all."""
+    """Return the source rows that a row gets, and True if it gets only a part; None: nothing."""
     runs = part.segments.expanded()
     src, dst, nbytes = (
         column.astype(np.int64) for column in (runs.src_offsets, runs.dst_offsets, runs.nbytes)
     )
     stride = part.dst.stride
-    # A tensor may have an axis outside of its rows: they begin again after a period.
+    # A tensor may have an axis outside its rows: rows begin again after a period.
     period, within = stride * part.dst.count, block * stride
 
     def before(ends: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -43,7 +43,7 @@ from kvplan.system.limits import start_thread
 from kvplan.system.logs import Log
 
 MAX_QUEUED: Final = 32 << 20  # bytes of rows that wait to be written
-_INTERVAL_S: Final = 0.05  # rows of this time are written together
+_INTERVAL_S: Final = 0.05  # rows of this interval are written together
 _CLOSING_S: Final = 10.0  # limit for a disk that does not answer
 _MAX_KNOWN: Final = 4096  # pairs of sides found by their identity
 _FEW_TEMPLATES: Final = 64  # fewer need no count of their bytes
@@ -78,7 +78,7 @@ class Ended(Protocol):
 
     @property
     def plan(self) -> Plan | None:
-        """The executed plan; None: it failed before planning."""
+        """The executed plan; None: the operation failed before planning."""
 
     @property
     def cache_id(self) -> int:
@@ -86,7 +86,7 @@ class Ended(Protocol):
 
     @property
     def link(self) -> Linked | None:
-        """The link to the peer; None: inside of the process."""
+        """The link to the peer; None: inside the process."""
 
     @property
     def leases(self) -> tuple[BlockLease, ...]:
@@ -96,8 +96,8 @@ class Ended(Protocol):
 class Recorder:
     """The recorder of one engine: it writes to a file, or to several that rotate, until `close`.
 
-    A record is encoded in the calling thread, which takes some microseconds, and written by a
-    thread. If more than `max_queued` bytes wait, rows are dropped, and the file has their number.
+    The calling thread encodes a record, in a few microseconds; another thread writes it. If more
+    than `max_queued` bytes wait, rows are dropped, and the file has the number of dropped rows.
     If the file cannot be written, the recording ends with one warning.
     """
 
@@ -192,9 +192,9 @@ class Recorder:
 
         Args:
             head: the fields of a `TransferRow` before its parts.
-            pair: the fields that all parts of its pair of caches share, as of `RowPair.cuts`.
-            rows: source and destination rows; bytes: as int64.
-            nbytes: of each tensor.
+            pair: the fields that all parts of the pair of caches share, as in `RowPair.cuts`.
+            rows: source and destination rows; bytes hold int64.
+            nbytes: bytes of each tensor.
             part: makes the part, if the other arguments do not determine it.
         """
         try:
@@ -271,7 +271,7 @@ class Recorder:
         src, dst = part.src, part.dst
         key: object = vars(part).get("common")  # equal for all requests of a pair of caches
         if key is None:
-            # Both ranges have one length.
+            # Both ranges have the same length.
             read, written = part.src_tensors, part.dst_tensors
             key = (
                 id(src), id(dst), part.operation, read.start, read.stop, written.start, part.split,
@@ -390,7 +390,7 @@ def _as_rows(
 
 
 def _packed(rows: Blocks | bytes) -> bytes:
-    """Return a block table as int64, little-endian; bytes are one."""
+    """Return a block table as little-endian int64; bytes already are."""
     if isinstance(rows, bytes):
         return rows
     if isinstance(rows, np.ndarray):

@@ -1,6 +1,6 @@
 """Requests that finish in one serving engine and continue in another (docs/how-to/serving.md).
 
-No serving engine by name and no transport may enter: bytes move by the verbs of `LlmDataDist`.
+This room names no serving engine and no transport: bytes move by the verbs of `LlmDataDist`.
 """
 
 from kvplan.serving.book import LeaseBook

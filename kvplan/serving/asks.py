@@ -37,7 +37,7 @@ class _Consumer:
 
 
 class Asks:
-    """Answers asks of consumers with leases. All methods run in the loop of the exchange."""
+    """The asks of consumers, answered with leases. All methods run in the loop of the exchange."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Asks:
                     self._answer(cluster_id, ask)
 
     def end_waiting(self, cluster_id: int, transfer: str) -> None:
-        """Refuse the asks of a consumer that does not need a transfer any more."""
+        """Refuse the asks of a consumer that no longer needs a transfer."""
         for ask in self._forget_all(cluster_id, transfer):
             self._refuse(cluster_id, ask, f"cluster {cluster_id} does not need it any more")
 
@@ -111,7 +111,7 @@ class Asks:
     def _answer(self, cluster_id: int, ask: Ask, goal: Goal | None = None, nbytes: int = 0) -> None:
         """Grant an ask, refuse it, or let it wait."""
         if ask.instance != self._instance:
-            self._refuse(cluster_id, ask, "the request is of the process before a restart")
+            self._refuse(cluster_id, ask, "the request belongs to the process before a restart")
             return
         handle = Handle.of(ask.handle)
         if handle is None and not ask.transfer:
@@ -172,7 +172,7 @@ class Asks:
         if ask.parts == 1:
             return ask.data
         consumer = self._consumers.setdefault(cluster_id, _Consumer())
-        if ask.part == 0:  # sent again, as a link broke
+        if ask.part == 0:  # sent again after a link broke
             consumer.take_parts(ask.number)
         parts = consumer.parts.setdefault(ask.number, [])
         parts.append(ask.data)

@@ -161,10 +161,10 @@ class LeaseBook:
     def leases_of(
         self, handle: Handle | None, digest: bytes, transfer: str = ""
     ) -> tuple[Handle, tuple[GroupLease, ...]]:
-        """Return handle and leases of a request, for a consumer of the same tokens.
+        """Return handle and leases of a request, for a consumer with the same tokens.
 
         Args:
-            handle, digest: of the reference.
+            handle, digest: from the reference.
             transfer: unless empty, the name to look up instead of the handle.
 
         Raises:
@@ -231,7 +231,7 @@ class LeaseBook:
         self._free(handle, "all its readers were done")
 
     def abort(self, handle: Handle) -> None:
-        """Free the blocks of a request, even if they are read. An unknown handle has no effect."""
+        """Free the blocks of a request, even while they are read. Ignores unknown handles."""
         self._free(handle, "its producer has aborted it")
 
     def expire(self) -> None:

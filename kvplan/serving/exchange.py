@@ -46,11 +46,11 @@ _HELPERS_OF_PEER: Final = 4  # threads, besides those that wait for its transfer
 
 
 class Exchange:
-    """Offers finished requests to consumers, and fetches requests of producers.
+    """The offers of finished requests to consumers, and the fetches of requests from producers.
 
-    Each worker of a serving engine has one, with a kvplan engine and the paged cache of the worker.
-    It reads the notifications of that engine. Any thread may call the methods. A thread of the
-    exchange does all waiting; only `close`, and `begin_step` with `moved`, block for longer.
+    Each worker of a serving engine has one exchange, for its kvplan engine and its paged cache. The
+    exchange reads the notifications of that engine. Any thread may call the methods. A thread of
+    the exchange does all waiting; only `close`, and `begin_step` with `moved`, block for longer.
 
     Args:
         engine: an initialized engine; that of a producer listens.
@@ -60,8 +60,8 @@ class Exchange:
         instance: 1 to 32 bytes that name the process of the serving engine. All of its workers use
             the same; after a restart it differs.
         place: place of this worker; the shard of the cache has its heads and layers.
-        push: True: push requests while they are computed to consumers that ask for it, and ask for
-            it as a consumer. Needs one cache, one stage and workers that have all tokens.
+        push: True: push requests during their computation to consumers that ask for pushes, and ask
+            for pushes as a consumer. Needs one cache, one stage and workers that have all tokens.
         options: time limits.
 
     Raises:
@@ -97,12 +97,12 @@ class Exchange:
         self._instance = check_type("instance", instance, bytes)
         if not 1 <= len(instance) <= MAX_INSTANCE:
             raise invalid(f"instance={shown(instance)} must have 1 to {MAX_INSTANCE} bytes")
-        # Of groups with unlike numbers of heads, more workers have parts of the one with most.
+        # The group with the most heads is split among the most workers.
         shards = [group.cache.cache_desc.shard for group in groups]
         num_heads = max((shard and shard.num_heads) or 1 for shard in shards)
         self._share_of = partial(share_of, place, num_heads)
         self._movers = PeerThreads("kvplan-serving", options.max_pulls)
-        # Separate threads, as leases would expire while all transfers wait.
+        # Separate threads, because leases would expire while all transfers wait.
         self._helpers = PeerThreads("kvplan-serving-helper", _HELPERS_OF_PEER)
         self._results: deque[PullResult] = deque()
         self._fetching: set[str] = set()  # requests without a result
@@ -175,8 +175,8 @@ class Exchange:
 
         Args:
             chunks: the part of each request that has a transfer.
-            moved: transfers that have lost their blocks, as they were preempted or aborted. On
-                return these blocks are not read; a stopped consumer delays that by half a second.
+            moved: transfers that have lost their blocks by preemption or abort. On return these
+                blocks are not read; a stopped consumer delays the return by half a second.
         """
         self._pusher.cancel(moved)
         self._pusher.begin(chunks)
@@ -206,7 +206,7 @@ class Exchange:
     # The consumer's side.
 
     def expect(self, request: str, reference: Reference) -> None:
-        """Prepare to fetch a request: link with its producer, ask for it, and renew it there.
+        """Prepare to fetch a request: link with its producer, ask for the request, and renew it.
 
         Idempotent.
 
@@ -397,7 +397,7 @@ class Exchange:
                 return pull
             self._drop(pull)  # now another request has the name
         sources = reference.sources
-        share = self._share_of(tuple([Held(its.layers, its.context) for its in sources]))
+        share = self._share_of(tuple([Held(each.layers, each.context) for each in sources]))
         pull = Pull(
             request,
             reference,
@@ -428,7 +428,7 @@ class Exchange:
             pull.target.set_result(target)
 
     def _drop(self, pull: Pull) -> None:
-        """Drop a request; its name is free at once, as no result follows."""
+        """Drop a request. Its name is free at once, because no result follows."""
         del self._puller.pulls[pull.request]
         pull.target.set_result(None)
 

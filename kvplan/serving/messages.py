@@ -63,7 +63,7 @@ class Ask(_Message, frozen=True, tag=1):
 
     Attributes:
         number: number of the ask, for the answer.
-        instance, handle, digest, transfer: of the reference.
+        instance, handle, digest, transfer: from the reference.
         part, parts, data: a piece of `Goal.to_bytes`, the destination of pushes. Parts come in
             order.
     """
@@ -116,7 +116,7 @@ class Done(_Message, frozen=True, tag=4):
     """The sender does not need the blocks of a request, or no longer needs them.
 
     Attributes:
-        instance, digest, transfer: of the reference.
+        instance, digest, transfer: from the reference.
         handle: handle of the request at the producer; empty if only its transfer is known.
         readers: number of readers that must send this before the blocks are free.
     """
@@ -208,7 +208,7 @@ class Handle:
 
 
 def token_digest(tokens: Sequence[int], *extra: str) -> bytes:
-    """Return a digest, of 16 bytes, of the tokens of a cache.
+    """Return a digest of 16 bytes for the tokens of a cache.
 
     Args:
         tokens: ids of the tokens, from the first on.
@@ -244,8 +244,8 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         cluster_id: cluster id of the engine.
         address: address at which it listens.
-        layers: the layers of its stage under pipeline parallelism; None: all.
-        context: the tokens of each request that it has under context parallelism; None: all.
+        layers: the layers of the worker's stage (pipeline parallelism); None: all.
+        context: the tokens of each request that the worker has (context parallelism); None: all.
     """
 
     cluster_id: Annotated[int, Meta(ge=0, le=2**53 - 1)]  # exact in every JSON library
@@ -279,10 +279,10 @@ class Reference:
         handle: handle of the request at the producer; None with a transfer.
         digest: digest of the tokens (`token_digest`), which the consumer compares with its own.
         num_tokens: number of computed tokens, from the first on.
-        sources: the producer's workers: the stages in their order, and by rank in each; of the
-            workers of a stage those with the same tokens are in the order of their heads.
-        transfer: name of a request that has not finished, which producer and consumer agree on;
-            empty: it has finished, and has a handle.
+        sources: the producer's workers, by stage, then by rank. Within a stage, workers with the
+            same tokens are in the order of their heads.
+        transfer: name on which producer and consumer agree for a request that has not finished;
+            empty: the request has finished, and has a handle.
     """
 
     instance: bytes
@@ -361,7 +361,7 @@ class Compatibility:
             raise invalid(f"fields has {nbytes} bytes; at most {MAX_FIELDS} fit into a message")
 
     def difference(self, theirs: Mapping[str, str]) -> str:
-        """Return the first difference in words; empty if there is none."""
+        """Return the first difference in words; empty if all fields are equal."""
         for name in (*self.fields, *(name for name in theirs if name not in self.fields)):
             ours, other = self.fields.get(name), theirs.get(name)
             if ours != other:

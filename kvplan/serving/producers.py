@@ -33,8 +33,8 @@ _LOST: Final = {LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_NOT_YET_LINK}
 class _Peer:
     """The known state of a producer's worker."""
 
-    mutex: asyncio.Lock = field(default_factory=asyncio.Lock)  # of linking and sending a Hello
-    greeted: asyncio.Future[Hello] | None = None  # of the producer's Hello
+    mutex: asyncio.Lock = field(default_factory=asyncio.Lock)  # held to link and send a Hello
+    greeted: asyncio.Future[Hello] | None = None  # with the producer's Hello
     hello: Hello | None = None  # None before a handshake
     difference: str = ""  # why the producer does not fit
     instance: str = ""  # the engine of the cluster that has answered
@@ -47,8 +47,8 @@ class _Peer:
 class Producers:
     """Links with producers on demand. All methods run in the loop of the exchange.
 
-    Links end in `threads`, but not while `is_asking` returns True, as the cluster then waits for an
-    answer of this side.
+    Links end in `threads`, but not while `is_asking` returns True: the cluster then waits for an
+    answer from this side.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Producers:
             hello = await self._hello_of(peer, source)
         if hello.instance != instance:
             raise not_exist(
-                f"cluster {source.cluster_id} at {source.address} is another process than the "
+                f"cluster {source.cluster_id} at {source.address} is not the process that the "
                 f"reference names ({hello.instance.hex()[:8]}, not {instance.hex()[:8]}): it has "
                 "restarted, or was replaced"
             )
@@ -218,7 +218,7 @@ class Producers:
             del self._awaited[answer]
 
     async def look(self) -> None:
-        """Fail late answers, and answers of producers that are not linked any more."""
+        """Fail late answers, and awaited answers of producers that have lost their link."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if not self._awaited:
@@ -241,6 +241,6 @@ class Producers:
         return {link.cluster_id: link for link in links if link.state is LinkState.LINKED}
 
     def _linked(self, source: Source) -> tuple[str, str]:
-        """Return the linked engine of a cluster and its address; empty if there is none."""
+        """Return the linked engine of a cluster and its address; empty if none is linked."""
         link = self.linked().get(source.cluster_id)
         return ("", "") if link is None else (link.instance, link.address)

@@ -66,8 +66,8 @@ class PullResult:
 
     Attributes:
         request: name of the request.
-        error: reason of the failure; None: every byte has arrived.
-        blocks, first_token: of the target. After an error do not use the target's content from
+        error: reason for the failure; None: every byte has arrived.
+        blocks, first_token: the target's. After an error do not use the target's content from
             first_token + pushed on.
         tokens, nbytes: the missing tokens and their bytes, which have arrived unless `error`.
         wait_ms: time from the first call for the request to its transfer, or its failure.
@@ -105,8 +105,8 @@ class Pull:
     has_ended: bool = False  # True once the result is reported
     cancelled: LLMException | None = None
     asks: set[int] = field(default_factory=set)  # numbers of unanswered asks
-    handles: dict[int, Handle] = field(default_factory=dict)  # known ones, by cluster id
-    greeted: list[Source] = field(default_factory=list)  # sources whose links it uses
+    handles: dict[int, Handle] = field(default_factory=dict)  # known handles, by cluster id
+    greeted: list[Source] = field(default_factory=list)  # sources whose links the pull uses
     goal: Goal | None = None  # destination of pushes
 
     def handle_at(self, source: Source) -> bytes:
@@ -143,7 +143,7 @@ class _Answer:
 
 
 class Puller:
-    """Fetches requests. All methods run in the loop of the exchange."""
+    """The fetches of requests. All methods run in the loop of the exchange."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class Puller:
         )
 
     def receive(self, cluster_id: int, message: Grant | Refusal) -> None:
-        """Take an answer; drop it if it is not awaited any more."""
+        """Take an answer, or drop an answer for which nothing waits."""
         answer = self._asks.get(message.number)
         if answer is None or answer.cluster_id != cluster_id or answer.granted.done():
             return
@@ -384,7 +384,7 @@ class Puller:
             return
 
     def _move(self, pull: Pull, granted: Sequence[_Granted], target: Target) -> None:
-        """Pull the missing tokens; on return or error no byte is touched any more."""
+        """Pull the missing tokens; after a return or an error no byte is touched."""
         started = time.perf_counter()
         total, missing = pull.reference.num_tokens, target.first_token
         try:

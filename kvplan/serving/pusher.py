@@ -47,7 +47,7 @@ class Goal:
         """Read the result of `to_bytes`."""
         try:
             lease, begin, first = _decoder.decode(data)
-        except Exception as error:  # of any kind, as the input is a peer's
+        except Exception as error:  # any kind: the input is a peer's
             raise invalid(f"data={shown(data)} is not a goal: {error}") from None
         if first < begin:
             raise invalid(f"first_token={first} must be >= lease_token={begin}")
@@ -83,11 +83,11 @@ class _Push:
     arrived: int  # tokens [0, arrived) are at the consumer
     # In the order of their tokens, each with its end token.
     tasks: deque[tuple[AnyLayerTask, int]] = field(default_factory=deque)
-    broken: bool = False  # True if it has stopped; the consumer fetches the rest
+    broken: bool = False  # True if the push has stopped; the consumer fetches the rest
 
 
 def _stop(pushes: Iterable[_Push]) -> None:
-    """Cancel the tasks of pushes. Stopped consumers are waited for at the same time."""
+    """Cancel the tasks of pushes, and wait for all stopped consumers at the same time."""
     tasks = [task for push in pushes for task, _ in list(push.tasks)]
     for task in tasks:
         run_aside(task.cancel)
@@ -97,10 +97,10 @@ def _stop(pushes: Iterable[_Push]) -> None:
 
 
 class Pusher:
-    """Pushes requests to consumers while the model computes them.
+    """Pushes of requests to consumers while the model computes them.
 
-    `begin`, `layer_ready` and `computed` are called by the thread that runs the model, in this
-    order in each step. Any thread may call the other methods.
+    The thread that runs the model calls `begin`, `layer_ready` and `computed`, in this order in
+    each step. Any thread may call the other methods.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Pusher:
         self._group = group
         self._timeout_ms = options.pull_timeout_ms
         self._mutex = Mutex()
-        # By transfer, then by cluster id and number of the ask, as a consumer may ask twice.
+        # By transfer, then by cluster id and number of the ask: a consumer may ask twice.
         self._pushes: dict[str, dict[tuple[int, int], _Push]] = {}
         self._step: list[AnyLayerTask] = []  # tasks of the current step
 
@@ -140,7 +140,7 @@ class Pusher:
     def end(self, transfer: str) -> bool:
         """Stop the pushes of a transfer; return True if none of its blocks is being read.
 
-        If it returns False, `stop` is called for each consumer with a part in flight.
+        Otherwise `stop` is called for each consumer with a part in flight.
         """
         stopped = set()
         with self._mutex:
@@ -158,8 +158,8 @@ class Pusher:
     def cancel(self, transfers: Iterable[str]) -> None:
         """Stop reading the blocks of transfers: on return the blocks may be reused.
 
-        Tokens that have arrived stay with the consumers. A request that is computed again is pushed
-        from there on.
+        Consumers keep the tokens that have arrived. A request that is computed again is pushed from
+        the next token on.
         """
         with self._mutex:
             pushes = [push for name in transfers for push in self._pushes.get(name, {}).values()]
@@ -174,7 +174,7 @@ class Pusher:
         return transfer in self._pushes
 
     def transfers(self) -> list[tuple[int, str]]:
-        """Return cluster id and name of all pushes."""
+        """Return the cluster id and the transfer of all pushes."""
         with self._mutex:
             return list(
                 {

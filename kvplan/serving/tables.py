@@ -24,8 +24,8 @@ from kvplan.validation import shown
 class CacheGroup:
     """A paged cache of those layers of a model that share a block table.
 
-    A cache whose layout has no axis `token` has states (Mamba): a request has one block of it, the
-    state after all of its tokens, which always moves whole. Under context parallelism (`tokens` of
+    A cache whose layout has no axis `token` has states (Mamba): a request has one block in it, the
+    state after all its tokens, which always moves whole. Under context parallelism (`tokens` of
     the cache's shard) the same block of each rank has other tokens of the request.
 
     Args:
@@ -55,7 +55,7 @@ class CacheGroup:
 
     @cached_property
     def block_tokens(self) -> int:
-        """The number of tokens of a block, at all ranks that share out the tokens of a request."""
+        """Tokens of a block, summed over the ranks that share out the tokens of a request."""
         desc = self.cache.cache_desc
         ranks = 1 if self.context is None else self.context.ranks
         return desc.shape[desc.seq_len_dim_index] * self.token_unit * ranks
@@ -75,14 +75,14 @@ class CacheGroup:
         return desc.nbytes // desc.batch_size
 
     def units_between(self, first_token: int, end_token: int) -> int:
-        """Return how many units of `token_unit` tokens the cache has of a part of a request."""
+        """Return how many units of `token_unit` tokens the cache has between two tokens."""
         if self.context is None:
             return -(-end_token // self.token_unit) - first_token // self.token_unit
         return _count(self.context, end_token) - _count(self.context, first_token)
 
 
 def _count(context: Interleaved, num_tokens: int) -> int:
-    """Return how many of the first tokens of a request a rank has."""
+    """Return how many of the first `num_tokens` tokens of a request a rank has."""
     periods, rest = divmod(num_tokens, context.ranks * context.size)
     return periods * context.size + min(max(rest - context.rank * context.size, 0), context.size)
 
@@ -93,8 +93,8 @@ class Table:
 
     Args:
         blocks: blocks of the request's tokens in their order, after the skipped ones.
-        skipped: number of earlier blocks that the request no longer has, as a sliding window has
-            passed their tokens.
+        skipped: number of earlier blocks that the request no longer has, because a sliding window
+            has passed their tokens.
     """
 
     blocks: Sequence[int]
@@ -198,15 +198,15 @@ class Place:
     """The place of a worker in its serving engine.
 
     Args:
-        rank, ranks: the worker's rank among those workers of its stage that have the same tokens,
-            in the order of heads, and their number (tensor parallelism).
+        rank, ranks: the worker's rank, in the order of heads, among the workers of its stage that
+            have the same tokens, and the number of these workers (tensor parallelism).
         stage: index of the worker's stage.
         stages: the layers of each stage: the first, and one past the last; None: all. Sources of an
             engine with several stages name their layers, too.
         context: the tokens of each request that the worker has (context parallelism); None: all.
             Sources of such an engine name their context, too.
-        copy, copies: the worker's number among workers that have the same of each request, as they
-            only share out the computation of prompts, and their number.
+        copy, copies: the worker's number among workers that have the same part of each request and
+            only share out the computation of prompts, and the number of these workers.
     """
 
     rank: int = 0
@@ -315,7 +315,7 @@ def _overlap(some: LayerRange | None, others: LayerRange | None) -> bool:
 
 
 def _have_common_tokens(one: Interleaved | None, other: Interleaved | None) -> bool:
-    """Return True if some token of a request of any length is at both ranks."""
+    """Return True if a request that is long enough has a token at both ranks."""
     if one is None or other is None:
         return True
     # Runs of tokens begin at all distances that are equal to `apart` modulo the common divisor.

@@ -1,4 +1,4 @@
-"""Time limits, coroutines and threads of an exchange; the latter two with a limit for each peer."""
+"""Time limits of an exchange, and its coroutines and threads, limited in number for each peer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _Args = TypeVarTuple("_Args")
 MAX_OF_PEER: Final = 8192
 """Running coroutines for the messages of one peer: two for each waiting ask (`MAX_WAITING`).
 
-A dropped message leaves blocks leased, or a request without an answer, until they expire.
+A dropped message leaves blocks leased, or a request unanswered, until a time limit.
 """
 _MAX_THREADS: Final = 4096  # started on demand: some for each stopped peer
 
 OWN: Final = -1
-"""Stands for the program itself in place of a cluster id."""
+"""The program itself, in place of a cluster id."""
 
 
 _LIMIT: Final = positive(float, int)

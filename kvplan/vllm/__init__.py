@@ -1,7 +1,7 @@
 """The connector that vLLM loads (docs/how-to/vllm.md), in two halves: scheduler and worker.
 
 Only `connector` and `stats` import vLLM, so that the rest is tested without it. `proxy` is a
-program of its own. Nothing about how bytes move may enter; `kvplan.serving` does that.
+program of its own. `kvplan.serving` moves the bytes.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ from kvplan.vllm.step import Step, WorkerAddress
 from kvplan.vllm.worker import ConnectorWorker, LayerGroup, Model, place_of
 
 _SUPPORTED = {FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec}  # no subclasses
-_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")  # Mamba2's number of groups, in models
+_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")  # names of Mamba2's number of groups
 
 
 @dataclass
@@ -239,7 +239,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         self._in_worker.layer_ready(layer_name)
 
     def wait_for_save(self) -> None:
-        """End the pushes of a step. It does not wait, as blocks are kept until they have moved."""
+        """End the pushes of a step without waiting: blocks are kept until they have moved."""
         self._in_worker.computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -258,7 +258,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
         return failed
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return the figures since the last call; None if there are none, or in the scheduler."""
+        """Return the figures since the last call; None without figures, and in the scheduler."""
         if self._worker is None or (figures := self._worker.take_figures()).is_empty:
             return None
         return KvplanStats(figures.data)

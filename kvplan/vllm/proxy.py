@@ -36,11 +36,11 @@ logger = logging.getLogger("proxy")
 
 _PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 _MAX_BODY_NBYTES: Final = 256 << 20  # images are part of the body
-_FAILED_S: Final = 5.0  # the time for which a server that has failed is asked last
-_IDLE_S: Final = 2.0  # an idle connection is kept as long; vLLM's servers close it after 5 s
+_FAILED_S: Final = 5.0  # time for which a failed server is asked last
+_IDLE_S: Final = 2.0  # lifetime of an idle connection; vLLM's servers close it after 5 s
 _REQUEST_ID: Final = "X-Request-Id"
 _PRODUCER_FIELDS: Final = ("protocol", "instance", "sources")  # of a reference to a KV cache
-_OWN_HEADERS: Final = {  # they belong to one connection, or the proxy sets them
+_OWN_HEADERS: Final = {  # of one connection, or set by the proxy
     *("connection", "content-encoding", "content-length", "host", "keep-alive"),
     *("transfer-encoding", "upgrade", _REQUEST_ID.lower()),
 }
@@ -71,10 +71,10 @@ class Call:
     """A client's request.
 
     Attributes:
-        request: The request as aiohttp has it.
-        body: Its JSON object.
-        name: The X-Request-Id for all logs, the servers' included; a new one if the client gave
-            none.
+        request: aiohttp's request.
+        body: its JSON object.
+        name: the X-Request-Id in all logs, including those of the servers; a new one if the client
+            sent none.
     """
 
     request: web.Request
@@ -118,13 +118,13 @@ class Call:
         return body
 
     def decode_body(self, params: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the request for a decode server, without parameters that the client gave."""
+        """Return the request for a decode server, without the client's own parameters."""
         body = {key: value for key, value in self.body.items() if key != "kv_transfer_params"}
         return body if params is None else body | {"kv_transfer_params": params}
 
 
 class Refused(Exception):  # noqa: N818
-    """The reason why the proxy itself answers a request with an error."""
+    """The reason for which the proxy itself answers a request with an error."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -140,12 +140,12 @@ class Refused(Exception):  # noqa: N818
 class Proxy:
     """The servers, and the handlers of requests.
 
-    When a client leaves, aiohttp cancels the handler of its request (`handler_cancellation`). That
-    closes the connection to the server that works on it, and vLLM aborts the request.
+    When a client leaves, aiohttp cancels the handler of its request (`handler_cancellation`). The
+    handler then closes the connection to the server, and vLLM aborts the request.
 
     Args:
         prefill, decode: URLs of the servers.
-        prefill_timeout_s: Seconds that a prefill server may take for a prompt, its queue included.
+        prefill_timeout_s: Seconds that a prefill server may take for a prompt, including its queue.
         push: True to ask both servers at the same time.
     """
 
@@ -196,9 +196,9 @@ class Proxy:
         return await self._decoded(call, params, "no prefill server has computed it")
 
     async def _both(self, call: Call, urls: Sequence[str]) -> web.StreamResponse:
-        """Ask both servers at once; the prefill server sends each layer once it is computed.
+        """Ask both servers at once; the prefill server sends each computed layer.
 
-        Before the first answer of a prefill server its identity is unknown, so that request is
+        Until a prefill server has answered once, its identity is unknown, so its first request is
         prefilled first. The same happens with the other servers if the first one fails.
         """
         if (producer := self._producers.get(urls[0])) is None:
@@ -219,7 +219,7 @@ class Proxy:
     async def _prefilled(
         self, call: Call, params: dict[str, Any], urls: Iterable[str]
     ) -> dict[str, Any] | None:
-        """Return the `kv_transfer_params` that a prefill server has answered; None: none has."""
+        """Return the `kv_transfer_params` of the first prefill server that has some, or None."""
         reasons = []
         for url in urls:
             try:

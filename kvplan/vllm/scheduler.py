@@ -53,7 +53,7 @@ def digest_of(request: Inputs, num_tokens: int, count_keys: CountKeys | None = N
 
 
 def _lora(request: Inputs) -> list[tuple[str, ...]]:
-    """Return the key of the adapter: name and path, as a name may mean other weights elsewhere."""
+    """Return the key of the adapter, name and path: a name may mean other weights elsewhere."""
     if (lora := request.lora_request) is None:
         return []
     name, path = getattr(lora, "lora_name", None), getattr(lora, "lora_path", None)
@@ -125,7 +125,7 @@ class ConnectorScheduler:
     Args:
         engine_id: id of the engine.
         windowed: True if layers have a sliding window.
-        states: for each group of layers the tokens of a block if the layers have states, else 0.
+        states: for each group of layers, the tokens of a block of states; 0 without states.
         count_keys: counts the keys of vLLM's prefix cache.
     """
 
@@ -161,7 +161,7 @@ class ConnectorScheduler:
         if not tokens:
             return
         if self._leaves_last and params.get("do_remote_decode"):
-            if request.prompt_embeds is not None:  # there would be one more than tokens
+            if request.prompt_embeds is not None:  # they would outnumber the tokens by one
                 return
             _leave_last(request)
         if params.get("do_remote_decode") and (transfer := _transfer(request)):
@@ -253,7 +253,7 @@ class ConnectorScheduler:
     def computing(
         self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int] | None]
     ) -> None:
-        """Add the chunks that the scheduled step computes of requests that consumers wait for."""
+        """Add the chunks that the step computes, of requests for which consumers wait."""
         for name in scheduled.keys() & self._computing.keys():
             computed = self._computing[name]
             end = computed.request.num_computed_tokens + scheduled[name]
@@ -266,7 +266,7 @@ class ConnectorScheduler:
                 self._step.chunks.append(chunk)
 
     def preempted(self, requests: Iterable[str]) -> None:
-        """Note requests that have lost their blocks, and will be computed again in others."""
+        """Note requests that have lost their blocks, and will be computed again in other blocks."""
         for name in requests:
             if (computed := self._computing.get(name)) is not None:
                 computed.whole = False
@@ -292,7 +292,7 @@ class ConnectorScheduler:
     def _num_fetched(self, num_tokens: int) -> int:
         """Return how many tokens of a prompt are fetched.
 
-        vLLM computes the last token of a fetched prompt again, which a state must not have seen.
+        vLLM computes the last token of a fetched prompt again; a state must not have seen it.
         """
         last = self._leaves_last and (num_tokens > 1 or self._states)
         return num_tokens - 1 if last else num_tokens
@@ -326,14 +326,14 @@ def instance_of(engine_id: str) -> bytes:
 def _leave_last(request: Request) -> None:
     """Remove the last token of a prompt: the consumer computes it anyway.
 
-    After the last token vLLM would free the blocks outside of that token's window, and the consumer
+    After the last token vLLM would free the blocks outside that token's window, and the consumer
     might lack the first token of its own window. vLLM's own connectors do the same.
     """
     tokens = request.prompt_token_ids
     if not tokens or len(tokens) < 2:
         return
     del tokens[-1]
-    if len(request._all_token_ids) > len(tokens):  # it may be the same list
+    if len(request._all_token_ids) > len(tokens):  # may be the same list
         del request._all_token_ids[-1]
     request.num_prompt_tokens -= 1
     request.max_tokens = 1  # the next token would not continue the prompt

@@ -1,8 +1,8 @@
 """States of Mamba and linear attention in vLLM's pages, as caches with heads.
 
 A page of a layer holds its states one after another: that of the convolution, if the layer has one,
-and the recurrent one. vLLM's `MambaSpec` has the shapes and the kind of a rank's states. Which
-columns belong to which heads of the model follows from the kind.
+and the recurrent one. vLLM's `MambaSpec` has the shapes and the kind of a rank's states. The kind
+determines which columns belong to which heads of the model.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class StateForm:
         """Return the caches in the pages of the layers, by name: the projections, and `state`.
 
         Args:
-            pages: a tensor of bytes for each layer: its pages, which may have padding.
-            rank: the rank of tensor parallelism that has them.
-            shard: the layers of the model that they are.
+            pages: for each layer, a tensor of bytes: its pages, which may have padding.
+            rank: the rank of tensor parallelism that has the pages.
+            shard: the model's layers in the pages.
         """
         rank %= self.ranks
         found: list[list[Any]] = []

@@ -13,7 +13,7 @@ from kvplan.serving.tables import Blocks
 from kvplan.status import LLMException
 
 _LISTS = ("tokens", "nbytes", "wait_s", "transfer_s")  # an item for each fetched request
-_COUNTS = ("offered", "freed", "expired", "pushed")  # of requests, but `pushed` of tokens
+_COUNTS = ("offered", "freed", "expired", "pushed")  # counts of requests; `pushed` counts tokens
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from kvplan.vllm.step import Figures, Step, WorkerAddress
 
 logger = Log("kvplan.vllm")
 
-_IDLE_WAIT_MS = 2.0  # a new request may be delayed as long
+_IDLE_WAIT_MS = 2.0  # maximum delay of a new request
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Results:
     """The results since the last step; requests by their ids."""
 
     sent: set[str]  # offered requests whose blocks are free
-    received: set[str]  # fetched requests, also if they failed
+    received: set[str]  # fetched requests, even if they failed
     failed: set[str]  # requests that must be computed from their first token on
     failed_blocks: set[int]  # blocks of other failed requests, which must be computed
 
@@ -294,14 +294,14 @@ class ConnectorWorker:
         """Begin the parts of a step that do not depend on its computation.
 
         A consumer may be waiting for an offer, and a step can take seconds. A fetch may write to
-        blocks only after vLLM has cleared them. It has cleared those of the host before this call;
-        blocks of a device are fetched by `begin`. On return, no push reads blocks that the step
+        blocks only after vLLM has cleared them. Blocks of the host are cleared before this call;
+        `begin` fetches blocks of a device. On return, no push reads blocks that the step
         overwrites.
         """
         exchange = self.exchange
         offers = step.offers if self._model.offers else []
         # vLLM frees a request once all workers have reported it. Consumers do not read from this
-        # one, so it reports at once.
+        # worker, so it reports at once.
         self._unread.update(offer.request for offer in step.offers[len(offers) :])
         self._figures.count("offered", len(offers))
         if step.chunks or step.moved:
@@ -349,7 +349,7 @@ class ConnectorWorker:
         """Return the results since the last call.
 
         In an idle step, which computes nothing, wait a moment for transfers: vLLM repeats such
-        steps at once, and would keep the interpreter from the threads that fetch.
+        steps at once, and would keep the GIL from the threads that fetch.
         """
         exchange = self.exchange
         if idle and exchange.is_fetching:
@@ -433,7 +433,7 @@ def place_of(
         context: number of ranks of decode context parallelism, and
             `cp_kv_cache_interleave_size`, the number of tokens that follow each other on one rank.
         num_heads: KV heads of the model.
-        stage, stages: of pipeline parallelism; see `Place`.
+        stage, stages: those of pipeline parallelism; see `Place`.
     """
     (rank, ranks), (copy, copies), (contexts, size) = tensor, prefill_context, context
     if contexts == 1:

@@ -79,11 +79,11 @@ def test_exhaustion_names_what_was_asked_and_what_is_free():
     item = pool(8)
     spans: list[object] = [item.take(PAGE) for _ in range(8)]
     exhausted = "LLM_OUT_OF_MEMORY"
-    with refused(exhausted, "1 bytes were asked for; .* 8192, 0 are free in 0 spans.* of 0"):
+    with refused(exhausted, "1 bytes requested; .* 8192 bytes has 0 free in 0 spans.* of 0"):
         item.take(1)
     for freed in (1, 2, 3, 6):
         spans[freed] = None
-    with refused(exhausted, "5000 bytes were asked for; .*, 4096 are free in 2 spans.* of 3072"):
+    with refused(exhausted, "5000 bytes requested; .* has 4096 free in 2 spans.* of 3072"):
         item.take(5000)
     assert item.take(3 * PAGE)
 

@@ -38,7 +38,7 @@ def addresses(arrays):
 
 def test_ids_rise_from_one_with_every_attempt(registry):
     assert registry.allocate(SLOTS, paged=False).cache.cache_id == 1
-    with refused("LLM_OUT_OF_MEMORY", "1048577 bytes were asked for"):
+    with refused("LLM_OUT_OF_MEMORY", "1048577 bytes requested"):
         registry.allocate(TOO_LARGE, paged=False)
     with refused("LLM_PARAM_INVALID", "tensors has 1 elements; num_tensors=2"):
         registry.register(SLOTS, [1], paged=False)

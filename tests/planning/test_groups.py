@@ -144,7 +144,7 @@ def test_other_types_are_refused() -> None:
 def test_of_several_parts_there_is_no_only_one() -> None:
     with refused(INVALID, r"has 3 parts: \['latent', 'indexer', 'state'\]; take one of plan.parts"):
         _ = PLAN.part
-    with refused(INVALID, r"parts\[1\] has the label 'latent', as one before it"):
+    with refused(INVALID, r"parts\[1\] repeats the label 'latent' of an earlier one"):
         Plan([PLAN.parts[0], PLAN.parts[0]])
 
 

@@ -189,7 +189,7 @@ def test_a_reference_of_another_process_is_refused(
     before = reference([peer.source], 0, 11, 21, instance=INSTANCE)
     assert failed(
         consumer.fetch(before, [7, 1, 30]),
-        "another process than the reference names.*it has restarted",
+        "not the process that the reference names.*it has restarted",
     )
 
 

@@ -150,14 +150,14 @@ def test_a_producer_that_was_replaced_is_linked_anew(
     assert consumer.fetch(reference([old.source], 0, 11, 21), MINE).error is None
     stale = reference([old.source], 1, 12, 21, instance=b"no such one")
     failure = consumer.fetch(stale, [7, 1, 30])
-    assert failed(failure, f"at {old.source.address} is another process")  # so it uses no link
+    assert failed(failure, f"at {old.source.address} is not the process")  # so it uses no link
     new = make_peer(instance=b"the new one")  # of the same cluster, while the old one lives
     new.worker.finish(1, 12, [5, 6, 8], 21)
     wanted = reference([new.source], 1, 12, 21, instance=b"the new one")
     assert consumer.fetch(wanted, [8, 3, 6]).error is None
     assert consumer.has(12, [8, 3, 6], 0, 21)
     stale = reference([new.source], 1, 12, 21, instance=b"no such one")
-    assert failed(consumer.fetch(stale, MINE), f"at {new.source.address} is another process")
+    assert failed(consumer.fetch(stale, MINE), f"at {new.source.address} is not the process")
 
 
 def test_a_linked_producer_is_used_whatever_address_a_reference_has(
