@@ -4,12 +4,13 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvnative._backend import Backend
+from kvnative._backend import Backend, CallError
 from kvnative._device import Device
 
 __all__ = [
     "MAX_CONNECTIONS",
     "MAX_THREADS",
+    "TcpError",
     "TcpNativeLink",
     "TcpService",
     "check_encryption",
@@ -18,6 +19,8 @@ __all__ = [
 
 MAX_CONNECTIONS: int
 MAX_THREADS: int
+
+class TcpError(CallError): ...
 
 def check_encryption() -> None: ...
 

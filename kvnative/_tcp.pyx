@@ -8,10 +8,12 @@ from posix.types cimport pid_t
 from posix.unistd cimport close, getpid
 
 from kvnative._backend cimport Backend
-from kvnative._crossing cimport acquire_columns, peer_direction, release_columns
+from kvnative._crossing cimport (
+    acquire_columns, peer_direction, raise_failure, release_columns
+)
 from kvnative._device cimport Device, kvn_device
 from kvnative._host cimport kvn_failure, unsigned
-from kvnative._native cimport KVN_INVALID, KVN_NO_MEMORY, KVN_OK, kvn_backend
+from kvnative._native cimport KVN_FAILED, KVN_INVALID, KVN_OK, kvn_backend
 
 import threading
 import weakref
@@ -19,8 +21,8 @@ import weakref
 from kvnative._backend import CallError, NativeError
 
 __all__ = [
-    "MAX_CONNECTIONS", "MAX_THREADS", "TcpNativeLink", "TcpService", "check_encryption",
-    "tcp_backend",
+    "MAX_CONNECTIONS", "MAX_THREADS", "TcpError", "TcpNativeLink", "TcpService",
+    "check_encryption", "tcp_backend",
 ]
 
 MAX_CONNECTIONS = <int>KVN_TCP_MAX_CONNECTIONS
@@ -33,13 +35,12 @@ cdef tuple COLUMNS = ("slots", "generations", "addresses", "nbytes")
 cdef uint64_t MOST = <uint64_t>-1
 
 
-cdef int raise_failure(const kvn_failure *failure) except -1:
-    message = failure.message.decode("utf-8", "replace")
-    if failure.status == KVN_INVALID:
-        raise ValueError(message)
-    if failure.status == KVN_NO_MEMORY:
-        raise MemoryError(message)
-    raise NativeError(message, failure.code)
+class TcpError(CallError):
+    """A failed call of the system. `code` is its `errno`."""
+
+    def __init__(self, message, code=0, status=KVN_FAILED):
+        super().__init__(message, code, status)
+        self.errno = code
 
 
 def check_encryption() -> None:
@@ -47,7 +48,7 @@ def check_encryption() -> None:
     cdef kvn_tcp_crypto crypto
     cdef kvn_failure failure
     if kvn_tcp_crypto_open(&crypto, &failure) != KVN_OK:
-        raise_failure(&failure)
+        raise_failure(TcpError, failure.status, &failure)
 
 
 @cython.final
@@ -96,7 +97,7 @@ cdef class TcpService:
             status = kvn_tcp_service_create(threads, <uint32_t>rows, copies, shown, &self.service,
                                             &failure)
         if status != KVN_OK:
-            raise_failure(&failure)
+            raise_failure(TcpError, failure.status, &failure)
 
     cdef int check_open(self) except -1:
         if self.service is NULL:
@@ -145,7 +146,7 @@ cdef class TcpService:
             self.check_open()
             status = kvn_tcp_table_add(kvn_tcp_service_table(self.service), place, &row, &failure)
         if status != KVN_OK:
-            raise_failure(&failure)
+            raise_failure(TcpError, failure.status, &failure)
 
     def renew_range(self, slot: int, int64_t deadline_ns) -> None:
         """Replace the deadline of a range."""
@@ -218,7 +219,7 @@ cdef class TcpService:
                 for descriptor in {*first, *second}:
                     close(descriptor)
         if status != KVN_OK:
-            raise_failure(&failure)
+            raise_failure(TcpError, failure.status, &failure)
         return made
 
     def close(self) -> None:
@@ -344,8 +345,7 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
         with nogil:  # may wait for the device
             status = kvn_tcp_link_stage(link.link, index, &failure)
         if status != KVN_OK:
-            message = failure.message.decode("utf-8", "replace")
-            raise CallError(message, failure.code, failure.status)
+            raise_failure(CallError, status, &failure)  # of the device
     known.places = NULL
     known.ranges = NULL
     acquire_columns(columns, (slots, generations, addresses, nbytes), COLUMNS)

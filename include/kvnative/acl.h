@@ -141,11 +141,23 @@ _Static_assert(offsetof(kvn_acl_pointer, reserved) == 12, "rsv at 12");
        kvn_acl_batch_attribute *attributes, size_t *attribute_firsts, size_t num_attributes,      \
        size_t *fail_index, aclrtStream stream))
 
+/* X(result, name, parameters, older): calls of CANN 9.1 that do the same as an optional call before. */
+#define KVN_ACL_NEWER(X)                                                                          \
+    X(aclError, aclrtMemcpyBatchV2,                                                               \
+      (void **dsts, size_t *rooms, void **srcs, size_t *sizes, size_t count,                      \
+       kvn_acl_batch_attribute *attributes, size_t *attribute_firsts, size_t num_attributes),     \
+      aclrtMemcpyBatch)                                                                           \
+    X(aclError, aclrtMemcpyBatchAsyncV2,                                                          \
+      (void **dsts, size_t *rooms, void **srcs, size_t *sizes, size_t count,                      \
+       kvn_acl_batch_attribute *attributes, size_t *attribute_firsts, size_t num_attributes,      \
+       aclrtStream stream), aclrtMemcpyBatchAsync)
+
 /* The calls, as found in the library. */
 typedef struct kvn_acl {
-#define KVN_ACL_FIELD(result, name, parameters) result(*name) parameters;
+#define KVN_ACL_FIELD(result, name, parameters, ...) result(*name) parameters;
     KVN_ACL_REQUIRED(KVN_ACL_FIELD)
     KVN_ACL_OPTIONAL(KVN_ACL_FIELD)
+    KVN_ACL_NEWER(KVN_ACL_FIELD)
 #undef KVN_ACL_FIELD
 } kvn_acl;
 

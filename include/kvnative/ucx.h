@@ -11,6 +11,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <sys/socket.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -124,6 +125,29 @@ typedef struct kvn_ucp_ep_params {
     kvn_ucs_sock_addr local_sockaddr;
 } kvn_ucp_ep_params;
 
+/* ucp_ep_attr; ucp_transport_entry_t; ucp_transports_t. UCX fills in transports since 1.14, and has one more field after
+ * them since 1.18. */
+enum { KVN_UCP_EP_ATTR_TRANSPORTS = 1 << 3 };
+
+typedef struct kvn_ucp_transport_entry {
+    const char *transport_name;
+    const char *device_name;
+} kvn_ucp_transport_entry;
+
+typedef struct kvn_ucp_transports {
+    kvn_ucp_transport_entry *entries;
+    unsigned num_entries;
+    size_t entry_size;
+} kvn_ucp_transports;
+
+typedef struct kvn_ucp_ep_attr {
+    uint64_t field_mask;
+    char name[32];
+    struct sockaddr_storage local_sockaddr;
+    struct sockaddr_storage remote_sockaddr;
+    kvn_ucp_transports transports;
+} kvn_ucp_ep_attr;
+
 /* ucp_mem_map_params; ucs_memory_type_t */
 enum {
     KVN_UCP_MEM_MAP_PARAM_ADDRESS = 1 << 0,
@@ -203,6 +227,7 @@ typedef int (*kvn_ucs_log_func)(const char *file, unsigned line, const char *fun
     X(kvn_ucs_status_ptr, ucp_ep_close_nbx, (kvn_ucp_ep_h ep, const kvn_ucp_request_param *param)) \
     X(kvn_ucs_status_ptr, ucp_ep_flush_nbx, (kvn_ucp_ep_h ep, const kvn_ucp_request_param *param)) \
     X(void, ucp_ep_print_info, (kvn_ucp_ep_h ep, FILE * stream))                                   \
+    X(kvn_ucs_status, ucp_ep_query, (kvn_ucp_ep_h ep, kvn_ucp_ep_attr * attributes))               \
     X(kvn_ucs_status, ucp_mem_map,                                                                 \
       (kvn_ucp_context_h context, const kvn_ucp_mem_map_params *params, kvn_ucp_mem_h *out))       \
     X(kvn_ucs_status, ucp_mem_unmap, (kvn_ucp_context_h context, kvn_ucp_mem_h memory))            \

@@ -16,7 +16,9 @@ from kvnative._pinned import pin
 from tests.ascend.simulator import VARIANT, Controls
 from tests.native.scatter import UNTOUCHED, Scattered, scatter
 
-HAS_BATCH = VARIANT in ("8.5", "hccl-only")
+HAS_BATCH = VARIANT in ("8.5", "hccl-only", "batch-v2")
+_SUFFIX = "V2" if VARIANT == "batch-v2" else ""
+BATCH, BATCH_ASYNC = f"aclrtMemcpyBatch{_SUFFIX}", f"aclrtMemcpyBatchAsync{_SUFFIX}"
 DIRECTIONS = ("host_to_device", "device_to_host", "device_to_device")
 FOREVER = 60_000  # milliseconds: longer than any of these transfers takes
 
@@ -95,6 +97,8 @@ def mixed_sizes(count: int, most: int, seed: int = 0) -> list[int]:
 
 
 __all__ = [
+    "BATCH",
+    "BATCH_ASYNC",
     "DIRECTIONS",
     "FOREVER",
     "HAS_BATCH",

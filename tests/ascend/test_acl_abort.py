@@ -10,7 +10,15 @@ from kvnative._backend import KVN_CANCELLED, KVN_FAILED, KVN_NO_DEVICE_MEMORY, K
 from kvnative._device import Device
 from kvnative._executor import Executor
 from kvnative._task import Task
-from tests.ascend.acl_cases import DIRECTIONS, FOREVER, HAS_BATCH, UNTOUCHED, Case, between
+from tests.ascend.acl_cases import (
+    BATCH_ASYNC,
+    DIRECTIONS,
+    FOREVER,
+    HAS_BATCH,
+    UNTOUCHED,
+    Case,
+    between,
+)
 from tests.ascend.simulator import Controls, Log
 from tests.native.scatter import indices
 
@@ -21,7 +29,7 @@ ABORT, CREATE, DESTROY = "aclrtStreamAbort", "aclrtCreateStream", "aclrtDestroyS
 def call_of(direction: str) -> str:
     """What moves bytes in that direction, once it has fallen back where it has to."""
     batch = HAS_BATCH and direction != "device_to_device"
-    return "aclrtMemcpyBatchAsync" if batch else "aclrtMemcpyAsync"
+    return BATCH_ASYNC if batch else "aclrtMemcpyAsync"
 
 
 def warmed(device: Device, simulator: Controls, direction: str = "host_to_device") -> Executor:

@@ -16,7 +16,7 @@ from kvnative._acl import AclError, AclLibrary
 from kvnative._backend import NativeError
 from kvnative._backend import KVN_OK
 from kvnative._executor import Executor
-from tests.ascend.acl_cases import between
+from tests.ascend.acl_cases import BATCH_ASYNC, between
 from tests.ascend.simulator import controls, found
 with found():
     library = AclLibrary.load()
@@ -94,7 +94,7 @@ def test_a_child_forked_in_the_midst_of_a_transfer(tmp_path: Path) -> None:
     run(
         """
         executor.run(case.descriptors)
-        controls().add_fault("aclrtMemcpyBatchAsync:1=hang", "aclrtMemcpyAsync:1=hang")
+        controls().add_fault(f"{BATCH_ASYNC}:1=hang", "aclrtMemcpyAsync:1=hang")
         task = executor.submit(case.descriptors)
         def child():
             global task
@@ -113,7 +113,7 @@ def test_a_process_that_ends_with_everything_in_use(tmp_path: Path) -> None:
     run(
         """
         executor.run(case.descriptors)
-        controls().add_fault("aclrtMemcpyBatchAsync:1=hang", "aclrtMemcpyAsync:1=hang")
+        controls().add_fault(f"{BATCH_ASYNC}:1=hang", "aclrtMemcpyAsync:1=hang")
         task = executor.submit(case.descriptors)
         """,
         tmp_path,

@@ -14,6 +14,7 @@ from kvnative._backend import KVN_CANCELLED, KVN_FAILED, KVN_OK, KVN_TIMEOUT
 from kvnative._device import Device
 from kvnative._executor import Executor
 from tests.ascend.acl_cases import (
+    BATCH_ASYNC,
     DIRECTIONS,
     FOREVER,
     HAS_BATCH,
@@ -107,7 +108,7 @@ def test_two_threads_cancel_one_transfer(device: Device, simulator: Controls) ->
 
 
 def test_faults_among_many(device: Device, simulator: Controls) -> None:
-    call = "aclrtMemcpyBatchAsync" if HAS_BATCH else "aclrtMemcpyAsync"
+    call = BATCH_ASYNC if HAS_BATCH else "aclrtMemcpyAsync"
     executor = Executor(device.backend("host_to_device"))
     kinds = ("507899", "sync:507899", "hang")
     simulator.add_fault(*(f"{call}:{5 + 7 * number}={kinds[number % 3]}" for number in range(9)))

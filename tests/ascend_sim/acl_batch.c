@@ -26,12 +26,10 @@ typedef struct {
     int is_async;
 } batch;
 
-ACL aclrtMemcpyBatch(void **targets, size_t *capacities, void **sources, size_t *sizes, size_t count,
-                     acl_batch_attribute *attributes, size_t *first_items, size_t num_attributes,
-                     size_t *failed);
-ACL aclrtMemcpyBatchAsync(void **targets, size_t *capacities, void **sources, size_t *sizes,
-                          size_t count, acl_batch_attribute *attributes, size_t *first_items,
-                          size_t num_attributes, size_t *failed, void *stream);
+#define ARGUMENTS                                                                                    \
+    void **targets, size_t *capacities, void **sources, size_t *sizes, size_t count,                 \
+        acl_batch_attribute *attributes, size_t *first_items, size_t num_attributes
+#define GIVEN targets, capacities, sources, sizes, count, attributes, first_items, num_attributes
 
 static int check_pointers(const batch *all) {
     int code = acl_check_pointer(all->targets, "dsts");
@@ -241,32 +239,58 @@ static int leave(const sim_call *call, const batch *all, int code, void *stream)
                      (long long)all->refused, (unsigned long long)(uintptr_t)stream);
 }
 
-ACL aclrtMemcpyBatch(void **targets, size_t *capacities, void **sources, size_t *sizes, size_t count,
-                     acl_batch_attribute *attributes, size_t *first_items, size_t num_attributes,
-                     size_t *failed) {
-    batch all = {targets,        capacities, sources,  sizes, count, attributes, first_items,
-                 num_attributes, failed,     SIZE_MAX, 0};
+static int copy_batch(const char *name, batch *all) {
     sim_call call;
     int device;
-    int code = acl_enter_device(&call, __func__, &device);
-    code = code ? code : perform(&call, &all, NULL);
-    return leave(&call, &all, code, NULL);
+    int code = acl_enter_device(&call, name, &device);
+    code = code ? code : perform(&call, all, NULL);
+    return leave(&call, all, code, NULL);
 }
 
-ACL aclrtMemcpyBatchAsync(void **targets, size_t *capacities, void **sources, size_t *sizes,
-                          size_t count, acl_batch_attribute *attributes, size_t *first_items,
-                          size_t num_attributes, size_t *failed, void *handle) {
-    batch all = {targets,        capacities, sources,  sizes, count, attributes, first_items,
-                 num_attributes, failed,     SIZE_MAX, 1};
+static int copy_batch_on_stream(const char *name, batch *all, void *handle) {
     sim_call call;
     sim_stream *stream;
-    int code = acl_enter(&call, __func__);
+    int code = acl_enter(&call, name);
+    all->is_async = 1;
     code = code ? code : sim_stream_find(handle, &stream);
     if (!code) {
-        code = perform(&call, &all, stream);
+        code = perform(&call, all, stream);
         sim_stream_release(stream);
     }
-    return leave(&call, &all, code, handle);
+    return leave(&call, all, code, handle);
 }
 
+#if KVSIM_BATCH == 3 /* only the calls of 9.1, which do not say which item was refused */
+
+ACL aclrtMemcpyBatchV2(ARGUMENTS);
+ACL aclrtMemcpyBatchAsyncV2(ARGUMENTS, void *stream);
+
+ACL aclrtMemcpyBatchV2(ARGUMENTS) {
+    size_t failed;
+    batch all = {GIVEN, &failed, SIZE_MAX, 0};
+    return copy_batch(__func__, &all);
+}
+
+ACL aclrtMemcpyBatchAsyncV2(ARGUMENTS, void *stream) {
+    size_t failed;
+    batch all = {GIVEN, &failed, SIZE_MAX, 0};
+    return copy_batch_on_stream(__func__, &all, stream);
+}
+
+#else
+
+ACL aclrtMemcpyBatch(ARGUMENTS, size_t *failed);
+ACL aclrtMemcpyBatchAsync(ARGUMENTS, size_t *failed, void *stream);
+
+ACL aclrtMemcpyBatch(ARGUMENTS, size_t *failed) {
+    batch all = {GIVEN, failed, SIZE_MAX, 0};
+    return copy_batch(__func__, &all);
+}
+
+ACL aclrtMemcpyBatchAsync(ARGUMENTS, size_t *failed, void *stream) {
+    batch all = {GIVEN, failed, SIZE_MAX, 0};
+    return copy_batch_on_stream(__func__, &all, stream);
+}
+
+#endif
 #endif

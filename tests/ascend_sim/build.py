@@ -53,16 +53,19 @@ HCOMM = Library("libhcomm.so", "hccl_", (CORE.name,))
 HCCL = Library("libhccl.so", "", (HCOMM.name,))
 HCCL_ALONE = Library("libhccl.so", "hccl_", (CORE.name,))
 
-# KVSIM_CANN: the version as a number. KVSIM_BATCH: batch copies are 0 absent, 1 there, 2 refused.
+# KVSIM_CANN: the version as a number. KVSIM_BATCH: batch copies are 0 absent, 1 there, 2 refused,
+# 3 only the calls of 9.1.
 OLD = ("-DKVSIM_CANN=801", "-DKVSIM_BATCH=0")
 NEW = ("-DKVSIM_CANN=805", "-DKVSIM_BATCH=1")
 REFUSING = ("-DKVSIM_CANN=805", "-DKVSIM_BATCH=2")
+ONLY_V2 = ("-DKVSIM_CANN=901", "-DKVSIM_BATCH=3")
 
 VARIANTS = {
     "8.1": Variant("8.1.RC1", OLD, (CORE, ASCENDCL_ALONE, HCCL_ALONE)),
     "8.5": Variant("8.5.0", NEW, (CORE, ACL_RT, ASCENDCL, HCOMM, HCCL)),
     "hccl-only": Variant("8.5.0", NEW, (CORE, ACL_RT, ASCENDCL, HCCL_ALONE)),
     "batch-unsupported": Variant("8.5.0", REFUSING, (CORE, ACL_RT, ASCENDCL, HCOMM, HCCL)),
+    "batch-v2": Variant("9.1.0", ONLY_V2, (CORE, ACL_RT, ASCENDCL, HCOMM, HCCL)),
 }
 
 

@@ -23,6 +23,7 @@ LIBRARIES = {
     "8.5": {"libacl_rt.so", "libascendcl.so", "libhcomm.so", "libhccl.so"},
     "hccl-only": {"libacl_rt.so", "libascendcl.so", "libhccl.so"},
     "batch-unsupported": {"libacl_rt.so", "libascendcl.so", "libhcomm.so", "libhccl.so"},
+    "batch-v2": {"libacl_rt.so", "libascendcl.so", "libhcomm.so", "libhccl.so"},
 }
 
 
@@ -37,9 +38,12 @@ def test_libraries_and_version(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_symbols_of_the_version(variant: str) -> None:
-    names = [*YOUNGER, "aclrtMemcpyAsync", "aclrtPointerGetAttributes", "aclrtStreamAbort"]
+    old = ["aclrtMemcpyAsync", "aclrtPointerGetAttributes", "aclrtStreamAbort"]
+    second = ["aclrtMemcpyBatchV2", "aclrtMemcpyBatchAsyncV2"]
+    names = [*YOUNGER, *second, *old]
     found = in_process(f"answer([name for name in {names} if hasattr(acl, name)])", variant)
-    assert found == (names if variant != "8.1" else names[len(YOUNGER) :])
+    expected = {"8.1": old, "batch-v2": [*YOUNGER[:-2], *second, *old]}
+    assert found == expected.get(variant, [*YOUNGER, *old])
 
 
 def test_nothing_but_the_interface_is_exported() -> None:

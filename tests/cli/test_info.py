@@ -285,6 +285,13 @@ class TestSimulatedDevices:
         assert copy["works"]
         assert "207000 (feature not supported)" in copy["one_by_one"]
 
+    def test_with_the_second_version_of_batches_alone(self) -> None:
+        """It lacks nothing: either version is the same capability."""
+        report = simulated("batch-v2")
+        accelerator = report["accelerator"]
+        assert (accelerator["has_batch"], accelerator["missing"]) == (True, [])
+        assert [copy["one_by_one"] for copy in report["copies"]] == [""] * 3
+
     def test_with_libhccl_alone(self) -> None:
         report = simulated("hccl-only")
         assert report["accelerator"]["hccl"]["library"].endswith("/libhccl.so")

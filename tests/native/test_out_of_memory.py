@@ -120,3 +120,23 @@ assert "no memory for a " in report.message
 assert report.unconfirmed == ((0, 100_000),)
 """
     )
+
+
+@can_limit
+def test_no_memory_for_the_ranges_of_a_service_has_a_status() -> None:
+    run(
+        LEAVE
+        + """
+import errno
+from kvnative._backend import CallError
+from kvnative._tcp import TcpService
+leave(16 << 20)
+try:
+    TcpService(1, max_ranges=2**24)
+except CallError as error:
+    assert (error.status, error.errno) == (KVN_NO_MEMORY, errno.ENOMEM), error
+    assert str(error) == "no memory for 16777216 ranges"
+else:
+    raise AssertionError
+"""
+    )

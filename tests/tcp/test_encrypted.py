@@ -324,7 +324,16 @@ def test_without_libcrypto() -> None:
     done
     exec "$@"
     """
-    program = "from kvplan.transport.tcp.transport import TcpTransport; TcpTransport(encrypt=True)"
+    program = """
+from kvnative._backend import KVN_UNSUPPORTED, CallError
+from kvnative._tcp import check_encryption
+from kvplan.transport.tcp.transport import TcpTransport
+try:
+    check_encryption()
+except CallError as error:
+    assert error.status == KVN_UNSUPPORTED
+    TcpTransport(encrypt=True)
+"""
     found = subprocess.run(
         ["unshare", "--mount", "sh", "-c", hidden, "sh", sys.executable, "-c", program],
         stderr=subprocess.PIPE, text=True,

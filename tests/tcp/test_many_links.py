@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvnative._backend import KVN_CANCELLED, KVN_OK, NativeError
+from kvnative._backend import KVN_CANCELLED, KVN_FAILED, KVN_OK, CallError, NativeError
 from kvnative._executor import Executor
 from kvnative._tcp import TcpService
 from tests.support.held import Held
@@ -149,8 +150,11 @@ def test_a_refused_link_leaves_none_of_its_sockets_open(
     if "watched" in why:  # epoll takes no file
         os.close(servers[-1])
         servers[-1] = os.open(tmp_path, os.O_RDONLY)
-    with pytest.raises((ValueError, NativeError), match=why):
+    with pytest.raises((ValueError, NativeError), match=why) as refused:
         service.link(clients, servers, peer="far", secret=secret)
+    if "watched" in why:
+        assert isinstance(refused.value, CallError)
+        assert (refused.value.status, refused.value.errno) == (KVN_FAILED, errno.EPERM)
     for _, far in ends:
         far.settimeout(10)
         assert far.recv(1) == b"", "its other end is closed"

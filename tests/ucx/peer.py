@@ -52,6 +52,20 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+def stand_in(folder: Path, name: str, ucx: str, *flags: str) -> str:
+    """Compile a C file beside this one to a library that stands before libucp, at `ucx`."""
+    made = folder / f"{name}.so"
+    subprocess.run(
+        [
+            *("gcc", "-std=gnu11", "-shared", "-fPIC", f"-I{ROOT / 'include'}", *flags, "-o", made),
+            *(Path(__file__).with_name(f"{name}.c"), "-ldl"),
+            *("-Wl,--no-as-needed", ucx, f"-Wl,-rpath,{Path(ucx).parent}"),
+        ],
+        check=True,
+    )
+    return str(made)
+
+
 def u64(*values: int) -> Column:
     return np.array(values, dtype=np.uint64)
 

@@ -18,10 +18,13 @@ GROWN = {
     "kvn_ucp_params": "ucp_params_t",
     "kvn_ucp_worker_params": "ucp_worker_params_t",
     "kvn_ucp_ep_params": "ucp_ep_params_t",
+    "kvn_ucp_ep_attr": "ucp_ep_attr_t",
     "kvn_ucp_mem_map_params": "ucp_mem_map_params_t",
     "kvn_ucp_request_param": "ucp_request_param_t",
 }
 SAME = {
+    "kvn_ucp_transports": "ucp_transports_t",
+    "kvn_ucp_transport_entry": "ucp_transport_entry_t",
     "kvn_ucs_sock_addr": "ucs_sock_addr_t",
     "kvn_ucp_err_handler": "ucp_err_handler_t",
     "kvn_ucs_status": "ucs_status_t",
@@ -32,6 +35,7 @@ FIELDS = {"kvn_ucp_request_param.send": "cb.send"}  # a union there
 VALUES = {
     "KVN_UCP_WORKER_PARAM_": "UCP_WORKER_PARAM_FIELD_",
     "KVN_UCP_EP_PARAM_": "UCP_EP_PARAM_FIELD_",
+    "KVN_UCP_EP_ATTR_": "UCP_EP_ATTR_FIELD_",
     "KVN_UCP_MEM_MAP_PARAM_": "UCP_MEM_MAP_PARAM_FIELD_",
     "KVN_UCP_PARAM_": "UCP_PARAM_FIELD_",
     "KVN_UCP_OP_ATTR_": "UCP_OP_ATTR_FIELD_",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import select
 import threading
+from pathlib import Path
 
 import pytest
 
 from kvnative._backend import KVN_CANCELLED, KVN_PEER_GONE
 from kvnative._ucx import UcxEndpoint, UcxError, UcxWorker
+from kvplan.transport.ucx.library import Found
 from tests.support.held import Held
 from tests.support.ucx_library import found
-from tests.ucx.peer import TAG, TIMEOUT_MS, UcxPeer, open_worker
+from tests.ucx.peer import TAG, TIMEOUT_MS, UcxPeer, open_worker, run, stand_in
 
 
 def dead(endpoint: UcxEndpoint) -> tuple[int, str]:
@@ -30,6 +32,25 @@ def test_an_endpoint_connects_without_the_peer(worker: UcxWorker, mortal: UcxPee
     assert (endpoint.connected, endpoint.transport) == (True, "cma/memory")
     assert endpoint.failure is None
     endpoint.connect(TIMEOUT_MS)  # at once
+
+
+@pytest.mark.parametrize("minor", [13, 14])
+def test_an_endpoint_names_its_transport_with_each_version(
+    ucx: Found, tmp_path: Path, minor: int
+) -> None:
+    """UCX answers a query since 1.14; before, its description of an endpoint is read."""
+    library = stand_in(tmp_path, "lanes", ucx.path, f"-DMINOR={minor}")
+    script = """
+        from pathlib import Path
+        from tests.ucx.peer import UcxPeer
+
+        library, peer = UcxLibrary.load(path), UcxPeer(Path(sys.argv[2]))
+        worker = UcxWorker(library)
+        print(library.version[1], peer.connect(worker).transport)
+        worker.close()
+        peer.close()
+        """
+    assert run(script, library, str(tmp_path / "memory")) == f"{minor} cma/memory\n"
 
 
 def test_a_peer_that_is_gone_before(worker: UcxWorker, mortal: UcxPeer) -> None:

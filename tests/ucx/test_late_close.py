@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -10,9 +9,8 @@ from textwrap import dedent
 import pytest
 
 from kvnative._backend import KVN_CANCELLED, KVN_PEER_GONE
-from tests.support.peer import ROOT
 from tests.support.ucx_library import found
-from tests.ucx.peer import run
+from tests.ucx.peer import run, stand_in
 
 PULLING = """
 from pathlib import Path
@@ -48,17 +46,8 @@ def show():
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    made = tmp_path_factory.mktemp("late") / "late_close.so"
     with found() as ucx:
-        subprocess.run(
-            [
-                *("gcc", "-std=gnu11", "-shared", "-fPIC", f"-I{ROOT / 'include'}", "-o", made),
-                *(Path(__file__).with_name("late_close.c"), "-ldl"),
-                *("-Wl,--no-as-needed", ucx.path, f"-Wl,-rpath,{Path(ucx.path).parent}"),
-            ],
-            check=True,
-        )
-        yield str(made)
+        yield stand_in(tmp_path_factory.mktemp("late"), "late_close", ucx.path)
 
 
 @pytest.mark.parametrize("kind", ["watched", "unwatched"])

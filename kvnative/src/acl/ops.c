@@ -252,18 +252,21 @@ static int copy_async(const kvn_device *device, kvn_direction direction, uint64_
 static unsigned batch_copies(const kvn_device *device, char *why, size_t room)
 {
     const kvn_acl *acl = kvn_acl_of(device);
+    const bool is_async = acl->aclrtMemcpyBatchAsync || acl->aclrtMemcpyBatchAsyncV2;
+    const bool is_blocking = acl->aclrtMemcpyBatch || acl->aclrtMemcpyBatchV2;
 
-    if (!acl->aclrtMemcpyBatchAsync)
+    if (!is_async)
         snprintf(why, room, "this version of the runtime has no %s",
-                 acl->aclrtMemcpyBatch ? "aclrtMemcpyBatchAsync" : "aclrtMemcpyBatch");
-    return (acl->aclrtMemcpyBatchAsync ? KVN_BATCH_ASYNC : 0u) |
-           (acl->aclrtMemcpyBatch ? KVN_BATCH_BLOCKING : 0u);
+                 is_blocking ? "aclrtMemcpyBatchAsync" : "aclrtMemcpyBatch");
+    return (is_async ? KVN_BATCH_ASYNC : 0u) | (is_blocking ? KVN_BATCH_BLOCKING : 0u);
 }
 
-/* uint64_t, pointers and sizes are equally wide, so columns are passed as they are; kvnative/acl.h asserts that. */
+/* uint64_t, pointers and sizes are equally wide, so columns are passed as they are; kvnative/acl.h asserts that. The
+ * first version of a call is better, as only it says which descriptor was refused. */
 static int copy_batch(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                       size_t *failed, kvn_failure *failure)
 {
+    const kvn_acl *acl = kvn_acl_of(device);
     void **dst = (void **)batch->dst, **src = (void **)batch->src;
     size_t *nbytes = (size_t *)batch->nbytes;
     const kvn_acl_location host = {.id = 0, .type = KVN_ACL_LOCATION_HOST};
@@ -274,11 +277,16 @@ static int copy_batch(kvn_device *device, kvn_direction direction, kvn_columns *
     };
     size_t first = 0;
 
-    if (!stream)
+    if (stream && acl->aclrtMemcpyBatchAsync)
+        return CALL(device, failure, aclrtMemcpyBatchAsync, dst, nbytes, src, nbytes, batch->count, &attribute,
+                    &first, 1, failed, stream);
+    if (stream)
+        return CALL(device, failure, aclrtMemcpyBatchAsyncV2, dst, nbytes, src, nbytes, batch->count, &attribute,
+                    &first, 1, stream);
+    if (acl->aclrtMemcpyBatch)
         return CALL(device, failure, aclrtMemcpyBatch, dst, nbytes, src, nbytes, batch->count, &attribute,
                     &first, 1, failed);
-    return CALL(device, failure, aclrtMemcpyBatchAsync, dst, nbytes, src, nbytes, batch->count, &attribute,
-                &first, 1, failed, stream);
+    return CALL(device, failure, aclrtMemcpyBatchV2, dst, nbytes, src, nbytes, batch->count, &attribute, &first, 1);
 }
 
 const kvn_device_ops kvn_acl_ops = {

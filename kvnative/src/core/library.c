@@ -48,10 +48,21 @@ static void *address_of(const void *calls, const kvn_symbol *symbol)
     return address;
 }
 
+static bool is_missing(const void *calls, const kvn_symbols *symbols, const kvn_symbol *symbol)
+{
+    bool is_there = symbol->older || address_of(calls, symbol);
+
+    for (size_t i = 0; i < symbols->count && !is_there; i++) {
+        const kvn_symbol *newer = &symbols->all[i];
+        is_there = newer->older && strcmp(newer->older, symbol->name) == 0 && address_of(calls, newer);
+    }
+    return !is_there;
+}
+
 const char *kvn_library_missing(const void *calls, const kvn_symbols *symbols, size_t n)
 {
     for (size_t i = 0; i < symbols->count; i++)
-        if (!address_of(calls, &symbols->all[i]) && n-- == 0)
+        if (is_missing(calls, symbols, &symbols->all[i]) && n-- == 0)
             return symbols->all[i].name;
     return NULL;
 }

@@ -7,8 +7,8 @@
 
 #include "core/library.h"
 
-#define REQUIRED(name, field) {name, offsetof(kvn_hccl_calls, field), false}
-#define OPTIONAL(name, field) {name, offsetof(kvn_hccl_calls, field), true}
+#define REQUIRED(name, field) {name, offsetof(kvn_hccl_calls, field), false, NULL}
+#define OPTIONAL(name, field) {name, offsetof(kvn_hccl_calls, field), true, NULL}
 
 /* The two ways to register memory are each of use only as a whole. */
 enum { GLOBAL = 4, NUM_GLOBAL = 5, PER_COMM = 9, NUM_PER_COMM = 5 };

@@ -9,6 +9,7 @@
 
 #include "core/thread.h"
 #include "kvnative/backend.h"
+#include "ucx/lanes.h"
 
 /* UCX reads an address or a key without knowing its length. Zeros behind the copy keep it from reading other memory if
  * the peer sent a wrong one. */
@@ -291,44 +292,6 @@ static int open_handle(kvn_ucx_endpoint *self, kvn_failure *failure)
     return failure->status;
 }
 
-/* Of the lanes in UCX's own description, "lane[0]:  2:cma/memory.0 md[1] ...", the first that reads and writes
- * memory itself. */
-static bool find_transport(const char *text, char *out, size_t room)
-{
-    static const char *const direct[] = {"rc_", "dc_", "srd", "gga_", "cma/", "knem/", "xpmem/"};
-
-    while ((text = strstr(text, "lane[")) && (text = strchr(text, ':')) &&
-           (text = strchr(text + 1, ':'))) {
-        text++;
-        for (size_t i = 0; i < sizeof direct / sizeof *direct; i++)
-            if (strncmp(text, direct[i], strlen(direct[i])) == 0) {
-                snprintf(out, room, "%.*s", (int)strcspn(text, " .\n"), text);
-                return true;
-            }
-    }
-    return false;
-}
-
-static int check_transport(kvn_ucx_endpoint *self, kvn_failure *failure)
-{
-    char *text = NULL;
-    size_t nbytes;
-    FILE *file = open_memstream(&text, &nbytes);
-
-    if (!file)
-        return kvn_fail(failure, KVN_NO_MEMORY, errno, "no memory to look at an endpoint");
-    self->worker->calls->ucp_ep_print_info(self->handle, file);
-    fclose(file);
-    const bool is_found = find_transport(text, self->transport, sizeof self->transport);
-    free(text);
-    if (is_found)
-        return KVN_OK;
-    return kvn_fail(failure, KVN_UNSUPPORTED, 0,
-                    "UCX reads and writes a peer's memory over RDMA, or shared memory between "
-                    "processes of one host, and found neither on the way to the peer: use the "
-                    "transport tcp");
-}
-
 int kvn_ucx_unpack_key(kvn_ucx_endpoint *self, const void *packed, size_t nbytes,
                        kvn_ucp_rkey_h *out, kvn_failure *failure)
 {
@@ -394,7 +357,7 @@ static void start_connecting(void *context)
 
     if (self->handle || atomic_load(&self->state) != KVN_UCX_OPEN)
         return;
-    if (open_handle(self, &failure) != KVN_OK || check_transport(self, &failure) != KVN_OK ||
+    if (open_handle(self, &failure) != KVN_OK || kvn_ucx_find_transport(self, &failure) != KVN_OK ||
         kvn_ucx_unpack_key(self, remote->generations_key, remote->generations_key_nbytes,
                            &self->generations_key, &failure) != KVN_OK ||
         kvn_ucx_unpack_key(self, remote->tickets_key, remote->tickets_key_nbytes,

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+import kvplan
 from kvnative._backend import KVN_OK, KVN_UNMAPPED, ThreadPool
 from kvnative._executor import Executor
 from kvnative._lower import Descriptors
 from kvnative._report import Report
+from kvplan import CacheDesc, DataType, Rows, Transfer
+from kvplan.execution.binding import bind
 from kvplan.status import LLMException, LLMStatusCode
 from kvplan.transport.protocol import DeviceRange
 from kvplan.transport.ucx.library import why_no_rdma
@@ -79,6 +82,24 @@ def test_arrays_and_parts_of_an_arena(
     arena[:65536] = arena[131072:] = 9
     assert owner.run("result = within.sum(dtype=np.uint64).item()") == arena.sum(dtype=np.uint64)
     assert link.way == "cma/memory"
+
+
+def test_adjacent_blocks_are_one_get(owner: UcxOwner, link: UcxLink, pool: ThreadPool) -> None:
+    """Plans merge them for every transport, in whatever order the table has them."""
+    nbytes = 4096
+    desc = CacheDesc(1, (NBYTES // nbytes, nbytes), DataType.DT_UINT8)
+    there, here = [9, 3, 5, 4, 8, 20], [2, 10, 12, 11, 1, 30]
+    plan = kvplan.plan(Transfer(Rows(desc, there), Rows(desc, here)), local="dst")
+    address, metadata = owner.run("result = array.ctypes.data"), owner.metadata()
+    remote, local = link.memory([address], NBYTES, metadata=metadata), np.zeros(NBYTES, np.uint8)
+    owner.run(f"array[:] = pattern(1, {NBYTES})")
+    descriptors = bind(plan, remote, host_memory(local), one_space=False)
+    assert descriptors.count == 3  # blocks 3 to 5, 8 to 9, and 20
+    with Executor(remote.backend(pool, "get", host_memory(local))) as executor:
+        assert executor.run(descriptors, TIMEOUT_MS).status == KVN_OK
+    expected = np.zeros((NBYTES // nbytes, nbytes), np.uint8)
+    expected[here] = pattern(1, NBYTES).reshape(expected.shape)[there]
+    np.testing.assert_array_equal(local.reshape(expected.shape), expected)
 
 
 def test_ended_registrations_and_leases_are_refused(
