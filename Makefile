@@ -74,7 +74,7 @@ FLAVOUR := tests/project/test_native_build.py::test_the_modules_under_test_are_o
 sanitize-addresses: .venv/dev
 	tools/sanitize address,undefined -k 'not forked and not aarch64' tests/native tests/execution \
 	  $(FLAVOUR) tests/ascend/test_acl_{abort,device}.py tests/ascend/test_channel_concurrency.py \
-	  tests/ucx/test_{endpoints,transfers}.py tests/tcp/test_{hostile_requests,hostile_answers,closing,deregistering,unmapped,device}.py
+	  tests/ucx/test_{endpoints,late_close,transfers}.py tests/tcp/test_{hostile_requests,hostile_answers,closing,deregistering,unmapped,device}.py
 
 # Not one of CHECKS: what is native in it is tested by itself in tests/native, and CI has 15 minutes.
 sanitize-transport: .venv/dev sanitize-addresses
