@@ -263,7 +263,7 @@ class Transitions:
             asyncio.get_running_loop().remove_reader(fd)
 
     def _close_transport(self, link: PeerLink, state: LinkState, reason: str) -> None:
-        """Close the access to the peer's memory; its transfers fail with the new state."""
+        """Close the access to the peer's memory. Its transfers fail with the error of `state`."""
         self._unwatch(link)
         if link.streams is not None:
             link.streams.close()

@@ -159,9 +159,9 @@ class LinkStatus:
         instance: Id of the run of the peer's engine as hex; empty before it has answered.
         role: Role of the peer.
         state: See LinkState.
-        transport: Name of the transport ("local"), or of several ("local+tcp"), each of which
-            moves what those before it do not reach; empty before both ends agree.
-        way: The means that moves bytes ("rc_mlx5/mlx5_0:1"); empty before the peer is reached.
+        transport: Name of the transport ("local"), or of several ("local+tcp"), each for the memory
+            that those before it do not reach; empty before both ends agree.
+        way: How bytes move ("rc_mlx5/mlx5_0:1"); empty before the peer is reached.
         passed_over: Why transports that would be preferred are not used, or not for all memory.
         address: Address of the control channel.
         comm_id: Id of the communicator of the link; None if linked by address.
