@@ -246,11 +246,6 @@ class LinkResults(list[LinkResult]):
                 raise result.error
 
 
-def in_phase(phase: str, error: LLMException) -> LLMException:
-    """Return `error` with `phase` in front of its message."""
-    return LLMException(f"{phase}: {error.args[0]}", status_code=error.status_code)
-
-
 def other_cluster(here: int, wanted: int) -> LLMException:
     """Return the refusal of a peer that meant another cluster. `cluster_here` parses it."""
     return link_failed(f"cluster {here} is here, not cluster {wanted}")
