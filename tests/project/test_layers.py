@@ -20,7 +20,7 @@ MAX_LINES = {
     "control": 3609,
     "debug": 780,
     "device": 1253,
-    "engine": 8236,
+    "engine": 8227,
     "execution": 3141,
     "hixl": 1094,
     "inspection": 2000,
