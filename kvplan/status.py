@@ -137,3 +137,8 @@ def finalized() -> LLMException:
         "the engine is finalized; initialize it again",
         status_code=LLMStatusCode.LLM_ENGINE_FINALIZED,
     )
+
+
+def within(where: str, error: LLMException) -> LLMException:
+    """Return the same error with the place or phase of its cause in front of its message."""
+    return LLMException(f"{where}: {error.args[0]}", status_code=error.status_code)

@@ -152,7 +152,7 @@ def proof_of(secret: bytes, nonce: bytes, hello: bytes) -> bytes:
 
 
 class Keys:
-    """The keys of this engine, and the choice of one for each channel. For the loop's thread."""
+    """The keys of this engine, one of which each channel uses. Only the loop's thread uses it."""
 
     def __init__(
         self, cluster: ClusterKey | None = None, user: Callable[[], ClusterKey] | None = None

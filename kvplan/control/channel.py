@@ -66,7 +66,7 @@ class Handler(Protocol):
         """Handle a message that needs no reply."""
 
     def on_lost(self, channel: Channel, reason: str) -> None:
-        """Handle an end of the channel that is not from `close` on this side."""
+        """Handle the end of the channel, unless `close` on this side caused it."""
 
 
 class Channel:

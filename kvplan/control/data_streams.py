@@ -1,7 +1,7 @@
 """Connections for the data of a link, to the port of its control connection.
 
 The end that listens greets with a nonce, as it greets every connection. The end that dials answers
-with 64 bytes that end in a MAC, and the listening end with a MAC of its own:
+with 64 bytes that end in a MAC, and the listening end replies with a MAC of its own:
 
     hello   magic "kvplan" | version u8 | index u8 | link id 8 | nonce 16 | HMAC-SHA256 32
             of "client" | greeting | all before it
@@ -64,7 +64,7 @@ class DataStreams(ABC):
         """Open the connections of these indices; see `Streams.open`."""
 
     async def arrived(self, indices: Sequence[int], timeout_s: float) -> None:  # noqa: B027
-        """Wait until `open` of these indices need not wait. The end that dials returns at once."""
+        """Wait until `open` of these indices returns at once. The end that dials does not wait."""
 
     @abstractmethod
     def close(self) -> None:

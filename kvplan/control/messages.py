@@ -116,7 +116,7 @@ class PassedOver(_Message, frozen=True):
 
     Attributes:
         transport: Its name.
-        why: The reason, which names the end.
+        why: The reason, which names the end that it is about.
         tried: True if both ends have it.
     """
 
@@ -145,7 +145,7 @@ class Chosen(_Body, frozen=True):
 
 
 class Confirm(_Body, frozen=True):
-    """Request: I have reached you; the challenge of your Welcome comes back."""
+    """Request: I have reached you. It returns the challenge of your Welcome."""
 
     challenge: Token
 
@@ -165,7 +165,7 @@ class Unlinked(_Body, frozen=True):
 
 
 class ShardEntry(_Message, frozen=True):
-    """The part of the model's cache that a cache holds: [first, one past the last), of the total.
+    """The part of the model's cache that a cache holds: [first, one past the last), and the total.
 
     `numbers` lists layers that are not consecutive. Tokens are [first, one past the last), or the
     rank, ranks and size of `Interleaved`.
@@ -261,7 +261,7 @@ class Released(_Body, frozen=True):
 class Notify(_Body, frozen=True):
     """Request: a notification of my program for yours, which reads them in the order of sending.
 
-    `direct` is the secret of a listener inside the host: connect there for those to come.
+    `direct` is the secret of a listener inside the host: connect to it for later notifications.
     """
 
     data: Annotated[bytes, Meta(min_length=1, max_length=MAX_NOTIFICATION_NBYTES)]
@@ -269,7 +269,7 @@ class Notify(_Body, frozen=True):
 
 
 class Notified(_Body, frozen=True):
-    """Reply to Notify: my program can read it, and `window` more have room."""
+    """Reply to Notify: my program can read it, and there is room for `window` more."""
 
     window: Uint32 = 0
 
@@ -277,7 +277,7 @@ class Notified(_Body, frozen=True):
 class Renew(_Body, frozen=True):
     """Notice: I have opened this generation of the link's connection; do so too, at once.
 
-    Both ends send it, whichever began, and then make it; `metadata` is that of the transport.
+    Both ends send it, whichever began, and then make the connection. `metadata` is the transport's.
     """
 
     generation: Generation
@@ -285,7 +285,7 @@ class Renew(_Body, frozen=True):
 
 
 class Renewed(_WithReason, frozen=True):
-    """Notice: I have made it. With a reason: I have not, and never will."""
+    """Notice: I have made this generation; with a reason: I have not, and never will."""
 
     generation: Generation
 

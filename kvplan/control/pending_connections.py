@@ -2,9 +2,9 @@
 
 A pending connection is greeted with a nonce. It becomes a channel once it has answered with the
 key's cookie for the nonce; until then it costs no more than a socket. Without a key, every
-connection becomes a channel, with the addresses taking turns, and stays pending until it has a
-link: other connections may take its place. With or without a key, it becomes a data connection once
-it has proved that it knows the secret of a link that is being made.
+connection becomes a channel; addresses take turns. The channel stays pending until it has a link,
+and until then another connection may take its place. With or without a key, a connection becomes a
+data connection once it has proved that it knows the secret of a link that is being made.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvplan.status import LLMException
+from kvplan.status import LLMException, within
 from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
@@ -88,9 +88,7 @@ def open_accelerator(choice: str, device_id: int, cuda: CudaOptions = _DEFAULTS)
         try:
             return _OPEN[choice](device_id, cuda)
         except LLMException as error:
-            raise LLMException(
-                f"accelerator={choice!r}: {error.args[0]}", status_code=error.status_code
-            ) from error
+            raise within(f"accelerator={choice!r}", error) from error
     reasons = []
     for open_one in _OPEN.values():
         try:

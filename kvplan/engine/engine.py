@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
@@ -111,20 +111,11 @@ class Engine:
             )
             if self.device is not None:
                 held.callback(self.device.close)
+            same = {field.name for field in fields(TransportOptions)} - {"device", "label"}
             reach = TransportOptions(
-                permit_any_peer=options.permit_any_peer,
                 device=self.device,
-                local_comm_res=options.local_comm_res,
-                rdma_traffic_class=options.rdma_traffic_class,
-                rdma_service_level=options.rdma_service_level,
-                staging_nbytes=options.staging_nbytes,
-                ucx_devices=options.ucx_devices,
-                ucx_settings=options.ucx_settings,
-                tcp_connections=options.tcp_connections,
-                tcp_encrypt=options.encrypt,
-                tcp_congestion=options.tcp_congestion,
                 label=f"kvplan-{cluster_id}",
-                populate=options.populate,
+                **{name: getattr(options, name) for name in same},
             )
             transports, missing = make_transports(options.transport, reach)
             for transport in transports:

@@ -12,7 +12,7 @@ from kvnative._signals import Mutex
 from kvplan.engine.memory import CacheMemory, check_again, memory_at, offered_ranges
 from kvplan.links.publisher import MAX_PUBLISHED_NBYTES, published_nbytes
 from kvplan.planning.side import Side, side
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException, invalid, within
 from kvplan.transport.transport import Offer, Transport, offer
 from kvplan.types import BlocksCacheKey, Cache
 
@@ -91,9 +91,7 @@ class HeldCache:
         try:
             check_again(memory)
         except LLMException as error:
-            raise LLMException(
-                f"cache {cache.cache_id}: {error.args[0]}", status_code=error.status_code
-            ) from None
+            raise within(f"cache {cache.cache_id}", error) from None
         ranges = offered_ranges(memory) if entry.remote_accessible else ()
         offered = offer(transports, ranges, memory.writable)
         # Another Cache object: peers learn of the change by its identity.

@@ -18,7 +18,7 @@ from kvplan.execution.rows import are_apart, tensors_clash, view_addresses
 from kvplan.planning.part import Part
 from kvplan.planning.plan import Plan
 from kvplan.planning.segments import first_overlap, first_overlapped
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException, invalid, within
 
 _NONE = np.empty(0, dtype=np.uint64)
 
@@ -114,8 +114,7 @@ def _bind_parts(plan: Plan, src: Bindable, dst: Bindable, one_space: bool) -> De
         try:
             bound = _bind_part(part.labelled(""), theirs, ours, one_space)
         except LLMException as error:
-            text = f"part {part.label}: {error.args[0]}"
-            raise LLMException(text, status_code=error.status_code) from None
+            raise within(f"part {part.label}", error) from None
         bound_parts.append(bound)
     return join(plan, bound_parts, src, dst, one_space=one_space)
 

@@ -17,8 +17,8 @@ from kvplan.control.messages import Chosen, Confirm, Hello, Linked, Offer, Welco
 from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.transitions import Transitions
-from kvplan.links.values import LOST, LinkState, in_phase, other_cluster
-from kvplan.status import LLMException, LLMStatusCode, busy, invalid, link_failed
+from kvplan.links.values import LOST, LinkState, other_cluster
+from kvplan.status import LLMException, LLMStatusCode, busy, invalid, link_failed, within
 
 if TYPE_CHECKING:
     from asyncio import TimerHandle
@@ -143,7 +143,7 @@ class HandshakeInitiator:
             if link.phase == "connect":
                 link.phase, error = _NOT_CONNECTED, raised
             else:
-                error = in_phase(f"{endpoint}: {link.phase}", raised)
+                error = within(f"{endpoint}: {link.phase}", raised)
         finally:
             handshake.cancel()
             settled.cancel()
@@ -314,7 +314,7 @@ class HandshakeAcceptor:
                 await self._transitions.connected(link)
             except LLMException as error:
                 way = f"cluster {self._engine.cluster_id} cannot reach cluster {link.cluster_id}"
-                raise in_phase(way, error) from error
+                raise within(way, error) from error
             self._transitions.check_capacity(link.cluster_id)
             before = self._transitions.links.get(link.cluster_id)
             if before is not None and before.is_live and before is not accepted.replaced:

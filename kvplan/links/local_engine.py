@@ -209,8 +209,8 @@ class LocalEngine:
     ) -> tuple[tuple[str, ...], tuple[PassedOver, ...]]:
         """Choose the transports of a link, and return them with the reasons against others.
 
-        They are all that work from both ends, in order of preference, up to the first that reaches
-        all memory.
+        A link uses all transports that work from both ends, in order of preference, up to the first
+        that reaches all memory.
 
         Args:
             peer: Cluster id of the peer.

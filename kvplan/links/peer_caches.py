@@ -40,8 +40,8 @@ class PeerCaches(LinkLifecycle, ABC):
         moved_leases: Live leases whose blocks the peer has moved, by id.
         passed_over: Transports that would be preferred, and why they are not used.
         transport_links: Connection of each transport, by its name; empty before they are made.
-        pairs: Pairs of local caches and caches of the peer that users of the link have cached. A
-            change of the peer's caches replaces the dict.
+        pairs: Pairs of a local cache and a cache of the peer, cached by users of the link. A change
+            of the peer's caches replaces the dict.
     """
 
     def __init__(self, cluster_id: int) -> None:

@@ -218,7 +218,7 @@ class Rendezvous:
         self._forget(self._get(comm_id))  # another call, or `close`, may have been faster
 
     def status(self, comm_id: int) -> RegisterMemStatus:
-        """Return the status of a communicator, FAILED also if a link has broken since.
+        """Return the status of a communicator. It is FAILED also if a link has broken since.
 
         A communicator that another member has unlinked stays OK, because a program may poll too
         late.
@@ -395,7 +395,7 @@ def exposed_point(
 
 
 def socket_directory(comm_dir: str | None) -> Path:
-    """Return the directory of the user's sockets. It is created if needed, and private."""
+    """Return the private directory of the user's sockets, and create it if needed."""
     directory = runtime_directory() if comm_dir is None else Path(comm_dir)
     private_directory(directory, "comm_dir")
     check_above(directory, "comm_dir")

@@ -16,9 +16,9 @@ from kvplan.links.local_engine import LocalEngine
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.publisher import Publisher
 from kvplan.links.renewals import Renewals
-from kvplan.links.values import LOST, LinkState, in_phase
+from kvplan.links.values import LOST, LinkState
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, LLMStatusCode, busy, link_failed, not_linked
+from kvplan.status import LLMException, LLMStatusCode, busy, link_failed, not_linked, within
 from kvplan.system.logs import Log
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Transitions:
                 except LLMException as error:
                     for before in made.values():
                         before.close(error)
-                    raise in_phase(transport.name, error) from error
+                    raise within(transport.name, error) from error
             return made
 
         async def connect() -> dict[str, TransportLink]:
@@ -208,7 +208,7 @@ class Transitions:
     def unlinked(self, link: PeerLink, reason: str) -> None:
         """Change any state to UNLINKED."""
         if link.state is LinkState.LINKING:
-            self.failed(link, in_phase("unlink", LLMException(reason)))
+            self.failed(link, within("unlink", LLMException(reason)))
         if link.state is LinkState.UNLINKED:
             return
         was_lost = link.state in LOST
@@ -263,7 +263,7 @@ class Transitions:
             asyncio.get_running_loop().remove_reader(fd)
 
     def _close_transport(self, link: PeerLink, state: LinkState, reason: str) -> None:
-        """Close the access to the peer's memory; its transfers fail with the new state."""
+        """Close the access to the peer's memory. Its transfers fail with the error of `state`."""
         self._unwatch(link)
         if link.streams is not None:
             link.streams.close()

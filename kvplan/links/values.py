@@ -159,9 +159,9 @@ class LinkStatus:
         instance: Id of the run of the peer's engine as hex; empty before it has answered.
         role: Role of the peer.
         state: See LinkState.
-        transport: Name of the transport ("local"), or of several ("local+tcp"), each of which
-            moves what those before it do not reach; empty before both ends agree.
-        way: The means that moves bytes ("rc_mlx5/mlx5_0:1"); empty before the peer is reached.
+        transport: Name of the transport ("local"), or of several ("local+tcp"), each for the memory
+            that those before it do not reach; empty before both ends agree.
+        way: How bytes move ("rc_mlx5/mlx5_0:1"); empty before the peer is reached.
         passed_over: Why transports that would be preferred are not used, or not for all memory.
         address: Address of the control channel.
         comm_id: Id of the communicator of the link; None if linked by address.
@@ -244,11 +244,6 @@ class LinkResults(list[LinkResult]):
         for result in self:
             if result.error is not None:
                 raise result.error
-
-
-def in_phase(phase: str, error: LLMException) -> LLMException:
-    """Return `error` with `phase` in front of its message."""
-    return LLMException(f"{phase}: {error.args[0]}", status_code=error.status_code)
 
 
 def other_cluster(here: int, wanted: int) -> LLMException:

@@ -14,7 +14,7 @@ from kvplan.planning.plan import Plan, check_name
 from kvplan.planning.segments import first_overlapped
 from kvplan.planning.side import Described, Side, is_same_cache, slot_index
 from kvplan.planning.transfer import AnyTransfer, Rows, Transfer
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException, invalid, within
 from kvplan.types import Cache, CacheDesc, Placement, RemoteCache
 from kvplan.validation import check_mapping, check_type, mismatch, shown
 
@@ -154,10 +154,9 @@ def of_part(name: str, error: LLMException | TypeError) -> LLMException | TypeEr
     """Return `error` with the name of the refused transfer before its message."""
     if not name:
         return error
-    text = f"part {name}: {error.args[0]}"
     if isinstance(error, LLMException):
-        return LLMException(text, status_code=error.status_code)
-    return TypeError(text)
+        return within(f"part {name}", error)
+    return TypeError(f"part {name}: {error.args[0]}")
 
 
 def check_transfers(transfers: Mapping[str, object], kinds: tuple[type, ...] = (Transfer,)) -> None:

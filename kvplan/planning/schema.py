@@ -19,7 +19,7 @@ from kvplan.planning.plan import SCHEMA_VERSION, Plan
 from kvplan.planning.segments import Coalesce, Segments
 from kvplan.planning.side import Side
 from kvplan.planning.tokens import BlockTables
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException, invalid, within
 from kvplan.types import CacheDesc, DataType, Placement
 from kvplan.validation import INT64_MAX, check_index, check_type, check_width, open_regular, shown
 
@@ -62,7 +62,7 @@ def read_plan(file: BinaryIO, name: str) -> Plan:
     except ValueError as error:  # not JSON, or not UTF-8
         raise invalid(f"{name} is not a plan: it is not JSON: {error}") from None
     except LLMException as error:
-        raise LLMException(f"{name}: {error.args[0]}", status_code=error.status_code) from None
+        raise within(name, error) from None
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from kvplan.planning.schema import MAX_NBYTES
 from kvplan.planning.segments import first_overlap
 from kvplan.planning.side import Side, side
 from kvplan.planning.transfer import Rows, Transfer
-from kvplan.status import LLMException, invalid
+from kvplan.status import LLMException, invalid, within
 from kvplan.types import CacheDesc, DataType, Placement
 from kvplan.validation import open_regular, shown
 
@@ -205,7 +205,7 @@ def read_placement(blob: bytes, name: str) -> WeightPlacement:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise invalid(f"{name} is not a WeightPlacementManifest: {error}") from None
     except LLMException as error:
-        raise LLMException(f"{name}: {error.args[0]}", status_code=error.status_code) from None
+        raise within(name, error) from None
     return found
 
 

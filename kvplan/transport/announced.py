@@ -43,7 +43,7 @@ class Writer(Generic[_Peer]):
         self._read = read
 
     def is_writing(self) -> bool:
-        """Return whether a write of the first read may still be in progress."""
+        """Return whether a write that the first read has found may still be in progress."""
         if (standing := self._read(self.peer)) is None:
             return True
         self.tickets = standing if self.tickets is None else self.tickets & standing

@@ -35,7 +35,7 @@ _LOGGER = Log("kvplan")
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
-    """Options of all transports. The constructor of each transport describes them."""
+    """Options of all transports, with the names of `Options`; the constructors describe them."""
 
     permit_any_peer: bool = False
     device: Device | None = None
@@ -46,7 +46,7 @@ class TransportOptions:
     ucx_devices: str = ""
     ucx_settings: str = ""
     tcp_connections: int | None = None
-    tcp_encrypt: bool = False
+    encrypt: bool = False
     tcp_congestion: str = ""
     label: str = "kvplan"
     populate: str = "background"
@@ -94,7 +94,7 @@ def _tcp(options: TransportOptions) -> Transport:
     return TcpTransport(
         device=options.device,
         connections=options.tcp_connections,
-        encrypt=options.tcp_encrypt,
+        encrypt=options.encrypt,
         congestion=options.tcp_congestion,
         label=options.label,
     )

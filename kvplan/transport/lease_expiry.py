@@ -45,7 +45,7 @@ class Deadlines(dict[_Key, int]):
         return self._heap[0][0] >= deadline_ns
 
     def next_ns(self) -> int | None:
-        """Return a time before which no deadline passes; None: without keys."""
+        """Return a time before which no deadline passes; None: no key has a deadline."""
         return self._heap[0][0] if self and self._heap else None
 
     def pop_late(self, now_ns: int) -> _Key | None:

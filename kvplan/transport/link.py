@@ -333,8 +333,8 @@ class PeerMemory:
     def reader(self) -> tuple[Peer, bytes, bool] | None:
         """Arguments of a small read in the calling thread, by `Peer.copy`; None: not possible.
 
-        The native check of the peer, the words to check, and True for memory at the peer's own
-        addresses; False: the memory is mapped here.
+        They are the native check of the peer, the words to check, and True if the memory is at the
+        peer's own addresses, False if it is mapped here.
         """
         return None
 

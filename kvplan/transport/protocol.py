@@ -81,7 +81,7 @@ class Streams(Protocol):
         """
 
     def close(self) -> None:
-        """End waiting calls of `open`, and close connections that none returned; idempotent."""
+        """End waiting calls of `open`, and close connections that no call returned. Idempotent."""
 
 
 class Renewable(Protocol):

@@ -297,7 +297,7 @@ DECODERS = {
                     [
                         recording.TRANSFER,
                         *(1.0, 0.1, "pull_blocks", 0, "", "", 2, 1, (), 1),
-                        [["", 7, *TABLES, recording.segments_of(PLAN.part)]],
+                        [["", None, 7, *TABLES, recording.segments_of(PLAN.part)]],
                     ],
                 ]
             )

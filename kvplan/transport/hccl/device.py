@@ -280,7 +280,7 @@ class HcclDevice:
         self._give_back(held.close)
 
     def _give_back(self, close: Callable[[], None]) -> None:
-        """Call `close`; log an error, after which HCCL keeps the resource."""
+        """Call `close`. If that fails, log the error: HCCL then keeps the resource."""
         try:
             close()
         except NativeError as error:

@@ -190,8 +190,8 @@ class LocalLink(TransportLink):
 
     Attributes:
         is_to_self: True if the peer is this process, whose memory is not mapped again.
-        lacks: The reason why a kind of memory is not reached: "registered" for host memory outside
-            of arenas, "device" for memory of the peer's device, "pieces" for that in pieces.
+        lacks: By kind of memory, why it is not reached. Kinds: "registered", host memory outside of
+            arenas; "device", memory of the peer's device; "pieces", such memory in pieces.
         device: The device of this process for which device memory of the peer is mapped.
     """
 
