@@ -33,7 +33,7 @@ MAX_LINES = {
     "planning": 5760,
     "recording": 1672,
     "run": 364,
-    "serving": 2893,
+    "serving": 2892,
     "system": 476,
     "tensors": 1090,
     "testing": 471,
