@@ -303,3 +303,31 @@ def test_a_link_that_finds_no_thread_is_not_admitted() -> None:
             raise AssertionError("the link was never made")
     """
     subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
+def test_a_link_that_finds_no_thread_leaves_nothing_open() -> None:
+    program = """
+        import os, resource
+        from kvplan import LLMException
+        from kvplan.transport.local import LocalTransport
+        from kvplan.transport.local.descriptors import DescriptorServer
+        from kvplan.transport.local.link import LocalLink
+        from kvplan.transport.local.metadata import Metadata
+        from tests.support.held import Held
+
+        user = 100_000 + os.getpid()
+        os.setresuid(user, user, user)
+        server, owner = DescriptorServer(), LocalTransport()
+        metadata = Metadata.from_bytes(owner.metadata())
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        held = Held.now()
+        try:
+            LocalLink(metadata, populate="off", session=b"of the handshake", server=server)
+        except LLMException as error:
+            assert error.status_code.name == "LLM_OUT_OF_MEMORY", error
+            held.check_nothing_new()  # while the error is held
+        else:
+            raise AssertionError("there was a thread")
+    """
+    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)
