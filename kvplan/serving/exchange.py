@@ -149,7 +149,11 @@ class Exchange:
             helpers=self._helpers,
             report=self._report,
         )
-        self._thread = start_thread("kvplan-serving", self._run)
+        try:
+            self._thread = start_thread("kvplan-serving", self._run)
+        except LLMException:
+            self._loop.close()
+            raise
 
     # The producer's side.
 

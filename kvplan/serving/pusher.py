@@ -176,13 +176,8 @@ class Pusher:
     def transfers(self) -> list[tuple[int, str]]:
         """Return the cluster id and the transfer of all pushes."""
         with self._mutex:
-            return list(
-                {
-                    (cluster_id, name)
-                    for name in self._pushes
-                    for cluster_id, _ in self._pushes[name]
-                }
-            )
+            found = {(key[0], name) for name, pushes in self._pushes.items() for key in pushes}
+            return [*found]
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
         """Prepare the pushes of the next step, whose layers move as they become ready."""

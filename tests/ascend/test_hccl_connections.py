@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
+from textwrap import dedent
 
 import numpy as np
+import pytest
 
 import kvplan
 from kvplan import LLMException, LLMStatusCode
@@ -128,3 +133,30 @@ def test_without_renewals_the_error_says_so(make_side: MakeSide, one: Side) -> N
     with refused(LLMStatusCode.LLM_FEATURE_NOT_ENABLED) as error:
         kvplan.execute(PULL, later, one.memory)
     assert "a connection cannot be renewed" in str(error.value)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
+def test_a_renewal_that_finds_no_thread_is_tried_again() -> None:
+    """Tickets over a disturbed connection are not known meanwhile."""
+    program = """
+        import os, resource
+        from queue import SimpleQueue
+        from types import SimpleNamespace
+        from kvplan.transport.hccl.connections import Connection, Connections
+
+        user = 100_000 + os.getpid()
+        os.setresuid(user, user, user)
+        many = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        hccl = SimpleNamespace(read_tickets=lambda *_: None)
+        peer = SimpleNamespace(generations=SimpleNamespace(tickets=4096))
+        connections = Connections(hccl, peer, None, b"", None, is_hccs=False)
+        disturbed = SimpleNamespace(disturbed=True, state="ready")
+        connections._current = Connection(1, disturbed, newest=1)
+        renewed = SimpleQueue()
+        connections.request_renewal = lambda: renewed.put(True)
+        for room in (1, many):
+            resource.setrlimit(resource.RLIMIT_NPROC, (room, many))
+            assert connections.tickets(7) is None
+        assert renewed.get(timeout=20)
+    """
+    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)

@@ -100,21 +100,3 @@ def test_a_connection_has_ended_when_its_last_bytes_have_left_or_are_given_up(
         ends.far.close()
 
     loop.run(run(), timeout_ms=1000 * DEADLINE_S)
-
-
-def test_a_connection_whose_peer_goes_without_reading_ends(loop: ControlLoop) -> None:
-    """The relay has paused the source of what the peer does not read, and with that its end."""
-    message = bytes(64 << 10)
-
-    async def run() -> None:
-        ends = Ends(loop)
-        await asyncio.get_running_loop().sock_sendall(ends.far, ready())
-        await ends.connection.ready()
-        while not ends.connection.stream._is_full:
-            ends.connection.try_send(message)
-            await asyncio.sleep(0)
-        ends.far.close()
-        await ends.connection.wait_closed()
-        assert len(ends.ended) == 1
-
-    loop.run(run(), timeout_ms=1000 * DEADLINE_S)

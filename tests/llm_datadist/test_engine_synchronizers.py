@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,17 +212,6 @@ def test_all_destinations_together_are_waited_for_as_long_as_is_said() -> None:
     assert feed.statuses(0.05) == [None, None]
     first, second = given
     assert second < first <= 0.05
-
-
-def test_the_time_that_a_destination_may_take_begins_with_its_last_layer() -> None:
-    given = []
-    task: Any = SimpleNamespace(layers=(0,), wait=given.append)
-    destination = Destination("one", task)
-    destination._ready_at -= 500  # s
-    destination.finish(600_000)
-    destination.finish(400_000)
-    assert 0 < given[0] <= 100_000
-    assert given[1] == 0
 
 
 def test_finalize_ends_what_waits_for_a_synchronizer(

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from textwrap import dedent
+
 import pytest
 
 from kvplan.serving import Target
@@ -65,3 +70,29 @@ def test_close_right_after_it_was_made(make_worker: MakeWorker) -> None:
         worker = make_worker(2 + number)
         worker.close()
         assert not worker.exchange.is_fetching
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
+def test_an_exchange_that_finds_no_thread_leaves_nothing_open() -> None:
+    program = """
+        import os, resource
+        from kvplan import CacheDesc, DataType, LlmDataDist, LLMException, LlmRole
+        from kvplan.serving import Compatibility, Exchange
+        from tests.support.held import Held
+
+        user = 100_000 + os.getpid()
+        os.setresuid(user, user, user)
+        engine = LlmDataDist(1, LlmRole.MIX)
+        engine.initialize({})
+        cache = engine.allocate_blocks_cache(CacheDesc(1, (8, 4), DataType.DT_FLOAT))
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        held = Held.now()
+        try:
+            Exchange(engine, cache, Compatibility({}), b"of a process")
+        except LLMException as error:
+            assert error.status_code.name == "LLM_OUT_OF_MEMORY", error
+            held.check_nothing_new()  # while the error is held
+        else:
+            raise AssertionError("there was a thread")
+    """
+    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)

@@ -6,9 +6,12 @@ import array
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
 
@@ -270,3 +273,61 @@ def test_the_thread_ends(exported: Exported) -> None:
     server.close()
     before.check_nothing_new()
     assert refusal(os.getpid(), server.name) == "Connection refused"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
+def test_a_link_that_finds_no_thread_is_not_admitted() -> None:
+    program = """
+        import os, resource
+        from kvplan import LLMException
+        from kvplan.transport.local.descriptors import DescriptorServer, ask
+        from tests.transport.test_descriptors import OTHER_TOKEN, TOKEN, export
+
+        user = 100_000 + os.getpid()
+        os.setresuid(user, user, user)
+        many = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        server = DescriptorServer()
+        server.add(exported := export(7, os.memfd_create("device memory")))
+        for token, room in ((TOKEN, 1), (OTHER_TOKEN, many)):
+            resource.setrlimit(resource.RLIMIT_NPROC, (room, many))
+            try:
+                server.admit(token)
+            except LLMException as error:
+                assert room == 1 and error.status_code.name == "LLM_OUT_OF_MEMORY", error
+        assert len(ask(os.getpid(), server.name, OTHER_TOKEN, 7)) == 1
+        try:
+            ask(os.getpid(), server.name, TOKEN, 7)
+        except PermissionError as error:
+            assert "the link has ended" in str(error)
+        else:
+            raise AssertionError("the link was never made")
+    """
+    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
+def test_a_link_that_finds_no_thread_leaves_nothing_open() -> None:
+    program = """
+        import os, resource
+        from kvplan import LLMException
+        from kvplan.transport.local import LocalTransport
+        from kvplan.transport.local.descriptors import DescriptorServer
+        from kvplan.transport.local.link import LocalLink
+        from kvplan.transport.local.metadata import Metadata
+        from tests.support.held import Held
+
+        user = 100_000 + os.getpid()
+        os.setresuid(user, user, user)
+        server, owner = DescriptorServer(), LocalTransport()
+        metadata = Metadata.from_bytes(owner.metadata())
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        held = Held.now()
+        try:
+            LocalLink(metadata, populate="off", session=b"of the handshake", server=server)
+        except LLMException as error:
+            assert error.status_code.name == "LLM_OUT_OF_MEMORY", error
+            held.check_nothing_new()  # while the error is held
+        else:
+            raise AssertionError("there was a thread")
+    """
+    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)

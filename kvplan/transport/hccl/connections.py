@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -120,9 +121,7 @@ class Connections:
             with self._mutex:
                 self._check_wanted(generation)
                 self._communicators[generation] = communicator
-                self._opened_ever = {
-                    other for other in self._opened_ever if other.state != "closed"
-                }
+                self._opened_ever = {each for each in self._opened_ever if each.state != "closed"}
                 self._opened_ever.add(communicator)
                 self._opened[generation] = newest
         except BaseException:
@@ -255,13 +254,12 @@ class Connections:
     def _renew_disturbed(self, connection: Connection) -> None:
         """Renew a disturbed connection in a thread, since it cannot read tickets."""
         with self._mutex:
-            if self.request_renewal is None or self._renews or self._current is not connection:
+            is_disturbed = self._current is connection and connection.communicator.disturbed
+            if self.request_renewal is None or self._renews or not is_disturbed:
                 return
-            if not connection.communicator.disturbed:
-                return
-            self._renews = True
-        name = f"kvplan-hccl-renews-{connection.generation}"
-        start_thread(name, self._renew_now)
+            with suppress(LLMException):  # no thread is left: the next look tries again
+                start_thread(f"kvplan-hccl-renews-{connection.generation}", self._renew_now)
+                self._renews = True
 
     def _renew_now(self) -> None:
         try:
@@ -270,7 +268,8 @@ class Connections:
         except LLMException as error:
             _LOG.info("event=not_renewed peer=%s reason=%s", self._peer, str(error))
         finally:
-            self._renews = False
+            with self._mutex:
+                self._renews = False
 
     def _take_down(self, communicator: Communicator) -> None:
         self._hccl.background.do(partial(self._hccl.close, communicator))

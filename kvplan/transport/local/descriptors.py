@@ -81,9 +81,9 @@ class DescriptorServer:
     def admit(self, token: bytes) -> None:
         """Answer the requests of a link. The first one starts the thread."""
         with self._mutex:
-            self._tokens.add(token)
             if self._thread is None:
                 self._thread = start_thread("kvplan-descriptors", self._serve)
+            self._tokens.add(token)
 
     def dismiss(self, token: bytes) -> None:
         """Refuse the requests of a link that has ended. Idempotent."""

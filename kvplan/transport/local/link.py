@@ -239,14 +239,14 @@ class LocalLink(TransportLink):
                 if any(not found.is_mapped for found in metadata.ranges):
                     raise
                 self.lacks["registered"] = str(error.args[0])
+            if server is not None and self._token:
+                server.admit(self._token)
         except (OSError, ValueError, MemoryError) as error:
             self.process.close()
             raise link_failed(refused(metadata, "cannot be reached", error).args[0]) from error
         except LLMException:
             self.process.close()
             raise
-        if server is not None and self._token:
-            server.admit(self._token)
 
     @property
     def death_fd(self) -> int | None:
