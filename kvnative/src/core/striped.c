@@ -225,7 +225,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     *out = NULL;
     if (!kvn_columns_total(batch, &total))
         return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
-                                 "the descriptors have 2**64 bytes or more together");
+                                 "the descriptors have 2**64 bytes or more in total");
     request = malloc(sizeof *request);
     if (!request)
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,

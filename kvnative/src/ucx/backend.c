@@ -123,7 +123,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
                                  why.message);
     if (!kvn_columns_total(batch, &total))
         return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
-                                 "the descriptors have 2**64 bytes or more together");
+                                 "the descriptors have 2**64 bytes or more in total");
     request = create(&self->route, batch);
     if (!request)
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
