@@ -10,7 +10,7 @@
 #include "core/thread.h"
 #include "kvnative/backend.h"
 
-/* UCX reads an address or a key without knowing its length. Zeros behind the copy keep it from reading other memory if
+/* UCX reads an address or a key without knowing its length. Zeros after the copy keep UCX from reading other memory if
  * the peer sent a wrong one. */
 #define PADDING 4096
 #define CLOSE_NS 1000000000
@@ -53,7 +53,7 @@ static void list_endpoint(void *context)
 
     if (worker->is_closed)
         return;
-    kvn_ucx_endpoint_hold(self); /* the worker's, until it has failed */
+    kvn_ucx_endpoint_hold(self); /* held by the worker until the endpoint fails */
     self->is_listed = true;
     self->next = worker->endpoints;
     worker->endpoints = self;
@@ -97,7 +97,7 @@ static void on_closed(void *request, kvn_ucs_status status, void *argument)
     kvn_ucx_endpoint *self = argument;
     kvn_ucx_worker *worker = self->worker;
 
-    (void)status; /* whatever it is, UCX has let go */
+    (void)status; /* UCX has released the endpoint with any status */
     if (request)
         worker->calls->ucp_request_free(request);
     self->is_closed = true;
@@ -107,7 +107,7 @@ static void on_closed(void *request, kvn_ucs_status status, void *argument)
     kvn_ucx_endpoint_release(self);
 }
 
-/* UCX refuses to use force with an endpoint that it does not watch. */
+/* UCX refuses to close an endpoint by force if it does not watch the peer. */
 static void close_handle(kvn_ucx_endpoint *self)
 {
     const kvn_ucx *calls = self->worker->calls;
@@ -142,7 +142,7 @@ static void tear_down(void *context)
         *at = self->next;
     close_handle(self);
     kvn_ucx_notify(self->worker);
-    kvn_ucx_endpoint_release(self); /* the worker's */
+    kvn_ucx_endpoint_release(self); /* the worker's hold */
 }
 
 void kvn_ucx_endpoint_fail(kvn_ucx_endpoint *self, int status, int code, const char *message)
@@ -231,7 +231,7 @@ static int open_handle(kvn_ucx_endpoint *self, kvn_failure *failure)
     if (status == KVN_UCS_ERR_UNREACHABLE)
         status = make_handle(self, false);
     if (status == KVN_UCS_OK) {
-        kvn_ucx_endpoint_hold(self); /* until UCX has closed it */
+        kvn_ucx_endpoint_hold(self); /* held until UCX has closed it */
         atomic_fetch_add(&self->worker->num_endpoints, 1);
         return KVN_OK;
     }
@@ -243,8 +243,8 @@ static int open_handle(kvn_ucx_endpoint *self, kvn_failure *failure)
     return failure->status;
 }
 
-/* Of the lanes in UCX's own description, "lane[0]:  2:cma/memory.0 md[1] ...", the first that reads and writes
- * memory itself. */
+/* Finds the first lane that reads and writes memory itself in UCX's description, "lane[0]: 2:cma/memory.0 md[1]
+ * ...". */
 static bool find_transport(const char *text, char *out, size_t room)
 {
     static const char *const direct[] = {"rc_", "dc_", "srd", "gga_", "cma/", "knem/", "xpmem/"};
@@ -268,7 +268,7 @@ static int check_transport(kvn_ucx_endpoint *self, kvn_failure *failure)
     FILE *file = open_memstream(&text, &nbytes);
 
     if (!file)
-        return kvn_fail(failure, KVN_NO_MEMORY, errno, "no memory to look at an endpoint");
+        return kvn_fail(failure, KVN_NO_MEMORY, errno, "no memory for the description of an endpoint");
     self->worker->calls->ucp_ep_print_info(self->handle, file);
     fclose(file);
     const bool is_found = find_transport(text, self->transport, sizeof self->transport);
@@ -296,7 +296,7 @@ int kvn_ucx_unpack_key(kvn_ucx_endpoint *self, const void *packed, size_t nbytes
                : kvn_ucx_fail(worker->library, "ucp_ep_rkey_unpack", status, failure);
 }
 
-/* Reads words of the peer, and calls `done(NULL or a request to free, status, argument)`, maybe at once. */
+/* Reads words of the peer, and calls `done(NULL or a request to free, status, argument)`, maybe before it returns. */
 static void read_words(kvn_ucx_endpoint *self, uint64_t *out, size_t nbytes, uint64_t remote,
                        kvn_ucp_rkey_h key, kvn_ucp_send_nbx_callback done, void *argument)
 {
@@ -314,7 +314,7 @@ static void read_words(kvn_ucx_endpoint *self, uint64_t *out, size_t nbytes, uin
         done(NULL, KVN_UCS_POINTER_STATUS(request), argument);
 }
 
-/* The word that was asked for is here, or will never be. */
+/* Called when the requested word has arrived, or its read has failed. */
 static void on_answer(void *request, kvn_ucs_status status, void *argument)
 {
     kvn_ucx_endpoint *self = argument;
@@ -345,7 +345,7 @@ static void start_connecting(void *context)
         kvn_ucx_endpoint_fail(self, failure.status, failure.code, failure.message);
         return;
     }
-    kvn_ucx_endpoint_hold(self); /* UCX writes to it */
+    kvn_ucx_endpoint_hold(self); /* held, because UCX writes to it */
     read_words(self, &self->word, sizeof self->word, remote->generations, self->generations_key,
                on_answer, self);
 }
@@ -368,7 +368,7 @@ int kvn_ucx_endpoint_connect(kvn_ucx_endpoint *self, int64_t deadline_ns, kvn_fa
 
 /* ---- the peer's tickets ---- */
 
-/* Of the caller and of UCX, which may write to it after the caller has left. */
+/* Shared by the caller and UCX, which may write to it after the caller has left. */
 typedef struct reading {
     kvn_ucx_endpoint *endpoint; /* held */
     atomic_uint num_holders;
