@@ -87,7 +87,7 @@ typedef struct kvn_announcement {
     uint64_t number;
 } kvn_announcement;
 
-/* Returns a copy of the words; NULL: out of memory. The writer must outlive it. */
+/* Makes a guard with a copy of the words; NULL: out of memory. The writer must outlive it. */
 kvn_guard *kvn_guard_create(kvn_writer *writer, const kvn_word *words, uint64_t count);
 void kvn_guard_destroy(kvn_guard *guard); /* no effect on NULL */
 
