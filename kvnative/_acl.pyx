@@ -15,7 +15,7 @@ from kvnative.ascend_files import candidates, toolkit_version
 
 __all__ = ["AclError", "AclLibrary"]
 
-NAMES = ("libacl_rt.so", "libascendcl.so")  # since CANN 8.5; before, and kept for old links
+NAMES = ("libacl_rt.so", "libascendcl.so")  # since CANN 8.5; before 8.5, and still a link
 
 cdef dict LIBRARIES = {}  # path -> AclLibrary: a library is never closed
 LIBRARIES_LOCK = threading.Lock()

@@ -20,7 +20,7 @@ __all__ = [
     "striped",
 ]
 
-# The same names for Python as in status.h.
+# Constants of status.h under the same names.
 globals().update(
     KVN_OK=_native.KVN_OK, KVN_PENDING=_native.KVN_PENDING, KVN_TIMEOUT=_native.KVN_TIMEOUT,
     KVN_CANCELLED=_native.KVN_CANCELLED, KVN_INVALID=_native.KVN_INVALID,
@@ -70,9 +70,9 @@ cdef class ThreadPool:
     Idle threads sleep. A thread that waits for a task copies too, in place of one of them.
 
     Args:
-        threads: number of threads, 1 to 64; None takes that of the tuning.
-        tuning: thresholds and piece sizes; None takes the built-in ones, with one thread for each
-            core that this process may use, at most 16.
+        threads: number of threads, 1 to 64; None: that of the tuning.
+        tuning: thresholds and piece sizes; None: the built-in ones, with one thread for each core
+            that this process may use, at most 16.
     """
 
     def __cinit__(self, threads: int | None = None, tuning=None):
@@ -125,7 +125,7 @@ cdef class ThreadPool:
 @cython.auto_pickle(False)
 @cython.no_gc_clear
 cdef class Backend:
-    """A way to move bytes, from `host_backend`, a transport, a device, or around other backends."""
+    """A way to move bytes, made by `host_backend`, a transport, a device, or a wrapper."""
 
     def __init__(self, *args, **kwargs):
         raise TypeError("a Backend comes from host_backend(), a wrapper or a link")

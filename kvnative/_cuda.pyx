@@ -149,7 +149,7 @@ class CopyTuning(NamedTuple):
 
     Attributes:
         kernel_below: smaller descriptors are copied by one launch of kvplan's kernel.
-        batch_below: other smaller ones by cuMemcpyBatchAsync, the rest by a copy each.
+        batch_below: larger ones below this by cuMemcpyBatchAsync; the rest by one copy each.
         blocks: maximum number of blocks of the kernel; 0: as many as the device runs at once.
     """
 
@@ -197,20 +197,20 @@ def limit_copies(
 
     Args:
         device: a CUDA device.
-        batch_calls: False: cuMemcpyBatchAsync is not called any more.
-        max_blocks: maximum number of blocks of the kernel, in place of the one of each CopyTuning,
-            also between two GPUs; 0: those.
+        batch_calls: False: do not call cuMemcpyBatchAsync any more.
+        max_blocks: maximum number of blocks of the kernel, instead of that of each CopyTuning, also
+            between two GPUs; 0: keep them.
     """
     check_cuda(device)
     kvn_cuda_copies_limit(&device.device, not batch_calls, max_blocks)
 
 
 def limit_registered(NativeDevice device not None, nbytes) -> None:
-    """Register host memory in parts of at most that size; call it before any memory is pinned.
+    """Limit the size of registrations of host memory; call it before any memory is pinned.
 
     Args:
         device: a CUDA device.
-        nbytes: a multiple of the page size; 64 GiB if it was not called.
+        nbytes: maximum size, a multiple of the page size; 64 GiB by default.
     """
     check_cuda(device)
     kvn_cuda_limit_registered(&device.device, unsigned("nbytes", nbytes))
@@ -228,7 +228,7 @@ def copy_way(
 ) -> str:
     """Return how `count` descriptors of a mean size are copied: "kernel", "batch" or "single".
 
-    Ways that the driver has refused do not count. `is_far` if one side is memory of another GPU.
+    Methods that the driver has refused are excluded. `is_far`: one side is memory of another GPU.
     """
     check_cuda(device)
     cdef uint64_t mean = unsigned("mean_nbytes", mean_nbytes)

@@ -70,7 +70,7 @@ cdef class Exported:
         address, nbytes: the allocation in this process, or all of its pieces.
         fd: descriptor for peers, or -1 if they map it by `handle` or in pieces.
         handle: 64 bytes, or empty if peers map it by descriptors.
-        num_pieces: pieces whose descriptors `take` makes; 0: it is not in pieces.
+        num_pieces: pieces whose descriptors `take` makes; 0: the memory is not in pieces.
     """
 
     cdef readonly Device device
@@ -107,7 +107,7 @@ cdef class Exported:
     def take(self, size_t first, size_t count) -> list:
         """Make descriptors of up to `count` pieces from index `first`; the caller closes them.
 
-        Fewer are made if the process runs out of descriptors. An error is raised only if none is.
+        Fewer are made if the process runs out of descriptors. Raise an error only if none is made.
 
         Returns:
             The descriptor of each piece, and its size in bytes.
@@ -207,7 +207,7 @@ def import_pieces(Device device not None, nbytes, batches, *, bint is_far) -> Im
     with nogil:
         device.library.check(kvn_cuda_import_begin(&device.device, size, &made.imported, &failure),
                              &failure)
-    made.is_mapped = True  # from here on, the last reference gives back what there is
+    made.is_mapped = True  # from here on, the last reference unmaps the mapped pieces
     for batch in batches:
         for number, piece in batch:
             fd, part = number, unsigned("nbytes of a piece", piece)
@@ -264,7 +264,7 @@ def check_reach(Device device not None, bytes uuid not None, *, bint both_ways) 
 
     Returns:
         "same"; "other", with peer access; or "hidden" by CUDA_VISIBLE_DEVICES, so that only mapping
-        shows whether the memory is in reach.
+        shows whether the memory can be reached.
     """
     cdef kvn_cuda_uuid given
     cdef kvn_cuda_gpu found

@@ -35,8 +35,8 @@ __all__ = [
     "COPY_DIRECTIONS", "Device", "DeviceBuffer", "DeviceError", "DeviceEvent", "DeviceLibrary",
 ]
 
-# Direction: its bit and its number of channels. One stream keeps a link to the host busy; a second
-# one is for transfers that would wait behind a large one.
+# Direction: its bit and its number of channels. One stream keeps a link to the host busy; the
+# second one is for transfers that would wait behind a large one.
 cdef dict DIRECTIONS = {
     "host_to_device": (KVN_HOST_TO_DEVICE, 2),
     "device_to_host": (KVN_DEVICE_TO_HOST, 2),

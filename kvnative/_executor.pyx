@@ -105,7 +105,7 @@ cdef class Executor:
             keep: object = (), Backend backend=None) -> Report:
         """Transfer and wait: submit() and wait() in one call.
 
-        This thread copies too. A KeyboardInterrupt gives the transfer up.
+        This thread copies too. A KeyboardInterrupt aborts the transfer.
         """
         cdef int64_t deadline = deadline_of(timeout_ms)
         cdef Task task = self.start(backend, descriptors, keep, True, None)
@@ -125,7 +125,7 @@ cdef class Executor:
         self.closed = True
         if self._backend.pid != getpid():
             return
-        # Newest first: a task would begin once the one before it is cancelled.
+        # Newest first, because the end of a task may let the next one begin.
         for task in reversed(list(self.tasks)) if cancel else list(self.tasks):
             if cancel or not task.will_end():
                 task.cancel()

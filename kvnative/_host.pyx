@@ -86,7 +86,7 @@ def check_memory(address, nbytes, bint writable=False, *, str via="auto"):
 
 def check_ranges(addresses, nbytes, bint writable=False, *, str name="range", uint64_t first=0,
                  str via="auto"):
-    """Check several ranges as check_memory() does, at little more than the cost of one.
+    """Check several ranges like check_memory(), at little more than the cost of one.
 
     Args:
         addresses, nbytes: contiguous uint64 columns of the same length.
@@ -115,7 +115,7 @@ cdef class Arena:
     the arena without copying, and keep it open.
 
     Args:
-        nbytes: size in bytes; ValueError if the system cannot map as much.
+        nbytes: size in bytes; ValueError if the system cannot map that size.
         prefault: populate all pages now. Otherwise each page costs a fault at its first use.
         name: shown in /proc/<pid>/maps; at most 240 bytes.
         pages: "auto" uses huge pages if `prefault` is set and the system has them, or if the system
@@ -155,8 +155,8 @@ cdef class Arena:
     def of_peer(int pid, int fd, inode, nbytes, *, bint writable):
         """Map the arena behind descriptor `fd` of process `pid`, with this inode and size.
 
-        Raise ValueError if the descriptor is another file, or one without a seal on its size, which
-        could shrink during a copy; PermissionError, ProcessLookupError or OSError from the system.
+        Raise ValueError for another file, or for a file without a seal on its size, which could
+        shrink during a copy; PermissionError, ProcessLookupError or OSError from the system.
         """
         cdef Arena self = Arena.__new__(Arena)
         cdef uint64_t size = unsigned("nbytes", nbytes), number = unsigned("inode", inode)
@@ -237,7 +237,7 @@ cdef class Arena:
             self.exports -= 1
 
     def __buffer__(self, int flags, /):
-        """Return `memoryview(self)`: what Python 3.12 gives every type with buffers (PEP 688)."""
+        """Return `memoryview(self)`, like all types with buffers since Python 3.12 (PEP 688)."""
         return memoryview(self)
 
     def __enter__(self):
@@ -280,9 +280,9 @@ cdef class PageWalk:
     def advance(self, Arena arena not None, double seconds):
         """Continue until the pass ends, `seconds` are over, or the walk is stopped.
 
-        Return the number of bytes that were done. The thread sleeps half of the time, in turns of
-        less than 1 ms. Raise NotImplementedError if the kernel cannot do it, after which nothing is
-        left to do; ValueError if the arena is closed.
+        Return the number of newly done bytes. The thread sleeps half of the time, in turns of
+        less than 1 ms. Raise NotImplementedError if the kernel cannot do it, which completes the
+        walk; ValueError if the arena is closed.
         """
         cdef kvn_failure failure
         cdef uint64_t advanced = 0
@@ -301,7 +301,7 @@ cdef class PageWalk:
         return advanced
 
     def again(self):
-        """Begin another pass, over the holes that are left."""
+        """Begin another pass, over the remaining holes."""
         kvn_walk_again(&self.walk)
 
     def stop(self):
@@ -318,7 +318,7 @@ cdef class PageWalk:
 
     @property
     def is_complete(self):
-        """True if the last look found no hole."""
+        """True if the last pass found no hole."""
         return self.walk.left == 0
 
     def __dealloc__(self):
@@ -328,7 +328,7 @@ cdef class PageWalk:
 def page_use(address, nbytes):
     """Return how many bytes of [address, address + nbytes) are present, mapped, and in huge pages.
 
-    Mapped bytes are used without a fault. The last two numbers are None before Linux 6.7. A call
+    Use of mapped bytes causes no fault. The last two numbers are None before Linux 6.7. A call
     takes up to 30 ms for each GiB. Raise ValueError if a part of the range is not mapped memory.
     """
     cdef uint64_t start = unsigned("address", address), size = unsigned("nbytes", nbytes)

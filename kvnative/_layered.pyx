@@ -13,7 +13,7 @@ from kvnative._task cimport AnyTask, Gate
 
 __all__ = ["LAYER_DONE", "LAYER_FAILED", "LAYER_MOVING", "LAYER_WAITING", "LayeredTask"]
 
-# The same names for Python as in layered.h.
+# Constants of layered.h under the same names.
 globals().update(
     LAYER_WAITING=_native.KVN_LAYER_WAITING, LAYER_MOVING=_native.KVN_LAYER_MOVING,
     LAYER_DONE=_native.KVN_LAYER_DONE, LAYER_FAILED=_native.KVN_LAYER_FAILED,

@@ -127,7 +127,7 @@ def lower(src_offsets, dst_offsets, nbytes, src_bases, dst_bases, Descriptors ou
         src_bases, dst_bases: contiguous uint64 columns of P addresses, one per tensor pair.
         out: descriptors to write into; their buffer is reused, and grows at least twofold.
         repeats: at most two levels, outermost first: (counts, src_stride, dst_stride), a contiguous
-            uint64 column of n counts, each at least 1, and the bytes from one to the next.
+            uint64 column of n counts, each at least 1, and the distances in bytes.
 
     Returns:
         ``out``, or new descriptors: P * n of them, repeats counted.
@@ -141,7 +141,7 @@ def lower(src_offsets, dst_offsets, nbytes, src_bases, dst_bases, Descriptors ou
 cdef class _View:
     """A read-only column of a descriptor array, as NumPy sees it without a copy.
 
-    It holds the array, which is neither freed nor lowered into meanwhile.
+    The view holds the array, which is neither freed nor rewritten meanwhile.
     """
     # The owner of the memory at `start`, held until __dealloc__.
     cdef Descriptors owner

@@ -1,4 +1,4 @@
-"""Calls of an observed program: a bounded log of them, and the tables that their indices are."""
+"""A bounded log of the calls of an observed program, and the tables in their indices."""
 
 cimport cython
 from cpython.buffer cimport PyBUF_FULL_RO, PyBuffer_Release, PyObject_GetBuffer
@@ -26,7 +26,7 @@ cdef extern from *:
 
 cdef enum:
     ANY, BY_HANDLE, MADE
-    KEPT_NBYTES = 4 << 20  # larger memory of a batch is freed once its calls were taken
+    KEPT_NBYTES = 4 << 20  # larger memory of a batch is freed after its calls were taken
 
 cdef struct Call:
     int kind
@@ -143,26 +143,26 @@ cdef bytes widened(const char *copies, Py_ssize_t count, Py_ssize_t itemsize):
 cdef class CallLog:
     """A log of calls, which any thread appends to, and one thread at a time takes from.
 
-    A call that has no room is lost, and so are those of transfers after it, until all calls were
-    taken. A single call always has room.
+    A call without room is lost, and so are later calls of transfers, until all calls were taken. A
+    single call always has room.
 
     Args:
         wake: called after each call that is appended while `awake` is False.
-        max_calls: calls that have room; those of `add` have twice the room.
-        max_nbytes: bytes of indices that have room.
+        max_calls: maximum number of calls; calls of `add` have twice the room.
+        max_nbytes: maximum number of bytes of indices.
 
     Attributes:
-        active: False to append nothing.
+        active: False: append no calls.
         awake: True if `wake` need not be called.
         add_handle: appends a call of a method that takes a handle: (note, owner, handle, result,
             begin, further arguments, error). The log keeps the handle if it is an int, otherwise
             its id.
         add_made: appends a call of a method that makes a transfer of rows of two lists: (note,
             owner, handle, operation, local list, indices, remote list, indices, message). The log
-            keeps handles likewise, and a copy of the indices.
+            keeps handles in the same way, and a copy of the indices.
     """
-    # Functions of positional arguments in C, as those of Cython take an additional 0.1 us in the
-    # stable ABI of Python 3.11.
+    # Functions of positional arguments in C, because those of Cython take 0.1 us more in the stable
+    # ABI of Python 3.11.
     cdef readonly object add_handle
     cdef readonly object add_made
     cdef public bint active
@@ -222,7 +222,7 @@ cdef class CallLog:
         """Append a call of any method.
 
         Args:
-            note: first value that `take` returns of the call.
+            note: first value that `take` returns for the call.
             owner: the object whose method was called; the log keeps its id.
             begin: when the call began; it has ended now.
             error: text of the exception; "" if there was none.
@@ -311,12 +311,12 @@ cdef class CallLog:
 
     @cython.critical_section
     def take(self, Py_ssize_t count):
-        """Return the oldest calls and remove them, at most `count`, and how many were lost next.
+        """Remove and return at most `count` calls, oldest first, and how many were lost next.
 
-        Each is (note, id of the owner, begin, end, error) and then, of `add`: `picked`; of
-        `add_handle`: key of the handle, result, rest; of `add_made`: key of the handle, operation,
-        key and indices of the local list, those of the remote list, message. Copies of indices that
-        were an array of int32 or int64 are bytes of int64; others are a list, a tuple or an array.
+        Each is (note, id of the owner, begin, end, error) and then, for `add`: `picked`; for
+        `add_handle`: key of the handle, result, rest; for `add_made`: key of the handle, operation,
+        key and indices of the local list, the same of the remote list, message. Copies of indices
+        that were arrays of int32 or int64 are bytes of int64; others are a list, tuple or array.
         """
         cdef Batch empty
         cdef Py_ssize_t lost = 0
@@ -393,7 +393,7 @@ cdef void drop(Batch *batch, Py_ssize_t first) noexcept:
     cdef Py_ssize_t i
     cdef int value
     batch.count = batch.nbytes = batch.lost = 0
-    # An object that is released may run code of the program that appends to this batch.
+    # The release of an object may run code of the program that appends to this batch.
     if first < gone.count or gone.size * <Py_ssize_t>sizeof(Call) + gone.copies_size > KEPT_NBYTES:
         batch.calls, batch.copies, batch.size, batch.copies_size = NULL, NULL, 0, 0
     for i in range(first, gone.count):
@@ -408,7 +408,7 @@ cdef void drop(Batch *batch, Py_ssize_t first) noexcept:
 
 def tables_of(bytes here not None, bytes there not None, Py_ssize_t num_here,
               Py_ssize_t count_here, Py_ssize_t num_there, Py_ssize_t count_there):
-    """Return the indices of a transfer as the same number of rows in each of several tensors.
+    """Return the indices of a transfer as a table, with the same number of rows in each tensor.
 
     Args:
         here, there: indices, as int64, of two lists of equal tensors.
@@ -417,7 +417,7 @@ def tables_of(bytes here not None, bytes there not None, Py_ssize_t num_here,
 
     Returns:
         Number of tensors, and for each list its first tensor, the rows as int64, and whether the
-        rows are different; None if the indices are not such a table.
+        rows are different; None if the indices are not a table.
     """
     cdef Py_ssize_t count = len(here) // 8, num = 1, i
     cdef const int64_t *ours = <const int64_t *>PyBytes_AsString(here)
@@ -459,7 +459,7 @@ cdef tuple table_of(const int64_t *indices, Py_ssize_t count, Py_ssize_t num,
 
 
 cdef bint are_different(const int64_t *rows, Py_ssize_t count, Py_ssize_t limit) noexcept:
-    """Return whether no two rows are equal; False if there is no memory to tell."""
+    """Return whether no two rows are equal; False if memory is short."""
     cdef char *seen = <char *>calloc(limit, 1)
     cdef Py_ssize_t i
     cdef bint different = seen is not NULL

@@ -1,7 +1,7 @@
 """Receipt of packets with the GIL held, so that several readers cannot reorder them.
 
 No other thread, signal handler or finalizer runs between the call that receives a packet and the
-one that puts it into the queue: all objects that the garbage collector tracks are made before.
+one that puts it into the queue: all objects that the garbage collector tracks are made earlier.
 Without a GIL a mutex excludes other readers.
 """
 

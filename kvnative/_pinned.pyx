@@ -47,7 +47,7 @@ cdef class HostBuffer:
         PyBuffer_FillInfo(buffer, self, self.start, <Py_ssize_t>self.nbytes, False, flags)
 
     def __buffer__(self, int flags, /):
-        """Return `memoryview(self)`: what Python 3.12 gives every type with buffers (PEP 688)."""
+        """Return `memoryview(self)`, like all types with buffers since Python 3.12 (PEP 688)."""
         return memoryview(self)
 
     def __dealloc__(self):

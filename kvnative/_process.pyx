@@ -20,8 +20,8 @@ def process_backend(ThreadPool pool not None, int pid, str direction):
     """Return a backend that moves bytes from or to process `pid` by process_vm_readv and writev.
 
     Source addresses belong to the other process for direction "get", destinations for "put". The
-    backend knows the pid only: hold the process by a `Peer`, and check that before and after each
-    transfer. Raise NativeError if `pool` belongs to the process that this one was forked from.
+    backend knows only the pid: hold the process by a `Peer`, and check the peer before and after
+    each transfer. Raise NativeError if `pool` belongs to the process that this one was forked from.
     """
     cdef int way = peer_direction(direction)
     if pid < 1:
@@ -32,7 +32,7 @@ def process_backend(ThreadPool pool not None, int pid, str direction):
 
 @cython.final
 cdef class Peer:
-    """A process, held by its pidfd so that no later process with the same pid is taken for it.
+    """A process, held by its pidfd, which a later process with the same pid does not share.
 
     Compare its start time (`/proc/<pid>/stat`) with the expected one, then `attach` its generation
     table. Raise ProcessLookupError if the process does not exist, PermissionError if /proc hides
@@ -73,7 +73,7 @@ cdef class Peer:
 
         A result of -1 means that all reads from the peer before this call saw valid memory: the
         peer lived, and its slots had these generations. The check reads mapped memory, and asks the
-        system only if that is not enough. Raise ProcessLookupError or PermissionError as `attach`.
+        system only if necessary. Raise ProcessLookupError or PermissionError like `attach`.
 
         Args:
             words: 16 bytes each: slot and generation.
@@ -101,8 +101,8 @@ cdef class Peer:
 
         Args:
             words: registrations of the peer.
-            by_address: sources have addresses of the peer, from where the system copies at most 64
-                descriptors; otherwise they are mapped in this process.
+            by_address: sources have addresses of the peer, and the system copies at most 64
+                descriptors from there; otherwise they are mapped in this process.
 
         Returns:
             "done"; "refused" if the first check fails, `here` was revoked or the system does not

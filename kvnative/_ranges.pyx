@@ -60,7 +60,7 @@ cdef tuple NAMES_OF_RANGES = ("local", "remote", "nbytes")
 
 
 cdef tuple empty_columns(size_t count):
-    """Return local addresses, remote addresses and sizes to be written."""
+    """Return uninitialized columns of local addresses, remote addresses and sizes."""
     return numpy.empty(count, UINT64), numpy.empty(count, UINT64), numpy.empty(count, UINT64)
 
 
@@ -399,16 +399,15 @@ cdef void widen(const Py_buffer *indices, char letter, uint64_t *out) noexcept n
 
 
 def choose(local, remote, local_indices=None, remote_indices=None):
-    """Choose rows of two lists of descriptors, of which each has address, size and device.
+    """Choose rows of two lists of descriptors, which have address, size and device.
 
     Args:
         local, remote: contiguous uint64 arrays of shape (n, 3).
         local_indices, remote_indices: columns of integers, equal in length; None: all rows.
 
     Returns:
-        New columns of local addresses, remote addresses and sizes, and the sum of the sizes; the
-        position of the first choice whose row does not exist, or has another size at the other
-        side, or -1.
+        New columns of local addresses, remote addresses and sizes, and the sum of the sizes; and
+        the position of the first choice whose row does not exist, or whose sizes differ, or -1.
     """
     cdef Py_buffer rows[2]
     cdef Py_buffer indices[2]

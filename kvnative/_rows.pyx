@@ -102,12 +102,12 @@ cdef class RowLowering:
     Args:
         src_bases, dst_bases: contiguous uint64 columns of addresses, one for each tensor pair.
         src, dst: for each side (rows, tokens of a row, bytes from row to row, bytes from token to
-            token, offset of the first byte that is moved in a token, whether it is one slot). If
+            token, offset of the first moved byte in a token, whether it is one slot). If
             rows are copied as bytes, each byte counts as a token.
-        run: number of bytes that are contiguous on both sides, however a request is cut.
+        run: number of bytes that are contiguous on both sides in every cut.
         levels: axes other than that of tokens, each as (times, src_stride, dst_stride).
-        kv: level of keys and values, or None. A request that keeps it among more than two levels is
-            left to the planner, which makes tensor pairs of it.
+        kv: level of keys and values, or None. A request with this level and more than two in total
+            is left to the planner, which turns the level into tensor pairs.
         src_nbytes, dst_nbytes: size of each tensor from its base address on.
         is_one: both sides are one cache, in which no row may be both read and written.
         orders_ties: runs of the same source are in order of their destinations.
@@ -155,12 +155,12 @@ cdef class RowLowering:
             src_rows, dst_rows: block tables, or the one slot.
             num_tokens: number of tokens to move; 0 moves whole rows.
             src_token, dst_token: number of tokens to skip.
-            src_is_lease, dst_is_lease: the table is a tuple of all blocks of a request. Tokens that
-                the other table has no room for are left out.
+            src_is_lease, dst_is_lease: the table is a tuple of all blocks of a request. Tokens
+                beyond the other table are left out.
 
         Returns:
-            None if the request is for the planner, which refuses wrong tables and accepts unusual
-            ones: all but lists or tuples of int and arrays of integers.
+            None leaves the request to the planner, which refuses wrong tables and accepts unusual
+            ones: other than lists or tuples of int and arrays of integers.
         """
         cdef int64_t few_rows[2 * FEW]
         cdef kvn_run few_pieces[2 * FEW]
@@ -255,7 +255,7 @@ cdef class RowLowering:
         if total > most or self.pairs * total > most or living.get(cache_id) is not entry:
             return 0
         total *= self.pairs
-        # From here on nothing of Python runs: no other thread, signal handler or finalizer.
+        # From here on no Python code runs: no other thread, signal handler or finalizer.
         peer.check_open()
         if not peer.is_good(words):
             return 0
@@ -313,7 +313,7 @@ cdef Py_ssize_t table_length(object rows, bint is_lease=False) except -2:
         return PyTuple_Size(rows)
     if type(rows) is list:
         return PyList_Size(rows)
-    if type(rows) is ndarray:  # of a masked array, say, not all entries count
+    if type(rows) is ndarray:  # not a subclass: a masked array has invalid entries
         return rows.shape[0] if rows.ndim == 1 else -1
     return -1
 
@@ -331,7 +331,7 @@ cdef bint read_table(object rows, int64_t *table, Py_ssize_t count) except -1:
             if type(entry) is not int:
                 return False
             table[i] = PyLong_AsLongLong(entry)
-    except (OverflowError, IndexError):  # or another thread takes entries out of a list
+    except (OverflowError, IndexError):  # or another thread removes entries from a list
         return False
     return is_tuple or PyList_Size(rows) == count
 
@@ -341,7 +341,7 @@ cdef bint read_array(object rows, int64_t *table, Py_ssize_t count) except -1:
     cdef const char *letter
     try:
         PyObject_GetBuffer(rows, &column, PyBUF_FULL_RO)
-    except (BufferError, ValueError):  # of dates, say, or strings of any length
+    except (BufferError, ValueError):  # such as an array of dates or of strings
         return False
     try:
         letter = column.format
@@ -367,7 +367,7 @@ cdef bint read_entries(char letter, const Py_buffer *column, int64_t *table) noe
     cdef int32_t int32
     if not is_signed and letter not in (c"B", c"H", c"I", c"L", c"Q"):
         return False
-    # Unsigned entries that are too large become negative, so out of range.
+    # Unsigned entries that are too large become negative, and so out of range.
     if column.itemsize == 8 and column.strides[0] == 8:
         memcpy(table, entry, 8 * column.shape[0])
         return True

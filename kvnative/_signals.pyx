@@ -36,7 +36,7 @@ cdef extern from *:
         kvn_arrived[number] = 1;
     }
 
-    /* Dropped with an exception set only if that came before the block that the lock is for. */
+    /* An exception is set here only if it came before the block of the lock. */
     static void kvn_end_hold(PyObject *hold)
     {
         PyObject *lock = (PyObject *)PyCapsule_GetContext(hold);
@@ -76,7 +76,7 @@ cdef extern from *:
     int PyErr_CheckSignals() except -1
 
 cdef int depth = 0
-cdef object interrupt = None  # raised by a handler just before the block, due at its end
+cdef object interrupt = None  # raised by a handler just before the block; raised again at its end
 cdef sigaction_t replaced[KVN_SIGNALS]
 cdef bint is_replaced[KVN_SIGNALS]
 memset(is_replaced, 0, sizeof(is_replaced))
@@ -152,7 +152,7 @@ cdef void restore():
 
 
 def begin_child():
-    """End, in a forked child, the block that the parent's main thread was in.
+    """End the block of the parent's main thread. Call it in a forked child.
 
     Another thread may have forked the child, or the child may run a program inside the block.
     """

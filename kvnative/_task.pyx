@@ -1,4 +1,4 @@
-"""Tasks: transfers in flight, which keep all that they use until their outcome."""
+"""Tasks: transfers in flight, which keep everything that they use until their outcome."""
 
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -41,7 +41,7 @@ cdef class Revocable:
     """Memory of this process that its owner may take back while tasks use it.
 
     Args:
-        parts: memory of other owners that this consists of; it is revoked if one part is.
+        parts: memory of other owners that this memory consists of; revoked if one part is.
     """
 
     def __init__(self, parts: tuple = ()):
@@ -49,7 +49,7 @@ cdef class Revocable:
 
     @property
     def revoked(self) -> str | None:
-        """Reason for which the memory or a part of it was revoked, or None."""
+        """Reason why the memory or a part of it was revoked, or None."""
         return self.revocation()
 
     cdef str revocation(self):
@@ -82,7 +82,7 @@ def revoke(memory: Revocable, why: str) -> None:
             it.why = why
     with moving_to_the_end:
         tasks = list(in_flight)
-    # Newest first: a task would begin once the one before it is revoked.
+    # Newest first, because the end of a task may let the next one begin.
     executors = {id(task.siblings): task.siblings for task in tasks}
     for siblings in executors.values():
         for task in reversed(list(siblings)):
@@ -123,7 +123,7 @@ cdef class CompletionQueue:
         return self.native.fd
 
     def watch(self, AnyTask task not None, item: object) -> None:
-        """Let `take` return `item` once the task has ended, and each time that a layer fails.
+        """Make `take` return `item` when the task has ended, and each time that a layer fails.
 
         A second call for the same task replaces the item. The queue keeps it until `forget`.
         """
@@ -241,7 +241,7 @@ cdef class AnyTask:
         with cython.critical_section(self):
             if self.outcome is None:  # only the first of several waiting threads
                 is_first = True
-                self.descriptors.release()  # before the outcome is visible: then they are free
+                self.descriptors.release()  # so that they are free when the outcome is visible
                 self.outcome = outcome
                 keep, self.keep = self.keep, None
         if is_first:
@@ -461,7 +461,7 @@ cdef class Task(AnyTask):
 
 
 cdef int drop_finished(int most) except -1:
-    """Settle those of the `most` oldest tasks that have ended; the others become the newest.
+    """Settle the ended ones of the `most` oldest tasks; the others become the newest.
 
     The tasks of all executors count, because a dropped executor does not settle its own.
     """
@@ -487,7 +487,7 @@ cdef int drop_finished(int most) except -1:
 
 
 def _abandon_all():
-    # At exit Python frees memory that tasks in flight write to.
+    # At exit Python frees memory, which tasks in flight would write to.
     cdef AnyTask task
     for task in list(in_flight):
         if task.backend.pid == getpid():

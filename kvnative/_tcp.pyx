@@ -61,9 +61,9 @@ cdef class TcpService:
 
     Args:
         threads: number of threads, 1 to 16.
-        max_ranges: maximum number of ranges at one time, 1 to 2**32 - 1.
-        device: device whose memory may be moved too, through buffers of the host.
-        name: name of the threads, of which tools show at most 15 bytes.
+        max_ranges: maximum number of simultaneous ranges, 1 to 2**32 - 1.
+        device: device whose memory may also move, through buffers of the host.
+        name: name of the threads; tools show at most 15 bytes.
     """
 
     cdef kvn_tcp_service *service
@@ -285,7 +285,7 @@ cdef class TcpNativeLink:
         return why.status, why.message.decode("utf-8", "replace")
 
     def close(self, reason: str) -> None:
-        """Close the link: transfers in flight end with `reason`, and no memory is touched after.
+        """Close the link: transfers in flight end with `reason`, and touch no memory afterwards.
 
         Idempotent; no effect in a forked child.
         """
@@ -315,8 +315,8 @@ def tcp_backend(TcpNativeLink link not None, int index, str direction not None, 
                 str leases_name="") -> Backend:
     """Return a backend whose remote addresses are memory of the link's peer.
 
-    The peer ends a transfer with KVN_UNMAPPED if it has removed or unmapped a range, or does not
-    let it be written. The first backend of a connection whose local side is on a device pins 2 MiB.
+    The peer ends a transfer with KVN_UNMAPPED if it has removed or unmapped a range, or registered
+    it read-only. The first backend of a connection whose local side is on a device pins 2 MiB.
 
     Args:
         link: a link.

@@ -68,7 +68,7 @@ cdef int fill_tuning(object given, kvn_tuning *tuning) except -1:
 
 def measure_copies(candidates, Descriptors descriptors not None, *, int rounds,
                    int64_t deadline_ns):
-    """Time transfers of the descriptors with each tuning in turn, each with threads of its own.
+    """Time transfers of the descriptors with each tuning in turn, each with its own threads.
 
     Args:
         candidates: tunings.

@@ -18,14 +18,14 @@ from kvnative._backend import CallError, NativeError
 
 __all__ = ["UcxEndpoint", "UcxError", "UcxLibrary", "UcxRegion", "UcxWorker"]
 
-# Settings may have this prefix of environment variables.
+# Settings may have this prefix, like environment variables.
 PREFIX = "UCX_"
 
 # Memory types, as UCX names them.
 cdef dict KINDS = {"host": KVN_UCS_MEMORY_HOST, "cuda": KVN_UCS_MEMORY_CUDA}
 cdef dict LIBRARIES = {}  # file -> UcxLibrary: a library is never closed
 cdef object OPENING = threading.Lock()  # opening may change the environment for a while
-# A child that is forked meanwhile would find OPENING locked.
+# Otherwise a child that is forked meanwhile would find OPENING locked.
 os.register_at_fork(before=OPENING.acquire, after_in_parent=OPENING.release,
                     after_in_child=OPENING.release)
 cdef object WORKERS = weakref.WeakSet()
@@ -55,7 +55,7 @@ cdef class UcxLibrary:
     """The UCX libraries of this process.
 
     Attributes:
-        path: file of libucp. A library that the process had already replaces the one asked for.
+        path: file of libucp. A library that the process had before replaces the requested one.
         version: such as (1, 22, 0).
     """
 
@@ -292,7 +292,7 @@ cdef class UcxEndpoint:
 
     @property
     def death_fd(self) -> int:
-        """Descriptor that polls readable once the endpoint has failed, which owns it."""
+        """Descriptor, owned by the endpoint, that polls readable once the endpoint has failed."""
         self.check_made()
         return self.endpoint.death_fd
 
@@ -305,7 +305,7 @@ cdef class UcxEndpoint:
         return (<bytes>self.endpoint.transport).decode("utf-8", "replace")
 
     def writing(self, uint32_t tag, timeout_ms: float) -> frozenset[tuple[int, int]]:
-        """Read which transfers of the peer write to memory of this process now.
+        """Read the tickets of the peer's current writes to memory of this process.
 
         Args:
             tag: tag of this process, with which the peer made its endpoint.

@@ -114,7 +114,7 @@ cdef class WriterTable:
         """Wait until all announced writes have ended, for at most `timeout_s` seconds.
 
         Call it after the release of the registration, when no peer announces a new write to it.
-        Dead peers are not waited for. Peers that are late can write by address no more.
+        Does not wait for dead peers. Late peers can no longer write by address.
 
         Returns:
             The tickets of late peers that have mapped the memory. Do not use the memory again while
@@ -184,7 +184,7 @@ cdef class Writer:
 
     The entry is given back once this object and all backends made of it are gone. Raise
     ProcessLookupError, PermissionError or another OSError if the peer has exited, closed its table,
-    or is out of reach; ValueError for another kind of file; MemoryError if all entries are taken.
+    or cannot be reached; ValueError for another kind of file; MemoryError if all entries are taken.
     """
 
     cdef kvn_writer writer

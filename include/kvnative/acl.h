@@ -62,7 +62,7 @@ typedef struct kvn_acl_location {
     int32_t type;
 } kvn_acl_location;
 
-/* aclrtMemcpyBatchAttr: where a run of descriptors lies */
+/* aclrtMemcpyBatchAttr: location of a run of descriptors */
 typedef struct kvn_acl_batch_attribute {
     kvn_acl_location dst;
     kvn_acl_location src;
@@ -124,7 +124,7 @@ _Static_assert(offsetof(kvn_acl_pointer, reserved) == 12, "rsv at 12");
     X(aclError, aclrtMemcpy,                                                                      \
       (void *dst, size_t room, const void *src, size_t nbytes, int kind))
 
-/* Calls of later versions, or that may be removed: NULL if the library lacks them. */
+/* Calls of later versions, or that may be removed; NULL if the library lacks them. */
 #define KVN_ACL_OPTIONAL(X)                                                                       \
     X(aclError, aclrtGetVersion, (int32_t *major, int32_t *minor, int32_t *patch))                \
     X(aclError, aclrtCreateEventExWithFlag, (aclrtEvent *event, uint32_t flags))                  \

@@ -6,10 +6,9 @@
  * - `submit` copies the three column pointers, not the columns: they outlive the request.
  * - Once `wait` has returned an outcome, or `abort` has returned, the backend no longer touches a byte of the batch.
  * - `abort` may be called while other threads are in `wait` on the same request.
- * - A batch has any number of descriptors, and a descriptor any size: a backend splits what exceeds a limit of its
- *   system.
+ * - A batch has any number of descriptors of any size: a backend splits those that exceed a limit of its system.
  * - A request advances whether or not a thread is in a call on it, and the backend calls its `end`: no caller has to poll.
- * - `submit` refuses what it cannot honour, with the reason in the report; it ignores nothing. */
+ * - `submit` refuses a batch that it cannot execute completely, with the reason in the report. */
 #ifndef KVNATIVE_BACKEND_H
 #define KVNATIVE_BACKEND_H
 
@@ -43,7 +42,7 @@ typedef struct kvn_span {
  * confirmed. While KVN_PENDING, only `bytes_done` is meaningful. */
 typedef struct kvn_report {
     int32_t status;
-    int32_t code;            /* errno, aclError, HcclResult: as the system gave it */
+    int32_t code;            /* error of the system: errno, aclError or HcclResult */
     uint64_t failed;         /* first descriptor known to have failed, or KVN_NO_DESCRIPTOR */
     uint64_t bytes_done;
     uint32_t num_unconfirmed;
@@ -60,19 +59,18 @@ typedef struct kvn_request kvn_request; /* one submitted batch; each backend has
 
 typedef struct kvn_backend_vtable {
     const char *name;
-    /* True: the backend takes batches with an `after`, and moves none of their bytes before that gate opens. Any other
-     * backend is given such a batch once its gate has opened. */
+    /* True: the backend takes batches with an `after`, and moves none of their bytes before that gate opens. Other
+     * backends get such a batch after its gate has opened. */
     bool orders;
-    /* Issues the batch. On KVN_OK *out is a request to poll, wait and release; otherwise *out is
-     * NULL and `report` says why. Small batches may be complete on return. KVN_PENDING (only for a batch with an
-     * `after`, or with KVN_CALLER_HURRIES): the batch was not taken, because it would have to wait for another one or
-     * for a free slot. The caller submits it again from time to time, and without its `after` once that gate has
-     * opened. */
+    /* Issues the batch. On KVN_OK *out is a request to poll, wait and release; otherwise *out is NULL and `report` has
+     * the reason. Small batches may be complete on return. KVN_PENDING (only for a batch with an `after`, or with
+     * KVN_CALLER_HURRIES): the batch was not taken, because it would have to wait for another one or for a free slot.
+     * The caller submits it again from time to time, and without its `after` once that gate has opened. */
     int (*submit)(kvn_backend *self, const kvn_columns *batch, kvn_request **out, kvn_report *report);
     /* KVN_PENDING or the outcome; never blocks. */
     int (*poll)(kvn_backend *self, kvn_request *request, kvn_report *report);
-    /* As poll, but blocks until the outcome or the deadline; the caller's thread may help.
-     * Returning KVN_PENDING means that the deadline passed and the request is still in flight. */
+    /* Like poll, but blocks until the outcome or the deadline; the caller's thread may help. KVN_PENDING: the deadline
+     * passed, and the request is still in flight. */
     int (*wait)(kvn_backend *self, kvn_request *request, int64_t deadline_ns, kvn_report *report);
     /* Stops promptly and returns once the backend no longer touches a byte. Idempotent. `why` is the status to
      * report for the descriptors that were not complete: one for which kvn_is_given_up (core/report.h) is true. */
@@ -83,9 +81,9 @@ typedef struct kvn_backend_vtable {
     /* Makes the work that the program enqueues on its `stream` from now on wait for the request, as
      * cudaStreamWaitEvent does: the device waits, not a thread. Waits, until the deadline, until the whole request is
      * enqueued on the device. KVN_OK: ordered, or the request is already over. KVN_PENDING: the deadline passed, and
-     * nothing was ordered. Anything else: `report` says why. If the request is given up afterwards, the stream
+     * nothing was ordered. Any other status: `report` has the reason. If the request is aborted afterwards, the stream
      * does not wait for it. May be called while other threads are in `wait` and `abort`. NULL: no stream can wait for
-     * what moves these bytes. */
+     * this backend. */
     int (*block_stream)(kvn_backend *self, kvn_request *request, void *stream, int64_t deadline_ns,
                         kvn_report *report);
     void (*release)(kvn_backend *self, kvn_request *request); /* after an outcome */

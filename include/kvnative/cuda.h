@@ -1,8 +1,8 @@
 /* The parts of CUDA's driver API that kvplan uses. The declarations are kvplan's own, so that building needs no files
  * of the vendor. The library (libcuda.so.1, of the driver) is found and opened at run time.
  *
- * Layouts are those of CUDA 11.2 to 13 on 64-bit Linux; enumerations are passed as int. Calls have the names that the
- * library exports, with the version at the end that has these parameters. */
+ * Layouts are those of CUDA 11.2 to 13 on 64-bit Linux; enumerations are passed as int. Calls have the library's
+ * exported names, with the suffix of the version that has these parameters. */
 #ifndef KVNATIVE_CUDA_H
 #define KVNATIVE_CUDA_H
 
@@ -77,24 +77,24 @@ enum {
 
 /* CUpointer_attribute, and the size that each writes */
 enum {
-    KVN_CUDA_POINTER_CONTEXT = 1,        /* CUcontext; NULL: of none, as mapped memory is */
+    KVN_CUDA_POINTER_CONTEXT = 1,        /* CUcontext; NULL: none, as for mapped memory */
     KVN_CUDA_POINTER_MEMORY_TYPE = 2,    /* unsigned */
-    KVN_CUDA_POINTER_ON_DEVICE = 3,      /* CUdeviceptr: where kernels of the current context reach it */
-    KVN_CUDA_POINTER_BUFFER_ID = 7,      /* unsigned long long: of the allocation, and of no other, ever */
+    KVN_CUDA_POINTER_ON_DEVICE = 3,      /* CUdeviceptr: address for kernels of the current context */
+    KVN_CUDA_POINTER_BUFFER_ID = 7,      /* unsigned long long: unique to the allocation, never reused */
     KVN_CUDA_POINTER_IS_MANAGED = 8,     /* unsigned */
     KVN_CUDA_POINTER_DEVICE = 9,         /* int */
     KVN_CUDA_POINTER_IS_LEGACY_IPC = 10, /* int: cuIpcGetMemHandle takes it */
-    KVN_CUDA_POINTER_RANGE_START = 11,   /* CUdeviceptr; of mapped memory all that was reserved */
+    KVN_CUDA_POINTER_RANGE_START = 11,   /* CUdeviceptr; for mapped memory the whole reservation */
     KVN_CUDA_POINTER_RANGE_SIZE = 12,    /* size_t */
-    KVN_CUDA_POINTER_HANDLE_TYPES = 14,  /* unsigned: what mapped memory may be exported as */
-    KVN_CUDA_POINTER_POOL = 17           /* CUmemoryPool; NULL: of none */
+    KVN_CUDA_POINTER_HANDLE_TYPES = 14,  /* unsigned: kinds of handles that mapped memory may be exported as */
+    KVN_CUDA_POINTER_POOL = 17           /* CUmemoryPool; NULL: none */
 };
 
 /* CUmemorytype */
 enum { KVN_CUDA_MEMORY_HOST = 1, KVN_CUDA_MEMORY_DEVICE = 2 };
 
-/* Flags of cuMemHostAlloc and cuMemHostRegister: the same for all contexts; mapped for the device too, at the
- * host's own address. */
+/* Flags of cuMemHostAlloc and cuMemHostRegister: the same for all contexts; also mapped for the device, at the host's
+ * address. */
 enum { KVN_CUDA_HOST_PORTABLE = 1, KVN_CUDA_HOST_MAPPED = 2 };
 
 enum {
@@ -234,7 +234,7 @@ _Static_assert(sizeof(kvn_cuda_copy_attributes) == 24, "CUmemcpyAttributes is 24
     X(cuIpcOpenMemHandle_v2, (CUdeviceptr *address, kvn_cuda_ipc_memory handle, unsigned flags))  \
     X(cuIpcCloseMemHandle, (CUdeviceptr address))
 
-/* Calls of later versions, or that were removed: NULL if the library lacks them. */
+/* Calls of later versions, or that were removed; NULL if the library lacks them. */
 #define KVN_CUDA_OPTIONAL(X)                                                                      \
     X(cuDeviceGetUuid_v2, (kvn_cuda_uuid *uuid, CUdevice device)) /* 11.4 */                      \
     X(cuFuncLoad, (CUfunction function)) /* 12.4 */                                               \

@@ -13,17 +13,17 @@ extern "C" {
 /* The next action of the thread that submits: a hint for backends. */
 typedef enum kvn_caller {
     KVN_CALLER_RETURNS,
-    KVN_CALLER_WAITS,    /* for this batch, at once: it can move it itself */
-    KVN_CALLER_COMPUTES, /* for long: a core is to be left for it */
-    KVN_CALLER_HURRIES,  /* it serves others: `submit` neither waits nor copies, and may return KVN_PENDING */
+    KVN_CALLER_WAITS,    /* at once, for this batch, which the thread itself may move */
+    KVN_CALLER_COMPUTES, /* for long, so leave it a core */
+    KVN_CALLER_HURRIES,  /* it serves other batches: `submit` neither waits nor copies, and may return KVN_PENDING */
 } kvn_caller;
 
 struct kvn_failure;
 
-/* The receiver of the end of a batch, which is called even if no thread asks for the outcome. */
+/* The callback for the end of a batch, which is called even if no thread waits for the outcome. */
 typedef struct kvn_batch_end {
     /* Called once, when the backend no longer touches a byte of the batch: from any thread, `submit`'s included, and
-     * possibly with locks held. `wait` then waits for nothing but this call. `status` is that of the outcome.
+     * possibly with locks held. `wait` then waits only for this call. `status` is that of the outcome.
      * `release` of the request returns only after this call has. It takes no lock of a backend, and calls no
      * backend. */
     void (*call)(struct kvn_batch_end *self, int status);
@@ -32,8 +32,8 @@ typedef struct kvn_batch_end {
     int (*look)(struct kvn_batch_end *self, struct kvn_failure *why);
 } kvn_batch_end;
 
-/* Columns: the form of aclrtMemcpyBatch (void **dsts, void **srcs, size_t *sizes), and of every
- * backend here. The caller owns the three arrays. */
+/* Columns: the arguments of aclrtMemcpyBatch (void **dsts, void **srcs, size_t *sizes), and of all backends. The caller
+ * owns the three arrays. */
 typedef struct kvn_columns {
     const uint64_t *dst;
     const uint64_t *src;

@@ -1,5 +1,5 @@
-/* The parts of HCCL's one-sided interface that kvplan uses, as declarations of its own. The library is found at run
- * time, so this file has types of functions and no functions. Sizes and offsets hold for LP64.
+/* The parts of HCCL's one-sided interface that kvplan uses. The declarations are kvplan's own. The library is found at
+ * run time, so this file has only types of functions. Sizes and offsets are those of LP64.
  *
  * Names are the vendor's with the prefix kvn_, so that the vendor's documentation can be looked up. */
 #ifndef KVNATIVE_HCCL_H

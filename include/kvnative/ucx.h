@@ -2,8 +2,8 @@
  * files of UCX. The library is found and opened at run time.
  *
  * Layouts are those of API 1.13 on 64-bit Linux. Later releases append fields, and the mask of a structure says which
- * it has, so one build runs with all of them. Names are UCX's with the prefix kvn_, so that its documentation can be
- * looked up. */
+ * fields it has, so one build works with all releases. Names are UCX's with the prefix kvn_, so that its documentation
+ * can be looked up. */
 #ifndef KVNATIVE_UCX_H
 #define KVNATIVE_UCX_H
 
@@ -28,7 +28,7 @@ typedef struct kvn_ucp_ep *kvn_ucp_ep_h;
 typedef struct kvn_ucp_mem *kvn_ucp_mem_h;
 typedef struct kvn_ucp_rkey *kvn_ucp_rkey_h;
 typedef struct kvn_ucp_address kvn_ucp_address;
-/* NULL: done; an error: KVN_UCS_IS_ERROR; else a request, to be freed after its callback. */
+/* NULL: done. KVN_UCS_IS_ERROR: an error. Else a request; free it after its callback. */
 typedef void *kvn_ucs_status_ptr;
 
 /* The values of ucs_status_t with special treatment. */
@@ -193,7 +193,7 @@ typedef struct kvn_ucp_request_param {
     kvn_ucp_mem_h memh;
 } kvn_ucp_request_param;
 
-/* ucs_log_func_t: RC_STOP keeps a message from UCX's own handler, which prints it; ucs_log_level_t. */
+/* ucs_log_func_t: RC_STOP hides a message from UCX's own handler, which would print it; ucs_log_level_t. */
 enum { KVN_UCS_LOG_STOP = 0, KVN_UCS_LOG_CONTINUE = 1 };
 enum { KVN_UCS_LOG_LEVEL_FATAL = 0, KVN_UCS_LOG_LEVEL_ERROR = 1 };
 

@@ -206,7 +206,7 @@ def test_memory_is_bound_before_prepare(ends: Ends) -> None:
     failure = remote_error(ends, "bind", connection.name, address)
     assert (failure.kind, failure.status) == ("HcclError", KVN_INVALID)
     assert failure.message == (
-        f"communicator {connection.name} is ready: memory is bound before prepare"
+        f"communicator {connection.name} is ready: memory must be bound before prepare"
     )
     failure = remote_error(ends, "prepare", connection.name)
     name = connection.name
@@ -289,7 +289,7 @@ def test_closed_while_another_thread_prepares(ends: Ends) -> None:
     ends[0].close_only(name)
     assert ends[0].ask(name, "state") == "preparing"
     assert remote_error(ends, "bind", name, addresses[0]).message == (
-        f"communicator {name} is closed: memory is bound before prepare"
+        f"communicator {name} is closed: memory must be bound before prepare"
     )
     good, raised = ends[0].join("prepare")
     assert (good, raised[0], raised[3]) == (False, "HcclError", KVN_TIMEOUT)

@@ -60,8 +60,8 @@ def check_guards(local: Bytes) -> None:
     assert (local[outside] == GUARD).all()
 
 
-NO_ANSWER = "the peer sent what is no answer to what it was asked"
-MORE = "the peer sent more than it was asked for"
+NO_ANSWER = "the peer sent an answer that does not match a request"
+MORE = "the peer sent more bytes than were requested"
 CLOSED = "the peer has closed the connection"
 
 # To a pull of SPANS, whose request has number `n`.

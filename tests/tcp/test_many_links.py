@@ -132,7 +132,7 @@ def wait_for_sleep(threads: list[str], times: int = 20) -> None:
         ("17 sockets to ask and 17 to answer", 17, 17, None),
         ("secret has 31 bytes", 2, 2, bytes(31)),
         ("the service is closed", 2, 2, None),
-        ("a connection cannot be watched", 2, 2, bytes(32)),
+        ("cannot watch a connection", 2, 2, bytes(32)),
     ],
     ids=["more ask", "more answer", "none asks", "too many", "secret", "closed", "no socket"],
 )

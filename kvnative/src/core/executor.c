@@ -18,7 +18,7 @@ static void end(kvn_task *task, int status)
     kvn_ending_end_part(task->ending, status);
 }
 
-/* The backend calls it, without the mutex. */
+/* Called by the backend, without the mutex. */
 static void end_batch(kvn_batch_end *batch_end, int status)
 {
     end((kvn_task *)((char *)batch_end - offsetof(kvn_task, end)), status);
@@ -53,8 +53,7 @@ static void settle(kvn_task *task, int status)
     settle_with_outcome(task);
 }
 
-/* Polls the request, and ends the task with it. Call it when no other thread is in a call on the
- * request. */
+/* Polls the request, and ends the task if the request has ended. No other thread may be in a call on the request. */
 static void look(kvn_task *task)
 {
     if (calls(task)->poll(task->backend, task->request, &task->outcome) == KVN_PENDING) {
@@ -97,13 +96,13 @@ static bool begin(kvn_task *task)
         return false;
     task->begun = true;
     if (status == KVN_OK)
-        look(task); /* small batches are through already */
+        look(task); /* small batches have ended already */
     else
         settle_with_outcome(task); /* refused */
     return true;
 }
 
-/* The caller holds the mutex, which this releases. */
+/* Releases the mutex, which the caller holds. */
 static int leave(kvn_task *task)
 {
     int status = task->settled ? task->outcome.status : KVN_PENDING;
@@ -112,7 +111,7 @@ static int leave(kvn_task *task)
     return status;
 }
 
-/* A thread of the gate calls it. It must not block, as other tasks need that thread. */
+/* Called by a thread of the gate. It must not block, because other tasks need that thread. */
 static bool open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *why)
 {
     kvn_task *task = KVN_LISTED(&waiter->node, kvn_task, waiter.node);
@@ -134,7 +133,7 @@ static bool open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *wh
     return is_over;
 }
 
-/* The same thread calls it, to give the batch to a backend that orders and had no room before. */
+/* Called by the same thread, to give the batch to a backend that orders and had no room before. */
 static bool pass_on(kvn_gate_waiter *waiter)
 {
     kvn_task *task = KVN_LISTED(&waiter->node, kvn_task, waiter.node);
@@ -148,7 +147,7 @@ static bool pass_on(kvn_gate_waiter *waiter)
     return is_over;
 }
 
-/* Holds the mutex, which the gate's thread needs to open the gate. */
+/* The caller holds the mutex, which the gate's thread needs to open the gate. */
 static void wait_at_gate(kvn_task *task)
 {
     kvn_gate *gate = task->columns.after;
@@ -213,7 +212,7 @@ bool kvn_task_has_ended(const kvn_task *task)
 
 int kvn_task_wait(kvn_task *task, int64_t deadline_ns)
 {
-    kvn_report ignored; /* look() reads the outcome when all threads are out */
+    kvn_report ignored; /* look() reads the outcome when no thread is in a call */
     int status;
 
     pthread_mutex_lock(&task->mutex);
@@ -266,26 +265,17 @@ int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn
 
     if (!calls(task)->block_stream)
         return kvn_report_refuse(report, task->columns.count, KVN_UNSUPPORTED, 0,
-                                 "no stream can wait for it, as the bytes are not moved by work on a device's "
+                                 "no stream can wait for it, because the bytes are not moved by work on a device's  "
                                  "streams; wait for it on the host");
     pthread_mutex_lock(&task->mutex);
     if (!task->settled && !task->begun)
         status = kvn_report_refuse(report, task->columns.count, KVN_UNSUPPORTED, 0,
-                                   "no stream can wait for it yet, as " KVN_GATE_IS_SHUT
-                                   ", and it is given to the device then; wait for it on the host");
-    if (task->settled || status != KVN_OK) {
-        pthread_mutex_unlock(&task->mutex);
-        return status;
-    }
-    task->ordering++;
-    pthread_mutex_unlock(&task->mutex);
-    status = calls(task)->block_stream(task->backend, task->request, stream, deadline_ns, report);
-    pthread_mutex_lock(&task->mutex);
-    task->ordering--;
-    let_go(task);
-    pthread_mutex_unlock(&task->mutex);
-    return status;
-}
+                                   "no stream can wait for it yet, because " KVN_GATE_IS_SHUT ", and it is given to the
+                                   device then; wait for it on the host"); if (task->settled || status != KVN_OK) {
+                                   pthread_mutex_unlock(&task->mutex); return status; } task->ordering++;
+                                   pthread_mutex_unlock(&task->mutex); status = calls(task)->block_stream(task->backend,
+                                   task->request, stream, deadline_ns, report); pthread_mutex_lock(&task->mutex);
+                                   task->ordering--; let_go(task); pthread_mutex_unlock(&task->mutex); return status; }
 
 void kvn_task_cancel_held(kvn_task *task)
 {

@@ -1,4 +1,4 @@
-/* Tasks: a column array that a backend moves as one batch, for calls from several threads. Backends take batches of
+/* Tasks: column arrays that a backend moves as one batch each, thread-safe. Backends take batches of
  * any size and split them if their system has a limit. */
 #ifndef KVNATIVE_CORE_EXECUTOR_H
 #define KVNATIVE_CORE_EXECUTOR_H
@@ -15,14 +15,14 @@ typedef struct kvn_task {
     kvn_backend *backend;
     kvn_columns columns;
     kvn_batch_end end;      /* called by the backend */
-    kvn_ending *ending;     /* a part of it ends with the task; or NULL */
+    kvn_ending *ending;     /* or NULL; one of its parts ends with the task */
     atomic_bool ended;      /* the backend has reported the end */
     bool begun;             /* kvn_task_begin was called */
-    kvn_gate_waiter waiter; /* at a gate that the backend does not wait for itself */
+    kvn_gate_waiter waiter; /* at a gate that the task, not the backend, waits for */
     uint64_t bytes_done;    /* at the last poll */
     kvn_request *request;   /* NULL before the batch is submitted and after the outcome */
     pthread_mutex_t mutex;
-    pthread_cond_t changed; /* a thread has left a call of the backend, or there is an outcome */
+    pthread_cond_t changed; /* a thread has returned from the backend, or the outcome has come */
     bool driven;            /* a thread is in backend->wait */
     uint32_t aborting;      /* threads in backend->abort */
     uint32_t ordering;      /* threads in backend->block_stream */
@@ -33,9 +33,8 @@ typedef struct kvn_task {
 /* Makes a task that moves nothing yet but can be waited for and aborted. The backend, the columns and the ending must
  * outlive the outcome. */
 void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns, kvn_ending *ending);
-/* Submits the descriptors, once; no effect on an aborted task. Returns the outcome, or KVN_PENDING. With a gate
- * `after` that the backend does not wait for itself, a thread of the gate submits. The gate must outlive the
- * outcome. */
+/* Submits the descriptors, once; no effect on an aborted task. Returns the outcome, or KVN_PENDING. If there is a gate
+ * `after`, and the backend does not wait for gates, a thread of the gate submits. The gate must outlive the outcome. */
 int kvn_task_begin(kvn_task *task);
 /* KVN_PENDING or the outcome; never blocks. */
 int kvn_task_poll(kvn_task *task);
@@ -54,9 +53,9 @@ void kvn_task_cancel_held(kvn_task *task);
 bool kvn_task_is_held(kvn_task *task);
 /* The bytes that have moved, and the outcome if there is one. */
 int kvn_task_report(kvn_task *task, kvn_report *report);
-/* The outcome, once there is one; valid until the task is released. */
+/* The outcome, after it has come; valid until the task is released. */
 const kvn_report *kvn_task_outcome(const kvn_task *task);
-/* Once, after the outcome, when no other thread uses the task. */
+/* Call it once, after the outcome, when no other thread uses the task. */
 void kvn_task_release(kvn_task *task);
 
 #endif

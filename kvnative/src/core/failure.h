@@ -9,11 +9,11 @@
 
 typedef struct kvn_failure {
     int status;        /* kvn_status */
-    int code;          /* errno, or 0 where the system had no part in it */
+    int code;          /* errno, or 0 if the system was not involved */
     char message[256]; /* names the argument, its value and the allowed range */
 } kvn_failure;
 
-/* Fills it in and returns its status, so that to fail is one `return`. */
+/* Fills in the failure and returns its status, for use in a `return`. */
 __attribute__((format(printf, 4, 5))) static inline int kvn_fail(kvn_failure *failure, int status,
                                                                  int code, const char *format, ...)
 {

@@ -10,7 +10,7 @@
 
 typedef struct kvn_gate kvn_gate;
 
-/* For messages of tasks that still wait. */
+/* For messages about tasks that still wait. */
 #define KVN_GATE_IS_SHUT "the event that it comes after has not come"
 
 /* A waiter at a gate. Its memory stays in place until the gate has opened or the waiter has left. */

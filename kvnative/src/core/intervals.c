@@ -38,7 +38,7 @@ size_t kvn_intervals_find(const kvn_interval *items, size_t count, uint64_t addr
         return KVN_NO_INTERVAL;
     if (hint < count && holds(&items[hint], address, last))
         return hint;
-    while (low < high) { /* the first that begins behind the address */
+    while (low < high) { /* the first that begins after the address */
         const size_t middle = low + (high - low) / 2;
         if (items[middle].first <= address)
             low = middle + 1;
@@ -72,12 +72,11 @@ int kvn_extents_clash(uint64_t *written, size_t num_written, uint64_t written_nb
 {
     written = kvn_sort(written, scratch, num_written, sizeof *written, start_at, NULL);
     read = kvn_sort(read, scratch + num_written, num_read, sizeof *read, start_at, NULL);
-    /* Of sorted starts the differences cannot wrap, as ends could. */
+    /* Differences of sorted starts cannot wrap; ends could. */
     for (size_t i = 1; i < num_written; i++)
         if (written[i] - written[i - 1] < written_nbytes)
             return 1;
-    /* Both lists in one ascending sequence: an extent that ends before the next start of the other
-     * list ends before all that follow. */
+    /* Merge both lists: an extent that ends before the next start of the other list ends before all later ones. */
     size_t w = 0, r = 0;
     while (w < num_written && r < num_read) {
         if (written[w] <= read[r]) {

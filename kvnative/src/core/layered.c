@@ -9,19 +9,19 @@
 #include "core/report.h"
 #include "core/thread.h"
 
-/* Layers in flight that an open looks at: enough to notice a failure, and to keep layers of several batches
- * going. It is a constant, so that the cost of an open does not grow with the layers in flight. */
+/* Layers in flight that an open polls: enough to notice a failure, and to continue layers of several batches. A
+ * constant, so that the cost of an open does not grow with the layers in flight. */
 #define LOOKS_PER_OPEN 4
 
 struct kvn_opened {
     kvn_task task;
-    kvn_node in_flight; /* in the list, in the order in which they are looked at */
+    kvn_node in_flight; /* in the list, in polling order */
     uint64_t layer;
     uint32_t users; /* threads in a call on the task, without the mutex; the last one absorbs it */
     bool submitted; /* the task may be called */
     bool driven;    /* a thread waits in it */
     bool stopping;  /* a thread aborts it */
-    bool through;   /* its outcome was read */
+    bool through;   /* its outcome is included */
 };
 
 static kvn_opened *opened_of(const kvn_node *node) { return KVN_LISTED(node, kvn_opened, in_flight); }
@@ -91,7 +91,7 @@ static void seal(kvn_layered *layered)
     kvn_ending_end_part(layered->ending, KVN_OK);
 }
 
-/* Settles the outcome if nothing moves and nothing will. */
+/* Settles the outcome if no layer moves or will move. */
 static void settle_if_over(kvn_layered *layered)
 {
     kvn_report *outcome = &layered->outcome;
@@ -109,7 +109,7 @@ static void settle_if_over(kvn_layered *layered)
     layered->settled = true;
 }
 
-/* After a failure, layers that were not submitted never will be: their gate may never open. */
+/* Cancels layers at a gate after a failure, because their gate may never open. */
 static void cancel_held(kvn_layered *layered)
 {
     for (kvn_opened *it = first_opened(layered); it; it = opened_after(layered, it))
@@ -117,7 +117,7 @@ static void cancel_held(kvn_layered *layered)
             kvn_task_cancel_held(&it->task);
 }
 
-/* The first failure becomes the outcome; layers that were given up do not count. */
+/* The first failure becomes the outcome; aborted layers do not count. */
 static void note_failure(kvn_layered *layered, uint64_t layer, const kvn_report *report)
 {
     kvn_report *outcome = &layered->outcome;
@@ -135,7 +135,7 @@ static void note_failure(kvn_layered *layered, uint64_t layer, const kvn_report 
     cancel_held(layered);
 }
 
-/* The layer is through, and no other thread is in a call on it. */
+/* Includes the outcome of an ended layer. No other thread may be in a call on it. */
 static void absorb(kvn_layered *layered, kvn_opened *it)
 {
     kvn_layer *layer = &layered->layers[it->layer];
@@ -157,7 +157,7 @@ static void absorb(kvn_layered *layered, kvn_opened *it)
     pthread_cond_broadcast(&layered->changed);
 }
 
-/* A call on the task is over; it returned `status`. */
+/* Ends a thread's call on the task, which returned `status`. */
 static void let_go(kvn_layered *layered, kvn_opened *it, int status)
 {
     it->users--;
@@ -167,8 +167,8 @@ static void let_go(kvn_layered *layered, kvn_opened *it, int status)
         absorb(layered, it);
 }
 
-/* Polls up to `most` layers in flight; those that go on move to the end. An ended layer gets its outcome at once, even
- * if its backend does not show it yet. */
+/* Polls up to `most` layers in flight; those that continue move to the end. An ended layer gets its outcome at once,
+ * even before its backend reports it. */
 static void look(kvn_layered *layered, uint64_t most)
 {
     uint64_t looks = layered->num_moving < most ? layered->num_moving : most;
@@ -280,7 +280,7 @@ int kvn_layered_open(kvn_layered *layered, uint64_t layer, kvn_gate *after, int 
         if (layered->outcome.status != KVN_PENDING) /* another layer has failed meanwhile */
             kvn_task_cancel_held(&it->task);
         if (status == KVN_PENDING)
-            pthread_cond_broadcast(&layered->changed); /* waiting threads may help, an abort must stop it */
+            pthread_cond_broadcast(&layered->changed); /* waiting threads can help, and an abort must stop it */
         let_go(layered, it, status);
     }
     return leave(layered);

@@ -10,13 +10,13 @@
 #include "core/list.h"
 
 typedef enum kvn_layer_state {
-    KVN_LAYER_WAITING, /* not open; nothing of it was moved */
+    KVN_LAYER_WAITING, /* not open; none of its bytes was moved */
     KVN_LAYER_MOVING,
     KVN_LAYER_DONE,
-    KVN_LAYER_FAILED /* opened and not confirmed whole */
+    KVN_LAYER_FAILED /* opened, but not confirmed completely */
 } kvn_layer_state;
 
-typedef struct kvn_opened kvn_opened; /* a layer in flight, or one that failed */
+typedef struct kvn_opened kvn_opened; /* a layer that is in flight or has failed */
 
 typedef struct kvn_layer {
     kvn_opened *opened; /* NULL while waiting and when done */
@@ -33,38 +33,38 @@ typedef struct kvn_layered {
     pthread_mutex_t mutex;  /* guards everything below; taken before a task's own */
     pthread_cond_t changed; /* a layer was submitted, has ended or was released; or the outcome came */
     kvn_layer *layers;
-    kvn_list in_flight;     /* layers, in the order in which they are looked at */
+    kvn_list in_flight;     /* layers, in polling order */
     uint64_t num_waiting;
     uint64_t num_moving;
-    uint64_t bytes_done; /* of layers that are through */
-    int give_up;         /* KVN_OK, or why it was aborted */
+    uint64_t bytes_done; /* of ended layers */
+    int give_up;         /* KVN_OK, or the reason of the abort */
     bool sealed;         /* no layer opens any more */
     bool settled;
-    kvn_report outcome;  /* without spans: kvn_layered_spans has them, however many */
+    kvn_report outcome;  /* without spans, which kvn_layered_spans returns for each layer */
 } kvn_layered;
 
-/* Makes a layered task of which nothing moves yet; `layer_size` >= 1. Returns the outcome if there are no descriptors,
- * otherwise KVN_PENDING. Only after KVN_NO_MEMORY there is nothing to release. The backend, the columns and the
+/* Makes a layered task without open layers; `layer_size` >= 1. Returns the outcome if there are no descriptors,
+ * otherwise KVN_PENDING. Do not release it after KVN_NO_MEMORY, only then. The backend, the columns and the
  * ending, which has one part, must outlive the outcome. */
 int kvn_layered_init(kvn_layered *layered, kvn_backend *backend, const kvn_columns *columns,
                      uint64_t layer_size, kvn_ending *ending);
 /* Submits layer `layer` < num_layers, behind the gate `after` (or NULL), which must outlive the task. *opened: 1 if
  * this call submitted it, 0 if it was open or the array is sealed. Returns KVN_PENDING or the outcome. */
 int kvn_layered_open(kvn_layered *layered, uint64_t layer, kvn_gate *after, int *opened);
-/* As for a task. A wait also sleeps while nothing is in flight and layers may still be opened. */
+/* Like those of a task. A wait also sleeps while no layer is in flight but some may still be opened. */
 int kvn_layered_poll(kvn_layered *layered);
 int kvn_layered_wait(kvn_layered *layered, int64_t deadline_ns);
 int kvn_layered_abort(kvn_layered *layered, int why);
 /* True once no layer can be opened: all are open, one has failed, or the task was aborted. Never blocks. */
 bool kvn_layered_is_sealed(kvn_layered *layered);
-/* Writes the num_layers states, all at one moment. */
+/* Writes a consistent snapshot of the num_layers states. */
 void kvn_layered_states(kvn_layered *layered, uint8_t *states);
 /* Bytes moved so far, and the outcome if there is one; without spans. */
 int kvn_layered_report(kvn_layered *layered, kvn_report *report);
-/* The unconfirmed descriptors of one layer, ascending and disjoint, into `spans` (KVN_MAX_SPANS of
- * them); returns how many. After the outcome. */
+/* Writes the unconfirmed descriptors of a layer to `spans` (room for KVN_MAX_SPANS), ascending and disjoint, and
+ * returns the number of spans. Call it after the outcome. */
 uint32_t kvn_layered_spans(const kvn_layered *layered, uint64_t layer, kvn_span *spans);
-/* After the outcome, once, when no thread is in another call. */
+/* Call it once, after the outcome, when no thread is in another call. */
 void kvn_layered_release(kvn_layered *layered);
 
 #endif

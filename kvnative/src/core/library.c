@@ -10,7 +10,7 @@ void *kvn_library_open(const char *path, int flags, kvn_failure *failure)
 
     if (!file) {
         const char *why = dlerror();
-        kvn_fail(failure, KVN_UNSUPPORTED, 0, "%s", why ? why : "the loader does not say why");
+        kvn_fail(failure, KVN_UNSUPPORTED, 0, "%s", why ? why : "the loader gives no reason");
     }
     return file;
 }

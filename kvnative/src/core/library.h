@@ -1,4 +1,4 @@
-/* Opens vendor libraries at run time, and looks their calls up into a table of function pointers.
+/* Opens vendor libraries at run time, and fills tables of pointers to their functions.
  *
  * No library is ever closed: its threads, and its registrations with the system, outlive its last user. */
 #ifndef KVNATIVE_CORE_LIBRARY_H
@@ -9,7 +9,7 @@
 
 #include "core/failure.h"
 
-/* A call of a library, and the place of its pointer in the table of calls. */
+/* A function of a library, and the offset of its pointer in the table of calls. */
 typedef struct kvn_symbol {
     const char *name;
     size_t at;
@@ -19,13 +19,13 @@ typedef struct kvn_symbol {
 
 /* All calls of a library. */
 typedef struct kvn_symbols {
-    const kvn_symbol *all; /* the first is in the file that is the library's path */
+    const kvn_symbol *all; /* the file of the first one is the library's path */
     size_t count;
 } kvn_symbols;
 
 #define KVN_COUNT_OF(array) (sizeof(array) / sizeof *(array))
 
-/* dlopen with these flags. NULL: `failure` has the loader's reason, with KVN_UNSUPPORTED. */
+/* Calls dlopen with these flags. NULL: `failure` has KVN_UNSUPPORTED and the loader's reason. */
 void *kvn_library_open(const char *path, int flags, kvn_failure *failure);
 /* Writes all symbols to `calls`, each from the first of `files` that has it; a file may be NULL. Returns the name
  * of the first required symbol that is missing, or NULL. */

@@ -19,7 +19,7 @@ size_t kvn_column_stride(size_t count)
     return round_up(count * sizeof(uint64_t), CACHE_LINE);
 }
 
-/* A check first makes one pass over all values; only if that fails does it search for the bad one. */
+/* A check makes one pass over all values, and searches for the bad one only if that pass fails. */
 
 static int refuse(kvn_refusal *refusal, kvn_argument argument, size_t index, uint64_t value,
                   uint64_t most)
@@ -54,7 +54,7 @@ int kvn_lower_count(kvn_recipe *recipe, size_t *nbytes, kvn_refusal *refusal)
     return 0;
 }
 
-/* Bytes from the first of a segment to one past its last, at src or dst; 0 where that is too many. */
+/* Bytes from the start to the end of a segment, at src or dst; 0 if that overflows. */
 static uint64_t span(const kvn_recipe *recipe, size_t segment, int is_src)
 {
     uint64_t nbytes = recipe->nbytes[segment], more;
@@ -141,7 +141,7 @@ static void add_base(uint64_t *restrict to, uint64_t base, const uint64_t *restr
         to[i] = base + column[i];
 }
 
-/* The runs of one pair at addresses 0: each segment as often as it repeats. */
+/* Writes the runs of one pair at base addresses 0: each segment as often as it repeats. */
 static void expand(const kvn_recipe *recipe, uint64_t *dst, uint64_t *src, uint64_t *nbytes)
 {
     const kvn_repeat none = {NULL, 0, 0};
@@ -166,8 +166,8 @@ static void expand(const kvn_recipe *recipe, uint64_t *dst, uint64_t *src, uint6
     }
 }
 
-/* Plain stores on purpose: non-temporal ones took 1.05 to 1.3 times as long for a million descriptors
- * (which the executor is about to read), and the compiler vectorises these. */
+/* Plain stores, which the compiler vectorises: non-temporal ones took 1.05 to 1.3 times as long for a million
+ * descriptors, which the executor is about to read. */
 void kvn_lower(const kvn_recipe *recipe, uint64_t *out)
 {
     const size_t n = recipe->num_runs;
@@ -175,7 +175,7 @@ void kvn_lower(const kvn_recipe *recipe, uint64_t *out)
     const uint64_t *dst = recipe->dst_offsets, *src = recipe->src_offsets, *nbytes = recipe->nbytes;
     size_t pairs = recipe->num_pairs;
     if (recipe->num_repeats > 0 && pairs > 0) {
-        /* The place of the last pair first holds the offsets, from which all pairs are made. */
+        /* All pairs are made from the offsets, which are kept in the place of the last pair. */
         uint64_t *last = out + (pairs - 1) * n;
         expand(recipe, last, last + stride, last + 2 * stride);
         dst = last;

@@ -53,19 +53,19 @@ typedef struct kvn_refusal {
     uint64_t most;
 } kvn_refusal;
 
-/* Sets recipe->num_runs, and the size of the three columns; -1 and the first refusal where a count is
- * 0, or the columns pass PTRDIFF_MAX (the refusal's index is num_segments then). */
+/* Sets recipe->num_runs, and the size of the three columns. Returns -1 and the first refusal if a count is 0, or if the
+ * columns pass PTRDIFF_MAX (then with index num_segments). */
 int kvn_lower_count(kvn_recipe *recipe, size_t *nbytes, kvn_refusal *refusal);
 
-/* 0 and the bytes that the counted recipe moves, or -1 and the first refusal: an nbytes of 0, or an end of a
- * range or a total above UINT64_MAX. It reads each value once: every base meets every segment, so the
- * largest base and the largest segment decide. */
+/* Returns 0 and the bytes that the counted recipe moves, or -1 and the first refusal: an nbytes of 0, or an end of a
+ * range or a total above UINT64_MAX. Reads each value once: every base is used with every segment, so the largest base
+ * and the largest segment decide. */
 int kvn_lower_check(const kvn_recipe *recipe, uint64_t *total_nbytes, kvn_refusal *refusal);
 
 /* Writes the columns of a checked recipe: dst, src and nbytes, kvn_column_stride apart. */
 void kvn_lower(const kvn_recipe *recipe, uint64_t *out);
 
-/* Memory for an array, aligned to a cache line; NULL when there is none. */
+/* Allocates memory for an array, aligned to a cache line, or returns NULL. */
 void *kvn_descriptors_alloc(size_t nbytes);
 void kvn_descriptors_free(void *buffer);
 
@@ -74,10 +74,10 @@ void kvn_descriptors_free(void *buffer);
 
 #define KVN_BEING_WRITTEN (-1)
 
-/* 0, or -1 while the array is being written. */
+/* Returns 0, or -1 while the array is being written. */
 static inline int kvn_lease_read(int64_t *leases)
 {
-    int64_t readers = __atomic_load_n(leases, __ATOMIC_RELAXED); /* the exchange acquires */
+    int64_t readers = __atomic_load_n(leases, __ATOMIC_RELAXED); /* the exchange below has acquire order */
     do {
         if (readers == KVN_BEING_WRITTEN)
             return -1;
@@ -91,7 +91,7 @@ static inline void kvn_lease_done(int64_t *leases)
     __atomic_fetch_sub(leases, 1, __ATOMIC_RELEASE);
 }
 
-/* 0, or -1 while the array is read or written. */
+/* Returns 0, or -1 while the array is read or written. */
 static inline int kvn_lease_write(int64_t *leases)
 {
     int64_t none = 0;

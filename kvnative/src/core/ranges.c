@@ -63,7 +63,7 @@ size_t kvn_ranges_overlap(const uint64_t *starts, const uint64_t *nbytes, size_t
 {
     const uint64_t *const order = sort_by(starts, numbered(scratch, count), scratch, count);
 
-    /* Of sorted starts the differences cannot wrap, as ends could. */
+    /* Differences of sorted starts cannot wrap; ends could. */
     for (size_t i = 1; i < count; i++)
         if (starts[order[i]] - starts[order[i - 1]] < nbytes[order[i - 1]]) {
             *other = (size_t)order[i];
@@ -72,7 +72,7 @@ size_t kvn_ranges_overlap(const uint64_t *starts, const uint64_t *nbytes, size_t
     return KVN_NO_OVERLAP;
 }
 
-/* Finds the piece that holds a byte; *here is where the one before was found, as most lie there too. */
+/* Finds the piece that holds a byte; *here is the piece of the previous byte, which is tried first. */
 static inline bool find_piece(const uint64_t *firsts, const uint64_t *lasts, size_t num_pieces, uint64_t start,
                               size_t *here)
 {
@@ -80,7 +80,7 @@ static inline bool find_piece(const uint64_t *firsts, const uint64_t *lasts, siz
 
     if (*here < num_pieces && start >= firsts[*here] && start <= lasts[*here])
         return true;
-    while (low < high) { /* the first that begins behind the byte */
+    while (low < high) { /* the first that begins after the byte */
         const size_t middle = low + (high - low) / 2;
         if (firsts[middle] <= start)
             low = middle + 1;

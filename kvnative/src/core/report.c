@@ -36,7 +36,7 @@ int kvn_report_refuse(kvn_report *report, uint64_t count, int status, int code, 
     return status;
 }
 
-/* A report that is full gives up precision, never a descriptor: the last span grows to cover. */
+/* A full report loses precision, but no descriptor: the last span grows. */
 void kvn_report_add_span(kvn_report *report, uint64_t first, uint64_t last)
 {
     if (first >= last)

@@ -17,16 +17,16 @@ static inline bool kvn_is_given_up(int status)
 void kvn_report_begin(kvn_report *report);
 /* Copies the fields in use; most reports have no spans. */
 void kvn_report_copy(kvn_report *to, const kvn_report *from);
-/* Refuses a batch of `count` descriptors of which nothing was moved. Returns `status`. */
+/* Refuses a batch of `count` descriptors, of which no byte was moved. Returns `status`. */
 int kvn_report_refuse(kvn_report *report, uint64_t count, int status, int code, const char *format,
                       ...) __attribute__((format(printf, 5, 6)));
 /* Empty spans are ignored. Call kvn_report_merge_spans once all are added. */
 void kvn_report_add_span(kvn_report *report, uint64_t first, uint64_t last);
 void kvn_report_merge_spans(kvn_report *report);
 uint64_t kvn_report_unconfirmed(const kvn_report *report);
-/* The message of a batch that was given up for `why`, from the spans and bytes of the report. */
+/* Writes the message of a batch that was aborted for `why`, from the spans and bytes of the report. */
 void kvn_report_abandoned(kvn_report *report, int why, uint64_t count, uint64_t total);
-/* The same if the spans are kept elsewhere: they have `unconfirmed` of `count` descriptors. */
+/* The same for spans that are kept elsewhere, with `unconfirmed` of `count` descriptors. */
 void kvn_report_given_up(kvn_report *report, int why, uint64_t unconfirmed, uint64_t count,
                          uint64_t total);
 

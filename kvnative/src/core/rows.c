@@ -101,14 +101,14 @@ static bool are_good(const kvn_rows *rows, const kvn_rows_table *src, const kvn_
     return true;
 }
 
-/* Tokens of a table from the first moved one on; below 0 if the table ends before that. */
+/* Computes the tokens of a table from the first moved one on; below 0 if the table ends before it. */
 static bool held(const kvn_rows_side *side, const kvn_rows_table *table, int64_t *tokens)
 {
     return !__builtin_mul_overflow(table->count, side->tokens, tokens) &&
            !__builtin_sub_overflow(*tokens, table->skipped, tokens);
 }
 
-/* Leave out rows of a lease for which the other table has no room. */
+/* Removes rows of a lease for which the other table has no room. */
 static bool leave_out(const kvn_rows_side *side, kvn_rows_table *table, int64_t other_held)
 {
     int64_t most, needed;
@@ -137,7 +137,7 @@ static bool are_of_one(const kvn_rows *rows, const kvn_rows_request *request, in
     return last <= src_held && last <= dst_held;
 }
 
-/* How many tokens are moved, once rows of leases are left out; 0: the request is not right. */
+/* The number of moved tokens, without the removed rows of leases; 0: the request is invalid. */
 static uint64_t tokens_of(const kvn_rows *rows, kvn_rows_request *request)
 {
     kvn_rows_table *const src = &request->src, *const dst = &request->dst;
@@ -204,7 +204,7 @@ static size_t cut_tokens(const kvn_rows *rows, const kvn_rows_request *request, 
     return num;
 }
 
-/* Finds the different numbers of tokens of the pieces, largest first; false if there are too many. */
+/* Finds the distinct numbers of tokens of the pieces, largest first; false if there are too many. */
 static bool find_sizes(kvn_rows_cut *cut)
 {
     size_t at = 0;
@@ -229,8 +229,8 @@ static bool find_sizes(kvn_rows_cut *cut)
     return true;
 }
 
-/* The bytes that are contiguous on both sides, and the levels left, outermost first: `_fuse` of the
- * planner, whose order of equal levels this keeps. */
+/* Finds the bytes that are contiguous on both sides, and the remaining levels, outermost first, like `_fuse` of the
+ * planner, also in the order of equal levels. */
 static void fuse(const kvn_rows *rows, kvn_rows_size *size)
 {
     kvn_level open[KVN_ROWS_LEVELS + 1];
@@ -247,7 +247,7 @@ static void fuse(const kvn_rows *rows, kvn_rows_size *size)
         size->run *= open[i].times;
         num--;
         memmove(&open[i], &open[i + 1], (num - i) * sizeof *open);
-        i = 0; /* others may be adjacent now */
+        i = 0; /* other levels may be adjacent now */
     }
     for (size_t i = 1; i < num; i++) {
         const kvn_level level = open[i];
@@ -314,7 +314,7 @@ bool kvn_rows_cut_up(const kvn_rows *rows, kvn_rows_request request, void *scrat
     size_t most;
     if (!most_pieces(rows, &request, &most))
         return false;
-    seen = (uint64_t *)(pieces + most); /* a bit for each destination, of many rows */
+    seen = (uint64_t *)(pieces + most); /* a bit for each destination row, if there are many rows */
     if (!are_good(rows, &request.src, &request.dst, seen))
         return false;
     num_tokens = tokens_of(rows, &request);
@@ -405,7 +405,7 @@ static size_t merge(kvn_run *runs, size_t num)
     return last + 1;
 }
 
-/* Returns true if pieces are runs already: they have one size, which is not cut any further. */
+/* Returns true if the pieces are runs already: they have one size, which is not cut further. */
 static bool are_runs(const kvn_rows_cut *cut)
 {
     return cut->num_sizes == 1 && cut->sizes[0].num_levels == 0;

@@ -8,22 +8,22 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Rows up to which the destinations are compared with each other, without a bit for each row. */
+/* Maximum number of rows whose destinations are compared pairwise, without a bit for each row. */
 #define KVN_ROWS_FEW 64
-/* Axes besides the tokens, and different numbers of tokens of the pieces of a request. */
+/* Maximum number of axes besides the tokens, and of distinct numbers of tokens of a request's pieces. */
 #define KVN_ROWS_LEVELS 6
 #define KVN_ROWS_SIZES 16
 
 typedef struct kvn_rows_side {
     uint64_t count;        /* rows of a tensor */
-    uint64_t tokens;       /* tokens of a row; bytes of it where rows are copied as bytes */
+    uint64_t tokens;       /* tokens of a row, or its bytes if rows are copied as bytes */
     uint64_t row_stride;   /* bytes from one row to the next */
     uint64_t token_stride; /* bytes from one token to the next */
     uint64_t start;        /* bytes of a token before its first run */
     bool is_slot;          /* a request has one row, and fills as much of it as the other side has */
 } kvn_rows_side;
 
-/* An axis along which both sides step: how often, and by how many bytes. */
+/* An axis along which both sides step: the number of steps, and their bytes on each side. */
 typedef struct kvn_level {
     uint64_t times;
     uint64_t src_stride;
@@ -41,7 +41,7 @@ typedef struct kvn_rows {
     bool orders_ties; /* runs of one source are in the order of their destinations without sorting */
 } kvn_rows;
 
-/* A block table, and how many of its tokens come before the first that is moved. */
+/* A block table, and the number of its tokens before the first moved one. */
 typedef struct kvn_rows_table {
     const int64_t *rows;
     size_t count;
@@ -55,14 +55,14 @@ typedef struct kvn_rows_request {
     uint64_t num_tokens; /* 0: whole rows */
 } kvn_rows_request;
 
-/* Bytes from src to dst; of a piece, which is not yet cut along the levels, nbytes counts tokens. */
+/* Bytes from src to dst. In a piece, which is not cut along the levels yet, nbytes counts tokens. */
 typedef struct kvn_run {
     uint64_t src;
     uint64_t dst;
     uint64_t nbytes;
 } kvn_run;
 
-/* All pieces of a request that have one number of tokens, and how each of them is cut. */
+/* All pieces of a request with the same number of tokens, and their cut. */
 typedef struct kvn_rows_size {
     uint64_t tokens;
     size_t count;
@@ -77,7 +77,7 @@ typedef struct kvn_rows_cut {
     kvn_rows_size sizes[KVN_ROWS_SIZES]; /* the largest first */
     size_t num_sizes;
     size_t num_runs; /* before adjacent ones are merged */
-    bool merges;     /* how rows are ordered and merged */
+    bool merges;     /* order and merge runs, as the planner does */
 } kvn_rows_cut;
 
 /* True if all rows of the template lie in the first src_nbytes and dst_nbytes of a tensor. */

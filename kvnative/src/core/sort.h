@@ -14,7 +14,7 @@ typedef uint64_t (*kvn_key_of)(const void *item, const void *context);
 /* Sorts `count` records of `size` bytes by their keys; equal keys keep their order. `spare` is another array,
  * with room for as many records. Returns the array that holds the result: `items` or `spare`.
  *
- * One pass for each byte in which keys differ, the lowest first: addresses and offsets differ in few. Inlined, so
+ * Makes one pass for each byte in which keys differ, the lowest first: addresses and offsets differ in few. Inlined, so
  * that `size` and `key_of` are constants. */
 __attribute__((always_inline)) static inline void *kvn_sort(void *items, void *spare, size_t count, size_t size,
                                                             kvn_key_of key_of, const void *context)

@@ -19,12 +19,12 @@ typedef struct striped {
 } striped;
 
 typedef struct stripe {
-    kvn_batch_end end; /* first: the inner backend gives it back */
+    kvn_batch_end end; /* first, because the inner backend passes its address back */
     kvn_request *whole;
     kvn_backend *inner;
     kvn_request *request; /* NULL: not submitted */
-    uint64_t first, last; /* in the batch */
-    atomic_int why; /* KVN_OK, or the status for which it was given up while it was open */
+    uint64_t first, last; /* descriptors of the batch */
+    atomic_int why; /* KVN_OK, or the status of an abort before its end */
 } stripe;
 
 struct kvn_request {
@@ -37,9 +37,9 @@ struct kvn_request {
     stripe stripes[KVN_MAX_STRIPES];
 };
 
-/* ---- the outcome, from those of all stripes ---- */
+/* ---- the outcome, from the outcomes of all stripes ---- */
 
-/* A failure of its own has precedence over that of a stripe that was given up because of another. */
+/* A stripe's own failure has precedence over that of a stripe that was aborted because of another. */
 static bool says_more(const kvn_report *one, const kvn_report *all)
 {
     return one->status < 0 && (all->status >= 0 || (kvn_is_given_up(all->status) && !kvn_is_given_up(one->status)));
@@ -53,7 +53,7 @@ static void add(kvn_report *all, kvn_report *one, const stripe *it)
     all->bytes_done += one->bytes_done;
     if (one->status == KVN_PENDING)
         return;
-    /* Giving it up may have broken the connection that all stripes use. */
+    /* The abort may have broken the connection that all stripes use. */
     if (one->status == KVN_PEER_GONE && why != KVN_OK) {
         one->status = why;
         one->code = 0;
@@ -77,7 +77,7 @@ static int settle(const kvn_request *request, kvn_report *all)
     return all->status;
 }
 
-/* KVN_PENDING until all have an outcome. */
+/* Returns KVN_PENDING until all have an outcome. */
 static int ask_all(kvn_request *request, kvn_report *report)
 {
     bool is_pending = false;
@@ -100,7 +100,7 @@ static int ask_all(kvn_request *request, kvn_report *report)
 
 /* ---- submit ---- */
 
-/* The last one ends the batch. */
+/* The last stripe to end ends the batch. */
 static void end_stripe(kvn_batch_end *end, int status)
 {
     kvn_request *request = ((stripe *)end)->whole;
@@ -146,7 +146,8 @@ static int submit_one(stripe *it, const kvn_columns *batch, kvn_report *report)
 
     if (batch->end)
         part.end = &it->end;
-    if (it->first > 0 && part.caller == KVN_CALLER_WAITS) /* it waits in the first stripe; the others move meanwhile */
+    if (it->first > 0 && part.caller == KVN_CALLER_WAITS) /* the caller waits in the first stripe; the others move
+                                                           * meanwhile */
         part.caller = KVN_CALLER_RETURNS;
     return it->inner->vtable->submit(it->inner, &part, &it->request, report);
 }
@@ -202,7 +203,7 @@ static void give_up(kvn_request *request, int why)
             give_up_one(&all[i]);
 }
 
-/* A stripe was refused: stops the others, of which some bytes may have moved. */
+/* Stops all stripes after one was refused; some of their bytes may have moved. */
 static int refuse(kvn_request *request, uint64_t first, kvn_report *report)
 {
     const uint64_t count = request->count;
@@ -225,7 +226,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     *out = NULL;
     if (!kvn_columns_total(batch, &total))
         return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
-                                 "the descriptors have 2**64 bytes or more together");
+                                 "the descriptors have 2**64 bytes or more in total");
     request = malloc(sizeof *request);
     if (!request)
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,

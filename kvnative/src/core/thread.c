@@ -1,4 +1,4 @@
-/* Starts threads with all signals blocked, reads the monotonic clock, and waits for conditions by it. */
+/* Starts threads with all signals blocked, and waits for conditions by the monotonic clock. */
 #include "core/thread.h"
 
 #include <errno.h>

@@ -18,15 +18,15 @@ struct kvn_channel {
     pid_t pid;
     pthread_mutex_t mutex; /* guards the fields below, and the links of jobs */
     pthread_cond_t changed;
-    pthread_cond_t progressed; /* a job has given all its work to the stream, or is over: for who awaits that */
-    kvn_stream stream; /* written by the thread alone; NULL where it has to be made again */
+    pthread_cond_t progressed; /* a job has issued all its work, or has ended: for kvn_channel_await_issued */
+    kvn_stream stream; /* written only by the thread; NULL: it must be made again */
     kvn_channel_job *running;
-    bool issued;      /* all work of the running job */
-    bool interrupted; /* the running job, by another thread */
-    kvn_stream other; /* another stream that the running job waits for; NULL for none */
+    bool issued;      /* the running job has issued all its work */
+    bool interrupted; /* another thread has interrupted the running job */
+    kvn_stream other; /* another stream that the running job waits for; NULL: none */
     kvn_channel_job *head;
     kvn_channel_job *tail;
-    unsigned load; /* jobs queued and running */
+    unsigned load; /* number of queued and running jobs */
     bool started;  /* the thread has a stream, or `refused` is a failure */
     bool stopping;
     kvn_failure refused;
@@ -66,8 +66,8 @@ int kvn_channel_ready(kvn_channel *channel, kvn_channel_fault *fault)
 kvn_stream kvn_channel_stream(const kvn_channel *channel) { return channel->stream; }
 
 /* Stops the work of the stream, and destroys it; another thread may interrupt it until then. A stream that can be
- * aborted but not destroyed is empty, and stays in use. Returns false if the system does neither, so that the work goes
- * on, unless it `has_ended`: then only the handle is lost. */
+ * aborted but not destroyed is empty, and stays in use. Returns false if the system does neither, so that the work
+ * continues; but true if it `has_ended`: then only the handle is lost. */
 static bool drop_stream(kvn_channel *channel, bool has_ended)
 {
     const kvn_device *device = channel->device;
@@ -89,10 +89,10 @@ int kvn_channel_poll(kvn_channel *channel, int ms, kvn_channel_fault *fault)
     int status;
 
     if (!channel->stream)
-        return KVN_OK; /* nothing was issued since it was given up */
+        return KVN_OK; /* nothing was issued since the abort */
     status = device->ops->wait_stream(device, channel->stream, ms, &fault->why);
     if (status < 0)
-        drop_stream(channel, true); /* whatever it did has ended, with an error */
+        drop_stream(channel, true); /* its work has ended, with an error */
     return status;
 }
 
@@ -107,7 +107,7 @@ int kvn_channel_synchronize(kvn_channel *channel, const atomic_int *stop, kvn_ch
             return KVN_CANCELLED;
         status = kvn_channel_poll(channel, SLICE_MS, fault);
     }
-    /* Where a stream cannot be given up at once, it ends later with that code. */
+    /* A stream that cannot be aborted at once ends later with that code. */
     if (told && status < 0 && fault->why.code && fault->why.code == channel->device->ops->aborted_code) {
         kvn_channel_fault_begin(fault);
         return KVN_CANCELLED;
@@ -375,7 +375,7 @@ bool kvn_channel_await_issued(kvn_channel *channel, const kvn_channel_job *job, 
     return in_time;
 }
 
-/* The mutex keeps the stream from being given up meanwhile. */
+/* The mutex prevents an abort of the stream meanwhile. */
 int kvn_channel_record(kvn_channel *channel, const kvn_channel_job *job, void *event, kvn_failure *failure)
 {
     int status = KVN_OK;

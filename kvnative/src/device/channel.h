@@ -17,26 +17,26 @@ typedef struct kvn_channel kvn_channel;
 
 /* The failure of a job on a channel. */
 typedef struct kvn_channel_fault {
-    kvn_failure why;    /* code and message; the status is what the call returns */
+    kvn_failure why;    /* code and message; the call returns the status */
     uint64_t failed;    /* index in the shard of the descriptor at fault; KVN_NO_DESCRIPTOR: unknown */
-    uint64_t confirmed; /* leading descriptors of the shard that arrived for certain */
+    uint64_t confirmed; /* leading descriptors of the shard that have certainly arrived */
 } kvn_channel_fault;
 
-/* Preset: no code, an unknown descriptor, nothing confirmed, "". */
+/* Clears a fault: no code, an unknown descriptor, none confirmed, "". */
 void kvn_channel_fault_begin(kvn_channel_fault *fault);
 
-/* A job; embed it in a struct that stays in place until the job has run or was taken back. */
+/* A job. Embed it in a struct that stays in place until the job has run or was taken back. */
 typedef struct kvn_channel_job {
-    struct kvn_channel_job *next; /* channel.c's, as `queued` */
+    struct kvn_channel_job *next; /* for channel.c, like `queued` */
     bool queued;
-    /* On the channel's thread, which does not use the job after this call. */
+    /* Called by the channel's thread, which does not use the job after this call. */
     void (*run)(struct kvn_channel_job *job, kvn_channel *channel);
 } kvn_channel_job;
 
 /* Starts the thread, sets the context there and makes the stream. The device outlives the channel. */
 int kvn_channel_create(kvn_device *device, kvn_channel **out, kvn_failure *failure);
-/* As kvn_channel_create, but does not wait for the context and the stream: each job tries them again, and fails with
- * the reason. */
+/* Like kvn_channel_create, but does not wait for the context and the stream. If they fail, each job tries them again,
+ * and fails with the reason. */
 int kvn_channel_begin(kvn_device *device, kvn_channel **out, kvn_failure *failure);
 /* Ends the thread and destroys the stream, once no job is left. In a forked child both are leaked. */
 void kvn_channel_destroy(kvn_channel *channel);
@@ -67,7 +67,7 @@ kvn_stream kvn_channel_stream(const kvn_channel *channel);
 /* Notes that the job uses this stream too: an interrupt aborts both. Pass NULL before the stream is destroyed or
  * reused. Returns true if the job was interrupted. */
 bool kvn_channel_also_uses(kvn_channel *channel, kvn_stream stream);
-/* Says that the job has issued all its work, for kvn_channel_await_issued. */
+/* Reports to kvn_channel_await_issued that the job has issued all its work. */
 void kvn_channel_note_issued(kvn_channel *channel);
 /* Waits for all issued work, and checks *stop every 10 ms: if set, aborts and replaces the stream and returns
  * KVN_CANCELLED. After an error of the stream returns its status, with `fault` filled in and the stream replaced. After
@@ -77,7 +77,7 @@ int kvn_channel_synchronize(kvn_channel *channel, const atomic_int *stop,
 /* Ends the time in which the job can be interrupted. Returns true if it was: then issued work may be dropped, even if
  * calls succeeded. */
 bool kvn_channel_settle(kvn_channel *channel);
-/* Waits at most `ms` for all issued work: KVN_PENDING if it is not done, else as kvn_channel_synchronize. */
+/* Waits at most `ms` for all issued work: KVN_PENDING if it is not done, else like kvn_channel_synchronize. */
 int kvn_channel_poll(kvn_channel *channel, int ms, kvn_channel_fault *fault);
 
 #endif

@@ -9,11 +9,11 @@
 #include "device/stream_backend.h"
 #include "device/stream_request.h"
 
-/* Calls of a shard that are on the stream at one time: a stream holds a few thousand, and who issues
- * more blocks until the device gets on, where no abort reaches him. */
+/* Maximum calls of a shard on the stream: a stream holds a few thousand, and a further call blocks until the device
+ * makes progress, where no abort reaches the thread. */
 #define MAX_ISSUED 1024
-/* Where host memory lies is asked once for each of these, and the answers of a few are kept. A wrong
- * guess about a neighbour costs time, never bytes: either call copies both kinds. */
+/* The kind of host memory is queried once for each region of this size, and cached for a few. A wrong guess about the
+ * rest of a region costs only time: either call copies both kinds. */
 #define REGION_BITS 21
 #define NUM_REGIONS 64
 
@@ -26,21 +26,21 @@ typedef struct copy_backend {
 /* Cached places of host memory. */
 typedef struct host_memory {
     kvn_pinned pinned;                  /* the range of the latest answer */
-    uint64_t regions[NUM_REGIONS];      /* their numbers + 1 */
+    uint64_t regions[NUM_REGIONS];      /* numbers of the regions, + 1 */
     bool region_pageable[NUM_REGIONS];
 } host_memory;
 
-/* One shard on its way. */
+/* A shard in flight. */
 typedef struct transfer {
     copy_backend *self;
     kvn_channel *channel;
     const kvn_columns *shard;
     const atomic_int *stop;
     kvn_channel_fault *fault;
-    uint64_t at;     /* the first descriptor that is not issued */
-    unsigned issued; /* calls since the stream was last waited for */
-    uint64_t unstoppable; /* bytes of these that abort_stream would not stop */
-    bool is_held;    /* the event before the shard was not waited for */
+    uint64_t at;     /* the first descriptor that was not issued */
+    unsigned issued; /* calls since the last wait for the stream */
+    uint64_t unstoppable; /* their bytes that abort_stream would not stop */
+    bool is_held;    /* the event before the shard has not been waited for */
     host_memory host;
 } transfer;
 
@@ -48,7 +48,7 @@ static const kvn_device_ops *ops_of(const transfer *t) { return t->self->device-
 
 /* ---- failures ---- */
 
-/* A call failed for the descriptor `index` of the shard, or for an unknown one. */
+/* Reports the failure of a call for descriptor `index` of the shard, or for an unknown one. */
 static int fail(transfer *t, uint64_t index, const kvn_failure *why)
 {
     kvn_channel_fault *fault = t->fault;
@@ -62,7 +62,7 @@ static int fail(transfer *t, uint64_t index, const kvn_failure *why)
     return why->status;
 }
 
-/* Waits for all issued copies, which are confirmed then. */
+/* Waits for all issued copies, and confirms them. */
 static int drain(transfer *t, kvn_channel_fault *fault)
 {
     int status = KVN_OK;
@@ -76,7 +76,7 @@ static int drain(transfer *t, kvn_channel_fault *fault)
     return status;
 }
 
-/* Between two calls: KVN_OK, or why there is to be no other. */
+/* Checks between two calls: KVN_OK, or why the transfer must stop. */
 static int look(transfer *t)
 {
     return atomic_load(t->stop) ? KVN_CANCELLED : kvn_stream_request_look(t->shard, &t->fault->why);
@@ -86,7 +86,7 @@ static int look(transfer *t)
 
 static uint64_t most_unstoppable(const transfer *t) { return kvn_most_unstoppable(t->self->direction); }
 
-/* For one call more, where `most` may be on it; 0: any number. */
+/* Makes room for a call on a stream with at most `most` calls; 0: any number. */
 static int make_room(transfer *t, unsigned most)
 {
     return (most && t->issued >= most) || t->unstoppable >= most_unstoppable(t) ? drain(t, t->fault) : KVN_OK;
@@ -102,12 +102,12 @@ static void note_issued(transfer *t, const uint64_t *nbytes, size_t count)
             t->unstoppable += nbytes[i];
 }
 
-/* ---- where host memory lies ---- */
+/* ---- the kind of host memory ---- */
 
 static bool ask_pageable(const transfer *t, uint64_t address)
 {
     kvn_memory_place place = {.kind = KVN_MEMORY_PAGEABLE};
-    kvn_failure ignored; /* an address that cannot be: the copy will say so */
+    kvn_failure ignored; /* the copy will report an invalid address */
 
     ops_of(t)->locate(t->self->device, address, &place, &ignored);
     return place.kind == KVN_MEMORY_PAGEABLE;
@@ -131,8 +131,8 @@ static bool is_pageable(transfer *t, uint64_t index)
     return host->region_pageable[slot];
 }
 
-/* Waits before a copy that may end within its call, since the stream would not keep it behind the event before the
- * shard; and before a copy that cannot be stopped. */
+/* Waits for the event before the shard. Call it before a copy that may end within its call, which the stream does not
+ * order, and before a copy that cannot be stopped. */
 static int await(transfer *t)
 {
     int status;
@@ -143,7 +143,7 @@ static int await(transfer *t)
     if (status != KVN_OK)
         return status;
     t->is_held = false;
-    t->issued = 0; /* that was a wait for all of them */
+    t->issued = 0; /* the stream has no work now */
     return drain(t, t->fault);
 }
 
@@ -151,11 +151,11 @@ static int await(transfer *t)
 
 typedef struct chunk {
     size_t count;
-    bool blocking; /* pageable memory, or the only way */
-    bool sliced;   /* a descriptor that alone has more than may be unstoppable */
+    bool blocking; /* for pageable memory, or if no other way exists */
+    bool sliced;   /* one descriptor exceeds the unstoppable limit */
 } chunk;
 
-/* The descriptors from `at` that go in one call: not empty, no more than it takes, of one kind of memory. */
+/* The descriptors from `at` for one call: at least one, no more than the call takes, of one kind of memory. */
 static chunk next_chunk(transfer *t, unsigned copies)
 {
     const unsigned on_stream = t->self->direction == KVN_DEVICE_TO_DEVICE ? KVN_BATCH_WITHIN : KVN_BATCH_ASYNC;
@@ -181,7 +181,7 @@ static chunk next_chunk(transfer *t, unsigned copies)
     return chunk;
 }
 
-/* Interprets the result of a slice or chunk for the `count` descriptors from `at`. KVN_PENDING: copy them again, one by
+/* Handles the failure of a slice or chunk of the `count` descriptors from `at`. KVN_PENDING: copy them again, one by
  * one. */
 static int fail_batch(transfer *t, int status, size_t count, size_t failed, const kvn_failure *failure)
 {
@@ -199,7 +199,7 @@ static kvn_columns batch_of(const transfer *t, size_t count)
         .dst = shard->dst + t->at, .src = shard->src + t->at, .nbytes = shard->nbytes + t->at, .count = count};
 }
 
-/* Copies on the stream, or before it returns, and sets batch->count to the number of copied descriptors. */
+/* Copies on the stream or, if `blocking`, before the return. Sets batch->count to the number of copied descriptors. */
 static int copy_some(transfer *t, bool blocking, kvn_columns *batch)
 {
     const copy_backend *self = t->self;
@@ -216,7 +216,7 @@ static int copy_some(transfer *t, bool blocking, kvn_columns *batch)
     return status == KVN_OK ? KVN_OK : fail_batch(t, status, batch->count, failed, &failure);
 }
 
-/* A descriptor of more bytes than may be unstoppable: slice by slice. */
+/* Copies a descriptor above the unstoppable limit, slice by slice. */
 static int copy_sliced(transfer *t, bool blocking)
 {
     uint64_t dst = t->shard->dst[t->at], src = t->shard->src[t->at], left = t->shard->nbytes[t->at];
@@ -259,7 +259,7 @@ static int copy_batch(transfer *t, unsigned copies)
 
 /* ---- behind an event that may never come ---- */
 
-/* On a stream that cannot be aborted: as much as can be stopped there. */
+/* Copies as much as can be stopped on a stream that cannot be aborted. */
 static int copy_held(transfer *t)
 {
     const copy_backend *self = t->self;
@@ -342,7 +342,7 @@ static int issue(transfer *t)
     if (status != KVN_OK)
         return status;
     if (t->shard->nbytes[t->at] == 0) {
-        t->at++; /* batch calls refuse them */
+        t->at++; /* batch calls refuse empty descriptors */
         return KVN_OK;
     }
     if (t->is_held && ops_of(t)->copy_held)
@@ -365,8 +365,8 @@ static int move(kvn_stream_backend *self, kvn_channel *channel, const kvn_column
         kvn_channel_note_issued(channel);
         return t.is_held && ops_of(&t)->copy_held ? await(&t) : drain(&t, fault);
     }
-    /* Copies that were issued before the failure may still arrive, unless they are held: those are given up. If
-     * nothing is on the stream, the last wait has confirmed what it could. */
+    /* Copies that were issued before the failure may still arrive, except held ones, which are abandoned. If the stream
+     * has none, the last wait has confirmed all it could. */
     if (t.issued > 0 && !t.is_held)
         drain(&t, &ignored);
     return status;

@@ -23,7 +23,7 @@ int kvn_device_open(const kvn_device_ops *ops, const void *runtime, int32_t id, 
     kvn_device_begin_calls(out);
     previous = ops->get_context(out);
     status = ops->open_context(out, &out->context, &out->primary, failure);
-    kvn_device_leave(out, previous); /* ends them, too */
+    kvn_device_leave(out, previous); /* also ends the calls */
     if (status != KVN_OK)
         return status;
     error = pthread_mutex_init(&out->mutex, NULL);
@@ -79,10 +79,10 @@ int kvn_device_enter(const kvn_device *device, void **previous, kvn_failure *fai
     return failure->status;
 }
 
-/* Makes `previous` current again, where `now` is. */
+/* Makes `previous` current in place of `now`. */
 static void leave(const kvn_device *device, void *previous, const void *now)
 {
-    kvn_failure ignored; /* destroyed meanwhile: its owner will hear of that */
+    kvn_failure ignored; /* if it was destroyed meanwhile, its owner will notice */
 
     if (!previous)
         previous = device->primary;
@@ -116,7 +116,7 @@ void kvn_device_leave_stream(const kvn_device *device, void *previous)
     leave(device, previous, device->ops->get_context(device));
 }
 
-/* A call of the table by a thread of others; returns from the function that it stands in. */
+/* Makes a call of the table on a thread of the program, and returns from the enclosing function. */
 #define RETURN_CALL(device, failure, op, ...)                                                     \
     do {                                                                                          \
         void *previous_ = NULL;                                                                   \
@@ -198,7 +198,7 @@ static size_t find_pinned(const kvn_device *device, uint64_t address)
     return low;
 }
 
-/* Notes the range, unless it overlaps another; so no two threads register overlapping ones. */
+/* Adds the range unless it overlaps another, so that two threads do not register overlapping ones. */
 static int note_pinned(kvn_device *device, kvn_pinned range, kvn_failure *failure)
 {
     const size_t at = find_pinned(device, range.first);
@@ -211,7 +211,7 @@ static int note_pinned(kvn_device *device, kvn_pinned range, kvn_failure *failur
                         device->pinned[at].first, device->pinned[at].last, (int)device->id);
     pinned = realloc(device->pinned, (device->num_pinned + 1) * sizeof *pinned);
     if (!pinned)
-        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to note a pinned range");
+        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the list of pinned ranges");
     memmove(pinned + at + 1, pinned + at, (device->num_pinned - at) * sizeof *pinned);
     pinned[at] = range;
     device->pinned = pinned;
@@ -307,7 +307,7 @@ int kvn_device_unpin(kvn_device *device, uint64_t address, kvn_failure *failure)
 {
     const int status = unpin(device, (void *)(uintptr_t)address, failure);
 
-    forget_pinned(device, address); /* also after a failure, as the memory may be unpinned */
+    forget_pinned(device, address); /* also after a failure, because the memory may be unpinned */
     return status;
 }
 

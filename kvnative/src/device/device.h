@@ -24,8 +24,8 @@ struct kvn_device {
     const void *runtime; /* argument of the ops, opaque here */
     void *state;         /* of the ops, from open_context to close_context */
     int32_t id;
-    pid_t pid;                /* of the process that opened it: no other may use it */
-    void *context;            /* that kvplan works in */
+    pid_t pid;                /* of the process that opened it; no other may use it */
+    void *context;            /* for kvplan's own work */
     void *primary;            /* the context for threads without one; NULL: none */
     atomic_uint batch_copies; /* kvn_batch_copies: flags are only ever cleared */
     pthread_mutex_t mutex;    /* guards the fields below */

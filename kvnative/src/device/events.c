@@ -1,5 +1,5 @@
-/* Polls the events that transfers wait for, on one thread for each device. It is one file of more than 500 lines, since
- * points, waiters and the reused events of the library are guarded by one mutex. */
+/* Polls the events that transfers wait for, on one thread for each device. The file has more than 500 lines, because
+ * one mutex guards points, waiters and the reused events of the library. */
 #include "device/events.h"
 
 #include <errno.h>
@@ -16,16 +16,16 @@
 #define SOONEST_NS 20000
 #define LATEST_NS 250000
 #define PART 16
-#define MAX_UNITS 64 /* of each kind that are kept for reuse; more than that are destroyed */
+#define MAX_UNITS 64 /* of each kind, kept for reuse; further ones are destroyed */
 #define MAX_FULL 8 /* backends without room that one look remembers */
 #define MAX_HEADS 8 /* streams of which one look queries only the first point */
 #define TIMER_SLACK_NS 1000 /* of the thread's sleep; the default of Linux is 50 us */
 
-/* An event of the library, recorded for one point at a time. It is used again once that point was reached. */
+/* An event of the library, recorded for one point at a time. Reused when that point has been reached. */
 typedef struct kvn_event_unit {
     struct kvn_event_unit *next;
     void *event;
-    void *context;     /* that it was created in, and is recorded in */
+    void *context;     /* in which it was created and is recorded */
     kvn_stream stream; /* of the library, to wait for an event of the program; NULL: not needed */
     kvn_stream of;     /* the stream that the point is on; NULL: unknown, or a default stream */
     uint64_t number;   /* points of one stream are reached in this order */
@@ -40,24 +40,24 @@ struct kvn_events {
     bool stopping;
     bool closed; /* units are not kept */
     kvn_list waiting;
-    const kvn_gate_waiter *looked_at; /* the waiter that the thread is at, without the mutex */
+    const kvn_gate_waiter *looked_at; /* the waiter that the thread is handling, without the mutex */
     kvn_event_unit *units[2];         /* free units, reached or not: without a stream, and with one */
     size_t num_units[2];
-    uint64_t num_taken; /* points that were ever taken */
-    uint64_t num_turns; /* looks at all waiters; only the thread uses this and the next field */
-    uint64_t num_behind; /* points that the latest look has seen behind others */
+    uint64_t num_taken; /* number of points taken so far */
+    uint64_t num_turns; /* number of looks; only the thread uses this and the next field */
+    uint64_t num_behind; /* points behind others in the latest look */
 };
 
 /* ---- units ---- */
 
 static bool is_reached(const kvn_events *events, const kvn_event_unit *unit)
 {
-    kvn_failure ignored; /* it stays where it is */
+    kvn_failure ignored; /* the unit stays in the list */
 
     return events->device->ops->query_event(events->device, unit->event, &ignored) == KVN_OK;
 }
 
-/* One of the context that was given back and is reached; NULL where there is none. */
+/* Takes a free unit of the context whose point was reached, or returns NULL. */
 static kvn_event_unit *find_unit(kvn_events *events, bool streams, const void *context)
 {
     kvn_event_unit **link = &events->units[streams], *unit;
@@ -77,7 +77,7 @@ static kvn_event_unit *find_unit(kvn_events *events, bool streams, const void *c
 static void destroy_unit(kvn_events *events, kvn_event_unit *unit)
 {
     const kvn_device *device = events->device;
-    kvn_failure ignored; /* of a device whose work never ends: it has them until its end */
+    kvn_failure ignored; /* a device whose work never ends keeps them */
 
     if (unit->stream)
         device->ops->drop_stream(device, unit->stream, &ignored);
@@ -86,7 +86,7 @@ static void destroy_unit(kvn_events *events, kvn_event_unit *unit)
     free(unit);
 }
 
-/* In the context that is current. */
+/* Makes a unit in the current context. */
 static int make_unit(kvn_events *events, bool streams, kvn_event_unit **out, kvn_failure *failure)
 {
     const kvn_device *device = events->device;
@@ -114,7 +114,7 @@ static int make_unit(kvn_events *events, bool streams, kvn_event_unit **out, kvn
 static void destroy_units(kvn_events *events, kvn_event_unit *unit)
 {
     void *previous = NULL;
-    kvn_failure ignored; /* in a forked child, which must not use them */
+    kvn_failure ignored; /* fails in a forked child, which must not use the unit */
 
     if (!unit || kvn_device_enter(events->device, &previous, &ignored) != KVN_OK)
         return;
@@ -159,7 +159,7 @@ typedef struct pace {
 static int64_t next_look(pace *it, bool has_seen, int64_t now_ns)
 {
     const int64_t passed = now_ns - it->latest_ns, part = it->interval_ns / PART;
-    const int64_t spread = part > 2 * SOONEST_NS ? part : 2 * SOONEST_NS; /* both ends are seen late */
+    const int64_t spread = part > 2 * SOONEST_NS ? part : 2 * SOONEST_NS; /* both ends of the interval are seen late */
     const int64_t early = it->interval_ns - spread, late = it->interval_ns + spread;
 
     if (has_seen) {

@@ -13,12 +13,12 @@ typedef struct kvn_events kvn_events;
 
 /* A point; its gate opens once it is reached. */
 typedef struct kvn_event {
-    kvn_gate gate; /* first: a gate of this kind is one */
+    kvn_gate gate; /* first, so that its address is that of the kvn_event */
     kvn_events *events;
-    struct kvn_event_unit *unit; /* events.c's */
+    struct kvn_event_unit *unit; /* for events.c */
 } kvn_event;
 
-/* All of one device, which outlives them. NULL: no memory. */
+/* Makes the events of a device, which must outlive them. NULL: no memory. */
 kvn_events *kvn_events_create(kvn_device *device);
 /* Refuses new points; present ones stay until they are given back. Idempotent. */
 void kvn_events_close(kvn_events *events);
@@ -37,9 +37,9 @@ void kvn_event_give_back(kvn_event *event);
 
 /* The point behind a gate that was taken of `device`; NULL: the gate is another. */
 kvn_event *kvn_event_of(const kvn_device *device, kvn_gate *gate);
-/* KVN_OK: it was reached; KVN_PENDING; or why it never will be. */
+/* KVN_OK if the point was reached, KVN_PENDING, or the reason why it never will be. */
 int kvn_event_query(const kvn_event *event, kvn_failure *failure);
-/* Lets later work of `stream` come after it. */
+/* Makes later work of `stream` wait for the point. */
 int kvn_event_order(const kvn_event *event, kvn_stream stream, kvn_failure *failure);
 
 #endif

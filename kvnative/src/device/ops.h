@@ -33,7 +33,7 @@ typedef enum kvn_memory_kind {
 /* Where memory lies. */
 typedef struct kvn_memory_place {
     kvn_memory_kind kind;
-    uint32_t device;      /* its number; for host memory, what the runtime reports */
+    uint32_t device;      /* its number; for host memory, the runtime's answer */
     uint32_t page_nbytes; /* 0: unknown */
 } kvn_memory_place;
 

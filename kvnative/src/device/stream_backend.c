@@ -35,7 +35,7 @@ static int order(kvn_channel *channel, const kvn_columns *columns, kvn_channel_f
     return event ? kvn_event_order(event, kvn_channel_stream(channel), &fault->why) : KVN_OK;
 }
 
-/* On the channel's thread. */
+/* Called by the channel's thread. */
 static void run(kvn_channel_job *job, kvn_channel *channel)
 {
     kvn_stream_shard *it = (kvn_stream_shard *)job;
@@ -58,7 +58,7 @@ static void run(kvn_channel_job *job, kvn_channel *channel)
                 status = KVN_CANCELLED;
             }
         }
-        /* A failure that is known is not kept back for an event that may never come. */
+        /* Do not delay a known failure for an event that may never come. */
         if (status != KVN_OK && atomic_load(&request->is_held))
             atomic_store(&request->stop, 1);
         if (status != KVN_OK)
@@ -73,8 +73,8 @@ static void run(kvn_channel_job *job, kvn_channel *channel)
 
 /* ---- streams for batches with a gate ---- */
 
-/* Takes a channel on which such a batch stands behind no other. KVN_PENDING: there is none now. Does not wait for a new
- * one, because the thread that opens gates comes here as well. */
+/* Takes a channel without another such batch. KVN_PENDING: none is free now. Does not wait for a new one, because the
+ * thread that opens gates also calls this. */
 static int take_ordered(kvn_stream_backend *self, unsigned *out, kvn_failure *failure)
 {
     unsigned it = 0;
@@ -94,7 +94,7 @@ static int take_ordered(kvn_stream_backend *self, unsigned *out, kvn_failure *fa
     return status;
 }
 
-/* A batch that is refused needs it no more. */
+/* Frees the channel of a refused batch. */
 static void give_ordered(kvn_stream_backend *self, const kvn_columns *batch, unsigned it)
 {
     if (batch->after)
@@ -109,8 +109,8 @@ static int make_current(const kvn_device *device, void *context, kvn_failure *fa
                                                        : device->ops->set_context(device, context, failure);
 }
 
-/* Lets a stream of `theirs` wait for each shard, by one event of the own context: a wait keeps the recording that it
- * met. */
+/* Makes a stream of context `theirs` wait for each shard, by one event of our context: a wait keeps the recording that
+ * it found. */
 static int order_stream(kvn_request *request, kvn_stream stream, void *theirs, kvn_failure *failure)
 {
     const kvn_device *device = kvn_channel_device(request->shards[0].channel);
@@ -145,7 +145,7 @@ static int block_stream(kvn_backend *base, kvn_request *request, void *stream, i
 
     if (device->ops->can_abort) /* an event on an aborted stream may never come */
         return kvn_report_refuse(report, request->count, KVN_UNSUPPORTED, 0,
-                                 "no stream of %s can wait for a transfer, which may be given up; wait for it on "
+                                 "no stream of %s can wait for a transfer, which may be aborted; wait for it on "
                                  "the host", device->ops->runtime);
     for (unsigned i = 0; i < request->num_shards; i++)
         if (!kvn_channel_await_issued(request->shards[i].channel, &request->shards[i].job, deadline_ns))
@@ -214,13 +214,13 @@ static void begin(kvn_request *request, const kvn_columns *batch, uint64_t cost,
         request->shards[0].channel = only;
     else
         choose_channels(request);
-    /* A shard that fails at once looks at all of them. */
+    /* A shard that fails at once reads all of them. */
     request->open = request->num_shards;
     for (unsigned i = 0; i < request->num_shards; i++)
         kvn_channel_submit(request->shards[i].channel, &request->shards[i].job);
 }
 
-/* In how many shards to move the batch, so that each is worth a channel. */
+/* The number of shards for which each is worth a channel. */
 static unsigned num_shards_of(const kvn_stream_backend *self, const kvn_columns *batch, uint64_t cost)
 {
     uint64_t shards = cost / self->shard_cost;
@@ -245,7 +245,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     if (batch->after)
         status = take_ordered(self, &ordered, &failure);
     if (status == KVN_PENDING)
-        return status; /* at once: it is asked again and again */
+        return status; /* without a message, because this is called repeatedly */
     if (status != KVN_OK)
         return kvn_report_refuse(report, batch->count, status, failure.code, "%s", failure.message);
     if (!kvn_columns_total(batch, &total) ||

@@ -11,7 +11,7 @@
 #include "kvnative/backend.h"
 
 #define KVN_MAX_CHANNELS 16
-/* Maximum of batches that wait on streams for their gates at one time. Each has a thread and a stream. */
+/* Maximum number of batches that wait on streams for their gates. Each has a thread and a stream. */
 #define KVN_ORDERED_CHANNELS 4
 
 typedef struct kvn_stream_backend kvn_stream_backend;

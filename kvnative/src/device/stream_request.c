@@ -9,11 +9,11 @@
 #include "core/thread.h"
 #include "device/events.h"
 
-/* How long a wait looks before it sleeps: a few blocks are there by then, and to wake a thread takes as long. */
+/* Time that a wait polls before it sleeps: a few blocks arrive by then, and waking a thread takes as long. */
 #define SPIN_NS 20000
-/* How long an abort lets the channels' threads find out themselves; they look every 10 ms. */
+/* Time that an abort gives the channels' threads to notice it; they check every 10 ms. */
 #define PATIENCE_NS 25000000
-/* How often the end of a batch is polled. For so long an owner may wait for an announcement that has ended. */
+/* Interval at which the end of a batch is polled. An owner may wait this long for an announcement that has ended. */
 #define LOOK_MS 5
 #define LOOK_NS (LOOK_MS * 1000000)
 
@@ -27,7 +27,7 @@ static void note_failure(kvn_request *request, const kvn_stream_shard *it, int s
                                                                  : KVN_NO_DESCRIPTOR;
 
     if (report->status != KVN_OK && failed >= report->failed)
-        return; /* the first that is known counts */
+        return; /* the first known one counts */
     report->failed = failed;
     report->status = status;
     report->code = fault->why.code;
@@ -90,8 +90,8 @@ void kvn_stream_shard_settle(kvn_stream_shard *it, int status, kvn_channel_fault
     pthread_mutex_unlock(&request->mutex);
 }
 
-/* Takes back the shards that have not begun. The caller has a shard that is open, or is in a call on the
- * request: it stays. */
+/* Takes back the shards that have not begun. The caller has an open shard, or is in a call on the request, so the
+ * request stays. */
 static void drop_queued(kvn_request *request)
 {
     kvn_channel_fault none;
@@ -126,8 +126,8 @@ void kvn_stream_request_fail_others(kvn_request *request)
 typedef struct held {
     kvn_gate_waiter waiter;
     kvn_request *request;
-    int status;       /* KVN_PENDING while it is closed; with the request's mutex, as `why` */
-    kvn_failure *why; /* it never opens */
+    int status;       /* KVN_PENDING while the gate is closed; guarded by the request's mutex, like `why` */
+    kvn_failure *why; /* the reason if the gate never opens */
 } held;
 
 static bool open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *why)
@@ -143,7 +143,7 @@ static bool open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *wh
     return true;
 }
 
-/* Until the gate opens, or the request is given up. A failure: no byte of it may move any more. */
+/* Waits until the gate opens or the request is aborted. After a failure, none of its bytes may move any more. */
 static int wait_at_gate(kvn_request *request, kvn_gate *gate, kvn_failure *why)
 {
     kvn_batch_end *end = request->end;
@@ -185,7 +185,7 @@ int kvn_stream_request_look(const kvn_columns *columns, kvn_failure *why)
     if (now_ns - atomic_load_explicit(&request->looked_ns, memory_order_relaxed) < LOOK_NS)
         return KVN_OK;
     pthread_mutex_lock(&request->mutex);
-    /* Another shard's thread may have asked meanwhile. */
+    /* Another shard's thread may have checked meanwhile. */
     if (now_ns - atomic_load_explicit(&request->looked_ns, memory_order_relaxed) >= LOOK_NS) {
         atomic_store_explicit(&request->looked_ns, now_ns, memory_order_relaxed);
         status = request->end->look(request->end, why);
@@ -225,7 +225,7 @@ int kvn_stream_request_await(kvn_channel *channel, const kvn_columns *columns, c
 
     if (!atomic_load(&request->is_held))
         return KVN_OK;
-    /* A runtime that can abort can wait, too, without asking again and again. */
+    /* A runtime that can abort can also wait without repeated queries. */
     if (has_look(request) || !kvn_channel_device(channel)->ops->can_abort)
         gone = wait_at_gate(request, columns->after, &why);
     if (gone != KVN_OK)
@@ -305,9 +305,9 @@ int kvn_stream_request_abort(kvn_backend *self, kvn_request *request, int why, k
         pthread_cond_broadcast(&request->changed);
     }
     pthread_mutex_unlock(&request->mutex);
-    /* Otherwise shards behind those of another request would be dropped only when they begin. */
+    /* Otherwise shards queued behind another request would be dropped only at their turn. */
     drop_queued(request);
-    /* Again and again: a thread may have looked just before, and begun to wait just after. */
+    /* Repeatedly, because a thread may have checked just before this, and begun to wait just after. */
     while (kvn_stream_request_wait(self, request, kvn_now_ns() + PATIENCE_NS, report) == KVN_PENDING)
         for (unsigned i = 0; i < request->num_shards; i++)
             kvn_channel_interrupt(request->shards[i].channel, &request->shards[i].job);
@@ -329,7 +329,7 @@ void kvn_stream_request_cancel_held(kvn_backend *self, kvn_request *request)
 void kvn_stream_request_release(kvn_backend *self, kvn_request *request)
 {
     (void)self;
-    /* The thread that finished the request may still hold the mutex; after this none looks at it. */
+    /* The thread that finished the request may still hold the mutex. After this, no thread uses it. */
     pthread_mutex_lock(&request->mutex);
     pthread_mutex_unlock(&request->mutex);
     pthread_cond_destroy(&request->changed);

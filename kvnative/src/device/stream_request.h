@@ -1,4 +1,4 @@
-/* A batch on its way over channels of a device: its shards, one for each channel, and their outcome. */
+/* A batch in flight over channels of a device: its shards, one for each channel, and their outcome. */
 #ifndef KVN_DEVICE_STREAM_REQUEST_H
 #define KVN_DEVICE_STREAM_REQUEST_H
 
@@ -9,7 +9,7 @@
 
 /* The part of a request that one channel moves. */
 typedef struct kvn_stream_shard {
-    kvn_channel_job job; /* first: the channel's thread gets it as that */
+    kvn_channel_job job; /* first, because the channel's thread gets its address */
     kvn_request *request;
     kvn_channel *channel;
     kvn_columns columns;
@@ -20,25 +20,25 @@ struct kvn_request {
     struct kvn_stream_backend *self;
     pthread_mutex_t mutex; /* guards `report`, `remark`, `open`, `why` and `failing` */
     pthread_cond_t changed;
-    atomic_int stop;        /* running shards look at it */
+    atomic_int stop;        /* checked by running shards */
     atomic_bool finished;   /* read without the mutex by poll; `report` is stable then */
-    atomic_bool is_held;    /* its gate was not seen open yet */
+    atomic_bool is_held;    /* its gate has not been seen open yet */
     atomic_uint_fast64_t moved;
     uint64_t count;
     uint64_t total;
     kvn_batch_end *end; /* NULL: none */
     atomic_int_fast64_t looked_ns; /* time of the last poll; guarded by the mutex */
-    int why;       /* the status with which it was given up, else KVN_OK */
+    int why;       /* the status of an abort, else KVN_OK */
     bool failing;  /* a shard has failed: no further one begins */
     unsigned open; /* number of shards without an outcome */
-    atomic_bool *taken; /* the flag of the channel that it has for itself; NULL if it shares channels */
+    atomic_bool *taken; /* the flag of its exclusive channel; NULL if it shares channels */
     unsigned num_shards;
-    char remark[128]; /* the message of a shard that was stopped; "" for none */
+    char remark[128]; /* the message of a stopped shard; "": none */
     kvn_report report;
     kvn_stream_shard shards[];
 };
 
-/* A request with room for `shards` shards, and none yet. NULL: no memory. */
+/* Makes a request with room for `shards` shards. NULL: no memory. */
 kvn_request *kvn_stream_request_create(struct kvn_stream_backend *self, const kvn_columns *batch, uint64_t total,
                                        unsigned shards);
 /* Sets the outcome. The caller holds the mutex, or the request has no shard yet. */
@@ -54,7 +54,7 @@ void kvn_stream_request_fail_others(kvn_request *request);
  * the bytes of the batch must not be touched any longer. */
 int kvn_stream_request_await(kvn_channel *channel, const kvn_columns *columns, const atomic_int *stop,
                              kvn_channel_fault *fault);
-/* Called by `move`: as kvn_channel_synchronize, but fails if the bytes of the batch must no longer be touched. */
+/* Called by `move`: like kvn_channel_synchronize, but fails if the bytes of the batch must no longer be touched. */
 int kvn_stream_request_synchronize(kvn_channel *channel, const kvn_columns *columns, const atomic_int *stop,
                                    kvn_channel_fault *fault);
 /* Called by `move` between calls that issue work: KVN_OK, or the reason why the bytes of the batch must no longer be

@@ -1,11 +1,11 @@
-/* Puts with leases, which a ticket in the memory of the writer's device announces (core/announce.h). Large transfers go
+/* Puts with leases, announced by a ticket in the memory of the writer's device (core/announce.h). Large transfers go
  * in rounds, each with its own ticket and check. */
 #include <inttypes.h>
 
 #include "core/announce.h"
 #include "hccl/transfer.h"
 
-/* Waits until the device has it. */
+/* Writes the ticket and waits until the device has it. */
 static int write_ticket(kvn_transfer_context *t, unsigned place, uint64_t ticket)
 {
     return t->device->ops->copy(t->device, KVN_HOST_TO_DEVICE,
@@ -23,8 +23,8 @@ static bool take_place(kvn_tickets *tickets, unsigned *out)
     return false;
 }
 
-/* Nothing of the transfer is under way. A place whose ticket cannot be taken out is not used again: owners
- * take it for a transfer that does not end. */
+/* Removes the ticket. No operation may be in flight. If that fails, the place is not reused: owners see a transfer that
+ * does not end. */
 static void withdraw(kvn_transfer_context *t, unsigned place)
 {
     kvn_channel_fault ignored, *fault = t->fault;
@@ -36,7 +36,7 @@ static void withdraw(kvn_transfer_context *t, unsigned place)
     t->fault = fault;
 }
 
-/* Of a descriptor at least. */
+/* A round has at least one descriptor. */
 static uint64_t end_of_round(const kvn_columns *shard, uint64_t first)
 {
     uint64_t nbytes = 0, last = first;

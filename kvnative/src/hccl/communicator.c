@@ -13,14 +13,14 @@ struct kvn_communicator {
     atomic_bool disturbed;
     atomic_bool cancelled;
     aclrtEvent events[2];
-    pthread_mutex_t cancel_mutex; /* of its own: who cancels does not wait for a call of HCCL */
+    pthread_mutex_t cancel_mutex; /* a separate mutex, so that a cancel does not wait for a call of HCCL */
     char cancel_message[256];
     pthread_mutex_t mutex; /* guards the fields below, and HCCL's calls for the connection */
-    pthread_cond_t changed; /* the state, or `transfers` */
-    _Atomic(kvn_communicator_state) state; /* read without it, too: a call of HCCL may take long */
+    pthread_cond_t changed; /* `state` or `transfers` */
+    _Atomic(kvn_communicator_state) state; /* also read without the mutex, because a call of HCCL may take long */
     bool closing;       /* no transfer begins any more */
-    uint32_t transfers; /* running: 0 or 1, as the channel has one thread */
-    /* Guards' words; their region is bound like any other. */
+    uint32_t transfers; /* running: 0 or 1, because the channel has one thread */
+    /* Words for guards; their region is bound like others. */
     kvn_words device_words;
     void *host_words;
 };
@@ -39,7 +39,7 @@ static int make_words(kvn_communicator *self, kvn_failure *failure)
     return KVN_OK;
 }
 
-/* They pace long transfers; without them these are issued in one go. */
+/* The events pace long transfers, which are issued at once without them. */
 static int make_events(kvn_communicator *self, kvn_failure *failure)
 {
     const kvn_device *device = self->connection.device;
@@ -53,7 +53,7 @@ static int make_events(kvn_communicator *self, kvn_failure *failure)
     for (int i = 0; i < 2 && code == KVN_ACL_OK; i++) {
         code = acl->aclrtCreateEventExWithFlag(&self->events[i], KVN_ACL_EVENT_SYNC);
         if (code != KVN_ACL_OK)
-            self->events[i] = NULL; /* whatever it holds now */
+            self->events[i] = NULL; /* its content is undefined after a failure */
     }
     if (code != KVN_ACL_OK)
         kvn_acl_fail(acl, "aclrtCreateEventExWithFlag", code, failure);
@@ -75,7 +75,7 @@ static void drop_events(kvn_communicator *self)
     kvn_device_leave(device, previous);
 }
 
-/* The first failure of these goes to `failure`; all is tried. */
+/* Tries all steps; `failure` gets the first failure. */
 static void drop_words(kvn_communicator *self, kvn_failure *failure)
 {
     const kvn_device *device = self->connection.device;
@@ -130,7 +130,7 @@ int kvn_communicator_create(kvn_hccl *hccl, kvn_device *device,
 
 void kvn_communicator_destroy(kvn_communicator *self)
 {
-    /* The child has neither the thread nor the connection, and maybe a locked mutex. */
+    /* A forked child has neither the thread nor the connection, and maybe a locked mutex. */
     if (kvn_channel_is_ours(self->channel))
         release(self);
 }
@@ -176,7 +176,7 @@ int kvn_communicator_bind(kvn_communicator *self, kvn_region *region, kvn_failur
     pthread_mutex_lock(&self->mutex);
     status = self->state == KVN_COMM_OPEN && !self->closing
                  ? kvn_connection_bind(&self->connection, region, failure)
-                 : refuse(self, "memory is bound before prepare", failure);
+                 : refuse(self, "memory must be bound before prepare", failure);
     pthread_mutex_unlock(&self->mutex);
     return status;
 }
@@ -201,7 +201,7 @@ int kvn_communicator_prepare(kvn_communicator *self, int timeout_s, kvn_failure 
         pthread_mutex_unlock(&self->mutex);
         return status;
     }
-    self->state = KVN_COMM_PREPARING; /* no other thread calls HCCL for it meanwhile */
+    self->state = KVN_COMM_PREPARING; /* keeps other threads from calling HCCL for it */
     pthread_mutex_unlock(&self->mutex);
     status = kvn_connection_prepare(&self->connection, timeout_s, failure);
     pthread_mutex_lock(&self->mutex);

@@ -1,7 +1,7 @@
-/* A communicator: HCCL's connection between this process's device and one of a peer. Two ranks, one
- * channel of its own, and the regions that it may read and write.
+/* A communicator: HCCL's connection between this process's device and one of a peer. It has two ranks, its own channel,
+ * and the regions that it may read and write.
  *
- * Any thread may call what follows; a communicator's calls of HCCL are made one after another. */
+ * All calls are thread-safe; a communicator makes one call of HCCL at a time. */
 #ifndef KVN_HCCL_COMMUNICATOR_H
 #define KVN_HCCL_COMMUNICATOR_H
 
@@ -29,16 +29,16 @@ static inline bool kvn_is_halted(const kvn_halt *halt)
 
 typedef struct kvn_communicator kvn_communicator;
 
-/* Makes the channel and initializes the communicator, one at a time in the process. */
+/* Makes the channel and initializes the communicator; a process initializes one at a time. */
 int kvn_communicator_create(kvn_hccl *hccl, kvn_device *device,
                             const kvn_communicator_options *options, kvn_communicator **out,
                             kvn_failure *failure);
-/* Once, after close, when no backend is left. A forked child leaks it. */
+/* Call it once, after close, when no backend is left. A forked child leaks the communicator. */
 void kvn_communicator_destroy(kvn_communicator *self);
 
-/* Before prepare. The region stays in place until it is unbound or the communicator is closed. */
+/* Call it before prepare. The region must stay in place until it is unbound or the communicator is closed. */
 int kvn_communicator_bind(kvn_communicator *self, kvn_region *region, kvn_failure *failure);
-/* At any time; waits for a prepare. The region is unbound after the return, also after a failure. */
+/* May be called at any time; waits for a prepare. The region is unbound after the return, also after a failure. */
 int kvn_communicator_unbind(kvn_communicator *self, kvn_region *region, kvn_failure *failure);
 /* Blocks until the peer prepares too, at most `timeout_s` >= 1 for each step that HCCL takes. */
 int kvn_communicator_prepare(kvn_communicator *self, int timeout_s, kvn_failure *failure);
@@ -54,7 +54,7 @@ void kvn_communicator_cancel(kvn_communicator *self, const char *message);
 kvn_communicator_state kvn_communicator_state_of(kvn_communicator *self);
 /* Returns true if an operation failed in HCCL or was stopped. */
 bool kvn_communicator_is_disturbed(const kvn_communicator *self);
-/* The asynchronous error of HCCL and its text for messages; 0 if there is none, or if HCCL does not tell. */
+/* The asynchronous error of HCCL and its text for messages; 0 if there is none, or if HCCL does not report it. */
 kvn_hccl_result kvn_communicator_async_error(kvn_communicator *self, char *text, size_t room);
 
 /* ---- for transfers, on the channel's thread ---- */
@@ -63,7 +63,7 @@ kvn_channel **kvn_communicator_channels(kvn_communicator *self); /* an array of 
 uint32_t kvn_communicator_max_batch(const kvn_communicator *self);
 /* The flags of a transfer with this `stop`. */
 kvn_halt kvn_communicator_halt(const kvn_communicator *self, const atomic_int *stop);
-/* KVN_PEER_GONE and the message when it was cancelled, else KVN_CANCELLED. */
+/* KVN_PEER_GONE and the message if the communicator was cancelled, else KVN_CANCELLED. */
 int kvn_communicator_why_halted(kvn_communicator *self, kvn_failure *failure);
 /* Begins a transfer, which keeps the connection until its end. KVN_FAILED if the connection is not ready. */
 int kvn_communicator_begin(kvn_communicator *self, kvn_failure *failure);

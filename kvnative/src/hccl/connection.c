@@ -10,8 +10,8 @@
 
 #define RETRIES 5
 #define FIRST_PAUSE_MS 20
-/* HCCL's minimum. One-sided operations use no buffer, and with the default of 200 each link would take 400 MB of the
- * device's memory. */
+/* HCCL's minimum. One-sided operations use no buffer; the default of 200 would take 400 MB of device memory for each
+ * link. */
 #define BUFFER_MB 2
 
 int kvn_connection_init(kvn_connection *self, kvn_hccl *hccl, const kvn_device *device,
@@ -37,8 +37,8 @@ void kvn_connection_free(kvn_connection *self)
     free(self->remote);
 }
 
-/* Returns true if a retry may succeed. If processes of a node make communicators at one time, the call fails for some
- * of them. A call that was refused for its arguments, or for a lack of memory, would be refused again. */
+/* Returns true if a retry may succeed. If processes of a node make communicators at the same time, the call fails for
+ * some of them. Refusals of the arguments, or for lack of memory, are permanent. */
 static bool is_momentary(kvn_hccl_result result)
 {
     switch (result) {
@@ -298,7 +298,7 @@ void kvn_connection_close(kvn_connection *self, kvn_failure *failure)
         kvn_device_leave(self->device, previous);
         return;
     }
-    /* Without a context HCCL cannot be called: the connection is lost, the regions are not. */
+    /* HCCL cannot be called without a context: the connection leaks, the regions do not. */
     kvn_keep_first(failure, &later);
     while (self->num_bound > 0)
         kvn_region_release(self->bound[--self->num_bound].region);

@@ -11,12 +11,12 @@ typedef struct kvn_communicator_options {
     uint32_t rank;
     uint32_t remote_rank;
     const char *name;       /* the same at both ends; 1 to 127 bytes */
-    uint32_t traffic_class; /* KVN_HCCL_NOT_SET: HCCL's own */
+    uint32_t traffic_class; /* KVN_HCCL_NOT_SET: HCCL's default */
     uint32_t service_level;
     uint32_t max_batch; /* descriptors of one HcclBatchPut or Get */
 } kvn_communicator_options;
 
-/* A region of this side, and its description for the peer where the communicator registers it. */
+/* A region of this side, with its description for the peer if the communicator registers it. */
 typedef struct kvn_bound {
     kvn_region *region;
     kvn_hccl_mem_desc desc;
@@ -25,13 +25,13 @@ typedef struct kvn_bound {
 typedef struct kvn_connection {
     kvn_hccl *hccl;
     const kvn_device *device;
-    kvn_hccl_comm comm; /* NULL when there is none */
+    kvn_hccl_comm comm; /* NULL: none */
     uint32_t remote_rank;
     char name[128];
-    kvn_bound *bound; /* KVN_HCCL_MAX_REGIONS have room */
+    kvn_bound *bound; /* room for KVN_HCCL_MAX_REGIONS */
     size_t num_bound;
     size_t last_hit; /* the region that held the latest address looked up */
-    /* The regions of the peer that are enabled, if they are exchanged by hand. */
+    /* The enabled regions of the peer, if kvplan exchanges them. */
     kvn_hccl_mem_desc *remote;
     uint32_t num_remote;
 } kvn_connection;
@@ -48,7 +48,7 @@ int kvn_connection_prepare(kvn_connection *self, int timeout_s, kvn_failure *fai
 /* Unbinds the regions and destroys the handle. The first failure is kept if `failure` is KVN_OK. */
 void kvn_connection_close(kvn_connection *self, kvn_failure *failure);
 kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, size_t room);
-/* On a thread that has the context set. */
+/* Call it on a thread with the context set. */
 int kvn_connection_issue(kvn_connection *self, bool is_put, kvn_one_sided *descriptors,
                          uint32_t count, kvn_stream stream, kvn_failure *failure);
 bool kvn_connection_covers(kvn_connection *self, uint64_t address, uint64_t nbytes);

@@ -1,4 +1,4 @@
-/* Opens the HCCL library, chooses how memory is registered with it, and puts its errors into words. */
+/* Opens the HCCL library, chooses how memory is registered with it, and describes its errors. */
 #include "hccl/library.h"
 
 #include <dlfcn.h>
@@ -10,7 +10,7 @@
 #define REQUIRED(name, field) {name, offsetof(kvn_hccl_calls, field), false, NULL}
 #define OPTIONAL(name, field) {name, offsetof(kvn_hccl_calls, field), true, NULL}
 
-/* The two ways to register memory are each of use only as a whole. */
+/* Each of the two ways to register memory needs all of its calls. */
 enum { GLOBAL = 4, NUM_GLOBAL = 5, PER_COMM = 9, NUM_PER_COMM = 5 };
 
 static const kvn_symbol symbols[] = {
@@ -42,8 +42,7 @@ static bool unfolds(const char *soc_name)
            (mode && strcmp(mode, "AI_CPU") == 0);
 }
 
-/* The library of the 950 generation has the calls that register memory once, but its products refuse
- * such memory. */
+/* The library of the 950 generation has calls that register memory once, but its products refuse such memory. */
 static int choose_generation(kvn_hccl *hccl, const char *soc_name, kvn_failure *failure)
 {
     const kvn_symbols global = {symbols + GLOBAL, NUM_GLOBAL}, per_comm = {symbols + PER_COMM, NUM_PER_COMM};
@@ -100,7 +99,7 @@ int kvn_hccl_status(kvn_hccl_result result)
     }
 }
 
-/* "TIMEOUT" for 9; "" for codes that kvplan knows nothing of. */
+/* The name of a code, such as "TIMEOUT" for 9; "" for unknown codes. */
 static const char *words_of(kvn_hccl_result result)
 {
     static const char *const words[] = {

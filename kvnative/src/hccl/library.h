@@ -1,5 +1,5 @@
-/* The HCCL library of this process: found next to ACL's, opened, its calls looked up, its errors in
- * words. It is never closed: its threads outlive the last user. */
+/* The HCCL library of this process, which is found next to ACL's: its calls, and descriptions of its errors. It is
+ * never closed, because its threads outlive the last user. */
 #ifndef KVN_HCCL_LIBRARY_H
 #define KVN_HCCL_LIBRARY_H
 
@@ -12,7 +12,7 @@
 /* Time that the vendor's engine waits after an abort on A3, whose AICPU continues with operations that it has
  * unfolded. */
 #define KVN_HCCL_UNFOLD_MS 100
-/* Limits of HCCL: ranges that a process registers, and that are bound to a communicator. */
+/* HCCL's maximum number of ranges that a process registers, and that are bound to a communicator. */
 #define KVN_HCCL_MAX_REGIONS 256
 
 typedef struct kvn_hccl_calls {
@@ -45,12 +45,12 @@ typedef struct kvn_hccl {
     kvn_hccl_calls calls;
     const kvn_acl *acl;   /* for the vendor's texts, which HCCL leaves there */
     bool is_per_comm;     /* memory is registered with each communicator */
-    uint32_t unfold_ms;   /* that operations may go on after their stream was aborted */
-    char driver[32];      /* version of the HDK, "25.5.0" say; "" when it is not known */
-    uint64_t most[2];     /* bytes that are registered with a device: [0] of the host's memory, [1] its own */
+    uint32_t unfold_ms;   /* time for which operations may continue after an abort of their stream */
+    char driver[32];      /* version of the HDK, such as "25.5.0"; "": unknown */
+    uint64_t most[2];     /* maximum bytes to register with a device: [0] of host memory, [1] of its own */
     pthread_mutex_t init; /* HCCL cannot make two communicators at the same time */
-    pthread_mutex_t registry; /* guards the list below and how often each region is bound */
-    kvn_region *regions;  /* those that are not closed */
+    pthread_mutex_t registry; /* guards the list below and `num_bound` of each region */
+    kvn_region *regions;  /* open regions */
     pthread_mutex_t words_mutex; /* taken before `registry`; guards the fields below */
     struct kvn_words_page *words; /* see words.h */
 } kvn_hccl;

@@ -1,13 +1,13 @@
 /* Moves a shard through staging memory. Chunks of the shard go through the slots of a buffer set: two streams,
- * the set's for copies and the communicator's for operations, ordered chunk by chunk with events. A slot is
- * filled again only when its event `emptied` has happened, for which this thread waits: so neither stream
- * ever waits for the other in a circle, and no more is queued than an abort can wait for. */
+ * the set's for copies and the communicator's for operations, ordered chunk by chunk with events. This thread waits for
+ * the event `emptied` of a slot before it fills the slot again. So the streams cannot deadlock, and no more is queued
+ * than an abort can wait for. */
 #include <inttypes.h>
 #include <string.h>
 
 #include "hccl/transfer.h"
 
-/* Fragments begin on these boundaries of a slot, which are fastest for the device's copies. */
+/* Alignment of fragments in a slot, which is the fastest for the device's copies. */
 #define ALIGNMENT 64
 #define SLICE_MS 10
 
@@ -16,7 +16,7 @@ typedef struct pipeline {
     kvn_buffer_set *set;
     uint32_t slots;
     uint64_t slot_nbytes;
-    kvn_fragment fragments[KVN_HCCL_MAX_BATCH]; /* of the chunk at hand */
+    kvn_fragment fragments[KVN_HCCL_MAX_BATCH]; /* of the current chunk */
     uint32_t count;
 } pipeline;
 
@@ -25,7 +25,7 @@ static uint64_t slot_address(const pipeline *p, uint64_t chunk)
     return p->set->address + chunk % p->slots * p->slot_nbytes;
 }
 
-/* Fills in the next chunk. False when there is none. */
+/* Fills in the next chunk. Returns false if there is none. */
 static bool next_chunk(pipeline *p, kvn_cursor *at)
 {
     p->count = kvn_transfer_gather(p->t, at, p->slot_nbytes, ALIGNMENT, p->fragments);
@@ -51,7 +51,7 @@ static int order(pipeline *p, kvn_stream stream, aclrtEvent event)
     return code == KVN_ACL_OK ? KVN_OK : kvn_transfer_fail(p->t, "aclrtStreamWaitEvent", code);
 }
 
-/* On the host: work behind it is issued when the event has happened. */
+/* Waits on the host, so that later work is issued after the event. */
 static int wait(pipeline *p, aclrtEvent event)
 {
     return kvn_transfer_wait_event(p->t, event, p->set->stream);
@@ -72,8 +72,8 @@ static int copy_failed(pipeline *p, const kvn_fragment *it, const kvn_failure *w
                     p->t->shard->first + it->index, why->message);
 }
 
-/* Copies between the slot and local memory. With pageable host memory the call returns after the copy, and
- * the copy comes after all work on the set's stream: so nothing on that stream may wait for long. */
+/* Copies between the slot and local memory. A copy of pageable host memory returns only when it is done, after all work
+ * on the set's stream. So that stream must have no long waits. */
 static int copy_chunk(pipeline *p, uint64_t place)
 {
     const kvn_transfer *transfer = p->t->transfer;
@@ -93,7 +93,7 @@ static int copy_chunk(pipeline *p, uint64_t place)
     return KVN_OK;
 }
 
-/* Between the slot and the peer. */
+/* Issues the operations between the slot and the peer. */
 static int issue_chunk(pipeline *p, uint64_t place)
 {
     kvn_one_sided rows[KVN_HCCL_MAX_BATCH];
@@ -149,8 +149,8 @@ static int fetch_chunk(pipeline *p, uint64_t chunk)
 static int deliver_chunk(pipeline *p, uint64_t chunk)
 {
     const uint32_t slot = (uint32_t)(chunk % p->slots);
-    /* A copy to pageable memory would wait inside ACL for a peer that may be gone, where no abort
-     * reaches it. Other chunks are on their way meanwhile. */
+    /* A copy to pageable memory would wait inside ACL for a peer that may have gone, where no abort reaches it. Other
+     * chunks move meanwhile. */
     int status = p->t->transfer->local_on_device
                      ? order(p, p->set->stream, p->set->filled[slot])
                      : wait(p, p->set->filled[slot]);
@@ -171,7 +171,7 @@ static int get_all(pipeline *p)
             if (more)
                 status = fetch_chunk(p, fetched++);
         } else {
-            next_chunk(p, &delivering); /* the same chunk as was fetched */
+            next_chunk(p, &delivering); /* the chunk that was fetched */
             status = deliver_chunk(p, delivered++);
         }
     }
@@ -193,7 +193,7 @@ static int wait_for_copies(pipeline *p)
     }
 }
 
-/* An error of a stream shows only in a wait for that stream. For puts, wait for the copies first: the operations wait
+/* Only a wait for a stream reports its error. For puts, wait for the copies first: the operations wait
  * for them, and would never end after a failed copy. */
 static int finish(pipeline *p)
 {
@@ -222,8 +222,8 @@ int kvn_transfer_staged(kvn_transfer_context *t)
     if (status == KVN_OK)
         status = finish(&p);
     if (status != KVN_OK) {
-        /* Operations use the set's slots, and events of the set's stream may never happen now:
-         * they are stopped before the set is given to others. */
+        /* Stop the operations before others get the set: they use its slots, and events of its stream may never happen
+         * now. */
         kvn_channel_fault_begin(&ignored);
         kvn_transfer_stop(t, &ignored);
     }

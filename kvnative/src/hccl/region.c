@@ -22,11 +22,11 @@ static int check_size(const kvn_region *region, kvn_failure *failure)
         __builtin_add_overflow(region->address, region->nbytes, &end))
         return kvn_fail(failure, KVN_INVALID, 0,
                         "address is 0x%" PRIx64 ", nbytes is %" PRIu64
-                        ": no range of memory", region->address, region->nbytes);
+                        ": not a range of memory", region->address, region->nbytes);
     return KVN_OK;
 }
 
-/* Under the registry's mutex. Host memory is registered for each device of its own. */
+/* Call it with the registry's mutex. Host memory is registered separately for each device. */
 static int check_overlap(const kvn_region *region, kvn_failure *failure)
 {
     for (const kvn_region *it = region->hccl->regions; it; it = it->next)
@@ -72,7 +72,7 @@ void kvn_hccl_registered(kvn_hccl *hccl, int32_t device_id, uint64_t nbytes[2])
     pthread_mutex_unlock(&hccl->registry);
 }
 
-/* Under the registry's mutex. Beyond this a connection cannot be prepared, with an error that says nothing. */
+/* Call it with the registry's mutex. Beyond this limit HCCL fails to prepare a connection, without a reason. */
 static int check_total(const kvn_region *region, kvn_failure *failure)
 {
     const kvn_hccl *hccl = region->hccl;
@@ -174,7 +174,7 @@ int kvn_region_close(kvn_region *region, kvn_failure *failure)
                           " communicator(s)",
                           region->address, region->address + region->nbytes, region->num_bound);
     } else if (region->is_open) {
-        /* Holds the mutex, so that a new registration of the range finds it deregistered. */
+        /* Deregister with the mutex held, so that a new registration of the range comes after it. */
         if (region->handle)
             status = deregister(region, failure);
         take_out(region);

@@ -13,7 +13,7 @@ struct kvn_region {
     uint64_t address;
     uint64_t nbytes;
     bool on_device;
-    void *handle;        /* HCCL's; NULL where communicators register */
+    void *handle;        /* HCCL's; NULL if communicators register the memory */
     uint32_t num_bound;  /* communicators; guarded by hccl->registry, like the fields below */
     bool is_open;
     kvn_region *next;    /* in hccl->regions */
@@ -24,7 +24,7 @@ int kvn_region_open(kvn_hccl *hccl, const kvn_device *device, uint64_t address, 
                     bool on_device, kvn_region *out, kvn_failure *failure);
 /* KVN_INVALID while the region is bound; idempotent. If HCCL refuses, the region still counts as closed. */
 int kvn_region_close(kvn_region *region, kvn_failure *failure);
-/* Bytes of each kind that are registered with a device: [0] of the host's memory, [1] of its own. */
+/* Bytes that are registered with a device: [0] of host memory, [1] of its own. */
 void kvn_hccl_registered(kvn_hccl *hccl, int32_t device_id, uint64_t nbytes[2]);
 /* Adds a communicator as a user; KVN_INVALID if the region is closed. */
 int kvn_region_retain(kvn_region *region, kvn_failure *failure);

@@ -1,4 +1,4 @@
-/* Keeps the buffer sets that staged transfers go through. */
+/* Keeps the buffer sets of staged transfers. */
 #include "hccl/staging.h"
 
 #include <errno.h>
@@ -8,14 +8,14 @@
 
 #include "core/thread.h"
 
-/* Time between two checks of a waiting thread if it must stop. */
+/* Interval at which a waiting thread checks if it must stop. */
 #define MS_PER_SLICE 10
 #define NS_PER_SLICE (MS_PER_SLICE * INT64_C(1000000))
 
 /* ---- buffer sets; with the device's context current ---- */
 
-/* Stops the copies of a stream by aborting or destroying it. If the system does neither, it waits for the
- * copies to end: they touch memory that belongs to others as soon as this returns. */
+/* Stops the copies of a stream by aborting or destroying it. If both fail, waits for the copies to end, because others
+ * own the memory after the return. */
 static void stop(const kvn_device *device, kvn_stream stream)
 {
     const kvn_device_ops *ops = device->ops;
@@ -43,7 +43,7 @@ static void take_down(const kvn_staging *staging, kvn_buffer_set *set)
     set->stream = NULL;
 }
 
-/* An event that may be recorded again and again: a wait means the record before it. */
+/* Makes an event that can be recorded repeatedly: a wait refers to the last recording. */
 static int make_event(const kvn_acl *acl, aclrtEvent *out, kvn_failure *failure)
 {
     const aclError code = acl->aclrtCreateEventExWithFlag(out, KVN_ACL_EVENT_SYNC);
@@ -72,7 +72,7 @@ static int set_up(const kvn_staging *staging, kvn_buffer_set *set, kvn_failure *
 
 /* ---- open, close ---- */
 
-/* Without a context there is nothing to take down: the device is gone. */
+/* Without a context the device is gone, and there is nothing to free. */
 static int drop(const kvn_staging *staging, kvn_failure *failure)
 {
     void *previous;
@@ -104,7 +104,7 @@ int kvn_staging_check(uint64_t slot_nbytes, uint64_t slots, uint64_t sets, kvn_f
     if (slot_nbytes < 4096 || slot_nbytes > UINT64_C(1) << 30)
         return kvn_fail(failure, KVN_INVALID, 0,
                         "slot_nbytes is %" PRIu64 "; it must be in [4096, 2**30]", slot_nbytes);
-    /* One slot would make copies and operations take turns. */
+    /* With one slot, copies and operations could not overlap. */
     if (slots < 2 || slots > KVN_STAGING_MAX_SLOTS)
         return kvn_fail(failure, KVN_INVALID, 0, "slots is %" PRIu64 "; it must be in [2, %d]",
                         slots, KVN_STAGING_MAX_SLOTS);
@@ -212,7 +212,7 @@ void kvn_staging_release(kvn_staging *staging, kvn_buffer_set *set, bool is_clea
     kvn_failure ignored;
     if (!is_clean) {
         take_down(staging, set);
-        set_up(staging, set, &ignored); /* else the next to claim it tries again, and says why */
+        set_up(staging, set, &ignored); /* after a failure, the next claim tries again, and reports the reason */
     }
     pthread_mutex_lock(&staging->mutex);
     set->busy = false;

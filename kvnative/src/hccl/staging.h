@@ -11,10 +11,10 @@
 #define KVN_STAGING_MAX_SETS 64
 
 typedef struct kvn_buffer_set {
-    bool busy;        /* under the staging's mutex */
-    uint64_t address; /* of its slots, one behind the other */
+    bool busy;        /* guarded by the staging's mutex */
+    uint64_t address; /* of its slots, which are contiguous */
     kvn_stream stream;
-    /* Of each slot: its bytes have come in; they have gone out, and the slot is free. */
+    /* For each slot: its bytes have arrived; its bytes have left, so that the slot is free. */
     aclrtEvent filled[KVN_STAGING_MAX_SLOTS];
     aclrtEvent emptied[KVN_STAGING_MAX_SLOTS];
 } kvn_buffer_set;
@@ -31,15 +31,15 @@ typedef struct kvn_staging {
     bool is_open;
 } kvn_staging;
 
-/* KVN_INVALID for numbers out of range; makes no call. */
+/* KVN_INVALID if a number is out of range; calls no library. */
 int kvn_staging_check(uint64_t slot_nbytes, uint64_t slots, uint64_t sets, kvn_failure *failure);
-/* Over num_sets * slots * slot_nbytes bytes of device memory at `address`, whose owner has them in a
- * region that is bound to every communicator that uses them. */
+/* Uses num_sets * slots * slot_nbytes bytes of device memory at `address`. The caller has bound their region to every
+ * communicator that uses them. */
 int kvn_staging_open(kvn_device *device, uint64_t address, uint64_t slot_nbytes, uint32_t slots,
                      uint32_t num_sets, kvn_staging *out, kvn_failure *failure);
 /* KVN_INVALID while a transfer uses it; idempotent. */
 int kvn_staging_close(kvn_staging *staging, kvn_failure *failure);
-/* After close, or in a forked child. */
+/* Call it after close, or in a forked child. */
 void kvn_staging_free(kvn_staging *staging);
 
 /* ---- on a channel's thread ---- */

@@ -1,4 +1,4 @@
-/* Issues one-sided operations for a shard, checks guards, and stops operations that were given up. */
+/* Issues one-sided operations for a shard, checks guards, and stops aborted operations. */
 #include "hccl/transfer.h"
 
 #include <errno.h>
@@ -8,10 +8,10 @@
 #include <time.h>
 
 #define SLICE_MS 10
-/* An operation of RDMA takes less than 2 GiB. */
+/* The maximum of an RDMA operation is below 2 GiB. */
 #define MAX_FRAGMENT (UINT64_C(1) << 30)
-/* Descriptors between two looks at how far the stream is: at most twice as many are on it. A stream
- * holds a few thousand; a thread that issues more blocks inside HCCL, out of reach of an abort. */
+/* Descriptors between two checks of the stream's progress: at most twice as many are on it. A stream holds a few
+ * thousand; a thread that issues more blocks inside HCCL, where no abort reaches it. */
 #define PACE 1024
 
 /* ---- operations ---- */
@@ -85,8 +85,8 @@ int kvn_transfer_fail(kvn_transfer_context *t, const char *call, aclError code)
 
 /* ---- waiting ---- */
 
-/* After an abort, or an error, which stops the stream too: operations may go on though their stream is empty, and touch
- * memory that is others' as soon as this transfer is over. */
+/* Waits after an abort or an error, which stops the stream too: operations may continue though their stream is empty,
+ * and others own the memory after this transfer. */
 static void let_unfold(kvn_transfer_context *t)
 {
     const uint32_t ms = kvn_communicator_unfold_ms(t->communicator);
@@ -103,7 +103,7 @@ int kvn_transfer_stop(kvn_transfer_context *t, kvn_channel_fault *fault)
     return status;
 }
 
-/* All work on the stream has ended: with the stream, by an error, or by an abort. */
+/* Handles the end of all work on the stream: done, failed or aborted. */
 static int ended(kvn_transfer_context *t, int status)
 {
     if (status < 0)
@@ -122,8 +122,8 @@ int kvn_transfer_synchronize(kvn_transfer_context *t, kvn_channel_fault *fault)
     return ended(t, status);
 }
 
-/* A stream goes on after an operation that failed, and so its events happen all the same. Of a peer
- * that is gone every further operation would be tried, each for the seconds that HCCL tries. */
+/* Checks for failed operations, after which a stream and its events continue. If the peer has gone, HCCL would
+ * otherwise try each further operation for seconds. */
 static int look_at_connection(kvn_transfer_context *t)
 {
     char text[256];
@@ -131,7 +131,7 @@ static int look_at_connection(kvn_transfer_context *t)
     t->fault->why.code = kvn_communicator_async_error(t->communicator, text, sizeof text);
     if (t->fault->why.code == KVN_HCCL_SUCCESS)
         return KVN_OK;
-    status = kvn_transfer_synchronize(t, t->fault); /* the stream's own error says more */
+    status = kvn_transfer_synchronize(t, t->fault); /* the stream's own error is more specific */
     return status == KVN_OK ? KVN_FAILED : status;
 }
 
@@ -171,7 +171,7 @@ int kvn_transfer_read_guards(kvn_transfer_context *t)
                               transfer->guard_addresses[first + i], sizeof(uint64_t));
         if (kvn_is_halted(&t->halt))
             return KVN_CANCELLED;
-        t->has_issued = true; /* the words are others' after this transfer, too */
+        t->has_issued = true; /* others own the words, too, after this transfer */
         const int status = kvn_communicator_issue(t->communicator, false, rows, count, &t->fault->why);
         if (status != KVN_OK)
             return status;
@@ -205,7 +205,7 @@ static int compare_guards(kvn_transfer_context *t)
 
 /* ---- directly ---- */
 
-/* HCCL would only say that something is wrong. */
+/* HCCL's own error would not name the memory. */
 static int check_local(kvn_transfer_context *t, const kvn_fragment *fragments, uint32_t count)
 {
     for (uint32_t i = 0; i < count; i++) {
@@ -222,7 +222,7 @@ static int check_local(kvn_transfer_context *t, const kvn_fragment *fragments, u
     return KVN_OK;
 }
 
-/* Called after a batch; see PACE. */
+/* Call it after a batch; see PACE. */
 static int keep_pace(kvn_transfer_context *t, uint64_t *since, uint64_t *laps)
 {
     aclrtEvent *events = kvn_communicator_events(t->communicator);
@@ -262,7 +262,7 @@ static int move_directly(kvn_transfer_context *t)
     return status == KVN_OK ? kvn_transfer_synchronize(t, t->fault) : status;
 }
 
-/* ---- the end of a transfer that failed ---- */
+/* ---- the end of a failed transfer ---- */
 
 /* Appends HCCL's own error to the message, and returns it. */
 static kvn_hccl_result ask_hccl(kvn_transfer_context *t)
@@ -276,7 +276,7 @@ static kvn_hccl_result ask_hccl(kvn_transfer_context *t)
     return result;
 }
 
-/* Not even the peer's generation table can be read: it goes last. */
+/* The peer's generation table cannot be read, which the peer frees last. */
 static int lose_owner(kvn_channel_fault *fault)
 {
     char text[sizeof fault->why.message];
@@ -287,8 +287,8 @@ static int lose_owner(kvn_channel_fault *fault)
     return KVN_PEER_GONE;
 }
 
-/* The transfer failed, though the connection seems well: perhaps because the owner has deregistered
- * the memory. Then the guards say so, which is a better answer than the vendor's. */
+/* Checks if a transfer over an intact connection failed because the owner has deregistered the memory. The guards give
+ * a better answer than the vendor. */
 static int blame_owner(kvn_transfer_context *t, int status)
 {
     kvn_channel_fault guards, *fault = t->fault;
@@ -314,7 +314,7 @@ static int blame_owner(kvn_transfer_context *t, int status)
     return answer == KVN_OK || kvn_is_halted(&t->halt) ? status : lose_owner(fault);
 }
 
-/* An abort of a request also aborts its stream, and explains a failure here. */
+/* Concludes an aborted transfer: the abort also stopped its stream, which explains its failure. */
 static int give_up(kvn_transfer_context *t)
 {
     kvn_channel_fault *fault = t->fault;
@@ -330,7 +330,7 @@ static int end_failed(kvn_transfer_context *t, int status)
     const bool is_halted = kvn_is_halted(&t->halt);
     kvn_channel_fault ignored;
     kvn_channel_fault_begin(&ignored);
-    /* Batches before the one at fault are on the stream. */
+    /* The stream has the batches before the failed one. */
     kvn_transfer_synchronize(t, &ignored);
     if (is_halted)
         status = give_up(t);
@@ -392,7 +392,7 @@ static void destroy(kvn_backend *base)
     free(self);
 }
 
-/* Makes one allocation for both columns. Returns false if memory is short; the old one is left to free. */
+/* Makes one allocation for both columns. Returns false if memory is short; the caller frees the old one. */
 static bool copy_guards(kvn_transfer *self, const kvn_transfer_options *options)
 {
     const uint32_t count = options->num_guards;

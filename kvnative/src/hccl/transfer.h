@@ -10,10 +10,10 @@
 
 #define KVN_HCCL_MAX_BATCH 256
 
-#define KVN_HCCL_TICKETS 256 /* puts with leases of a process at one time */
+#define KVN_HCCL_TICKETS 256 /* maximum of simultaneous puts with leases in a process */
 
-/* The writes of this process to memory of peers with leases: a word for each transfer in memory of its device, where
- * owners read their tag and a number, or 0. See announced.c. */
+/* Announces this process's writes with leases: a word for each transfer in memory of its device, where owners read
+ * their tag and a number, or 0. See announced.c. */
 typedef struct kvn_tickets {
     uint64_t address; /* on the device */
     atomic_bool is_taken[KVN_HCCL_TICKETS];
@@ -27,13 +27,13 @@ typedef struct kvn_lease_name {
 
 typedef struct kvn_transfer_options {
     kvn_direction direction; /* KVN_PEER_GET or KVN_PEER_PUT */
-    /* Remote words, and the values that they must have after the data was moved; copied. At most KVN_MAX_GUARDS. */
+    /* Remote words, and their expected values after the data was moved; copied. At most KVN_MAX_GUARDS. */
     const uint64_t *guard_addresses;
     const uint64_t *guard_words;
     uint32_t num_guards;
-    const kvn_lease_name *lease_names; /* the last guards are of leases; copied */
+    const kvn_lease_name *lease_names; /* for the last guards; copied */
     uint32_t num_leases;
-    kvn_tickets *tickets; /* NULL: it is not announced; it is a put with leases otherwise */
+    kvn_tickets *tickets; /* NULL: not announced; else a put with leases */
     uint32_t tag;         /* of the owner */
     kvn_staging *staging; /* NULL: local memory is in bound regions */
     bool local_on_device;
@@ -43,9 +43,9 @@ typedef struct kvn_transfer_options {
 kvn_backend *kvn_transfer_create(kvn_communicator *communicator,
                                  const kvn_transfer_options *options);
 
-/* ---- one shard on its way ---- */
+/* ---- a shard in flight ---- */
 
-/* For kvn_channel_synchronize: returns true to stop now. */
+/* A `stop` for kvn_channel_synchronize that stops at once. */
 static const atomic_int KVN_ALWAYS = 1;
 
 typedef struct kvn_transfer {
@@ -68,12 +68,12 @@ typedef struct kvn_transfer_context {
     kvn_communicator *communicator;
     kvn_channel *channel;
     const kvn_device *device;
-    const kvn_acl *acl; /* for events, which the device's table has not */
+    const kvn_acl *acl; /* for events, which the device's table lacks */
     const kvn_columns *shard;
     kvn_halt halt;
     kvn_channel_fault *fault;
-    bool is_untouched; /* it failed before HCCL had to do with that */
-    bool has_issued;   /* operations, which have not been waited for */
+    bool is_untouched; /* it failed before any call of HCCL */
+    bool has_issued;   /* there are operations that were not waited for */
 } kvn_transfer_context;
 
 /* Bytes that one operation moves: (a piece of) a descriptor. */
@@ -84,44 +84,43 @@ typedef struct kvn_fragment {
     uint64_t index; /* of its descriptor */
 } kvn_fragment;
 
-/* Takes the next fragments, at most one batch and `max_nbytes`, with each place rounded up to `alignment` bytes. 0 if
- * nothing is left. */
+/* Takes the next fragments, at most one batch and `max_nbytes`, with each place rounded up to `alignment` bytes.
+ * Returns 0 if none is left. */
 uint32_t kvn_transfer_gather(const kvn_transfer_context *t, kvn_cursor *at, uint64_t max_nbytes,
                             uint64_t alignment, kvn_fragment *out);
 
-/* One batch; a message names the descriptors of `fragments`. KVN_CANCELLED when halted. */
+/* Issues a batch; a failure names the descriptors of `fragments`. KVN_CANCELLED when halted. */
 int kvn_transfer_issue(kvn_transfer_context *t, kvn_one_sided *rows, const kvn_fragment *fragments,
                       uint32_t count);
-/* A call of ACL itself failed. */
+/* Reports the failure of a call of ACL. */
 int kvn_transfer_fail(kvn_transfer_context *t, const char *call, aclError code);
 /* Blocks until the event has happened. Meanwhile checks if the transfer was halted, or if the communicator's stream or
  * `other` (NULL: none) has failed, for which the event may wait. */
 int kvn_transfer_wait_event(kvn_transfer_context *t, aclrtEvent event, kvn_stream other);
-/* Blocks until all on the communicator's stream is through. KVN_CANCELLED when halted: the stream was
- * aborted. No byte moves on return, whatever it is. */
+/* Blocks until all work on the communicator's stream has ended. KVN_CANCELLED when halted: the stream was aborted.
+ * After the return, with any status, no byte moves. */
 int kvn_transfer_synchronize(kvn_transfer_context *t, kvn_channel_fault *fault);
-/* Aborts the communicator's stream; no byte moves on return. */
+/* Aborts the communicator's stream; after the return no byte moves. */
 int kvn_transfer_stop(kvn_transfer_context *t, kvn_channel_fault *fault);
 
-/* Issues the read of the guards' words, which are compared after the stream was waited for. */
+/* Issues the read of the guards' words. Compare them after a wait for the stream. */
 int kvn_transfer_read_guards(kvn_transfer_context *t);
-/* Reads them, and compares; nothing is on the stream before and afterwards. */
+/* Reads and compares the words. The stream must be empty, and is empty afterwards. */
 int kvn_transfer_check_guards(kvn_transfer_context *t);
 
-/* Moves the shard and compares the guards; nothing of it is under way on return. */
+/* Moves the shard and compares the guards; after the return none of its operations is in flight. */
 int kvn_transfer_move(kvn_transfer_context *t);
-/* The same for a put with leases, which it announces to the owner: KVN_UNMAPPED, with nothing written, if one
- * has ended before. */
+/* The same for a put with leases, which it announces to the owner: KVN_UNMAPPED, without a write, if a lease has ended
+ * before. */
 int kvn_transfer_announced(kvn_transfer_context *t);
 
-/* Through staging memory: issue, wait. On failure it may leave work on the communicator's stream, nothing on
- * others. */
+/* Moves the shard through staging memory. A failure may leave work on the communicator's stream, but not on others. */
 int kvn_transfer_staged(kvn_transfer_context *t);
 
 static inline kvn_one_sided kvn_row(uint64_t local, uint64_t remote, uint64_t nbytes)
 {
-    /* Bytes, whatever the elements are: HCCL multiplies count by the size of the type and does no
-     * more with it, and UINT8 is in every version, which the narrow types of KV caches are not. */
+    /* Count bytes for all element types: HCCL only multiplies the count by the size of the type. Every version has
+     * UINT8, unlike the narrow types of KV caches. */
     return (kvn_one_sided){.local = local, .remote = remote, .count = nbytes,
                            .data_type = KVN_HCCL_UINT8};
 }

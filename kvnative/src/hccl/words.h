@@ -10,9 +10,9 @@
 
 typedef struct kvn_words_page kvn_words_page;
 
-/* KVN_MAX_GUARDS words of a connection. */
+/* The KVN_MAX_GUARDS words of a connection. */
 typedef struct kvn_words {
-    kvn_words_page *page; /* NULL: none are taken */
+    kvn_words_page *page; /* NULL: none */
     unsigned seat;
 } kvn_words;
 

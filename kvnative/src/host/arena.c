@@ -33,7 +33,7 @@ static int status_of(int error)
 }
 
 /* Reserves `nbytes` of address space at a multiple of a huge page, so that a file can be mapped there in huge pages.
- * NULL: errno says why. */
+ * NULL with errno set on failure. */
 static char *reserve(uint64_t nbytes)
 {
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);
@@ -56,7 +56,7 @@ static int map(kvn_arena *arena, kvn_failure *failure)
     const int hugetlb = arena->pages == KVN_PAGES_HUGETLB;
     char *reserved = NULL;
     if (!hugetlb && arena->nbytes >= KVN_HUGE_NBYTES)
-        reserved = reserve(arena->nbytes); /* else it is anywhere, as it is without huge pages */
+        reserved = reserve(arena->nbytes); /* if that fails, any address will do */
     arena->address = mmap(reserved, arena->nbytes, protection,
                           MAP_SHARED | (hugetlb ? 0 : MAP_NORESERVE) | (reserved ? MAP_FIXED : 0),
                           arena->fd, 0);
@@ -67,14 +67,14 @@ static int map(kvn_arena *arena, kvn_failure *failure)
                         "mapping an arena of %" PRIu64 " bytes: %s", arena->nbytes,
                         strerror(errno));
     }
-    /* Only a hint; it counts where the administrator set shmem_enabled to advise. */
+    /* Only a hint, which has an effect if the administrator has set shmem_enabled to advise. */
     if (!hugetlb)
         (void)madvise(arena->address, arena->nbytes,
                       arena->pages == KVN_PAGES_SMALL ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
     return KVN_OK;
 }
 
-/* Newer kernels warn without that flag, or insist on it (vm.memfd_noexec); older ones refuse it. */
+/* Newer kernels warn without MFD_NOEXEC_SEAL, or require it (vm.memfd_noexec); older ones refuse it. */
 static int create_memfd(const char *name, unsigned more)
 {
     const unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING | more;
@@ -91,7 +91,7 @@ static int too_few_reserved(const kvn_arena *arena, uint64_t page, kvn_failure *
                     arena->nbytes, arena->nbytes / page, page >> 10);
 }
 
-/* The file: sized, but not mapped nor sealed yet. */
+/* Creates the file with its size, but does not map or seal it. */
 static int create_file(const char *name, kvn_arena *out, uint64_t *page, kvn_failure *failure)
 {
     struct stat facts;
@@ -131,8 +131,8 @@ int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena
         ((failed && failure->code == ENOMEM) ||
          (!failed && madvise(out->address, out->nbytes, MADV_POPULATE_WRITE) != 0)))
         failed = too_few_reserved(out, page, failure) != KVN_OK;
-    /* Seal after mapping, since the seal refuses later writable mappings. Kernels before 5.1 lack it; there only the
-     * peers themselves map read-only what they do not write. */
+    /* Seal after mapping, since the seal refuses later writable mappings. Kernels before 5.1 lack the seal; there peers
+     * map memory that they do not write read-only by themselves. */
     if (!failed && exclusive)
         (void)fcntl(out->fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
     if (!failed && fcntl(out->fd, F_ADD_SEALS, FIXED_SIZE) != 0) {
@@ -152,7 +152,7 @@ static const char *mismatch(int fd, uint64_t inode, uint64_t nbytes, kvn_arena *
     struct stat facts;
     struct statfs filesystem;
     if (fstat(fd, &facts) != 0 || fstatfs(fd, &filesystem) != 0)
-        return "its facts cannot be read";
+        return "fstat or fstatfs failed";
     const int hugetlb = filesystem.f_type == HUGETLBFS_MAGIC;
     if (!S_ISREG(facts.st_mode) || (filesystem.f_type != TMPFS_MAGIC && !hugetlb))
         return "it is not a memfd";
@@ -207,7 +207,7 @@ int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writa
         map(out, failure);
     close(out->fd); /* the mapping alone keeps the memory */
     out->fd = -1;
-    /* All of them are there, and few. Where the kernel cannot, they come at first use. */
+    /* All huge pages exist, and are few. If the kernel cannot map them now, the first use does. */
     if (out->address && out->pages == KVN_PAGES_HUGETLB)
         (void)madvise(out->address, out->nbytes, MADV_POPULATE_READ);
     return out->address ? KVN_OK : failure->status;
@@ -221,7 +221,7 @@ int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure)
     if (madvise(arena->address, arena->nbytes, advice) == 0)
         return KVN_OK;
     int error = errno;
-    /* Before Linux 5.14 fallocate takes the pages, without mapping them; a peer's are its owner's. */
+    /* Before Linux 5.14 fallocate allocates the pages, without mapping them; pages of a peer are its owner's task. */
     if (error == EINVAL) {
         if (arena->fd < 0)
             return KVN_OK;
@@ -231,7 +231,7 @@ int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure)
         if (error == 0)
             return KVN_OK;
     }
-    /* EFAULT: touching a page would raise SIGBUS: no page is left, under vm.overcommit_memory 2. */
+    /* EFAULT: no page is left, under vm.overcommit_memory 2, so touching one would raise SIGBUS. */
     return kvn_fail(failure, error == EFAULT ? KVN_NO_MEMORY : status_of(error), error,
                     "making %" PRIu64 " bytes of an arena present: %s", arena->nbytes,
                     strerror(error == EFAULT ? ENOMEM : error));

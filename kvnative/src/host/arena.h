@@ -9,16 +9,16 @@
 #include "core/failure.h"
 
 typedef enum kvn_arena_pages {
-    KVN_PAGES_AUTO,   /* huge ones where it is populated, or the system says so */
+    KVN_PAGES_AUTO,   /* huge ones if the arena is populated, or the system prefers them */
     KVN_PAGES_SMALL,
     KVN_PAGES_HUGETLB /* pages that the administrator has reserved; all present from the start */
 } kvn_arena_pages;
 
 typedef struct kvn_arena {
-    void *address;   /* NULL when closed; of 2 MiB or more at a multiple of that, for huge pages */
-    uint64_t nbytes; /* of the file and of the mapping; with hugetlb in whole pages of that */
+    void *address;   /* NULL when closed; a multiple of 2 MiB for arenas of 2 MiB or more, for huge pages */
+    uint64_t nbytes; /* of the file and of the mapping; with hugetlb whole huge pages */
     uint64_t inode;
-    uint64_t device; /* of the file system that the inode is in */
+    uint64_t device; /* of the inode's file system */
     int fd;          /* -1 in a peer: the mapping alone keeps the memory */
     int writable;
     kvn_arena_pages pages;
@@ -34,7 +34,7 @@ int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena
 int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writable, kvn_arena *out,
                      kvn_failure *failure);
 
-/* Populates all pages and page tables now, instead of one fault for each page at its first use. The owner gets huge
+/* Populates all pages and page tables now, which saves a fault at the first use of each page. The owner gets huge
  * pages if there are any. KVN_NO_MEMORY if memory is short. */
 int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure);
 

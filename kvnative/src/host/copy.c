@@ -15,7 +15,7 @@ void kvn_copy_plain(void *dst, const void *src, size_t nbytes) { memcpy(dst, src
 
 #define LINE 64 /* of a cache */
 
-/* Stores of this kind must be aligned. */
+/* Non-temporal stores must be aligned. */
 __attribute__((target("avx2"))) static void copy_past_caches(void *dst, const void *src, size_t nbytes)
 {
     enum { WIDTH = sizeof(__m256i), STEP = 4 * WIDTH };
@@ -42,7 +42,7 @@ __attribute__((target("avx2"))) static void copy_past_caches(void *dst, const vo
     memcpy(to, from, nbytes);
 }
 
-/* AVX2, whose registers the system keeps. Not __builtin_cpu_supports: zig's own runtime always denies. */
+/* Checks processor and system for AVX2. __builtin_cpu_supports is always false in zig's runtime. */
 static bool has_avx2(void)
 {
     const uint32_t kept = 0x06;

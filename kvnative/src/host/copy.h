@@ -8,7 +8,7 @@
 /* Copies between ranges that do not overlap; any size, any alignment. */
 typedef void (*kvn_copy)(void *dst, const void *src, size_t nbytes);
 
-/* memcpy in a file of its own, which ThreadSanitizer does not check: the bytes belong to the program. */
+/* memcpy in a separate file, which ThreadSanitizer does not check: the bytes belong to the program. */
 void kvn_copy_plain(void *dst, const void *src, size_t nbytes);
 /* Writes past the caches. NULL if the processor or the system lacks it. */
 kvn_copy kvn_copy_past_caches(void);

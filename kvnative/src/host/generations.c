@@ -132,7 +132,7 @@ int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t gene
 
 static bool has_expired(const kvn_generations *table, uint64_t slot)
 {
-    /* The clock is read after it: by a branch on it, and the ISB of clock_gettime. */
+    /* The clock is read after the deadline, because of a branch on it and the ISB of clock_gettime. */
     const uint64_t deadline =
         atomic_load_explicit(&deadlines_of(table)[slot], memory_order_acquire);
     return deadline != 0 && (uint64_t)kvn_now_ns() >= deadline;
@@ -148,7 +148,7 @@ uint64_t kvn_generations_first_stale(const kvn_generations *table, const kvn_wor
         const kvn_word *it = &words[i];
         if (it->slot >= table->num_slots || has_expired(table, it->slot))
             return i;
-        if (it->generation % 2 == 0 || /* of a free slot, so no peer has it */
+        if (it->generation % 2 == 0 || /* the generation of a free slot, which no peer has */
             atomic_load_explicit(&slots_of(table)[it->slot], memory_order_acquire) !=
                 it->generation)
             return i;

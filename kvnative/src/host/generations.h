@@ -2,8 +2,8 @@
  *
  * A range of memory that peers may reach holds a slot. The generation of the slot is odd while the range is registered.
  * Taking and releasing the slot each add one; the first value is random, of 48 bits, so that no word of one table is
- * valid in another one. A peer compares the generation that was published to it before and after each transfer. It so
- * notices without a message that the owner has released the range, even if the slot was taken again. A lease is a slot
+ * valid in another one. A peer compares the generation that was published to it before and after each transfer. So it
+ * detects without a message that the owner has released the range, even if the slot was taken again. A lease is a slot
  * without memory, which a transfer checks in addition to those of its ranges.
  *
  * The generations are followed by as many deadlines of CLOCK_MONOTONIC, which all processes of a host share; 0: none.
@@ -27,8 +27,8 @@ typedef struct kvn_word {
 typedef struct kvn_generations {
     kvn_arena memory;
     uint64_t num_slots;
-    uint64_t start; /* of the owner: an even number before the first generation of each slot */
-    /* The owner's: slots from here on are of leases, and where it looks first for a free one of each. */
+    uint64_t start; /* of the owner's table: the even number before the first generation of each slot */
+    /* Of the owner: the first slot for leases, and where its searches for a free slot of each kind begin. */
     uint64_t first_lease;
     uint64_t next, next_lease;
     bool is_own;
@@ -40,8 +40,8 @@ int kvn_generations_import(int pid, int fd, uint64_t inode, uint64_t num_slots,
                            kvn_generations *out, kvn_failure *failure);
 void kvn_generations_close(kvn_generations *table); /* the owner releases every slot first */
 
-/* For the owner. KVN_NO_MEMORY if all slots are taken; KVN_INVALID if the slot has another generation. No transfer
- * that ends after the return of release succeeds at a peer. */
+/* For the owner. KVN_NO_MEMORY if all slots are taken; KVN_INVALID if the slot has another generation. A peer's
+ * transfer that ends after the return of release does not succeed. */
 int kvn_generations_take(kvn_generations *table, bool is_lease, uint64_t deadline_ns, uint64_t *slot,
                          uint64_t *generation, kvn_failure *failure);
 /* Replaces the deadline. */
@@ -55,7 +55,7 @@ int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t gene
 uint64_t kvn_generations_first_stale(const kvn_generations *table, const kvn_word *words,
                                      uint64_t count);
 
-/* Asks if the owner lives and runs the same program: KVN_LIVES, KVN_LIFE_ENDED or UNKNOWN. */
+/* Checks if the owner lives and runs the same program: KVN_LIVES, KVN_LIFE_ENDED or UNKNOWN. */
 int kvn_generations_owner(const kvn_generations *table);
 
 #endif

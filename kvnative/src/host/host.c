@@ -10,9 +10,9 @@
 #include "host/pooled.h"
 
 /* Measured: docs/internals/adr/0002-copy-strategies.md. */
-#define INLINE_NBYTES (256u << 10) /* a worker is awake later than this is copied */
+#define INLINE_NBYTES (256u << 10) /* copying this takes less time than waking a worker */
 #define PIECE_DESCRIPTORS 8192     /* keeps an abort prompt for tiny descriptors too */
-#define AHEAD_LINES 8              /* of the next descriptor, fetched while one is copied */
+#define AHEAD_LINES 8              /* prefetched of the next descriptor during a copy */
 
 typedef struct host {
     kvn_pooled pooled;
@@ -23,8 +23,8 @@ static bool overlap(uint64_t a, uint64_t b, uint64_t nbytes)
     return a - b < nbytes || b - a < nbytes;
 }
 
-/* A hardware prefetcher stops at the end of a block. The destination is touched for its page alone:
- * for small blocks finding the page costs as much as copying. */
+/* Prefetches the next descriptor, because a hardware prefetcher stops at the end of a block. Touches the destination
+ * only for its page: for small blocks, finding the page costs as much as copying. */
 static void look_ahead(const kvn_columns *batch, uint64_t index)
 {
     const char *src = (const char *)batch->src[index];

@@ -12,7 +12,7 @@
 
 #define PID_BITS 22 /* the kernel's limit of a pid */
 
-/* When process `pid` started, in clock ticks since boot; 0 if that cannot be read. */
+/* Start time of process `pid`, in clock ticks since boot; 0 if it cannot be read. */
 static uint64_t start_time(int pid)
 {
     char path[32], text[1024];

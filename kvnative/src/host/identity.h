@@ -1,4 +1,4 @@
-/* Processes told apart by pid and start time, as a pid alone is given to another process later. */
+/* Identifies processes by pid and start time, because a pid is reused. */
 #ifndef KVN_IDENTITY_H
 #define KVN_IDENTITY_H
 
@@ -9,10 +9,10 @@ typedef uint64_t kvn_identity; /* start time, in clock ticks since boot, above 2
 
 kvn_identity kvn_identity_of(int pid);
 int kvn_identity_pid(kvn_identity process);
-/* True also if that cannot be found out. */
+/* True also if that is unknown. */
 bool kvn_identity_lives(kvn_identity process);
-/* Returns true if a process has the file with this inode mapped, or if that is unknown. After executing another program
- * it has not. */
+/* Returns true if a process has the file with this inode mapped, or if that is unknown. Executing another program
+ * unmaps it. */
 bool kvn_process_has_mapped(int pid, uint64_t inode);
 
 #endif

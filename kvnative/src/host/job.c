@@ -33,9 +33,9 @@ static uint64_t piece_target(const kvn_job *job, unsigned threads)
     return target < job->limits.nbytes ? target : job->limits.nbytes;
 }
 
-/* Bytes to take of a descriptor too large for the rest of the piece: up to a page boundary of the
- * destination, so that no page is written by two threads. 0: begin no piece with a sliver. The first of a
- * piece has room for a page, which has no more than KVN_PIECE_MIN bytes. */
+/* Bytes to take of a descriptor that is larger than the rest of the piece: up to a page boundary of the destination, so
+ * that two threads do not write one page. 0: leave the descriptor to the next piece. The first descriptor of a piece
+ * has room for a page, which has at most KVN_PIECE_MIN bytes. */
 static uint64_t cut(const kvn_job *job, uint64_t index, uint64_t skip, uint64_t room)
 {
     uint64_t end = job->batch.dst[index] + skip + room;
@@ -79,7 +79,7 @@ void kvn_job_claim(kvn_job *job, unsigned threads, kvn_piece *piece)
     claim(job, piece_target(job, threads), piece);
 }
 
-/* Unclaimed bytes stay unconfirmed, and so does a descriptor of which a part is unclaimed. */
+/* Unclaimed bytes stay unconfirmed, and so do partly claimed descriptors. */
 void kvn_job_abandon(kvn_job *job)
 {
     kvn_report_add_span(&job->report, job->cursor, job->batch.count);
@@ -124,7 +124,7 @@ void kvn_job_finish(kvn_job *job)
     kvn_report_merge_spans(report);
     report->bytes_done = atomic_load_explicit(&job->moved, memory_order_relaxed);
     if (report->num_unconfirmed == 0)
-        report->status = KVN_OK; /* an abort that came when all was claimed abandoned nothing */
+        report->status = KVN_OK; /* the abort came when all bytes were claimed */
     else if (report->failed == KVN_NO_DESCRIPTOR)
         kvn_report_abandoned(report, report->status, job->batch.count, job->total);
     if (job->batch.end)

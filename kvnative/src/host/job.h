@@ -1,4 +1,4 @@
-/* A job: one batch, moved piece by piece. This file has the parts without threads; pool.h runs jobs on several. */
+/* A job: one batch, moved piece by piece. This file has the code without threads; pool.h runs jobs on several. */
 #ifndef KVNATIVE_HOST_JOB_H
 #define KVNATIVE_HOST_JOB_H
 
@@ -12,35 +12,35 @@
 
 /* Bytes of a piece. An abort waits for the piece that each thread is moving. */
 #define KVN_PIECE_MIN (64u << 10)
-#define KVN_PIECE_TUNED 0 /* as the pool is tuned */
+#define KVN_PIECE_TUNED 0 /* the piece size of the pool's tuning */
 
 typedef struct kvn_pool kvn_pool;
 
 /* A part of a batch: descriptors [first, last), beginning `skip` bytes into the first and
- * `nbytes` long in all; the last descriptor goes on in the next piece if bytes of it are left. */
+ * `nbytes` long in total; the next piece has the remaining bytes of the last descriptor. */
 typedef struct kvn_piece {
     uint64_t first;
     uint64_t last;
     uint64_t skip;
     uint64_t nbytes;
-    uint64_t batch_nbytes; /* bytes of the whole batch, which pass through the caches */
+    uint64_t batch_nbytes; /* bytes of the whole batch, to choose the way to copy */
 } kvn_piece;
 
-/* Why a piece stopped: descriptors [first, failed) of it are moved, [failed, last) are not. */
+/* Why a piece stopped. Its descriptors [first, failed) are moved, [failed, last) are not. */
 typedef struct kvn_fault {
-    int32_t code;        /* errno and the like; 0 when there is none */
+    int32_t code;        /* errno or similar; 0: none */
     uint64_t failed;     /* index in the batch; preset to the piece's first */
-    uint64_t bytes_done; /* bytes of the piece that were moved before the fault; preset to 0 */
+    uint64_t bytes_done; /* moved bytes of the piece before the fault; preset to 0 */
     char message[256];
 } kvn_fault;
 
-/* Moves one piece, on any thread. Returns KVN_OK, or a failure status having filled `fault`. */
+/* Moves one piece, on any thread. Returns KVN_OK, or a failure status with `fault` filled in. */
 typedef int (*kvn_move)(void *context, const kvn_columns *batch, const kvn_piece *piece,
                         kvn_fault *fault);
 
-/* The most that one piece holds; both >= 1. */
+/* Maximum size of a piece; both >= 1. */
 typedef struct kvn_piece_limits {
-    uint64_t descriptors; /* IOV_MAX, say */
+    uint64_t descriptors; /* for example IOV_MAX */
     uint64_t nbytes;      /* at least KVN_PIECE_MIN, or KVN_PIECE_TUNED */
 } kvn_piece_limits;
 
@@ -53,17 +53,17 @@ typedef struct kvn_job {
     kvn_piece_limits limits;
     kvn_pool *pool;           /* NULL: moved by kvn_job_run */
     kvn_node queued;          /* in the pool's queue of jobs with unclaimed descriptors */
-    pthread_cond_t changed;    /* finished, or there is a place for a waiter */
-    uint64_t cursor;           /* first descriptor not wholly claimed */
-    uint64_t cursor_skip;      /* bytes of it that are claimed */
+    pthread_cond_t changed;    /* the job has finished, or a waiter has a place */
+    uint64_t cursor;           /* first descriptor that is not completely claimed */
+    uint64_t cursor_skip;      /* its claimed bytes */
     uint64_t unclaimed;        /* bytes */
     uint64_t total;            /* bytes */
-    uint32_t in_motion;        /* pieces claimed and not yet back */
-    uint32_t waiters;          /* threads that sleep until it changes */
-    uint32_t called;           /* of these, threads that were woken for a free place and have not come yet */
-    int64_t caller_ns;         /* when its caller was last here, and awake; 0: it does not come back */
-    atomic_bool finished;        /* read without the mutex by poll: release and acquire, for `report` */
-    atomic_uint_fast64_t moved;  /* bytes; read without the mutex by poll: relaxed, a count only */
+    uint32_t in_motion;        /* claimed pieces that have not ended */
+    uint32_t waiters;          /* threads that wait for `changed` */
+    uint32_t called;           /* of these, threads that were woken for a free place but do not run yet */
+    int64_t caller_ns;         /* time of the caller's last call; 0: the caller does not return */
+    atomic_bool finished;        /* poll reads it without the mutex: release and acquire, for `report` */
+    atomic_uint_fast64_t moved;  /* bytes; poll reads it without the mutex: relaxed, only a count */
     kvn_report report;           /* the outcome; stable once finished */
 } kvn_job;
 
@@ -71,7 +71,7 @@ typedef struct kvn_job {
 void kvn_job_init(kvn_job *job, const kvn_columns *batch, kvn_move move, void *context,
                   kvn_piece_limits limits);
 
-/* Moves all of it on the calling thread, without the pool; finished on return. */
+/* Moves the whole job on the calling thread, without the pool; finished on return. */
 void kvn_job_run(kvn_job *job, uint64_t total);
 
 /* ---- for pool.c, under the pool's mutex ---- */
@@ -85,15 +85,15 @@ static inline bool kvn_job_is_finished(const kvn_job *job)
 {
     return atomic_load_explicit(&job->finished, memory_order_acquire);
 }
-/* Takes the next piece, of a size that suits `threads` threads. Only if something is unclaimed. */
+/* Takes the next piece, of a size for `threads` threads. Some bytes must be unclaimed. */
 void kvn_job_claim(kvn_job *job, unsigned threads, kvn_piece *piece);
-/* Calls the mover; without the mutex. */
+/* Calls `move`; without the mutex. */
 int kvn_job_move(kvn_job *job, const kvn_piece *piece, kvn_fault *fault);
 /* Notes that the piece failed, and abandons the unclaimed rest. */
 void kvn_job_fail(kvn_job *job, const kvn_piece *piece, int status, kvn_fault *fault);
-/* Stops handing out pieces; the unclaimed rest stays unconfirmed. */
+/* Ends the claiming of pieces; the unclaimed rest stays unconfirmed. */
 void kvn_job_abandon(kvn_job *job);
-/* Nothing is unclaimed or in motion: settles the report. */
+/* Settles the report. No piece may be unclaimed or in motion. */
 void kvn_job_finish(kvn_job *job);
 
 #endif

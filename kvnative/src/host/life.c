@@ -14,19 +14,18 @@
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the state below */
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-/* The head of the keeper's list, a circle through here. It lies in shared memory, as the words do: the
- * OOM killer takes private pages from a process before that process exits, and the kernel cannot walk
- * the list without its head. */
+/* The head of the keeper's circular list. It lies in shared memory, like the words: the OOM killer takes private pages
+ * from a process before that process exits, and the kernel cannot walk the list without its head. */
 static struct robust_list_head *head;
-static uint32_t keeper; /* its thread id; 0: there is none */
+static uint32_t keeper; /* its thread id; 0: none */
 static unsigned held;   /* words in the list */
-static pid_t owner;     /* the process that `state` is of */
+static pid_t owner;     /* the process that `state` belongs to */
 static enum { NONE, STARTING, STARTED, IMPOSSIBLE } state = NONE;
 
-/* As many as the kernel walks (ROBUST_LIST_LIMIT of its futex.h): it marks no word behind them. */
+/* The kernel walks this many entries (ROBUST_LIST_LIMIT of its futex.h), and marks no later word. */
 enum { MAX_HELD = 2048 };
 
-/* A store of one word each: the kernel may walk the list at any time. */
+/* A store of a single word, because the kernel may walk the list at any time. */
 static void set_next(struct robust_list *node, struct robust_list *next)
 {
     __atomic_store_n(&node->next, next, __ATOMIC_RELEASE);
@@ -62,7 +61,7 @@ static void forget(void)
     held = 0;
 }
 
-/* True if there is memory for the head; a fork leaves that to the parent. */
+/* True if the head has memory, which a forked child does not inherit. */
 static int has_head(void)
 {
     const size_t nbytes = (size_t)sysconf(_SC_PAGESIZE);
@@ -82,7 +81,7 @@ static int has_head(void)
 /* Returns true if there is a keeper. The caller holds the mutex. */
 static int has_keeper(void)
 {
-    if (owner != getpid()) { /* the child of a fork that runs no handlers: clone(2), _Fork(3) */
+    if (owner != getpid()) { /* a child of a fork without handlers: clone(2), _Fork(3) */
         forget();
         owner = getpid();
     }
@@ -142,7 +141,8 @@ void kvn_life_end(kvn_life *life)
     if (state == STARTED && owner == getpid())
         for (struct robust_list *at = &head->list; at->next != &head->list; at = at->next)
             if (at->next == &life->node) {
-                /* First, as the process may be killed in between: the kernel marks only entries of the list. */
+                /* First the word, because the process may be killed in between: the kernel marks only entries of the
+                 * list. */
                 atomic_store(&life->word, 0);
                 set_next(at, life->node.next);
                 held--;

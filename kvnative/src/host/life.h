@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 typedef struct kvn_life {
-    struct robust_list node; /* of the keeper's list: the owner's address, of no meaning to others */
+    struct robust_list node; /* of the keeper's list, with addresses of the owner */
     _Atomic uint32_t word;   /* the keeper's thread id, and the kernel's mark */
     uint32_t unused;
 } kvn_life;

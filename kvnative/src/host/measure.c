@@ -22,9 +22,9 @@ typedef struct measurement {
     const kvn_columns *batch;
     int64_t deadline_ns;
     int64_t *ns;
-    int64_t wanted_ns; /* of processors, had each thread had one */
+    int64_t wanted_ns; /* processor time, if each thread had a processor */
     int64_t given_ns;
-    int done; /* rounds; -1: `error` */
+    int done; /* complete rounds; -1: see `error` */
     int error;
 } measurement;
 
@@ -54,7 +54,7 @@ static int64_t copy_once(const mover *it, const kvn_columns *batch)
     kvn_report report;
 
     if (calls->submit(it->backend, batch, &request, &report) != KVN_OK) {
-        errno = ENOMEM; /* ranges of our own are not refused for another reason */
+        errno = ENOMEM; /* our own ranges are not refused for another reason */
         return -1;
     }
     calls->wait(it->backend, request, KVN_FOREVER, &report);
@@ -62,7 +62,7 @@ static int64_t copy_once(const mover *it, const kvn_columns *batch)
     return kvn_now_ns() - start;
 }
 
-/* That this thread and the workers have run. */
+/* Processor time of this thread and the workers. */
 static int64_t cpu_ns(const mover *movers, unsigned count)
 {
     struct timespec ran = {0};
@@ -97,7 +97,7 @@ static int measure_rounds(measurement *self, const mover *movers)
     return (int)round;
 }
 
-/* Runs on a thread of its own, whose processor time counts no other work. */
+/* Runs on a separate thread, whose processor time includes no other work. */
 static void *measure_main(void *argument)
 {
     measurement *self = argument;

@@ -1,5 +1,4 @@
-/* How long transfers take with one tuning and with another. Who compares and decides is
- * kvplan/execution/calibration.py. */
+/* Measures transfers with different tunings. kvplan/execution/calibration.py compares the times and decides. */
 #ifndef KVNATIVE_HOST_MEASURE_H
 #define KVNATIVE_HOST_MEASURE_H
 
@@ -14,10 +13,10 @@ typedef struct kvn_candidate {
     unsigned threads;
 } kvn_candidate;
 
-/* Copies the batch with each of `count` candidates in turn, for `rounds` rounds, on threads of its own. ns[round *
- * count + i] is the time of candidate i: the fastest of three copies in a row, so that it finds the caches as it leaves
- * them itself. Ends early once CLOCK_MONOTONIC is past `deadline_ns`. Returns the number of complete rounds; -1 with
- * errno: no threads, or no memory. `share` is the part of the wanted core time that it got: far below 1, others use the
+/* Copies the batch with each of `count` candidates in turn, for `rounds` rounds, on separate threads. ns[round * count
+ * + i] is the time of candidate i: the fastest of three copies in a row, so that the caches are those of the candidate.
+ * Ends early once CLOCK_MONOTONIC is past `deadline_ns`. Returns the number of complete rounds; -1 with errno: no
+ * threads, or no memory. `share` is the received part of the wanted processor time: far below 1 if others use the
  * cores. */
 int kvn_measure(const kvn_candidate *candidates, unsigned count, const kvn_columns *batch,
                 unsigned rounds, int64_t deadline_ns, int64_t *ns, double *share);

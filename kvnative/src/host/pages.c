@@ -19,9 +19,9 @@
 #define MPOL_PREFERRED 1
 #define MAX_NODES 1024
 
-/* A call waits for every processor to have flushed its lists, some ms where they are busy. */
+/* Bytes of one call, which waits until every processor has flushed its lists: some ms if they are busy. */
 #define COLLAPSED_NBYTES ((uint64_t)128 << 20)
-#define MAX_HUGE_FAILURES 4 /* in a row; memory is fragmented then, and each costs a compaction */
+#define MAX_HUGE_FAILURES 4 /* in a row: memory is fragmented, and each failure costs a compaction */
 
 static uint64_t page_nbytes(void) { return (uint64_t)sysconf(_SC_PAGESIZE); }
 
@@ -37,7 +37,7 @@ static uint64_t num_pages(uint64_t nbytes) { return (nbytes + page_nbytes() - 1)
 
 static bool makes_huge(void) { return page_nbytes() == KVN_SMALL_NBYTES; }
 
-/* Only whole huge pages can be made. */
+/* A chunk smaller than a huge page cannot be collapsed. */
 static bool is_done(const kvn_walk *walk, uint64_t chunk)
 {
     const uint64_t nbytes = nbytes_of_chunk(walk, chunk);
@@ -80,7 +80,7 @@ void kvn_walk_again(kvn_walk *walk)
 static void nap(int64_t nanoseconds)
 {
     const struct timespec length = {nanoseconds / 1000000000, nanoseconds % 1000000000};
-    nanosleep(&length, NULL); /* a signal may end it early: so much the better */
+    nanosleep(&length, NULL); /* a signal may end it early, which is harmless */
 }
 
 /* Populates runs of existing pages, and leaves holes. Returns 0, or errno. */
@@ -97,7 +97,7 @@ static int map_pages(char *address, const unsigned char *there, uint64_t count)
     return 0;
 }
 
-/* One step, of less than 1 ms where it only maps. Returns pages that are done, or -errno. */
+/* Takes a step, of less than 1 ms if it only maps. Returns the number of done pages, or -errno. */
 static int64_t look_at(kvn_walk *walk, char *address, uint64_t chunk)
 {
     unsigned char there[KVN_HUGE_NBYTES / KVN_SMALL_NBYTES];
@@ -135,13 +135,13 @@ int kvn_walk_advance(kvn_walk *walk, char *address, int64_t budget_ns, uint64_t 
         if (is_done(walk, chunk))
             continue;
         const int64_t began = kvn_now_ns(), done = look_at(walk, address, chunk);
-        if (done == -EINVAL) { /* an older kernel; or it was built without huge pages */
+        if (done == -EINVAL) { /* the kernel is older, or was built without huge pages */
             walk->next = walk->num_chunks;
             walk->left = 0;
             return kvn_fail(failure, KVN_UNSUPPORTED, EINVAL,
-                            "this kernel does not have pages made ready ahead of their use");
+                            "this kernel cannot prepare pages before their use");
         }
-        /* Otherwise: no page for a huge one now, or swapped out meanwhile. The next pass looks. */
+        /* Otherwise no huge page is free now, or pages were swapped out. The next pass tries again. */
         if (done > walk->seen[chunk])
             *advanced += ((uint64_t)done - walk->seen[chunk]) * page_nbytes();
         if (done >= 0)
@@ -149,7 +149,7 @@ int kvn_walk_advance(kvn_walk *walk, char *address, int64_t budget_ns, uint64_t 
         walk->left -= is_done(walk, chunk);
         now = kvn_now_ns();
         worked += now - began;
-        if (worked >= NAP_NS) { /* shorter ones would take longer than they are asked for */
+        if (worked >= NAP_NS) { /* shorter naps would take longer than requested */
             nap(worked);
             worked = 0;
         }
@@ -159,7 +159,7 @@ int kvn_walk_advance(kvn_walk *walk, char *address, int64_t budget_ns, uint64_t 
 
 /* ---- page use ---- */
 
-/* As in linux/fs.h since 6.7, for headers that are older. */
+/* From linux/fs.h since 6.7, for older headers. */
 struct region {
     uint64_t start, end, categories;
 };
@@ -206,7 +206,7 @@ static int scan_mapped(uint64_t start, uint64_t end, kvn_page_use *out)
 static int not_mapped(uint64_t address, uint64_t nbytes, int error, kvn_failure *failure)
 {
     return kvn_fail(failure, KVN_UNMAPPED, error,
-                    "%" PRIu64 " bytes at 0x%" PRIx64 ": this is not mapped all through", nbytes,
+                    "%" PRIu64 " bytes at 0x%" PRIx64 ": not all of it is mapped", nbytes,
                     address);
 }
 
@@ -241,7 +241,7 @@ int kvn_pages_prefer_node(void *address, uint64_t nbytes, unsigned node, kvn_fai
         return kvn_fail(failure, KVN_INVALID, 0, "node is %u; it must be in [0, %d)", node,
                         MAX_NODES);
     mask[node / bits] = 1ul << node % bits;
-    /* The kernel uses one bit less than the given count. */
+    /* The kernel uses one bit less than this count. */
     if (syscall(SYS_mbind, address, nbytes, MPOL_PREFERRED, mask, MAX_NODES + 1ul, 0) == 0)
         return KVN_OK;
     return kvn_fail(failure, errno == EINVAL ? KVN_INVALID : KVN_FAILED, errno,
@@ -262,7 +262,7 @@ void kvn_pages_make_huge(char *address, uint64_t nbytes)
     nbytes = (nbytes - before) / KVN_HUGE_NBYTES * KVN_HUGE_NBYTES;
     for (uint64_t from = 0, size; from < nbytes && failures < MAX_HUGE_FAILURES; from += size) {
         size = at_most(nbytes - from, COLLAPSED_NBYTES);
-        /* One without any page is refused; of one with a page the rest comes with it, cleared. */
+        /* The kernel refuses a huge page without any present page, and clears the others. */
         for (uint64_t at = from; at < from + size; at += KVN_HUGE_NBYTES) {
             if (madvise(address + at, page_nbytes(), MADV_POPULATE_WRITE) != 0)
                 return; /* populating the rest reports the reason */

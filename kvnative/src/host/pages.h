@@ -2,8 +2,8 @@
  *
  * A mapping of shared memory has no page-table entries at first, even if another process has filled its pages, and each
  * page costs a fault at its first use. A walk populates existing pages in short steps. It leaves holes, since
- * populating one would allocate memory that the owner has not used. Or it makes huge pages of complete 2 MiB of an
- * owner's memory. */
+ * populating one would allocate memory that the owner has not used. Another kind of walk makes huge pages of complete 2
+ * MiB of an owner's memory. */
 #ifndef KVN_PAGES_H
 #define KVN_PAGES_H
 
@@ -22,7 +22,7 @@
 #define MADV_COLLAPSE 25
 #endif
 
-#define KVN_SMALL_NBYTES ((uint64_t)4 << 10) /* the least that a page has, and all that x86-64 knows */
+#define KVN_SMALL_NBYTES ((uint64_t)4 << 10) /* the minimum size of a page, and the only one on x86-64 */
 /* Bytes of a huge page, for pages of 4 KiB. Kernels of aarch64 may have pages of 16 or 64 KiB, whose huge pages have 32
  * or 512 MiB; those are not used. */
 #define KVN_HUGE_NBYTES ((uint64_t)2 << 20)
@@ -32,40 +32,40 @@ typedef enum kvn_walk_kind {
     KVN_WALK_COLLAPSE, /* make huge pages of existing ones */
 } kvn_walk_kind;
 
-/* How far the pages of [0, nbytes) of one mapping have come; one thread at a time advances it. */
+/* Progress of the pages [0, nbytes) of one mapping; one thread at a time advances it. */
 typedef struct kvn_walk {
     uint64_t nbytes;
-    uint64_t chunk_nbytes; /* of a step */
+    uint64_t chunk_nbytes; /* bytes of a step */
     uint64_t num_chunks;   /* the last may be shorter */
-    uint64_t next;       /* the chunk to look at next; num_chunks: the end of a pass */
+    uint64_t next;       /* the next chunk; num_chunks: the end of a pass */
     uint64_t left;       /* chunks that are not done */
-    uint16_t *seen;      /* by chunk: pages that were there, and are done */
+    uint16_t *seen;      /* by chunk: number of done pages */
     kvn_walk_kind kind;
-    atomic_bool stopped; /* by any thread: a step that is under way is the last */
+    atomic_bool stopped; /* set by any thread: the current step is the last */
 } kvn_walk;
 
-/* KVN_NO_MEMORY. To collapse pages larger than KVN_SMALL_NBYTES is done at once: nothing is left. */
+/* KVN_OK or KVN_NO_MEMORY. If pages are larger than KVN_SMALL_NBYTES, a collapse is done at once: no chunk is left. */
 int kvn_walk_begin(kvn_walk *walk, uint64_t nbytes, kvn_walk_kind kind, kvn_failure *failure);
 void kvn_walk_end(kvn_walk *walk); /* idempotent */
 
-/* Goes on, where `address` is mapped, until the end of a pass, `budget_ns` have passed, or it is
- * stopped. It sleeps half of the time, so that who transfers has the processor.
- * `*advanced`: bytes that are done and were not. KVN_UNSUPPORTED: this kernel cannot; done then. */
+/* Continues at the mapping `address` until the end of a pass, until `budget_ns` have passed, or until it is stopped.
+ * Sleeps half of the time, to leave the processor to transfers. `*advanced`: newly done bytes. KVN_UNSUPPORTED: this
+ * kernel cannot do it; the walk is then done. */
 int kvn_walk_advance(kvn_walk *walk, char *address, int64_t budget_ns, uint64_t *advanced,
                      kvn_failure *failure);
-/* From the first chunk that is not done. */
+/* Begins a pass, from the first chunk that is not done. */
 void kvn_walk_again(kvn_walk *walk);
 
 /* Pages of any memory of this process. */
 typedef struct kvn_page_use {
     uint64_t present; /* bytes whose pages are in memory, mapped here or not */
     int has_mapped;   /* True if the kernel reports the fields below (Linux 6.7) */
-    uint64_t mapped;  /* bytes that are used here without a fault */
+    uint64_t mapped;  /* bytes that can be used here without a fault */
     uint64_t huge;    /* of these, in huge pages */
 } kvn_page_use;
 
-/* Looks at pages that [address, address + nbytes) touches, and counts whole pages. Reads no byte of
- * them. KVN_UNMAPPED: not mapped all through. Takes up to 30 ms for each GiB. */
+/* Counts the whole pages that [address, address + nbytes) touches, without reading them. KVN_UNMAPPED: not all of it is
+ * mapped. Takes up to 30 ms for each GiB. */
 int kvn_pages_look(uint64_t address, uint64_t nbytes, kvn_page_use *out, kvn_failure *failure);
 
 /* Lets later pages of shared memory at `address` come from NUMA node `node`, whichever thread touches them first, or

@@ -13,37 +13,37 @@
 #include "core/report.h"
 #include "core/thread.h"
 
-/* To sleep and be woken costs some 30 us (docs/internals/adr/0002-copy-strategies.md). So a waiter
- * looks for the last pieces of its job, about a small piece long, before it sleeps; and a worker that
- * has just moved something looks for the next job. Who has slept does not look again. No worker
- * looks where the pool has more threads than cores, for another thread needs the core; or when
- * several looks in a row saw nothing, until a job again follows another at once. */
+/* A sleep and a wake-up cost some 30 us (docs/internals/adr/0002-copy-strategies.md). So before it sleeps, a waiter
+ * polls for the last pieces of its job, for the time of a small piece; and a worker that has just moved a piece polls
+ * for the next job. A thread that has slept does not poll again. Workers do not poll if the pool has more threads than
+ * cores, because other threads need the core, or after several polls in vain, until a job again follows another at
+ * once. */
 #define SPIN_NS 20000
 #define LOOK_NS 50000
 #define VAIN_LOOKS 4
-/* What a caller in Python does between its submit and its first look at the outcome takes less. */
+/* A caller in Python takes less between its submit and its first look at the outcome. */
 #define CALLER_NS 200000
 
 struct kvn_pool {
     pthread_mutex_t mutex; /* guards everything below, and the jobs in the pool */
     pthread_cond_t work;
-    kvn_list queue; /* jobs with unclaimed descriptors, in the order in which they are served */
+    kvn_list queue; /* jobs with unclaimed descriptors, in serving order */
     unsigned threads;
     unsigned started;
     unsigned moving; /* pieces in motion; never more than `threads` */
-    unsigned helping; /* of these, pieces that waiters move */
+    unsigned helping; /* of these, pieces moved by waiters */
     unsigned idle;   /* sleeping workers that were not woken */
-    unsigned waking; /* workers woken that have not arrived */
-    unsigned looking; /* workers awake that look for the next job */
-    unsigned vain;   /* looks in a row that saw nothing */
-    uint64_t looks;  /* ever */
-    int64_t ended_ns; /* when a piece last came back */
-    bool may_look;   /* there is a core for each thread */
+    unsigned waking; /* woken workers that do not run yet */
+    unsigned looking; /* awake workers that poll for the next job */
+    unsigned vain;   /* polls in a row that found no job */
+    uint64_t looks;  /* total number of polls */
+    int64_t ended_ns; /* time of the last end of a piece */
+    bool may_look;   /* each thread has a core */
     atomic_uint calls; /* read without the mutex, as a hint: relaxed */
     bool stopping;
     pid_t pid;
     kvn_copy past_caches; /* memcpy if the processor has no such copy */
-    /* The tuning, read without the mutex. Each value stands for itself: old and new ones go together. */
+    /* The tuning, read without the mutex. The values are independent, so old and new ones may be mixed. */
     atomic_uint_fast64_t bypass_nbytes;
     atomic_uint_fast64_t piece_nbytes;
     pthread_t workers[];
@@ -65,7 +65,7 @@ static void pause_cpu(void)
 #endif
 }
 
-/* Whether the caller of a job is awake: its core is busy, so a worker would only displace it. */
+/* True if the caller of a job is awake: its core is busy, so a worker would only displace it. */
 static bool caller_is_awake(const kvn_job *job)
 {
     const kvn_caller caller = job->batch.caller;
@@ -75,8 +75,8 @@ static bool caller_is_awake(const kvn_job *job)
     return job->caller_ns != 0 && kvn_now_ns() - job->caller_ns < CALLER_NS;
 }
 
-/* Returns how many more pieces of the next job workers may take. The caller holds the mutex. Of several places workers
- * leave one to a caller that is awake, which finds a place when it comes to wait. */
+/* Returns the number of pieces of the next job that workers may still take. The caller holds the mutex. If there are
+ * several places, workers leave one to an awake caller, for its wait. */
 static unsigned free_places(const kvn_pool *pool)
 {
     const kvn_job *next = next_job(pool);
@@ -92,8 +92,8 @@ static unsigned free_places(const kvn_pool *pool)
     return most < pool->threads - pool->moving ? most : pool->threads - pool->moving;
 }
 
-/* Wakes the caller of a job that sleeps because no place was free when it came. The place that workers leave is for it.
- * The caller of this function holds the mutex. */
+/* Wakes the caller of a job that sleeps because no place was free. The place that workers leave is for it. The caller
+ * of this function holds the mutex. */
 static void wake_waiter(kvn_pool *pool)
 {
     kvn_job *next = next_job(pool);
@@ -104,7 +104,7 @@ static void wake_waiter(kvn_pool *pool)
     }
 }
 
-/* One at a time: a woken worker wakes the next, so that submitting costs one wake-up. */
+/* Wakes one worker, which wakes the next, so that a submit costs one wake-up. */
 static void wake_next(kvn_pool *pool)
 {
     unsigned places = free_places(pool);
@@ -185,7 +185,7 @@ static void look_for_work(kvn_pool *pool)
 static void *worker_main(void *argument)
 {
     kvn_pool *pool = argument;
-    bool looked = true; /* since it last moved something */
+    bool looked = true; /* since its last piece */
 
     pthread_mutex_lock(&pool->mutex);
     while (!pool->stopping) {
@@ -227,7 +227,7 @@ static int start_workers(kvn_pool *pool)
     return error;
 }
 
-/* Held for a fraction of a microsecond between pieces: to look again beats to sleep. */
+/* The mutex is held for a fraction of a microsecond between pieces: spinning is faster than sleeping. */
 static void init_mutex(pthread_mutex_t *mutex)
 {
     pthread_mutexattr_t attributes;
@@ -240,7 +240,7 @@ static void init_mutex(pthread_mutex_t *mutex)
     pthread_mutexattr_destroy(&attributes);
 }
 
-/* By affinity only: the number of threads respects limits of CPU time. */
+/* By affinity only, because the number of threads respects limits of CPU time. */
 static unsigned usable_cores(void)
 {
     cpu_set_t set;
@@ -311,8 +311,8 @@ void kvn_pool_tune(kvn_pool *pool, const kvn_tuning *tuning)
     atomic_store_explicit(&pool->piece_nbytes, tuning->piece_nbytes, memory_order_relaxed);
 }
 
-/* A batch that outgrows the caches is better written past them; a smaller one is likely to be in
- * them, and to be read from them next. */
+/* A batch that is larger than the caches is written past them; a smaller one is probably in them, and will be read from
+ * them next. */
 kvn_copy kvn_pool_copy(const kvn_pool *pool, uint64_t batch_nbytes)
 {
     return batch_nbytes < atomic_load_explicit(&pool->bypass_nbytes, memory_order_relaxed)
@@ -377,7 +377,7 @@ int kvn_job_poll(kvn_job *job, kvn_report *report)
     return kvn_job_is_finished(job) ? outcome(job, report) : pending(job, report);
 }
 
-/* The job is all claimed: the last pieces are a few microseconds from done. */
+/* All of the job is claimed, so its last pieces end within a few microseconds. */
 static void spin_until_finished(const kvn_job *job)
 {
     int64_t until = kvn_now_ns() + SPIN_NS;
@@ -386,7 +386,7 @@ static void spin_until_finished(const kvn_job *job)
         pause_cpu();
 }
 
-/* False when the deadline has passed. */
+/* Returns false if the deadline has passed. */
 static bool sleep_until(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
 {
     bool in_time;
@@ -399,7 +399,7 @@ static bool sleep_until(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
     return in_time;
 }
 
-/* Works on the job while there is a place, then sleeps. The caller holds the mutex. */
+/* Works on the job while a place is free, then sleeps. The caller holds the mutex. */
 static void help(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
 {
     bool spun = false;
@@ -413,12 +413,12 @@ static void help(kvn_pool *pool, kvn_job *job, int64_t deadline_ns)
             pool->helping--;
         } else if (!kvn_job_has_unclaimed(job) && !spun) {
             spun = true;
-            wake_next(pool); /* for other jobs: this thread's place is free */
+            wake_next(pool); /* this thread's place is free for other jobs */
             pthread_mutex_unlock(&pool->mutex);
             spin_until_finished(job);
             pthread_mutex_lock(&pool->mutex);
         } else {
-            if (kvn_list_is_in(&job->queued)) /* a thread waits for it: before all others */
+            if (kvn_list_is_in(&job->queued)) /* a thread waits for it, so it goes first */
                 kvn_list_push_front(&pool->queue, &job->queued);
             wake_next(pool);
             if (!sleep_until(pool, job, deadline_ns))
@@ -467,7 +467,7 @@ void kvn_job_release(kvn_job *job)
 
     if (!pool)
         return;
-    /* The thread that finished the job may still hold the mutex; after this no thread uses the job. */
+    /* The thread that finished the job may still hold the mutex. After this, no thread uses the job. */
     pthread_mutex_lock(&pool->mutex);
     pthread_mutex_unlock(&pool->mutex);
     pthread_cond_destroy(&job->changed);

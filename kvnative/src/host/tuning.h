@@ -9,8 +9,8 @@
 #define KVN_PIECE_NBYTES (UINT64_C(512) << 10)
 
 typedef struct kvn_tuning {
-    uint64_t bypass_nbytes; /* batches from here on are written past the caches */
-    uint64_t piece_nbytes;  /* the most that a thread claims at once; at least KVN_PIECE_MIN */
+    uint64_t bypass_nbytes; /* batches of at least this size are written past the caches */
+    uint64_t piece_nbytes;  /* maximum size of a piece; at least KVN_PIECE_MIN */
 } kvn_tuning;
 
 #endif

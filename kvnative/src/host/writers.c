@@ -1,4 +1,4 @@
-/* Keeps the table in which peers announce their writes, and waits until none of them stands. */
+/* Keeps the table in which peers announce their writes, and waits for announced writes. */
 #include "host/writers.h"
 
 #include <errno.h>
@@ -16,12 +16,12 @@
 
 #define MAX_ENTRIES (UINT64_C(1) << 16)
 #define BY_PROCESS 1u /* lowest bit of a ticket's number */
-#define SPIN_NS 20000       /* a piece is some 50 us long: most waits end within two */
+#define SPIN_NS 20000       /* a piece takes some 50 us: most waits end within two spins */
 #define NAP_NS 50000
-#define SEEN_NS 200000     /* no other program has memory at the same addresses as soon as that */
-#define DEATH_LOOK_NS 2000000 /* a look takes some 20 us */
+#define SEEN_NS 200000     /* within this time no other program has memory at the same addresses */
+#define DEATH_LOOK_NS 2000000 /* a check takes some 20 us */
 #define GLANCE_ENTRIES 32u /* some 30 ns each */
-#define YIELDS 1000u /* tries to get a place before the thread naps between tries, for a second or so */
+#define YIELDS 1000u /* tries for a place; after them NAPS tries with naps between them, for about a second */
 #define NAPS 10000u
 
 /* The first bytes of an entry's page. docs/internals/memory-ordering.md says which orders are needed: on both sides a
@@ -30,7 +30,7 @@ typedef struct entry {
     _Atomic uint64_t process; /* its kvn_identity; 0: free */
     _Atomic uint64_t closed;  /* the gate is closed for good: no peer has the entry */
     _Atomic uint64_t tickets[KVN_WRITER_TICKETS]; /* 0: none */
-    _Atomic uint64_t passed[KVN_WRITER_TICKETS];  /* written through the gate, for each ticket */
+    _Atomic uint64_t passed[KVN_WRITER_TICKETS];  /* for each ticket: written through the gate */
 } entry;
 
 /* The page before the first entry. */
@@ -118,11 +118,11 @@ typedef struct waiting {
     entry *it;
     int64_t deadline_ns;
     int64_t look_ns; /* time of the next check if the peer lives */
-    uint64_t dead;   /* its process was found to be this one, which has died */
+    uint64_t dead;   /* the dead process that the entry belongs to */
     bool is_cut;     /* its gate was closed */
 } waiting;
 
-/* Waits for a ticket to end. Returns false if it stands after the deadline. Removes the ticket of a dead peer. */
+/* Waits for a ticket to end. Returns false if it has not at the deadline. Removes the ticket of a dead peer. */
 static bool wait_for(waiting *on, uint64_t place, uint64_t number)
 {
     _Atomic uint64_t *ticket = &on->it->tickets[place];
@@ -146,7 +146,7 @@ static bool wait_for(waiting *on, uint64_t place, uint64_t number)
     return true;
 }
 
-/* From here on its calls of process_vm_writev write nothing: the page is gone for them alone. */
+/* Protects the page of a peer's gate: from now on its calls of process_vm_writev write nothing. */
 static void close_gate(kvn_writers *writers, uint64_t index, waiting *on)
 {
     if (on->is_cut)
@@ -162,8 +162,8 @@ static uint64_t drain_entry(kvn_writers *writers, uint64_t index, int64_t deadli
 {
     entry *it = owned_entry(writers, index);
     const int pid = kvn_identity_pid(atomic_load(&it->process));
-    /* Tickets are loaded behind the fence of kvn_generations_release. Who did not move on before is not waited
-     * for again, until it does. */
+    /* Tickets are loaded after the fence of kvn_generations_release. A peer that made no progress before gets no
+     * further time until it does. */
     const bool stopped = atomic_load(&writers->stopped[index]);
     const int64_t look_ns = kvn_now_ns() + DEATH_LOOK_NS;
     waiting on = {it, stopped ? 0 : deadline_ns, look_ns, UINT64_MAX, false};
@@ -190,7 +190,7 @@ static uint64_t drain_entry(kvn_writers *writers, uint64_t index, int64_t deadli
     return count;
 }
 
-/* How many entries may have been taken; peers write there too. */
+/* Number of entries that may have been taken. Peers can write to this header too. */
 static uint64_t used_entries(const kvn_writers *writers)
 {
     const uint64_t used = atomic_load(&header_of(&writers->memory)->used);
@@ -241,7 +241,7 @@ static entry *taken_entry(const kvn_writer *writer)
     return entry_at(&writer->table, writer->page_nbytes, writer->entry);
 }
 
-/* Takes the entry if it is free, or, `from_dead`, if its process is dead. */
+/* Takes the entry if it is free or, with `from_dead`, if its process is dead. */
 static bool take(kvn_writer *writer, uint64_t index, bool from_dead)
 {
     entry *it = entry_at(&writer->table, writer->page_nbytes, index);
@@ -338,11 +338,11 @@ static int refuse(kvn_fault *fault, int status, uint64_t descriptor, int pid, co
     return status;
 }
 
-/* Puts a ticket into the entry. Returns false if no place becomes free in so many tries. */
+/* Puts a ticket into the entry. Returns false if no place becomes free in `most_tries`. */
 static bool take_place(kvn_writer *writer, entry *it, bool by_process, uint64_t most_tries,
                        kvn_announcement *out)
 {
-    const uint64_t turn = /* only has to be another each time */
+    const uint64_t turn = /* only has to differ each time */
         atomic_fetch_add_explicit(&writer->last, 1, memory_order_relaxed) + 1;
     out->number = turn << 1 | (by_process ? BY_PROCESS : 0);
     for (uint64_t tries = 0; tries < most_tries; tries++) {
@@ -351,14 +351,14 @@ static bool take_place(kvn_writer *writer, entry *it, bool by_process, uint64_t 
         if (atomic_load_explicit(&it->tickets[out->place], memory_order_relaxed) == 0 &&
             atomic_compare_exchange_strong(&it->tickets[out->place], &none, out->number))
             return true;
-        if ((tries + 1) % KVN_WRITER_TICKETS == 0) /* as many pieces are being written */
+        if ((tries + 1) % KVN_WRITER_TICKETS == 0) /* all places are taken */
             rest(tries < YIELDS * KVN_WRITER_TICKETS ? 0 : SPIN_NS);
     }
     return false;
 }
 
-/* Call it after the ticket was put. It begins with a fence: if an owner's release does not see the ticket, this
- * check sees the release. A seq_cst ticket alone would not do, since the loads after it are only acquires. */
+/* Call it after putting the ticket. It begins with a fence: if an owner's release does not see the ticket, this
+ * check sees the release. A seq_cst ticket would not be enough, since the loads after it are only acquires. */
 static bool is_stale(const kvn_guard *guard)
 {
     return kvn_generations_first_stale(&guard->writer->generations, guard->words, guard->count) <
@@ -388,7 +388,7 @@ int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
 {
     if (!guard)
         return KVN_OK;
-    /* Count tries, not time: a clock goes on while this process is stopped. */
+    /* Count tries, not time: a clock continues while this process is stopped. */
     const int status = enter(guard, by_process, (YIELDS + NAPS) * KVN_WRITER_TICKETS, descriptor, out, fault);
     return status != KVN_PENDING
                ? status
@@ -431,7 +431,7 @@ void kvn_guard_leave(kvn_guard *guard, const kvn_announcement *announcement)
     if (!guard)
         return;
     entry *it = taken_entry(guard->writer);
-    /* Gone if the owner has closed the gate. A release: the bytes came before, with whatever stores. */
+    /* The ticket is gone if the owner has closed the gate. Release: the bytes, of any kind of store, come before. */
     uint64_t number = announcement->number;
     atomic_compare_exchange_strong_explicit(&it->tickets[announcement->place], &number, 0,
                                             memory_order_release, memory_order_relaxed);

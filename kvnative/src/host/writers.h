@@ -6,7 +6,7 @@
  * An owner may find tickets of other registrations than the one that it releases. So a peer renews a ticket that lasts
  * long, such as that of a transfer behind an event: it adds a second ticket, checks the generations, and removes the
  * first one only if all are valid. An owner that waits for the first ticket but has released nothing of this transfer
- * then continues; one that has finds one of the two tickets until the transfer was given up.
+ * then continues; an owner that has released some of it finds one of the two tickets until the transfer is abandoned.
  *
  * Owners do not wait for a dead peer, and wait for a stopped one until a deadline. Then they close the gate of a peer
  * that writes by process_vm_writev: each of its calls begins with a word in the owner's mapping of the entry, and
@@ -20,7 +20,7 @@
 #include "host/generations.h"
 #include "host/job.h"
 
-#define KVN_WRITER_TICKETS 62 /* of one entry: pieces, or batches of a device, at once */
+#define KVN_WRITER_TICKETS 62 /* of one entry: simultaneous pieces, or batches of a device */
 
 /* ---- the owner ---- */
 
@@ -28,7 +28,7 @@ typedef struct kvn_writers {
     kvn_arena memory;
     uint64_t num_entries;
     uint64_t page_nbytes;
-    char *gates;              /* the same pages again, which only peers write to */
+    char *gates;              /* a second mapping of the pages, which only peers write to */
     _Atomic uint8_t *stopped; /* by entry: the peer made no progress during the last wait */
 } kvn_writers;
 
@@ -87,17 +87,17 @@ typedef struct kvn_announcement {
     uint64_t number;
 } kvn_announcement;
 
-/* Returns a copy of the words; NULL: out of memory. The writer must outlive it. */
+/* Makes a guard with a copy of the words; NULL: out of memory. The writer must outlive it. */
 kvn_guard *kvn_guard_create(kvn_writer *writer, const kvn_word *words, uint64_t count);
-void kvn_guard_destroy(kvn_guard *guard); /* of NULL: nothing */
+void kvn_guard_destroy(kvn_guard *guard); /* no effect on NULL */
 
 /* Announces a piece. Fails, with `fault` filled in and without an announcement, if the owner has released a
  * registration or closed the gate. `by_process`: the piece is written by process_vm_writev. A NULL guard succeeds. */
 int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
                     kvn_announcement *out, kvn_fault *fault);
-/* As kvn_guard_enter for mapped memory, but KVN_PENDING if it would have to wait for a place. */
+/* Like kvn_guard_enter for mapped memory, but returns KVN_PENDING instead of waiting for a place. */
 int kvn_guard_enter_now(kvn_guard *guard, uint64_t descriptor, kvn_announcement *out, kvn_fault *fault);
-/* The same, but false if it is not announced, for whatever reason. */
+/* The same, but returns false if the piece is not announced, for any reason. */
 bool kvn_guard_try_enter(kvn_guard *guard, kvn_announcement *out);
 /* Replaces a long announcement by a new one, so that owners of other registrations need not wait for it. Fails if the
  * owner has released a registration; the announcement then stays until kvn_guard_leave. If no place is free, it stays
@@ -106,11 +106,11 @@ int kvn_guard_renew(kvn_guard *guard, kvn_announcement *announcement, kvn_failur
 /* Removes the announcement of a written piece. */
 void kvn_guard_leave(kvn_guard *guard, const kvn_announcement *announcement);
 
-/* For process_vm_writev: 0 if process `pid` is still the owner and runs the same program, which a pid alone does not
- * tell; else ESRCH, EPERM or ENOSYS. Takes a system call of 1 us, but at most one in 0.2 ms. */
+/* For process_vm_writev: 0 if process `pid` is still the owner and runs the same program, which a pid does not show;
+ * else ESRCH, EPERM or ENOSYS. Makes at most one system call, of 1 us, in 0.2 ms. */
 int kvn_guard_look_for_owner(const kvn_guard *guard);
-/* The address to which each call writes the number of the ticket first, and whether it has arrived. If not, the call
- * has written to another process. */
+/* The address to which each call first writes the number of the ticket, and a check of its arrival. If it has not
+ * arrived, the call has written to another process. */
 uint64_t kvn_guard_gate(const kvn_guard *guard, const kvn_announcement *announcement);
 bool kvn_guard_has_passed(const kvn_guard *guard, const kvn_announcement *announcement);
 

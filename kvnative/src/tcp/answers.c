@@ -17,7 +17,7 @@ static void pop(kvn_tcp_client *self)
     self->is_at_end = false;
 }
 
-/* The oldest request was done, or refused. */
+/* Concludes the oldest request, which was done or refused. */
 static void settle(kvn_tcp_client *self)
 {
     const kvn_tcp_asked asked = self->window[self->first];
@@ -38,23 +38,23 @@ static void settle(kvn_tcp_client *self)
         if (it->uncut == 0 && it->in_flight == 0)
             kvn_tcp_transfer_end(it, KVN_OK, 0, KVN_NO_DESCRIPTOR);
     }
-    /* A push that was to end when the last of it was taken. */
+    /* An aborted push ends once the peer has taken its last bytes. */
     if (it->in_flight == 0 && it->end.status != KVN_PENDING && !atomic_load(&it->finished))
         kvn_tcp_transfer_finish(it);
 }
 
-/* Takes a whole answer. Returns NULL, or its fault. */
+/* Handles a complete answer. Returns NULL, or what is wrong with it. */
 static const char *take_answer(kvn_tcp_client *self)
 {
     const kvn_tcp_asked *asked = &self->window[self->first];
     const kvn_tcp_answer *answer = &self->answer;
 
-    /* An answer before the whole request was sent cannot be its answer. */
+    /* No answer can precede the end of its request. */
     if ((self->num_asked == 1 && !kvn_tcp_is_sent(self)) || answer->id != asked->id ||
         answer->reason >= KVN_TCP_NUM_REASONS || answer->reserved != 0 ||
         (answer->reason == KVN_TCP_RELEASED && !asked->has_leases) ||
         (answer->reason != KVN_TCP_MOVED && answer->offset >= asked->nbytes))
-        return "the peer sent what is no answer to what it was asked";
+        return "the peer sent an answer that does not match a request";
     self->answer_got = 0;
     if (asked->kind == KVN_TCP_PUSH || self->is_at_end || answer->reason != KVN_TCP_MOVED) {
         settle(self);
@@ -66,7 +66,7 @@ static const char *take_answer(kvn_tcp_client *self)
     return NULL;
 }
 
-/* Distributes received bytes: rest of an answer, data, rest of the answer behind the data. */
+/* Distributes received bytes: the rest of an answer, data, the rest of the answer after the data. */
 static const char *take(kvn_tcp_client *self, uint64_t nbytes)
 {
     const char *wrong = NULL;
@@ -93,8 +93,8 @@ static const char *take(kvn_tcp_client *self, uint64_t nbytes)
     return wrong;
 }
 
-/* Where the next bytes belong. An answer that is alone on the wire is expected to be a good one: its
- * bytes are asked for in the same call. */
+/* Lists the places of the next bytes. The only answer on the wire is assumed to succeed, so the same call receives its
+ * bytes. */
 static void expect(kvn_tcp_client *self, uint64_t limit, kvn_tcp_parts *parts, kvn_tcp_answer *ahead,
                    uint8_t *dropped, size_t room)
 {
@@ -125,7 +125,7 @@ static void expect(kvn_tcp_client *self, uint64_t limit, kvn_tcp_parts *parts, k
         kvn_tcp_parts_add(parts, is_ahead ? ahead : &self->answer, sizeof *ahead);
 }
 
-/* > 0: something came; -EAGAIN: nothing; else it has failed. */
+/* Returns > 0 if bytes came, -EAGAIN if none have, else a failure. */
 static ssize_t receive_once(kvn_tcp_client *self)
 {
     const bool began_with_answer = self->in_left == 0;
@@ -145,13 +145,13 @@ static ssize_t receive_once(kvn_tcp_client *self)
         if (limit == 1 || got == -EREMOTEIO) {
             const uint64_t index = began_with_answer ? self->window[self->first].from.index : self->in_at.index;
             kvn_tcp_transfer_end_local(self->window[self->first].transfer, index, got == -EREMOTEIO);
-            return 1; /* the rest of it is dropped */
+            return 1; /* the rest of the data is dropped */
         }
         limit /= 2;
     }
     if (got <= 0)
         return got;
-    /* The second answer was read to where it does not overwrite the first, which is looked at now. */
+    /* The second answer was received into `ahead`, so the first is still intact. */
     const uint64_t first = began_with_answer ? sizeof self->answer - self->answer_got : 0;
     if (began_with_answer && (uint64_t)got > first) {
         wrong = take(self, first);
@@ -165,7 +165,7 @@ static ssize_t receive_once(kvn_tcp_client *self)
                 wrong = take(self, rest - bytes);
             }
         } else if (!wrong) {
-            wrong = "the peer sent more than it was asked for";
+            wrong = "the peer sent more bytes than were requested";
         }
     } else {
         wrong = take(self, (uint64_t)got);

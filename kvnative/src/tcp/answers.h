@@ -4,7 +4,7 @@
 
 #include "tcp/transfer.h"
 
-/* Receives at most about KVN_TCP_TURN_NBYTES. True if there was something. */
+/* Receives at most about KVN_TCP_TURN_NBYTES. True if bytes came. */
 bool kvn_tcp_receive_some(kvn_tcp_client *self, uint64_t *moved);
 
 #endif

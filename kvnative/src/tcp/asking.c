@@ -4,14 +4,14 @@
 #include <errno.h>
 #include <string.h>
 
-#define REQUEST_NBYTES (1u << 20) /* the smaller, the sooner others have their turn */
-#define FLIGHT_NBYTES (8u << 20)  /* bytes requested ahead: as many as a network may hold */
+#define REQUEST_NBYTES (1u << 20) /* smaller requests give other transfers their turn sooner */
+#define FLIGHT_NBYTES (8u << 20)  /* bytes requested ahead, to fill a network */
 
 static const uint8_t ZEROS[4096];
 
 /* ---- cutting transfers into requests ---- */
 
-/* Returns the index of a range in the request, and adds it if needed; KVN_TCP_MAX_RANGES: no room. */
+/* Returns the index of a range in the request, which is added if needed; KVN_TCP_MAX_RANGES: no room. */
 static uint32_t range_in(kvn_tcp_request *request, const kvn_tcp_range *range)
 {
     uint32_t count = request->head.num_ranges;
@@ -23,14 +23,13 @@ static uint32_t range_in(kvn_tcp_request *request, const kvn_tcp_range *range)
     }
     if (count == KVN_TCP_MAX_RANGES)
         return count;
-    /* The runs lie behind the ranges, and are not written yet where they would be in the way: they are
-     * collected elsewhere. */
+    /* The runs follow the ranges. They are collected elsewhere first, so they are not in the way. */
     request->head.num_ranges++;
     *kvn_tcp_range_at(request, count) = *range;
     return count;
 }
 
-/* Adds the piece to the run if it continues it, or has the same stride; returns true then. */
+/* Returns true if the run now has the piece, which continues it or follows at its stride. */
 static bool extend(kvn_tcp_run *run, uint64_t address, uint64_t nbytes, uint32_t range)
 {
     if (run->range != range)
@@ -106,7 +105,7 @@ static bool cut(kvn_tcp_client *self, kvn_request *it, kvn_tcp_asked *asked)
     return true;
 }
 
-/* Puts the next request into the window, of each transfer in turn. False: there is none, or no room. */
+/* Puts the next request into the window; transfers take turns. False: there is none, or no room. */
 static bool ask_next(kvn_tcp_client *self)
 {
     kvn_request *it = self->transfers;
@@ -132,7 +131,7 @@ static bool ask_next(kvn_tcp_client *self)
     return true;
 }
 
-/* The parts that are being sent. */
+/* Returns the request that is being sent. */
 static kvn_tcp_asked *newest(kvn_tcp_client *self)
 {
     return &self->window[(self->first + self->num_asked - 1) % KVN_TCP_WINDOW];
@@ -153,7 +152,7 @@ static ssize_t send_out(kvn_tcp_client *self)
                           self->out_nbytes - self->out_sent);
         if (it && !newest(self)->sends_zeros)
             kvn_tcp_transfer_add_local(it, self->out_at, limit, &parts);
-        else if (self->out_left > 0) /* the peer was promised so many bytes */
+        else if (self->out_left > 0) /* the request announced this many bytes */
             for (uint64_t left = limit; left > 0 && parts.count < KVN_TCP_MAX_PARTS;) {
                 const uint64_t some = left < sizeof ZEROS ? left : sizeof ZEROS;
                 kvn_tcp_parts_add(&parts, ZEROS, some);
@@ -172,7 +171,6 @@ static ssize_t send_out(kvn_tcp_client *self)
     }
 }
 
-/* Returns true if nothing of it is left. */
 bool kvn_tcp_is_sent(const kvn_tcp_client *self)
 {
     return self->out_sent == self->out_nbytes && self->out_left == 0;

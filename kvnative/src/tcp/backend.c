@@ -1,4 +1,4 @@
-/* The backend that reaches a peer's memory by one connection. */
+/* A backend that reaches a peer's memory by one connection. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,7 +11,7 @@ typedef struct backend {
     kvn_backend base;
     kvn_tcp_client *client;
     kvn_direction direction;
-    const kvn_device *device; /* NULL: the local side is of the host */
+    const kvn_device *device; /* NULL: the local side is host memory */
     kvn_tcp_known known;
 } backend;
 
@@ -25,7 +25,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     *out = NULL;
     if (!kvn_columns_total(batch, &total))
         return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
-                                 "the descriptors have 2**64 bytes or more together");
+                                 "the descriptors have 2**64 bytes or more in total");
     it = calloc(1, sizeof *it);
     if (!it)
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,

@@ -58,7 +58,7 @@ bool kvn_tcp_cipher_init(kvn_tcp_cipher *self, const kvn_tcp_crypto *calls, cons
 void kvn_tcp_cipher_fini(kvn_tcp_cipher *self)
 {
     if (self->context)
-        self->calls.EVP_CIPHER_CTX_free(self->context); /* which wipes its key */
+        self->calls.EVP_CIPHER_CTX_free(self->context); /* also wipes its key */
     explicit_bzero(self, sizeof *self);
 }
 
@@ -101,7 +101,7 @@ int kvn_tcp_cipher_next(kvn_tcp_cipher *self, const uint8_t *header, size_t head
     memcpy(nonce, self->nonce, sizeof nonce);
     for (unsigned i = 0; i < sizeof self->count; i++)
         nonce[i] ^= (uint8_t)(self->count >> 8 * i);
-    self->count++; /* whatever comes of it: no nonce is used again */
+    self->count++; /* also on failure: a nonce is never reused */
     if (calls->EVP_CipherInit_ex(self->context, NULL, NULL, NULL, nonce, -1) != 1 ||
         calls->EVP_CipherUpdate(self->context, NULL, &out, header, (int)header_nbytes) != 1 ||
         calls->EVP_CipherUpdate(self->context, bytes, &out, bytes, (int)nbytes) != 1)

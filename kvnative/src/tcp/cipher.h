@@ -1,6 +1,6 @@
-/* AES-128-GCM by the system's libcrypto, which is opened when it is needed: seals the records that one end
- * of a connection sends, and opens them at the other. The secret that keys are derived from comes over a
- * control connection whose own encryption (Curve25519) has 128 bits of strength; longer keys would add none. */
+/* AES-128-GCM by the system's libcrypto, which is opened on demand: seals the records that one end of a connection
+ * sends, and opens them at the other. Keys are derived from a secret that comes over a control connection. Its
+ * encryption (Curve25519) has 128 bits of strength, so longer keys would add none. */
 #ifndef KVN_TCP_CIPHER_H
 #define KVN_TCP_CIPHER_H
 
@@ -13,7 +13,7 @@
 #define KVN_TCP_SECRET_NBYTES 32u
 #define KVN_TCP_TAG_NBYTES 16u
 
-/* The calls of libcrypto that are used, the same in 1.1 and 3. */
+/* The used calls of libcrypto, the same in 1.1 and 3. */
 typedef struct kvn_tcp_crypto {
     void *(*EVP_CIPHER_CTX_new)(void);
     void (*EVP_CIPHER_CTX_free)(void *context);
@@ -31,8 +31,8 @@ typedef struct kvn_tcp_crypto {
 
 /* The purpose of derived keys: one direction of one connection of a link. */
 typedef struct kvn_tcp_direction {
-    uint8_t connection; /* index, as the end that dialled counts */
-    uint8_t answers;    /* 1: of the end that answers, 0: of the one that asks */
+    uint8_t connection; /* index, as counted by the end that dialled */
+    uint8_t answers;    /* 1: sent by the answering end, 0: by the requesting end */
 } kvn_tcp_direction;
 
 typedef struct kvn_tcp_cipher {
@@ -45,15 +45,15 @@ typedef struct kvn_tcp_cipher {
     uint64_t count; /* of records */
 } kvn_tcp_cipher;
 
-/* Returns KVN_OK, or KVN_UNSUPPORTED: no libcrypto, or the system refuses the call by which streams copy. */
+/* Returns KVN_OK, or KVN_UNSUPPORTED: no libcrypto, or the system refuses the calls that copy for streams. */
 int kvn_tcp_crypto_open(kvn_tcp_crypto *out, kvn_failure *failure);
 
 /* False: no memory. */
 bool kvn_tcp_cipher_init(kvn_tcp_cipher *self, const kvn_tcp_crypto *calls, const uint8_t *secret,
                          kvn_tcp_direction direction, bool seals);
 void kvn_tcp_cipher_fini(kvn_tcp_cipher *self);
-/* Seals the next record, or opens it: `bytes` in their place, `header` as it is. 0; -EBADMSG: the peer has
- * not sealed it, and the bytes are of no use; -EOVERFLOW: there have been too many; -EIO: libcrypto refuses. */
+/* Seals or opens the next record: encrypts or decrypts `bytes` in place, and authenticates `header`. 0; -EBADMSG: the
+ * peer has not sealed it, and the bytes are useless; -EOVERFLOW: too many records; -EIO: libcrypto refuses. */
 int kvn_tcp_cipher_next(kvn_tcp_cipher *self, const uint8_t *header, size_t header_nbytes,
                         uint8_t *bytes, size_t nbytes, uint8_t tag[KVN_TCP_TAG_NBYTES]);
 

@@ -1,4 +1,4 @@
-/* Drives a connection that asks: by the thread that waits for a transfer, or else by the service's thread. */
+/* Drives a requesting connection: by the thread that waits for a transfer, else by the service's thread. */
 #include "tcp/client.h"
 
 #include <inttypes.h>
@@ -10,10 +10,10 @@
 #include "tcp/answers.h"
 #include "tcp/asking.h"
 
-#define YIELDS 64                 /* of the service to them, some 50 us: to be woken takes as long */
-#define DRIVES 4                  /* the same, of small steps */
+#define YIELDS 64                 /* of the service to threads that want the mutex: some 50 us, as long as a wake-up */
+#define DRIVES 4                  /* small steps before the service yields */
 #define SPIN_NS 50000             /* longer than a wake-up takes */
-#define GRACE_NS INT64_C(500000000) /* for a push that was given up to be taken whole */
+#define GRACE_NS INT64_C(500000000) /* for the peer to take all bytes of an aborted push */
 #define IDLE_EVENTS (EPOLLRDHUP | EPOLLET)
 
 /* ---- who drives it ---- */
@@ -32,24 +32,24 @@ static progress drive(kvn_tcp_client *self)
     return has_moved ? MOVED : BLOCKED;
 }
 
-/* Lets the thread of the service continue if no other thread does. */
+/* Lets the service's thread continue if no other thread does. */
 static void hand_over(kvn_tcp_client *self)
 {
     uint32_t events = IDLE_EVENTS;
 
-    if (self->has_failed) /* and may be closed */
+    if (self->has_failed) /* its descriptor may be closed */
         return;
     if (!self->has_spinner) {
         events |= self->num_asked > 0 ? EPOLLIN : 0;
-        /* Continue with the request, and, since there is room now, with bytes that were received already. */
+        /* EPOLLOUT, which is ready now, also continues with bytes that were received already. */
         if (!kvn_tcp_is_sent(self) || kvn_tcp_has_received(&self->watched.stream))
             events |= EPOLLOUT;
     }
     kvn_tcp_ask_for(&self->watched, events);
 }
 
-/* Who had the mutex last gets it again before others wake: without this they would wait as long as
- * bytes move, and nothing could be given up. */
+/* The last holder of a mutex gets it again before others wake. Without this they would wait as long as bytes move, and
+ * could not abort a transfer. */
 static void let_others_first(kvn_tcp_client *self)
 {
     for (int i = 0; i < YIELDS && atomic_load_explicit(&self->wanted, memory_order_relaxed) > 0; i++)
@@ -66,14 +66,14 @@ static kvn_tcp_progress on_ready(kvn_tcp_watched *watched, uint32_t events)
     self->is_closed |= (events & (EPOLLERR | EPOLLHUP | EPOLLRDHUP)) != 0;
     for (int i = 0; i < DRIVES && (reached = drive(self)) == MOVED; i++)
         ;
-    if (reached == BLOCKED && self->is_closed) /* the bytes that it sent before closing were read */
+    if (reached == BLOCKED && self->is_closed) /* all bytes that the peer sent before closing were read */
         kvn_tcp_transfers_fail(self, 0, "the peer has closed the connection");
     hand_over(self);
     pthread_mutex_unlock(&self->mutex);
     return reached == BLOCKED ? KVN_TCP_SLEEPS : KVN_TCP_GOES_ON;
 }
 
-/* Frees the mutex for a moment. */
+/* Releases the mutex for a moment. */
 static void let_others_in(kvn_tcp_client *self)
 {
     pthread_mutex_unlock(&self->mutex);
@@ -89,7 +89,7 @@ static void lock_soon(kvn_tcp_client *self)
     atomic_fetch_sub(&self->wanted, 1);
 }
 
-/* As long as bytes keep coming. */
+/* Drives the socket as long as bytes keep coming. */
 static void spin(kvn_tcp_client *self, const kvn_request *it, int64_t deadline_ns)
 {
     int64_t now = kvn_now_ns(), end_ns = now + SPIN_NS;
@@ -155,10 +155,10 @@ void kvn_tcp_client_give_up(kvn_request *it, int why)
     lock_soon(self);
     if (!atomic_load(&it->finished))
         kvn_tcp_transfer_end(it, why, 0, KVN_NO_DESCRIPTOR);
-    wait_for(self, it, kvn_now_ns() + GRACE_NS); /* of a push: bytes on the wire */
+    wait_for(self, it, kvn_now_ns() + GRACE_NS); /* for a push, whose bytes are on the wire */
     if (!atomic_load(&it->finished)) {
         kvn_tcp_reset(&self->watched.stream);
-        kvn_tcp_transfers_fail(self, 0, "a push that was given up did not end within 500 ms");
+        kvn_tcp_transfers_fail(self, 0, "an aborted push did not end within 500 ms");
         hand_over(self);
     }
     pthread_mutex_unlock(&self->mutex);
@@ -166,7 +166,7 @@ void kvn_tcp_client_give_up(kvn_request *it, int why)
 
 void kvn_tcp_client_let_go(kvn_request *it)
 {
-    /* The thread that has finished it may be about to wake waiters. */
+    /* The thread that has finished the transfer may still be waking waiters. */
     lock_soon(it->client);
     pthread_mutex_unlock(&it->client->mutex);
     pthread_cond_destroy(&it->changed);
@@ -190,7 +190,7 @@ bool kvn_tcp_client_has_stage(kvn_tcp_client *self)
 bool kvn_tcp_client_take_stage(kvn_tcp_client *self, kvn_tcp_stage *stage)
 {
     lock_soon(self);
-    const bool takes = !self->has_failed && !self->watched.stream.stage; /* a failed one may be closed */
+    const bool takes = !self->has_failed && !self->watched.stream.stage; /* a failed client may be closed */
     if (takes)
         self->watched.stream.stage = stage;
     pthread_mutex_unlock(&self->mutex);

@@ -6,24 +6,24 @@
 
 #include "tcp/transfer.h"
 
-/* The stream and on_failed are set, all else is 0. */
+/* The caller has set the stream and on_failed; all other fields are 0. */
 void kvn_tcp_client_init(kvn_tcp_client *self);
 void kvn_tcp_client_fini(kvn_tcp_client *self);
-/* Begins a transfer of a kvn_caller: one that waits drives it, and one that hurries leaves the first request to the
- * service. On a failed connection it is finished on return. */
+/* Begins a transfer for a kvn_caller: one that waits drives the socket, one that hurries leaves the first request to
+ * the service. On a failed connection the transfer is finished on return. */
 void kvn_tcp_client_begin(kvn_request *transfer, uint32_t caller);
 /* Waits until the transfer is finished, or until the deadline. */
 void kvn_tcp_client_wait(kvn_request *transfer, int64_t deadline_ns);
 /* Stops the transfer, and waits until it is finished and its memory is not touched any more. A push that does not stop
  * in time ends the connection. */
 void kvn_tcp_client_give_up(kvn_request *transfer, int why);
-/* After it is finished, before its memory is freed. */
+/* Call it after the transfer is finished, before its memory is freed. */
 void kvn_tcp_client_let_go(kvn_request *transfer);
 /* Returns true if the client can move memory of a device. */
 bool kvn_tcp_client_has_stage(kvn_tcp_client *self);
-/* Takes the stage over. False: it has one, or has failed. */
+/* Takes over the stage. False: the client has one, or has failed. */
 bool kvn_tcp_client_take_stage(kvn_tcp_client *self, kvn_tcp_stage *stage);
-/* Ends all transfers with KVN_PEER_GONE, and takes none. */
+/* Ends all transfers with KVN_PEER_GONE, and accepts no more. */
 void kvn_tcp_client_fail(kvn_tcp_client *self, int code, const char *why);
 
 #endif

@@ -49,7 +49,7 @@ static void on_failed(void *context, int code, const char *why)
         kvn_fail(&self->why, KVN_PEER_GONE, code, "%s", why);
         shut_all(self);
         if (write(self->death, &one, sizeof one) < 0)
-            self->why.code = errno; /* it cannot be: the counter is 0 */
+            self->why.code = errno; /* cannot happen: the counter is 0 */
     }
     pthread_mutex_unlock(&self->mutex);
 }
@@ -81,7 +81,7 @@ int kvn_tcp_link_death(kvn_tcp_link *self)
     return death;
 }
 
-/* Without the client's mutex, which every thread that gives up a transfer needs: pinning may take long. */
+/* Does not hold the client's mutex: pinning may take long, and every abort needs that mutex. */
 int kvn_tcp_link_stage(kvn_tcp_link *self, unsigned index, kvn_failure *failure)
 {
     kvn_tcp_client *client = &self->pairs[index].client;
@@ -91,10 +91,10 @@ int kvn_tcp_link_stage(kvn_tcp_link *self, unsigned index, kvn_failure *failure)
     pthread_mutex_lock(&self->mutex);
     const bool is_closed = self->is_closed;
     if (!is_closed)
-        kvn_tcp_service_hold(self->service); /* whose copier the stage uses */
+        kvn_tcp_service_hold(self->service); /* the stage uses its copier */
     pthread_mutex_unlock(&self->mutex);
     if (is_closed)
-        return KVN_OK; /* transfers end with why */
+        return KVN_OK; /* transfers report the reason */
     if (!kvn_tcp_client_has_stage(client))
         status = kvn_tcp_stage_create(kvn_tcp_service_copier(self->service), &made, failure);
     if (made && !kvn_tcp_client_take_stage(client, made))
@@ -117,7 +117,7 @@ static int watch(kvn_tcp_link *self, kvn_failure *failure)
     return KVN_OK;
 }
 
-/* The end that dials asks by the connections that it counts as even ones, the other by the odd ones. */
+/* The end that dials sends requests on connections with even indices, the other on odd ones. */
 static int encrypt(kvn_tcp_link *self, const uint8_t *secret, bool dials, kvn_failure *failure)
 {
     kvn_tcp_crypto calls;
@@ -157,7 +157,7 @@ int kvn_tcp_link_create(kvn_tcp_service *service, const int *clients, const int 
         close_all(clients, count);
         close_all(servers, count);
         return kvn_fail(failure, error == ENOMEM ? KVN_NO_MEMORY : KVN_FAILED, error,
-                        "a link cannot be had: %s", strerror(error));
+                        "cannot make a link: %s", strerror(error));
     }
     self->service = service;
     kvn_tcp_service_hold(service);
@@ -200,7 +200,7 @@ void kvn_tcp_link_close(kvn_tcp_link *self, const char *why)
         kvn_tcp_service_forget(&it->server.watched);
     }
     pthread_mutex_lock(&self->mutex);
-    shut_all(self); /* the peer notices at once, even if a child has copies of the descriptors */
+    shut_all(self); /* so that the peer notices at once, even if a child has copies of the descriptors */
     for (unsigned i = 0; i < self->count; i++) {
         kvn_tcp_close(&self->pairs[i].client.watched.stream);
         kvn_tcp_close(&self->pairs[i].server.watched.stream);

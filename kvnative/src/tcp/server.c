@@ -8,10 +8,10 @@
 #include "tcp/stage.h"
 
 #define CALL_NBYTES (1u << 20)      /* maximum of one system call, for which removing a range waits */
-#define TURN_NBYTES (1u << 20)      /* before other connections have their turn */
-#define STEP_NBYTES (2u << 10)      /* the cost of a system call besides its bytes */
-#define SMALL_NBYTES (64u << 10)    /* requests after which the next may come at once */
-#define DROPPED_NBYTES (64u << 10)  /* read at a time and forgotten */
+#define TURN_NBYTES (1u << 20)      /* then other connections have their turn */
+#define STEP_NBYTES (2u << 10)      /* the cost of a system call, in bytes */
+#define SMALL_NBYTES (64u << 10)    /* after such a request the next may come at once */
+#define DROPPED_NBYTES (64u << 10)  /* read and dropped at a time */
 
 static const uint8_t ZEROS[4096];
 
@@ -23,7 +23,7 @@ static void fail(kvn_tcp_server *self, int code, const char *why)
     self->on_failed(self->context, code, why);
 }
 
-/* ---- the place in the registered memory ---- */
+/* ---- the position in the registered memory ---- */
 
 static void add_memory(kvn_tcp_server *self, kvn_tcp_parts *parts, uint64_t limit)
 {
@@ -35,7 +35,7 @@ static void add_memory(kvn_tcp_server *self, kvn_tcp_parts *parts, uint64_t limi
         const kvn_device *device =
             kvn_tcp_table_device(self->table, kvn_tcp_range_at(&self->request, run->range));
         if (nbytes > 0 && device != parts->device)
-            return; /* host and device in turns */
+            return; /* one call moves memory of either host or device */
         const uint64_t address = run->address + (uint64_t)at.piece * run->stride + at.skip;
         uint64_t part = run->nbytes - at.skip;
         part = part < limit - nbytes ? part : limit - nbytes;
@@ -84,7 +84,7 @@ static void refuse(kvn_tcp_server *self, kvn_tcp_reason reason, uint64_t offset)
         self->left = self->end_left = 0;
 }
 
-/* With the table entered. False: something was removed or has expired since, and of the request as well. */
+/* Call it after kvn_tcp_table_enter. False: memory of the request was removed, or has expired, since its check. */
 static bool is_still_registered(kvn_tcp_server *self)
 {
     uint64_t offset;
@@ -99,8 +99,8 @@ static bool is_still_registered(kvn_tcp_server *self)
     return false;
 }
 
-/* Moves registered memory in one call. Where some of it is not mapped, less and less, up to the first byte
- * that is not; a device says itself which part it is. */
+/* Moves registered memory in one call. If some of it is not mapped, tries less and less, up to the first such byte; a
+ * device reports the bad part itself. */
 static ssize_t move(kvn_tcp_server *self, bool is_send)
 {
     const unsigned thread = kvn_tcp_thread_index(&self->watched);
@@ -136,8 +136,8 @@ static ssize_t move(kvn_tcp_server *self, bool is_send)
 
 /* ---- answering ---- */
 
-/* Pins them for the first request for memory of the device, outside of the table: who removes a range does not wait for
- * it. After a failure the next request tries again. */
+/* Pins the slots for the first request for memory of the device, before the table is entered, so that removing a range
+ * does not wait for it. After a failure the next request tries again. */
 static bool has_slots(kvn_tcp_server *self)
 {
     kvn_failure ignored;
@@ -211,7 +211,7 @@ static ssize_t write_on(kvn_tcp_server *self)
     self->answer_left -= (uint32_t)taken(&rest, self->answer_left);
     advance(self, taken(&rest, self->left));
     self->end_left -= (uint32_t)rest;
-    return self->is_refused && !was_refused ? 1 : sent; /* refused just now: go on */
+    return self->is_refused && !was_refused ? 1 : sent; /* refused just now: continue */
 }
 
 static ssize_t read_bytes(kvn_tcp_server *self)
@@ -226,7 +226,7 @@ static ssize_t read_bytes(kvn_tcp_server *self)
     return self->is_refused && !was_refused ? 1 : got;
 }
 
-/* Reads on at `into`, which is to have `want` bytes. */
+/* Continues to read `want` bytes into `into`. */
 static ssize_t read_into(kvn_tcp_server *self, void *into, size_t want)
 {
     const ssize_t got = receive_into(self, (uint8_t *)into + self->got, want - self->got);
@@ -236,7 +236,7 @@ static ssize_t read_into(kvn_tcp_server *self, void *into, size_t want)
     return got;
 }
 
-/* A step of the connection: > 0: it goes on; 0: it has to wait; < 0: it has ended. */
+/* Takes a step of the connection. > 0: it can continue; 0: it must wait; < 0: it has ended. */
 static ssize_t step(kvn_tcp_server *self)
 {
     kvn_tcp_head *head = &self->request.head;
@@ -271,7 +271,7 @@ static ssize_t step(kvn_tcp_server *self)
             self->got = 0;
             self->state = KVN_TCP_READS_HEAD;
         }
-        return got; /* 0: no room now */
+        return got; /* 0: the socket has no room now */
     }
     if (got == 0)
         fail(self, 0, "the peer has closed the connection");

@@ -15,30 +15,30 @@
 #define MAX_EVENTS 64
 #define WAKE_KEY UINT64_MAX
 #define SPIN_NS 100000      /* longer than a wake-up, and than a peer needs for its next request */
-#define LOOK_EVERY 8        /* spins: then all connections are looked at */
-#define MAX_MISSES 4        /* spins in a row that nothing came of: then the thread sleeps at once */
-#define TRY_AGAIN_EVERY 64u /* after so many sleeps it tries again if spinning pays */
+#define LOOK_EVERY 8        /* spins, after which all connections are polled */
+#define MAX_MISSES 4        /* spins in a row without an event, after which the thread sleeps at once */
+#define TRY_AGAIN_EVERY 64u /* sleeps after which the thread tries spinning again */
 
 struct kvn_tcp_thread {
     unsigned index;
     pthread_t id;
     int epoll, wake;
     atomic_bool stops;
-    pthread_mutex_t mutex; /* of the places */
+    pthread_mutex_t mutex; /* guards the places */
     kvn_tcp_watched **places;
-    uint32_t *uses; /* of each place: the high half of its key */
+    uint32_t *uses; /* for each place: the high half of its key */
     uint32_t num_places;
     atomic_uint_fast64_t epoch; /* odd while it is in on_ready */
     /* The thread's own: */
-    uint64_t *ready; /* keys of entries that have more to do */
+    uint64_t *ready; /* keys of connections that have more to do */
     uint32_t num_ready, room;
-    uint64_t spins_for; /* key of a connection that may have more to do at once; WAKE_KEY: none */
+    uint64_t spins_for; /* key of a connection whose event may come at once; WAKE_KEY: none */
     unsigned misses, sleeps;
 };
 
 struct kvn_tcp_service {
     kvn_tcp_table table;
-    kvn_tcp_copier copier; /* of no device: zeros */
+    kvn_tcp_copier copier; /* zeros without a device */
     atomic_uint next;
     atomic_uint users; /* the creator and the links */
     unsigned num_threads;
@@ -78,7 +78,7 @@ static void list(kvn_tcp_thread *self, kvn_tcp_watched *it)
         const uint32_t room = self->room ? 2 * self->room : 64;
         uint64_t *ready = realloc(self->ready, room * sizeof *ready);
         if (!ready)
-            return; /* it goes on with its next event */
+            return; /* it continues with its next event */
         self->ready = ready;
         self->room = room;
     }
@@ -86,12 +86,12 @@ static void list(kvn_tcp_thread *self, kvn_tcp_watched *it)
     it->is_listed = true;
 }
 
-/* Gives it a turn. */
+/* Gives a connection a turn. */
 static kvn_tcp_progress serve(kvn_tcp_thread *self, uint64_t key, bool from_list)
 {
     kvn_tcp_progress progress = KVN_TCP_SLEEPS;
 
-    atomic_fetch_add(&self->epoch, 1); /* before it looks: see `forget` */
+    atomic_fetch_add(&self->epoch, 1); /* before `find`: see kvn_tcp_service_forget */
     kvn_tcp_watched *it = find(self, key);
     if (it) {
         const uint32_t came = it->came;
@@ -119,7 +119,7 @@ static void note(kvn_tcp_thread *self, uint64_t key, uint32_t events)
     atomic_fetch_add(&self->epoch, 1);
 }
 
-/* Lists the entries with events. */
+/* Lists the connections with events. */
 static int look(kvn_tcp_thread *self, int timeout_ms)
 {
     struct epoll_event events[MAX_EVENTS];
@@ -135,7 +135,7 @@ static int look(kvn_tcp_thread *self, int timeout_ms)
     return count;
 }
 
-/* Gives each listed entry one turn, for its events or because it has more to do. */
+/* Gives each listed connection one turn. */
 static void serve_ready(kvn_tcp_thread *self)
 {
     const uint32_t count = self->num_ready;
@@ -143,11 +143,11 @@ static void serve_ready(kvn_tcp_thread *self)
     for (uint32_t i = 0; i < count; i++)
         serve(self, self->ready[i], true);
     self->num_ready -= count;
-    if (self->num_ready > 0) /* else it may be NULL, which memmove must not be given */
+    if (self->num_ready > 0) /* else it may be NULL, which memmove does not allow */
         memmove(self->ready, self->ready + count, self->num_ready * sizeof *self->ready);
 }
 
-/* Until something came, for a moment. */
+/* Spins for a moment, until an event comes. */
 static bool spin(kvn_tcp_thread *self)
 {
     const uint64_t key = self->spins_for;
@@ -236,7 +236,7 @@ int kvn_tcp_service_watch(kvn_tcp_service *self, unsigned thread, kvn_tcp_watche
     }
     pthread_mutex_unlock(&by->mutex);
     if (error != 0)
-        return kvn_fail(failure, KVN_FAILED, error, "a connection cannot be watched: %s",
+        return kvn_fail(failure, KVN_FAILED, error, "cannot watch a connection: %s",
                         strerror(error));
     return KVN_OK;
 }
@@ -265,7 +265,7 @@ void kvn_tcp_service_forget(kvn_tcp_watched *it)
         leave_place(by, it);
     }
     pthread_mutex_unlock(&by->mutex);
-    /* A thread that looked before is in on_ready, or will find nothing. */
+    /* A thread that found the connection before is in on_ready; others do not find it any more. */
     const uint64_t epoch = atomic_load(&by->epoch);
     while (epoch % 2 == 1 && atomic_load(&by->epoch) == epoch)
         sched_yield();
@@ -296,7 +296,7 @@ static void stop(kvn_tcp_thread *self)
 
 static void close_files(kvn_tcp_thread *self)
 {
-    pthread_mutex_lock(&self->mutex); /* a link may be forgotten just now */
+    pthread_mutex_lock(&self->mutex); /* a thread may be in kvn_tcp_service_forget */
     if (self->epoll >= 0)
         close(self->epoll);
     if (self->wake >= 0)
@@ -347,7 +347,7 @@ int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, kvn_device *
     }
     if (error != 0) {
         kvn_tcp_service_destroy(self);
-        return kvn_fail(failure, KVN_FAILED, error, "%u threads cannot be had: %s", num_threads,
+        return kvn_fail(failure, KVN_FAILED, error, "cannot start %u threads: %s", num_threads,
                         strerror(error));
     }
     *out = self;

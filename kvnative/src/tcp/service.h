@@ -13,46 +13,46 @@ typedef struct kvn_tcp_thread kvn_tcp_thread;
 typedef struct kvn_tcp_watched kvn_tcp_watched;
 
 typedef enum kvn_tcp_progress {
-    KVN_TCP_SLEEPS, /* until the system says that it is ready */
+    KVN_TCP_SLEEPS, /* until the system reports an event */
     KVN_TCP_SPINS,  /* the same, but its event may come at once */
-    KVN_TCP_GOES_ON /* it has more to do, and others have their turn first */
+    KVN_TCP_GOES_ON /* it has more to do, after the turns of others */
 } kvn_tcp_progress;
 
-/* A connection that a thread of the service looks after. Embed it. */
+/* A connection that a thread of the service watches. Embed it. */
 struct kvn_tcp_watched {
     kvn_tcp_stream stream;
     kvn_tcp_thread *thread;
-    uint64_t key; /* its name in events */
-    uint32_t events; /* that are asked for now */
-    bool is_listed;  /* it must have a turn; only the thread uses this and the fields below */
+    uint64_t key; /* identifies it in events */
+    uint32_t events; /* requested events */
+    bool is_listed;  /* it waits for a turn; only the thread uses this and the fields below */
     uint32_t came;   /* events since its last turn */
-    /* On the thread; `events` of epoll, 0 where it goes on. */
+    /* Called by the thread with `events` of epoll, or 0 to continue. */
     kvn_tcp_progress (*on_ready)(kvn_tcp_watched *self, uint32_t events);
 };
 
-/* `device`: whose memory is moved as well, which outlives it; or NULL. KVN_OK, KVN_NO_MEMORY, KVN_FAILED. */
+/* `device`: moves its memory too, and outlives the service; or NULL. KVN_OK, KVN_NO_MEMORY, KVN_FAILED. */
 int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, kvn_device *device,
                            const char *name, kvn_tcp_service **out, kvn_failure *failure);
-/* Ends the threads and the creator's use of it; links that are left may only be closed. */
+/* Ends the threads and the creator's hold; after that links may only be closed. */
 void kvn_tcp_service_destroy(kvn_tcp_service *self);
 kvn_tcp_table *kvn_tcp_service_table(kvn_tcp_service *self);
 /* Copies memory of the device; NULL if the service has no device. */
 kvn_tcp_copier *kvn_tcp_service_copier(kvn_tcp_service *self);
-/* A link uses it; it does no more. The last one frees it. */
+/* Adds or removes a hold of a link. The last one frees the service. */
 void kvn_tcp_service_hold(kvn_tcp_service *self);
 void kvn_tcp_service_let_go(kvn_tcp_service *self);
 
-/* Which thread the next connections go to: in turn. */
+/* The thread for the next connections: threads take turns. */
 unsigned kvn_tcp_service_next_thread(kvn_tcp_service *self);
-/* Begins to watch, for `events`. The stream and on_ready are set. */
+/* Begins to watch for `events`. The caller has set the stream and on_ready. */
 int kvn_tcp_service_watch(kvn_tcp_service *self, unsigned thread, kvn_tcp_watched *it,
                           uint32_t events, kvn_failure *failure);
-/* Asks for other events; one thread at a time. */
+/* Changes the requested events. Only one thread at a time may call it. */
 void kvn_tcp_ask_for(kvn_tcp_watched *it, uint32_t events);
-/* On return on_ready is not running and is not called again. Not from on_ready. A second time is fine. */
+/* After the return on_ready does not run and is not called. Must not be called by on_ready. Idempotent. */
 void kvn_tcp_service_forget(kvn_tcp_watched *it);
 
-/* Of the table: which thread this is looked after by. */
+/* The index of its thread in the table. */
 unsigned kvn_tcp_thread_index(const kvn_tcp_watched *it);
 
 #endif

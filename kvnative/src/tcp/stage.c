@@ -1,4 +1,4 @@
-/* Copies between a device and the slots of a connection, beside what its socket does. */
+/* Copies between a device and the slots of a connection, while its socket is busy. */
 #include "tcp/stage.h"
 
 #include <errno.h>
@@ -8,20 +8,19 @@
 
 #include "device/copy.h"
 
-#define PIECE_NBYTES (512u << 10) /* of the device's memory; two of them are a request, and so a call */
-#define OWN_NBYTES (32u << 10)    /* of this library's own, around those: a request's head and table, or answers */
-#define FRONT 16u                 /* the device's bytes begin at a multiple of it, for a kernel to copy words */
+#define PIECE_NBYTES (512u << 10) /* of device memory; two of them are a request, and so a call */
+#define OWN_NBYTES (32u << 10)    /* around them: a request's head and table, or answers */
+#define FRONT 16u                 /* alignment of device bytes, so that a kernel can copy words */
 #define SLOT_NBYTES (PIECE_NBYTES + OWN_NBYTES + FRONT)
-#define SMALL_NBYTES (64u << 10) /* one part of so many bytes is copied at once: to wake a thread takes as long */
+#define SMALL_NBYTES (64u << 10) /* a single part of this size is copied in the call: waking a thread takes as long */
 
-/* Bytes on their way. The piece that they belong to are the first `nbytes`: its items in order, those that are on the
- * device side by side. */
+/* Bytes in transit. The first `nbytes` are the piece: its items in order, with those on the device side by side. */
 typedef struct slot {
     uint8_t *bytes;
     uint32_t at, end;
     uint64_t nbytes;
-    size_t count, first, last; /* on the device: [first, last) */
-    uint64_t offsets[KVN_TCP_MAX_PARTS]; /* behind `at` */
+    size_t count, first, last; /* items on the device: [first, last) */
+    uint64_t offsets[KVN_TCP_MAX_PARTS]; /* relative to `at` */
     uint64_t host[KVN_TCP_MAX_PARTS], memory[KVN_TCP_MAX_PARTS], sizes[KVN_TCP_MAX_PARTS];
 } slot;
 
@@ -30,10 +29,10 @@ typedef struct stage {
     kvn_tcp_copier *copier;
     uint8_t *pinned;
     slot out[2], in[2];
-    unsigned first_out, first_in; /* whose bytes come first */
+    unsigned first_out, first_in; /* the slot whose bytes come first */
     kvn_request *request;         /* the copy in flight */
     kvn_report report;
-    kvn_failure failure; /* the latest */
+    kvn_failure failure; /* the latest one */
 } stage;
 
 /* ---- the copier ---- */
@@ -63,7 +62,7 @@ void kvn_tcp_copier_fini(kvn_tcp_copier *self)
 
 /* ---- pieces of parts ---- */
 
-/* Parts from byte `skip` of one of them on. */
+/* A position: byte `skip` of a part. */
 typedef struct place {
     unsigned index;
     uint64_t skip;
@@ -78,7 +77,7 @@ static bool is_on_device(const kvn_tcp_parts *parts, unsigned index)
     return index >= parts->first && index < parts->last;
 }
 
-/* Has the piece begin where the device's first byte is aligned, and leaves room for all of it. */
+/* Places the piece so that the device's first byte is aligned, with room for all of it. */
 static void align(slot *it, const kvn_tcp_parts *parts, place from)
 {
     uint64_t own = 0;
@@ -94,7 +93,7 @@ static void align(slot *it, const kvn_tcp_parts *parts, place from)
     it->at = it->end = (uint32_t)(-own % FRONT);
 }
 
-/* Lays the next bytes of the parts out in the slot: `limit` at most. */
+/* Assigns the next bytes of the parts, at most `limit`, to the slot. */
 static void lay_out(slot *it, const kvn_tcp_parts *parts, place *from, uint64_t limit)
 {
     uint64_t own = OWN_NBYTES, device = PIECE_NBYTES;
@@ -135,7 +134,7 @@ static void copy_own(const slot *it, bool is_send)
     }
 }
 
-/* Begins to copy the piece of a slot; `finish` waits for it, also after a failure. */
+/* Begins to copy the piece of a slot. Call `finish` for it, also after a failure. */
 static void start(stage *self, const slot *it, bool is_send)
 {
     kvn_backend *backend = is_send ? self->copier->to_host : self->copier->to_device;
@@ -161,7 +160,7 @@ static void start(stage *self, const slot *it, bool is_send)
     }
 }
 
-/* Waits for the copy. If it has failed, keeps why, without the number that the piece has for the descriptor. */
+/* Waits for the copy. Keeps a failure without the number of its descriptor, which counts within the piece. */
 static int finish(stage *self, bool is_send)
 {
     kvn_backend *backend = is_send ? self->copier->to_host : self->copier->to_device;
@@ -181,7 +180,7 @@ static int finish(stage *self, bool is_send)
                     report->message + (is_numbered ? length : 0));
 }
 
-/* Bytes of a piece before those that have failed; half of its items if that is not known. */
+/* Bytes of a piece before the failed ones; half of its items if that is unknown. */
 static uint64_t sound(const stage *self, const slot *it)
 {
     const size_t count = it->last - it->first, failed = (size_t)self->report.failed;
@@ -189,7 +188,8 @@ static uint64_t sound(const stage *self, const slot *it)
     return it->offsets[it->first + (failed < count ? failed : count / 2)];
 }
 
-/* Copies now, and again with less before what fails. Returns how many bytes, or -EREMOTEIO: the first part fails. */
+/* Copies now, and after a failure again with fewer bytes. Returns the number of bytes, or -EREMOTEIO: the first part
+ * fails. */
 static ssize_t copy_now(stage *self, slot *it, const kvn_tcp_parts *parts, place *from, uint64_t limit,
                         bool is_send)
 {
@@ -230,8 +230,8 @@ static ssize_t flush(kvn_tcp_stream *stream, slot *it)
     return 1;
 }
 
-/* As of a buffer that the socket has not taken all of (stream.c), one byte less is reported: the caller comes again
- * with it, and it is ignored then. */
+/* While the socket has not taken all of a slot, the result is one byte less, as in send_sealed of stream.c: the caller
+ * passes that byte again, and it is ignored. */
 static ssize_t send_staged(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
 {
     stage *self = (stage *)stream->stage;
@@ -258,7 +258,7 @@ static ssize_t send_staged(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
             start(self, next, true);
         }
         flushed = flush(stream, it);
-        has_next = has_next && finish(self, true) == KVN_OK; /* a failure comes again */
+        has_next = has_next && finish(self, true) == KVN_OK; /* a failure is reported by the next call */
         if (has_next) {
             next->end = next->at + (uint32_t)next->nbytes;
             total += (ssize_t)next->nbytes;
@@ -275,7 +275,7 @@ static ssize_t send_staged(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
 
 /* ---- receiving ---- */
 
-/* Returns 1 if the slot has all of its piece, or as kvn_tcp_receive. */
+/* Returns 1 if the slot has all of its piece, else like kvn_tcp_receive. */
 static ssize_t fill(kvn_tcp_stream *stream, slot *it)
 {
     while (it->end - it->at < it->nbytes) {
@@ -293,7 +293,7 @@ static ssize_t fill(kvn_tcp_stream *stream, slot *it)
 /* Bytes of a piece before the device's. */
 static uint64_t own_before(const slot *it) { return it->first == it->last ? it->nbytes : it->offsets[it->first]; }
 
-/* Hands on what has come, up to `limit` bytes of the first slot. */
+/* Delivers received bytes of the first slot, at most `limit`. */
 static ssize_t hand_on(stage *self, kvn_tcp_parts *parts, uint64_t limit)
 {
     slot *it = &self->in[self->first_in];
@@ -303,7 +303,7 @@ static ssize_t hand_on(stage *self, kvn_tcp_parts *parts, uint64_t limit)
     limit = least(limit, it->end - it->at);
     if (parts->device)
         some = copy_now(self, it, parts, &at, limit, false);
-    else /* which may be memory of others, and not mapped */
+    else /* the caller's memory, which may not be mapped */
         some = kvn_tcp_copy_host(parts, it->bytes + it->at, limit);
     it->at += some > 0 ? (uint32_t)some : 0;
     if (!has_bytes(it))
@@ -323,7 +323,7 @@ static ssize_t receive_staged(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
     for (;;) {
         align(it, parts, at);
         lay_out(it, parts, &at, UINT64_MAX);
-        if (it->end - it->at > it->nbytes && it->nbytes > 0) /* the rest of it comes before the other slot's */
+        if (it->end - it->at > it->nbytes && it->nbytes > 0) /* its rest comes before bytes of the other slot */
             return hand_on(self, parts, UINT64_MAX);
         got = it->nbytes > 0 ? fill(stream, it) : 0;
         if (copied && finish(self, false) != KVN_OK) {
@@ -341,7 +341,7 @@ static ssize_t receive_staged(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
         self->first_in = !self->first_in;
         it = &self->in[self->first_in];
     }
-    /* An answer may be all that comes: it is not kept back for the bytes that were expected behind it. */
+    /* An answer may come without the expected bytes, so it is delivered before they arrive. */
     if (total == 0 && has_bytes(it) && own_before(it) > 0)
         return hand_on(self, parts, own_before(it));
     return total > 0 ? total : got;

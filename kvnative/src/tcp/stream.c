@@ -7,18 +7,18 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#define RECORD_NBYTES (32u << 10) /* larger ones gain little; a pair of connections has four buffers */
+#define RECORD_NBYTES (32u << 10) /* larger records gain little, and a pair of connections has four buffers */
 #define HEADER_NBYTES sizeof(uint32_t)
-#define FRONT (16 - HEADER_NBYTES) /* has the bytes of a record begin at a multiple of 16 */
+#define FRONT (16 - HEADER_NBYTES) /* aligns the bytes of a record to 16 */
 #define AROUND (FRONT + HEADER_NBYTES + KVN_TCP_TAG_NBYTES)
 
 struct kvn_tcp_buffers {
     pid_t pid;
     kvn_tcp_cipher seals, opens;
-    uint32_t out_at, out_end; /* of the record that the socket has not taken all of */
-    uint32_t in_at, in_end;   /* received bytes that were not used yet */
-    uint32_t opened;          /* bytes at in_at; the tag of their record is behind them */
-    uint8_t *out, *in; /* of AROUND + RECORD_NBYTES each; pages are taken as they are used */
+    uint32_t out_at, out_end; /* the unsent rest of a record */
+    uint32_t in_at, in_end;   /* received and unused bytes */
+    uint32_t opened;          /* decrypted bytes at in_at; the tag of their record follows */
+    uint8_t *out, *in; /* AROUND + RECORD_NBYTES each; pages are allocated on use */
 };
 
 /* ---- the socket ---- */
@@ -51,7 +51,7 @@ static ssize_t receive_plain(int fd, const struct iovec *parts, unsigned count)
 
 /* ---- copies between parts and a buffer ---- */
 
-/* Parts of memory from byte `at` of one of them on. */
+/* A position: byte `at` of a part. */
 typedef struct walk {
     kvn_tcp_parts *parts;
     unsigned index;
@@ -68,8 +68,8 @@ static void skip(walk *it, size_t nbytes)
     it->at = nbytes;
 }
 
-/* By a system call, as memory that is not this library's may not be mapped: the kernel reaches what is local to
- * this call as it does for a socket, and what is remote, which is of this process as well, by its pages. */
+/* Copies by a system call, because memory of the caller may not be mapped. Both sides belong to this process: the
+ * kernel accesses the local one as it does for a socket, and the remote one by its pages. */
 static ssize_t copy_host(const walk *it, pid_t pid, bool is_send, uint8_t *own, size_t nbytes)
 {
     struct iovec parts[KVN_TCP_MAX_PARTS];
@@ -93,7 +93,7 @@ ssize_t kvn_tcp_copy_host(kvn_tcp_parts *parts, uint8_t *bytes, size_t nbytes)
     return copy_host(&(walk){parts, 0, 0}, getpid(), false, bytes, nbytes);
 }
 
-/* Copies to `own`, to be sent, or from it, at most `nbytes`. */
+/* Copies at most `nbytes` to `own`, to send them, or from `own`. */
 static ssize_t copy_on(const kvn_tcp_buffers *self, walk *it, bool is_send, uint8_t *own, size_t nbytes)
 {
     const ssize_t some = copy_host(it, self->pid, is_send, own, nbytes);
@@ -132,14 +132,14 @@ static ssize_t prepare(kvn_tcp_buffers *it, walk *from)
     const int error = kvn_tcp_cipher_next(&it->seals, it->out + FRONT, sizeof header, bytes, header,
                                           bytes + header);
     if (error != 0)
-        return error; /* bytes that are not sealed are never sent */
+        return error; /* never send bytes that are not sealed */
     it->out_at = FRONT;
     it->out_end = FRONT + HEADER_NBYTES + header + KVN_TCP_TAG_NBYTES;
     return nbytes;
 }
 
-/* If the socket has not taken all of the buffer, the result is one byte less. So the caller comes again with that byte,
- * which is ignored then, and the rest of the buffer is sent first. */
+/* If the socket has not taken all of the buffer, the result is one byte less. So the caller passes that byte again. It
+ * is ignored then, and the rest of the buffer is sent first. */
 static ssize_t send_sealed(kvn_tcp_stream *self, kvn_tcp_parts *parts)
 {
     kvn_tcp_buffers *it = self->buffers;
@@ -187,7 +187,7 @@ static int open_record(kvn_tcp_buffers *it)
     return 1;
 }
 
-/* Reads more. Returns > 0 if more has come, else as kvn_tcp_receive. */
+/* Reads more. Returns > 0 if bytes have come, else like kvn_tcp_receive. */
 static ssize_t fill(kvn_tcp_stream *self)
 {
     kvn_tcp_buffers *it = self->buffers;
@@ -224,7 +224,7 @@ static ssize_t receive_sealed(kvn_tcp_stream *self, kvn_tcp_parts *parts)
                 got = fill(self);
         }
     }
-    return total > 0 ? (ssize_t)total : got; /* an error comes again */
+    return total > 0 ? (ssize_t)total : got; /* the next call reports the error */
 }
 
 /* ---- the stream ---- */
@@ -320,6 +320,6 @@ void kvn_tcp_reset(kvn_tcp_stream *self)
 {
     const struct sockaddr nobody = {.sa_family = AF_UNSPEC};
 
-    if (connect(self->fd, &nobody, sizeof nobody) != 0) /* of a Unix socket */
+    if (connect(self->fd, &nobody, sizeof nobody) != 0) /* not supported by a Unix socket */
         shutdown(self->fd, SHUT_RDWR);
 }

@@ -7,13 +7,13 @@
 #include <sys/mman.h>
 #include <time.h>
 
-#define SPINS 1000 /* a call lasts some 10 us */
+#define SPINS 1000 /* a system call lasts some 10 us */
 #define PAUSE_NS 50000
 
 int kvn_tcp_table_init(kvn_tcp_table *self, uint32_t num_rows, const kvn_device *device,
                        kvn_failure *failure)
 {
-    /* A mapping of its own, so that unused rows cost no memory and malloc's heap stays small. */
+    /* A separate mapping: unused rows cost no memory, and malloc's heap stays small. */
     self->rows = mmap(NULL, num_rows * sizeof *self->rows, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (self->rows == MAP_FAILED)
@@ -74,7 +74,7 @@ bool kvn_tcp_table_renew(kvn_tcp_table *self, uint64_t slot, int64_t deadline_ns
     was_there = slot < self->num_rows && self->rows[slot].nbytes != 0;
     if (was_there) {
         self->rows[slot].deadline_ns = deadline_ns;
-        atomic_fetch_add(&self->removals, 1); /* readers of the old row look again */
+        atomic_fetch_add(&self->removals, 1); /* readers of the old row check again */
     }
     pthread_mutex_unlock(&self->mutex);
     return was_there;
@@ -119,7 +119,7 @@ static bool stands(const kvn_tcp_table *self, const kvn_tcp_range *range)
            (row->deadline_ns == 0 || kvn_now_ns() < row->deadline_ns);
 }
 
-/* Adds the bytes of the run that may be moved to `offset`, which counts bytes of the request. */
+/* Adds to `offset`, which counts bytes of the request, the bytes of the run that may be moved. */
 static kvn_tcp_reason check_run(const kvn_tcp_table *self, const kvn_tcp_range *range,
                                 const kvn_tcp_run *run, bool is_write, uint64_t *offset)
 {
@@ -160,7 +160,7 @@ kvn_tcp_reason kvn_tcp_table_check(kvn_tcp_table *self, kvn_tcp_request *request
     for (uint32_t i = 0; i < request->head.num_ranges && reason == KVN_TCP_MOVED; i++) {
         const kvn_tcp_range *range = kvn_tcp_range_at(request, i);
         if (!stands(self, range)) {
-            reason = KVN_TCP_RELEASED; /* of those of runs all do */
+            reason = KVN_TCP_RELEASED; /* ranges of runs all have memory */
             *offset = 0;
             break;
         }

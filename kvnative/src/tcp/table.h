@@ -1,5 +1,5 @@
 /* The memory of this process that peers may reach: a row for each slot. Threads that move bytes check it before each
- * system call. Removing a row waits until no thread is in a call that began before. */
+ * system call. Removing a row waits for calls that began before. */
 #ifndef KVN_TCP_TABLE_H
 #define KVN_TCP_TABLE_H
 
@@ -19,11 +19,11 @@ typedef struct kvn_tcp_row {
     uint64_t nbytes; /* 0: free */
     uint64_t generation;
     bool writable;
-    bool is_on_device; /* the table's */
-    int64_t deadline_ns; /* of kvn_now_ns: from then on as if it were free; 0: never */
+    bool is_on_device; /* on the table's device */
+    int64_t deadline_ns; /* by kvn_now_ns; the row counts as free from then on; 0: never */
 } kvn_tcp_row;
 
-/* When a request was looked at: how many rows had been removed, and its earliest deadline, or 0. */
+/* The state at the check of a request: the number of removals, and its earliest deadline, or 0. */
 typedef struct kvn_tcp_checked {
     uint64_t removals;
     int64_t deadline_ns;
@@ -34,15 +34,15 @@ typedef struct kvn_tcp_table {
     pthread_mutex_t mutex;
     kvn_tcp_row *rows;
     uint32_t num_rows;
-    const kvn_device *device; /* NULL: all rows are of the host */
-    /* These two are seq_cst at each place: a thread writes its epoch and reads the removals, who removes writes
-     * those and reads the epochs, and one of them sees the other. There is no fence in between. */
-    atomic_uint_fast64_t removals; /* rises before rows go */
-    /* Of each thread that moves bytes: odd while it is in a system call on registered memory. */
+    const kvn_device *device; /* NULL: all rows are in host memory */
+    /* These two are always seq_cst, without a fence: a thread writes its epoch, then reads the removals; a remover
+     * writes the removals, then reads the epochs. One of them sees the other. */
+    atomic_uint_fast64_t removals; /* rises before rows are removed */
+    /* One for each thread that moves bytes: odd while the thread is in a system call on registered memory. */
     atomic_uint_fast64_t epochs[KVN_TCP_MAX_THREADS];
 } kvn_tcp_table;
 
-/* KVN_OK or KVN_NO_MEMORY. The device outlives it. */
+/* KVN_OK or KVN_NO_MEMORY. The device outlives the table. */
 int kvn_tcp_table_init(kvn_tcp_table *self, uint32_t num_rows, const kvn_device *device,
                        kvn_failure *failure);
 void kvn_tcp_table_fini(kvn_tcp_table *self);
@@ -56,12 +56,12 @@ bool kvn_tcp_table_renew(kvn_tcp_table *self, uint64_t slot, int64_t deadline_ns
 /* Waits until each thread has left the call that it is in. */
 void kvn_tcp_table_wait_for_threads(kvn_tcp_table *self);
 
-/* Returns true if all memory of a checked request is registered as the request says; else `offset` is that of the first
- * byte that is not. */
+/* Returns KVN_TCP_MOVED if all memory of a well-formed request is registered as the request says; else `offset` is that
+ * of the first byte that is not. */
 kvn_tcp_reason kvn_tcp_table_check(kvn_tcp_table *self, kvn_tcp_request *request,
                                    kvn_tcp_checked *checked, uint64_t *offset);
 
-/* Between these two calls a thread may move bytes of memory that it has checked, if the table did not change. */
+/* Between these two calls a thread may move bytes of checked memory, if the table has not changed. */
 static inline void kvn_tcp_table_enter(kvn_tcp_table *self, unsigned thread)
 {
     atomic_fetch_add(&self->epochs[thread], 1);
@@ -75,7 +75,7 @@ static inline bool kvn_tcp_table_is_same(kvn_tcp_table *self, const kvn_tcp_chec
     return atomic_load(&self->removals) == checked->removals &&
            (checked->deadline_ns == 0 || kvn_now_ns() < checked->deadline_ns);
 }
-/* Where it lies; NULL: in the memory of the host. */
+/* The device of a range; NULL: host memory. */
 static inline const kvn_device *kvn_tcp_table_device(const kvn_tcp_table *self,
                                                      const kvn_tcp_range *range)
 {

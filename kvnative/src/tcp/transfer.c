@@ -38,7 +38,7 @@ void kvn_tcp_transfer_put_in(kvn_tcp_client *self, kvn_request *it)
         self->transfers = it;
         return;
     }
-    it->next = self->transfers; /* last: behind all others */
+    it->next = self->transfers; /* last, after all others */
     it->previous = self->transfers->previous;
     it->previous->next = it->next->previous = it;
 }
@@ -55,7 +55,7 @@ void kvn_tcp_transfer_finish(kvn_request *it)
     }
     report->bytes_done = atomic_load_explicit(&it->moved, memory_order_relaxed);
     if (kvn_is_given_up(report->status) && it->confirmed.index == it->batch.count)
-        report->status = KVN_OK; /* all of it was on the wire when it was given up */
+        report->status = KVN_OK; /* all bytes were on the wire at the abort */
     if (report->status != KVN_OK)
         kvn_report_add_span(report, it->confirmed.index, it->batch.count);
     if (kvn_is_given_up(report->status))

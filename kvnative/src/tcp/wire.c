@@ -16,7 +16,7 @@ const char *kvn_tcp_check_head(const kvn_tcp_head *head)
     return NULL;
 }
 
-/* Bytes from the first to behind the last of a run; 0: it has no sense. */
+/* Bytes from the start to the end of a run; 0: the run is malformed. */
 static uint64_t extent(const kvn_tcp_run *run)
 {
     if (run->nbytes < 1 || run->count < 1 || (run->count > 1 && run->stride < run->nbytes))

@@ -12,7 +12,7 @@
 
 #define KVN_TCP_MAX_RANGES 64u
 #define KVN_TCP_MAX_RUNS 1024u
-#define KVN_TCP_MAX_NBYTES (16u << 20) /* that one request moves */
+#define KVN_TCP_MAX_NBYTES (16u << 20) /* moved by one request */
 
 typedef enum kvn_tcp_kind { KVN_TCP_PULL = 1, KVN_TCP_PUSH = 2 } kvn_tcp_kind;
 
@@ -24,18 +24,18 @@ typedef enum kvn_tcp_reason {
     KVN_TCP_READ_ONLY = 3, /* a push to memory that is registered with writable=False */
     KVN_TCP_UNMAPPED = 4,  /* registered, but not mapped any more */
     KVN_TCP_DEVICE = 5,    /* it is on a device, which did not copy it */
-    KVN_TCP_RELEASED = 6,  /* a lease, which is a range that no run lies in */
+    KVN_TCP_RELEASED = 6,  /* a lease, that is, a range without runs */
     KVN_TCP_NUM_REASONS
 } kvn_tcp_reason;
 
-/* Registered memory: the slot of its table, and which of the registrations that had it. */
+/* Registered memory: its slot in the table, and the generation of the registration. */
 typedef struct kvn_tcp_range {
     uint32_t slot;
     uint32_t reserved; /* 0 */
     uint64_t generation;
 } kvn_tcp_range;
 
-/* `count` pieces of `nbytes`, each `stride` bytes behind the one before, inside one range. */
+/* `count` pieces of `nbytes`, each `stride` bytes after the previous one, inside one range. */
 typedef struct kvn_tcp_run {
     uint64_t address;
     uint32_t nbytes;
@@ -59,25 +59,25 @@ typedef struct kvn_tcp_answer {
     uint64_t id;
     uint32_t reason;
     uint32_t reserved; /* 0 */
-    uint64_t offset;   /* of the first byte that was not moved, where there is a reason */
+    uint64_t offset;   /* of the first byte that was not moved, if there is a reason */
 } kvn_tcp_answer;
 
 _Static_assert(sizeof(kvn_tcp_range) == 16 && sizeof(kvn_tcp_run) == 24, "no padding");
 _Static_assert(sizeof(kvn_tcp_head) == 64 && sizeof(kvn_tcp_answer) == 24, "no padding");
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers are sent as they are");
 
-/* Of the ranges and runs that do not fit into the head. */
+/* Bytes of the ranges and runs that do not fit into the head. */
 #define KVN_TCP_MAX_TABLE                                                                          \
     ((KVN_TCP_MAX_RANGES - 1) * sizeof(kvn_tcp_range) +                                            \
      (KVN_TCP_MAX_RUNS - 1) * sizeof(kvn_tcp_run))
 
-/* A request, wherever its parts lie. */
+/* A request with its table. */
 typedef struct kvn_tcp_request {
     kvn_tcp_head head;
     uint8_t table[KVN_TCP_MAX_TABLE]; /* the other ranges, then the other runs */
 } kvn_tcp_request;
 
-/* Bytes of the table behind a head that was checked. */
+/* Bytes of the table that follows a checked head. */
 static inline size_t kvn_tcp_table_nbytes(const kvn_tcp_head *head)
 {
     return (head->num_ranges - 1u) * sizeof(kvn_tcp_range) +
@@ -95,12 +95,12 @@ static inline kvn_tcp_run *kvn_tcp_run_at(kvn_tcp_request *it, uint32_t index)
     return index == 0 ? &it->head.run : (kvn_tcp_run *)(it->table + ranges) + (index - 1);
 }
 
-/* Return the fault of a head, or of the whole request; NULL: none. They trust nothing: no number overflows, and no
- * index leaves the request. */
+/* Return what is wrong with a head, or with the whole request; NULL: nothing. They accept any input: no number
+ * overflows, and no index leaves the request. */
 const char *kvn_tcp_check_head(const kvn_tcp_head *head);
 const char *kvn_tcp_check_request(kvn_tcp_request *request);
 
-/* Where the bytes of a request have got to. */
+/* A position in the bytes of a request. */
 typedef struct kvn_tcp_place {
     uint32_t run;
     uint32_t piece; /* of the run */

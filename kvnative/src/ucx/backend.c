@@ -1,4 +1,4 @@
-/* The backend whose batches UCX transfers between this process and a peer. */
+/* A backend whose batches UCX transfers between this process and a peer. */
 #include "ucx/backend.h"
 
 #include <errno.h>
@@ -10,13 +10,13 @@
 #include "core/report.h"
 #include "core/thread.h"
 
-#define ABORT_NS INT64_C(500000000) /* time for operations in flight to end by themselves */
+#define ABORT_NS INT64_C(500000000) /* time for operations in flight to end */
 
 typedef struct kvn_ucx_backend {
     kvn_backend base;
     kvn_ucx_regions *regions;
     kvn_ucx_route route;
-    bool is_leased; /* all but the leases is another backend's */
+    bool is_leased; /* only the leases are its own; the rest belongs to another backend */
 } kvn_ucx_backend;
 
 /* ---- submit ---- */
@@ -28,7 +28,7 @@ static void forget(kvn_request *request)
     free(request);
 }
 
-/* Notes which ranges the batch uses. `where`: a number for each range, UINT64_MAX at first. */
+/* Finds the ranges that the batch uses. `where`: a number for each range, initially UINT64_MAX. */
 static int look_up(kvn_request *request, uint64_t *where, kvn_report *report)
 {
     const kvn_ucx_route *route = request->route;
@@ -65,7 +65,7 @@ static int look_up_leases(kvn_request *request, kvn_report *report)
 
     for (uint64_t i = 0; i < route->num_leases; i++) {
         const kvn_ucx_lease *it = &route->leases[i];
-        /* No live lease has such a slot or generation, and memory behind the table must not be read. */
+        /* No live lease has such a slot or generation, and memory after the table must not be read. */
         if (it->slot >= route->endpoint->remote.num_slots || it->generation % 2 == 0)
             return kvn_report_refuse(report, request->batch.count, KVN_UNMAPPED, 0,
                                      "%s was released or moved by the peer, or has expired", it->name);
@@ -123,7 +123,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
                                  why.message);
     if (!kvn_columns_total(batch, &total))
         return kvn_report_refuse(report, batch->count, KVN_INVALID, 0,
-                                 "the descriptors have 2**64 bytes or more together");
+                                 "the descriptors have 2**64 bytes or more in total");
     request = create(&self->route, batch);
     if (!request)
         return kvn_report_refuse(report, batch->count, KVN_NO_MEMORY, ENOMEM,
@@ -177,7 +177,7 @@ static void give_up(void *context)
     const giving_up *it = context;
 
     if (!is_finished(it->request) && it->request->why == KVN_OK)
-        it->request->why = it->why; /* nothing more is posted for it */
+        it->request->why = it->why; /* no more operations are posted for it */
 }
 
 static int abort_request(kvn_backend *base, kvn_request *request, int why, kvn_report *report)
@@ -189,10 +189,10 @@ static int abort_request(kvn_backend *base, kvn_request *request, int why, kvn_r
     if (!is_finished(request)) {
         kvn_ucx_call(worker, give_up, &it);
         if (!kvn_ucx_wait(worker, is_finished, request, kvn_now_ns() + ABORT_NS)) {
-            /* UCX ends everything on an endpoint that is closed by force. Until it has, memory may be
-             * touched, and this must not return. */
+            /* UCX ends all operations of an endpoint that is closed by force. Wait for that, because they may touch
+             * memory until then. */
             kvn_ucx_endpoint_fail(self->route.endpoint, why, 0,
-                                  "a transfer that was given up did not stop within 500 ms");
+                                  "an aborted transfer did not stop within 500 ms");
             kvn_ucx_wait(worker, is_finished, request, KVN_FOREVER);
         }
     }

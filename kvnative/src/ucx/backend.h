@@ -4,7 +4,7 @@
 
 #include "ucx/transfer.h"
 
-/* As packed by the peer's UCX. */
+/* A key that the peer's UCX has packed. */
 typedef struct kvn_ucx_packed_key {
     const void *bytes;
     size_t nbytes;
@@ -16,10 +16,10 @@ typedef struct kvn_ucx_backend_options {
     uint64_t num_ranges;
     const kvn_ucx_packed_key *keys;
     uint64_t num_keys;
-    int local_type; /* KVN_UCS_MEMORY_ of local memory that is in no region */
+    int local_type; /* KVN_UCS_MEMORY_ of local memory outside of regions */
 } kvn_ucx_backend_options;
 
-/* The endpoint is connected. The regions, of its worker, outlive the backend. */
+/* The endpoint must be connected. The regions, of its worker, must outlive the backend. */
 int kvn_ucx_backend_create(kvn_ucx_regions *regions, kvn_ucx_endpoint *endpoint,
                            const kvn_ucx_backend_options *options, kvn_backend **out,
                            kvn_failure *failure);

@@ -11,7 +11,7 @@
 #include "kvnative/backend.h"
 #include "ucx/lanes.h"
 
-/* UCX reads an address or a key without knowing its length. Zeros behind the copy keep it from reading other memory if
+/* UCX reads an address or a key without knowing its length. Zeros after the copy keep UCX from reading other memory if
  * the peer sent a wrong one. */
 #define PADDING 4096
 #define CLOSE_NS 1000000000
@@ -54,7 +54,7 @@ static void list_endpoint(void *context)
 
     if (worker->is_closed)
         return;
-    kvn_ucx_endpoint_hold(self); /* the worker's, until it has failed */
+    kvn_ucx_endpoint_hold(self); /* held by the worker until the endpoint fails */
     self->is_listed = true;
     self->next = worker->endpoints;
     worker->endpoints = self;
@@ -98,7 +98,7 @@ static void on_closed(void *request, kvn_ucs_status status, void *argument)
     kvn_ucx_endpoint *self = argument;
     kvn_ucx_worker *worker = self->worker;
 
-    (void)status; /* whatever it is, UCX has let go */
+    (void)status; /* UCX has released the endpoint with any status */
     if (request)
         worker->calls->ucp_request_free(request);
     self->is_closed = true;
@@ -108,7 +108,7 @@ static void on_closed(void *request, kvn_ucs_status status, void *argument)
     kvn_ucx_endpoint_release(self);
 }
 
-/* UCX refuses to use force with an endpoint that it does not watch. */
+/* UCX refuses to close an endpoint by force if it does not watch the peer. */
 static void close_handle(kvn_ucx_endpoint *self)
 {
     const kvn_ucp_request_param param = {
@@ -179,7 +179,7 @@ static unsigned end(void *context)
     close_handle(self);
     kvn_ucx_remove_task(self->worker, &self->ending);
     kvn_ucx_notify(self->worker);
-    kvn_ucx_endpoint_release(self); /* the worker's */
+    kvn_ucx_endpoint_release(self); /* the worker's hold */
     return 1;
 }
 
@@ -280,7 +280,7 @@ static int open_handle(kvn_ucx_endpoint *self, kvn_failure *failure)
     if (status == KVN_UCS_ERR_UNREACHABLE)
         status = make_handle(self, false);
     if (status == KVN_UCS_OK) {
-        kvn_ucx_endpoint_hold(self); /* until UCX has closed it */
+        kvn_ucx_endpoint_hold(self); /* held until UCX has closed it */
         atomic_fetch_add(&self->worker->num_endpoints, 1);
         return KVN_OK;
     }
@@ -307,7 +307,7 @@ int kvn_ucx_unpack_key(kvn_ucx_endpoint *self, const void *packed, size_t nbytes
                : kvn_ucx_fail(worker->library, "ucp_ep_rkey_unpack", status, failure);
 }
 
-/* Reads words of the peer, and calls `done(NULL or a request to free, status, argument)`, maybe at once. */
+/* Reads words of the peer, and calls `done(NULL or a request to free, status, argument)`, maybe before it returns. */
 static void read_words(kvn_ucx_endpoint *self, uint64_t *out, size_t nbytes, uint64_t remote,
                        kvn_ucp_rkey_h key, kvn_ucp_send_nbx_callback done, void *argument)
 {
@@ -335,7 +335,7 @@ static void note_read(kvn_ucx_endpoint *self, void *request)
     self->worker->has_completed = true;
 }
 
-/* The word that was asked for is here, or will never be. */
+/* Called when the requested word has arrived, or its read has failed. */
 static void on_answer(void *request, kvn_ucs_status status, void *argument)
 {
     kvn_ucx_endpoint *self = argument;
@@ -365,7 +365,7 @@ static void start_connecting(void *context)
         kvn_ucx_endpoint_fail(self, failure.status, failure.code, failure.message);
         return;
     }
-    kvn_ucx_endpoint_hold(self); /* UCX writes to it */
+    kvn_ucx_endpoint_hold(self); /* held, because UCX writes to it */
     read_words(self, &self->word, sizeof self->word, remote->generations, self->generations_key,
                on_answer, self);
 }
@@ -388,7 +388,7 @@ int kvn_ucx_endpoint_connect(kvn_ucx_endpoint *self, int64_t deadline_ns, kvn_fa
 
 /* ---- the peer's tickets ---- */
 
-/* Of the caller and of UCX, which may write to it after the caller has left. */
+/* Shared by the caller and UCX, which may write to it after the caller has left. */
 typedef struct reading {
     kvn_ucx_endpoint *endpoint; /* held */
     atomic_uint num_holders;

@@ -1,5 +1,5 @@
-/* An endpoint of UCX: a connection to the worker of a peer. It is connected once a word of the peer's generation table
- * was read, which proves that the peer exists and that its memory is in reach.
+/* An endpoint of UCX: a connection to the worker of a peer. It is connected after a read of the peer's generation
+ * table, which proves that the peer exists and that its memory can be reached.
  *
  * An endpoint ends by failing, once: UCX reports a fault, or this side closes it. Then `death_fd` becomes readable, its
  * transfers end, and UCX closes it by force, after which UCX touches no memory of its transfers. */
@@ -39,7 +39,7 @@ struct kvn_ucx_endpoint {
     kvn_failure why; /* written before the state, and never again */
     kvn_ucx_remote remote; /* with copies of the address and the keys */
     /* with the progress lock */
-    char transport[128]; /* "rc_mlx5/mlx5_0:1"; stays as it is once connected */
+    char transport[128]; /* "rc_mlx5/mlx5_0:1"; constant once connected */
     kvn_ucp_ep_h handle; /* NULL: not made yet, or closed */
     kvn_ucp_rkey_h generations_key;
     kvn_ucp_rkey_h tickets_key;
@@ -57,14 +57,13 @@ struct kvn_ucx_endpoint {
 /* The caller holds it. KVN_CANCELLED: the worker is closed. */
 int kvn_ucx_endpoint_create(kvn_ucx_worker *worker, const kvn_ucx_remote *remote,
                             kvn_ucx_endpoint **out, kvn_failure *failure);
-/* KVN_OK once memory of the peer was read. KVN_TIMEOUT: not yet; call it again to wait longer. Otherwise the endpoint
- * has failed. */
+/* KVN_OK if memory of the peer was read. KVN_TIMEOUT: not yet; call it again to wait longer. Otherwise the endpoint has
+ * failed. */
 int kvn_ucx_endpoint_connect(kvn_ucx_endpoint *self, int64_t deadline_ns, kvn_failure *failure);
 /* Reads the tickets of the peer. Fails with KVN_TIMEOUT, or because the endpoint has failed or is not connected. */
 int kvn_ucx_endpoint_read_tickets(kvn_ucx_endpoint *self, int64_t deadline_ns,
                                   uint64_t out[KVN_UCX_TICKETS], kvn_failure *failure);
-/* Fails the endpoint; the first reason stays. With or without the progress lock. The consequences follow a little
- * later. */
+/* Fails the endpoint; the first reason stays. With or without the progress lock. The effects follow asynchronously. */
 void kvn_ucx_endpoint_fail(kvn_ucx_endpoint *self, int status, int code, const char *message);
 /* Fails all endpoints of a worker, which then refuses new ones, and waits at most a second for UCX to close them.
  * Idempotent; without the progress lock. No effect in a forked child. */
@@ -77,7 +76,7 @@ void kvn_ucx_endpoint_release(kvn_ucx_endpoint *self);
 void kvn_ucx_keys_hold(kvn_ucx_endpoint *self, kvn_ucx_keys *keys);
 /* With the progress lock, once no operation uses the keys. */
 void kvn_ucx_keys_drop(kvn_ucx_endpoint *self, kvn_ucx_keys *keys);
-/* With the progress lock: opens a key of the peer's. */
+/* Opens a key of the peer. Call it with the progress lock. */
 int kvn_ucx_unpack_key(kvn_ucx_endpoint *self, const void *packed, size_t nbytes,
                        kvn_ucp_rkey_h *out, kvn_failure *failure);
 

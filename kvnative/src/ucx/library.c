@@ -1,7 +1,7 @@
 /* UCX's libraries change a process when they are loaded: signal handlers for backtraces, and the first instructions of
- * mmap, munmap and brk for caches of registered memory. A library must not do that to its program, and kvplan does not
- * need it, since it registers memory explicitly. Only the environment can prevent it in time, so UCX is loaded with
- * another one. */
+ * mmap, munmap and brk for caches of registered memory. A library must not change its program so, and kvplan does not
+ * need it, since it registers memory explicitly. Only the environment can prevent this in time, so UCX is loaded with a
+ * modified one. */
 #include "ucx/library.h"
 
 #include <dlfcn.h>
@@ -16,7 +16,7 @@
 
 /* ---- UCX's log of errors ---- */
 
-/* UCX gives its handlers no context. Each thread has its own, so that no lock is needed. */
+/* UCX gives its handlers no context. Each thread has its own text, so that no lock is needed. */
 static _Thread_local char latest[200];
 
 static int on_message(const char *file, unsigned line, const char *function, int level,
@@ -67,7 +67,7 @@ int kvn_ucx_fail(const kvn_ucx_library *library, const char *call, kvn_ucs_statu
 
 /* ---- the environment ---- */
 
-/* `variables` are "NAME=value", and stay in place for good. False: no memory, and nothing was done. */
+/* `variables` are "NAME=value", and must stay in place forever. False: no memory, and the environment is unchanged. */
 static bool add_variables(kvn_ucx_environ *self, const char *const *variables, size_t count)
 {
     size_t num_before = 0;
@@ -84,7 +84,7 @@ static bool add_variables(kvn_ucx_environ *self, const char *const *variables, s
     return true;
 }
 
-/* Where a variable was set meanwhile nonetheless, the environment is a copy of ours by then, and stays that. */
+/* If a variable was set meanwhile, the environment is a copy of ours by then, and stays in use. */
 static void restore_environment(kvn_ucx_environ *self)
 {
     char **ours = self->ours;
@@ -120,7 +120,7 @@ static void *load(const char *path, bool *keeps_log)
     const char *ours[KVN_COUNT_OF(harmless)];
     kvn_ucx_environ environment;
     size_t count = 0;
-    /* Two libraries of one name do not work together, so a UCX that the program has loaded is used. */
+    /* Two libraries with one name do not work together, so use a UCX that the program has loaded. */
     void *file = dlopen("libucp.so.0", RTLD_NOW | RTLD_NOLOAD);
 
     *keeps_log = false;
@@ -177,7 +177,7 @@ int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *fa
 
 /* TLS: no TCP, since UCX listens on every interface, and any host that connects could read and write memory.
  * PROTO_EMULATION_ENABLE: if no transport reads memory itself, UCX would emulate it by messages to the owner's
- * thread, which would access any address that they name, and crash at one that is not mapped.
+ * thread, which would access any address in a message, and crash at one that is not mapped.
  * CUDA_IPC_ENABLE_GET_ZCOPY: UCX offers no gets between GPUs for which it sees no NVLink, and pulls need them. */
 static const kvn_ucx_setting presets[] = {
     {"TLS", "^tcp"},
@@ -208,7 +208,7 @@ static int apply_settings(const kvn_ucx_settings *self, kvn_ucp_config *config,
         if (!it)
             continue;
         const kvn_ucs_status status = library->calls.ucp_config_modify(config, it->name, it->value);
-        if (status != KVN_UCS_OK && i >= KVN_COUNT_OF(presets)) /* a version may not know a preset */
+        if (status != KVN_UCS_OK && i >= KVN_COUNT_OF(presets)) /* some versions lack a preset */
             return kvn_fail(failure, KVN_INVALID, status,
                             "UCX %u.%u.%u does not take the setting UCX_%.60s=%.100s: %s",
                             library->version[0], library->version[1], library->version[2], it->name,
@@ -229,7 +229,7 @@ int kvn_ucx_settings_export(kvn_ucx_settings *self, kvn_failure *failure)
         return KVN_OK;
     variables = calloc(count, sizeof *variables);
     has_memory = variables != NULL;
-    for (size_t i = count; has_memory && i-- > 0;) { /* backwards: the first of a name is found */
+    for (size_t i = count; has_memory && i-- > 0;) { /* backwards, because getenv finds the first of a name */
         const kvn_ucx_setting *it = nth_setting(self, i);
         char *text;
         if (!it)

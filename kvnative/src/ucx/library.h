@@ -1,6 +1,5 @@
-/* UCX in this process: its libraries, opened, their calls looked up, their errors in words; settings; contexts.
- * The libraries are never closed, because what they have registered with the loader and with the system outlives
- * a context. */
+/* UCX in this process: the calls of its libraries, descriptions of errors, settings and contexts. The libraries are
+ * never closed, because their registrations with the loader and the system outlive a context. */
 #ifndef KVN_UCX_LIBRARY_H
 #define KVN_UCX_LIBRARY_H
 
@@ -13,37 +12,36 @@
 
 typedef struct kvn_ucx_library {
     kvn_ucx calls;
-    atomic_uint num_workers; /* not destroyed yet, of process `pid`: worker.c */
+    atomic_uint num_workers; /* workers of process `pid` that were not destroyed: worker.c */
     pid_t pid;
     void *ucp; /* of dlopen */
     unsigned version[3];
     char path[4096]; /* of the file of libucp */
 } kvn_ucx_library;
 
-/* Opens libucp at `path` (a bare name: where the loader finds it) and the libucs that it brings. It leaves
- * the process as it was: no handlers of signals, nothing printed. KVN_UNSUPPORTED, with the reason, when
- * it cannot be opened, is older than 1.13 or lacks a call. */
+/* Opens libucp at `path` (the loader searches a bare name) and the libucs that it depends on, without signal handlers
+ * or output. KVN_UNSUPPORTED, with the reason, if it cannot be opened, is older than 1.13 or lacks a call. */
 int kvn_ucx_library_open(const char *path, kvn_ucx_library *out, kvn_failure *failure);
 
-/* Writes "call: UCX's text for it"; returns the KVN_ status of the ucs_status_t, which `code` becomes. */
+/* Writes "call: UCX's text", and `status` as `code`. Returns the KVN_ status. */
 int kvn_ucx_fail(const kvn_ucx_library *library, const char *call, kvn_ucs_status status,
                  kvn_failure *failure);
 
-/* UCX's log of errors is kept for the message of a failure, instead of being printed to the program's standard output.
- * Forgets the log of this thread. */
+/* Clears the log of this thread. UCX's log of errors is kept for messages of failures, instead of being printed to the
+ * program's standard output. */
 void kvn_ucx_log_clear(void);
 /* Appends ": " and the last line that this thread has logged since, if any. */
 void kvn_ucx_log_append(char *message, size_t room);
 
-/* Variables that UCX finds in the environment for a while, since it reads some settings only there.
+/* Variables that are in the environment temporarily, since UCX reads some settings only there.
  *
- * setenv and unsetenv would move strings that other threads may be reading in getenv. So the environment itself
- * does not change. Meanwhile `environ` points to a copy that begins with our variables, since getenv takes the
- * first of a name. A copy is never freed, as a thread may still read it. Only one thread at a time in a process,
- * and only while nothing sets a variable. */
+ * setenv and unsetenv would move strings that other threads may be reading in getenv. So the environment itself does
+ * not change. Meanwhile `environ` points to a copy that begins with our variables, since getenv takes the first of a
+ * name. A copy is never freed, because a thread may still read it. Only one thread of a process may do this at a time,
+ * while no other sets a variable. */
 typedef struct kvn_ucx_environ {
     char **before;
-    char **ours; /* NULL: nothing was added */
+    char **ours; /* NULL: no variable was added */
 } kvn_ucx_environ;
 
 /* A setting of UCX without its prefix: {"TLS", "rc"}. */
@@ -61,14 +59,14 @@ typedef struct kvn_ucx_settings {
 } kvn_ucx_settings;
 
 /* UCX before 1.15 accepts settings of transports but ignores them: it reads the environment until a worker is
- * made. For these versions the settings are in the environment too, until kvn_ucx_settings_restore. */
+ * made. For these versions, the settings are also in the environment until kvn_ucx_settings_restore. */
 int kvn_ucx_settings_export(kvn_ucx_settings *self, kvn_failure *failure);
 void kvn_ucx_settings_restore(kvn_ucx_settings *self);
 
 #define KVN_UCX_TRANSPORTS 512
 
-/* Opens a context. `name` (may be "") is for UCX's tools. `transports`, "rc_mlx5/mlx5_0:1 cma/memory" say, is
- * what UCX may use. KVN_INVALID: a setting that UCX does not take, or that lets it use TCP. */
+/* Opens a context. `name` (may be "") is for UCX's tools. `transports`, such as "rc_mlx5/mlx5_0:1 cma/memory", are
+ * those that UCX may use. KVN_INVALID: a setting that UCX refuses, or that lets it use TCP. */
 int kvn_ucx_context_open(const kvn_ucx_settings *settings, const char *name, kvn_ucp_context_h *out,
                          char transports[KVN_UCX_TRANSPORTS], kvn_failure *failure);
 

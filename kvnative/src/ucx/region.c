@@ -1,4 +1,4 @@
-/* Registers memory with UCX once for all users, and keeps it until transfers are through. */
+/* Registers memory with UCX once for all users, and keeps it until transfers have ended. */
 #include "ucx/region.h"
 
 #include <errno.h>
@@ -55,7 +55,7 @@ void kvn_ucx_snapshot_release(kvn_ucx_snapshot *snapshot)
     free(snapshot);
 }
 
-/* Adds an entry to the list; NULL: out of memory. The caller holds the mutex. */
+/* Makes a snapshot; NULL: out of memory. The caller holds the mutex. */
 static kvn_ucx_snapshot *make_snapshot(const kvn_ucx_regions *self)
 {
     size_t count = 0;
@@ -80,7 +80,7 @@ static kvn_ucx_snapshot *make_snapshot(const kvn_ucx_regions *self)
     return snapshot;
 }
 
-/* Returns the previous object, which the caller releases without the mutex. The caller holds the mutex. */
+/* Returns the previous snapshot, which the caller, who holds the mutex, must release without it. */
 static kvn_ucx_snapshot *replace_snapshot(kvn_ucx_regions *self)
 {
     kvn_ucx_snapshot *before = self->snapshot;
@@ -126,7 +126,7 @@ void kvn_ucx_regions_fini(kvn_ucx_regions *self)
     kvn_ucx_worker_release(self->worker);
 }
 
-/* One more user of a range that is mapped already; NULL: it is not. */
+/* Adds a user to a range that is mapped already; NULL: it is not. */
 static kvn_ucx_region *find_mapped(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes,
                                    int memory_type)
 {
@@ -160,8 +160,8 @@ int kvn_ucx_region_use(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes,
                                .memory_type = memory_type,
                                .num_users = 1,
                                .num_holders = 1};
-    /* Without the mutex, since it may take seconds. Two threads may map one range at once: then it is
-     * mapped twice, which UCX allows. */
+    /* Map without the mutex, since it may take seconds. If two threads map one range at the same time, it is mapped
+     * twice, which UCX allows. */
     if (map(region, failure) != KVN_OK) {
         free(region);
         return failure->status;

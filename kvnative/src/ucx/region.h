@@ -1,7 +1,7 @@
 /* Memory that is registered with UCX: mapped once for any number of users, with a key for peers.
  *
  * A snapshot is the immutable list of all regions at one time. A transfer holds the snapshot of its beginning to find
- * its local memory, and so keeps that mapped until it has finished. */
+ * its local memory, and so keeps that memory mapped until it has finished. */
 #ifndef KVN_UCX_REGION_H
 #define KVN_UCX_REGION_H
 
@@ -19,17 +19,17 @@ struct kvn_ucx_region {
     uint64_t nbytes;
     int memory_type;
     kvn_ucp_mem_h memory;
-    void *key; /* for peers; UCX's */
+    void *key; /* for peers; owned by UCX */
     size_t key_nbytes;
-    unsigned num_users;      /* under the mutex of the regions */
-    atomic_uint num_holders; /* by its users together, and by snapshots; unmapped with the last */
+    unsigned num_users;      /* guarded by the mutex of the regions */
+    atomic_uint num_holders; /* one for all users, and one for each snapshot; unmapped with the last */
     kvn_ucx_region *next;    /* of the regions */
 };
 
 typedef struct kvn_ucx_snapshot {
     atomic_uint num_holders;
     size_t count;
-    kvn_interval *items; /* `index`: of regions */
+    kvn_interval *items; /* with `index` into `regions` */
     kvn_ucx_region **regions;
 } kvn_ucx_snapshot;
 
@@ -37,10 +37,10 @@ typedef struct kvn_ucx_regions {
     kvn_ucx_worker *worker; /* held */
     pthread_mutex_t mutex;
     kvn_ucx_region *first;
-    kvn_ucx_snapshot *snapshot; /* of now; NULL: it could not be made, and none is used */
+    kvn_ucx_snapshot *snapshot; /* the current one; NULL: it could not be made */
 } kvn_ucx_regions;
 
-/* Stays in place until fini. */
+/* `self` must stay in place until fini. */
 void kvn_ucx_regions_init(kvn_ucx_regions *self, kvn_ucx_worker *worker);
 /* Regions that still have users stay mapped. */
 void kvn_ucx_regions_fini(kvn_ucx_regions *self);

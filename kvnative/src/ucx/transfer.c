@@ -1,4 +1,4 @@
-/* Takes transfers through their phases, a few operations of each in turn. All with the progress lock. */
+/* Takes transfers through their phases, a few operations of each in turn. All functions need the progress lock. */
 #include "ucx/transfer.h"
 
 #include <inttypes.h>
@@ -17,7 +17,7 @@ static const kvn_ucx *calls_of(const kvn_request *request)
 
 /* ---- failures ---- */
 
-/* The first one counts. */
+/* Keeps the first failure. */
 static void fail(kvn_request *request, uint64_t descriptor, const kvn_failure *failure)
 {
     if (request->failure.status != KVN_OK)
@@ -26,7 +26,7 @@ static void fail(kvn_request *request, uint64_t descriptor, const kvn_failure *f
     request->failed = descriptor;
 }
 
-/* Whatever the reason of the endpoint: for the transfer the peer is gone, and no descriptor is at fault. */
+/* For the transfer, every reason of the endpoint means that the peer is gone, and no descriptor is at fault. */
 static void note_endpoint_failure(kvn_request *request)
 {
     kvn_failure failure;
@@ -42,7 +42,7 @@ static bool is_stopping(const kvn_request *request)
     return request->why != KVN_OK || request->failure.status != KVN_OK;
 }
 
-/* Returns true for an error of the request, and not of the connection. */
+/* Returns true for an error of the request, as opposed to the connection. */
 static bool is_refusal(kvn_ucs_status status)
 {
     return status == KVN_UCS_ERR_NO_MEMORY || status == KVN_UCS_ERR_INVALID_PARAM ||
@@ -57,11 +57,11 @@ static void note_error(kvn_request *request, uint64_t descriptor, kvn_ucs_status
     const char *text = calls_of(request)->ucs_status_string(status);
     kvn_failure failure;
 
-    note_endpoint_failure(request); /* the operation ended for that */
+    note_endpoint_failure(request); /* the reason of the operation's end */
     if (request->failure.status != KVN_OK)
         return;
     if (is_refusal(status)) {
-        /* UCX cancels operations for which it finds no way. */
+        /* UCX cancels operations for which it has no way. */
         kvn_fail(&failure, status == KVN_UCS_ERR_NO_MEMORY ? KVN_NO_MEMORY : KVN_UNSUPPORTED,
                  status, "UCX refuses %s: %s%s", call, text,
                  status == KVN_UCS_ERR_CANCELED
@@ -95,7 +95,7 @@ static void complete(kvn_ucx_operation *operation, kvn_ucs_status status)
     request->route->endpoint->worker->has_completed = true;
 }
 
-/* The next step does the rest, since UCX must not be called from here. */
+/* The next step does the rest, since a callback must not call UCX. */
 static void on_complete(void *handle, kvn_ucs_status status, void *user_data)
 {
     kvn_ucx_operation *operation = user_data;
@@ -153,7 +153,7 @@ static void post_piece(kvn_request *request, kvn_ucp_ep_h ep)
         request->round_left -= nbytes < request->round_left ? nbytes : request->round_left;
     if (nbytes == 0)
         return;
-    /* It is in one: the whole of the batch was looked up before. */
+    /* Always found: all of the batch was looked up before. */
     const size_t range = kvn_ucx_range_of(route, remote, nbytes, &request->remote_hint);
     const kvn_ucx_region *region =
         kvn_ucx_snapshot_find(request->snapshot, local, nbytes, &request->local_hint);
@@ -294,7 +294,7 @@ static void advance(kvn_request *request)
     request->cursor = 0;
     request->round_left = KVN_ROUND_NBYTES;
     if (is_round_over && !is_stopping(request)) {
-        put_ticket(request, request->ticket - 1); /* a new ticket: all earlier bytes have arrived */
+        put_ticket(request, request->ticket - 1); /* a new ticket, because all earlier bytes have arrived */
         request->phase = KVN_UCX_CHECKING_BEFORE;
     } else {
         request->phase++;
@@ -323,13 +323,13 @@ static void fill_report(kvn_request *request)
     snprintf(report->message, sizeof report->message, "%s", request->failure.message);
 }
 
-/* From here on the request may be gone. */
+/* Finishes the request, which may be freed from then on. */
 static void finish(kvn_request *request)
 {
     kvn_ucx_worker *worker = request->route->endpoint->worker;
 
     kvn_ucx_remove_task(worker, &request->task);
-    if (request->ticket) /* an owner that reads it sees the bytes that were put before */
+    if (request->ticket) /* an owner that reads the 0 also sees the bytes */
         atomic_store_explicit(&worker->tickets[request->ticket - 1], 0, memory_order_release);
     fill_report(request);
     if (request->batch.end)
@@ -338,7 +338,7 @@ static void finish(kvn_request *request)
     kvn_ucx_notify(worker);
 }
 
-/* A bounded step; how many things it did. The request may be gone afterwards. */
+/* Takes a bounded step, and returns its number of actions. The request may be freed afterwards. */
 static unsigned step(void *context)
 {
     kvn_request *request = context;
@@ -347,7 +347,7 @@ static unsigned step(void *context)
 
     note_endpoint_failure(request);
     for (;;) {
-        /* Always flush: puts may still be in flight until a flush has ended. */
+        /* Always flush, because puts may be in flight until a flush has ended. */
         if (is_stopping(request) && is_check(request))
             request->phase = KVN_UCX_DONE;
         if (request->phase == KVN_UCX_DONE)

@@ -1,9 +1,8 @@
-/* A transfer on its way: made and ended by the backend; from begin to finish a task of the worker.
+/* A transfer in flight: made and ended by the backend; from begin to finish a task of the worker.
  *
- * Before a transfer and after it the generations of the ranges that it uses are read from the peer's table: if
- * one is not what the peer has published, it has ended the registration, and the transfer is KVN_UNMAPPED.
- * The check before keeps requests for memory that is gone off the wire, where they would end the endpoint.
- * The generations of leases that a transfer is made with are read beside them. */
+ * Before and after a transfer, the generations of its ranges, and of its leases, are read from the peer's table. If one
+ * differs from the published generation, the peer has ended the registration, and the transfer ends with KVN_UNMAPPED.
+ * The first check keeps requests for freed memory off the wire, where they would end the endpoint. */
 #ifndef KVN_UCX_TRANSFER_H
 #define KVN_UCX_TRANSFER_H
 
@@ -11,9 +10,9 @@
 #include "ucx/endpoint.h"
 #include "ucx/region.h"
 
-#define KVN_UCX_WINDOW 128 /* operations of one transfer in flight */
+#define KVN_UCX_WINDOW 128 /* simultaneous operations of one transfer */
 
-/* A range of the peer's: its generation, in which slot of the peer's table, and which of the keys opens it. */
+/* A range of the peer: its slot in the peer's table, its generation, and the index of its key. */
 typedef struct kvn_ucx_peer_range {
     uint64_t address;
     uint64_t nbytes;
@@ -29,7 +28,7 @@ typedef struct kvn_ucx_lease {
     char name[128];
 } kvn_ucx_lease;
 
-/* Between which memory the transfers of one backend move bytes, and over which endpoint. */
+/* The endpoint and the memory of the transfers of one backend. */
 typedef struct kvn_ucx_route {
     kvn_ucx_endpoint *endpoint; /* held */
     kvn_direction direction;
@@ -38,7 +37,7 @@ typedef struct kvn_ucx_route {
     kvn_interval *places; /* of the ranges, sorted */
     uint64_t num_ranges;
     kvn_ucx_keys keys;
-    kvn_ucx_lease *leases; /* that each transfer is made with */
+    kvn_ucx_lease *leases; /* of each transfer */
     uint64_t num_leases;
 } kvn_ucx_route;
 
@@ -46,7 +45,7 @@ typedef struct kvn_ucx_route {
 typedef enum kvn_ucx_phase {
     KVN_UCX_CHECKING_BEFORE,
     KVN_UCX_MOVING,
-    KVN_UCX_FLUSHING, /* puts, also of a transfer that stops */
+    KVN_UCX_FLUSHING, /* puts, also of an aborted transfer */
     KVN_UCX_CHECKING_AFTER,
     KVN_UCX_DONE
 } kvn_ucx_phase;
@@ -55,18 +54,18 @@ typedef enum kvn_ucx_phase {
 typedef struct kvn_ucx_use {
     const kvn_ucx_peer_range *range; /* NULL: a lease */
     const kvn_ucx_lease *lease;
-    uint64_t first; /* descriptor that lies in it; of a lease KVN_NO_DESCRIPTOR */
+    uint64_t first; /* a descriptor in the range; for a lease KVN_NO_DESCRIPTOR */
     uint64_t slot;
     uint64_t expected; /* generation */
-    uint64_t found;    /* that its slot of the peer's table held */
+    uint64_t found;    /* generation in the peer's table */
 } kvn_ucx_use;
 
-/* One in flight. */
+/* An operation in flight. */
 typedef struct kvn_ucx_operation {
     kvn_request *request;
     uint64_t descriptor; /* KVN_NO_DESCRIPTOR: a generation, or a flush */
     uint64_t nbytes;
-    struct kvn_ucx_operation *next; /* the next free one */
+    struct kvn_ucx_operation *next; /* the next one in the list of free ones */
 } kvn_ucx_operation;
 
 struct kvn_request {
@@ -80,30 +79,30 @@ struct kvn_request {
     /* with the progress lock */
     kvn_ucx_task task;
     kvn_ucx_phase phase;
-    unsigned ticket;     /* of a put: 1 + its place among the worker's; 0: not announced yet */
-    uint64_t cursor;     /* of the uses or flushes: the next to post in this phase */
-    uint64_t descriptor; /* that is posted next */
-    uint64_t skip;       /* bytes of it that are posted */
+    unsigned ticket;     /* of a put: 1 + its index in the worker's tickets; 0: not announced yet */
+    uint64_t cursor;     /* the next use or flush to post in this phase */
+    uint64_t descriptor; /* the next one to post */
+    uint64_t skip;       /* its bytes that were posted */
     uint64_t round_left; /* bytes of puts until the next check */
     size_t local_hint;
     size_t remote_hint;
     unsigned in_flight;
     uint64_t bytes_in_flight;
-    int why;             /* KVN_OK, or the status for which it was given up */
+    int why;             /* KVN_OK, or the status of an abort */
     kvn_failure failure; /* status KVN_OK: none */
     uint64_t failed;
     kvn_ucx_operation *free;
     kvn_ucx_operation operations[KVN_UCX_WINDOW];
-    /* for all */
+    /* for all threads */
     atomic_uint_fast64_t moved;
-    atomic_bool finished; /* set last: from then on its waiter may free it */
+    atomic_bool finished; /* set last: from then on the waiter may free the request */
     kvn_report report;
 };
 
-/* With the progress lock: begins the request that `context` is. */
+/* Begins the request `context`. Call it with the progress lock. */
 void kvn_ucx_begin_transfer(void *context);
 
-/* Which of the ranges holds a remote piece; KVN_NO_INTERVAL: none. `hint` is the caller's, for the next call. */
+/* Index of the range that holds a remote piece; KVN_NO_INTERVAL: none. The caller keeps `hint` for the next call. */
 static inline size_t kvn_ucx_range_of(const kvn_ucx_route *route, uint64_t address,
                                       uint64_t nbytes, size_t *hint)
 {

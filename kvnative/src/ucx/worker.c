@@ -15,9 +15,9 @@
 #include "core/thread.h"
 #include "kvnative/backend.h"
 
-#define SPIN_NS 50000 /* after the last event; most operations end within that time */
-#define RETRY_NS 1000000 /* between two passes of a waiting thread once the worker's thread has stopped */
-#define SETTLE_NS 20000 /* for a small transfer to end before a thread is woken for it */
+#define SPIN_NS 50000 /* after the last event: most operations end within this time */
+#define RETRY_NS 1000000 /* between two passes of a waiting thread after the worker's thread has stopped */
+#define SETTLE_NS 20000 /* time for a small transfer to end before a thread is woken for it */
 
 /* ---- the submission queue ---- */
 
@@ -80,10 +80,10 @@ static unsigned progress_once(kvn_ucx_worker *self)
 
     count += step_tasks(self);
     count += self->calls->ucp_worker_progress(self->handle);
-    return count + self->has_completed; /* UCX may call back, and say that it did nothing */
+    return count + self->has_completed; /* UCX may call back, but report no progress */
 }
 
-/* Until it is done, late, or nothing has happened for a while. */
+/* Progresses until `is_done`, the deadline, or some time without an event. */
 static void progress_until(kvn_ucx_worker *self, bool (*is_done)(const void *context),
                            const void *context, int64_t deadline_ns)
 {
@@ -118,7 +118,7 @@ static bool try_acquire(kvn_ucx_worker *self)
     return pthread_mutex_trylock(&self->progress_lock) == 0;
 }
 
-/* True: the next event will wake the thread. */
+/* Returns true if the next event will wake the thread. */
 static bool arm(kvn_ucx_worker *self)
 {
     const int64_t until_ns = kvn_now_ns() + SETTLE_NS;
@@ -130,7 +130,7 @@ static bool arm(kvn_ucx_worker *self)
     return false;
 }
 
-/* A thread that queued an item meanwhile found the lock taken, so look for items after its release. */
+/* Releases the lock, and then checks for items: a thread that queued one meanwhile found the lock taken. */
 static void release(kvn_ucx_worker *self)
 {
     do {
@@ -155,7 +155,7 @@ typedef struct call {
     kvn_ucx_worker *worker;
     void (*run)(void *context);
     void *context;
-    atomic_bool is_done; /* from then on it may be gone */
+    atomic_bool is_done; /* set last: from then on the call may be freed */
 } call;
 
 static void run_call(void *context)
@@ -250,7 +250,7 @@ void kvn_ucx_remove_task(kvn_ucx_worker *self, kvn_ucx_task *task)
 
 /* ---- the thread ---- */
 
-/* It does not spin: that would keep callers, who wait in less time, from the lock. */
+/* The thread does not spin, because that would keep waiting callers, which are faster, from the lock. */
 static void *run_thread(void *argument)
 {
     kvn_ucx_worker *self = argument;
@@ -277,7 +277,7 @@ static int start_thread(kvn_ucx_worker *self, kvn_failure *failure)
     return KVN_OK;
 }
 
-/* By whichever of several callers comes first; the others wait until it has ended. */
+/* The first caller stops the thread; others wait until it has ended. */
 void kvn_ucx_worker_stop(kvn_ucx_worker *self)
 {
     if (kvn_ucx_worker_is_forked(self))
@@ -299,7 +299,7 @@ void kvn_ucx_worker_stop(kvn_ucx_worker *self)
 
 /* ---- making ---- */
 
-/* Pages of its own: UCX makes pages known, and a network card reads them. */
+/* Separate pages: UCX publishes whole pages, which a network card reads. */
 static int make_tickets(kvn_ucx_worker *self, kvn_failure *failure)
 {
     void *pages = mmap(NULL, KVN_UCX_TICKETS * sizeof *self->tickets, PROT_READ | PROT_WRITE,
@@ -313,7 +313,7 @@ static int make_tickets(kvn_ucx_worker *self, kvn_failure *failure)
 
 static int open_worker(kvn_ucx_worker *self, kvn_failure *failure)
 {
-    /* One thread at a time has the progress lock, but not always the same. */
+    /* One thread at a time has the progress lock, but not always the same one. */
     const kvn_ucp_worker_params params = {
         .field_mask = KVN_UCP_WORKER_PARAM_THREAD_MODE | KVN_UCP_WORKER_PARAM_FLAGS,
         .thread_mode = KVN_UCS_THREAD_MODE_SERIALIZED,
@@ -366,8 +366,8 @@ static void destroy(kvn_ucx_worker *self)
     give_back();
 }
 
-/* While a worker exists, UCX has a thread and locks of its own. A forked child does not have the thread, and UCX does
- * not start another one there, since it counts the parent's. */
+/* While a worker exists, UCX has its own thread and locks. A forked child lacks the thread, and UCX does not start
+ * another one there, since it counts the parent's. */
 static int count_worker(kvn_ucx_library *library, kvn_failure *failure)
 {
     const pid_t self = getpid();
@@ -406,7 +406,7 @@ int kvn_ucx_worker_create(kvn_ucx_library *library, const kvn_ucx_setting *setti
     pthread_mutex_init(&self->progress_lock, NULL);
     kvn_cond_init(&self->changed);
     kvn_ucx_log_clear();
-    /* Signals are for the threads of the program: UCX's own thread inherits this mask. */
+    /* UCX's own thread inherits this mask: signals are for the threads of the program. */
     sigfillset(&all_signals);
     pthread_sigmask(SIG_SETMASK, &all_signals, &before);
     if (make_tickets(self, failure) == KVN_OK &&

@@ -1,4 +1,4 @@
-/* A worker of UCX: a context, its worker, a thread, and all tasks of these.
+/* A worker of UCX: a context, its worker, a thread, and their tasks.
  *
  * How threads share it:
  * - The holder of the progress lock may call UCX, and owns the endpoints and the tasks. (Memory is mapped without it.)
@@ -27,7 +27,7 @@
 typedef struct kvn_ucx_worker kvn_ucx_worker;
 typedef struct kvn_ucx_endpoint kvn_ucx_endpoint;
 
-#define KVN_UCX_TICKETS 256 /* transfers that write at one time; further ones wait */
+#define KVN_UCX_TICKETS 256 /* simultaneous transfers that write; further ones wait */
 
 /* A work item, which runs once with the progress lock. It stays in place until then, and may free itself. */
 typedef struct kvn_ucx_work kvn_ucx_work;
@@ -53,47 +53,47 @@ struct kvn_ucx_task {
 struct kvn_ucx_worker {
     kvn_ucx_library *library;
     const kvn_ucx *calls;
-    pid_t pid; /* of the process that made it; a forked child must not touch it */
+    pid_t pid; /* of the process that made it; a forked child must not use it */
     atomic_uint num_holders;
     kvn_ucp_context_h context;
-    kvn_ucp_address *address; /* for peers; UCX's */
+    kvn_ucp_address *address; /* for peers; owned by UCX */
     size_t address_nbytes;
     char transports[KVN_UCX_TRANSPORTS];
     int events_fd; /* UCX's */
     int wake_fd;   /* wakes the thread */
-    /* What this process writes to its peers' memory now: for each transfer the tag of the owner and a number,
-     * 0: none. Owners read it when they end a registration: transfer.c. */
+    /* Announces the current writes to peers' memory: for each transfer the tag of the owner and a number; 0: none.
+     * Owners read them when they end a registration: transfer.c. */
     _Atomic uint64_t *tickets;
     pthread_t thread;
     atomic_bool is_stopping;
-    atomic_uint num_endpoints; /* that UCX has, open or being closed: endpoint.c */
+    atomic_uint num_endpoints; /* open or closing endpoints of UCX: endpoint.c */
 
-    pthread_mutex_t mutex; /* guards the queue, and why endpoints have failed */
+    pthread_mutex_t mutex; /* guards the queue, and the failures of endpoints */
     pthread_cond_t changed;
-    bool has_thread; /* that has not ended */
+    bool has_thread; /* the thread was started and has not ended */
     kvn_ucx_work *first_work; /* the submission queue */
     kvn_ucx_work *last_work;
 
     pthread_mutex_t progress_lock; /* guards the fields below, and all calls of UCX except those that map memory */
     kvn_ucp_worker_h handle;
-    bool is_closed; /* it takes no endpoints any more */
+    bool is_closed; /* it refuses new endpoints */
     kvn_ucx_endpoint *endpoints;
-    kvn_ucx_task *first_task; /* whose step comes first */
+    kvn_ucx_task *first_task; /* the task with the first step */
     kvn_ucx_task *last_task;
-    atomic_uint num_announced; /* tickets, ever */
-    bool has_completed; /* an operation, or a close, since the tasks had a step */
+    atomic_uint num_announced; /* number of tickets so far */
+    bool has_completed; /* an operation or a close has completed since the last steps of tasks */
 };
 
-/* Opens a context and its worker, and starts the thread. Takes about 25 ms. Later settings override earlier
- * ones, and all of them the environment's, which override the presets. `name` (may be "") is for UCX's tools.
- * The caller holds it. One thread at a time in a process. KVN_INVALID: a setting that UCX does not take, or
- * that lets it use TCP; KVN_UNSUPPORTED: this process was forked from one while that had a worker. */
+/* Opens a context and its worker, and starts the thread. Takes about 25 ms. Later settings override earlier ones; all
+ * override the environment, which overrides the presets. `name` (may be "") is for UCX's tools. The caller holds the
+ * worker. Only one thread of a process at a time. KVN_INVALID: a setting that UCX refuses, or that lets it use TCP;
+ * KVN_UNSUPPORTED: this process was forked from one that had a worker. */
 int kvn_ucx_worker_create(kvn_ucx_library *library, const kvn_ucx_setting *settings,
                           size_t num_settings, const char *name, kvn_ucx_worker **out,
                           kvn_failure *failure);
 /* Stops the thread. Idempotent; without the progress lock. No effect in a forked child. */
 void kvn_ucx_worker_stop(kvn_ucx_worker *self);
-/* References of the maker, which stops the worker before it releases it; of endpoints and of regions. */
+/* Holds of the creator, which stops the worker before the release, of endpoints, and of regions. */
 void kvn_ucx_worker_hold(kvn_ucx_worker *self);
 void kvn_ucx_worker_release(kvn_ucx_worker *self);
 bool kvn_ucx_worker_is_forked(const kvn_ucx_worker *self);
@@ -102,7 +102,7 @@ bool kvn_ucx_worker_is_forked(const kvn_ucx_worker *self);
  * lock. */
 void kvn_ucx_post(kvn_ucx_worker *self, kvn_ucx_work *work, void (*run)(void *context),
                   void *context);
-/* As kvn_ucx_post, but returns after the run. Without the progress lock. */
+/* Like kvn_ucx_post, but returns after the run. Without the progress lock. */
 void kvn_ucx_call(kvn_ucx_worker *self, void (*run)(void *context), void *context);
 /* Waits until `is_done(context)`, which reads atomics, is true; false at the deadline. The thread that makes it true
  * calls kvn_ucx_notify. Without the progress lock. */
@@ -110,7 +110,7 @@ bool kvn_ucx_wait(kvn_ucx_worker *self, bool (*is_done)(const void *context), co
                   int64_t deadline_ns);
 void kvn_ucx_notify(kvn_ucx_worker *self);
 
-/* With the progress lock. */
+/* Call these with the progress lock. */
 void kvn_ucx_add_task(kvn_ucx_worker *self, kvn_ucx_task *task, unsigned (*step)(void *context),
                       void *context);
 void kvn_ucx_remove_task(kvn_ucx_worker *self, kvn_ucx_task *task);
