@@ -265,17 +265,26 @@ int kvn_task_block_stream(kvn_task *task, void *stream, int64_t deadline_ns, kvn
 
     if (!calls(task)->block_stream)
         return kvn_report_refuse(report, task->columns.count, KVN_UNSUPPORTED, 0,
-                                 "no stream can wait for it, because the bytes are not moved by work on a device's  "
+                                 "no stream can wait for it, because the bytes are not moved by work on a device's "
                                  "streams; wait for it on the host");
     pthread_mutex_lock(&task->mutex);
     if (!task->settled && !task->begun)
         status = kvn_report_refuse(report, task->columns.count, KVN_UNSUPPORTED, 0,
-                                   "no stream can wait for it yet, because " KVN_GATE_IS_SHUT ", and it is given to the
-                                   device then; wait for it on the host"); if (task->settled || status != KVN_OK) {
-                                   pthread_mutex_unlock(&task->mutex); return status; } task->ordering++;
-                                   pthread_mutex_unlock(&task->mutex); status = calls(task)->block_stream(task->backend,
-                                   task->request, stream, deadline_ns, report); pthread_mutex_lock(&task->mutex);
-                                   task->ordering--; let_go(task); pthread_mutex_unlock(&task->mutex); return status; }
+                                   "no stream can wait for it yet, because " KVN_GATE_IS_SHUT
+                                   ", and it is given to the device then; wait for it on the host");
+    if (task->settled || status != KVN_OK) {
+        pthread_mutex_unlock(&task->mutex);
+        return status;
+    }
+    task->ordering++;
+    pthread_mutex_unlock(&task->mutex);
+    status = calls(task)->block_stream(task->backend, task->request, stream, deadline_ns, report);
+    pthread_mutex_lock(&task->mutex);
+    task->ordering--;
+    let_go(task);
+    pthread_mutex_unlock(&task->mutex);
+    return status;
+}
 
 void kvn_task_cancel_held(kvn_task *task)
 {
