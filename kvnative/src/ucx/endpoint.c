@@ -9,7 +9,6 @@
 
 #include "core/thread.h"
 #include "kvnative/backend.h"
-#include "ucx/lanes.h"
 
 /* UCX reads an address or a key without knowing its length. Zeros after the copy keep UCX from reading other memory if
  * the peer sent a wrong one. */
@@ -357,7 +356,8 @@ static void start_connecting(void *context)
 
     if (self->handle || atomic_load(&self->state) != KVN_UCX_OPEN)
         return;
-    if (open_handle(self, &failure) != KVN_OK || kvn_ucx_find_transport(self, &failure) != KVN_OK ||
+    if (open_handle(self, &failure) != KVN_OK ||
+        kvn_ucx_find_transport(self->worker->library, self->handle, self->transport, &failure) != KVN_OK ||
         kvn_ucx_unpack_key(self, remote->generations_key, remote->generations_key_nbytes,
                            &self->generations_key, &failure) != KVN_OK ||
         kvn_ucx_unpack_key(self, remote->tickets_key, remote->tickets_key_nbytes,

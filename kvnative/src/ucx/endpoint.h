@@ -6,6 +6,7 @@
 #ifndef KVN_UCX_ENDPOINT_H
 #define KVN_UCX_ENDPOINT_H
 
+#include "ucx/lanes.h"
 #include "ucx/worker.h"
 
 /* The published addresses and keys of a peer; copied. */
@@ -39,7 +40,7 @@ struct kvn_ucx_endpoint {
     kvn_failure why; /* written before the state, and never again */
     kvn_ucx_remote remote; /* with copies of the address and the keys */
     /* with the progress lock */
-    char transport[128]; /* "rc_mlx5/mlx5_0:1"; constant once connected */
+    char transport[KVN_UCX_TRANSPORT_ROOM]; /* constant once connected */
     kvn_ucp_ep_h handle; /* NULL: not made yet, or closed */
     kvn_ucp_rkey_h generations_key;
     kvn_ucp_rkey_h tickets_key;
