@@ -91,8 +91,7 @@ def _checked(
     if source is None and not is_placement(_json(blobs[file])):
         plan = read_plan(BytesIO(blobs[file]), file)
         text = (
-            f"{file}: a plan: {plan!r}; every byte is inside its tensor, and none is written "
-            "twice"
+            f"{file}: a plan: {plan!r}; every byte is inside its tensor, and none is written twice"
         )
         return [text], {"valid": True, "document": "plan", **_facts(plan)}
     target = read_placement(blobs[file], file)
