@@ -79,7 +79,7 @@ def _limit_of_version_2(cgroup: Path, swap: int) -> float:
 
 
 def _number_in(path: Path) -> float:
-    """Return the number in a file of a cgroup; infinity for "max", or if there is no file."""
+    """Return the number in a file of a cgroup; infinity for "max" or a missing file."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
