@@ -84,7 +84,7 @@ class Load:
 
     Attributes:
         busy: seconds of work that arrive in a second; from 1 on the queue grows for ever.
-        waits_s: waits of awaited jobs before their begin: the median and the 99th percentile.
+        waits_s: waits of awaited jobs before their start: the median and the 99th percentile.
     """
 
     busy: float
@@ -105,7 +105,7 @@ class Job(NamedTuple):
 
 
 def serve(jobs: Iterable[Job], seconds: float) -> Load:
-    """Serve jobs one by one, in their order, which is that of their arrival."""
+    """Serve jobs one by one; they are given in order of arrival."""
     free_at = work = 0.0
     waits: list[float] = []
     for job in jobs:

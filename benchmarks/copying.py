@@ -254,7 +254,7 @@ def one_page() -> tuple[CacheDesc, NDArray[np.uint8], NDArray[np.uint8]]:
 
 @TOPIC.row("submit_overhead_us")
 def submit_overhead(run: Run, name: str) -> Row:
-    """Time that Python, the native call and the executor add to one waited copy of 4 KiB."""
+    """Time that Python, the native call and the executor add to one synchronous copy of 4 KiB."""
     _, *pages = one_page()
     src, dst = (page.ctypes.data for page in pages)
     one = (np.array([x], dtype=np.uint64) for x in (dst, src, 4 * KIB))

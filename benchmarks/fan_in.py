@@ -1,6 +1,6 @@
 """`python -m benchmarks.fan_in`: one decode engine that pulls from many prefill engines at once.
 
-Each engine is a process. --namespaces spreads the prefill engines over so many virtual hosts, and
+Each engine is a process. --namespaces spreads the prefill engines over that many virtual hosts, and
 puts the decode engine on another. All bytes are checked; a table shows the share of each peer.
 """
 

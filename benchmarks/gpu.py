@@ -282,7 +282,7 @@ def to_pinned(run: Run, name: str) -> Row:
 
 @TOPIC.row("gpu_one_block_us")
 def one_block(run: Run, name: str) -> Row:
-    """One block of 32 KiB, from the begin of the call to its end."""
+    """One block of 32 KiB, from the start of the call to its end."""
     device, driver = device_of(run), driver_of(run)
     source, target = (Pool(device, 32 * KIB, on_device=True) for _ in range(2))
     source.fill(1)

@@ -32,7 +32,7 @@ BATCH = 100  # leases that are released one after another
 def lease_overhead(run: Run, name: str) -> Row:
     """Additional time of a pull by a lease, beside a pull by the key; a new lease for each pull.
 
-    A pull by the key checks once more than a pull by lease or id that the peer is alive.
+    A pull by the key makes one more check of the peer than a pull by lease or id.
     """
     datadist = linked_engine(run)
     given = run.shared["leases"]

@@ -82,7 +82,7 @@ class Team:
 
 
 def best_seconds(seconds: Callable[[Team], float], blocks: int) -> float:
-    """Return the median seconds of a loop over `blocks`, by one thread or one for each core."""
+    """Return the median seconds of a loop over `blocks`, by one or more threads, the faster."""
     medians = []
     for threads in {1, len(os.sched_getaffinity(0))}:
         with Team(threads) as team:

@@ -27,7 +27,7 @@ MESSAGE = b"x" * 64
 
 @TOPIC.row("notify_latency_us")
 def latency(run: Run, name: str) -> Row:
-    """From the begin of the sender's call until the receiver's program can see the message.
+    """From the start of the sender's call until the receiver's program can see the message.
 
     NIXL has no descriptor: its receiver polls. kvplan's receiver polls here too, by `poll` on its
     descriptor without a timeout.

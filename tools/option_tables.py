@@ -73,7 +73,7 @@ def meaning_of(row: Row, page: Path) -> str:
 
 
 def written(page: Path, text: str) -> str:
-    """Return the text of a page with its tables made anew."""
+    """Return the text of a page with regenerated tables."""
     for name in PAGES[page]:
         begin, end = f"<!-- options: {name} -->\n", "<!-- end of options -->"
         lines = "\n".join(table(name, page))

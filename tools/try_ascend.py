@@ -119,7 +119,7 @@ def tell(name: str, outcome: str) -> None:
 
 
 def copies(arguments: argparse.Namespace) -> int:
-    """Copy inside one process: asynchronous batches if memory is pinned, else synchronous ones."""
+    """Copy inside one process: pinned memory in asynchronous batches, other memory not."""
     desc = described(arguments, Placement.DEVICE)
     here, there = scattered(arguments)
     forth, back, inside = (

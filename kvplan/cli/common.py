@@ -149,7 +149,7 @@ def write_plain(*lines: str) -> None:
 
 def write_lines(lines: Iterable[str]) -> None:
     """Print lines one by one, with colours on a terminal."""
-    out, lines = console(), map(printable, lines)  # a file may have any names of caches
+    out, lines = console(), map(printable, lines)  # names of caches come from files
     if not out.is_terminal or out.no_color:
         out.file.writelines(f"{line}\n" for line in lines)
         return

@@ -153,7 +153,7 @@ class _Reading:
     timeout_ms: int
 
     def pull(self, size: str, rows: int, parts: tuple[KvCacheExtParam, ...], count: int) -> Pull:
-        """Time `count` pulls of the first rows, of the first of `parts` that the cache has."""
+        """Time `count` pulls of the first rows, in the first of `parts` that fits the cache."""
         refused: LLMException | None = None
         for part in parts:
             try:

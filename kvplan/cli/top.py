@@ -166,7 +166,7 @@ def top(
     interrupted = False
 
     def interrupt(number: int, frame: object) -> None:
-        """Raise like Python's handler. If a destructor swallows that, the flag ends the loop."""
+        """Raise like Python's handler; the flag ends the loop if a destructor drops the error."""
         nonlocal interrupted
         interrupted = True
         raise KeyboardInterrupt

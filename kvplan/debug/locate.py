@@ -94,7 +94,7 @@ def replay(
     recordings: Sequence[Recording] = (),
     cache_id: int | None = None,
 ) -> Located:
-    """Execute `plan` again with the reference executor, and compare the actual result with that.
+    """Execute `plan` again with the reference executor, and compare its result with the actual one.
 
     This needs memory for a second copy of `dst`.
 

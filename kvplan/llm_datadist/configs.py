@@ -38,7 +38,7 @@ class LLMRole(IntEnum):
 
 
 def trans_str_ip(ip: str | int) -> int:
-    """Convert an IPv4 address to the little-endian integer of its bytes; keep an integer.
+    """Convert an IPv4 address to the little-endian integer of its bytes; integers stay unchanged.
 
     Raises:
         RuntimeError: a str that is not an IPv4 address.

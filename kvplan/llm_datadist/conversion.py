@@ -36,7 +36,7 @@ AnyKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
 def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
     """Convert a description; raise if data type or placement is missing.
 
-    A format with layers as an axis, or with rows not as the first, is compared, not interpreted.
+    A format with an axis of layers, or whose first axis is not the rows, is only compared.
     """
     check_isinstance("placement", cache_desc.placement, kvplan.Placement, allow_none=False)
     if cache_desc.data_type is None:
@@ -137,7 +137,7 @@ def pushed_layers_of(
     tensor_num_per_layer: int,
     num_tensors: int,
 ) -> KvCacheExtParam:
-    """Return the layers of a push as `layers_of`; a missing range means all local layers.
+    """Convert the layers of a push; a missing range means all local layers.
 
     The remote cache may have more layers; the push then writes its first ones.
     """

@@ -1,4 +1,4 @@
-"""Installation of this package as `llm_datadist`, for this process, until `uninstall`.
+"""Installation of this package under the name `llm_datadist`, until `uninstall`.
 
 A finder, first on `sys.meta_path`, returns the modules of `kvplan.llm_datadist` for `llm_datadist`
 and `llm_datadist_v1`. They are not copies: a class is the same by either name, and its pickles can

@@ -223,7 +223,7 @@ class Agent:
     def post(
         self, begin: float, end: float, error: str, handle: int, state: str | None, rest: Rest
     ) -> None:
-        """Note the begin of a transfer, and compare it with the transfers in flight."""
+        """Note the start of a transfer, and compare it with the transfers in flight."""
         transfer = self._transfers.get(handle)
         if transfer is None:
             return

@@ -198,5 +198,5 @@ class Observer:
 
 @lru_cache(maxsize=1024)
 def peer_number(name: str) -> int:
-    """Return the cluster id of an agent with this name in recordings."""
+    """Return the cluster id that recordings use for an agent of this name."""
     return crc32(name.encode("utf-8", "replace")) & 0x7FFFFFFF

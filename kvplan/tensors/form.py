@@ -2,7 +2,6 @@
 
 The form is read from NumPy's interface, the buffer protocol, DLPack, the attributes of a torch
 tensor, or the CUDA array interface. Only NumPy is imported, and no byte of a tensor is read.
-
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class CacheManager(CacheTransfers):
 
         Args:
             cache_desc: its description.
-            cache_keys: key i names slot i; one with req_id=2**64-1 skips a slot.
+            cache_keys: key i names slot i; a key with req_id=2**64-1 skips its slot.
 
         Raises:
             LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: no pool for this placement, more

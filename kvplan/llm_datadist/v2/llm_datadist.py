@@ -1,4 +1,4 @@
-"""`LLMDataDist` over `kvplan.LlmDataDist`: check and convert the arguments, then call it."""
+"""`LLMDataDist` over `kvplan.LlmDataDist`: check and convert arguments, then call the engine."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ class LLMDataDist:
         return engine.query_register_mem_status(int(comm_id))
 
     def link_clusters(self, clusters: Clusters, timeout: int = 3000) -> Codes:
-        """Link with clusters that listen, at the same time.
+        """Link with several listening clusters at once.
 
         Args:
             clusters: each with its id, one remote address, and a local address unless

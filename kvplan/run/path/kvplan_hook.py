@@ -57,7 +57,7 @@ def observe(what: str) -> None:
 def find_kvplan() -> None:
     """Make kvplan importable, even if it is not installed."""
     try:
-        import kvplan  # noqa: F401 - test only
+        import kvplan  # noqa: F401 - is it installed?
     except ModuleNotFoundError:
         # kvplan runs from a source tree, and the program was started in another folder.
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))  # noqa: PTH120
