@@ -1,7 +1,7 @@
 """The pytest plugin of kvplan: differences of plans, fixtures, budgets and golden plans.
 
-pytest loads it by itself where kvplan is installed (`-p no:kvplan` leaves it out). It imports
-nothing of kvplan, nor NumPy, until a test uses it: those who do not use it pay nothing.
+pytest loads the plugin if kvplan is installed (`-p no:kvplan` disables it). The plugin imports
+neither kvplan nor NumPy until a test uses it, so that other tests do not pay for it.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _tables = pytest.StashKey["BlockTables"]()
 _plans = pytest.StashKey["list[Plan]"]()
 
 WRITTEN = "kvplan_golden_plan_written"
-"""The property of a test's report that names a file; xdist's workers have it sent."""
+"""The property of a test's report that names a written file; xdist's workers send it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the command line."""
+    """Add the options of the command line."""
     group = parser.getgroup("kvplan", "kvplan: plans of KV cache transfers")
     group.addoption(
         "--kvplan-update",
         action="store_true",
-        help="write golden plans that differ or are missing, rather than to fail",
+        help="write golden plans that differ or are missing, instead of failing",
     )
     group.addoption(
         "--kvplan-seed",
         type=int,
         default=0,
         metavar="N",
-        help="other random block tables in every test (default: 0)",
+        help="seed of the random block tables in every test (default: 0)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Say what the mark is."""
+    """Register the mark."""
     config.addinivalue_line(
         "markers",
         "kvplan(max_descriptors=None, max_nbytes=None): fail if a plan that is made in the test, "
@@ -55,8 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
-    """Show how two plans differ where a test asserts that they are equal."""
-    # Where nothing of kvplan was imported there is no plan.
+    """Show the difference between two plans that a test asserts to be equal."""
+    # Without an import of kvplan, neither is a plan.
     if op != "==" or "kvplan.planning.plan" not in sys.modules:
         return None
     from kvplan.testing import difference
@@ -64,15 +64,15 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
     lines = difference(left, right).splitlines()
     if not lines:
         return None
-    # pytest cuts what is long, so what it comes to is first; -vv shows all.
+    # pytest truncates long output, so the verdict comes first; -vv shows all.
     first = [line for line in lines if line.startswith(("  verdict:", "verdict:", "  cause "))]
     return [f"{left!r} == {right!r}", *first[::-1], *(line for line in lines if line not in first)]
 
 
-# Plain hooks around those of pytest: a wrapper would need pytest 8, and break older ones for all.
+# Plain hooks, not wrappers: wrappers need pytest 8, and would break older versions.
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Begin to observe plans, where a test has a budget."""
+    """Begin to observe plans if the test has a budget."""
     if (mark := item.get_closest_marker("kvplan")) is not None:
         item.stash[_budgets] = _budget(mark), ExitStack()
         _observe(item, item.stash[_budgets][1])
@@ -87,7 +87,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Observe no longer."""
+    """End observing."""
     if _budgets in item.stash:
         item.stash[_budgets][1].close()
         del item.stash[_budgets]
@@ -97,7 +97,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, Any, None]:
-    """Show the line of the test at which kvplan refused something, and the test's block tables."""
+    """Show the test's line that kvplan refused, and the test's block tables."""
     hidden = _own_modules(call.excinfo) if call.excinfo is not None else []
     for module in hidden:
         module["__tracebackhide__"] = True
@@ -112,9 +112,9 @@ def pytest_runtest_makereport(
 
 
 def _own_modules(failure: pytest.ExceptionInfo[BaseException]) -> list[dict[str, Any]]:
-    """Return the modules of kvplan in a traceback, if one of them refused something.
+    """Return kvplan's modules in a traceback, if the exception was raised by kvplan.
 
-    An exception without a `raise` of kvplan may be an error of kvplan, and keeps its frames.
+    Any other exception may be a bug of kvplan, and keeps its frames.
     """
     modules = [item.frame.f_globals for item in failure.traceback]
     own = [module for module in modules if module.get("__name__", "").partition(".")[0] == "kvplan"]
@@ -169,7 +169,7 @@ def kvplan_desc() -> Callable[..., CacheDesc]:
 def kvplan_block_tables(request: pytest.FixtureRequest) -> BlockTables:
     """Random block tables: `kvplan_block_tables(64, 12)`, `kvplan_block_tables(desc, 12, 5)`.
 
-    They are the same in each run of a test, and printed where it fails; `--kvplan-seed=N` makes
+    A test gets the same tables in each run, and prints them if it fails. `--kvplan-seed=N` makes
     others. Arguments as for `kvplan.testing.BlockTables`.
     """
     from kvplan.testing import BlockTables
@@ -184,7 +184,7 @@ def kvplan_block_tables(request: pytest.FixtureRequest) -> BlockTables:
 def kvplan_reference() -> Callable[..., Executed]:
     """Execute a plan in NumPy, without native code: `kvplan_reference(plan).dst[0][block]`.
 
-    Elements at src are random and never 0; those at dst are 0 where nothing was written.
+    Elements at src are random and never 0; elements at dst that were not written are 0.
     Arguments as for `kvplan.testing.run_reference`.
     """
     from kvplan.testing import run_reference
@@ -194,7 +194,7 @@ def kvplan_reference() -> Callable[..., Executed]:
 
 @pytest.fixture
 def kvplan_tokens() -> Callable[..., NDArray[Any]]:
-    """Return what a cache holds of a request, by token: `kvplan_tokens(desc, moved.dst, blocks)`.
+    """Return a request's content in a cache, by token: `kvplan_tokens(desc, moved.dst, blocks)`.
 
     Arguments as for `kvplan.testing.request_tokens`.
     """
@@ -205,9 +205,9 @@ def kvplan_tokens() -> Callable[..., NDArray[Any]]:
 
 @pytest.fixture
 def kvplan_plans(request: pytest.FixtureRequest) -> Iterator[list[Plan]]:
-    """Every plan that is made in the test, by kvplan's functions or by an engine, in order.
+    """All plans that are made in the test, by kvplan's functions or by an engine, in order.
 
-    Add others to it, of fixtures of a wider scope, that the test's budget is to hold for.
+    Append plans of fixtures with a wider scope if the test's budget should include them.
     """
     with ExitStack() as stack:
         yield _observe(request.node, stack)
@@ -215,10 +215,10 @@ def kvplan_plans(request: pytest.FixtureRequest) -> Iterator[list[Plan]]:
 
 @pytest.fixture
 def kvplan_golden(request: pytest.FixtureRequest) -> Iterator[GoldenPlans]:
-    """Compare a plan with what it was: `kvplan_golden(plan)`, `kvplan_golden(plan, "prefill")`.
+    """Compare a plan with a golden plan: `kvplan_golden(plan)`, `kvplan_golden(plan, "prefill")`.
 
-    With `plans/<test file>/<test>+<name>.json` beside the test file, which `--kvplan-update`
-    writes.
+    Golden plans are `plans/<test file>/<test>+<name>.json` beside the test file;
+    `--kvplan-update` writes them.
     """
     from kvplan.testing import GoldenPlans
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: one table, and the same rows as JSON lines."""
+"""`python -m benchmarks`: print one table, and write the same rows as JSON lines."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ TOPICS = (
     gpu.TOPIC,
 )
 ROWS = {name: measure for topic in TOPICS for name, measure in topic.items()}
-"""In the order of the table. A new topic is one more file, and its name above."""
+"""Rows in the order of the table. A new topic is a new file, and its name above."""
 
 JSON_LINES = Path(__file__).parents[1] / "build/bench.jsonl"
 
 
 def arguments() -> argparse.Namespace:
-    """The command line, checked."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measure kvplan; every figure stands beside its limit, taken in the same run.",
+        description="Measure kvplan. Each figure has a limit that is measured in the same run.",
         epilog=f"Rows: {', '.join(ROWS)}. Also written, as JSON lines, to build/{JSON_LINES.name}.",
     )
     parser.add_argument("--only", metavar="NAME", action="append", help="this row (repeatable)")
@@ -78,7 +78,7 @@ def arguments() -> argparse.Namespace:
         "--page", action="store_true", help="replace the table of docs/internals/performance.md"
     )
     parser.add_argument(
-        "--from", dest="kept", metavar="FILE", type=Path, help="with --page: measure nothing"
+        "--from", dest="kept", metavar="FILE", type=Path, help="with --page: use this run"
     )
     parsed = parser.parse_args()
     if parsed.kept and not parsed.page:
@@ -90,9 +90,9 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(names: list[str], quick: bool, keep: Callable[[str], object]) -> list[Row | Blank]:
-    """Measure row after row, and keep each as a line of JSON; stderr says what is under way.
+    """Measure row after row, and keep each as a line of JSON; stderr shows progress.
 
-    Dots are steps of a row that takes long.
+    Dots are steps of a slow row.
     """
     run = Run(quick, say=lambda _: print(".", end="", file=sys.stderr, flush=True))
     rows: list[Row | Blank] = []
@@ -104,7 +104,7 @@ def measure(names: list[str], quick: bool, keep: Callable[[str], object]) -> lis
                 rows.append(ROWS[name](run, name))
             except Unmeasured as error:
                 rows.append(Blank(name, str(error)))
-            except Exception as error:  # one row that fails must not cost the others
+            except Exception as error:  # a row that fails must not stop the others
                 traceback.print_exc()
                 reason, _, _ = str(error).partition("\n")
                 rows.append(Blank(name, f"failed: {reason}", met=False))
@@ -114,7 +114,7 @@ def measure(names: list[str], quick: bool, keep: Callable[[str], object]) -> lis
 
 
 def main() -> int:
-    """Print the table; 1 where --check was asked and a target is missed."""
+    """Print the table; return 1 if --check is given and a target is missed."""
     asked = arguments()
     if asked.kept:
         page.write(asked.kept, ROWS)

@@ -1,8 +1,8 @@
-"""Block tables as paged-cache allocators make them: what coalescing has to work with.
+"""Block tables as paged-cache allocators make them: the input of coalescing.
 
 Two pools (prefill and decode) serve the same requests, each with its own history of allocations.
-`python -m benchmarks.allocators` prints, for each allocator, segments a request and planning time
-with each coalescing; docs/internals/adr/0001-coalescing-order.md quotes it.
+`python -m benchmarks.allocators` prints, for each allocator and each coalescing, the segments of a
+request and the planning time; docs/internals/adr/0001-coalescing-order.md quotes them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Table = list[int]
 
 
 class Pool:
-    """Free blocks of one process; how they are taken and given back is the allocator's policy."""
+    """The free blocks of one process; the arguments are the allocator's policy."""
 
     def __init__(self, take: Callable[[deque[int]], int], reverse_free: bool) -> None:
         self.free = deque(range(POOL))
@@ -49,7 +49,7 @@ POLICIES: dict[str, Callable[[], Pool]] = {
 
 
 def tables(policy: str, requests: int, blocks: int, seed: int = 0) -> Iterator[tuple[Table, Table]]:
-    """Yield block tables of `requests` requests, after both pools have been churned."""
+    """Yield block tables of `requests` requests, after a history of allocations in both pools."""
     rng = random.Random(seed)
     prefill, decode = POLICIES[policy](), POLICIES[policy]()
     live: list[tuple[Pool, Table]] = []
@@ -57,7 +57,7 @@ def tables(policy: str, requests: int, blocks: int, seed: int = 0) -> Iterator[t
         size = max(1, int(rng.expovariate(1 / blocks)))
         src, dst = prefill.allocate(size), decode.allocate(size)
         live += [(prefill, src), (decode, dst)]
-        # Prefill gives a request back at once; decode keeps it for a while.
+        # Prefill frees a request at once; decode keeps it for a while.
         while len(live) > rng.randint(2, 24) or len(decode.free) < 8 * blocks:
             owner, table = live.pop(rng.randrange(len(live)))
             owner.release(table)

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.cluster_sim`: a large cluster on paper, and where the design would stop.
+"""`python -m benchmarks.cluster_sim`: simulate a large cluster, and find the limits of the design.
 
-One prefill and one decode engine of it are simulated, event by event, with all that their peers
-send them: the control thread of each, which serves one message at a time, and what the decode
-engine receives. Costs of messages are those that `control_costs` measured.
+One prefill and one decode engine are simulated, event by event, with all messages from their
+peers: the control thread of each, which serves one message at a time, and the transport of the
+decode engine. Costs of messages are those that `control_costs` measured.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ MEASURED: Final = ControlCosts(
     table_nbytes=1670,
     beat_nbytes=90,
 )
-"""By benchmarks.control_costs, of 32 peers, on a VM of 2 cores."""
+"""Results of benchmarks.control_costs with 32 peers, on a VM with 2 cores."""
 PUBLISH_S: Final = 0.01
-"""That an engine waits before it publishes, so that many changes are published as one."""
+"""Time for which an engine collects changes before it publishes them together."""
 BANDWIDTHS: Final = (2.5, 5.0, 10.0, 20.0)
-"""GB/s of a decode engine's transport."""
+"""Bandwidths of a decode engine's transport, in GB/s."""
 ENDURABLE_S: Final = 0.05
-"""That a message may wait for the control thread, 99 times of 100."""
+"""Maximum time that a message waits for the control thread, at the 99th percentile."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is simulated.
+    """The simulated cluster.
 
     Attributes:
-        engines: of each role.
-        linked: peers of each engine, of the other role.
-        requests_per_s: that each decode engine takes, and so each prefill engine gives, about.
-        per_request: whether a prompt has a cache of its own, found by its key; False: all are in
-            one paged cache, and block tables come from the scheduler.
-        held_s: for how long a prompt's cache is held.
+        engines: number of engines of each role.
+        linked: number of peers of each engine, all of the other role.
+        requests_per_s: prompts that a decode engine pulls, and about those of a prefill engine.
+        per_request: True if each prompt has its own cache, found by its key; False: all prompts
+            share one paged cache, and block tables come from the scheduler.
+        held_s: seconds for which a prompt's cache is held.
         beat_s: the heartbeat interval.
-        tokens, layers, token_nbytes: of a prompt: how many, and the bytes of one in one layer.
-        block_tokens: in a block.
+        tokens, layers, token_nbytes: size of a prompt; bytes are those of a token in one layer.
+        block_tokens: tokens of a block.
     """
 
     engines: int = 1000
@@ -70,7 +70,7 @@ class Cluster:
 
     @property
     def caches(self) -> float:
-        """That a prefill engine has at a time."""
+        """Average number of caches of a prefill engine."""
         return self.requests_per_s * self.held_s if self.per_request else 1
 
     def transfer_s(self, gigabytes_per_s: float) -> float:
@@ -80,11 +80,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Load:
-    """Of one thing that serves one job after the other.
+    """The load of a server that does one job after the other.
 
     Attributes:
-        busy: seconds of work that come in one second; from 1 on it falls behind for ever.
-        waits_s: that awaited jobs wait before they are begun: the median and the 99th percentile.
+        busy: seconds of work that arrive in a second; from 1 on the queue grows for ever.
+        waits_s: waits of awaited jobs before their start: the median and the 99th percentile.
     """
 
     busy: float
@@ -92,12 +92,12 @@ class Load:
 
     @property
     def endurable(self) -> bool:
-        """Whether it keeps up, and soon enough."""
+        """True if the server keeps up, and waits are short enough."""
         return self.busy < 1 and self.waits_s[1] <= ENDURABLE_S
 
 
 class Job(NamedTuple):
-    """When it comes, the seconds that it takes, and whether it is awaited."""
+    """A job: its time of arrival, its seconds of work, and True if a caller awaits it."""
 
     at: float
     cost: float
@@ -105,7 +105,7 @@ class Job(NamedTuple):
 
 
 def serve(jobs: Iterable[Job], seconds: float) -> Load:
-    """Serve jobs one by one, in the order of time in which they are given."""
+    """Serve jobs one by one; they are given in order of arrival."""
     free_at = work = 0.0
     waits: list[float] = []
     for job in jobs:
@@ -122,24 +122,24 @@ def serve(jobs: Iterable[Job], seconds: float) -> Load:
 
 
 class Simulation:
-    """Jobs of one run; every stream of messages has a phase of its own."""
+    """The jobs of one run; each stream of messages has its own phase."""
 
     def __init__(self, cluster: Cluster, costs: ControlCosts, seconds: float) -> None:
         self._cluster, self._costs, self._seconds = cluster, costs, seconds
         self._random = random.Random(0)
 
     def prefill(self) -> Load:
-        """The control thread of a prefill engine: it publishes changes, and is asked for keys."""
+        """Simulate the control thread of a prefill engine: it publishes and serves claims."""
         streams = [self._beats()]
         if self._cluster.per_request:
             streams += [self._publishing(), self._poisson(self._rate, self._costs.claimed_us)]
         return serve(heapq.merge(*streams), self._seconds)
 
     def decode(self) -> Load:
-        """The control thread of a decode engine: it receives from its peers, and claims keys."""
+        """Simulate the control thread of a decode engine: it receives updates and claims keys."""
         streams = [self._beats()]
         if self._cluster.per_request:
-            # Updates of many peers are independent of each other: together they are random.
+            # Updates of many independent peers arrive at random times.
             received = len(list(self._rounds())) / self._seconds * self._cluster.linked
             streams += [
                 self._poisson(received, self._costs.receive_us),
@@ -148,11 +148,11 @@ class Simulation:
         return serve(heapq.merge(*streams), self._seconds)
 
     def received(self, transfer_s: float) -> Load:
-        """What moves the bytes of a decode engine, one prompt after the other."""
+        """Simulate the transport of a decode engine: one prompt after the other."""
         return serve(self._poisson(self._rate, 1e6 * transfer_s), self._seconds)
 
     def publishes_per_s(self) -> float:
-        """How often a prefill engine publishes what has changed."""
+        """Return the rate at which a prefill engine publishes changes."""
         return len(list(self._rounds())) / self._seconds if self._cluster.per_request else 0.0
 
     @property
@@ -166,7 +166,7 @@ class Simulation:
             at += self._random.expovariate(per_s)
 
     def _beats(self) -> Iterator[Job]:
-        """Of all links, each in its own phase."""
+        """Yield the heartbeats of all links, each in its own phase."""
         beat_s = self._cluster.beat_s
         phases = sorted(self._random.uniform(0, beat_s) for _ in range(self._cluster.linked))
         for number in range(int(self._seconds / beat_s)):
@@ -174,7 +174,7 @@ class Simulation:
                 yield Job(number * beat_s + phase, self._costs.beat_us / 1e6)
 
     def _rounds(self) -> Iterator[float]:
-        """When a prefill engine publishes: caches come, and go when they were held."""
+        """Yield the times at which a prefill engine publishes new and freed caches."""
         chance = random.Random(1)
         come = []
         at = chance.expovariate(self._rate)
@@ -188,7 +188,7 @@ class Simulation:
                 yield published
 
     def _publishing(self) -> Iterator[Job]:
-        """A round is one job for each peer, all of them at once."""
+        """Yield one job for each peer in each round, all at once."""
         costs, cluster = self._costs, self._cluster
         each = (costs.publish_us + costs.publish_cache_us * cluster.caches) / 1e6
         for at in self._rounds():
@@ -196,7 +196,7 @@ class Simulation:
 
 
 def most_linked(cluster: Cluster, costs: ControlCosts, seconds: float) -> int:
-    """The most peers that an engine can have before a control thread is not endurable."""
+    """Return the maximum number of peers for which both control threads are endurable."""
 
     def endurable(linked: int) -> bool:
         run = Simulation(replace(cluster, linked=linked), costs, seconds)
@@ -218,12 +218,12 @@ HEADER = (
 
 
 def row(cluster: Cluster, costs: ControlCosts, seconds: float) -> str:
-    """One line of the table: of a cluster in which each engine has so many peers."""
+    """Return one line of the table, for a cluster."""
     run = Simulation(cluster, costs, seconds)
     prefill, decode = run.prefill(), run.decode()
     beats = 2 * cluster.linked / cluster.beat_s
     tables = run.publishes_per_s() * cluster.linked
-    # Every second one only says which cache has gone, in about as many bytes as a Ping.
+    # Every second update only names a freed cache, in about as many bytes as a Ping.
     nbytes = beats * costs.beat_nbytes + tables * (costs.table_nbytes + costs.beat_nbytes) / 2
     waits = [" / ".join(f"{1e3 * item:.1f}" for item in load.waits_s) for load in (prefill, decode)]
     return (
@@ -234,7 +234,7 @@ def row(cluster: Cluster, costs: ControlCosts, seconds: float) -> str:
 
 
 def tables(cluster: Cluster, costs: ControlCosts, asked: argparse.Namespace) -> Iterator[str]:
-    """All that is printed, line by line."""
+    """Yield the printed lines."""
     sizes = sorted({32, 128, 512, cluster.engines})
     yield (
         f"{cluster.engines} prefill and {cluster.engines} decode engines, "
@@ -275,10 +275,10 @@ def tables(cluster: Cluster, costs: ControlCosts, asked: argparse.Namespace) -> 
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster_sim", description=__doc__)
-    parser.add_argument("--costs", type=Path, help="JSON of control_costs; else those of the file")
+    parser.add_argument("--costs", type=Path, help="JSON of control_costs; default: built in")
     parser.add_argument("--engines", type=int, default=1000, help="of each role")
     parser.add_argument("--requests", type=float, default=2.0, help="in a second, of each engine")
-    parser.add_argument("--seconds", type=float, default=20.0, help="that are simulated")
+    parser.add_argument("--seconds", type=float, default=20.0, help="simulated time")
     parser.add_argument("--link-kib", type=float, default=130.0, help="memory of a link at one end")
     parser.add_argument("--link-descriptors", type=int, default=6)
     asked = parser.parse_args()

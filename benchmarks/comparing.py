@@ -1,4 +1,4 @@
-"""The paged work by ours and by another library in turns, and the row that sums up all cases."""
+"""The paged work by kvplan and another library in turns, and one row that sums up all cases."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.table import Row, Run
 
 DIRECTIONS = ("pull", "push")
 SIZES = (64, 256)
-"""Blocks of each tensor: 128 and 512 MiB in all."""
+"""Blocks of each tensor: 128 and 512 MiB in total."""
 TRIALS, TRIAL_BLOCKS = 3, 256
 
 
 class Case(NamedTuple):
-    """GB/s of ours and of the other library."""
+    """GB/s of kvplan and of the other library in one case."""
 
     name: str
     ours: float
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 class Comparison:
-    """Cases, and the row made of them: the one where ours does worst."""
+    """Several cases; their row is the case in which kvplan does worst."""
 
     def __init__(self) -> None:
         self._cases: list[Case] = []
@@ -51,9 +51,9 @@ class Comparison:
     ) -> None:
         """Measure one direction with every size.
 
-        `times` times (an odd number), each with processes of its own, of which the one in the
-        middle counts: by where the system puts the pages of a pool, the same program is a tenth
-        faster or slower as long as it lives.
+        Repeat it `times` times (an odd number) with new processes; the median counts. Depending on
+        where the system puts the pages of a pool, a process is a tenth faster or slower for its
+        whole life.
         """
         measured = [self._measure(run, place, direction, ours, other, rounds) for _ in range(times)]
         for cases in zip(*measured, strict=True):
@@ -65,7 +65,7 @@ class Comparison:
         cases = []
         with ExitStack() as opened:
             pairs = [opened.enter_context(Pair(value, place)) for value in (ours, other)]
-            # A connection finds its window first: the bare program's trials have done that.
+            # A connection has to find its window first; the bare program did so in its trials.
             for pair in pairs * TRIALS:
                 pair.seconds(direction, max(SIZES))
             for blocks in SIZES:
@@ -78,7 +78,7 @@ class Comparison:
         return cases
 
     def row(self, name: str, target: float | None, limit: str) -> Row:
-        """The worst case; all of them are in the JSON lines."""
+        """Return the row of the worst case; the JSON lines have all cases."""
         worst = min(self._cases, key=lambda case: case.ratio)
         most = max(case.ratio for case in self._cases)
         note = (
@@ -93,7 +93,7 @@ class Comparison:
 
 
 def fastest(libraries: Sequence[Library], place: Place) -> dict[str, Library]:
-    """For each direction, the best choice of settings, by short trials."""
+    """Return the best settings for each direction, found by short trials."""
     if len(libraries) == 1:
         return dict.fromkeys(DIRECTIONS, libraries[0])
     seconds: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}

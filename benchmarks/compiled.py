@@ -1,4 +1,4 @@
-"""Our C programs: compiled for this very machine when a benchmark first needs them."""
+"""The C programs of the benchmarks, compiled for this machine on first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BUILD = Path(__file__).parents[1] / "build"
 
 
 def compiled(source: str, suffix: str, *flags: str) -> Path:
-    """The program or library made of the file `source` of this folder.
+    """Return the program or library that is compiled from the file `source` of this folder.
 
     Raises:
         RuntimeError: no compiler was found.
@@ -27,7 +27,7 @@ def compiled(source: str, suffix: str, *flags: str) -> Path:
     built = _BUILD / name
     if not built.exists():
         _BUILD.mkdir(exist_ok=True)
-        # Two benchmarks at once: the last one to rename wins, and both files are the same.
+        # Of two benchmarks at once the last rename wins; both files are equal.
         partial = built.with_suffix(f".{os.getpid()}")
         subprocess.run([*command, str(_SOURCES / source), "-o", str(partial)], check=True)
         partial.rename(built)

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.control_costs`: what the control plane costs, message by message.
+"""`python -m benchmarks.control_costs`: the costs of the control plane, message by message.
 
-All engines are in one process, each with its own control thread, whose processor time is read
-before and after. What is measured is a sum of many, divided by how many they were.
+All engines are in one process, each with its own control thread. The processor time of a thread is
+read before and after many messages; a cost is the mean.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvplan import CacheDesc, CacheKey, ClusterInfo, DataType, LlmDataDist, LlmR
 from kvplan.control.messages import Offer, Ping, Table, TableEntry, encode
 
 TENSORS = 122
-"""Of each cache: keys and values of 61 layers."""
+"""Tensors of each cache: keys and values of 61 layers."""
 SMALL = CacheDesc(TENSORS, (1, 64), DataType.DT_UINT8)
 HUB = 0
 PUBLISH_S = 0.02
-"""Twice as long as an engine waits before it publishes, so that each change is published alone."""
+"""Twice the time that an engine collects changes, so that it publishes each change alone."""
 CACHES = 512
-"""That an engine has while it is measured what each of them adds."""
+"""Number of caches for measuring the cost of each additional cache."""
 ZMTP_NBYTES, PACKET_NBYTES, SEGMENT_NBYTES = 9, 66, 1448
-"""A frame's head at most; Ethernet, IP and TCP around one packet; what it carries."""
+"""Maximum head of a frame; headers of Ethernet, IP and TCP; payload of a packet."""
 ENTRY = TableEntry(
     cache_id=1000,
     num_tensors=TENSORS,
@@ -45,7 +45,7 @@ ENTRY = TableEntry(
     writable=True,
 )
 TABLE = Table(version=1000, first=False, entries=(ENTRY,), removed=(999,))
-"""One cache that has come, and one that has gone."""
+"""An update with one new and one freed cache."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class ControlCosts:
     """Microseconds of one control thread's processor time, and bytes on the wire.
 
     Attributes:
-        call_us, answer_us: of a link that is made, at the end that calls and at the other.
-        link_ms: of the whole process, for both ends, its worker threads too.
-        beat_us: of a link in one heartbeat interval: looking, a Ping out and a Pong in.
-        publish_us: of one change of the caches, to publish it to one linked peer.
-        publish_cache_us: more of it, for each cache that the engine has.
-        receive_us: to receive it.
-        claim_us, claimed_us: of a pull by a request's key, at the end that pulls and at the owner.
-        table_nbytes, beat_nbytes: of a published change, and of a Ping or Pong, as packets.
+        call_us, answer_us: making a link, at the end that calls and at the other end.
+        link_ms: making a link, in the whole process: both ends and worker threads.
+        beat_us: a link in one heartbeat interval: a check, a Ping out and a Pong in.
+        publish_us: publishing one change of the caches to one linked peer.
+        publish_cache_us: additional time of `publish_us` for each cache of the engine.
+        receive_us: receiving a published change.
+        claim_us, claimed_us: a pull by a request's key, at the end that pulls and at the owner.
+        table_nbytes, beat_nbytes: packets of a published change, and of a Ping or Pong.
     """
 
     call_us: float
@@ -77,7 +77,7 @@ class ControlCosts:
 
 
 class LinkedEngines:
-    """One engine, the hub, and others; links between them are made by the hub."""
+    """One engine, the hub, and its peers; the hub makes the links."""
 
     def __init__(self, opened: ExitStack, peers: int, options: dict[str, str]) -> None:
         self.hub = self._engine(opened, HUB, options)
@@ -99,7 +99,7 @@ class LinkedEngines:
         return engine
 
     def read(self) -> tuple[float, float]:
-        """Seconds of processor time: of the hub's control thread, and of all others' together."""
+        """Return processor seconds of the hub's control thread, and of all peers' together."""
         mine = theirs = 0.0
         for thread in threading.enumerate():
             name, _, cluster_id = thread.name.rpartition("-")
@@ -112,12 +112,12 @@ class LinkedEngines:
         return mine, theirs
 
     def _since(self, before: tuple[float, float]) -> tuple[float, float]:
-        """Microseconds for each link since then: at the hub, and at a peer."""
+        """Return microseconds for each link since then, at the hub and at a peer."""
         now, count = self.read(), len(self.peers)
         return 1e6 * (now[0] - before[0]) / count, 1e6 * (now[1] - before[1]) / count
 
     def cost(self, work: Callable[[], int]) -> tuple[float, float]:
-        """Microseconds for each link and each of the times that `work` says it did something."""
+        """Return microseconds for each link and repetition; `work` returns the repetitions."""
         before = self.read()
         times = work()
         hub, peer = self._since(before)
@@ -126,7 +126,7 @@ class LinkedEngines:
 
 @contextmanager
 def linked_engines(peers: int, key_file: str, interval_ms: int = 60_000) -> Iterator[LinkedEngines]:
-    """Linked engines; with a long heartbeat interval unless that is what is measured."""
+    """Yield linked engines. By default the heartbeat interval is too long to matter."""
     options = {"kvplan.cluster_key_file": key_file} if key_file else {}
     options |= {
         "kvplan.heartbeat_interval_ms": str(interval_ms),
@@ -137,7 +137,7 @@ def linked_engines(peers: int, key_file: str, interval_ms: int = 60_000) -> Iter
 
 
 def beating(peers: int, key_file: str, seconds: float) -> float:
-    """`beat_us`, at an interval short enough to see it."""
+    """Return `beat_us`, at an interval short enough to measure it."""
     interval_ms = 50
     with linked_engines(peers, key_file, interval_ms) as linked:
 
@@ -146,11 +146,11 @@ def beating(peers: int, key_file: str, seconds: float) -> float:
             return round(1e3 * seconds / interval_ms)
 
         hub, peer = linked.cost(wait)
-    return (hub + peer) / 2  # one of them sends the Ping, whichever is first
+    return (hub + peer) / 2  # either end may send the Ping
 
 
 def changes(linked: LinkedEngines, caches: int, times: int) -> tuple[float, float]:
-    """Of one change published to one peer, at the hub and at the peer, while there are `caches`."""
+    """Return the costs of publishing a change, at hub and peer, with `caches` caches."""
     kept = [linked.hub.allocate_cache(SMALL) for _ in range(caches)]
     time.sleep(10 * PUBLISH_S)
 
@@ -169,7 +169,7 @@ def changes(linked: LinkedEngines, caches: int, times: int) -> tuple[float, floa
 
 
 def claims(linked: LinkedEngines, times: int) -> tuple[float, float]:
-    """Of one pull by a request's key: at the owner, which is the hub, and at one that pulls."""
+    """Return the costs of a pull by a request's key, at the owner (the hub) and at the puller."""
     mine = [peer.allocate_cache(SMALL) for peer in linked.peers]
     keys = [CacheKey(HUB, index) for index in range(times * len(mine))]
     owned = [linked.hub.allocate_cache(SMALL, [key]) for key in keys]
@@ -188,7 +188,7 @@ def claims(linked: LinkedEngines, times: int) -> tuple[float, float]:
 
 
 def measure(peers: int, times: int, key_file: str) -> ControlCosts:
-    """All of it; a few seconds."""
+    """Measure all costs, in a few seconds."""
     with linked_engines(peers, key_file) as linked:
         call_us, answer_us = linked.linking
         few, receive_us = changes(linked, 0, times)
@@ -211,16 +211,16 @@ def measure(peers: int, times: int, key_file: str) -> ControlCosts:
 
 
 def on_the_wire(nbytes: int) -> int:
-    """Bytes of a frame of `nbytes`, with the heads of its packets."""
+    """Return the bytes of a frame of `nbytes` including the headers of its packets."""
     framed = nbytes + ZMTP_NBYTES
     return framed + PACKET_NBYTES * -(-framed // SEGMENT_NBYTES)
 
 
 def main() -> None:
-    """Print the costs: the median of several rounds, each one as one line of JSON."""
+    """Print the costs, each as a line of JSON: medians of several rounds."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.control_costs", description=__doc__)
     parser.add_argument("--peers", type=int, default=32)
-    parser.add_argument("--times", type=int, default=20, help="changes; a fifth of it in pulls")
+    parser.add_argument("--times", type=int, default=20, help="changes; pulls are a fifth")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--key-file", default="", help="a cluster key: links are encrypted")
     asked = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Copying inside one process, beside bare loops over the very same descriptors."""
+"""Copying inside one process, compared with bare loops over the same descriptors."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ LARGEST_BLOCK = 32 << 10
 TENSOR_NBYTES = POOL_BLOCKS * LARGEST_BLOCK
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 CACHES = 64 * MIB
-"""More than is likely to be found in a cache again."""
+"""Bytes that no cache of the CPU is likely to hold."""
 
 Column = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The tensors of one cache, one after the other in ordinary pages."""
+    """The adjacent tensors of one cache, in ordinary pages."""
 
     words: NDArray[np.uint64]
 
     @staticmethod
     def mapped() -> Pool:
-        """Zeros, every page present."""
+        """Return a pool of zeros in which every page is present."""
         memory = mmap.mmap(-1, TENSORS * TENSOR_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pool = Pool(np.frombuffer(memory, dtype=np.uint64))
         pool.words[:: mmap.PAGESIZE // 8] = 0
         return pool
 
     def fill(self) -> Pool:
-        """Each word its own index, so that a byte from a wrong place shows."""
+        """Set each word to its own index, which reveals bytes from a wrong place."""
         for words in np.split(self.words, TENSORS):
             first = (words.ctypes.data - self.words.ctypes.data) // 8
             words[:] = np.arange(first, first + len(words), dtype=np.uint64)
@@ -59,32 +59,32 @@ class Pool:
 
     @property
     def bases(self) -> NDArray[np.uint64]:
-        """Address of each tensor."""
+        """The address of each tensor."""
         return tensor_addresses(self.words.ctypes.data)
 
 
 def tensor_addresses(start: int) -> NDArray[np.uint64]:
-    """Address of each tensor of the pool at `start`."""
+    """Return the address of each tensor of the pool at `start`."""
     return np.uint64(start) + np.arange(TENSORS, dtype=np.uint64) * np.uint64(TENSOR_NBYTES)
 
 
 def source_of(run: Run) -> Pool:
-    """The run's source pool."""
+    """Return the run's source pool."""
     return cast("Pool", run.share("source pool", lambda: Pool.mapped().fill()))
 
 
 def destination_of(run: Run) -> Pool:
-    """The run's destination pool."""
+    """Return the run's destination pool."""
     return cast("Pool", run.share("destination pool", Pool.mapped))
 
 
 def threads_of(run: Run) -> ThreadPool:
-    """The run's copying threads: one for each usable core."""
+    """Return the run's copying threads: one for each usable core."""
     return cast("ThreadPool", run.share("threads", ThreadPool))
 
 
 def host_executor(run: Run) -> Executor:
-    """The run's executor of plain copies."""
+    """Return the run's executor of plain copies."""
 
     def make() -> Executor:
         return run.opened.enter_context(Executor(host_backend(threads_of(run))))
@@ -93,7 +93,7 @@ def host_executor(run: Run) -> Executor:
 
 
 def team_of(run: Run) -> Team:
-    """As many bare threads as kvplan has."""
+    """Return as many bare threads as kvplan uses."""
 
     def make() -> Team:
         return run.opened.enter_context(Team(threads_of(run).threads))
@@ -102,7 +102,7 @@ def team_of(run: Run) -> Team:
 
 
 def scattered(src: Column, dst: Column, block: int, total: int) -> Descriptors:
-    """Descriptors of `total` bytes in random distinct blocks of `block` bytes of every tensor."""
+    """Return descriptors of `total` bytes in random distinct blocks of every tensor."""
     rng = np.random.default_rng(total)
     desc = CacheDesc(TENSORS, (POOL_BLOCKS, block), DataType.DT_UINT8)
     blocks = total // block // TENSORS
@@ -114,17 +114,17 @@ def scattered(src: Column, dst: Column, block: int, total: int) -> Descriptors:
 
 
 def columns_of(descriptors: Descriptors) -> Columns:
-    """What the bare loops take."""
+    """Return the descriptors in the form that the bare loops take."""
     return descriptors.dst, descriptors.src, descriptors.nbytes
 
 
 def gigabytes(descriptors: Descriptors, seconds: float) -> float:
-    """Bytes moved in 10**9 a second; reading and writing them counts once."""
+    """Return the throughput in GB/s; reading and writing a byte counts once."""
     return descriptors.total_nbytes / seconds / 1e9
 
 
 def execute(executor: Executor, descriptors: Descriptors) -> None:
-    """Run to the end.
+    """Execute the descriptors, and wait.
 
     Raises:
         RuntimeError: the transfer failed.
@@ -138,7 +138,7 @@ def check_moved(descriptors: Descriptors, source: int, target: Pool) -> None:
     """Assert that the first words of 1,000 descriptors are what `Pool.fill` put at their sources.
 
     Args:
-        descriptors: what was executed.
+        descriptors: the executed descriptors.
         source: address of the filled pool, as the descriptors give it.
         target: the pool of their destinations.
     """
@@ -149,7 +149,7 @@ def check_moved(descriptors: Descriptors, source: int, target: Pool) -> None:
 
 
 def copy_ratio(run: Run, name: str, block: int, total: int, rounds: int) -> Row:
-    """Our GB/s over the best of the bare loops', same blocks, same threads; in turns."""
+    """Compare kvplan with the best bare loop over the same blocks, with as many threads."""
     source, target = source_of(run), destination_of(run)
     descriptors = scattered(source.bases, target.bases, block, total)
     return beside_loops(run, name, descriptors, rounds, 0.90 if block < LARGEST_BLOCK else 0.95)
@@ -163,7 +163,7 @@ def beside_loops(
     target_ratio: float,
     loops: Iterable[str] = COPIES,
 ) -> Row:
-    """Our GB/s over the best of the bare loops', same descriptors, same threads; in turns."""
+    """Compare kvplan with the best bare loop over the same descriptors, with as many threads."""
     loops = [*loops]
     source, target = source_of(run), destination_of(run)
     executor, team = host_executor(run), team_of(run)
@@ -175,7 +175,7 @@ def beside_loops(
         timed(lambda: execute(executor, descriptors)),
         *(partial(team.copy_seconds, how, columns) for how in loops),
         rounds=rounds,
-        # Streaming into what a plain copy left in a cache, or the reverse, is up to twice as slow.
+        # A streaming copy after a plain copy, or the reverse, is up to twice as slow.
         settle=2 if descriptors.total_nbytes < CACHES else 0,
     )
     best = min(bare)
@@ -189,24 +189,24 @@ def beside_loops(
 
 @TOPIC.row("copy_32KiB_1GiB_ratio")
 def copy_large(run: Run, name: str) -> Row:
-    """Far more than any cache holds."""
+    """A copy of far more bytes than any CPU cache holds."""
     return copy_ratio(run, name, 32 * KIB, GIB, rounds=15)
 
 
 @TOPIC.row("copy_32KiB_8MiB_ratio")
 def copy_small(run: Run, name: str) -> Row:
-    """One short request: starting and finishing count."""
+    """One short request: start and end of a transfer count."""
     return copy_ratio(run, name, 32 * KIB, 8 * MIB, rounds=201)
 
 
 @TOPIC.row("copy_4KiB_ratio")
 def copy_small_blocks(run: Run, name: str) -> Row:
-    """Small blocks: what a descriptor costs counts."""
+    """Small blocks: the cost of a descriptor counts."""
     return copy_ratio(run, name, 4 * KIB, 256 * MIB, rounds=31)
 
 
 def runs_of(run: Run, src: CacheDesc, dst: CacheDesc, num_tokens: int) -> Descriptors:
-    """The runs of one request between two caches that lie differently, in random blocks."""
+    """Return the runs of one request between two caches of different layouts, in random blocks."""
     rng = np.random.default_rng(num_tokens)
     tables = []
     for desc in (src, dst):
@@ -225,7 +225,7 @@ def runs_of(run: Run, src: CacheDesc, dst: CacheDesc, num_tokens: int) -> Descri
 
 
 def cache_of(tokens: int, axes: str) -> CacheDesc:
-    """A cache that fills the pool: blocks of `tokens` tokens, 8 KV heads of 256 bytes."""
+    """Return a cache that fills the pool: blocks of `tokens` tokens, 8 KV heads of 256 bytes."""
     lengths = {"block": TENSOR_NBYTES // (tokens * 8 * 256), "token": tokens, "head": 8, "dim": 128}
     shape = tuple(lengths[axis] for axis in axes.split())
     return CacheDesc(TENSORS, shape, DataType.DT_FLOAT16, kv_tensor_format=axes)
@@ -233,7 +233,7 @@ def cache_of(tokens: int, axes: str) -> CacheDesc:
 
 @TOPIC.row("copy_4KiB_runs_ratio")
 def copy_token_runs(run: Run, name: str) -> Row:
-    """What blocks of 16 tokens become in blocks of 64, heads first: 4 KiB a head."""
+    """Blocks of 16 tokens into blocks of 64, heads first: runs of 4 KiB."""
     hnd = "block head token dim"
     descriptors = runs_of(run, cache_of(16, hnd), cache_of(64, hnd), 2048)
     return beside_loops(run, name, descriptors, 31, 0.90, ["memcpy"])
@@ -241,20 +241,20 @@ def copy_token_runs(run: Run, name: str) -> Row:
 
 @TOPIC.row("copy_256B_runs_ratio")
 def copy_head_runs(run: Run, name: str) -> Row:
-    """Tokens first into heads first: 256 bytes of each head of each token."""
+    """Tokens first into heads first: runs of 256 bytes, one for each head and token."""
     src, dst = cache_of(16, "block token head dim"), cache_of(16, "block head token dim")
     return beside_loops(run, name, runs_of(run, src, dst, 2048), 31, 0.80, ["memcpy"])
 
 
 def one_page() -> tuple[CacheDesc, NDArray[np.uint8], NDArray[np.uint8]]:
-    """A cache of one tensor of one 4 KiB block, and two of them."""
+    """Return the description of a cache of one 4 KiB block, and two such tensors."""
     src, dst = np.ones((2, 1, 4 * KIB), dtype=np.uint8)
     return CacheDesc(1, src.shape, DataType.DT_UINT8), src, dst
 
 
 @TOPIC.row("submit_overhead_us")
 def submit_overhead(run: Run, name: str) -> Row:
-    """What Python, the crossing and the executor add to one copy of 4 KiB, caller waiting."""
+    """Time that Python, the native call and the executor add to one synchronous copy of 4 KiB."""
     _, *pages = one_page()
     src, dst = (page.ctypes.data for page in pages)
     one = (np.array([x], dtype=np.uint64) for x in (dst, src, 4 * KIB))
@@ -273,7 +273,7 @@ def submit_overhead(run: Run, name: str) -> Row:
 
 @TOPIC.row("execute_4KiB_us")
 def execute_plan(run: Run, name: str) -> Row:
-    """From a ready plan and memory to copied bytes: checks, lowering, copying. No target yet."""
+    """From a ready plan and memory to copied bytes: checks, lowering and copying. No target."""
     desc, src, dst = one_page()
     plan = kvplan.plan(Transfer(Rows(desc, [0]), Rows(desc, [0])), local="dst")
     source, target = (HostMemory.from_arrays([page]) for page in (src, dst))

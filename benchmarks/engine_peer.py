@@ -1,4 +1,4 @@
-"""Other engines, in a process of their own: each listens, and holds a cache, until stdin ends."""
+"""Peer engines in another process: each listens and holds a cache until stdin ends."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ MODEL_LAYERS, MODEL_BLOCKS, MODEL_BLOCK_SIZE = 30, 256, 16
 MODEL = CacheDesc(2 * MODEL_LAYERS, (MODEL_BLOCKS, MODEL_BLOCK_SIZE, 3, 64), DataType.DT_FLOAT16)
 """Keys and values of the demo's model."""
 LEASED = CacheDesc(1, (8, 4096), DataType.DT_UINT8)
-LEASES = 64  # more than are kept anywhere: each pull has another one
+LEASES = 64  # more than any side caches: each pull uses another one
 RAGGED = CacheDesc(32, (128, 16, 2, 64), DataType.DT_FLOAT16, kv_tensor_format="NHD")
-RAGGED_BLOCKS = 64  # of one request, the last of them not full
+RAGGED_BLOCKS = 64  # of one request, the last block not full
 LISTEN = {"llm.ListenIpInfo": "127.0.0.1:0"}
 
 
 def paged_key(cluster_id: int) -> BlocksCacheKey:
-    """The paged cache of a peer that has one."""
+    """Return the key of a peer's paged cache."""
     return BlocksCacheKey(cluster_id)
 
 
 def model_key(cluster_id: int) -> BlocksCacheKey:
-    """The model's cache of a peer that has a paged one."""
+    """Return the key of the model's cache at a peer with paged caches."""
     return BlocksCacheKey(cluster_id, model_id=1)
 
 
 def leased_key(cluster_id: int) -> BlocksCacheKey:
-    """The cache of which the peer that has a paged one leases a block."""
+    """Return the key of the cache whose blocks a peer with paged caches leases."""
     return BlocksCacheKey(cluster_id, model_id=2)
 
 
 def small_key(cluster_id: int) -> CacheKeyByIdAndIndex:
-    """The small cache that every peer has."""
+    """Return the key of the small cache that every peer has."""
     return CacheKeyByIdAndIndex(cluster_id, 1)
 
 
 def serve(first_cluster_id: int, engines: int, with_paged: bool, transport: str) -> None:
-    """Say where `engines` engines listen, one line each; the first may hold paged caches too.
+    """Print the addresses of `engines` engines, one a line; the first may have paged caches too.
 
-    Behind the address are its leases, in hexadecimal: those of a block, and one of a request.
+    Its address is followed by its leases, in hexadecimal: those of a block, and one of a request.
     """
     with ExitStack() as opened:
         for cluster_id in range(first_cluster_id, first_cluster_id + engines):

@@ -1,4 +1,4 @@
-"""LlmDataDist: what an engine adds to the executor; peers are processes."""
+"""LlmDataDist: the time that an engine adds to the executor. Peers are other processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OWN_CLUSTER = 0
 def peers(
     first: int, engines: int, *, paged: bool = False, transport: str = "auto"
 ) -> Iterator[list[ClusterInfo]]:
-    """Engines that listen, in one new process."""
+    """Yield engines that listen, in one new process."""
     with serving(first, engines, paged=paged, transport=transport) as lines:
         yield [ClusterInfo(int(cluster_id), address) for cluster_id, address, *_ in lines]
 
@@ -40,7 +40,7 @@ def peers(
 def serving(
     first: int, engines: int, *, paged: bool, transport: str = "auto"
 ) -> Iterator[list[list[str]]]:
-    """The same, as the words of the line that each has printed."""
+    """Yield the same, as the words of the line that each engine has printed."""
     arguments = str(first), str(engines), str(+paged), transport
     command = [sys.executable, "-m", "benchmarks.engine_peer", *arguments]
     with subprocess.Popen(
@@ -55,7 +55,7 @@ def serving(
 
 
 def linked_engine(run: Run) -> LlmDataDist:
-    """The run's engine, linked with one peer, cluster 1, which has paged caches and a small one."""
+    """Return the run's engine, linked with cluster 1, which has paged caches and a small one."""
 
     def make() -> LlmDataDist:
         [[_, address, *blobs]] = run.opened.enter_context(serving(1, 1, paged=True))
@@ -72,7 +72,7 @@ def linked_engine(run: Run) -> LlmDataDist:
 
 @TOPIC.row("facade_pull_ratio")
 def facade_pull(run: Run, name: str) -> Row:
-    """A whole call, planning and all, beside the executor with the same descriptors at hand."""
+    """A whole call with its planning, beside the executor alone with the same descriptors."""
     datadist = linked_engine(run)
     cache = datadist.allocate_blocks_cache(PAGED)
     rng = np.random.default_rng(64)
@@ -93,7 +93,7 @@ def facade_pull(run: Run, name: str) -> Row:
 
 
 def memories_of(datadist: LlmDataDist, cache: Cache) -> tuple[TensorMemory, TensorMemory]:
-    """The paged cache of the peer, and this engine's, as the facade finds them."""
+    """Return the paged caches of the peer and of this engine, as the facade finds them."""
     engine = datadist._running()
     link = engine.links.get(1)
     theirs = link.memory(link.cache(paged_key(1)), writable=False)
@@ -115,7 +115,7 @@ def facade_pull_small(run: Run, name: str) -> Row:
 
 @TOPIC.row("run_4KiB_us")
 def run_small(run: Run, name: str) -> Row:
-    """The same as a `Transfer` that is at hand: nothing is made of arguments."""
+    """The same pull by a ready `Transfer`: no argument is converted."""
     datadist = linked_engine(run)
     cache = datadist.allocate_cache(SMALL)
     move = partial(datadist.run, Transfer(Rows(small_key(1)), Rows(cache)))
@@ -128,7 +128,7 @@ def run_small(run: Run, name: str) -> Row:
 
 @TOPIC.row("ragged_lease_ratio")
 def ragged_lease(run: Run, name: str) -> Row:
-    """What a serving engine pulls: a request by its lease, with a tag, its last block not full."""
+    """The pull of a serving engine: by a lease, with a tag, the last block not full."""
     datadist = linked_engine(run)
     cache = datadist.allocate_blocks_cache(RAGGED)
     lease = run.shared["ragged lease"]
@@ -154,7 +154,7 @@ def ragged_lease(run: Run, name: str) -> Row:
 
 @TOPIC.row("verify_pull_ratio")
 def verified_pull(run: Run, name: str) -> Row:
-    """A pull of which every byte is read again and compared, beside one that is not."""
+    """A pull whose bytes are all read again and compared, beside an unverified pull."""
     datadist = linked_engine(run)
     cache = datadist.allocate_blocks_cache(PAGED)
     rng = np.random.default_rng(64)
@@ -164,7 +164,7 @@ def verified_pull(run: Run, name: str) -> Row:
     nbytes = datadist.plan(Transfer(Rows(paged_key(1), src_blocks), Rows(cache, dst_blocks))).nbytes
     ours, bare = run.medians(timed(partial(pull, verify=True)), timed(pull), rounds=41)
     datadist.deallocate_cache(cache)
-    # The bytes are gone through three times: moved, read again, and compared by one thread.
+    # Bytes are processed three times: moved, read again, and compared by one thread.
     note = "64 layers x 2 tensors x 64 blocks of 32 KiB; limit: the pull alone"
     rates = nbytes / ours / 1e9, "GB/s", nbytes / bare / 1e9
     return Row(name, *rates, "at least", 0.2, note)

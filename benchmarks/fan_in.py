@@ -1,7 +1,7 @@
 """`python -m benchmarks.fan_in`: one decode engine that pulls from many prefill engines at once.
 
-Each is a process of its own; with --namespaces they are spread over that many hosts of their own,
-and the decode engine has another one. All bytes are checked; a table says how they were shared.
+Each engine is a process. --namespaces spreads the prefill engines over that many virtual hosts, and
+puts the decode engine on another. All bytes are checked; a table shows the share of each peer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ OPTIONS: Final[dict[str, dict[str, str]]] = {
 }
 """Options of all engines, by the value of --transport."""
 FAIR: Final = 0.5
-"""The least bytes of a peer, in units of the most of one, in the sustained part."""
+"""Minimum ratio of the fewest to the most bytes of a peer in the sustained part."""
 MAX_LINK_KIB: Final = 1024
-"""Memory that a link may take at either end, from before it was made to the end."""
+"""Maximum memory of a link at either end, from before the link to the end."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class FanIn:
     """One run.
 
     Attributes:
-        peers: how many prefill engines.
-        shape: of the cache that each has, all of which is pulled at once.
+        peers: number of prefill engines.
+        shape: shape of the cache of each, which is pulled as a whole.
         transport: a key of OPTIONS.
         bursts, sustained_s: see `Orders`.
-        hosts: in how many namespaces the peers are; 0: all on this host.
+        hosts: number of namespaces of the peers; 0: all on this host.
     """
 
     peers: int
@@ -59,11 +59,11 @@ class FanIn:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured.
+    """The measured values.
 
     Attributes:
-        decode: as the decode engine saw it.
-        peer_kib: memory that each peer's process has gained since it was filled.
+        decode: values of the decode engine.
+        peer_kib: growth of each peer's process since its cache was filled.
     """
 
     run: FanIn
@@ -72,32 +72,32 @@ class Result:
 
     @property
     def total_nbytes(self) -> int:
-        """Of one burst."""
+        """Bytes of one burst."""
         return self.run.peers * self.run.shape.nbytes
 
     @property
     def burst_gigabytes_per_s(self) -> float:
-        """The median burst's, until its last byte."""
+        """Throughput of the median burst, until its last byte."""
         return self.total_nbytes / statistics.median(map(max, self.decode.finished_s)) / 1e9
 
     @property
     def gigabytes_per_s(self) -> float:
-        """Of the sustained part."""
+        """Throughput of the sustained part."""
         return sum(self.decode.pulled) / self.decode.sustained_s / 1e9
 
     @property
     def fairness(self) -> float:
-        """The fewest bytes of one peer over the most, in the sustained part."""
+        """Ratio of the fewest to the most bytes of a peer in the sustained part."""
         return min(self.decode.pulled) / max(self.decode.pulled)
 
     @property
     def link_kib(self) -> float:
-        """Memory that each link takes in the decode engine, at the end."""
+        """Memory of each link in the decode engine, at the end."""
         before, *_, after = self.decode.anonymous_kib
         return (after - before) / self.run.peers
 
     def faults(self) -> list[str]:
-        """What is not as it must be; wrong bytes and failed pulls have raised before."""
+        """Missed limits. Wrong bytes and failed pulls have already raised."""
         found = []
         if self.fairness < FAIR:
             found.append(f"shares of {self.fairness:.2f}, at least {FAIR} was expected")
@@ -110,7 +110,7 @@ class Result:
 
 @contextmanager
 def hosts(number: int) -> Iterator[tuple[Namespace | None, Sequence[Namespace | None]]]:
-    """Where decode runs, and where its peers do; None is this host."""
+    """Yield the host of the decode engine and those of its peers; None is this host."""
     if not number:
         yield None, [None]
         return
@@ -119,17 +119,17 @@ def hosts(number: int) -> Iterator[tuple[Namespace | None, Sequence[Namespace | 
 
 
 def measure(run: FanIn) -> Result:
-    """Start all, pull, and check.
+    """Start all processes, pull, and check.
 
     Raises:
-        subprocess.CalledProcessError: the decode engine failed; its standard error says why.
-        NamespacesError: there can be none here.
+        subprocess.CalledProcessError: the decode engine failed; its standard error has the reason.
+        NamespacesError: namespaces cannot be made here.
     """
     options = dict(OPTIONS[run.transport])
     registered = run.transport == "local-registered"
     with ExitStack() as opened:
         decode, places = opened.enter_context(hosts(run.hosts))
-        if run.hosts:  # others than this user's processes could connect: with a key, no stranger
+        if run.hosts:  # a key, because other users' processes could connect
             folder = opened.enter_context(TemporaryDirectory())
             key = Path(folder, "cluster-key")
             ClusterKey.generate().save(key)
@@ -158,7 +158,7 @@ def measure(run: FanIn) -> Result:
 
 
 def table(result: Result) -> Iterator[str]:
-    """What was measured, in lines."""
+    """Yield the lines of the table."""
     run, decode = result.run, result.decode
     where = f"{run.hosts} namespaces" if run.hosts else "this host"
     last = [max(times) for times in decode.finished_s]
@@ -190,7 +190,7 @@ def table(result: Result) -> Iterator[str]:
 
 
 def main() -> int:
-    """1 where something is not as it must be."""
+    """Print the table; return 1 if a limit is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fan_in", description=__doc__)
     parser.add_argument("--peers", type=int, default=32)
     parser.add_argument("--transport", choices=OPTIONS, default="local")

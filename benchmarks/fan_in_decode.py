@@ -1,7 +1,7 @@
 """The decode engine of `benchmarks.fan_in`: linked with all peers, it pulls from all at once.
 
-In a process of its own, so that its memory is its own. It reads what to do from its first argument
-and prints one line of JSON.
+It has its own process, so that its memory can be measured. The first argument has its orders; the
+result is one line of JSON.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from kvplan import Cache, TransferTask
 
 LOOK_S = 0.0002
-"""Between two looks at the tasks in flight, where none had ended."""
+"""Pause between two polls of the tasks in flight, if no task has ended."""
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What to do.
+    """The work of the decode engine.
 
     Attributes:
-        peers: cluster id and address of each.
-        shape: of the paged cache that each of them has, and of the one that it is pulled into.
-        bursts: how often all are pulled from at once, each once.
-        sustained_s: for how long then each is pulled from again and again.
-        options: of the engine.
+        peers: cluster id and address of each peer.
+        shape: shape of each peer's paged cache, and of the local cache that it is pulled into.
+        bursts: number of bursts; each pulls once from all peers at once.
+        sustained_s: seconds of the sustained part, which pulls from each peer again and again.
+        options: options of the engine.
     """
 
     peers: list[tuple[int, str]]
@@ -50,16 +50,16 @@ class Orders:
 
 @dataclass
 class Outcome:
-    """What came of it.
+    """The measured values.
 
     Attributes:
-        link_s: seconds in which all were linked, in one call.
-        finished_s: of each burst, the seconds after which each peer's pull had ended.
-        pulled: bytes by peer, in the sustained part.
-        sustained_s: seconds that it took, with the last pulls ending.
-        anonymous_kib: of this process: before linking, linked, after a burst, at the end.
-        descriptors: open ones: before linking, and linked.
-        threads: when linked.
+        link_s: seconds of the call that links with all peers.
+        finished_s: for each burst, the seconds until the end of each peer's pull.
+        pulled: bytes from each peer in the sustained part.
+        sustained_s: seconds of the sustained part, including the ends of the last pulls.
+        anonymous_kib: memory before linking, when linked, after the bursts, at the end.
+        descriptors: open descriptors before linking, and when linked.
+        threads: threads when linked.
         cpu_s: processor time of the sustained part.
     """
 
@@ -74,7 +74,7 @@ class Outcome:
 
 
 def anonymous_kib(pid: int | str = "self") -> int:
-    """Memory of a process that is neither shared nor a file's, in KiB."""
+    """Return the memory of a process that is neither shared nor a file's, in KiB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1])
@@ -82,7 +82,7 @@ def anonymous_kib(pid: int | str = "self") -> int:
 
 
 class Decode:
-    """The engine, and what one thread does with it."""
+    """The decode engine; one thread uses it."""
 
     def __init__(self, datadist: LlmDataDist, orders: Orders) -> None:
         self._datadist, self._orders = datadist, orders
@@ -94,11 +94,11 @@ class Decode:
             self._clear(cache)
 
     def run(self) -> Outcome:
-        """Link, pull, look.
+        """Link, pull and measure.
 
         Raises:
             LLMException: a link or a pull failed.
-            AssertionError: a byte is wrong, or a link is gone.
+            AssertionError: a byte is wrong, or a link is lost.
         """
         outcome = Outcome()
         self._look(outcome)
@@ -120,7 +120,7 @@ class Decode:
         return outcome
 
     def _burst(self) -> list[float]:
-        """Pull all of each peer's cache, all at once; seconds until each was there."""
+        """Pull every peer's whole cache at once; return the seconds until each pull ended."""
         tables = [self._random.permutation(self._orders.shape.blocks) for _ in range(2)]
         began = time.perf_counter()
         finished = [0.0] * len(self._ids)
@@ -132,7 +132,7 @@ class Decode:
         return finished
 
     def _sustained(self, deadline: float) -> list[int]:
-        """Pull from each again as soon as it has ended, until `deadline`; the bytes of each."""
+        """Pull from each peer again and again until `deadline`; return the bytes of each."""
         pulled = [0] * len(self._ids)
         tables = [self._random.permutation(self._orders.shape.blocks) for _ in range(2)]
         tasks = {item: self._pull(item, *tables) for item in self._numbers}
@@ -149,10 +149,10 @@ class Decode:
         return self._datadist.submit(Transfer(Rows(key, src), Rows(self._caches[number], dst)))
 
     def _ended(self, tasks: dict[int, TransferTask]) -> Iterator[int]:
-        """The number of each task as it ends; tasks that are added meanwhile too.
+        """Yield the number of each task as it ends; the caller may add tasks meanwhile.
 
         Raises:
-            LLMException: one has failed, or was not there after a minute.
+            LLMException: a task has failed, or has not ended after a minute.
         """
         deadline = time.perf_counter() + 60
         while tasks:
@@ -177,7 +177,7 @@ class Decode:
 
 
 def main() -> None:
-    """Do what the first argument says."""
+    """Carry out the orders in the first argument."""
     given: dict[str, Any] = json.loads(sys.argv[1])
     orders = Orders(**{**given, "shape": Shape(**given["shape"])})
     with LlmDataDist(0, LlmRole.DECODER) as datadist:

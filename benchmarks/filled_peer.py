@@ -1,7 +1,7 @@
-"""An engine in a process of its own, with filled paged caches: each block says whose it is.
+"""An engine in another process, with filled paged caches: each block identifies its owner.
 
-It says where it listens, in one line, and serves until its standard input ends. The one who started
-it reads what it sent with `check_blocks`.
+The process prints its address in one line, and serves until its standard input ends. Its parent
+verifies pulled blocks with `check_blocks`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a paged cache: `tensors` tensors of `blocks` blocks of `block_nbytes` bytes."""
+    """The shape of a paged cache: `tensors` tensors of `blocks` blocks of `block_nbytes` bytes."""
 
     tensors: int
     blocks: int
@@ -33,24 +33,24 @@ class Shape:
 
     @property
     def desc(self) -> CacheDesc:
-        """As an engine takes it."""
+        """The description for an engine."""
         return CacheDesc(self.tensors, (self.blocks, self.block_nbytes), DataType.DT_UINT8)
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return self.tensors * self.blocks * self.block_nbytes
 
 
 @dataclass(frozen=True)
 class Filled:
-    """An engine to be started.
+    """An engine to start.
 
     Attributes:
-        cluster_id: its own.
-        shapes: of its caches; cache i has the model id i.
-        registered: whether it registers ordinary memory, rather than to allocate what is mapped.
-        options: of the engine.
+        cluster_id: id of its cluster.
+        shapes: shapes of its caches; cache i has the model id i.
+        registered: True to register ordinary memory instead of allocating caches.
+        options: options of the engine.
     """
 
     cluster_id: int
@@ -59,19 +59,19 @@ class Filled:
     options: dict[str, str] = field(default_factory=dict)
 
     def key(self, shape: int) -> BlocksCacheKey:
-        """Of the cache of `shapes[shape]`."""
+        """Return the key of the cache of `shapes[shape]`."""
         return BlocksCacheKey(self.cluster_id, shape)
 
     @staticmethod
     def from_json(text: str) -> Filled:
-        """The reverse of `json.dumps(asdict(...))`."""
+        """Reverse `json.dumps(asdict(...))`."""
         given = json.loads(text)
         shapes = tuple(Shape(**item) for item in given.pop("shapes"))
         return Filled(shapes=shapes, **given)
 
 
 class Peer(NamedTuple):
-    """An engine that serves: its cluster id, where it listens, and its process."""
+    """A serving engine: its cluster id, its address and its process."""
 
     cluster_id: int
     address: str
@@ -79,7 +79,7 @@ class Peer(NamedTuple):
 
 
 def mark(cluster_id: int, tensor: int, blocks: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """What each 8 bytes of these blocks hold."""
+    """Return the word that fills each of these blocks."""
     return np.uint64(cluster_id << 48 | tensor << 32) + blocks.astype(np.uint64)
 
 
@@ -89,7 +89,7 @@ def check_blocks(
     src_blocks: NDArray[np.int64],
     dst_blocks: NDArray[np.int64],
 ) -> None:
-    """Assert that every byte of `dst_blocks` is what the peer has in `src_blocks`."""
+    """Assert that every byte of `dst_blocks` equals the peer's `src_blocks`."""
     for number, tensor in enumerate(tensors):
         words = tensor.view(np.uint64)[dst_blocks]
         wrong = np.flatnonzero((words != mark(cluster_id, number, src_blocks)[:, None]).any(axis=1))
@@ -97,7 +97,7 @@ def check_blocks(
             block = int(wrong[0])
             raise AssertionError(
                 f"cluster {cluster_id} tensor {number} block {src_blocks[block]} -> "
-                f"{dst_blocks[block]}: not the bytes that it has ({wrong.size} such blocks)"
+                f"{dst_blocks[block]}: not the peer's bytes ({wrong.size} such blocks)"
             )
 
 
@@ -105,7 +105,7 @@ def check_blocks(
 def started(
     engines: Iterable[Filled], commands: Iterable[Sequence[str]] = ()
 ) -> Iterator[list[Peer]]:
-    """Processes that run `engines`, all at once; each is put behind one of `commands`, if given."""
+    """Start a process for each engine, all at once, with one of `commands` as prefix, if given."""
     prefixes = list(commands) or [()]
     with ExitStack() as opened:
         processes = []

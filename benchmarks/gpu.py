@@ -1,7 +1,7 @@
-"""A CUDA GPU: many small copies beside one contiguous copy of the driver, and what a request takes.
+"""A CUDA GPU: many small copies beside one contiguous copy of the driver, and whole requests.
 
-Where there is no GPU nothing is measured. tools/try_cuda.py prints the same rows for a machine that
-has one; on the stand-in of the tests it measures the stand-in.
+Without a GPU nothing is measured. tools/try_cuda.py prints the same rows on a machine that has
+one; with the simulated driver of the tests it measures the simulation.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ TENSORS = 64
 REQUEST_BLOCKS, REQUEST_BLOCK = 64, 32 * KIB
 ROUNDS = 31
 NBYTES = "bytes that a gpu row moves"
-"""Key of `Run.shared`: how many, where it is not what a GPU is to be measured with."""
+"""Key of `Run.shared`: overrides the number of bytes with which a GPU is measured."""
 
 _PIECE = 32 * MIB
 _SPARE = 1.5
-"""Blocks of a pool for each that is moved, so that those lie scattered."""
+"""Blocks of a pool for each moved block, so that the moved blocks are scattered."""
 
 
 def device_of(run: Run) -> CudaDevice:
-    """The run's GPU.
+    """Return the run's GPU.
 
     Raises:
-        Unmeasured: there is none.
+        Unmeasured: no GPU can be used.
     """
 
     def make() -> CudaDevice:
@@ -76,7 +76,7 @@ def device_of(run: Run) -> CudaDevice:
 
 
 def driver_of(run: Run) -> Driver:
-    """The run's bare driver."""
+    """Return the run's bare driver."""
 
     def make() -> Driver:
         device = device_of(run)
@@ -88,7 +88,7 @@ def driver_of(run: Run) -> Driver:
 
 
 def nbytes_of(run: Run, usual: int) -> int:
-    """How many bytes a row moves."""
+    """Return the number of bytes that a row moves."""
     return int(run.shared.get(NBYTES, usual))
 
 
@@ -97,8 +97,8 @@ class Scattered:
     """Random distinct blocks of every tensor, at both ends.
 
     Attributes:
-        blocks: of each tensor that are moved.
-        pool: of each tensor in all.
+        blocks: moved blocks of each tensor.
+        pool: all blocks of each tensor.
     """
 
     blocks: int
@@ -107,28 +107,28 @@ class Scattered:
 
     @staticmethod
     def of(nbytes: int, block: int) -> Scattered:
-        """So that about `nbytes` are moved."""
+        """Choose the number of blocks so that about `nbytes` are moved."""
         blocks = max(1, nbytes // block // TENSORS)
         return Scattered(blocks, int(blocks * _SPARE) + 1, block)
 
     @property
     def pool_nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return TENSORS * self.pool * self.block
 
     @property
     def nbytes(self) -> int:
-        """That are moved."""
+        """Moved bytes."""
         return TENSORS * self.blocks * self.block
 
     def tables(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Which blocks, at the source and at the destination."""
+        """Return the block tables of the source and of the destination."""
         rng = np.random.default_rng(self.block)
         first, second = (rng.permutation(self.pool)[: self.blocks] for _ in range(2))
         return first, second
 
     def descriptors(self, src: int, dst: int) -> Descriptors:
-        """Between two pools that begin at these addresses."""
+        """Return the descriptors between two pools that begin at these addresses."""
         desc = cache_of(TENSORS, self.pool, self.block)
         first, second = self.tables()
         transfer = Transfer(Rows(desc, first), Rows(desc, second), coalesce=False)
@@ -139,21 +139,21 @@ class Scattered:
 
 
 def words(nbytes: int, seed: int, first: int = 0) -> NDArray[np.uint8]:
-    """Bytes of which each word is another, so that one from a wrong place shows.
+    """Return bytes whose words all differ, which reveals bytes from a wrong place.
 
     Args:
-        nbytes: how many.
-        seed: others with another.
-        first: which byte of such memory they begin with.
+        nbytes: number of bytes.
+        seed: selects the content.
+        first: offset of the first byte in memory with this content.
     """
     numbers = np.arange(first // 8, (first + nbytes) // 8, dtype=np.uint64)
     return (numbers + np.uint64(seed << 40)).view(np.uint8)
 
 
 class Pool:
-    """Memory of one end: of the device, or of the host and pinned.
+    """Memory of one end: device memory, or pinned host memory.
 
-    It is filled and read piece by piece: all of it would be gigabytes of new pages of the host.
+    It is filled and read piece by piece: the whole would need gigabytes of new host pages.
     """
 
     def __init__(self, device: CudaDevice, nbytes: int, *, on_device: bool) -> None:
@@ -162,7 +162,7 @@ class Pool:
         self.address = self.buffer.address
 
     def fill(self, seed: int) -> None:
-        """Each word another."""
+        """Fill the memory with `words`."""
         for first in range(0, self.nbytes, _PIECE):
             self._put(first, words(min(_PIECE, self.nbytes - first), seed, first))
 
@@ -179,7 +179,7 @@ class Pool:
             np.frombuffer(self.buffer, np.uint8)[first : first + array.nbytes] = array
 
     def pieces(self, nbytes: int) -> Iterator[NDArray[np.uint8]]:
-        """Its content, so many bytes at a time; each stays until the next is asked for."""
+        """Yield the content in pieces of `nbytes`; each is valid until the next is requested."""
         array = np.empty(nbytes, np.uint8)
         for first in range(0, self.nbytes, nbytes):
             if self._on_device:
@@ -190,15 +190,15 @@ class Pool:
 
 
 def check_scattered(case: Scattered, seed: int, tensors: Iterable[NDArray[np.uint8]]) -> None:
-    """Every byte of the target: that of its source, or still zero.
+    """Check every byte of the target: the byte of its source, or still zero.
 
     Args:
-        case: what was moved.
-        seed: that the source was filled with.
-        tensors: of the target, one after the other.
+        case: the moved blocks.
+        seed: seed of the content of the source.
+        tensors: tensors of the target, in order.
 
     Raises:
-        AssertionError: it is another; says where, and what it is.
+        AssertionError: a byte differs; the message has its place and value.
     """
     there, here = case.tables()
     nbytes = case.pool * case.block
@@ -223,7 +223,7 @@ def beside_contiguous(
     target: float,
     direction: CopyDirection = "device_to_device",
 ) -> Row:
-    """Blocks scattered at both ends beside one copy of as many bytes, in turns."""
+    """Compare blocks that are scattered at both ends with one copy of as many bytes, in turns."""
     device, driver = device_of(run), driver_of(run)
     source, destination = (
         Pool(device, case.pool_nbytes, on_device=end) for end in _ENDS[direction]
@@ -268,21 +268,21 @@ def large_blocks(run: Run, name: str) -> Row:
 
 @TOPIC.row("gpu_from_pinned_ratio")
 def from_pinned(run: Run, name: str) -> Row:
-    """Swapping in: blocks of 32 KiB from pinned memory, beside one contiguous copy."""
+    """Swap-in: blocks of 32 KiB from pinned memory, beside one contiguous copy."""
     case = Scattered.of(nbytes_of(run, 512 * MIB), 32 * KIB)
     return beside_contiguous(run, name, case, 0.90, "host_to_device")
 
 
 @TOPIC.row("gpu_to_pinned_ratio")
 def to_pinned(run: Run, name: str) -> Row:
-    """Swapping out, likewise."""
+    """Swap-out, likewise."""
     case = Scattered.of(nbytes_of(run, 512 * MIB), 32 * KIB)
     return beside_contiguous(run, name, case, 0.90, "device_to_host")
 
 
 @TOPIC.row("gpu_one_block_us")
 def one_block(run: Run, name: str) -> Row:
-    """From the call to its end, of one block of 32 KiB."""
+    """One block of 32 KiB, from the start of the call to its end."""
     device, driver = device_of(run), driver_of(run)
     source, target = (Pool(device, 32 * KIB, on_device=True) for _ in range(2))
     source.fill(1)
@@ -305,7 +305,7 @@ def one_block(run: Run, name: str) -> Row:
 
 @contextmanager
 def linked(case: Scattered, transport: str = "local") -> Iterator[LlmDataDist]:
-    """An engine, linked with one in another process that has caches of that shape."""
+    """Yield an engine that is linked with a process that has caches of this shape."""
     arguments = (TENSORS, case.pool, case.block, transport)
     command = [sys.executable, gpu_peer.__file__, *map(str, arguments)]
     with subprocess.Popen(
@@ -327,7 +327,7 @@ def linked(case: Scattered, transport: str = "local") -> Iterator[LlmDataDist]:
 
 
 def memories_of(datadist: LlmDataDist, cache: Cache) -> tuple[TensorMemory, TensorMemory]:
-    """The peer's cache on the GPU, and this engine's, as the engine finds them."""
+    """Return the GPU caches of the peer and of this engine, as the engine finds them."""
     engine = datadist._running()
     link = engine.links.get(CLUSTER)
     theirs = link.memory(link.cache(KEY), writable=False)
@@ -335,7 +335,7 @@ def memories_of(datadist: LlmDataDist, cache: Cache) -> tuple[TensorMemory, Tens
 
 
 def between_processes(run: Run, name: str, case: Scattered, target: float) -> Row:
-    """The same between two processes on one GPU, planned and lowered before."""
+    """Measure the same between two processes on one GPU, planned and lowered before."""
     device, driver = device_of(run), driver_of(run)
     bare_source, bare_target = (Pool(device, case.nbytes, on_device=True) for _ in range(2))
     with linked(case) as datadist, Transfers() as transfers:
@@ -393,7 +393,7 @@ def large_blocks_of_peer(run: Run, name: str) -> Row:
 
 @TOPIC.row("gpu_request_over_nixl")
 def request(run: Run, name: str) -> Row:
-    """A whole call, planning and all: 64 tensors x 64 blocks of 32 KiB from another process."""
+    """A whole call with its planning: 64 tensors x 64 blocks of 32 KiB from another process."""
     case = Scattered.of(nbytes_of(run, TENSORS * REQUEST_BLOCKS * REQUEST_BLOCK), REQUEST_BLOCK)
     device_of(run)
     with linked(case) as datadist:
@@ -419,7 +419,7 @@ class LayerPush:
     """A push of a whole cache, layer by layer, behind work on a stream of the program.
 
     Args:
-        layer_us: about how long a layer computes.
+        layer_us: approximate computing time of a layer.
     """
 
     def __init__(
@@ -432,12 +432,12 @@ class LayerPush:
         self.takes_events = "event" in inspect.signature(LayerTask.ready).parameters
 
     def close(self) -> None:
-        """Give the events back."""
+        """Destroy the events."""
         for event in self._events:
             self._driver.destroy_event(event)
 
     def after(self) -> float:
-        """Compute all layers, then push: seconds of the push."""
+        """Compute all layers, then push; return the seconds of the push."""
         for _ in self._events:
             self._driver.compute(self._layer_us)
         self._driver.synchronize()
@@ -446,7 +446,7 @@ class LayerPush:
         return time.perf_counter() - start
 
     def meanwhile(self) -> float:
-        """Push each layer behind its work: seconds from the last layer's work to the last byte."""
+        """Push each layer behind its work; return the seconds from the last work to the end."""
         task = self._datadist.layered(
             Transfer(
                 Rows(self._cache, self._blocks),
@@ -464,7 +464,7 @@ class LayerPush:
         return time.perf_counter() - computed
 
     def _ready(self, ready: Callable[..., None], layer: int, event: int) -> None:
-        """Order it behind the event; where kvplan takes none, wait for that here."""
+        """Order a layer behind its event; if kvplan takes no events, wait for the event here."""
         if self.takes_events:
             ready(layer, event=event)
             return
@@ -474,7 +474,7 @@ class LayerPush:
 
 @TOPIC.row("gpu_layerwise_visible_fraction")
 def layerwise(run: Run, name: str) -> Row:
-    """What is left of a push when the last layer is computed, beside the push after the compute."""
+    """Rest of a layer-wise push after the last layer's work, beside a push after all layers."""
     case = Scattered.of(nbytes_of(run, 256 * MIB), 32 * KIB)
     driver = driver_of(run)
     with linked(case) as datadist:

@@ -1,4 +1,4 @@
-"""The CUDA driver by ctypes: what a program beside kvplan does, bare copies, and bytes compared."""
+"""The CUDA driver by ctypes: the work of a program beside kvplan, bare copies, compared bytes."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _CALLS: dict[str, list[Any]] = {
     "cuLaunchKernel": [_pointer, *[_uint] * 7, _pointer, _pointer, _pointer],
 }
 SIMULATED = "Simulated"
-"""How the name of the device begins that the stand-in of the tests has."""
+"""Prefix of the device's name in the simulated driver of the tests."""
 
 _NON_BLOCKING, _NO_TIMING = 1, 2
 _GLOBAL = 0  # CUstreamCaptureMode, as torch.cuda.graph captures
 _MULTIPROCESSORS = 16
 
-# Each thread looks at the clock until its time is over: work that leaves the memory alone.
+# Each thread reads the clock until its time is over: work that does not touch memory.
 _SPIN = b"""
 .version 6.3
 .target sm_70
@@ -69,7 +69,7 @@ AGAIN:
     ret;
 }
 """
-# Writes where nothing can be.
+# Writes to an address that cannot be mapped.
 _FAULT = b"""
 .version 6.3
 .target sm_70
@@ -91,7 +91,7 @@ _SHOWN = 8
 
 
 def difference(found: NDArray[np.uint8], expected: NDArray[np.uint8]) -> str:
-    """What is wrong and where, so that bytes that are missing, late or misplaced can be told."""
+    """Describe wrong bytes and their places: missing, late and misplaced bytes look different."""
     import numpy as np
 
     if found.shape != expected.shape:
@@ -112,23 +112,23 @@ def difference(found: NDArray[np.uint8], expected: NDArray[np.uint8]) -> str:
 
 
 class DriverError(Exception):
-    """A call has failed."""
+    """A call of the driver failed."""
 
 
 class Driver:
-    """The driver in a device's primary context, which is current on the thread that made this.
+    """The driver with a device's primary context, which becomes current on the calling thread.
 
     Args:
-        library: of the driver, as a path.
-        number: of the device, as this process numbers them.
+        library: path of the driver's library.
+        number: number of the device in this process.
 
     Raises:
-        DriverError: a call has failed.
+        DriverError: a call failed.
 
     Attributes:
-        stream: of this program's own, not ordered with the default one.
-        version: of CUDA that the driver knows, 12.4 say.
-        computes: whether `compute` runs a kernel; otherwise it sets memory.
+        stream: a stream that is not ordered with the default stream.
+        version: the version of CUDA that the driver supports, such as 12.4.
+        computes: True if `compute` runs a kernel; otherwise it sets memory.
     """
 
     def __init__(self, library: str = "libcuda.so.1", number: int = 0) -> None:
@@ -149,7 +149,7 @@ class Driver:
         if self.computes:
             self._module = self._out(_pointer, "cuModuleLoadDataEx", _SPIN, 0, None, None)
             self._spin = self._out(_pointer, "cuModuleGetFunction", self._module, b"spin")
-        else:  # the stand-in has no kernel but kvplan's
+        else:  # the simulated driver runs only kvplan's kernel
             self._scratch = self.allocate(1 << 20)
 
     def use(self) -> None:
@@ -157,7 +157,7 @@ class Driver:
         self._call("cuCtxSetCurrent", self._context)
 
     def allocate(self, nbytes: int) -> int:
-        """Memory of the device, as `cudaMalloc` of a framework gives it."""
+        """Allocate device memory like `cudaMalloc`."""
         return self._out(_address, "cuMemAlloc_v2", nbytes)
 
     def free(self, address: int) -> None:
@@ -165,17 +165,17 @@ class Driver:
         self._call("cuMemFree_v2", address)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int | None = None) -> None:
-        """Copy, in one piece, and wait."""
+        """Copy in one piece, and wait."""
         stream = stream or self.stream
         self._call("cuMemcpyAsync", dst, src, nbytes, stream)
         self._call("cuStreamSynchronize", stream)
 
     def copy_later(self, dst: int, src: int, nbytes: int) -> None:
-        """Copy behind what `stream` has; returns at once."""
+        """Queue a copy on `stream`; return at once."""
         self._call("cuMemcpyAsync", dst, src, nbytes, self.stream)
 
     def write(self, address: int, array: NDArray[np.uint8]) -> None:
-        """Put an array to the device."""
+        """Write an array to the device."""
         self.copy(address, array.ctypes.data, array.nbytes)
 
     def read(self, address: int, array: NDArray[np.uint8]) -> None:
@@ -183,9 +183,9 @@ class Driver:
         self.copy(array.ctypes.data, address, array.nbytes)
 
     def compute(self, microseconds: float) -> None:
-        """Give `stream` about so much work on all multiprocessors; returns at once.
+        """Queue work of about this time on all multiprocessors; return at once.
 
-        It is many short blocks of threads, as those of a model's kernels are: others get in
+        The work is many short blocks of threads, like a model's kernels: other work gets in
         between.
         """
         if not self.computes:
@@ -198,14 +198,14 @@ class Driver:
         self._call("cuLaunchKernel", self._spin, *sizes, self.stream, parameters, None)
 
     def fault(self) -> int:
-        """Let a kernel write where nothing is, which ends the context; what waiting says then."""
+        """Run a kernel that writes to unmapped memory, which ends the context; return the error."""
         module = self._out(_pointer, "cuModuleLoadDataEx", _FAULT, 0, None, None)
         kernel = self._out(_pointer, "cuModuleGetFunction", module, b"fault")
         self._call("cuLaunchKernel", kernel, *[1] * 6, 0, self.stream, None, None)
         return int(self._library.cuStreamSynchronize(self.stream))
 
     def event(self) -> int:
-        """An event, recorded nowhere."""
+        """Create an event that was never recorded."""
         return self._out(_pointer, "cuEventCreate", _NO_TIMING)
 
     def destroy_event(self, event: int) -> None:
@@ -213,11 +213,11 @@ class Driver:
         self._call("cuEventDestroy_v2", event)
 
     def record(self, event: int) -> None:
-        """Record it behind what `stream` has."""
+        """Record an event on `stream`."""
         self._call("cuEventRecord", event, self.stream)
 
     def wait_event(self, event: int) -> None:
-        """Wait until what it was recorded behind is done."""
+        """Wait for an event."""
         self._call("cuEventSynchronize", event)
 
     def synchronize(self) -> None:
@@ -226,10 +226,10 @@ class Driver:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Capture `stream` into a graph, which is not kept.
+        """Capture `stream` into a graph, which is discarded.
 
         Raises:
-            DriverError: at the end: what was done meanwhile has spoilt the capture.
+            DriverError: at the end: a call in the block has invalidated the capture.
         """
         self._call("cuStreamBeginCapture_v2", self.stream, _GLOBAL)
         try:
@@ -240,7 +240,7 @@ class Driver:
             self._call("cuGraphDestroy", graph)
 
     def close(self) -> None:
-        """Let the context go; what was allocated in it and not freed stays."""
+        """Release the context; memory that was not freed stays allocated."""
         if self.computes:
             self._call("cuModuleUnload", self._module)
         else:

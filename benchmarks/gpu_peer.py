@@ -1,4 +1,4 @@
-"""An engine with a cache on the first GPU, in a process of its own, until stdin ends."""
+"""An engine with a cache on the first GPU, in another process, until stdin ends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ KEY = BlocksCacheKey(CLUSTER)
 
 
 def cache_of(tensors: int, blocks: int, block: int) -> CacheDesc:
-    """A paged cache of so many tensors, of blocks of `block` bytes."""
+    """Return the description of a paged cache with blocks of `block` bytes."""
     return CacheDesc(tensors, (blocks, block), DataType.DT_UINT8, Placement.DEVICE)
 
 
 def serve(tensors: int, blocks: int, block: int, transport: str) -> None:
-    """Say where it listens. Its cache holds zeros: peers push what they pull."""
+    """Print the address, and serve. The cache holds zeros: peers push before they pull."""
     options = {
         "llm.ListenIpInfo": "127.0.0.1:0",
         "kvplan.accelerator": "cuda",

@@ -1,4 +1,4 @@
-"""`kvplan.hixl`: what its calls add to moving the bytes."""
+"""`kvplan.hixl`: the time that its calls add to the transfer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMEOUT_MS = 30_000
 
 
 class Pair(NamedTuple):
-    """An engine of this process that is connected with one of another, and memory of both."""
+    """An engine that is connected with an engine in another process, and the memory of both."""
 
     engine: hixl.Hixl
     remote: str
@@ -38,7 +38,7 @@ class Pair(NamedTuple):
 
 @TOPIC.row("hixl_transfer_ratio")
 def transfer_ratio(run: Run, name: str) -> Row:
-    """`transfer_sync` of 10,000 descriptors, over running what they were lowered to."""
+    """`transfer_sync` of 10,000 descriptors, beside the executor alone."""
     cases = {}
     figures = []
     with pair() as item:
@@ -62,7 +62,7 @@ def transfer_ratio(run: Run, name: str) -> Row:
 
 
 def shuffled(item: Pair, nbytes: int) -> list[hixl.TransferOpDesc]:
-    """Descriptors of which no two can be merged."""
+    """Return descriptors that cannot be merged."""
     rng = random.Random(nbytes)
     here, there = (rng.sample(range(COUNT), COUNT) for _ in range(2))
     return [
@@ -72,7 +72,7 @@ def shuffled(item: Pair, nbytes: int) -> list[hixl.TransferOpDesc]:
 
 
 def executor(item: Pair, descs: list[hixl.TransferOpDesc]) -> Callable[[], object]:
-    """Run what `transfer_sync` runs, with nothing before or behind it."""
+    """Return a call that runs only the transfer of `transfer_sync`."""
     engine = item.engine.datadist._running()
     cluster_id = cluster_id_of(peer_endpoint(item.remote))
     ranges = AddressRanges(cluster_id, *address_columns(descs))
@@ -84,7 +84,7 @@ def executor(item: Pair, descs: list[hixl.TransferOpDesc]) -> Callable[[], objec
 
 @contextmanager
 def pair() -> Iterator[Pair]:
-    """Two engines, in two processes, linked over local."""
+    """Yield two engines in two processes, linked over local."""
     command = [sys.executable, "-m", "benchmarks.hixl"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -102,7 +102,7 @@ def pair() -> Iterator[Pair]:
 
 
 def served(name: str) -> tuple[hixl.Hixl, np.ndarray]:
-    """An engine, and memory that it has registered."""
+    """Return an engine and its registered memory."""
     engine, memory = hixl.Hixl(), np.ones(COUNT * BLOCK, np.uint8)
     engine.initialize(name, {"kvplan.transport": "local"})
     engine.register_mem(hixl.MemDesc(memory.ctypes.data, memory.nbytes), hixl.MEM_HOST)
@@ -110,7 +110,7 @@ def served(name: str) -> tuple[hixl.Hixl, np.ndarray]:
 
 
 def main() -> None:
-    """Be the other process."""
+    """Run as the other process."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as held:

@@ -1,4 +1,4 @@
-"""A pull of 4 KiB over TCP, beside a bare exchange of as much between two C programs."""
+"""A pull of 4 KiB over TCP, beside a bare exchange of as many bytes between two C programs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ TOPIC = Topic()
 TIMES = 2000
 ROUNDS = 15
 FACADE_US = 12
-"""What a whole call may take beside the executor's part."""
+"""Maximum time of a whole call in addition to the executor."""
 
 
 def microseconds(run: Run) -> dict[str, tuple[float, float, float]]:
-    """By place: medians of the bare exchange, of the executor, and of a whole call.
+    """Return by place the medians of the bare exchange, of the executor, and of a whole call.
 
-    The bare ends wait by sleeping or by spinning: what is quicker here counts.
+    The bare programs wait by sleeping or by spinning: the faster way counts.
     """
 
     def measure() -> dict[str, tuple[float, float, float]]:
@@ -47,7 +47,7 @@ def microseconds(run: Run) -> dict[str, tuple[float, float, float]]:
 
 @TOPIC.row("tcp_pull_4KiB_us")
 def executor(run: Run, name: str) -> Row:
-    """From the executor, where the descriptor is at hand; the worse of both places."""
+    """The executor alone, with a ready descriptor; the worse of two places."""
     measured = microseconds(run)
     where, (bare, ours, _) = max(measured.items(), key=lambda value: value[1][1] / value[1][0])
     ratios = ", ".join(f"{place} {b / a:.2f}" for place, (a, b, _) in measured.items())
@@ -57,7 +57,7 @@ def executor(run: Run, name: str) -> Row:
 
 @TOPIC.row("tcp_facade_pull_4KiB_us")
 def facade(run: Run, name: str) -> Row:
-    """A whole call: planned, checked, moved, checked, counted; the worse of both places."""
+    """A whole call: plan, check, move, check, count; the worse of two places."""
     measured = microseconds(run)
     where, (_, executor, whole) = max(measured.items(), key=lambda value: value[1][2] - value[1][1])
     note = f"{where}; limit: the executor's part and {FACADE_US} us"

@@ -1,4 +1,4 @@
-"""Layer-wise push: how much of a transfer is left when the model has computed its last layer."""
+"""Layer-wise push: the rest of a transfer after the model has computed its last layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TOPIC = Topic()
 TOKENS = 1024
-"""Of the prompt. Its last chunk is computed, as the demo does, while all of it is pushed."""
+"""Tokens of the prompt. The last chunk is computed, as in the demo, while the whole is pushed."""
 BLOCKS = TOKENS // MODEL_BLOCK_SIZE
 HIDDEN, VOCABULARY = 1536, 256
 CONFIG = LlamaConfig(
@@ -45,9 +45,9 @@ CONFIG = LlamaConfig(
 
 
 def random_model() -> Llama:
-    """The demo's model with random weights: as much to compute in each layer, nothing to download.
+    """Return the demo's model with random weights: the same work in each layer, but no download.
 
-    Its vocabulary is small; the product with it comes after the last layer, and is not measured.
+    Its vocabulary is small: the output projection comes after the last layer and is not measured.
     """
     rng = np.random.default_rng(0)
 
@@ -72,11 +72,11 @@ def random_model() -> Llama:
 
 @dataclass
 class Prefill:
-    """The last chunk of a prompt is computed into a paged cache, and all of the prompt is pushed.
+    """A prefill that computes the last chunk of a prompt and pushes the whole prompt.
 
     Attributes:
         computing: seconds of each forward pass without a push.
-        in_ready: seconds that each push has taken from the forward pass before its last layer.
+        in_ready: seconds of the calls of ready() before the last layer, for each push.
     """
 
     datadist: LlmDataDist
@@ -91,7 +91,7 @@ class Prefill:
 
     @staticmethod
     def of(run: Run) -> Prefill:
-        """With random token ids, scattered blocks, and a cache that holds random numbers."""
+        """Make a prefill with random token ids, scattered blocks and random content."""
         datadist = linked_engine(run)
         cache = datadist.allocate_blocks_cache(MODEL)
         rng = np.random.default_rng(1)
@@ -103,7 +103,7 @@ class Prefill:
         return Prefill(datadist, cache, random_model(), PagedCache(tensors), here, there, ids)
 
     def push_after(self) -> float:
-        """Compute, then push: seconds of the push."""
+        """Compute, then push; return the seconds of the push."""
         start = time.perf_counter()
         self._forward(lambda layer: None)
         computed = time.perf_counter()
@@ -114,7 +114,7 @@ class Prefill:
         return done - computed
 
     def push_meanwhile(self) -> float:
-        """Push each layer when it is written: seconds from the last layer to the last byte."""
+        """Push each layer once written; return the seconds from the last layer to the last byte."""
         task = self.datadist.layered(
             Transfer(
                 Rows(self.cache, self.here),
@@ -142,10 +142,10 @@ class Prefill:
         self.model.forward(self.ids[start:], start, self.tensors, self.here, written)
 
     def _check_pushed(self) -> None:
-        """Pull what was pushed, compare every byte, and push other numbers over it.
+        """Pull the pushed blocks, compare every byte, and overwrite them by another push.
 
         Raises:
-            AssertionError: something else lies there.
+            AssertionError: a byte differs.
         """
         unused = np.setdiff1d(np.arange(MODEL_BLOCKS), self.here)[:BLOCKS]
         self.datadist.pull_blocks(model_key(1), self.cache, self.there, unused)
@@ -157,7 +157,7 @@ class Prefill:
 
 @TOPIC.row("layerwise_visible_fraction")
 def layerwise_visible(run: Run, name: str) -> Row:
-    """From the last layer's ready() to the last byte, beside the same push after the compute."""
+    """From ready() of the last layer to the last byte, beside the same push after the compute."""
     prefill = Prefill.of(run)
     visible, blocking = run.medians(prefill.push_meanwhile, prefill.push_after, rounds=9)
     prefill.datadist.deallocate_cache(prefill.cache)
@@ -167,6 +167,6 @@ def layerwise_visible(run: Run, name: str) -> Row:
         "from the last ready() to the last byte; limit: the push after the compute; "
         f"ready() of the layers before: {1e3 * in_ready:.2f} ms in all"
     )
-    # Where compute and copies share a core nothing can be hidden.
+    # If compute and copies share a core, no copy can be hidden.
     target = 0.10 if len(os.sched_getaffinity(0)) > 1 else None
     return Row(name, 1e3 * visible, "ms", 1e3 * blocking, "at most", target, note)

@@ -1,4 +1,4 @@
-"""Leases: what they add to a pull, and what their owner spends on them."""
+"""Leases: their cost in a pull, and for their owner."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ BATCH = 100  # leases that are released one after another
 
 @TOPIC.row("lease_overhead_us")
 def lease_overhead(run: Run, name: str) -> Row:
-    """What a pull with a lease takes longer than one by the key; each has another lease.
+    """Additional time of a pull by a lease, beside a pull by the key; a new lease for each pull.
 
-    By the key it asks one time more than with a lease, or by the id, whether the peer lives.
+    A pull by the key makes one more check of the peer than a pull by lease or id.
     """
     datadist = linked_engine(run)
     given = run.shared["leases"]
@@ -59,7 +59,7 @@ def lease_overhead(run: Run, name: str) -> Row:
 
 @TOPIC.row("leased_pull_4KiB_us")
 def leased_pull(run: Run, name: str) -> Row:
-    """The smallest pull by a lease; each has another lease."""
+    """The smallest pull by a lease; a new lease for each pull."""
     datadist = linked_engine(run)
     leases = cycle(run.shared["leases"])
     cache = datadist.allocate_blocks_cache(LEASED)
@@ -75,7 +75,7 @@ def leased_pull(run: Run, name: str) -> Row:
 
 @TOPIC.row("notified_pull_4KiB_us")
 def notified_pull(run: Run, name: str) -> Row:
-    """The same with what a serving engine says: a tag, and the notification that it is done."""
+    """The same with a tag, and with the notification that it is done, as in a serving engine."""
     datadist = linked_engine(run)
     with LlmDataDist(OWNER_CLUSTER, LlmRole.PROMPT) as owner:
         owner.initialize({**LISTEN, "kvplan.transport": "local"})
@@ -100,7 +100,7 @@ def notified_pull(run: Run, name: str) -> Row:
 
 @TOPIC.row("lease_view_us")
 def lease_view(run: Run, name: str) -> Row:
-    """What a block costs that is read in its owner's memory, without a copy: an array of it."""
+    """Time for an array over a leased block in its owner's memory, without a copy."""
     datadist = linked_engine(run)
     lease = run.shared["leases"][0]
     fields = {item: getattr(lease, item) for item in BlockLease.__slots__}
@@ -118,7 +118,7 @@ def lease_view(run: Run, name: str) -> Row:
 
 @TOPIC.row("release_us")
 def release(run: Run, name: str) -> Row:
-    """The owner's call, with one linked peer that has written and does not write now."""
+    """The owner's call, with one linked peer that has written before but is idle now."""
     peer = linked_engine(run)
     values = {}
     for transport in ("local", "auto"):
@@ -149,7 +149,7 @@ def release(run: Run, name: str) -> Row:
 
 @TOPIC.row("leases_100k_MiB")
 def memory_of_leases(run: Run, name: str) -> Row:
-    """What 100,000 leases of 4 blocks take of their owner's memory: a new process, and its RSS."""
+    """Memory of 100,000 leases of 4 blocks at their owner: growth of the RSS of a new process."""
     command = [sys.executable, "-m", "benchmarks.leases"]
     grown = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     note = f"{LIVE:,} leases of {BLOCKS_OF_EACH} blocks, which the caller holds too: growth of RSS"
@@ -157,13 +157,13 @@ def memory_of_leases(run: Run, name: str) -> Row:
 
 
 def resident_mib() -> float:
-    """Of this process."""
+    """Return the RSS of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / 2**20
 
 
 def main() -> None:
-    """Print by how much this process grows."""
+    """Print the growth of this process."""
     rng = random.Random(LIVE)
     with LlmDataDist(OWNER_CLUSTER, LlmRole.PROMPT) as owner:
         owner.initialize(LISTEN)

@@ -1,6 +1,6 @@
-"""What moves the paged work between two processes: kvplan, the bare program, and the peers.
+"""The libraries that do the paged work between two processes: kvplan, bare programs, competitors.
 
-A peer is tried with each of its settings that may be its best; see `benchmarks.pairs.fastest`.
+Competitors are tried with several settings; see `benchmarks.comparing.fastest`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvplan.transport.tcp.transport import connections_of
 
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / "build/peers"
-"""The environment that `make bench-peers` makes."""
+"""The environment that `make bench-peers` creates."""
 
 Memory = Literal["arena", "registered"]
 Work = Literal["paged", "small"]
@@ -30,18 +30,18 @@ OVER_TCP = {
     "segments of 256 KiB": SEGMENTS,
     "segments of 256 KiB, no zero-copy put": {**SEGMENTS, "UCX_TCP_PUT_ENABLE": "n"},
 }
-"""Of NIXL's UCX: with its segments of 8 KiB a get is an exchange of very many small messages."""
+"""Settings of NIXL's UCX: with its default segments of 8 KiB a get takes very many messages."""
 
 QUEUES = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
     "MC_TCP_ADMISSION_TIMEOUT_MS": "120000",
 }
-"""Of Mooncake: by default it refuses batches of more than 2,048 descriptors."""
+"""Settings of Mooncake, which by default refuses batches of more than 2,048 descriptors."""
 
 
 def bare(place: Place, source: Literal["sockets.c", "exchange.c"] = "sockets.c") -> Library:
-    """One TCP connection between two C programs that do nothing else."""
+    """Return a pair of C programs with one TCP connection."""
     program = str(compiled(source, ""))
 
     def follow(line: str) -> list[str]:
@@ -53,7 +53,7 @@ def bare(place: Place, source: Literal["sockets.c", "exchange.c"] = "sockets.c")
 def kvplan_over_tcp(
     place: Place, work: Work = "paged", connections: int | None = None, encrypt: bool = False
 ) -> Library:
-    """Ours; without `connections` with as many as users have by default."""
+    """Return kvplan over TCP; without `connections`, with the default number."""
     number = connections_of(_cores()) if connections is None else connections
     options = {
         "kvplan.transport": "tcp",
@@ -65,13 +65,13 @@ def kvplan_over_tcp(
 
 
 def kvplan_connections_over_tcp(place: Place) -> list[Library]:
-    """Our choices over TCP."""
+    """Return kvplan's settings over TCP."""
     most = max(2, _cores() // 2)
     return [kvplan_over_tcp(place, connections=number) for number in (1, 2, 4, 8) if number <= most]
 
 
 def kvplan_on_one_host(memory: Memory, **options: str) -> Library:
-    """Ours, between processes that see each other's memory."""
+    """Return kvplan between processes that reach each other's memory."""
     given = {f"kvplan.{name}": value for name, value in options.items()}
     words = ", ".join(["local", memory, *(f"{key}={value}" for key, value in given.items())])
     return _kvplan(LOOPBACK, words, {"kvplan.transport": "local", **given}, memory, "paged")
@@ -91,7 +91,7 @@ def _kvplan(
 
 
 def nixl_over_tcp(place: Place) -> list[Library]:
-    """NIXL's choices over TCP."""
+    """Return NIXL's settings over TCP."""
     only = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": place.interface}
     workers = [number for number in (4, 8) if number <= _cores() // 2]
     return [
@@ -108,7 +108,7 @@ def nixl_over_tcp(place: Place) -> list[Library]:
 
 
 def nixl_on_one_host() -> list[Library]:
-    """NIXL's choices where all that UCX has between processes of one host is allowed."""
+    """Return NIXL's settings with all of UCX's ways between processes of one host."""
     return [
         _nixl(f"{_threads(thread)}, {memory} memory", {}, thread=thread, memory=memory)
         for memory in ("ordinary", "huge", "shared")
@@ -117,8 +117,8 @@ def nixl_on_one_host() -> list[Library]:
 
 
 def nixl_on_gpu() -> list[Library]:
-    """NIXL's choices between processes on one GPU: its UCX, with CUDA IPC."""
-    # Its UCX opens the CUDA runtime, which a wheel may have brought.
+    """Return NIXL's settings between processes on one GPU: its UCX, with CUDA IPC."""
+    # Its UCX opens the CUDA runtime, which may come from a wheel.
     wheels = [
         path for folder in sys.path for path in Path(folder).glob("nvidia/*/lib/libcudart.so.*")
     ]
@@ -137,15 +137,15 @@ def nixl_on_gpu() -> list[Library]:
 
 
 def mooncake_environment() -> dict[str, str]:
-    """Return variables with which Mooncake finds its libraries and logs errors only."""
-    # libibverbs, which TCP needs too, lies there where the system has none.
+    """Return variables that let Mooncake find its libraries, and log only errors."""
+    # These folders have libibverbs, which TCP needs too, for systems without it.
     folders = [str(path) for path in (PEERS / "system").glob("**/x86_64-linux-gnu")]
     found = ":".join(filter(None, [*folders, os.environ.get("LD_LIBRARY_PATH")]))
     return {"LD_LIBRARY_PATH": found, "MC_LOG_LEVEL": "ERROR"}
 
 
 def mooncake_over_tcp(place: Place) -> list[Library]:
-    """Mooncake's choices over TCP."""
+    """Return Mooncake's settings over TCP."""
     python = peers_python()
     environment = mooncake_environment()
 

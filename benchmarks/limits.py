@@ -1,4 +1,4 @@
-"""The physical limit: `limits.c`, compiled for this very machine when a benchmark first runs."""
+"""The physical limit: `limits.c`, compiled for this machine on first use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _library() -> ctypes.CDLL:
 
 
 class Team:
-    """Threads that run bare loops over descriptors; a context manager."""
+    """Threads that run bare loops over descriptors. A context manager."""
 
     def __init__(self, threads: int) -> None:
         self._library = _library()
@@ -82,7 +82,7 @@ class Team:
 
 
 def best_seconds(seconds: Callable[[Team], float], blocks: int) -> float:
-    """The median seconds of a loop over `blocks`: by one thread or one for each core, if faster."""
+    """Return the median seconds of a loop over `blocks`, by one or more threads, the faster."""
     medians = []
     for threads in {1, len(os.sched_getaffinity(0))}:
         with Team(threads) as team:
@@ -91,6 +91,6 @@ def best_seconds(seconds: Callable[[Team], float], blocks: int) -> float:
 
 
 def repeat_seconds(how: str, dst: int, src: int, nbytes: int, repeats: int) -> float:
-    """Seconds of one copy of `nbytes`, of `repeats` made one after the other by this thread."""
+    """Return the seconds of one copy of `nbytes`, from `repeats` copies by this thread."""
     ns: int = _library().limit_repeat(COPIES[how], dst, src, nbytes, repeats)
     return ns / 1e9 / repeats

@@ -1,4 +1,4 @@
-"""What links cost: to make them, to have them, and to share one engine between many."""
+"""Links: the cost of making and keeping them, and of sharing one engine between many peers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE = Shape(tensors=32, blocks=16, block_nbytes=32 << 10)
 
 
 def one_link(run: Run, name: str, transport: str, limit_ms: float) -> Row:
-    """From an address to a link that both ends have."""
+    """Measure the time from an address to a link at both ends."""
     with ExitStack() as opened:
         clusters = opened.enter_context(peers(1, 1, transport=transport))
         seconds = link_seconds(run, opened, clusters, transport, rounds=41)
@@ -32,7 +32,7 @@ def one_link(run: Run, name: str, transport: str, limit_ms: float) -> Row:
 
 
 def many_links(run: Run, name: str, transport: str, limit_s: float) -> Row:
-    """All at once, as a decode engine that starts does with its prefill engines."""
+    """Measure many links at once, as a starting decode engine makes them."""
     with ExitStack() as opened:
         each = MANY // PROCESSES
         clusters = [
@@ -48,7 +48,7 @@ def many_links(run: Run, name: str, transport: str, limit_s: float) -> Row:
 def link_seconds(
     run: Run, opened: ExitStack, clusters: list[ClusterInfo], transport: str, rounds: int
 ) -> float:
-    """Median seconds of `link_clusters`; what is linked is unlinked in between."""
+    """Return the median seconds of `link_clusters`; clusters are unlinked in between."""
     datadist = opened.enter_context(LlmDataDist(OWN_CLUSTER, LlmRole.DECODER))
     datadist.initialize({"kvplan.transport": transport})
     link = timed(lambda: datadist.link_clusters(clusters, timeout_ms=30_000).raise_for_status())
@@ -64,37 +64,37 @@ def link_seconds(
 
 @TOPIC.row("link_pair_ms")
 def link_pair(run: Run, name: str) -> Row:
-    """On one host, by its memory."""
+    """A link to a process of the same host, over shared memory."""
     return one_link(run, name, "auto", 20)
 
 
 @TOPIC.row("link_64_s")
 def link_many(run: Run, name: str) -> Row:
-    """The same, to many."""
+    """Links over shared memory to 64 engines at once."""
     return many_links(run, name, "auto", 1)
 
 
 @TOPIC.row("tcp_link_ms")
 def tcp_link(run: Run, name: str) -> Row:
-    """Over TCP: control and data connections."""
+    """A link over TCP: control and data connections."""
     return one_link(run, name, "tcp", 5)
 
 
 @TOPIC.row("tcp_link_64_s")
 def tcp_link_many(run: Run, name: str) -> Row:
-    """The same, to many."""
+    """Links over TCP to 64 engines at once."""
     return many_links(run, name, "tcp", 0.3)
 
 
 def processor_seconds(pid: int) -> float:
-    """What all threads of a process have computed."""
+    """Return the processor time of all threads of a process."""
     files = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 
 @TOPIC.row("tcp_idle_cpu_percent")
 def idle(run: Run, name: str) -> Row:
-    """Two linked engines that have nothing to do; the busier one counts."""
+    """Two idle linked engines; the busier one counts."""
     with Pair(libraries.kvplan_over_tcp(LOOPBACK, "small"), LOOPBACK) as pair:
         pair.seconds("facade", 100)
         before = [processor_seconds(pid) for pid in pair.pids]
@@ -106,7 +106,7 @@ def idle(run: Run, name: str) -> Row:
 
 
 def pulled_at_once(run: Run) -> Result:
-    """Many engines, each a process, that one engine pulls from at once over TCP."""
+    """Let one engine pull over TCP from many engines at once, each a process."""
     seconds = SUSTAINED_S / 4 if run.quick else SUSTAINED_S
     pulls = FanIn(PULLERS, SHAPE, "tcp", BURSTS, seconds)
     return cast("Result", run.share("fan-in", lambda: measure(pulls)))
@@ -114,7 +114,7 @@ def pulled_at_once(run: Run) -> Result:
 
 @TOPIC.row("tcp_fairness")
 def fairness(run: Run, name: str) -> Row:
-    """The fewest bytes that came from one peer, over the most."""
+    """The fewest bytes from one peer, divided by the most bytes from one peer."""
     result = pulled_at_once(run)
     note = (
         f"{PULLERS} processes, {SHAPE.nbytes // KIB**2} MiB a pull, {SUSTAINED_S:.0f} s, "
@@ -125,7 +125,7 @@ def fairness(run: Run, name: str) -> Row:
 
 @TOPIC.row("tcp_link_kib")
 def link_memory(run: Run, name: str) -> Row:
-    """What the process of the one engine has gained after all pulls, by peer."""
+    """Memory of the pulling process for each peer, after all pulls."""
     result = pulled_at_once(run)
     note = f"a peer's process gained {max(result.peer_kib)} at most; limit: the budget"
     return Row(name, result.link_kib, "KiB", 256, note=note)
@@ -133,7 +133,7 @@ def link_memory(run: Run, name: str) -> Row:
 
 @TOPIC.row("tcp_link_descriptors")
 def descriptors(run: Run, name: str) -> Row:
-    """Of one pair of data connections, and of the control connection: 3 and 4."""
+    """Descriptors of one pair of data connections and of the control connection: 3 and 4."""
     before, linked, _ = pulled_at_once(run).decode.descriptors
     note = f"with the {CONTROL_DESCRIPTORS} of its control connection; limit: the budget"
     limit = 3 + CONTROL_DESCRIPTORS

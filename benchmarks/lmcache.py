@@ -1,6 +1,6 @@
-"""LMCache's own benchmark of its transfer channels, over NIXL and Mooncake and over kvplan.
+"""LMCache's own benchmark of its transfer channels, over NIXL, over Mooncake and over kvplan.
 
-LMCache is unmodified. Its server fills objects; its client reads some of them, and compares bytes.
+LMCache is unmodified. Its server fills objects; its client reads some of them and compares bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.table import Row, Run, Topic, Unmeasured
 
 TOPIC = Topic()
 INSTALLED = libraries.ROOT / "build/lmcache"
-"""The folder that `make bench-lmcache` makes."""
+"""The folder that `make bench-lmcache` creates."""
 PYTHON = libraries.ROOT / "build/vllm/env/bin/python"
 
 PROGRAM = "lmcache.tools.transfer_channel_benchmark"
@@ -46,10 +46,10 @@ class Channel:
         opened.callback(server.kill)
 
     def seconds(self) -> float:
-        """Return the median seconds of a read of OBJECTS objects, as the client prints them.
+        """Return the median seconds of a read of OBJECTS objects, which the client prints.
 
         Raises:
-            RuntimeError: the client failed, or did not find the bytes that it expects.
+            RuntimeError: the client failed, or read wrong bytes.
         """
         reads = ["--num-objects", str(OBJECTS), "--iters", str(READS), "--warmup", "3", "--verify"]
         client = ["--role", "client", "--listen-url", self._client, *reads]
@@ -84,7 +84,7 @@ def _free_ports(number: int) -> list[int]:
 
 
 def channel_row(run: Run, name: str, kind: str, surface: str) -> Row:
-    """How many times as fast LMCache reads over kvplan as over the library, both with defaults."""
+    """Compare LMCache's reads over kvplan with reads over the library, both with defaults."""
     if not (INSTALLED / "ready").exists():
         raise Unmeasured("LMCache is not installed: make bench-lmcache")
     with ExitStack() as opened:

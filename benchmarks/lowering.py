@@ -1,4 +1,4 @@
-"""Lowering: a million descriptors, single thread, beside NumPy doing the same by broadcasting."""
+"""Lowering: a million descriptors in a single thread, beside NumPy's broadcasting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDS = 41
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of lower(), and NumPy's way to the same columns."""
+    """The arguments of lower(), and the same columns by NumPy."""
 
     src_offsets: NDArray[np.uint64]
     dst_offsets: NDArray[np.uint64]
@@ -38,13 +38,13 @@ class Recipe:
         )
 
     def broadcast(self, out: NDArray[np.uint64]) -> None:
-        """Columns dst, src, nbytes into `out` of shape (3, PAIRS, SEGMENTS)."""
+        """Write columns dst, src and nbytes into `out` of shape (3, PAIRS, SEGMENTS)."""
         np.add(self.dst_bases[:, None], self.dst_offsets, out=out[0])
         np.add(self.src_bases[:, None], self.src_offsets, out=out[1])
         out[2] = self.nbytes
 
     def broadcast_fresh(self) -> NDArray[np.uint64]:
-        # Not np.empty: it would get the pages back that the last array gave to malloc.
+        # Not np.empty: malloc would return the pages of the last array.
         memory = mmap.mmap(-1, 3 * COUNT * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         out = np.frombuffer(memory, dtype=np.uint64).reshape(3, PAIRS, SEGMENTS)
         self.broadcast(out)
@@ -52,7 +52,7 @@ class Recipe:
 
 
 def recipe() -> Recipe:
-    """Random distinct blocks; tensors wherever an allocator could have put them."""
+    """Return a recipe with random distinct blocks and scattered tensors."""
     rng = np.random.default_rng(0)
     src, dst = (rng.permutation(2 * SEGMENTS)[:SEGMENTS].astype(np.uint64) for _ in range(2))
     nbytes = np.full(SEGMENTS, BLOCK_NBYTES, dtype=np.uint64)
@@ -66,7 +66,7 @@ def ns_per_descriptor(seconds: float) -> float:
 
 @TOPIC.row("lower_ns_per_descriptor")
 def lower_reused(run: Run, name: str) -> Row:
-    """Into a reused buffer."""
+    """Lowering into a reused buffer."""
     work, out = recipe(), Descriptors()
     columns = work.broadcast_fresh()
     ours, numpys = run.medians(
@@ -80,7 +80,7 @@ def lower_reused(run: Run, name: str) -> Row:
 
 @TOPIC.row("lower_fresh_ns_per_descriptor")
 def lower_fresh(run: Run, name: str) -> Row:
-    """Into memory that the system has to find first; the array is freed within the time."""
+    """Lowering into new memory of the system, including the time to free it."""
     work = recipe()
     ours, numpys = run.medians(timed(work.lower), timed(work.broadcast_fresh), rounds=ROUNDS)
     note = "new memory each time; limit: NumPy in new memory"
@@ -89,7 +89,7 @@ def lower_fresh(run: Run, name: str) -> Row:
 
 @TOPIC.row("lower_repeats_ns_per_descriptor")
 def lower_repeats(run: Run, name: str) -> Row:
-    """Runs of heads and tokens of each block (NHD <-> HND), into a reused buffer."""
+    """Lowering of runs of heads and tokens (NHD <-> HND) into a reused buffer."""
     tokens, heads, blocks = 16, 8, SEGMENTS // (16 * 8)
     rng = np.random.default_rng(0)
     block = BLOCK_NBYTES

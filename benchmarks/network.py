@@ -1,4 +1,4 @@
-"""Over TCP: beside a bare program with one connection, and beside the peers over TCP."""
+"""Transfers over TCP, beside a bare program with one connection, and beside other libraries."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ROUNDS, PEER_ROUNDS = 4, 5
 
 @contextmanager
 def places() -> Iterator[list[Place]]:
-    """Loopback, and a veth pair."""
+    """Yield loopback and a veth pair."""
     with veth() as place:
         yield [LOOPBACK, place]
 
 
 def ratio_to_bare(run: Run, name: str, direction: str) -> Row:
-    """The worst of both places and two sizes."""
+    """Compare with the bare program; the worst of two places and two sizes counts."""
     compared = Comparison()
     with places() as both:
         for place in both:
@@ -39,19 +39,19 @@ def ratio_to_bare(run: Run, name: str, direction: str) -> Row:
 
 @TOPIC.row("tcp_pull_ratio")
 def tcp_pull(run: Run, name: str) -> Row:
-    """Paged pulls over loopback and a veth pair, to the bare program."""
+    """Paged pulls over loopback and a veth pair, beside the bare program."""
     return ratio_to_bare(run, name, "pull")
 
 
 @TOPIC.row("tcp_push_ratio")
 def tcp_push(run: Run, name: str) -> Row:
-    """Paged pushes, the same way."""
+    """Paged pushes over loopback and a veth pair, beside the bare program."""
     return ratio_to_bare(run, name, "push")
 
 
 @TOPIC.row("tcp_encrypted_ratio")
 def tcp_encrypted(run: Run, name: str) -> Row:
-    """Paged pulls and pushes with `Options(encrypt=True)`, to those without."""
+    """Paged pulls and pushes with `Options(encrypt=True)`, beside unencrypted ones."""
     compared = Comparison()
     ends = libraries.kvplan_over_tcp(LOOPBACK, encrypt=True), libraries.kvplan_over_tcp(LOOPBACK)
     for direction in DIRECTIONS:
@@ -62,7 +62,7 @@ def tcp_encrypted(run: Run, name: str) -> Row:
 def beside_peers(
     run: Run, name: str, ours: Callable[[Place], Sequence[Library]], target: float | None
 ) -> Row:
-    """Both directions, both places, two sizes; all with their best settings."""
+    """Compare in both directions, two places and two sizes; all with their best settings."""
     compared = Comparison()
     with places() as both:
         for place in both:
@@ -76,7 +76,7 @@ def beside_peers(
 
 @TOPIC.row("tcp_over_best_peer")
 def tcp_over_peers(run: Run, name: str) -> Row:
-    """Paged pulls and pushes over TCP, to those of the peers."""
+    """Paged pulls and pushes over TCP, beside the best other library."""
     cores = len(os.sched_getaffinity(0))
     return beside_peers(
         run, name, libraries.kvplan_connections_over_tcp, 5.0 if cores >= 16 else 1.2
@@ -85,5 +85,5 @@ def tcp_over_peers(run: Run, name: str) -> Row:
 
 @TOPIC.row("tcp_bare_over_best_peer")
 def tcp_bare_over_peers(run: Run, name: str) -> Row:
-    """The bare program's: what one connection leaves to be reached in tcp_over_best_peer."""
+    """The bare program beside the best other library: the limit of one connection."""
     return beside_peers(run, name, lambda place: [libraries.bare(place)], None)

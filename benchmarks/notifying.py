@@ -1,4 +1,4 @@
-"""How soon a program sees what another engine says: one host, two processes."""
+"""Notifications: time until a program sees the message of another engine on the same host."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ MESSAGE = b"x" * 64
 
 @TOPIC.row("notify_latency_us")
 def latency(run: Run, name: str) -> Row:
-    """From the beginning of the sender's call until the receiver's program can see it.
+    """From the start of the sender's call until the receiver's program can see the message.
 
-    NIXL has no descriptor: its receiver asks again and again. Ours does the same here, with `poll`
-    on its descriptor, that returns at once.
+    NIXL has no descriptor: its receiver polls. kvplan's receiver polls here too, by `poll` on its
+    descriptor without a timeout.
     """
     times = TIMES // 4 if run.quick else TIMES
     ours, theirs = [], []
     failure = ""
-    for _ in range(ROUNDS):  # in turns: what else the machine does disturbs both
+    for _ in range(ROUNDS):  # in turns: other work on the machine disturbs both
         ours.append(kvplan_us(times, "kvplan-asking"))
         if not failure:
             try:
@@ -62,7 +62,7 @@ def latency(run: Run, name: str) -> Row:
 
 @TOPIC.row("notify_wakeup_us")
 def wakeup(run: Run, name: str) -> Row:
-    """The same to a receiver that sleeps in `select`: most of it is what the system takes."""
+    """The same to a receiver that sleeps in `select`; the system takes most of this time."""
     times = TIMES // 4 if run.quick else TIMES
     ours, limits = [], []
     for _ in range(ROUNDS):
@@ -80,7 +80,7 @@ def wakeup(run: Run, name: str) -> Row:
 
 @TOPIC.row("notifications_per_s")
 def throughput(run: Run, name: str) -> Row:
-    """One thread that notifies, one program that reads; all are counted, and in order."""
+    """One thread notifies, one program reads; number and order are checked."""
     from kvplan import ClusterInfo, LlmDataDist, LLMException, LlmRole, LLMStatusCode
 
     many = MANY // 4 if run.quick else MANY
@@ -116,7 +116,7 @@ def throughput(run: Run, name: str) -> Row:
 
 
 def kvplan_us(times: int, receiving: str) -> tuple[float, float]:
-    """Medians: until the receiver's descriptor is readable, and until the call returns."""
+    """Return the median times until the descriptor is readable, and until the call returns."""
     from kvplan import ClusterInfo, LlmDataDist, LlmRole
 
     with receiver(sys.executable, receiving) as there, LlmDataDist(2, LlmRole.DECODER) as engine:
@@ -133,13 +133,13 @@ def kvplan_us(times: int, receiving: str) -> tuple[float, float]:
 
 
 def nixl_us(times: int) -> float:
-    """The same of NIXL, both ends in processes of its own."""
+    """Return the same median of NIXL, with both ends in other processes."""
     with receiver(libraries.peers_python(), "nixl", str(times)) as sender:
         return float(answer(sender))
 
 
 def eventfd_us(times: int) -> float:
-    """Median until a process that sleeps in `select` sees an eventfd that this one has written."""
+    """Return the median time until a process in `select` sees an eventfd that this one writes."""
     fd = os.eventfd(0)
     try:
         with receiver(sys.executable, "eventfd", str(fd), pass_fds=(fd,)) as there:
@@ -156,7 +156,7 @@ def eventfd_us(times: int) -> float:
 
 @contextmanager
 def receiver(*command: str, pass_fds: Sequence[int] = ()) -> Iterator[subprocess.Popen[str]]:
-    """A process of this file, which ends when its stdin does."""
+    """Run this file in a process, which ends with its stdin."""
     python, *arguments = command
     process = subprocess.Popen(
         [python, "-m", "benchmarks.notifying", *arguments],
@@ -174,12 +174,12 @@ def receiver(*command: str, pass_fds: Sequence[int] = ()) -> Iterator[subprocess
 
 
 def say(what: object) -> None:
-    """Answer the process that has started this one."""
+    """Answer the parent process."""
     print(MARK, what, flush=True)
 
 
 def answer(process: subprocess.Popen[str]) -> str:
-    """What a process says; what libraries write to its stdout is none of that."""
+    """Return the answer of a process; skip lines that libraries write to its stdout."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(MARK):
@@ -188,7 +188,7 @@ def answer(process: subprocess.Popen[str]) -> str:
 
 
 def receive_kvplan(*, sleeps: bool) -> None:
-    """Say where this engine listens, then when each notification was seen."""
+    """Print the engine's address, then the time at which each notification was seen."""
     from kvplan import LlmDataDist, LlmRole
 
     with LlmDataDist(1, LlmRole.PROMPT) as engine:
@@ -201,12 +201,12 @@ def receive_kvplan(*, sleeps: bool) -> None:
             while not poll.poll(None if sleeps else 0):
                 pass
             now = time.monotonic_ns()
-            if next(iter(arrived), None) is not None:  # one: the next has a time of its own
+            if next(iter(arrived), None) is not None:  # one only: the next has its own time
                 say(now)
 
 
 def count_kvplan(many: int) -> None:
-    """Say where this engine listens, then whether `many` notifications came, in order."""
+    """Print the engine's address, then whether `many` notifications came, in order."""
     from kvplan import LlmDataDist, LlmRole
 
     with LlmDataDist(1, LlmRole.PROMPT) as engine:
@@ -224,7 +224,7 @@ def count_kvplan(many: int) -> None:
 
 
 def receive_eventfd(fd: int) -> None:
-    """Say when an eventfd was seen to be readable, each time."""
+    """Print the time at which an eventfd was seen to be readable, each time."""
     say("ready")
     while True:
         select.select([fd], [], [])
@@ -234,7 +234,7 @@ def receive_eventfd(fd: int) -> None:
 
 
 def receive_nixl() -> None:
-    """Exchange names over stdio, then say when each notification was seen."""
+    """Exchange names over stdio, then print the time at which each notification was seen."""
     agent = _nixl_agent("receiving")
     say(agent.get_agent_metadata().hex())
     while True:
@@ -245,7 +245,7 @@ def receive_nixl() -> None:
 
 
 def send_nixl(times: int) -> None:
-    """Start the receiver, and say the median in microseconds."""
+    """Start the receiver, and print the median in microseconds."""
     agent = _nixl_agent("sending")
     with receiver(sys.executable, "nixl-receiver") as there:
         peer = agent.add_remote_agent(bytes.fromhex(answer(there)))

@@ -1,4 +1,4 @@
-"""What observing adds to a program's transfers: on its thread alone, and to requests of NIXL."""
+"""Observing: additional time on the program's thread, and of requests of NIXL."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROUNDS = 101
 
 
 class Stub:
-    """NIXL's methods that each transfer calls, and that do nothing here."""
+    """NIXL's methods that each transfer calls, without any work."""
 
     def __init__(self, agent_name: str) -> None:
         self.name, self._handles = agent_name, count()
@@ -76,7 +76,7 @@ Method = Callable[..., Any]
 
 
 def noting(method: Method) -> Method:
-    """The least of a wrapper in Python that notes calls: it forwards, and appends a tuple."""
+    """Return the minimal wrapper in Python that notes calls: it forwards, and appends a tuple."""
     note = deque[tuple[object, ...]](maxlen=1000).append
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -120,11 +120,11 @@ def stub(
 
 @TOPIC.row("observe_us")
 def calls(run: Run, name: str) -> Row:
-    """What the four calls of a transfer of NIXL take longer while they are observed.
+    """Additional time of the four calls of a transfer of NIXL while they are observed.
 
-    Of the calling thread, while the observer's thread works, over calls that do nothing. The note
-    also has what four wrappers in Python take that only forward, and that also read the clock once
-    and append a tuple: an observer in Python takes more, as it copies indices.
+    The calls do nothing; the time is that of the calling thread, while the observer's thread works.
+    The note compares wrappers in Python that only forward, and wrappers that also read the clock
+    and append a tuple. An observer in Python takes more, because it copies indices.
     """
     cases: dict[str, float] = {}
     texts: list[str] = []
@@ -158,10 +158,10 @@ def calls(run: Run, name: str) -> Row:
 
 @TOPIC.row("observe_overhead")
 def requests(run: Run, name: str) -> Row:
-    """How much longer a request of NIXL takes while its program is observed."""
+    """Additional time of a request of NIXL while its program is observed."""
     cases: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        bare = libraries.nixl_on_one_host()[0]  # of ordinary memory
+        bare = libraries.nixl_on_one_host()[0]  # with ordinary memory
 
         def move(line: str) -> list[str]:
             site = next(its for its in sys.path if its.endswith("site-packages"))

@@ -1,4 +1,4 @@
-"""Between two processes of one host: beside the best of NIXL there."""
+"""Transfers between two processes of one host, beside NIXL with its best settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDS = 11
 
 
 def over_nixl(run: Run, name: str, memory: libraries.Memory, target: float) -> Row:
-    """The worst of both directions and two sizes."""
+    """Compare with NIXL; the worst of two directions and two sizes counts."""
     compared = Comparison()
     ours = libraries.kvplan_on_one_host(memory)
     peers = libraries.nixl_on_one_host()
@@ -36,24 +36,24 @@ def over_nixl(run: Run, name: str, memory: libraries.Memory, target: float) -> R
 
 @TOPIC.row("arena_over_nixl")
 def arena(run: Run, name: str) -> Row:
-    """Caches that kvplan allocates."""
+    """Paged pulls and pushes between caches that kvplan allocates, beside NIXL's best."""
     return over_nixl(run, name, "arena", 2.5)
 
 
 @TOPIC.row("registered_over_nixl")
 def registered(run: Run, name: str) -> Row:
-    """Caches in memory that was there before, at both ends."""
+    """Paged pulls and pushes between caches in registered memory, beside NIXL's best."""
     return over_nixl(run, name, "registered", 1.3)
 
 
 REQUESTS = (("single", 1), ("request", 1), ("request", 64))
-"""Of one tensor or of all 64, and blocks of 32 KiB of each."""
+"""Requests: the number of tensors, 1 or 64, and of blocks of 32 KiB in each."""
 COLD = ("cold", 1)
-"""As ("request", 1), the first ones after linking: of blocks that this process never touched."""
+"""The first such requests after linking, of blocks that this process never touched."""
 
 
 def requests(run: Run) -> dict[tuple[str, int], tuple[float, float, str]]:
-    """Seconds of a request of ours, and of the quickest of NIXL's settings; and which these are."""
+    """Return seconds of a request by kvplan and by NIXL's fastest settings, and these settings."""
 
     def measure() -> dict[tuple[str, int], tuple[float, float, str]]:
         ours = libraries.kvplan_on_one_host("arena", prefault="1")  # in huge pages
@@ -82,10 +82,10 @@ def requests(run: Run) -> dict[tuple[str, int], tuple[float, float, str]]:
 
 
 def bare(run: Run) -> dict[int, tuple[float, float]]:
-    """What the copies of a request of 64 tensors take alone, by its blocks: no library is quicker.
+    """Return the seconds of only the copies of a request of 64 tensors, by its number of blocks.
 
-    Seconds in huge pages, by one thread or by one for each core, which are awake: of the best copy
-    that leaves the blocks in the caches for whoever reads them next, and of the non-temporal one.
+    No library is faster: pages are huge, and one thread or one for each core is awake. The values
+    are those of the best copy that leaves blocks in the CPU's caches, and of non-temporal copies.
     """
 
     def measure() -> dict[int, tuple[float, float]]:
@@ -115,7 +115,7 @@ def bare(run: Run) -> dict[int, tuple[float, float]]:
 
 
 def beside_bare(run: Run, asked: tuple[str, int]) -> str:
-    """Return the times of bare copies for the note of a row; nothing for one copy."""
+    """Return the times of bare copies for the note of a row; empty for one copy."""
     if asked[0] == "single":
         return ""
     cached, past = bare(run)[asked[1]]
@@ -123,8 +123,8 @@ def beside_bare(run: Run, asked: tuple[str, int]) -> str:
 
 
 def request_row(run: Run, name: str, asked: tuple[str, int], target: float) -> Row:
-    """How many times as many requests a second as NIXL."""
-    us, them, settings = requests(run)[asked]  # first: without NIXL there is no row
+    """Compare requests a second with NIXL."""
+    us, them, settings = requests(run)[asked]  # first: raises without NIXL
     tensors = 1 if asked[0] == "single" else 64
     note = (
         f"{tensors} x {asked[1]} blocks of 32 KiB, new ones each time: {1e6 * us:.1f} us beside "
@@ -136,23 +136,23 @@ def request_row(run: Run, name: str, asked: tuple[str, int], target: float) -> R
 
 @TOPIC.row("request_over_nixl_1")
 def request_of_one(run: Run, name: str) -> Row:
-    """A block of one tensor."""
+    """A request for a block of one tensor, beside NIXL's best."""
     return request_row(run, name, REQUESTS[0], 1.5)
 
 
 @TOPIC.row("request_over_nixl_64")
 def request_of_64(run: Run, name: str) -> Row:
-    """A block of each of 64 tensors, once all pages are mapped."""
+    """A request for a block of each of 64 tensors, once all pages are mapped."""
     return request_row(run, name, REQUESTS[1], 4)
 
 
 @TOPIC.row("request_over_nixl_64_cold")
 def first_requests_of_64(run: Run, name: str) -> Row:
-    """A block of each of 64 tensors, right after linking, as its users find it."""
+    """A request for a block of each of 64 tensors, right after linking."""
     return request_row(run, name, COLD, 3)
 
 
 @TOPIC.row("request_over_nixl_4096")
 def request_of_4096(run: Run, name: str) -> Row:
-    """64 blocks of each of 64 tensors."""
+    """A request for 64 blocks of each of 64 tensors."""
     return request_row(run, name, REQUESTS[2], 4)

@@ -1,7 +1,7 @@
-"""The table of docs/internals/performance.md, made from the rows that were measured.
+"""The table of docs/internals/performance.md, made from measured rows.
 
     make bench PAGE=1                                    # measure every row, write the table
-    python -m benchmarks --page --from build/bench.jsonl # write it from a run that was kept
+    python -m benchmarks --page --from build/bench.jsonl # write it from a stored run
 
 The table stands between two comments of the page. Everything else on the page stays as it is.
 """
@@ -30,7 +30,7 @@ Measures = Mapping[str, Callable[..., object]]
 
 
 def machine(quick: bool) -> Record:
-    """Describe this machine and the run that is about to begin."""
+    """Describe this machine and the run, before the run begins."""
     cpuinfo = Path("/proc/cpuinfo").read_text()
     model = re.search(r"^model name\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -48,9 +48,9 @@ def machine(quick: bool) -> Record:
 
 
 def table(records: Iterable[Record], measures: Measures) -> Iterator[str]:
-    """Yield the lines of Markdown: the machine, the measured rows, then the rows that are blank.
+    """Yield the lines of Markdown: the machine, the measured rows, then the unmeasured ones.
 
-    The first line of the docstring of a row's function says what the row measures.
+    Rows are described by the first line of their function's docstring.
     """
     blank: dict[str, list[str]] = {}
     missing = dict(measures)
@@ -71,7 +71,7 @@ def table(records: Iterable[Record], measures: Measures) -> Iterator[str]:
 
 
 def heading(record: Record) -> Iterator[str]:
-    """Yield what the run was made on, and the head of the table."""
+    """Yield the description of the machine and the run, and the head of the table."""
     rounds = "a quarter of the rounds (`--quick`)" if record["quick"] else "all rounds"
     yield (
         f"Machine: {record['machine']}, {record['cores']} cores, {record['memory_gib']} GiB;"

@@ -1,4 +1,4 @@
-"""First pulls of memory that this process has not touched, and pulls from huge pages."""
+"""First pulls of memory that the process has not touched, and pulls from huge pages."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SHAPE: Final = Shape(tensors=64, blocks=512, block_nbytes=32 << 10)  # 1 GiB
 SMALL_BLOCKS: Final = Shape(tensors=64, blocks=1024, block_nbytes=4 << 10)
 REQUEST_NBYTES: Final = SHAPE.tensors * SHAPE.block_nbytes
 SOON_S: Final = 1.0
-"""From linking to the first pull: the peer has filled its cache, and a request comes."""
-PULLED_AT_ONCE: Final = 32  # 64 MiB, more than any cache holds: then all of them again
+"""Seconds from linking to the first pull, in which a serving engine waits for a request."""
+PULLED_AT_ONCE: Final = 32  # 64 MiB, more than CPU caches hold; then all again
 
 
 @contextmanager
 def linked(
     peer: Peer, shape: Shape, options: dict[str, str]
 ) -> Iterator[tuple[LlmDataDist, Cache]]:
-    """An engine of this process that was just linked, and a cache of it with every page used."""
+    """Yield an engine that was just linked, and a cache of it whose pages are all touched."""
     with LlmDataDist(100, LlmRole.DECODER) as datadist:
         datadist.initialize(options)
         cache = datadist.allocate_blocks_cache(shape.desc)
@@ -41,7 +41,7 @@ def linked(
 
 
 def first_and_later(peer: Peer, options: dict[str, str], rounds: int) -> tuple[float, float]:
-    """Median seconds of pulls of a block of each tensor, not pulled before, and of it again."""
+    """Return median seconds of first and of repeated pulls of a block of each tensor."""
     first: list[float] = []
     later: list[float] = []
     for number in range(rounds):
@@ -60,7 +60,7 @@ def first_and_later(peer: Peer, options: dict[str, str], rounds: int) -> tuple[f
 
 
 def seconds_until_mapped(peer: Peer) -> float:
-    """From linking on, until no page of the peer's cache would cost a fault."""
+    """Return the seconds from linking until all pages of the peer's cache are mapped."""
     with linked(peer, SHAPE, {}) as (datadist, _):
         start = time.perf_counter()
         while time.perf_counter() < start + 60:
@@ -73,7 +73,7 @@ def seconds_until_mapped(peer: Peer) -> float:
 
 @TOPIC.row("cold_pull_ratio")
 def cold_pull(run: Run, name: str) -> Row:
-    """The first pull of each page, a second after linking, beside the second pull of it."""
+    """The first pull of each page, a second after linking, beside its second pull."""
     rounds = 2 if run.quick else 4
     with started([Filled(1, (SHAPE,))]) as [peer]:
         first, later = first_and_later(peer, {}, rounds)
@@ -90,7 +90,7 @@ def cold_pull(run: Run, name: str) -> Row:
 
 @TOPIC.row("huge_page_gain")
 def huge_page_gain(run: Run, name: str) -> Row:
-    """Pulls between caches of huge pages, beside pages of 4 KiB: both prefaulted at both ends."""
+    """Pulls between caches in huge pages, beside pages of 4 KiB; all are prefaulted."""
     kinds = ("auto", "small")
     shapes = (SHAPE, SMALL_BLOCKS)
     with started(
@@ -116,7 +116,7 @@ def huge_page_gain(run: Run, name: str) -> Row:
 
 
 def median_pull(peer: Peer, number: int, shape: Shape, pages: str) -> float:
-    """Median seconds of pulls of one random block of each tensor, all pages mapped before."""
+    """Return the median seconds of pulls of one random block of each tensor, in mapped pages."""
     options = {"kvplan.prefault": "1", "kvplan.pages": pages}
     with linked(peer, shape, options) as (datadist, cache):
         key = BlocksCacheKey(peer.cluster_id, number)

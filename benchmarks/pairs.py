@@ -1,4 +1,4 @@
-"""Two processes of one library, on one host or in two namespaces, that do the paged work."""
+"""Pairs of processes with one library, on one host or in two namespaces, for the paged work."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from benchmarks.table import Unmeasured
 from tools.namespaces import NamespacesError, namespaces
 
 PATIENCE_S = 120
-"""Until an end that says nothing is given up."""
+"""Seconds of silence after which an end counts as hung."""
 
 
 class Starts(Protocol):
-    """subprocess.Popen, or that of a namespace."""
+    """`subprocess.Popen`, or `Namespace.start`."""
 
     def __call__(self, *argv: str, **arguments: Any) -> subprocess.Popen[str]: ...
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the two ends are.
+    """The hosts of the two ends.
 
     Attributes:
-        name: as the tables call it.
-        serving, moving: the address of each end.
-        interface: over which they reach each other.
-        start_serving, start_moving: start a process at that end.
+        name: name in the tables.
+        serving, moving: address of each end.
+        interface: network interface that joins them.
+        start_serving, start_moving: start a process at each end.
     """
 
     name: str
@@ -54,10 +54,10 @@ LOOPBACK = Place("loopback", "127.0.0.1", "127.0.0.1", "lo", _start, _start)
 
 @contextmanager
 def veth() -> Iterator[Place]:
-    """Two namespaces, joined by a veth pair.
+    """Yield two namespaces that a veth pair joins.
 
     Raises:
-        Unmeasured: they cannot be made here.
+        Unmeasured: namespaces cannot be made here.
     """
     with ExitStack() as opened:
         try:
@@ -70,16 +70,16 @@ def veth() -> Iterator[Place]:
 
 @dataclass(frozen=True)
 class Library:
-    """How the two ends of one library are started, with one choice of its settings.
+    """The commands of the two ends of one library, with one choice of settings.
 
     Attributes:
-        name: as the tables call it.
-        settings: what was chosen, in words.
-        serve: the command of the serving end.
-        move: of the moving end, given the line that the serving end said.
-        environment: of both, beside that of this process.
-        spins: both ends compute even when there is nothing to do, so that out of their turn they
-            are stopped: a library that is measured in turns with this one has the cores for itself.
+        name: name in the tables.
+        settings: description of the settings.
+        serve: command of the serving end.
+        move: returns the command of the moving end, given the line that the serving end printed.
+        environment: additional environment variables of both ends.
+        spins: True if both ends spin while idle. They are then stopped between their turns, to
+            leave the cores to the other library.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Library:
 
 
 class Pair:
-    """Both ends of a library, running; a context manager."""
+    """Both ends of a library, running. A context manager."""
 
     def __init__(self, library: Library, place: Place) -> None:
         self.library = library
@@ -126,15 +126,15 @@ class Pair:
         return line
 
     def seconds(self, word: str, number: int) -> float:
-        """What the moving end answers to "pull BLOCKS", say.
+        """Return the answer of the moving end to a line such as "pull BLOCKS".
 
         Raises:
-            RuntimeError: it died, or says nothing; with its last words.
+            RuntimeError: the end died or hangs; the message has its last output.
         """
         stdin = self._mover.process.stdin
         assert stdin is not None
         self._turn(True)
-        with suppress(BrokenPipeError):  # its last words say why
+        with suppress(BrokenPipeError):  # reported below, with its last output
             print(word, number, file=stdin, flush=True)
         answer = json.loads(self._answer(self._mover))
         self._turn(False)
@@ -149,7 +149,7 @@ class Pair:
 
     @property
     def pids(self) -> tuple[int, int]:
-        """Of the serving and of the moving end."""
+        """Return the process ids of the serving and the moving end."""
         return self._server.process.pid, self._mover.process.pid
 
     def __enter__(self) -> Pair:
@@ -165,7 +165,7 @@ class _End:
     said: IO[str]
 
     def line(self) -> str:
-        """The next line of its output; empty: its end."""
+        """Return the next line of the output; empty at its end."""
         stdout = self.process.stdout
         assert stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -174,7 +174,7 @@ class _End:
         return stdout.readline().strip() if ready else ""
 
     def last_words(self) -> str:
-        """What an end that says nothing said before."""
+        """Describe the state of a silent end, with its last output."""
         code = self.process.poll()
         state = f"says nothing for {PATIENCE_S} s" if code is None else f"ended with {code}"
         self.said.seek(0)

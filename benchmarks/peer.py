@@ -1,4 +1,4 @@
-"""The other process: holds a filled pool until its standard input ends."""
+"""The other process: it holds a filled pool until its standard input ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvplan.transport.local import LocalTransport
 
 
 def serve(kind: str) -> None:
-    """Hold an "arena", or ordinary memory that is "registered"; say where, and how to connect."""
+    """Hold an "arena", or "registered" ordinary memory; print its address and how to connect."""
     with LocalTransport() as transport:
         if kind == "arena":
             arena = transport.allocate(TENSORS * TENSOR_NBYTES)

@@ -1,4 +1,4 @@
-"""Pulling from another process of this host, whose Python takes no part in it."""
+"""Pulls from another process of this host, whose Python does not take part."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROUNDS = 11
 
 @contextmanager
 def linked(kind: Literal["arena", "registered"]) -> Iterator[tuple[LocalLink, int, int]]:
-    """A link to a new process, the address of its pool there, and its process id."""
+    """Yield a link to a new process, the address of the pool there, and the process id."""
     command = [sys.executable, "-m", "benchmarks.peer", kind]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as peer:
         assert peer.stdin is not None
@@ -58,7 +58,7 @@ def linked(kind: Literal["arena", "registered"]) -> Iterator[tuple[LocalLink, in
 
 @TOPIC.row("arena_ratio")
 def arena(run: Run, name: str) -> Row:
-    """Memory that both map, beside the same copy inside this process."""
+    """A pull of memory that both processes map, beside the same copy inside one process."""
     source, target, executor = source_of(run), destination_of(run), host_executor(run)
     with linked("arena") as (link, address, _):
         memory = link.memory(tensor_addresses(address), TENSOR_NBYTES)
@@ -78,7 +78,7 @@ def arena(run: Run, name: str) -> Row:
 
 @TOPIC.row("registered_ratio")
 def registered(run: Run, name: str) -> Row:
-    """Ordinary memory of the peer, beside a bare loop over process_vm_readv."""
+    """A pull of ordinary memory of the peer, beside a bare loop over process_vm_readv."""
     target, team = destination_of(run), team_of(run)
     with linked("registered") as (link, address, pid):
         backend = link.reading(threads_of(run))

@@ -1,4 +1,4 @@
-"""Planning: from block tables to a Plan, and how that grows."""
+"""Planning: the time from block tables to a Plan, and its growth."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROUNDS = 201
 
 
 def request(blocks: int, layers: int, table: Callable[[Any], Any]) -> Callable[[], Plan]:
-    """A call that plans one request; its block tables are random, distinct, and of type `table`."""
+    """Return a call that plans one request, with random distinct block tables of type `table`."""
     rng = np.random.default_rng(blocks)
     pool = 2 * blocks
     desc = CacheDesc(layers * TENSORS_PER_LAYER, (pool, 16, 8, 128), DataType.DT_FLOAT16)
@@ -34,18 +34,18 @@ def request(blocks: int, layers: int, table: Callable[[Any], Any]) -> Callable[[
 
 
 def compare(run: Run, *requests: Callable[[], Plan]) -> list[float]:
-    """Median microseconds of each."""
+    """Return the median microseconds of each request."""
     return [1e6 * s for s in run.medians(*map(timed, requests), rounds=ROUNDS)]
 
 
 def as_numpy(table: Any) -> Any:
-    """The block table as an engine that is quick keeps it."""
+    """Return the block table as an array, as fast engines keep it."""
     return table
 
 
 @TOPIC.row("plan_numpy_us")
 def plan_numpy(run: Run, name: str) -> Row:
-    """4,096 blocks, 61 layers, NumPy block tables: budget 45 microseconds."""
+    """Planning 4,096 blocks and 61 layers from NumPy block tables: budget 45 microseconds."""
     (us,) = compare(run, request(4096, 61, as_numpy))
     return Row(name, us, "us", 45, note="4,096 blocks x 61 layers; limit: the budget")
 
@@ -59,7 +59,7 @@ def plan_list(run: Run, name: str) -> Row:
 
 @TOPIC.row("plan_16384_blocks_us")
 def plan_blocks(run: Run, name: str) -> Row:
-    """Four times the blocks may cost four times as much, and some for larger tables."""
+    """Four times as many blocks: four times the time, and some more for larger tables."""
     us, base = compare(run, request(16384, 61, as_numpy), request(4096, 61, as_numpy))
     note = "limit: 4 x the time of 4,096 blocks; most of the rest is page faults, as glibc trims"
     return Row(name, us, "us", 4 * base, target=1.25, note=note)
@@ -67,13 +67,13 @@ def plan_blocks(run: Run, name: str) -> Row:
 
 @TOPIC.row("plan_610_layers_us")
 def plan_layers(run: Run, name: str) -> Row:
-    """Layers cost nothing."""
+    """Ten times as many layers: the same time."""
     us, base = compare(run, request(4096, 610, as_numpy), request(4096, 61, as_numpy))
     return Row(name, us, "us", base, target=1.1, note="limit: the time of 61 layers")
 
 
 def unlike(src: CacheDesc, dst: CacheDesc, num_tokens: int) -> Callable[[], Plan]:
-    """A call that plans one request of `num_tokens` between two caches that lie differently."""
+    """Return a call that plans one request between two caches of different layouts."""
     rng = np.random.default_rng(num_tokens)
     tables = [rng.permutation(desc.shape[0])[: num_tokens // desc.shape[2]] for desc in (src, dst)]
     transfer = Transfer(Rows(src, tables[0]), Rows(dst, tables[1]))
@@ -81,7 +81,7 @@ def unlike(src: CacheDesc, dst: CacheDesc, num_tokens: int) -> Callable[[], Plan
 
 
 def hnd(blocks: int, tokens: int, heads: range) -> CacheDesc:
-    """61 layers of some of 8 KV heads, heads before tokens."""
+    """Describe 61 layers with some of 8 KV heads, heads before tokens."""
     return CacheDesc(
         61 * TENSORS_PER_LAYER,
         (blocks, len(heads), tokens, 128),
@@ -122,7 +122,7 @@ def html(run: Run, name: str) -> Row:
 
 
 def import_seconds(module: str) -> float:
-    """Seconds that `import module` takes in a new process."""
+    """Return the seconds of `import module` in a new process."""
     code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
     command = [sys.executable, "-c", code]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -130,7 +130,7 @@ def import_seconds(module: str) -> float:
 
 @TOPIC.row("import_ms")
 def import_kvplan(run: Run, name: str) -> Row:
-    """What a program pays that plans: at most 1.2 times what NumPy itself takes."""
+    """Importing what a planning program needs: at most 1.2 times the import of NumPy."""
     ours, numpys = run.medians(
         partial(import_seconds, "kvplan.planning"), partial(import_seconds, "numpy"), rounds=11
     )

@@ -1,4 +1,4 @@
-"""What recording adds to a transfer: time on the calling thread, and bytes of the file."""
+"""Recording: additional time on the calling thread, and bytes of the file."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ BLOCKS = 8
 
 @TOPIC.row("record_us")
 def record(run: Run, name: str) -> Row:
-    """What a small pull takes longer while the engine is recorded: A and B in turns.
+    """Additional time of a small pull while the engine is recorded; with and without, in turns.
 
-    Of the calling thread: what else the machine does falls on the clock on the wall.
+    The figure is processor time of the calling thread: other work only affects the wall clock.
     """
     datadist = linked_engine(run)
     slots, paged = datadist.allocate_cache(SMALL), datadist.allocate_blocks_cache(LEASED)
@@ -55,7 +55,7 @@ def record(run: Run, name: str) -> Row:
 
 
 def differences(run: Run, datadist: LlmDataDist, pull: Callable[[], object]) -> tuple[float, float]:
-    """Medians of what a call takes longer while recorded, of its thread's time and by the wall."""
+    """Return the median additional time of a recorded call: of its thread, and by the wall."""
     engine = datadist._running()
 
     def seconds(recorder: Recorder | None) -> tuple[float, float]:
@@ -69,7 +69,7 @@ def differences(run: Run, datadist: LlmDataDist, pull: Callable[[], object]) -> 
     with tempfile.TemporaryDirectory() as folder, datadist.record(Path(folder, "a.kvrec")) as item:
         pairs = []
         for turn in range(ROUNDS // 4 if run.quick else ROUNDS):
-            order = (item, None) if turn % 2 else (None, item)  # none is always the first
+            order = (item, None) if turn % 2 else (None, item)  # neither is always first
             times = {recorder: seconds(recorder) for recorder in order}
             pairs.append([a - b for a, b in zip(times[item], times[None], strict=True)])
         engine.recorder = item
@@ -81,7 +81,7 @@ def differences(run: Run, datadist: LlmDataDist, pull: Callable[[], object]) -> 
 
 @TOPIC.row("record_bytes")
 def size(run: Run, name: str) -> Row:
-    """Bytes of the file for each transfer, beside its block tables."""
+    """Bytes of the file for each transfer, without its block tables."""
     datadist = linked_engine(run)
     cache, count = datadist.allocate_blocks_cache(LEASED), 1000
     table = [*range(BLOCKS)]

@@ -1,4 +1,4 @@
-"""Requests of `kvplan.serving`: what they take beside the bare transfer of their bytes."""
+"""Requests of `kvplan.serving`: their time in addition to the bare transfer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROUNDS: Final = 400
 INSTANCE: Final = b"benchmarks"
 DIGEST: Final = bytes(16)
 LAYERS, BLOCK_TOKENS, BLOCKS = 2, 16, 64
-TOKENS: Final = 60  # of four blocks, the last of which is ragged
+TOKENS: Final = 60  # in four blocks, the last one not full
 TABLE: Final = [5, 9, 2, 40]
 DESC: Final = CacheDesc(
     num_tensors=LAYERS,
@@ -50,12 +50,12 @@ PACKET: Final = bytes(64)
 
 @TOPIC.row("serving_overhead_us")
 def overhead(run: Run, name: str) -> Row:
-    """From `fetch` to the result, less the transfer by the lease alone.
+    """From `fetch` to the result, without the time of the transfer by the lease.
 
-    The messages of a request make two round trips: it is asked for and granted, then moved, and
-    the notification of that frees the blocks. The limit is two bare round trips over a socket of
-    the same kind, between event loops that do nothing else. The target is twice that: once for
-    the messages, once for the work of both ends and for the thread that moves.
+    The messages of a request make two round trips: request and grant, then, after the transfer,
+    the notification that frees the blocks. The limit is two bare round trips over a socket of the
+    same kind, between event loops that do nothing else. The target is twice that: once for the
+    messages, once for the work of both ends and of the transferring thread.
     """
     rounds = ROUNDS // 4 if run.quick else ROUNDS
     ours, bare, trips = [], [], []
@@ -117,7 +117,7 @@ def consumer() -> Iterator[tuple[LlmDataDist, Cache, Exchange]]:
 
 @contextmanager
 def producer(*command: str, pass_fds: tuple[int, ...] = ()) -> Iterator[subprocess.Popen[str]]:
-    """A process of this file, which ends when its stdin does."""
+    """Run this file in a process, which ends with its stdin."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.serving", *command],
         stdin=subprocess.PIPE,
@@ -134,9 +134,9 @@ def producer(*command: str, pass_fds: tuple[int, ...] = ()) -> Iterator[subproce
 
 @contextmanager
 def echo() -> Iterator[Callable[[], None]]:
-    """Return what makes one round trip with a process that only answers packets.
+    """Yield a function that makes one round trip with a process that only answers packets.
 
-    As in an exchange, the main thread hands a packet to the thread of an event loop, and sleeps
+    As in an `Exchange`, the main thread hands a packet to the thread of an event loop, and sleeps
     until that thread has the answer.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -175,7 +175,7 @@ def answer(process: subprocess.Popen[str]) -> str:
 
 
 def produce() -> None:
-    """Say where this producer is and a lease of its blocks; then enter a request for each line."""
+    """Print the producer's address and a lease of its blocks; enter a request for each line."""
     engine, cache, exchange = worker(1, LlmRole.PROMPT)
     lease = engine.lease_blocks(cache, TABLE, tokens=TOKENS)
     print(1, engine.listen_address, lease.to_bytes().hex(), flush=True)

@@ -1,4 +1,4 @@
-"""The interfaces of NIXL and Mooncake over kvplan, beside the libraries themselves.
+"""The interfaces of NIXL and Mooncake over kvplan, beside the original libraries.
 
 The same program runs on both: with the library, and under `python -m kvplan.run --as`.
 """
@@ -27,7 +27,7 @@ COUNT = 100_000
 
 
 def nixl_over_kvplan() -> Library:
-    """NIXL's program on kvplan."""
+    """Return NIXL's program on kvplan."""
     command = [
         *(sys.executable, "-m", "kvplan.run", "--as", "nixl"),
         "-m",
@@ -37,7 +37,7 @@ def nixl_over_kvplan() -> Library:
 
 
 def mooncake_over_kvplan() -> Library:
-    """Mooncake's program on kvplan."""
+    """Return Mooncake's program on kvplan."""
     command = [*(sys.executable, "-m", "kvplan.run", "--as", "mooncake", "-m")]
     command += ["benchmarks.movers.mooncake", "--most", str(1 << 20), "--address"]
     return Library(
@@ -50,7 +50,7 @@ def mooncake_over_kvplan() -> Library:
 
 
 def bare_read(run: Run, pair: Pair, asked: tuple[str, int]) -> float:
-    """Seconds of process_vm_readv alone, by one thread or by one for each core, of such requests.
+    """Return the seconds of process_vm_readv alone for a request, by one thread or one per core.
 
     No library reads ordinary memory of another process faster.
     """
@@ -71,10 +71,10 @@ def bare_read(run: Run, pair: Pair, asked: tuple[str, int]) -> float:
 
 
 def request_row(run: Run, name: str, asked: tuple[str, int], target: float) -> Row:
-    """How many times as many requests a second as NIXL's best setting."""
+    """Compare requests a second with NIXL's best settings."""
     best: tuple[float, float, str] | None = None
     read = float("inf")
-    for peer in libraries.nixl_on_one_host()[:2]:  # of ordinary memory
+    for peer in libraries.nixl_on_one_host()[:2]:  # with ordinary memory
         with ExitStack() as opened:
             pairs = [
                 opened.enter_context(Pair(value, LOOPBACK)) for value in (nixl_over_kvplan(), peer)

@@ -1,4 +1,4 @@
-"""The rows: how one is registered, measured, judged and printed."""
+"""Rows: their registration, measurement, verdict and output."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Sense = Literal["at most", "at least"]
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. `limit` has the unit of `value`: a budget, a peer, or what the machine can do.
+    """One figure. `limit` has the same unit: a budget, another library, or a limit of the machine.
 
-    The target is met when `value / limit` is `sense` `target`; a row without target only informs.
+    The target is met if `value / limit` is `sense` `target`. A row without a target only informs.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Row:
     target: float | None = 1.0
     note: str = ""
     cases: Mapping[str, float] = field(default_factory=dict)
-    """What the row stands for, case by case; only in the JSON lines."""
+    """The figures of single cases; only in the JSON lines."""
 
     @property
     def ratio(self) -> float:
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def met(self) -> bool:
-        """Whether the target is met; True where there is none."""
+        """True if the target is met, or if there is none."""
         if self.target is None:
             return True
         return self.ratio <= self.target if self.sense == "at most" else self.ratio >= self.target
@@ -89,17 +89,17 @@ class Run:
     opened: ExitStack = field(default_factory=ExitStack)
     shared: dict[Any, Any] = field(default_factory=dict)
     say: Callable[[str], object] | None = None
-    """Called with what was just done, at most every two seconds."""
+    """Called with the last step of a slow row, at most every two seconds."""
     _said_at: float = field(default=0.0, init=False)
 
     def share(self, key: Any, make: Callable[[], Any]) -> Any:
-        """`make()`, once a run: pools of memory and peers are dear."""
+        """Return the result of `make()`, called once a run: pools and peers are expensive."""
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
 
     def note(self, step: str) -> None:
-        """Say what was just done, of a row that takes long."""
+        """Report the last step of a slow row."""
         if self.say is not None and time.monotonic() - self._said_at > 2:
             self._said_at = time.monotonic()
             self.say(step)
@@ -107,11 +107,11 @@ class Run:
     def medians(
         self, *candidates: Callable[[], float], rounds: int, settle: int = 0
     ) -> list[float]:
-        """Median seconds of each candidate, taken in turns (A B A B) after one turn of warm-up.
+        """Return the median seconds of each candidate, in turns (A B A B) after a warm-up turn.
 
-        In turns, so that what else the machine does falls on all of them alike. In its turn a
-        candidate runs `settle` times before it counts, so that it finds the caches as it leaves
-        them itself, and not as another one did.
+        Turns make other work on the machine affect all candidates alike. In its turn a candidate
+        runs `settle` times before it counts, so that it finds the CPU's caches as it left them
+        itself.
         """
 
         def turn(candidate: Callable[[], float]) -> float:
@@ -148,7 +148,7 @@ class Topic(dict[str, Measure]):
 
 
 def timed(call: Callable[[], object], repeats: int = 1) -> Callable[[], float]:
-    """A candidate for `Run.medians`: seconds of one `call`, from `repeats` in a loop."""
+    """Return a candidate for `Run.medians`: seconds of one `call`, from `repeats` in a loop."""
 
     def seconds() -> float:
         start = time.perf_counter_ns()
@@ -163,7 +163,7 @@ HEADER = ("name", "value", "unit", "limit", "ratio", "target", "", "")
 
 
 def format_table(rows: Iterable[Row | Blank]) -> Iterator[str]:
-    """Aligned lines: names and words to the left, figures to the right."""
+    """Yield aligned lines: names and words to the left, figures to the right."""
     cells = [HEADER, *(row.cells() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:

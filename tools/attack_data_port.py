@@ -1,10 +1,10 @@
-"""Attacks the port of a listening engine, while a peer that is linked pulls from it.
+"""Attack the port of a listening engine, while a linked peer pulls from it.
 
     python tools/attack_data_port.py --count 500000
 
-Sends random, mutated and replayed bytes on connections of its own, against an engine with a cluster
-key and one without, and says what came of it. Exits with 1 if an engine died, answered what it must
-not, had another byte in its cache, failed a peer, or kept memory.
+Sends random, mutated and replayed bytes to an engine with a cluster key and to one without, and
+prints the results. Exits with 1 if an engine died, gave a forbidden answer, changed a byte in its
+cache, failed a peer, or kept memory.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kvplan.control.zmtp import GREETING_NBYTES, greeting
 
 DESC = CacheDesc(num_tensors=4, shape=(16, 16, 8, 128), data_type=DataType.DT_FLOAT16)
 ENGINE, PEER, RECORDED = 1, 2, 3
-HELD = 256  # connections at a time; fewer than may be pending at an engine
+HELD = 256  # connections at a time; below the engine's limit on pending ones
 GROWTH_MIB = 64
-RESET = struct.pack("2i", 1, 0)  # of SO_LINGER: its port is free again at once
+RESET = struct.pack("2i", 1, 0)  # SO_LINGER: the port is free again at once
 
 
 class Process:
-    """This program in another role; it answers each line on its stdin with one of JSON."""
+    """This program in another role: it answers each line on stdin with a line of JSON."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -86,7 +86,7 @@ def options_of(arguments: list[str]) -> dict[str, str]:
 
 
 def run_engine(arguments: list[str]) -> None:
-    """Offer a cache whose tensor i holds i everywhere."""
+    """Offer a cache in which every byte of tensor i is i."""
     engine = LlmDataDist(ENGINE, LlmRole.PROMPT)
     engine.initialize(options_of(arguments))
     cache = engine.allocate_blocks_cache(DESC, BlocksCacheKey(ENGINE))
@@ -107,7 +107,7 @@ def run_engine(arguments: list[str]) -> None:
 
 
 def run_peer(arguments: list[str]) -> None:
-    """Link, and pull again and again; asked, tell how that went since it was asked before."""
+    """Link, and pull again and again; answer each request with the results since the last one."""
     address, cluster, *rest = arguments
     peer = LlmDataDist(int(cluster), LlmRole.DECODER)
     peer.initialize(options_of(rest))
@@ -133,7 +133,7 @@ def run_peer(arguments: list[str]) -> None:
 
 
 class Recorder:
-    """A proxy before the engine; `sessions` is what was said on each connection."""
+    """A proxy in front of the engine; `sessions` has the bytes sent on each connection."""
 
     def __init__(self, host: str, target: tuple[str, int]) -> None:
         self._target = target
@@ -160,11 +160,11 @@ class Recorder:
 
 
 def words(chance: random.Random, sessions: list[bytes]) -> tuple[bytes, bool]:
-    """What to say on a connection, and whether the engine may answer it."""
+    """Return the bytes to send on a connection, and True if the engine may answer them."""
     kind = chance.randrange(6)
     noise = chance.randbytes(chance.randrange(1, 200))
     session = bytearray(chance.choice(sessions))
-    may_answer = session[:1] == b"\xff"  # of a conversation, which all may have without a key
+    may_answer = session[:1] == b"\xff"  # a control connection, which needs no key to begin
     if kind == 0:
         return noise, False
     if kind == 1:
@@ -181,7 +181,7 @@ def words(chance: random.Random, sessions: list[bytes]) -> tuple[bytes, bool]:
 
 
 def attack(address: tuple[str, int], sessions: list[bytes], count: int, seed: int) -> int:
-    """Make the connections; returns how many were answered that must not be."""
+    """Make the connections; return the number of forbidden answers."""
     chance = random.Random(seed)
     held: deque[tuple[socket.socket, bool]] = deque()
     answered = 0
@@ -189,7 +189,7 @@ def attack(address: tuple[str, int], sessions: list[bytes], count: int, seed: in
         if len(held) == HELD or (held and number >= count):
             stream, may_answer = held.popleft()
             heard = b""
-            with suppress(OSError):  # it was refused, or others came
+            with suppress(OSError):  # refused, or closed in favour of others
                 while len(heard) <= GREETING_NBYTES and (chunk := stream.recv(4096)):
                     heard += chunk
                     if len(heard) >= GREETING_NBYTES:
@@ -207,7 +207,7 @@ def attack(address: tuple[str, int], sessions: list[bytes], count: int, seed: in
 
 
 def own_address() -> str:
-    """An address of this host that is not loopback: where engines have no key by themselves."""
+    """Return a non-loopback address of this host, where engines get no key by default."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing
@@ -217,7 +217,7 @@ def own_address() -> str:
 
 
 def settled(engine: Process, files: int) -> dict[str, Any]:
-    """Its state once it has as many open files as before, or when it should have had long ago."""
+    """Return the engine's state once its open files are back to `files`, or after 30 s."""
     deadline = time.monotonic() + 30
     while (state := engine.ask())["files"] > files and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -225,7 +225,7 @@ def settled(engine: Process, files: int) -> dict[str, Any]:
 
 
 def try_engine(given: argparse.Namespace, host: str, key_file: str) -> bool:
-    """Attack one engine; returns whether all was as it must be."""
+    """Attack one engine; return True if it passed."""
     with ExitStack() as running:
         engine = Process("engine", given.transport, key_file, f"{host}:0")
         running.callback(engine.close)
@@ -239,7 +239,7 @@ def try_engine(given: argparse.Namespace, host: str, key_file: str) -> bool:
         peer = Process("peer", engine.first["address"], str(PEER), given.transport, key_file)
         running.callback(peer.close)
         idle = engine.ask()
-        attack(target, sessions, 4 * HELD, given.seed)  # what is allocated once
+        attack(target, sessions, 4 * HELD, given.seed)  # warm-up: one-time allocations
         before = settled(engine, idle["files"])
         peer.ask()
         time.sleep(given.quiet_s)

@@ -1,9 +1,9 @@
-"""Plant bugs in rooms of kvplan, one at a time, and say how many of them the rooms' tests see.
+"""Plant bugs in rooms of kvplan, one at a time, and print how many of them the rooms' tests detect.
 
-A bug is one small change of the source: another comparison, a number that is one more, a statement
-that is missing, `src` for `dst`. They are planted in a copy of the tree; which of all that are
-possible, the seed says. One that no test sees is a test that is missing, or no bug: whoever looks
-at the list decides. Exits with 1 where too few were seen.
+A bug is one small change of the source: another comparison, a number plus one, a missing
+statement, `src` for `dst`. Bugs are planted in a copy of the tree; the seed chooses a sample of
+all possible ones. An undetected bug means a missing test, or an equivalent program: read the list
+to decide. Exits with 1 if too few were detected.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[1]
 COPY = ROOT / "build" / "mutants"
 TREE = ("kvplan", "kvnative", "include", "tests", "tools", "docs", "examples", "benchmarks")
 FILES = ("pyproject.toml", "setup.py", "conftest.py", "pytest_kvplan.py", "README.md")
-# What pytest is given for each room: its own tests, and those of rooms above that say what it is
-# for. The first test that fails ends it, so quick ones come first.
+# Arguments of pytest for each room: its own tests, and tests of rooms above that specify its use.
+# Quick tests come first, because the first failure ends the run.
 ROOMS = {
     "addressed": "tests/addressed tests/hixl -k 'not ascend'",
     "cli": "tests/cli",
@@ -63,7 +63,7 @@ OPERATORS = dict(
 )
 OTHERS = {"src": "dst", "source": "target", "first": "last", "min": "max"}
 OTHERS |= {other: one for one, other in OTHERS.items()}
-SAID = ("log", "_log", "_LOG", "logger", "log_operation", "invalid")  # words, which may be others
+SAID = ("log", "_log", "_LOG", "logger", "log_operation", "invalid")  # calls whose texts may change
 
 
 class Mutant(NamedTuple):
@@ -76,7 +76,7 @@ class Mutant(NamedTuple):
     text: str
 
     def plant(self) -> bytes:
-        """Change the file in the copy; returns what it was."""
+        """Change the file in the copy; return its original content."""
         source = (COPY / self.path).read_bytes()
         changed = source[: self.start] + self.text.encode() + source[self.end :]
         (COPY / self.path).write_bytes(changed)
@@ -107,7 +107,7 @@ class Finder(ast.NodeVisitor):
         self.found.append(Mutant(self._path, node.lineno, start, end, text))
 
     def visit(self, node: ast.AST) -> None:
-        """Add what can be changed at `node`, and go on below; not into what only says something."""
+        """Add the mutants at `node` and below it, except in messages."""
         name = type(getattr(node, "op", None)).__name__
         if _is_said(node):
             return
@@ -147,14 +147,14 @@ class Finder(ast.NodeVisitor):
 
 
 def _is_said(node: ast.AST) -> bool:
-    """Whether it only says something: a text, or a call that logs or refuses."""
+    """Return True for a message: a text, or a call that logs or refuses."""
     while isinstance(node, ast.Call | ast.Attribute | ast.Expr):
         node = node.func if isinstance(node, ast.Call) else node.value
     return isinstance(node, ast.JoinedStr) or getattr(node, "id", "") in SAID
 
 
 def run(tests: str, limit_s: float | None = None) -> bool:
-    """Whether all tests pass in the copy, in time."""
+    """Return True if all tests pass in the copy within the limit."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     process = subprocess.Popen(
         [*command, "--timeout", "60", *shlex.split(tests)],
@@ -162,7 +162,7 @@ def run(tests: str, limit_s: float | None = None) -> bool:
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # with the processes that tests start, which must not outlive them
+        start_new_session=True,  # a group with the processes of tests, to kill them all
     )
     try:
         return process.wait(limit_s) == 0
@@ -175,10 +175,10 @@ def run(tests: str, limit_s: float | None = None) -> bool:
 
 
 def try_room(room: str, sample: int, seed: int) -> tuple[int, list[str]]:
-    """Return how many bugs were planted, and those that were not seen."""
+    """Return the number of planted bugs, and the undetected ones."""
     began = time.monotonic()
     if not run(ROOMS[room]):
-        sys.exit(f"without any bug, these tests fail in {COPY}: {ROOMS[room]}")
+        sys.exit(f"these tests fail in {COPY} without a planted bug: {ROOMS[room]}")
     limit_s = 60 + 2 * (time.monotonic() - began)
     paths = sorted((COPY / "kvplan" / room).rglob("*.py"))
     every = [mutant for path in paths for mutant in Finder(path.relative_to(COPY)).found]
@@ -192,7 +192,7 @@ def try_room(room: str, sample: int, seed: int) -> tuple[int, list[str]]:
             (COPY / mutant.path).write_bytes(source)
         print("seen    " if is_seen else "SURVIVED", mutant.shown(source), flush=True)
         survivors += [] if is_seen else [mutant.shown(source)]
-    print(f"{len(chosen)} of {len(every)} that there are in {room}", flush=True)
+    print(f"{len(chosen)} of {len(every)} possible ones in {room}", flush=True)
     return len(chosen), survivors
 
 
@@ -201,7 +201,7 @@ def main() -> int:
     parser.add_argument("rooms", nargs="*", help=f"of {', '.join(ROOMS)}; default: all")
     parser.add_argument("--sample", type=int, default=40, help="bugs of each room")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--least", type=float, default=0, help="percent that must be seen")
+    parser.add_argument("--least", type=float, default=0, help="percent that must be detected")
     given = parser.parse_args()
     shutil.rmtree(COPY, ignore_errors=True)
     COPY.mkdir(parents=True)

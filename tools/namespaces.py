@@ -1,17 +1,17 @@
-"""Hosts of our own on one machine: network namespaces joined by veth pairs.
+"""Virtual hosts on one machine: network namespaces joined by veth pairs.
 
     with namespaces(2) as (prefill, decode):
         server = prefill.start(sys.executable, "-m", "my_server", prefill.address)
         decode.run(sys.executable, "-m", "my_client", prefill.address)
 
-Two are the ends of one veth pair; more hang on a bridge, which has a namespace of its own. Each has
-its loopback up, and a /sys of its own, where its interfaces are. They have no names at all: a
-namespace lives as long as some process is in it, here the keeper, which ends with its standard
-input. So nothing is left behind, not even by a process that was killed.
+Two namespaces are the ends of one veth pair; more are joined by a bridge in another namespace. Each
+has its own loopback, which is up, and its own /sys with its interfaces. Namespaces have no names:
+each lives as long as a process in it, here the keeper, which ends with its standard input. So even
+a killed process leaves nothing behind.
 
-Works as root, and as any user where the kernel lets users have user namespaces. In a shell,
-`python -m tools.namespaces 2 -- COMMAND` runs a command in the first of two, and `--check` says
-whether they can be made.
+Works as root, and as any user if the kernel permits user namespaces. In a shell,
+`python -m tools.namespaces 2 -- COMMAND` runs a command in the first of two, and `--check` tells
+whether namespaces can be made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INTERFACE = "eth0"
 """The interface of every namespace."""
 
 PREFIX = "10.77.0."
-"""Addresses are of no network but that of the namespaces: any number of tests may use the same."""
+"""Prefix of addresses. They are private to the namespaces: several tests may use the same ones."""
 
 KEEPER = "mount -t sysfs sysfs /sys && ip link set lo up && echo ready && exec cat"
 PROGRAMS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
@@ -41,12 +41,12 @@ USERS_OWN = ("--user", "--map-root-user")
 
 
 class NamespacesError(RuntimeError):
-    """Namespaces cannot be made here; the message says why, and what would help."""
+    """Namespaces cannot be made here; the message has the reason and the remedy."""
 
 
 @dataclass
 class Namespace:
-    """One of them. Processes started in it are killed with it."""
+    """A network namespace. Closing it kills the processes that were started in it."""
 
     address: str
     interface: str
@@ -55,60 +55,60 @@ class Namespace:
     _started: list[subprocess.Popen[Any]] = field(default_factory=list)
 
     def command(self, *argv: str | Path) -> list[str]:
-        """`argv` as a command of this process that runs in the namespace, in this directory."""
+        """Return a command that runs `argv` in the namespace, in the current directory."""
         return [*self._enter, "env", f"--chdir={Path.cwd()}", *map(str, argv)]
 
     def run(self, *argv: str | Path, **arguments: Any) -> subprocess.CompletedProcess[Any]:
-        """`subprocess.run` in the namespace; a failure is an exception unless check=False."""
+        """Call `subprocess.run` in the namespace; a failure raises unless check=False."""
         arguments.setdefault("check", True)
         return subprocess.run(self.command(*argv), **arguments)  # noqa: PLW1510
 
     def start(self, *argv: str | Path, **arguments: Any) -> subprocess.Popen[Any]:
-        """`subprocess.Popen` in the namespace; its pid is that of the program itself."""
+        """Call `subprocess.Popen` in the namespace; the pid is that of the program itself."""
         process = subprocess.Popen(self.command(*argv), **arguments)
         self._started.append(process)
         return process
 
     def cut(self) -> None:
-        """Take the cable out: packets get lost, connections stay."""
+        """Unplug the cable: packets get lost, connections stay."""
         self.run("ip", "link", "set", self.interface, "down")
 
     def restore(self) -> None:
-        """Put it in again."""
+        """Plug the cable in again."""
         self.run("ip", "link", "set", self.interface, "up")
 
     def wait_until_up(self, interface: str = INTERFACE) -> None:
-        """Return when the kernel has noticed that its cable is in.
+        """Wait until the kernel has noticed that the cable is plugged in.
 
-        Until then, which may be a second, programs find an interface without one.
+        Until then, for up to a second, programs find an interface without a cable.
 
         Raises:
-            NamespacesError: it is not in.
+            NamespacesError: the cable is not plugged in.
         """
         deadline = time.monotonic() + 10
-        # To be asked for its carrier lets the kernel look. What is no cable says "unknown".
+        # Reading `carrier` makes the kernel look. Interfaces without cables report "unknown".
         ask = ("sh", "-c", f"cd /sys/class/net/{interface} && cat carrier operstate")
         while self.run(*ask, capture_output=True, text=True).stdout.endswith("down\n"):
             if time.monotonic() > deadline:
                 raise NamespacesError(f"{interface} of {self.address} does not come up")
 
     def shape(self, *words: str) -> None:
-        """Give what this end sends a queueing discipline, as tc says it: "netem", "delay", "5ms".
+        """Set the queueing discipline of sent packets, in words of tc: "netem", "delay", "5ms".
 
         Raises:
-            NamespacesError: this kernel does not know it.
+            NamespacesError: this kernel does not have the discipline.
         """
         _say(self, "tc", "qdisc", "replace", "dev", self.interface, "root", *words)
 
     @property
     def pid(self) -> int:
-        """The keeper's."""
+        """The process id of the keeper."""
         return self._keeper.pid
 
     def close(self) -> None:
-        """End all that runs in it, and thereby the namespace."""
+        """Kill the processes that were started in the namespace, and its keeper."""
         for process in self._started:
-            with process:  # its pipes as well
+            with process:  # closes its pipes as well
                 process.kill()
         self._keeper.kill()
         self._keeper.communicate()
@@ -116,11 +116,11 @@ class Namespace:
 
 @contextmanager
 def namespaces(count: int) -> Iterator[list[Namespace]]:
-    """Make `count` namespaces that reach each other, gone at the end of the block.
+    """Make `count` namespaces that reach each other, until the end of the block.
 
     Raises:
-        ValueError: not 1 to 250.
-        NamespacesError: not on this machine, not by this user, or a program is missing.
+        ValueError: `count` is not 1 to 250.
+        NamespacesError: the kernel or this user cannot make them, or a program is missing.
     """
     if not 1 <= count <= 250:
         raise ValueError(f"count={count}: expected 1 to 250")
@@ -141,12 +141,12 @@ def namespaces(count: int) -> Iterator[list[Namespace]]:
 
 
 def enter(keeper: int) -> None:
-    """Move this process, which has no thread but this one, to where process `keeper` is.
+    """Move this process, which must have a single thread, into the namespaces of process `keeper`.
 
-    For those that are not started by a command: children of multiprocessing, say.
+    For processes that are not started by a command, such as children of multiprocessing.
 
     Raises:
-        OSError: not allowed; or there are threads.
+        OSError: not permitted, or this process has several threads.
     """
     wanted = [
         name
@@ -155,7 +155,7 @@ def enter(keeper: int) -> None:
     ]
     folder = Path.cwd()
     for file in [os.open(f"/proc/{keeper}/ns/{name}", os.O_RDONLY) for name in wanted]:
-        # os.setns is of Python 3.12.
+        # os.setns needs Python 3.12.
         if ctypes.CDLL(None, use_errno=True).setns(file, 0):
             code = ctypes.get_errno()
             raise OSError(code, f"setns to the namespaces of {keeper}: {os.strerror(code)}")
@@ -164,7 +164,7 @@ def enter(keeper: int) -> None:
 
 
 def refusal() -> str:
-    """Why namespaces cannot be made here; the empty string where they can."""
+    """Return the reason why namespaces cannot be made here; empty: they can."""
     try:
         with namespaces(2):
             return ""
@@ -173,7 +173,7 @@ def refusal() -> str:
 
 
 def _first(opened: ExitStack) -> Namespace:
-    """The first namespace: as we are, else in a user namespace, where we are allowed everything."""
+    """Make the first namespace: as this user or, if that fails, in a new user namespace."""
     for program, package in PROGRAMS.items():
         if shutil.which(program) is None:
             raise NamespacesError(f"no program {program}: apt install {package}")
@@ -191,7 +191,7 @@ def _first(opened: ExitStack) -> Namespace:
 
 
 def _made(opened: ExitStack, first: Namespace, number: int) -> Namespace:
-    """One more; all belong to the first one's user namespace."""
+    """Make another namespace, which belongs to the user namespace of the first one."""
     users_own = "--user" in first._enter
     inside = ("nsenter", f"--target={first.pid}", "--user", "--preserve-credentials")
     make = (*inside, "unshare") if users_own else ("unshare",)
@@ -199,7 +199,7 @@ def _made(opened: ExitStack, first: Namespace, number: int) -> Namespace:
 
 
 def _kept(opened: ExitStack, make: tuple[str, ...], number: int, *, users_own: bool) -> Namespace:
-    """A namespace with its keeper; `number` is the last of its address."""
+    """Make a namespace with its keeper; `number` is the last part of its address."""
     keeper = subprocess.Popen(
         [*make, "--net", "--mount", "--propagation", "slave", "sh", "-c", KEEPER],
         stdin=subprocess.PIPE,
@@ -221,7 +221,7 @@ def _kept(opened: ExitStack, make: tuple[str, ...], number: int, *, users_own: b
 
 
 def _join(here: Namespace, name: str, other: Namespace) -> None:
-    """A veth pair from `name` here to the interface of the other one."""
+    """Join `name` in one namespace to the interface of the other by a veth pair."""
     _say(here, "ip", "link", "add", name, "type", "veth",
          "peer", "name", other.interface, "netns", str(other.pid))  # fmt: skip
 
@@ -235,19 +235,19 @@ def _join_by_bridge(switch: Namespace, hosts: list[Namespace]) -> None:
 
 
 def _say(where: Namespace, *argv: str) -> None:
-    """Run what fails where the kernel has no such kind of thing."""
+    """Run a command; report a failure as a missing feature of the kernel."""
     done = where.run(*argv, check=False, capture_output=True, text=True)
     if done.returncode:
         raise NamespacesError(f"{' '.join(argv)}: {done.stderr.strip()}")
 
 
 def main() -> int:
-    """Run a command in the first of some namespaces; its exit status."""
+    """Run a command in the first of several namespaces; return its exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("count", type=int, nargs="?", default=2, help="how many namespaces (default: 2)")
     add("command", nargs="*", metavar="-- COMMAND", help="default: a shell")
-    add("--check", action="store_true", help="only say whether they can be made")
+    add("--check", action="store_true", help="only print whether they can be made")
     asked = parser.parse_args()
     if asked.check:
         reason = refusal()

@@ -1,9 +1,9 @@
-"""Write the tables of options into the pages of documents: `make options`.
+"""Write the tables of options into the documentation: `make options`.
 
     python tools/option_tables.py [--check]
 
 A page has a table between `<!-- options: NAME -->` and `<!-- end of options -->`; NAME is a key of
-TABLES. With --check nothing is written; it exits with 1 if a page is not as the rows say.
+TABLES. --check writes nothing, and exits with 1 if a page is out of date.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PAGES = {
 
 
 def table(name: str, page: Path) -> Iterator[str]:
-    """Yield the lines of a table in Markdown, without fields where these are the keys."""
+    """Yield the lines of a table in Markdown, without the column of fields if they are the keys."""
     if name == "without-meaning":
         yield f"{', '.join(f'`{key}`' for key in sorted(WITHOUT_MEANING))}, `ge.*`"
         return
@@ -73,7 +73,7 @@ def meaning_of(row: Row, page: Path) -> str:
 
 
 def written(page: Path, text: str) -> str:
-    """Return the text of a page with its tables as the rows say."""
+    """Return the text of a page with regenerated tables."""
     for name in PAGES[page]:
         begin, end = f"<!-- options: {name} -->\n", "<!-- end of options -->"
         lines = "\n".join(table(name, page))

@@ -1,11 +1,11 @@
 """Make kvnative/src/cuda/copy.ptx: the copy kernel as PTX, which the driver of a GPU compiles.
 
     python tools/ptx.py           write it
-    python tools/ptx.py --check   1, and why, where the one in the tree is another
+    python tools/ptx.py --check   exit with 1, and the reason, if the file in the tree is outdated
 
-The compiler is NVRTC, a library of NVIDIA's that needs no GPU (requirements/ptx.txt). Whether the
-file is that of the sources can be told without NVRTC: its first lines have a hash of the sources,
-the options and the compiler's version.
+The compiler is NVRTC, a library of NVIDIA that needs no GPU (requirements/ptx.txt). The first
+lines of the file have a hash of the sources, the options and the compiler's version, which tests
+compare without NVRTC.
 """
 
 import argparse
@@ -23,13 +23,13 @@ RESULT = ROOT / "kvnative/src/cuda/copy.ptx"
 PACKAGE = "nvidia-cuda-nvrtc-cu12"
 COMPILER = "12.9.86"  # as requirements/ptx.txt pins it
 
-# Volta: the first with the memory model that the kernel's fences are from. Every later GPU does,
-# too: ptxas of CUDA 13.5 compiles it for sm_75 to sm_100, though not for Volta any more.
+# Volta: the first GPU with the memory model of the kernel's fences. Every later GPU works, too:
+# ptxas of CUDA 13.5 compiles the PTX for sm_75 to sm_100, though not for Volta any more.
 ARCHITECTURE = "70"
 OPTIONS = [f"--gpu-architecture=compute_{ARCHITECTURE}", "--std=c++17"]
-# A driver refuses PTX of a version that came after it (222), and NVRTC writes its own, the newest.
-# Here it is that of CUDA 11.2, the oldest driver that kvplan takes: the kernel uses nothing that
-# came later, which ptxas checks, for it refuses what the version does not have.
+# A driver refuses PTX of a version newer than itself (error 222), and NVRTC writes the newest. This
+# is the version of CUDA 11.2, the oldest driver that kvplan supports. ptxas checks that the kernel
+# uses nothing newer: it refuses features that the version lacks.
 VERSION = "7.2"
 
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def fingerprint() -> str:
-    """Return the hash of everything that the result depends on."""
+    """Return the hash of all inputs of the result."""
     parts = [COMPILER, VERSION, *OPTIONS, SOURCE.read_text(), HEADER.read_text()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -87,7 +87,7 @@ def compile_ptx() -> str:
 
 
 def load_nvrtc() -> ctypes.CDLL:
-    """NVRTC of the installed wheel, of the version that is pinned."""
+    """Load NVRTC from the installed wheel, which must have the pinned version."""
     try:
         found = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
@@ -103,7 +103,7 @@ def load_nvrtc() -> ctypes.CDLL:
 
 
 def text(nvrtc: ctypes.CDLL, call: str, program: ctypes.c_void_p) -> str:
-    """What `call` has, whose size `callSize` says."""
+    """Return the text of `call`, whose size `callSize` returns."""
     size = ctypes.c_size_t()
     check(nvrtc, call, getattr(nvrtc, f"{call}Size")(program, ctypes.byref(size)))
     found = ctypes.create_string_buffer(size.value)

@@ -1,16 +1,16 @@
-"""Run a selection of the tests on each Python that kvplan supports and that this machine can have.
+"""Run a selection of the tests on each Python that kvplan supports and this machine can get.
 
     python tools/pythons.py [--all] [--tests PATH ...] [NAME ...]
 
 Names are `oldest` (Python 3.11 with the oldest NumPy, pyzmq, msgspec, click and rich that
-pyproject.toml admits), `3.12`, `3.13`, `3.14` with the newest that PyPI has for each, and `3.14t`,
-the build without a GIL (msgspec does not support 3.13t). An interpreter is one on PATH, of pyenv,
-or Debian's: unpacked in build/pythons and run there by chroot, which needs root; that without a GIL
-is compiled from Debian's source. All with a GIL run the modules that are built in place here: the
-stable ABI means that. That without has a build of its own, in a copy of the tree.
+pyproject.toml admits), `3.12`, `3.13`, `3.14` with the newest releases on PyPI, and `3.14t`, the
+build without a GIL (msgspec does not support 3.13t). Interpreters come from PATH, from pyenv, or
+from Debian: unpacked in build/pythons and run there by chroot, which needs root. 3.14t is compiled
+from Debian's source. Interpreters with a GIL run the modules that are built in place, which use the
+stable ABI. 3.14t has its own build, in a copy of the tree.
 
-Ends with one line for each. Its exit status is 1 if a test failed, or if one that was named could
-not be tried.
+Prints one line for each at the end. Exits with 1 if a test failed, or if a Python that was named
+could not be tried.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TESTS = (
     *("native", "execution", "engine", "control", "links", "tcp", "datadist", "recording"),
     *("cuda", "cuda_sim"),
 )
-"""What differs between Pythons: all that is compiled, threads, loops, processes."""
+"""Tests of behaviour that differs between Pythons: compiled code, threads, loops, processes."""
 
 MIRROR = "http://deb.debian.org/debian"
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 SUITES = {"3.13": "trixie", "3.14": "sid", FREE_THREADED: "sid"}
-"""Where Debian has which."""
+"""The release of Debian that has each version."""
 
 PROBE = """
 import importlib, pkgutil, platform, sys, sysconfig
@@ -63,18 +63,18 @@ print("%d.%d" % sys.version_info[:2] + ("t" if free else ""))
 
 
 class MissingPythonError(Exception):
-    """This Python cannot be had here, and why."""
+    """A Python is not available here; the message has the reason."""
 
 
 class Interpreter(NamedTuple):
-    """How to run one: `prefix` before the path of its Python, and where that came from."""
+    """A Python to run, and its origin."""
 
     python: Path
     origin: str
     root: Path | None = None
 
     def command(self, python: Path | None = None) -> list[str]:
-        """What runs it, or a `python` of an environment of it, in this folder."""
+        """Return the command that runs it, or `python` of its environment, in this folder."""
         if self.root is None:
             return [str(python or self.python)]
         inside = "import os, sys; os.chdir(sys.argv[1]); os.execv(sys.argv[2], sys.argv[2:])"
@@ -88,7 +88,7 @@ class Interpreter(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--all", action="store_true", help="all tests, and not the quick selection")
+    parser.add_argument("--all", action="store_true", help="all tests, not the quick selection")
     parser.add_argument("--tests", nargs="+", help=f"default: {' '.join(TESTS)}")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(NAMES)}")
     arguments = parser.parse_args()
@@ -114,7 +114,7 @@ def main() -> int:
 
 
 def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
-    """Run the tests on one; returns what came of it, and whether it is good."""
+    """Run the tests on one Python; return the outcome, and True if they passed."""
     interpreter = find("3.11" if name == "oldest" else name)
     print(f"=== {name}: {interpreter.origin}", flush=True)
     environment = make_environment(name, interpreter)
@@ -137,7 +137,7 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
     print(about.stdout, end="", flush=True)
     if "GIL ON" in about.stdout:
         return f"{about.stdout.strip()}: importing kvplan enabled the GIL", False
-    # Hypothesis looks at NumPy's random state in a way that it warns of with some versions.
+    # With some versions of NumPy, Hypothesis warns about its own use of the random state.
     quiet = ("-W", "ignore:It looks like `register_random`")
     options = ("-p", "no:cacheprovider", "--timeout", "300", *quiet)
     began = time.monotonic()
@@ -166,7 +166,7 @@ def attempt(name: str, selected: list[str]) -> tuple[str, bool]:
 
 
 def find(name: str) -> Interpreter:
-    """Raise MissingPythonError where this machine cannot have it."""
+    """Find an interpreter; raise MissingPythonError if this machine cannot get it."""
     version = name.removesuffix("t")
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     found = [shutil.which(f"python{name}"), *sorted(pyenv.glob(f"{version}.*/bin/python{name}"))]
@@ -176,18 +176,18 @@ def find(name: str) -> Interpreter:
     if name not in SUITES:
         raise MissingPythonError(f"no python{name} on PATH or of pyenv, and Debian has none")
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise MissingPythonError(f"no python{name}; to use Debian's takes root and apt-get")
+        raise MissingPythonError(f"no python{name}; Debian's needs root and apt-get")
     return compiled(name) if name == FREE_THREADED else unpacked(name)
 
 
 def is_python(python: str | Path, name: str) -> bool:
-    """Whether it works, which a shim of pyenv may not, and is that one."""
+    """Return True if `python` works (a shim of pyenv may not) and is the Python `name`."""
     done = subprocess.run([python, "-c", WHICH], capture_output=True, text=True, check=False)
     return done.stdout.strip() == name
 
 
 def apt(place: Path, suite: str, *command: str) -> None:
-    """Of its own: it knows no package of this machine and installs none."""
+    """Run apt with its own state: it ignores and changes no package of this machine."""
     for name in ("lists/partial", "archives/partial"):
         (place / "apt" / name).mkdir(parents=True, exist_ok=True)
     sources = place / "apt" / "sources.list"
@@ -216,7 +216,7 @@ def apt(place: Path, suite: str, *command: str) -> None:
 
 
 def unpacked(name: str) -> Interpreter:
-    """Debian's packages of it, with all that they need, as the root of a file system."""
+    """Unpack Debian's packages of a Python and their dependencies as the root of a file system."""
     place = PLACE / f"debian-{name}"
     root, suite = place / "root", SUITES[name]
     if not (place / "ready").exists():
@@ -234,7 +234,7 @@ def unpacked(name: str) -> Interpreter:
 
 
 def compiled(name: str) -> Interpreter:
-    """Compile it without a GIL from Debian's source package."""
+    """Compile a Python without a GIL from Debian's source package."""
     place = PLACE / f"compiled-{name}"
     python = place / "installed" / "bin" / f"python{name}"
     if not (place / "ready").exists():
@@ -263,7 +263,7 @@ def compiled(name: str) -> Interpreter:
 
 
 def requirements(name: str) -> list[str]:
-    """What kvplan and its tests depend on; the oldest of each for the name that says so."""
+    """Return the dependencies of kvplan and its tests; for `oldest`, the oldest versions."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     running = project["project"]["dependencies"]
@@ -285,11 +285,11 @@ def make_environment(name: str, interpreter: Interpreter) -> Path:
     if stamp.exists() and stamp.read_text() == "\n".join(wanted):
         return place
     shutil.rmtree(place, ignore_errors=True)
-    # Of several there are wheels for a Python without a GIL only in an older or a newer version.
+    # Several packages have wheels for a Python without a GIL only in some versions.
     binary = ["--prefer-binary"] if name == FREE_THREADED else []
     bare = {key: value for key, value in os.environ.items() if key != "PIP_CONSTRAINT"}
     if interpreter.root is None:
-        # With a pip of its own: an older one takes wheels that need a GIL for such a Python.
+        # With its own pip: an older pip would install wheels that need a GIL.
         subprocess.run([interpreter.python, "-m", "venv", place], check=True)
         command = [str(place / "bin/python"), "-m", "pip", "install", "-q", *binary, *wanted]
     else:
@@ -300,7 +300,7 @@ def make_environment(name: str, interpreter: Interpreter) -> Path:
         glibcs = ("_2_28", "_2_27", "_2_26", "_2_17", "2014")
         platforms = [f"--platform=manylinux{glibc}_{os.uname().machine}" for glibc in glibcs]
         command = [*PIP, "install", "-q", "--target", str(target), "--only-binary=:all:"]
-        # pip would ask whether this Python is new enough, and not that one.
+        # pip would check the version of this Python instead of that one.
         command += ["--ignore-requires-python", "--python-version", name, *platforms, *wanted]
     subprocess.run(command, env=bare, check=True)
     stamp.write_text("\n".join(wanted))
@@ -308,7 +308,7 @@ def make_environment(name: str, interpreter: Interpreter) -> Path:
 
 
 def copy_tree(name: str) -> Path:
-    """What git has, for modules of another kind; what is unchanged is not compiled again."""
+    """Copy the files that git tracks, for a separate build; unchanged files keep their objects."""
     tree = PLACE / f"tree-{name}"
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],

@@ -3,8 +3,8 @@
     python tools/rooms.py [--before REVISION] [--out FILE.svg]
 
 The left half is REVISION, the right half is this tree. A box is a room (a package of kvplan) with
-its files and lines; a line is drawn from each room to those that it imports, the wider the more
-modules do. Dashed red lines are imports upwards.
+its files and lines. A line leads from each room to each room that it imports; its width grows with
+the number of importing modules. Dashed red lines are imports upwards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS = {  # from top to bottom, in the order of the import contract; with places from left to right
+ROWS = {  # top to bottom, in the order of the import contract, with places from left to right
     "run": (0, 0.1),
     "testing": (0, 0.36),
     "vllm": (0, 0.63),
@@ -41,7 +41,7 @@ ROWS = {  # from top to bottom, in the order of the import contract; with places
     "inspection": (8.6, 0.38),
     "values": (9.6, 0.5),
 }
-FACADE = {"kvplan", "kvplan.__main__"}  # names of all rooms, for users: no room
+FACADE = {"kvplan", "kvplan.__main__"}  # names of all rooms, for users; not a room
 WIDTH, TOP, STEP, BOX = 560, 60, 62, (104, 36)
 STYLE = """
 text{font:12px sans-serif;fill:#1b1d20;text-anchor:middle}.title{font-weight:bold;font-size:14px}
@@ -51,7 +51,7 @@ path{fill:none;stroke:#5f7fa8;stroke-opacity:.55}.up{stroke:#b3261e;stroke-dasha
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Return the rooms, imports and circles of the kvplan in `folder`."""
+    """Return the rooms, imports and import cycles of the kvplan in `folder`."""
     sys.path.insert(0, str(folder))
     import grimp
 
@@ -80,7 +80,7 @@ def room_of(name: str) -> str:
 
 
 def circles_of(imported: Mapping[str, set[str]]) -> set[frozenset[str]]:
-    """Return the largest sets of modules that reach each other, imports of types included."""
+    """Return the largest sets of modules that import each other, including imports for types."""
     reach = {module: reached(module, imported) for module in imported}
     found = {
         frozenset(other for other in reach[module] if module in reach[other]) for module in imported
@@ -130,7 +130,7 @@ def place(room: str, left: float) -> tuple[float, float]:
 
 
 def edge(upper: str, lower: str, count: int, left: float) -> str:
-    """Return the line of one room's imports of another."""
+    """Return the line for the imports of one room by another."""
     (x, y), (to_x, to_y) = place(upper, left), place(lower, left)
     down = ROWS[lower][0] >= ROWS[upper][0]
     start, end = (y + BOX[1], to_y) if down else (y, to_y + BOX[1])
@@ -172,7 +172,7 @@ def main() -> None:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Return what a new process measures: this one has a kvplan of its own on its path."""
+    """Measure a folder in a new process: this process has another kvplan on its path."""
     command = [sys.executable, __file__, "--measure", str(folder)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return json.loads(printed)  # type: ignore[no-any-return]

@@ -1,10 +1,10 @@
-"""Tries Ascend devices with real bytes, and times them: for the first runs on hardware.
+"""Try Ascend devices with real bytes, and time them: for the first runs on hardware.
 
     python tools/try_ascend.py copies                     # one process: to a device and back
     python tools/try_ascend.py serve 0.0.0.0:26000        # a peer, until its input ends (^D)
     python tools/try_ascend.py reach 10.0.0.7:26000       # another: pushes, pulls back, compares
 
-docs/how-to/ascend.md has the order in which to do that. Exits with 1 if a byte came back wrong.
+docs/how-to/ascend.md has the order of these steps. Exits with 1 if a byte came back wrong.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SERVER, CLIENT = 1, 2
 MODELS = {Placement.DEVICE: 1, Placement.HOST: 2}  # the model_id of each cache's key
 TIMEOUT_MS = 60_000
 GIB = 1 << 30
-REST_NBYTES = 1 << 28  # what an engine registers besides: staging memory, its tables
+REST_NBYTES = 1 << 28  # other registered memory of an engine: staging, tables
 
 
 def main() -> int:
@@ -79,7 +79,7 @@ def described(arguments: argparse.Namespace, placement: Placement) -> CacheDesc:
 
 
 def too_much(arguments: argparse.Namespace) -> str | None:
-    """Why HCCL will not register so much, which would show only when it connects."""
+    """Return why HCCL would refuse to register this much, which it does only at connect."""
     hdk = driver_version()
     limits = max_registered(hdk)
     nbytes = described(arguments, Placement.DEVICE).nbytes
@@ -96,7 +96,7 @@ def too_much(arguments: argparse.Namespace) -> str | None:
 
 
 def scattered(arguments: argparse.Namespace) -> tuple[list[int], list[int]]:
-    """Which blocks move, and to which."""
+    """Return the source and destination blocks."""
     generator = np.random.default_rng(7)
     half = arguments.blocks // 2
     here, there = (generator.permutation(arguments.blocks)[:half].tolist() for _ in range(2))
@@ -119,7 +119,7 @@ def tell(name: str, outcome: str) -> None:
 
 
 def copies(arguments: argparse.Namespace) -> int:
-    """Inside one process: asynchronous batches with pinned memory, synchronous ones without."""
+    """Copy inside one process: pinned memory in asynchronous batches, other memory not."""
     desc = described(arguments, Placement.DEVICE)
     here, there = scattered(arguments)
     forth, back, inside = (
@@ -163,7 +163,7 @@ def on_device(device: AscendDevice, desc: CacheDesc) -> DeviceMemory:
 
 
 def on_host(desc: CacheDesc) -> NDArray[np.uint8]:
-    """Tensors in one piece, which begins with a page, so that it can be pinned."""
+    """Return tensors in one page-aligned piece of memory, which can be pinned."""
     return np.frombuffer(Arena(desc.nbytes), np.uint8).reshape(desc.num_tensors, *desc.shape)
 
 
@@ -193,7 +193,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def reach(arguments: argparse.Namespace) -> int:
-    """Push to each cache of the peer and pull back, from and to each placement here."""
+    """Push to each cache of the peer and pull back, for each local placement."""
     here, there = scattered(arguments)
     wrong = reached = 0
     with engine(arguments, CLIENT) as datadist:

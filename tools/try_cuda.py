@@ -1,15 +1,15 @@
-"""Tries a CUDA GPU with real bytes, and times it: for the first runs on hardware.
+"""Try a CUDA GPU with real bytes, and time it: for the first runs on hardware.
 
-    python tools/try_cuda.py                   # all of it, in less than 10 minutes
-    python tools/try_cuda.py --only copies     # one try; --list has all
-    python tools/try_cuda.py --json out.jsonl  # what is printed, for programs, line by line
+    python tools/try_cuda.py                   # all tries, in less than 10 minutes
+    python tools/try_cuda.py --only copies     # one try; --list names all
+    python tools/try_cuda.py --json out.jsonl  # the same output, as lines of JSON
     python tools/try_cuda.py --wheels FOLDER   # on a machine without a network
 
-Needs no kvplan to begin with: it asks the driver and the host first, then compiles the checkout if
-that was not done. Each try runs in a process of its own, one after the other, so that none ends
-with another; what tells most comes first. Exits with 0: all is well; 1: a try failed; 3: no try
-failed, and a figure is below its bar; 4: time ran out before the end; 2: no GPU, or kvplan cannot
-be imported.
+Works before kvplan is built: the program examines the driver and the host, then compiles the
+checkout if needed. Tries run one after another, each in its own process, so that a crash ends only
+one try. The most informative ones come first. Exit status: 0: all is well; 1: a try failed; 2: no
+GPU, or kvplan cannot be imported; 3: no try failed, but a figure is below its bar; 4: time ran
+out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # what is installed goes before the checkout
+sys.path.append(str(ROOT))  # installed packages come before the checkout
 
 from tools.cuda_tries import diagnosis, preparing  # noqa: E402
 from tools.cuda_tries.notes import Notes, SkippedError, Try  # noqa: E402
@@ -68,19 +68,19 @@ FIRST = (
     *("gpu_layerwise_visible_fraction", "gpu_from_pinned_ratio", "gpu_to_pinned_ratio"),
     *("gpu_256KiB_ratio", "gpu_peer_256KiB_ratio", "gpu_request_over_nixl"),
 )
-"""What tells most: a run that is cut has these. The others come after them."""
+"""The most informative tries and figures, which come first: a run may be cut."""
 
 SANITIZED = ("copies", "offloading", "registering")
 SANITIZER = "compute-sanitizer"
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
 SLOWER = 5
-"""How much longer a try may be silent under a sanitizer."""
+"""Factor by which a try may be silent for longer under a sanitizer."""
 FRAMEWORKS = 2
-"""And one that imports torch, for the first time."""
+"""The same factor for a try that imports torch for the first time."""
 
 QUICK_NBYTES = 1 << 20
 LEAST_S = 5.0
-"""With less time left no other try begins."""
+"""Seconds that must be left for another try to begin."""
 FAILED, NO_GPU, BELOW, CUT = 1, 2, 3, 4
 
 
@@ -89,12 +89,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", metavar="NAME", action="append", help="repeatable")
-    parser.add_argument("--list", action="store_true", help="print the names and what they try")
-    parser.add_argument("--quick", action="store_true", help="little of each; no figure counts")
+    parser.add_argument("--list", action="store_true", help="print each name and its purpose")
+    parser.add_argument("--quick", action="store_true", help="less of each; figures do not count")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write it there, as it comes"
+        "--json", type=Path, metavar="FILE", help="also write each line there as JSON"
     )
-    parser.add_argument("--minutes", type=float, default=9, metavar="M", help="of all of it (9)")
+    parser.add_argument("--minutes", type=float, default=9, metavar="M", help="time limit (9)")
     parser.add_argument(
         "--limit",
         type=float,
@@ -102,7 +102,7 @@ def main() -> int:
         metavar="S",
         help="longest silence of a try after its first line (25)",
     )
-    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="of packages to use, too")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="packages to use as well")
     parser.add_argument("--build", action="store_true", help="compile the checkout in any case")
     parser.add_argument(
         "--sanitize", action="store_true", help=f"then run some under {SANITIZER}, if it is there"
@@ -120,7 +120,7 @@ def main() -> int:
 
 
 def put_line(file: IO[str], line: Line) -> None:
-    """At once: nothing is lost if the process dies."""
+    """Write a line at once: nothing is lost if the process dies."""
     file.write(json.dumps(line) + "\n")
     file.flush()
 
@@ -131,7 +131,7 @@ def say(text: str) -> None:
 
 
 def names() -> list[str]:
-    """All tries and figures, in the order in which they run."""
+    """Return the names of all tries and figures, in the order in which they run."""
     from benchmarks import gpu
 
     known = [value for value in (*TRIES, *gpu.TOPIC) if value != DIAGNOSIS]
@@ -144,7 +144,7 @@ def function_of(name: str) -> Try:
 
 
 def what(name: str) -> str:
-    """The first line of its docstring."""
+    """Return the first line of the docstring of a try."""
     from benchmarks import gpu
 
     function: Any = function_of(name) if name in TRIES else gpu.TOPIC[name]
@@ -152,7 +152,7 @@ def what(name: str) -> str:
 
 
 def run_here(name: str, notes: Notes) -> None:
-    """In the process of the try: exceptions are its parent's to see."""
+    """Run a try in its own process; the parent process handles exceptions."""
     dump_when_asked()
     if name == DIAGNOSIS:  # NumPy may be missing
         diagnosis.try_diagnosis(notes)
@@ -175,7 +175,7 @@ def run_here(name: str, notes: Notes) -> None:
 
 
 class Report:
-    """One run: what is done in which order, said and written as it comes."""
+    """One run: the tries in order, with their output printed and written at once."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -195,7 +195,7 @@ class Report:
             self._file.close()
 
     def run(self) -> int:
-        """All of it; returns the exit status."""
+        """Run everything; return the exit status."""
         if not self._arguments.list:
             say(f"{DIAGNOSIS}: {diagnosis.try_diagnosis.__doc__}")
             asked = self._try(DIAGNOSIS, DIAGNOSIS)
@@ -224,7 +224,7 @@ class Report:
             return NO_GPU
         if self._is_simulated:
             say("This is the stand-in of the tests, and no GPU: figures mean nothing.")
-        # What a try finds out of this GPU is for those after it, and not for the user's programs.
+        # Later tries may use what a try stores about this GPU; the user's programs must not.
         with tempfile.TemporaryDirectory() as cache, held_context():
             os.environ["XDG_CACHE_HOME"] = cache
             for number, name in enumerate(wanted, 1):
@@ -255,7 +255,7 @@ class Report:
                 self._results.append(self._try(title, name, prefix))
 
     def _try(self, title: str, name: str, prefix: list[str] | None = None) -> Result:
-        """Run one; its lines are said and written."""
+        """Run one try; print and write its lines."""
         quick = self._arguments.quick or prefix is not None
         command = [*(prefix or []), *command_of(name, __file__, quick=quick)]
         longer = SLOWER if prefix else FRAMEWORKS if TRIES.get(name) == "frameworks" else 1
@@ -286,7 +286,7 @@ class Report:
             put_line(self._file, line)
 
     def _end(self) -> int:
-        """The tables, and the exit status."""
+        """Print the tables; return the exit status."""
         from benchmarks.table import Row, format_table
 
         rows = [Row(**row) for result in self._results for row in result.rows]
@@ -325,7 +325,7 @@ class Report:
 
 @contextmanager
 def held_context() -> Iterator[None]:
-    """A process that keeps the driver started: otherwise it starts again for each try."""
+    """Keep the driver initialized by an extra process: otherwise each try initializes it again."""
     command = [sys.executable, diagnosis.__file__, "hold"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

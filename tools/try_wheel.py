@@ -1,7 +1,7 @@
 """Use an installed kvplan: each native module, a plan, a pull between two processes, the command.
 
-`tools/wheels.py` and the tests run this file by itself, where nothing else of the project is. Its
-arguments are the transports that are tried; none: local and tcp.
+`tools/wheels.py` and the tests run this file without the rest of the project. Its arguments are
+the transports to try; default: local and tcp.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ THEIRS, MINE = [4, 5, 9], [7, 8, 2]
 
 
 def serve(pipe: Connection, options: dict[str, str]) -> None:
-    """The other process: has a cache, in which each tensor holds its own number."""
+    """Serve, in the other process, a cache in which each tensor holds its own number."""
     with LlmDataDist(1, LlmRole.PROMPT) as prefill:
         prefill.initialize({"llm.ListenIpInfo": "127.0.0.1:0", **options})
         cache = prefill.allocate_blocks_cache(DESC, BlocksCacheKey(1))
@@ -48,7 +48,7 @@ def serve(pipe: Connection, options: dict[str, str]) -> None:
 
 
 def pull(options: dict[str, str]) -> None:
-    """Pull three blocks of it, and compare all bytes."""
+    """Pull three blocks of this cache, and compare all bytes."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     peer = spawn.Process(target=serve, args=(there, options), daemon=True)
@@ -91,7 +91,7 @@ def main() -> None:
         )
     print("  $ kvplan info", flush=True)
     told = subprocess.run([sys.executable, "-m", "kvplan", "info"], check=False)
-    if told.returncode not in (0, 1):  # 1: it may not work here, which is for its reader
+    if told.returncode not in (0, 1):  # 1: kvplan does not work here, which is printed
         raise SystemExit(f"kvplan info ended with {told.returncode}")
 
 

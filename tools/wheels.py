@@ -1,12 +1,12 @@
-"""Build the wheels of a release for Linux, and look at and try each of them.
+"""Build the wheels of a release for Linux, check them, and try each.
 
     python tools/wheels.py [--out DIRECTORY] [ARCHITECTURE ...]
 
-zig, which is a wheel itself, compiles against glibc 2.28 for x86-64 and aarch64, on either. Each
-wheel is built from the sdist. auditwheel says which manylinux tag it could have; then what each of
-its files needs of glibc is read from the file itself. tools/try_wheel.py uses the wheel in a new
-environment, where nothing of this project is in reach. One for aarch64 is tried on the emulated
-machine of `make arm64`, if that was set up.
+zig, itself a wheel, compiles against glibc 2.28 for x86-64 and aarch64, on either. Each wheel is
+built from the sdist. auditwheel determines its manylinux tag; then the glibc version that each of
+its files needs is read from the file. tools/try_wheel.py uses the wheel in a new environment, out
+of reach of this project. A wheel for aarch64 is tried on the emulated machine of `make arm64`, if
+that was set up.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from elftools.elf.gnuversions import GNUVerNeedSection
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / "build" / "wheels"
 GLIBC = (2, 28)
-"""The oldest that wheels run with: that of RHEL 8, and what NumPy's and pyzmq's wheels need."""
+"""The oldest glibc that wheels support: that of RHEL 8, and of NumPy's and pyzmq's wheels."""
 
 ARCHITECTURES = ("x86_64", "aarch64")
 PYTHON = (3, 11)
-"""Whose stable ABI the wheels are built for: the oldest that kvplan supports."""
+"""The oldest Python that kvplan supports; wheels use its stable ABI."""
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
         "--out",
         type=Path,
         default=ROOT / "dist",
-        help="where the files go, in place of those of the same version",
+        help="folder of the results; they replace files of the same version",
     )
     parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE", help="default: both")
     arguments = parser.parse_args()
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> None:
-    """Run it, and show what it prints only if it fails."""
+    """Run a command; show its output only if it fails."""
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -92,21 +92,21 @@ def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> None:
 
 
 def bare() -> dict[str, str]:
-    """Nothing that shows a new environment something of this one; patchelf is found."""
+    """Return the environment variables without those that leak this environment; keep patchelf."""
     hidden = ("PYTHONPATH", "PIP_CONSTRAINT")
     kept = {name: text for name, text in os.environ.items() if name not in hidden}
     return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 def show(*command: str | Path, cwd: Path, **variables: str) -> None:
-    """Run it, and show what it prints."""
+    """Run a command, and show its output."""
     done = subprocess.run(command, cwd=cwd, env=bare() | variables, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}")
 
 
 def make_sdist(out: Path) -> Path:
-    """Return it, in `out`, where it replaces this version's files; other versions' stay."""
+    """Build the sdist in `out`; replace files of this version, and keep those of others."""
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", PLACE, ROOT)
     (sdist,) = PLACE.glob("kvplan-*.tar.gz")
     for old in out.glob(sdist.name.removesuffix(".tar.gz") + "[.-]*"):
@@ -115,25 +115,25 @@ def make_sdist(out: Path) -> Path:
 
 
 def build(tree: Path, architecture: str, out: Path) -> Path:
-    """Return the wheel with its manylinux tag, in `out`."""
+    """Build the wheel with its manylinux tag in `out`, and return its path."""
     place = PLACE / architecture
     zig = f"{sys.executable} -m ziglang"
     target = f"-target {architecture}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
     run(
         *(sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", place / "plain"),
         cwd=tree,
-        # Python's own flags name folders of the machine that this Python was built on.
+        # Python's own flags contain folders of the machine where this Python was built.
         CC=f"{zig} cc {target}",
         LDSHARED=f"{zig} cc {target} -shared",
         AR=f"{zig} ar",
-        # zig checks undefined behaviour unless told not to; not what a release is made of.
+        # By default zig adds checks for undefined behaviour, which a release must not have.
         CFLAGS="-fno-sanitize=all",
         LDFLAGS="-Wl,-s",
         _PYTHON_HOST_PLATFORM=f"linux-{architecture}",
         KVPLAN_LIMITED_API="1",
     )
     (plain,) = (place / "plain").iterdir()
-    # It takes --plat of this machine's architecture only; what a wheel could be it says of any.
+    # auditwheel accepts --plat only for this machine's architecture, so it chooses the tag itself.
     run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", place / "audited", plain)
     (audited,) = (place / "audited").iterdir()
     found = re.search(rf"-manylinux_(\d+)_(\d+)_{architecture}\.whl$", audited.name)
@@ -146,7 +146,7 @@ def build(tree: Path, architecture: str, out: Path) -> Path:
 
 
 def needed(wheel: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Each library in it, and the newest glibc that it names a symbol of; exits if too new."""
+    """Yield each library of a wheel and the newest glibc that it needs; exit if that is too new."""
     with zipfile.ZipFile(wheel) as archive:
         for name in sorted(text for text in archive.namelist() if text.endswith(".so")):
             versions = glibc_versions(archive.read(name))
@@ -157,7 +157,7 @@ def needed(wheel: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def glibc_versions(library: bytes) -> set[tuple[int, ...]]:
-    """As `objdump -T` shows them, for any machine."""
+    """Return the versions of glibc in a library, like `objdump -T`, for any machine."""
     found = set()
     for section in ELFFile(io.BytesIO(library)).iter_sections():
         if isinstance(section, GNUVerNeedSection):
@@ -169,7 +169,7 @@ def glibc_versions(library: bytes) -> set[tuple[int, ...]]:
 
 
 def attempt(wheel: Path, architecture: str) -> None:
-    """Use it in an environment that has it and what it depends on, and nothing else."""
+    """Use the wheel in an environment with only the wheel and its dependencies."""
     place = PLACE / architecture / "clean"
     program = shutil.copy(ROOT / "tools" / "try_wheel.py", place.parent)
     if architecture == platform.machine():
@@ -178,10 +178,10 @@ def attempt(wheel: Path, architecture: str) -> None:
         run(sys.executable, "-m", "pip", "--python", python, "install", "-q", wheel)
         show(python, "-W", "error", program, cwd=place.parent)
     elif (ROOT / "build/arm64/ready").exists():
-        # What it depends on is in the environment of the emulated machine already.
+        # The environment of the emulated machine already has its dependencies.
         emulated = ROOT / "tools" / "arm64"
         run(emulated, "python", "-m", "pip", "install", "-q", "--no-deps", "--target", place, wheel)
-        # Not over `local`: qemu shows a process another start time of itself than others see.
+        # Not over `local`: under qemu a process sees a start time that other processes do not.
         tried = ("python", "-W", "error", program, "tcp")
         show(emulated, *tried, cwd=place.parent, PYTHONPATH=str(place))
     else:

@@ -1,4 +1,4 @@
-"""Programs of two ends that move the paged work, each with one library; see `benchmarks.pairs`.
+"""Programs with two ends that do the paged work, each with one library; see `benchmarks.pairs`.
 
-Those of peers run in an environment of their own: nothing here but `engine` imports kvplan.
+Programs of other libraries run in another environment: only `engine` imports kvplan.
 """

@@ -1,7 +1,7 @@
-"""kvplan as its users call it: planning, lowering and checking are within the time.
+"""kvplan as its users call it: the time includes planning, lowering and checking.
 
 The moving end also answers "facade TIMES" and "executor TIMES" with the median seconds of a pull of
-4 KiB: of a whole call, and of the executor with the descriptor at hand.
+4 KiB: of a whole call, and of the executor with a ready descriptor.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LONG_MS = 60_000
 
 @contextmanager
 def engine(cluster_id: int, address: str, options: list[str]) -> Iterator[LlmDataDist]:
-    """An engine that listens at `address`; options are written as KEY=VALUE."""
+    """Yield an engine that listens at `address`; options are KEY=VALUE."""
     with LlmDataDist(cluster_id, LlmRole.MIX) as datadist:
         given = dict(option.split("=", 1) for option in options)
         datadist.initialize({"llm.ListenIpInfo": f"{address}:0", **given})
@@ -63,7 +63,7 @@ def engine(cluster_id: int, address: str, options: list[str]) -> Iterator[LlmDat
 def paged_cache(
     datadist: LlmDataDist, memory: str, key: BlocksCacheKey | None
 ) -> tuple[Cache, Pool]:
-    """A cache in an arena of the engine, or "registered": in memory that was there before."""
+    """Make a cache in the engine's arena or, if "registered", in the caller's memory."""
     if memory == "registered":
         pool = list(ordinary_pool())
         return datadist.register_blocks_cache(PAGED, pool, key), pool
@@ -75,14 +75,14 @@ def paged_cache(
 
 
 def single_cache(datadist: LlmDataDist, key: BlocksCacheKey | None) -> Cache:
-    """One tensor of the paged work as a cache by itself; every page is touched."""
+    """Make a cache of one tensor of the paged work; every page is touched."""
     cache = datadist.allocate_blocks_cache(SINGLE, key)
     datadist.arrays(cache)[0][:] = 1
     return cache
 
 
 class EngineMover:
-    """The engine that pulls and pushes."""
+    """The moving end with kvplan."""
 
     def __init__(self, datadist: LlmDataDist, cache: Cache, pool: Pool) -> None:
         self.pool = pool
@@ -103,7 +103,7 @@ class EngineMover:
 
 
 class SmallPulls:
-    """Pulls of a slot of 4 KiB, by the cache's id."""
+    """Pulls of a slot of 4 KiB by the id of its cache."""
 
     def __init__(self, datadist: LlmDataDist) -> None:
         cache = datadist.allocate_cache(SMALL)
@@ -121,7 +121,7 @@ class SmallPulls:
         self._executor = partial(executor.run, descriptors, keep=(theirs, ours))
 
     def seconds(self, level: str, times: int) -> float:
-        """Median seconds of a pull at "facade" or "executor"."""
+        """Return the median seconds of a pull at level "facade" or "executor"."""
         pull = self._facade if level == "facade" else self._executor
         clock = time.perf_counter_ns
         taken = []
@@ -135,11 +135,11 @@ class SmallPulls:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--option", action="append", default=[], metavar="KEY=VALUE", help="of the engine")
+    add("--option", action="append", default=[], metavar="KEY=VALUE", help="engine option")
     add("--memory", choices=("arena", "registered"), default="arena")
     add("--work", choices=("paged", "small"), default="paged")
     add("--address", default="127.0.0.1", help="of this end")
-    add("peer", nargs="?", help="what the serving end said")
+    add("peer", nargs="?", help="line that the serving end printed")
     return parser.parse_args()
 
 

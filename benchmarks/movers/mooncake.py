@@ -1,4 +1,4 @@
-"""Mooncake's transfer engine over TCP: lists of addresses are prepared; the batches are timed."""
+"""Mooncake's transfer engine over TCP: address lists are prepared, and batches are timed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_HELP = "descriptors of a batch; more than its queues hold fails, and so do 
 
 
 class MooncakeMover:
-    """The end that calls."""
+    """The moving end with Mooncake."""
 
     def __init__(
         self, engine: TransferEngine, pool: OnePool, peer: str, address: int, most: int

@@ -1,4 +1,4 @@
-"""NIXL: descriptor lists and requests are made before; posting and waiting is timed."""
+"""NIXL: descriptor lists and requests are prepared; posting and waiting are timed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EACH_TENSOR = np.arange(TENSORS)[:, None] * POOL_BLOCKS
 
 
 def descriptors(address: int) -> NDArray[np.uint64]:
-    """Every block of the pool at `address`, as NIXL takes them: address, size, device."""
+    """Return NIXL's row (address, size, device) of every block of the pool at `address`."""
     rows = np.zeros((TENSORS * POOL_BLOCKS, 3), dtype=np.uint64)
     rows[:, 0] = np.uint64(address) + np.arange(len(rows), dtype=np.uint64) * np.uint64(BLOCK)
     rows[:, 1] = BLOCK
@@ -46,17 +46,17 @@ def descriptors(address: int) -> NDArray[np.uint64]:
 
 
 def indices(ids: Ids, tensors: NDArray[np.intp] = EACH_TENSOR) -> NDArray[np.int32]:
-    """Rows of `descriptors`."""
+    """Return the rows of blocks in `descriptors`."""
     return (tensors + ids).ravel().astype(np.int32)
 
 
 def kind_of(pool: OnePool | None) -> str:
-    """NIXL's word for where it lies."""
+    """Return NIXL's name for the kind of memory."""
     return "VRAM" if pool is None else "DRAM"
 
 
 class NixlMover:
-    """The initiator. A pool on a GPU is None: requests from it are timed, and not looked at."""
+    """The moving end with NIXL. A pool on a GPU is None: its requests are timed, not verified."""
 
     def __init__(
         self, agent: nixl_agent, pool: OnePool | None, peer: str, ours: int, theirs: int
@@ -99,10 +99,10 @@ Work = Callable[[str, int], Callable[[], float]]
 
 
 def observing(site: str, folder: str) -> Callable[[Work], Work]:
-    """Have kvplan, in `site`, record agents that are made from here on.
+    """Let kvplan, in `site`, record agents that are made from here on.
 
-    Returns what adds work to work: words that begin with "observed-", and with "forwarded-" for
-    methods that only forward. What other words name calls NIXL's own methods.
+    The result extends work: words that begin with "observed-" use recorded methods, words that
+    begin with "forwarded-" methods that only forward, and other words NIXL's own methods.
     """
     sys.path.append(site)
     from kvplan.observe import install

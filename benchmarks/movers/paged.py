@@ -1,10 +1,10 @@
-"""The paged work, and the messages that start it. NumPy and nothing else.
+"""The paged work, and the messages that start it. Needs only NumPy.
 
-The serving end prints one line of JSON, which says how to reach it, and serves until its input
-ends. The moving end gets that line as its last argument. Then it answers each line of its input,
-"pull BLOCKS" or "push BLOCKS", with one of JSON: how many seconds that took. To "request BLOCKS",
-and to "single BLOCKS" of one tensor alone, it answers with the median of many pulls, each of other
-blocks, of which nothing is known before.
+The serving end prints one line of JSON with its address, and serves until its input ends. The
+moving end gets that line as its last argument. It answers each line of its input, "pull BLOCKS" or
+"push BLOCKS", with a line of JSON: the seconds of the transfer. To "request BLOCKS", and to
+"single BLOCKS" of only one tensor, it answers with the median of many pulls, each of new blocks
+that are not known in advance.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TENSOR_NBYTES = POOL_BLOCKS * BLOCK
 POOL_NBYTES = TENSORS * TENSOR_NBYTES
 
 OnePool = NDArray[np.uint8]
-"""Tensors, blocks, bytes."""
+"""An array of shape (tensors, blocks, bytes)."""
 Pool = OnePool | Sequence[OnePool]
-"""The same, or each tensor by itself."""
+"""One array, or an array for each tensor."""
 Ids = NDArray[np.int64]
 
 
@@ -38,47 +38,47 @@ class Mover(Protocol):
 
     @property
     def pool(self) -> Pool:
-        """Our blocks."""
+        """The local blocks."""
 
     def prepared(self, direction: str, remote: Ids, local: Ids) -> Callable[[], object]:
-        """A call that moves blocks `remote` of every tensor of the peer to or from `local` of ours.
+        """Return a call that moves blocks `remote` of every tensor to or from local blocks `local`.
 
-        What the library lets its users do beforehand is done beforehand; the call is timed.
+        Everything that the library can prepare is prepared; only the call is timed.
         """
 
 
 class Requester(Mover, Protocol):
-    """A moving end that also pulls what was not prepared."""
+    """A moving end that also pulls unprepared blocks."""
 
     def request(self, tensors: int, remote: Ids, local: Ids) -> object:
-        """Pull these blocks of the first `tensors` tensors, 1 or all; done on return."""
+        """Pull these blocks of the first `tensors` tensors, 1 or all, and wait."""
 
 
 REQUESTS = 1000
-"""As many are timed at once, of one block; of many blocks fewer."""
+"""Number of requests of one block that are timed together; fewer of many blocks."""
 
 
 def pool_at(memory: Any) -> OnePool:
-    """The tensors in `memory`, every page of which is touched."""
+    """Return the tensors in `memory`; touch every page."""
     pool = np.frombuffer(memory, dtype=np.uint8).reshape(TENSORS, POOL_BLOCKS, BLOCK)
     pool[:, :, :: mmap.PAGESIZE] = 1
     return pool
 
 
 def ordinary_pool() -> OnePool:
-    """Memory as any allocator gives it."""
+    """Return a pool in ordinary memory."""
     return pool_at(mmap.mmap(-1, POOL_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def huge_pool() -> OnePool:
-    """The same in huge pages, where the system has any."""
+    """Return a pool in huge pages, if the system has any."""
     memory = mmap.mmap(-1, POOL_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return pool_at(memory)
 
 
 def shared_pool() -> OnePool:
-    """Memory that other processes can map: what a library that is good at it may make use of."""
+    """Return a pool that other processes can map, for libraries that use this."""
     return pool_at(mmap.mmap(-1, POOL_NBYTES, flags=mmap.MAP_SHARED))
 
 
@@ -90,20 +90,20 @@ POOLS: dict[str, Callable[[], OnePool]] = {
 
 
 def tables(blocks: int) -> list[Ids]:
-    """Random distinct blocks: of the peer, of ours, and others of ours."""
+    """Return random distinct blocks: of the peer, local ones, and other local ones."""
     rng = np.random.default_rng(blocks)
     remote, local, elsewhere = (rng.permutation(POOL_BLOCKS)[:blocks] for _ in range(3))
     return [remote, local, elsewhere]
 
 
 def offsets(ids: Ids) -> NDArray[np.int64]:
-    """Where the blocks of every tensor lie in a pool, in the order of tensors, then `ids`."""
+    """Return the offsets of blocks of every tensor in a pool, in order of tensors, then `ids`."""
     tensors = np.arange(TENSORS, dtype=np.int64)[:, None]
     return (tensors * TENSOR_NBYTES + ids * BLOCK).ravel()
 
 
 def forwarding(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The least that a wrapper of a method can cost: it passes every argument on."""
+    """Return the cheapest wrapper of a method: it only forwards."""
 
     def forwarded(*args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
@@ -112,14 +112,14 @@ def forwarding(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def answers() -> IO[str]:
-    """The standard output, for answers alone: what libraries print goes to the standard error."""
+    """Return the standard output, for answers only; output of libraries goes to standard error."""
     ours = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return ours
 
 
 def serve(say: IO[str], whereabouts: object, poll: Callable[[], object] | None = None) -> None:
-    """Say how to reach this end; be there until the input ends, and call `poll` all the while."""
+    """Print how to reach this end; serve until the input ends, and call `poll` meanwhile."""
     print(json.dumps(whereabouts), file=say)
     if poll is None:
         sys.stdin.read()
@@ -131,7 +131,7 @@ def serve(say: IO[str], whereabouts: object, poll: Callable[[], object] | None =
 
 
 def obey(say: IO[str], work: Callable[[str, int], Callable[[], float]]) -> None:
-    """Answer each line of the input, a word and a number, with the seconds of the work it names."""
+    """Answer each line of the input, a word and a number, with the seconds of that work."""
     ready: dict[str, Callable[[], float]] = {}
     for line in sys.stdin:
         if line not in ready:
@@ -141,7 +141,7 @@ def obey(say: IO[str], work: Callable[[str, int], Callable[[], float]]) -> None:
 
 
 def timed(mover: Mover) -> Callable[[str, int], Callable[[], float]]:
-    """Work for `obey`: of a direction and a number of blocks, checked before the first is timed."""
+    """Return work for `obey`, by direction and number of blocks; check it before it is timed."""
 
     def work(direction: str, blocks: int) -> Callable[[], float]:
         if direction in ("request", "single"):
@@ -161,7 +161,7 @@ def timed(mover: Mover) -> Callable[[str, int], Callable[[], float]]:
 
 
 def requests(mover: Requester, tensors: int, blocks: int) -> Callable[[], float]:
-    """Pulls of random blocks, one after another; a call returns the median of their seconds."""
+    """Return a call that pulls random blocks many times, and returns the median seconds."""
     rng = np.random.default_rng(blocks)
 
     def table() -> Ids:
@@ -180,10 +180,10 @@ def requests(mover: Requester, tensors: int, blocks: int) -> Callable[[], float]
 
 
 def check(mover: Mover, remote: Ids, local: Ids, elsewhere: Ids) -> None:
-    """Push blocks that are all different, pull them back to other places, and compare.
+    """Push blocks of distinct content, pull them back to other places, and compare.
 
     Raises:
-        AssertionError: they came back changed.
+        AssertionError: a block came back changed.
     """
 
     def numbers(tensor: int) -> NDArray[np.uint32]:

@@ -23,10 +23,10 @@ __all__ = ["main"]
 
 
 class Command(NamedTuple):
-    """A subcommand: its one-line help, and its module, which is loaded when it is used.
+    """A subcommand: its one-line help, and its module, which is loaded on use.
 
-    The module has a click.Command with the name of the subcommand. It returns an `ExitCode`, or
-    None for OK.
+    The module has a click.Command with the name of the subcommand. The command returns an
+    `ExitCode`, or None for OK.
     """
 
     help: str
@@ -48,7 +48,7 @@ COMMANDS: Final = {
 
 
 class _Commands(click.Group):
-    """A group of COMMANDS; each loads only the libraries that it needs."""
+    """A group of COMMANDS; each command loads only the libraries that it needs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*COMMANDS]
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reason(error: LLMException | OSError) -> str:
-    """Return an error as one line; of a system error the file and the message."""
+    """Return an error as one line; for a system error, its file and message."""
     if not isinstance(error, OSError) or not error.strerror:
         text = str(error)
     elif error.filename is None:
@@ -142,7 +142,7 @@ def _explain_usage(misused: click.UsageError) -> None:
 
 
 def _make_printable() -> None:
-    """Print `?` for characters that the encoding of the locale lacks, instead of failing."""
+    """Print `?` for characters that the locale's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""`kvplan check`: validate a plan in a file, or placements of weights and the reshard between."""
+"""`kvplan check`: validate a plan, a placement of weights, or a reshard between two placements."""
 
 from __future__ import annotations
 
@@ -85,14 +85,13 @@ def _read(name: str) -> bytes:
 def _checked(
     file: str, source: str | None, blobs: dict[str, bytes], folder: Path | None
 ) -> tuple[list[str], dict[str, Any]]:
-    """Check all files; return the findings as lines and as a document."""
+    """Check the files; return the findings as lines and as a document."""
     from kvplan.planning.weights import is_placement, plan_reshard, read_placement
 
     if source is None and not is_placement(_json(blobs[file])):
         plan = read_plan(BytesIO(blobs[file]), file)
         text = (
-            f"{file}: a plan: {plan!r}; every byte is inside of its tensor, and none is written "
-            "twice"
+            f"{file}: a plan: {plan!r}; every byte is inside its tensor, and none is written twice"
         )
         return [text], {"valid": True, "document": "plan", **_facts(plan)}
     target = read_placement(blobs[file], file)
@@ -119,7 +118,7 @@ def _checked(
 
 
 def _json(blob: bytes) -> object:
-    """Return the JSON value, or None for an error, which `read_plan` reports."""
+    """Return the JSON value; None for malformed JSON, which `read_plan` then reports."""
     try:
         return json.loads(blob)
     except (ValueError, RecursionError):

@@ -26,7 +26,7 @@ PROGRAM: Final = "kvplan"
 STDIN: Final = "-"
 
 _WIDTH: Final = 200
-"""Columns of a table. A narrow terminal wraps its lines, as cut numbers would be wrong."""
+"""Columns of a table. A narrow terminal wraps its lines: truncated numbers would be wrong."""
 
 
 class ExitCode(IntEnum):
@@ -37,7 +37,7 @@ class ExitCode(IntEnum):
 
     OK = 0
     DIFFERENT = 1
-    """The command worked, and its answer is no: plans differ, kvplan does not work here."""
+    """The command worked, and its answer is no. For example, two plans differ."""
     TROUBLE = 2
     """The command failed because of an argument, a file or a peer. stderr has the reason."""
     INTERRUPTED = 130
@@ -91,10 +91,10 @@ def write_json(document: Mapping[str, Any], version: int = 1) -> None:
 
 
 def console(*, fitted: bool = False) -> Console:
-    """Return a console for tables and colours. Colours need a terminal, and no NO_COLOR.
+    """Return a console for tables and colours. It uses colours on a terminal without NO_COLOR.
 
-    It prints data unchanged, without markup, emoji or highlighted numbers. A `fitted` console is as
-    wide as the terminal, for output that fills the screen.
+    The console prints data unchanged, without markup, emoji or highlighted numbers. A `fitted` one
+    is as wide as the terminal, for output that fills the screen.
     """
     from rich.console import Console  # slow, and not needed for plain text or JSON
 
@@ -143,13 +143,13 @@ _STYLES: Final = tuple(
 
 
 def write_plain(*lines: str) -> None:
-    """Print lines without colours. Unprintable characters, which a file may have, are escaped."""
+    """Print lines without colours. Escape unprintable characters, which a file may contain."""
     sys.stdout.writelines(f"{printable(line)}\n" for line in lines)
 
 
 def write_lines(lines: Iterable[str]) -> None:
     """Print lines one by one, with colours on a terminal."""
-    out, lines = console(), map(printable, lines)  # a file may name caches as it likes
+    out, lines = console(), map(printable, lines)  # names of caches come from files
     if not out.is_terminal or out.no_color:
         out.file.writelines(f"{line}\n" for line in lines)
         return

@@ -15,7 +15,7 @@ from kvplan.planning.texts import nbytes_text, plural
 from kvplan.validation import printable
 
 _LISTED: Final = 16
-"""Caches that are listed; further ones are only counted."""
+"""Maximum number of listed caches; further ones are only counted."""
 
 
 @click.command("ping", epilog="Example: kvplan ping 10.0.0.7:16000 --key cluster.key")
@@ -78,7 +78,7 @@ def ping(
     linking or a pull fails.
     """
     options = Options(
-        listen_ip_info="",  # even if the environment has an address
+        listen_ip_info="",  # overrides an address in the environment
         cluster_key_file=key,
         transport=transport,
         accelerator="none" if device_id is None else "auto",
@@ -130,7 +130,7 @@ def _document(report: Report) -> dict[str, object]:
 
 
 def _passed(status: LinkStatus) -> list[tuple[str, str]]:
-    """Return the transports that would be preferred, each with the reason against it."""
+    """Return the preferred transports that the link does not use, each with the reason."""
     pairs = (text.partition(": ") for text in status.passed_over)
     return [(name, why_not) for name, _, why_not in pairs]
 

@@ -102,7 +102,7 @@ def _explained(plan: Plan, limit: int | None) -> dict[str, Any]:
 
 
 def _descriptors(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield each descriptor with its layers, tensors and rows. Offsets are into these tensors."""
+    """Yield each descriptor with its layers, tensors and rows, and its offsets in these tensors."""
     for part, first, *_ in plan.placed():
         for index in range(part.num_descriptors):
             yield _descriptor(part, index) | {"index": first + index}

@@ -18,8 +18,8 @@ from kvplan.planning.transfer import Rows, Transfer
 from kvplan.status import LLMException
 from kvplan.types import Cache, CacheDesc, CacheKeyByIdAndIndex, KvCacheExtParam, LlmRole, Placement
 
-_LARGE_NBYTES: Final = 64 << 20  # of a large pull
-_MAX_ROW_NBYTES: Final = 1 << 30  # of a row of all tensors; larger ones are not read
+_LARGE_NBYTES: Final = 64 << 20  # bytes of a large pull
+_MAX_ROW_NBYTES: Final = 1 << 30  # bytes of a row in all tensors; larger rows are not read
 
 _FIRST: Final = range(1)
 _ONE_LAYER: Final = (
@@ -67,11 +67,11 @@ class Probe:
     options: Options  # of the engine that links with it
     timeout_ms: int  # of each step
     count: int  # of measurements of each kind
-    # Of this side, in the upper half of the range: programs that count from 0 do not reach it.
+    # The local cluster, in the upper half of the range: programs that count from 0 stay below.
     cluster_id: int = field(default_factory=lambda: secrets.randbits(63) + 2**63)
 
     def run(self, peer: int | None) -> Report:
-        """Link with cluster `peer` (None: the one that listens at the address), measure, unlink."""
+        """Link with cluster `peer` (None: whichever listens at the address), measure, unlink."""
         with LlmDataDist(self.cluster_id, LlmRole.DECODER) as engine:
             engine.initialize(self.options)
             if peer is None:
@@ -90,7 +90,7 @@ class Probe:
         engine.link_clusters([ClusterInfo(peer, self.address)], self.timeout_ms).raise_for_status()
 
     def _ask(self, engine: LlmDataDist) -> int:
-        """Return the cluster that listens there, from its refusal of a link to another cluster."""
+        """Link with a wrong cluster id; return the right one, which the refusal names."""
         another = self.cluster_id ^ 1
         try:
             self._link(engine, another)
@@ -153,12 +153,12 @@ class _Reading:
     timeout_ms: int
 
     def pull(self, size: str, rows: int, parts: tuple[KvCacheExtParam, ...], count: int) -> Pull:
-        """Time `count` pulls of the first rows, with the first of `parts` that the cache has."""
+        """Time `count` pulls of the first rows, in the first of `parts` that fits the cache."""
         refused: LLMException | None = None
         for part in parts:
             try:
                 plan = self.engine.plan(self._transfer(rows, part))
-            except LLMException as error:  # its tensors do not form such layers
+            except LLMException as error:  # the tensors do not form such layers
                 refused = refused or error
                 continue
             self._move(rows, part)  # the first pull touches the local pages
@@ -177,7 +177,7 @@ class _Reading:
 
     @property
     def _slot(self) -> CacheKeyByIdAndIndex:
-        """The first slot by the id of its cache, so that the pull consumes no key."""
+        """The first slot, by the id of the cache: such a pull consumes no key."""
         return CacheKeyByIdAndIndex(self.peer, self.remote.cache_id, 0)
 
 

@@ -77,7 +77,7 @@ class _InFlight(TypedDict):
 
 @resolved
 class _Document(TypedDict):
-    """The fields that are read from an engine; see `kvplan.engine.engine.describe`."""
+    """The fields of an engine's document that are used; see `kvplan.engine.engine.describe`."""
 
     cluster_id: int
     role: str
@@ -166,7 +166,7 @@ def top(
     interrupted = False
 
     def interrupt(number: int, frame: object) -> None:
-        """Raise as Python does; the flag ends the loop if a destructor swallows the exception."""
+        """Raise like Python's handler; the flag ends the loop if a destructor drops the error."""
         nonlocal interrupted
         interrupted = True
         raise KeyboardInterrupt
@@ -191,7 +191,7 @@ def top(
 
 @contextmanager
 def _shown() -> Iterator[Callable[[Text], object]]:
-    """Return a function that shows a page; on a terminal it replaces the previous page."""
+    """Return a function that shows a page. On a terminal, each page replaces the previous one."""
     out = console(fitted=True)
     if not out.is_terminal:
 
@@ -208,7 +208,7 @@ def _shown() -> Iterator[Callable[[Text], object]]:
 
 
 def checked(answer: Answer) -> Answer:
-    """Return an answer with its document checked: any program of this user may have sent it."""
+    """Return an answer with its document checked: any program of this user may have answered."""
     if answer.document is None:
         return answer
     try:
@@ -285,7 +285,7 @@ def _failures(row: dict[str, Any]) -> int:
 
 
 def _quantile(buckets: dict[float | None, int], fraction: float) -> float | None:
-    """Return the upper bound, in us, of the bucket of a quantile. Counts are cumulative."""
+    """Return the upper bound, in us, of a quantile's bucket. Counts are cumulative."""
     total = max(buckets.values(), default=0)
     if not total:
         return None
@@ -295,7 +295,7 @@ def _quantile(buckets: dict[float | None, int], fraction: float) -> float | None
 
 
 def page(engines: Sequence[Engine], answers: Sequence[Answer]) -> Text:
-    """Return the text of a page. Its lines are as long as needed; a narrow terminal wraps them."""
+    """Return the text of a page. Long lines are not cut; a narrow terminal wraps them."""
     from rich.text import Text
 
     out = console()
@@ -371,7 +371,7 @@ def _links(engines: Sequence[Engine]) -> Table:
 
 
 def _passed_over(engines: Sequence[Engine]) -> list[Text]:
-    """Return a line for each transport that a link does not use, or not for all memory."""
+    """Return a line for each transport that a link does not use, or uses for only some memory."""
     from rich.text import Text
 
     lines = [

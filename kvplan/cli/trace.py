@@ -177,7 +177,7 @@ def trace(
 
 
 def _recordings_of(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files, and of a folder its recordings, by name."""
+    """Yield the files, and the recordings in each folder, by name."""
     from kvplan.engine.records import SUFFIX  # slow, and only folders need it
 
     for path in paths:
@@ -191,7 +191,7 @@ def _recordings_of(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _check_operation(name: str, recordings: Sequence[Recording]) -> None:
-    """Refuse an operation that neither engines nor the recordings have."""
+    """Refuse an operation that neither an engine nor a recording has."""
     known = sorted(
         OPERATIONS.union(
             row.operation
@@ -233,7 +233,7 @@ def _title(recording: Recording) -> str:
 
 
 def _lines(records: Sequence[AnyRecord]) -> Iterator[str]:
-    """Yield the lines of records of one recording. Transfers of one template have equal layers."""
+    """Yield a line for each record of a recording. Transfers of one template have equal layers."""
     known: dict[tuple[int, ...], str] = {}
     for record in records:
         layers = ""
@@ -244,7 +244,7 @@ def _lines(records: Sequence[AnyRecord]) -> Iterator[str]:
 
 
 def _layers(transfer: TransferRecord) -> str:
-    """Return `0-31`, or `0-1>4-5` if src and dst differ; each text once for several parts."""
+    """Return `0-31`, or `0-1>4-5` if src and dst differ. Equal texts of parts occur once."""
     try:
         parts = () if transfer.plan is None else transfer.plan.parts
     except LLMException:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def compare(recordings: Sequence[Recording], asked: tuple[str, str], *, as_json: bool) -> ExitCode:
-    """Print how the transfers of B differ from those of A; transfer i of A pairs with i of B."""
-    if asked[0] != asked[1]:  # of two requests: another end, which moved nothing, may be given too
+    """Print the differences between the transfers of A and of B, which are paired in order."""
+    if asked[0] != asked[1]:  # two requests: FILEs of passive ends may be given too
         recordings = [
             recording for recording in recordings if any(_moved(recording, name) for name in asked)
         ] or recordings
@@ -57,7 +57,7 @@ def _transfers(
         passive = any(row.peer == here for other in recordings for row in _moved(other, name))
         raise click.UsageError(
             f"--compare {name}: {recording.path} has no transfer of that tag"
-            + "; it is of the other end of these transfers: compare both ends with --sums" * passive
+            + "; it recorded their passive end: compare both ends with --sums" * passive
         )
     return found
 
@@ -68,7 +68,7 @@ def _moved(recording: Recording, tag: str) -> list[TransferRecord]:
 
 
 def _pair(a: TransferRecord | None, b: TransferRecord | None) -> dict[str, Any]:
-    """Return the numbers of two transfers, and how they differ."""
+    """Return the numbers of two transfers, and their differences."""
     differences: list[str] = []
     if a is None or b is None:
         differences.append(f"only {'B' if a is None else 'A'} has this transfer")

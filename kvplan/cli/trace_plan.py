@@ -73,7 +73,7 @@ class Expected(NamedTuple):
 
 
 def transfer_at(recording: Recording, number: int) -> TransferRecord:
-    """Return the transfer in a row of a recording; LLM_PARAM_INVALID: it is not a transfer."""
+    """Return the transfer in a row of a recording; other rows raise LLM_PARAM_INVALID."""
     found = recording.rows[number] if number < len(recording) else None
     if not isinstance(found, TransferRecord):
         raise invalid(

@@ -1,4 +1,4 @@
-"""`kvplan trace --sums`: blocks whose sums differ from those of their owner."""
+"""`kvplan trace --sums`: blocks whose sums at the two ends of a transfer differ."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Sums(NamedTuple):
 
 
 def compare_sums(recordings: Sequence[Recording], tag: str | None, *, as_json: bool) -> ExitCode:
-    """Print the bytes of each transfer with sums that differ from those of the owner."""
+    """Print the runs of each transfer whose sums differ from those of their owner."""
     found = [sums for recording in recordings for sums in _sums_of(recording)]
     asked = {id(row) for recording in recordings for row in select(recording, tag=tag)}
     moved = [sums for sums in found if sums.transfer is not None]
@@ -64,7 +64,7 @@ def compare_sums(recordings: Sequence[Recording], tag: str | None, *, as_json: b
 
 
 def _lines(wrong: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each wrong run; of tensors with the same wrong runs only the first."""
+    """Yield a line for each wrong run; for tensors with the same wrong runs, only of the first."""
     tensors: dict[int, list[dict[str, Any]]] = {}
     for run in wrong:
         tensors.setdefault(run.get("tensor", 0), []).append(run)
@@ -78,7 +78,7 @@ def _lines(wrong: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _read_before(moved: Sequence[_Sums]) -> Iterator[str]:
-    """Yield for each transfer which one had pulled the same blocks of the request; empty: none."""
+    """Yield text about the earlier pull of the same blocks, for each transfer; empty: none."""
     last: dict[tuple[Any, ...], TransferRecord] = {}
     for sums in moved:
         transfer, text = sums.transfer, ""
@@ -92,7 +92,7 @@ def _read_before(moved: Sequence[_Sums]) -> Iterator[str]:
 
 
 def _pulled_blocks(transfer: TransferRecord) -> bytes | None:
-    """Return the blocks at the peer of a pull of whole blocks, as bytes to compare."""
+    """Return the peer's block table of a pull of whole blocks, as bytes to compare."""
     if transfer.verb != "pull" or (plan := transfer.plan) is None or len(plan.parts) != 1:
         return None
     tables = plan.parts[0].tables
@@ -123,7 +123,7 @@ def _sums_of(recording: Recording) -> Iterator[_Sums]:
 
 
 def _compared(moved: _Sums, found: Sequence[_Sums]) -> dict[str, Any]:
-    """Compare the sums of a transfer with those of the owner's program; return the document."""
+    """Compare the sums of a transfer with those that its owner recorded; return the document."""
     transfer = moved.transfer
     assert transfer is not None
     of_peer = [sums for sums in found if sums.recording.header.cluster_id == transfer.peer]
@@ -158,7 +158,7 @@ def _compared(moved: _Sums, found: Sequence[_Sums]) -> dict[str, Any]:
 
 
 def _others(moved: _Sums, senders: Sequence[_Sums]) -> dict[str, str]:
-    """Return text about the other requests whose bytes the sender's memory had, by their sums."""
+    """Return text about other requests whose bytes were in the sender's memory, by their sums."""
     transfer = moved.transfer
     assert transfer is not None
     end, texts = transfer.time + transfer.seconds, {}
@@ -176,7 +176,7 @@ def _others(moved: _Sums, senders: Sequence[_Sums]) -> dict[str, str]:
 
 
 def _nearest(transfer: TransferRecord, owners: Sequence[_Sums]) -> _Sums:
-    """Return the sums that are nearest in time, since a tag may be used again."""
+    """Return the sums that are nearest in time: several requests may use one tag."""
     end = transfer.time + transfer.seconds
     before = [sums for sums in owners if sums.row.time <= end]
     after = [sums for sums in owners if sums.row.time > end]
@@ -192,7 +192,7 @@ def _wrong(
 
     Args:
         transfer: the transfer.
-        here, there: sums of its process and of the peer.
+        here, there: sums in the process of the transfer and at the peer.
         others: text about sums of other requests.
     """
     plan = transfer.plan

@@ -2,8 +2,8 @@
 
 `locate` compares a cache with its expected content. For the first wrong bytes, in the order of the
 request, it names layer, heads, tokens and block. It also names the descriptor that wrote them,
-their source, and whose bytes they are instead. `replay` needs no expected content: the reference
-executor makes it from the source. Engines and transports do not belong here.
+its source, and where their content belongs. `replay` makes the expected content from the source,
+by the reference executor. Engines and transports do not belong here.
 """
 
 from __future__ import annotations

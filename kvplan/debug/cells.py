@@ -1,4 +1,4 @@
-"""Cells of tensors: their bytes, their comparison, and their place in model and request."""
+"""Cells of tensors: their bytes, their comparison, and their place in the model and the request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FLOATS: Final = {
 }
 
 _INNER: Final = ("dim", "group", "state")
-"""Axes inside of a cell, which is one token in one head of the keys or values of a layer."""
+"""Axes inside a cell, which is one token in one head of the keys or values of a layer."""
 
 _OPAQUE_NBYTES: Final = 64
 """Bytes of a cell if the content of rows is unknown."""
@@ -44,11 +44,11 @@ class Cells(NamedTuple):
 
     offsets: Offsets  # in bytes, in the tensor
     layer: Offsets  # counted from the first layer of the cache
-    part: Offsets  # 0 for keys, 1 for values; else the position among the tensors of the layer
+    part: Offsets  # 0: keys, 1: values; without them, the position among the layer's tensors
     head: Offsets  # counted from the first head of the cache
     row: Offsets  # block or slot
     token: Offsets  # in the row
-    order: Offsets  # number of the token in the request; without tokens, of the row
+    order: Offsets  # position of the token in the request; without tokens, of the row
 
     def take(self, chosen: Any) -> Cells:
         """Return some of the cells, by a NumPy index."""
@@ -61,10 +61,10 @@ class Coordinates:
     def __init__(self, part: Part, name: str) -> None:
         self.side: Side = getattr(part, name)
         side, tables = self.side, part.tables
-        # Steps of less than a byte (elements of 4 bits) cannot be told apart.
+        # Steps of less than a byte (elements of 4 bits) are indistinguishable.
         named = side.layout.axes if side.layout else ()
         axes = [axis for axis in named if _is_whole(side, axis)]
-        # Tensors of one layer; `parts` also counts keys and values inside of one tensor.
+        # Tensors of one layer; `parts` also counts keys and values inside one tensor.
         self.apart = part.tensors_per_layer // (side.extent("kv") if "kv" in part.split else 1)
         self.has_heads = "head" in axes
         self._kv_inside = side.extent("kv") > 1
@@ -74,7 +74,7 @@ class Coordinates:
         strides = [side.stride_of(axis) for axis in axes if axis not in _INNER]
         self.cell_nbytes = min(strides, default=math.gcd(side.row_nbytes, _OPAQUE_NBYTES))
         rows = [] if tables is None else getattr(tables, name).tolist()
-        self.rows: Offsets = np.array(rows, np.int64)  # of the request, in its order
+        self.rows: Offsets = np.array(rows, np.int64)  # rows of the request, in order
         self.entries: dict[int, list[int]] = {}
         for entry, row in enumerate(rows):
             self.entries.setdefault(row, []).append(entry)
@@ -115,7 +115,7 @@ class Coordinates:
         return layer if self.layers is None else self.layers[layer]
 
     def tensor_of(self, layer: int, part: int) -> tuple[int, int]:
-        """Return the tensor of a layer's keys or values, and the byte at which they begin in it."""
+        """Return the tensor of a layer's keys or values, and their first byte in this tensor."""
         side, inside = self.side, self.side.extent("layer")
         start = layer % inside * side.stride_of("layer")
         if self._kv_inside:
@@ -132,7 +132,7 @@ def _is_whole(side: Side, axis: str) -> bool:
 
 
 def tensors_of(name: str, given: Any, parts: Sequence[Part], side: str) -> list[Bytes]:
-    """Return the bytes of each tensor; refuse tensors of another size than the plan's."""
+    """Return the bytes of each tensor; refuse tensors whose size differs from the plan's."""
     if isinstance(given, np.ndarray) or not isinstance(given, Sequence):
         raise TypeError(f"{name}={type(given).__name__} must be a sequence of tensors")
     sizes = [
@@ -155,7 +155,7 @@ def tensors_of(name: str, given: Any, parts: Sequence[Part], side: str) -> list[
 
 
 def _bytes_of(name: str, tensor: Any, nbytes: int) -> Bytes:
-    """Return the bytes of a tensor, with those between its rows if `nbytes` includes them."""
+    """Return the bytes of a tensor, including the gaps between rows if `nbytes` counts them."""
     form = read_form(name, tensor)
     if form.device is not None:
         raise invalid(f"{name} is on {form.device.text}; copy it to the host first")
@@ -167,7 +167,7 @@ def _bytes_of(name: str, tensor: Any, nbytes: int) -> Bytes:
             return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
         raise invalid(f"{name} is not contiguous: strides {form.strides} of shape {form.shape}")
     memory: Any = (ctypes.c_uint8 * form.span_nbytes).from_address(form.address)
-    memory.owner = form.owner  # keeps the memory alive as long as the array
+    memory.owner = form.owner  # the array keeps the memory alive
     array: Bytes = np.frombuffer(memory, np.uint8)
     return array
 
@@ -179,7 +179,7 @@ def _same_bits(a: Bytes, b: Bytes) -> NDArray[np.bool_]:
 
 
 def comparison(part: Part, atol: float) -> Same:
-    """Return a function that tells which cells, of shape (n, bytes), are equal: (n,)."""
+    """Return a function that compares cells of shape (n, bytes); its result has shape (n,)."""
     if not atol:
         return _same_bits
     data_type = part.dst.data_type

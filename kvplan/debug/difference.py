@@ -1,4 +1,4 @@
-"""The difference of a cache from its expected content: first wrong bytes, summary, and text."""
+"""The difference between a cache and its expected content: first wrong bytes, summary and text."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class Wrong:
     """The first wrong bytes of a cache, in one block (or slot) of one layer's keys or values.
 
     Attributes:
-        layer: number in the model if the shard names layers, otherwise counted from the cache's
-            first.
+        layer: number in the model if the shard names layers, otherwise counted from the first
+            layer of the cache.
         kv: "K" or "V"; empty if the layout does not say.
         heads: first and last wrong KV head of the model; None: unknown.
         tokens: first and last wrong token of the request; None: unknown.
-        tensor, row: their place at dst.
-        descriptor: the descriptor of the plan that wrote the first of them.
+        tensor, row: the place of the bytes at dst.
+        descriptor: the descriptor of the plan that wrote the first of the bytes.
         src_tensor, src_row: the place that the descriptor read.
         entries: positions of `src_row` in the request's block table at src.
-        holds: text about the content that the bytes are; empty if they were found nowhere.
-        as_planned: True if they equal the bytes at the source that the plan reads; None: no source
-            was given.
-        writes: every recorded transfer that wrote the block, oldest first; None: no recording was
+        holds: text about the origin of the bytes; empty: they were not found elsewhere.
+        as_planned: True if they equal the source bytes that the plan reads; None: no source was
+            given.
+        writes: all recorded transfers that wrote the block, oldest first; None: no recording was
             given.
     """
 
@@ -56,11 +56,11 @@ class Difference:
     Attributes:
         part: the part of the plan that was executed.
         wrong_nbytes: bytes that the plan wrote, in cells that differ.
-        elsewhere_nbytes: bytes in cells that differ and that the plan does not write.
+        elsewhere_nbytes: bytes in differing cells that the plan does not write.
         layers: numbers of the wrong layers, as in `Wrong.layer`.
         kv: "K", "V" or "K+V".
         heads, tokens: the wrong heads and tokens; empty: unknown.
-        rows: blocks (or slots) at dst that are wrong.
+        rows: the wrong blocks (or slots) at dst.
         first: the first wrong bytes in the order of layers and of the request; None: no byte is
             wrong.
     """
@@ -104,7 +104,7 @@ class Difference:
         held += [spans_text("token", [first.tokens] if first.tokens else [])]
         where = f"{part.dst.row} {first.row} of {part.dst.name or f'dst tensor {first.tensor}'}"
         yield f"first: {', '.join(filter(None, [*held, where]))}"
-        # A slot is in no table, and a copy inside of a process may read a block for several.
+        # Slots are in no table, and a copy inside a process may read one block for several.
         entries = first.entries if part.src.paged and part.local != "both" else ()
         named = " and ".join(f"src_blocks[{entry}]" for entry in entries[:4])
         source = part.src.name or f"src tensor {first.src_tensor}"
@@ -146,11 +146,11 @@ def _writes_lines(writes: tuple[Write, ...]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Located:
-    """The result of `locate`: true if anything is wrong. `print` shows it.
+    """The result of `locate`: true if anything is wrong. Its `str` is a report.
 
     Attributes:
         differences: one for each part of the plan, in order.
-        is_replay: True if the expected content was made from the source, by the plan.
+        is_replay: True if the plan made the expected content from the source.
     """
 
     differences: tuple[Difference, ...]
@@ -161,7 +161,7 @@ class Located:
 
     @property
     def first(self) -> Wrong | None:
-        """The first wrong bytes of the first part that has any; None: no byte is wrong."""
+        """The first wrong bytes of the first part with wrong bytes; None: no byte is wrong."""
         return next(
             (difference.first for difference in self.differences if difference.first is not None),
             None,

@@ -32,21 +32,21 @@ def locate(
     recordings: Sequence[Recording] = (),
     cache_id: int | None = None,
 ) -> Located:
-    """Return where a cache differs from its expected content, in the bytes that `plan` wrote.
+    """Find the differences between a cache and its expected content, in bytes that `plan` wrote.
 
     Args:
-        expected, found: the expected and the actual tensors of the destination: NumPy arrays, or
-            CPU tensors that have `__dlpack__`, contiguous, one for each tensor at dst. The tensors
+        expected, found: the expected and the actual tensors of the destination: contiguous NumPy
+            arrays, or CPU tensors that have `__dlpack__`, one for each tensor at dst. The tensors
             of several parts follow each other.
         plan: the executed plan.
-        source: the tensors of the source, if available. The result then says whether the plan was
-            carried out, and recognizes bytes of other requests.
-        atol: cells differ if any of their elements differ by more; 0: if any bit differs. For
-            caches of DT_FLOAT16, DT_BF16, DT_FLOAT or DT_DOUBLE, which two runs may compute
-            differently.
-        recordings: of the engine that owns the cache, followed by those of its peers. They tell
-            which transfers wrote the first wrong block.
-        cache_id: of the cache; required with `recordings`, and not available for several parts.
+        source: the tensors of the source, if available. The result then tells whether the bytes
+            were copied as planned, and recognizes bytes of other requests.
+        atol: cells differ if an element differs by more than this; 0: if any bit differs. Above 0
+            only for DT_FLOAT16, DT_BF16, DT_FLOAT and DT_DOUBLE, whose values may differ between
+            two runs.
+        recordings: the recording of the engine that owns the cache, then those of its peers. They
+            name the transfers that wrote the first wrong block.
+        cache_id: id of the cache; required with `recordings`, for plans of one part.
 
     Raises:
         ValueError: a number outside its C type.
@@ -94,18 +94,18 @@ def replay(
     recordings: Sequence[Recording] = (),
     cache_id: int | None = None,
 ) -> Located:
-    """Execute `plan` again with the reference executor, and compare with the actual result.
+    """Execute `plan` again with the reference executor, and compare its result with the actual one.
 
-    Needs a second copy of `dst` in memory.
+    This needs memory for a second copy of `dst`.
 
     Args:
         plan: the executed plan.
-        src: the tensors of the source, as they were at that time.
-        dst: the tensors of the destination, as they were afterwards. They are not written.
+        src: the tensors of the source at the time of the transfer.
+        dst: the tensors of the destination after the transfer; they are not written.
         recordings, cache_id: as for `locate`.
 
     Raises:
-        TypeError, ValueError, LLMException: as `locate`.
+        TypeError, ValueError, LLMException: see `locate`.
     """
     parts = [placed_part.part for placed_part in _placed(plan)]
     read, found = tensors_of("src", src, parts, "src"), tensors_of("dst", dst, parts, "dst")
@@ -122,7 +122,7 @@ def _placed(plan: object) -> list[PlacedPart]:
 def _compare(
     part: Part, expected: list[Bytes], found: list[Bytes], source: list[Bytes] | None, same: Same
 ) -> Difference:
-    """Compare the tensors of one part; each list begins with them."""
+    """Compare the tensors of one part, which are the first of each list."""
     dst = Coordinates(part, "dst")
     runs = part.segments.expanded()
     places = [part.pair(index)[1] for index in range(part.num_tensor_pairs)]

@@ -65,7 +65,7 @@ class Search:
         return np.asarray(tensors[tensor][offsets[:, None] + np.arange(self.unit)])
 
     def _holds(self, as_planned: bool | None) -> str:
-        """Return text about the place of the destination to which these bytes belong."""
+        """Describe the place at the destination where these bytes belong."""
         dst, side, cells = self.dst, self.dst.side, self.cells
         here = self._bytes(self.found, self.tensor, cells.offsets)
         if (here == here[0, 0]).all():
@@ -81,7 +81,7 @@ class Search:
             if entries.min() < 0 or entries.max() >= len(dst.rows):
                 continue
             if orders.min() < dst.tokens_moved.start or orders.max() >= dst.tokens_moved.stop:
-                continue  # in the same blocks, but not a token of the request
+                continue  # in the blocks of the request, but not one of its tokens
             rows = dst.rows[entries]
             there = cells.offsets + (rows - cells.row) * side.stride
             there += (tokens - cells.token) * side.stride_of("token")
@@ -92,7 +92,7 @@ class Search:
                     return f"what is expected in {places}"
                 return f"what is expected of {what}, in {places}"
         low, high = int(cells.head.min()), int(cells.head.max())
-        for shift in range(-low, side.extent("head") - high):  # empty without such an axis
+        for shift in range(-low, side.extent("head") - high):  # empty without an axis of heads
             there = cells.offsets + shift * side.stride_of("head")
             if shift and self._is(here, self.tensor, there):
                 heads = low + shift + dst.first_head, high + shift + dst.first_head
@@ -103,7 +103,7 @@ class Search:
             for piece in range(dst.parts):
                 tensor, begins = dst.tensor_of(layer, piece)
                 if self._is(here, tensor, cells.offsets + (begins - start)):
-                    # Tensors of a layer that are not keys and values have no names.
+                    # Only keys and values have names among the tensors of a layer.
                     which = f", in dst tensor {tensor}" if dst.parts > 1 else ""
                     which = f" {'KV'[piece]}" if dst.has_kv else which
                     return f"what is expected of layer {dst.model_layer(layer)}{which}"
@@ -132,7 +132,7 @@ class Search:
         return bool(self.same(there, here).all())
 
     def _holds_of_source(self, source: Coordinates, tensor: int, offsets: Offsets) -> str:
-        """Return text about another row of the source that has these bytes at the same places."""
+        """Describe another row of the source that has these bytes at the same places."""
         assert self.source is not None
         side = source.side
         own = offsets % (side.count * side.stride) // side.stride
@@ -156,7 +156,7 @@ class Search:
 
 
 class _Read(NamedTuple):
-    """The reads of a plan for bytes of a dst tensor; each column has an entry for each byte."""
+    """The reads of a plan for bytes of a dst tensor; one entry for each byte in each column."""
 
     descriptors: Offsets
     tensors: Offsets

@@ -1,4 +1,4 @@
-"""Accelerators of this process: how to find them, and memory on them.
+"""Accelerators of this process, and their memory.
 
-This room must not import `transport`, which has the memory of other processes.
+This room must not import `transport`, which handles the memory of other processes.
 """

@@ -1,4 +1,4 @@
-"""Ascend devices: the ACL library, which is loaded at run time, and the abilities of products."""
+"""Ascend devices: the ACL library, loaded at run time, and the capabilities of each product."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Product:
     Attributes:
         name: Its common name.
         max_batch: The maximum number of descriptors of one batch of HCCL.
-        registers: The kinds of memory that HCCL transfers directly. Other memory is staged in
-            device memory on this side, and cannot be offered to peers.
-        hccs: The kinds of memory at this side of a transfer over HCCS, which connects devices
-            inside a host or super pod. At the other end HCCS reaches only device memory.
+        registers: The kinds of memory that HCCL transfers directly. Other local memory is staged
+            in device memory, and cannot be offered to peers.
+        hccs: The kinds of local memory that transfers over HCCS reach; HCCS connects devices of a
+            host or super pod. At the other end HCCS reaches only device memory.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Product:
     hccs: frozenset[Kind]
 
     def local_kinds(self, *, is_hccs: bool) -> frozenset[Kind]:
-        """Return the kinds of memory that HCCL transfers directly at this side of a link."""
+        """Return the kinds of memory that HCCL transfers directly at the local end of a link."""
         return self.hccs if is_hccs else self.registers
 
     def remote_kinds(self, *, is_hccs: bool) -> frozenset[Kind]:
@@ -55,7 +55,7 @@ A2: Final = Product("A2", 256, _BOTH, _DEVICE)
 A3: Final = Product("A3", 256, _BOTH, _BOTH)
 A950: Final = Product("950", 64, _DEVICE, _DEVICE)
 
-# The first match counts: names of A3 chips are those of A2, followed by _93.
+# The first match counts: names of A3 chips are names of A2 chips with the suffix _93.
 _SOCS: Final = (
     (re.compile(r"Ascend910_93"), A3),
     (re.compile(r"Ascend910B"), A2),
@@ -64,7 +64,7 @@ _SOCS: Final = (
 
 
 def product_of(soc_name: str) -> Product | None:
-    """Return the product of a chip ("Ascend910B3"); None: unknown, or not one-sided."""
+    """Return the product of a chip ("Ascend910B3"); None: unknown, or no one-sided transfers."""
     return next((product for soc, product in _SOCS if soc.match(soc_name)), None)
 
 
@@ -89,8 +89,8 @@ class AscendDevice(Device):
     A forked child cannot use it. Without `library` the installed one is used.
 
     Attributes:
-        notes_pins: True if pinning memory does not map it for the device, as from CANN 8.5 on.
-            Mapped memory cannot be mapped again, as HCCL does with host memory.
+        notes_pins: True if pinning does not map memory for the device (since CANN 8.5). Memory
+            cannot be mapped twice, and HCCL maps host memory itself.
     """
 
     tensor_kind = "npu"
@@ -102,7 +102,7 @@ class AscendDevice(Device):
 
     @property
     def product(self) -> Product | None:
-        """The product of the device; None: it has no one-sided transfers."""
+        """The product of the device; None: the device has no one-sided transfers."""
         return product_of(self.name)
 
     def describe(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The table of accelerators, and the one that this process uses."""
+"""The table of accelerators, and the choice among them."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ CUDA_CONTEXTS: Final = ("primary", "own")
 
 
 def current_device(choice: str) -> int | None:
-    """Return the device that the calling thread has set in its own calls; None: none."""
-    from kvplan.device import ascend, cuda  # as above
+    """Return the device that the calling thread has set current; None: no device."""
+    from kvplan.device import ascend, cuda  # loaded only if needed
 
     known: Mapping[str, tuple[Callable[[], DeviceLibrary], str]] = {
         "ascend": (ascend.load_library, "aclrtGetDevice"),
@@ -74,14 +74,14 @@ def _asked(load_library: Callable[[], DeviceLibrary], call: str) -> int | None:
     except LLMException:
         return None
     number = ctypes.c_int32()
-    # A second handle of the library: the program has loaded it too, and has set its device.
+    # A second handle of the library that the program has loaded, and in which it set its device.
     if getattr(ctypes.CDLL(library.path), call)(ctypes.byref(number)) != 0:
         return None
     return number.value
 
 
 def open_accelerator(choice: str, device_id: int, cuda: CudaOptions = _DEFAULTS) -> Device | None:
-    """Return the device to use, which the caller closes."""
+    """Open the device to use. The caller closes it."""
     if choice == "none":
         return None
     if choice != "auto":

@@ -1,4 +1,4 @@
-"""CUDA devices: the driver's library, which is loaded at run time, and shared GPU memory."""
+"""CUDA devices: the driver's library, loaded at run time, and shared GPU memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def load_library(context: str = "primary") -> CudaLibrary:
 
 
 def driver_version() -> str | None:
-    """Return the version of the kernel's driver, such as "550.54.15", or None."""
+    """Return the version of the kernel module, such as "550.54.15", or None."""
     with suppress(OSError, UnicodeDecodeError):
         found = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", _DRIVER.read_text())
         return found[1] if found else None
@@ -65,11 +65,11 @@ _MPS_ENABLED: Final = 133
 
 
 def restrictions(device: CudaDevice, kernel: str) -> list[str]:
-    """Return what restricts a device here, and what follows from it, as sentences.
+    """Return sentences about restrictions of a device here, and their consequences.
 
     Args:
         device: The device.
-        kernel: The release of the system's kernel.
+        kernel: The release of the operating system's kernel.
     """
     attribute = device.native.attribute  # None: the driver does not know it
     found = {
@@ -87,8 +87,8 @@ def restrictions(device: CudaDevice, kernel: str) -> list[str]:
 class CudaSharing:
     """The sharing of a CUDA device; see `Sharing`.
 
-    kvplan's own memory is exported as a descriptor, whose mappings keep it alive. Memory that users
-    have mapped is exported in pieces, by descriptors too. Memory of cuMemAlloc has a handle of
+    kvplan's own memory is exported as a descriptor, whose mappings keep the memory alive. So is
+    memory that users have mapped, in pieces. Memory of cuMemAlloc has a handle of
     cuIpcGetMemHandle, which keeps nothing alive.
     """
 
@@ -133,8 +133,8 @@ class CudaSharing:
             if gpu != "hidden":
                 raise failure from error
             raise unsupported(
-                f"{failure.args[0]}; CUDA_VISIBLE_DEVICES hides that GPU from this process: if the "
-                "driver does not reach it so, let both processes see both GPUs, and choose by "
+                f"{failure.args[0]}; CUDA_VISIBLE_DEVICES hides that GPU from this process. If "
+                "that is the cause, let both processes see both GPUs, and choose by "
                 "llm.DeviceId; if the two have no peer access (nvidia-smi topo -p2p r), "
                 "use kvplan.transport=tcp"
             ) from error
@@ -186,7 +186,7 @@ class CudaDevice(Device):
         """Limit how copies use the driver and the GPU, in all directions.
 
         Args:
-            batch_calls: False: the driver's batch call is not used.
+            batch_calls: False to avoid the driver's batch call.
             max_blocks: Maximum number of blocks of the copy kernel; 0: the tuned or built-in one.
         """
         from kvnative._cuda import limit_copies

@@ -1,4 +1,4 @@
-"""The tuning of a CUDA device's copies, stored by the kind of GPU.
+"""The tuning of a CUDA device's copies, stored for each kind of GPU.
 
 There are three ways: one launch of kvplan's kernel for a whole batch, the driver's batch call, and
 one driver copy for each descriptor (kvnative/src/cuda/copies.h). `kvplan tune` measures them. An

@@ -66,7 +66,7 @@ class Watch(Protocol):
 
     @property
     def is_replaced(self) -> bool:
-        """True if other memory was found at its addresses."""
+        """True if other memory was found at the watched addresses."""
 
 
 class Device:
@@ -77,7 +77,7 @@ class Device:
     Attributes:
         id: Its logical number.
         native: The device itself, which all users in this process share.
-        tensor_kind: The name in torch of such devices, events and streams: "npu" of `npu_event`.
+        tensor_kind: The name of such devices, events and streams in torch, such as "npu".
     """
 
     tensor_kind: ClassVar[str] = ""
@@ -165,7 +165,7 @@ class Device:
     ) -> tuple[Watch, ...]:
         """Watch memory, so that transfers refuse it once other memory has its addresses.
 
-        The watch lasts as long as the result. Empty: the library cannot distinguish allocations.
+        The result keeps the watch alive. Empty: the library cannot distinguish allocations.
         """
         return ()
 
@@ -200,7 +200,7 @@ class Device:
             )
 
     def read(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
-        """Fill `buffer` from the device, where its bytes must be valid.
+        """Fill `buffer` from device memory at `address`; the range must be valid.
 
         Raises:
             LLMException: an error of the device.
@@ -209,7 +209,7 @@ class Device:
             self.native.read(address, buffer)
 
     def write(self, address: int, buffer: Buffer | NDArray[Any]) -> None:
-        """Write the bytes of `buffer` to the device, which must have room for them.
+        """Write `buffer` to device memory at `address`; the range must be valid.
 
         Raises:
             LLMException: an error of the device.
@@ -218,7 +218,7 @@ class Device:
             self.native.write(address, buffer)
 
     def backend(self, direction: CopyDirection) -> Backend:
-        """Return the backend that copies in a direction, which all users of the device share.
+        """Return the backend that copies in a direction. All users of the device share it.
 
         Raises:
             NativeError: the device is closed.
@@ -257,7 +257,7 @@ class Device:
 
         Raises:
             TypeError: not a stream.
-            LLMException: LLM_PARAM_INVALID: of another accelerator, or no handle.
+            LLMException: LLM_PARAM_INVALID: a stream of another accelerator, or without a handle.
         """
         return stream_handle_of(name, stream, self.tensor_kind)
 
@@ -276,9 +276,9 @@ class Device:
         }
 
     def close(self) -> None:
-        """Unpin all memory, and close the device with its last user. Idempotent.
+        """Unpin all memory; the last user closes the device. Idempotent.
 
-        No transfer may use it any more. Memory that is referenced stays until it is dropped.
+        Transfers must not use the device any more. Referenced memory stays until it is dropped.
         """
         if self._closed or os.getpid() != self._key[0]:
             return

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_device_of_link(side: TensorMemory, device: Device, peer: object) -> None:
-    """Refuse a local side that is on another device than the link to `peer`.
+    """Refuse a local side that is not on the device of the link to `peer`.
 
     Raises:
         LLMException: LLM_FEATURE_NOT_ENABLED.
@@ -44,7 +44,7 @@ class DeviceMemory(Revocable):
         owner: An object that keeps the memory alive, or guarantees it; None: the addresses are
             checked before and after each transfer.
         watches: Watches over memory that its owner may free during a transfer.
-        parts: The memories that this one consists of; revoking one of them revokes this.
+        parts: The memories that this one consists of; revoking a part revokes the whole.
     """
 
     __slots__ = ("__weakref__", "_owner", "addresses", "device", "nbytes", "watches", "writable")
@@ -109,7 +109,7 @@ class DeviceMemory(Revocable):
         """Return the memory of tensors that claim to be on the device, and keep them alive.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: the address of one is not on the device.
+            LLMException: LLM_PARAM_INVALID: the address of a tensor is not on the device.
         """
         memory = cls(
             device,
@@ -131,7 +131,7 @@ class DeviceMemory(Revocable):
             LLMException: LLM_FEATURE_NOT_ENABLED: `other` is on another device.
         """
         if not other.in_process:
-            return None  # the memory of the peer decides
+            return None  # the peer's memory chooses the backend
         if not other.on_device:
             return self.device.backend("device_to_host" if direction == "get" else "host_to_device")
         if isinstance(other, DeviceMemory) and other.device.native is not self.device.native:
@@ -153,7 +153,7 @@ class DeviceMemory(Revocable):
         """Check raw addresses again, and memory that is watched.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: as `check_located`; LLM_KV_CACHE_NOT_EXIST: the memory
+            LLMException: LLM_PARAM_INVALID: see `check_located`; LLM_KV_CACHE_NOT_EXIST: the memory
                 was freed, and other memory has its addresses.
         """
         if self._owner is None:
@@ -175,7 +175,7 @@ class DeviceMemory(Revocable):
             self.device.check_range(f"tensor {i}", int(self.addresses[i]), int(self.nbytes[i]))
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("DeviceMemory cannot be copied or pickled: it is this process's")
+        raise TypeError("DeviceMemory cannot be copied or pickled: it belongs to this process")
 
     def __repr__(self) -> str:
         total = int(self.nbytes.sum())

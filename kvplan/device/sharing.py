@@ -1,7 +1,7 @@
-"""Device memory that processes of one host share, and the interface of devices that can do so.
+"""Device memory that processes of one host share, and the interface of devices that can share.
 
-The owner exports a whole allocation. A peer with its `AllocationRef` maps it for a device of its
-own, and copies to and from it like memory of that device.
+The owner exports a whole allocation. A peer maps the allocation by its `AllocationRef` for a local
+device, and copies to and from it like memory of that device.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class AllocationRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         device: UUID of the device: 32 hexadecimal digits.
         address, nbytes: The allocation, in the owner.
         number: The number of the export, unique in the owner.
-        fd: The owner's descriptor of it, which peers duplicate; -1: see `handle`.
-        handle: 128 hexadecimal digits, by which peers map it; empty if they map it by `fd`, or by
-            the descriptors of its pieces, which the owner sends.
-        is_pool: True if its parts come and go.
+        fd: The owner's descriptor of the allocation, which peers duplicate; -1: see `handle`.
+        handle: A CUDA IPC handle, as 128 hexadecimal digits. If it is empty, peers map the
+            allocation by `fd`, or by the descriptors of its pieces, which the owner sends.
+        is_pool: True if parts of it are allocated and freed during its life.
     """
 
     device: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -56,12 +56,12 @@ class AllocationRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_kept_by_peers(self) -> bool:
-        """True if a mapping keeps the memory alive; False: its owner must not free it meanwhile."""
+        """True if mappings keep the memory alive; False: the owner must outlive them."""
         return not self.handle
 
     @property
     def is_in_pieces(self) -> bool:
-        """True if peers map it by descriptors that only its owner can make."""
+        """True if peers map the memory by descriptors that only its owner can make."""
         return self.fd < 0 and not self.handle
 
 
@@ -75,8 +75,8 @@ class Exported:
     Args:
         ref: The allocation as peers name it.
         device: The device of the memory.
-        held: Everything that the export needs.
-        take: Makes descriptors of pieces, given the first and their number; None: it has one.
+        held: The objects that the export needs alive.
+        take: Makes descriptors of pieces, given the first and their number; None: not in pieces.
     """
 
     __slots__ = ("__weakref__", "_held", "_take", "device", "ref")
@@ -108,7 +108,7 @@ class Mapped(Protocol):
 
     @property
     def address(self) -> int:
-        """The address for the device that it was mapped for."""
+        """The address of the mapping, for its device."""
 
 
 class Sharing(Protocol):
@@ -120,7 +120,7 @@ class Sharing(Protocol):
 
     @property
     def uuid(self) -> str:
-        """See above."""
+        """See the attributes of the class."""
 
     def export(
         self, address: int, nbytes: int, buffer: DeviceBuffer | None, *, is_pool: bool = False
@@ -129,9 +129,9 @@ class Sharing(Protocol):
 
         Args:
             address, nbytes: The range.
-            buffer: kvplan's allocation that holds it; None: it is the user's.
-            is_pool: True if peers should keep the mapping even if they use no part of it. The first
-                export of an allocation decides.
+            buffer: kvplan's allocation that holds the range; None: the user's memory.
+            is_pool: True if peers should keep the mapping even while they use no part of it. The
+                first export of an allocation decides.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: no peer can map it, with the remedy; an error of
@@ -143,18 +143,18 @@ class Sharing(Protocol):
 
         Args:
             ref: The reference that the peer has published; not trusted.
-            batches: Its pieces, some at a time and not trusted; none if it has a handle. Those of a
-                batch are closed when the next one is requested.
+            batches: Its pieces in batches, not trusted; empty if it has a handle. The pieces of a
+                batch are closed when the next batch is requested.
 
         Raises:
-            LLMException: LLM_FEATURE_NOT_ENABLED: this device does not reach the other one, with
-                the reason; an error of the device.
+            LLMException: LLM_FEATURE_NOT_ENABLED: this device does not reach that memory, and why;
+                an error of the device.
         """
 
     def shortfall(self, uuid: str) -> str | None:
-        """Return why this device and the one with that UUID cannot reach each other's memory.
+        """Return the reason why this device and another cannot reach each other's memory.
 
-        None: they can, or only an attempt to map shows it.
+        None: they can, or only an attempt to map will tell.
         """
 
 

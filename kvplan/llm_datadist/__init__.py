@@ -1,9 +1,9 @@
 """The Python interface of LLM-DataDist, over kvplan's engine.
 
-It has the names, arguments, outcomes and module paths of the official package `llm_datadist`
+This package has the names, arguments, outcomes and module paths of the official `llm_datadist`
 (docs/reference/llm_datadist-differences.md lists the differences). Only checks and conversions may
-enter; bytes move by the verbs of `LlmDataDist`. Programs import it from here, call `install()`, or
-run unchanged by `python -m kvplan.run`.
+enter; the verbs of `LlmDataDist` move bytes. Programs import this package, call `install()`, or
+run unchanged under `python -m kvplan.run`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _MODULES = {*_ROOMS, "utils", "v2"}
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, as the launcher imports this package for any program.
+    # Lazy, because the launcher imports this package for every program.
     if name in _HOME:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     if name in _MODULES:

@@ -38,7 +38,7 @@ class LLMRole(IntEnum):
 
 
 def trans_str_ip(ip: str | int) -> int:
-    """Return an IPv4 address as the little-endian integer of its bytes; an integer unchanged.
+    """Convert an IPv4 address to the little-endian integer of its bytes; integers stay unchanged.
 
     Raises:
         RuntimeError: a str that is not an IPv4 address.
@@ -59,8 +59,8 @@ def _checked_cluster_info(name: str, text: str) -> str:
             address["ip"] = trans_str_ip(address["ip"])
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise invalid(
-            f'{name}={shown(text)} must be a JSON object, with "ip" in each of its '
-            f'"listen_ip_info", if any: {error!r}'
+            f'{name}={shown(text)} must be a JSON object, with "ip" in each entry of '
+            f'"listen_ip_info": {error!r}'
         ) from None
     return json.dumps(cluster)
 
@@ -99,7 +99,7 @@ class LLMClusterInfo:
         self._local_ip_info_list.append(_address(ip, port))
 
     def append_remote_ip_info(self, ip: str | int, port: int) -> None:
-        """Add an address of the peer; arguments as of `append_local_ip_info`.
+        """Add an address of the peer; arguments as for `append_local_ip_info`.
 
         Raises:
             TypeError, ValueError: an argument of the wrong type, or port is not a uint16.
@@ -118,10 +118,10 @@ class _Setting(Checked[_T]):
     """A property that becomes an option.
 
     Args:
-        keys: keys of the option; the first gets all values, each other only the first value.
+        keys: keys of the option; the first key gets all values, the others only the first value.
         check: as for `Checked`.
         doc: its docstring.
-        initial: the value until it is set. If that is empty or False, the option is omitted.
+        initial: the value of an unset property. If it is empty or False, the option is omitted.
         none: the value that a getter returns for None.
     """
 
@@ -146,7 +146,7 @@ class _Setting(Checked[_T]):
         return self._none if held is None else held
 
     def written(self, config: object) -> dict[str, str]:
-        """Return the options of this property of `config`; none while it is unset."""
+        """Return the options of this property of `config`; empty for None and an empty default."""
         held = self._held(config)
         if held is None or (held == self._initial and not held):
             return {}
@@ -166,7 +166,7 @@ _checked_int = kind_of(int, allow_none=True)
 
 
 def _within(low: int, high: int) -> Callable[[str, int], int]:
-    """Return the check of an int in [low, high]."""
+    """Return a check for an int in [low, high]."""
 
     def check(name: str, value: int) -> int:
         check_isinstance(name, value, int, allow_none=False)
@@ -195,7 +195,7 @@ def _checked_ge_options(name: str, options: dict[str, str]) -> dict[str, str]:
 def _checked_device_id(
     name: str, device_id: int | list[int] | tuple[int, ...]
 ) -> int | list[int] | tuple[int, ...]:
-    """Check an int32 >= 0, or a list of such."""
+    """Check an int32 >= 0, or a list of them."""
     check_isinstance(name, device_id, [list, tuple, int], allow_none=False)
     ids = device_id if isinstance(device_id, list | tuple) else [device_id]
     check_isinstance(name, ids, [list, tuple], int)
@@ -208,7 +208,7 @@ def _checked_device_id(
 
 
 def _checked_timeout(name: str, timeout: int | str) -> int | str:
-    """Check an int32 > 0, or its digits."""
+    """Check an int32 > 0, or a str of its digits."""
     check_isinstance(name, timeout, [int, str], allow_none=False)
     if isinstance(timeout, str) and not timeout.isdecimal():
         raise invalid(f"{name}={shown(timeout)} must be milliseconds, in digits")
@@ -244,7 +244,7 @@ class LlmConfig:
         "llm.MemPoolConfig", _check_text, 'JSON: {"memory_size": bytes, "page_shift": 16}.', ""
     )
     host_mem_pool_cfg = _Setting[str | None](
-        "llm.HostMemPoolConfig", _check_text, "As `mem_pool_cfg`, for Placement.HOST.", ""
+        "llm.HostMemPoolConfig", _check_text, "Like `mem_pool_cfg`, for Placement.HOST.", ""
     )
     enable_cache_manager = _Setting[bool | None](
         "llm.EnableCacheManager", _check_bool, "True to have a `cache_manager`.", none=False
@@ -270,7 +270,7 @@ class LlmConfig:
     local_comm_res = _Setting[str | None](
         "llm.LocalCommRes",
         _check_text,
-        'JSON: resources to link over; "": detected.',
+        'JSON: resources to link over; "": detect them.',
         none="",
     )
     transfer_backend = _Setting[str | None](
@@ -289,7 +289,7 @@ class LlmConfig:
     mem_utilization = _Setting[float](
         "llm.MemoryUtilization", _checked_fraction, "Fraction of memory to use, in [0, 1].", 0.95
     )
-    options = Field[dict[str, str]]("The options that `generate_options` has filled.")
+    options = Field[dict[str, str]]("The dict that `generate_options` fills.")
 
     def __init__(self) -> None:
         self._options: dict[str, str] = {}
@@ -298,7 +298,7 @@ class LlmConfig:
     def generate_options(self) -> dict[str, str]:
         """Return the options by their keys, for `LLMDataDist.init`.
 
-        Each call fills the same dict again; other keys in it stay.
+        Each call updates and returns the same dict; its other keys stay.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: an empty list of devices.
@@ -306,7 +306,7 @@ class LlmConfig:
         return self.gen_options()
 
     def gen_options(self) -> dict[str, str]:
-        """Return the same as `generate_options`."""
+        """See `generate_options`."""
         self._options.update(self.ge_options)
         for setting in vars(LlmConfig).values():
             if isinstance(setting, _Setting):

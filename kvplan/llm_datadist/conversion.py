@@ -1,4 +1,4 @@
-"""Conversion of official values and arguments to those of the engine."""
+"""Conversion of values and arguments of the official package to those of the engine."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ AnyKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
 
 
 def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
-    """Return the engine's description; raise if data type or placement is missing.
+    """Convert a description; raise if data type or placement is missing.
 
-    A format is only compared, not interpreted, if it implies more than the original interprets.
+    A format with an axis of layers, or whose first axis is not the rows, is only compared.
     """
     check_isinstance("placement", cache_desc.placement, kvplan.Placement, allow_none=False)
     if cache_desc.data_type is None:
@@ -60,7 +60,7 @@ def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
 
 
 def cache_of(cache: Cache) -> kvplan.Cache:
-    """Return the engine's cache: the one that the manager kept, if the cache has an id."""
+    """Return the engine's cache: the one that the manager made, otherwise a new description."""
     if cache._engine_cache is not None:
         return cache._engine_cache
     addrs = tuple(map(int, cache.tensor_addrs)) if cache.cache_id == -1 else ()
@@ -76,7 +76,7 @@ def key_of(key: CacheKeyByIdAndIndex) -> kvplan.CacheKeyByIdAndIndex: ...
 def key_of(
     key: AnyKey,
 ) -> kvplan.CacheKey | kvplan.BlocksCacheKey | kvplan.CacheKeyByIdAndIndex:
-    """Return the engine's key. Ids of a BlocksCacheKey that are not uint64 raise TypeError."""
+    """Convert a key. Ids of a BlocksCacheKey that are not uint64 raise TypeError."""
     if isinstance(key, CacheKey):
         return kvplan.CacheKey(
             int(key.cluster_id), int(key.req_id), int(key.model_id), int(key.prefix_id)
@@ -94,7 +94,7 @@ def key_of(
 
 
 def cluster_of(cluster: LLMClusterInfo) -> ClusterInfo:
-    """Return the cluster with its remote addresses. Local addresses and the role are not used."""
+    """Convert a cluster and its remote addresses. Local addresses and the role are not used."""
     check_isinstance("remote_cluster_id", cluster.remote_cluster_id, int, allow_none=False)
     remote = [IpInfo(_text_of(ip), int(port)) for ip, port in cluster.remote_ip_info_list]
     return ClusterInfo(int(cluster.remote_cluster_id), remote)
@@ -119,7 +119,7 @@ def layers_of(
 ) -> KvCacheExtParam:
     """Return ranges of layers for the engine, which checks them.
 
-    Without ranges, tensor_num_per_layer=2 is the default, with which all tensors move.
+    Without ranges, the default tensor_num_per_layer=2 moves all tensors.
     """
     check_uint32("tensor_num_per_layer", tensor_num_per_layer)
     if tensor_num_per_layer == 0:
@@ -137,9 +137,9 @@ def pushed_layers_of(
     tensor_num_per_layer: int,
     num_tensors: int,
 ) -> KvCacheExtParam:
-    """Return `layers_of`; a range that is not given means all layers of the local cache.
+    """Convert the layers of a push; a missing range means all local layers.
 
-    The remote cache may have more layers: a push goes to the first ones.
+    The remote cache may have more layers; the push then writes its first ones.
     """
     layers = layers_of(src_layer_range, dst_layer_range, tensor_num_per_layer)
     per_layer = int(tensor_num_per_layer)
@@ -185,7 +185,7 @@ def indices_of(
 
 
 def table_of(name: str, blocks: Indices | None, *, allow_none: bool = True) -> Table:
-    """Return `indices_of`, or for a long table an array, which is checked as a whole."""
+    """Return block indices as a list, or a long table as an array, which is faster to check."""
     check_isinstance(name, blocks, [list, tuple], allow_none=allow_none)
     if blocks and len(blocks) >= _LONG and set(map(type, blocks)) == {int}:
         with suppress(struct.error):  # beyond int64
@@ -200,7 +200,7 @@ def last_wins(src_blocks: list[int], dst_blocks: list[int]) -> tuple[list[int], 
 @overload
 def last_wins(src_blocks: Table, dst_blocks: Table) -> tuple[Table, Table]: ...
 def last_wins(src_blocks: Table, dst_blocks: Table) -> tuple[Table, Table]:
-    """Drop all pairs with the same destination but the last.
+    """Keep only the last pair of each destination.
 
     Tables of unequal length are returned unchanged.
     """
@@ -223,7 +223,7 @@ def _listed(blocks: Table) -> list[int]:
 
 
 def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-    """Return the copies as `each_once`; raise TypeError for an index that is not a uint64."""
+    """Return the copies as `each_once` does; an index that is not a uint64 raises TypeError."""
     return each_once(
         (_index("copy_block_info", src), _index("copy_block_info", dst))
         for src, targets in copy_block_info.items()
@@ -259,7 +259,7 @@ def check_kind(name: str, cache: Cache, *, is_blocks: bool) -> None:
 
 
 def check_alike(src: Cache, dst: Cache) -> None:
-    """Check that two caches can swap blocks: one on each side, with equal tensors and blocks."""
+    """Check that two caches can swap blocks: HOST and DEVICE, with equal tensors and blocks."""
     ends = [desc_of(cache.cache_desc) for cache in (src, dst)]
     for what, values in (
         ("placement", [desc.placement.name for desc in ends]),
@@ -268,7 +268,7 @@ def check_alike(src: Cache, dst: Cache) -> None:
     ):
         if (values[0] == values[1]) is (what == "placement"):
             raise invalid(
-                f"{what} is {values[0]} of src_cache and {values[1]} of dst_cache; a swap needs "
+                f"{what} is {values[0]} in src_cache and {values[1]} in dst_cache; a swap needs "
                 "one cache of HOST and one of DEVICE, with equal num_tensors and bytes of a block"
             )
 

@@ -1,4 +1,4 @@
-"""Let `import llm_datadist`, and imports below it, return this package; it can be undone.
+"""Installation of this package under the name `llm_datadist`, until `uninstall`.
 
 A finder, first on `sys.meta_path`, returns the modules of `kvplan.llm_datadist` for `llm_datadist`
 and `llm_datadist_v1`. They are not copies: a class is the same by either name, and its pickles can
@@ -26,7 +26,7 @@ STUBS: Final = str(Path(__file__).parents[1] / "run" / "path")
 """Folder that `python -m kvplan.run` puts into PYTHONPATH; its modules install this package."""
 
 ROOTS: Final = {"llm_datadist": OURS, "llm_datadist_v1": f"{OURS}.v1"}
-"""Modules by the names that programs import; importing the one of version 1 raises."""
+"""Modules by the names that programs import; the module of version 1 raises on import."""
 
 SEVERAL_ENGINES: Final = "KVPLAN_SEVERAL_ENGINES"
 """Environment variable: "1" permits several engines in a process; the launcher sets it."""
@@ -38,8 +38,8 @@ def install(*, quiet: bool = False) -> None:
     """Let `import llm_datadist` and its submodules return this package; idempotent.
 
     Applies to this process and its forked children. An import of `llm_datadist_v1` raises. An
-    official package is not changed; if one could be imported, a warning of logger `kvplan` names
-    it.
+    official package is not changed; if one could be imported, logger `kvplan` warns with its
+    path.
 
     Args:
         quiet: True to omit the warning.
@@ -79,7 +79,7 @@ def installed() -> bool:
 
 
 def in_use(official: str | None = None) -> str:
-    """Describe in a line which package `import llm_datadist` returns, and where others are.
+    """Describe in one line which package `import llm_datadist` returns, and where others are.
 
     Args:
         official: file of the official package; None to search for it.
@@ -89,7 +89,7 @@ def in_use(official: str | None = None) -> str:
     if imported is not None and not _is_ours(imported):
         return f"llm_datadist is {_file_of(imported)}, already imported; {ours}, is {OURS}"
     official = official or official_path()
-    if installed() or STUBS in sys.path:  # under the launcher, the import installs
+    if installed() or STUBS in sys.path:  # the launcher's stubs install it on import
         unused = "" if official is None else f"; {official} could be imported too, and is not used"
         return f"llm_datadist is {ours}{unused}"
     found = "not importable" if official is None else official
@@ -106,10 +106,10 @@ def official_path(path: Sequence[str] | None = None) -> str | None:
 
 
 class AliasFinder(MetaPathFinder, Loader):
-    """Finds modules by the names that programs import.
+    """A finder of modules by the names that programs import.
 
     Args:
-        roots: the real name of each root; modules below one are found below the other.
+        roots: the real name of each root; submodules are found below the real name.
     """
 
     def __init__(self, roots: Mapping[str, str]) -> None:
@@ -118,7 +118,7 @@ class AliasFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for a name of ours with an existing module, otherwise None."""
+        """Return a spec if the name is an alias of an existing module, otherwise None."""
         root, _, rest = fullname.partition(".")
         if root not in self.roots:
             return None

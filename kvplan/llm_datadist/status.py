@@ -87,7 +87,7 @@ def raise_if_true(
     status_code: LLMStatusCode = LLMStatusCode.LLM_PARAM_INVALID,
     **kwargs: object,
 ) -> None:
-    """Raise if `pred` is true; arguments as of `raise_if_false`.
+    """Raise if `pred` is true; arguments as for `raise_if_false`.
 
     Raises:
         LLMException: has `status_code`.

@@ -46,11 +46,11 @@ _installed: list[Observer] = []
 def install(
     names: Sequence[str], folder: str | os.PathLike[str] = "", *, sums: bool = False
 ) -> Observer:
-    """Observe these libraries, even if they have been imported already.
+    """Observe these libraries, even those that are already imported.
 
     Args:
         names: "nixl", "mooncake", "hixl".
-        folder: the folder in which each agent or engine gets a recording; empty: the current one.
+        folder: the folder for the recording of each agent or engine; empty: the current folder.
         sums: True to record sums of the blocks of each transfer of NIXL, for `kvplan trace --sums`.
 
     Raises:
@@ -84,14 +84,14 @@ def install_from(text: str) -> Observer:
 
 
 def sums(tag: str, descriptors: Any) -> None:
-    """Record sums of the present content of a request's memory; does nothing without `sums=True`.
+    """Record sums of the present content of a request's memory; no effect without `sums=True`.
 
-    Call it when peers may begin to pull the request: `kvplan trace --sums` compares these sums with
-    those of transfers of the same tag.
+    Call this when peers may begin to pull the request: `kvplan trace --sums` compares these sums
+    with the sums of transfers of the same tag.
 
     Args:
         tag: the request, as in the notifications of its transfers.
-        descriptors: registered memory of the host in the order of those transfers, as for NIXL's
+        descriptors: registered host memory in the order of those transfers, as for NIXL's
             `get_xfer_descs`: for example (address, nbytes, device) of each block.
     """
     for observer in _installed:
@@ -99,7 +99,7 @@ def sums(tag: str, descriptors: Any) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """A finder that wraps the classes of the wanted modules after the modules were executed."""
+    """A finder that wraps the classes of each wanted module once the module was executed."""
 
     def __init__(self, wanted: dict[str, _Wrap], observer: Observer) -> None:
         self._wanted = wanted
@@ -114,7 +114,7 @@ class _Finder(MetaPathFinder):
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                # An alias has its finder as loader; its module is wrapped under its real name.
+                # The loader of an alias is its finder. The module is wrapped under its real name.
                 loader: Any = spec.loader
                 if loader is not finder and loader is not None:
                     execute = partial(self._execute, loader.exec_module, wrap)

@@ -1,4 +1,4 @@
-"""The memory and transfers of one observed agent or engine, and findings about its mistakes."""
+"""The memory, transfers and mistakes of one observed agent or engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OUTCOMES: Final = {
     True: LLMStatusCode.LLM_SUCCESS,
     False: LLMStatusCode.LLM_FAILED,
 }
-_REMOTE_CACHES: Final = 1 << 20  # first cache number of lists of peers
+_REMOTE_CACHES: Final = 1 << 20  # first cache number of peers' lists
 _MAX_PAIRS: Final = 4096
 MOVE: Final = -1  # the handle of a transfer that one call begins and ends
 
@@ -47,8 +47,8 @@ Rest = tuple[Any, ...] | dict[str, Any]
 class Agent:
     """Memory, lists and transfers of one agent or engine. One thread calls the methods.
 
-    Methods that are notes (`kvplan.observe.calls.Note`) get the begin, the end and the error of the
-    call first.
+    The first arguments of a `kvplan.observe.calls.Note` are begin, end and error of the observed
+    call.
     """
 
     def __init__(self, recorder: Recorder, *, sums: bool = False) -> None:
@@ -63,7 +63,7 @@ class Agent:
         self._inside: dict[Regions, bool] = {}  # True if all ranges are registered
         self._num_caches = 0
         self._logged: set[str] = set()
-        self._num_tensors = 1  # of this process's last list; lists of peers have equally many
+        self._num_tensors = 1  # of the last local list; peers' lists have equally many
 
     def register(
         self,
@@ -88,9 +88,9 @@ class Agent:
         self._inside.clear()
 
     def deregister(self, _begin: float, _end: float, _error: str, ranges: Numbers) -> None:
-        """Forget registered memory; a transfer in flight there is a finding.
+        """Forget registered memory; a finding if a transfer in flight uses it.
 
-        A size of 0 stands for the registrations that begin at the address.
+        A size of 0 means the registrations that begin at the address.
         """
         for address, nbytes in ranges.tolist():
             keys = [key for key in self._registered if key == (address, nbytes or key[1])]
@@ -116,7 +116,7 @@ class Agent:
         ranges: Numbers,
         peer: int | None,
     ) -> None:
-        """Remember a list of descriptors under its handle; `peer` None: of this process."""
+        """Remember a list of descriptors under its handle; `peer` None: a local list."""
         self._lists[handle] = self._regions(ranges, peer), None if peer is None else Peer(peer)
 
     def _regions(self, ranges: Numbers, peer: int | None) -> Regions:
@@ -137,7 +137,7 @@ class Agent:
             self._pairs = {key: pair for key, pair in self._pairs.items() if known[0] not in key}
 
     def lose(self, count: int) -> None:
-        """Record that calls came too fast and were lost, perhaps with ends of transfers."""
+        """Record that too many calls came and were lost, perhaps with ends of transfers."""
         self._transfers.clear()
         self._in_flight.clear()
         fields: dict[str, object] = {"finding": "calls_lost", "count": count}
@@ -196,7 +196,7 @@ class Agent:
         self, begin: float, end: float, _: str, handle: int, pulls: bool, peer: int, here: Any,
         there: Any, nbytes: Any, code: int,
     ) -> None:  # fmt: skip
-        """Note that a transfer between addresses has begun, or was refused with a code."""
+        """Note that a transfer between addresses has begun, or was refused with an error."""
         here, there, nbytes = (np.atleast_1d(np.array(i, np.int64)) for i in (here, there, nbytes))
         registered = sorted(self._registered.items(), key=lambda item: item[0])
         bases = np.array([address for (address, _), _ in registered], np.int64)
@@ -215,7 +215,7 @@ class Agent:
     def finish(
         self, begin: float, end: float, error: str, ended: Sequence[tuple[int, str, str]]
     ) -> None:
-        """Record transfers whose end was seen: the handle of each, DONE or ERR, and why ERR."""
+        """Record transfers whose end was seen: handle, DONE or ERR, and the reason of ERR."""
         for handle, state, text in ended:
             self.check(begin, end, error or (text if state == "ERR" else ""), handle, state, ())
             self._transfers.pop(handle, None)
@@ -223,7 +223,7 @@ class Agent:
     def post(
         self, begin: float, end: float, error: str, handle: int, state: str | None, rest: Rest
     ) -> None:
-        """Note the begin of a transfer, and compare it with the transfers in flight."""
+        """Note the start of a transfer, and compare it with the transfers in flight."""
         transfer = self._transfers.get(handle)
         if transfer is None:
             return
@@ -239,7 +239,7 @@ class Agent:
         for other in self._in_flight.values():
             if other is not transfer:
                 self._compare(transfer, other)
-        if self._sums and not transfer.pulls:  # now, since the source may change before the end
+        if self._sums and not transfer.pulls:  # now: the source may change before the end
             self._sum(transfer)
         transfer.in_flight = True
         self._in_flight[handle] = transfer
@@ -295,7 +295,7 @@ class Agent:
         self.recorder.moved(head, pair, rows, 0, partial(_part_of, transfer, pair))
 
     def _pair(self, pulls: bool, src: Table, dst: Table) -> dict[str, Any]:
-        """Return the common fields of transfers between the same tensors of two lists."""
+        """Return the fields that transfers between the same tensors of two lists share."""
         key = pulls, src.regions, dst.regions, src.first, dst.first, src.num_tensors
         if (pair := self._pairs.get(key)) is None:
             if len(self._pairs) >= _MAX_PAIRS:
@@ -306,7 +306,7 @@ class Agent:
     def release(
         self, begin: float, end: float, _error: str, handle: int, _state: None, rest: Rest
     ) -> None:
-        """Forget a transfer; one that is in flight is a finding."""
+        """Forget a transfer; a finding if it is in flight."""
         transfer = self._in_flight.get(handle)
         if transfer is not None:
             text = "it was released before its end was seen: bytes may still arrive"
@@ -316,7 +316,7 @@ class Agent:
         self._transfers.pop(handle, None)
 
     def notify(self, _begin: float, _end: float, _error: str, peer: int, message: bytes) -> None:
-        """Compare a message of the program with the transfers that it may be about."""
+        """Compare a message of the program with the transfers that it may announce."""
         tag = tag_of(message)
         for transfer in self._in_flight.values():
             if tag and transfer.tag == tag and transfer.link == Peer(peer):
@@ -324,7 +324,7 @@ class Agent:
                 self._warn("notified_before_bytes", transfer, text)
 
     def _sum(self, transfer: Observed) -> None:
-        """Record sums of this process's bytes of a transfer, in the order of its descriptors."""
+        """Record sums of the local bytes of a transfer, in the order of its descriptors."""
         fields: dict[str, object] = {"tag": transfer.tag, "transfer": transfer.name}
         if transfer.link is not None:
             fields["peer"] = transfer.link.cluster_id
@@ -344,7 +344,7 @@ class Agent:
         )
 
     def _outside_of(self, end: End) -> int | None:
-        """Return an address of a transfer outside of all registrations, or None."""
+        """Return an address of a transfer that no registration contains, or None."""
         if end.table is None:
             return self._outside(end.spans)
         regions = end.table.regions
@@ -354,7 +354,7 @@ class Agent:
         return None if inside else self._outside(end.spans)
 
     def _outside(self, spans: Spans) -> int | None:
-        """Return an address outside of all registrations, or None."""
+        """Return an address that no registration contains, or None."""
         return outside(np.array([*self._registered], np.int64).reshape(-1, 2), spans)
 
     def _warn(self, finding: str, transfer: Observed, text: str) -> None:
@@ -367,14 +367,14 @@ class Agent:
             fields |= {"peer": transfer.link.cluster_id}
         message = f"{transfer}: {text}"
         self.recorder.event("warning", LLMStatusCode.LLM_PARAM_INVALID, 0.0, message, fields)
-        if finding not in self._logged:  # further ones are only recorded
+        if finding not in self._logged:  # further findings of a kind are only recorded
             self._logged.add(finding)
             path = self.recorder.path
             _log.warning("observed: %s (%s; all findings: %s)", message, finding, path)
 
 
 def _part_of(transfer: Observed, pair: dict[str, Any]) -> Part:
-    """Return the part of the first transfer of a pair."""
+    """Make the part of the first transfer of a pair."""
     plan = transfer.plan
     assert plan is not None
     vars(plan.part)["common"] = pair["common"]  # identifies parts of one pair in recordings

@@ -1,6 +1,6 @@
 """The queue of observed calls, and wrappers of the methods that each transfer calls.
 
-The program waits for these wrappers, so they only append to a log; the thread does all else.
+The program waits for these wrappers, so they only append to a log; a thread does the rest.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 _log = Log("kvplan")
 
 MAX_SEEN: Final = 1 << 16
-"""Calls that wait for the thread; of methods that each transfer does not call, twice as many."""
+"""Maximum number of waiting calls; twice as many for methods that not every transfer calls."""
 
-_MAX_NBYTES: Final = 16 << 20  # of indices that wait for the thread
-_AT_ONCE: Final = 64  # calls that the thread takes before the program's threads have their turn
+_MAX_NBYTES: Final = 16 << 20  # bytes of indices that wait for the thread
+_AT_ONCE: Final = 64  # calls that the thread takes before it yields to the program's threads
 _TURN_S: Final = 50e-6
 
 Note = Callable[..., None]
@@ -38,8 +38,8 @@ class Calls:
 
     Attributes:
         seen: the calls that wait for the thread.
-        tokens: wake the thread: True for new calls, False for the end, an Event to set.
-        thread: the thread that takes calls; None: no agent was made.
+        tokens: messages that wake the thread: True: new calls; False: end; or an Event to set.
+        thread: the thread that takes calls; None before the first agent.
         agents: the agents by the id of the observed object.
         failed: True after an error of the observer.
         inline: True to take calls in the thread that made them, before they return.
@@ -57,8 +57,8 @@ class Calls:
         self._is_taking = False
 
     def wake(self) -> None:
-        """Let the thread take the calls, or take them here if `inline`."""
-        if self.thread is None:  # a forked child, without an agent of its own
+        """Wake the thread, or take the calls here if `inline`."""
+        if self.thread is None:  # a forked child before its first agent
             self.seen.clear()
         elif self.inline:
             self.take()
@@ -79,12 +79,12 @@ class Calls:
                     left -= len(calls)
                     self._pass(calls, lost)
                     if not self.inline:
-                        time.sleep(_TURN_S)  # the program need not wait for the GIL
+                        time.sleep(_TURN_S)  # gives the GIL to the program
             finally:
                 self._is_taking = False
 
     def _pass(self, calls: list[tuple[Any, ...]], lost: int) -> None:
-        """Pass calls to their agents, and the number of those that were lost after them."""
+        """Pass calls to their agents, then the number of calls that were lost after them."""
         for note, owner, *values in calls:
             noting = self.agents.get(owner)
             if noting is None or self.failed:
@@ -106,7 +106,7 @@ class Calls:
             )
 
     def forked(self) -> None:
-        """Begin empty in a forked child: the parent records its agents."""
+        """Begin empty in a forked child: the parent goes on recording its agents."""
         self.seen.clear()
         self.mutex, self._is_taking = threading.RLock(), False
         self.seen.awake = False
@@ -114,7 +114,7 @@ class Calls:
 
 
 def takes(method: Callable[..., object], *names: str) -> bool:
-    """Return whether `names` are the first parameters of a method, after `self`."""
+    """Return True if `names` are the first parameters of a method, after `self`."""
     found = list(signature(method).parameters)
     return found[1 : 1 + len(names)] == [*names]
 
@@ -128,8 +128,8 @@ def by_handle(
         original: the method.
         calls: where calls are noted.
         note: see `Note`.
-        quiet: a result that is not noted.
-        begins: True to note the time before the call, too.
+        quiet: calls with this result are not noted.
+        begins: True to note the time before the call as well.
     """
     see = calls.seen.add_handle
 
@@ -196,7 +196,7 @@ def by_indices(original: Callable[..., Any], calls: Calls, note: Note) -> Callab
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception; its frames are not kept."""
+    """Return the text of an exception, without keeping its frames alive."""
     return f"{type(error).__name__}: {error}"
 
 

@@ -22,13 +22,13 @@ from kvplan.recording.writer import Recorder
 from kvplan.status import LLMStatusCode
 from kvplan.system.limits import start_thread
 
-_INTERVAL_S: Final = 0.05  # calls of this time are recorded together
+_INTERVAL_S: Final = 0.05  # calls of one interval are recorded together
 _CLOSING_S: Final = 10.0
 _MAX_BYTES: Final = 64 << 20
 _FILES: Final = 2
 
 Pick = Callable[[tuple[Any, ...], Mapping[str, Any], Any], tuple[Any, ...]]
-"""Returns the recorded values of a call from its arguments and its result (None: it raised)."""
+"""Function from a call's arguments and result (None: it raised) to the recorded values."""
 
 
 class Observer:
@@ -38,10 +38,10 @@ class Observer:
 
     Args:
         folder: the folder of the files; empty: the current one.
-        sums: True to record sums of the blocks of each transfer. Its calls then take longer.
+        sums: True to record sums of the blocks of each transfer, which slows its calls.
 
     Attributes:
-        calls: the observed calls; noted until a failure, or `close`.
+        calls: the observed calls; none are added after a failure or `close`.
     """
 
     def __init__(self, folder: str | os.PathLike[str] = "", *, sums: bool = False) -> None:
@@ -60,7 +60,7 @@ class Observer:
         Args:
             owner: the class.
             name: the method; nothing happens if the class lacks it.
-            pick: called at the end of each call. Its results must not change afterwards.
+            pick: called at the end of each call. The program must not change its results later.
             note: the note that the thread calls; None: only `pick` is called.
             errors: True to also note calls that raised.
         """
@@ -88,13 +88,13 @@ class Observer:
     def wrap_each(
         self, owner: type, name: str, note: Note, quiet: str = "", *, begins: bool = False
     ) -> None:
-        """Wrap a method that takes a transfer's handle, as `by_handle` does."""
+        """Wrap a method that takes a transfer's handle; see `by_handle`."""
         if (original := self._original(owner, name)) is not None and takes(original, "handle"):
             observed = by_handle(original, self.calls, note, quiet, begins=begins)
             setattr(owner, name, observed)
 
     def wrap_made(self, owner: type, name: str, note: Note) -> None:
-        """Wrap a method that makes a transfer of two lists and indices of them."""
+        """Wrap a method that makes a transfer from two lists and their indices."""
         names = (
             *("operation", "local_xfer_side", "local_indices"),
             *("remote_xfer_side", "remote_indices", "notif_msg"),
@@ -103,7 +103,7 @@ class Observer:
             setattr(owner, name, by_indices(original, self.calls, note))
 
     def _original(self, owner: type, name: str) -> Callable[..., Any] | None:
-        """Return a method that is not wrapped yet, since a module may have several names."""
+        """Return a method, or None if it is wrapped already: a module may have several names."""
         found: Callable[..., Any] | None = getattr(owner, name, None)
         if found is None or (owner, name) in self._wrapped:
             return None
@@ -198,5 +198,5 @@ class Observer:
 
 @lru_cache(maxsize=1024)
 def peer_number(name: str) -> int:
-    """Return the number that recordings have as cluster id of an agent with this name."""
+    """Return the cluster id that recordings use for an agent of this name."""
     return crc32(name.encode("utf-8", "replace")) & 0x7FFFFFFF

@@ -22,7 +22,7 @@ from kvplan.types import Placement
 Numbers = NDArray[np.int64]
 
 INDEX: Final = 8
-"""Bytes of an index. Indices of a transfer are bytes, of int64, as most need no array."""
+"""Bytes of an index. Indices of a transfer are int64 as bytes: most need no array."""
 
 ADDRESSES: Final = Side(1, 1, 2**62, False, Placement.HOST, name="addresses")
 """Memory of a peer whose registrations are unknown: offsets are addresses."""
@@ -60,7 +60,7 @@ class Regions:
         return len(self.sides) == 1 and bool((self.nbytes == self.sides[0].stride).all())
 
     def cut(self, num_tensors: int) -> Regions:
-        """Return the same ranges, of one cache, as this number of equal tensors."""
+        """Return the ranges, which are one cache, cut into this number of equal tensors."""
         (side,) = self.sides
         tensor, row = np.divmod(np.arange(len(self.addresses)), side.count // num_tensors)
         cut = replace(side, num_tensors=num_tensors, count=side.count // num_tensors)
@@ -71,11 +71,11 @@ class Regions:
         return int(self.nbytes[_numbers(indices)].sum())
 
     def num_layers(self, indices: Numbers) -> int:
-        """Return the number of tensors in a list without visible borders, by a transfer's indices.
+        """Infer the number of tensors in a list without visible borders from a transfer's indices.
 
         The indices show tensors if they name the same rows in each of several equal pieces of the
-        list. The result is the highest such number, since two layers together are also such a
-        piece. At least two rows are needed, so that a coincidence is rare.
+        list. The highest such number counts, because two layers together are also such a piece.
+        At least two rows are needed, so that a coincidence is rare.
         """
         (side,), pieces = self.sides, math.gcd(side_count := len(self.addresses), len(indices))
         if side.num_tensors != 1 or (np.diff(indices) == 1).all():
@@ -101,7 +101,7 @@ def _numbers(indices: bytes) -> Numbers:
 def ranges_at(
     regions: Regions, indices: bytes, sized: Regions, their_indices: bytes
 ) -> tuple[Numbers, Numbers]:
-    """Return addresses of chosen ranges, and sizes of those of another list that are chosen."""
+    """Return the addresses of chosen ranges, and the sizes of chosen ranges of another list."""
     return regions.addresses[_numbers(indices)], sized.nbytes[_numbers(their_indices)]
 
 
@@ -130,15 +130,15 @@ def ranges_of(given: Any) -> tuple[Numbers, list[str]]:
 def regions_of(
     ranges: Numbers, name: str, cuts: Numbers, cache_id: int, num_tensors: int = 1
 ) -> Regions:
-    """Return ranges as tensors of blocks: ranges of one size and one distance are a tensor.
+    """Return ranges as tensors of blocks. Ranges of equal size and distance form a tensor.
 
     Args:
         ranges: (n, 2) of address and nbytes.
-        name: the caches' name in texts.
-        cuts: addresses at which another tensor begins, such as those of registrations.
+        name: the name of the caches in texts.
+        cuts: addresses at which a tensor begins, such as those of registrations.
         cache_id: the number of the first cache.
-        num_tensors: the minimum number of tensors of equal length, if it divides the list: tensors
-            that touch in memory have no visible border.
+        num_tensors: the minimum number of equal tensors, if it divides the list: adjacent tensors
+            have no visible border.
     """
     addresses, nbytes = ranges[:, 0], ranges[:, 1]
     count = len(addresses)
@@ -147,7 +147,7 @@ def regions_of(
     if count > 1:
         like = np.zeros(count + 1, bool)
         like[1:-2] = steps[1:] == steps[:-1]
-        # A jump to another tensor is a step that is not repeated.
+        # A step that is not repeated leads to another tensor.
         inside = (steps == nbytes[:-1]) | ((steps > nbytes[:-1]) & (like[1:-1] | like[:-2]))
         inside &= nbytes[1:] == nbytes[:-1]
         first[1:] = ~inside | np.isin(addresses[1:], cuts)
@@ -180,9 +180,9 @@ def regions_of(
 def cut_alike(
     ours: Regions, here: bytes, theirs: Regions, there: bytes
 ) -> tuple[Regions, Regions] | None:
-    """Return both lists cut into tensors, if a transfer shows borders that were not visible.
+    """Return both lists cut into tensors, if the indices of a transfer show where.
 
-    Layers that touch in one registration have no visible border.
+    Adjacent layers in one registration have no visible border.
     """
     if (
         len(here) < 4 * INDEX  # two rows of two layers
@@ -196,9 +196,9 @@ def cut_alike(
 
 
 def uneven(regions: Regions, indices: bytes) -> str:
-    """Return text about layers of a cache with unequal numbers of blocks; often empty.
+    """Return text about layers of a cache with unequal numbers of blocks; empty: equal numbers.
 
-    A transfer that leaves out layers has none.
+    A transfer may leave out whole layers.
     """
     rows = _numbers(indices)
     for number, side in enumerate(regions.sides):

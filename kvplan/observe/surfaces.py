@@ -20,7 +20,7 @@ _Named = Mapping[str, Any]
 
 
 def _argument(args: _Arguments, kwargs: _Named, index: int, name: str, default: Any = None) -> Any:
-    """Return an argument by its position, without `self`, or its name."""
+    """Return an argument by its position (not counting `self`) or its name."""
     return args[index + 1] if len(args) > index + 1 else kwargs.get(name, default)
 
 
@@ -30,7 +30,7 @@ def _name(given: str | bytes) -> str:
 
 
 def _is_host(given: Any, kind: str | None) -> bool:
-    """Return True if memory to register is certainly host memory."""
+    """Return True only if memory to register is certainly host memory."""
     if kind is not None:
         return kind.lower() in ("dram", "cpu")
     if hasattr(given, "getType"):
@@ -140,7 +140,7 @@ def _moved(
 def wrap_hixl(module: ModuleType, observer: Observer) -> None:
     """Observe the class `Hixl` of a module."""
     engine, wrap = module.Hixl, observer.wrap
-    names: dict[int, str] = {}  # of the engines that have a recording
+    names: dict[int, str] = {}  # engines that have a recording
     regions: dict[tuple[int, int], tuple[int, int]] = {}  # by engine and handle
 
     def began(args: _Arguments, kwargs: _Named, code: Any) -> _Arguments:
@@ -182,7 +182,7 @@ def wrap_hixl(module: ModuleType, observer: Observer) -> None:
 
 
 def _descriptors(args: _Arguments, kwargs: _Named) -> _Arguments:
-    """Return what transfers of HIXL begin with, as `Agent.begin` takes it."""
+    """Return the arguments of a transfer of HIXL for `Agent.begin`."""
     peer, op, copies = (
         _argument(args, kwargs, index, name)
         for index, name in enumerate(("remote_engine", "op", "op_descs"))
@@ -212,7 +212,7 @@ def _statuses_seen(args: _Arguments, kwargs: _Named, result: Any) -> _Arguments:
 
 
 def _ended(seen: Iterable[tuple[int, Any, Any]]) -> list[tuple[int, str, str]]:
-    """Return the requests that have ended, as `Agent.finish` takes them."""
+    """Return the requests that have ended, for `Agent.finish`."""
     return [
         (request, "DONE" if state.name == "COMPLETED" else "ERR", f"{state.name}, ret: {code}")
         for request, state, code in seen

@@ -15,7 +15,7 @@ from kvplan.planning.plan import Plan
 
 
 class Peer(NamedTuple):
-    """A peer, as recordings need it."""
+    """The facts about a peer that recordings need."""
 
     cluster_id: int
 
@@ -69,13 +69,13 @@ class Table(NamedTuple):
     first: int
     num_tensors: int
     rows: bytes  # as int64
-    different: bool  # no two rows are equal
+    different: bool  # True if no two rows are equal
 
 
 def tables_of(
     ours: Regions, here: bytes, theirs: Regions, there: bytes
 ) -> tuple[Table, Table] | tuple[None, None]:
-    """Return a transfer as two tables of equal length, if all of its rows are whole."""
+    """Return the tables of both ends of a transfer, if all of its rows are whole."""
     if ours.whole and theirs.whole and ours.sides[0].stride == theirs.sides[0].stride:
         mine, other = ours.sides[0], theirs.sides[0]
         found = table_pair(
@@ -95,7 +95,7 @@ class End:
 
     Args:
         ranges: returns the addresses and the sizes of the descriptors.
-        table: the descriptors as a table, if they are one.
+        table: the descriptors as a table, if they form one.
     """
 
     __slots__ = ("_rows", "_spans", "ranges", "table")
@@ -143,13 +143,13 @@ class Observed:
 
     Attributes:
         name, tag, started, cache_id, link, leases: see `kvplan.recording.writer.Ended`.
-        pulls: True for a read.
+        pulls: True if the transfer reads.
         here, there: the bytes of this process and of the peer.
-        nbytes: bytes that move.
+        nbytes: size of the transfer.
         make_plan: makes the plan; None if two descriptors write the same bytes.
         in_flight: True from its posting until its end is seen.
         deregistered: True if its memory was deregistered in flight.
-        uneven: text about layers with unequal numbers of blocks; empty: there are none.
+        uneven: see `kvplan.observe.plans.uneven`.
     """
 
     name: str
@@ -174,7 +174,7 @@ class Observed:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan; None: the transfer writes a byte twice, which no plan can."""
+        """The plan; None: the transfer writes a byte twice, which a plan cannot do."""
         return None if self.make_plan is None else self.make_plan()
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """`python -m kvplan.run`: run a program with kvplan's `llm_datadist`.
 
-The launcher replaces itself by the plain interpreter (exec), with the folder `path/` first in
+The launcher replaces itself with the plain interpreter (exec), with the folder `path/` first in
 PYTHONPATH. From there the program and its Python processes import our `llm_datadist`. Arguments,
 exit status, tracebacks and signals are those of the interpreter.
 """
@@ -54,7 +54,7 @@ class Launch(NamedTuple):
 
 
 def main() -> NoReturn:
-    """Become the program; or exit with 0 after --help, and with 2 for an invalid command line."""
+    """Become the program. Exit with 0 after --help, and with 2 for an invalid command line."""
     try:
         launch = parse(sys.argv[1:])
         flags = interpreter_flags(sys.orig_argv, len(sys.argv) - 1)
@@ -106,7 +106,7 @@ def parse(arguments: Sequence[str]) -> Launch | None:
         elif argument in ("-m", "-c") and position + 1 == len(arguments):
             raise Misuse(f"{argument} needs an argument")
         elif argument.startswith("-") and argument[:2] not in ("-m", "-c") and argument != "-":
-            raise Misuse(f"no option {argument}; those of python stand before -m {MODULE}")
+            raise Misuse(f"no option {argument}; options of python go before -m {MODULE}")
         else:
             return Launch(several_engines, tuple(arguments[position:]), observe, tuple(interfaces))
         position += 1
@@ -116,12 +116,12 @@ def parse(arguments: Sequence[str]) -> Launch | None:
 def interpreter_flags(command: Sequence[str], num_arguments: int) -> list[str]:
     """Return python's own options in the command that started the launcher.
 
-    Those of `python -m cProfile -m kvplan.run` include `-m cProfile`.
+    For `python -m cProfile -m kvplan.run` they include `-m cProfile`.
     """
     if sys.flags.ignore_environment:
         raise Misuse(
-            f"under python -I and -E nothing is found by PYTHONPATH; without the launcher, "
-            f"{OURS}.install() does the same inside the program"
+            f"python -I and -E ignore PYTHONPATH, which the launcher needs; call "
+            f"{OURS}.install() inside the program instead"
         )
     own = list(command[1 : len(command) - num_arguments])
     text = "\0".join(own)
@@ -130,7 +130,7 @@ def interpreter_flags(command: Sequence[str], num_arguments: int) -> list[str]:
             # -m may be the last of several letters: -um
             *before, last = text.removesuffix(ending).split("\0")
             return before if last == "-" else [*before, last]
-    # Started otherwise, by runpy for example: the options that the interpreter knows.
+    # Started in another way, for example by runpy: use the options that the interpreter reports.
     flags: list[str] = _args_from_interpreter_flags()
     return flags
 
@@ -149,7 +149,7 @@ def environment(inherited: Mapping[str, str], launch: Launch) -> dict[str, str]:
 
 
 def search_path(program: Sequence[str]) -> list[str]:
-    """Return the search path of the program for modules, as far as it is known beforehand."""
+    """Return the program's search path for modules, as far as it can be known before the start."""
     if sys.flags.safe_path:
         return sys.path
     first = program[0]

@@ -1,6 +1,6 @@
 """Environment variables that make kvplan act as `nixl` or `mooncake.engine`, or observe them.
 
-`python -m kvplan.run --as nixl` sets the variable. Operators of vLLM and SGLang can set it too:
+The launcher sets them for `--as` and `--observe`. Operators of vLLM and SGLang can set them too:
 both load this module as a plugin. The search path of modules does not change.
 """
 
@@ -15,13 +15,13 @@ from typing import Final
 from kvplan.llm_datadist.installation import AliasFinder
 
 AS: Final = "KVPLAN_AS"
-"""Environment variable: names of interfaces, with commas between them."""
+"""Environment variable: comma-separated names of interfaces."""
 
 OBSERVE: Final = "KVPLAN_OBSERVE"
-"""Environment variable: what to observe, such as `nixl`, or `nixl,mooncake=/folder`."""
+"""Environment variable: libraries to observe, such as `nixl`, or `nixl,mooncake=/folder`."""
 
 OBSERVABLE: Final = ("nixl", "mooncake", "hixl", "sums")
-"""Names in its value: libraries, and `sums` of the blocks that they move."""
+"""Names in the value of `OBSERVE`: libraries, and `sums` of the blocks that they move."""
 
 INTERFACES: Final = {
     "nixl": dict.fromkeys(("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm"), "kvplan.nixl"),
@@ -36,7 +36,7 @@ def asked(text: str) -> dict[str, str]:
     """Return the modules that the value of the variable names."""
     names = [name for part in text.split(",") if (name := part.strip())]
     if unknown := [name for name in names if name not in INTERFACES]:
-        raise ValueError(f"{AS}={text!r}: {unknown[0]!r} is none of {sorted(INTERFACES)}")
+        raise ValueError(f"{AS}={text!r}: {unknown[0]!r} must be one of {sorted(INTERFACES)}")
     return {alias: real for name in names for alias, real in INTERFACES[name].items()}
 
 
@@ -47,7 +47,7 @@ finder = AliasFinder({})
 def install() -> AliasFinder:
     """Let imports of the names in the environment return kvplan's modules; idempotent.
 
-    A package of that name that was imported before stays, with a warning of logger `kvplan`.
+    A package that was imported by one of these names stays; logger `kvplan` warns about it.
     """
     finder.roots = roots = asked(os.environ.get(AS, ""))
     for name, real in roots.items():
@@ -60,7 +60,7 @@ def install() -> AliasFinder:
 
 
 def installed(interface: str, path: list[str]) -> list[str]:
-    """Return the files of installed packages that have a name of an interface."""
+    """Return the files of installed packages that an interface replaces."""
     specs = (PathFinder.find_spec(name, path) for name in INTERFACES[interface])
     return [spec.origin for spec in specs if spec is not None and spec.origin]
 

@@ -1,4 +1,4 @@
 """Services of the process and machine for every room: loggers, threads, limits, users, files.
 
-Nothing here knows caches, plans or peers.
+This room does not know caches, plans or peers.
 """

@@ -1,4 +1,4 @@
-"""Limits of the system: memory, threads, forked children, and the limit behind a refusal."""
+"""Limits of the system: memory, threads, forked children, and the limit that caused an error."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvplan.status import LLMException, LLMStatusCode
 
 _ROOT: Final = Path("/")
 _LACKS: Final = frozenset({EAGAIN, EFBIG, EMFILE, ENFILE, ENOMEM, ENOSPC})
-_GONE_S: Final = 1.0  # by then the kernel does not count a thread that was joined
+_GONE_S: Final = 1.0  # after this time the kernel no longer counts a joined thread
 
 
 class MemoryLimit(NamedTuple):
     """The maximum memory and swap of this process.
 
     Attributes:
-        nbytes: The size in bytes.
-        whose: The owner of the limit, for messages: "this machine".
+        nbytes: The limit in bytes.
+        whose: The owner of the limit, for messages, such as "this machine".
     """
 
     nbytes: float
@@ -33,7 +33,7 @@ class MemoryLimit(NamedTuple):
 
 
 def memory_limit(root: Path = _ROOT) -> MemoryLimit | None:
-    """Return the smallest limit of memory and swap of this process; None: it cannot be read.
+    """Return the smallest limit of memory and swap of this process; None: unreadable.
 
     `root` is the folder that contains /proc and /sys.
     """
@@ -62,7 +62,7 @@ def _cgroups(controller: str, root: Path) -> Iterator[tuple[Path, str, bool]]:
             continue
         mounted = root / (f"sys/fs/cgroup/{controller}" if controllers else "sys/fs/cgroup")
         names = [name for name in path.split("/") if name not in ("", "..")]
-        # Limits of its parents count too, and a container may have only the root.
+        # Limits of parent groups count too, and a container may see only the root.
         for depth in range(len(names) + 1):
             folder = mounted.joinpath(*names[:depth])
             yield folder, f"cgroup /{'/'.join(names[:depth])}", bool(controllers)
@@ -79,7 +79,7 @@ def _limit_of_version_2(cgroup: Path, swap: int) -> float:
 
 
 def _number_in(path: Path) -> float:
-    """Return the number in a file of a cgroup; infinity if it does not exist, or has "max"."""
+    """Return the number in a file of a cgroup; infinity for "max" or a missing file."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -87,10 +87,10 @@ def _number_in(path: Path) -> float:
 
 
 def system_error(what: str, error: Exception) -> LLMException:
-    """Return an error of the system, or of the native layer, as an LLMException.
+    """Convert an error of the system or of the native layer to an LLMException.
 
-    LLM_OUT_OF_MEMORY for a lack of memory, threads, descriptors or room in a file, with the limits
-    that can be the reason; otherwise LLM_FAILED.
+    LLM_OUT_OF_MEMORY for a lack of memory, threads, descriptors or room in a file, with the
+    possible limits; otherwise LLM_FAILED.
     """
     return LLMException(
         f"{what}: {reason_of(error)}",
@@ -99,12 +99,12 @@ def system_error(what: str, error: Exception) -> LLMException:
 
 
 def is_lack(error: Exception) -> bool:
-    """Return whether the system lacks memory, threads, descriptors or room in a file."""
+    """Return True if the system lacks memory, threads, descriptors or room in a file."""
     return _errno_of(error) in _LACKS
 
 
 def reason_of(error: Exception) -> str:
-    """Return the text of an error, with the limits that can be the reason for a lack."""
+    """Return the text of an error, with the limits that may have caused it."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     limits = ", ".join(_limits_behind(_errno_of(error)))
     return ": ".join(filter(None, (reason or "no memory", limits)))
@@ -174,7 +174,7 @@ def start_thread(name: str, target: Callable[..., object], *args: object) -> Thr
 
 
 def check_threads(count: int) -> None:
-    """Start and end `count` threads at one time, for a library that aborts if it has too few."""
+    """Check that `count` threads can run at once, for a library that aborts if they cannot."""
     end = Event()
     threads = [Thread(target=end.wait, name="kvplan-room", daemon=True) for _ in range(count)]
     try:
@@ -187,7 +187,7 @@ def check_threads(count: int) -> None:
         started = [thread for thread in threads if thread.ident is not None]
         for thread in started:
             thread.join()
-        # The kernel counts a thread for a moment longer than `join` takes.
+        # The kernel still counts a thread for a moment after `join`.
         deadline = monotonic() + _GONE_S
         for counted in [Path(f"/proc/self/task/{thread.native_id}") for thread in started]:
             while counted.exists() and monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Loggers of this package: handlers may raise, and peers cannot fill a disk."""
+"""Loggers that survive exceptions of handlers, and that peers cannot use to fill a disk."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _INTERVAL_S: Final = 1.0  # between two lines of one kind
 class Log(logging.LoggerAdapter[logging.Logger]):
     """A logger of the standard library that reports exceptions of handlers on standard error.
 
-    The standard library's own handlers do so. Callers that log here must return an outcome, or are
-    threads on which others depend.
+    Handlers of the standard library do that themselves; others raise. Callers must not fail here:
+    they must return an outcome, or are threads on which others depend.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.getLogger(name), {})
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log as `logging.Logger.log`."""
+        """Log like `logging.Logger.log`."""
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the record names the caller
         try:
             super().log(level, msg, *args, **kwargs)
@@ -32,10 +32,10 @@ class Log(logging.LoggerAdapter[logging.Logger]):
 
 
 class LimitedLog:
-    """A log of lines that peers can cause: it logs at most one line of each kind in a second.
+    """A log of lines that peers can cause, at most one line of each kind in a second.
 
-    The kind of a line is its text without arguments. Each line has the number of lines of its kind
-    that were left out before it.
+    The kind of a line is its text without arguments. Each line tells how many lines of its kind
+    were omitted before it.
 
     Attributes:
         count: Number of lines of all kinds, logged or not.
@@ -44,10 +44,10 @@ class LimitedLog:
     def __init__(self, log: Log) -> None:
         self.count: int = 0
         self._log = log
-        self._kinds: dict[str, tuple[float, int]] = {}  # time of the last line, and left out since
+        self._kinds: dict[str, tuple[float, int]] = {}  # time of the last line; omitted since
 
     def log(self, level: int, msg: str, *args: object, **kwargs: Any) -> None:
-        """Log as `logging.Logger.log`, or only count."""
+        """Log like `logging.Logger.log`, or only count the line."""
         self.count += 1
         now = time.monotonic()
         logged, left_out = self._kinds.get(msg, (float("-inf"), 0))

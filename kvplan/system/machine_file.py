@@ -1,4 +1,4 @@
-"""Files of measurements in the user's cache folder, by kind of machine."""
+"""Files of measurements in the user's cache folder, for each kind of machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvplan.validation import check_type, open_regular, shown
 
 _MAX_NBYTES: Final = 1 << 20
 _CPUINFO_NBYTES: Final = 8192
-"""Bytes of /proc/cpuinfo to read: reading it whole takes milliseconds on a large machine."""
+"""Bytes of /proc/cpuinfo to read: the whole file takes milliseconds on a large machine."""
 
 
 def cache_path(name: str) -> Path:
@@ -46,10 +46,10 @@ def cpuinfo() -> dict[str, str]:
 
 
 def model_of(fields: dict[str, str]) -> str:
-    """Return the name of a processor, given the result of `cpuinfo`."""
+    """Return the name of a processor from the result of `cpuinfo`."""
     if name := fields.get("model name"):
         return name
-    if part := fields.get("CPU part"):  # of Arm, which has no names there
+    if part := fields.get("CPU part"):  # Arm, without names in /proc/cpuinfo
         return f"Arm {fields.get('CPU implementer', '?')}/{part}"
     return platform.machine() or "unknown processor"
 
@@ -84,12 +84,12 @@ def read_machines(path: Path, version: int) -> dict[str, Any]:
 
 
 def write_machines(path: Path, version: int, machines: dict[str, Any]) -> None:
-    """Replace the file in one step: a process that reads it meanwhile reads the old one."""
-    import tempfile  # loads much that `import kvplan` needs for nothing else
+    """Replace the file atomically: other processes read the old or the new content."""
+    import tempfile  # slow to import, and needed only here
 
     try:
         text = json.dumps({"schema_version": version, "machines": machines}, indent=1)
-    except RecursionError as error:  # reading takes less of the stack
+    except RecursionError as error:  # writing needs more stack than reading
         raise unreadable(path, str(error)) from None
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
@@ -103,5 +103,5 @@ def write_machines(path: Path, version: int, machines: dict[str, Any]) -> None:
 
 
 def unreadable(path: Path, why: str) -> LLMException:
-    """Return the error of a file that is not used, with a remedy."""
+    """Return the error for a file that cannot be used, with a remedy."""
     return invalid(f"{path}: {why}; remove it, and `kvplan tune` makes another")

@@ -1,4 +1,4 @@
-"""The users of this host: their directories, and the user at the other end of a socket."""
+"""Users of this host: their directories, and the user at the other end of a socket."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _UCRED: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 class StateFile(NamedTuple):
-    """The path of a state file, and why it is not below the home (empty if it is)."""
+    """The path of a state file, and the reason why it is not below the home; empty: it is."""
 
     path: Path
     why_not_home: str
 
 
 def private_directory(directory: Path, name: str) -> Path:
-    """Make a directory if needed, and check that only this user can use it."""
+    """Make a directory if needed; check that only this user can use it."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
         status = directory.lstat()
@@ -43,25 +43,25 @@ def private_directory(directory: Path, name: str) -> Path:
 def check_above(directory: Path, name: str) -> None:
     """Check that no other user can replace this directory by another.
 
-    A user with write access to a directory may rename its entries, unless it is sticky. Its owner
-    always may.
+    A user with write access to a directory may rename its entries, unless the directory is sticky.
+    The owner of the directory always may.
     """
-    # The owner of the root directory is trusted; in a user namespace it may have another number.
+    # Trust the owner of the root directory, whose id may not be 0 in a user namespace.
     trusted = {0, os.geteuid(), os.stat("/").st_uid}  # noqa: PTH116
-    # The parents by name, which may be symbolic links, and the real ones.
+    # Check the parents by name, which may be symbolic links, and the real parents.
     for above in dict.fromkeys((*directory.absolute().parents, *directory.resolve().parents)):
         status = above.stat()
         mode = stat.S_IMODE(status.st_mode)
         if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
             raise LLMException(
                 f"{name} {directory} is inside {above}, which others may write to (its mode is "
-                f"{mode:04o}): they could put another in its place; chmod go-w {above}, or choose "
+                f"{mode:04o}): they could replace it; chmod go-w {above}, or choose "
                 "another place"
             )
         if status.st_uid not in trusted:
             raise LLMException(
-                f"{name} {directory} is inside {above} of user {status.st_uid}, who could put "
-                "another in its place; choose another place"
+                f"{name} {directory} is inside {above} of user {status.st_uid}, who could "
+                "replace it; choose another place"
             )
 
 
@@ -76,7 +76,7 @@ def state_file(name: str) -> StateFile:
     """Return the path of this user's state file.
 
     It is in XDG_STATE_HOME, the home, or the runtime directory.
-    Many containers have no writable home. A program that root runs with another user's home must
+    Many containers have no writable home. A program that runs as root with another user's home must
     not make files there that this user cannot read.
     """
     given, home = os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~")  # noqa: PTH111
@@ -94,14 +94,14 @@ def state_file(name: str) -> StateFile:
 
 
 class Credentials(NamedTuple):
-    """The process at the other end, at the time when it connected or listened."""
+    """The process at the other end, at the time of its connect or listen call."""
 
     pid: int
     uid: int
 
 
 def peer_credentials(connection: socket.socket) -> Credentials:
-    """Return the kernel's credentials of the other end."""
+    """Return the credentials of the other end, from the kernel."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(found)
     return Credentials(pid, uid)

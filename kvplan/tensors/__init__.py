@@ -1,5 +1,5 @@
 """Tensors of any library: their shape, type and memory, and cache descriptions of them.
 
-No library of tensors is imported here except NumPy, and no byte of a tensor is read. Registering
+This room imports no tensor library except NumPy, and reads no byte of a tensor. Registering
 memory and copying belong to `kvplan.execution` and `kvplan.device`.
 """

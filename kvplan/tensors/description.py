@@ -15,13 +15,13 @@ _PLURALS = {"kv": "keys and values", "dim": "elements"}
 
 
 def check_contiguous(form: TensorForm) -> None:
-    """Refuse a tensor that is not in host memory, is empty, or not C-contiguous."""
+    """Refuse a tensor that is empty, not in host memory, or not C-contiguous."""
     check_host(form)
     _check_dense(form)
 
 
 def _check_dense(form: TensorForm) -> None:
-    """Refuse a tensor that is not C-contiguous, naming the permutation that would be."""
+    """Refuse a tensor that is not C-contiguous; name a permutation that is, if there is one."""
     if form.is_contiguous:
         return
     remedy = "contiguous memory is needed, such as a copy of it"
@@ -150,9 +150,9 @@ def describe(
 
 
 def _rows_of(form: TensorForm, shape: tuple[int, ...], axis: int) -> int:
-    """Return the dimension that is axis `axis` of the tensor's shape in memory; -1: only one row.
+    """Return the dimension of a tensor that is axis `axis` of its shape in memory; -1: length 1.
 
-    Dimensions of length 1 may differ.
+    The shapes may differ in dimensions of length 1.
     """
     if shape[axis] == 1:
         return -1
@@ -184,7 +184,7 @@ def _check_alike(form: TensorForm, first: TensorForm, rows: int) -> None:
 
 
 def _gap_text(form: TensorForm, gap: tuple[int, int], layout: CacheLayout | None) -> str:
-    """Return the text about a gap or an overlap in a tensor, and the remedy."""
+    """Describe a gap or an overlap in a tensor, and the remedy."""
     dim, has = gap
     apart, own = form.strides[dim] * form.bits // 8, has * form.bits // 8
     axis = "" if layout is None else layout.axes[dim]
@@ -196,7 +196,7 @@ def _gap_text(form: TensorForm, gap: tuple[int, int], layout: CacheLayout | None
         )
     text = f"its {things} lie {apart} bytes apart and have {own}"
     if apart < own:
-        return f"{text}: they share memory; give a tensor that does not"
+        return f"{text}: they share memory; give a tensor whose elements do not"
     if axis in ("kv", "layer"):
         return f"{text}: give each of them as a tensor of its own"
     return (

@@ -1,8 +1,8 @@
 """DLPack: the memory of another library's tensor, without that library.
 
 NumPy reads DLPack too, but without bfloat16 and devices, and treats the unversioned capsules of
-older libraries as read-only. This module needs only the form and the address of a tensor and reads
-no byte of it, so the library is asked not to synchronize.
+older libraries as read-only. This module reads only the form and the address of a tensor, and
+therefore asks the library not to synchronize.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TensorDevice(NamedTuple):
     """The device of a tensor, as reported by its library.
 
     Attributes:
-        kind: the name of such devices in torch, "cuda" or "npu"; empty: unknown.
+        kind: the name of this kind of device in torch, "cuda" or "npu"; empty: unknown.
         number: the number of the device in its library; None: unknown.
         text: the device, for messages.
     """
@@ -69,7 +69,7 @@ class Exported(NamedTuple):
         shape: the lengths of the dimensions.
         strides: the strides in elements.
         bits: the bits of an element.
-        dtype: the name of the type in NumPy or ml_dtypes; another text if it has none.
+        dtype: the name of the type in NumPy or ml_dtypes; another text if they lack the type.
         read_only: True if the memory must not be written.
         device: the device of the memory; None: memory that this process reaches.
     """
@@ -90,7 +90,7 @@ _PADDED = 4
 """Flag: elements of less than a byte are not packed."""
 
 _ADDRESSABLE = (1, 3, 11)
-"""Device types: CPU, and pinned for CUDA or ROCm."""
+"""Device types of host memory: CPU, and pinned for CUDA or ROCm."""
 
 _DEVICES = {2: "cuda", 10: "rocm"}
 _MANAGED = 13
@@ -99,7 +99,7 @@ _EXTENSION = 12  # a device of any library; torch_npu's tensors have it
 _STREAMS = (2, 10, 13)
 """Device types whose libraries accept `stream=-1`: no synchronization."""
 
-# By DLDataTypeCode. The names of these types end with the width, which is not fixed.
+# By DLDataTypeCode: names of types to which the width is appended.
 _NUMBERS = {0: "int", 1: "uint", 2: "float", 5: "complex"}
 _TYPES = {
     (4, 16): "bfloat16",
@@ -119,7 +119,7 @@ _pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctype
 
 
 def read_dlpack(name: str, given: Any) -> Exported:
-    """Return the tensor `given`, which has `__dlpack__`, without copying it."""
+    """Read the tensor `given` by its `__dlpack__`, without a copy."""
     capsule = _capsule(name, given)
     flags = 0  # libraries without versions hand out writable memory only
     if _is_valid(capsule, b"dltensor_versioned"):
@@ -192,15 +192,15 @@ def _capsule(name: str, given: Any) -> object:
 
 
 def _stream(given: Any) -> dict[str, int]:
-    """Return the arguments of `__dlpack__` with which the library does not synchronize.
+    """Return the arguments of `__dlpack__` that keep the library from synchronizing.
 
-    On a host only None is allowed, which is the default. Elsewhere None orders the library's stream
-    before the default stream; -1 leaves synchronization to the consumer.
+    On a host only None is allowed, the default. On a device, None orders the library's stream
+    before the default stream, and -1 leaves synchronization to the consumer.
     """
     where = getattr(given, "__dlpack_device__", None)
     if where is None or where()[0] not in _STREAMS:
         return {}
-    # JAX passes the number to the driver as a stream; without a number it orders nothing.
+    # JAX would pass -1 to the driver as a stream; without a number, JAX orders nothing.
     if type(given).__module__.partition(".")[0] in ("jax", "jaxlib"):
         return {}
     return {"stream": -1}

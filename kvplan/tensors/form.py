@@ -1,8 +1,7 @@
 """The form of tensors: shape, strides, type and address, for tensors of any library.
 
 The form is read from NumPy's interface, the buffer protocol, DLPack, the attributes of a torch
-tensor, or the CUDA array interface. Of all these libraries only NumPy is imported, and no byte of a
-tensor is read.
+tensor, or the CUDA array interface. Only NumPy is imported, and no byte of a tensor is read.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvplan.tensors.dlpack import TensorDevice, read_dlpack
 from kvplan.types import CacheDesc, DataType
 from kvplan.validation import UINT64_MAX, shown
 
-# Types with a twin in NumPy. QINT8 and the like are marks on integers.
+# Types with a twin in NumPy. QINT8 and similar types are integers to NumPy.
 _TWINS: dict[DataType, np.dtype[Any]] = {
     DataType[f"DT_{name}"]: np.dtype(twin)
     for name, twin in {
@@ -109,7 +108,7 @@ class TensorForm:
 
     @cached_property
     def dtype_name(self) -> str:
-        """The name of the type in NumPy or ml_dtypes, if it has one."""
+        """The name of the type in NumPy or ml_dtypes, if they have the type."""
         if isinstance(self.dtype, np.dtype):
             return self.dtype.name if self.dtype.isnative else str(self.dtype)
         return str(self.dtype).removeprefix("torch.")
@@ -138,7 +137,7 @@ class TensorForm:
         return tuple(self.shape[dim] for dim in self.order)
 
     def gap(self, rows: int) -> tuple[int, int] | None:
-        """Return the innermost dimension with gaps, and the stride that it would have without them.
+        """Return the innermost dimension with gaps, and its stride if there were no gaps.
 
         Gaps between the elements of dimension `rows` are allowed. None: no gap.
         """
@@ -152,7 +151,7 @@ class TensorForm:
         return None
 
     def row_stride(self, rows: int) -> int | None:
-        """Return the bytes between elements of dimension `rows`; None if there is only one."""
+        """Return the stride of dimension `rows` in bytes; None if its length is 1."""
         return None if self.shape[rows] == 1 else self.strides[rows] * self.bits // 8
 
     @property
@@ -171,7 +170,7 @@ class TensorForm:
         return len(self.shape) == 1 and (self.dtype_name in _BYTES or self._is_untyped)
 
     def may_be(self, data_type: DataType) -> bool:
-        """Return whether elements can be of a type: by name, or by width if NumPy lacks it."""
+        """Return True if the elements can be of a type: by name, or by width if NumPy lacks it."""
         if self.data_type is data_type:
             return True
         if data_type.bits % 8:
@@ -199,7 +198,7 @@ class TensorForm:
 def numpy_dtype(data_type: DataType) -> np.dtype[Any]:
     """Return NumPy's type for the elements, or the unsigned integer of that width.
 
-    Elements of less than a byte are packed: their type is uint8, and a row has fewer of those.
+    Elements of less than a byte are packed into uint8, of which a row has fewer.
     """
     return _TWINS.get(data_type) or np.dtype(f"u{max(data_type.bits // 8, 1)}")
 
@@ -213,7 +212,7 @@ def array_form(desc: CacheDesc) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def read_form(name: str, given: Any) -> TensorForm:
-    """Return the form of the tensor `given`, which keeps it alive."""
+    """Return the form of the tensor `given`, and keep the tensor alive."""
     if isinstance(given, np.ndarray):
         return _of_array(name, given)
     if all(callable(getattr(given, name, None)) for name in ("data_ptr", "stride", "element_size")):
@@ -323,9 +322,9 @@ _CUDA_ARRAY_VERSIONS = (2, 3)
 
 
 def _of_cuda_array(name: str, given: Any) -> TensorForm:
-    """Read the form of an array without DLPack, such as numba's; its address tells the device.
+    """Read the form of an array without DLPack, such as numba's, by the CUDA array interface.
 
-    A reader of its bytes would have to wait for the work in its `stream`; none are read here.
+    Its `stream` is ignored: only readers of its bytes have to wait for the work there.
     """
     try:
         interface = dict(given.__cuda_array_interface__)

@@ -1,4 +1,4 @@
-"""States of recurrent layers (Mamba, linear attention) as ranks of tensor parallelism hold them.
+"""States of recurrent layers (Mamba, linear attention) on the ranks of tensor parallelism.
 
 A rank has the state of its heads. A convolution state has columns of several projections, such as
 x, B and C of Mamba2. Ranks divide each projection by its own heads, so each projection is a cache:
@@ -42,7 +42,7 @@ class StateCache(NamedTuple):
 
 
 def rank_heads(num_heads: int, rank: int, ranks: int) -> range:
-    """Return the heads of one rank: an equal share, or one head that several ranks have.
+    """Return the heads of one rank: an equal share, or one head that several ranks share.
 
     Raises:
         TypeError: a number that is not an int.
@@ -78,20 +78,20 @@ def convolution_caches(
     """Describe the projections of convolution states, each as a cache.
 
     Args:
-        tensors: the state of each layer: (blocks, positions, columns), also as a view of larger
-            pages; the positions are the earlier tokens that the convolution reads.
+        tensors: the state of each layer: (blocks, positions, columns), which may be a view of
+            larger pages; positions are the earlier tokens that the convolution reads.
         columns: the projections by name, in the order of the columns.
-        rank: the rank of tensor parallelism that has the tensors.
+        rank: the rank of tensor parallelism that owns the tensors.
         ranks: the number of ranks.
         columns_first: True: the tensors are (blocks, columns, positions).
-        data_type: type of the elements if it is not that of the tensors.
-        shard: the layers of the model whose states the tensors are.
+        data_type: type of the elements; None: the type of the tensors.
+        shard: the layers of the model that the states belong to.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: a number outside its C type.
-        LLMException: LLM_PARAM_INVALID: tensors of another shape, or that cannot be described; and
-            as `rank_heads`.
+        LLMException: LLM_PARAM_INVALID: tensors of another shape, or that cannot be described; see
+            also `rank_heads`.
     """
     check_type("columns", columns, Mapping)  # type: ignore[type-abstract]
     heads = {name: rank_heads(of.num_heads, rank, ranks) for name, of in columns.items()}
@@ -115,7 +115,7 @@ def convolution_caches(
             views = [
                 tensor[:, first:last].reshape(len(tensor), share, of.dim, -1) for tensor in tensors
             ]
-        else:  # one tensor for each position, as columns of others lie between positions
+        else:  # one tensor for each position: other projections lie between positions
             layout = "block state head dim"
             views = [
                 tensor[:, position, first:last].reshape(len(tensor), 1, share, of.dim)
@@ -140,13 +140,13 @@ def recurrent_cache(
     """Describe states that have an axis of heads: of an SSM, or of linear attention.
 
     Args:
-        tensors: the state of each layer, also as a view of larger pages.
+        tensors: the state of each layer, which may be a view of larger pages.
         num_heads: heads of the model.
         rank, ranks, data_type, shard: as for `convolution_caches`.
         layout: the dimensions of each tensor.
 
     Raises:
-        TypeError, ValueError, LLMException: as `convolution_caches`.
+        TypeError, ValueError, LLMException: see `convolution_caches`.
     """
     heads = rank_heads(num_heads, rank, ranks)
     return _described(list(tensors), layout, heads, num_heads, data_type, shard)

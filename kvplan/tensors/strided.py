@@ -41,7 +41,7 @@ def strided_caches(
 
     Args:
         descriptors: rows of (address, length, device, stride, count).
-        placement: the memory that they are of.
+        placement: the kind of memory of the descriptors.
 
     Raises:
         TypeError: rows that are not integers.
@@ -62,24 +62,24 @@ def strided_caches(
 
 
 def strided_ranges(descriptors: ArrayLike) -> tuple[_Numbers, _Numbers, _Numbers]:
-    """Return address, length and device of each piece of strided descriptors, one after another.
+    """Return the address, length and device of each piece of strided descriptors, as columns.
 
-    `AddressRanges` takes such columns of both sides.
+    `AddressRanges` takes such columns for both sides.
 
     Args:
         descriptors: rows of (address, length, device, stride, count).
 
     Raises:
-        TypeError, LLMException: as `strided_caches`.
+        TypeError, LLMException: see `strided_caches`.
     """
     pieces = pieces_of(_checked(descriptors))
     return pieces[:, 0].copy(), pieces[:, 1].copy(), pieces[:, 2].copy()
 
 
 def pieces_of(rows: _Numbers) -> _Numbers:
-    """Return rows of (address, length, device), one for each piece; rows of 3 numbers are pieces.
+    """Return a row (address, length, device) for each piece; rows of 3 numbers already are pieces.
 
-    Rows of 5 numbers, with stride and count, were checked.
+    The caller has checked rows of 5 numbers, with stride and count.
     """
     if rows.shape[1] == 3:
         return rows

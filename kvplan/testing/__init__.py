@@ -1,6 +1,6 @@
 """Helpers for tests of programs that plan transfers; the pytest plugin offers them as fixtures.
 
-Planning only: nothing here needs an engine, a peer, or compiled code.
+The helpers only plan: they need no engine, peer or compiled code.
 """
 
 from kvplan.testing.caches import BlockTables, Executed, make_desc, request_tokens, run_reference

@@ -1,4 +1,4 @@
-"""Caches of usual shapes, block tables as allocators leave them, and plans executed on arrays."""
+"""Caches of usual shapes, block tables as allocators make them, and plans executed on arrays."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def make_desc(
 
     Args:
         layout: axes as in `CacheDesc.kv_tensor_format`: "NHD", "HND", "MLA" for "block token dim"
-            (a latent), or any list of axes. Layers, and keys and values, that are not an axis have
-            tensors of their own.
+            (a latent), or any list of axes. Without an axis for them, layers, keys and values are
+            separate tensors.
         blocks: number of blocks, or slots of a contiguous cache.
         tokens: tokens of a block.
-        layers, heads, dim: of the model; with a `shard`, of this part.
-        data_type, placement, shard: as of `CacheDesc`.
+        layers, heads, dim: of the model; with a `shard`, of this shard.
+        data_type, placement, shard: see `CacheDesc`.
 
     Raises:
         TypeError: an argument of another type.
@@ -73,11 +73,11 @@ def make_desc(
 
 @dataclass
 class BlockTables:
-    """Random block tables, equal for equal seeds, as a pool has after some use.
+    """Random block tables, as from a pool after some use; equal for equal seeds.
 
     Attributes:
         seed: of the random numbers.
-        made: each call and its tables, to print if a test fails.
+        made: each call and its tables, printed if a test fails.
     """
 
     seed: int = 0
@@ -93,13 +93,13 @@ class BlockTables:
         fragmentation: float = 0.5,
         reserved: Sequence[int] = (),
     ) -> Any:
-        """Return a block table of each length; no block occurs twice, also not in different tables.
+        """Return a block table of each length; no block occurs twice, even in different tables.
 
         Args:
-            num_blocks: blocks of the pool, or the cache that has them.
-            lengths: for one, its table is returned, a list; for several, a tuple of tables.
-            fragmentation: 0: each table is one run if there is room; 1: no block follows its
-                predecessor, except by chance; in between, some runs descend.
+            num_blocks: number of blocks in the pool, or the cache.
+            lengths: one length: the result is its table, a list; several: a tuple of tables.
+            fragmentation: 0: each table is one run if there is room; 1: only by chance are two
+                blocks adjacent; in between, some runs descend.
             reserved: blocks that are never used (vLLM's null block: `[0]`).
 
         Raises:
@@ -132,7 +132,7 @@ class BlockTables:
                 block = order.pop()
                 while block not in free:
                     block = order.pop()
-                # Freed blocks often come back the other way round.
+                # Freed blocks often come back in reverse order.
                 step = -1 if fragmentation and self._random.random() < 0.3 else 1
             free.remove(block)
             table.append(block)
@@ -146,7 +146,7 @@ class Executed:
     Attributes:
         src, dst: the tensors of each side, in the shape of the cache. Elements are unsigned
             integers as wide as the data type, so that contents can be compared exactly.
-        parts: the same for each part of the plan, by its label.
+        parts: the arrays of each part of the plan, by its label.
     """
 
     src: list[NDArray[Any]]
@@ -166,12 +166,12 @@ def run_reference(
     Args:
         plan: the plan.
         src: one array for each tensor; None: random elements, none of them 0.
-        dst: the same; None: zeros, so that every other value was written. For a copy inside one
-            cache, the arrays of `src`.
-        seed: of the random elements.
+        dst: the same; None: zeros, so that every other value was written. A copy inside one cache
+            uses the arrays of `src`.
+        seed: seed of the random elements.
 
     Raises:
-        TypeError, LLMException: as `kvplan.reference.execute`.
+        TypeError, LLMException: see `kvplan.reference.execute`.
     """
     random = np.random.default_rng(seed)
     flat: list[list[NDArray[Any]]] = []
@@ -203,9 +203,9 @@ def run_reference(
 def _tensors(
     side: Side, random: np.random.Generator | None
 ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Return the memory of each tensor, and the tensor in it."""
+    """Return the memory of each tensor, and the tensor as a view of this memory."""
     width = 8 if side.data_type is None else side.data_type.bits
-    # Elements without an unsigned integer as wide (4 bits, 128 bits) are seen as bytes of rows.
+    # Elements of 4 or 128 bits, for which NumPy has no unsigned integer, become bytes.
     dtype = np.dtype(_OF_WIDTH.get(width, np.uint8))
     shape = side.shape if side.shape and width in _OF_WIDTH else (side.count, -1)
     if side.stride % dtype.itemsize:
@@ -231,8 +231,8 @@ def request_tokens(
 ) -> NDArray[Any]:
     """Return the contents of a request: (token, layer, K or V, head, dim), in the request's order.
 
-    Requests in caches of other layouts and block sizes compare equal if their tokens do. An axis
-    that the layout does not have has length 1, but for the last ones of other models.
+    Requests in caches of different layouts and block sizes compare equal if their tokens do. An
+    axis that the layout lacks has length 1. Layouts of other models have other last axes.
 
     Args:
         desc: the cache; its layout has an axis of tokens.
@@ -240,16 +240,16 @@ def request_tokens(
         blocks: the block table of the request, or its slot.
 
     Raises:
-        LLMException: LLM_PARAM_INVALID: the layout is unknown or has no axis of tokens, or another
-            number of tensors.
-        IndexError: a block that the cache does not have.
+        LLMException: LLM_PARAM_INVALID: the layout is unknown or lacks an axis of tokens, or a
+            wrong number of tensors.
+        IndexError: a block is out of range.
     """
     layout = desc.layout
     if layout is None or "token" not in layout.axes:
         raise invalid(f"desc={desc} must have a layout with an axis of tokens")
     if len(tensors) != desc.num_tensors:
         raise invalid(f"tensors has {len(tensors)} arrays; desc has {desc.num_tensors}")
-    # Layers, and keys and values, that are not an axis have tensors of their own.
+    # Without an axis for them, layers, keys and values are separate tensors.
     apart = 1 if "kv" in layout.axes or "head" not in layout.axes else 2
     whole = np.stack(tensors).reshape(-1, apart, *desc.shape)
     names = ["tensor", "part", *layout.axes]

@@ -20,17 +20,17 @@ from kvplan.validation import check_type
 
 @contextmanager
 def observe_plans() -> Iterator[list[Plan]]:
-    """Collect every plan that this process makes inside of the `with` block, in order.
+    """Collect every plan that this process makes inside the `with` block, in order.
 
-    These are the plans of `kvplan.plan`, and of operations of engines in all threads. Plans from
-    documents, and parts of other plans, are not included.
+    These are the plans of `kvplan.plan`, and of engines' operations in all threads. Plans that are
+    read from documents, and parts of other plans, are not included.
     """
     plans: list[Plan] = []
     OBSERVERS.append(plans.append)
     try:
         yield plans
     finally:
-        # By identity: methods of two empty lists are equal.
+        # Compare by identity: methods of two empty lists are equal.
         at = next(
             i
             for i, observer in enumerate(OBSERVERS)
@@ -84,10 +84,10 @@ class Budget:
 
 
 MAX_NAME = 200
-"""Bytes of a file's name, of the 255 that file systems have room for."""
+"""Maximum bytes of a file's name; file systems have room for 255."""
 
 NUMBERS_A_LINE = 10
-"""Numbers of a column, or of a block table, in one line of a file."""
+"""Numbers of a column or a block table in one line of a file."""
 
 
 @dataclass
@@ -96,9 +96,9 @@ class GoldenPlans:
 
     Attributes:
         folder: the folder of the files.
-        test: the name of the test, with which the file names begin.
-        update: True to write what differs or is missing, instead of failing.
-        how: how to update, for messages.
+        test: the name of the test, the beginning of the file names.
+        update: True to write plans that differ or are missing, instead of failing.
+        how: the command that updates the files, for messages.
         written: the files that were written.
     """
 
@@ -110,7 +110,7 @@ class GoldenPlans:
     _used: dict[str, Plan] = field(default_factory=dict, repr=False)
 
     def path(self, name: str = "") -> Path:
-        """Return the file of the golden plan of a name; each test and name has a file of its own.
+        """Return the file of the golden plan `name`; each test and name has its own file.
 
         `test_it[NHD]` and "prefill" have `test_it-NHD+prefill.json`. Characters other than letters,
         digits, `_`, `.` and `-` become `-`; a checksum then keeps such names apart.
@@ -138,7 +138,7 @@ class GoldenPlans:
         check_type("plan", plan, Plan)
         path = self.path(name)
         if self._used.setdefault(path.name, plan) != plan:
-            raise ValueError(f"name={name!r} is already that of another plan of this test")
+            raise ValueError(f"name={name!r} already belongs to another plan of this test")
         if not (problem := self._problem(path, plan)):
             return
         if not self.update:
@@ -166,7 +166,7 @@ def difference(old: object, new: object) -> str:
 
 
 def write_plan(path: Path, plan: Plan) -> None:
-    """Write a file for `load_plan`, with a line for each value, and for ten numbers of a column."""
+    """Write a file for `load_plan`, with one value, or ten numbers of a column, in each line."""
     path.write_text(_text(plan.to_dict()) + "\n")
 
 

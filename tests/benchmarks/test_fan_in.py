@@ -40,5 +40,5 @@ def test_one_wrong_byte_is_found() -> None:
         tensor.view(np.uint64)[target] = mark(7, number, source)[:, None]
     check_blocks(list(tensors), 7, source, target)
     tensors[1, 2, 40] ^= 1
-    with pytest.raises(AssertionError, match="cluster 7 tensor 1 block 1 -> 2: not the bytes"):
+    with pytest.raises(AssertionError, match="cluster 7 tensor 1 block 1 -> 2: not the peer"):
         check_blocks(list(tensors), 7, source, target)

@@ -136,7 +136,7 @@ def test_the_owner_has_no_transfer_to_compare(
     pair.observer.flush()
     files = [str(next(pair.folder.glob(f"nixl-{name}-*"))) for name in ("decode", "prefill")]
     assert main(["trace", *files, "--compare", "cmpl-7", "cmpl-7"]) == 2
-    assert "of the other end of these transfers: compare both ends with --sums" in (
+    assert "it recorded their passive end: compare both ends with --sums" in (
         capsys.readouterr().err
     )
     assert main(["trace", files[0], "--compare", "cmpl-8", "cmpl-7"]) == 2

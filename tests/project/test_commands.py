@@ -81,9 +81,7 @@ def test_a_python_that_was_named_and_cannot_be_had_is_a_failure(tmp_path: Path) 
         capture_output=True,
         text=True,
     )
-    assert (
-        "3.14t    not tried: no python3.14t; to use Debian's takes root and apt-get" in done.stdout
-    )
+    assert "3.14t    not tried: no python3.14t; Debian's needs root and apt-get" in done.stdout
     assert (done.returncode, done.stderr) == (1, "")
 
 

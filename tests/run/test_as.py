@@ -49,7 +49,7 @@ def test_another_name_is_misuse() -> None:
         parse(["--as", "ucx", "program.py"])
     with pytest.raises(Misuse, match="--as '' must be one of nixl"):
         parse(["--as"])
-    with pytest.raises(ValueError, match="'ucx' is none of"):
+    with pytest.raises(ValueError, match="'ucx' must be one of"):
         aliases.asked("nixl, ucx")
 
 

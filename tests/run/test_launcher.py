@@ -231,7 +231,7 @@ def test_help(folder: Folder) -> None:
         (("-m",), "-m needs an argument"),
         (("-c",), "-c needs an argument"),
         (("--several", "program.py"), "no option --several"),
-        (("-u", "program.py"), "no option -u; those of python stand before -m kvplan.run"),
+        (("-u", "program.py"), "no option -u; options of python go before -m kvplan.run"),
     ],
 )
 def test_a_line_that_is_not_understood_exits_with_2(

@@ -74,7 +74,7 @@ def test_names_of_golden_files(folder: Folder) -> None:
             )
             kvplan_golden(one)
             kvplan_golden(one)
-            with pytest.raises(ValueError, match="is already that of another plan"):
+            with pytest.raises(ValueError, match="already belongs to another plan"):
                 kvplan_golden(other)
             with pytest.raises(TypeError, match="plan='no' must be Plan"):
                 kvplan_golden("no")

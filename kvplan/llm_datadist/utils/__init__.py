@@ -1,1 +1,1 @@
-"""The log and the checks of arguments, which all modules of the package share."""
+"""The log and the argument checks that all modules of the package share."""

@@ -1,7 +1,7 @@
 """The log of the original: logger LLM_DATADIST, which writes to standard output.
 
-The environment variable ASCEND_GLOBAL_LOG_LEVEL has the level: "0" debug, "1" info, "2" warning,
-anything else error. It is read once, at the first use.
+The environment variable ASCEND_GLOBAL_LOG_LEVEL sets the level: "0" debug, "1" info, "2" warning,
+anything else error. The variable is read once, at the first use of the log.
 """
 
 from __future__ import annotations

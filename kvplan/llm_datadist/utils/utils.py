@@ -32,7 +32,7 @@ def check_isinstance(
         allow_none: True to accept None.
 
     Raises:
-        TypeError: it is of another class.
+        TypeError: the argument is of another class.
     """
     if allow_none and arg_value is None:
         return arg_value
@@ -74,10 +74,10 @@ def check_dict(
     v_class: type,
     v_inner_class: type | None = None,
 ) -> None:
-    """Refuse keys other than `k_class`, values other than `v_class`, and elements of values.
+    """Refuse a key, a value, or an element of a value that is of another class.
 
     Raises:
-        TypeError: names the first.
+        TypeError: names the first of them.
     """
     for key, value in arg_value.items():
         check_isinstance(f"{arg_name} key", key, k_class, allow_none=False)
@@ -88,7 +88,7 @@ def check_dict(
 
 
 def _width(kind: str, low: int, high: int) -> Callable[[str, object], None]:
-    """Return the check of an integer type."""
+    """Return a check for an integer type."""
 
     def check(arg_name: str, arg_value: object) -> None:
         _check_width(arg_name, arg_value, low, high)
@@ -114,7 +114,7 @@ check_int64 = _width("int64", -(2**63), INT64_MAX)
 def _width_of_each(
     kind: str, check_one: Callable[[str, object], None]
 ) -> Callable[[str, Iterable[object]], None]:
-    """Return the check of a list of integers."""
+    """Return a check for a list of integers."""
 
     def check(arg_name: str, arg_value: Iterable[object]) -> None:
         for element in arg_value:
@@ -157,11 +157,11 @@ def _check_width(arg_name: str, arg_value: object, low: int, high: int) -> None:
 
 
 Kind = Callable[[str, Any], Any]
-"""Checks an argument: takes its name and value, and raises if the value is not of the kind."""
+"""A check: takes an argument's name and value, and raises if the value is not of the kind."""
 
 
 def kind_of(*classes: type, inner: type | None = None, allow_none: bool = False) -> Kind:
-    """Return the kind of values of these classes, whose elements are of class `inner`."""
+    """Return a check for values of these classes, with elements of class `inner`."""
 
     def check(name: str, value: Any) -> Any:
         return check_isinstance(name, value, [*classes], inner, allow_none=allow_none)
@@ -173,7 +173,7 @@ def checked(kinds: Mapping[str, Kind]) -> Callable[..., Callable[[_F], _F]]:
     """Return a decorator that checks arguments by their names, in order, before each call.
 
     Args:
-        kinds: the kind of each name. Keywords of the decorator override them for one function.
+        kinds: a check for each name. Keywords of the decorator override `kinds` for one function.
     """
 
     def of_function(**others: Kind) -> Callable[[_F], _F]:

@@ -36,7 +36,7 @@ _checked = checked(
         "cache_id": check_int64,
     }
 )
-"""Checks the arguments of a method by their names."""
+"""Decorator that checks the arguments of a method by their names."""
 
 
 class CacheManager(CacheTransfers):
@@ -50,7 +50,7 @@ class CacheManager(CacheTransfers):
 
     Args:
         llm_datadist: the engine.
-        options: as `LLMDataDist.init` completes them.
+        options: the options after `LLMDataDist.init` has completed them.
     """
 
     def __init__(self, llm_datadist: LlmDataDist, options: dict[str, str]) -> None:
@@ -61,7 +61,7 @@ class CacheManager(CacheTransfers):
     @staticmethod
     @_checked()
     def check_cache_key(cache_key: CacheKey) -> None:
-        """Refuse a key that does not name exactly one of a request and a prefix.
+        """Refuse a key unless it names either a request or a prefix.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: the key names both or neither.
@@ -80,7 +80,7 @@ class CacheManager(CacheTransfers):
 
         Args:
             cache_desc: its description.
-            cache_keys: key i names slot i; one with req_id=2**64-1 skips a slot.
+            cache_keys: key i names slot i; a key with req_id=2**64-1 skips its slot.
 
         Raises:
             LLMException: LLM_OUT_OF_MEMORY; LLM_PARAM_INVALID: no pool for this placement, more
@@ -111,7 +111,7 @@ class CacheManager(CacheTransfers):
 
     @_checked()
     def deallocate_cache(self, cache: Cache) -> None:
-        """Free an allocated contiguous cache, which lives on while it has keys; idempotent.
+        """Free an allocated contiguous cache, once all of its keys are removed; idempotent.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: the cache is paged, or was registered;
@@ -146,14 +146,14 @@ class CacheManager(CacheTransfers):
         cache_keys: CacheKeys = (),
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Register the caller's memory, which must live until `unregister_cache`, as a cache.
+        """Register the caller's memory as a cache. Keep the memory until `unregister_cache`.
 
         Args:
             cache_desc: its description.
             addrs: an address for each tensor.
             cache_keys: key i names slot i; pulls do not consume them.
-            remote_accessible: True if peers may reach the cache. None: always in request mode; in
-                remote mode for Placement.DEVICE, unless `LLMDataDist.link` was called.
+            remote_accessible: True if peers may reach the cache. None: True in request mode; in
+                remote mode True for Placement.DEVICE, unless `LLMDataDist.link` was called.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: addresses that do not fit the description or are not
@@ -177,12 +177,12 @@ class CacheManager(CacheTransfers):
         blocks_cache_key: BlocksCacheKey | None = None,
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Register the caller's memory, which must live until `unregister_cache`, as a paged cache.
+        """Register the caller's memory as a paged cache. Keep it until `unregister_cache`.
 
         Arguments as for `register_cache`; `blocks_cache_key` names the whole cache.
 
         Raises:
-            LLMException: as `register_cache`.
+            LLMException: as for `register_cache`.
         """
         accessible = self._check_registered(cache_desc, addrs, remote_accessible)
         key = None if blocks_cache_key is None else key_of(blocks_cache_key)
@@ -203,7 +203,7 @@ class CacheManager(CacheTransfers):
     def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
         """Check the mapping of registered memory again, and offer its caches to peers again.
 
-        Call it after memory was repaired: transfers fail before the call, and work after it.
+        Call this after a repair of memory: transfers fail until then.
 
         Args:
             mem_infos: ranges of Memtype.MEM_TYPE_DEVICE inside registered caches.
@@ -243,7 +243,7 @@ class CacheManager(CacheTransfers):
         if remote_accessible is not None:
             return remote_accessible
         if not self._enable_remote_cache_accessible:
-            return True  # peers of the original pull from any cache, through its buffers
+            return True  # in the original, peers pull from any cache through buffers
         return cache_desc.placement is Placement.DEVICE and not self._is_call_linked
 
     def _deallocate(self, cache: Cache, *, is_blocks: bool) -> None:

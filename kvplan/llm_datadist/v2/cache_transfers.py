@@ -1,4 +1,4 @@
-"""Transfers of a `CacheManager`: it checks and converts arguments, and delegates to the engine."""
+"""Transfers of a `CacheManager`: check and convert the arguments, then call the engine."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _checked = checked(
         "src_to_dst": kind_of(dict),
     }
 )
-"""Checks the arguments of a method by their names."""
+"""Decorator that checks the arguments of a method by their names."""
 
 
 class CacheTransfers:
@@ -81,7 +81,7 @@ class CacheTransfers:
 
     Args:
         llm_datadist: the engine.
-        options: as `LLMDataDist.init` completes them.
+        options: the options after `LLMDataDist.init` has completed them.
     """
 
     def __init__(self, llm_datadist: LlmDataDist, options: dict[str, str]) -> None:
@@ -106,7 +106,7 @@ class CacheTransfers:
             batch_index: the local slot.
             size: bytes of each row to pull; -1: the whole local row.
             **kwargs: src_layer_range, dst_layer_range: layers, ranges of step 1;
-                tensor_num_per_layer=2. Others are ignored.
+                tensor_num_per_layer=2. Other keywords are ignored.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: a slot, size or layer out of range, a paged cache, a
@@ -139,10 +139,10 @@ class CacheTransfers:
             src_blocks: remote blocks, one for each of `dst_blocks`. Empty for a slot, which is cut
                 into chunks of one block: chunk i goes to `dst_blocks[i]`.
             dst_blocks: local blocks; the last of duplicates counts.
-            **kwargs: as of `pull_cache`.
+            **kwargs: as for `pull_cache`.
 
         Raises:
-            LLMException: as `pull_cache`; LLM_PARAM_INVALID: a block out of range, block tables of
+            LLMException: as for `pull_cache`; LLM_PARAM_INVALID: a block out of range, tables of
                 unequal length or empty, a contiguous local cache; LLM_KV_CACHE_NOT_EXIST: a
                 CacheKey in remote mode.
         """
@@ -185,8 +185,8 @@ class CacheTransfers:
             tensor_num_per_layer: number of consecutive tensors of one layer.
 
         Raises:
-            LLMException: as `pull_cache`; LLM_PARAM_INVALID: also request mode, or a size other
-                than -1.
+            LLMException: as for `pull_cache`; LLM_PARAM_INVALID: also request mode, or a size
+                other than -1.
         """
         num_tensors = src_cache.cache_desc.num_tensors
         layers = pushed_layers_of(
@@ -216,10 +216,10 @@ class CacheTransfers:
             src_cache: the local cache.
             src_blocks: local blocks.
             dst_blocks: remote blocks, one for each of `src_blocks`; the last of duplicates counts.
-            src_layer_range, dst_layer_range, tensor_num_per_layer: as of `push_cache`.
+            src_layer_range, dst_layer_range, tensor_num_per_layer: as for `push_cache`.
 
         Raises:
-            LLMException: as `push_cache`; LLM_PARAM_INVALID: a block out of range, block tables of
+            LLMException: as for `push_cache`; LLM_PARAM_INVALID: a block out of range, tables of
                 unequal length or empty, a contiguous cache.
         """
         src = table_of("src_blocks", src_blocks)
@@ -243,10 +243,10 @@ class CacheTransfers:
         dst_block_indices: Indices | None = None,
         dst_block_memory_size: int | None = None,
     ) -> CacheTask:
-        """Push a cache layer by layer, each once `layer_synchronizer` returns for it.
+        """Push a cache layer by layer, each layer once `layer_synchronizer` reports it ready.
 
         A thread calls the synchronizer for each needed layer, in ascending order, while earlier
-        layers are copied. Two tensors are one layer.
+        layers are copied. Each layer has two tensors.
 
         Args:
             src_cache: the local cache, of Placement.DEVICE.
@@ -255,10 +255,10 @@ class CacheTransfers:
                 TransferConfig. A failure of one does not affect the others.
             src_block_indices: blocks of a paged src_cache, one for each of `dst_block_indices`.
             dst_block_indices: blocks of paged destinations.
-            dst_block_memory_size: bytes of one of them; required if src_cache is contiguous.
+            dst_block_memory_size: bytes of a destination block; required for a contiguous source.
 
         Returns:
-            The task, which returns the status of each destination.
+            A task with the status of each destination.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: a cache of Placement.HOST, blocks that do not fit the
@@ -297,7 +297,7 @@ class CacheTransfers:
         """Copy a slot of a contiguous cache into another.
 
         Args:
-            dst, src: the caches; the destination comes first.
+            dst, src: the caches, in this order.
             dst_batch_index, src_batch_index: the slots.
             offset: first byte of the row to copy, on both sides.
             size: bytes to copy; -1: the rest of the source row.
@@ -349,7 +349,7 @@ class CacheTransfers:
         check_dict("src_to_dst", src_to_dst, int, int)
         check_kind("src_cache", src_cache, is_blocks=True)
         check_kind("dst_cache", dst_cache, is_blocks=True)
-        check_alike(src_cache, dst_cache)  # also if nothing moves
+        check_alike(src_cache, dst_cache)  # even if `src_to_dst` is empty
         pairs = zip(*last_wins(list(src_to_dst), list(src_to_dst.values())), strict=True)
         if src_to_dst:
             self._engine.swap_blocks(

@@ -190,7 +190,7 @@ class KvCacheOwner(Protocol):
 
 
 class KvCache:
-    """A cache of version 1; its manager deallocates it when it is dropped.
+    """A cache of version 1. Its manager deallocates the cache with its last reference.
 
     Args:
         cache_id: its id; -1: none.

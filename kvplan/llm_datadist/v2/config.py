@@ -22,7 +22,7 @@ class EngineConfig:
 
     @staticmethod
     def parse_listen_ip_info(listen_ip_info: str) -> tuple[int, int]:
-        """Return the little-endian integer of the address, and the port, of "ip:port"."""
+        """Parse "ip:port"; return the address as a little-endian integer, and the port."""
         ip, port = llm_utils.parse_listen_ip_info(listen_ip_info)
         return trans_str_ip(ip), port
 
@@ -45,7 +45,7 @@ def completed(options: dict[str, str], role: str) -> dict[str, str]:
     if (size := options.get(_FLOW_GRAPH)) is not None:
         check_isinstance(_FLOW_GRAPH, size, str)
         if not size.isdigit():
-            raise invalid(f"{_FLOW_GRAPH}={shown(size)} must be one number, as there is one pool")
+            raise invalid(f"{_FLOW_GRAPH}={shown(size)} must be one number: there is only one pool")
     own = {**options, "llm.Role": role}
     if LOCAL_COMM_RES in options:
         own.setdefault(CACHE_MANAGER, "1")
@@ -87,7 +87,7 @@ def engine_options(options: dict[str, str]) -> Options:
     """
     known: dict[str, str] = {}
     if "unlike_caches" not in configured():
-        known["kvplan.unlike_caches"] = "warn"  # as the original copies them
+        known["kvplan.unlike_caches"] = "warn"  # the original copies between them
     for key, text in options.items():
         check_isinstance("options key", key, str, allow_none=False)
         check_isinstance(f"options[{key!r}]", text, str, allow_none=False)

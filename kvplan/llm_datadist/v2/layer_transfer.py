@@ -1,7 +1,7 @@
-"""`transfer_cache_async`: a layered task for each destination, and one thread that feeds them.
+"""`transfer_cache_async`: a layered task for each destination, and one thread for all of them.
 
-The thread calls the synchronizer for each layer, and then marks the layer ready at each
-destination.
+The thread calls the synchronizer for each layer, and then marks the layer ready in each
+task.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class LayerSource:
 
     cache: kvplan.Cache  # the local one
     is_blocks: bool  # True if it is paged
-    src_blocks: list[int]  # empty: the row that the config names
-    dst_blocks: list[int]  # of each destination; empty: a row
-    dst_block_nbytes: int  # 0: as of a source block
+    src_blocks: list[int]  # empty: the config names a row
+    dst_blocks: list[int]  # the same at each destination; empty: a row
+    dst_block_nbytes: int  # 0: that of a source block
 
     @classmethod
     def of(
@@ -91,7 +91,7 @@ class LayerSource:
 
 @dataclass(frozen=True)
 class _Push:
-    """A config, converted to arguments of the engine."""
+    """A transfer config, converted to arguments of the engine."""
 
     to: CacheIndex | BlocksCacheKey | PeerTensors
     src_batch_index: int
@@ -109,8 +109,8 @@ class _Push:
     ) -> Self:
         """Return a push of the source's blocks or, if there are none, of `row`.
 
-        A row of a paged source is a block, which goes to a block. The original copies such a row
-        to a row of any kind.
+        A row of a paged source is a block, and is pushed to a block only. The original copies such
+        a row to a row of any kind.
         """
         src, dst = source.src_blocks, source.dst_blocks
         if source.is_blocks and not src:
@@ -131,7 +131,7 @@ def transfer_layers(
     remote_mode: bool,
     running_status: LLMStatusCode = LLMStatusCode.LLM_TIMEOUT,
 ) -> CacheTask:
-    """Begin to push to each destination, and start the thread that feeds them."""
+    """Begin to push to each destination, and start the thread that marks layers ready."""
     destinations = destinations_of(engine, source, configs, remote_mode=remote_mode)
     feed = LayerFeed(destinations, synchronizer, finish_ms, running_status)
     feed.start()
@@ -141,7 +141,7 @@ def transfer_layers(
 def destinations_of(
     engine: LlmDataDist, source: LayerSource, configs: Configs, *, remote_mode: bool
 ) -> list[Destination]:
-    """Begin a push to each destination. One that fails has the status of the failure."""
+    """Begin a push to each destination. A push that cannot begin has the status of its failure."""
     kind = TransferWithCacheKeyConfig if remote_mode else TransferConfig
     check_isinstance("transfer_configs", configs, [list, tuple], kind, allow_none=False)
     pushes = [_push_of(source, config) for config in configs]
@@ -212,7 +212,7 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
 
 
 class Destination:
-    """A push in flight; if `task` is None, one that could not begin, whose status is `refusal`."""
+    """A push in flight or, if `task` is None, one that could not begin, with status `refusal`."""
 
     def __init__(
         self,
@@ -278,10 +278,10 @@ class Destination:
 
 
 class LayerFeed:
-    """The destinations of one call, and the thread that feeds them layers.
+    """The destinations of one call, and the thread that marks their layers ready.
 
-    The thread calls the synchronizer for each needed layer, in ascending order, until that returns
-    False. After its last layer a destination may take `finish_ms` milliseconds.
+    The thread calls the synchronizer for each needed layer, in ascending order, until a call
+    returns False. After its last layer a destination may take `finish_ms` milliseconds.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class LayerFeed:
             raise
 
     def statuses(self, timeout_s: float | None) -> list[LLMStatusCode | None]:
-        """Wait up to `timeout_s` seconds; return the status of each (None: no outcome yet)."""
+        """Wait up to `timeout_s` seconds; return each status (None: no outcome yet)."""
         deadline = None if timeout_s is None else monotonic() + timeout_s
         return [
             destination.status(None if deadline is None else max(0.0, deadline - monotonic()))
@@ -343,7 +343,7 @@ class LayerFeed:
         try:
             if self._synchronizer.synchronize_layer(layer, None):
                 return None
-        except BaseException as error:  # also SystemExit, as the thread is ours
+        except BaseException as error:  # also SystemExit: it must not end this thread
             log.error("%s raised:\n%s", called, format_exc())
             return LLMException(f"{called} raised {type(error).__name__}")
         log.error("%s returned False", called)

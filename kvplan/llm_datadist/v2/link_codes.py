@@ -23,7 +23,7 @@ _UNLINKED = {LLMStatusCode.LLM_NOT_YET_LINK: LLMStatusCode.LLM_UNLINK_FAILED}
 def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
     """Check the types of clusters, and that timeout (ms) is >= 1.
 
-    `needed` names an option that is not given; unless empty, each cluster needs a local address.
+    `needed` is a missing option that makes local addresses mandatory; empty: they are optional.
     """
     check_int32("timeout", timeout)
     if timeout < 1:
@@ -42,8 +42,8 @@ def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
 class OwnLinks(set[int]):
     """Clusters that this process has linked itself, with llm.TransferBackend.
 
-    With it the original has a link for each direction: both ends link, and both unlink. Here a pair
-    has one link, which exists from the first link call to the first unlink call of either end.
+    With that option the original has a link for each direction: both ends link and unlink. Here a
+    pair has one link, from the first link call to the first unlink call of either end.
     """
 
     def linked(self, cluster_id: int, code: LLMStatusCode) -> LLMStatusCode:

@@ -1,4 +1,4 @@
-"""`LLMDataDist` over `kvplan.LlmDataDist`: it checks and converts arguments, and delegates."""
+"""`LLMDataDist` over `kvplan.LlmDataDist`: check and convert arguments, then call the engine."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ __all__ = ["LLMDataDist"]
 
 
 class EngineSlots:
-    """The initialized engines of this process, which it keeps alive until they are finalized.
+    """The initialized engines of this process, kept alive until they are finalized.
 
     Attributes:
         mutex: held while an engine is initialized or finalized.
-        several: True if the process may have more than one.
+        several: True if the process may have several engines.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ def permit_several_engines(permit: bool = True) -> None:
     `KVPLAN_SEVERAL_ENGINES=1` in the environment permits it too.
 
     Args:
-        permit: False to allow only one again; engines that are initialized stay.
+        permit: False to allow only one again; initialized engines stay.
     """
     ENGINES.several = permit
 
@@ -104,8 +104,8 @@ class LLMDataDist:
     A process may have one initialized engine (`kvplan.llm_datadist.permit_several_engines` permits
     more). Engines that are still initialized when the process ends are finalized then.
 
-    Every method raises TypeError for an argument of the wrong type, ValueError for an integer
-    outside its width, and RuntimeError before `init` and after `finalize`, if it needs the engine.
+    Every method raises TypeError for an argument of the wrong type, and ValueError for an integer
+    outside its width. Methods that need the engine raise RuntimeError if it is not initialized.
 
     Args:
         role: PROMPT, DECODER or MIX.
@@ -196,7 +196,7 @@ class LLMDataDist:
             self._llm_datadist.finalize()
 
     def switch_role(self, role: LLMRole, switch_options: dict[str, str] | None = None) -> None:
-        """Change the role and the listening address, while no cluster is linked.
+        """Change the role and the listening address. No cluster may be linked.
 
         Args:
             role: the new one, or the same.
@@ -264,7 +264,7 @@ class LLMDataDist:
         engine.unlink(int(comm_id))
 
     def query_register_mem_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return the state of a `link`: PREPARING, OK or FAILED.
+        """Return the state of a communicator that `link` made: PREPARING, OK or FAILED.
 
         Raises:
             LLMException: LLM_NOT_YET_LINK: the communicator does not exist.
@@ -274,7 +274,7 @@ class LLMDataDist:
         return engine.query_register_mem_status(int(comm_id))
 
     def link_clusters(self, clusters: Clusters, timeout: int = 3000) -> Codes:
-        """Link with clusters that listen, at the same time.
+        """Link with several listening clusters at once.
 
         Args:
             clusters: each with its id, one remote address, and a local address unless

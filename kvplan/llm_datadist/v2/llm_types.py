@@ -1,4 +1,4 @@
-"""The values of the interface, at the path from which programs import them."""
+"""The values of the interface, in the module from which programs import them."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ DestinationKey = BlocksCacheKey | CacheKeyByIdAndIndex
 
 
 class LayerSynchronizer(ABC):
-    """Waits for the layers of a cache; to be subclassed."""
+    """A base class whose subclasses wait for the layers of a cache."""
 
     @abstractmethod
     def synchronize_layer(self, layer_index: int, timeout_in_millis: int | None) -> bool:
@@ -310,7 +310,7 @@ class TransferWithCacheKeyConfig:
     Args:
         cache_key: key of the remote cache.
         src_layer_range: local layers; required.
-        dst_layer_range: as many remote layers; required.
+        dst_layer_range: remote layers, as many as local ones; required.
         src_batch_index: local slot; 0 with a BlocksCacheKey.
 
     Raises:
@@ -381,11 +381,11 @@ class AsyncTransfer(Protocol):
     running_status: LLMStatusCode
 
     def statuses(self, timeout_s: float | None) -> list[LLMStatusCode | None]:
-        """Wait up to `timeout_s` seconds; return the status of each, None without an outcome."""
+        """Wait up to `timeout_s` seconds; return each status (None: no outcome yet)."""
 
 
 class CacheTask:
-    """The task that `transfer_cache_async` returns. Any thread may use it, and it may be dropped.
+    """The task that `transfer_cache_async` returns. Any thread may use or drop it.
 
     Args:
         transfer_async_task: the transfer.
@@ -421,8 +421,8 @@ class CacheTask:
             timeout_in_millis: milliseconds; None: forever.
 
         Returns:
-            LLM_SUCCESS if every byte has arrived; LLM_TIMEOUT without an outcome, or if the push
-            was stopped after sync_kv_timeout.
+            LLM_SUCCESS if every byte has arrived; LLM_TIMEOUT without an outcome so far, or if
+            the push was stopped after sync_kv_timeout.
 
         Raises:
             TypeError, ValueError: timeout_in_millis is not a uint32.

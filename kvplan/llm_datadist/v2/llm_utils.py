@@ -16,7 +16,7 @@ _MAX_PORT = 2**16 - 1
 
 
 def is_invalid_id(req_id_or_prefix_id: int) -> bool:
-    """Return True if an id means "none": it is negative, or 2**64-1."""
+    """Return True if an id is negative or 2**64-1, which mean "none"."""
     return req_id_or_prefix_id < 0 or req_id_or_prefix_id == NO_ID
 
 

@@ -1,4 +1,4 @@
-"""Replaces itself, when imported, by the installed `hixl`, or by kvplan's."""
+"""On import, replaces itself with the installed `hixl`, or with kvplan's."""
 
 import sys
 from importlib import import_module
@@ -15,5 +15,5 @@ if spec is not None and spec.loader is not None and spec.origin is not None:
 else:
     find_kvplan()
     sys.modules[__name__] = ours = import_module("kvplan.hixl")
-    # The original's package has its names from this extension module.
+    # The original package gets its names from this extension module.
     sys.modules["hixl.hixl"] = ours

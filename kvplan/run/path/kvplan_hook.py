@@ -1,7 +1,7 @@
-"""Installs kvplan's `llm_datadist` at its first import, and costs almost nothing before.
+"""Installs kvplan's `llm_datadist` when a program first imports it, and costs little before.
 
-Every Python process runs this at its start, so it uses little of the standard library. A Python
-older than 3.7 prints an error and continues.
+Every Python process runs this module at its start, so it uses little of the standard library. A
+Python older than 3.7 prints an error and continues.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from importlib.abc import MetaPathFinder
     from importlib.machinery import ModuleSpec
 
-OBSERVE = "KVPLAN_OBSERVE"  # as in kvplan.run.aliases, which is not loaded before it is needed
+OBSERVE = "KVPLAN_OBSERVE"  # as in kvplan.run.aliases, which is loaded only on demand
 OBSERVABLE = (
     *("nixl", "nixl_cu12", "nixl_cu13", "nixl_rocm", "rixl", "mooncake", "hixl"),
     *("kvplan.nixl", "kvplan.mooncake", "kvplan.hixl"),
@@ -24,13 +24,13 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
 
 
 class Hook:
-    """A finder for our names and the modules below them; it comes before all others."""
+    """A finder for our names and their submodules, first on `sys.meta_path`."""
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: None = None
     ) -> ModuleSpec | None:
-        """Install, and return the result of the installed finder."""
+        """Install kvplan's finder for this name, and return its result."""
         root = name.partition(".")[0]
         if name in OBSERVABLE:
             observe(os.environ.get(OBSERVE, ""))
@@ -45,7 +45,7 @@ class Hook:
 
 
 def observe(what: str) -> None:
-    """Have libraries observed that the program is about to import, if the environment says so."""
+    """Observe libraries that the program is about to import; `what` is the variable's value."""
     if not what:
         return
     find_kvplan()
@@ -57,9 +57,9 @@ def observe(what: str) -> None:
 def find_kvplan() -> None:
     """Make kvplan importable, even if it is not installed."""
     try:
-        import kvplan  # noqa: F401 - is it there?
+        import kvplan  # noqa: F401 - is it installed?
     except ModuleNotFoundError:
-        # kvplan runs from a source tree, and the program was started elsewhere.
+        # kvplan runs from a source tree, and the program was started in another folder.
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(FOLDER))))  # noqa: PTH120
 
 

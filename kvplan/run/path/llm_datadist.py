@@ -1,4 +1,4 @@
-"""Replaces itself by kvplan's `llm_datadist`, in processes without our sitecustomize."""
+"""Replaces itself with kvplan's `llm_datadist`, in processes without our sitecustomize."""
 
 import sys
 from importlib import import_module

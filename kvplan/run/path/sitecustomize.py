@@ -1,6 +1,6 @@
 """Runs at the start of each Python process under the launcher, and puts our finder first.
 
-The modules next to this one do not suffice: the program's own folder comes before PYTHONPATH and
+The modules beside this one are not enough: the program's own folder comes before PYTHONPATH and
 may have another `llm_datadist`.
 """
 
