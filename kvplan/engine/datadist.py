@@ -296,7 +296,7 @@ class LlmDataDist(
 
         Each task submitted after the first call is added once, when its `wait` would not block. A
         transfer with several peers is one task. A layered task whose handle was dropped is not
-        added. The queue grows until the program reads it.
+        added. At most 65536 tasks can wait in the queue; then others are refused.
 
         Raises:
             LLMException: LLM_FAILED: not initialized, or in a forked child; LLM_ENGINE_FINALIZED.

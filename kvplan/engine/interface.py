@@ -323,7 +323,7 @@ class InterfaceOperations(TransferOperations):
 
 
 def _of_pairs(argument: str) -> dict[str, str]:
-    """Return the names in errors of the fields that come from pairs of blocks."""
+    """Map the fields that pairs of blocks fill to their names in errors."""
     return {"src.blocks": f"{argument}.sources", "dst.blocks": f"{argument}.destinations"}
 
 

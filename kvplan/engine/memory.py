@@ -42,7 +42,7 @@ _USER: Final = "the user, until it is unregistered"
 
 
 def memory_of_span(desc: CacheDesc, span: Span) -> CacheMemory:
-    """Return the memory of a cache whose tensors follow each other in `span`, and hold `span`."""
+    """Return the memory of a cache: tensors that follow each other in `span`, kept allocated."""
     sizes = np.full(desc.num_tensors, desc.tensor_nbytes, dtype=np.uint64)
     offsets = np.arange(desc.num_tensors, dtype=np.uint64) * np.uint64(desc.tensor_nbytes)
     addresses = np.uint64(span.address) + offsets

@@ -89,7 +89,7 @@ class Operation:
     """An operation with the resources that it holds inside its `with` block.
 
     It is in flight until the block ends or, once submitted, until its task ends. An operation that
-    only plans has no block: it holds nothing and is not counted. `checked` returns valid options.
+    only plans has no block: it holds nothing and is not counted. The options come from `checked`.
     """
 
     by_layer = False  # True: each layer moves by itself

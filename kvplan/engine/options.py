@@ -102,9 +102,9 @@ class Options(OptionRows):
     def of(cls, options: Mapping[str, str] | Options | None) -> Options:
         """Return `options` as this type; a mapping has the keys of the reference and text values.
 
-        Keys may omit their prefix, `llm.` or `kvplan.`.
-        Options of the reference without an effect here are checked and ignored. An unknown key
-        causes a warning with the nearest key; one similar to `llm.ListenIpInfo` is refused.
+        Keys may omit their prefix, `llm.` or `kvplan.`. Options of the reference without an effect
+        here are checked and ignored. An unknown key causes a warning with the nearest key; one
+        similar to `llm.ListenIpInfo` is refused.
 
         Raises:
             TypeError: the wrong type, or a key or value that is not text.

@@ -66,7 +66,7 @@ class TransferOperations(OperationRunner):
             by_layer: True: plan each layer by itself, as `layered` moves it.
 
         Raises:
-            TypeError, ValueError, LLMException: see `run`; raised before anything moves.
+            TypeError, ValueError, LLMException: see `run`.
         """
         engine = self._running()
         operation = _operation(engine, transfer, by_layer=by_layer)
