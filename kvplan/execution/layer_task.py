@@ -84,8 +84,8 @@ class LayerTask(TransferTask):
         """Submit source layer `layer`, which holds its final values.
 
         Small layers have moved when this returns. Idempotent; in any order, from any thread. After
-        the task has ended, this has no effect, and `wait` raises the reason. If
-        registered memory was replaced, the task ends here and moves nothing more.
+        the task has ended, this has no effect, and `wait` raises the reason. If registered memory
+        was replaced, the task ends here and moves nothing more.
 
         Args:
             layer: the number of the layer in the source.

@@ -102,7 +102,7 @@ class HostMemory(Revocable):
     """Memory of this process: arrays, or addresses that were checked to be mapped.
 
     Args:
-        parts: the memories that this consists of; revoking one of them revokes this.
+        parts: the memories of which it consists; revoking one of them revokes the whole.
 
     Attributes:
         held: True if an owner guarantees that the memory stays in place.

@@ -158,8 +158,8 @@ class Hixl:
     def finalize(self) -> None:
         """End transfers and connections, and refuse further calls; idempotent.
 
-        Transfers in flight are stopped after llm.SyncKvCacheWaitTime (1 s).
-        On return no transfer writes a byte.
+        Transfers in flight are stopped after llm.SyncKvCacheWaitTime (1 s). On return no transfer
+        writes a byte.
         """
         with self._mutex:
             running, self._running = self._running, None

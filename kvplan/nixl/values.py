@@ -42,7 +42,7 @@ class nixl_cost_t(_Exported):  # noqa: N801
 
 
 class nixl_thread_sync_t(_Exported):  # noqa: N801
-    """The threads that may use an agent. In every mode, any thread may use kvplan's."""
+    """The threads that may use an agent. kvplan allows all threads in every mode."""
 
     NIXL_THREAD_SYNC_NONE = 0
     NIXL_THREAD_SYNC_STRICT = 1

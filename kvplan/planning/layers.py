@@ -122,7 +122,7 @@ def _views_per_layer(
 
 
 def _check_not_latents(src: Side, dst: Side) -> None:
-    """Refuse latents (one tensor a layer) with keys and values of one head (up to two)."""
+    """Refuse latents (one tensor a layer) paired with keys and values of one head (usually two)."""
     for side, other in ((src, dst), (dst, src)):
         own = () if side.layout is None else side.layout.axes
         theirs = () if other.layout is None else other.layout.axes
@@ -187,7 +187,7 @@ def _in_common(a: Layers, b: Layers) -> Layers:
 
 
 def _model_layers(side: Side, local: range) -> tuple[Layers, int | None]:
-    """Return the model's numbers of local layers, and the number of the model's layers."""
+    """Return local layers by their numbers in the model, and the model's number of layers."""
     shard = side.shard
     if shard is None or shard.layers is None:
         return local, local.stop

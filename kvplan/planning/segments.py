@@ -219,7 +219,7 @@ class Segments:
         return Segments.adopt(src, dst, nbytes)
 
     def runs_at(self, indices: NDArray[np.int64]) -> tuple[Column, Column, Column]:
-        """Return runs by their positions among all: src offsets, dst offsets, nbytes."""
+        """Return the runs at these positions: src offsets, dst offsets, nbytes."""
         if not self.repeats:
             return self.src_offsets[indices], self.dst_offsets[indices], self.nbytes[indices]
         before = np.cumsum(self.runs()).astype(np.int64)

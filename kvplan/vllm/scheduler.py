@@ -327,7 +327,7 @@ def _leave_last(request: Request) -> None:
     """Remove the last token of a prompt: the consumer computes it anyway.
 
     After the last token vLLM would free the blocks outside that token's window, and the consumer
-    might lack the first token of its own window. vLLM's own connectors remove it, too.
+    might lack the first token of its own window. vLLM's own connectors drop the last token, too.
     """
     tokens = request.prompt_token_ids
     if not tokens or len(tokens) < 2:
