@@ -1,6 +1,6 @@
 """LlmDataDist: one engine with its options, caches, keys, leases, notifications and transfers.
 
-Official names (`llm_datadist`, `hixl`) and requests of serving engines do not belong here: their
-rooms call the public methods. Copies and sockets are in `execution`, `transport`, `control` and
-`links`.
+The official interfaces (`llm_datadist`, `hixl`) and serving engines have packages of their own,
+which call the public methods here. Copies and sockets are in `execution`, `transport`, `control`
+and `links`.
 """

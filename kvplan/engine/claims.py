@@ -14,7 +14,7 @@ from kvplan.validation import check_type, shown
 AnyKey = CacheKey | BlocksCacheKey
 
 CACHE_KEYS: Final = "cache_keys"
-"""The argument for keys of a contiguous cache; that of a paged cache is `BLOCKS_CACHE_KEY`."""
+"""The argument with the keys of a contiguous cache; for a paged cache: `BLOCKS_CACHE_KEY`."""
 
 MAX_CLAIMS: Final = 4096
 """Limit of open claims per holder."""
@@ -108,10 +108,10 @@ class KeyIndex:
             if (other := found.get(name) or self._bound.get(name)) is not None:
                 owner = "this cache" if name in found else f"cache {other.cache_id}"
                 raise invalid(
-                    f"{BLOCKS_CACHE_KEY}={key} names {owner} already"
+                    f"{BLOCKS_CACHE_KEY}={key} already names {owner}"
                     if isinstance(key, BlocksCacheKey)
-                    else f"{CACHE_KEYS}[{row}]={key} names slot {other.batch_index} of {owner} "
-                    "already"
+                    else f"{CACHE_KEYS}[{row}]={key} already names slot {other.batch_index} of "
+                    f"{owner}"
                 )
             once = consumable and name.kind == "request"
             found[name] = BoundKey(name, cache_id, row, set(range(num_tensors)) if once else None)
@@ -145,8 +145,8 @@ class KeyIndex:
         bound = self.find(key)
         if self._held[holder] >= MAX_CLAIMS:
             raise busy(
-                f"{holder} has {MAX_CLAIMS} claims open, which is the limit; claim {key} after one "
-                "of them has ended"
+                f"{holder} has {MAX_CLAIMS} claims open, the maximum; claim {key} after one of "
+                "them has ended"
             )
         if bound.missing is not None:
             if bound.num_claims and bound.holder != holder:
@@ -165,8 +165,8 @@ class KeyIndex:
     def release(self, claim_id: int, tensors: range | None) -> int | None:
         """End a claim, and return the id of its cache; None: the claim is unknown.
 
-        `tensors` are the completely pulled ones; None: no tensor, or unknown. A request's key is
-        removed once it has pulled all tensors.
+        `tensors` were pulled completely; None: the pull failed, or its tensors are unknown. A
+        request's key is removed once all tensors were pulled.
         """
         bound, holder = self._claims.pop(claim_id, (None, None))
         if bound is None:

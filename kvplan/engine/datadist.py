@@ -56,7 +56,7 @@ class LlmDataDist(
     def __init__(
         self, cluster_id: int, role: LlmRole, *, transfers: Transfers | None = None
     ) -> None:
-        if isinstance(cluster_id, LlmRole):  # is an int; the official class takes the role first
+        if isinstance(cluster_id, LlmRole):  # an int too; the official class takes the role first
             raise TypeError(
                 f"cluster_id={cluster_id} must be int, not LlmRole; the order is "
                 "LlmDataDist(cluster_id, role)"
@@ -81,8 +81,8 @@ class LlmDataDist(
     def listen_address(self) -> str | None:
         """The address that peers link to, such as "127.0.0.1:43121"; None: a client.
 
-        It is `kvplan.advertise` if that is set, otherwise the address of the listener. Peers cannot
-        link to a wildcard address (0.0.0.0).
+        This is the option `kvplan.advertise` if set, otherwise the address of the listener. Peers
+        cannot link to a wildcard address (0.0.0.0).
         """
         return None if self._engine is None else self._engine.listen_address
 
@@ -164,7 +164,7 @@ class LlmDataDist(
 
         Args:
             role: the new role, or the same.
-            options: with ListenIpInfo: the new address; without: stop listening.
+            options: ListenIpInfo is the new address; without it, the engine stops listening.
 
         Raises:
             TypeError: an argument of the wrong type.
@@ -246,12 +246,12 @@ class LlmDataDist(
     def link(
         self, comm_name: str, cluster_rank_info: Mapping[int, int], rank_table: str = ""
     ) -> int:
-        """Begin to link with all clusters that call this with the same name; none needs to listen.
+        """Begin to link all clusters that call this with the same name; they need not listen.
 
         Args:
             comm_name: name of the communicator, 1 to 127 characters.
             cluster_rank_info: cluster id -> rank, for 2 to 4 clusters including this one.
-            rank_table: JSON of the reference with the hosts of the ranks. Empty: all on this host.
+            rank_table: hosts of the ranks, in the JSON of the reference. Empty: all on this host.
 
         Returns:
             The id for `query_register_mem_status`; the links are made in the background.
@@ -296,7 +296,7 @@ class LlmDataDist(
 
         Each task submitted after the first call is added once, when its `wait` would not block. A
         transfer with several peers is one task. A layered task whose handle was dropped is not
-        added. The queue grows until the program reads it.
+        added. At most 65536 tasks can wait in the queue; then others are refused.
 
         Raises:
             LLMException: LLM_FAILED: not initialized, or in a forked child; LLM_ENGINE_FINALIZED.

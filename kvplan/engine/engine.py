@@ -79,7 +79,7 @@ class Engine:
         ).share()
         self.metrics = metrics
         self.wait_ms: float = options.sync_kv_cache_wait_time
-        # Whether unlike caches are copied as bytes, with a warning.
+        # True: copy unlike caches as bytes, with a warning.
         self.reinterpret = options.unlike_caches == "warn"
         self.verify_every = verify_every(options.verify)
         self._reinterpreted: set[frozenset[object]] = set()
@@ -160,8 +160,8 @@ class Engine:
     def listen(self, address: str, stacklevel: int) -> None:
         """Listen only at `address` ("ip:port", port 0: any); empty: stop listening.
 
-        Warns if no cluster key is set, because any program could link. `stacklevel` is that of the
-        warning: 1 is the caller of this method.
+        Warns if no cluster key is set, because any program could link. `stacklevel` is for the
+        warning; 1 means the caller of this method.
         """
         here = self.links.endpoint
         if here is not None and address in (str(here), self._listen_at):
@@ -231,7 +231,7 @@ class Engine:
             # Also stops the copies that a running call has yet to begin.
             held.callback(self.transfers.close, cancel=True)
             if not self.in_flight.wait(0):
-                self.completion.cancel(LLMException("stopped, as the engine was finalized"))
+                self.completion.cancel(LLMException("stopped because the engine was finalized"))
 
 
 def metrics_of(cluster_id: int, metrics: Metrics, engine: Engine | None) -> EngineMetrics:
@@ -254,7 +254,7 @@ def metrics_of(cluster_id: int, metrics: Metrics, engine: Engine | None) -> Engi
 
 def describe(engine: Engine) -> dict[str, Any]:
     """Return the state of an engine as JSON values, for `kvplan top`."""
-    from kvplan import __version__  # here: kvplan imports this room
+    from kvplan import __version__  # here: kvplan imports this package
 
     operations = metrics_of(engine.cluster_id, engine.metrics, engine)["operations"]
     return {
@@ -396,7 +396,7 @@ def _checked_ranges(ranges: object) -> list[tuple[int, int]]:
 
 
 def _touched(entries: Iterable[CacheEntry], ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the ids of the registered caches that the ranges touch; refuse uncovered bytes."""
+    """Return the ids of the registered caches that ranges touch; refuse unregistered bytes."""
     registered = [
         (cache_entry, merged_ranges(cache_entry.memory))
         for cache_entry in entries

@@ -31,7 +31,7 @@ class CacheEntry:
         blocks_key: the key of a paged cache, if the cache has one.
         remote_accessible: True if peers may reach the cache.
         owned: True if the engine allocated the memory, False if the user registered it.
-        metadata: the bytes that a peer needs to reach the cache, by name of the transport; empty
+        metadata: the bytes that a peer needs to reach the cache, by transport name; empty
             for a transport that does not reach such memory.
         created: seconds since the epoch.
         name: the caller's name for the memory, shown in plans at both ends; may be empty.
@@ -94,13 +94,13 @@ class HeldCache:
             raise within(f"cache {cache.cache_id}", error) from None
         ranges = offered_ranges(memory) if entry.remote_accessible else ()
         offered = offer(transports, ranges, memory.writable)
-        # Another Cache object: peers learn of the change by its identity.
+        # A new Cache object: the publisher detects changes by identity.
         again = replace(entry, cache=replace(cache), metadata=offered.metadata)
         return HeldCache(again, offered)
 
 
 def renew_all(held: Iterable[HeldCache], transports: Sequence[Transport]) -> list[HeldCache]:
-    """Return all caches `renewed`, or raise and renew none."""
+    """Renew the registrations of all caches; after an error, of none."""
     with ExitStack() as undo:
         renewed = []
         for cache in held:
@@ -111,7 +111,7 @@ def renew_all(held: Iterable[HeldCache], transports: Sequence[Transport]) -> lis
 
 
 def end_all(held: Iterable[HeldCache]) -> None:
-    """End the registrations of caches that nothing names.
+    """End the registrations of unused caches.
 
     The caller holds the caches until then, so that no peer reaches memory that returns to its pool.
     """
@@ -121,7 +121,7 @@ def end_all(held: Iterable[HeldCache]) -> None:
 
 
 class PendingDeregistrations:
-    """Registered caches that nothing names, but whose registrations have not ended yet.
+    """Unregistered caches whose registrations have not ended yet.
 
     Ending a registration waits for data that is being sent. The memory must stay until then, even
     if several calls end the same cache.

@@ -59,7 +59,7 @@ class GatherNotices:
 
 
 class Several:
-    """The operations of one transfer: one for each peer or, layer by layer, each pair of caches."""
+    """The operations of one transfer: one for each peer; by layer, one for each pair of caches."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Several:
             raise
 
     def _use_known(self) -> list[tuple[TransferOperation, Prepared]] | None:
-        """Prepare and return all operations if all their pairs are known; None: find the caches."""
+        """Prepare all operations from known pairs; None: a pair is not known."""
         known = []
         for operation in self.operations:
             prepared = operation.use_known()
@@ -165,7 +165,7 @@ class Several:
 
     @contextmanager
     def _failing(self, operation: TransferOperation) -> Iterator[None]:
-        """Name the peer in errors, except those of wrong arguments, which already name it."""
+        """Name the peer in errors, except LLM_PARAM_INVALID, which names the argument."""
         try:
             yield
         except LLMException as error:

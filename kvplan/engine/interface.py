@@ -38,7 +38,7 @@ _OF_COPIES: Final = {**PARAMETERS, "src.offset": "offset", "dst.offset": "offset
 class InterfaceOperations(TransferOperations):
     """Pulls, pushes, copies and swaps with the names and argument order of the reference.
 
-    Each calls `run` with a `Transfer`, takes the options of `run`, and raises its errors.
+    Each method calls `run` with a `Transfer`, takes the options of `run`, and raises its errors.
     """
 
     def pull_cache(
@@ -101,10 +101,10 @@ class InterfaceOperations(TransferOperations):
             src: the remote cache or slot, or a lease.
             dst: the local paged cache.
             src_blocks: remote blocks, one for each of `dst_blocks`. None or empty: `src` names a
-                slot, which is cut into chunks of one block; for a lease, None: all its blocks.
+                slot, which is cut into blocks. None with a lease: all blocks of the lease.
             dst_blocks: local blocks.
             layers, num_tokens, coalesce, reinterpret: see `Transfer`.
-            src_token, dst_token: tokens of the block tables to skip, on each side.
+            src_token, dst_token: tokens to skip at the start of each block table.
 
         Raises:
             TypeError, ValueError, LLMException: see `run`.
@@ -183,7 +183,7 @@ class InterfaceOperations(TransferOperations):
             src_blocks: local blocks.
             dst_blocks: remote blocks, one for each of `src_blocks`; None: all blocks of a lease.
             layers, num_tokens, coalesce, reinterpret: see `Transfer`.
-            src_token, dst_token: tokens of the block tables to skip, on each side.
+            src_token, dst_token: tokens to skip at the start of each block table.
 
         Raises:
             TypeError, ValueError, LLMException: see `run`.
@@ -323,11 +323,11 @@ class InterfaceOperations(TransferOperations):
 
 
 def _of_pairs(argument: str) -> dict[str, str]:
-    """Return the argument's names for the fields that pairs of blocks fill."""
+    """Map the fields that pairs of blocks fill to their names in errors."""
     return {"src.blocks": f"{argument}.sources", "dst.blocks": f"{argument}.destinations"}
 
 
 def _nbytes(size: int) -> int | None:
-    """Convert a size of the interface, where -1 is the whole row, to `Transfer.nbytes`."""
+    """Convert a size of the interface, where -1 is the rest of the row, to `Transfer.nbytes`."""
     size = size if type(size) is int else as_int("size", size)
     return None if size == -1 else size

@@ -25,7 +25,7 @@ class LayerEvent:
     with a uint64 n in host order. The completion thread of the process reads the descriptor.
 
     Close the event, or leave its `with` block, after the last write. Until then it owns the
-    descriptor and holds the tasks. All methods are thread-safe. A forked child cannot use them.
+    descriptor and holds the tasks. Thread-safe, but not usable in a forked child.
 
     Args:
         tasks: tasks that `layered` returned.
@@ -51,7 +51,7 @@ class LayerEvent:
         self._layers = tasks[0].layers
         self._num_ready = 0
         self._pid = os.getpid()
-        self._handing = Mutex()  # held while layers are made ready, which may be slow
+        self._ready_mutex = Mutex()  # held while layers are made ready, which may be slow
         self._mutex = Mutex()  # guards the descriptor
         try:
             with signals_deferred:
@@ -85,14 +85,14 @@ class LayerEvent:
         if os.getpid() != self._pid:  # the locks of a forked child may never be released
             self._release()
             return
-        with self._handing:
+        with self._ready_mutex:
             self.on_readable()
             with self._mutex:
                 self._release()
 
     def on_readable(self) -> None:
         """Make ready the layers that were signalled since the last call."""
-        with self._handing:
+        with self._ready_mutex:
             count = self._read()
             first = self._num_ready
             self._num_ready = min(first + count, len(self._layers))

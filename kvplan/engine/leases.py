@@ -33,7 +33,7 @@ _MAX_TTL_MS: Final = 1e12  # about 31 years
 _RETRY_NS: Final = 1_000_000_000  # between two waits for a peer that may still write
 _STOPPED_S: Final = 1.0  # time that `close` waits for a running callback
 MAX_FOLLOWING: Final = 1 << 15  # blocks of a lease that fit into one message to peers
-_RELEASED: Final = LeaseEnd.RELEASED  # the lookup takes 0.2 us in Python 3.11
+_RELEASED: Final = LeaseEnd.RELEASED  # looking up an enum member takes 0.2 us in Python 3.11
 OnReleased = Callable[[BlockLease, LeaseEnd], object]
 
 
@@ -41,8 +41,8 @@ class Leases:
     """The leases of one engine; thread-safe.
 
     A lease is live, then ending (a peer may still write with it), then ended, which is reported
-    once. One thread, started by the first lease with a deadline, ends leases at their deadlines. It
-    also retries the end of leases that a peer has delayed.
+    once. One thread, started when first needed, ends leases at their deadlines and retries the end
+    of leases that a peer has delayed.
 
     Args:
         cluster_id, instance: identity of the engine.
@@ -245,7 +245,7 @@ class Leases:
     def _place(
         self, lease: BlockLease, blocks: tuple[int, ...], words: tuple[LeaseWord, ...]
     ) -> BlockLease | None:
-        """Replace a lease with one of other blocks and words; None: the lease has ended."""
+        """Give a lease other blocks and words, and return its new value; None: it has ended."""
         lease_id = lease.lease_id
         latest = replace(lease, blocks=blocks, words=words, moves=lease.moves + 1)
         with self._changed:
@@ -282,7 +282,7 @@ class Leases:
             if lease.lease_id not in self._moving:  # otherwise the new words get this deadline
                 try:
                     self._words.renew(lease, renewed_ns)
-                except LLMException as error:  # expired with one transport, so with all
+                except LLMException as error:  # expired on one transport: undo the others
                     with suppress(LLMException):
                         self._words.renew(lease, deadline_ns)
                     raise not_exist(f"{lease} expired just now") from error
@@ -364,7 +364,7 @@ class Leases:
         self._registry.moved_leases.pop(lease_id, None)
         deadline_ns = self._deadlines.pop(lease_id, None)
         if deadline_ns is not None and deadline_ns <= time.monotonic_ns():
-            end = LeaseEnd.EXPIRED  # before this call
+            end = LeaseEnd.EXPIRED  # it had expired before this call
         self._ending[lease_id] = lease, end
         del self._live[lease_id]
 
@@ -385,7 +385,7 @@ class Leases:
     def _try_again(self, lease_ids: Iterable[int]) -> None:
         """Retry the end of leases later, because a peer may still write with them."""
         again_ns = time.monotonic_ns() + _RETRY_NS
-        # Without a thread, `release` can be called again.
+        # If the thread cannot start, the program may call `release` again.
         with self._changed, suppress(LLMException):
             for lease_id in lease_ids:
                 self._held_up.add(lease_id)
@@ -411,7 +411,7 @@ class Leases:
                     raise
 
     def _held(self, lease: BlockLease) -> BlockLease | None:
-        """Return this engine's object of a lease, None if ended; refuse others. Needs the mutex."""
+        """Return this engine's value of a lease; None: ended. Refuses others. Needs the mutex."""
         if (lease.cluster_id, lease.instance) != (self._cluster_id, self._instance):
             if lease.cluster_id == self._cluster_id:
                 return None  # made before a restart of this engine, which ended all leases
@@ -436,11 +436,11 @@ def _deadline_ns(ttl_ms: object) -> int:
 
 
 def _check_tokens(tokens: int, num_blocks: int, side: Side) -> int:
-    """Return `tokens`; refuse more than the blocks of the cache hold."""
+    """Return `tokens`; refuse more than the blocks hold."""
     if side.layout is None or "token" not in side.layout.axes:
         raise invalid(f"tokens={shown(tokens)} needs a cache whose layout has an axis of tokens")
     most = room(side, num_blocks, 0)
     number = as_int("tokens", tokens)
     if not 1 <= number <= most:
-        raise invalid(f"tokens={number} must be in [1, {most}], the room in the blocks")
+        raise invalid(f"tokens={number} must be in [1, {most}], as many as the blocks hold")
     return number

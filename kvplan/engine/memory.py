@@ -1,4 +1,4 @@
-"""Memory of caches, on the host or a device, of the engine or the user, and arrays over it."""
+"""Memory of caches, allocated or registered, on the host or a device, and arrays over it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _USER: Final = "the user, until it is unregistered"
 
 
 def memory_of_span(desc: CacheDesc, span: Span) -> CacheMemory:
-    """Return the memory of a cache whose tensors follow each other in `span`; it holds `span`."""
+    """Return the memory of a cache: tensors that follow each other in `span`, kept allocated."""
     sizes = np.full(desc.num_tensors, desc.tensor_nbytes, dtype=np.uint64)
     offsets = np.arange(desc.num_tensors, dtype=np.uint64) * np.uint64(desc.tensor_nbytes)
     addresses = np.uint64(span.address) + offsets
@@ -163,7 +163,7 @@ def _how_to_register(form: TensorForm, device: Device | None) -> str:
     if at.kind not in (known := _ACCELERATORS):
         return ""
     number = "" if at.number is None else f" and llm.DeviceId={at.number}"
-    return f", as the engine has no device: set kvplan.accelerator={known[at.kind]}{number}"
+    return f", because the engine has no device: set kvplan.accelerator={known[at.kind]}{number}"
 
 
 def memory_at(
@@ -270,7 +270,7 @@ def tensor_arrays(
 
 
 def _strides(desc: CacheDesc, shape: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
-    """Return the strides of an array over a tensor, in bytes; None if its rows touch."""
+    """Return the strides of an array over a tensor, in bytes; None if it is C-contiguous."""
     if desc.row_stride is None:
         return None
     axis, strides = desc.batch_dim_index, []

@@ -46,8 +46,8 @@ class Notifications(PollableQueue[Notification]):
 
     def __init__(self) -> None:
         super().__init__()
-        # Counts unread notifications by peer, without zeros. Without a lock, threads that race
-        # here may count one too few, never one too many.
+        # Unread notifications by peer, counted by length. Without a lock, threads that race may
+        # count one too few, never one too many.
         self._unread: dict[int, deque[None]] = {}
         self._direct: dict[int, tuple[socket.socket, int]] = {}  # socket and peer, by descriptor
         # Direct messages of peers make the epoll readable without a thread of this process.
@@ -93,7 +93,7 @@ class Notifications(PollableQueue[Notification]):
         if (fd := direct.fileno()) < 0:
             return
         with suppress(OSError):  # the peer has closed
-            direct.shutdown(socket.SHUT_RD)  # the peer learns that nothing is received
+            direct.shutdown(socket.SHUT_RD)  # the peer learns that nothing more is received
         if (found := self._direct.get(fd)) is not None:
             self._take_from(*found, most=MAX_UNREAD_OF_ONE)
             self._forget(fd, direct)
@@ -131,7 +131,7 @@ class Notifications(PollableQueue[Notification]):
     def _take(self) -> Notification:
         if not self._items:
             self._receive()
-        notification = Notification._make(self._items.popleft())  # a list from a direct connection
+        notification = Notification._make(self._items.popleft())  # direct connections deliver lists
         if (unread := self._unread.get(notification.cluster_id)) is not None:
             with suppress(IndexError):
                 unread.pop()
@@ -161,7 +161,7 @@ class NotificationCallbacks:
         """Call `function` with each notification from now on; return a function that removes it."""
         token = object()
         with signals_deferred, self._mutex:
-            if self._thread is None:  # first, as the process may have no more threads
+            if self._thread is None:  # first: starting a thread may fail
                 self._thread = _CallingThread(
                     self._notifications, self._functions, self._mutex, self._name
                 )

@@ -55,7 +55,7 @@ def transfers_on(
     usable = frozenset() if node is None else nodes[node] & os.sched_getaffinity(0)
     if len(nodes) < 2 or not usable:
         return default_transfers(tuning)
-    with _running_on(usable):  # new threads inherit the processors of this one
+    with _running_on(usable):  # new threads inherit the affinity of this one
         return default_transfers(tuning, usable)
 
 

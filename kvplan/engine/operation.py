@@ -89,11 +89,11 @@ class Operation:
     """An operation with the resources that it holds inside its `with` block.
 
     It is in flight until the block ends or, once submitted, until its task ends. An operation that
-    only plans has no block: it holds nothing and is not counted. `checked` returns valid options.
+    only plans has no block: it holds nothing and is not counted. The options come from `checked`.
     """
 
-    by_layer = False  # whether each layer moves by itself
-    is_reported = True  # whether the task is put into `completions()`
+    by_layer = False  # True: each layer moves by itself
+    is_reported = True  # True: `completions()` gets the task
 
     def __init__(
         self,
@@ -115,11 +115,11 @@ class Operation:
         self.timeout_ms = timeout_ms  # from `started` to the end; None: no limit
         self._notify, self._notify_failure = notify, notify_failure
         self.notifies = not (notify is None and notify_failure is None)
-        self.verify_every = 1 if verify else engine.verify_every  # descriptors; 0: none
+        self.verify_every = 1 if verify else engine.verify_every  # every nth; 0: none
         self.follows_up = bool(self.notifies or self.verify_every)
         self._memories: tuple[TensorMemory, TensorMemory] | None = None  # to be verified
         self._speculative = speculative
-        # Whether a key is assumed to name its last known cache. If that cache was freed, the
+        # True: a key is assumed to name its last known cache. If that cache was freed, the
         # transfer fails before it moves a byte, and is retried without the assumption.
         self.speculated = False
         self.retried = False
@@ -127,7 +127,7 @@ class Operation:
         self.submitted = False  # True: the outcome of the task ends the operation
         self.done = False  # True: every byte has arrived; until then `run` executes it again
         self._recorded = False
-        self.cache_id = -1  # this process's cache, the source of two; -1: not found yet
+        self.cache_id = -1  # of this process; of two, the source; -1: not found yet
         self._claim: PeerClaim | None = None
         self.link: PeerLink | None = None  # None inside one process
         self.leases: tuple[BlockLease, ...] = ()  # of the peer
@@ -143,7 +143,7 @@ class Operation:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self.submitted:  # otherwise its task ends it
+        if not self.submitted:  # otherwise the task ends the operation
             if error is not None and self._notify_failure is not None and not self.done:
                 self._send_failure(error)
             self.end(error)
@@ -218,7 +218,7 @@ class Operation:
         return max(0.0, limit_ms - (perf_counter() - self.started) * 1000)
 
     def send_notification(self) -> None:
-        """Send the notification of success, if any; without a limit, wait as the link does."""
+        """Send the notification of success, if any; the default limit is that of the link."""
         if self._notify is None or self.link is None:
             return
         try:
@@ -267,7 +267,7 @@ class Operation:
                         engine.tracer.end(self, self.span, status, error)
             finally:
                 engine.in_flight.remove(self)
-                # Last: after an unlink the operation is counted and no longer in flight.
+                # Last, so that after an unlink the operation is counted and not in flight.
                 if link is not None:
                     if error is not None:
                         link.forget()  # cached memory may be stale
@@ -296,7 +296,7 @@ class Operation:
 
     def hold(self, link: PeerLink) -> None:
         """Keep the link to the peer until the operation ends."""
-        self.link = link  # first: the link ignores the end of what has not begun
+        self.link = link  # first: `link.end` ignores operations that have not begun
         link.begin(self)
 
 

@@ -1,4 +1,4 @@
-"""Rows of options: how a row is written, how its text is read, and which values are refused."""
+"""Kinds of options: how their text is read, and which values are refused; rows of options."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """An option: a field of a class of options, with its checks and its documentation.
+    """An option: a field of an options class, with its checks and its documentation.
 
     Attributes:
         field: name of the field.
@@ -102,7 +102,7 @@ def option(
     over: tuple[str, ...] = (),
     see: str = "",
 ) -> _T:
-    """Return the value of a field of a class of options; the arguments are those of a `Row`.
+    """Return the dataclass field of an option; the arguments are those of `Row`.
 
     Without `keys` the key is the prefix of `rows_of` plus the name of the field.
     """
@@ -114,7 +114,7 @@ def option(
 
 
 def rows_of(cls: Any, prefix: str = "") -> tuple[Row, ...]:
-    """Return the rows of a class of options."""
+    """Return the rows of an options class."""
     return tuple(
         dataclasses.replace(row, field=field.name, keys=row.keys or (prefix + field.name,))
         for field in dataclasses.fields(cls)
@@ -123,7 +123,7 @@ def rows_of(cls: Any, prefix: str = "") -> tuple[Row, ...]:
 
 
 def described(cls: type[_T]) -> type[_T]:
-    """Add a section Attributes with the rows of a class of options to its docstring."""
+    """Add a section Attributes with the options of a class to its docstring."""
     lines = "\n".join(
         textwrap.fill(
             f"{row.field}: {row.text}", 96, initial_indent="    ", subsequent_indent=" " * 8
@@ -248,8 +248,8 @@ def _check_advertise(name: str, value: object) -> None:
         Endpoint.advertised(text, PORT_MAX)
     except LLMException as error:
         raise invalid(
-            f'{name}={shown(text)} must be "host", "host:port" or "[ipv6]:port", as peers reach '
-            f"it: {error.args[0]}"
+            f'{name}={shown(text)} must be "host", "host:port" or "[ipv6]:port" that peers can '
+            f"reach: {error.args[0]}"
         ) from None
 
 

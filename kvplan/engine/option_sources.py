@@ -86,7 +86,7 @@ def values_of(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 @contextmanager
 def naming_sources(settings: Mapping[str, Setting]) -> Iterator[None]:
-    """If an error of `Options` names values, add their sources to it."""
+    """Add the sources of options to errors that name the options."""
     try:
         yield
     except (LLMException, TypeError, ValueError) as error:
@@ -116,7 +116,7 @@ def _table_of(name: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise invalid(f"{name} is not TOML: {error}") from None
     if not isinstance(table, dict):
-        raise invalid(f"{name} has no table [{TABLE}]; it must hold the options")
+        raise invalid(f"{name} has no table [{TABLE}] with the options")
     return table
 
 
@@ -131,7 +131,7 @@ def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 
 def _text(source: str, value: object) -> str:
-    """Return a value of a file as text, in the form that a mapping of options has."""
+    """Return a value of a file in the text form of a mapping of options."""
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, str | int):

@@ -1,4 +1,4 @@
-"""Options of an engine: a typed value, or the mapping of strings of the reference."""
+"""Options of an engine: a typed value, or the reference's mapping of strings."""
 
 from __future__ import annotations
 
@@ -102,9 +102,9 @@ class Options(OptionRows):
     def of(cls, options: Mapping[str, str] | Options | None) -> Options:
         """Return `options` as this type; a mapping has the keys of the reference and text values.
 
-        Keys may omit the prefix `llm.`, or `kvplan.` of options that the reference does not have.
-        Options of the reference without an effect here are checked and ignored. An unknown key
-        causes a warning with the nearest key; one similar to `llm.ListenIpInfo` is refused.
+        Keys may omit their prefix, `llm.` or `kvplan.`. Options of the reference without an effect
+        here are checked and ignored. An unknown key causes a warning with the nearest key; one
+        similar to `llm.ListenIpInfo` is refused.
 
         Raises:
             TypeError: the wrong type, or a key or value that is not text.

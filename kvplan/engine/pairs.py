@@ -1,8 +1,8 @@
 """Known pairs of caches: requests that need no lookup, and small ones that move inline.
 
-A pair is what all requests between two caches share: both sides, their memory, and the lowering of
-block tables. The link keeps the pairs of its peer's caches by name. A request of a known pair looks
-up no cache, whether an operation runs it or `move_now`.
+All requests between two caches share a pair: both sides, their memory, and the lowering of block
+tables. The link keeps the pairs of its peer's caches by name. A request with a known pair needs no
+lookup, in an operation or in `move_now`.
 
 At most 64 KiB move inline, between memory of this process and mapped memory of a peer, in the
 calling thread and with the GIL. No other thread sees such a transfer in flight: a link or a cache
@@ -65,7 +65,7 @@ _MAX_PAIRS: Final = 1024  # per link
 
 
 class NamedPair(NamedTuple):
-    """Pairs of a peer's cache and one of this process, with their rows; keeps no memory alive."""
+    """The known pairs of one request, with their rows; keeps no memory alive."""
 
     entries: tuple[ref[CacheEntry], ...]
     theirs: PeerMemory
@@ -178,7 +178,7 @@ def find_request(engine: Engine, transfer: object, *, by_layer: bool = False) ->
     entry = engine.living.get(cache.cache_id)
     if link is None or entry is None or (entry.cache is not cache and entry.cache != cache):
         return None
-    pairs = link.pairs  # before the state: each change of either replaces the dict
+    pairs = link.pairs  # before the state: changes of link or caches replace the dict
     if link.state is not _LINKED or (lease is not None and lease.instance != link.instance):
         return None
     plain_layers = None if layers is ALL_LAYERS else layers
@@ -193,7 +193,7 @@ def find_request(engine: Engine, transfer: object, *, by_layer: bool = False) ->
 
 
 class PairOperation(Operation, ABC):
-    """An operation between pairs of caches; if all pairs are known, it looks up no name."""
+    """An operation between pairs of caches; if all pairs are known, no name is looked up."""
 
     _local: Local
 
@@ -225,7 +225,7 @@ class PairOperation(Operation, ABC):
         super().__init__(engine, name, speculative=speculative, **options)
 
     def prepare(self) -> Prepared:
-        """Return what to execute between the caches of all pairs."""
+        """Return the plan, the memories and the descriptors of all pairs."""
         return self.use_known() or self.resolve()
 
     @abstractmethod
@@ -233,7 +233,7 @@ class PairOperation(Operation, ABC):
         """Find the caches of all pairs by their names, and lower or plan each pair."""
 
     def use_known(self) -> Prepared | None:
-        """Return what to execute if all pairs are known; None: resolve their names."""
+        """Prepare the operation from known pairs; None: resolve the names."""
         # Only before the link is held. Checks of the memory find later changes of the peer.
         if not self.moves or self.link is not None:
             return None

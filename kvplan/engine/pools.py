@@ -272,6 +272,6 @@ class Pools:
             # Only the text: a handler that keeps the error would keep the device alive.
             why = str(error)
             _LOG.warning(
-                "host caches are not pinned, and copied slowly to and from devices: %s", why
+                "host caches are not pinned, so copies to and from devices are slow: %s", why
             )
             return arena, None, None

@@ -55,7 +55,7 @@ class PollableQueue(Generic[_T]):
         """Return a descriptor that polls readable while items are unread, or after `finalize`.
 
         For `select`, `epoll` and event loops. When the descriptor is readable, read this object,
-        not the descriptor; it may still be empty. The descriptor is closed with this object.
+        not the descriptor; the queue may still be empty. The descriptor is closed with this object.
 
         Raises:
             LLMException: LLM_FAILED: in a forked child.

@@ -134,7 +134,7 @@ class RangeOperation(Operation):
         super().__init__(engine, f"{ranges.direction}_ranges", **options)
 
     def prepare(self) -> tuple[Plan, TensorMemory, TensorMemory, Descriptors]:
-        """Find the memory of the ranges, sort them and lower them."""
+        """Find the memory of the ranges; sort and lower the ranges."""
         ranges, pulls = self._ranges, self._ranges.direction == "pull"
         cluster_id = ranges.cluster_id
         is_own = cluster_id == self.engine.cluster_id
@@ -159,9 +159,7 @@ class RangeOperation(Operation):
         placed, ours, theirs = _find(ranges, link, mine, its, again=self.retried)
         self.cache_id = mine.extents[placed.parts[0][0]].cache.cache.cache_id
         if not (ours if pulls else theirs).writable:
-            raise invalid(
-                "local ranges are to be written, and their memory is registered read-only"
-            )
+            raise invalid("the ranges to write are in memory that is registered read-only")
         plan = _plan(placed, pulls, link, mine, its)
         src, dst = (theirs, ours) if pulls else (ours, theirs)
         return plan, src, dst, placed.descriptors
@@ -192,7 +190,7 @@ def move_ranges_now(
         return False
     ours, descriptors = found.ours, found.placed.descriptors
     nbytes = descriptors.total_nbytes
-    reader = getattr(found.theirs, "reader", None)  # of memory that a thread can read by itself
+    reader = getattr(found.theirs, "reader", None)  # of memory that this thread can read
     if nbytes > engine.transfers.small_nbytes or reader is None:
         return False
     if type(ours) is not HostMemory or not ours.held or not ours.writable:
@@ -228,7 +226,7 @@ def _find(
         if found is None:
             columns = _cut(mine, its, *columns)
             found = place(mine.pieces, its.pieces, *columns, pulls)
-            assert found is not None, "now each range lies in one piece of either side"
+            assert found is not None, "each range now lies in one piece on each side"
         listed, parts, pairs, clash = found
         if clash is not None:
             dst, nbytes = listed.dst, listed.nbytes
@@ -341,7 +339,7 @@ def _made_parts(
     count: int,  # number of ranges before they were merged
     pairs: Column | None,  # the pair of each range; None: all have the same pair
 ) -> list[RangePart]:
-    """Make the parts of a plan when they are first read."""
+    """Make the parts of a plan."""
     counts = [count] if pairs is None else np.unique(pairs, return_counts=True)[1].tolist()
     parts = []
     for i, (mine, its) in enumerate(zip(own, peer, strict=True)):
@@ -380,7 +378,7 @@ def _column(name: str, values: Any) -> Column:
 
 
 def _impossible(number: int, local: Column, remote: Column, nbytes: Column) -> LLMException:
-    """Return the refusal of a range that is empty, begins at 0 or passes 2**64."""
+    """Return the error of a range that is empty, begins at 0 or passes 2**64."""
     start, size = int(local[number]), int(nbytes[number])
     side = "local"
     if start and 0 < size <= UINT64_MAX + 1 - start:

@@ -42,7 +42,7 @@ class RecordingOperations(OperationRunner):
         """Record transfers with their plans and outcomes, links, leases and caches, from now on.
 
         `kvplan trace` and `kvplan.recording.read` can read the file while it is written. A full
-        file becomes `path.1`, and so on, as does an earlier recording. A full disk ends the
+        file, or an earlier recording, is renamed to `path.1`, and so on. A full disk ends the
         recording with a warning in the log; transfers go on.
 
         Args:
@@ -96,7 +96,7 @@ def _record(
     if before is not None and not before.ended:
         raise invalid(
             f"path={os.fspath(path)}: cluster {engine.cluster_id} is being recorded to "
-            f"{before.path}; close that recording first (it may be of {RECORD})"
+            f"{before.path}; close that recording first ({RECORD} may have begun it)"
         )
     recorder = None
     try:

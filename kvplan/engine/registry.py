@@ -44,7 +44,7 @@ class CacheRegistry:
     """All caches of one engine; thread-safe.
 
     An allocated cache lives until its id, its last key and its last claim are gone. Peers reach it
-    until then. Its memory returns to its pool after the last transfer and the last array over it. A
+    until then. The memory returns to its pool after the last transfer and the last array. A
     registered cache ends when it is unregistered; its memory belongs to the user.
 
     Args:
@@ -284,7 +284,7 @@ class CacheRegistry:
 
     @property
     def living(self) -> dict[int, CacheEntry]:
-        """The caches that were not freed, by id; always the same dict, which callers only read."""
+        """The caches that were not freed, by id; always the same dict, read-only for callers."""
         return self._entries
 
     def address_index(self) -> AddressIndex[CacheEntry]:

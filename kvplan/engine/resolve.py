@@ -1,8 +1,4 @@
-"""Operations between caches: names are resolved to sides and memory, then each pair is planned.
-
-Each pair of caches is resolved and planned on its own, whether the operation has one pair or
-several.
-"""
+"""Operations between caches: each pair of names is resolved to sides and memory, then planned."""
 
 from __future__ import annotations
 
@@ -67,7 +63,7 @@ _OTHER_KIND = {
 
 
 class Found(NamedTuple):
-    """A cache that rows name, and for a peer's cache its name."""
+    """A cache that rows name; for a peer's cache, also the name."""
 
     side: Side
     slot: int | None  # None: no slot is named, or the cache is paged
@@ -299,7 +295,7 @@ class TransferOperation(PairOperation):
         return claim.cache, claim.batch_index
 
     def _memory(self, found: Sequence[Found], *, writable: bool) -> TensorMemory:
-        """Return the memory of one side; transfers with a lease's memory fail after its end."""
+        """Return the memory of one side; with a lease, transfers fail after the lease ends."""
         if found[0].cache is None:
             ours = [*map(attrgetter("memory"), found)]
             return ours[0] if len(ours) == 1 else joined(ours)
@@ -377,7 +373,7 @@ class TransferOperation(PairOperation):
 
 def _refuse_slot(argument: str, key: AnyCacheKey, found: Side) -> NoReturn:
     if found.paged:
-        raise invalid(f"{argument}={key} names a slot, but a paged cache has none")
+        raise invalid(f"{argument}={key} names a slot of a paged cache, which has blocks")
     raise not_exist(
         f"{argument}={key} is out of range: that cache has {plural(found.count, 'slot')}"
     )

@@ -43,7 +43,7 @@ class OperationRunner:
     _cluster_id: int
     _engine: Engine | None
     _was_finalized: bool
-    # Here and not in the engine: a hook that holds this object must not keep it alive.
+    # Not in the engine: there, a hook that holds this object would keep this object alive.
     _hooks: dict[object, PlanHook]
 
     def _running(self) -> Engine:

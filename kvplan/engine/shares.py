@@ -33,7 +33,7 @@ class Pair(NamedTuple):
     taken: Taken | None = None  # from the source of a gather, once it is known
 
     def argument(self, field: str) -> str:
-        """Return the name of a field in errors: as the caller gave it."""
+        """Return the caller's name of a field, for errors."""
         place = f"{field}[{self.source}]" if field == "src" and self.source is not None else field
         return f"transfer[{shown(self.name)}].{place}" if self.name else place
 

@@ -1,4 +1,4 @@
-"""The operations of an engine: those in flight, counters, log lines, spans of OpenTelemetry."""
+"""Operations of an engine: in flight, counted, logged, and traced with OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Seconds(TypedDict):
 
 
 class OperationMetrics(TypedDict):
-    """Calls of one operation by status; `nbytes` counts the successful ones."""
+    """Calls of one operation by status; `nbytes` counts only successful calls."""
 
     statuses: dict[str, int]
     nbytes: int
@@ -96,7 +96,7 @@ def status_of(error: BaseException | None) -> LLMStatusCode:
     if isinstance(error, LLMException):
         try:
             return LLMStatusCode(error.status_code)
-        except ValueError:  # a status of the program, of any type
+        except ValueError:  # the program may raise any status
             return LLMStatusCode.LLM_FAILED
     if isinstance(error, TypeError | ValueError):
         return LLMStatusCode.LLM_PARAM_INVALID
@@ -168,7 +168,7 @@ class Tracer:
         self._tracer = trace.get_tracer("kvplan", kvplan.__version__)
 
     def begin(self, operation: Ended) -> Span | None:
-        """Begin the span of an operation; None: the tracing of the program has failed."""
+        """Begin the span of an operation; None: the program's tracing has failed."""
         attributes: dict[str, str | int] = {
             "kvplan.operation": operation.name,
             "kvplan.cluster": self._cluster_id,
@@ -180,7 +180,7 @@ class Tracer:
             return self._tracer.start_span(
                 f"kvplan.{operation.name}", kind=kind, attributes=attributes
             )
-        except Exception:  # of a sampler or processor of the program; the transfer goes on
+        except Exception:  # in the program's sampler or processor; the transfer goes on
             logger.exception("kvplan.opentelemetry: could not begin a span")
             return None
 

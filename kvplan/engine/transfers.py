@@ -66,7 +66,7 @@ class TransferOperations(OperationRunner):
             by_layer: True: plan each layer by itself, as `layered` moves it.
 
         Raises:
-            TypeError, ValueError, LLMException: see `run`; raised before anything moves.
+            TypeError, ValueError, LLMException: see `run`.
         """
         engine = self._running()
         operation = _operation(engine, transfer, by_layer=by_layer)
@@ -319,7 +319,7 @@ def _operation(
     speculative: bool = False,
     **options: Any,
 ) -> _Operation | Several:
-    """Return the operation of a transfer, or several for several peers; `options` are checked."""
+    """Return the operation of a transfer; for several peers, `Several`. `options` are checked."""
     if isinstance(transfer, AddressRanges):
         return RangeOperation(engine, transfer, **options)
     name, transfers = "", cast("Mapping[str, Transfer | Planned]", {"": transfer})

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class LeaseView(Sequence["Rows"]):
     """The blocks of a lease in the memory of its owner, as read-only arrays of this process.
 
-    `view[tensor]` has an array for each block, in the order of the lease; one for a leased slot.
+    `view[tensor]` has an array for each block, in the order of the lease; a leased slot has one.
     The arrays are the owner's memory. Data read before is valid if `check` returns, or the `with`
     block ends, without an error: the lease was live until then.
 

@@ -1,6 +1,6 @@
 """Execution of plans: check and bind memory, lower and submit descriptors.
 
-This room must not import devices, transports or engines. Memory comes as `TensorMemory`.
+This package must not import devices, transports or engines. Memory comes as `TensorMemory`.
 """
 
 from kvplan.execution.compute_events import ComputeEvent, ComputeStream

@@ -70,7 +70,7 @@ class AwaitableTask(ABC):
 
         loop = asyncio.get_running_loop()
         if not self._is_settled:
-            self._follow()  # which may settle it
+            self._follow()  # may settle this task
         if not self._is_settled:
             ended: asyncio.Future[None] = loop.create_future()
             call = partial(_wake, ended)
@@ -86,10 +86,10 @@ class AwaitableTask(ABC):
         self.wait()
 
     async def _cancelled(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel without blocking the loop, and await the end, which a stopped peer delays."""
+        """Cancel without blocking the loop, and await the end, which a stopped peer may delay."""
         import asyncio
 
-        from kvplan.execution.completion import run_aside  # here: it imports this module
+        from kvplan.execution.completion import run_aside  # here: that module imports this one
 
         run_aside(self.cancel)
         while not self._is_settled:
@@ -137,5 +137,5 @@ class NativeTask(AwaitableTask):
     """An awaitable task of the native layer."""
 
     native: Task | LayeredTask
-    is_followed = False  # True: the completion thread settles it
+    is_followed = False  # True: the completion thread settles this task
     settles_aside = False  # True: the steps after the last byte may be slow

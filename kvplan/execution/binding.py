@@ -206,6 +206,6 @@ def check_order_free(plan: Plan | Part, descriptors: Descriptors, one_space: boo
     if reader is not None:
         writer = int(writers[np.searchsorted(ends, src[reader], side="right")])
         raise invalid(
-            f"src and dst overlap in memory: {plan.origin(writer)} writes what "
+            f"src and dst overlap in memory: {plan.origin(writer)} writes bytes that "
             f"{plan.origin(reader)} reads; the result would depend on the order"
         )

@@ -25,7 +25,7 @@ from kvplan.system.logs import Log
 
 _logger: Final = Log("kvplan")
 _MAX_ASIDE: Final = 32  # threads of a process
-_IDLE_S: Final = 0.5  # after which a thread without a call ends
+_IDLE_S: Final = 0.5  # a thread without a call ends after this time
 
 
 class _Aside:
@@ -153,7 +153,7 @@ class Tracker:
         self._cancelled = reason
         for held in list(self._open):
             if (task := held()) is not None:
-                task.cancel(reason)  # which calls `track`
+                task.cancel(reason)  # `cancel` calls `track`
         # In reverse, because tasks that have not begun would begin when earlier ones end.
         for tracked in reversed(list(self._tracked)):
             tracked.task.cancel(reason)
@@ -321,7 +321,7 @@ def _call_safely(call: Callable[[], object]) -> None:
         _logger.exception("operation=completion")
 
 
-class _OfThisProcess:
+class _ProcessState:
     """The thread and tracker of this process, started on demand; a forked child has its own."""
 
     def __init__(self) -> None:
@@ -346,7 +346,7 @@ class _OfThisProcess:
             return self.thread
 
 
-_process: Final = _OfThisProcess()
+_process: Final = _ProcessState()
 
 
 def completion_thread() -> CompletionThread:

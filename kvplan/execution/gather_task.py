@@ -72,7 +72,7 @@ class GatherTask(AwaitableTask):
         return all(task.done for task in self.tasks.values())
 
     def wait_done(self, timeout_ms: float) -> bool:
-        """Wait at most `timeout_ms` for `done`, and return it. Does not raise the outcome."""
+        """Wait at most `timeout_ms`, and return `done`. Does not raise the outcome."""
         end = perf_counter() + timeout_ms / 1000
         return all(task.wait_done(_left_ms(end)) for task in list(self.tasks.values()))
 
@@ -220,8 +220,8 @@ class GatherTask(AwaitableTask):
 class LayerGatherTask(GatherTask):
     """The handle of a transfer of several caches or peers that moves layer by layer.
 
-    Each pair of caches has a `LayerTask` in `tasks`. Layer numbers are those of the caches of this
-    process: those of the source or, for a pull, of the destination.
+    Each pair of caches has a `LayerTask` in `tasks`. Layers have the numbers of this process's
+    cache: the source or, for a pull, the destination.
     """
 
     tasks: dict[int, LayerTask]  # type: ignore[assignment]

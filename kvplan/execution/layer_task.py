@@ -54,8 +54,8 @@ class LayerTask(TransferTask):
     Args:
         gate_of: returns the gate of a layer's event; None: the engine has no accelerator.
         on_outcome: as for `TransferTask`.
-        on_last: called once with this task, by the thread that made the last layer ready, or that
-            found the task already ended; not if the handle was dropped.
+        on_last: called once with this task, by the thread that makes the last layer ready or finds
+            that the task has ended early; never after the handle was dropped.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class LayerTask(TransferTask):
         """Submit source layer `layer`, which holds its final values.
 
         Small layers have moved when this returns. Idempotent; in any order, from any thread. After
-        the task has ended, this has no effect, and `wait` raises the reason. The task also ends
-        here, and moves nothing more, if a memory is not the registered one any more.
+        the task has ended, this has no effect, and `wait` raises the reason. If registered memory
+        was replaced, the task ends here and moves nothing more.
 
         Args:
             layer: the number of the layer in the source.
@@ -129,7 +129,7 @@ class LayerTask(TransferTask):
         return self._gate_of("event", event)
 
     def block_stream(self, stream: ComputeStream) -> None:
-        """Refuse always: a stream cannot wait for layers that are not ready yet.
+        """Refuse every stream: none can wait for layers that are not ready yet.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED, always.

@@ -35,8 +35,8 @@ class TensorMemory(Protocol):
         addresses: contiguous, of shape (num_tensors,), as the backend reaches them.
         nbytes: the usable bytes from each address on, in the same shape.
         writable: True if the memory can be a destination.
-        in_process: True if the addresses are of this process: overlaps with its own memory are
-            visible, and any copy in this process reaches them.
+        in_process: True for addresses of this process: any copy in this process reaches them,
+            and overlaps with other memory of this process are visible.
         on_device: True for memory of an accelerator, which a plain copy does not reach.
     """
 
@@ -90,8 +90,8 @@ class TensorMemory(Protocol):
 
         Args:
             tensors: consecutive tensors that are about to move as a part of the transfer. This
-                check delays a computing thread, so it may leave to the check after the transfer
-                anything that does no harm until then. None: all.
+                check delays a computing thread, so harmless changes may be left to the check after
+                the transfer. None: all.
 
         Raises:
             LLMException: the memory has changed; gives the reason.
@@ -102,7 +102,7 @@ class HostMemory(Revocable):
     """Memory of this process: arrays, or addresses that were checked to be mapped.
 
     Args:
-        parts: the memories that this consists of; revoking one of them revokes this.
+        parts: the memories of which it consists; revoking one of them revokes the whole.
 
     Attributes:
         held: True if an owner guarantees that the memory stays in place.
@@ -180,7 +180,7 @@ class HostMemory(Revocable):
         Raises:
             TypeError, ValueError: an address that is not a uint64.
             LLMException: LLM_PARAM_INVALID: the wrong number of addresses, or a range that is not
-                mapped like that; names the address and the hole.
+                mapped with this access; names the address and the hole.
         """
         cache = Cache(desc, tensor_addrs=tuple(addresses))
         if not cache.tensor_addrs:

@@ -77,7 +77,7 @@ class RowPair(NamedTuple):
     by_layer: bool
     reinterpret: bool
     heads: range | None
-    # The first that accepts a request lowers it; if empty, the planner is asked.
+    # The first cut that accepts a request lowers it; without cuts, the planner is asked.
     cuts: tuple[_Cut, ...]
 
     def bind(

@@ -88,7 +88,7 @@ class StoppedError(LLMException):
     """The error of a transfer that was stopped because another source of its gather failed."""
 
     def __init__(
-        self, text: str = "stopped, as another source of the gather failed", **fields: Any
+        self, text: str = "stopped because another source of the gather failed", **fields: Any
     ) -> None:
         super().__init__(text, **fields)
 
@@ -147,7 +147,7 @@ class TransferTask(NativeTask):
         return self._is_settled
 
     def wait_done(self, timeout_ms: float) -> bool:
-        """Wait at most `timeout_ms` for `done`, and return it. Does not raise the outcome."""
+        """Wait at most `timeout_ms`, and return `done`. Does not raise the outcome."""
         return self.native.wait(timeout_ms, False).status != KVN_PENDING
 
     def wait(self, timeout_ms: float | None = None, *, stop: bool = True) -> None:
@@ -182,7 +182,7 @@ class TransferTask(NativeTask):
         )
 
     def _missing(self) -> str:
-        """Return what the transfer waits for besides the copies, as part of a message."""
+        """Return the text of messages about layers that were never ready; empty without layers."""
         return ""
 
     def block_stream(self, stream: ComputeStream) -> None:
@@ -193,8 +193,8 @@ class TransferTask(NativeTask):
         Afterwards issue the work that reads the destination, or writes the source.
 
         A transfer that is over, or that ends early, does not hold the stream: later work then runs
-        with what has arrived. So `wait` before you use a result. Once the device keeps the order,
-        the stream also waits for the event that the transfer comes `after`.
+        with the bytes that have arrived. So `wait` before you use a result. Once the device keeps
+        the order, the stream also waits for the event that the transfer comes `after`.
 
         Args:
             stream: a stream of the model's compute, on the engine's device; see `ComputeStream`. It
@@ -204,8 +204,8 @@ class TransferTask(NativeTask):
             NativeError: in a forked child, because the task belongs to its parent.
             TypeError: not a stream, but an event or a handle.
             LLMException: LLM_FEATURE_NOT_ENABLED: no stream of a device moves these bytes (`tcp`,
-                `ucx` or the host does), or not yet: the host waits for the event `after`; the
-                engine has no accelerator, or an Ascend device: wait on the host then.
+                `ucx` or the host does); the host still waits for the event `after`; the engine has
+                no accelerator, or an Ascend device. Wait on the host then.
                 LLM_PARAM_INVALID: a stream of another accelerator, or one that is captured.
                 Otherwise an error of the accelerator. After any of these the stream is not held,
                 or only by a part of the copies.
@@ -373,7 +373,7 @@ def _failure(plan: Plan, report: Report, cause: LLMException | None, missing: st
     parts = [f"{plan.operation} {plan.kind}: {words}{missing}"]
     if report.failed is not None:
         parts.append(f"descriptor {report.failed} ({origin})")
-    if cause is not None or report.status not in _ABANDONED:  # its message has the number
+    if cause is not None or report.status not in _ABANDONED:  # otherwise the message has the number
         parts.append(f"{open_descriptors} of {plan.num_descriptors} descriptors are not confirmed")
     kind = StoppedError if isinstance(cause, StoppedError) else LLMException
     return kind(

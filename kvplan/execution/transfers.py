@@ -43,7 +43,7 @@ The copy holds the GIL, on which `close` relies. Without a GIL every transfer ha
 """
 
 _NUMBERS: Final = (int, float)
-_LONG_MS: Final = 1 << 63  # longer timeouts, even beyond every float, are left to the executor
+_LONG_MS: Final = 1 << 63  # the executor handles longer timeouts, even beyond every float
 
 
 class Transfers:
@@ -235,7 +235,7 @@ class Transfers:
             else:
                 return
         elif report.status == KVN_CANCELLED:  # by `close`: only it has a handle
-            reason = LLMException("stopped, as the engine or its transfers were closed")
+            reason = LLMException("stopped because the engine or its transfers were closed")
         raise failure(plan, report, memories, "", lost, reason)
 
     def verify(
@@ -249,7 +249,7 @@ class Transfers:
         """Read the moved bytes of `plan` again, and compare both sides; neither may be on a device.
 
         Args:
-            every: compare one of so many descriptors, from a random one on.
+            every: compare each nth descriptor, from a random one on.
             timeout_ms: milliseconds that the call may take.
 
         Raises:

@@ -1,6 +1,6 @@
 """The Python interface of HIXL over kvplan's engine: memory by addresses, engines by names.
 
-Only names, checks and conversions may enter; bytes move by the verbs of `LlmDataDist`. Programs
+This package has only names, checks and conversions; `LlmDataDist` moves the bytes. Programs
 import it as `hixl` under `python -m kvplan.run` if no other hixl is installed.
 """
 

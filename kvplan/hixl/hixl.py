@@ -69,7 +69,7 @@ _INTEGERS: Final = frozenset({"mem_handle", "timeout_in_millis", "req_id"})
 def _returns_status(*rest: object) -> Callable[[_F], _F]:
     """Check the types of arguments by name; log an exception, and return its status number.
 
-    `rest` has the values that are returned after the number of a failure.
+    After the number of a failure, the call returns the values of `rest`.
     """
 
     def decorate(method: _F) -> _F:
@@ -78,7 +78,7 @@ def _returns_status(*rest: object) -> Callable[[_F], _F]:
         @wraps(method)
         def call(engine: Hixl, *args: Any, **kwargs: Any) -> Any:
             given = dict(zip(names, args, strict=False)) | kwargs
-            if len(given) < len(args) + len(kwargs):  # too many arguments: this raises TypeError
+            if len(given) < len(args) + len(kwargs):  # too many arguments: raise TypeError
                 return method(engine, *args, **kwargs)
             for name, value in given.items():
                 if name in _INTEGERS:
@@ -156,10 +156,10 @@ class Hixl:
         return SUCCESS
 
     def finalize(self) -> None:
-        """End transfers and connections, and take no more calls; idempotent.
+        """End transfers and connections, and refuse further calls; idempotent.
 
-        Transfers in flight may complete for llm.SyncKvCacheWaitTime (1 s); then they are stopped.
-        On return no transfer writes a byte.
+        Transfers in flight are stopped after llm.SyncKvCacheWaitTime (1 s). On return no transfer
+        writes a byte.
         """
         with self._mutex:
             running, self._running = self._running, None
@@ -236,7 +236,7 @@ class Hixl:
         """
         running = self._initialized(timeout_in_millis)
         cluster_id = running.connections.cluster_of(remote_engine)
-        running.requests.stop_peer(cluster_id, f"stopped, as {remote_engine} was disconnected")
+        running.requests.stop_peer(cluster_id, f"stopped because {remote_engine} was disconnected")
         running.connections.disconnect(remote_engine, timeout_in_millis)
         return SUCCESS
 
@@ -335,8 +335,8 @@ class Hixl:
         """Return the state of a request; forget the request if it has ended.
 
         Returns:
-            SUCCESS and the state; PARAM_INVALID and FAILED: unknown request, or one whose end was
-            returned before; NOT_CONNECTED and FAILED: failed because the remote engine is gone.
+            SUCCESS and the state; PARAM_INVALID and FAILED: the request is unknown, or its end was
+            returned before; NOT_CONNECTED and FAILED: the remote engine is gone.
         """
         return self._initialized().status(req_id)
 

@@ -122,7 +122,7 @@ def _uint(name: str, value: object, maximum: int) -> int:
     if not 0 <= number <= maximum:
         raise TypeError(
             f"{name}={number:#x} is out of range [0, {maximum:#x}]"
-        )  # a huge int has no decimal text
+        )  # Python refuses to print a huge int in decimal
     return number
 
 
@@ -150,9 +150,9 @@ class MemDesc(_Checked):
     """A range of memory to register.
 
     Args:
-        addr: address of its first byte.
+        addr: address of the first byte.
         len: number of bytes.
-        local_only: True if remote engines must not use it.
+        local_only: True if remote engines must not use the range.
 
     Raises:
         TypeError: addr or len is not an int in [0, 2**64), or local_only is not a bool; also when
@@ -217,8 +217,8 @@ class TransferResult(_Checked):
 
     Attributes:
         req: number of the request.
-        user_data: from its `TransferArgs`.
-        status: its state; read-only.
+        user_data: from the `TransferArgs` of the request.
+        status: the state of the request; read-only.
     """
 
     __slots__ = ("_status", "req", "user_data")

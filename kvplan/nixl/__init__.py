@@ -1,6 +1,6 @@
 """The Python interface of NIXL over kvplan's engine: agents, descriptors and transfers.
 
-Only names, checks and conversions may enter; bytes move by the verbs of `LlmDataDist`. Programs
+This package has only names, checks and conversions; `LlmDataDist` moves the bytes. Programs
 import it as `nixl` under `python -m kvplan.run --as nixl`.
 """
 

@@ -110,8 +110,8 @@ class nixl_agent:  # noqa: N801
     Every method raises exceptions of `_bindings`; for impossible arguments also TypeError,
     ValueError, KeyError, IndexError or RuntimeError, as the original does.
 
-    A transfer that fails after it was posted has the state
-    "ERR"; if the remote agent is gone, `check_xfer_state` raises nixlRemoteDisconnectError.
+    A transfer that fails after it was posted has the state "ERR"; if the remote agent is gone,
+    `check_xfer_state` raises nixlRemoteDisconnectError.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class nixl_agent:  # noqa: N801
         return self.agent.getXferTelemetry(handle._handle)
 
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
-        """Return duration, error and method of an estimate; kvplan makes none."""
+        """Return duration 0, error 0 and method UNKNOWN: kvplan does not estimate."""
         duration, error, _ = self.agent.estimateXferCost(req_handle._handle)
         return duration, error, "UNKNOWN"
 
@@ -254,7 +254,7 @@ class nixl_agent:  # noqa: N801
         return self.agent.prepMemView(dlist)
 
     def release_mem_view(self, mvh: int) -> None:
-        """Release a view; none exists."""
+        """Do nothing: kvplan makes no views."""
         self.agent.releaseMemView(mvh)
 
     def get_new_notifs(self, backends: _Backends = ()) -> dict[str, list[bytes]]:
@@ -403,7 +403,7 @@ def _list_of(kind: type[_List], width: int, descs: Any, mem_type: str | None) ->
 
 
 def _tensor(tensor: Any) -> tuple[int, int, int]:
-    """Return address, size and device of a tensor of torch."""
+    """Return address, size and device of a torch tensor."""
     if not tensor.is_contiguous():
         raise ValueError("a tensor is not contiguous; pass its storage or a copy")
     nbytes = tensor.numel() * tensor.element_size()

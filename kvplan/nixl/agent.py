@@ -54,7 +54,7 @@ class _Remote(NamedTuple):
 
 
 class Agent:
-    """An agent without transfers.
+    """An agent's memory, remote agents and messages; `nixlAgent` adds transfers.
 
     Errors are exceptions; the log of `kvplan.nixl` names the range and the reason. Any thread may
     call the methods. After `invalidateRemoteMD` and `deregisterMem` no byte of that agent or memory
@@ -207,7 +207,7 @@ class Agent:
         found = Metadata.from_bytes(data if isinstance(data, bytes) else data.encode())
         name = found.name
         if name == self.name:
-            raise nixlInvalidParamError(f"the metadata is of an agent of this name, {name!r}")
+            raise nixlInvalidParamError(f"the metadata has this agent's own name, {name!r}")
         with self._mutex:
             known = self._remotes.get(name)
             if known is not None and known.instance != found.instance:

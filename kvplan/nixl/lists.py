@@ -36,7 +36,7 @@ def rows_of(descs: Iterable[Any]) -> Rows:
 def rows_of_array(values: Any) -> Rows:
     """Return a copy of a three-column array of 64-bit integers, as rows."""
     if values.ndim != 2 or values.shape[1] != 3 or values.dtype.kind not in "iu":
-        raise ValueError(f"an array of {values.dtype}{values.shape} must be of 64-bit integers x 3")
+        raise ValueError(f"an array of {values.dtype}{values.shape} must be 3 columns of integers")
     if values.dtype.itemsize != 8:
         raise ValueError(f"an array of {values.dtype} must have integers of 64 bits")
     rows: Rows = values.astype(np.uint64, order="C")  # a copy, in native byte order

@@ -1,4 +1,4 @@
-"""Metadata of an agent: where it listens and what it has registered, as bytes."""
+"""Metadata of an agent as bytes: its address and its registered memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
     name: Annotated[str, Meta(min_length=1, max_length=1024)]
     instance: _Uint64  # the cluster id of its engine
-    address: str  # where it listens; empty if the metadata leave it out
+    address: str  # of its listener; empty if left out
     is_partial: bool
     regions: list[Region]
 
@@ -131,7 +131,7 @@ class Listener:
         elif request.startswith(b"drop "):
             self._drop(request[5:].decode())
         else:
-            raise ValueError(f"a request of {len(request)} bytes is none of get, put and drop")
+            raise ValueError(f"a request of {len(request)} bytes is not get, put or drop")
 
 
 def ask(host: str, port: int, request: bytes, *, has_answer: bool = False) -> bytes:

@@ -86,7 +86,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         """Find descriptors in registered memory, and return a handle for `makeXferReq`.
 
         Called with (agent_name, descs, backend=[]), (descs, backend=[]), or
-        (agent_name, mem_type, array, backend=[]), whose array has 3 columns, or 5: with a stride
+        (agent_name, mem_type, array, backend=[]), whose array has 3 columns, or 5 with a stride
         and a count.
         """
         values = [*given, *named.values()]
@@ -144,8 +144,8 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         counts = [len(local if mine is None else mine), len(remote if theirs is None else theirs)]
         if counts[0] != counts[1] or not counts[0]:
             raise nixlInvalidParamError(
-                f"{counts[0]} local and {counts[1]} remote descriptors; a transfer has as many "
-                "of both, and at least one"
+                f"{counts[0]} local and {counts[1]} remote descriptors; a transfer has equally "
+                "many of both, and at least one"
             )
         here, there, sizes, nbytes, wrong = choose(local, remote, mine, theirs)
         if wrong >= 0:
@@ -203,7 +203,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         transfer.status = _IN_PROGRESS
 
     def _reached(self, name: str) -> int:
-        """Return `_linked`; LLM_LINK_FAILED if it fails, because then the agent is gone."""
+        """Return `_linked`; raise any failure as LLM_LINK_FAILED, because the agent is gone."""
         try:
             return self._linked(name)
         except LLMException as error:
@@ -277,7 +277,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         )  # fmt: skip
 
     def estimateXferCost(self, req_handle: int) -> tuple[int, int, int]:  # noqa: N802
-        """Return duration, error and method of an estimate; kvplan makes none."""
+        """Return duration 0, error 0 and method -1: kvplan does not estimate."""
         self._transfer(req_handle)
         return 0, 0, -1
 
@@ -288,10 +288,10 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
 
     def prepMemView(self, dlist: Any, backends: Sequence[int] = ()) -> int:  # noqa: N802
         """Refuse: views of memory are for GPU kernels."""
-        raise nixlBackendError("views of memory are for kernels of GPUs; kvplan has none")
+        raise nixlBackendError("views of memory are for GPU kernels, which kvplan does not have")
 
     def releaseMemView(self, mvh: int) -> None:  # noqa: N802
-        """Release a view; none exists."""
+        """Do nothing: kvplan makes no views."""
 
 
 def _expanded(array: Any) -> Rows:
@@ -309,8 +309,8 @@ def _expanded(array: Any) -> Rows:
 def _indices(indices: Any) -> Indices:
     """Return a list or an array of indices as integers; floats are truncated, as in NIXL."""
     chosen = np.asarray(indices)
-    is_read = chosen.dtype.kind in "iu" and chosen.dtype.isnative
-    return chosen if is_read else chosen.astype(np.int64)
+    is_native = chosen.dtype.kind in "iu" and chosen.dtype.isnative
+    return chosen if is_native else chosen.astype(np.int64)
 
 
 def _unlike(

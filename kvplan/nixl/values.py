@@ -42,7 +42,7 @@ class nixl_cost_t(_Exported):  # noqa: N801
 
 
 class nixl_thread_sync_t(_Exported):  # noqa: N801
-    """The threads that may use an agent. All may use ours, in every mode."""
+    """The threads that may use an agent. kvplan allows all threads in every mode."""
 
     NIXL_THREAD_SYNC_NONE = 0
     NIXL_THREAD_SYNC_STRICT = 1
@@ -127,7 +127,7 @@ class nixlXferTelemetry:  # noqa: N801
 
 @dataclass
 class nixlAgentConfig:  # noqa: N801
-    """Settings of a `nixlAgent`. Those of threads have no effect: kvplan has its own threads."""
+    """Settings of a `nixlAgent`. Thread settings have no effect: kvplan has its own threads."""
 
     useProgThread: bool = False  # noqa: N815
     useListenThread: bool = False  # noqa: N815

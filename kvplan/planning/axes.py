@@ -1,4 +1,4 @@
-"""Comparison and cut of rows of two sides: as bytes if they are alike, otherwise axis by axis.
+"""Compare and cut the rows of two sides: as bytes if they are alike, otherwise axis by axis.
 
 Two caches of one model may differ in the order of axes, block size, heads, and whether keys and
 values share a tensor. They share the intersection of their axes in the model's coordinates. Bytes
@@ -141,7 +141,7 @@ def _row_signature(side: Side, chunked: bool, *, named: bool = True) -> tuple[ob
 
 
 def refuse_unlike(what: str, source: Side, target: Side) -> NoReturn:
-    """Refuse two sides, and show them side by side."""
+    """Refuse two sides, with both in the message."""
     raise invalid(
         f"src and dst differ in {what}: src is {source}; dst is {target}. "
         "reinterpret=True copies the bytes as they are"
@@ -196,7 +196,7 @@ def in_common(source: Side, target: Side, heads: range | None = None) -> Common:
     for side, name in ((source, "src"), (target, "dst")):
         if side.layout is None:
             raise invalid(
-                f"{name} has no layout, which tokens and unlike rows need: {name} is {side}; give "
+                f"{name} has no layout; tokens and unlike rows need one: {name} is {side}; give "
                 "its CacheDesc a kv_tensor_format such as 'block token head dim'"
             )
     src_start = dst_start = 0

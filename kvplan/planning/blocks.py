@@ -19,10 +19,10 @@ BlockPairs = Sequence[Sequence[int]] | NDArray[np.integer]
 Indices = NDArray[np.int64]
 
 _MIN_MAPPED = 512
-"""Minimum blocks of a table that is sorted by a map of the cache's blocks."""
+"""Minimum number of blocks of a table to sort by a map of the cache's blocks."""
 
 _MAX_SPARSITY = 64
-"""Maximum blocks of a cache for each block of a table: above it, sorting is faster than a map."""
+"""Maximum blocks of a cache per block of a table; above, sorting is faster than a map."""
 
 _MAX_MAPPED = 1 << 21
 """Maximum blocks of a cache for a map, which takes 9 bytes a block."""

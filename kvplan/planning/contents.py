@@ -100,7 +100,7 @@ class RequestOrder:
         return spans_text("position", spans_of(self._entries_of(first, last)))
 
     def tokens(self, first: int, last: int) -> list[Span]:
-        """Return `tokens_of` for these offsets."""
+        """Return the tokens at dst offsets `first` to `last`; see `tokens_of`."""
         if self.part.local == "both":
             return []
         return _tokens(self.part, self._entries_of(first, last), first, last)
@@ -176,7 +176,7 @@ def heads_of_runs(part: Part, first: int, nbytes: int, steps: list[Span]) -> Spa
 
 def reach_along(side: Side, axis: str, steps: list[Span]) -> int:
     """Return the extent, in bytes, of repeats that change the position along an axis."""
-    around = max(side.stride_of(axis), 1) * side.extent(axis)  # to the same position again
+    around = max(side.stride_of(axis), 1) * side.extent(axis)  # bytes to the next equal position
     row = side.stride if side.is_inside(axis) else around
     return sum((count - 1) * step for count, step in steps if step % around and step % row)
 
@@ -207,7 +207,7 @@ def local_layers(part: Part, name: str, piece: slice = slice(None)) -> Span:
 
 
 def model_layers(part: Part, src: Span, dst: Span) -> tuple[Span, Span] | None:
-    """Return the model's numbers of layers on both sides; None if no shard names layers.
+    """Return the model's layer numbers on both sides; None if no shard names layers.
 
     Both sides have the same numbers, unless bytes are reinterpreted.
     """
@@ -220,7 +220,7 @@ def model_layers(part: Part, src: Span, dst: Span) -> tuple[Span, Span] | None:
 
 
 def model_text(part: Part, piece: slice = slice(None)) -> str:
-    """Return numbers in the model, such as `16..31`; empty if no shard names layers."""
+    """Return the model's layer numbers, such as `16..31`; empty if no shard names layers."""
     src, dst = (local_layers(part, side, piece) for side in ("src", "dst"))
     numbers = model_layers(part, src, dst)
     if numbers is None:
@@ -253,7 +253,7 @@ def source_layers_text(part: Part, piece: slice) -> str:
 
 
 def model_note(part: Part, piece: slice = slice(None)) -> str:
-    """Return ` (16..31 of the model)` if the local numbers differ from those, otherwise ""."""
+    """Return ` (16..31 of the model)` if the local numbers differ, otherwise ""."""
     src, dst = (local_layers(part, side, piece) for side in ("src", "dst"))
     if model_layers(part, src, dst) in (None, (src, dst)):
         return ""

@@ -41,7 +41,7 @@ class _Part(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """The moving tokens that each cache has.
+    """The tokens that move, and the caches that hold them.
 
     Attributes:
         needed: tokens of the destination.
@@ -58,7 +58,7 @@ class Taken(NamedTuple):
     """The layers, heads and tokens that a gather takes from one of its sources.
 
     Attributes:
-        layers: the layers of the source, and their layers of the destination.
+        layers: the layers at the source, and the same layers at the destination.
         heads: KV heads of the model; None: all that both sides have.
         tokens: the tokens to take; None: all that both sides have.
     """
@@ -75,7 +75,7 @@ def plan_gather(
     *,
     by_layer: bool = False,
 ) -> list[Part | None]:
-    """Plan pulls of one request from several caches, each of which has some of the model.
+    """Plan pulls of one request from several caches, each of which has a part of the model.
 
     Together the parts write each byte of the request in `dst` exactly once: layer by layer, head by
     head and token by token from one of the sources that have it. A source's part is None if nothing
@@ -134,7 +134,7 @@ def divide(
 def _divided_whole(
     sides: tuple[Side, ...], target: Side, rank: int | None
 ) -> tuple[Taken | None, ...]:
-    """Divide requests of sides that have all tokens, whatever blocks they name."""
+    """Divide requests of sides that have all tokens: cached, because blocks do not matter."""
     return _taken(target, *_held_parts(sides, target), rank)
 
 
@@ -214,7 +214,7 @@ def _taken(
 def _layers_of(name: str, cache: Side) -> Layers:
     if cache.layout is None:
         raise invalid(
-            f"{name} has no layout, so that its part of the model is unknown: {cache}; give its "
+            f"{name} has no layout, so its part of the model is unknown: {cache}; give its "
             "CacheDesc a kv_tensor_format such as 'block token head dim'"
         )
     layers = cache.shard.layers if cache.shard is not None else None
@@ -250,7 +250,7 @@ def _num_layers(cache: Side, piece: _Part) -> int:
 def _held_tokens(
     rows: Sequence[Rows], transfer: Transfer, sources: Sequence[Side], target: Side
 ) -> tuple[int, _Tokens]:
-    """Return the number of tokens that move, and the masks of those that each cache has."""
+    """Return the number of tokens that move, and for each cache a mask of the tokens it has."""
     dst = transfer.dst
     assert dst.blocks is not None
     first, *firsts = (
@@ -271,7 +271,7 @@ def _held_tokens(
             f"rows from dst.first_token={first} on"
         )
     request = np.arange(num_tokens)
-    masks: dict[object, Mask] = {}  # replicas share one
+    masks: dict[object, Mask] = {}  # replicas share a mask
     held = []
     for cache, skipped in zip(sources, firsts, strict=True):
         key = cache.spread, skipped

@@ -130,7 +130,7 @@ def _check_bounds(name: str, side: Side, part: Part) -> None:
         runs *= counts
     if runs.sum() > MAX_RUNS:
         raise invalid(
-            f"repeats: {runs.sum():.0f} runs are more than the {MAX_RUNS} that a document may have"
+            f"repeats: {runs.sum():.0f} runs exceed {MAX_RUNS}, the maximum of a document"
         )
 
 

@@ -42,7 +42,7 @@ def plan_slot_to_slot(
     reinterpret: bool,
     by_layer: bool,
 ) -> Part:
-    """Plan C2C: `nbytes` from an offset into each slot on, or `num_tokens` tokens."""
+    """Plan C2C: `nbytes` from an offset in each slot, or `num_tokens` tokens."""
     source = src if type(src) is Side and not src.paged else side("src", src, paged=False)
     target = dst if type(dst) is Side and not dst.paged else side("dst", dst, paged=False)
     how = how if type(how) is Coalesce else _coalesce(how)
@@ -396,7 +396,7 @@ def _plan(
         num_slices=num_slices,
         coalesce=how,
         split=split,
-        # True only if the plan could not be made without it.
+        # True only if the plan is impossible without reinterpretation.
         reinterpret=reinterpret
         and (
             rows_differ(source, target, chunked=kind != "B2B")

@@ -1,4 +1,4 @@
-"""The layers of a transfer: the pairs of views of both sides."""
+"""Layers of a transfer, as pairs of views of both sides."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def pair_views(
     *,
     as_bytes: bool = False,
 ) -> tuple[range, range, int]:
-    """Return the views of a transfer, two ranges of equal length, and the views of one layer.
+    """Return two ranges of views that are paired, and t, the number of views in a layer.
 
     A view is a tensor, or a piece of one; see `Side.locate`, also for `split`. Layer range i..j
     selects views i*t up to (j+1)*t. The layouts determine t, otherwise it is `tensor_num_per_layer`
     or 2. Without a range, t only groups tensors (1 if their number is odd), and all common layers
     are paired: by their numbers in the model if shards name them; otherwise both sides must have
-    equally many. A range on one side is paired with all layers of the other side if their numbers
-    agree.
+    the same number of layers. A range on one side is paired with all layers of the other side if
+    their numbers agree.
 
     `as_bytes` pairs tensors whatever layouts and shards say. Without a range, the last layer may
     then be short. Anything invalid is LLM_PARAM_INVALID; a wrong type is a TypeError.
@@ -53,7 +53,7 @@ def pair_views(
         if num_src != num_dst:
             raise invalid(
                 f"src num_tensors={src.num_tensors} and dst num_tensors={dst.num_tensors} must be "
-                "equal where no layer range is given"
+                "equal without a layer range"
             )
         return range(num_src), range(num_dst), per_layer
     src_range = _checked("src_layer_range", src_layers, num_src // per_layer, per_layer)
@@ -122,7 +122,7 @@ def _views_per_layer(
 
 
 def _check_not_latents(src: Side, dst: Side) -> None:
-    """Refuse latents (one tensor a layer) with keys and values of one head (up to two)."""
+    """Refuse latents (one tensor a layer) paired with keys and values of one head (usually two)."""
     for side, other in ((src, dst), (dst, src)):
         own = () if side.layout is None else side.layout.axes
         theirs = () if other.layout is None else other.layout.axes
@@ -187,7 +187,7 @@ def _in_common(a: Layers, b: Layers) -> Layers:
 
 
 def _model_layers(side: Side, local: range) -> tuple[Layers, int | None]:
-    """Return the model's numbers of local layers, and the number of the model's layers."""
+    """Return local layers by their numbers in the model, and the model's number of layers."""
     shard = side.shard
     if shard is None or shard.layers is None:
         return local, local.stop

@@ -74,8 +74,8 @@ class Part:
         split: the axes inside the tensors ("layer", "kv") along which tensors are paired in
             pieces. `src_tensors` and `dst_tensors` then count the pieces, see `Side.locate`.
         reinterpret: True if rows of different meaning are copied as bytes, as the caller asked.
-        tables: the rows of the request in its order, for texts.
-        name: the caller's name of the transfer, one of several; empty if there is only one.
+        tables: the rows in the order of the request, for texts.
+        name: the caller's name of this transfer among several; empty for a single transfer.
         source: the position of `src` among the sources of a gather; None without a gather.
 
     Equality ignores `tables`, `name`, `source` and the names of caches.
@@ -96,8 +96,8 @@ class Part:
     tables: BlockTables | None = None
     name: str = ""
     source: int | None = None
-    # True if whole rows move, so that the block tables describe all segments: recordings store
-    # only the tables then.
+    # True if whole rows move: then the block tables describe all segments, and recordings store
+    # only the tables.
     by_rows: ClassVar[bool] = False
 
     @property
@@ -197,12 +197,12 @@ class Part:
             TypeError: `descriptor` is not an int.
             LLMException: LLM_PARAM_INVALID: the descriptor does not exist.
         """
-        from kvplan.planning.contents import origin_of  # here: it imports this module
+        from kvplan.planning.contents import origin_of  # here: that module imports this one
 
         return origin_of(self, descriptor)
 
     def pair(self, index: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return for each side of a pair the tensor, and the byte at which its view begins."""
+        """Return the tensor of each side of a pair, and the byte at which its view begins."""
         places = []
         for side, views in ((self.src, self.src_tensors), (self.dst, self.dst_tensors)):
             if self.split:

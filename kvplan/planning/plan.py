@@ -21,7 +21,7 @@ MAX_NAME: Final = 64
 """Maximum number of characters in the name of a part."""
 
 OBSERVERS: list[Callable[[Plan], object]] = []
-"""Called with each plan of `Plan.made`. Empty except in tests: `kvplan.testing.observe_plans`."""
+"""Functions that get each plan of `Plan.made`: only in tests (`kvplan.testing.observe_plans`)."""
 
 
 class PlacedPart(NamedTuple):
@@ -60,7 +60,7 @@ class Plan:
 
     @classmethod
     def made(cls, *parts: Part) -> Plan:
-        """Return a newly made plan of valid parts, after `OBSERVERS` have seen the plan."""
+        """Return a new plan of valid parts, after showing the plan to `OBSERVERS`."""
         plan = object.__new__(cls)
         fields = vars(plan)
         fields["parts"] = parts
@@ -154,7 +154,7 @@ class Plan:
         """The side of this process: "dst" for a pull, "src" for a push, "both" for a copy."""
         return self.parts[0].local
 
-    # `made` sets these two and `part` if there is one part, since every transfer asks for them.
+    # If there is one part, `made` sets these two and `part`: every transfer asks for them.
     @cached_property
     def reinterpret(self) -> bool:
         """True if any part copies rows of different meaning as bytes."""
@@ -200,7 +200,7 @@ class Plan:
         format: Format = "tree",  # noqa: A002
         limit: int | None = DEFAULT_LIMIT,
     ) -> str:
-        """Return the plan as text: "tree" or "table". It has offsets, no addresses.
+        """Return the plan as text: "tree" or "table", with offsets instead of addresses.
 
         Layers, tensors and parts with equal rows are listed once. A list longer than `limit` shows
         its first and last rows, and between them a summary of the others.
@@ -369,7 +369,7 @@ def _of_valid(parts: tuple[Part, ...]) -> Plan:
 
 
 def _checked(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Refuse parts that do not make a plan."""
+    """Refuse parts that cannot form a plan."""
     if not parts:
         raise invalid("parts is empty; a plan has at least one")
     labels: set[str] = set()

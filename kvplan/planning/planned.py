@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_plan(plan: object) -> Part:
-    """Return the part of the plan of a `Planned`."""
+    """Return the only part of the plan of a `Planned`; refuse several."""
     parts = check_type("plan", plan, Plan).parts
     if len(parts) > 1:
         raise invalid(

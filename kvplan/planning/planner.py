@@ -19,7 +19,7 @@ from kvplan.types import Cache, CacheDesc, Placement, RemoteCache
 from kvplan.validation import check_mapping, check_type, mismatch, shown
 
 Local: TypeAlias = Literal["src", "dst", "both"]
-"""The side of this process: of a push, a pull and a copy."""
+"""The side of this process: "src" for a push, "dst" for a pull, "both" for a copy."""
 
 _DESCRIBED = (CacheDesc, Cache, RemoteCache, Side)
 VERBS: Final = {"dst": "pull", "src": "push", "both": "copy"}
@@ -30,7 +30,7 @@ def plan(transfer: AnyTransfer, *, local: Local | None = None, by_layer: bool = 
     """Plan a transfer from descriptions of its caches. No engine is needed and no byte moves.
 
     Args:
-        transfer: what to move; the caches of its rows are `CacheDesc`, `Cache` or `RemoteCache`.
+        transfer: rows to move, whose caches are `CacheDesc`, `Cache` or `RemoteCache`.
         local: the side of this process: "dst" plans a pull, "src" a push, "both" a copy. None: the
             side that is not a `RemoteCache`, or both.
         by_layer: True if each layer is to move by itself, as `LlmDataDist.layered` moves it.

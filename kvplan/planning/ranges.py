@@ -1,7 +1,7 @@
 """The plan of a transfer between ranges of addresses; its parts are made at their first use.
 
-Binding thousands of ranges takes less time than planning them. Texts, recordings and errors make
-the plan's parts from the same columns.
+Making the parts of thousands of ranges takes longer than binding the ranges. Only texts,
+recordings and errors need the parts, and make them from the same columns.
 """
 
 from __future__ import annotations

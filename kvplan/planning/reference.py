@@ -15,7 +15,7 @@ from kvplan.validation import check_type
 
 
 def execute(plan: Plan, src: Sequence[NDArray[Any]], dst: Sequence[NDArray[Any]]) -> None:
-    """Copy what `plan` describes from `src` to `dst`: one C-contiguous array for each tensor.
+    """Execute `plan` from `src` to `dst`, each with one C-contiguous array for each tensor.
 
     The arrays of several parts follow each other. Errors are raised before the first byte is
     copied.

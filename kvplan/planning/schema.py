@@ -253,7 +253,7 @@ def _check_side(name: str, side: Side) -> None:
     """Refuse a side that does not correspond to a CacheDesc."""
     if side.data_type is None:
         if side.shape or side.layout or side.label is not None or side.shard:
-            raise ValueError(f"{name}: data_type=None, and so shape must be [], the others None")
+            raise ValueError(f"{name}: data_type=None needs shape=[], and None for the others")
         return
     with _named(name):
         desc = CacheDesc(
@@ -267,7 +267,7 @@ def _check_side(name: str, side: Side) -> None:
         )
     if (desc.batch_size, desc.layout) != (side.count, side.layout):
         raise ValueError(
-            f"{name}: count={side.count} must be {desc.batch_size}, that of shape={side.shape}"
+            f"{name}: count={side.count} must be {desc.batch_size}, as in shape={side.shape}"
         )
 
 

@@ -219,7 +219,7 @@ class Segments:
         return Segments.adopt(src, dst, nbytes)
 
     def runs_at(self, indices: NDArray[np.int64]) -> tuple[Column, Column, Column]:
-        """Return runs by their positions among all: src offsets, dst offsets, nbytes."""
+        """Return the runs at these positions: src offsets, dst offsets, nbytes."""
         if not self.repeats:
             return self.src_offsets[indices], self.dst_offsets[indices], self.nbytes[indices]
         before = np.cumsum(self.runs()).astype(np.int64)
@@ -273,7 +273,7 @@ def _column(name: str, values: ArrayLike) -> Column:
     if given.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, not of shape {given.shape}")
     if given.size and given.dtype.kind not in "iu":
-        given = np.array(values, dtype=object)  # keeps the ints exact that became floats
+        given = np.array(values, dtype=object)  # keeps ints exact that NumPy made floats
         if not all(type(value) is int for value in given):
             raise TypeError(f"{name}={shown(values)} must hold int only")
     if given.size and not 0 <= int(given.min()) <= int(given.max()) <= UINT64_MAX:

@@ -51,7 +51,7 @@ class Spread(NamedTuple):
         return periods * self.size + min(rest, self.size)
 
     def token(self, place: int) -> int:
-        """Return the token at a place; a number beyond any request if the place has none."""
+        """Return the token at a place; a number beyond any request if the place is unused."""
         chunk, inside = divmod(place, self.size)
         return self.first + chunk * self.period + inside
 
@@ -180,7 +180,7 @@ class Side:
 
     def rows(self, offset: int, nbytes: int) -> tuple[int, int]:
         """Return the first and the last row that `nbytes` bytes from `offset` on touch."""
-        period = self.count * self.stride  # an axis outside the rows repeats after it
+        period = self.count * self.stride  # the bytes of one index of the outer axes
         return offset % period // self.stride, (offset + nbytes - 1) % period // self.stride
 
     def rows_of(self, offsets: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -240,13 +240,13 @@ class Side:
             known = 1
         if given not in (None, known):
             raise invalid(
-                f"tensor_num_per_layer={given} must be None or {known}, as the {name} cache says: "
+                f"tensor_num_per_layer={given} must be None or {known}, that of the {name} cache: "
                 f"{self.num_tensors} tensors of {self}"
             )
         return known
 
     def numbered_layers(self, split: tuple[str, ...], per_layer: int) -> Layers | None:
-        """Return the model's numbers of the layers.
+        """Return the model's layer numbers.
 
         None if the shard names no layers, or if `per_layer` views are not a layer.
         """
@@ -260,7 +260,7 @@ class Side:
     def usual_tensors_per_layer(self) -> int:
         """Tensors of one layer if the caller gives no number and no layer range.
 
-        Such a number only groups the tensors; it is 1 if there is an odd number of tensors.
+        An unknown number only groups tensors: 1 for an odd number of tensors, otherwise 2.
         """
         known = self.known_tensors_per_layer("", None)
         if known is not None:

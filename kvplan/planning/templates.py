@@ -49,7 +49,7 @@ class Template(NamedTuple):
         run: bytes that stay together in every request.
         levels: the axes along which both sides step, except tokens.
         kv: the level of keys and values. Requests that keep this level, but need more levels than
-            repeats can express, use the next template. None: keys and values stay in one pair.
+            repeats can express, use the next template. None: this template is the last.
         as_bytes: True if whole rows are copied as bytes.
         part: the fields that all parts share.
     """

@@ -38,7 +38,7 @@ class BlockTables(NamedTuple):
     def of_leases(
         self, source: Side, target: Side, src_blocks: object, dst_blocks: object
     ) -> BlockTables:
-        """Drop blocks of leases (`RequestBlocks`) beyond what the other table can hold."""
+        """Drop blocks of leases (`RequestBlocks`) whose tokens the other table cannot hold."""
         src, dst = self.src, self.dst
         src_size, dst_size = source.extent("token"), target.extent("token")
         if type(src_blocks) is RequestBlocks:
@@ -210,8 +210,8 @@ def _distinct(numbers: Indices) -> Indices:
 def _check_one_request(source: Side, target: Side, tables: BlockTables, num_tokens: int) -> None:
     """Refuse tables that cannot belong to one request of which `num_tokens` move.
 
-    Both hold equally many tokens, or both end in the block with the last token of the request,
-    which may follow the tokens that move.
+    Valid tables hold equally many tokens, or both end in the block with the request's last token,
+    even if that token does not move.
     """
     sides = (
         ("src", source, len(tables.src), tables.src_token),

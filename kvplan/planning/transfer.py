@@ -205,7 +205,7 @@ def _with_table(argument: str, rows: Rows, num_tokens: int | None) -> Rows:
 
 
 def _num_tokens(rows: Sequence[Rows], given: int | None) -> int | None:
-    """Return the number of tokens of leases whose blocks all move, or `given` without any."""
+    """Return the number of tokens of leases whose blocks all move; without one, `given`."""
     counts = {
         lease.num_tokens("num_tokens", given, each.first_token)
         for each in rows

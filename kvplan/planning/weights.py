@@ -233,7 +233,7 @@ def plan_reshard(source: WeightPlacement, target: WeightPlacement) -> dict[str, 
             if value != (found := theirs.identity[name]):
                 raise invalid(
                     f"tensor {shown(tensor.tensor_id)}: {name}={shown(value)} of the target must "
-                    f"be {shown(found)}, as the source has it: bytes are moved, not converted"
+                    f"be {shown(found)}, the value of the source: bytes are moved, not converted"
                 )
     held, wanted = source.fragments(), target.fragments()
     split = {
@@ -338,7 +338,7 @@ def _box_text(box: tuple[range, ...]) -> str:
 
 
 def _split_dims(tensor: Tensor, held: Sequence[tuple[int, Fragment]]) -> tuple[int, ...]:
-    """Return the dimensions that a fragment at either end holds only in part."""
+    """Return the dimensions that some fragment at either end holds only in part."""
     split = tuple(
         dim
         for dim, size in enumerate(tensor.global_shape)

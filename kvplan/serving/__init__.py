@@ -1,6 +1,6 @@
 """Requests that finish in one serving engine and continue in another (docs/how-to/serving.md).
 
-This room names no serving engine and no transport: bytes move by the verbs of `LlmDataDist`.
+This package is independent of serving engines and transports: `LlmDataDist` moves the bytes.
 """
 
 from kvplan.serving.book import LeaseBook

@@ -78,8 +78,8 @@ class Asks:
                 self._refuse(
                     cluster_id,
                     ask,
-                    f"its goal is a lease of cluster {goal.lease.cluster_id}; it must be one of "
-                    f"the asking cluster {cluster_id}",
+                    f"its goal is a lease of cluster {goal.lease.cluster_id}, but must be a lease "
+                    f"of the asking cluster {cluster_id}",
                 )
                 return
             nbytes = len(data)
@@ -119,7 +119,7 @@ class Asks:
             return
         try:
             handle, leases = self._book.leases_of(handle, ask.digest, ask.transfer)
-        except NotYetError:  # a transfer may wait for as long as its consumer does
+        except NotYetError:  # a transfer may wait as long as its consumer does
             waits = self._wait(cluster_id, ask, ask.transfer or Handle(ask.handle), nbytes)
             if waits and goal is not None:
                 self._pusher.add(cluster_id, ask.number, ask.transfer, ask.digest, goal)
@@ -129,7 +129,7 @@ class Asks:
             self._tasks.spawn(self._grant(cluster_id, ask, handle, leases), cluster_id)
 
     def _wait(self, cluster_id: int, ask: Ask, name: Handle | str, nbytes: int) -> bool:
-        """Let an ask with a goal of `nbytes` wait; return False if the consumer exceeds a limit."""
+        """Let an ask with a goal of `nbytes` wait; return False if the ask was refused instead."""
         consumer = self._consumers.setdefault(cluster_id, _Consumer())
         known, _ = consumer.waiting.get(ask.number, (name, 0))
         if known != name:  # its push would stay when the ask is replaced
@@ -137,7 +137,7 @@ class Asks:
             self._refuse(cluster_id, ask, reason)
             return False
         if len(consumer.waiting) >= MAX_WAITING and ask.number not in consumer.waiting:
-            reason = f"{MAX_WAITING} asks of cluster {cluster_id} are waiting, which is the limit"
+            reason = f"{MAX_WAITING} asks of cluster {cluster_id} are waiting, the maximum"
             self._refuse(cluster_id, ask, reason)
             return False
         if nbytes and consumer.nbytes + nbytes > MAX_GOAL_NBYTES:
@@ -180,7 +180,7 @@ class Asks:
         whole = None
         if len(parts) >= ask.parts:
             whole = b"".join(consumer.take_parts(ask.number))
-        while consumer.nbytes > MAX_GOAL_NBYTES and consumer.parts:  # their other parts were lost
+        while consumer.nbytes > MAX_GOAL_NBYTES and consumer.parts:  # the other parts were lost
             consumer.take_parts(next(iter(consumer.parts)))
             peer_log.warning("cluster %d: dropped the goal of an ask: too large", cluster_id)
         self._drop_idle(cluster_id)

@@ -54,7 +54,7 @@ class NotYetError(Exception):
 
 
 class LeaseBook:
-    """Finished requests, with a lease of their blocks in each cache. Any thread may use it.
+    """Finished requests, with a lease of their blocks in each cache. Thread-safe.
 
     The blocks of a request are freed when all its readers are done, when its leases were not
     renewed for `ttl_ms`, or on `abort`. Then `take_freed` returns the request, once.
@@ -110,7 +110,7 @@ class LeaseBook:
         *,
         handle: Handle | None = None,
     ) -> Handle:
-        """Lease the blocks of a finished request. If that fails, they are free at once.
+        """Lease the blocks of a finished request. After a failure, the blocks are free at once.
 
         Args:
             request: name for logs and leases.

@@ -50,15 +50,15 @@ class Exchange:
 
     Each worker of a serving engine has one exchange, for its kvplan engine and its paged cache. The
     exchange reads the notifications of that engine. Any thread may call the methods. A thread of
-    the exchange does all waiting; only `close`, and `begin_step` with `moved`, block for longer.
+    the exchange does all waiting; only `close`, and `begin_step` with `moved`, may block.
 
     Args:
         engine: an initialized engine; that of a producer listens.
         cache: a paged cache with a layout (`kv_tensor_format`); for a model with several caches,
             their groups.
         compatibility: properties in which both sides must agree.
-        instance: 1 to 32 bytes that name the process of the serving engine. All of its workers use
-            the same; after a restart it differs.
+        instance: 1 to 32 bytes that name the process of the serving engine. All its workers use the
+            same bytes; a restart changes them.
         place: place of this worker; the shard of the cache has its heads and layers.
         push: True: push requests during their computation to consumers that ask for pushes, and ask
             for pushes as a consumer. Needs one cache, one stage and workers that have all tokens.
@@ -277,7 +277,7 @@ class Exchange:
         self._call(self._stopped.set)
         self._thread.join()
 
-    # In the thread.
+    # In the thread of the exchange.
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -113,7 +113,7 @@ class Refusal(_Message, frozen=True, tag=3):
 
 
 class Done(_Message, frozen=True, tag=4):
-    """The sender does not need the blocks of a request, or no longer needs them.
+    """The sender does not need the blocks of a request (any more).
 
     Attributes:
         instance, digest, transfer: from the reference.
@@ -203,7 +203,7 @@ class Handle:
 
     @classmethod
     def new(cls) -> Handle:
-        """Return a handle that no other request has."""
+        """Return a new, unique handle."""
         return cls(secrets.token_bytes(HANDLE_NBYTES))
 
 

@@ -69,7 +69,7 @@ class Producers:
         self._link_timeout_ms = options.link_timeout_ms
         self._threads = threads
         self._peers: dict[int, _Peer] = {}
-        # Awaited answers: source, deadline, and the error text of a late one.
+        # Awaited answers: source, deadline, and the error text of a late answer.
         self._awaited: dict[asyncio.Future[Any], tuple[Source, float, str]] = {}
 
     async def notify(self, cluster_id: int, message: Message) -> None:

@@ -67,7 +67,7 @@ class PullResult:
     Attributes:
         request: name of the request.
         error: reason for the failure; None: every byte has arrived.
-        blocks, first_token: the target's. After an error do not use the target's content from
+        blocks, first_token: from the target. After an error its content is invalid from token
             first_token + pushed on.
         tokens, nbytes: the missing tokens and their bytes, which have arrived unless `error`.
         wait_ms: time from the first call for the request to its transfer, or its failure.
@@ -95,7 +95,7 @@ class Pull:
     reference: Reference
     sources: tuple[Source, ...]  # those of the reference that this worker reads
     spare: tuple[Source, ...]  # those without a reader, which this worker tells to free the blocks
-    readers: Sequence[int]  # number of readers of each source of the reference
+    readers: Sequence[int]  # number of readers, for each source in the reference
     target: asyncio.Future[Target | None]  # None: the request was dropped
     started: float = field(default_factory=time.perf_counter)
     pushed: int = 0  # tokens that were pushed before the request had finished
@@ -246,7 +246,7 @@ class Puller:
         )
 
     def receive(self, cluster_id: int, message: Grant | Refusal) -> None:
-        """Take an answer, or drop an answer for which nothing waits."""
+        """Take an answer, or drop an unexpected one."""
         answer = self._asks.get(message.number)
         if answer is None or answer.cluster_id != cluster_id or answer.granted.done():
             return
@@ -358,7 +358,7 @@ class Puller:
             del self._asks[number]
 
     def _goal(self, pull: Pull, target: Target) -> Goal | None:
-        """Lease the blocks that lack tokens to producers, for pushes."""
+        """Lease to producers the blocks that lack tokens, for pushes."""
         if not self._push:
             return None
         (group,), (table,) = self._groups, tables_of(target.blocks, 1)
@@ -370,7 +370,7 @@ class Puller:
         return Goal(lease, block * group.block_tokens, target.first_token)
 
     async def _release(self, pull: Pull, goal: Goal) -> None:
-        """Release a goal; retry while a stopped producer delays that. Then no producer writes."""
+        """Release a goal, retrying if a stopped producer delays it; then no producer writes."""
         while True:
             try:
                 await self._helpers.run(

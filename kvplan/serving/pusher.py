@@ -59,9 +59,9 @@ class Chunk:
     """The part of a request that one step of the model computes.
 
     Attributes:
-        transfer: name by which its consumer asks for it.
-        digest: digest of all its tokens.
-        blocks: local blocks, from its first token on.
+        transfer: name by which the consumer asks for the request.
+        digest: digest of all tokens of the request.
+        blocks: local blocks, from the first token of the request on.
         end: tokens [0, end) are computed after the step.
         last: True if these are all tokens.
     """

@@ -24,9 +24,9 @@ from kvplan.validation import shown
 class CacheGroup:
     """A paged cache of those layers of a model that share a block table.
 
-    A cache whose layout has no axis `token` has states (Mamba): a request has one block in it, the
-    state after all its tokens, which always moves whole. Under context parallelism (`tokens` of
-    the cache's shard) the same block of each rank has other tokens of the request.
+    A cache without an axis `token` in its layout holds states (Mamba): one block for each request,
+    the state after all tokens, which always moves whole. Under context parallelism (`tokens` of
+    the cache's shard) the same block holds different tokens of the request in each rank.
 
     Args:
         name: unique name, for plans and errors.
@@ -41,7 +41,7 @@ class CacheGroup:
 
     @cached_property
     def is_state(self) -> bool:
-        """True if the cache has states, which no token divides."""
+        """True if the cache holds states instead of tokens."""
         return (
             self.cache.cache_desc.layout is not None and self.cache.cache_desc.seq_len_dim_index < 0
         )
@@ -240,7 +240,7 @@ class Share(NamedTuple):
 
     mine: tuple[int, ...]  # workers that this worker reads, in order of layers, tokens and heads
     spare: tuple[int, ...]  # workers that no worker reads, and that this one frees
-    readers: tuple[int, ...]  # number of workers that report to each that they are done
+    readers: tuple[int, ...]  # for each source, the number of workers that report to it
 
 
 @lru_cache(64)

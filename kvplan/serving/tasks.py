@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
 
 MAX_OF_PEER: Final = 8192
-"""Running coroutines for the messages of one peer: two for each waiting ask (`MAX_WAITING`).
+"""Maximum of running coroutines for one peer's messages: two for each waiting ask (`MAX_WAITING`).
 
 A dropped message leaves blocks leased, or a request unanswered, until a time limit.
 """
@@ -55,7 +55,7 @@ class ExchangeOptions:
     prefill_timeout_ms: float = option(
         120_000, _LIMIT, "Timeout for a request that its producer is still computing.", unit="ms")
     enter_timeout_ms: float = option(
-        5_000, _LIMIT, "Timeout for `enter`, for a consumer that asks before it.", unit="ms")
+        5_000, _LIMIT, "Timeout for `enter` after a consumer has asked.", unit="ms")
     max_pulls: int = option(
         16, _NUMBER,
         "Maximum number of simultaneous transfers from one producer; more wait. A stopped peer "
@@ -80,7 +80,7 @@ class Tasks:
         if cluster_id != OWN:
             if self._of_peers[cluster_id] >= MAX_OF_PEER:
                 coroutine.close()
-                text = "cluster %d: dropped a message, as %d others are being answered"
+                text = "cluster %d: dropped a message: %d others are being answered"
                 peer_log.warning(text, cluster_id, MAX_OF_PEER)
                 return
             self._of_peers[cluster_id] += 1

@@ -123,7 +123,7 @@ class KvplanConnector(KVConnectorBase_V1, SupportsHMA):
                     (copy, copies),
                     (
                         parallel.decode_context_parallel_size,
-                        parallel.cp_kv_cache_interleave_size,  # also has its older name's value
+                        parallel.cp_kv_cache_interleave_size,  # also set by its older name
                     ),
                     num_heads=num_heads,
                     stage=stage,
@@ -347,9 +347,9 @@ def _log_like_vllm(explain: bool) -> None:
     logger = logging.getLogger("kvplan.serving")
     logger.setLevel(logging.INFO if explain else logging.WARNING)
     for name in ("kvplan.serving", "kvplan.vllm"):
-        room = logging.getLogger(name)
-        room.propagate = False
-        room.handlers = logging.getLogger("vllm").handlers[:]
+        ours = logging.getLogger(name)
+        ours.propagate = False
+        ours.handlers = logging.getLogger("vllm").handlers[:]
     logging.getLogger("kvplan.vllm").setLevel(logging.INFO)
 
 

@@ -3,7 +3,7 @@
 The proxy sends each request to /v1/completions or /v1/chat/completions, streaming or not, to a
 prefill server, which computes one token. Then it sends the request, with that server's reference to
 the KV cache of the prompt, to a decode server, and forwards the answer as it arrives. With --push,
-for servers of mode "push", both servers get the request at the same time. The proxy then makes up
+for servers of mode "push", both servers get the request at the same time. The proxy then generates
 the name by which they find each other's request.
 
 The program needs aiohttp, which vLLM installs, and no other module of kvplan.
@@ -199,7 +199,7 @@ class Proxy:
         """Ask both servers at once; the prefill server sends each computed layer.
 
         Until a prefill server has answered once, its identity is unknown, so its first request is
-        prefilled first. The same happens with the other servers if the first one fails.
+        prefilled before it is decoded, as is each request whose first server fails.
         """
         if (producer := self._producers.get(urls[0])) is None:
             return await self._in_turn(call, urls)

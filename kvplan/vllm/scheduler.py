@@ -19,7 +19,7 @@ client_log = LimitedLog(Log("kvplan.vllm"))  # for lines that clients of the ser
 REFERENCE: Final = "kvplan"
 """The key of the reference in `kv_transfer_params`."""
 _KEPT: Final = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-_NULL_BLOCK: Final = 0  # vLLM's block for tokens that a window has left
+_NULL_BLOCK: Final = 0  # vLLM's block for tokens that have left the window
 
 
 class Inputs(Protocol):
@@ -148,7 +148,7 @@ class ConnectorScheduler:
         self._step = Step()
 
     def set_workers(self, workers: Mapping[tuple[int, int], WorkerAddress]) -> None:
-        """Store the addresses of the workers, by stage and rank; see `place_of` for the latter."""
+        """Store the addresses of the workers, by stage and rank; `place_of` explains the rank."""
         self._sources = tuple(
             Source(worker.cluster_id, worker.address, worker.layers, worker.context)
             for _, worker in sorted(workers.items())
@@ -161,7 +161,7 @@ class ConnectorScheduler:
         if not tokens:
             return
         if self._leaves_last and params.get("do_remote_decode"):
-            if request.prompt_embeds is not None:  # they would outnumber the tokens by one
+            if request.prompt_embeds is not None:  # embeddings would outnumber tokens by one
                 return
             _leave_last(request)
         if params.get("do_remote_decode") and (transfer := _transfer(request)):
@@ -184,7 +184,7 @@ class ConnectorScheduler:
             num_tokens = min(theirs.num_tokens, num_tokens)
         digest = self._digest(request, num_tokens) if num_tokens else None
         if digest is None:
-            if theirs.handle is not None:  # its producer may free it
+            if theirs.handle is not None:  # the producer may free the request
                 self._step.dropped[request.request_id] = theirs
             return
         mine = Reference(
@@ -253,7 +253,7 @@ class ConnectorScheduler:
     def computing(
         self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int] | None]
     ) -> None:
-        """Add the chunks that the step computes, of requests for which consumers wait."""
+        """Add the chunks that the step computes of requests with waiting consumers."""
         for name in scheduled.keys() & self._computing.keys():
             computed = self._computing[name]
             end = computed.request.num_computed_tokens + scheduled[name]
@@ -292,7 +292,7 @@ class ConnectorScheduler:
     def _num_fetched(self, num_tokens: int) -> int:
         """Return how many tokens of a prompt are fetched.
 
-        vLLM computes the last token of a fetched prompt again; a state must not have seen it.
+        vLLM computes the last token of a fetched prompt again; a state must not include it.
         """
         last = self._leaves_last and (num_tokens > 1 or self._states)
         return num_tokens - 1 if last else num_tokens
@@ -327,7 +327,7 @@ def _leave_last(request: Request) -> None:
     """Remove the last token of a prompt: the consumer computes it anyway.
 
     After the last token vLLM would free the blocks outside that token's window, and the consumer
-    might lack the first token of its own window. vLLM's own connectors do the same.
+    might lack the first token of its own window. vLLM's own connectors drop the last token, too.
     """
     tokens = request.prompt_token_ids
     if not tokens or len(tokens) < 2:

@@ -1,7 +1,7 @@
 """States of Mamba and linear attention in vLLM's pages, as caches with heads.
 
-A page of a layer holds its states one after another: that of the convolution, if the layer has one,
-and the recurrent one. vLLM's `MambaSpec` has the shapes and the kind of a rank's states. The kind
+A page of a layer holds its states one after another: the convolution state, if the layer has one,
+and the recurrent state. vLLM's `MambaSpec` has the shapes and the kind of a rank's states. The kind
 determines which columns belong to which heads of the model.
 """
 
@@ -97,7 +97,7 @@ class StateForm:
         """Return the caches in the pages of the layers, by name: the projections, and `state`.
 
         Args:
-            pages: for each layer, a tensor of bytes: its pages, which may have padding.
+            pages: for each layer, a tensor with the bytes of its pages, which may have padding.
             rank: the rank of tensor parallelism that has the pages.
             shard: the model's layers in the pages.
         """

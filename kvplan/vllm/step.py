@@ -52,7 +52,7 @@ class WorkerAddress:
 
 
 class Figures:
-    """Figures of a period. Those of other periods and workers can be added.
+    """Figures of a period; figures of other periods and workers can be added.
 
     Attributes:
         data: plain data, for msgspec, JSON and pickle: lists with an item for each fetched request,

@@ -33,7 +33,7 @@ class LayerGroup:
     """Layers that share a block table."""
 
     layers: tuple[str, ...]  # names
-    block_tokens: int  # as the scheduler counts them: of all ranks of context parallelism
+    block_tokens: int  # summed over the ranks of context parallelism
     packing: str = ""  # the order inside a block, if attention has its own
     window: int = 0  # number of tokens that attention sees; 0: all
     states: StateForm | None = None  # of layers that have states instead of tokens
@@ -54,7 +54,7 @@ class Model:
 
     @property
     def offers(self) -> bool:
-        """True if consumers read this worker; of several copies that is the first one."""
+        """True if consumers read from this worker: from several copies, only the first."""
         return self.produces and not self.place.copy
 
     @property
@@ -295,7 +295,7 @@ class ConnectorWorker:
 
         A consumer may be waiting for an offer, and a step can take seconds. A fetch may write to
         blocks only after vLLM has cleared them. Blocks of the host are cleared before this call;
-        `begin` fetches blocks of a device. On return, no push reads blocks that the step
+        `begin` fetches into blocks of a device. On return, no push reads blocks that the step
         overwrites.
         """
         exchange = self.exchange
@@ -421,7 +421,7 @@ def place_of(
     stage: int = 0,
     stages: tuple[LayerRange | None, ...] = (None,),
 ) -> Place:
-    """Return the place of a worker, given its ranks in vLLM and how many ranks there are.
+    """Return the place of a worker, from its ranks and the numbers of ranks in vLLM.
 
     Decode context parallelism shares out the tokens of a request, first among prefill context
     ranks, then among tensor parallel ranks. Without it, prefill context ranks have copies of each

@@ -63,7 +63,7 @@ class TestNames:
 
         entry = make(first, 1)
         with refused(
-            "LLM_PARAM_INVALID", r"blocks_cache_key=BlocksCacheKey\(.*\) names cache 1 already"
+            "LLM_PARAM_INVALID", r"blocks_cache_key=BlocksCacheKey\(.*\) already names cache 1"
         ):
             make(second, 1)
         make(second, 2)

@@ -79,7 +79,7 @@ def test_what_other_libraries_say_counts(registry):
     ):
         with refused(
             "LLM_PARAM_INVALID",
-            "is on device .*; it must be in host memory, as the engine has no device: set "
+            "is on device .*; it must be in host memory, because the engine has no device: set "
             f"kvplan.accelerator={remedy}",
         ):
             registered(registry, bf16, tensor)

@@ -192,7 +192,7 @@ class TestOverlap:
 
     def test_reading_what_is_written_is_refused(self):
         arrays = filled(DESC, 1)
-        with pytest.raises(LLMException, match=r"block 0>1 writes what .* block 1>2 reads"):
+        with pytest.raises(LLMException, match=r"block 0>1 writes bytes that .* block 1>2 reads"):
             kvplan.execute(
                 kvplan.plan(
                     Transfer(Rows(DESC, [0, 1]), Rows(DESC, [1, 2]), coalesce=Coalesce.NONE),

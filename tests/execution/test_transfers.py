@@ -142,7 +142,7 @@ class TestExecuteIsStopped:
             assert not call.done(), call.result()
         closing.close(cancel=True)
         arrived = dst.copy()
-        with refused(LLMStatusCode.LLM_FAILED, r"stopped, as .* closed") as caught:
+        with refused(LLMStatusCode.LLM_FAILED, r"stopped because .* closed") as caught:
             call.result(10)
         assert np.array_equal(arrived, dst), "bytes were written after close had returned"
         missing = {i for first, last in caught.value.unconfirmed for i in range(first, last)}

@@ -126,7 +126,7 @@ def test_nothing_is_written_after_it(
         arrived = peer.run("was = [it.copy() for it in arrays]"), watched.copy()
         error = call.result(10)
         assert error is not None
-        assert "stopped, as the engine" in str(error)
+        assert "stopped because the engine" in str(error)
         assert (watched == arrived[1]).all(), "bytes were written after finalize had returned"
         assert peer.run("result = all((a == b).all() for a, b in zip(arrays, was))")
 

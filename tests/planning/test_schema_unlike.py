@@ -180,7 +180,7 @@ def test_more_runs_than_a_document_may_have() -> None:
         [[[2**63], 0, 0], [[2], 0, 0]],
     ):
         part["segments"] = columns | {"repeats": repeats}
-        assert "runs are more than" in refusal(document)
+        assert "runs exceed" in refusal(document)
 
 
 @given(transfers(), st.data())
