@@ -76,6 +76,15 @@ def on_host_only(machine: Machine, why: str) -> None:
         pytest.skip(why)
 
 
+def where_memory_is_mapped(machine: Machine) -> None:
+    """Skip a test of memory that this process maps of its peer."""
+    on_host_only(machine, "memory of devices is not mapped")
+    if machine.transport != "local":
+        import pytest
+
+        pytest.skip(f"memory is not mapped over {machine.transport}")
+
+
 def where_nobody_serves(machine: Machine) -> None:
     """Skip a test whose peer is stopped while its memory is reached."""
     import pytest

@@ -29,12 +29,13 @@ from kvplan import (
     Rows,
     Transfer,
 )
-from kvplan.engine.pairs import find_request, move_now
+from kvplan.engine.pairs import PairOperation, find_request, move_now
+from kvplan.engine.transfers import TransferOperations
 from kvplan.execution.transfers import SMALL_NBYTES
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.values import LinkState
 from tests.datadist.layers import wait_until
-from tests.datadist.machine import Machine, on_host_only
+from tests.datadist.machine import Machine, on_host_only, where_memory_is_mapped
 from tests.datadist.peer import Peer
 from tests.support.lines import interrupted
 from tests.support.refusals import refused
@@ -43,7 +44,12 @@ pytestmark = pytest.mark.skipif(SMALL_NBYTES == 0, reason="without a GIL nothing
 
 PAGED = CacheDesc(4, (8, 16), DataType.DT_INT32)
 KEY = BlocksCacheKey(1, 5)
-STEPS = [find_request.__code__, move_now.__code__]
+STEPS = [
+    find_request.__code__,
+    move_now.__code__,
+    PairOperation.use_known.__code__,
+    TransferOperations._execute.__code__,
+]
 OFFER = """
 desc = CacheDesc(4, (8, 16), DataType.DT_INT32)
 def offer(value, model=5):
@@ -206,7 +212,7 @@ def test_a_pair_keeps_no_memory(
     machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
     """Neither of the peer, once it is known to be freed, nor of this process."""
-    on_host_only(machine, "memory of devices is not mapped")
+    where_memory_is_mapped(machine)
     other = user.allocate_blocks_cache(PAGED)
     transfer = Transfer(Rows(theirs, [0]), Rows(mine, [1]))
     user.run(transfer)
@@ -249,7 +255,7 @@ def test_a_pair_that_writes_to_the_peer_announces_it(
     machine: Machine, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
     """The peer waits for announced writes alone before it takes its memory back."""
-    on_host_only(machine, "memory of devices is not mapped")
+    where_memory_is_mapped(machine)
     link = user._running().links.get(1)
     while {pulls for pulls, *_ in link.pairs} != {False, True}:
         user.push_blocks(mine, theirs, [1], [2])
@@ -258,6 +264,7 @@ def test_a_pair_that_writes_to_the_peer_announces_it(
         assert (pair.write_guard is None) == pulls
 
 
+@pytest.mark.over_tcp
 @pytest.mark.parametrize("ends", ["cache", "link"])
 def test_what_has_ended_in_the_middle_is_not_written(
     machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, ends: str
@@ -290,6 +297,7 @@ def test_what_has_ended_in_the_middle_is_not_written(
     assert {row[1] for row in found} == {0, 7}  # it had moved, or had not
 
 
+@pytest.mark.over_tcp
 def test_what_the_peer_frees_in_the_middle_is_not_written(
     machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
