@@ -113,7 +113,8 @@ static void find_calls(void)
 {
     void *const math = dlopen("libm.so.6", RTLD_NOW), *const c = dlopen("libc.so.6", RTLD_NOW);
     void *const of_math = dlsym(math, "frexp"), *const of_c = dlsym(c, "frexp");
-    const kvn_symbol symbols[] = {{"frexp", 0, false}, {"no_1", 8, true}, {"no_2", 16, false}, {"no_3", 24, false}};
+    const kvn_symbol symbols[] = {
+        {"frexp", 0, false, NULL}, {"no_1", 8, true, NULL}, {"no_2", 16, false, NULL}, {"no_3", 24, false, NULL}};
     const kvn_symbols all = {symbols, 4}, two = {symbols, 2};
     void *calls[4] = {c, c, c, c};
 

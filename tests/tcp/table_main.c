@@ -301,7 +301,7 @@ static void no_link(void)
         CHECK(setrlimit(RLIMIT_NOFILE, &(struct rlimit){3, limit.rlim_max}) == 0);
         CHECK(kvn_tcp_link_create(service, clients, servers, 2 * count, NULL, true, &link, &failure) != KVN_OK);
         CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
-        CHECK(!link && strstr(failure.message, "cannot be had"));
+        CHECK(!link && strstr(failure.message, "cannot make a link"));
         CHECK(count_files() == before);
     }
     kvn_tcp_service_destroy(service);

@@ -150,7 +150,7 @@ class TestAStoppedPeer:
             assert report.status == (KVN_TIMEOUT if how == "deadline" else KVN_CANCELLED)
             assert link.failure is not None
             assert link.failure[0] == KVN_PEER_GONE
-            assert "given up" in link.failure[1]
+            assert "aborted push" in link.failure[1]
         local[:] = 0x5A  # the caller's again
         steady_peer.resume()
         check_that_it_works(steady_peer, steady_peer.link(service))

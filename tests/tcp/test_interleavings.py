@@ -179,7 +179,7 @@ PLANTED = [
     Planted(
         "a connection is looked up before its epoch begins",
         "service.c",
-        "    atomic_fetch_add(&self->epoch, 1); /* before it looks: see `forget` */\n"
+        "    atomic_fetch_add(&self->epoch, 1); /* before `find`: see kvn_tcp_service_forget */\n"
         "    kvn_tcp_watched *it = find(self, key);\n",
         "    kvn_tcp_watched *it = find(self, key);\n    atomic_fetch_add(&self->epoch, 1);\n",
         "close_and_free",
