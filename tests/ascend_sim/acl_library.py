@@ -90,9 +90,8 @@ class Acl:
     """``acl.aclrtFree(address)`` gives the code, ``acl.made("aclrtMalloc", 64, 0)`` the pointer."""
 
     def __init__(self, variant: str = "8.5") -> None:
-        libraries = build(variant) / "lib64"
-        self.library = ctypes.CDLL(str(libraries / "libascendcl.so"))
-        self.core = ctypes.CDLL(str(libraries / "libkvsim_core.so"))
+        self.library = ctypes.CDLL(str(build(variant) / "lib64/libascendcl.so"))
+        self.core = self.library  # of several cores in a process, the one that the library uses
         for name, arguments in ARGUMENTS.items():
             if hasattr(self.library, name):
                 getattr(self.library, name).argtypes = arguments

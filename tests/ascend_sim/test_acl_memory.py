@@ -89,7 +89,7 @@ def test_views_outlive_the_memory(acl: Acl) -> None:
     assert acl.core.kvsim_host_view(memory) is None
 
 
-def test_memory_of_a_device_ends() -> None:
+def test_memory_of_a_device_ends(tmp_path: Path) -> None:
     answer = in_process(
         """
         acl.aclInit(None)
@@ -107,6 +107,7 @@ def test_memory_of_a_device_ends() -> None:
         again = acl.aclrtMalloc(out, 3 << 20, 0)
         answer([free.value, total.value, refused, message, elsewhere, again])
         """,
+        dir=tmp_path,  # other processes of a run share the memory of devices
         hbm_bytes=4 << 20,
     )
     assert answer[:3] == [2 << 20, 4 << 20, NO_MEMORY]
