@@ -102,7 +102,11 @@ class Listener:
         self._local, self._load, self._drop = local, load, drop
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)
-        start_thread("kvplan-nixl-listen", self._run)
+        try:
+            start_thread("kvplan-nixl-listen", self._run)
+        except LLMException:
+            self._socket.close()
+            raise
 
     def close(self) -> None:
         """Stop listening."""

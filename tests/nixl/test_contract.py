@@ -6,14 +6,17 @@ Most are reports of users of NIXL (transfer-apis.md of the issue): what it is th
 from __future__ import annotations
 
 import logging
+import os
 import re
 import select
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 
 import numpy as np
 import pytest
@@ -278,6 +281,28 @@ def test_a_client_that_says_nothing_does_not_stop_a_listening_thread() -> None:
         send(client, b"get")
         assert receive(client).startswith(MAGIC)
     agent.agent.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
+def test_a_listening_thread_that_cannot_start_leaves_no_socket_open() -> None:
+    program = """
+        import os, resource
+        from kvplan import LLMException
+        from kvplan.nixl.metadata import Listener
+
+        user = 100_000 + os.getpid()
+        os.setresuid(user, user, user)
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        before = os.listdir("/proc/self/fd")
+        try:
+            Listener("127.0.0.1", 0, bytes, len, len)
+        except LLMException as error:  # which still has the frames of the call
+            assert error.status_code.name == "LLM_OUT_OF_MEMORY", error
+            assert os.listdir("/proc/self/fd") == before
+        else:
+            raise AssertionError("a thread has started")
+    """
+    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)
 
 
 def test_the_texts_of_a_list_stay_with_their_rows() -> None:
