@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,9 +112,8 @@ def test_a_stopped_peer_holds_up_neither_pulls_nor_finalize(
     peer.stop()
     started = time.monotonic()
     if machine.transport == "tcp":  # it serves the pulls itself, though not in Python
-        pull = partial(user.pull_cache, CacheIndex(1, 1), mine)
         with refused(LLMStatusCode.LLM_TIMEOUT):
-            pull()
+            user.pull_cache(CacheIndex(1, 1), mine, timeout_ms=500)
     else:
         user.pull_cache(CacheIndex(1, 1), mine)
     user.finalize()

@@ -26,7 +26,7 @@ from kvplan.engine.runner import PlanEvent
 from kvplan.execution.transfers import SMALL_NBYTES
 from kvplan.recording import read
 from tests.datadist.conftest import MakeEngine
-from tests.datadist.machine import Machine, on_host_only
+from tests.datadist.machine import Machine, on_host_only, where_memory_is_mapped
 from tests.datadist.peer import Peer
 from tests.support.lines import interrupted
 from tests.support.refusals import refused
@@ -229,7 +229,7 @@ def test_memory_that_is_withdrawn_in_the_middle_is_not_written(
     user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
     """Before each line of a small pull; it may come before the copy, or after it."""
-    on_host_only(machine, "memory of a device has a stream")
+    where_memory_is_mapped(machine)
     array = np.zeros(SIZE, np.uint8)
     desc = CacheDesc(1, (1, SIZE), DataType.DT_UINT8, Placement.HOST)
     there = peer.run(
