@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from textwrap import dedent
 
 import pytest
 from hypothesis import settings
@@ -20,6 +16,7 @@ from kvplan.addressed.connector import Connector
 from kvplan.hixl.running import CONNECT_STATES, DISCONNECT_STATES
 from kvplan.hixl.values import AsyncConnectStatus
 from kvplan.system.logs import Log
+from tests.support import lone_user
 from tests.support.refusals import refused
 
 DEADLINE_S = 30.0  # only a task that never begins or ends reaches it
@@ -140,21 +137,18 @@ def test_engines_wait_for_each_other_only_where_threads_are_short(held: threadin
     assert connector.states() == dict.fromkeys(NAMES, AsyncConnectStatus.CONNECTED)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
 def test_a_task_that_finds_no_thread_keeps_no_later_one_waiting() -> None:
     program = """
-        import os, resource
         from queue import SimpleQueue
         from kvplan import LLMException
         from kvplan.addressed.connector import Connector
         from kvplan.system.logs import Log
+        from tests.support.lone_user import allow_threads, become
 
-        user = 100_000 + os.getpid()
-        os.setresuid(user, user, user)
-        many = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        become()
         connector, ran = Connector(2, 8, "test", Log("kvplan.hixl")), SimpleQueue()
-        for room in (1, many):
-            resource.setrlimit(resource.RLIMIT_NPROC, (room, many))
+        for room in (1, None):
+            allow_threads(room)
             try:
                 connector.submit("a", range(4), lambda: ran.put(True) or True)
             except LLMException as error:
@@ -162,7 +156,7 @@ def test_a_task_that_finds_no_thread_keeps_no_later_one_waiting() -> None:
                 assert connector.states() == {}
         assert ran.get(timeout=20)
     """
-    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)
+    lone_user.run(program)
 
 
 @pytest.mark.parametrize("length", range(6))

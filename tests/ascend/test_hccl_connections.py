@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
-from textwrap import dedent
 
 import numpy as np
-import pytest
 
 import kvplan
 from kvplan import LLMException, LLMStatusCode
@@ -20,6 +15,7 @@ from kvplan.transport.protocol import DeviceRange
 from tests.ascend.hccl_side import DEADLINE_S, PULL, Side, link_both, moved
 from tests.ascend.hccl_sides import MakeSide
 from tests.ascend.simulator import Controls, Log
+from tests.support import lone_user
 from tests.support.refusals import refused
 
 
@@ -135,18 +131,15 @@ def test_without_renewals_the_error_says_so(make_side: MakeSide, one: Side) -> N
     assert "a connection cannot be renewed" in str(error.value)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
 def test_a_renewal_that_finds_no_thread_is_tried_again() -> None:
     """Tickets over a disturbed connection are not known meanwhile."""
     program = """
-        import os, resource
         from queue import SimpleQueue
         from types import SimpleNamespace
         from kvplan.transport.hccl.connections import Connection, Connections
+        from tests.support.lone_user import allow_threads, become
 
-        user = 100_000 + os.getpid()
-        os.setresuid(user, user, user)
-        many = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        become()
         hccl = SimpleNamespace(read_tickets=lambda *_: None)
         peer = SimpleNamespace(generations=SimpleNamespace(tickets=4096))
         connections = Connections(hccl, peer, None, b"", None, is_hccs=False)
@@ -154,9 +147,9 @@ def test_a_renewal_that_finds_no_thread_is_tried_again() -> None:
         connections._current = Connection(1, disturbed, newest=1)
         renewed = SimpleQueue()
         connections.request_renewal = lambda: renewed.put(True)
-        for room in (1, many):
-            resource.setrlimit(resource.RLIMIT_NPROC, (room, many))
+        for room in (1, None):
+            allow_threads(room)
             assert connections.tickets(7) is None
         assert renewed.get(timeout=20)
     """
-    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)
+    lone_user.run(program)

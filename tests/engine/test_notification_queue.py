@@ -6,12 +6,9 @@ import os
 import queue
 import select
 import socket
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from random import Random
-from textwrap import dedent
 
 import pytest
 
@@ -23,6 +20,7 @@ from kvplan.engine.notifications import (
     NotificationCallbacks,
     Notifications,
 )
+from tests.support import lone_user
 from tests.support.refusals import refused
 
 
@@ -203,21 +201,18 @@ def test_each_callback_gets_what_arrives_while_it_is_there(
     assert list(arrived) == waiting
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
 def test_a_callback_that_finds_no_thread_is_not_called_later() -> None:
     program = """
-        import os, resource
         from queue import SimpleQueue
         from kvplan import LLMException
         from kvplan.engine.notifications import NotificationCallbacks, Notifications
+        from tests.support.lone_user import allow_threads, become
 
-        user = 100_000 + os.getpid()
-        os.setresuid(user, user, user)
-        many = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        become()
         arrived, called = Notifications(), SimpleQueue()
         callbacks = NotificationCallbacks(arrived, "kvplan-callbacks")
-        for name, room in (("refused", 1), ("added", many)):
-            resource.setrlimit(resource.RLIMIT_NPROC, (room, many))
+        for name, room in (("refused", 1), ("added", None)):
+            allow_threads(room)
             try:
                 callbacks.add(lambda _, name=name: called.put(name))
             except LLMException as error:
@@ -225,4 +220,4 @@ def test_a_callback_that_finds_no_thread_is_not_called_later() -> None:
         arrived.deliver(1, b"", None)
         assert called.get(timeout=20) == "added"
     """
-    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)
+    lone_user.run(program)

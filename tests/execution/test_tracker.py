@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from queue import SimpleQueue
-from textwrap import dedent
 from threading import Event, Thread, current_thread
 from typing import Any
 
@@ -18,6 +14,7 @@ import kvplan
 from kvplan import CacheDesc, DataType, LLMException, Rows, Transfer, Transfers
 from kvplan.execution.awaitable import AwaitableTask
 from kvplan.execution.completion import Tracker
+from tests.support import lone_user
 from tests.support.holding import held_transfers
 from tests.support.refusals import refused
 
@@ -179,23 +176,21 @@ def test_a_slow_settling_that_is_set_aside_delays_no_other():
         assert settled.get(timeout=WAIT_S) is held[0]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
 def test_calls_that_find_no_thread_run_at_once_and_take_none_from_later_ones():
     program = """
-        import os, resource, threading
+        import threading
         from queue import SimpleQueue
         from kvplan.execution.completion import run_aside
+        from tests.support.lone_user import allow_threads, become
 
-        user = 100_000 + os.getpid()
-        os.setresuid(user, user, user)
-        many = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-        resource.setrlimit(resource.RLIMIT_NPROC, (1, many))
+        become()
+        allow_threads(1)
         ran_in = SimpleQueue()
         for _ in range(40):
             run_aside(lambda: ran_in.put(threading.current_thread()))
         assert {ran_in.get_nowait() for _ in range(40)} == {threading.main_thread()}
-        resource.setrlimit(resource.RLIMIT_NPROC, (many, many))
+        allow_threads(None)
         run_aside(lambda: ran_in.put(threading.current_thread()))
         assert ran_in.get(timeout=20).name == "kvplan-aside"
     """
-    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)
+    lone_user.run(program)

@@ -6,17 +6,14 @@ Most are reports of users of NIXL (transfer-apis.md of the issue): what it is th
 from __future__ import annotations
 
 import logging
-import os
 import re
 import select
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from textwrap import dedent
 
 import numpy as np
 import pytest
@@ -28,6 +25,7 @@ from kvplan.nixl.metadata import MAGIC, Regions, receive, send
 from kvplan.recording import read
 from tests.nixl.conftest import Here, MakeHere, pattern
 from tests.nixl.peer import MIB
+from tests.support import lone_user
 from tests.support.held import Held
 from tests.support.refusals import refused
 
@@ -283,16 +281,15 @@ def test_a_client_that_says_nothing_does_not_stop_a_listening_thread() -> None:
     agent.agent.close()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
 def test_a_listening_thread_that_cannot_start_leaves_no_socket_open() -> None:
     program = """
-        import os, resource
+        import os
         from kvplan import LLMException
         from kvplan.nixl.metadata import Listener
+        from tests.support.lone_user import allow_threads, become
 
-        user = 100_000 + os.getpid()
-        os.setresuid(user, user, user)
-        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        become()
+        allow_threads(1)
         before = os.listdir("/proc/self/fd")
         try:
             Listener("127.0.0.1", 0, bytes, len, len)
@@ -302,7 +299,7 @@ def test_a_listening_thread_that_cannot_start_leaves_no_socket_open() -> None:
         else:
             raise AssertionError("a thread has started")
     """
-    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)
+    lone_user.run(program)
 
 
 def test_the_texts_of_a_list_stay_with_their_rows() -> None:

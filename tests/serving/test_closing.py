@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from textwrap import dedent
-
 import pytest
 
 from kvplan.serving import Target
 from tests.serving.test_exchange import MakeWorker, failed
 from tests.serving.worker import Worker, reference
+from tests.support import lone_user
 
 NAME = "cmpl-11"
 
@@ -72,20 +68,18 @@ def test_close_right_after_it_was_made(make_worker: MakeWorker) -> None:
         assert not worker.exchange.is_fetching
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
 def test_an_exchange_that_finds_no_thread_leaves_nothing_open() -> None:
     program = """
-        import os, resource
         from kvplan import CacheDesc, DataType, LlmDataDist, LLMException, LlmRole
         from kvplan.serving import Compatibility, Exchange
         from tests.support.held import Held
+        from tests.support.lone_user import allow_threads, become
 
-        user = 100_000 + os.getpid()
-        os.setresuid(user, user, user)
+        become()
         engine = LlmDataDist(1, LlmRole.MIX)
         engine.initialize({})
         cache = engine.allocate_blocks_cache(CacheDesc(1, (8, 4), DataType.DT_FLOAT))
-        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        allow_threads(1)
         held = Held.now()
         try:
             Exchange(engine, cache, Compatibility({}), b"of a process")
@@ -95,4 +89,4 @@ def test_an_exchange_that_finds_no_thread_leaves_nothing_open() -> None:
         else:
             raise AssertionError("there was a thread")
     """
-    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)
+    lone_user.run(program)

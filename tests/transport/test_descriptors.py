@@ -6,12 +6,9 @@ import array
 import os
 import re
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +16,7 @@ import pytest
 
 from kvplan.device.sharing import AllocationRef, Exported
 from kvplan.transport.local.descriptors import MAX_BATCH, DescriptorServer, ask, refusal, token_of
+from tests.support import lone_user
 from tests.support.few_descriptors import spare_descriptors
 from tests.support.held import Held
 from tests.transport.owner import Owner
@@ -275,21 +273,19 @@ def test_the_thread_ends(exported: Exported) -> None:
     assert refusal(os.getpid(), server.name) == "Connection refused"
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
 def test_a_link_that_finds_no_thread_is_not_admitted() -> None:
     program = """
-        import os, resource
+        import os
         from kvplan import LLMException
         from kvplan.transport.local.descriptors import DescriptorServer, ask
         from tests.transport.test_descriptors import OTHER_TOKEN, TOKEN, export
+        from tests.support.lone_user import allow_threads, become
 
-        user = 100_000 + os.getpid()
-        os.setresuid(user, user, user)
-        many = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        become()
         server = DescriptorServer()
         server.add(exported := export(7, os.memfd_create("device memory")))
-        for token, room in ((TOKEN, 1), (OTHER_TOKEN, many)):
-            resource.setrlimit(resource.RLIMIT_NPROC, (room, many))
+        for token, room in ((TOKEN, 1), (OTHER_TOKEN, None)):
+            allow_threads(room)
             try:
                 server.admit(token)
             except LLMException as error:
@@ -302,25 +298,23 @@ def test_a_link_that_finds_no_thread_is_not_admitted() -> None:
         else:
             raise AssertionError("the link was never made")
     """
-    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)
+    lone_user.run(program)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
 def test_a_link_that_finds_no_thread_leaves_nothing_open() -> None:
     program = """
-        import os, resource
         from kvplan import LLMException
         from kvplan.transport.local import LocalTransport
         from kvplan.transport.local.descriptors import DescriptorServer
         from kvplan.transport.local.link import LocalLink
         from kvplan.transport.local.metadata import Metadata
         from tests.support.held import Held
+        from tests.support.lone_user import allow_threads, become
 
-        user = 100_000 + os.getpid()
-        os.setresuid(user, user, user)
+        become()
         server, owner = DescriptorServer(), LocalTransport()
         metadata = Metadata.from_bytes(owner.metadata())
-        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        allow_threads(1)
         held = Held.now()
         try:
             LocalLink(metadata, populate="off", session=b"of the handshake", server=server)
@@ -330,4 +324,4 @@ def test_a_link_that_finds_no_thread_leaves_nothing_open() -> None:
         else:
             raise AssertionError("there was a thread")
     """
-    subprocess.run([sys.executable, "-c", dedent(program)], check=True, timeout=60)
+    lone_user.run(program)
