@@ -395,7 +395,7 @@ def test_another_user_of_the_host_is_kept_out(
     (error,) = nobody.run(LINK.format(1, address))
     assert "authenticate: the peer has disconnected; it may have another key" in error
     assert f"this side uses the key of user {NOBODY} (" in error
-    assert "as no kvplan.cluster_key_file is given" in error
+    assert "because kvplan.cluster_key_file is not given" in error
     assert peer.run(LINK.format(1, address)) == ["None"]
     theirs = nobody.run(
         "from kvplan.control.endpoint import Endpoint\n"
