@@ -1,4 +1,4 @@
-# Ascend devices, as other Cython modules may see them: cimport this to work with ACL's library.
+# Declarations for Cython modules that work with the ACL library of Ascend devices.
 from libc.stdint cimport int32_t
 
 from kvnative._device cimport DeviceLibrary, kvn_device_ops

@@ -1,4 +1,4 @@
-# For other Cython modules: cimport this to add a backend over a ThreadPool.
+# Declarations for Cython modules that add a backend over a ThreadPool.
 from posix.types cimport pid_t
 
 from kvnative._native cimport kvn_backend, kvn_backend_vtable, kvn_pool
@@ -10,7 +10,7 @@ cdef class ThreadPool:
     cdef pid_t pid  # of the process that made it
     cdef object _tuning
 
-    # The pool, for a backend; NativeError in a forked child.
+    # Return the pool for a backend; NativeError in a forked child.
     cdef kvn_pool *usable(self) except NULL
 
 
@@ -18,12 +18,12 @@ cdef class Backend:
     # Objects that `handle` uses: the pool, the wrapped backend, mapped memory. Declared before the
     # handle because they must outlive it.
     cdef object owners
-    cdef kvn_backend *handle  # owned; destroyed with this object, before `owners` is let go
+    cdef kvn_backend *handle  # owned; destroyed with this object, before `owners` is released
     cdef pid_t pid            # of the process that made it
 
-    # Take over `handle`. NULL raises from errno, with `what` in the message.
+    # Take ownership of `handle`. If it is NULL, raise from errno, with `what` in the message.
     @staticmethod
     cdef Backend adopt(kvn_backend *handle, object owners, str what)
     cdef const kvn_backend_vtable *calls(self) except NULL
-    # NativeError in a forked child.
+    # Raise NativeError in a forked child.
     cdef int check_process(self) except -1

@@ -1,4 +1,4 @@
-# What crosses between Python and C: columns of numbers, checked and never copied; and failures.
+# Conversions between Python and C: columns of numbers, checked and never copied; and failures.
 from cpython.buffer cimport PyBUF_FULL_RO, PyBuffer_Release, PyObject_GetBuffer
 
 from kvnative._native cimport KVN_INVALID, KVN_OK, KVN_PEER_GET, KVN_PEER_PUT
@@ -62,7 +62,7 @@ cdef inline bint is_native_uint64(const Py_buffer *column) noexcept:
     return letter[0] in (c"L", c"Q") and letter[1] == 0
 
 
-# By hand and not as a typed memoryview: messages name the argument, and it costs a third.
+# Not a typed memoryview: this costs a third, and its messages name the argument.
 cdef inline int acquire_uint64(Py_buffer *column, object source, str name) except -1:
     """Take `source` as a column of uint64; on success the caller releases it."""
     try:

@@ -1,4 +1,4 @@
-# CUDA devices, as other Cython modules may see them: cimport this to work with the driver's calls.
+# Declarations for Cython modules that call the driver of CUDA devices.
 from libc.stdint cimport int32_t, uint32_t, uint64_t
 
 from kvnative._device cimport Device as NativeDevice
@@ -80,5 +80,5 @@ cdef class CudaLibrary(DeviceLibrary):
     cdef int facts_of(self, int32_t device, kvn_cuda_facts *out) except -1
 
 
-# TypeError unless it is a device of such a library; NativeError where it cannot be used.
+# Raise TypeError unless this is a CUDA device, and NativeError if it cannot be used here.
 cdef int check_cuda(NativeDevice device) except -1

@@ -1,4 +1,4 @@
-# What other Cython modules may see of devices: cimport this to work with one, or to add a kind.
+# Declarations for Cython modules that work with devices, or add a kind of device.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from posix.types cimport pid_t
 
@@ -106,36 +106,36 @@ cdef extern from "device/copy.h" nogil:
     )
 
 
-# What devices come from: the opened runtime of one kind of accelerator, once in a process. Each
-# kind is a subclass; it fills in the fields when it is made.
+# The opened runtime of one kind of accelerator, one object per process. Each kind is a subclass,
+# which fills in the fields when it is made.
 cdef class DeviceLibrary:
     cdef const kvn_device_ops *ops
-    cdef const void *runtime   # what the ops work with
+    cdef const void *runtime   # argument of the ops
     cdef pid_t pid             # of the process that opened it: no other may use it
-    cdef object error          # a DeviceError: what its calls raise
-    cdef readonly str path     # the file that it was found in
+    cdef object error          # class of the errors that calls raise, a DeviceError
+    cdef readonly str path     # of the library's file
     cdef readonly object version
-    cdef readonly tuple missing  # names of calls of later versions
+    cdef readonly tuple missing  # names of calls that only later versions have
     cdef object lock
     cdef object devices        # id -> Device, weak
     cdef object __weakref__
 
-    # NativeError in a forked child.
+    # Raise NativeError in a forked child.
     cdef int check_process(self) except -1
-    # Raises what `failure` says: self.error, or ValueError for an argument that was refused before
-    # any call.
+    # Raise `failure` as self.error, or as ValueError for an argument that was refused before any
+    # call.
     cdef int check(self, int status, const kvn_failure *failure) except -1 nogil
-    # Notes where the opened library was found, and what it lacks.
+    # Set `path` and `missing` of the opened library.
     cdef int opened(self) except -1
-    # Makes the runtime ready for its first device, once.
+    # Prepare the runtime before its first device is opened.
     cdef int begin(self) except -1
-    # Number of a device on the server.
+    # Return the number of a device on the server.
     cdef int physical_number(self, int32_t device) except? -1
-    # Name of its chip.
+    # Return the name of a device's chip.
     cdef str name_of(self, int32_t device)
 
 
-# KVN_HOST_TO_DEVICE and so on, of one of COPY_DIRECTIONS; ValueError for another word.
+# Return KVN_HOST_TO_DEVICE and so on for one of COPY_DIRECTIONS; ValueError for another name.
 cdef int direction_of(str name) except -1
 
 
@@ -152,7 +152,7 @@ cdef class Device:
     @staticmethod
     cdef Device open_number(DeviceLibrary library, int32_t number)
     cdef DeviceEvent take(self, object handle, bint is_stream)
-    # NativeError in a forked child, and when it is closed.
+    # Raise NativeError in a forked child, or if the device is closed.
     cdef int check_usable(self) except -1
     cdef kvn_memory_place look_up(self, object address) except *
     cdef int copy(self, object address, object buffer, bint to_device) except -1

@@ -1,4 +1,4 @@
-# What other Cython modules may see of the executor.
+# Declarations for Cython modules that use the executor.
 from kvnative._backend cimport Backend
 from kvnative._lower cimport Descriptors
 from kvnative._task cimport AnyTask, Gate, Task

@@ -70,16 +70,16 @@ cdef extern from "hccl/communicator.h" nogil:
         KVN_MAX_GUARDS
 
 
-# Raises HcclError with what `failure` says.
+# Raise `failure` as HcclError.
 cdef int check_hccl(int status, const kvn_failure *failure) except -1 nogil
-# The same, but ValueError for an argument that was refused before any call.
+# Likewise, but raise ValueError for an argument that was refused before any call.
 cdef int check_arguments(int status, const kvn_failure *failure) except -1 nogil
-# HCCL works with Ascend devices: TypeError for another, NativeError where it cannot be used.
+# Raise TypeError unless this is an Ascend device, and NativeError if it cannot be used here.
 cdef int check_device(Device device) except -1
 
 
 cdef class HcclLibrary:
-    cdef readonly AclLibrary acl  # before the calls, which lead into it
+    cdef readonly AclLibrary acl  # declared before the calls, which use this library
     cdef kvn_hccl hccl            # stays in place
     cdef readonly str path
     cdef readonly tuple missing

@@ -108,9 +108,9 @@ cdef class GenerationTable:
     cdef int check_open(self) except -1
 
 
-# Raises what `failure` says: ValueError, MemoryError, or the OSError of its errno.
+# Raise `failure` as ValueError, MemoryError, or the OSError of its errno.
 cdef int check(int status, const kvn_failure *failure) except -1 nogil
-# Words as they cross from Python, 16 bytes each: slot and generation. ValueError: half a one.
+# Return words given as bytes, 16 for each: slot and generation. ValueError: the last is cut.
 cdef const kvn_word *words_in(bytes words, uint64_t *count) except NULL
-# `value` as 64 bits; the error names the argument.
+# Return `value` as 64 bits; the error names the argument.
 cdef uint64_t unsigned(str name, value) except? 0xBAD

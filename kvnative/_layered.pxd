@@ -1,4 +1,4 @@
-# What other Cython modules may see of layered tasks.
+# Declarations for Cython modules that use layered tasks.
 from libc.stdint cimport uint64_t
 
 from kvnative._backend cimport Backend

@@ -40,5 +40,5 @@ cdef class Peer:
 
     cdef int check_open(self) except -1
     cdef int64_t first_stale(self, bytes words) except -2
-    # Whether the process lives and all words have their generations, without an exception.
+    # Return True if the process lives and all words have their generations, else False.
     cdef bint is_good(self, bytes words) except -1

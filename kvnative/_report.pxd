@@ -1,11 +1,11 @@
-# What other Cython modules may see of reports.
+# Declarations for Cython modules that use reports.
 from libc.stdint cimport int64_t, uint64_t
 
 from kvnative._native cimport kvn_report
 
-# The CLOCK_MONOTONIC time, in ns, that is `timeout_ms` from now.
+# Return the CLOCK_MONOTONIC time, in ns, that is `timeout_ms` from now.
 cdef int64_t deadline_of(object timeout_ms) except -1
-# When a wait until `deadline_ns` next checks for signals.
+# Return the time at which a wait until `deadline_ns` next checks for signals.
 cdef int64_t next_look(int64_t deadline_ns) noexcept nogil
 
 
@@ -19,7 +19,7 @@ cdef class Report:
     cdef readonly str message
 
 
-# `native` of `count` descriptors.
+# Convert `native`, the report of `count` descriptors.
 cdef Report report_of(const kvn_report *native, uint64_t count)
-# The same where the spans are kept elsewhere.
+# Likewise, with spans that are kept elsewhere.
 cdef Report report_with(const kvn_report *native, uint64_t count, tuple unconfirmed)

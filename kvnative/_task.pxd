@@ -1,4 +1,4 @@
-# What other Cython modules may see of tasks.
+# Declarations for Cython modules that use or add tasks.
 from libc.stdint cimport int64_t, uint64_t
 
 from kvnative._backend cimport Backend
@@ -13,12 +13,12 @@ cdef class Gate:
     cdef kvn_gate *gate        # valid as long as this object
 
 
-# Memory that its owner may take back; subclasses are the kinds.
+# Memory that its owner may revoke; subclasses are the kinds.
 cdef class Revocable:
-    cdef str why               # reason, once it was taken back
+    cdef str why               # reason, once it was revoked
     cdef tuple parts           # memory of others that it is made of
 
-    # Reason for which the memory or a part of it was taken back, or None.
+    # Return the reason why the memory or a part of it was revoked, or None.
     cdef str revocation(self)
 
 
@@ -47,13 +47,13 @@ cdef class AnyTask:
     cdef uint64_t token           # of the task in the queue
     cdef list gates               # Gates of the task, or None
 
-    # The kind's own; without the GIL.
+    # Implemented by each kind of task.
     cdef int poll_native(self) noexcept nogil
     cdef int wait_native(self, int64_t deadline_ns) noexcept nogil
     cdef int abort_native(self, int why) noexcept nogil
-    # The outcome, or how far it is.
+    # Return the outcome, or the progress so far.
     cdef Report look(self)
-    # True if the task ends without another call.
+    # Return True if the task ends without another call.
     cdef bint will_end(self)
 
     cdef kvn_columns take(self, Backend backend, Descriptors descriptors, object keep,
@@ -63,9 +63,9 @@ cdef class AnyTask:
     cdef Report wait_until(self, int64_t deadline, bint stop)
     cdef Report settled(self)
     cdef Report settle(self)
+    cdef tuple kept(self)
     # Cancel the task if its memory was revoked. It is in flight before this check, so that either
     # the check or `revoke` cancels it.
-    cdef tuple kept(self)
     cdef int check_memory(self) except -1
     cdef bint uses(self, Revocable memory) except -1
     cdef int revoke(self) except -1
@@ -81,5 +81,5 @@ cdef class Task(AnyTask):
     cdef int begin(self) except -1
 
 
-# Settle up to `most` of the oldest tasks, of any executor, if they are through.
+# Settle up to `most` of the oldest tasks of all executors, if they have ended.
 cdef int drop_finished(int most) except -1

@@ -1,4 +1,4 @@
-# What other Cython modules may see of UCX: cimport this to work with its workers and endpoints.
+# Declarations for Cython modules that work with workers and endpoints of UCX.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from kvnative._host cimport kvn_failure
@@ -107,7 +107,7 @@ cdef class UcxWorker:
     cdef readonly str transports
     cdef object __weakref__
 
-    # TypeError unless it was made; NativeError in a forked child.
+    # Raise TypeError unless `__init__` has succeeded, and NativeError in a forked child.
     cdef int check_made(self) except -1
 
 
@@ -116,11 +116,11 @@ cdef class UcxEndpoint:
     cdef kvn_ucx_endpoint *endpoint
     cdef object __weakref__
 
-    # As of UcxWorker.
+    # See UcxWorker.
     cdef int check_made(self) except -1
 
 
-# Raises UcxError with what `failure` says, or ValueError for an argument.
+# Raise `failure` as UcxError, or as ValueError for an argument.
 cdef int check_ucx(int status, const kvn_failure *failure) except -1 nogil
-# The type of memory as UCX numbers it; ValueError names the argument.
+# Return UCX's number of a memory type; ValueError names the argument.
 cdef int memory_type(str name, kind) except -1

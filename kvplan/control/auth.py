@@ -105,7 +105,7 @@ class ClusterKey:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the key to a new file that only its owner may read."""
-        # Under another name until it is complete, so that no process reads half a key.
+        # Write it under another name first, so that no process reads half a key.
         part = f"{os.fspath(path)}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(part, flags, _MODE)
@@ -119,12 +119,12 @@ class ClusterKey:
             Path(part).unlink()
 
     def cookie(self, nonce: bytes) -> bytes:
-        """Return the answer to `nonce` that proves the key. It is cheap to check."""
+        """Return the answer to `nonce` that proves possession of the key. Checking is cheap."""
         kind = b"kvplan-cookie"
         return blake2b(nonce, key=self.secret, digest_size=COOKIE_NBYTES, person=kind).digest()
 
     def apply(self, socket: zmq.Socket[bytes], *, listening: bool) -> None:
-        """Make `socket` use this key, and admit only this key if it listens."""
+        """Make `socket` use this key. If it listens, it admits only clients with this key."""
         if listening:
             socket.curve_server = True
             socket.zap_domain = self.public.hex().encode()  # read by `ZapAuthenticator`
@@ -152,7 +152,7 @@ def proof_of(secret: bytes, nonce: bytes, hello: bytes) -> bytes:
 
 
 class Keys:
-    """The keys of this engine, one of which each channel uses. Only the loop's thread uses it."""
+    """The keys of this engine. A channel uses one. Only the loop's thread calls `at`."""
 
     def __init__(
         self, cluster: ClusterKey | None = None, user: Callable[[], ClusterKey] | None = None
@@ -192,14 +192,12 @@ def user_key() -> ClusterKey:
                 ClusterKey.generate().save(path)
         key = ClusterKey.load(path)
     except OSError as error:
-        raise invalid(
-            f"user's key {path}: {error.strerror}; make this possible, {_REMEDY}"
-        ) from None
+        raise invalid(f"user's key {path}: {error.strerror}; correct this, {_REMEDY}") from None
     except LLMException as error:
         raise invalid(f"user's key: {error.args[0]}; mend or remove it, {_REMEDY}") from None
     advice = (
-        f"this side uses the key of user {os.geteuid()} ({path}), as no kvplan.cluster_key_file is "
-        "given: engines of different users, homes or containers need one, the same at both ends"
+        f"this side uses the key of user {os.geteuid()} ({path}), because kvplan.cluster_key_file "
+        "is not given: engines of different users, homes or containers need the same file"
     )
     return replace(key, advice=advice)
 

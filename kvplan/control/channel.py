@@ -39,7 +39,7 @@ MAX_UNDECODABLE: Final = 16
 """Undecodable frames of one peer that are dropped before its channel is ended."""
 
 _CHECKS_PER_TIMEOUT: Final = 2
-"""Additional heartbeat checks within the shorter one of interval and timeout."""
+"""Minimum number of heartbeat checks within the shorter of interval and timeout."""
 
 _MEANINGLESS: Final = "too many frames that are not messages"
 
@@ -47,7 +47,7 @@ _Reply = TypeVar("_Reply", bound=Body)
 
 
 class ChannelClosed(ConnectionError):  # noqa: N818 - the field's word
-    """The channel has ended, for the reason in the text."""
+    """The channel has ended. The text says why."""
 
 
 class Handler(Protocol):
@@ -59,7 +59,7 @@ class Handler(Protocol):
     async def on_request(self, channel: Channel, body: Body) -> Body:
         """Answer a request. An LLMException becomes a Failed reply.
 
-        The end of the channel cancels it.
+        The end of the channel cancels the call.
         """
 
     def on_notice(self, channel: Channel, body: Body) -> None:
@@ -98,7 +98,7 @@ class Channel:
         self._control = loop
         self._loop = asyncio.get_running_loop()
         self._handler = handler
-        loop.register(self)  # before its connection, which carries its Close
+        loop.register(self)  # before the connection, which must send the Close of the channel
         self.connection = Connection(
             loop, key, listening=listening, on_frame=self._receive, on_end=self._on_connection_end
         )
@@ -157,7 +157,7 @@ class Channel:
         await self._send(encode(body))
 
     async def ping(self) -> None:
-        """Ping the peer, and wait for any message."""
+        """Ping the peer, and wait for any message from it."""
         self._check_open()
         self._heard.clear()
         self.post(Ping())
@@ -193,7 +193,7 @@ class Channel:
                 self._loop.call_soon(self._handler.on_lost, self, reason)
 
     def post(self, body: Body, reply_to: int = 0) -> None:
-        """Send if there is room. Messages about the channel itself never wait."""
+        """Send if there is room, without waiting."""
         if self._sending.locked():
             return
         with contextlib.suppress(ConnectionError):
@@ -245,7 +245,7 @@ class Channel:
                 self.closed_orderly = orderly
                 self.lose(reason)
             case Envelope(seq=0, reply_to=0, body=body):
-                # Tasks begin in the next iteration of the loop; notices wait for the same one.
+                # As tasks of requests do, begin in the next iteration, to keep the order.
                 self._loop.call_soon(self._notice, body)
             case Envelope(seq=0, reply_to=reply_to, body=body):
                 reply = self._waiting.get(reply_to)
@@ -357,7 +357,7 @@ class Heartbeat:
         self._plan_check(now)
 
     def _plan_check(self, now: float) -> None:
-        """Plan the next check for the next Ping or timeout, after a minimal delay."""
+        """Plan the next check at the next Ping or timeout, within bounds."""
         ping_s = self._channel.last_sent + self._interval_s - now
         due_s = min(ping_s, self._timeout_s - self._silent_s)
         delay_s = min(max(due_s, self._step_s / 2), self._step_s)

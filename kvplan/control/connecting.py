@@ -30,9 +30,9 @@ from kvplan.system.limits import reason_of, system_error
 from kvplan.system.logs import Log
 
 MAX_PENDING: Final = 1024
-"""Maximum of connections without proof of the key, or of channels without a link.
+"""Maximum number of connections without proof of the key, or of channels without a link.
 
-It is lower if the process may open few files: a channel takes up to 4 of them, and pending
+The limit is lower if the process may open few files: a channel takes up to 4 of them, and pending
 connections take at most half.
 """
 
@@ -40,14 +40,14 @@ PENDING_S: Final = 10.0
 """Seconds after which a silent connection, or a channel without a link, is ended."""
 
 _SWEEP_S: Final = 1.0
-_PAUSE_S: Final = 0.1  # if no descriptor is free to accept with
-_ACCEPTED_AT_ONCE: Final = 64  # before the loop does other work
+_PAUSE_S: Final = 0.1  # before accepting again after a lack of descriptors
+_ACCEPTED_AT_ONCE: Final = 64  # connections, before the loop does other work
 
 _log = Log("kvplan.control")
 
 
 class Server:
-    """A server on one endpoint. `listen` makes it; the loop's thread uses it."""
+    """A server on one endpoint, made by `listen`. Only the loop's thread uses it."""
 
     def __init__(self, loop: ControlLoop, endpoint: Endpoint, handler: Handler) -> None:
         self.endpoint = endpoint
@@ -111,7 +111,7 @@ class Server:
         """Return at once: channels wait for their own connections."""
 
     async def _take_keys(self, keys: Keys, here: Endpoint) -> None:
-        """Read the keys of connections to `here`. A wildcard includes addresses of this host."""
+        """Read the keys of connections to `here`. A wildcard includes loopback addresses."""
         self._key = self._key_inside = await keys.at(self._control, here)
         if here.is_wildcard:
             self._key_inside = await keys.at(self._control, Endpoint("127.0.0.1"))
@@ -206,7 +206,7 @@ class Server:
 
 
 def warn_unauthenticated(endpoint: Endpoint, stacklevel: int) -> None:
-    """Warn a caller that is about to listen without a key where other hosts may reach it."""
+    """Warn a caller that will listen without a key at an address that other hosts may reach."""
     with contextlib.suppress(OSError):
         if not endpoint.is_loopback and not Endpoint(_resolve(endpoint)[-1][0]).is_loopback:
             warnings.warn(
@@ -219,7 +219,7 @@ def warn_unauthenticated(endpoint: Endpoint, stacklevel: int) -> None:
 
 
 def warn_loopback_name(endpoint: Endpoint, stacklevel: int) -> None:
-    """Warn a caller that is about to listen at a host name that only this host can reach."""
+    """Warn a caller that will listen at a host name that only this host can reach."""
     with contextlib.suppress(OSError):
         if endpoint.is_name and (address := Endpoint(_resolve(endpoint)[-1][0])).is_loopback:
             warnings.warn(
@@ -333,14 +333,14 @@ async def _addresses_of(loop: ControlLoop, endpoint: Endpoint) -> list[tuple[int
 
 async def _connect_any(addresses: list[tuple[int, int, Any]], source: str) -> socket.socket:
     """Connect to the first address that answers."""
-    running = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
     refused: dict[str, None] = {}
     for family, protocol, address in addresses:
         stream = socket.socket(family, socket.SOCK_STREAM, protocol)
         try:
             stream.setblocking(False)
             bind_source(stream, source)
-            await running.sock_connect(stream, address)
+            await loop.sock_connect(stream, address)
         except BaseException as error:
             stream.close()
             if not isinstance(error, OSError):

@@ -1,7 +1,7 @@
 """One validated TCP or Unix connection, and the ZeroMQ socket that uses it.
 
 Bytes go  peer <-> stream <-> validator <-> private Unix socket <-> ZeroMQ PAIR <-> frames.
-libzmq does not own the stream, because this module needs the errno of system errors, notices the
+libzmq does not own the stream, because this module reports the errno of system errors, notices the
 end of the peer at once, never reconnects silently, and stops hostile bytes.
 """
 
@@ -60,8 +60,8 @@ class Connection:
         self._on_end = on_end
         self.nonce = b""  # of the listener's greeting, once the greetings were exchanged
         self._validator = ZmtpValidator(encrypted=key is not None)
-        self._early = bytearray()  # bytes of the peer that arrived before there was a ZeroMQ socket
-        self._skip = GREETING_NBYTES  # of ZeroMQ's output: its greeting, which was sent before
+        self._early = bytearray()  # bytes of the peer that arrived before the ZeroMQ socket existed
+        self._skip = GREETING_NBYTES  # of ZeroMQ's output: the greeting was already sent
         self._is_cookie_due = not listening
         self._opening: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -101,7 +101,7 @@ class Connection:
             raise ConnectionError(self._reason)
 
     async def send(self, frame: bytes) -> None:
-        """Queue a frame. This waits while the peer does not read the queue."""
+        """Queue a frame, once there is room."""
         while not self.try_send(frame):
             self._writable.clear()
             await self._writable.wait()
@@ -121,7 +121,7 @@ class Connection:
         return awaited == zmq.POLLIN
 
     def drain(self) -> bool:
-        """Deliver all frames that have arrived, and return True if none is left."""
+        """Deliver frames that have arrived, and return True if none is left."""
         self._writable.set()  # the change may be room to write
         for _ in range(_MAX_DRAINED):
             if self._socket is None:
@@ -191,7 +191,7 @@ class Connection:
         pair.linger = _LINGER_MS
         pair.maxmsgsize = MAX_FRAME_NBYTES
         pair.sndhwm = pair.rcvhwm = QUEUE_LENGTH
-        # It never sends one, but this is enabled: otherwise libzmq drops input when the peer ends.
+        # Never in practice, but enabled: otherwise libzmq drops input when the peer ends.
         pair.reconnect_ivl = _NEVER_MS
         if self._key is not None:
             self._key.apply(pair, listening=self._listening)
@@ -200,7 +200,7 @@ class Connection:
         self._loop.add_reader(self._descriptor, self._drain)
 
     async def _accept_own(self, listener: socket.socket) -> socket.socket:
-        """Accept the connection of this process. Other processes can see the socket's name."""
+        """Accept the connection of this process. Other processes may connect to the name, too."""
         arrival = asyncio.Event()
         self._loop.add_reader(listener, arrival.set)
         try:
@@ -240,8 +240,8 @@ class Connection:
             self._is_cookie_due = False
             nonce = self.nonce = self._validator.unused
             self.stream.write(bytes(len(nonce)) if self._key is None else self._key.cookie(nonce))
-            # Not before: the peer begins its part when it has the cookie, so both ends work in
-            # parallel.
+            # After the cookie, with which the peer begins the same work, so that both ends open
+            # their sockets in parallel.
             self._open_soon()
         if not self._inner.connected:
             self._early += chunk
@@ -258,7 +258,7 @@ class Connection:
     def _peer_ended(self, error: Exception | None) -> None:
         number = getattr(error, "errno", None)
         if number in (errno.ECONNRESET, errno.EPIPE) and not self._ready.is_set():
-            number = None  # it closed before it had read all of our handshake
+            number = None  # the peer closed before it had read all of our handshake
         self._reason = self._reason or (
             f"connection lost: {os.strerror(number)}" if number else DISCONNECTED
         )

@@ -64,7 +64,7 @@ class DataStreams(ABC):
         """Open the connections of these indices; see `Streams.open`."""
 
     async def arrived(self, indices: Sequence[int], timeout_s: float) -> None:  # noqa: B027
-        """Wait until `open` of these indices returns at once. The end that dials does not wait."""
+        """Wait until `open` of these indices would not block. The dialling end does not wait."""
 
     @abstractmethod
     def close(self) -> None:

@@ -42,7 +42,7 @@ CLOSING_S: Final = 0.5
 """Seconds that the last messages have before their connections are closed."""
 
 STOPPING_S: Final = 2.0
-"""Seconds that `ControlLoop.stop` waits, as its caller may hold a lock that the thread needs."""
+"""Limit for `ControlLoop.stop`, because its caller may hold a lock that the thread needs."""
 
 
 _log = Log("kvplan.control")
@@ -81,14 +81,14 @@ class PendingCall(Generic[_T]):
         self._task.add_done_callback(self._done)
 
     def cancel(self) -> None:
-        """Cancel the coroutine, because its caller has gone. Called on the loop, after `begin`."""
+        """Cancel the coroutine, whose caller does not wait any more. Called on the loop."""
         if self._task is None:
             self._coro.close()
         else:
             self._task.cancel()
 
     def end(self) -> None:
-        """Stop the coroutine with the loop."""
+        """End the call together with the loop."""
         if self._task is None:
             self._coro.close()
         self._report((asyncio.CancelledError(),))
@@ -155,7 +155,7 @@ class ControlLoop:
         check_process(self._pid, self._name)
         with self._starting:
             if self._thread is not None and self._thread.is_alive():
-                raise LLMException(f"{self._name} runs already")
+                raise LLMException(f"{self._name} is already running")
             check_threads(SPARE_THREADS)
             try:
                 _check_descriptors()
@@ -171,7 +171,7 @@ class ControlLoop:
         # The context starts its threads now, while enough descriptors and threads are free.
         self._context.socket(zmq.PAIR).close()
         self._workers = ThreadPoolExecutor(self._max_workers, f"{self._name}-worker")
-        # Not a method: a loop without references must be collectable.
+        # Not a bound method, which would keep this object alive.
         resources = (loop, self._context, self._workers, self._calls)
         self._thread = threading.Thread(target=_serve, args=resources, name=self._name)
         self._thread.daemon = True
@@ -360,7 +360,7 @@ class ControlLoop:
     def _stopped(self) -> LLMException:
         started = self._thread is not None
         code = LLMStatusCode.LLM_ENGINE_FINALIZED if started else LLMStatusCode.LLM_FAILED
-        return LLMException(f"{self._name} does not run", status_code=code)
+        return LLMException(f"{self._name} is not running", status_code=code)
 
 
 def _check_descriptors() -> None:
@@ -385,11 +385,11 @@ def _serve(
         loop.run_forever()
     finally:
         loop.close()
-        # Nothing can be scheduled from here on, and earlier callbacks do not run any more.
+        # From here on nothing can be scheduled, and callbacks scheduled before do not run.
         with contextlib.suppress(KeyError):
             while True:
                 calls.pop().end()
-        # A worker may wait for a peer. The deadline of its transport ends that, not this thread.
+        # Do not join workers: one may wait for a peer until the deadline of its transport.
         workers.shutdown(wait=False, cancel_futures=True)
         context.destroy(linger=0)
 
@@ -408,7 +408,7 @@ def _schedule(
 
 
 def _set_outcome(future: asyncio.Future[_Outcome[_T]], outcome: _Outcome[_T]) -> None:
-    if not future.done():  # cancelled or already set
+    if not future.done():  # it may be cancelled
         future.set_result(outcome)
 
 

@@ -22,7 +22,7 @@ MAX_NBYTES: Final = 1 << 20
 REFUSAL_VERSION: Final = 0
 """The version of a frame that only holds the reason, in UTF-8, why its sender closes.
 
-It is the same in every version of the protocol, so that versions can refuse each other in words.
+Every version of the protocol has it, so that each can refuse any other with a readable reason.
 """
 
 MAX_TEXT: Final = 4096
@@ -116,7 +116,7 @@ class PassedOver(_Message, frozen=True):
 
     Attributes:
         transport: Its name.
-        why: The reason, which names the end that it is about.
+        why: The reason, which names the end that causes it.
         tried: True if both ends have it.
     """
 
@@ -165,10 +165,10 @@ class Unlinked(_Body, frozen=True):
 
 
 class ShardEntry(_Message, frozen=True):
-    """The part of the model's cache that a cache holds: [first, one past the last), and the total.
+    """The part of the model's cache that a cache holds: [start, stop) and the total.
 
-    `numbers` lists layers that are not consecutive. Tokens are [first, one past the last), or the
-    rank, ranks and size of `Interleaved`.
+    `numbers` lists layers that are not consecutive. Tokens are [start, stop), or the rank, ranks
+    and size of `Interleaved`.
     """
 
     layers: tuple[Uint32, Uint32, Uint32] | None
@@ -195,7 +195,7 @@ class TableEntry(_Message, frozen=True):
     offers: Offers
     writable: bool
     row_stride: Annotated[int, Meta(ge=1)] | None = None
-    name: Name = ""  # that the owner's caller gave the memory
+    name: Name = ""  # given to the memory by the owner's program
 
 
 class Table(_Body, frozen=True):
@@ -224,7 +224,7 @@ class Synced(_Body, frozen=True):
 
 
 class Find(_Body, frozen=True):
-    """Request: which slot has this key? The cluster is the one that is asked."""
+    """Request: which slot has this key? The key's cluster is the receiver."""
 
     req_id: Natural
     prefix_id: Natural
@@ -259,7 +259,7 @@ class Released(_Body, frozen=True):
 
 
 class Notify(_Body, frozen=True):
-    """Request: a notification of my program for yours, which reads them in the order of sending.
+    """Request: a notification of my program. Yours reads notifications in the order of sending.
 
     `direct` is the secret of a listener inside the host: connect to it for later notifications.
     """
@@ -275,9 +275,9 @@ class Notified(_Body, frozen=True):
 
 
 class Renew(_Body, frozen=True):
-    """Notice: I have opened this generation of the link's connection; do so too, at once.
+    """Notice: I have opened this generation of the link's connection; open it too, at once.
 
-    Both ends send it, whichever began, and then make the connection. `metadata` is the transport's.
+    Both ends send this, and then make the connection. `metadata` is that of the transport.
     """
 
     generation: Generation

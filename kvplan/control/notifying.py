@@ -34,10 +34,10 @@ from kvplan.system.logs import LimitedLog, Log
 from kvplan.system.users import peer_credentials
 
 WINDOW: Final = 256
-"""Maximum of unread packets in the receiver's socket. The kernel has room for 50 of 4 KiB."""
+"""Maximum number of unread packets in the receiver's socket, which has room for 50 of 4 KiB."""
 
 _BACKLOG: Final = 4  # other processes see the name, too
-_BUFFER_NBYTES: Final = 212992  # of the kernel's default limit
+_BUFFER_NBYTES: Final = 212992  # the kernel's default limit
 _TOKEN_NBYTES: Final = 16
 _NOTHING: Final = bytes(4)  # an int of the kernel
 _MAX_REQUESTS: Final = 8  # at a time, besides the link's other requests
@@ -59,7 +59,7 @@ class DirectSender:
         self._has_room = True  # as the receiver last reported
 
     def send(self, packet: bytes) -> bool:
-        """Send now, and return whether the receiver has the packet; if not, send a message."""
+        """Send now, and return True if the receiver has the packet; False: send a message."""
         if self._left <= 0 and not self._is_emptied():
             return False
         self._left -= 1
@@ -177,7 +177,7 @@ class Inbox(Protocol):
         """Receive from a direct connection of a peer from now on.
 
         Raises:
-            OSError: The system has no room to watch it.
+            OSError: The system cannot watch another descriptor.
         """
 
     def detach(self, direct: socket.socket) -> None:
@@ -211,7 +211,7 @@ class Notifier:
 
     async def send(self, channel: Channel, data: bytes, timeout_s: float) -> None:
         """Send by a message, wait for the answer, and make the direct connection if possible."""
-        async with asyncio.timeout(timeout_s), self._slots:  # in order: both are FIFO
+        async with asyncio.timeout(timeout_s), self._slots:  # in order, as a semaphore is FIFO
             listener = self._offer()
             connects = listener is not None
             self._last_sent = number = self._last_sent + 1
@@ -243,7 +243,7 @@ class Notifier:
         task.add_done_callback(self._tasks.discard)
 
     def defer(self) -> object:
-        """Send later notifications as messages, after one that the control thread will send."""
+        """Make later notifications follow a message that the control thread is about to send."""
         self._later.add(token := object())
         return token
 
@@ -260,7 +260,7 @@ class Notifier:
             try:
                 inbox.attach(self._cluster_id, connection)
                 self._receiving = connection
-            except OSError:  # the peer finds that it has ended
+            except OSError:  # the peer notices that the connection has ended
                 connection.close()
                 self._receiving = None
         return Notified(window)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _TOO_MANY: Final = "too many pending connections"
 _RESET: Final = struct.pack("2i", 1, 0)  # of SO_LINGER: close resets the connection
-_NEXT_64_HOSTS: Final = 8  # bytes of an IPv6 address that a site cannot choose
+_SITE_NBYTES: Final = 8  # prefix of an IPv6 address that a site cannot choose
 
 
 class PendingConnection:
@@ -180,12 +180,12 @@ class PendingConnections:
             self._waiting.setdefault(connection.source, []).append(connection)
 
     def _accept_data(self, connection: PendingConnection) -> None:
-        """Hand a data connection to the link that its hello names, once that is complete."""
+        """Hand a data connection to the link that its hello names, once the hello is complete."""
         if len(connection.received) < HELLO_NBYTES:
             return
         streams = self._links.get(link_id_of(connection.received))
         if streams is None:
-            raise Unacceptable("it is of no link that is being made")
+            raise Unacceptable("it does not belong to a link that is being made")
         self._loop.remove_reader(connection.socket)
         streams.accept(connection)
 
@@ -270,7 +270,7 @@ class AcceptedStreams(DataStreams):
         index, answer = self._answer(connection.greeting, bytes(connection.received))
         slot = self._slot(index)
         if slot.done():
-            raise Unacceptable("its index is in use, or not waited for any more")
+            raise Unacceptable("its index is in use, or no longer expected")
         try:
             prepare(connection.socket)
             connection.socket.send(answer)  # a new connection has room
@@ -286,7 +286,7 @@ class AcceptedStreams(DataStreams):
             return accepted
         if self._closed:
             raise self._failed(indices[0], "accept", ENDED)
-        # All slots now: `close` ends the wait for those that exist.
+        # Make all slots first, because `close` ends only waits for existing ones.
         slots = [self._slot(index) for index in indices]
         self._awaited.update(indices)
         for slot in slots:
@@ -297,7 +297,7 @@ class AcceptedStreams(DataStreams):
                 for slot in slots:
                     accepted.append(await slot)  # noqa: PERF401 - the error names the next
         except TimeoutError:
-            reason = f"it has not come within {timeout_s * 1000:.0f} ms"
+            reason = f"it has not arrived within {timeout_s * 1000:.0f} ms"
             raise self._failed(indices[len(accepted)], "accept", reason) from None
         except ConnectionError as error:
             raise self._failed(indices[len(accepted)], "accept", str(error)) from None
@@ -321,7 +321,7 @@ class AcceptedStreams(DataStreams):
 
 
 def _take(groups: dict[str, list[PendingConnection]], connection: PendingConnection) -> bool:
-    """Remove a connection, and return True if it was pending."""
+    """Remove a connection from its group, and return True if it was there."""
     group = groups.get(connection.source, [])
     if connection not in group:
         return False
@@ -337,4 +337,4 @@ def _source(name: Any) -> str:
     host: str = name[0].partition("%")[0]
     if ":" not in host or host.startswith("::ffff:"):
         return host
-    return socket.inet_pton(socket.AF_INET6, host)[:_NEXT_64_HOSTS].hex()
+    return socket.inet_pton(socket.AF_INET6, host)[:_SITE_NBYTES].hex()

@@ -45,7 +45,7 @@ _open: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
 
 
 class StatusSocket:
-    """The server of the JSON values that `describe` returns. It runs on the control loop."""
+    """A server of the JSON document that `describe` returns. It runs on the control loop."""
 
     def __init__(
         self, control: ControlLoop, name: str, describe: Callable[[], dict[str, Any]]
@@ -112,7 +112,7 @@ class StatusSocket:
     def _answer(self, connection: socket.socket) -> None:
         try:
             self._unanswered.remove(connection)
-        except KeyError:  # `close` has closed it, and no other client comes
+        except KeyError:  # `close` has closed it, and accepts no other
             return
         try:
             with connection:
@@ -170,10 +170,10 @@ def _read(name: str, timeout_s: float) -> Answer | None:
             connection.settimeout(timeout_s)
             connection.connect(f"\0{name}")
             pid, uid = peer_credentials(connection)
-            if uid != os.geteuid():  # it has only taken the name
+            if uid != os.geteuid():  # a process of another user has taken the name
                 return None
             document = msgspec.json.decode(_whole(connection, time.monotonic() + timeout_s))
-    except ConnectionRefusedError:  # it has just ended
+    except ConnectionRefusedError:  # the engine has just ended
         return None
     except TimeoutError:
         return Answer(pid, None, f"no answer within {timeout_s:g} s: stopped, or very busy")

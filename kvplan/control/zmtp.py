@@ -1,4 +1,4 @@
-"""ZMTP: validation of the bytes of a peer that is not authenticated, and the frame stream."""
+"""ZMTP: validation of bytes from unauthenticated peers, CURVE authentication, relayed streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvplan.control.messages import MAX_NBYTES
 
 GREETING_NBYTES: Final = 64
 UNUSED_AT: Final = 33
-"""Offset of the unused bytes in a greeting; they reach its end."""
+"""Offset of the unused bytes in a greeting. They extend to its end."""
 
 _SIGNATURE: Final = {0: 0xFF, 9: 0x7F}  # the bytes between have no meaning
 _MECHANISM: Final = slice(12, 32)
@@ -22,7 +22,7 @@ _MAX_COMMAND_NBYTES: Final = 2048
 _LONG, _COMMAND = 0x02, 0x04
 _ERROR: Final = b"\x05ERROR"
 MAX_FRAME_NBYTES: Final = MAX_NBYTES + 64
-"""Maximum of a message on the wire: encryption adds 33 bytes."""
+"""Maximum size of a message on the wire: encryption adds 33 bytes."""
 
 _COMMANDS: Final = {b"NULL": 1, b"CURVE": 2}
 """Mechanisms, and how many commands each side sends in its handshake."""
@@ -34,7 +34,7 @@ _READ_NBYTES: Final = 256 << 10  # at a time
 
 
 def greeting(*, encrypted: bool, unused: bytes = bytes(GREETING_NBYTES - UNUSED_AT)) -> bytes:
-    """Return the first bytes of each side, with `unused` in the bytes that ZMTP does not use."""
+    """Return the greeting of either side, with `unused` as the bytes that ZMTP does not use."""
     mechanism = b"CURVE" if encrypted else b"NULL"
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(21, b"\0") + unused
 
@@ -190,7 +190,7 @@ class Stream:
 
     @property
     def connected(self) -> bool:
-        """True while there is a connection whose end was not reported yet."""
+        """True from `attach` until the end of the connection is reported."""
         return self._socket is not None
 
     def attach(self, connection: socket.socket) -> None:
@@ -237,7 +237,7 @@ class Stream:
                 self._shut()
 
     def close(self) -> None:
-        """End after all output was sent. A stream that is not connected yet ends when it is."""
+        """End once all output is sent. A stream that is not attached yet ends at `attach`."""
         if self._socket is not None and not self._is_closing:
             self._loop.remove_reader(self._socket)
             if not self._unsent:
@@ -245,7 +245,7 @@ class Stream:
         self._is_closing = True
 
     def abort(self) -> None:
-        """End now, or when it is connected."""
+        """End now, without sending the rest, or at `attach`."""
         self._fail(None)
 
     def _read(self) -> None:
@@ -307,7 +307,7 @@ class Stream:
             self._loop.call_soon(self._lose, error)
 
     def _lose(self, error: Exception | None) -> None:
-        if self._socket is not None:  # otherwise it was reported before
+        if self._socket is not None:  # otherwise the end was reported before
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
             self._socket.close()

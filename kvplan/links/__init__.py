@@ -1,6 +1,6 @@
 """Links with other engines: their handshake, state, renewal and end, and the caches of the peer.
 
-This room must not import operations of an engine. It uses transports only by their protocol.
+This room must not import engine operations. It uses transports only through their protocol.
 """
 
 from kvplan.links.links import Links

@@ -1,4 +1,4 @@
-"""An index of caches by address, which also splits ranges at the borders of caches.
+"""An index of caches by address, which also splits ranges at the boundaries of caches.
 
 A range may continue in a cache that follows without a gap, because programs register memory piece
 by piece. If caches overlap, the index uses the one that ends last.
@@ -53,7 +53,7 @@ class AddressIndex(Generic[_Cache]):
 
     Attributes:
         extents: The extents that are not empty.
-        pieces: The same memory for native code, with the numbers of the extents.
+        pieces: The same memory for native code, with the index of each extent.
     """
 
     def __init__(self, who: str, extents: Iterable[Extent[_Cache]]) -> None:
@@ -117,18 +117,18 @@ def _distance(extent: Extent[_Cache], address: int) -> int:
 
 
 def _apart(extents: list[Extent[_Cache]]) -> tuple[list[int], list[int], list[int]]:
-    """Split extents into disjoint, ascending pieces: their first bytes, last bytes and extents."""
+    """Split extents into disjoint, ascending pieces: first bytes, last bytes, extent indices."""
     firsts: list[int] = []
     lasts: list[int] = []
     owners: list[int] = []
-    reaching: list[tuple[int, int]] = []  # a heap of (-last byte, index) of open extents
+    open_extents: list[tuple[int, int]] = []  # a heap of (-last byte, index)
 
     def until(end: int | None) -> None:
-        """Add pieces of the open extents up to `end`, or to the end of all extents if None."""
-        while reaching and (end is None or position < end):
-            last, number = -reaching[0][0], reaching[0][1]
+        """Add the pieces of open extents up to `end`, or all remaining ones if None."""
+        while open_extents and (end is None or position < end):
+            last, number = -open_extents[0][0], open_extents[0][1]
             if last < position:
-                heappop(reaching)
+                heappop(open_extents)
                 continue
             stop = last if end is None else min(last, end - 1)
             if owners and owners[-1] == number and lasts[-1] == position - 1:
@@ -148,6 +148,6 @@ def _apart(extents: list[Extent[_Cache]]) -> tuple[list[int], list[int], list[in
     for number, extent in enumerate(extents):
         until(extent.address)
         advance(extent.address)
-        heappush(reaching, (-(extent.address + extent.nbytes - 1), number))
+        heappush(open_extents, (-(extent.address + extent.nbytes - 1), number))
     until(None)
     return firsts, lasts, owners

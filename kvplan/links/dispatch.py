@@ -144,7 +144,7 @@ class PeerHandler:
 
 
 class Listener:
-    """The server of an engine, at one address at most. Only the control thread uses it."""
+    """The server of an engine, with at most one address. Only the control thread uses it."""
 
     def __init__(self, engine: LocalEngine, transitions: Transitions, handler: Handler) -> None:
         self._engine = engine
@@ -181,7 +181,7 @@ class Listener:
         server, self._server = self._server, new
         if server is None:
             return
-        reason = f"cluster {self._engine.cluster_id} does not listen any more"
+        reason = f"cluster {self._engine.cluster_id} no longer listens"
         channels = set(server.channels)
         for link in (*self._transitions.accepting.values(), *self._transitions.links.values()):
             if link.channel in channels:

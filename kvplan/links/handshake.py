@@ -1,4 +1,4 @@
-"""The handshake that makes a link, for the end that initiates it and the end that accepts it."""
+"""The handshake that makes a link, at the initiating end and at the accepting end."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 _PAUSE_S = 0.05  # between attempts
 _NOT_CONNECTED = "not connected"  # the phase before a connection exists
-_GRACE_S = 0.02  # added to the deadline of all phases, whose own errors are more precise
+_GRACE_S = 0.02  # after the deadline, so that the more precise error of a phase comes first
 
 _MIN_ACCEPTING = 16
-_DESCRIPTORS = 16  # of RLIMIT_NOFILE for each accepted handshake, which needs 6
+_DESCRIPTORS = 16  # of RLIMIT_NOFILE per accepted handshake, which needs 6
 _PING_SHARE = 0.8  # of the handshake timeout; the rest is for sending the refusal
-_LONGEST_S = 60.0  # upper bound of the timeout that a peer sends
+_MAX_TIMEOUT_S = 60.0  # limit for the timeout that a peer sends
 
 
 class HandshakeInitiator:
-    """The end that links this engine with others.
+    """The end that initiates handshakes with peers.
 
     If both ends initiate at the same time, the handshake of the lower cluster id continues and the
     other one waits for it (see `HandshakeAcceptor.hello`). Both calls return the same link.
@@ -79,8 +79,8 @@ class HandshakeInitiator:
         comm: str,
     ) -> PeerLink:
         engine, transitions = self._engine, self._transitions
-        running = asyncio.get_running_loop()
-        deadline = running.time() + timeout_s
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
         # The rendezvous repeats the attempts for members of a communicator.
         attempts = 1 if comm else engine.options.link_retry_count
         failure: LLMException | None = None
@@ -102,9 +102,9 @@ class HandshakeInitiator:
                 attempts = attempts - 1 if link.phase == _NOT_CONNECTED else 0
             else:
                 if attempts > 0:
-                    await asyncio.sleep(min(_PAUSE_S, max(0.0, deadline - running.time())))
-                # If no time is left for another attempt, the reason of this one says more.
-                if attempts == 0 or running.time() + _PAUSE_S > deadline:
+                    await asyncio.sleep(min(_PAUSE_S, max(0.0, deadline - loop.time())))
+                # This failure explains more than the timeout of an attempt that has no time left.
+                if attempts == 0 or loop.time() + _PAUSE_S > deadline:
                     raise failure
                 failure = None
 
@@ -133,7 +133,7 @@ class HandshakeInitiator:
                 error = link_failed(f"{endpoint}: {link.phase}: {link.reason}")
             elif link.state is LinkState.LINKING:
                 handshake.result()
-        except (TimeoutError, asyncio.InvalidStateError):  # of one phase or of all phases
+        except (TimeoutError, asyncio.InvalidStateError):  # one phase, or all together
             late = f"no answer within {timeout_s * 1000:g} ms"
             error = link_failed(f"{endpoint}: {link.phase}: {late}")
         except ChannelClosed as raised:
@@ -225,7 +225,7 @@ class _Accepted(NamedTuple):
 
 
 class HandshakeAcceptor:
-    """The end that answers peers that link with this engine."""
+    """The end that accepts the handshakes of peers."""
 
     def __init__(
         self, engine: LocalEngine, transitions: Transitions, on_linked: Callable[[PeerLink], None]
@@ -248,7 +248,7 @@ class HandshakeAcceptor:
         if hello.cluster_id == engine.cluster_id:
             raise link_failed(f"cluster {engine.cluster_id} cannot link with itself")
         comm_id = admit(hello)
-        timeout_s = min(hello.timeout_ms / 1000, _LONGEST_S)
+        timeout_s = min(hello.timeout_ms / 1000, _MAX_TIMEOUT_S)
         await self._yield_to_own_handshake(hello, timeout_s)
         replaced = await self._live_link(channel, hello, timeout_s)
         if channel.bound is not None:  # by another Hello that arrived in the meantime
@@ -257,9 +257,7 @@ class HandshakeAcceptor:
         transitions.check_capacity(hello.cluster_id)
         while len(transitions.accepting) >= self._max_accepting:
             oldest = next(iter(transitions.accepting.values()))
-            transitions.failed(
-                oldest, link_failed("hello: too many peers have begun and not confirmed")
-            )
+            transitions.failed(oldest, link_failed("hello: too many unconfirmed handshakes"))
         trials = engine.trials(hello.offers)
         engine.choose(hello.cluster_id, hello.offers, trials, ())  # refuses if none can work
         wait_ms = engine.options.sync_kv_cache_wait_time
@@ -290,7 +288,7 @@ class HandshakeAcceptor:
             return
         try:
             if not secrets.compare_digest(chosen.challenge, accepted.challenge):
-                raise link_failed("transport: the challenge is another handshake's")
+                raise link_failed("transport: the challenge belongs to another handshake")
             link.transports, link.passed_over = chosen.transports, chosen.passed_over
             self._transitions.connect(link, accepted.offers, accepted.challenge, accepted.timeout_s)
         except LLMException as error:
@@ -307,7 +305,7 @@ class HandshakeAcceptor:
         accepted = self._accepted[link]
         try:
             if not secrets.compare_digest(confirm.challenge, accepted.challenge):
-                raise link_failed("confirm: the challenge is another handshake's")
+                raise link_failed("confirm: the challenge belongs to another handshake")
             if link.connecting is None:
                 raise link_failed("confirm: no transport was chosen before")
             try:
@@ -331,7 +329,7 @@ class HandshakeAcceptor:
         return Linked()
 
     async def _yield_to_own_handshake(self, hello: Hello, timeout_s: float) -> None:
-        """Wait for the handshake of this side if it has priority: this id is the lower one.
+        """Wait for this side's own handshake if it has priority, which the lower cluster id has.
 
         The end with the higher id never waits, so the two ends cannot wait for each other.
         """
@@ -403,9 +401,9 @@ def _proof(link: PeerLink, channel: Channel, hello: Hello) -> bytes:
 
 
 async def _state_of(link: PeerLink, timeout_s: float) -> str | None:
-    """Ping the peer of a link, and return its state, or None if the link has ended.
+    """Ping the peer of a link and return its state, or None if the link has ended.
 
-    The heartbeat of the link decides when a silent peer is dead.
+    Silence does not end the link here: only its heartbeat decides that a peer is dead.
     """
     assert link.channel is not None
     try:
@@ -417,7 +415,7 @@ async def _state_of(link: PeerLink, timeout_s: float) -> str | None:
                 return None
     except TimeoutError:
         return "has not answered a ping yet" if link.is_live else None
-    return "lives" if link.is_live else None
+    return "is alive" if link.is_live else None
 
 
 async def _settled(link: PeerLink, deadline: float) -> bool:

@@ -37,10 +37,9 @@ class LinkLifecycle:
         self.ended = asyncio.Event()
         self.traffic = Traffic()
         self.last_error = ""
-        # Operations call nothing while they hold this lock. Otherwise a signal handler that
-        # finalizes the engine would wait for the control thread, which would wait for the lock.
-        # Re-entrant: garbage collection inside it may end an operation, such as a dropped push by
-        # layers.
+        # Call nothing while holding this lock: a signal handler that finalizes the engine would
+        # wait for the control thread, which would wait for the lock. It is re-entrant, because
+        # garbage collection may end an operation meanwhile, such as a dropped push by layers.
         self._mutex = Mutex()
         # Weak references: an interrupt may drop an operation before its `end` is called.
         self._in_flight: set[ref[object]] = set()
@@ -55,7 +54,7 @@ class LinkLifecycle:
 
     @property
     def is_live(self) -> bool:
-        """True while the link is being made, up or being ended."""
+        """True while the link is being made, is up, or is being ended."""
         return self.state in {LinkState.LINKING, LinkState.LINKED, LinkState.UNLINKING}
 
     def change_state(self, state: LinkState, reason: str = "") -> None:
@@ -83,7 +82,7 @@ class LinkLifecycle:
         self._pending_releases.add(claim_id)
 
     def remove_pending_release(self, claim_id: int) -> None:
-        """Forget a claim whose release is confirmed, or never will be."""
+        """Forget a claim whose release is confirmed or will never be."""
         self._pending_releases.discard(claim_id)
         self._wake()
 
@@ -100,7 +99,7 @@ class LinkLifecycle:
             return
         try:
             if error is not None:
-                self.last_error = str(error)  # a hook's own error may raise
+                self.last_error = str(error)  # `__str__` of a hook's exception may raise
         finally:
             with self._mutex:
                 self._in_flight.discard(begun)

@@ -44,7 +44,7 @@ _CLOSING_S = 0.5  # to notify all peers, some of which may be stopped
 
 
 class Links:
-    """The links of one engine. Any thread may use it.
+    """The links of one engine. Any thread may use them.
 
     In a forked child, every call raises LLMException (LLM_FAILED) and `close` does nothing, because
     links belong to the parent.
@@ -96,22 +96,22 @@ class Links:
         self.peers: Mapping[int, PeerLink] = self._transitions.links
 
     def observe(self, observer: Callable[[PeerLink], object]) -> None:
-        """Call `observer` in the control thread with each link whose state has changed."""
+        """Call `observer` with a link, in the control thread, after each change of its state."""
         self._transitions.observer = observer
 
     def start(self) -> None:
-        """Start the control thread. Links need it."""
+        """Start the control thread, which all links need."""
         self._control.start()
 
     def serve_status(self, describe: Callable[[], dict[str, Any]]) -> None:
-        """Serve `describe` to programs of this user, such as `kvplan top`."""
+        """Serve the result of `describe` to programs of this user, such as `kvplan top`."""
         name = f"{self._engine.cluster_id}-{self.instance[:4].hex()}"
         status = StatusSocket(self._control, name, describe)
         self._control.call_soon(status.start)
 
     @property
     def instance(self) -> bytes:
-        """16 bytes that identify this run of this engine."""
+        """16 bytes that identify this run of the engine."""
         return self._engine.instance
 
     @property
@@ -128,7 +128,7 @@ class Links:
         self._run(self._listener.stop())
 
     def close(self) -> None:
-        """End every link and notify the peers. This is idempotent and takes at most two seconds."""
+        """End every link and notify the peers, within two seconds. Idempotent."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -200,7 +200,7 @@ class Links:
         self._run(self._rendezvous.unlink(comm_id))
 
     def comm_status(self, comm_id: int) -> RegisterMemStatus:
-        """Return the status of a communicator. It is FAILED also if a link has broken."""
+        """Return the status of a communicator. A broken link makes it FAILED."""
         self._check_usable()
         return self._rendezvous.status(comm_id)
 
@@ -233,18 +233,18 @@ class Links:
         ]
 
     def latest(self, lease: BlockLease) -> BlockLease:
-        """Return the latest value of a lease that its owner has published here."""
+        """Return the latest value of a lease that its owner has published to this engine."""
         link = self.peers.get(lease.cluster_id)
         return lease if link is None or not link.moved_leases else link.latest(lease)
 
     def publish_soon(self) -> None:
-        """Publish changes of the registry to all peers soon, several at a time."""
+        """Publish changes of the registry to all peers soon. Later changes may join them."""
         if not self._is_publish_pending and not self._closed and os.getpid() == self._pid:
             self._is_publish_pending = True
             self._control.call_soon(self._publish_later)
 
     def publish_and_confirm(self, timeout_s: float) -> None:
-        """Publish changes of the registry to all peers, and wait until they have them."""
+        """Publish changes of the registry to all peers, and wait until the peers have them."""
         self._run(self._publish_and_confirm(timeout_s))
 
     def _run(self, task: Coroutine[Any, Any, _T]) -> _T:
@@ -286,7 +286,7 @@ class Links:
         self._transitions.refuse_new(reason)
         for cluster_id in self._transitions.live():
             self._unlinker.drop(cluster_id, reason)
-        # Their channels close in the next iteration with the reason, before the loop closes them.
+        # In the next iteration the channels send the reason, before the loop closes them.
         await asyncio.sleep(0)
         await self._listener.stop()
         self._rendezvous.close()
@@ -302,6 +302,6 @@ def _seconds(timeout_ms: int) -> float:
     milliseconds = as_int("timeout_ms", timeout_ms)
     if not 1 <= milliseconds <= _INT32_MAX:
         text = f"timeout_ms={milliseconds} is out of range [1, {_INT32_MAX}]"
-        # A number outside of the reference's field is a ValueError like any other.
+        # Any number that does not fit into a field of the reference raises ValueError.
         raise invalid(text) if -_INT32_MAX <= milliseconds <= _INT32_MAX else ValueError(text)
     return milliseconds / 1000

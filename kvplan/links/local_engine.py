@@ -31,7 +31,7 @@ class LinkOptions(Protocol):
 
     @property
     def link_total_time(self) -> int:
-        """Deadline for linking all members of a communicator, in s; 0: 60."""
+        """Deadline for linking all members of a communicator, in s; 0 means 60."""
 
     @property
     def link_retry_count(self) -> int:
@@ -91,7 +91,7 @@ class OfferedCache(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, bytes]:
-        """The metadata of the cache by transport; empty if that does not reach the cache."""
+        """Metadata of the cache by transport; empty for a transport that does not reach it."""
 
 
 class GrantedClaim(Protocol):
@@ -111,7 +111,7 @@ class GrantedClaim(Protocol):
 
 
 class OfferedCaches(Protocol):
-    """The caches of this engine that peers may reach. Any thread may use it."""
+    """The caches of this engine that peers may reach. Any thread may use them."""
 
     @property
     def moved_leases(self) -> Mapping[int, BlockLease]:
@@ -189,13 +189,13 @@ class LocalEngine:
     keys: Keys
 
     def offers(self) -> tuple[Offer, ...]:
-        """Return the transports by which a peer could reach this process, and why others cannot."""
+        """Return the transports by which peers can reach this process, and why others cannot."""
         here = [Offer(transport.name, transport.metadata(())) for transport in self.transports]
         missing = [Offer(name, b"", why[:MAX_TEXT]) for name, why in self.missing.items()]
         return _in_order(_by_name((*missing, *here)))
 
     def trials(self, offers: Iterable[Offer]) -> tuple[Trial, ...]:
-        """Try the transports of a peer that this engine has, too."""
+        """Try each of a peer's transports that this engine also has."""
         offered = {offer.transport: offer.metadata for offer in offers if offer.metadata}
         kinds = frozenset[str]().union(*(transport.reaches for transport in self.transports))
         return tuple(
@@ -215,8 +215,8 @@ class LocalEngine:
         Args:
             peer: Cluster id of the peer.
             offers: The peer's transports.
-            ours: The results of `trials` for them.
-            theirs: The results of the peer for the transports of this engine.
+            ours: The results of `trials` for these transports.
+            theirs: The peer's results for the transports of this engine.
         """
         ends = (
             (self.cluster_id, _by_name(self.offers()), _by_name(ours)),
@@ -247,7 +247,7 @@ class LocalEngine:
         return tuple(taken), tuple(passed_over)
 
     def transport(self, name: str) -> Transport:
-        """Return the transport that a peer has chosen."""
+        """Return the transport with the name that the peer chose."""
         for transport in self.transports:
             if transport.name == name:
                 return transport
@@ -262,7 +262,7 @@ def _by_name(each: Iterable[_Named]) -> dict[str, _Named]:
 
 
 def _in_order(by_transport: Mapping[str, _T]) -> tuple[_T, ...]:
-    """Return the values in the order of preference of their transports."""
+    """Return the values, those of preferred transports first."""
     known = [name for name in TRANSPORTS if name in by_transport]
     return tuple(by_transport[name] for name in dict.fromkeys((*known, *by_transport)))
 
@@ -272,7 +272,7 @@ def _tried(transport: Transport, metadata: bytes, kinds: frozenset[str]) -> Tria
     if (refusal := transport.refusal(metadata)) is None:
         try:
             lacks += filter(None, [transport.shortfall(metadata)])
-        except LLMException as error:  # the peer has gone since
+        except LLMException as error:  # the peer has exited since
             refusal = str(error.args[0])
     if refusal is not None:
         return Trial(transport.name, refusal[:MAX_TEXT])
@@ -280,7 +280,7 @@ def _tried(transport: Transport, metadata: bytes, kinds: frozenset[str]) -> Tria
 
 
 def _missing(cluster: int, offer: Offer | None) -> str:
-    """Return why a cluster does not have a transport; empty: the cluster offers it."""
+    """Return why a cluster does not offer a transport; empty if it does."""
     if offer is not None and offer.metadata:
         return ""
     why = "" if offer is None else offer.missing

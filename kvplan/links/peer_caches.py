@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvplan.transport.link import PeerMemory, TransportLink
 
 _cache_id: Final = attrgetter("cache_id")
-_MAX_JOINED: Final = 64  # sets of caches whose joined memory is kept
+_MAX_JOINED: Final = 64  # cached results of `joined_memory`
 
 
 class PeerCaches(LinkLifecycle, ABC):
@@ -70,7 +70,7 @@ class PeerCaches(LinkLifecycle, ABC):
         writable: bool = False,
         speculative: bool = False,
     ) -> PeerCache:
-        """Return the peer's cache that `index` names, and ask the peer for an unknown one."""
+        """Return the peer's cache that `index` names, after a `sync` if it is unknown."""
         is_key = isinstance(index, BlocksCacheKey)
         if isinstance(index, BlocksCacheKey):
             offered, wanted = self._table.by_model, index.model_id
@@ -104,7 +104,7 @@ class PeerCaches(LinkLifecycle, ABC):
         return self._table.address_index(writable=writable)
 
     def _may_be_freed(self, cache: PeerCache, *, speculative: bool = False) -> bool:
-        """Return True if the peer may have freed the cache, so that its key names another."""
+        """Return True if the peer may have freed the cache and used its key for another."""
         links = self.transport_links.values()
         if self.asks_before_writes:
             return True
@@ -143,7 +143,7 @@ class PeerCaches(LinkLifecycle, ABC):
             metadata=cache.metadata(name),
         )
         self._memories[key] = (cache, memory)
-        # The control thread changes the table, or ends the link, before it clears memories.
+        # The control thread clears memories after a change, so a store that it missed sees that.
         if self._table.by_id.get(cache.cache_id) is not cache or not self.is_live:
             self._memories.pop(key, None)
         return memory
@@ -180,12 +180,12 @@ class PeerCaches(LinkLifecycle, ABC):
         return memory
 
     def side(self, cache: PeerCache) -> Side:
-        """Return `cache` as a side of a plan, with the link that reaches it."""
+        """Return `cache` as a side of a plan, with a description of the way to it."""
         known = self._sides.get(cache.cache_id)
         if known is None or known[0] is not cache:
             side = replace(cache.side, way=self._described(self._find_way(cache)))
             known = self._sides[cache.cache_id] = cache, side
-            if self._table.by_id.get(cache.cache_id) is not cache:  # not, or no longer, published
+            if self._table.by_id.get(cache.cache_id) is not cache:  # not published, or replaced
                 self._sides.pop(cache.cache_id, None)
         return known[1]
 
@@ -194,8 +194,8 @@ class PeerCaches(LinkLifecycle, ABC):
     ) -> tuple[Side, TensorMemory]:
         """Return the peer's tensors at `addresses`, to be written in rows of `stride` bytes.
 
-        The result has as many rows as fit into the cache. Unknown addresses are requested from the
-        peer.
+        The result has as many rows as fit into the cache. If no known cache has the addresses, this
+        calls `sync`.
         """
         known = find_by_address(self._table.caches(), addresses)
         if known is None or self._may_be_freed(known.cache):
@@ -239,27 +239,27 @@ class PeerCaches(LinkLifecycle, ABC):
         links = self.transport_links
         for name, link in links.items():
             metadata = [cache.metadata(name) for cache in caches]
-            # The only transport of a link reports why it does not reach memory.
+            # A transport without an alternative is taken: its error says what it does not reach.
             if all(metadata) and (len(links) == 1 or not any(map(link.unreached, metadata))):
                 return name, link
         return None
 
     @property
     def asks_before_writes(self) -> bool:
-        """True if only the peer can tell, before a write, that the memory was freed."""
+        """True if only the peer knows, before a write, whether the memory was freed."""
         links = self.transport_links.values()
         return not links or any(link.detects_freed == "after" for link in links)
 
     @property
     def needs_peer(self) -> bool:
-        """True if a transfer may have to wait for the peer; False: this process alone copies."""
+        """True if a transfer may have to wait for the peer; False if this process alone copies."""
         for link in self.transport_links.values():
             if link.detects_freed != "check":
                 return True
         return not self.transport_links
 
     def forget(self) -> None:
-        """Drop what is cached about the peer's memory, so that it is located again."""
+        """Drop cached facts about the peer's memory. Later calls locate it again."""
         self.pairs = {}
         self._memories.clear()
         self._joined.clear()
@@ -277,7 +277,7 @@ class PeerCaches(LinkLifecycle, ABC):
         self.prepare(changed)
 
     def prepare(self, cache_ids: Iterable[int] | None = None) -> None:
-        """Let transports prepare the memory of the given caches, by default of all."""
+        """Let transports prepare the memory of the given caches; None means all."""
         if not self.transport_links or not self.is_live:
             return
         offered = self._table.by_id
@@ -302,7 +302,7 @@ class PeerCaches(LinkLifecycle, ABC):
         return "+".join(self.transports)
 
     def _described(self, way: tuple[str, TransportLink] | None) -> str:
-        """Return text about a way to memory, with the reasons against better transports."""
+        """Describe a way to memory, with the reasons against preferred transports."""
         if way is None:
             return f"{self.transport}: {self.way}"
         transport, link = way
@@ -310,7 +310,7 @@ class PeerCaches(LinkLifecycle, ABC):
         return f"{transport}: {link.way}{''.join(f' (not {each})' for each in better)}"
 
     def _cache_of(self, found: Found) -> PeerCache:
-        """Return the cache of a reply, or the equal object of the table."""
+        """Return the cache of a reply, as the table's object if that is equal."""
         cache = PeerCache.of(self.cluster_id, found.entry)
         known = self._table.by_id.get(cache.cache_id)
         return known if known == cache else cache

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 _LOG = Log("kvplan")
-_PAUSE_S = 0.02  # before another request to a peer that refused one as too many
+_PAUSE_S = 0.02  # before repeating a request to a peer that had too many
 _T = TypeVar("_T")
 _MAY_HAVE_ARRIVED: Final = "; the notification may have been delivered"
-_MAX_REQUESTS = 16  # at a time; a peer refuses many more
+_MAX_REQUESTS = 16  # at a time, below the limit above which a peer refuses them
 
 
 class PeerClaim:
-    """The right to pull by a key. No other engine can pull by it until it is released.
+    """The exclusive right to pull by a key, until it is released.
 
     Attributes:
         cache: The cache that holds the slot.
@@ -56,7 +56,7 @@ class PeerClaim:
         self.batch_index = batch_index
 
     def release(self, tensors: range | None) -> None:
-        """End the claim. `tensors` were all pulled and confirmed; None: the pull failed."""
+        """End the claim. `tensors` were all pulled and confirmed; None means a failed pull."""
         pulled = None if tensors is None else (tensors.start, tensors.stop)
         self._claims.release(self._channel, Release(self._claim_id, pulled))
 
@@ -64,8 +64,8 @@ class PeerClaim:
 class Claims:
     """The claims of one link. Each release is repeated until the peer has confirmed it.
 
-    Releases belong to the link and not to the call that held the claim. They continue after the
-    call has returned, and the link is busy until they are confirmed or it has ended. A repeated
+    A release belongs to the link, not to the call that held the claim. It continues after the call
+    has returned, and keeps the link busy until the peer confirms or the link ends. Repeating a
     release is safe, because a peer ignores claims that it does not know.
     """
 
@@ -76,7 +76,7 @@ class Claims:
         self._control = control
         self._slots = slots
         self._wait_s = wait_s
-        self._late: set[asyncio.Task[None]] = set()  # requests for claims whose caller has gone
+        self._late: set[asyncio.Task[None]] = set()  # releases of claims without a caller
         self._releasing: dict[int, asyncio.Task[None]] = {}  # by claim id, the oldest first
         # Repeat one at a time: a peer that was stopped would refuse the whole backlog.
         self._retrying = asyncio.Lock()
@@ -96,7 +96,7 @@ class Claims:
                 raise
 
     def release(self, channel: Channel, release: Release) -> None:
-        """Release a claim and wait at most `wait_s`. Not for the control thread."""
+        """Release a claim and wait at most `wait_s`. Must not run in the control thread."""
         try:
             self._control.call_soon(self._begin, channel, release)
             is_confirmed = self._control.run(self._wait_confirmed(release))
@@ -135,7 +135,7 @@ class Claims:
                         while not await self._is_confirmed(channel, release):
                             pass
         except (ChannelClosed, LLMException) as error:
-            # All bytes have arrived, and the peer ends the claims of a link with the link.
+            # Harmless: all bytes have arrived, and the peer ends claims together with their link.
             self._warn(release, str(error))
 
     async def _is_confirmed(self, channel: Channel, release: Release) -> bool:
@@ -228,7 +228,7 @@ class PeerLink(PeerCaches):
         except ChannelClosed as error:
             raise self._ended(error, _MAY_HAVE_ARRIVED) from error
         except asyncio.CancelledError:
-            # The control thread may send it before it sees the cancellation.
+            # The control thread may still send before it sees the cancellation.
             settle = partial(self._control.call_soon, settle)
             raise
         finally:

@@ -16,13 +16,13 @@ from kvplan.status import LLMException, invalid, not_exist, unsupported
 from kvplan.types import CacheDesc, Placement
 
 MAX_CACHES = 65536
-"""Limit for the caches of one peer, as many as the local transport can register."""
+"""Maximum number of caches of one peer; the local transport can register as many."""
 
 MAX_LEASES = 1 << 17
-"""Limit for the moved leases of one peer, as many as a transport can have."""
+"""Maximum number of moved leases of one peer; a transport can have as many."""
 
 MAX_NBYTES = 256 << 20
-"""Limit for all entries of one peer, as messages: 4 KiB for each of MAX_CACHES."""
+"""Maximum size of all entries of one peer in messages: 4 KiB for each of MAX_CACHES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class PeerCache:
         paged: True if its rows are blocks.
         addresses: Address of each tensor in the peer.
         offers: Its metadata for each transport of the link that reaches it.
-        writable: True if it can be pushed to.
+        writable: True if pushes may write to it.
         model_id: Model id of its BlocksCacheKey, or None.
-        name: The name that the peer's caller gave the memory, or "".
+        name: The name that the peer's program gave the memory, or "".
         side: The cache as a side of a plan.
-        first: Lowest byte of all tensors.
-        last: Highest byte of all tensors.
+        first: Lowest address of all tensors.
+        last: Address of the last byte of all tensors.
     """
 
     cluster_id: int
@@ -63,7 +63,7 @@ class PeerCache:
         return sum(len(offer.metadata) for offer in self.offers) + 9 * len(self.addresses)
 
     def metadata(self, transport: str) -> bytes:
-        """Return the metadata for a transport; empty if that does not reach the cache."""
+        """Return the metadata for a transport; empty if it does not reach the cache."""
         return next((offer.metadata for offer in self.offers if offer.transport == transport), b"")
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ class PeerTable:
         self.by_model: dict[int, PeerCache] = {}
         self.leases: dict[int, BlockLease] = {}
         self._nbytes = 0  # of all offered caches and of moved leases
-        # Key: whether all are writable. Value: the version of the table, and the index made of it.
+        # By `writable`: the version of the table, and the index that was made of that version.
         self._indices: dict[bool, tuple[int, AddressIndex[PeerCache]]] = {}
 
     def apply(self, table: Table) -> list[int]:
@@ -182,7 +182,7 @@ class PeerTable:
         return (*self.by_id.values(),)  # one atomic copy: tuple() needs the GIL for that
 
     def address_index(self, *, writable: bool) -> AddressIndex[PeerCache]:
-        """Return the index of all offered caches by address, or of the writable ones."""
+        """Return the index by address of all offered caches, or only of the writable ones."""
         version = self.version  # read first, so that a concurrent change belongs to a later version
         held = self._indices.get(writable)
         if held is not None and held[0] == version:
@@ -237,7 +237,7 @@ def find_by_address(caches: Iterable[PeerCache], addresses: Sequence[int]) -> Ad
 
 
 def no_cache_at(caches: Sequence[PeerCache], who: str, addresses: Sequence[int]) -> LLMException:
-    """Explain a None of `find_by_address` as LLM_KV_CACHE_NOT_EXIST or LLM_PARAM_INVALID."""
+    """Return why `find_by_address` found no cache: LLM_KV_CACHE_NOT_EXIST or LLM_PARAM_INVALID."""
     cache_ids: list[int] = []
     for position, address in enumerate(addresses):
         cache = next((cache for cache in caches if _left(cache, [address])[0]), None)
@@ -260,7 +260,7 @@ def _left(cache: PeerCache, addresses: Sequence[int]) -> list[int]:
     """Return the bytes from each address to the end of its tensor, 0 outside of all tensors."""
     starts = sorted(cache.addresses)
     nbytes = cache.desc.tensor_nbytes
-    # Tensors have one size: of two that overlap, the one that begins last ends last.
+    # All tensors have the same size, so the last one that begins before an address ends last.
     positions = ((address, bisect_right(starts, address)) for address in addresses)
     return [max(0, starts[i - 1] + nbytes - address) if i else 0 for address, i in positions]
 
@@ -270,8 +270,8 @@ def not_reached(cache: PeerCache, transport: str) -> LLMException:
     kind, remedy = (
         (
             "device",
-            "both engines need a device, and a transport that reaches it: hccl; local, if "
-            "it is memory of CUDA that peers can map (the log of its engine says why not); or tcp",
+            "both engines need a device and a transport that reaches it: hccl, tcp, or local for "
+            "CUDA memory that peers can map (the log of its engine says why they cannot)",
         )
         if cache.desc.placement is Placement.DEVICE
         else ("host", "let its engine allocate it, or link over another transport (local)")

@@ -1,4 +1,4 @@
-"""The sender of a link: messages that tell one peer the offered caches and moved leases."""
+"""Publication of the offered caches and moved leases to the peer of a link."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _LOG = Log("kvplan")
 MAX_PUBLISHED_NBYTES: Final = MAX_NBYTES // 2
-"""Limit for one cache and for one message, as `published_nbytes` estimates them."""
+"""Maximum size of one cache and of one message, as `published_nbytes` estimates it."""
 _ENTRY_NBYTES: Final = 512  # for a shape with many dimensions
 _ADDRESS_NBYTES: Final = 9
 _ID_NBYTES: Final = 9
@@ -83,7 +83,7 @@ class PublishedTable:
         return tables + self._moved(leases)
 
     def _moved(self, leases: Mapping[int, BlockLease]) -> list[Table]:
-        """Return the messages with leases that were moved, and the ids of those that ended."""
+        """Return the messages that announce moved and ended leases."""
         before, self._leases = self._leases, dict(leases)
         ended = [lease_id for lease_id in before if lease_id not in leases]
         blobs = [
@@ -106,7 +106,7 @@ class PublishedTable:
         return tables
 
     def describe(self, entry: OfferedCache) -> TableEntry:
-        """Return the entry of a message for a cache."""
+        """Return the description of a cache for a message."""
         cache, desc = entry.cache, entry.cache.cache_desc
         return TableEntry(
             cache_id=cache.cache_id,
@@ -181,11 +181,11 @@ class Publisher:
         self._channel = channel
         self._offered = offered
         self._sending = asyncio.Lock()
-        self._unsent: deque[Table] = deque()  # after a timeout: the peer needs every message
+        self._unsent: deque[Table] = deque()  # kept on a timeout: the peer needs every message
         self._is_pending = False
 
     async def publish(self) -> int:
-        """Send all changes, and return the version that the peer has then."""
+        """Send all changes, and return the version of the table after them."""
         async with self._sending:  # messages must keep their order
             self._is_pending = False
             leases = self._offered.moved_leases
@@ -203,7 +203,7 @@ class Publisher:
                 await self.publish()
 
     async def publish_and_confirm(self, timeout_s: float) -> None:
-        """Publish and wait until the peer has the changes. A missing answer is logged."""
+        """Publish, and wait until the peer has the changes. A failure is logged."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.publish()

@@ -1,4 +1,4 @@
-"""Links by name: the locations of a communicator's members, and the points where they meet."""
+"""Links by name: the locations of a communicator's members, and where they meet."""
 
 from __future__ import annotations
 
@@ -218,10 +218,10 @@ class Rendezvous:
         self._forget(self._get(comm_id))  # another call, or `close`, may have been faster
 
     def status(self, comm_id: int) -> RegisterMemStatus:
-        """Return the status of a communicator. It is FAILED also if a link has broken since.
+        """Return the status of a communicator, which a broken link changes from OK to FAILED.
 
-        A communicator that another member has unlinked stays OK, because a program may poll too
-        late.
+        A communicator that another member has unlinked stays OK, because this program may not
+        have polled it before.
         """
         comm = self._get(comm_id)
         if comm.status is not RegisterMemStatus.OK:
@@ -282,11 +282,11 @@ class Rendezvous:
     def _waited_for(self, comm: Communicator, cluster_id: int) -> str:
         endpoint = self._meeting_point(comm, cluster_id)
         if self._listens_for(cluster_id):
-            return f"cluster {cluster_id} has not come to {endpoint}"
+            return f"cluster {cluster_id} has not connected to {endpoint}"
         return f"cluster {cluster_id} has not listened at {endpoint}"
 
     async def _pair(self, comm: Communicator, cluster_id: int) -> None:
-        """Link with one member, and repeat that until it listens."""
+        """Link with one member, and retry until that member listens."""
         link = self._transitions.links.get(cluster_id)
         if link is not None and link.is_live and not comm.is_linked_by(link):
             raise link_failed(f"cluster {cluster_id} is linked already, but not by this name")
@@ -296,7 +296,7 @@ class Rendezvous:
         endpoint = self._meeting_point(comm, cluster_id)
         pause_s, longest_s = _PAUSE_S
         while not await self._try_link(comm, cluster_id, endpoint):
-            await asyncio.sleep(pause_s)  # until the peer listens: it sends no signal
+            await asyncio.sleep(pause_s)  # a peer does not signal that it listens
             pause_s = min(2 * pause_s, longest_s)
         comm.arrived[cluster_id].set()
 
@@ -320,7 +320,7 @@ class Rendezvous:
         return self._engine.cluster_id < cluster_id
 
     def _meeting_point(self, comm: Communicator, cluster_id: int) -> Endpoint:
-        """Return the address where this engine and another member meet."""
+        """Return the address at which this engine or another member listens for the other."""
         listening, connecting = sorted((self._engine.cluster_id, cluster_id))
         here, there = comm.members[connecting], comm.members[listening]
         return meeting_point(here, there, comm.name, listening, self._engine.options)

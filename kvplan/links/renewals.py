@@ -1,8 +1,8 @@
 """Renewal of the connection behind a link, while transfers continue.
 
 Each end announces a new generation, makes it once the peer has announced it too, and reports
-whether that succeeded. Both ends use it once both have it. Either end may begin; if both begin at
-the same time, they mean the same generation.
+whether that succeeded. When both ends have made the generation, both switch to it. Either end may
+begin; ends that begin at the same time use the same number.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Attempt:
 
 
 class Renewals:
-    """The renewals of one link. Only `request` and `notify_unused` may leave the control thread."""
+    """The renewals of one link. Other threads may call only `request` and `notify_unused`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Renewals:
         renewable.notify_unused = self.notify_unused
 
     def request(self) -> None:
-        """Renew the connection and wait for it. A transferring thread calls this."""
+        """Renew the connection, and wait for the result. The thread of a transfer calls this."""
         try:
             self._control.run(self._renew())
         except TimeoutError:
@@ -137,8 +137,7 @@ class Renewals:
         try:
             metadata = await self._control.in_worker(self._renewable.open, generation)
             await self._send(Renew(generation, metadata))
-            # `renew` has only a timeout once it waits for the peer, so wait for the peer here
-            # first.
+            # Wait for the peer here: `end` can end this wait, but not the wait inside `renew`.
             async with asyncio.timeout(_RENEWAL_S):
                 await attempt.peer_has_begun.wait()
             if self._attempts.get(generation) is not attempt:
@@ -152,7 +151,7 @@ class Renewals:
         except LLMException as error:
             self._fail(attempt, error)
             return
-        except Exception as error:  # otherwise the attempt would stay and block every request
+        except Exception as error:  # an attempt that stays would block every request
             self._fail(attempt, link_failed(f"{type(error).__name__}: {error}"))
             return
         if self._attempts.get(generation) is not attempt:  # abandoned in the meantime

@@ -1,4 +1,4 @@
-"""Beginning and end of the links of an engine, by either end or by agreement."""
+"""State changes of links: they begin, break, and end by either end or by agreement."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _LOG = Log("kvplan")
 _MAX_ERRORS = 1024
 _MAX_ACCEPTED_WORKERS = 32  # threads that connect to peers which have begun a handshake
 _LINKED_AGAIN = "the peer has linked again"
-_DISCONNECT_S = 1.0  # time for the reason of a peer that has exited or closed its memory
-_PEERS_SHARE = 0.5  # of the remaining time is the peer's, so that its refusal arrives in time
+_DISCONNECT_S = 1.0  # to receive the reason why a peer has exited or closed its memory
+_PEERS_SHARE = 0.5  # of the remaining time, so that the peer's refusal arrives in time
 
 
 class Transitions:
     """All state changes of links. The control thread makes them.
 
     Attributes:
-        links: Links in state LINKED, UNLINKING, BROKEN or CLOSED by cluster id. Any thread reads
-            it.
+        links: Links in state LINKED, UNLINKING, BROKEN or CLOSED by cluster id. Any thread may
+            read it.
         initiating: LINKING links whose handshake this side has begun.
         accepting: LINKING links whose handshake the peer has begun.
         errors: Errors of the last failed attempt to link, by cluster id.
@@ -52,7 +52,7 @@ class Transitions:
         self.errors: dict[int, LLMException] = {}
         self.observer: Callable[[PeerLink], object] | None = None
         self._engine = engine
-        # With the descriptors that signal the peer's death.
+        # The descriptors that signal the peer's death, for each link.
         self._watched: dict[PeerLink, list[int]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._refusal = ""  # the error of every new link
@@ -72,13 +72,13 @@ class Transitions:
         error = self.errors.get(cluster_id)
         return not_linked(
             f"cluster {cluster_id} is not linked"
-            + (f"; the last try failed: {error.args[0]}" if error is not None else "")
+            + (f"; the last attempt failed: {error.args[0]}" if error is not None else "")
         )
 
     def note_error(self, cluster_id: int, error: LLMException) -> None:
         """Remember why linking with a cluster failed."""
         self.errors.pop(cluster_id, None)
-        self.errors[cluster_id] = error  # the newest last: the oldest is dropped
+        self.errors[cluster_id] = error  # now the last: the first is dropped
         while len(self.errors) > _MAX_ERRORS:
             del self.errors[next(iter(self.errors))]
 
@@ -103,7 +103,7 @@ class Transitions:
     def connect(
         self, link: PeerLink, offers: Iterable[Offer], challenge: bytes, timeout_s: float
     ) -> Publisher:
-        """Begin to reach the peer's memory by `link.transports`. `connected` waits for it."""
+        """Begin to reach the peer's memory by `link.transports`. `connected` waits for that."""
         channel, streams = link.channel, link.streams
         assert channel is not None
         assert streams is not None
@@ -146,12 +146,12 @@ class Transitions:
         return link.publisher
 
     async def connected(self, link: PeerLink) -> None:
-        """Wait until the peer's memory can be reached."""
+        """Wait until `connect` has reached the peer's memory."""
         assert link.connecting is not None
-        # Shielded: if this wait ends, transport links that a worker has made must not be lost.
+        # Shielded: a cancelled wait must not lose the transport links that a worker makes.
         link.transport_links = await asyncio.shield(link.connecting)
         for made in link.transport_links.values():
-            if (renewable := made.renewable) is not None:  # of one transport only
+            if (renewable := made.renewable) is not None:  # true for one transport at most
                 assert link.channel is not None
                 link.renewals = Renewals(
                     link, link.channel, renewable, self._engine.control, link.wait_s, link.forget
@@ -162,7 +162,7 @@ class Transitions:
         assert link.channel is not None
         before = self.links.get(link.cluster_id)
         if before is not None:
-            self.lost(before, _LINKED_AGAIN)  # a warning at both ends if one of them still had it
+            self.lost(before, _LINKED_AGAIN)  # logs a warning if this end still had the link
             self.unlinked(before, _LINKED_AGAIN)
         self._end_handshake(link)
         initiating = self.initiating.get(link.cluster_id)
@@ -192,7 +192,7 @@ class Transitions:
         self._release_resources(link, str(error.args[0]))
 
     def lost(self, link: PeerLink, reason: str, *, orderly: bool = False) -> None:
-        """Change LINKED or UNLINKING to BROKEN. Every later transfer over the link fails."""
+        """Change LINKED or UNLINKING to BROKEN, or to CLOSED if the peer ended the link orderly."""
         if link.state not in {LinkState.LINKED, LinkState.UNLINKING}:
             return
         state = LinkState.CLOSED if orderly else LinkState.BROKEN
@@ -249,7 +249,7 @@ class Transitions:
         self.spawn(self._lost_after_disconnect(link))
 
     async def _lost_after_disconnect(self, link: PeerLink) -> None:
-        """Wait for the peer's own message, which has the better reason, and then end the link.
+        """Wait for a message of the peer, whose reason is better, and then end the link.
 
         No transfer succeeds in the meantime, because the transport knows that the peer is gone.
         """
@@ -263,7 +263,7 @@ class Transitions:
             asyncio.get_running_loop().remove_reader(fd)
 
     def _close_transport(self, link: PeerLink, state: LinkState, reason: str) -> None:
-        """Close the access to the peer's memory. Its transfers fail with the error of `state`."""
+        """Close the access to the peer's memory. Transfers then fail with the error of `state`."""
         self._unwatch(link)
         if link.streams is not None:
             link.streams.close()
@@ -276,7 +276,7 @@ class Transitions:
             link.connecting.add_done_callback(close)
 
     def _release_resources(self, link: PeerLink, reason: str, *, orderly: bool = False) -> None:
-        """Release all resources of a link; `orderly` if this side has ended it on purpose."""
+        """Release all resources of a link; `orderly` if this side ends the link on purpose."""
         # In a worker: this may wait for peers that write to the caches of the claims.
         self._engine.registry.release_holder(link, run=self._engine.control.start_in_worker)
         link.forget()
@@ -284,7 +284,7 @@ class Transitions:
         if link.renewals is not None:
             link.renewals.end(reason)
         if link.channel is not None:
-            # Later, since a request that is being served now needs its answer first.
+            # Later, so that the answer to a request that is being served is sent first.
             close = partial(link.channel.close, reason, orderly=orderly)
             asyncio.get_running_loop().call_soon(close)
 
@@ -314,10 +314,10 @@ def _close_result(why: LLMException, connecting: asyncio.Task[dict[str, Transpor
 
 
 class Unlinker:
-    """The end of links by agreement.
+    """Unlinking by agreement of both ends.
 
-    Both ends must be idle, this one first, because the other end closes once it agrees. If
-    operations do not end in time, the end accepts new ones again and the link stays.
+    This end becomes idle first, because the other end closes the link as soon as it agrees. If
+    operations do not end in time, the link stays and accepts new ones again.
     """
 
     def __init__(self, engine: LocalEngine, transitions: Transitions) -> None:
@@ -390,7 +390,7 @@ class Unlinker:
 
     @contextmanager
     def _no_new_operations(self, link: PeerLink) -> Iterator[None]:
-        """Hold the link in UNLINKING. The last call to leave restores LINKED if the link exists."""
+        """Hold the link in UNLINKING. The last caller restores LINKED unless the link has ended."""
         if link.state is LinkState.LINKED:
             link.change_state(LinkState.UNLINKING)
         self._waiting[link] = self._waiting.get(link, 0) + 1
@@ -412,7 +412,7 @@ class Unlinker:
     def _no_link(self, cluster_id: int) -> LLMException:
         if cluster_id in self._transitions.initiating or cluster_id in self._transitions.accepting:
             return LLMException(
-                f"cluster {cluster_id} is only being linked",
+                f"cluster {cluster_id} is still being linked",
                 status_code=LLMStatusCode.LLM_PROCESSING_LINK,
             )
         return self._transitions.not_linked(cluster_id)

@@ -24,7 +24,7 @@ class IpInfo:
 
     Attributes:
         ip: IP address or name of the host.
-        port: Port on the host; 0 means no port, and such an address cannot be linked to.
+        port: Port on the host; 0 means no port, which is not enough to link.
     """
 
     ip: str
@@ -40,7 +40,7 @@ class IpInfo:
 
 
 Address = str | IpInfo
-"""`"ip:port"`, or the same as an `IpInfo`."""
+"""An address as text, `"ip:port"`, or as an `IpInfo`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,7 @@ class ClusterInfo:
     Args:
         remote_cluster_id: Cluster id of the peer.
         remote: Address where the peer listens. Linking needs exactly one, unlinking needs none.
-            None is the same as no address, because engines that do not listen have it as
-            `listen_address`.
+            None means no address, as the `listen_address` of an engine that does not listen.
         local: Not used; the reference has it.
         remote_role_type: Not used; the reference has it.
     """
@@ -159,8 +158,8 @@ class LinkStatus:
         instance: Id of the run of the peer's engine as hex; empty before it has answered.
         role: Role of the peer.
         state: See LinkState.
-        transport: Name of the transport ("local"), or of several ("local+tcp"), each for the memory
-            that those before it do not reach; empty before both ends agree.
+        transport: Name of the transport ("local"), or of several ("local+tcp"), of which each moves
+            what the earlier ones do not reach; empty before both ends agree.
         way: How bytes move ("rc_mlx5/mlx5_0:1"); empty before the peer is reached.
         passed_over: Why transports that would be preferred are not used, or not for all memory.
         address: Address of the control channel.
@@ -217,7 +216,7 @@ class LinkResults(list[LinkResult]):
     async def of(cls, calls: Iterable[tuple[int, Callable[[], Awaitable[object]]]]) -> Self:
         """Make one call for each cluster, all at the same time."""
 
-        # Not of coroutines: a cancelled call that has not begun would leave one that never ran.
+        # Functions, not coroutines: cancelling before the start would leave one never awaited.
         async def result(cluster_id: int, call: Callable[[], Awaitable[object]]) -> LinkResult:
             try:
                 await call()
@@ -247,12 +246,12 @@ class LinkResults(list[LinkResult]):
 
 
 def other_cluster(here: int, wanted: int) -> LLMException:
-    """Return the refusal of a peer that meant another cluster. `cluster_here` parses it."""
+    """Return the refusal for a peer that expects another cluster. `cluster_here` parses it."""
     return link_failed(f"cluster {here} is here, not cluster {wanted}")
 
 
 def cluster_here(error: LLMException) -> int | None:
-    """Return the cluster that `other_cluster` names as listening, or None.
+    """Return the listening cluster that an error of `other_cluster` names, or None.
 
     Refusals travel as text, which has not changed since the first version of the protocol.
     """

@@ -24,7 +24,7 @@ from kvplan.transport.registrations import (
 )
 
 Tickets = frozenset[tuple[int, int]]
-"""The writes of a peer to this process at one time: (index in the peer's table, number) of each."""
+"""A peer's writes to this process at one moment, each as (index in the peer's table, number)."""
 
 _POLL_S: Final = 100e-6
 _STALLED_S: Final = 0.02  # timeout for peers that made no progress in the last wait
@@ -35,7 +35,7 @@ _Holder = TypeVar("_Holder", bound=Releasable | None)
 
 
 class Writer(Generic[_Peer]):
-    """A peer that may have been writing to this process's memory when something ended."""
+    """A peer that may have been writing to memory whose registration or lease has ended."""
 
     def __init__(self, peer: _Peer, read: Callable[[_Peer], Tickets | None]) -> None:
         self.peer = peer

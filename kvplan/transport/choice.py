@@ -1,4 +1,4 @@
-"""The table of transports, the only module that names them all, and their options."""
+"""The table of all transports and their options. No other module names every transport."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ TRANSPORTS: Final[Mapping[str, Callable[[TransportOptions], Transport]]] = {
 def make_transports(
     choice: str = "auto", options: TransportOptions = TransportOptions()
 ) -> Transports:
-    """Make the transport of that name, or with "auto" all that work here."""
+    """Make the transport `choice`, or with "auto" all transports that work here."""
     check_type("transport", choice, str)
     if choice != "auto" and choice not in TRANSPORTS:
         known = ", ".join(["auto", *TRANSPORTS])

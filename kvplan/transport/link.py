@@ -49,7 +49,7 @@ def mixed_places(peer: str) -> LLMException:
 
 
 def lease_words(leases: Sequence[BlockLease], transport: str) -> list[LeaseWord]:
-    """Return the words that a transport checks for these leases; raise `no_leases` without one."""
+    """Return the words that a transport checks for these leases; raise if a lease has no word."""
     words = []
     for lease in leases:
         if (word := lease.word(transport)) is None:
@@ -94,7 +94,7 @@ class TransportLink(ABC):
             "after": in a transfer, after its bytes, so that a writer asks the peer first.
         checks_every_range: True if a transfer checks all ranges of its memory; False: it checks
             each byte by its address.
-        renewable: The connection that both ends renew at times; None: this transport has none.
+        renewable: The connection, if both ends renew it at times; otherwise None.
         metadata: The metadata of the peer when the link was made.
         peer: The peer, for messages.
         pid: The process that the link belongs to.
@@ -108,7 +108,7 @@ class TransportLink(ABC):
 
     def __init__(self, metadata: PeerMetadata) -> None:
         self.pid: int = os.getpid()
-        self.metadata: Any = metadata  # subclasses know more of it
+        self.metadata: Any = metadata  # subclasses use fields of their own metadata
         self.peer: str = str(metadata)
         self._table: RangeTable[Any] = RangeTable(self.peer, metadata.ranges)
         self._why_closed: LLMException | None = None
@@ -117,7 +117,7 @@ class TransportLink(ABC):
     def death_fd(self) -> int | None:
         """A file descriptor that becomes readable when the peer dies or closes; None: none exists.
 
-        The link owns it: stop polling it before `close`.
+        The link owns the descriptor: stop polling before `close`.
         """
         return None
 
@@ -210,7 +210,7 @@ class TransportLink(ABC):
         if not self.closed and self._why_closed is None:
             self._why_closed = why or self._closed_error()
         if self._why_closed is not None:  # None: the transport has closed the link
-            # Also in a second call: an interrupt may have ended the first one before this.
+            # Also in a second call: an interrupt may have ended the first one before this line.
             self._disconnect(self._why_closed)
 
     @property
@@ -231,7 +231,7 @@ class TransportLink(ABC):
         """Release the peer; transfers in flight end with `why`. Idempotent."""
 
     def _closed_error(self) -> LLMException:
-        """Return the reason of `close` as a new exception, since each is raised once."""
+        """Return the reason of `close` as a new exception, because many threads may raise it."""
         if (why := self._why_closed) is None:
             return not_linked(f"the link to {self.peer} is closed")
         return LLMException(why.args[0], status_code=why.status_code)
@@ -300,7 +300,7 @@ class PeerMemory:
         addresses: The address of each tensor, as the backend reaches it.
         nbytes: The size of each tensor.
         writable: True if a transfer may write to the tensors.
-        in_process: True if the addresses are of this process.
+        in_process: True if the addresses are valid in this process.
         on_device: True if the tensors are in device memory of the peer.
     """
 
@@ -357,7 +357,7 @@ class PeerMemory:
     def _extra_checks_with(self, leases: Sequence[BlockLease]) -> Sequence[tuple[int, int, str]]:
         """Return the extra checks with those of `leases`."""
         words = lease_words(leases, self._link.transport)
-        named = [(w.slot, w.generation, str(its)) for w, its in zip(words, leases, strict=True)]
+        named = [(w.slot, w.generation, str(lease)) for w, lease in zip(words, leases, strict=True)]
         return [*self._extra_checks, *named]
 
     def _copy(self) -> Self:
@@ -377,7 +377,7 @@ class PeerMemory:
         return copy
 
     def check(self, tensors: range | None = None) -> None:
-        """Check the link only: each transfer itself checks the ranges."""
+        """Check only the link: each transfer checks the ranges itself."""
         self._link.check()
 
     def __repr__(self) -> str:

@@ -70,8 +70,8 @@ class Range(Extent, frozen=True):
     """Registered memory [address, address + nbytes) of a process.
 
     Attributes:
-        slot, generation: Identify the registration. The registration stands as long as this slot
-            has this generation in the owner's generation table.
+        slot, generation: Identify the registration, which is valid while this slot has this
+            generation in the owner's generation table.
         writable: True if peers may write to the memory.
     """
 
@@ -131,7 +131,7 @@ class PeerMetadata(Record, frozen=True, tag_field="schema"):
 
 
 class InstanceMetadata(PeerMetadata, frozen=True):
-    """Metadata of a transport that a random number identifies.
+    """Metadata of a transport that is identified by a random number.
 
     Attributes:
         instance: 32 hexadecimal digits, unique to this transport.

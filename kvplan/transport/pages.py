@@ -49,14 +49,14 @@ class _Task:
         self.nbytes = arena.nbytes
         self.walk = PageWalk(arena.nbytes, collapse=collapse)
         self._collapse = collapse
-        self.due = 0.0  # on the monotonic clock; inf: it is complete
+        self.due = 0.0  # on the monotonic clock; inf: no more turns
         self._wait_s = _FIRST_WAIT_S
         self._found = 0  # bytes, in this pass
         self._took_s = 0.0
 
     @property
     def is_over(self) -> bool:
-        """True if nothing is left to do, so that the arena does not count against the limits."""
+        """True if nothing is left to do. The arena then does not count against the limits."""
         done = self._collapse and self.walk.is_complete
         return done or self.walk.stopped or self.arena() is None
 
@@ -107,9 +107,9 @@ class BackgroundPages:
         atexit.register(self.close)
 
     def submit(self, job: Callable[[], object], owner: object) -> None:
-        """Let the thread call `job`, which maps arenas, unless `owner` is cancelled before.
+        """Let the thread call `job`, which maps arenas, unless `cancel(owner)` comes first.
 
-        An LLMException from `job` is ignored. `job` is not called if there are too many arenas.
+        An LLMException from `job` is logged. `job` is not called if there are too many arenas.
         """
         with self._changed:
             self._jobs.append((owner, job))
@@ -220,7 +220,7 @@ def _discard(items: list[_Item] | deque[_Item], is_one: Callable[[_Item], bool])
 def background_pages() -> BackgroundPages:
     """Return the thread of this process; a forked child has its own."""
     pid = os.getpid()
-    # If threads make several at once, one is used. No lock: a child could inherit it locked.
+    # Not locked, since a child could inherit the lock taken: of several new objects one is used.
     return _OF_PROCESS.get(pid) or _OF_PROCESS.setdefault(pid, BackgroundPages())
 
 

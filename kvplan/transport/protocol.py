@@ -85,12 +85,12 @@ class Streams(Protocol):
 
 
 class Renewable(Protocol):
-    """The connection of a link that reaches only memory that was registered before it.
+    """A connection that reaches only memory registered before the connection was made.
 
     For later memory both ends make another connection at the same time, with the next generation
-    number; that of `connect` is 0. The users of both links exchange the messages. Each side uses
-    the new connection once both have it. Transfers in flight stay with the old one, which is closed
-    when neither end uses it.
+    number; `connect` makes generation 0. The users of both links exchange the messages. Each side
+    uses the new connection once both have it. Transfers in flight stay with the old one, which is
+    closed when neither end uses it.
 
     Attributes:
         request_renewal: Set by the user of the link. A thread that transfers calls it if the
@@ -128,7 +128,7 @@ class Renewable(Protocol):
         """
 
     def abandon(self, generation: int) -> None:
-        """Abandon a connection in any state, since the peer will not have it. Does not block."""
+        """Abandon a connection in any state: the peer will not use it. Does not block."""
 
     def unused(self, generation: int) -> None:
         """Note that the peer does not use the connection any more. Does not block."""

@@ -1,4 +1,4 @@
-"""Registrations and leases of this process: the base class of each transport's own.
+"""Registrations and leases of this process: the base class for all transports.
 
 This module must not depend on a particular transport.
 """
@@ -201,7 +201,7 @@ class Registrations(ABC, Generic[_Range, _Holder]):
         return registration
 
     def holds(self, registration: Registration[_Range, _Holder]) -> bool:
-        """Return whether the registration has not ended."""
+        """Return True until the registration ends."""
         return self._by_slot.get(registration.range.slot) is registration
 
     def select(
@@ -408,7 +408,7 @@ class Quarantine:
         with self._changed:
             self._held.append((is_written, memory))
             if self._thread is None:
-                with suppress(LLMException):  # without a thread the memory is never released
+                with suppress(LLMException):  # memory stays until a later `add` starts the thread
                     self._thread = start_thread("kvplan-quarantine", self._run)
 
     def _run(self) -> None:
@@ -420,7 +420,7 @@ class Quarantine:
             self._thread = None
 
     def _try_release(self, is_written: Callable[[], bool], memory: Releasable) -> None:
-        """Release `memory` unless a peer may still write to it, or an error leaves that open."""
+        """Release `memory` if no peer can write to it any more. An error keeps it."""
         try:
             if is_written():
                 return

@@ -138,7 +138,7 @@ class Transport(ABC):
         self._registrations.end(registration)
 
     def metadata(self, registrations: Iterable[AnyRegistration] | None = None) -> bytes:
-        """Return the identity of this process and the places of registrations, by default of all.
+        """Return the identity of this process and the ranges of `registrations`; None means all.
 
         Raises:
             TypeError: A transport of another kind made one of them.
@@ -152,7 +152,7 @@ class Transport(ABC):
         return published.to_bytes()
 
     def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
-        """Return a slot and a generation that peers check beside those of registrations.
+        """Return a slot and a generation, which peers check like those of registrations.
 
         Args:
             deadline_ns: The time on CLOCK_MONOTONIC after which no transfer with the lease
@@ -351,7 +351,7 @@ def _offer_by(
 
 
 class LeaseWords:
-    """The words of the leases of one engine, over all of its transports; thread-safe."""
+    """The lease words of one engine, on all of its transports. Thread-safe."""
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         self._transports = {transport.name: transport for transport in transports}
@@ -381,7 +381,7 @@ class LeaseWords:
             self._transports[transport].renew_lease(slot, generation, deadline_ns)
 
     def drop(self, words: Iterable[LeaseWord]) -> None:
-        """End words that no peer has."""
+        """End words that no peer has received."""
         self._end((transport, (slot, generation)) for transport, slot, generation in words)
 
     def end(self, lease: BlockLease) -> None:

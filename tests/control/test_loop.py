@@ -102,7 +102,7 @@ def test_a_coroutine_that_waits_learns_of_the_end() -> None:
     loop = ControlLoop("short")
 
     async def run() -> None:
-        with refused(LLMStatusCode.LLM_FAILED, "short does not run"):
+        with refused(LLMStatusCode.LLM_FAILED, "short is not running"):
             await loop.run_for(asyncio.sleep(0))
         loop.start()
         begun = threading.Event()
@@ -115,7 +115,7 @@ def test_a_coroutine_that_waits_learns_of_the_end() -> None:
         await asyncio.to_thread(begun.wait, DEADLINE_S)
         await asyncio.to_thread(loop.stop)
         for ended in (waiting, loop.run_for(asyncio.sleep(0))):
-            with refused(LLMStatusCode.LLM_ENGINE_FINALIZED, "short does not run"):
+            with refused(LLMStatusCode.LLM_ENGINE_FINALIZED, "short is not running"):
                 await ended
 
     asyncio.run(run())
@@ -173,12 +173,12 @@ def test_the_loop_cannot_wait_for_itself(loop: ControlLoop) -> None:
 def test_nothing_runs_before_the_start_or_after_the_end() -> None:
     loop = ControlLoop("short")
     for _ in range(2):
-        with pytest.raises(LLMException, match="short does not run"):
+        with pytest.raises(LLMException, match="short is not running"):
             loop.run(asyncio.sleep(0))
-        with pytest.raises(LLMException, match="short does not run"):
+        with pytest.raises(LLMException, match="short is not running"):
             loop.call_soon(print)
         loop.start()
-        with pytest.raises(LLMException, match="short runs already"):
+        with pytest.raises(LLMException, match="short is already running"):
             loop.start()
         loop.run(asyncio.sleep(0))
         loop.stop()
@@ -200,7 +200,7 @@ def test_callers_that_wait_learn_of_the_end() -> None:
 
     stopping = threading.Thread(target=stop)
     stopping.start()
-    with pytest.raises(LLMException, match="short does not run"):
+    with pytest.raises(LLMException, match="short is not running"):
         loop.run(wait())
     stopping.join(DEADLINE_S)
 
@@ -223,7 +223,7 @@ def test_calls_during_the_stop_fail_with_that_reason(loop: ControlLoop) -> None:
             loop.run(asyncio.sleep(0))
             loop.stop()
             for made_call in calls:
-                assert "test-control does not run" in made_call.result(DEADLINE_S)
+                assert "test-control is not running" in made_call.result(DEADLINE_S)
         loop.start()
 
 

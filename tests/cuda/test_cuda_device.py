@@ -162,7 +162,7 @@ def test_in_its_own_the_programs_memory_is_foreign(
     theirs = program.made("cuMemAlloc_v2", GRANULE)
     own = CudaLibrary.load(context="own").device(3)
     assert own.locate(theirs) == ("foreign", 3)
-    with pytest.raises(CudaError, match=f"address {theirs:#x} is no memory of a device"):
+    with pytest.raises(CudaError, match=f"address {theirs:#x} is not memory of a device"):
         own.read(theirs, bytearray(8))
     mine = own.allocate(100)
     assert own.locate(mine.address) == ("device", 3)
@@ -280,7 +280,7 @@ def test_errors_of_memory(device: Device, cuda_simulator: CudaControls) -> None:
     with pytest.raises(CudaError, match="are more than any device has"):
         device.allocate((1 << 64) - 1)
     buffer = device.allocate(10)
-    with pytest.raises(CudaError, match=r"address 0x\w+ is no memory of a device"):
+    with pytest.raises(CudaError, match=r"address 0x\w+ is not memory of a device"):
         device.write(buffer.address, bytes(GRANULE + 1))
     device.write(buffer.address, bytes(10))
 

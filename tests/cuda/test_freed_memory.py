@@ -132,7 +132,7 @@ def test_nor_read_or_written(engine: LlmDataDist, program: Program) -> None:
     engine.write_cache(cache, [np.ones(ONE.shape, np.uint8)])
     program.free(address)
     assert program.allocate() == address
-    with refused("LLM_KV_CACHE_NOT_EXIST", "not that which was registered there"):
+    with refused("LLM_KV_CACHE_NOT_EXIST", "not the memory that was registered there"):
         engine.arrays(cache, copy=True)
     with refused("LLM_KV_CACHE_NOT_EXIST", OTHER):
         engine.write_cache(cache, [np.ones(ONE.shape, np.uint8)])

@@ -67,7 +67,7 @@ def test_containers_share_a_directory_or_say_where_each_waits(tmp_path: Path, sh
     if shared:
         assert [status for status, _ in found] == ["OK", "OK"]
         return
-    waited = ("cluster 2 has not come to ", "cluster 1 has not listened at ")
+    waited = ("cluster 2 has not connected to ", "cluster 1 has not listened at ")
     for (status, why), text in zip(found, waited, strict=True):
         assert status == "FAILED"
         assert f"{text}ipc://{runtime}/kvplan/" in why

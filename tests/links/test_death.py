@@ -72,7 +72,7 @@ def test_another_living_process_of_the_same_cluster_id(end: End, make_peer: Make
         f"(it,) = end.links.link([{end.cluster!r}], 5000); result = (it.status.name, str(it.error))"
     )
     assert status[0] == "LLM_ALREADY_LINK"
-    assert "cluster 1 is linked with another process of cluster 2, which lives" in status[1]
+    assert "cluster 1 is linked with another process of cluster 2, which is alive" in status[1]
     assert (end.state(2), peer.state(1)) == (LinkState.LINKED, "LINKED")
 
 

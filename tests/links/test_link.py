@@ -99,7 +99,7 @@ def test_a_refused_port_names_the_peer_and_the_reason(end: End) -> None:
         LLMStatusCode.LLM_LINK_FAILED,
         f"cluster 2 at {address}: connect: .*Connection refused",
     )
-    with pytest.raises(LLMException, match=r"the last try failed: cluster 2 at .*refused"):
+    with pytest.raises(LLMException, match=r"the last attempt failed: cluster 2 at .*refused"):
         end.links.get(2)
 
 

@@ -122,7 +122,7 @@ def test_an_engine_that_shows_the_instance_of_another_does_not_take_its_place(
     link = end.links.get(2)
     status, error, line = take_place(impostor, end.cluster, end.status(2).instance)
     assert status == "LLM_ALREADY_LINK"
-    assert "cluster 1 is linked with another process of cluster 2, which lives" in error
+    assert "cluster 1 is linked with another process of cluster 2, which is alive" in error
     assert line.startswith("WARNING ")
     (refused,) = (record for record in caplog.records if "event=refused" in record.getMessage())
     assert refused.levelname == "WARNING"

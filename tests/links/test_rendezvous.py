@@ -148,8 +148,8 @@ def test_a_member_that_never_comes(make_end: MakeEnd, comm_dir: str) -> None:
     comm_id = end.links.comm_link("alone", {1: 0, 2: 1})
     assert settle(end, comm_id) is FAILED
     why = (
-        r"the last try failed: communicator 'alone': clusters \[2\] have not linked within 1 s: "
-        f"cluster 2 has not come to ipc://{comm_dir}/[0-9a-f]{{16}}-1; a member in another "
+        r"the last attempt failed: communicator 'alone': clusters \[2\] have not linked within 1 "
+        f"s: cluster 2 has not connected to ipc://{comm_dir}/[0-9a-f]{{16}}-1; a member in another "
     )
     with pytest.raises(LLMException, match=f"cluster 2 is not linked; {why}"):
         end.links.get(2)
@@ -162,7 +162,7 @@ def test_each_member_that_never_comes_has_the_reason(make_end: MakeEnd, comm_dir
     comm_id = end.links.comm_link("alone", {1: 0, 2: 1, 3: 2, 4: 3})
     assert settle(end, comm_id) is FAILED
     for missing in (2, 3, 4):
-        why = f"cluster {missing} is not linked; the last try failed: communicator 'alone'"
+        why = f"cluster {missing} is not linked; the last attempt failed: communicator 'alone'"
         with pytest.raises(LLMException, match=why):
             end.links.get(missing)
     end.links.comm_unlink(comm_id)

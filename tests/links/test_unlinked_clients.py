@@ -119,7 +119,7 @@ def test_a_handshake_ends_with_the_listener(end: End, client: UnlinkedClient) ->
         assert end.state(2) is LinkState.LINKING
         end.links.stop_listening()
         assert end.state(2) is None
-    assert client.lost.get(timeout=DEADLINE_S).endswith("cluster 1 does not listen any more")
+    assert client.lost.get(timeout=DEADLINE_S).endswith("cluster 1 no longer listens")
 
 
 def test_a_hello_alone_changes_nothing(
@@ -137,13 +137,13 @@ def test_a_hello_alone_changes_nothing(
         (replace(recorded, timeout_ms=19_999), channel),
         (recorded, client.call(end)),
     ):
-        with refused(LLMStatusCode.LLM_ALREADY_LINK, "which lives"):
+        with refused(LLMStatusCode.LLM_ALREADY_LINK, "which is alive"):
             client.ask(its_channel, refused_hello)
     assert isinstance(client.ask(channel, recorded), Welcome)
     for body in (Sync(), Find(1, 1, 1), Claim(1, 1, 1), Release(1, None), Unlink(1)):
         with refused(LLMStatusCode.LLM_NOT_YET_LINK, r"no such link|the link does not exist"):
             client.ask(channel, body)
-    with pytest.raises(LLMException, match="the challenge is another handshake's"):
+    with pytest.raises(LLMException, match="the challenge belongs to another handshake"):
         client.ask(channel, Confirm(b"\0" * 16))
     assert (end.state(2), other.state(1)) == (LinkState.LINKED, LinkState.LINKED)
     end.links.get(2).begin(end)
@@ -302,7 +302,7 @@ def test_hellos_that_are_refused(
     [
         (("tcp",), b"", "the peer chose 'tcp', which was not offered"),
         (("local", "tcp"), b"", "the peer chose 'tcp', which was not offered"),
-        (("local",), bytes(16), "the challenge is another handshake's"),
+        (("local",), bytes(16), "the challenge belongs to another handshake"),
     ],
 )
 def test_choices_that_are_refused(
@@ -395,7 +395,7 @@ def test_another_user_of_the_host_is_kept_out(
     (error,) = nobody.run(LINK.format(1, address))
     assert "authenticate: the peer has disconnected; it may have another key" in error
     assert f"this side uses the key of user {NOBODY} (" in error
-    assert "as no kvplan.cluster_key_file is given" in error
+    assert "because kvplan.cluster_key_file is not given" in error
     assert peer.run(LINK.format(1, address)) == ["None"]
     theirs = nobody.run(
         "from kvplan.control.endpoint import Endpoint\n"

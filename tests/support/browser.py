@@ -1,6 +1,6 @@
 """A headless Chromium for tests that look at pages: the system's, which `make unit` installs.
 
-Where there is none, the tests that ask for it are skipped.
+Tests that need it are skipped if it is not installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLAGS = (
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[webdriver.Chrome]:
-    """Start a browser whose profile is a new folder, and end it with the `with` block."""
+    """Run a browser inside the `with` block, with a new folder as its profile."""
     binary, server = shutil.which("chromium"), shutil.which("chromedriver")
     if binary is None or server is None:
         pytest.skip("no Chromium: apt-get install chromium chromium-driver")
@@ -36,6 +36,6 @@ def chromium(profile: Path) -> Iterator[webdriver.Chrome]:
 
 
 def resize(driver: webdriver.Chrome, width: int, height: int = 1100) -> None:
-    """Set the size of the window, as pages see it."""
+    """Set the window's size that pages see."""
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)

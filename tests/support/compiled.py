@@ -1,6 +1,6 @@
-"""Programs in C on sources of kvnative, to check what no call from Python reaches.
+"""C programs that test what no call from Python reaches in the sources of kvnative.
 
-They see these sources as they are, without a build; all else comes from libkvn.so.
+Each is compiled with the sources that it checks. The rest comes from libkvn.so.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ LIBRARY = ROOT / "kvnative/lib"
 TIMEOUT_S = 60
 
 Check = Callable[[str], None]
-"""Runs one check of a program by its name; what is not so fails the test."""
+"""Runs one check of a program by its name. A failed check fails the test."""
 
 
 def compiled(folder: Path, source: str, *others: str) -> Check:
     """Compile a program of the tests.
 
     Args:
-        folder: where the program is put.
-        source: path of its `main`, in the tree.
+        folder: folder of the program.
+        source: path of the source with `main`, in the tree.
         others: sources that it is linked with, in kvnative/src.
     """
     if shutil.which("cc") is None:
@@ -36,7 +36,7 @@ def compiled(folder: Path, source: str, *others: str) -> Check:
     flags = ("-std=c11", "-D_GNU_SOURCE", "-g", "-Wall", "-Wextra", "-Werror", "-pthread")
     unused = ("-Wno-unused-function", "-ffunction-sections", "-Wl,--gc-sections")
     includes = (f"-I{ROOT / item}" for item in ("kvnative/src", "include", "tests/support/native"))
-    # Not by -Wl, which cuts at commas: the folder of a sanitized build has one.
+    # Not -Wl, which splits at commas: the path of a sanitized build contains one.
     library = (f"-L{LIBRARY}", "-Xlinker", "-rpath", "-Xlinker", str(LIBRARY), "-lkvn")
     sources = map(str, [ROOT / source, *(ROOT / "kvnative/src" / other for other in others)])
     command = ["cc", *flags, *unused, *includes, *sources, *library, "-o", str(program)]

@@ -1,4 +1,4 @@
-"""Calls of functions of kvplan, counted in this thread and in threads that begin later."""
+"""Recording of calls of kvplan's functions, in this thread and in threads that start later."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FOLDER = str(Path(kvplan.__file__).parent) + os.sep
 
 
 class Calls:
-    """Counts while it is begun; a coroutine that goes on is a call, too.
+    """Records calls from `begin` to `end`; resuming a coroutine is a call, too.
 
     Args:
-        thread: with what the names of the threads begin that are counted besides the main thread.
+        thread: prefix of the names of threads that are recorded besides the main thread.
     """
 
     def __init__(self, thread: str) -> None:
@@ -27,12 +27,12 @@ class Calls:
         threading.setprofile(self._look)
 
     def begin(self) -> None:
-        gc.disable()  # what other tests have left ends in calls, too
+        gc.disable()  # collecting garbage of other tests would make calls, too
         self._seen = []
         sys.setprofile(self._look)
 
     def end(self) -> list[tuple[str, str]]:
-        """Return file and function of each call, in their order."""
+        """Return the file and the function of each call, in order."""
         sys.setprofile(None)
         seen, self._seen = self._seen, None
         gc.enable()

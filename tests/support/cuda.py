@@ -1,4 +1,4 @@
-"""Memory of a CUDA GPU, by the driver alone: what the tests need of it, without a framework."""
+"""Memory of a CUDA GPU for tests, by calls of the driver, without a framework."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def why_none() -> str:
-    """Why there is no GPU to be used; empty: there is one."""
+    """Return why no GPU can be used; empty if one can."""
     try:
         _driver()
     except OSError as error:
@@ -37,7 +37,7 @@ def why_none() -> str:
 
 
 class CudaMemory:
-    """Memory of the first GPU, for tensors of one size; a side of a transfer, too."""
+    """Tensors of one size in memory of the first GPU, as a side of a transfer."""
 
     in_process = True
     on_device = True
@@ -66,10 +66,10 @@ class CudaMemory:
         _check(_driver().cuMemFree_v2(ctypes.c_uint64(self.address)))
 
     def backend(self, *others: Any) -> None:
-        """None: the peer's memory decides."""
+        """Return None: the peer's memory chooses the backend."""
 
     def check(self, tensors: range | None = None) -> None:
-        """Nothing: the test holds it."""
+        """Do nothing: the test holds the memory."""
 
 
 def _check(rc: int) -> None:

@@ -1,8 +1,8 @@
-"""pytest plugin of tools/arm64_test: what an emulator cannot do is left out by name, and said.
+"""pytest plugin of tools/arm64_test: skips tests that an emulator cannot run, and lists them.
 
-Each row of `LACKS` has one thing that qemu-user does not do as Linux does, and the tests that are
-about it, as patterns of their node ids. A pattern that fits no test of a file that was collected is
-an error: nothing is left out by mistake. With KVPLAN_EMULATED=all they are run.
+Each row of `LACKS` has one thing that qemu-user does not do as Linux does, and the tests of that
+thing, as patterns of their node ids. A pattern that matches no test of a collected file is an
+error, so that no pattern is outdated. KVPLAN_EMULATED=all runs these tests, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 
 class Lack(NamedTuple):
-    """What cannot be tested under emulation."""
+    """A feature that cannot be tested under emulation."""
 
     what: str
     why: str
@@ -131,7 +131,7 @@ _REASON = "emulated, without "
 
 
 def _fits(item: pytest.Item, pattern: str) -> bool:
-    # Brackets are of parameters here, not of patterns.
+    # Brackets enclose parameters here, not character sets.
     return fnmatchcase(item.nodeid, pattern.replace("[", "[[]"))
 
 
@@ -150,7 +150,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _left_out(reports: list[pytest.TestReport], lack: Lack) -> Iterator[str]:
-    """Names, without parameters."""
+    """Yield the names of tests that a lack left out, without parameters."""
     for report in reports:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
         if reason.removeprefix("Skipped: ") == _REASON + lack.what:

@@ -14,7 +14,7 @@ def spare_descriptors(count: int) -> Iterator[None]:
     """Let this process open `count` more descriptors inside of the block, and no others."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = {int(file.name) for file in Path("/proc/self/fd").iterdir()}
-    used = {number for number in used if _is_open(number)}  # not what the folder was read from
+    used = {number for number in used if _is_open(number)}  # without that of /proc/self/fd itself
     free = [number for number in range(max(used) + count + 2) if number not in used]
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[count], limits[1]))
     try:

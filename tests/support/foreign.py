@@ -1,4 +1,4 @@
-"""Tensors of libraries that are not installed here, which say what the real ones would."""
+"""Stand-ins for tensors of libraries that are not installed here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvplan.tensors import dlpack
 
 
 class _Name:
-    """Prints as torch's dtypes and devices do."""
+    """An object that prints like torch's dtypes and devices."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -22,12 +22,12 @@ class _Name:
 
 
 class TorchTensor:
-    """A stand-in for `torch.Tensor`, as far as kvplan looks at one: attributes alone.
+    """A stand-in for `torch.Tensor` with the attributes that kvplan reads.
 
     Args:
         array: its memory.
-        dtype: torch's name; by default NumPy's.
-        address: of its memory; None: the array's.
+        dtype: torch's name of the type; None: NumPy's.
+        address: address of the memory; None: the array's.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TorchTensor:
 def exported_by_numpy(
     array: np.ndarray, max_version: tuple[int, int] | None
 ) -> tuple[object, ctypes.Structure, dlpack._Tensor]:
-    """Return a capsule of an array, what is in it, and the tensor in that.
+    """Return a DLPack capsule of an array, its content, and the tensor in the content.
 
     NumPy before 2.1 refuses `max_version`, as libraries from before DLPack 1.0 do.
     """
@@ -78,10 +78,10 @@ def exported_by_numpy(
 
 
 class DLPackTensor:
-    """A tensor of a library that speaks DLPack 1.0, over memory of NumPy.
+    """A tensor of a library that supports DLPack 1.0, over memory of NumPy.
 
     Args:
-        code, bits: of its type in dlpack.h; None: NumPy's.
+        code: code of its type in dlpack.h; None: NumPy's.
     """
 
     def __init__(self, array: np.ndarray, *, code: int | None = None, device: int = 1) -> None:
@@ -98,19 +98,19 @@ class DLPackTensor:
         return capsule
 
     def change(self, exported: dlpack._Tensor) -> None:
-        """Make it say something else: nothing here."""
+        """Change fields of the exported tensor; subclasses do."""
 
 
 class GpuTensor:
-    """A tensor of a library that has GPUs and speaks DLPack, over memory that is none of NumPy's.
+    """A tensor of a library that has GPUs and supports DLPack, over memory outside of NumPy.
 
-    It is strict as the array API asks: `stream` is for devices that have streams.
+    It is as strict as the array API demands: `stream` is only for devices that have streams.
 
     Args:
-        array: its shape and type; its memory is never looked at.
-        address: of its memory; None: the array's.
+        array: its shape and type; the memory of the array is never used.
+        address: address of its memory; None: the array's.
         device: type and number, as in dlpack.h.
-        read_only: what it says of itself.
+        read_only: True if it is exported as read-only.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class GpuTensor:
 
 
 class CudaArray:
-    """An array with `__cuda_array_interface__` and nothing else, as numba's.
+    """An array with only `__cuda_array_interface__`, like numba's.
 
     Args:
-        array: its shape and type; its memory is never looked at.
-        address: of its memory; None: the array's.
-        changes: to what it says.
+        array: its shape and type; the memory of the array is never used.
+        address: address of its memory; None: the array's.
+        changes: changed fields of the interface.
     """
 
     def __init__(self, array: np.ndarray, address: int | None = None, **changes: Any) -> None:
@@ -172,7 +172,7 @@ class CudaArray:
 
 
 class InterfaceOnly:
-    """An object with `__array_interface__` and nothing else."""
+    """An object with only `__array_interface__`."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -180,7 +180,7 @@ class InterfaceOnly:
 
 
 def as_buffer(array: np.ndarray) -> Any:
-    """The memory of an array of float32 as ctypes has it, with its shape."""
+    """Return the memory of an array of float32 as a ctypes array of the same shape."""
     kind: Any = ctypes.c_float
     for length in reversed(array.shape):
         kind = kind * length

@@ -1,4 +1,4 @@
-"""What this process holds of the system, by name: a count would include what earlier tests left."""
+"""Descriptors and threads of this process, by name, because a count includes those of other tests."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ DEADLINE_S = 30
 
 @dataclass(frozen=True)
 class Held:
-    """Descriptors by number and what they are of, threads by number and name."""
+    """Descriptors by number and target, threads by number and name."""
 
     descriptors: frozenset[tuple[str, str]]
     threads: frozenset[tuple[str, str]]
 
     @classmethod
     def now(cls) -> Held:
-        """After what is garbage has gone, and what only that held."""
+        """Collect garbage twice, because finalizers release more, and list the rest."""
         gc.collect()
         gc.collect()
         return cls._listed()
 
     def new(self) -> Held:
-        """Return what came after this was taken."""
+        """Return the descriptors and threads that are new since this list."""
         now = Held._listed()
         return Held(now.descriptors - self.descriptors, now.threads - self.threads)
 
@@ -40,13 +40,13 @@ class Held:
         self.check_new_threads(set())
 
     def check_new_are_not_inherited(self) -> None:
-        """Fail unless there are new descriptors, all of which close when a program is executed."""
+        """Fail unless there are new descriptors and `exec` closes all of them."""
         numbers = [int(number) for number, _ in self.new().descriptors]
         assert numbers
         assert not [item for item in numbers if os.get_inheritable(item)], self.new()
 
     def check_new_threads(self, names: set[str]) -> None:
-        """Fail if new threads have other names; one that was joined is listed a moment longer."""
+        """Wait until new threads have these names: a joined thread is listed a while longer."""
         new, deadline = self.new(), time.monotonic() + DEADLINE_S
         while {name for _, name in new.threads} != names:
             assert time.monotonic() < deadline, new
@@ -56,11 +56,11 @@ class Held:
     def _listed(cls) -> Held:
         descriptors, threads = set(), set()
         for file in Path("/proc/self/fd").iterdir():
-            with suppress(FileNotFoundError):  # the one that the folder is read from
+            with suppress(FileNotFoundError):  # the descriptor of /proc/self/fd itself
                 descriptors.add((file.name, str(file.readlink())))
         for task in Path("/proc/self/task").iterdir():
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since
                 threads.add((task.name, (task / "comm").read_text().strip()))
-        # One thread for as long as the process lives, from its first generation table on.
+        # This thread starts with the first generation table, and ends with the process.
         threads = {thread for thread in threads if thread[1] != "kvplan-life"}
         return cls(frozenset(descriptors), frozenset(threads))

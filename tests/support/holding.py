@@ -14,7 +14,7 @@ LetGo = Callable[[], None]
 
 @contextmanager
 def held_transfers() -> Iterator[tuple[Transfers, LetGo]]:
-    """Transfers whose submitted tasks are in flight until what comes with it is called."""
+    """Yield transfers, and a function to call before their submitted tasks can end."""
     held: list[Backend] = []
 
     def wrap(backend: Backend) -> Backend:

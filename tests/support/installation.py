@@ -1,4 +1,4 @@
-"""kvplan as users have it: an sdist, the wheel made of it, an environment with that wheel."""
+"""kvplan as users install it: an sdist, the wheel made of it, an environment with that wheel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(command: list[str | Path], cwd: Path | None = None, **switches: str) -> str:
-    """Run a command that must succeed; returns what it printed."""
+    """Run a command that must succeed, and return its output."""
     done = subprocess.run(
         command, cwd=cwd, env=users_environment() | switches, capture_output=True, text=True
     )
@@ -27,12 +27,12 @@ def run(command: list[str | Path], cwd: Path | None = None, **switches: str) -> 
 
 
 def users_environment() -> dict[str, str]:
-    """Without PYTHONPATH, which would put the tree in front of what is installed."""
+    """Return the environment without PYTHONPATH, which would precede installed packages."""
     return {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
 
 
 def one(folder: Path, pattern: str) -> Path:
-    """Return the only file that matches."""
+    """Return the only matching file."""
     (found,) = folder.glob(pattern)
     return found
 
@@ -40,8 +40,8 @@ def one(folder: Path, pattern: str) -> Path:
 def built(factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the sdist, and the wheel built from that sdist, not from the tree.
 
-    What this environment's own build has compiled is not compiled again. With the tools of this
-    environment: two isolated ones take half a minute, and `make wheels` has them.
+    The build reuses compiled files and build tools of this environment: isolated builds take half
+    a minute, and `make wheels` tests them.
     """
 
     def build(folder: Path) -> None:
@@ -52,10 +52,10 @@ def built(factory: pytest.TempPathFactory) -> Path:
 
 
 def installed(factory: pytest.TempPathFactory) -> Path:
-    """Return the interpreter of a new environment that has the wheel, what it needs, and pytest.
+    """Return the interpreter of a new environment with the wheel, its requirements and pytest.
 
-    The requirements are links to the packages of this environment: no test depends on a network or
-    on a package index, and `make wheels` lets pip find them.
+    The requirements are links to the packages of this environment, so no test depends on a network
+    or a package index. `make wheels` lets pip find them.
     """
 
     def install(folder: Path) -> None:
@@ -75,7 +75,7 @@ def installed(factory: pytest.TempPathFactory) -> Path:
 
 
 def _required(requirements: list[str]) -> list[metadata.Distribution]:
-    """Return the packages of this environment that requirements name, and all that those need."""
+    """Return the installed packages that requirements name, and their own requirements."""
     found: dict[str, metadata.Distribution] = {}
     while requirements:
         requirement = Requirement(requirements.pop())
@@ -91,15 +91,15 @@ def _required(requirements: list[str]) -> list[metadata.Distribution]:
 
 
 def _once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """Return a folder that the first process of this run to ask has made; others wait for it."""
+    """Return a folder that is made once per run: the first process makes it, others wait."""
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent  # of all processes
+        base = base.parent  # shared by all processes
     folder = base / name
     with (base / f"{name}.lock").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.seek(0)
-        if not lock.read():  # nobody has made it
+        if not lock.read():  # not made yet
             make(folder)
             lock.write("made")
     return folder

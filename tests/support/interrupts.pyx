@@ -1,7 +1,7 @@
-"""A KeyboardInterrupt at a chosen place of a call, of those where Python itself looks for signals.
+"""A KeyboardInterrupt at a chosen place of a call, among those where Python checks for signals.
 
-Built in place, for the tests alone. A trace function in Python would have the signal handled inside
-of itself; under this one SIGINT arrives, and Python raises where it always does.
+Built in place, only for tests. Python would handle the signal inside of a trace function that is
+written in Python. Under this one, Python raises where it does without a trace function.
 """
 
 import dis
@@ -17,13 +17,13 @@ CHECKING = frozenset(
 
 
 cdef class Interrupts:
-    """Interrupts a call at its first place, the next call at its second, and so on.
+    """Interrupts the first call at its first place, the next call at its second, and so on.
 
-    Places are the calls, beginnings and loops in files whose path has `inside`.
+    Places are calls, loops and starts of functions in files whose path contains `inside`.
 
     Args:
         inside: part of a path.
-        step: how many places from one call to the next.
+        step: number of places from one call to the next.
     """
 
     cdef str inside
@@ -38,13 +38,13 @@ cdef class Interrupts:
 
     @property
     def place(self):
-        """The number of the place of the last call."""
+        """The number of the last call's place."""
         return self.at
 
     def call(self, function):
-        """Call it, interrupted at the next place; returns False where it has no such place.
+        """Call `function`, interrupted at the next place; return False if there is no such place.
 
-        What is raised after the interrupt goes to the caller, if it is no KeyboardInterrupt.
+        An exception other than KeyboardInterrupt is raised to the caller.
         """
         self.at += self.step
         self.seen = 0

@@ -1,4 +1,4 @@
-"""What the engines of a test leave behind on a simulated device."""
+"""A check that the engines of a test leave nothing behind on a simulated device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ DEADLINE_S = 30.0
 
 
 def check_nothing_left(left: Callable[[], dict[str, int]], before: dict[str, int]) -> None:
-    """Wait until no kind has more than before.
+    """Wait until no kind of object is more numerous than before.
 
-    A thread frees the memory of a device that the device's work may still use (`cuda/reclaim.c`).
+    A thread frees device memory later, when no work can use it any more (`cuda/reclaim.c`).
     """
     deadline = time.monotonic() + DEADLINE_S
     while True:

@@ -1,4 +1,4 @@
-"""Runs something before a chosen line of a call, where a signal handler could run."""
+"""An action before a chosen line of a call, where a signal handler could run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def interrupted(
     action: Callable[[], object],
     inside: Container[CodeType],
 ) -> bool:
-    """Call, with `action` before line `at` of those that run `inside` functions: was it there?"""
+    """Run `call` with `action` before line `at` in functions `inside`; return True if it exists."""
     lines = 0
 
     def before_line(frame: FrameType, event: str, _: object) -> Any:

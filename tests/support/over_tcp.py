@@ -1,4 +1,4 @@
-"""Engines that link over TCP, or UCX, whatever else would do: those machines of the suites."""
+"""Engines that link only over TCP, or only over UCX, for those machines of the suites."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ KEYS = {f"kvplan.{name}": str(value) for name, value in FIELDS.items()}
 
 
 def engine_of(machine: str) -> type[LlmDataDist]:
-    """The class to make engines of, on the machine of that name."""
+    """Return the class of engines on the machine of that name."""
     if machine == "ascend":
-        from tests.ascend.device import OnDevice  # which imports this module
+        from tests.ascend.device import OnDevice  # imports this module
 
         return OnDevice
     if machine == "cuda":
@@ -29,7 +29,7 @@ def engine_of(machine: str) -> type[LlmDataDist]:
 
 
 class OverTcp(LlmDataDist):
-    """Its options are the test's, and the transport, with as many connections at least."""
+    """An engine with the test's options, over TCP, with at least TCP_CONNECTIONS."""
 
     def initialize(self, options: Mapping[str, str] | Options | None = None) -> None:
         if isinstance(options, Options):
@@ -40,7 +40,7 @@ class OverTcp(LlmDataDist):
 
 
 class OverUcx(LlmDataDist):
-    """Its options are the test's, and UCX with what that has between processes of one host."""
+    """An engine with the test's options, over UCX between processes of one host."""
 
     def initialize(self, options: Mapping[str, str] | Options | None = None) -> None:
         assert isinstance(options, Options)

@@ -1,8 +1,8 @@
-"""Another process, which runs what a test sends to it; as a program, this is that process.
+"""Another process, which runs snippets of a test. This file is also the program of that process.
 
-A room's peer is a module with `names(*arguments)`: the names that what is sent can use. Between two
-commands no Python runs in the peer: it sits in a read. Whatever it writes to stdout or stderr is in
-the exception if it dies, else it is written to stderr when the peer is closed.
+A room's peer has a module with `names(*arguments)`, which returns the names that snippets can use.
+Between two snippets no Python runs in the peer: it waits in a read. If the peer dies, the exception
+has its output; otherwise the output is written to stderr when the peer is closed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 from tests.support import zygote
 from tests.support.zygote import ROOT
 
-DEADLINE_S = 120.0  # only a hanging test reaches it
-PATIENCE_MS = 10_000  # of links and operations that have no timeout of their own
+DEADLINE_S = 120.0  # reached only by a hanging test
+PATIENCE_MS = 10_000  # timeout of links and operations without one of their own
 
 EXECUTE_ANOTHER_PROGRAM = """
     import os, sys
@@ -40,11 +40,11 @@ EXECUTE_ANOTHER_PROGRAM = """
     )
     os.execv(sys.executable, [sys.executable, "-c", program])
 """
-"""What a peer can run: its process goes on with a program that answers "another"."""
+"""A snippet that replaces the peer's program by one that answers "another"."""
 
 
 class RemoteError(Exception):
-    """An exception in the peer, whose text is the traceback there."""
+    """An exception in the peer. The text is the traceback there."""
 
     def __init__(self, kind: str, message: str, code: int, status: int, text: str) -> None:
         super().__init__(text)
@@ -52,16 +52,16 @@ class RemoteError(Exception):
 
 
 class PeerDiedError(Exception):
-    """The process has ended, or was ended since it did not answer."""
+    """The process has ended, or was killed because it did not answer."""
 
 
 class Peer:
-    """A process that has the names of `module`, and runs snippets of Python.
+    """A process that runs snippets of Python with the names of `module`.
 
     Args:
-        arguments: of the module's `names`.
-        prefix: a command that starts the process (unshare, say).
-        environment: of the process, if not that of this one.
+        arguments: arguments of the module's `names`.
+        prefix: a command that starts the process, such as unshare.
+        environment: variables of the process; None: those of this one.
     """
 
     module = ""
@@ -107,28 +107,28 @@ class Peer:
 
     @cached_property
     def pid(self) -> int:
-        """As the process itself knows it: with a prefix, `process` may be another."""
+        """The pid of the process that runs snippets; with a prefix, `process` may be another."""
         asked = "import os; result = os.getpid()"
         return int(self.run(asked)) if self._prefix else self.process.pid
 
     def run(self, *code: str, **values: object) -> Any:
-        """Execute the snippets there, with `values` as names; returns their `result`."""
+        """Execute the snippets there, with `values` as names, and return their `result`."""
         self.send(*code, **values)
         return self.answer()
 
     def send(self, *code: str, **values: object) -> None:
-        """As `run`, without waiting: `answer` must follow."""
+        """Execute the snippets without waiting; call `answer` later."""
         try:
             self._connection.send(("\n".join(map(dedent, code)), values))
         except ConnectionError:
             raise self._died() from None
 
     def answer(self, timeout_s: float = DEADLINE_S) -> Any:
-        """The `result` of what was sent.
+        """Return the `result` of the sent snippets.
 
         Raises:
-            RemoteError: it raised that.
-            PeerDiedError: there is no answer, and will be none.
+            RemoteError: a snippet raised an exception.
+            PeerDiedError: the peer will not answer.
         """
         try:
             if not self._connection.poll(timeout_s):
@@ -141,7 +141,7 @@ class Peer:
         return value
 
     def stop(self) -> None:
-        """SIGSTOP; on return it has stopped."""
+        """Stop the process by SIGSTOP, and wait until it has stopped."""
         os.kill(self.process.pid, signal.SIGSTOP)
         self.wait_until_stopped()
 
@@ -152,11 +152,11 @@ class Peer:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def retire(self, *code: str) -> bool:
-        """Run what ends the work of a test there, and forget all names that it has made.
+        """Run snippets that end the work of a test there, and forget all names of the test.
 
         Returns:
-            Whether another test may use the process: it has no thread more than at first. Else it
-            is closed.
+            True if another test may use the process, which then has no more threads than at first;
+            False: it is closed.
         """
         is_reusable = False
         try:
@@ -170,13 +170,13 @@ class Peer:
         return is_reusable
 
     def kill(self) -> None:
-        """End it at once; on return it is dead, and a zombie until `close`."""
+        """Kill the process and wait for its death. It is a zombie until `close`."""
         self.dead = True
         os.kill(self.process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
 
     def finish(self) -> None:
-        """Let it end by itself, as it does when nothing can be sent any more, and close it."""
+        """Close the connection, wait until the process ends by itself, and close the rest."""
         self._connection.close()
         try:
             self.process.wait(DEADLINE_S)
@@ -184,7 +184,7 @@ class Peer:
             self.close()
 
     def close(self) -> None:
-        """End it, if it has not ended; nothing of it is left."""
+        """Kill the process if it has not ended, and release everything. Idempotent."""
         self.dead = True
         self.process.kill()
         self.process.wait()
@@ -201,7 +201,7 @@ class Peer:
         return PeerDiedError(f"process {self.process.pid} {how} {status}\n{self._written()}")
 
     def _hangs(self, timeout_s: float) -> PeerDiedError:
-        """End it in a way that writes where it is."""
+        """Abort the process, which writes its stack, and return the error."""
         for number in (signal.SIGABRT, signal.SIGCONT):
             os.kill(self.process.pid, number)
         return PeerDiedError(f"no answer within {timeout_s} s: {self._died()}")
@@ -236,11 +236,11 @@ class Remote:
 
 
 def serve(tests: Connection, names: dict[str, Any]) -> None:
-    """Execute snippet after snippet, until nobody can send another."""
+    """Execute one snippet after the other until the connection ends."""
     first, threads = dict(names), threading.active_count()
 
     def forget_all() -> bool:
-        """Delete what was made here; returns whether nothing of it runs."""
+        """Delete names that snippets have made; return True if they left no thread."""
         kept = {"result", "__builtins__"}
         for key in names.keys() - first.keys() - kept:
             del names[key]
@@ -263,7 +263,7 @@ def serve(tests: Connection, names: dict[str, Any]) -> None:
 
 
 def described(error: Exception) -> tuple[str, str, int, int, str]:
-    """What a `RemoteError` is made of."""
+    """Return the arguments of the `RemoteError` for an exception."""
     code, status = (getattr(error, name, 0) for name in ("code", "status"))
     text = "".join(traceback.format_exception(error))
     return type(error).__name__, str(error), code, status, text
@@ -272,8 +272,8 @@ def described(error: Exception) -> tuple[str, str, int, int, str]:
 def be_patient(*surfaces: type) -> None:
     """Raise the default timeouts of links and operations to PATIENCE_MS; heartbeats have more.
 
-    The defaults are for serving: a loaded machine takes longer than a second for a link now and
-    then. A test that waits for a timeout, or finalizes what never ends, gives one of its own.
+    The defaults are for serving; a loaded machine sometimes takes longer than a second for a link.
+    A test that waits for a timeout, or finalizes what never ends, gives its own timeout.
 
     Args:
         surfaces: classes whose methods have a default timeout of a second.
@@ -291,13 +291,13 @@ def be_patient(*surfaces: type) -> None:
 
 
 def main(module: str, *arguments: str) -> None:
-    """The process of a peer, whose stdin is the connection to the tests."""
+    """Be the process of a peer, with the connection to the tests as stdin."""
     faulthandler.enable()
     names = importlib.import_module(module).names(*arguments) if module else {}
     for surface in (("kvplan.engine.datadist", "LlmDataDist"), ("kvplan.hixl.hixl", "Hixl")):
         if imported := sys.modules.get(surface[0]):
             be_patient(getattr(imported, surface[1]))
-    gc.freeze()  # what was imported is no garbage of a test
+    gc.freeze()  # imported objects are not garbage of a test
     serve(Connection(0), names)
 
 

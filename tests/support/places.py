@@ -1,19 +1,18 @@
-"""What the suites run over, and where the processes of a test are: as the environment says.
+"""The machines that suites run on, and the places of a test's processes, from the environment.
 
-By default engines are on this host, linked over local; tests marked `over_tcp` run over TCP too,
-and those marked `over_tcp(only=True)` over TCP alone; those marked `over_ucx` over UCX as
-well, those marked `over_hccl` on simulated Ascend devices, and those marked `over_cuda` on CUDA's.
-Suites whose engines another network namespace has are run by tests/across/.
+By default engines are on this host, linked over local. Tests marked `over_tcp` also run over TCP,
+those marked `over_tcp(only=True)` only over TCP. Tests marked `over_ucx` also run over UCX, those
+marked `over_hccl` on simulated Ascend devices, and those marked `over_cuda` on simulated CUDA
+devices. tests/across/ runs suites with engines in other network namespaces.
 
-KVPLAN_TEST_MACHINES: comma-separated; "tcp": all tests of tests/datadist and tests/faults over TCP,
-    and over nothing else; "ascend_tcp": those of tests/datadist on simulated devices over TCP;
-    "ucx", "ascend": those that are marked, over UCX, and on simulated devices; "cuda": those of
-    tests/datadist, and those marked for HCCL, on simulated CUDA devices, whose memory peers map.
-    (tests/links is about the conversation, and has transports of its own.)
-KVPLAN_TEST_TCP_CONNECTIONS: how many their links have then; else 2.
+KVPLAN_TEST_MACHINES: comma-separated. "tcp": only TCP, for all tests of tests/datadist and
+    tests/faults; "ascend_tcp": tests of tests/datadist on simulated devices over TCP; "ucx",
+    "ascend": marked tests, over UCX and on simulated devices; "cuda": tests of tests/datadist, and
+    those marked for HCCL, on simulated CUDA devices. (tests/links has transports of its own.)
+KVPLAN_TEST_TCP_CONNECTIONS: number of connections of a link over TCP; default 2.
 KVPLAN_TEST_PEER_COMMAND: a JSON list of words before the command that starts a peer's process.
-KVPLAN_TEST_IP, KVPLAN_TEST_PEER_IP: where engines of this process, and of peers, listen.
-KVPLAN_TEST_CLUSTER_KEY: path of the cluster key that all engines have.
+KVPLAN_TEST_IP, KVPLAN_TEST_PEER_IP: addresses at which engines of this process and of peers listen.
+KVPLAN_TEST_CLUSTER_KEY: path of the cluster key of all engines.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # peers, which import this, start in two thirds of the time without
+if TYPE_CHECKING:  # without pytest, peers, which import this, start in two thirds of the time
     import pytest
 
 MACHINES = tuple(filter(None, os.environ.get("KVPLAN_TEST_MACHINES", "").split(",")))
@@ -38,11 +37,11 @@ PEER_LISTEN = f"{PEER_IP}:0"
 
 
 def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -> None:
-    """Run a test on each of the machines that there are for it.
+    """Parametrize a test with the machines that it runs on.
 
     Args:
         metafunc: the test.
-        fixture: that has the machine's name as its parameter, if the test uses it.
+        fixture: name of the fixture whose parameter is the machine, if the test uses it.
         usual: machines of tests that are not marked.
     """
     import pytest
@@ -58,10 +57,10 @@ def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -
     ]
     fit = over_tcp if mark and mark.kwargs.get("only") else [*usual, *over_tcp, *others]
     if "ascend" in fit and "cuda" not in fit:
-        fit.append("cuda")  # where it is asked for
+        fit.append("cuda")  # if KVPLAN_TEST_MACHINES names it
     names = MACHINES or (*usual, *(over_tcp if mark else []), *others)
     known = [item for item in names if item in fit]
-    # Not with QUICK=1: what has run on the host, and devices over TCP where both have run alone.
+    # Slow: devices, because the host has run the same, and devices over TCP, if each runs alone.
     repeated = () if MACHINES else ("ascend_tcp",) if mark else ("ascend",)
     marks = dict.fromkeys(repeated, pytest.mark.slow)
     metafunc.parametrize(

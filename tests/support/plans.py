@@ -1,4 +1,4 @@
-"""Plans made by other ways than the planner's functions."""
+"""Plans that are not made by the planner's functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvplan.types import KvCacheExtParam
 
 
 def joined(plans: Mapping[str, Plan]) -> Plan:
-    """Return one plan that has the only part of each of these, under its name."""
+    """Return one plan with the only part of each of `plans`, labelled with its name."""
     return Plan([plan.part.labelled(name) for name, plan in plans.items()])
 
 
@@ -37,7 +37,7 @@ def lower_natively(
     dst_token: int = 0,
     **more: Any,
 ) -> tuple[Plan, Descriptors] | None:
-    """Lower a request without a plan, as an operation does; None: the planner decides."""
+    """Lower a request without a plan, as an operation does; return None if it needs the planner."""
     tokens = num_tokens, src_token, dst_token
     if (by_tokens := counts_tokens(kind, *tokens)) is None:
         return None

@@ -1,4 +1,4 @@
-"""Expecting that a call is refused: with which status, and what the error says."""
+"""The expectation that a call is refused with a status and a message."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvplan import LLMException, LLMStatusCode
 
 
 class refused:  # noqa: N801 - it stands where pytest.raises does
-    """The block must raise an LLMException of this status, given as itself or by name.
+    """A block that must raise an LLMException of this status, which may be given by name.
 
-    Gives what pytest.raises gives. Not a generator: its frame would keep the error, and with it
-    the caller's objects, until the next garbage collection.
+    It yields what pytest.raises yields. It is not a generator, whose frame would keep the error,
+    and with it the caller's objects, until the next garbage collection.
     """
 
     def __init__(self, status: LLMStatusCode | str, match: str | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Rights that a process of a test gives up, as containers and sandboxes take them away.
+"""Ways to take rights from a process of a test, as containers and sandboxes do.
 
-Snippets are for a `Peer`, to be run before it starts threads; lists are prefixes of the command
-that starts it.
+Run snippets in a `Peer` before it starts threads. Lists are prefixes of the command that starts
+the peer.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _DENY = """
 
 
 def denying(*calls: str) -> str:
-    """A snippet after which the system calls of these names fail with EPERM."""
+    """Return a snippet that makes the system calls of these names fail with EPERM."""
     return _DENY.format(calls=[_CALLS[name] for name in calls])
 
 
 def may(*command: str) -> bool:
-    """Whether a command that changes rights works here; it is asked to run `true`."""
+    """Return whether a command that changes rights works here, with `true` as its program."""
     return (
         shutil.which(command[0]) is not None
         and not subprocess.run([*command, "true"], stderr=subprocess.DEVNULL).returncode

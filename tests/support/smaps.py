@@ -1,4 +1,4 @@
-"""What the kernel says of one mapping of this process: the oracle of what pages it has."""
+"""The kernel's data about one mapping of this process, as the oracle of tests of pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def smaps_of(address: int) -> dict[str, int]:
-    """The fields of the mapping that begins at `address`, in bytes; empty where there is none."""
+    """Return the fields of the mapping that begins at `address`, in bytes; empty if none does."""
     text = Path("/proc/self/smaps").read_text()
     entry = re.search(rf"^{address:08x}-.*\n((?:[A-Z]\w*:.*\n?)*)", text, re.MULTILINE)
     fields = [] if entry is None else re.findall(r"^(\w+): +(\d+) kB$", entry[1], re.MULTILINE)
@@ -15,13 +15,13 @@ def smaps_of(address: int) -> dict[str, int]:
 
 
 def num_mappings(inode: int) -> int:
-    """How many mappings of this process are of the file with that inode."""
+    """Return how many mappings of this process belong to the file with that inode."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sum(line.split()[4] == str(inode) for line in lines)
 
 
 def nodes_of(address: int) -> set[int]:
-    """Return the NUMA nodes that pages of the mapping at `address` come from."""
+    """Return the NUMA nodes of the pages of the mapping at `address`."""
     text = Path("/proc/self/numa_maps").read_text()
     entry = re.search(rf"^{address:08x} .*$", text, re.MULTILINE)
     return set() if entry is None else {int(match) for match in re.findall(r" N(\d+)=", entry[0])}

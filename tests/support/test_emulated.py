@@ -1,4 +1,4 @@
-"""What cannot be tested under emulation is in the document too."""
+"""The document lists the same features that cannot be tested under emulation."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ DOCUMENT = ROOT / "docs/how-to/aarch64.md"
 
 
 @pytest.mark.parametrize("lack", LACKS, ids=[item.what for item in LACKS])
-def test_the_document_has_it(lack: Lack) -> None:
+def test_the_document_lists_it(lack: Lack) -> None:
     assert f"| {lack.what} | {lack.why} |" in DOCUMENT.read_text()
 
 
 @pytest.mark.parametrize("lack", LACKS, ids=[item.what for item in LACKS])
-def test_its_files_are_there(lack: Lack) -> None:
+def test_its_files_exist(lack: Lack) -> None:
     for pattern in lack.tests:
         assert (ROOT / pattern.partition("::")[0]).is_file()

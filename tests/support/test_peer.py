@@ -29,7 +29,7 @@ AT_IMPORT = os.environ.get("KVPLAN_TEST_IP", "none")
 
 
 def names() -> dict[str, Any]:
-    """As a peer's module this one has the value of a variable when it was imported."""
+    """Return the value that a variable had when this module, as a peer's, was imported."""
     return {"at_import": AT_IMPORT}
 
 
@@ -40,7 +40,7 @@ def peer() -> Iterator[Peer]:
     peer.close()
 
 
-def test_a_command_has_values_and_a_result(peer: Peer) -> None:
+def test_a_snippet_has_values_and_a_result(peer: Peer) -> None:
     peer.run("import math", "def area(radius): return math.pi * radius**2")
     assert peer.run("result = area(radius), name", radius=0, name=b"any") == (0, b"any")
     assert peer.run("name") is None
@@ -49,7 +49,7 @@ def test_a_command_has_values_and_a_result(peer: Peer) -> None:
     assert peer.run("import os; result = os.getpid()") == peer.pid
 
 
-def test_a_peer_of_another_command() -> None:
+def test_a_peer_that_another_command_starts() -> None:
     peer = Peer(prefix=["sh", "-c", '"$@"; exit', "sh"])
     assert peer.pid != peer.process.pid
     peer.finish()
@@ -91,7 +91,7 @@ def test_attributes_of_an_exception_survive(peer: Peer) -> None:
     assert (failure.value.code, failure.value.status) == (5, 7)
 
 
-def test_a_peer_that_exits_in_a_command(peer: Peer) -> None:
+def test_a_peer_that_exits_in_a_snippet(peer: Peer) -> None:
     with pytest.raises(PeerDiedError, match="exited with 3\nlast words"):
         peer.run("import os; os.write(2, b'last words'); os._exit(3)")
     assert peer.dead
@@ -186,7 +186,7 @@ def test_more_environments_than_zygotes() -> None:
             assert peer.run(code) == str(number)
 
 
-def test_peers_have_unlike_addresses() -> None:
+def test_peers_have_different_addresses() -> None:
     code = "import numpy; array = numpy.ones(1 << 20); result = array.ctypes.data"
     with closing(Peer()) as one, closing(Peer()) as other:
         assert one.run(code) != other.run(code)
@@ -210,7 +210,7 @@ def test_nothing_outlives_the_tests() -> None:
         print(Peer().run("result = 'ran'"), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    # Its output ends when the last process ends that has it.
+    # Its output ends when the last process that has the descriptor ends.
     done = subprocess.run(
         [sys.executable, "-c", dedent(program)], cwd=ROOT, stdout=subprocess.PIPE, timeout=60
     )

@@ -1,7 +1,7 @@
-"""Which UCX the tests run with: the wheel's, or that of KVPLAN_UCX_LIBRARY when they were started.
+"""The UCX library of the tests: the wheel's, or the one that KVPLAN_UCX_LIBRARY names at the start.
 
-Most load none: tests/conftest.py hides it, so that engines say the same everywhere, and because
-loading one takes 0.4 s of a core in each process. Those that want it ask for the fixture `ucx`.
+Most tests load none: tests/conftest.py hides it, so that engines behave alike everywhere, and
+because loading it takes 0.4 s of a core in each process. Tests that need it use the fixture `ucx`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 from kvplan.transport.ucx.library import OVERRIDE, Found, find
 
-_TESTED = "KVPLAN_TESTED_UCX"  # what the processes that pytest-xdist starts find in its stead
+_TESTED = "KVPLAN_TESTED_UCX"  # the original value, for processes that pytest-xdist starts
 
 
 def hide() -> None:
-    """Let this process, and those that it starts, find none."""
+    """Hide the library from this process and those that it starts."""
     if named := os.environ.get(OVERRIDE):
         os.environ.setdefault(_TESTED, named)
     os.environ[OVERRIDE] = ""
@@ -24,7 +24,7 @@ def hide() -> None:
 
 @contextmanager
 def found() -> Iterator[Found]:
-    """Let this process, and those that it starts, find it."""
+    """Let this process and those that it starts find the library."""
     before = os.environ[OVERRIDE]
     if named := os.environ.get(_TESTED):
         os.environ[OVERRIDE] = named

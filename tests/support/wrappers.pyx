@@ -1,4 +1,4 @@
-"""Backends around a backend: every failure, on any machine. Built in place, for the tests alone."""
+"""Backends that wrap a backend and make it fail, on any machine. Built in place, only for tests."""
 
 from libc.stdint cimport int64_t, uint64_t
 
@@ -31,12 +31,12 @@ def fail_at(Backend backend not None, uint64_t descriptor, int status=KVN_FAILED
             int code=0, *, bint at_submit=False) -> Backend:
     """Make descriptor number `descriptor` of every task fail.
 
-    The descriptors before it are moved, it and those after it are not.
+    Earlier descriptors are moved. This one and later ones are not.
 
     Args:
-        status: what the report says, one of the negative KVN_ constants.
+        status: status of the report, one of the negative KVN_ constants.
         code: the system's error code in the report.
-        at_submit: refuse the batch that has it, of which nothing is moved then.
+        at_submit: refuse the whole batch with the descriptor, instead of moving a part.
     """
     if not KVN_NO_DEVICE_MEMORY <= status < KVN_OK:
         raise ValueError(f"status = {status}: expected {KVN_NO_DEVICE_MEMORY} to {KVN_OK - 1}")
@@ -46,18 +46,18 @@ def fail_at(Backend backend not None, uint64_t descriptor, int status=KVN_FAILED
 
 
 def swap_at(Backend backend not None, uint64_t descriptor) -> Backend:
-    """Write descriptor number `descriptor` and the next one to each other's place, once.
+    """Swap the destinations of descriptor number `descriptor` and the next one, once.
 
-    Both have as many bytes; nothing reports it.
+    Both must have the same size. No report tells.
     """
     backend.check_process()
     return Backend.adopt(kvn_swap_at_create(backend.handle, descriptor), backend, "swap_at")
 
 
 def delay(Backend backend not None, double ms) -> Backend:
-    """Hold back every batch's outcome until `ms` milliseconds after its submission.
+    """Hold back the outcome of every batch until `ms` milliseconds after its submission.
 
-    A batch that is aborted earlier is reported as not confirmed, whatever was moved.
+    A batch that is aborted earlier is reported as unconfirmed, even if it was moved.
     """
     if not 0 <= ms <= 1e9:
         raise ValueError(f"ms = {ms!r}: expected 0 to 1e9 milliseconds")
@@ -67,16 +67,16 @@ def delay(Backend backend not None, double ms) -> Backend:
 
 
 def hold(Backend backend not None) -> Backend:
-    """Hold back every batch's outcome until `let_go`; one that is aborted is not held."""
+    """Hold back the outcome of every batch until `let_go`, or until the batch is aborted."""
     backend.check_process()
     return Backend.adopt(kvn_hold_create(backend.handle), backend, "hold")
 
 
 def let_go(Backend held not None) -> None:
-    """Give the batches of a backend that `hold` has made their outcomes, and hold none from now on.
+    """Release the outcomes that a backend holds back, and hold none from now on.
 
     Args:
-        held: not a wrapper around it.
+        held: the backend that `hold` has returned, not a wrapper around it.
     """
     if held.name != "hold":
         raise ValueError(f"held = {held!r}: expected a backend that hold() has returned")
@@ -95,7 +95,7 @@ def limit_bandwidth(Backend backend not None, double bytes_per_second) -> Backen
 
 
 def limit_batch(Backend backend not None, uint64_t max_batch) -> Backend:
-    """Hand on at most `max_batch` descriptors at a time, the next when those are moved."""
+    """Pass on at most `max_batch` descriptors at a time, and the next ones when those are moved."""
     if max_batch < 1:
         raise ValueError(f"max_batch = {max_batch}: expected at least 1 descriptor")
     backend.check_process()
@@ -103,22 +103,22 @@ def limit_batch(Backend backend not None, uint64_t max_batch) -> Backend:
 
 
 def streams(Backend backend not None, int pending=0, int status=KVN_OK) -> Backend:
-    """Let streams wait for every batch, in words alone.
+    """Pretend that streams can wait for every batch.
 
     Args:
-        pending: so often it says first that it takes longer; -1: until the batch is over.
-        status: what it says then; code 7 and a message that names the stream come with a failure.
+        pending: number of calls that first return KVN_PENDING; -1: all until the batch is over.
+        status: the status after them; a failure has code 7 and a message that names the stream.
     """
     backend.check_process()
     return Backend.adopt(kvn_streams_create(backend.handle, pending, status), backend, "streams")
 
 
 def trace(Backend backend not None, int fd) -> Backend:
-    """Write a line of JSON to `fd` for every call of the backend's vtable, when it returns.
+    """Write a line of JSON to `fd` when a call of the backend's vtable returns.
 
-    Its fields: call, backend, request (a number of its own for each batch), first (the batch's
-    first descriptor in its task), count, nbytes, status (KVN_), us (CLOCK_MONOTONIC,
-    microseconds). The caller keeps the file descriptor open; a line that cannot be written is lost.
+    Fields: call, backend, request (the number of the batch), first (the batch's first descriptor
+    in its task), count, nbytes, status (KVN_), us (CLOCK_MONOTONIC, in microseconds). The caller
+    keeps the file descriptor open; a line that cannot be written is lost.
     """
     if fd < 0:
         raise ValueError(f"fd = {fd}: expected an open file descriptor")

@@ -1,13 +1,12 @@
-"""Processes that are forks of one which has imported their modules before, their zygote.
+"""Processes that are forks of a zygote, which has imported their modules.
 
 An interpreter that imports kvplan takes half a second of processor time, and the suite starts a
-thousand peers. A fork takes milliseconds. It has the modules of its zygote, but no memory, thread
-or descriptor of another fork, since a zygote only imports.
+thousand peers. A fork takes milliseconds. A fork has the modules of its zygote, but no memory,
+thread or descriptor of another fork, since a zygote only imports.
 
-`multiprocessing.forkserver` is not enough: tests wait for peers and see them stop, which only their
-parent can. A zygote forks twice. As the process between ends, the tests inherit the other.
-
-As a program, this file is a zygote.
+`multiprocessing.forkserver` is not enough: tests wait for peers and see them stop, which only a
+parent can. So a zygote forks twice, and when the process in the middle ends, the tests become the
+parent of the other. This file is also the program of a zygote.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ MAX_ZYGOTES = 4  # of one process of the tests; each holds some 40 MB
 MAX_REQUEST_NBYTES = 1 << 20
 TIMEOUT_S = 120
 NUM_LIMITS = 16  # of resources
-HUGE_PAGE = 1 << 21  # the system aligns large arrays to it
+HUGE_PAGE = 1 << 21  # the system aligns large arrays to this size
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 
 _prctl = ctypes.CDLL(None).prctl
 IS_USABLE = _prctl(PR_SET_CHILD_SUBREAPER, 0) == 0
-"""False where qemu-user emulates.
+"""False under qemu-user.
 
-A zygote has one thread, so sanitizers let its forks start threads.
+Sanitizers let forks start threads because a zygote has only one.
 """
 
 
@@ -58,7 +57,7 @@ Request = tuple[Sequence[str], dict[str, str], Limits]
 
 
 class Zygote(NamedTuple):
-    """A zygote that runs. The tests hold no descriptor of it, which a test would find."""
+    """A running zygote. The tests keep no descriptor of it, which would be counted as a leak."""
 
     pid: int
     address: bytes
@@ -109,15 +108,15 @@ def fork(
     environment: Mapping[str, str],
     descriptors: tuple[int, int, int],
 ) -> Forked:
-    """Start a process that calls `main` of a module: as `python FLAGS -m PROGRAM`, but forked.
+    """Fork a process that calls `main` of a module, instead of `python FLAGS -m PROGRAM`.
 
     Args:
         program: name of that module.
         arguments: arguments of its `main`.
-        imported: names of other modules that are imported before.
+        imported: names of other modules that the zygote imports.
         flags: flags of the interpreter.
         environment: variables of the process.
-        descriptors: what become its stdin, stdout and stderr.
+        descriptors: descriptors that become its stdin, stdout and stderr.
     """
     at_start = {name: environment[name] for name in environment if name.startswith(READ_AT_START)}
     key = program, *imported, *flags, *sorted(at_start.items())
@@ -131,7 +130,7 @@ def fork(
         try:
             socket.send_fds(asking, [request], descriptors)
             pid = int(asking.recv(64))
-            asking.recv(64)  # nothing comes; its end says that the process between has ended
+            asking.recv(64)  # returns when the process in the middle has ended
         finally:
             _prctl(PR_SET_CHILD_SUBREAPER, 0)
     return Forked(pid)
@@ -145,7 +144,7 @@ def run(
     environment: Mapping[str, str],
     stdin: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python FLAGS -m PROGRAM ARGUMENTS` to its end, as `fork` does where that is possible."""
+    """Run `python FLAGS -m PROGRAM ARGUMENTS` to its end, by `fork` if that is possible."""
     with TemporaryFile("w+") as given, TemporaryFile("w+") as said, TemporaryFile("w+") as errors:
         given.write(stdin)
         given.seek(0)
@@ -188,7 +187,7 @@ def _limits() -> Limits:
 
 @atexit.register
 def _end_zygotes(left: int = 0) -> None:
-    """End the oldest of them."""
+    """End the oldest zygotes, all but `left`."""
     while len(_zygotes) > left:
         oldest = _zygotes.pop(next(iter(_zygotes)))
         os.kill(oldest.pid, signal.SIGKILL)
@@ -204,7 +203,7 @@ def main(tests: str, program: str, *imported: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.chdir(ROOT)
     for name in (program, *imported):
-        with contextlib.suppress(Exception):  # a fork imports it again, and says why it cannot
+        with contextlib.suppress(Exception):  # a fork imports the module again, and reports why
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
@@ -222,13 +221,13 @@ def main(tests: str, program: str, *imported: str) -> None:
     for name in given.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment.items() - given.items())
-    # Two programs have unlike addresses, without which a test may not see one taken for the other.
+    # Different addresses, as in two programs: otherwise a test may not see a mix-up of processes.
     with mmap.mmap(-1, HUGE_PAGE * (1 + os.getpid() % 64), mmap.MAP_PRIVATE):
         importlib.import_module(program).main(*arguments)
 
 
 def _fork(listening: socket.socket) -> Request | None:
-    """Fork a process. Returns the request there, and None in the zygote."""
+    """Fork a process; return the request there, and None in the zygote."""
     asking, _ = listening.accept()
     with asking:
         request, descriptors, _, _ = socket.recv_fds(asking, MAX_REQUEST_NBYTES, 3)

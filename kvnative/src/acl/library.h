@@ -30,7 +30,7 @@ int kvn_acl_library_finalize(const kvn_acl_library *library, kvn_failure *failur
 /* ---- properties of devices; after init, without a context ---- */
 
 int kvn_acl_library_devices(const void *runtime, uint32_t *count, kvn_failure *failure);
-/* Gets a name such as "Ascend910B1"; "" if unknown. */
+/* Returns a name such as "Ascend910B1"; "" if unknown. */
 const char *kvn_acl_library_soc(const kvn_acl_library *library);
 /* Gets the three numbers of the interface's version; false: unknown. */
 bool kvn_acl_library_interface(const kvn_acl_library *library, int32_t version[3]);

@@ -26,8 +26,8 @@ static void *get_context(const kvn_device *device)
     return NULL;
 }
 
-/* Use an own context: torch_npu stops all streams of the primary context on a failure. The primary context stays
- * alive as well: HCCL sets it in its threads, and other code resets the device as often as it has set it. */
+/* A context of its own: torch_npu stops all streams of the primary context on a failure. The primary context is kept
+ * alive, too: HCCL sets it in its threads, and other code resets the device as often as it has set it. */
 static int open_context(kvn_device *device, void **context, void **primary, kvn_failure *failure)
 {
     if (CALL(device, failure, aclrtSetDevice, device->id) != KVN_OK ||
@@ -108,7 +108,7 @@ static int pin(const kvn_device *device, void *address, uint64_t nbytes, kvn_fai
     return map(device, address, nbytes, failure);
 }
 
-/* HCCL also registers host memory, and removes this registration together with its own. */
+/* HCCL also registers host memory, and may have removed this registration together with its own. */
 static int unpin(const kvn_device *device, void *address, kvn_failure *failure)
 {
     const int status = CALL(device, failure, aclrtHostUnregister, address);
@@ -262,7 +262,7 @@ static unsigned batch_copies(const kvn_device *device, char *why, size_t room)
 }
 
 /* uint64_t, pointers and sizes are equally wide, so columns are passed as they are; kvnative/acl.h asserts that. The
- * first version of a call is better, as only it says which descriptor was refused. */
+ * first version of a call is preferred, because only that reports which descriptor was refused. */
 static int copy_batch(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                       size_t *failed, kvn_failure *failure)
 {

@@ -32,7 +32,7 @@
 /* Maxima of one batch call. Driver 580.159 crashes or hangs in a call of 51,828 descriptors, others crash on sm_100. */
 #define MAX_BATCH 1024
 #define MAX_BATCH_NBYTES (64u << 20)
-/* Maximum of single copies in one call. After each call the thread checks whether to stop. */
+/* Maximum number of single copies in one call. After each call the thread checks whether to stop. */
 #define SINGLES 64
 
 typedef struct kvn_cuda_copies {
@@ -40,7 +40,7 @@ typedef struct kvn_cuda_copies {
     atomic_bool no_kernel;
     atomic_bool no_batch;
     bool launches_wait; /* CUDA_LAUNCH_BLOCKING is set: each launch waits for its end */
-    atomic_uint max_blocks; /* set by option, in place of the tuning's; 0: the tuning's */
+    atomic_uint max_blocks; /* set by option; 0: as in `tuning` */
     pthread_mutex_t mutex;     /* guards the fields below */
     kvn_cuda_tuning tuning[3]; /* by direction */
 } copies;
@@ -127,7 +127,7 @@ typedef struct sides {
     kvn_cuda_ranges targets, sources;
 } sides;
 
-/* Cuts batch->count to the leading descriptors that can go that way. The kernel must reach both sides. The driver's
+/* Cuts batch->count to the leading descriptors that `way` can copy. The kernel must reach both sides. The driver's
  * copies need a known device side, and may reach more of the host than attributes say. Returns KVN_UNMAPPED if the
  * device side of the first descriptor is not memory. */
 static int count_reached(sides *known, kvn_direction direction, kvn_cuda_way way, kvn_columns *batch, size_t *failed,
@@ -165,13 +165,13 @@ static bool is_far(sides *known, kvn_direction direction, uint64_t dst, uint64_t
            (kvn_cuda_is_far(&known->targets, dst) || kvn_cuda_is_far(&known->sources, src));
 }
 
-/* The caller has checked that the driver knows the memory on the device's sides. */
+/* The caller has checked that the driver knows the memory of each side on the device. */
 static int copy_one(const kvn_device *device, uint64_t dst, uint64_t src, uint64_t nbytes, kvn_stream stream,
                     kvn_failure *failure)
 {
     if (kvn_cuda_launcher_note(device, stream, failure) != KVN_OK)
         return failure->status;
-    /* The driver finds the direction by the addresses. */
+    /* The driver derives the direction from the addresses. */
     return kvn_cuda_copy_parts(device, dst, src, nbytes, stream, failure);
 }
 

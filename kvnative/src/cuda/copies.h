@@ -26,8 +26,8 @@ typedef struct kvn_cuda_tuning {
 } kvn_cuda_tuning;
 
 int kvn_cuda_copies_open(const kvn_device *device, kvn_failure *failure);
-/* Call it with the context current, before that is closed, when nothing of the device is in use. Returns true if work
- * that was given up may still begin, so that the context must stay. */
+/* Call this with the context current, when nothing of the device is in use. Returns true if work that was given up may
+ * still begin: then the context must stay. */
 bool kvn_cuda_copies_close(const kvn_device *device);
 
 /* ---- rows of the table ---- */

@@ -19,7 +19,7 @@ typedef struct busy {
     bool has_others; /* it has work that cannot be stopped */
     bool was_told;   /* it was told to stop: nothing is launched on it until it is idle */
     bool is_void;    /* no launch had begun when it was told to stop, so none will touch memory */
-    bool is_dropped; /* no channel uses it any more: it is destroyed once it is idle */
+    bool is_dropped; /* no channel uses the stream any more: destroy it once it is idle */
 } busy;
 
 typedef struct kvn_cuda_launcher {
@@ -43,7 +43,7 @@ int kvn_cuda_launcher_load(const kvn_device *device, kvn_failure *failure)
 
     pthread_mutex_lock(&self->loading);
     status = kvn_cuda_kernel_load(&self->kernel, self->device, failure);
-    if (status == KVN_OK && !self->has_reserved) { /* no launch was taken so far */
+    if (status == KVN_OK && !self->has_reserved) { /* before the first launch is taken */
         kvn_cuda_launches_reserve(&self->launches, self->device);
         self->has_reserved = true;
     }
@@ -306,7 +306,7 @@ static int abort_work(kvn_cuda_launcher *self, busy *entry, kvn_failure *failure
     if ((!entry->launches || entry->is_void) && !entry->has_others)
         return KVN_OK;
     return kvn_fail(failure, KVN_UNSUPPORTED, 0, "CUDA cannot stop the work of a stream, which goes on%s",
-                    entry->launches ? " until the kernel sees that entry shall end" : "");
+                    entry->launches ? " until the kernel sees that it must stop" : "");
 }
 
 int kvn_cuda_abort(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
@@ -390,7 +390,7 @@ bool kvn_cuda_launcher_close(const kvn_device *device)
     for (busy *entry = self->streams; entry; entry = entry->next) {
         has_dropped |= entry->is_dropped;
         if (!entry->is_dropped)
-            settle(self, entry); /* its user has waited for its work */
+            settle(self, entry); /* the user of the stream has waited for its work */
     }
     if (!has_dropped) {
         kvn_cuda_launches_free(&self->launches, device);

@@ -1,4 +1,4 @@
-/* Launches of the copy kernel on streams, and how they are stopped. The launcher owns the control words and
+/* Launches the copy kernel on streams, and stops it. The launcher owns the control words and
  * descriptors that a launch reads; they outlive the launch, even if it was given up and begins late. Calls need the
  * device's context current, and may come from several threads. */
 #ifndef KVN_CUDA_LAUNCH_H
@@ -6,15 +6,15 @@
 
 #include "cuda/launch_memory.h"
 
-/* Maximum of launches on a stream at one time; each has 458 KB for its descriptors. */
+/* Maximum number of launches on a stream at one time; each has 458 KB for its descriptors. */
 #define KVN_CUDA_MAX_LAUNCHES 16u
 /* The result of work that was told to stop: a CUresult that CUDA does not have. */
 #define KVN_CUDA_ABORTED 1000000
 
 /* Makes the launcher of a device. */
 int kvn_cuda_launcher_open(const kvn_device *device, kvn_failure *failure);
-/* Call it when nothing is in use but launches that were given up. Those may still begin, so their memory is never
- * freed. Returns true if there are any: the context must stay as well. */
+/* Call this when only launches that were given up are left. Those may still begin, so their memory is never freed.
+ * Returns true if there are any: then the context must stay, too. */
 bool kvn_cuda_launcher_close(const kvn_device *device);
 
 /* Compiles the kernel once; later calls return the same outcome. KVN_UNSUPPORTED: this driver refuses the kernel, and
@@ -24,7 +24,7 @@ int kvn_cuda_launcher_load(const kvn_device *device, kvn_failure *failure);
  * the device reaches all memory. The caller may free the columns on return. */
 int kvn_cuda_launch(const kvn_device *device, kvn_stream stream, unsigned blocks, kvn_columns batch,
                     kvn_failure *failure);
-/* Call it before giving other work that moves bytes to the stream, which cannot be aborted from then on. */
+/* Call this before other work that moves bytes is put on the stream: from then on the stream cannot be aborted. */
 int kvn_cuda_launcher_note(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
 
 /* Returns true if the stream has only launches, which can be stopped. */
@@ -32,8 +32,8 @@ bool kvn_cuda_can_stop(const kvn_device *device, kvn_stream stream);
 /* Returns KVN_PENDING while the stream has work, then its outcome: KVN_CUDA_ABORTED, once, if it was told to stop. */
 int kvn_cuda_query(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
 /* Stops the launches of a stream. KVN_OK: no work of the stream touches memory any more, although launches on it may
- * still begin and end. Otherwise work goes on for now, and kvn_cuda_query says when it has ended. Until then new
- * launches on it fail with KVN_CUDA_ABORTED. */
+ * still begin and end. Otherwise work continues, and kvn_cuda_query says when it has ended. Until then new launches on
+ * the stream fail with KVN_CUDA_ABORTED. */
 int kvn_cuda_abort(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
 /* Aborts the stream, and destroys it, at once or when the launches that were given up have passed. */
 int kvn_cuda_drop(const kvn_device *device, kvn_stream stream, kvn_failure *failure);

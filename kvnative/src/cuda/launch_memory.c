@@ -8,7 +8,7 @@
 #define CALL KVN_CUDA_CALL
 /* Control words are allocated by the page. */
 #define CONTROLS (4096 / sizeof(kvn_copy_control))
-/* Launches with columns that one stream has at most; others are on streams with fewer descriptors for each. */
+/* Columns for as many launches as one stream can have. When all are in use, launches take few descriptors each. */
 #define MAX_COLUMNS 16
 /* 16 launches on each of 12 streams, four in each direction. */
 #define PAGES 3

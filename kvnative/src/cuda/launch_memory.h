@@ -10,11 +10,11 @@
 #include "cuda/copy_kernel.h"
 #include "cuda/device.h"
 
-#define KVN_CUDA_LAUNCH_COUNT 8192u /* maximum of descriptors of a launch */
+#define KVN_CUDA_LAUNCH_COUNT 8192u /* maximum number of descriptors of a launch */
 
 /* Columns that do not fit into the parameters of a launch. They are filled on the host, and copied to the device
  * before the launch: up to 229 KB in less than 10 us by DMA. If the kernel read them from the host, each piece would
- * wait for PCIe, and a binary search would for each of its steps. */
+ * wait for PCIe, with a binary search even at each step. */
 typedef struct kvn_cuda_columns {
     char *host;
     CUdeviceptr device;

@@ -167,7 +167,7 @@ static int status_of(CUresult code)
     case KVN_CUDA_SYSTEM_NOT_READY:
     case KVN_CUDA_SYSTEM_DRIVER_MISMATCH:
     case KVN_CUDA_COMPAT_NOT_SUPPORTED: return KVN_UNSUPPORTED;
-    case KVN_CUDA_DEVICE_UNAVAILABLE: /* another process uses it exclusively */
+    case KVN_CUDA_DEVICE_UNAVAILABLE: /* another process uses the device exclusively */
     case KVN_CUDA_NOT_PERMITTED: return KVN_DENIED;
     case KVN_CUDA_ECC_UNCORRECTABLE: return KVN_DEVICE_MEMORY;
     case KVN_CUDA_LAUNCH_TIMEOUT: return KVN_TIMEOUT;

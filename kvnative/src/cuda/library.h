@@ -16,8 +16,8 @@ typedef struct kvn_cuda_library {
 
 extern const kvn_symbols kvn_cuda_symbols;
 
-/* Opens `file`, a path or a name for the loader's own search. `failure` names the call that is missing, or
- * says what the loader said. */
+/* Opens `file`, a path or a name for the loader's own search. `failure` names the missing call, or has the loader's
+ * message. */
 int kvn_cuda_library_open(const char *file, kvn_cuda_library *out, kvn_failure *failure);
 /* Calls cuInit; any number of times. KVN_UNSUPPORTED if there is no device. */
 int kvn_cuda_library_init(const kvn_cuda_library *library, kvn_failure *failure);
@@ -39,8 +39,8 @@ int kvn_cuda_library_facts(const kvn_cuda_library *library, int32_t device, kvn_
                            kvn_failure *failure);
 int kvn_cuda_library_attribute(const void *runtime, int32_t device, int attribute, int64_t *value,
                                kvn_failure *failure);
-/* Gets the UUID of a GPU, or of a slice of it in MIG mode, which `is_slice` says: two slices share no memory. A
- * driver before 11.4 has only the UUID of the GPU. */
+/* Gets the UUID of a GPU, or, with *is_slice set, of a slice of it in MIG mode: two slices share no memory. A driver
+ * before 11.4 has only the UUID of the GPU. */
 int kvn_cuda_library_uuid(const kvn_cuda_library *library, CUdevice device, kvn_cuda_uuid *out, bool *is_slice,
                           kvn_failure *failure);
 /* Asks if a device can have peer access to the memory of another one. */

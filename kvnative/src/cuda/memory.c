@@ -196,8 +196,8 @@ int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn
 
 /* ---- freeing ---- */
 
-/* The program does not use an own context. The caller has waited for its copies, or has given them up: those may
- * stand behind an event that never comes, so they are not waited for. */
+/* In its own context, only copies of this library use the memory. The caller has waited for them, or given them up:
+ * those may wait for an event that never comes, so this does not wait for them. */
 int kvn_cuda_free(const kvn_device *device, void *address, kvn_failure *failure)
 {
     const bool is_own = ((const kvn_cuda_library *)device->runtime)->own_context;

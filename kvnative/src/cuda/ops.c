@@ -14,11 +14,11 @@
 #include "cuda/reach.h"
 #include "cuda/reclaim.h"
 
-/* How long a wait polls without sleeping. A copy of a few blocks ends within that time, and a sleeping thread takes
+/* A wait first polls for this time without sleeping. A copy of a few blocks ends within it, and a sleeping thread takes
  * as long to wake. */
 #define SPIN_NS 50000
-/* After that it sleeps for this part of the time that it has waited. So it ends late by that part at most, and a long
- * wait costs no processor time. */
+/* After that it sleeps for this fraction of the time waited so far. So it ends late by that fraction at most, and a
+ * long wait costs little processor time. */
 #define SLEEP_PART 16
 #define TIMER_SLACK_NS 1000 /* for these sleeps; the default is 50 us */
 
@@ -44,9 +44,9 @@ static int set_context(const kvn_device *device, void *context, kvn_failure *fai
     return CALL(device, failure, cuCtxSetCurrent, context);
 }
 
-/* Finds the context of a stream. The special streams (NULL, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD) do not name one:
- * they belong to the primary context, as everything of a framework does, or, beside an own context, to the current
- * one. */
+/* Finds the context of a stream. The special streams (NULL, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD) do not name one.
+ * They belong to the primary context, as all streams of a framework do, or, if this device has its own context, to the
+ * current one. */
 static int context_of(const kvn_device *device, kvn_stream stream, void **context, kvn_failure *failure)
 {
     const bool is_special = (uintptr_t)stream <= 2;
@@ -55,7 +55,7 @@ static int context_of(const kvn_device *device, kvn_stream stream, void **contex
     if (is_special && !is_own(device))
         return KVN_OK;
     if (is_special && !(theirs = get_context(device)))
-        return kvn_fail(failure, KVN_INVALID, KVN_CUDA_INVALID_CONTEXT, "the default stream is that of a context, "
+        return kvn_fail(failure, KVN_INVALID, KVN_CUDA_INVALID_CONTEXT, "the default stream belongs to a context, "
                         "and this thread has none");
     if (!is_special && CALL(device, failure, cuStreamGetCtx, stream, &theirs) != KVN_OK)
         return failure->code == KVN_CUDA_NOT_SUPPORTED ? KVN_OK : failure->status; /* a green context of the primary */
@@ -93,7 +93,7 @@ static int take_context(const kvn_device *device, void **context, kvn_failure *f
         return CALL(device, failure, cuDevicePrimaryCtxRetain, context, number);
     if (CALL(device, failure, cuCtxCreate_v2, context, 0, number) != KVN_OK)
         return failure->status;
-    if (set_context(device, NULL, failure) == KVN_OK) /* creating it has pushed it on this thread's stack */
+    if (set_context(device, NULL, failure) == KVN_OK) /* cuCtxCreate pushed the context on this thread's stack */
         return KVN_OK;
     kvn_cuda_of(device)->cuCtxDestroy_v2(*context);
     *context = NULL;
@@ -123,7 +123,7 @@ static int open_state(kvn_device *device, void **context, kvn_failure *failure)
     return failure->status;
 }
 
-/* *primary stays NULL: a thread without a context has none again after each call, so that a framework chooses its
+/* *primary stays NULL: after each call, a thread that had no context has none again, so that a framework chooses its
  * device as if this library were not loaded. */
 static int open_context(kvn_device *device, void **context, void **primary, kvn_failure *failure)
 {
@@ -156,7 +156,7 @@ static void close_context(kvn_device *device, void *context)
             kvn_cuda_of(device)->cuStreamDestroy_v2(state->idle[i]);
         set_context(device, previous, &ignored);
     }
-    /* CUDA does not say whether destroying a context waits for work behind an event, or breaks it off. */
+    /* CUDA does not document whether destroying a context waits for work behind an event, or cancels it. */
     if (!may_begin && is_freed)
         give_context(device, context);
     pthread_mutex_destroy(&state->mutex);
@@ -379,12 +379,12 @@ static int check_on_device(const kvn_device *device, uint64_t address, uint64_t 
             return failure->status;
         if (place.kind != KVN_MEMORY_DEVICE && place.kind != KVN_MEMORY_MANAGED)
             return kvn_fail(failure, KVN_UNMAPPED, KVN_CUDA_INVALID_VALUE,
-                            "address 0x%" PRIx64 " is no memory of a device", ends[i]);
+                            "address 0x%" PRIx64 " is not memory of a device", ends[i]);
     }
     if (kvn_cuda_reach_of(&ranges, address, nbytes) <= KVN_CUDA_UNMAPPED)
         return kvn_fail(failure, KVN_UNMAPPED, 0,
-                        "%" PRIu64 " bytes at 0x%" PRIx64 " are not all memory of device %d, or not that which was "
-                        "registered there",
+                        "%" PRIu64 " bytes at 0x%" PRIx64 " are not all memory of device %d, or not the memory that "
+                        "was registered there",
                         nbytes, address, (int)device->id);
     return KVN_OK;
 }

@@ -11,7 +11,7 @@ static int unregister(const kvn_device *device, uint64_t address, kvn_failure *f
     return status != KVN_OK && failure->code == KVN_CUDA_HOST_MEMORY_NOT_REGISTERED ? KVN_OK : status;
 }
 
-/* Unregisters all parts, also after a failure; returns the first one. */
+/* Unregisters all parts, even if one fails, and returns the first failure. */
 static int unregister_parts(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure)
 {
     const uint64_t most = kvn_cuda_state(device)->max_registered;

@@ -14,7 +14,7 @@ int kvn_cuda_unpin(const kvn_device *device, void *address, kvn_failure *failure
 /* Sets the maximum size of a part, in place of KVN_CUDA_MAX_REGISTERED. Call it before any memory is pinned. */
 void kvn_cuda_limit_registered(const kvn_device *device, uint64_t nbytes);
 
-/* Returns how many bytes from `address` a driver copy may take, as its host side must lie in one registration. */
+/* Returns how many bytes from `address` one driver copy may take: its host side must lie in one registration. */
 uint64_t kvn_cuda_part_left(const kvn_device *device, uint64_t address);
 
 /* Copies on a stream, in several calls if a side lies in several parts. */

@@ -1,4 +1,4 @@
-/* Looks ranges up in what the driver knows before the copy kernel may use them. */
+/* Asks the driver about ranges before the copy kernel may use them. */
 #include "cuda/reach.h"
 
 #include <errno.h>
@@ -109,7 +109,7 @@ static bool is_of_peer(const kvn_device *device, CUcontext context)
     return found;
 }
 
-/* Finds the mapping that holds the address; returns false if no peer's memory does. */
+/* Finds the mapping of a peer's memory that holds the address; returns false if none does. */
 static bool find_mapped(const kvn_device *device, uint64_t address, kvn_cuda_range *out)
 {
     kvn_cuda_device *state = kvn_cuda_state(device);
@@ -233,7 +233,7 @@ static kvn_cuda_range ask(const kvn_device *device, uint64_t address)
         KVN_CUDA_OK)
         return range;
     range = judge(device, address, &found);
-    /* A driver that does not tell the extent of a range has answered for this byte only. */
+    /* A driver that does not report the extent of the range has answered for this byte only. */
     if (address < range.first || address >= range.last)
         range = (kvn_cuda_range){address, address + 1, range.reach < KVN_CUDA_COPIED ? range.reach : KVN_CUDA_COPIED,
                                  range.is_far, range.id};

@@ -1,5 +1,5 @@
 /* Finds out which memory the copy kernel may use. A wrong address in a kernel ends the context with everything in it
- * (error 700). So each range is looked up at the driver, whatever was checked before. */
+ * (error 700). So the driver is asked about each range, whatever was checked before. */
 #ifndef KVN_CUDA_REACH_H
 #define KVN_CUDA_REACH_H
 
@@ -18,7 +18,7 @@ typedef struct kvn_cuda_range {
     uint64_t first, last; /* [first, last); empty: unknown */
     kvn_cuda_reach reach;
     bool is_far; /* memory of another GPU */
-    uint64_t id; /* CUDA's id of the program's allocation; 0: unknown, or not the program's */
+    uint64_t id; /* CUDA's id of an allocation of the program; 0: unknown, or made by this library */
 } kvn_cuda_range;
 
 /* Ranges of one side that were looked up. A side is in few allocations, and asking takes as long as copying a block.
@@ -45,8 +45,8 @@ void kvn_cuda_reach_remove_context(const kvn_device *device, CUcontext context);
 /* The program can free registered memory, and other memory may get its addresses. The driver's ids tell them apart. */
 typedef struct kvn_cuda_watch kvn_cuda_watch;
 
-/* Watches the allocations that hold the ranges. Earlier watches whose memory at these addresses is gone become
- * replaced; `*replaced` counts those that were not known to be. */
+/* Watches the allocations that hold the ranges. Earlier watches with other memory at these addresses become replaced;
+ * `*replaced` counts those that were not known to be. */
 int kvn_cuda_watch_create(const kvn_device *device, const uint64_t *addresses, const uint64_t *nbytes, size_t count,
                           kvn_cuda_watch **out, size_t *replaced, kvn_failure *failure);
 void kvn_cuda_watch_destroy(const kvn_device *device, kvn_cuda_watch *watch);

@@ -20,7 +20,7 @@ struct kvn_cuda_reclaimer {
     pthread_mutex_t mutex; /* guards the fields below */
     pthread_cond_t changed;
     freed *freed;
-    uint64_t num_wanted; /* rounds: waits for all work, and frees what was left then */
+    uint64_t num_wanted; /* rounds, each of which waits for all work, and then frees memory */
     uint64_t num_done;
     kvn_failure why;  /* of the latest round; its status may be KVN_OK */
     bool is_late;     /* a waiter of the present round has given up */
@@ -53,7 +53,7 @@ static int free_block(const kvn_cuda *cuda, const kvn_cuda_allocated *block, kvn
     return code == KVN_CUDA_OK ? KVN_OK : kvn_cuda_fail(cuda, "cuMemFree_v2", code, failure);
 }
 
-/* Returns what could not be freed, because a stream is captured. `why` is the first failure. */
+/* Returns the blocks that could not be freed because a stream is captured. `why` is the first failure. */
 static freed *free_all(const kvn_cuda *cuda, freed *list, kvn_failure *why)
 {
     const CUresult code = cuda->cuCtxSynchronize();
@@ -185,17 +185,17 @@ static bool await_round(kvn_cuda_reclaimer *self)
 int kvn_cuda_reclaim(const kvn_device *device, const kvn_cuda_allocated *block, kvn_failure *failure)
 {
     kvn_cuda_reclaimer *self = reclaimer_of(device, failure);
-    freed *it = self ? malloc(sizeof *it) : NULL;
+    freed *entry = self ? malloc(sizeof *entry) : NULL;
     int status = KVN_OK;
 
     if (!self)
         return failure->status;
-    if (!it)
+    if (!entry)
         return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory to free memory");
-    it->block = *block;
+    entry->block = *block;
     pthread_mutex_lock(&self->mutex);
-    it->next = self->freed;
-    self->freed = it;
+    entry->next = self->freed;
+    self->freed = entry;
     if (await_round(self) && self->why.status != KVN_OK) {
         *failure = self->why;
         status = failure->status;

@@ -2,8 +2,8 @@
  *
  * Unmapping memory that a kernel of the program still reads would break the context of the whole program, and only the
  * program knows its streams. So all work of the context is waited for (cuCtxSynchronize; cuMemFree waits by itself),
- * including our streams that wait for an event which may never come. A thread does that. Whoever frees memory waits for
- * it, but at most KVN_CUDA_FREE_MS, and not at all while it is late with earlier memory. */
+ * including our streams that wait for an event which may never come. A thread does that. A call that frees memory waits
+ * for the thread, but at most KVN_CUDA_FREE_MS, and not at all while the thread is late with earlier memory. */
 #ifndef KVN_CUDA_RECLAIM_H
 #define KVN_CUDA_RECLAIM_H
 
@@ -17,7 +17,7 @@ typedef struct kvn_cuda_reclaimer kvn_cuda_reclaimer;
  * a stream is captured into a graph, nothing can be waited for: the call fails, and the memory is freed with the next
  * call, or with the device. */
 int kvn_cuda_reclaim(const kvn_device *device, const kvn_cuda_allocated *block, kvn_failure *failure);
-/* Tries again to free what is left, and waits as kvn_cuda_reclaim. */
+/* Tries again to free the remaining memory, and waits as kvn_cuda_reclaim does. */
 void kvn_cuda_reclaim_rest(const kvn_device *device);
 /* Ends the thread. False: it still waits, and frees the memory when it can; the context must stay until then. */
 bool kvn_cuda_reclaim_end(const kvn_device *device);

@@ -1,4 +1,4 @@
-/* Exports device memory to other processes, and maps what they export. */
+/* Exports device memory to other processes, and maps the memory that they export. */
 #include "cuda/share.h"
 
 #include <errno.h>

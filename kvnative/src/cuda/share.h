@@ -1,9 +1,9 @@
 /* Memory of CUDA devices that processes of one host share: exported by its owner, mapped by its peers.
  *
  * Memory of kvn_cuda_allocate is exported as a file descriptor. A peer that has imported it keeps the memory, even if
- * the owner frees it. So is memory that users have mapped themselves, as torch's expandable segments are: each of its
- * pieces has a descriptor, which is made when a peer asks for it. Memory of cuMemAlloc has a handle of 64 bytes instead
- * (the older calls, cuIpc...), and must not be freed while a peer uses it. */
+ * the owner frees it. The same holds for memory that users have mapped themselves, as torch's expandable segments are:
+ * each piece has a descriptor, which is made when a peer asks for it. Memory of cuMemAlloc has a handle of 64 bytes
+ * instead (the older calls, cuIpc...), and must not be freed while a peer uses it. */
 #ifndef KVN_CUDA_SHARE_H
 #define KVN_CUDA_SHARE_H
 
@@ -36,7 +36,7 @@ typedef struct kvn_cuda_imported {
     CUcontext context; /* the owner's context, if the owner is this process and nothing was mapped; else NULL */
 } kvn_cuda_imported;
 
-/* The GPU of some memory, from the view of a device. */
+/* The GPU of some memory, as seen from a device. */
 typedef enum kvn_cuda_gpu {
     KVN_CUDA_SAME_GPU,
     KVN_CUDA_OTHER_GPU, /* the two have peer access */
@@ -52,14 +52,14 @@ int kvn_cuda_export(const kvn_device *device, uint64_t address, uint64_t nbytes,
 /* Makes a descriptor of a piece, which the caller closes. KVN_INVALID: other memory is mapped there now, or none. */
 int kvn_cuda_export_piece(const kvn_device *device, const kvn_cuda_piece *piece, int *fd, kvn_failure *failure);
 
-/* Finds the GPU with this UUID. KVN_UNSUPPORTED: `device` does not reach its memory, or, with `both_ways`, it does not
- * reach the device's. */
+/* Finds the GPU with this UUID. KVN_UNSUPPORTED: `device` does not reach the memory of that GPU, or, with `both_ways`,
+ * that GPU does not reach the memory of `device`. */
 int kvn_cuda_check_reach(const kvn_device *device, const kvn_cuda_uuid *uuid, bool both_ways, kvn_cuda_gpu *out,
                          kvn_failure *failure);
 
-/* Reserves addresses for pieces of `nbytes` bytes in all; then each is mapped behind the one before it, by a descriptor
- * that the caller may close afterwards; then the device may use them. After a failure the caller calls kvn_cuda_unmap.
- * KVN_INVALID: the pieces have more or fewer bytes. `is_far`: they are memory of another GPU. */
+/* `begin` reserves addresses for pieces of `nbytes` bytes in all. `piece` maps one behind the previous one, by a
+ * descriptor that the caller may close afterwards. `end` lets the device use them; KVN_INVALID: the pieces have more or
+ * fewer bytes. `is_far`: they are memory of another GPU. After a failure the caller calls kvn_cuda_unmap. */
 int kvn_cuda_import_begin(const kvn_device *device, uint64_t nbytes, kvn_cuda_imported *out, kvn_failure *failure);
 int kvn_cuda_import_piece(const kvn_device *device, kvn_cuda_imported *imported, int fd, uint64_t nbytes,
                           kvn_failure *failure);
@@ -70,7 +70,7 @@ int kvn_cuda_import_handle(const kvn_device *device, const kvn_cuda_ipc_memory *
 /* Lets `device` use memory of cuMemAlloc of `owner`, another device of this process, which outlives `out`. */
 int kvn_cuda_import_here(const kvn_device *device, const kvn_device *owner, uint64_t address, uint64_t nbytes,
                          kvn_cuda_imported *out, kvn_failure *failure);
-/* Call it when no copy that uses the memory is in flight. */
+/* Call this when no copy that uses the memory is in flight. */
 int kvn_cuda_unmap(const kvn_device *device, const kvn_cuda_imported *imported, kvn_failure *failure);
 
 #endif

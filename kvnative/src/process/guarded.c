@@ -14,7 +14,7 @@ typedef struct guarded {
 } guarded;
 
 typedef struct guarded_request {
-    kvn_batch_end end; /* the first field: the inner backend returns a pointer to it */
+    kvn_batch_end end; /* the first field: the inner backend passes its address to the functions below */
     kvn_batch_end *outer; /* of the batch; NULL: none */
     guarded *self;
     kvn_request *inner;
@@ -58,8 +58,8 @@ static int leave_at_end(guarded_request *request, int status)
     return status;
 }
 
-/* A batch behind an event is announced before it waits, or is refused: it does not also wait for a place in the
- * table. The thread that opens gates does not wait for a place either. */
+/* A batch behind an event is announced before it waits for the event. If the table has no free place, the batch is not
+ * submitted, instead of waiting for a place, too. The thread that opens gates does not wait for a place either. */
 static int enter(guarded_request *request, const kvn_columns *batch, kvn_report *report)
 {
     kvn_guard *guard = request->self->guard;

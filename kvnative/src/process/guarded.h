@@ -5,7 +5,7 @@
 
 #include "host/writers.h"
 
-/* Takes ownership of the guard, also on failure: NULL with errno set. `inner` must outlive the backend. */
+/* NULL with errno set on failure. Takes ownership of the guard in any case. `inner` must outlive the backend. */
 kvn_backend *kvn_guarded_create(kvn_backend *inner, kvn_guard *guard);
 
 #endif

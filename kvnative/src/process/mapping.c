@@ -40,7 +40,7 @@ _Static_assert(sizeof(procmap_query) == 104, "the kernel refuses other sizes");
 typedef struct mapping {
     uint64_t start, end;
     int readable, writable;
-    int anonymous; /* no file is behind it, which could be too short */
+    int anonymous; /* not of a file, which could be shorter than the mapping */
 } mapping;
 
 /* Walks the mappings upwards; `next` returns the mapping that covers `address`, or the first above it. */
@@ -71,12 +71,12 @@ static int next_by_text(walk *walk, uint64_t address)
 {
     while (walk->current.end <= address) {
         char permissions[5];
-        mapping *it = &walk->current;
-        if (fscanf(walk->text, "%" SCNx64 "-%" SCNx64 " %4s%*[^\n]", &it->start, &it->end,
+        mapping *found = &walk->current;
+        if (fscanf(walk->text, "%" SCNx64 "-%" SCNx64 " %4s%*[^\n]", &found->start, &found->end,
                    permissions) != 3)
             return ENOENT;
-        it->readable = permissions[0] == 'r';
-        it->writable = permissions[1] == 'w';
+        found->readable = permissions[0] == 'r';
+        found->writable = permissions[1] == 'w';
     }
     return 0;
 }
@@ -130,7 +130,7 @@ static int is_present(uint64_t address)
            errno != EFAULT;
 }
 
-/* The text can only be read towards higher addresses. */
+/* Rewinds the text for a lower address, because reading proceeds towards higher ones. */
 static void begin_at(walk *walk, uint64_t address)
 {
     if (walk->text && address < walk->current.start) {

@@ -24,7 +24,7 @@ static int has_exited(const kvn_peer *peer)
 {
     struct pollfd exit = {.fd = peer->pidfd, .events = POLLIN};
     int ready;
-    do /* a signal to this process says nothing of the peer */
+    do /* a signal to this process says nothing about the peer */
         ready = poll(&exit, 1, 0);
     while (ready < 0 && errno == EINTR);
     return ready != 0; /* readable once it is dead, reaped or not */
@@ -46,7 +46,7 @@ int kvn_peer_open(int pid, kvn_peer *out, kvn_failure *failure)
     snprintf(path, sizeof path, "/proc/%d", pid);
     out->proc = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
     const int error = errno;
-    /* The process lived after the directory was opened, so the directory belongs to it. */
+    /* If the process is still alive, the directory that was opened before belongs to it. */
     const int dead = has_exited(out);
     if (!dead && out->proc >= 0)
         return KVN_OK;
@@ -88,7 +88,7 @@ int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
         return KVN_OK;
     snprintf(name, sizeof name, "fd/%d", peer->generations_fd);
     const int error = fstatat(peer->proc, name, &facts, 0) ? errno : 0;
-    /* Asked last: a process that is alive now was also alive when its directory was read. */
+    /* Check this last: a process that is alive now was also alive when its directory was read. */
     if (has_exited(peer))
         return gone(peer, failure);
     if (error == EACCES || error == EPERM)
@@ -97,7 +97,7 @@ int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure)
     if (error || facts.st_ino != peer->generations.memory.inode ||
         facts.st_dev != peer->generations.memory.device)
         return refuse_exec(peer, failure);
-    if (life == KVN_LIFE_ENDED) /* by its table; /proc does not show it yet */
+    if (life == KVN_LIFE_ENDED) /* the table says so before /proc does */
         return kvn_fail(failure, KVN_PEER_GONE, ESRCH,
                         "process %d ends, or begins to execute another program", peer->pid);
     return KVN_OK;

@@ -20,7 +20,7 @@ int kvn_peer_attach(kvn_peer *peer, int generations_fd, uint64_t inode, uint64_t
                     kvn_failure *failure);
 
 /* KVN_OK while the process lives and runs the program that made the generation table; else KVN_PEER_GONE or
- * KVN_DENIED. Asks the system only if the table does not answer. */
+ * KVN_DENIED. Makes system calls only if the table does not tell. */
 int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure);
 
 /* KVN_OK if process_vm_readv and process_vm_writev at `address` of the peer are permitted. */

@@ -11,7 +11,7 @@
 #include "process/mapping.h"
 #include "host/pooled.h"
 
-/* The caller moves smaller batches at once, which takes less time than waking a worker. */
+/* The calling thread itself moves smaller batches, which takes less time than waking a worker. */
 #define INLINE_NBYTES (128u << 10)
 /* Pieces are longer than those of a plain copy, since each call pins pages and looks the process up. An abort waits
  * for one piece: half a millisecond. */
@@ -71,8 +71,8 @@ static int64_t transfer(const process_backend *self, const ranges *ranges)
     return ranges->first == 0 ? moved : moved - (int64_t)ranges->local->iov_len;
 }
 
-/* With a guard each call begins with a word for the writer table of the peer. In another process or program its
- * address is a fault, and nothing after it is written. */
+/* With a guard each call begins with a word for the writer table of the peer. In any other process or program its
+ * address is invalid, and the call then writes nothing else. */
 static void begin(const process_backend *self, kvn_announcement *announced, ranges *out)
 {
     out->first = self->pooled.guard != NULL;
@@ -84,7 +84,7 @@ static void begin(const process_backend *self, kvn_announcement *announced, rang
         sizeof announced->number};
 }
 
-/* The kernel does not say which side's address was wrong. Check the local one; if it is mapped, it was the peer's. */
+/* The kernel does not say which side's address is invalid. If the local one is mapped, the peer's is. */
 static int whose(const process_backend *self, const ranges *ranges, char *message, size_t room)
 {
     const struct iovec *own = &ranges->local[ranges->first];
@@ -142,9 +142,9 @@ static int move_announced(const process_backend *self, const kvn_columns *batch,
         const int64_t moved = transfer(self, &ranges);
         int error = moved < 0 ? (int)-moved : EFAULT;
         if (moved > 0 && ranges.first && !kvn_guard_has_passed(self->pooled.guard, announced)) {
-            error = ESRCH; /* another process has got the pid meanwhile */
+            error = ESRCH; /* another process has the pid now */
         } else if (moved > 0) {
-            /* After a short transfer the next call starts at the byte in doubt, and gets its errno. */
+            /* After a short transfer the next call starts at the byte that failed, and returns its errno. */
             progress.left -= (uint64_t)moved;
             kvn_cursor_advance(&progress.at, batch, (uint64_t)moved);
             continue;

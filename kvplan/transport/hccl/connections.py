@@ -86,7 +86,7 @@ class Connections:
         self._current: Connection | None = None
         self._communicators: dict[int, Communicator] = {}  # not closed by this object yet
         self._opened_ever: set[Communicator] = set()  # not closed by HCCL yet
-        self._opened: dict[int, int] = {}  # newest bound region of those not prepared yet
+        self._opened: dict[int, int] = {}  # newest bound region, for generations not prepared yet
         self._making: set[int] = set()
         self._made: dict[int, Connection] = {}
         self._abandoned: set[int] = set()
@@ -257,7 +257,7 @@ class Connections:
             is_disturbed = self._current is connection and connection.communicator.disturbed
             if self.request_renewal is None or self._renews or not is_disturbed:
                 return
-            with suppress(LLMException):  # no thread is left: the next look tries again
+            with suppress(LLMException):  # if no thread can start, the next read tries again
                 start_thread(f"kvplan-hccl-renews-{connection.generation}", self._renew_now)
                 self._renews = True
 

@@ -202,7 +202,7 @@ class HcclLink(TransportLink):
         self._connections.request_renewal()
 
     def _check_peer(self) -> None:
-        self._connections.current()  # only transfers show whether the peer lives
+        self._connections.current()  # only transfers show whether the peer is alive
 
     def _disconnect(self, why: LLMException) -> None:
         self._connections.close(why)

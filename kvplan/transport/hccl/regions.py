@@ -130,7 +130,7 @@ class Regions:
         owner: object = None,
         whole: tuple[int, int] | None = None,
     ) -> tuple[HeldRegion, ...]:
-        """Return the regions that hold [address, address + nbytes), in order; `release` follows.
+        """Return the regions that hold [address, address + nbytes), in order. Release them later.
 
         `owner` keeps the memory in place; None: the caller does. `whole` is the (address, nbytes)
         of the allocation, if known: it becomes one region, unless a part of it is in one already.
@@ -185,7 +185,7 @@ class Regions:
         return found
 
     def release(self, held: Sequence[HeldRegion], forget: Callable[[HeldRegion], None]) -> None:
-        """Release regions; call `forget` for each that becomes unused."""
+        """Release regions, and call `forget` for each that is unused now."""
         unused = []
         with self.mutex:
             for region in held:

@@ -45,7 +45,7 @@ class HcclTransport(Transport):
     it.
 
     Memory may be registered several times, and so may a part of registered memory. If a part was
-    registered first, HCCL knows the memory in regions, and no tensor may cross their borders.
+    registered first, HCCL splits the memory into regions, and a tensor must lie inside one.
     `deregister` does not wait for writes in flight, which may still write to the memory, or fail:
     agree with peers on the end of transfers first.
 

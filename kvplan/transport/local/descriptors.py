@@ -1,7 +1,7 @@
-"""A server of device memory's file descriptors, for linked peers that cannot duplicate them.
+"""A server that sends descriptors of device memory to linked peers that cannot duplicate them.
 
 `pidfd_getfd` needs the right to trace the owner, which the seccomp filter of a container may deny.
-And memory in pieces has more descriptors than a process may have open (40 GiB in pieces of 2 MiB:
+Besides, memory in pieces has more descriptors than a process may open (40 GiB in pieces of 2 MiB:
 20,480), so the owner makes them when they are requested. It sends them over an abstract Unix socket
 (SCM_RIGHTS). A connection has one request: the token of a link (32 bytes), the number of an export
 and the index of its first piece (8 bytes each). The answer has the sizes of that piece and some
@@ -65,7 +65,7 @@ class DescriptorServer:
         self._thread: threading.Thread | None = None
         self._mutex = threading.Lock()
         self._closed = threading.Event()
-        self._socket = _packets()
+        self._socket = _new_socket()
         self._socket.setblocking(False)
         try:
             self._socket.bind(f"\0{self.name}")
@@ -97,7 +97,7 @@ class DescriptorServer:
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Close the socket without ending the parent's."""
+        """Close the socket of a forked child. That of the parent stays open."""
         self._socket.close()
 
     def _serve(self) -> None:
@@ -190,7 +190,7 @@ def ask(pid: int, name: str, token: bytes, number: int, first: int = 0) -> list[
     """
     with _connected(pid, name) as connection:
         connection.sendall(token + _NUMBERS.pack(number, first))
-        # recv_fds of Python 3.11 ignores its flags, so that child programs would inherit them.
+        # Not recv_fds, which ignores flags in Python 3.11: child programs would inherit the files.
         answer, rights, flags, _ = connection.recvmsg(
             max(MAX_BATCH * _SIZE.size, 1 + _MAX_REASON),
             socket.CMSG_LEN(MAX_BATCH * _DESCRIPTOR.size),
@@ -198,7 +198,7 @@ def ask(pid: int, name: str, token: bytes, number: int, first: int = 0) -> list[
         )
     received = b"".join(content[: len(content) // 4 * 4] for _, _, content in rights)
     fds = [fd for (fd,) in _DESCRIPTOR.iter_unpack(received)]
-    is_cut = flags & socket.MSG_CTRUNC  # the kernel opens as many as it may
+    is_cut = flags & socket.MSG_CTRUNC  # this process may not open as many descriptors
     if fds and not is_cut and len(answer) == len(fds) * _SIZE.size:
         sizes = [size for (size,) in _SIZE.iter_unpack(answer)]
         return list(zip(fds, sizes, strict=True))
@@ -217,12 +217,12 @@ def close_all(pieces: Iterable[Piece]) -> None:
         os.close(fd)
 
 
-def _packets() -> socket.socket:
+def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _connected(pid: int, name: str, timeout_s: int = _TIMEOUT_S) -> socket.socket:
-    connection = _packets()
+    connection = _new_socket()
     try:
         connection.setblocking(timeout_s > 0)
         # Not settimeout: connect would then fail at once while the backlog is full.

@@ -52,7 +52,7 @@ class Identity(Record, frozen=True):
         )
 
 
-# Not by pid: a child in another PID namespace may have its parent's.
+# Not cached by pid: a child in another PID namespace may have the pid of its parent.
 os.register_at_fork(after_in_child=Identity.of_self.cache_clear)
 
 

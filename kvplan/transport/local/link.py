@@ -67,10 +67,10 @@ class LocalPeerMemory(PeerMemory):
     def backend(
         self, pool: ThreadPool, direction: Direction, other: TensorMemory
     ) -> Backend | None:
-        """Return the backend of a transfer; None: memory that is mapped here is read.
+        """Return the backend of a transfer; None: the transfer reads memory that is mapped here.
 
         Every backend announces its writes to the owner. LLM_FEATURE_NOT_ENABLED: `other` is on a
-        device, and the memory is not mapped here: the system copies it only to host memory.
+        device, but the system copies memory that is not mapped here only from and to the host.
         """
         device = None  # of `other`, which copies
         if other.on_device:
@@ -345,7 +345,7 @@ class LocalLink(TransportLink):
         self._writer = None  # memory that is in use keeps its reference
 
     def _hold(self, ranges: Sequence[Range], *, on_device: bool) -> list[Held]:
-        """Return the mappings of the ranges, or none if a range of the host is not in an arena.
+        """Return the mappings of the ranges; empty if a range of the host is not in an arena.
 
         A transfer has one backend, so all ranges are then reached by the peer's own addresses.
         """

@@ -65,14 +65,14 @@ class PeerArenas:
         self._pid = pid
         self._is_self = is_self
         self._populate = populate
-        self._owner = object()  # names this object in background work, which must not hold it
+        self._owner = object()  # stands for this object in background work, which must not hold it
         self._mutex = Mutex()  # a signal handler may close the link
         self._mapped: WeakValueDictionary[ArenaRef, Arena] = WeakValueDictionary()
         self._kept: dict[ArenaRef, Arena] = {}
         self._closed = False
 
     def hold(self, memory: Range) -> Held | None:
-        """Return the arena of `memory`, mapped here; None: it was this process's, and was freed.
+        """Return the arena of `memory`, mapped here; None: this process had it, and freed it.
 
         An arena of this process is not mapped again. A second mapping would give one byte two
         addresses, which hides overlaps.

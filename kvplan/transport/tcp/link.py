@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvplan.execution.memory import Direction, TensorMemory
     from kvplan.lease import BlockLease
 
-_STRIPE_NBYTES: Final = 1 << 20  # minimum for each connection; to move them takes it 0.3 ms
+_STRIPE_NBYTES: Final = 1 << 20  # minimum per connection, which moves that in 0.3 ms
 
 
 class TcpPeerMemory(PeerMemory):
@@ -99,7 +99,7 @@ class TcpLink(TransportLink):
     @property
     def death_fd(self) -> int | None:
         """See `TransportLink.death_fd`."""
-        return file if (file := self.native.death_fd) >= 0 else None
+        return fd if (fd := self.native.death_fd) >= 0 else None
 
     def _memory(self, located: Located) -> TcpPeerMemory:
         return TcpPeerMemory(self, located)
@@ -111,4 +111,4 @@ class TcpLink(TransportLink):
             raise transport_closed()
 
     def _disconnect(self, why: LLMException) -> None:
-        self.native.close(str(why.args[0]))  # on return no byte moves for the peer
+        self.native.close(str(why.args[0]))  # waits: on return no byte moves for the peer

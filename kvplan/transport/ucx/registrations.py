@@ -87,14 +87,14 @@ class UcxRegistrations(AnnouncedRegistrations[Range, Mapped, UcxEndpoint]):
         )
 
     def published(self, named: Sequence[AnyRegistration]) -> Published:
-        """Return the published form of these registrations."""
+        """Return the fields of the metadata for these registrations."""
         regions = {
-            _name(registration.holder.region): registration.holder.region for registration in named
+            _key(registration.holder.region): registration.holder.region for registration in named
         }
         numbers = {name: number for number, name in enumerate(regions)}
         return Published(
             tuple(
-                replace(registration.range, region=numbers[_name(registration.holder.region)])
+                replace(registration.range, region=numbers[_key(registration.holder.region)])
                 for registration in named
             ),
             tuple(_ref(numbers[name], region) for name, region in regions.items()),
@@ -146,7 +146,7 @@ def _map(
         return worker.map(address, nbytes, kind=kind, owner=owner)
 
 
-def _name(region: UcxRegion) -> tuple[int, int]:
+def _key(region: UcxRegion) -> tuple[int, int]:
     return region.address, region.nbytes
 
 

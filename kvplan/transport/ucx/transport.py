@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvplan.transport.registrations import AnyRegistration
 
 _AT_ONCE_MS: Final = 1.0
-_READ_TIMEOUT_MS: Final = 100.0  # limit for reading the writes of a peer
+_READ_TIMEOUT_MS: Final = 100.0  # of reading the tickets of a peer
 
 
 class UcxTransport(Transport):
@@ -95,7 +95,7 @@ class UcxTransport(Transport):
         self._worker: UcxWorker | None = worker  # None: closed
         # Endpoints of links and of observed peers, each with the instance of its peer.
         self._endpoints: WeakKeyDictionary[UcxEndpoint, str] = WeakKeyDictionary()
-        # Endpoints, by instance, to peers whose link has ended and that may still write.
+        # By instance, the endpoints to peers that may still write after the end of their link.
         self._observed: dict[str, UcxEndpoint] = {}
         try:
             self._registrations: UcxRegistrations = UcxRegistrations(

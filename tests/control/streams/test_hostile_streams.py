@@ -93,7 +93,7 @@ def test_a_recorded_session_is_of_no_use(conversation: Conversation, link: Link)
         with UnauthenticatedClient(conversation.server.endpoint) as replay:
             replay.socket.sendall(recorded)
             assert replay.heard() == b""
-        assert refusal(there.far, 1, timeout_s=0.0).endswith("it has not come within 0 ms")
+        assert refusal(there.far, 1, timeout_s=0.0).endswith("it has not arrived within 0 ms")
     again.check(0)
     # And the other way round: a server that says again what the real one has said.
     with listening() as server, ThreadPoolExecutor(1) as threads:

@@ -159,9 +159,9 @@ def test_the_peer_that_does_not_listen_is_named(link: Link) -> None:
 
 def test_the_timeout_names_the_connections_that_did_not_come(link: Link) -> None:
     assert refusal(link.far, 4, timeout_s=0.01) == (
-        f"{link.far.way}: data connection 4: accept: it has not come within 10 ms"
+        f"{link.far.way}: data connection 4: accept: it has not arrived within 10 ms"
     )
-    assert "authenticate" in refusal(link.near, 4), "one that is not waited for any more"
+    assert "authenticate" in refusal(link.near, 4), "an index that is no longer expected"
 
 
 class TestSource:

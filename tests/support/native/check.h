@@ -1,4 +1,4 @@
-/* For programs of the tests that include a source of kvnative: `main NAME` runs one check. */
+/* For C programs of the tests that include a source of kvnative: `PROGRAM NAME` runs one check. */
 #ifndef KVN_TESTS_CHECK_H
 #define KVN_TESTS_CHECK_H
 

@@ -1,4 +1,4 @@
-/* delay: latency. The inner backend moves the batch at once; its outcome is held back. */
+/* delay: adds latency. The inner backend moves the batch at once; the outcome is held back. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdbool.h>
@@ -59,7 +59,7 @@ static int delay_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
     return kvn_wrapper_no_memory(report, batch->count, sizeof *request);
 }
 
-/* What the caller may know of the inner backend's report. With the mutex held. */
+/* Hides the inner backend's report until it is due. The caller holds the mutex. */
 static int held_back(const delay_request *request, kvn_report *report)
 {
     if (report->status == KVN_PENDING)

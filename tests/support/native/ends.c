@@ -1,4 +1,4 @@
-/* A thread that waits for a batch and tells its end. */
+/* A thread that waits for a batch and reports its end. */
 #include <signal.h>
 
 #include "wrappers.h"
@@ -12,7 +12,7 @@ static void *wait_for_end(void *argument)
     return NULL;
 }
 
-/* Signals are for the threads of the program. */
+/* Blocks signals in the thread: they are for the threads of the program. */
 int kvn_wrapper_end_begin(kvn_wrapper_end *self, kvn_backend *backend, kvn_request *request, kvn_batch_end *end)
 {
     sigset_t all, before;

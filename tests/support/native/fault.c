@@ -1,5 +1,5 @@
-/* fail_at: the inner backend gets the batch up to the descriptor that is to fail, then it fails; or
- * gets nothing of it, since it is refused. */
+/* fail_at: passes the batch up to the failing descriptor to the inner backend, and then fails; or refuses the whole
+ * batch. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -17,10 +17,10 @@ typedef struct fail_at {
 } fail_at;
 
 typedef struct fault_request {
-    kvn_batch_end end;    /* first: the inner backend gives it back */
-    kvn_batch_end *outer; /* the batch's; NULL: none */
-    int status;           /* that it ends with, if those before the fault move */
-    kvn_request *inner; /* NULL: nothing comes before the fault */
+    kvn_batch_end end;    /* first: the inner backend passes its address back */
+    kvn_batch_end *outer; /* of the batch; NULL: none */
+    int status;           /* of the batch, if the descriptors before the fault are moved */
+    kvn_request *inner; /* NULL: no descriptor precedes the fault */
     uint64_t fault;     /* index in the batch; its count if the fault is not in it */
     uint64_t count;
 } fault_request;
@@ -78,7 +78,7 @@ static int fault_submit(kvn_backend *base, const kvn_columns *batch, kvn_request
     return KVN_OK;
 }
 
-/* Adds the fault to what the descriptors before it came to. */
+/* Adds the fault to the report of the descriptors before it. */
 static int with_fault(const fail_at *self, const fault_request *request, kvn_report *report)
 {
     if (report->status == KVN_PENDING || request->fault == request->count)

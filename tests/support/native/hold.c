@@ -1,4 +1,4 @@
-/* hold: the inner backend moves a batch at once; its outcome is held back until the test lets it go. */
+/* hold: the inner backend moves a batch at once; the outcome is held back until the test lets it go. */
 #include "core/columns.h"
 #include "core/list.h"
 #include "core/report.h"
@@ -7,7 +7,7 @@
 
 typedef struct hold {
     kvn_wrapper wrapper;
-    pthread_mutex_t mutex; /* guards what follows, and the requests */
+    pthread_mutex_t mutex; /* guards the fields below, and the requests */
     pthread_cond_t changed;
     kvn_list held;
     bool is_open;
@@ -22,7 +22,7 @@ typedef struct hold_request {
     int why; /* KVN_OK, or why it was aborted while it was held */
 } hold_request;
 
-/* With the mutex held. */
+/* The caller holds the mutex. */
 static void let_go(hold *self, hold_request *request, int why)
 {
     kvn_backend *inner = kvn_inner(&self->wrapper.base);
@@ -69,7 +69,7 @@ static int hold_submit(kvn_backend *base, const kvn_columns *batch, kvn_request 
     return KVN_OK;
 }
 
-/* With the mutex held. */
+/* The caller holds the mutex. */
 static int outcome(const hold *self, const hold_request *request, kvn_report *report)
 {
     kvn_backend *inner = kvn_inner(&self->wrapper.base);
@@ -124,7 +124,7 @@ static void hold_release(kvn_backend *base, kvn_request *handle)
     hold *self = (hold *)base;
     hold_request *request = (hold_request *)handle;
 
-    pthread_mutex_lock(&self->mutex); /* who let it go may still have it */
+    pthread_mutex_lock(&self->mutex); /* waits for a thread that lets it go */
     pthread_mutex_unlock(&self->mutex);
     kvn_inner(base)->vtable->release(kvn_inner(base), request->inner);
     free(request);

@@ -1,6 +1,5 @@
-/* limit_bandwidth and limit_batch: hand the inner backend a batch slice by slice. Of the first each slice
- * waits until its time has come; slices of all batches share one schedule, so the limit holds for the
- * backend as a whole. */
+/* limit_bandwidth and limit_batch: pass a batch to the inner backend slice by slice. With limit_bandwidth each slice
+ * waits until it is due; slices of all batches share one schedule, so the limit holds for the whole backend. */
 #include <errno.h>
 #include <math.h>
 #include <pthread.h>
@@ -13,7 +12,7 @@
 #include "core/thread.h"
 #include "wrappers.h"
 
-#define SLICE_SECONDS 0.002 /* of the limit; also what an abort may have to wait for */
+#define SLICE_SECONDS 0.002 /* of the limit; an abort waits at most that long */
 #define MOST_NS 1000000000000000 /* of one slice: eleven days, far from overflow */
 #define TICK_NS 2000000     /* how often a driver inside the inner backend looks for an abort */
 
@@ -23,7 +22,7 @@ typedef struct bandwidth {
     uint64_t slice_nbytes;
     uint64_t slice_count; /* descriptors */
     pthread_mutex_t mutex;
-    int64_t free_ns; /* when the slices scheduled so far will have passed */
+    int64_t free_ns; /* end of the slices that are scheduled so far */
 } bandwidth;
 
 /* One thread at a time drives a request (`driven`); it owns all fields but these six. */
@@ -36,9 +35,9 @@ typedef struct bandwidth_request {
     int give_up; /* KVN_OK, or why no slice may begin */
 
     kvn_columns batch;
-    uint64_t cursor; /* first descriptor not wholly moved */
-    uint64_t skip;   /* bytes of it that are moved */
-    _Atomic uint64_t moved; /* others read it */
+    uint64_t cursor; /* first descriptor that is not moved completely */
+    uint64_t skip;   /* moved bytes of that descriptor */
+    _Atomic uint64_t moved; /* other threads read it */
     uint64_t total;
     kvn_columns slice; /* count 0: none is scheduled */
     uint64_t slice_nbytes;
@@ -51,7 +50,7 @@ typedef struct bandwidth_request {
 
 /* ---- slices; by the driver ---- */
 
-/* Whole descriptors, or a part of one that is larger than a slice. */
+/* Takes whole descriptors, or a part of one that is larger than a slice. */
 static void cut_slice(const bandwidth *self, bandwidth_request *request)
 {
     const kvn_columns *batch = &request->batch;
@@ -129,7 +128,7 @@ static void settle_between(bandwidth_request *request, int status)
     settle(request, &nothing);
 }
 
-/* The slice is through: the next begins behind it. */
+/* Begins the next slice behind one that is moved. */
 static void advance(bandwidth_request *request)
 {
     if (is_part(request)) {
@@ -160,7 +159,7 @@ static void absorb(kvn_backend *inner, bandwidth_request *request, const kvn_rep
 
 /* ---- driving ---- */
 
-/* Why to stop, or KVN_OK once `until_ns` has come. */
+/* Returns the reason to stop, or KVN_OK at `until_ns`. */
 static int sleep_or_give_up(bandwidth_request *request, int64_t until_ns)
 {
     int why;
@@ -185,7 +184,7 @@ static void stop(kvn_backend *inner, bandwidth_request *request, int why)
         settle_between(request, why);
 }
 
-/* Moves what is due until all is settled or the deadline has passed. */
+/* Moves slices that are due until all are settled or the deadline has passed. */
 static void drive(bandwidth *self, bandwidth_request *request, int64_t deadline_ns)
 {
     kvn_backend *inner = self->wrapper.inner;

@@ -1,4 +1,4 @@
-/* streams: a backend whose requests a stream can wait for, or which says why not. */
+/* streams: a backend that pretends that a stream can wait for its requests, or reports why not. */
 #include <stdatomic.h>
 
 #include "core/report.h"
@@ -6,7 +6,7 @@
 
 typedef struct streams {
     kvn_wrapper wrapper;
-    atomic_int pending; /* answers that it takes longer, still to be given; < 0: until the request is over */
+    atomic_int pending; /* how many more calls return KVN_PENDING; < 0: all until the request is over */
     int status;
 } streams;
 

@@ -1,5 +1,5 @@
-/* swap_at: two descriptors are written to each other's place, and nothing says so; of the first batch that
- * has both, once. */
+/* swap_at: swaps the destinations of two descriptors without a report, only in the first batch that has
+ * both. */
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -16,7 +16,7 @@ typedef struct swap_at {
 
 typedef struct swap_request {
     kvn_request *inner;
-    uint64_t *dst; /* read as long as the batch moves; NULL: as it was given */
+    uint64_t *dst; /* used while the batch moves; NULL: the batch is unchanged */
 } swap_request;
 
 static int swap_submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out,

@@ -1,4 +1,4 @@
-/* trace: one line of JSON for each call that passes through. */
+/* trace: writes a line of JSON for each call. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdatomic.h>
@@ -14,9 +14,9 @@
 
 typedef struct trace {
     kvn_wrapper wrapper;
-    kvn_backend_vtable vtable; /* its calls are those that the inner one has */
+    kvn_backend_vtable vtable; /* has the calls that the inner vtable has */
     int fd;
-    atomic_uint_fast64_t requests; /* numbered so far */
+    atomic_uint_fast64_t requests; /* number so far */
 } trace;
 
 typedef struct trace_request {
@@ -27,7 +27,7 @@ typedef struct trace_request {
     uint64_t nbytes;
 } trace_request;
 
-/* A line is one write, so that lines of several threads do not mix. One that cannot be written is lost. */
+/* Writes a line by one call, so that lines of several threads do not mix. A line that cannot be written is lost. */
 static void write_line(trace *self, const char *call, const trace_request *request, int status)
 {
     char line[256];
