@@ -1,4 +1,4 @@
-"""One queue for many tasks: each that was submitted is there once when it has ended."""
+"""One queue for many tasks: each submitted task is queued once when it ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ paged = datadist.allocate_blocks_cache(desc, BlocksCacheKey(1))
 
 
 def taken(user: LlmDataDist, count: int) -> list[Any]:
-    """The next tasks that have ended."""
+    """Take the next `count` tasks that have ended."""
     found: list[Any] = []
     while len(found) < count:
         assert user.completions().wait(WAIT_MS)
@@ -66,7 +66,7 @@ def test_each_task_is_there_once_whether_or_not_somebody_waited(
         assert task.done
         task.wait(0)
     before.wait()
-    user.pull_blocks(THEIRS, cache, [0], [0])  # it was not submitted
+    user.pull_blocks(THEIRS, cache, [0], [0])  # not submitted, so not queued
     assert completions.wait(5) is False
     assert not select.select([completions], [], [], 0)[0]
 
@@ -93,7 +93,7 @@ def test_what_failed_was_cancelled_or_copied_here_is_there_too(
     second = held.submit(Transfer(Rows(THEIRS, [1]), Rows(mine, [1])))
     assert list(held.completions()) == []
     second.cancel()
-    assert taken(held, 1) == [second]  # though the one before still moves
+    assert taken(held, 1) == [second]  # though the first still moves
     first.cancel()
     assert taken(held, 1) == [first]
 
@@ -234,7 +234,7 @@ def test_what_nobody_takes_is_bounded_and_can_still_be_taken(user: LlmDataDist, 
     ):
         with refused("LLM_LINK_BUSY", f"{MAX_UNTAKEN} ended tasks wait in completions"):
             submit()
-    user.pull_blocks(THEIRS, cache, [0], [0])  # it is not reported
+    user.pull_blocks(THEIRS, cache, [0], [0])  # not submitted, so not reported
     assert next(iter(completions)) is task
     last = user.submit(Transfer(Rows(THEIRS, [0]), Rows(cache, [0])))
     assert taken(user, MAX_UNTAKEN)[-1] is last

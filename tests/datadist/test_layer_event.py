@@ -1,4 +1,4 @@
-"""Layers that are signalled through a descriptor: from Python, from C, wrongly, and not at all."""
+"""Layers signalled through a descriptor: from Python, from C, wrongly, and not at all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 @pytest.fixture
 def engines(pair: tuple[LlmDataDist, LlmDataDist]) -> tuple[LlmDataDist, Cache]:
-    """An engine with a full cache, linked with one of this process that has an empty cache 1."""
+    """An engine with a full cache, linked with an engine of this process that has an empty one."""
     owner, user = pair
     owner.allocate_cache(SLOTS)
     cache = user.allocate_cache(SLOTS)
@@ -62,12 +62,12 @@ def begin(engines: tuple[LlmDataDist, Cache]) -> Begin:
 
 
 def write(fd: int, count: int) -> None:
-    """As C does it, without the GIL."""
+    """Write to the descriptor as C does, without the GIL."""
     assert LIBC.write(fd, ctypes.byref(ctypes.c_uint64(count)), ctypes.c_size_t(8)) == 8
 
 
 def done(task: LayerTask, count: int) -> None:
-    """Wait until the first `count` layers are done, and no others."""
+    """Wait until exactly the first `count` layers are done."""
     wait_until(lambda: len(task.progress().done) >= count)
     assert task.progress().done == tuple(task.layers)[:count]
 
@@ -208,7 +208,7 @@ def test_it_keeps_its_tasks_until_it_is_closed(begin: Begin) -> None:
         assert held() is not None
         event.signal(NUM_LAYERS)
         wait_until(lambda: held().done)  # type: ignore[union-attr]
-    wait_until(lambda: held() is None)  # once the thread of completions has settled it
+    wait_until(lambda: held() is None)  # once the completion thread has settled the task
 
 
 def test_a_forked_child_has_no_part_in_it(begin: Begin) -> None:

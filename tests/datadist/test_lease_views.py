@@ -1,4 +1,4 @@
-"""Blocks of a lease are read in the memory of their owner, without a copy."""
+"""Views of leased blocks: readers see the owner's memory without a copy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCKS = [6, 0, 3]
 
 @pytest.fixture
 def peer() -> Iterator[Peer]:
-    """An engine of cluster 1 in another process, whatever machines other tests run on."""
+    """An engine of cluster 1 in another process, on the host only."""
     peer = Peer()
     yield peer
     peer.close()
@@ -50,7 +50,7 @@ def user(peer: Peer) -> Iterator[LlmDataDist]:
 
 
 def offer(peer: Peer, desc: str = DESCS["blocks first"], lease: str = "{BLOCKS}") -> BlockLease:
-    """Let the peer lease blocks, each full of 100 times its tensor and its own number."""
+    """Let the peer lease blocks; each holds 100 times the tensor's number plus its own."""
     code = f"""
 desc = {desc}
 cache = datadist.allocate_blocks_cache(desc)
@@ -195,7 +195,7 @@ def test_memory_that_the_network_reaches_is_not_viewed(peer: Peer) -> None:
 
 
 def test_blocks_that_move_are_seen_at_their_new_place(user: LlmDataDist, peer: Peer) -> None:
-    """A view of before is not confirmed; the next one follows, from the same lease."""
+    """An earlier view is not confirmed. The next view of the same lease follows the move."""
     lease = offer(peer, lease="[6, 0]")
     with refused("LLM_KV_CACHE_NOT_EXIST", "was released or moved"), user.arrays(lease) as before:
         assert numbers(before)[0] == [6, 0]

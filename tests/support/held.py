@@ -1,4 +1,4 @@
-"""Descriptors and threads of this process, by name, because a count includes those of other tests."""
+"""Descriptors and threads of this process by name, since a count includes those of other tests."""
 
 from __future__ import annotations
 
