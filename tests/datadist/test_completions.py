@@ -49,7 +49,7 @@ def taken(user: LlmDataDist, count: int) -> list[Any]:
 
 
 @pytest.mark.over_tcp
-def test_each_task_is_there_once_whether_or_not_somebody_waited(
+def test_each_task_is_queued_once_whether_or_not_a_call_waits(
     user: LlmDataDist, peer: Peer
 ) -> None:
     peer.run(OFFER)
@@ -71,7 +71,7 @@ def test_each_task_is_there_once_whether_or_not_somebody_waited(
     assert not select.select([completions], [], [], 0)[0]
 
 
-def test_what_failed_was_cancelled_or_copied_here_is_there_too(
+def test_failed_cancelled_and_local_tasks_are_queued_too(
     peer: Peer, make_engine: MakeEngine, machine: Machine
 ) -> None:
     on_host_only(machine, "the wrapper holds what host backends move")
@@ -98,7 +98,7 @@ def test_what_failed_was_cancelled_or_copied_here_is_there_too(
     assert taken(held, 1) == [first]
 
 
-def test_a_push_by_layers_is_there_after_its_last_layer(user: LlmDataDist, peer: Peer) -> None:
+def test_a_push_by_layers_is_queued_after_its_last_layer(user: LlmDataDist, peer: Peer) -> None:
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     completions = user.completions()
@@ -120,7 +120,7 @@ def test_a_push_by_layers_is_there_after_its_last_layer(user: LlmDataDist, peer:
     assert completions.wait(5) is False
 
 
-def test_a_gather_is_there_as_one(user: LlmDataDist, peer: Peer) -> None:
+def test_a_gather_is_queued_as_one_task(user: LlmDataDist, peer: Peer) -> None:
     shape, layout = (4, 2, 4, 8), "block token head dim"
     desc = CacheDesc(2, shape, DataType.DT_INT8, kv_tensor_format=layout)
     peer.run("datadist.allocate_blocks_cache(desc, BlocksCacheKey(1))", desc=desc)
@@ -134,7 +134,7 @@ def test_a_gather_is_there_as_one(user: LlmDataDist, peer: Peer) -> None:
     assert user.completions().wait(5) is False
 
 
-def test_a_task_with_a_notification_is_there_when_the_peer_has_that(
+def test_a_task_with_a_notification_is_queued_once_the_peer_has_it(
     user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
     where_nobody_serves(machine)
@@ -156,7 +156,7 @@ def test_a_task_with_a_notification_is_there_when_the_peer_has_that(
     assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"stopped"]
 
 
-def test_what_finalize_stops_can_still_be_taken(
+def test_tasks_that_finalize_stops_can_still_be_taken(
     peer: Peer, make_engine: MakeEngine, machine: Machine
 ) -> None:
     on_host_only(machine, "the wrapper holds what host backends move")
@@ -195,7 +195,7 @@ def test_a_scheduler_polls_one_descriptor_for_many_tasks(user: LlmDataDist, peer
     assert asyncio.run(asyncio.wait_for(run(), WAIT_MS / 1000)) == 0
 
 
-def test_tasks_work_with_what_asyncio_has(user: LlmDataDist, peer: Peer) -> None:
+def test_tasks_work_with_asyncio(user: LlmDataDist, peer: Peer) -> None:
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
 
@@ -217,7 +217,7 @@ def test_tasks_work_with_what_asyncio_has(user: LlmDataDist, peer: Peer) -> None
     asyncio.run(run())
 
 
-def test_what_nobody_takes_is_bounded_and_can_still_be_taken(user: LlmDataDist, peer: Peer) -> None:
+def test_untaken_tasks_are_bounded_and_can_still_be_taken(user: LlmDataDist, peer: Peer) -> None:
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     completions = user.completions()

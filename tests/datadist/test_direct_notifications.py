@@ -26,7 +26,7 @@ def numbers(*parts: range) -> list[bytes]:
     return [b"%d" % i for part in parts for i in part]
 
 
-def test_a_receiver_that_is_stopped_has_what_the_sender_was_told_it_has(
+def test_a_stopped_receiver_has_all_that_the_sender_knows_as_delivered(
     user: LlmDataDist, peer: Peer
 ) -> None:
     """The first notification makes the direct connection, so this is true from the second on."""
@@ -38,7 +38,7 @@ def test_a_receiver_that_is_stopped_has_what_the_sender_was_told_it_has(
     assert peer.run(READ_ALL) == numbers(range(WINDOW + 1))
 
 
-def test_what_timed_out_is_not_overtaken_and_comes_once(user: LlmDataDist, peer: Peer) -> None:
+def test_a_late_notification_is_not_overtaken_and_comes_once(user: LlmDataDist, peer: Peer) -> None:
     user.notify(1, b"0")
     peer.stop()
     for i in range(1, WINDOW + 1):
@@ -77,7 +77,7 @@ def test_both_ends_may_send_at_once(user: LlmDataDist, peer: Peer) -> None:
     assert peer.answer() == numbers(range(count))
 
 
-def test_several_readers_have_each_once(user: LlmDataDist, peer: Peer) -> None:
+def test_several_readers_get_each_notification_once(user: LlmDataDist, peer: Peer) -> None:
     count = 3000
     arrived = user.notifications()
     found: list[list[bytes]] = [[], []]
@@ -103,7 +103,7 @@ def test_several_readers_have_each_once(user: LlmDataDist, peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("how", ["unlink", "kill"])
-def test_a_link_that_ends_leaves_what_has_arrived_and_tells_the_sender(
+def test_a_link_that_ends_leaves_arrived_notifications_and_tells_the_sender(
     user: LlmDataDist, peer: Peer, how: str
 ) -> None:
     peer.run("for i in range(50): datadist.notify(2, b'%d' % i)")
@@ -122,7 +122,7 @@ def test_a_link_that_ends_leaves_what_has_arrived_and_tells_the_sender(
     assert [notification.data for notification in user.notifications()] == numbers(range(50))
 
 
-def test_a_new_link_finds_the_way_again(user: LlmDataDist, peer: Peer) -> None:
+def test_a_new_link_makes_the_direct_connection_again(user: LlmDataDist, peer: Peer) -> None:
     for turn in range(3):
         for i in range(3):
             user.notify(1, b"%d" % i)
@@ -131,7 +131,7 @@ def test_a_new_link_finds_the_way_again(user: LlmDataDist, peer: Peer) -> None:
         user.link_clusters([ClusterInfo(1, peer.address)], 5000).raise_for_status()
 
 
-def test_its_descriptors_go_with_the_link(user: LlmDataDist, peer: Peer) -> None:
+def test_descriptors_are_closed_with_the_link(user: LlmDataDist, peer: Peer) -> None:
     def turn() -> None:
         for _ in range(2):
             user.notify(1, b"x")

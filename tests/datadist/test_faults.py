@@ -90,7 +90,7 @@ def test_memory_that_is_freed_under_a_transfer_fails_it(
 
 
 @pytest.mark.over_tcp
-def test_a_forced_unlink_fails_what_is_in_flight(
+def test_a_forced_unlink_fails_transfers_in_flight(
     holding: tuple[LlmDataDist, Cache, LetGo],
 ) -> None:
     user, mine, let_go = holding
@@ -103,7 +103,7 @@ def test_a_forced_unlink_fails_what_is_in_flight(
         user.pull_cache(CacheIndex(1, 1), mine)
 
 
-def test_a_stopped_peer_holds_up_neither_pulls_nor_finalize(
+def test_a_stopped_peer_delays_neither_pulls_nor_finalize(
     machine: Machine, user: LlmDataDist, peer: Peer
 ) -> None:
     peer.run("cache = datadist.allocate_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))")

@@ -178,7 +178,7 @@ def test_engines_memory_and_the_users_own_go_together(
     assert peer.run("result = int(datadist.arrays(arena)[0][4].min())") == 9
 
 
-def test_a_cache_that_took_over_a_key_is_found(
+def test_a_cache_that_has_taken_over_a_key_is_found(
     user: LlmDataDist, peer: Peer, keys: dict[str, CacheIndex]
 ) -> None:
     """A key names, for each group, the cache that has the key now."""
@@ -199,7 +199,7 @@ def test_a_cache_that_took_over_a_key_is_found(
     assert user.metrics()["in_flight"] == 0
 
 
-def test_what_is_wrong_says_of_which_group(
+def test_an_error_names_the_group(
     user: LlmDataDist, keys: dict[str, CacheIndex], make_engine: MakeEngine
 ) -> None:
     mine = caches_of(user)
@@ -261,9 +261,7 @@ def test_two_groups_that_write_the_same_bytes_are_refused(
 
 
 @pytest.mark.over_tcp
-def test_memory_that_is_registered_twice_is_looked_at_by_both(
-    user: LlmDataDist, peer: Peer
-) -> None:
+def test_both_registrations_of_the_same_memory_are_checked(user: LlmDataDist, peer: Peer) -> None:
     """After one of two caches over the same memory is freed, a group of it must not be read."""
     peer.run(
         """

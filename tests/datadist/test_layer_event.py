@@ -105,7 +105,7 @@ def test_a_signal_makes_the_next_layers_ready_in_every_task(begin: Begin) -> Non
     assert event.fileno() == -1
 
 
-def test_many_signals_at_once_are_all_heard(begin: Begin) -> None:
+def test_many_signals_at_once_are_all_received(begin: Begin) -> None:
     tasks = [begin() for _ in range(4)]
     events = [LayerEvent(task) for task in tasks]
     threads = [threading.Thread(target=event.signal) for event in events for _ in range(NUM_LAYERS)]
@@ -119,7 +119,7 @@ def test_many_signals_at_once_are_all_heard(begin: Begin) -> None:
         event.close()
 
 
-def test_closing_hands_on_what_was_written(begin: Begin) -> None:
+def test_closing_passes_on_written_signals(begin: Begin) -> None:
     for _ in range(50):
         task = begin()
         with LayerEvent(task) as event:
@@ -242,9 +242,7 @@ def test_events_come_and_go_and_leave_nothing(begin: Begin) -> None:
     assert rounds(200) <= before + 2
 
 
-def test_more_descriptors_than_there_are_is_a_refusal(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_of_descriptors_is_a_refusal(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     task = begin()
 
     def none_left(*_: int) -> int:
@@ -270,7 +268,7 @@ def test_tasks_must_share_their_layers(begin: Begin) -> None:
 
 
 @pytest.mark.parametrize("given", [None, 1, "task"])
-def test_what_is_no_task_is_refused(begin: Begin, given: Any) -> None:
+def test_a_value_that_is_not_a_task_is_refused(begin: Begin, given: Any) -> None:
     task = begin()
     with pytest.raises(TypeError, match=r"tasks\[1\]"):
         LayerEvent(task, given)

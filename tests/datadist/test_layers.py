@@ -284,7 +284,7 @@ REFUSALS: dict[str, tuple[LLMStatusCode, Callable[[LlmDataDist, Cache, Cache], o
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_is_refused(
+def test_impossible_pushes_are_refused(
     user: LlmDataDist, slots: Cache, blocks: Cache, name: str
 ) -> None:
     status, call = REFUSALS[name]

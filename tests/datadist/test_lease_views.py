@@ -152,7 +152,7 @@ def test_an_end_of_the_link_is_never_missed(user: LlmDataDist, peer: Peer) -> No
         user.arrays(lease)
 
 
-def test_memory_is_held_by_arrays_alone(user: LlmDataDist, peer: Peer) -> None:
+def test_only_arrays_hold_the_memory(user: LlmDataDist, peer: Peer) -> None:
     lease = offer(peer)
     view = user.arrays(lease)
     block = view[0][0]
@@ -162,7 +162,7 @@ def test_memory_is_held_by_arrays_alone(user: LlmDataDist, peer: Peer) -> None:
     assert int(block[3, 15]) == BLOCKS[0]
 
 
-def test_what_cannot_be_viewed_is_refused(user: LlmDataDist, peer: Peer) -> None:
+def test_blocks_that_cannot_be_viewed_are_refused(user: LlmDataDist, peer: Peer) -> None:
     own = user.lease_blocks(user.allocate_blocks_cache(DESC), [1])
     with refused("LLM_PARAM_INVALID", "is a lease of this engine"):
         user.arrays(own)
