@@ -1,4 +1,4 @@
-"""Two ends of a conversation: in one process, where tests look into both, or in two."""
+"""Two ends of a conversation: in one process, where tests can inspect both, or in two."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class Conversation:
         self.loop.run(self.channel.notify(body))
 
     def far_channel(self) -> Channel:
-        """The server's end, which exists for sure once it has answered."""
+        """Return the server's end, which surely exists once it has answered."""
         self.request(Sync())
         assert self.far.next() == ("request", Sync())
         return self.far.channels[-1]
 
 
 def call(loop: ControlLoop, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a plain function on the loop's thread."""
+    """Run a function, not a coroutine, on the loop's thread."""
 
     async def run() -> Any:
         return function(*args)
@@ -89,7 +89,7 @@ def call(loop: ControlLoop, function: Callable[..., Any], *args: Any) -> Any:
 
 
 class ListeningProcess(Peer):
-    """A process with a server; `state()` is what it says of itself."""
+    """A process with a server; `state()` returns what it reports about itself."""
 
     module = "tests.control.listening"
 

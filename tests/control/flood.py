@@ -1,4 +1,4 @@
-"""A peer that connects as fast as it can."""
+"""A flood of connections from a peer."""
 
 import contextlib
 import select
@@ -17,7 +17,7 @@ TESTS = 0
 
 
 class Flood(Peer):
-    """A process that begins at once; for the arguments see `flood`."""
+    """A process that begins at once. `flood` describes the arguments."""
 
     module = "tests.control.flood"
 
@@ -39,9 +39,9 @@ def flood(address: tuple[str, int], source: str, rate: float, said: bytes) -> No
     """Send `said` on each connection and hold the last HELD, until the test sends more."""
     held: deque[socket.socket] = deque()
     count, begun = 0, time.monotonic()
-    reset = struct.pack("2i", 1, 0)  # nothing waits for packets of it, and its port is free again
+    reset = struct.pack("2i", 1, 0)  # a reset frees the port at once
     while True:
-        # What it is late by is made up for.
+        # Catch up after a delay.
         wait_s = begun + count / rate - time.monotonic()
         if select.select([TESTS], [], [], max(0.0, wait_s))[0]:
             break

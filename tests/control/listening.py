@@ -1,4 +1,4 @@
-"""What a `ListeningProcess` has: a server that answers each request with Synced, and its state."""
+"""The process of a `ListeningProcess`: a server that answers each request with Synced."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.control.conversation import LOCAL
 
 
 class Counting:
-    """Counts what has reached it."""
+    """A handler that counts requests, notices and ends."""
 
     def __init__(self) -> None:
         self.requests = self.notices = self.lost = 0

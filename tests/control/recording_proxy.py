@@ -1,4 +1,4 @@
-"""A TCP proxy that records what it passes on."""
+"""A TCP proxy that records the bytes of a connection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.control.conversation import DEADLINE_S
 
 
 class RecordingProxy:
-    """Passes on one connection; `recorded` is what the client sends, `heard` what it receives."""
+    """A proxy of one connection: `recorded` has the client's bytes, `heard` the server's."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))

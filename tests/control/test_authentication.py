@@ -1,4 +1,4 @@
-"""With a cluster key its holders get in, and nobody else."""
+"""A cluster key admits only its holders."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_no_key_is_refused_and_named(loop: ControlLoop, endpoint: Endpoint, far:
     assert far.heard.empty()
 
 
-def test_a_server_without_a_key_is_not_talked_to(loop: ControlLoop, far_loop: ControlLoop) -> None:
+def test_a_server_without_a_key_is_refused(loop: ControlLoop, far_loop: ControlLoop) -> None:
     endpoint = far_loop.run(Server.listen(far_loop, LOCAL, Recorder(), Keys())).endpoint
     assert refusal(loop, endpoint, KEY) == (
         f"{endpoint}: authenticate: it uses no cluster key; this side does; "
@@ -66,10 +66,10 @@ def test_a_server_without_a_key_is_not_talked_to(loop: ControlLoop, far_loop: Co
     )
 
 
-def test_the_public_key_alone_is_refused(endpoint: Endpoint, far: Recorder) -> None:
-    """The server's public key lets a client speak CURVE; the client's own key is checked too.
+def test_a_client_with_only_the_public_key_is_refused(endpoint: Endpoint, far: Recorder) -> None:
+    """The server's public key lets a client speak CURVE, but the client's own key is checked, too.
 
-    Even where it passes on the cookie of a peer that has the key.
+    A cookie of a peer that has the key does not help.
     """
     public, secret = zmq.curve_keypair()
     between = Forger(endpoint)
@@ -94,7 +94,7 @@ def test_the_public_key_alone_is_refused(endpoint: Endpoint, far: Recorder) -> N
 def test_a_client_without_a_cookie_costs_no_handshake(
     far_loop: ControlLoop, endpoint: Endpoint, far: Recorder, unused: bytes
 ) -> None:
-    """Not even if all of it comes at once, with the first command of CURVE behind it."""
+    """Not even if the whole greeting and the first command of CURVE arrive at once."""
     with socket.create_connection((endpoint.host, endpoint.port), timeout=DEADLINE_S) as visitor:
         said = greeting(encrypted=True, unused=unused)
         visitor.sendall(said + b"\x04\xc8\x05HELLO" + bytes(194))
@@ -108,7 +108,7 @@ def test_a_client_without_a_cookie_costs_no_handshake(
 
 
 class Forger(RecordingProxy):
-    """Puts the cookie of a peer that has the key into the greeting of one that has not."""
+    """A proxy that puts the cookie of a peer with the key into the greeting of one without it."""
 
     def passed_on(self, chunk: bytes) -> bytes:
         before = len(b"".join(self.recorded[:-1]))
@@ -118,7 +118,7 @@ class Forger(RecordingProxy):
         return chunk[: UNUSED_AT - before] + cookie + chunk[GREETING_NBYTES - before :]
 
 
-def test_a_recorded_conversation_cannot_be_said_again(
+def test_a_recorded_conversation_cannot_be_replayed(
     loop: ControlLoop, endpoint: Endpoint, far: Recorder
 ) -> None:
     proxy = RecordingProxy(endpoint)
@@ -188,7 +188,7 @@ class TestKeyFile:
         with pytest.raises(LLMException, match=rf"key: its mode is 0{mode:o}.*chmod 600"):
             ClusterKey.load(path)
 
-    def test_is_refused_when_it_belongs_to_somebody_else(self, tmp_path: Path) -> None:
+    def test_is_refused_when_it_belongs_to_another_user(self, tmp_path: Path) -> None:
         if os.geteuid() != 0:
             pytest.skip("only root can give a file away")
         path = tmp_path / "key"

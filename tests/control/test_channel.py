@@ -1,4 +1,4 @@
-"""What a conversation promises: replies, order, refusals, and a reason for its end."""
+"""The guarantees of a conversation: replies, order, refusals, and a reason for its end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.support.refusals import refused
 
 
 def said(text: str) -> Failed:
-    """A notice that carries a text; any body can be one."""
+    """Return a notice that carries a text. Any body can be a notice."""
     return Failed(text, 0)
 
 
@@ -88,7 +88,7 @@ def test_replies_find_their_requests_when_they_overtake(conversation: Conversati
 
 
 def test_messages_are_taken_in_the_order_they_were_sent(conversation: Conversation) -> None:
-    conversation.far_channel().bound = object()  # more requests at a time than without a link
+    conversation.far_channel().bound = object()  # more concurrent requests than without a link
 
     async def talk() -> None:
         async with asyncio.TaskGroup() as group:
@@ -157,7 +157,7 @@ def test_no_reply_in_time_is_a_timeout_and_the_channel_lives_on(conversation: Co
     assert not conversation.channel.closed
 
 
-def test_nothing_is_left_of_requests_that_had_no_reply_in_time(conversation: Conversation) -> None:
+def test_requests_without_a_reply_in_time_leave_nothing(conversation: Conversation) -> None:
     async def answer(_channel: Channel, _body: Body) -> Body:
         await asyncio.Event().wait()
         raise AssertionError
@@ -210,7 +210,7 @@ def test_more_requests_at_a_time_than_allowed_are_refused(
     assert caught.status_code is LLMStatusCode.LLM_LINK_BUSY
 
 
-def test_a_slow_reader_holds_the_writer_up_and_gets_all_in_order(
+def test_a_slow_reader_delays_the_writer_and_gets_all_in_order(
     conversation: Conversation,
 ) -> None:
     text = "x" * 4000
@@ -230,7 +230,7 @@ def test_a_slow_reader_holds_the_writer_up_and_gets_all_in_order(
         return 3000
 
     conversation.far_channel()
-    conversation.far_loop.call_soon(release.wait)  # the far loop reads nothing meanwhile
+    conversation.far_loop.call_soon(release.wait)  # meanwhile the far loop reads nothing
     sent = conversation.loop.run(fill())
     assert held.is_set()
     assert spent[0] < 0.05, "whoever waits for room takes no time of the thread"
@@ -269,7 +269,7 @@ def test_the_end_of_a_peer_that_does_not_read_is_seen_at_once(
     assert conversation.far.next() == ("lost", "connection lost: Connection reset by peer")
 
 
-def test_requests_that_wait_learn_of_the_end(conversation: Conversation) -> None:
+def test_waiting_requests_learn_of_the_end(conversation: Conversation) -> None:
     async def answer(channel: Channel, _body: Body) -> Body:
         channel.close("not with you")
         return Released()
@@ -327,7 +327,7 @@ def test_a_few_undecodable_frames_are_dropped_and_more_end_the_channel(
 
 
 def test_a_long_reason_of_the_end_is_cut(conversation: Conversation) -> None:
-    """A message that is too long would arrive as no message: the peer would see no orderly end."""
+    """If the reason were too long, the message would be undecodable, and the end not orderly."""
     conversation.far_channel()
     call(conversation.loop, conversation.channel.close, "x" * (2 * MAX_TEXT))
     assert conversation.far.next() == ("lost", "x" * MAX_TEXT)
@@ -342,7 +342,7 @@ def test_a_notice_that_came_before_the_end_is_not_handled_after_it(
         conversation.channel.close("enough")
 
     call(conversation.loop, receive_and_close)
-    call(conversation.loop, lambda: None)  # all that was put off is done
+    call(conversation.loop, lambda: None)  # all scheduled callbacks have run
     assert conversation.near.heard.empty()
 
 

@@ -1,4 +1,4 @@
-"""Listening and connecting: every kind of address, and errors that say what failed."""
+"""Listening and connecting: every kind of address, and errors that name the failure."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_listen_that_fails_is_reported_with_the_reason(loop: ControlLoop) -> N
 
 
 def test_an_address_that_another_process_takes_meanwhile_is_refused() -> None:
-    """At each moment of the call, also between what binds the address and what listens there."""
+    """The process takes it at any moment of the call, also between `bind` and `listen`."""
 
     async def in_worker(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
@@ -117,7 +117,7 @@ def test_an_address_that_another_process_takes_meanwhile_is_refused() -> None:
             server.close()
 
     def listen_first(*_: object) -> None:
-        with suppress(OSError):  # the call was faster
+        with suppress(OSError):  # the other call was faster
             other.listen()
 
     moments, is_one = Interrupts("kvplan/control/connecting.py"), True
@@ -177,7 +177,7 @@ def test_listening_on_all_addresses_without_a_key_is_logged(
     assert caplog.messages == ["event=listen_open endpoint=0.0.0.0:0"]
 
 
-def test_a_warning_of_unauthenticated_clients_is_for_the_caller() -> None:
+def test_a_warning_of_unauthenticated_clients_names_the_caller() -> None:
     for harmless in ("localhost:0", "[::1]:0", "ipc:///tmp/nobody", "no-such-host.invalid:0"):
         warn_unauthenticated(Endpoint.parse(harmless), stacklevel=1)
     with pytest.warns(
@@ -201,12 +201,12 @@ def test_refused_connections_say_so_at_once(loop: ControlLoop, tmp_path: Path) -
 
 @pytest.fixture
 def mute() -> Iterator[tuple[socket.socket, Endpoint]]:
-    """Something that listens, and is no engine."""
+    """A listener that is not an engine."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening, Endpoint(*listening.getsockname())
 
 
-def test_a_listener_that_says_nothing_is_a_timeout_of_the_handshake(
+def test_a_silent_listener_is_a_timeout_of_the_handshake(
     loop: ControlLoop, mute: tuple[socket.socket, Endpoint]
 ) -> None:
     assert refusal(loop, mute[1], 0.1) == f"{mute[1]}: handshake: no answer within 100 ms"
@@ -234,7 +234,7 @@ def test_a_listener_of_another_protocol_is_recognized(
 def test_giving_up_leaves_nothing_behind(
     loop: ControlLoop, mute: tuple[socket.socket, Endpoint]
 ) -> None:
-    ask(loop, listen(loop, "127.0.0.1:0").endpoint)  # libzmq keeps what its first socket opens
+    ask(loop, listen(loop, "127.0.0.1:0").endpoint)  # libzmq keeps descriptors of its first socket
     files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     for _ in range(5):
         refusal(loop, mute[1], 0.02)
@@ -243,7 +243,7 @@ def test_giving_up_leaves_nothing_behind(
         assert time.monotonic() < deadline
 
 
-# Connects to each name that it is given, as soon as that listens, and says whether it could.
+# Connects to each given name as soon as it has a listener, and reports whether it could.
 INTRUDER = """
 import socket, sys, time
 held = []
@@ -261,7 +261,7 @@ for line in sys.stdin:
 
 
 class Intruder:
-    """A process of this user that connects, first of all, to what a thread binds."""
+    """A process of this user that is the first to connect to sockets that a thread binds."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -272,10 +272,10 @@ class Intruder:
             stdout=subprocess.PIPE,
             text=True,
         )
-        sys.addaudithook(self._hear)  # for ever: it does nothing after `close`
+        sys.addaudithook(self._hear)  # cannot be removed: does nothing after `close`
 
     def watch(self) -> None:
-        """Connect to what the calling thread binds from now on."""
+        """Connect to sockets that the calling thread binds from now on."""
         self._thread = threading.get_ident()
 
     def close(self) -> None:
@@ -308,7 +308,7 @@ def intruder() -> Iterator[Intruder]:
 def test_another_process_of_the_user_does_not_get_a_connections_private_end(
     loop: ControlLoop, far_loop: ControlLoop, intruder: Intruder
 ) -> None:
-    """Its name can be read in /proc, and the first to connect is not always this process."""
+    """Other processes can read its name in /proc, and may connect first."""
     server = far_loop.run(Server.listen(far_loop, LOCAL, Recorder(), Keys()))
     call(loop, intruder.watch)
     deadline = time.monotonic() + DEADLINE_S
@@ -319,8 +319,8 @@ def test_another_process_of_the_user_does_not_get_a_connections_private_end(
             pass
 
 
-def test_silent_connections_are_many_for_a_while_only(far_loop: ControlLoop) -> None:
-    """A limit of open files makes room for few connections; of more, some are dropped."""
+def test_many_silent_connections_stay_only_for_a_while(far_loop: ControlLoop) -> None:
+    """With a low limit of open files there is room for few connections, and others are dropped."""
     script = (
         "import resource, select, socket\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"

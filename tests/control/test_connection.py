@@ -1,4 +1,4 @@
-"""The end of one connection: what `wait_closed` has waited for."""
+"""The end of a connection, for which `wait_closed` waits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Ends:
 def test_a_connection_that_ends_while_it_opens_leaves_no_task(
     loop: ControlLoop, attached: bool
 ) -> None:
-    """Which the loop would find, and complain about, when it ends."""
+    """At its end, the loop would find and report such a task."""
 
     async def run() -> set[asyncio.Task[None]]:
         before = asyncio.all_tasks()
@@ -53,14 +53,14 @@ def test_a_connection_that_ends_while_it_opens_leaves_no_task(
         ends.connection.close()
         ends.far.close()
         await ends.connection.wait_closed()
-        assert ends.ended == []  # who closes it knows
+        assert ends.ended == []  # `on_end` is not called: the closing side knows
         return asyncio.all_tasks() - before
 
     assert loop.run(run(), timeout_ms=1000 * DEADLINE_S) == set()
 
 
 def test_a_connection_that_has_ended_is_not_kept(loop: ControlLoop) -> None:
-    """Neither by the loop, which lives as long as its engine, nor by a timer."""
+    """Neither the loop, which lives as long as its engine, nor a timer keeps it."""
 
     async def end() -> weakref.ref[Connection]:
         ends = Ends(loop)
@@ -81,7 +81,7 @@ def test_a_connection_that_has_ended_is_not_kept(loop: ControlLoop) -> None:
 def test_a_connection_has_ended_when_its_last_bytes_have_left_or_are_given_up(
     loop: ControlLoop, reads: bool
 ) -> None:
-    """Both of its streams: the peer's, and that of ZeroMQ."""
+    """That holds for both of its streams, the peer's and ZeroMQ's."""
     message = bytes(1 << 20)
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""The direct connection of two ends in one host: who gets it, and when a packet has arrived."""
+"""The direct connection of two ends on one host: its owner, and the arrival of packets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvplan.control.messages import Notified, Notify
 from kvplan.control.notifying import WINDOW, DirectListener, DirectSender, Notifier, connect
 
 NOBODY = 65534
-DEADLINE_S = 30  # only what waits for a socket reaches it
+DEADLINE_S = 30  # reached only by a test that waits for a socket in vain
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
@@ -39,7 +39,7 @@ def ends() -> Iterator[tuple[DirectSender, socket.socket]]:
 
 
 def taken(receiver: socket.socket, most: int = 10_000) -> tuple[list[bytes], bool]:
-    """What has arrived, and whether more may come."""
+    """Return the packets that have arrived, and whether more may come."""
     queue: deque[tuple[int, bytes]] = deque()
     unread: deque[None] = deque()
     eventfd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -79,7 +79,7 @@ def test_several_readers_keep_the_order(ends: tuple[DirectSender, socket.socket]
             reading = [threads.submit(read) for _ in range(readers)]
             for number in range(count):
                 while not sender.send(number.to_bytes(4)):
-                    pass  # they have not taken what fills the window
+                    pass  # until the readers have taken packets that fill the window
             for task in reading:
                 task.result()
     finally:
@@ -91,7 +91,7 @@ def test_several_readers_keep_the_order(ends: tuple[DirectSender, socket.socket]
 def test_garbage_collection_in_a_reader_lets_no_other_reader_in(
     ends: tuple[DirectSender, socket.socket],
 ) -> None:
-    """What it calls may read itself, or let another thread run that does."""
+    """A finalizer may read itself, or let another thread run that reads."""
     sender, receiver = ends
     packets = [b"%d" % i for i in range(WINDOW)]
     assert [sender.send(packet) for packet in packets] == [True] * WINDOW
@@ -118,7 +118,7 @@ def test_garbage_collection_in_a_reader_lets_no_other_reader_in(
     assert [data for _, data in queue] == packets
 
 
-def test_no_more_than_the_window_lie_there_until_they_are_taken(
+def test_no_more_packets_than_the_window_are_unread(
     ends: tuple[DirectSender, socket.socket],
 ) -> None:
     sender, receiver = ends
@@ -178,15 +178,15 @@ def test_a_packet_that_is_too_large_ends_it() -> None:
         assert taken(ours) == ([b"good"], False)
 
 
-def test_who_does_not_know_the_secret_is_not_taken_for_the_receiver() -> None:
+def test_a_process_without_the_secret_is_not_taken_for_the_receiver() -> None:
     listener = DirectListener()
     name = listener._listener.getsockname()
     others = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(4)]
     for other in others:
         other.connect(name)
-    others[1].send(bytes(16))  # and the others say nothing
+    others[1].send(bytes(16))  # the others send nothing
     receiver = connect(listener.secret)
-    assert connect(listener.secret) is None  # the queue was full with it
+    assert connect(listener.secret) is None  # the queue was full
     sender = listener.accept()
     assert sender is not None
     assert sender.send(b"for the receiver")
@@ -201,7 +201,7 @@ def test_who_does_not_know_the_secret_is_not_taken_for_the_receiver() -> None:
 
 @pytest.fixture
 def default_timeout() -> Iterator[None]:
-    """A program may have set one for the sockets of its own that it makes from then on."""
+    """A default timeout that a program may set for its own new sockets."""
     socket.setdefaulttimeout(2 * DEADLINE_S)
     yield
     socket.setdefaulttimeout(None)
@@ -234,7 +234,7 @@ def test_an_offer_without_a_receiver_makes_no_connection() -> None:
 
 @needs_root
 def test_another_user_that_knows_the_name_cannot_notify() -> None:
-    """The name is seen by all; whoever takes it once it is free is not the peer."""
+    """All users can see the name. A process that takes the free name is not the peer."""
     listener = DirectListener()
     name = listener._listener.getsockname()
     listener.close()
@@ -256,12 +256,12 @@ def test_another_user_that_knows_the_name_cannot_notify() -> None:
 
 
 class Receiving:
-    """The other end of a control connection, which takes messages when the test says so."""
+    """The other end of a control connection, which takes messages on demand."""
 
     def __init__(self) -> None:
         self.wire: deque[tuple[Notify, asyncio.Future[Notified]]] = deque()
         self.arrived: list[int] = []
-        self.read: list[socket.socket | None] = []  # before each message
+        self.read: list[socket.socket | None] = []  # direct connections to read before messages
         self.is_full = False
         self._direct: list[socket.socket] = []
         self._notifier = Notifier(1)
@@ -298,7 +298,7 @@ class Receiving:
 
 
 def test_a_direct_connection_without_room_is_closed_and_forgotten() -> None:
-    """So is the connection before it: another file may have its descriptor by now."""
+    """So is the earlier connection, whose descriptor another file may have now."""
     inbox, notifier = Receiving(), Notifier(1)
     listeners = [DirectListener() for _ in range(2)]
     with closing(listeners[0]), closing(listeners[1]):
@@ -318,7 +318,7 @@ def test_a_direct_connection_without_room_is_closed_and_forgotten() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_notifications_arrive_in_the_order_of_the_calls(seed: int) -> None:
-    """Whichever way each goes, and however many callers have given up waiting."""
+    """That holds for each way, even if callers have stopped waiting."""
     random = Random(seed)
 
     async def walk() -> None:
@@ -328,7 +328,7 @@ def test_notifications_arrive_in_the_order_of_the_calls(seed: int) -> None:
         num_direct = 0
         for number in range(400):
             choice = random.choice(("call", "call", "take", "give up"))
-            if number < 2:  # whose answer makes the direct connection
+            if number < 2:  # its answer makes the direct connection
                 choice = ("call", "take")[number]
             if choice == "call" and sender.send_directly(b"%d" % number):
                 num_direct += 1
@@ -338,7 +338,7 @@ def test_notifications_arrive_in_the_order_of_the_calls(seed: int) -> None:
                 receiving.take()
             elif choice == "give up" and calls:
                 calls.pop(random.randrange(len(calls))).cancel()
-            for _ in range(3):  # steps of a call until it waits for an answer, or has one
+            for _ in range(3):  # enough iterations until a call waits for an answer, or has one
                 await asyncio.sleep(0)
         for call in calls:
             call.cancel()

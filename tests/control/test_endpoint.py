@@ -53,6 +53,6 @@ def test_text_that_is_not_an_endpoint_is_refused_and_shown(text: str) -> None:
         Endpoint.parse(text)
 
 
-def test_refuses_another_type() -> None:
+def test_another_type_is_refused() -> None:
     with pytest.raises(TypeError, match="endpoint=26000 must be str"):
         Endpoint.parse(26000)

@@ -1,4 +1,4 @@
-"""Silence of a peer is noticed; silence of this process is not taken for it."""
+"""The silence of a peer is noticed, and a pause of this process is not mistaken for it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_killed_peer_is_noticed_without_any_heartbeat(
     process.kill()
     kind, reason = near.next()
     assert kind == "lost"
-    # The system resets a connection of which the peer has not read all.
+    # The system resets a connection if the peer has unread bytes.
     assert reason in ("the peer has disconnected", "connection lost: Connection reset by peer")
     assert channel.closed
 
@@ -53,7 +53,7 @@ def test_a_stopped_peer_is_noticed_by_its_silence(
 
 
 def test_an_idle_peer_that_answers_pings_lives(loop: ControlLoop, channel: Channel) -> None:
-    timeout_s = 4 * TIMEOUT_S  # a loaded machine may hold up the peer for one TIMEOUT_S
+    timeout_s = 4 * TIMEOUT_S  # a loaded machine may delay the peer for one TIMEOUT_S
     call(loop, channel.keep_alive, INTERVAL_S, timeout_s)
     received = channel.last_received
     loop.run(asyncio.sleep(2 * timeout_s))
@@ -61,7 +61,7 @@ def test_an_idle_peer_that_answers_pings_lives(loop: ControlLoop, channel: Chann
     assert channel.last_received > received + timeout_s
 
 
-def test_an_end_that_only_listens_says_that_it_lives(conversation: Conversation) -> None:
+def test_an_end_that_only_receives_shows_that_it_lives(conversation: Conversation) -> None:
     far = conversation.far_channel()
     call(conversation.loop, conversation.channel.keep_alive, INTERVAL_S, DEADLINE_S)
     sent = conversation.channel.last_sent
@@ -71,20 +71,20 @@ def test_an_end_that_only_listens_says_that_it_lives(conversation: Conversation)
         conversation.far_loop.run(far.notify(Failed("news", 0)))
 
 
-def test_a_loop_that_was_held_up_itself_does_not_blame_its_peers(
+def test_a_loop_that_was_delayed_itself_does_not_blame_its_peers(
     conversation: Conversation,
 ) -> None:
     far = conversation.far_channel()
     call(conversation.loop, conversation.channel.keep_alive, INTERVAL_S, TIMEOUT_S)
     call(conversation.far_loop, far.keep_alive, INTERVAL_S, 10 * TIMEOUT_S)
     for _ in range(3):
-        call(conversation.loop, time.sleep, 2 * TIMEOUT_S)  # as the GIL or a signal would
+        call(conversation.loop, time.sleep, 2 * TIMEOUT_S)  # as the GIL or a signal might
         conversation.request(Sync())
     assert not conversation.channel.closed
 
 
-def test_a_pause_of_this_process_is_no_silence_of_a_peer_that_says_nothing() -> None:
-    """Such as of a suspended machine, on which both ends stood still: one check counts as one."""
+def test_a_pause_of_this_process_does_not_count_as_silence_of_a_peer() -> None:
+    """On a suspended machine both ends stand still, so a late check counts as one step."""
     lost: list[str] = []
     posted: list[Body] = []
     now = time.monotonic()
@@ -111,7 +111,7 @@ def test_a_pause_of_this_process_is_no_silence_of_a_peer_that_says_nothing() -> 
 
 
 def test_a_peer_is_not_silent_while_its_input_is_unread() -> None:
-    """The loop reads some frames at a time; what it has not read may be of any age."""
+    """The loop reads a few frames at a time, and unread frames may be recent."""
     lost: list[str] = []
     now, is_drained = time.monotonic(), iter([False] * 10 + [True] * 4)
     channel: Any = SimpleNamespace(
@@ -125,7 +125,7 @@ def test_a_peer_is_not_silent_while_its_input_is_unread() -> None:
 
     async def check() -> None:
         beats = Heartbeat(cast(Channel, channel), 60.0, 120.0)
-        for _ in range(14):  # each counts as half a minute
+        for _ in range(14):  # each check counts as half a minute
             assert lost == []
             beats.stop()
             beats._checked_at -= 3600
@@ -145,7 +145,7 @@ def test_keeping_alive_again_replaces_the_times(conversation: Conversation) -> N
 
 
 def test_only_the_newest_heartbeat_beats(loop: ControlLoop, far_loop: ControlLoop) -> None:
-    """And none once the conversation has ended."""
+    """After the end of the conversation, none does."""
     conversation = Conversation(loop, far_loop, None)
     made = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Hostile bytes against a live server in another process: it stays small, unmoved, and serves."""
+"""Hostile bytes to a live server in another process, which stays small and continues to serve."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROWTH_MIB = 48
 
 
 class Victim:
-    """A listening process, and a look at it before, during and after an attack."""
+    """A listening process, with checks before, during and after an attack."""
 
     def __init__(self, process: ListeningProcess, loop: ControlLoop, key: ClusterKey | None):
         self.process, self.loop, self.key = process, loop, key
@@ -45,7 +45,7 @@ class Victim:
         self.peers.clear()
 
     def serve(self) -> int:
-        """Have a good peer served; returns the number of requests that have been."""
+        """Send a request of a good peer, and return the number of served requests."""
 
         async def ask() -> int:
             channel = await connect(
@@ -59,7 +59,7 @@ class Victim:
         return self.loop.run(ask())
 
     def check(self) -> None:
-        """A good peer is served, nothing else was, and it has not cost much memory."""
+        """Check that only good peers were served, and that memory has not grown much."""
         assert self.serve() == self.before["requests"] + 1
         state = self.process.state()
         assert state["notices"] == 0
@@ -116,12 +116,12 @@ def test_findings_end_the_connection_and_nothing_else(victim: Victim, path: Path
     for peer in peers:
         peer.send(path.read_bytes())
     for peer in peers:
-        peer.read()  # until the server has cut it
+        peer.read()  # until the server has closed it
     victim.check()
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 60_000])
-def test_a_message_of_endless_parts_is_cut_at_its_first(victim: Victim, size: int) -> None:
+def test_a_message_of_endless_parts_is_ended_at_its_first(victim: Victim, size: int) -> None:
     peer = victim.peer()
     peer.shake_hands()
     parts = frame(bytes(size), more=True) * (1 + 100_000 // (size + 2))
@@ -162,7 +162,7 @@ def test_large_frames_that_are_never_finished(victim: Victim) -> None:
     victim.check()
 
 
-def test_a_peer_that_asks_and_never_reads(victim: Victim) -> None:
+def test_a_peer_that_sends_requests_and_never_reads(victim: Victim) -> None:
     peer = victim.peer()
     peer.shake_hands()
     for _ in range(20):
@@ -174,12 +174,12 @@ ELSEWHERE = "127.0.0.9"
 
 
 def test_a_flood_from_one_address_keeps_no_other_out(victim: Victim) -> None:
-    """Of connections that greet as engines do, thousands in a second."""
+    """The flood makes thousands of connections per second, which greet like engines."""
     said = GREETING + ready() if victim.key is None else greeting(encrypted=True)
     with closing(Flood(victim.process.address, ELSEWHERE, 5000, said)) as flood:
         before = victim.process.state()["refused"]
-        deadline = time.monotonic() + 2 * DEADLINE_S  # two floods at a time have taken 10 s
-        while victim.process.state()["refused"] < before + 50:  # until it is felt
+        deadline = time.monotonic() + 2 * DEADLINE_S  # two concurrent floods have taken 10 s
+        while victim.process.state()["refused"] < before + 50:  # until the flood has an effect
             assert time.monotonic() < deadline, "this machine cannot make so many connections"
         for _ in range(5):
             victim.before["requests"] = victim.serve()
@@ -195,7 +195,7 @@ def test_more_connections_than_there_is_room_for(victim: Victim) -> None:
     assert victim.process.state()["conversations"] <= 1025
 
 
-def test_a_client_that_has_left_takes_no_room(loop: ControlLoop, far_loop: ControlLoop) -> None:
+def test_a_client_that_has_left_takes_no_place(loop: ControlLoop, far_loop: ControlLoop) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))  # room for 32 pending connections
     try:

@@ -1,4 +1,4 @@
-"""The control thread: calls from other threads, its end, forks, and what it leaves behind."""
+"""The control thread: calls from other threads, its end, forks, and leaks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_cancelling_the_caller_cancels_the_running_coroutine(loop: ControlLoop) 
     asyncio.run(run())
 
 
-def test_a_coroutine_that_waits_learns_of_the_end() -> None:
+def test_a_waiting_coroutine_learns_of_the_end() -> None:
     loop = ControlLoop("short")
 
     async def run() -> None:
@@ -123,7 +123,7 @@ def test_a_coroutine_that_waits_learns_of_the_end() -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """SIGINT interrupts, also where a shell started the tests in the background: ignoring it."""
+    """Let SIGINT interrupt, even if a shell has started the tests with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -145,7 +145,7 @@ def test_a_keyboard_interrupt_cancels_the_running_coroutine(loop: ControlLoop) -
     assert cancelled.wait(DEADLINE_S)
 
 
-def test_workers_may_block_while_the_loop_goes_on(loop: ControlLoop) -> None:
+def test_workers_may_block_while_the_loop_runs(loop: ControlLoop) -> None:
     released = threading.Event()
 
     async def block() -> bool:
@@ -185,7 +185,7 @@ def test_nothing_runs_before_the_start_or_after_the_end() -> None:
         loop.stop()
 
 
-def test_callers_that_wait_learn_of_the_end() -> None:
+def test_waiting_callers_learn_of_the_end() -> None:
     loop = ControlLoop("short")
     loop.start()
     waits = threading.Event()
@@ -342,13 +342,13 @@ def test_an_exit_without_stopping_does_not_hang() -> None:
 
 
 def run_apart(script: str) -> None:
-    """Run `script` in a process of its own, which a hanging call cannot outlast."""
+    """Run `script` in another process, which is killed if a call hangs."""
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=30)
 
 
 @pytest.fixture
 def footprint() -> Iterator[None]:
-    """Checks that the process has the threads and files again that it had before."""
+    """Check that the process has the same threads and files as before."""
 
     def counts() -> tuple[int, int]:
         return len(list(Path("/proc/self/task").iterdir())), len(
@@ -367,7 +367,7 @@ def test_rounds_of_connecting_and_closing_leave_nothing_behind(footprint: None) 
     near.start()
     far.start()
     conversation = Conversation(near, far, None)
-    conversation.far_channel().bound = object()  # else it is dropped if the rounds take 10 s
+    conversation.far_channel().bound = object()  # otherwise it is dropped if the rounds take 10 s
 
     async def rounds() -> None:
         for number in range(ROUNDS):
@@ -379,7 +379,7 @@ def test_rounds_of_connecting_and_closing_leave_nothing_behind(footprint: None) 
     near.run(rounds())
     while conversation.far.next() != ("lost", str(ROUNDS - 1)):
         pass
-    # The first, which has no link, is closed too where the rounds take as long as that may last.
+    # The first channel has no link, so it is closed, too, if the rounds take long enough.
     assert len(conversation.server.channels) <= 1
     near.stop()
     far.stop()

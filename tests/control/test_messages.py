@@ -1,4 +1,4 @@
-"""Frames: what is written is read back, and nothing else is read at all."""
+"""Frames: written messages are read back, and all other frames are refused."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_messages_round_trip(body: Body) -> None:
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
-def test_no_part_of_a_frame_is_a_frame_nor_one_with_more_behind_it(body: Body) -> None:
+def test_neither_a_part_of_a_frame_nor_a_longer_one_is_a_frame(body: Body) -> None:
     frame = encode(body)
     for end in range(len(frame)):
         with pytest.raises(Undecodable):
@@ -128,12 +128,12 @@ def test_no_part_of_a_frame_is_a_frame_nor_one_with_more_behind_it(body: Body) -
         decode(frame + b"\0")
 
 
-def test_another_version_is_refused_by_both_names() -> None:
+def test_the_refusal_of_another_version_names_both() -> None:
     with pytest.raises(WrongVersion, match=rf"version 9 .* version {PROTOCOL_VERSION}"):
         decode(b"\x09" + encode(Ping())[1:])
 
 
-def test_a_refusal_is_understood_and_its_words_are_made_harmless() -> None:
+def test_a_refusal_is_understood_and_its_text_is_made_harmless() -> None:
     with pytest.raises(Refusal, match=r"go away\?\[2J, café"):
         decode(encode_refusal("go away\x1b[2J, café"))
     with pytest.raises(Refusal):
@@ -215,7 +215,7 @@ def test_a_notification_out_of_its_bounds_is_refused(data: object) -> None:
 
 
 def test_a_transport_is_not_chosen_twice() -> None:
-    """The first of two equal links would never be closed."""
+    """Otherwise the first of two equal links would never be closed."""
     frame = encode(Chosen(TOKEN, ("local", "lacol"), ())).replace(b"lacol", b"local")
     with pytest.raises(Undecodable, match="must not repeat a name"):
         decode(frame)
@@ -244,7 +244,7 @@ def test_failures_keep_their_status_and_are_never_a_success() -> None:
     ],
     ids=lambda body: body["type"],
 )
-def test_a_reason_commands_no_terminal_and_no_log(body: dict[str, object]) -> None:
+def test_a_reason_cannot_control_a_terminal_or_a_log(body: dict[str, object]) -> None:
     said = body | {"reason": "no\x1b[2J room\nevent=linked"}
     decoded = decode(bytes((PROTOCOL_VERSION,)) + msgspec.msgpack.encode((0, 0, said))).body
     assert isinstance(decoded, Failed | Close | Renewed)
@@ -278,7 +278,7 @@ def test_mutated_messages_are_undecodable_or_a_message(
 
 
 def decode_or_refuse(frame: bytes) -> None:
-    """Decode; what is accepted must be a message that can be written again, within bounds."""
+    """Decode a frame. An accepted message must be encodable again, within bounds."""
     try:
         envelope = decode(frame)
     except Undecodable:

@@ -1,4 +1,4 @@
-"""Places of a listener and of its pending connections: who has one, who is ended, what is left."""
+"""Places of a listener and of its pending connections: owners, ends, leaks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OLD_S = PENDING_S + 1
 
 
 class Fields:
-    """An object with these attributes, which is equal to itself only."""
+    """An object with the given attributes, which is equal only to itself."""
 
     def __init__(self, **fields: Any) -> None:
         vars(self).update(fields)
@@ -40,8 +40,8 @@ def listen(loop: ControlLoop, endpoint: Endpoint) -> Server:
     return loop.run(Server.listen(loop, endpoint, Recorder(), Keys()))
 
 
-def test_a_server_removes_its_own_path_only(loop: ControlLoop, tmp_path: Path) -> None:
-    """Another one may have its name by now, as an administrator has removed the first."""
+def test_a_server_removes_only_its_own_path(loop: ControlLoop, tmp_path: Path) -> None:
+    """Another server may have the name, after an administrator removed the first socket."""
     path = tmp_path / "socket"
     first = listen(loop, Endpoint(path=str(path)))
     path.unlink()
@@ -74,7 +74,7 @@ def test_a_server_accepts_again_once_a_descriptor_is_free(
         caplog.clear()
         with socket.socket() as client:
             client.settimeout(DEADLINE_S)
-            os.close(lowest := os.dup(client.fileno()))  # which is free
+            os.close(lowest := os.dup(client.fileno()))  # a free number
             resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
             try:
                 client.connect((server.endpoint.host, server.endpoint.port))
@@ -83,12 +83,12 @@ def test_a_server_accepts_again_once_a_descriptor_is_free(
                     assert time.monotonic() < give_up
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            assert client.recv(1) == b"\xff"  # it is greeted
+            assert client.recv(1) == b"\xff"  # the client is greeted
     call(loop, server.close)
 
 
 def test_only_silent_conversations_without_a_link_are_ended(loop: ControlLoop) -> None:
-    """Silent since it has begun, or since it has said something; not while it is served."""
+    """Silence counts from the start or the last message, but not while a request is served."""
     server, now, dropped = listen(loop, LOCAL), time.monotonic(), []
     expected = []
     for case in product((0, OLD_S), (0, OLD_S), (None, "a link"), (False, True)):
@@ -109,7 +109,7 @@ def test_only_silent_conversations_without_a_link_are_ended(loop: ControlLoop) -
 
 
 class Places:
-    """Pending connections with room for `limit`, each with a conversation that only says so."""
+    """Pending connections with room for `limit`, each with a stand-in for its conversation."""
 
     def __init__(self, limit: int) -> None:
         self.refused: list[str] = []
@@ -142,7 +142,7 @@ class Places:
 
 @pytest.fixture
 def in_places(loop: ControlLoop) -> Callable[[int, Callable[[Places], None]], None]:
-    """Runs a check in the loop's thread."""
+    """A function that runs a check in the loop's thread."""
 
     def run(limit: int, check: Callable[[Places], None]) -> None:
         def made() -> None:
@@ -158,7 +158,7 @@ def in_places(loop: ControlLoop) -> Callable[[int, Callable[[Places], None]], No
 
 
 def test_a_conversation_with_a_link_leaves_its_place(in_places: Any) -> None:
-    """At the next look, without being ended."""
+    """The next sweep removes it, without ending the conversation."""
 
     def check(places: Places) -> None:
         linked = [places.add(bound=number % 2 == 0) for number in range(5)]
@@ -172,7 +172,7 @@ def test_a_conversation_with_a_link_leaves_its_place(in_places: Any) -> None:
 
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_connection_too_many_takes_the_place_of_another_one(in_places: Any, bound: bool) -> None:
-    """Who has a link by now is not ended for that; its place is free all the same."""
+    """A conversation that has a link now is not ended, but its place is free."""
 
     def check(places: Places) -> None:
         for number in range(30):
@@ -202,7 +202,7 @@ def test_addresses_of_one_site_count_as_one() -> None:
 
 
 class Offers:
-    """A channel that notes which requests offer a direct connection, and fails as it is told to."""
+    """A channel that records which requests offer a direct connection, and fails on demand."""
 
     def __init__(self, *outcomes: BaseException | None) -> None:
         self.outcomes = [*outcomes]
@@ -221,7 +221,7 @@ class Offers:
 def test_a_direct_connection_is_offered_until_the_offer_is_answered(
     loop: ControlLoop, error: BaseException | None
 ) -> None:
-    """With whatever error it was not; and never after the end."""
+    """That holds for each error. After the end no connection is offered."""
     notifier, channel = Notifier(7), Offers(error, error, None, None, None)
 
     async def send() -> None:

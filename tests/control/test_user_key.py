@@ -1,4 +1,4 @@
-"""The key of a user: one for all its engines, made at first use; refused where others have it."""
+"""The key of a user: one for all engines, made at first use, refused if others may read it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The home of a user that has never used kvplan."""
+    """The home of a user who has never used kvplan."""
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
@@ -31,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def file(home: Path) -> Path:
-    """Where the key of this user is, which it has."""
+    """The file of this user's key, which exists."""
     user_key()
     return home / ".local/state/kvplan/user.key"
 
@@ -54,7 +54,7 @@ def test_the_key_is_made_once_and_private(home: Path) -> None:
     assert describe_user_key() == (str(file), True, "", "")
 
 
-def test_the_state_home_that_is_given_counts(
+def test_a_given_state_home_is_used(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -92,7 +92,7 @@ def test_a_file_of_another_user_is_refused(file: Path) -> None:
 def test_the_home_of_another_user_is_left_alone(
     home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As with sudo: what root made there, its owner could not read."""
+    """With sudo, the owner could not read files that root makes there."""
     os.chown(home, 12345, -1)
     key = user_key()
     assert not any(home.iterdir())
@@ -100,7 +100,7 @@ def test_the_home_of_another_user_is_left_alone(
     assert f"reason='{home} is not of user 0'" in caplog.text
 
 
-def test_without_a_home_it_is_where_the_sockets_are(
+def test_without_a_home_it_is_in_the_folder_of_sockets(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "nowhere")

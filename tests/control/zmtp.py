@@ -1,4 +1,4 @@
-"""ZMTP 3 (without encryption) byte by byte, for peers that do not play by it."""
+"""ZMTP 3 (without encryption) byte by byte, for peers that violate it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + byt
 
 
 def ready(**properties: bytes) -> bytes:
-    """The handshake's only command."""
+    """Return the only command of the handshake."""
     body = b"\x05READY"
     for name, value in {"Socket-Type": b"PAIR", **properties}.items():
         body += bytes((len(name),)) + name.encode() + len(value).to_bytes(4) + value
@@ -19,20 +19,20 @@ def ready(**properties: bytes) -> bytes:
 
 
 def frame(body: bytes, *, more: bool = False) -> bytes:
-    """One message frame."""
+    """Return a message frame."""
     if len(body) < 256:
         return bytes((more, len(body))) + body
     return bytes((0x02 | more,)) + len(body).to_bytes(8) + body
 
 
 class Peer:
-    """A TCP connection that says anything; `read` returns what came until its end, or `until`."""
+    """A TCP connection that sends anything; `read` returns all bytes up to `until` or the end."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.socket = socket.create_connection(address, timeout=10)
 
     def send(self, *parts: bytes) -> bool:
-        """Send all; returns whether the other end still took it."""
+        """Send everything, and return whether the other end has accepted it."""
         try:
             self.socket.sendall(b"".join(parts))
         except (BrokenPipeError, ConnectionResetError):
@@ -40,9 +40,9 @@ class Peer:
         return True
 
     def shake_hands(self, command: bytes = ready()) -> None:
-        """A whole handshake; libzmq takes no message before it has sent its own READY.
+        """Do a whole handshake: libzmq accepts no message before it has sent its own READY.
 
-        An encrypted server ends it, which `send` and `read` then show.
+        An encrypted server ends the connection, as `send` and `read` then show.
         """
         self.send(GREETING, command)
         received, size = bytearray(), len(GREETING) + 2
@@ -52,7 +52,7 @@ class Peer:
                 size = len(GREETING) + 2 + received[len(GREETING) + 1]
 
     def end(self) -> None:
-        """Say that nothing more comes."""
+        """Shut down sending."""
         with contextlib.suppress(OSError):  # the other end was faster
             self.socket.shutdown(socket.SHUT_WR)
 

@@ -29,13 +29,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
-    """What a test runs on; of a device nothing may be left when the test's engines have gone."""
+    """The machine that a test runs on. The test's engines must leave nothing on a device."""
     if request.param.startswith("ascend"):
         request.getfixturevalue("simulator")
     elif request.param == "cuda":
         request.getfixturevalue("cuda_simulator")
     machine = machine_of(request.param, cluster_id=2)
-    before = machine.left()  # of a test that failed
+    before = machine.left()  # by a test that failed
     yield machine
     gc.collect()
     check_nothing_left(machine.left, before)
@@ -43,7 +43,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 
 @pytest.fixture
 def make_engine(machine: Machine) -> Iterator[MakeEngine]:
-    """Makes initialized engines, and finalizes them."""
+    """A function that makes initialized engines, which are finalized after the test."""
     with ExitStack() as held:
 
         def make(
@@ -64,13 +64,13 @@ def make_engine(machine: Machine) -> Iterator[MakeEngine]:
 
 @pytest.fixture
 def engine(make_engine: MakeEngine) -> LlmDataDist:
-    """Of cluster 2, linked with nobody."""
+    """An engine of cluster 2 without links."""
     return make_engine(2)
 
 
 @pytest.fixture
 def pair(make_engine: MakeEngine) -> tuple[LlmDataDist, LlmDataDist]:
-    """Engines of clusters 1 and 2 in this process; the second has linked with the first."""
+    """Engines of clusters 1 and 2 in this process, which the second has linked."""
     owner, user = make_engine(1, listen=True), make_engine(2)
     link(user, owner)
     return owner, user
@@ -83,7 +83,7 @@ def link(user: LlmDataDist, owner: LlmDataDist) -> None:
 
 @pytest.fixture(scope="session")
 def idle() -> Iterator[dict[str, list[Peer]]]:
-    """Processes without an engine, by machine: to start one takes longer than most tests."""
+    """Idle processes by machine, because starting one takes longer than most tests."""
     peers: dict[str, list[Peer]] = defaultdict(list)
     yield peers
     for peer in (item for them in peers.values() for item in them):
@@ -92,7 +92,7 @@ def idle() -> Iterator[dict[str, list[Peer]]]:
 
 @pytest.fixture
 def make_peer(machine: Machine, idle: dict[str, list[Peer]]) -> Iterator[MakePeer]:
-    """Makes engines of cluster 1, each in a process of its own."""
+    """A function that makes engines of cluster 1, each in its own process."""
     made: list[Peer] = []
 
     def make() -> Peer:

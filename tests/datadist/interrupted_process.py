@@ -1,7 +1,7 @@
-"""Transfers under a storm of KeyboardInterrupts; prints what is left, as JSON.
+"""A program that transfers under a storm of KeyboardInterrupts, and prints what is left, as JSON.
 
-Args: the machine; what is done: a pull by "index" or "prefix", a push by "layers", or a "gather";
-    how many interrupts.
+Args: the machine; the operation: a pull by "index" or "prefix", a push by "layers", or a "gather";
+    the number of interrupts.
 """
 
 import json
@@ -31,7 +31,7 @@ DEADLINE_S = 30
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Return once it does; whoever started this process sees that it never did."""
+    """Return once `holds()` is true. If it never is, the parent's timeout ends this process."""
     deadline = time.monotonic() + DEADLINE_S
     while not holds() and time.monotonic() < deadline:
         pass
@@ -72,7 +72,7 @@ def main(machine: str, kind: str, wanted: int) -> None:
             signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 2e-3))
             for _ in range(200):  # an interrupt of a weak reference's callback is never seen
                 call()
-            signal.setitimer(signal.ITIMER_REAL, 0)  # where calls are fast it is still to come
+            signal.setitimer(signal.ITIMER_REAL, 0)  # if the call was fast, the timer has not fired
         except KeyboardInterrupt:
             interrupts += 1
         except RuntimeError as error:  # what an interrupt makes of a `threading.Condition`
@@ -82,7 +82,7 @@ def main(machine: str, kind: str, wanted: int) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
     until(lambda: not user.metrics()["in_flight"])
     in_flight = user.metrics()["in_flight"], user.links()[0].in_flight
-    # The owner frees a cache that was deallocated when its last claim has ended.
+    # The owner frees a deallocated cache when the last claim ends.
     owner.remove_cache_key(key)
     for cache in offered:
         owner.deallocate_cache(cache)

@@ -1,4 +1,4 @@
-"""What the tests of pushes by layers share: thirty layers, here and in another process."""
+"""Helpers for tests of pushes by layers: caches of thirty layers, here and in another process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ paged = datadist.allocate_blocks_cache(blocks, BlocksCacheKey(0, 5))
 
 
 def fill(user: LlmDataDist, cache: Cache) -> list[NDArray[Any]]:
-    """Give each tensor of a cache values of its own; returns its arrays."""
+    """Fill each tensor of a cache with its own values, and return the arrays."""
     arrays = user.arrays(cache)
     for number, array in enumerate(arrays):
         array[:] = np.arange(1, array.size + 1).reshape(array.shape) + 10_000 * number
@@ -38,7 +38,7 @@ def fill(user: LlmDataDist, cache: Cache) -> list[NDArray[Any]]:
 
 
 def there(peer: Peer, name: str) -> NDArray[Any]:
-    """The tensors of a cache of the peer, by the name that it has there."""
+    """Return the tensors of a cache of the peer, which has this name there."""
     code = f"result = [it.tolist() for it in datadist.arrays({name})]"
     return np.array(peer.run(code))
 
@@ -49,7 +49,7 @@ def ready(task: LayerTask, layers: Iterable[int] | None = None) -> None:
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
-    """Wait for what another thread does at once."""
+    """Wait until `reached()` is true, which another thread soon makes."""
     deadline = time.monotonic() + DEADLINE_S
     while not reached():
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""What the tests of transfers run on: this host, or a device of it; see tests/ascend/device.py."""
+"""Machines that tests of transfers run on: this host, or a device; see tests/ascend/device.py."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.support.over_tcp import OverTcp
 
 
 class Machine(Protocol):
-    """Where the caches of a test lie, and how it sees what is in them.
+    """The place of a test's caches, and access to their content.
 
     Attributes:
         name: "host", "ascend", "cuda", "tcp", "ascend_tcp" or "cuda_tcp".
-        transport: what links engines on it.
-        engine: the class to make engines of; `arrays` of a cache are views, wherever it lies.
+        transport: the transport that links its engines.
+        engine: the class of engines, whose `arrays` of a cache are views on any machine.
     """
 
     name: str
@@ -28,20 +28,20 @@ class Machine(Protocol):
     engine: type[LlmDataDist]
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return memory of a program's own, as a cache with Placement.DEVICE has it: a view."""
+        """Return a view of the program's own memory, where Placement.DEVICE puts caches."""
 
     def addresses(self, arrays: Iterable[NDArray[Any]]) -> list[int]:
-        """Return what a program registers for what `zeros` gave: `data_ptr()` of each."""
+        """Return the addresses that a program registers for results of `zeros`."""
 
     def held_transfers(self) -> AbstractContextManager[tuple[Transfers, LetGo]]:
-        """Let transfers wait for a call; those of an Ascend device wait for 100 ms instead."""
+        """Make transfers that wait for a call, or on an Ascend device for 100 ms."""
 
     def left(self) -> dict[str, int]:
-        """Return what this process still has of the device, by kind; nothing may be left."""
+        """Return the counts, by kind, of objects on the device that this process still has."""
 
 
 class Host:
-    """The memory of this process: what there is without an accelerator."""
+    """The memory of this process, without an accelerator."""
 
     name = "host"
     transport = "local"
@@ -61,7 +61,7 @@ class Host:
 
 
 class Across(Host):
-    """Host memory that is reached over TCP, as it is on another host."""
+    """Host memory that is reached over TCP, as between hosts."""
 
     name = "tcp"
     transport = "tcp"
@@ -69,15 +69,15 @@ class Across(Host):
 
 
 def on_host_only(machine: Machine, why: str) -> None:
-    """Skip a test that asks for something that device memory has not."""
-    import pytest  # a peer, which imports this module, has no use for it
+    """Skip a test that needs a property of host memory."""
+    import pytest  # peers import this module, but do not need pytest
 
     if machine.name.startswith(("ascend", "cuda")):
         pytest.skip(why)
 
 
 def where_memory_is_mapped(machine: Machine) -> None:
-    """Skip a test of memory that this process maps of its peer."""
+    """Skip a test of mapped memory of the peer if this machine does not map it."""
     on_host_only(machine, "memory of devices is not mapped")
     if machine.transport != "local":
         import pytest
@@ -86,7 +86,7 @@ def where_memory_is_mapped(machine: Machine) -> None:
 
 
 def where_nobody_serves(machine: Machine) -> None:
-    """Skip a test whose peer is stopped while its memory is reached."""
+    """Skip a test whose peer is stopped during a transfer if the peer must serve it."""
     import pytest
 
     if machine.transport == "tcp":
@@ -94,7 +94,7 @@ def where_nobody_serves(machine: Machine) -> None:
 
 
 def machine_of(name: str, cluster_id: int) -> Machine:
-    """The one of that name, for what belongs to a cluster's engine; a process may have several."""
+    """Return the machine of that name for a cluster's engine; a process may have several."""
     if name.startswith("cuda"):
         from tests.cuda.device import SimulatedCuda, SimulatedCudaOverTcp
 

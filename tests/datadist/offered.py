@@ -1,4 +1,4 @@
-"""What a peer offers to tests of transfers: a cache of slots and one of blocks."""
+"""The caches that a peer offers to tests of transfers: one of slots and one of blocks."""
 
 from __future__ import annotations
 

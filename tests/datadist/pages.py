@@ -1,4 +1,4 @@
-"""Pages that layers of unlike width share, as hybrid allocators of serving engines lay them out.
+"""Pages that layers of different width share, as in hybrid allocators of serving engines.
 
 A page holds three layers of attention, two of latents, and padding.
 """
@@ -36,7 +36,7 @@ def views(pages: Pages) -> list[list[Any]]:
 
 
 def register(datadist: LlmDataDist, pages: Pages, cluster_id: int = 0) -> list[Cache]:
-    """Register both groups; a cluster id gives each a key, with the group as its model."""
+    """Register both groups. With a cluster id each has a key, whose model id is the group."""
     return [
         datadist.register_blocks_cache(
             CacheDesc.from_tensors(tensors, layout),
@@ -50,7 +50,7 @@ def register(datadist: LlmDataDist, pages: Pages, cluster_id: int = 0) -> list[C
 def moved(
     source: Pages, target: Pages, src: Sequence[int], dst: Sequence[int], num_tokens: int
 ) -> Pages:
-    """Return what the target holds after a transfer, moved token by token."""
+    """Return the target's expected content after a transfer, copied token by token."""
     result = target.copy()
     for here, there in zip(views(source), views(result), strict=True):
         for read, written in zip(here, there, strict=True):

@@ -7,14 +7,14 @@ from tests.support.places import PEER_COMMAND, PEER_LISTEN
 
 
 class OnItsOwn(peer.Peer):
-    """A process that has no engine yet; a prefix starts it, as in a container."""
+    """A process without an engine. A prefix may start it, for example in a container."""
 
     module = "tests.datadist.peer_process"
     flags = ("-W", "error")
 
 
 class Peer(OnItsOwn):
-    """An engine `datadist` of cluster 1, listening at `address`, in a process of its own."""
+    """An engine `datadist` of cluster 1 in another process, which listens at `address`."""
 
     cluster_id = 1
 
@@ -27,7 +27,7 @@ class Peer(OnItsOwn):
             raise
 
     def begin(self) -> None:
-        """Let it have an engine."""
+        """Start the engine."""
         self.address: str = self.run(
             """
             datadist = LlmDataDist(1, LlmRole.PROMPT)
@@ -38,6 +38,6 @@ class Peer(OnItsOwn):
         )
 
     def end(self) -> dict[str, int]:
-        """End its engine, and all that was made there; returns what it has left of the device."""
+        """End the engine and drop all objects of a test; return what is left on the device."""
         self.resume()
         return dict(self.run("result = forget()"))

@@ -1,4 +1,4 @@
-"""What a `Peer` has: the names of kvplan, and how the machine of that name makes memory."""
+"""The names of a `Peer`: those of kvplan, and the memory of a machine."""
 
 import gc
 from typing import Any
@@ -10,11 +10,11 @@ from tests.datadist.machine import machine_of
 
 
 def names(machine_name: str) -> dict[str, Any]:
-    """One engine after another."""
+    """Return names for one engine after another."""
     machine = machine_of(machine_name, cluster_id=1)
 
     def forget() -> dict[str, int]:
-        """End the engine and all that a test has made; returns what is left of the device."""
+        """End the engine and drop all objects of a test; return what is left on the device."""
         known["datadist"].finalize()
         for key in known.keys() - kept:
             del known[key]

@@ -1,7 +1,7 @@
-"""States of one request of hybrid models, whole, and as vLLM's ranks have them in pages.
+"""States of a request of hybrid models, whole, and in pages as vLLM's ranks have them.
 
-Each rank's part is cut here by NumPy alone: heads are repeated until the ranks divide them, and
-split evenly, as vLLM 0.33 loads its weights. kvplan's own arithmetic has no part in it.
+NumPy cuts the part of each rank here: heads are repeated until the ranks divide them, and split
+evenly, as vLLM 0.33 loads its weights. No arithmetic of kvplan is used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MODELS = {
 
 
 def whole(model: Model, seed: int) -> dict[str, Array]:
-    """What a request's state is, of all heads: the heads are axis 1."""
+    """Return the state of a request for all heads, which are axis 1."""
     random = np.random.default_rng(seed)
 
     def numbers(*shape: int, of: Any = np.uint16) -> Array:
@@ -62,7 +62,7 @@ def whole(model: Model, seed: int) -> dict[str, Array]:
 
 
 def share(array: Array, rank: int, ranks: int) -> Array:
-    """The heads of one rank."""
+    """Return the heads of one rank."""
     heads = array.shape[1]
     if heads % ranks:
         array = np.repeat(array, ranks // heads, axis=1)
@@ -70,7 +70,7 @@ def share(array: Array, rank: int, ranks: int) -> Array:
 
 
 class Rank:
-    """One rank's pages, with nothing in them but a filling: states first, then padding."""
+    """The pages of one rank: states first, then padding. They hold only a fill value at first."""
 
     def __init__(self, model: Model, rank: int, ranks: int, columns_first: bool) -> None:
         self.model, self.rank, self.ranks = model, rank, ranks
@@ -104,7 +104,7 @@ class Rank:
         ]
 
     def fill(self, request: dict[str, Array]) -> None:
-        """Write a request: its state to one block, its keys and values to two others."""
+        """Write the state of a request to one block, and its keys and values to two others."""
         mine = {name: share(item, self.rank, self.ranks) for name, item in request.items()}
         for layer in range(self.model.layers):
             columns = np.concatenate(
@@ -122,7 +122,7 @@ class Rank:
                 self.kv[layer][block] = tokens.transpose(1, 2, 0, 3)
 
     def caches(self) -> dict[str, StateCache]:
-        """The caches of kvplan over these pages."""
+        """Return kvplan's caches over these pages."""
         model, shard = self.model, Shard(num_layers=self.model.layers)
         place = self.rank, self.ranks
         made = convolution_caches(

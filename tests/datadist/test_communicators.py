@@ -1,4 +1,4 @@
-"""The symmetric form: both ends call `link` with one name, and neither listens anywhere."""
+"""Symmetric linking: both ends call `link` with the same name, and neither has a listen address."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SETTLE = """
 @needs_mounts
 @pytest.mark.parametrize("shared", [False, True])
 def test_containers_share_a_directory_or_say_where_each_waits(tmp_path: Path, shared: bool) -> None:
-    """The runtime directory of each is its own, as /tmp of a container."""
+    """Each engine has its own runtime directory, like /tmp of a container."""
     runtime, common = tmp_path / "runtime", tmp_path / "common"
     for directory in (runtime, common):
         directory.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""One queue for many tasks: each that was submitted is there once when it has ended."""
+"""One queue for many tasks: each submitted task is queued once when it ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ paged = datadist.allocate_blocks_cache(desc, BlocksCacheKey(1))
 
 
 def taken(user: LlmDataDist, count: int) -> list[Any]:
-    """The next tasks that have ended."""
+    """Take the next `count` tasks that have ended."""
     found: list[Any] = []
     while len(found) < count:
         assert user.completions().wait(WAIT_MS)
@@ -49,7 +49,7 @@ def taken(user: LlmDataDist, count: int) -> list[Any]:
 
 
 @pytest.mark.over_tcp
-def test_each_task_is_there_once_whether_or_not_somebody_waited(
+def test_each_task_is_queued_once_whether_or_not_a_call_waits(
     user: LlmDataDist, peer: Peer
 ) -> None:
     peer.run(OFFER)
@@ -66,12 +66,12 @@ def test_each_task_is_there_once_whether_or_not_somebody_waited(
         assert task.done
         task.wait(0)
     before.wait()
-    user.pull_blocks(THEIRS, cache, [0], [0])  # it was not submitted
+    user.pull_blocks(THEIRS, cache, [0], [0])  # not submitted, so not queued
     assert completions.wait(5) is False
     assert not select.select([completions], [], [], 0)[0]
 
 
-def test_what_failed_was_cancelled_or_copied_here_is_there_too(
+def test_failed_cancelled_and_local_tasks_are_queued_too(
     peer: Peer, make_engine: MakeEngine, machine: Machine
 ) -> None:
     on_host_only(machine, "the wrapper holds what host backends move")
@@ -93,12 +93,12 @@ def test_what_failed_was_cancelled_or_copied_here_is_there_too(
     second = held.submit(Transfer(Rows(THEIRS, [1]), Rows(mine, [1])))
     assert list(held.completions()) == []
     second.cancel()
-    assert taken(held, 1) == [second]  # though the one before still moves
+    assert taken(held, 1) == [second]  # though the first still moves
     first.cancel()
     assert taken(held, 1) == [first]
 
 
-def test_a_push_by_layers_is_there_after_its_last_layer(user: LlmDataDist, peer: Peer) -> None:
+def test_a_push_by_layers_is_queued_after_its_last_layer(user: LlmDataDist, peer: Peer) -> None:
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     completions = user.completions()
@@ -120,7 +120,7 @@ def test_a_push_by_layers_is_there_after_its_last_layer(user: LlmDataDist, peer:
     assert completions.wait(5) is False
 
 
-def test_a_gather_is_there_as_one(user: LlmDataDist, peer: Peer) -> None:
+def test_a_gather_is_queued_as_one_task(user: LlmDataDist, peer: Peer) -> None:
     shape, layout = (4, 2, 4, 8), "block token head dim"
     desc = CacheDesc(2, shape, DataType.DT_INT8, kv_tensor_format=layout)
     peer.run("datadist.allocate_blocks_cache(desc, BlocksCacheKey(1))", desc=desc)
@@ -134,7 +134,7 @@ def test_a_gather_is_there_as_one(user: LlmDataDist, peer: Peer) -> None:
     assert user.completions().wait(5) is False
 
 
-def test_a_task_with_a_notification_is_there_when_the_peer_has_that(
+def test_a_task_with_a_notification_is_queued_once_the_peer_has_it(
     user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
     where_nobody_serves(machine)
@@ -156,7 +156,7 @@ def test_a_task_with_a_notification_is_there_when_the_peer_has_that(
     assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"stopped"]
 
 
-def test_what_finalize_stops_can_still_be_taken(
+def test_tasks_that_finalize_stops_can_still_be_taken(
     peer: Peer, make_engine: MakeEngine, machine: Machine
 ) -> None:
     on_host_only(machine, "the wrapper holds what host backends move")
@@ -195,7 +195,7 @@ def test_a_scheduler_polls_one_descriptor_for_many_tasks(user: LlmDataDist, peer
     assert asyncio.run(asyncio.wait_for(run(), WAIT_MS / 1000)) == 0
 
 
-def test_tasks_work_with_what_asyncio_has(user: LlmDataDist, peer: Peer) -> None:
+def test_tasks_work_with_asyncio(user: LlmDataDist, peer: Peer) -> None:
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
 
@@ -217,7 +217,7 @@ def test_tasks_work_with_what_asyncio_has(user: LlmDataDist, peer: Peer) -> None
     asyncio.run(run())
 
 
-def test_what_nobody_takes_is_bounded_and_can_still_be_taken(user: LlmDataDist, peer: Peer) -> None:
+def test_untaken_tasks_are_bounded_and_can_still_be_taken(user: LlmDataDist, peer: Peer) -> None:
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     completions = user.completions()
@@ -234,7 +234,7 @@ def test_what_nobody_takes_is_bounded_and_can_still_be_taken(user: LlmDataDist, 
     ):
         with refused("LLM_LINK_BUSY", f"{MAX_UNTAKEN} ended tasks wait in completions"):
             submit()
-    user.pull_blocks(THEIRS, cache, [0], [0])  # it is not reported
+    user.pull_blocks(THEIRS, cache, [0], [0])  # not submitted, so not reported
     assert next(iter(completions)) is task
     last = user.submit(Transfer(Rows(THEIRS, [0]), Rows(cache, [0])))
     assert taken(user, MAX_UNTAKEN)[-1] is last

@@ -52,7 +52,7 @@ def assert_same(arrays: list[NDArray[Any]], wanted: list[Any]) -> None:
 def test_a_request_is_gathered_from_its_ranks(
     user: LlmDataDist, peer: Peer, make_engine: MakeEngine
 ) -> None:
-    """Rank 0 is an engine of this process, rank 1 of another; both lease their blocks."""
+    """Rank 0 is an engine in this process, rank 1 in another. Both lease their blocks."""
     first = make_engine(3, listen=True)
     link(user, first)
     theirs, targets = [rank.tensors(seed) for seed, rank in enumerate(RANKS)], WHOLE.tensors(3)
@@ -94,7 +94,7 @@ def test_a_request_is_gathered_from_its_ranks(
 def test_a_rank_gives_and_takes_its_tokens_alone(
     user: LlmDataDist, peer: Peer, num_tokens: int
 ) -> None:
-    """One pair of caches, pulled and pushed: what is not of the rank stays as it was."""
+    """Pulls and pushes of one pair of caches leave tokens of other ranks unchanged."""
     theirs, mine = RANKS[1].tensors(1), WHOLE.tensors(2)
     lease = offered(peer, 1, theirs)
     here, arrays = fill(user, WHOLE, mine)

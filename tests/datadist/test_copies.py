@@ -125,7 +125,7 @@ REFUSALS: dict[str, Callable[[LlmDataDist, Cache, Cache], object]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_is_refused(engine: LlmDataDist, name: str) -> None:
+def test_impossible_copies_are_refused(engine: LlmDataDist, name: str) -> None:
     slots, blocks = engine.allocate_cache(desc()), engine.allocate_blocks_cache(desc())
     with refused(LLMStatusCode.LLM_PARAM_INVALID):
         REFUSALS[name](engine, slots, blocks)

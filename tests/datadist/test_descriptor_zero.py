@@ -1,7 +1,7 @@
 """Programs without a standard input, in which 0 is a descriptor like any other.
 
-A program goes through all that an engine does, once for each step: that step's first descriptor is
-0. It must work, and close 0 in the end.
+A program uses an engine completely, once for each step: the first descriptor of that step is 0.
+Everything must work, and 0 must be closed in the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_zero_is_a_descriptor(owner: LlmDataDist, transport: str, tmp_path: Path
 
 
 def main(address: str, transport: str, folder: str) -> None:
-    for taken in ("", *STEPS):  # first without any: some descriptors are of the process
+    for taken in ("", *STEPS):  # first without a step: some descriptors belong to the process
         with Zero(taken) as zero:
             use(address, transport, Path(folder, f"{taken}.kvrec"), zero)
         print(taken)  # noqa: T201
@@ -60,7 +60,7 @@ def main(address: str, transport: str, folder: str) -> None:
 
 
 class Zero:
-    """The descriptor 0, which is free when one step begins."""
+    """Descriptor 0, which is kept taken except when one step begins."""
 
     def __init__(self, taken: str) -> None:
         self._taken = taken
@@ -76,7 +76,7 @@ class Zero:
         return self
 
     def begin(self, step: str) -> None:
-        """Take 0 again if it is free; give it to this step."""
+        """Take 0 again if it is free, and free it if this is the chosen step."""
         if self.of() == NONE:
             assert os.open(HELD, os.O_RDWR) == 0
         if step == self._taken:
@@ -90,7 +90,7 @@ class Zero:
 
 
 def use(address: str, transport: str, path: Path, zero: Zero) -> None:
-    """Do all that an engine of cluster 1 does with that of cluster 2."""
+    """Use an engine of cluster 1 completely, with an engine of cluster 2."""
     engine, mine = LlmDataDist(1, LlmRole.MIX), np.zeros((2, *DESC.shape), np.int32)
     zero.begin("initialize")
     engine.initialize({"ListenIpInfo": LISTEN, "kvplan.transport": transport})

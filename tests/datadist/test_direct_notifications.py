@@ -1,4 +1,4 @@
-"""Notifications inside one host, which take no thread of the receiver: order, ends, floods."""
+"""Notifications inside one host without threads of the receiver: order, ends, floods."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def numbers(*parts: range) -> list[bytes]:
     return [b"%d" % i for part in parts for i in part]
 
 
-def test_a_receiver_that_is_stopped_has_what_the_sender_was_told_it_has(
+def test_a_stopped_receiver_has_all_that_the_sender_knows_as_delivered(
     user: LlmDataDist, peer: Peer
 ) -> None:
-    """From the second on; the first finds the way."""
+    """The first notification makes the direct connection, so this is true from the second on."""
     user.notify(1, b"0")
     peer.stop()
     for i in range(1, WINDOW + 1):
@@ -38,7 +38,7 @@ def test_a_receiver_that_is_stopped_has_what_the_sender_was_told_it_has(
     assert peer.run(READ_ALL) == numbers(range(WINDOW + 1))
 
 
-def test_what_timed_out_is_not_overtaken_and_comes_once(user: LlmDataDist, peer: Peer) -> None:
+def test_a_late_notification_is_not_overtaken_and_comes_once(user: LlmDataDist, peer: Peer) -> None:
     user.notify(1, b"0")
     peer.stop()
     for i in range(1, WINDOW + 1):
@@ -77,7 +77,7 @@ def test_both_ends_may_send_at_once(user: LlmDataDist, peer: Peer) -> None:
     assert peer.answer() == numbers(range(count))
 
 
-def test_several_readers_have_each_once(user: LlmDataDist, peer: Peer) -> None:
+def test_several_readers_get_each_notification_once(user: LlmDataDist, peer: Peer) -> None:
     count = 3000
     arrived = user.notifications()
     found: list[list[bytes]] = [[], []]
@@ -93,7 +93,7 @@ def test_several_readers_have_each_once(user: LlmDataDist, peer: Peer) -> None:
         reader.start()
     try:
         peer.run("for i in range(count): datadist.notify(2, b'%d' % i)", count=count)
-        user.finalize()  # it has what was sent
+        user.finalize()  # the peer has the sent notifications
     finally:
         ended.set()
         for reader in readers:
@@ -103,7 +103,7 @@ def test_several_readers_have_each_once(user: LlmDataDist, peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("how", ["unlink", "kill"])
-def test_a_link_that_ends_leaves_what_has_arrived_and_tells_the_sender(
+def test_a_link_that_ends_leaves_arrived_notifications_and_tells_the_sender(
     user: LlmDataDist, peer: Peer, how: str
 ) -> None:
     peer.run("for i in range(50): datadist.notify(2, b'%d' % i)")
@@ -122,7 +122,7 @@ def test_a_link_that_ends_leaves_what_has_arrived_and_tells_the_sender(
     assert [notification.data for notification in user.notifications()] == numbers(range(50))
 
 
-def test_a_new_link_finds_the_way_again(user: LlmDataDist, peer: Peer) -> None:
+def test_a_new_link_makes_the_direct_connection_again(user: LlmDataDist, peer: Peer) -> None:
     for turn in range(3):
         for i in range(3):
             user.notify(1, b"%d" % i)
@@ -131,7 +131,7 @@ def test_a_new_link_finds_the_way_again(user: LlmDataDist, peer: Peer) -> None:
         user.link_clusters([ClusterInfo(1, peer.address)], 5000).raise_for_status()
 
 
-def test_its_descriptors_go_with_the_link(user: LlmDataDist, peer: Peer) -> None:
+def test_descriptors_are_closed_with_the_link(user: LlmDataDist, peer: Peer) -> None:
     def turn() -> None:
         for _ in range(2):
             user.notify(1, b"x")
@@ -146,7 +146,7 @@ def test_its_descriptors_go_with_the_link(user: LlmDataDist, peer: Peer) -> None
     turn()
     deadline = time.monotonic() + 20
     while {name for _, name in held.new().descriptors if name.startswith("socket")}:
-        assert time.monotonic() < deadline, held.new()  # the control connection is closed later
+        assert time.monotonic() < deadline, held.new()  # the control connection closes later
 
 
 FLOOD = """
@@ -176,7 +176,7 @@ def kib(peer: Peer) -> int:
 def test_a_flood_of_a_linked_peer_takes_no_memory_and_stops_no_other_link(
     user: LlmDataDist, peer: Peer, make_peer: MakePeer, make_engine: MakeEngine, reads: bool
 ) -> None:
-    """80 MiB of frames that no engine of ours would send, unread by the program."""
+    """The program does not read 80 MiB of frames that no engine would send."""
     hostile = make_peer()
     hostile.run(FLOOD, address=peer.address)
     before = kib(peer)
@@ -197,7 +197,7 @@ def test_a_flood_of_a_linked_peer_takes_no_memory_and_stops_no_other_link(
         other.link_clusters([ClusterInfo(1, peer.address)], 20_000).raise_for_status()
         other.notify(1, b"new")
         assert hostile.answer() == "sent"
-        # What is kept of one peer, and what lies in queues.
+        # The limit for one peer, plus queues.
         assert kib(peer) - before < MAX_UNREAD_OF_ONE * 5 + (16 << 10)
         unread, found = peer.run(
             """

@@ -1,4 +1,4 @@
-"""Peers that die, stop or free memory: what is reported is what happened, and soon."""
+"""Peers that die, stop or free memory: engines soon report what happened."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.support.holding import LetGo
 from tests.support.refusals import refused
 
 DESC = CacheDesc(2, (4, 64), DataType.DT_INT8)
-SOON_S = 5.0  # on a machine that is busy with other things; measured: 0.1
+SOON_S = 5.0  # on a loaded machine; measured: 0.1
 
 
 @pytest.fixture
 def holding(
     machine: Machine, make_engine: MakeEngine, peer: Peer
 ) -> Iterator[tuple[LlmDataDist, Cache, LetGo]]:
-    """A linked engine whose transfers end after a call."""
+    """A linked engine whose transfers end only after a call."""
     with machine.held_transfers() as (transfers, let_go):
         user = make_engine(2, transfers=transfers)
         yield *linked(user, peer), let_go
@@ -82,7 +82,7 @@ def test_memory_that_is_freed_under_a_transfer_fails_it(
     task = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
     peer.run("datadist.deallocate_cache(cache)")
     let_go()
-    if machine.transport == "tcp":  # whoever served it looked before and after, and had it then
+    if machine.transport == "tcp":  # the owner checks before and after, when it still had the cache
         task.wait()
         return
     with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
@@ -90,7 +90,7 @@ def test_memory_that_is_freed_under_a_transfer_fails_it(
 
 
 @pytest.mark.over_tcp
-def test_a_forced_unlink_fails_what_is_in_flight(
+def test_a_forced_unlink_fails_transfers_in_flight(
     holding: tuple[LlmDataDist, Cache, LetGo],
 ) -> None:
     user, mine, let_go = holding
@@ -103,7 +103,7 @@ def test_a_forced_unlink_fails_what_is_in_flight(
         user.pull_cache(CacheIndex(1, 1), mine)
 
 
-def test_a_stopped_peer_holds_up_neither_pulls_nor_finalize(
+def test_a_stopped_peer_delays_neither_pulls_nor_finalize(
     machine: Machine, user: LlmDataDist, peer: Peer
 ) -> None:
     peer.run("cache = datadist.allocate_cache(CacheDesc(2, (4, 64), DataType.DT_INT8))")
@@ -111,7 +111,7 @@ def test_a_stopped_peer_holds_up_neither_pulls_nor_finalize(
     user.pull_cache(CacheIndex(1, 1), mine)
     peer.stop()
     started = time.monotonic()
-    if machine.transport == "tcp":  # it serves the pulls itself, though not in Python
+    if machine.transport == "tcp":  # the peer serves the pulls itself, though not in Python
         with refused(LLMStatusCode.LLM_TIMEOUT):
             user.pull_cache(CacheIndex(1, 1), mine, timeout_ms=500)
     else:
@@ -145,7 +145,7 @@ def test_a_pool_that_is_exhausted_says_so(make_engine: MakeEngine) -> None:
 
 
 def grown(rounds: Callable[[int], None], few: int, many: int) -> list[int]:
-    """By how many mappings, threads and descriptors the process is larger after `many` rounds."""
+    """Return how many mappings, threads and descriptors the process gains by `many` rounds."""
 
     def resources() -> tuple[int, ...]:
         gc.collect()
@@ -177,7 +177,7 @@ def test_rounds_of_linking_and_transferring_leave_nothing_behind(make_engine: Ma
             owner.deallocate_cache(theirs)
             user.deallocate_cache(mine)
 
-    # What the last round leaves may still be on its way out; a leak would be one a round.
+    # The last round may still be releasing its resources; a leak would be one per round.
     assert max(grown(rounds, 10, 100)) < 50
 
 

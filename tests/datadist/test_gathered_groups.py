@@ -1,4 +1,4 @@
-"""Several caches of a request that are gathered from several engines at once."""
+"""Several caches of a request, gathered from several engines at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATE = CacheDesc(1, (5, 32), DataType.DT_INT32, kv_tensor_format="block state")
 
 
 def scales_and_values(heads: range) -> dict[str, CacheDesc]:
-    """Quantized values of some of four heads, and a scale for each token and head."""
+    """Return quantized values of some of four heads, with a scale for each token and head."""
     shard = Shard(range(2), heads, 2, 4)
     number = len(heads)
     return {
@@ -34,7 +34,7 @@ def scales_and_values(heads: range) -> dict[str, CacheDesc]:
 
 
 def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> None:
-    """Each has two of the four heads, and one of them the state as well."""
+    """Each engine has two of the four heads, and one engine also has the state."""
     sources, user = [make_engine(item, listen=True) for item in (1, 3)], make_engine(2)
     seen: list[PlanEvent] = []
     keys: dict[str, list[CacheIndex]] = {"values": [], "scales": []}
@@ -103,7 +103,7 @@ def test_groups_are_gathered_from_several_engines(make_engine: MakeEngine) -> No
 
 
 def test_sources_come_in_any_order_in_each_group(make_engine: MakeEngine) -> None:
-    """Two peers have two heads each, in caches of their own: also turn by turn."""
+    """Two peers have two heads each, in separate caches. Their sources may also alternate."""
 
     def one_head(heads: range) -> CacheDesc:
         shard = Shard(range(1), heads, 1, 4)

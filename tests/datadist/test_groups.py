@@ -1,4 +1,4 @@
-"""A request that lies in several caches of a peer: moved by one plan and one submission."""
+"""A request in several caches of a peer, moved by one plan and one submission."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ TOKENS = {"latent": 11, "indexer": 11, "state": None}
 
 @pytest.fixture
 def keys(peer: Peer) -> dict[str, CacheIndex]:
-    """The peer's caches, which hold numbers."""
+    """Keys of the peer's caches, which hold numbers."""
     ids = peer.run(OFFER, descs=DESCS)
     return {name: CacheIndex(1, number) for name, number in zip(DESCS, ids, strict=True)}
 
@@ -71,7 +71,7 @@ def groups_of(src: dict[str, Any], dst: dict[str, Any]) -> dict[str, Transfer]:
 
 
 def held(name: str) -> list[np.ndarray]:
-    """What a group's cache of the side that has the request holds."""
+    """Return the content of a group's cache on the side that has the request."""
     desc, number = DESCS[name], [*DESCS].index(name)
     dtype = {"DT_INT16": np.int16, "DT_UINT8": np.uint8}.get(desc.data_type.name, np.int32)
     values = np.arange(np.prod(desc.shape)) % 100 + 20 * number
@@ -79,7 +79,7 @@ def held(name: str) -> list[np.ndarray]:
 
 
 def assert_arrived(name: str, arrays: list[np.ndarray]) -> None:
-    """Each token of the request, and nothing else."""
+    """Check that all tokens of the request arrived, and nothing else."""
     src_blocks, dst_blocks = TABLES[name]
     for source, array in zip(held(name), arrays, strict=True):
         wanted = np.zeros_like(source)
@@ -146,7 +146,7 @@ async def waited(task: Any) -> None:
 def test_engines_memory_and_the_users_own_go_together(
     user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
-    """One cache of the peer is in its engine's arena, the other in an array of its own."""
+    """One cache of the peer is in its engine's arena, the other in the program's array."""
     on_host_only(machine, "HCCL reaches no memory of the host between devices of one host")
     state = peer.run(
         """
@@ -178,10 +178,10 @@ def test_engines_memory_and_the_users_own_go_together(
     assert peer.run("result = int(datadist.arrays(arena)[0][4].min())") == 9
 
 
-def test_a_cache_that_took_over_a_key_is_found(
+def test_a_cache_that_has_taken_over_a_key_is_found(
     user: LlmDataDist, peer: Peer, keys: dict[str, CacheIndex]
 ) -> None:
-    """By key each transfer is of the cache that has it now, of each group."""
+    """A key names, for each group, the cache that has the key now."""
     mine = caches_of(user)
     by_key = {name: BlocksCacheKey(1, number) for number, name in enumerate(DESCS)}
     user.run(groups_of(by_key, mine))
@@ -195,11 +195,11 @@ def test_a_cache_that_took_over_a_key_is_found(
     user.run(groups_of(by_key, mine))
     assert (user.arrays(mine["state"], copy=True)[0][1] == 77).all()
     with refused("LLM_KV_CACHE_NOT_EXIST", "cache_id=|deregistered"):
-        user.run(groups_of(keys, mine))  # by id it was that one, which has gone
+        user.run(groups_of(keys, mine))  # by id: the freed cache
     assert user.metrics()["in_flight"] == 0
 
 
-def test_what_is_wrong_says_of_which_group(
+def test_an_error_names_the_group(
     user: LlmDataDist, keys: dict[str, CacheIndex], make_engine: MakeEngine
 ) -> None:
     mine = caches_of(user)
@@ -243,7 +243,7 @@ def test_what_is_wrong_says_of_which_group(
 def test_two_groups_that_write_the_same_bytes_are_refused(
     user: LlmDataDist, keys: dict[str, CacheIndex]
 ) -> None:
-    """Groups may share tensors, as layers with and without a window do; not blocks."""
+    """Groups may share tensors, as layers with and without a window do, but not blocks."""
     mine = user.allocate_blocks_cache(DESCS["latent"])
     groups = {
         "window": Transfer(Rows(keys["latent"], [1, 2]), Rows(mine, [3, 4])),
@@ -261,10 +261,8 @@ def test_two_groups_that_write_the_same_bytes_are_refused(
 
 
 @pytest.mark.over_tcp
-def test_memory_that_is_registered_twice_is_looked_at_by_both(
-    user: LlmDataDist, peer: Peer
-) -> None:
-    """One of two caches over the same memory is freed: a group of it must not be read any more."""
+def test_both_registrations_of_the_same_memory_are_checked(user: LlmDataDist, peer: Peer) -> None:
+    """After one of two caches over the same memory is freed, a group of it must not be read."""
     peer.run(
         """
         desc = CacheDesc(1, (5, 32), DataType.DT_INT32)
@@ -304,7 +302,7 @@ def test_groups_of_host_and_device_are_two_transfers(
         str(i): Transfer(Rows(CacheIndex(1, there.cache_id), [1]), Rows(item, [2]))
         for i, item in enumerate(mine)
     }
-    if machine.name in {"host", "tcp"}:  # without a device all is in host memory
+    if machine.name in {"host", "tcp"}:  # without a device all caches are in host memory
         user.run(groups)
     else:
         with refused("LLM_FEATURE_NOT_ENABLED", "in host memory and on the device"):
@@ -315,7 +313,7 @@ def test_groups_of_host_and_device_are_two_transfers(
 def test_groups_by_leases(
     user: LlmDataDist, peer: Peer, keys: dict[str, CacheIndex], machine: Machine
 ) -> None:
-    """One that has ended fails all of them."""
+    """One ended lease fails the whole transfer."""
     blobs = peer.run(
         """
         leases = [datadist.lease_blocks(caches[it], blocks[it], tag=it) for it in caches]

@@ -1,4 +1,4 @@
-"""A KeyboardInterrupt may strike between any two steps of a call; nothing of the call is left."""
+"""A KeyboardInterrupt between any two steps of a call leaves nothing of the call behind."""
 
 from __future__ import annotations
 

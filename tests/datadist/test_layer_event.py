@@ -1,4 +1,4 @@
-"""Layers that are signalled through a descriptor: from Python, from C, wrongly, and not at all."""
+"""Layers signalled through a descriptor: from Python, from C, wrongly, and not at all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 @pytest.fixture
 def engines(pair: tuple[LlmDataDist, LlmDataDist]) -> tuple[LlmDataDist, Cache]:
-    """An engine with a full cache, linked with one of this process that has an empty cache 1."""
+    """An engine with a full cache, linked with an engine of this process that has an empty one."""
     owner, user = pair
     owner.allocate_cache(SLOTS)
     cache = user.allocate_cache(SLOTS)
@@ -62,12 +62,12 @@ def begin(engines: tuple[LlmDataDist, Cache]) -> Begin:
 
 
 def write(fd: int, count: int) -> None:
-    """As C does it, without the GIL."""
+    """Write to the descriptor as C does, without the GIL."""
     assert LIBC.write(fd, ctypes.byref(ctypes.c_uint64(count)), ctypes.c_size_t(8)) == 8
 
 
 def done(task: LayerTask, count: int) -> None:
-    """Wait until the first `count` layers are done, and no others."""
+    """Wait until exactly the first `count` layers are done."""
     wait_until(lambda: len(task.progress().done) >= count)
     assert task.progress().done == tuple(task.layers)[:count]
 
@@ -105,7 +105,7 @@ def test_a_signal_makes_the_next_layers_ready_in_every_task(begin: Begin) -> Non
     assert event.fileno() == -1
 
 
-def test_many_signals_at_once_are_all_heard(begin: Begin) -> None:
+def test_many_signals_at_once_are_all_received(begin: Begin) -> None:
     tasks = [begin() for _ in range(4)]
     events = [LayerEvent(task) for task in tasks]
     threads = [threading.Thread(target=event.signal) for event in events for _ in range(NUM_LAYERS)]
@@ -119,7 +119,7 @@ def test_many_signals_at_once_are_all_heard(begin: Begin) -> None:
         event.close()
 
 
-def test_closing_hands_on_what_was_written(begin: Begin) -> None:
+def test_closing_passes_on_written_signals(begin: Begin) -> None:
     for _ in range(50):
         task = begin()
         with LayerEvent(task) as event:
@@ -208,7 +208,7 @@ def test_it_keeps_its_tasks_until_it_is_closed(begin: Begin) -> None:
         assert held() is not None
         event.signal(NUM_LAYERS)
         wait_until(lambda: held().done)  # type: ignore[union-attr]
-    wait_until(lambda: held() is None)  # once the thread of completions has settled it
+    wait_until(lambda: held() is None)  # once the completion thread has settled the task
 
 
 def test_a_forked_child_has_no_part_in_it(begin: Begin) -> None:
@@ -242,9 +242,7 @@ def test_events_come_and_go_and_leave_nothing(begin: Begin) -> None:
     assert rounds(200) <= before + 2
 
 
-def test_more_descriptors_than_there_are_is_a_refusal(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_of_descriptors_is_a_refusal(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     task = begin()
 
     def none_left(*_: int) -> int:
@@ -270,7 +268,7 @@ def test_tasks_must_share_their_layers(begin: Begin) -> None:
 
 
 @pytest.mark.parametrize("given", [None, 1, "task"])
-def test_what_is_no_task_is_refused(begin: Begin, given: Any) -> None:
+def test_a_value_that_is_not_a_task_is_refused(begin: Begin, given: Any) -> None:
     task = begin()
     with pytest.raises(TypeError, match=r"tasks\[1\]"):
         LayerEvent(task, given)

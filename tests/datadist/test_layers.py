@@ -62,7 +62,7 @@ def test_each_layer_of_a_slot_arrives_when_it_is_ready(
     assert task.layers == range(NUM_LAYERS)
     assert not there(peer, "cache").any()
     for layer in range(4):
-        # Computed only now: nothing of it can have moved before.
+        # Computed only now, so it cannot have moved before.
         for tensor in (2 * layer, 2 * layer + 1):
             arrays[tensor][3] = 100 + tensor
         task.ready(layer)
@@ -116,7 +116,7 @@ def test_layers_that_do_not_begin_at_0(user: LlmDataDist, peer: Peer, slots: Cac
     with refused(LLMStatusCode.LLM_PARAM_INVALID, "must be the same layers"):
         user.layered(
             Transfer(Rows(slots), Rows(target), layers=ext_param)
-        )  # both say which of the model they are
+        )  # both give the layers' numbers in the model
     task = user.layered(Transfer(Rows(slots), Rows(target), layers=ext_param, reinterpret=True))
     assert task.layers == range(10, 15)
     with refused(LLMStatusCode.LLM_PARAM_INVALID):
@@ -152,7 +152,7 @@ def test_layers_are_ready_in_any_order_and_from_any_thread(
 
 @pytest.mark.over_tcp
 def test_many_tasks_at_once_end_in_any_order(user: LlmDataDist, peer: Peer, slots: Cache) -> None:
-    """One whose layers do not come holds up no other."""
+    """A task whose layers do not come delays no other task."""
     fill(user, slots)
     target = CacheIndex(1, SLOTS_THERE)
     first, *others = [user.layered(Transfer(Rows(slots), Rows(target))) for _ in range(5)]
@@ -284,7 +284,7 @@ REFUSALS: dict[str, tuple[LLMStatusCode, Callable[[LlmDataDist, Cache, Cache], o
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_is_refused(
+def test_impossible_pushes_are_refused(
     user: LlmDataDist, slots: Cache, blocks: Cache, name: str
 ) -> None:
     status, call = REFUSALS[name]

@@ -1,4 +1,4 @@
-"""A lease says how many tokens of the request its blocks have: none behind them moves."""
+"""A lease has the number of the request's tokens in its blocks: later tokens do not move."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def leased(peer: Peer, tokens: int | None = NUM_TOKENS) -> BlockLease:
 
 
 def moved(arrays: list[Any], *blocks: int) -> list[int]:
-    """How many tokens of each block are 7; those behind them are all 0."""
+    """Return how many tokens of each block are 7, and check that all later ones are 0."""
     counts = []
     for block in blocks:
         found = {int((array[block] == 7).all((1, 2)).sum()) for array in arrays}

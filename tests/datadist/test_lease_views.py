@@ -1,4 +1,4 @@
-"""Blocks of a lease are read in the memory of their owner, without a copy."""
+"""Views of leased blocks: readers see the owner's memory without a copy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCKS = [6, 0, 3]
 
 @pytest.fixture
 def peer() -> Iterator[Peer]:
-    """An engine of cluster 1 in another process, whatever machines other tests run on."""
+    """An engine of cluster 1 in another process, on the host only."""
     peer = Peer()
     yield peer
     peer.close()
@@ -50,7 +50,7 @@ def user(peer: Peer) -> Iterator[LlmDataDist]:
 
 
 def offer(peer: Peer, desc: str = DESCS["blocks first"], lease: str = "{BLOCKS}") -> BlockLease:
-    """Let the peer lease blocks, each full of 100 times its tensor and its own number."""
+    """Let the peer lease blocks; each holds 100 times the tensor's number plus its own."""
     code = f"""
 desc = {desc}
 cache = datadist.allocate_blocks_cache(desc)
@@ -152,7 +152,7 @@ def test_an_end_of_the_link_is_never_missed(user: LlmDataDist, peer: Peer) -> No
         user.arrays(lease)
 
 
-def test_memory_is_held_by_arrays_alone(user: LlmDataDist, peer: Peer) -> None:
+def test_only_arrays_hold_the_memory(user: LlmDataDist, peer: Peer) -> None:
     lease = offer(peer)
     view = user.arrays(lease)
     block = view[0][0]
@@ -162,7 +162,7 @@ def test_memory_is_held_by_arrays_alone(user: LlmDataDist, peer: Peer) -> None:
     assert int(block[3, 15]) == BLOCKS[0]
 
 
-def test_what_cannot_be_viewed_is_refused(user: LlmDataDist, peer: Peer) -> None:
+def test_blocks_that_cannot_be_viewed_are_refused(user: LlmDataDist, peer: Peer) -> None:
     own = user.lease_blocks(user.allocate_blocks_cache(DESC), [1])
     with refused("LLM_PARAM_INVALID", "is a lease of this engine"):
         user.arrays(own)
@@ -195,7 +195,7 @@ def test_memory_that_the_network_reaches_is_not_viewed(peer: Peer) -> None:
 
 
 def test_blocks_that_move_are_seen_at_their_new_place(user: LlmDataDist, peer: Peer) -> None:
-    """A view of before is not confirmed; the next one follows, from the same lease."""
+    """An earlier view is not confirmed. The next view of the same lease follows the move."""
     lease = offer(peer, lease="[6, 0]")
     with refused("LLM_KV_CACHE_NOT_EXIST", "was released or moved"), user.arrays(lease) as before:
         assert numbers(before)[0] == [6, 0]

@@ -1,4 +1,4 @@
-"""What an engine is from its construction to its end, however that comes."""
+"""The life of an engine, from its construction to any kind of end."""
 
 from __future__ import annotations
 
@@ -139,10 +139,10 @@ def test_nothing_is_left_behind(machine: Machine) -> None:
             owner.allocate_cache(DESC)
             user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(user.allocate_cache(DESC)))).wait()
         for thread in threading.enumerate():
-            if "-worker" in thread.name:  # is ending, and is not waited for
+            if "-worker" in thread.name:  # is ending, but is not joined
                 thread.join()
 
-    live()  # what the process has for good: its copying threads
+    live()  # objects that stay for the process: its copying threads
     before = Held.now()
     live()
     before.check_nothing_new()
@@ -172,7 +172,7 @@ def test_an_initialize_that_fails_leaves_nothing_behind() -> None:
         ([], TypeError),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: object, error: type[Exception]) -> None:
+def test_invalid_options_are_refused(options: object, error: type[Exception]) -> None:
     datadist = LlmDataDist(2, LlmRole.MIX)
     with pytest.raises(error):
         datadist.initialize(options)  # type: ignore[arg-type]
@@ -222,7 +222,7 @@ def test_an_engine_that_is_dropped_is_released(machine: Machine) -> None:
     assert datadist.listen_address is not None
     host, _, port = datadist.listen_address.rpartition(":")
     socket.create_connection((host, int(port))).close()
-    datadist.on_plan(partial(print, datadist))  # a cycle: the collector's work
+    datadist.on_plan(partial(print, datadist))  # a cycle, which only the collector frees
     del datadist
     gc.collect()
     join_released()

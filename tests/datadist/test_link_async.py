@@ -1,4 +1,4 @@
-"""Linking under asyncio: with tasks, groups and deadlines, while the loop goes on."""
+"""Linking under asyncio: with tasks, groups and deadlines, while the loop runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_MS = 1000 * DEADLINE_S
 
 
 @pytest.mark.over_tcp
-def test_it_links_and_says_what_it_could_not_link(engine: LlmDataDist, peer: Peer) -> None:
+def test_it_links_and_reports_failures(engine: LlmDataDist, peer: Peer) -> None:
     clusters = [ClusterInfo(1, peer.address), ClusterInfo(9, "127.0.0.1:1")]
     linked, failed = asyncio.run(engine.link_clusters_async(clusters, TIMEOUT_MS))
     assert linked.error is None
@@ -71,7 +71,7 @@ def test_the_loop_goes_on_and_a_cancelled_call_leaves_nothing(
     engine.notify(1, b"linked")
 
 
-def test_what_cannot_be_is_refused(
+def test_invalid_calls_are_refused(
     engine: LlmDataDist, make_engine: Callable[..., LlmDataDist]
 ) -> None:
     with refused("LLM_PARAM_INVALID"):

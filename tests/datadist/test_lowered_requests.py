@@ -1,7 +1,7 @@
-"""Requests of every shape by an engine: what is executed, and what is refused, is the planner's.
+"""Requests of every shape: an engine executes and refuses exactly what the planner does.
 
-Each request runs three times: names are resolved by the first, the pairs of caches are known from
-the second on. `make explore TESTS=tests/datadist/test_lowered_requests.py` tries 20,000 examples.
+Each request runs three times: the first resolves names, later ones find a known pair of caches.
+`make explore TESTS=tests/datadist/test_lowered_requests.py` tries 20,000 examples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Executed = tuple[Plan, TensorMemory, TensorMemory, Descriptors | None]
 
 
 class Recorded(Transfers):
-    """Transfers that keep what engines execute; nothing is so small that it goes another way."""
+    """Transfers that record all executed descriptors, also of small requests."""
 
     executed: ClassVar[list[Executed]] = []
 
@@ -50,7 +50,7 @@ class Recorded(Transfers):
 
 
 class Engines(NamedTuple):
-    """Two that have caches, and one that is linked with both."""
+    """Two engines with caches, and one that is linked with both."""
 
     owners: list[LlmDataDist]
     user: LlmDataDist
@@ -86,7 +86,7 @@ class Side(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Pairs by name: sources, a destination, and the other fields of their transfer."""
+    """Sources and a destination for each name, and the other fields of the transfer."""
 
     verb: str
     pairs: dict[str, tuple[list[Side], Side, dict[str, Any]]]
@@ -103,7 +103,7 @@ def singles(draw: st.DrawFn, kinds: list[Any]) -> tuple[list[Side], Side, dict[s
     if dst.row == "slot" or src.row == "slot":
         skipped = [0, 0]
     more: dict[str, Any] = {}
-    if not now_and_then(draw):  # one that is right
+    if not now_and_then(draw):  # a valid one
         src_cut, dst_cut, most = of_one_request(src, dst, src_rows, dst_rows, *skipped)
         src_rows, dst_rows = src_cut or src_rows, dst_cut or dst_rows
         if most > 0:
@@ -158,7 +158,7 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 def made(engines: Engines, request: Request, held: ExitStack) -> Any:
-    """The transfer of a request between caches that are freed at the end."""
+    """Yield the transfer of a request between caches that are freed at the end."""
 
     def cache_of(side: Side, engine: LlmDataDist) -> Any:
         allocate = engine.allocate_cache if side.cache.row == "slot" else (
@@ -174,7 +174,7 @@ def made(engines: Engines, request: Request, held: ExitStack) -> Any:
         owner = engines.owners[side.owner]
         cache = cache_of(side, owner)
         if side.is_leased and side.cache.row == "block":
-            with suppress(LLMException):  # of a block that does not exist
+            with suppress(LLMException):  # the block may not exist
                 lease = owner.lease_blocks(cache, side.rows)
                 held.callback(owner.release, lease)
                 return Rows(lease, None, None, side.first_token)
@@ -192,7 +192,7 @@ def made(engines: Engines, request: Request, held: ExitStack) -> Any:
 
 
 def attempt(call: Callable[[], Any]) -> Any:
-    """What a call returns, or how it refuses."""
+    """Return the result of a call, or its refusal."""
     try:
         return call()
     except (LLMException, TypeError, ValueError) as error:
@@ -217,7 +217,7 @@ def test_an_engine_executes_and_refuses_what_the_planner_does(
     with ExitStack() as held:
         try:
             transfer = made(engines, request, held)
-        except (LLMException, ValueError):  # no tensor has part of a byte
+        except (LLMException, ValueError):  # a tensor cannot have a part of a byte
             return
         law = attempt(lambda: user.plan(transfer, by_layer=request.by_layer))
         for _ in range(3):
@@ -235,7 +235,7 @@ def assert_executed(law: Plan) -> None:
     wanted = {part.label: part for part in law.parts}
     for plan, src, dst, descriptors in Recorded.executed:
         planned = Plan([wanted.pop(part.label) for part in plan.parts])
-        if descriptors is None:  # of no bytes nothing is lowered, and tokens of shards are planned
+        if descriptors is None:  # no bytes, or tokens of shards, which are planned
             sides = [side for part in plan.parts for side in (part.src, part.dst)]
             assert any(part.nbytes == 0 for part in plan.parts) or not all(
                 side.has_all_tokens for side in sides

@@ -1,4 +1,4 @@
-"""Notifications between engines of two processes, and how a program reads them."""
+"""Notifications between engines of two processes, and their reading by a program."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_notification_arrives_as_it_was_sent(user: LlmDataDist, peer: Peer) ->
         assert peer.run("result = read(1)") == [(2, data)]
 
 
-def test_it_is_there_when_the_sender_returns(user: LlmDataDist, peer: Peer) -> None:
+def test_it_has_arrived_when_the_sender_returns(user: LlmDataDist, peer: Peer) -> None:
     user.notify(1, b"there")
     assert peer.run("result = [tuple(it) for it in datadist.notifications()]") == [(2, b"there")]
 
@@ -69,7 +69,7 @@ def test_the_accepting_end_notifies_as_well(user: LlmDataDist, peer: Peer) -> No
 def test_the_accepting_end_may_notify_as_soon_as_it_is_linked(
     make_peer: MakePeer, make_engine: Callable[..., LlmDataDist]
 ) -> None:
-    """It is linked before the other end has read that it is."""
+    """The accepting end is linked before the other end has read the confirmation."""
     peer = make_peer()
     peer.send(
         """
@@ -96,13 +96,13 @@ def test_waiting_ends_with_an_arrival_or_in_time(user: LlmDataDist, peer: Peer) 
     assert arrived.wait(1) is False
     peer.send("datadist.notify(2, b'now')")
     assert arrived.wait(WAIT_MS) is True
-    assert arrived.wait(None) is True  # it was not read
+    assert arrived.wait(None) is True  # the notification is still unread
     peer.answer()
     with pytest.raises(ValueError, match="timeout_ms=-1 must be >= 0"):
         arrived.wait(-1)
 
 
-def test_async_for_has_them_all_and_ends_with_the_engine(user: LlmDataDist, peer: Peer) -> None:
+def test_async_for_yields_all_and_ends_with_the_engine(user: LlmDataDist, peer: Peer) -> None:
     async def read() -> list[bytes]:
         found = []
         async for _, data in user.notifications():
@@ -140,7 +140,7 @@ def test_two_tasks_may_read_and_a_cancelled_one_loses_nothing(
 
 
 class CountingSelector(selectors.DefaultSelector):
-    """Counts how often a loop has come round."""
+    """A selector that counts the iterations of a loop."""
 
     rounds = 0
 
@@ -184,7 +184,7 @@ def test_callbacks_leave_no_descriptor_and_no_thread(user: LlmDataDist) -> None:
     held.check_nothing_new()
 
 
-def test_a_callback_gets_each_and_another_is_not_stopped_by_it(
+def test_a_callback_gets_each_notification_and_stops_no_other(
     user: LlmDataDist, peer: Peer, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: Notification) -> None:
@@ -226,7 +226,7 @@ def test_order_is_kept_for_each_thread_that_sends(user: LlmDataDist, peer: Peer)
         assert [int(i) for who, i in found if int(who) == name] == list(range(count))
 
 
-def test_what_nobody_reads_is_refused_when_the_queue_is_full(user: LlmDataDist, peer: Peer) -> None:
+def test_notifications_are_refused_when_the_queue_is_full(user: LlmDataDist, peer: Peer) -> None:
     for i in range(MAX_UNREAD_OF_ONE):
         user.notify(1, b"%d" % i)
     with refused("LLM_LINK_BUSY", f"{MAX_UNREAD_OF_ONE} notifications wait .* cluster 2; at most"):
@@ -246,7 +246,7 @@ def test_a_coroutine_notifies_in_order_while_its_loop_goes_on(
 ) -> None:
     peer.run(READ)
     peer.stop()
-    count, threads = 400, set(threading.enumerate())  # more than lie in a peer's socket
+    count, threads = 400, set(threading.enumerate())  # more than fit into a peer's socket
 
     async def send() -> int:
         tasks = [asyncio.create_task(user.notify_async(1, b"%d" % i)) for i in range(count)]
@@ -275,14 +275,14 @@ def test_a_later_coroutine_does_not_overtake_one_whose_message_is_not_sent_yet(
     user: LlmDataDist, peer: Peer
 ) -> None:
     peer.run(READ)
-    for _ in range(1 + WINDOW):  # the first by a message, then as many as lie in the socket
+    for _ in range(1 + WINDOW):  # the first by a message, then as many as fit into the socket
         user.notify(1, b"-")
     control, go_on = user._engine.links._control, threading.Event()  # type: ignore[union-attr]
 
     async def send() -> None:
         first = asyncio.create_task(user.notify_async(1, b"first"))
         await asyncio.sleep(0)  # it has begun, and waits for the control thread
-        peer.run("read(count)", count=1 + WINDOW)  # there is room again in the socket
+        peer.run("read(count)", count=1 + WINDOW)  # now the socket has room again
         second = asyncio.create_task(user.notify_async(1, b"second"))
         await asyncio.sleep(0)
         go_on.set()
@@ -293,7 +293,7 @@ def test_a_later_coroutine_does_not_overtake_one_whose_message_is_not_sent_yet(
     assert [data for _, data in peer.run("result = read(2)")] == [b"first", b"second"]
 
 
-def test_a_coroutine_is_told_why_it_could_not_notify(user: LlmDataDist, peer: Peer) -> None:
+def test_a_coroutine_gets_the_reason_why_it_could_not_notify(user: LlmDataDist, peer: Peer) -> None:
     def refuse(status: str, text: str | None, cluster_id: int = 1, **how: Any) -> None:
         with refused(status, text):
             asyncio.run(user.notify_async(cluster_id, b"x", **how))
@@ -308,7 +308,7 @@ def test_a_coroutine_is_told_why_it_could_not_notify(user: LlmDataDist, peer: Pe
         asyncio.run(user.notify_async(1, b"x", timeout_ms=0))
 
 
-def test_what_cannot_be_sent_is_refused(user: LlmDataDist, peer: Peer) -> None:
+def test_invalid_notifications_are_refused(user: LlmDataDist, peer: Peer) -> None:
     with refused("LLM_PARAM_INVALID", r"data has 0 bytes; allowed are \[1, 4096\]"):
         user.notify(1, b"")
     with refused("LLM_PARAM_INVALID", "data has 4097 bytes"):
@@ -329,7 +329,7 @@ def test_what_cannot_be_sent_is_refused(user: LlmDataDist, peer: Peer) -> None:
         user.notify(1, b"x")
 
 
-def test_what_has_arrived_outlives_its_link_and_its_engine(user: LlmDataDist, peer: Peer) -> None:
+def test_arrived_notifications_outlive_their_link_and_engine(user: LlmDataDist, peer: Peer) -> None:
     arrived = user.notifications()
     peer.run("for i in range(3): datadist.notify(2, b'%d' % i)")
     peer.kill()
@@ -341,18 +341,18 @@ def test_what_has_arrived_outlives_its_link_and_its_engine(user: LlmDataDist, pe
     assert arrived.wait(None) is True
     assert [item.data for item in arrived] == [b"1", b"2"]
     assert arrived.wait(None) is False
-    assert is_readable(arrived.fileno())  # whoever polls it sees the end
+    assert is_readable(arrived.fileno())  # a poll sees the end
     with refused("LLM_ENGINE_FINALIZED"):
         user.notifications()
 
 
-def test_a_dead_peer_is_said_to_the_sender(user: LlmDataDist, peer: Peer) -> None:
+def test_the_sender_learns_that_the_peer_is_dead(user: LlmDataDist, peer: Peer) -> None:
     peer.kill()
     with refused("LLM_LINK_FAILED"):
         user.notify(1, b"x")
 
 
-def test_a_peer_that_is_stopped_or_dies_fails_what_it_has_not_acknowledged(
+def test_a_peer_that_is_stopped_or_dies_fails_unacknowledged_notifications(
     user: LlmDataDist, peer: Peer
 ) -> None:
     peer.stop()
@@ -375,7 +375,7 @@ def test_a_peer_that_is_stopped_or_dies_fails_what_it_has_not_acknowledged(
     assert [outcomes.get(timeout=20) for _ in range(10)] == ["LLM_LINK_FAILED"] * 10
 
 
-def test_a_stopped_peer_gets_once_what_timed_out_and_in_order(
+def test_a_stopped_peer_gets_timed_out_notifications_once_and_in_order(
     user: LlmDataDist, peer: Peer
 ) -> None:
     peer.stop()
@@ -417,7 +417,7 @@ def test_its_descriptor_goes_with_the_object(make_engine: Callable[..., LlmDataD
 
 
 @pytest.mark.slow
-def test_more_than_are_kept_unread_arrive_in_order(user: LlmDataDist, peer: Peer) -> None:
+def test_more_than_the_unread_limit_arrive_in_order(user: LlmDataDist, peer: Peer) -> None:
     peer.run(READ)
     many = MAX_UNREAD_OF_ONE + 1000
     peer.send(f"result = read({many})")

@@ -1,4 +1,4 @@
-"""What an engine reports: counters, log lines, plans."""
+"""Counters, log lines and plans that an engine reports."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_links_are_listed(pulled: tuple[LlmDataDist, Cache], machine: Machine) -
 
 
 def of_operations(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """The lines but those of the link, which the first use may have to renew."""
+    """Return all lines except those of the link, which the first use may renew."""
     return [record for record in caplog.records if "operation=" in record.getMessage()]
 
 
@@ -181,7 +181,7 @@ def test_each_operation_logs_one_line(pair: Pair, caplog: pytest.LogCaptureFixtu
 def test_a_handler_that_raises_spoils_no_operation(
     pair: Pair, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verbose: bool
 ) -> None:
-    """Nor the threads that end what nobody waits for, and hand signals on."""
+    """A handler that raises does not disturb threads that settle tasks or pass signals on."""
 
     class Broken(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -205,7 +205,7 @@ def test_a_handler_that_raises_spoils_no_operation(
                 event.signal(4)  # one too many
                 first.wait(30_000)
                 second.wait(30_000)
-            user.submit(Transfer(Rows(cache), Rows(CacheIndex(1, 1))))  # nobody waits
+            user.submit(Transfer(Rows(cache), Rows(CacheIndex(1, 1))))  # no call waits for it
             user.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
             link(user, owner)
     finally:
@@ -248,7 +248,7 @@ def test_a_hook_sees_plans_before_they_are_executed(pair: Pair) -> None:
 
 
 def test_a_push_by_layers_is_one_call(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
-    """Shown once, before anything moves; counted and logged once, at its end."""
+    """The push is shown once, before it moves a byte, and counted and logged once, at its end."""
     owner, user = pair
     owner.allocate_cache(LAYERED)
     cache = user.allocate_cache(LAYERED)
@@ -327,7 +327,7 @@ def test_an_exception_of_a_programs_own_is_logged_and_counted(
     with pytest.raises(LLMException) as raised:
         engine.copy_cache(cache, cache, 0, 1)
     assert raised.value is error
-    error.__traceback__ = None  # it lives on, and what its frames hold
+    error.__traceback__ = None  # it survives, with the objects of its frames
     assert engine.metrics()["operations"]["copy_cache"]["statuses"] == {"LLM_FAILED": 1}
 
 

@@ -1,4 +1,4 @@
-"""Submitted and executed transfers end: with their claims, in time, and whoever looks."""
+"""Submitted and executed transfers end in time, with their claims, also if no call waits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def broken(backend: Backend) -> Backend:
 
 @pytest.fixture
 def owner(make_engine: MakeEngine) -> LlmDataDist:
-    """Of cluster 1; its cache 1 is full of fives, and slot 0 has a key."""
+    """An engine of cluster 1. Its cache 1 is full of fives, and slot 0 has a key."""
     owner = make_engine(1, listen=True)
     for array in owner.arrays(owner.allocate_cache(DESC, [KEY])):
         array[:] = 5
@@ -66,7 +66,7 @@ def owner(make_engine: MakeEngine) -> LlmDataDist:
 
 @pytest.fixture
 def linked(make_engine: MakeEngine, owner: LlmDataDist) -> Iterator[Linked]:
-    """Makes engines that are linked with the owner, with a cache 1 that is empty."""
+    """A function that makes engines with an empty cache 1, linked with the owner."""
     made = []
 
     def make(
@@ -74,7 +74,7 @@ def linked(make_engine: MakeEngine, owner: LlmDataDist) -> Iterator[Linked]:
     ) -> tuple[LlmDataDist, Cache]:
         made.append(Transfers(1, wrap))
         user = make_engine(cluster_id, transfers=made[-1], **options)
-        mine = user.allocate_cache(DESC)  # first: a link that has to be renewed takes its time
+        mine = user.allocate_cache(DESC)  # first, because renewing a link takes time
         link(user, owner)
         return user, mine
 
@@ -104,7 +104,7 @@ def test_a_transfer_whose_handle_is_dropped_ends_all_the_same(
 ) -> None:
     user, mine = linked(wrap)
     user.submit(Transfer(Rows(KEY), Rows(mine)))
-    # Waits for what is in flight.
+    # Leaving the block waits for transfers in flight.
     user.unlink_clusters([1], timeout_ms=10_000).raise_for_status()
     assert user.metrics()["operations"]["pull_cache"]["statuses"] == {"LLM_SUCCESS": 1}
     assert user.metrics()["in_flight"] == 0
@@ -130,7 +130,7 @@ def test_a_failed_pull_leaves_the_key(linked: Linked) -> None:
     second.pull_cache(KEY, other)
 
 
-def test_an_operation_ends_whose_error_has_no_status(linked: Linked) -> None:
+def test_an_operation_whose_error_has_no_status_ends(linked: Linked) -> None:
     class Nameless(LLMException):
         @property
         def status_code(self) -> LLMStatusCode:
@@ -176,7 +176,7 @@ def test_a_deadline_is_a_number_of_ms(linked: Linked, timeout_ms: float) -> None
     assert user.metrics()["in_flight"] == 0
 
 
-def test_finalize_waits_for_what_is_in_flight(linked: Linked) -> None:
+def test_finalize_waits_for_transfers_in_flight(linked: Linked) -> None:
     user, mine = linked(slowed)
     array = user.arrays(mine)[1]
     task = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
@@ -186,7 +186,7 @@ def test_finalize_waits_for_what_is_in_flight(linked: Linked) -> None:
     assert (array[0] == 5).all()
 
 
-def test_finalize_stops_what_takes_too_long(linked: Linked) -> None:
+def test_finalize_stops_transfers_that_take_too_long(linked: Linked) -> None:
     user, mine = linked(held, SyncKvCacheWaitTime="10")
     tasks = [user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine))) for _ in range(3)]
     user.finalize()
@@ -196,8 +196,8 @@ def test_finalize_stops_what_takes_too_long(linked: Linked) -> None:
             task.wait()
 
 
-def test_finalize_stops_what_begins_while_it_stops_the_others(linked: Linked) -> None:
-    """Or refuses it."""
+def test_finalize_stops_a_transfer_that_begins_while_it_stops_others(linked: Linked) -> None:
+    """The later transfer is stopped, too, or refused."""
     user, mine = linked(held, SyncKvCacheWaitTime="10")
     first = user.submit(Transfer(Rows(CacheIndex(1, 1)), Rows(mine)))
     planned = threading.Event()
@@ -224,14 +224,14 @@ def test_finalize_stops_what_begins_while_it_stops_the_others(linked: Linked) ->
 
 @pytest.fixture
 def alarm() -> Iterator[None]:
-    """SIGALRM is an interrupt, as Ctrl-C is."""
+    """Make SIGALRM an interrupt, like Ctrl-C."""
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 
 
-def test_an_interrupted_finalize_stops_what_it_waited_for(linked: Linked, alarm: None) -> None:
+def test_an_interrupted_finalize_stops_the_awaited_transfers(linked: Linked, alarm: None) -> None:
     user, mine = linked(lambda backend: delay(backend, 2000), SyncKvCacheWaitTime="600000")
     other = user.allocate_cache(DESC)
     with ThreadPoolExecutor(1) as thread:
@@ -310,9 +310,9 @@ def test_finalize_amid_transfers_ends_them_all(linked: Linked) -> None:
 
 
 class _Watched(Transfers):
-    """Whose batches take 100 ms, and which remember the time limits that they were given."""
+    """Transfers whose batches take 100 ms, and that record their time limits."""
 
-    limits: ClassVar[list[Any]] = []  # of all shares
+    limits: ClassVar[list[Any]] = []  # shared by all instances
 
     def execute(self, plan: Plan, src: Any, dst: Any, timeout_ms: Any = None, *more: Any) -> None:
         self.limits.append(timeout_ms)
@@ -323,7 +323,7 @@ class _Watched(Transfers):
         super().verify(*args)
 
 
-def test_verification_has_what_the_transfer_left_of_the_time_limit(
+def test_verification_has_the_rest_of_the_time_limit(
     make_engine: MakeEngine, owner: LlmDataDist, machine: Machine
 ) -> None:
     on_host_only(machine, "what a device has moved is not compared")

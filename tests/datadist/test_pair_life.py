@@ -72,10 +72,10 @@ def mine(user: LlmDataDist) -> Cache:
     return user.allocate_blocks_cache(PAGED)
 
 
-def test_what_is_pushed_is_announced_to_its_owner(
+def test_pushes_are_announced_to_the_owner(
     peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
-    """After the owner has freed memory nobody writes to it."""
+    """After the owner has freed memory, no peer writes to it."""
     user.arrays(mine)[0][:] = 5
     for dst in (theirs, KEY):
         user.push_blocks(mine, dst, [1], [2])
@@ -88,13 +88,13 @@ def test_what_is_pushed_is_announced_to_its_owner(
 
 
 def pulled(user: LlmDataDist, src: Any, cache: Cache, block: int = 1) -> int:
-    """The value of a block that was just pulled."""
+    """Pull a block, and return its value."""
     user.arrays(cache)[0][block] = -1
     user.pull_blocks(src, cache, [0], [block])
     return int(user.arrays(cache)[0][block, 0])
 
 
-def test_what_the_peer_frees_is_not_pulled_any_more(
+def test_memory_that_the_peer_has_freed_is_not_pulled(
     peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
     assert pulled(user, theirs, mine) == pulled(user, KEY, mine) == 7
@@ -104,7 +104,7 @@ def test_what_the_peer_frees_is_not_pulled_any_more(
             pulled(user, src, mine)
     assert user.arrays(mine)[0][1, 0] == -1
     peer.run("cache = offer(8)")
-    assert pulled(user, KEY, mine) == 8  # the key is another cache's by now
+    assert pulled(user, KEY, mine) == 8  # the key belongs to another cache now
     with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
         pulled(user, theirs, mine)
 
@@ -112,7 +112,7 @@ def test_what_the_peer_frees_is_not_pulled_any_more(
 def test_a_request_is_known_unless_the_peer_must_be_asked_first(
     machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
-    """HCCL moves memory that its owner has freed: a write, and a key, ask the owner first."""
+    """HCCL can move memory that its owner has freed, so writes and keys ask the owner first."""
     is_asked = machine.transport == "hccl"
     link_to_peer = user._running().links.get(1)
     for move, is_known in (
@@ -188,7 +188,7 @@ def test_nothing_is_pulled_after_finalize_or_in_a_child(
         user.run(transfer)
 
 
-def test_who_looks_at_transfers_sees_each(
+def test_observers_see_each_transfer(
     user: LlmDataDist, theirs: CacheIndex, mine: Cache, tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -211,7 +211,7 @@ def test_who_looks_at_transfers_sees_each(
 def test_a_pair_keeps_no_memory(
     machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
-    """Neither of the peer, once it is known to be freed, nor of this process."""
+    """A pair keeps no memory of this process, and none of the peer after it is freed."""
     where_memory_is_mapped(machine)
     other = user.allocate_blocks_cache(PAGED)
     transfer = Transfer(Rows(theirs, [0]), Rows(mine, [1]))
@@ -238,9 +238,9 @@ def test_a_pair_keeps_no_link(
     def are_gone() -> bool:
         gc.collect()
         states = {item.state for held in links if (item := held()) is not None}
-        return states <= {LinkState.LINKED}  # of other tests
+        return states <= {LinkState.LINKED}  # links of other tests
 
-    wait_until(are_gone)  # the control thread has it a little longer
+    wait_until(are_gone)  # the control thread holds it a little longer
 
 
 def pair_with(user: LlmDataDist, call: Callable[[], object]) -> None:
@@ -254,7 +254,7 @@ def pair_with(user: LlmDataDist, call: Callable[[], object]) -> None:
 def test_a_pair_that_writes_to_the_peer_announces_it(
     machine: Machine, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
-    """The peer waits for announced writes alone before it takes its memory back."""
+    """The peer waits only for announced writes before it takes its memory back."""
     where_memory_is_mapped(machine)
     link = user._running().links.get(1)
     while {pulls for pulls, *_ in link.pairs} != {False, True}:
@@ -266,10 +266,10 @@ def test_a_pair_that_writes_to_the_peer_announces_it(
 
 @pytest.mark.over_tcp
 @pytest.mark.parametrize("ends", ["cache", "link"])
-def test_what_has_ended_in_the_middle_is_not_written(
+def test_memory_that_ends_in_the_middle_is_not_written(
     machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, ends: str
 ) -> None:
-    """At any line of these: once the call that ends the cache or the link has returned."""
+    """Interrupt at any line: after the call that ends the cache or the link, no byte is written."""
     on_host_only(machine, "memory of devices is not mapped")
     array = np.zeros((8, 16), np.int32)
     rest = [np.zeros((8, 16), np.int32) for _ in range(3)]
@@ -294,11 +294,11 @@ def test_what_has_ended_in_the_middle_is_not_written(
         user.unregister_cache(cache.cache_id)
         if ends == "link":
             user.link_clusters([ClusterInfo(1, peer.address)]).raise_for_status()
-    assert {row[1] for row in found} == {0, 7}  # it had moved, or had not
+    assert {row[1] for row in found} == {0, 7}  # moved before, or not at all
 
 
 @pytest.mark.over_tcp
-def test_what_the_peer_frees_in_the_middle_is_not_written(
+def test_memory_that_the_peer_frees_in_the_middle_is_not_written(
     machine: Machine, peer: Peer, user: LlmDataDist, theirs: CacheIndex, mine: Cache
 ) -> None:
     on_host_only(machine, "memory of devices is not mapped")

@@ -1,4 +1,4 @@
-"""Requests of known pairs do and refuse what requests do whose names are resolved."""
+"""Requests of known pairs have the same effects and errors as requests whose names are resolved."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KEY = BlocksCacheKey(1, 5)
 
 
 class Ends(NamedTuple):
-    """Two engines of this process, what the second may name, and all tensors of both."""
+    """Two engines of this process, the names that the second may use, and all tensors of both."""
 
     user: LlmDataDist
     there: list[Any]
@@ -81,7 +81,7 @@ def ends() -> Iterator[Ends]:
 
 
 def outcome(ends: Ends, call: Callable[[], object]) -> tuple[object, ...]:
-    """What a call has done: its error, what it has written, what was counted of it."""
+    """Return the effects of a call: its error, the written tensors, and its counters."""
     user = ends.user
     for number, array in enumerate(ends.arrays):
         array[:] = 1000 * number + np.arange(array.size).reshape(array.shape)
@@ -104,7 +104,7 @@ def outcome(ends: Ends, call: Callable[[], object]) -> tuple[object, ...]:
 
 
 def counts(user: LlmDataDist) -> dict[str, int]:
-    """How many calls ended how, and how many bytes they moved, by operation."""
+    """Return the number of calls by status, and the moved bytes, for each operation."""
     found: dict[str, int] = {}
     for name, row in user.metrics()["operations"].items():
         found |= {f"{name} {status}": count for status, count in row["statuses"].items()}
@@ -113,7 +113,7 @@ def counts(user: LlmDataDist) -> dict[str, int]:
 
 
 class AnyText(str):
-    """Equal to every text."""
+    """A text that is equal to every text."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -123,7 +123,7 @@ class AnyText(str):
 
 
 class Alike:
-    """Equal to everything, and false."""
+    """An object that is equal to everything, and false."""
 
     __hash__ = object.__hash__
 
@@ -173,7 +173,7 @@ EXTRAS: dict[str, list[Any]] = {
 def test_a_transfer_does_and_refuses_what_an_operation_does(
     ends: Ends, data: st.DataObject
 ) -> None:
-    """Errors word for word, bytes, and what is counted."""
+    """Error messages, bytes and counters are the same."""
     user = ends.user
     usual = data.draw(st.booleans())
     blocks = usual or data.draw(st.booleans())
@@ -202,19 +202,19 @@ def test_a_transfer_does_and_refuses_what_an_operation_does(
 
 
 def check_ways(ends: Ends, call: Callable[[], object]) -> None:
-    """Compare a call that may move at once with one by an operation, of a known pair and not."""
+    """Compare a call by the short way with one by an operation, for a known pair and a new one."""
     quick = outcome(ends, call)
     remove = ends.user.on_plan(lambda _: None)
     try:
         assert quick == outcome(ends, call)
     finally:
         remove()
-    with observe_plans():  # then every name is resolved, and every request planned
+    with observe_plans():  # resolves every name, and plans every request
         assert quick == outcome(ends, call)
 
 
 @pytest.mark.parametrize("name", sorted(EXTRAS))
-def test_each_argument_is_looked_at_as_by_an_operation(ends: Ends, name: str) -> None:
+def test_each_argument_is_checked_as_by_an_operation(ends: Ends, name: str) -> None:
     user, mine = ends.user, ends.here[0]
     for value in EXTRAS[name]:
         extras = {name: value}
@@ -233,11 +233,11 @@ FIELDS: dict[type[Rows | Transfer], tuple[set[str], dict[str, Any]]] = {
         {"nbytes": 64, "reinterpret": True, "coalesce": Coalesce.CALLER_ORDER, "rank": 0},
     ),
 }
-"""The fields of requests that go around the planner, and values of others, with which none does."""
+"""Fields of requests that bypass the planner, and values of other fields that prevent this."""
 
 
-def test_every_field_of_a_transfer_is_known_to_what_goes_around_the_planner(ends: Ends) -> None:
-    """A new field of either value is looked at there, or is one more unusual value."""
+def test_the_bypass_of_the_planner_knows_every_field_of_a_transfer(ends: Ends) -> None:
+    """A new field of a `Transfer` or `Rows` needs code there, or a row of unusual values here."""
     engine = ends.user._running()
     usual = Transfer(Rows(ends.there[3], [1, 2]), Rows(ends.here[0], [3, 4]))
     assert find_request(engine, usual) is not None

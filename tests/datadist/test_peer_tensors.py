@@ -1,4 +1,4 @@
-"""Pushes by layers to raw addresses in another process: what arrives, and what must not."""
+"""Pushes by layers to raw addresses in another process."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_memory_that_was_registered_after_linking_is_found(
 def test_memory_that_is_another_caches_by_now_is_found(
     user: LlmDataDist, peer: Peer, slots: Cache
 ) -> None:
-    """What a peer published there before is no reason to refuse what it has now."""
+    """An earlier cache at the same addresses is no reason to refuse the present one."""
     fill(user, slots)
     code = """
         held = datadist.register_cache(slots, addresses(arrays))
@@ -185,7 +185,7 @@ def test_addresses_in_no_cache_are_refused(user: LlmDataDist, peer: Peer, slots:
 def test_a_row_must_not_reach_into_the_next_tensor(
     user: LlmDataDist, peer: Peer, slots: Cache, blocks: Cache
 ) -> None:
-    """Though that is of the same cache, right behind, and registered in one range with it."""
+    """That holds even if the next tensor is of the same cache, adjacent, and in the same range."""
     fill(user, slots)
     target = addresses(peer, "cache")
     assert target[1] == target[0] + SLOTS.tensor_nbytes
@@ -193,7 +193,7 @@ def test_a_row_must_not_reach_into_the_next_tensor(
     with refused(INVALID) as error:
         user.layered(Transfer(Rows(slots), Rows(PeerTensors(1, straddling))))
     assert "4 bytes before the end" in str(error.value)
-    # Of blocks as many are there as the tensor has behind the address.
+    # As many blocks exist as the tensor has behind the address.
     paged = PeerTensors(1, [address + 2 * BLOCKS.stride for address in addresses(peer, "paged")])
     with refused(INVALID):
         user.layered(Transfer(Rows(blocks, [0]), Rows(paged, [6])))
@@ -264,7 +264,7 @@ def test_other_clusters_and_numbers_are_refused(
 def test_one_tensor_of_all_memory_takes_addresses_inside_of_it(
     user: LlmDataDist, peer: Peer, slots: Cache
 ) -> None:
-    """As of a peer that has registered all its layers as one range."""
+    """The peer has registered all its layers as one range."""
     arrays = fill(user, slots)
     nbytes = SLOTS.nbytes
     base = peer.run(

@@ -1,4 +1,4 @@
-"""A third engine that shows the cluster id and instance of a peer does not get its transfers."""
+"""A third engine with the cluster id and instance of a peer does not get the peer's transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that were made before: what moves is the plan, if both caches are what it says."""
+"""Plans that were made before: they move exactly if both caches match them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def mine(user: LlmDataDist) -> Cache:
 
 
 def golden(tmp_path: Path, local: Any = "dst", desc: CacheDesc = DESC, **how: Any) -> Plan:
-    """A plan of a file: made from descriptions, before there was an engine."""
+    """Save a plan that is made from descriptions, before any engine exists, and return its file."""
     path = tmp_path / "golden.json"
     tables = ([6, 1], [2, 3]) if local == "dst" else ([2, 3], [6, 1])
     src, dst = (Rows(desc, table) for table in tables)
@@ -121,7 +121,7 @@ def test_a_plan_is_pushed_and_copied(
     assert (user.arrays(other, copy=True)[3][[6, 1]] == 10).all()
     overlapping = kvplan.plan(Transfer(Rows(DESC, [0, 1]), Rows(replace(DESC), [1, 2])))
     with refused(INVALID, "the result would depend on the order"):
-        user.run(Planned(overlapping, mine, mine))  # one cache, which the plan could not know
+        user.run(Planned(overlapping, mine, mine))  # one cache, unknown to the plan
 
 
 @pytest.mark.parametrize("src", [SLOTS, CacheKey(1, 73)], ids=["index", "key"])
@@ -137,7 +137,7 @@ def test_a_plan_of_a_slot_moves_the_slot_that_is_named(
         user.run(Planned(plans[1], src, mine))
     user.run(Planned(plans[0], src, mine))
     assert (user.arrays(mine, copy=True)[2][1] == SOURCE[2][3]).all()
-    if isinstance(src, CacheKey):  # it was consumed
+    if isinstance(src, CacheKey):  # the key was consumed
         with refused("LLM_KV_CACHE_NOT_EXIST"):
             user.run(Planned(plans[0], src, mine))
 
@@ -173,7 +173,7 @@ def test_caches_that_are_not_as_planned_are_refused_with_the_difference(
 
 
 def beyond(plan: Plan) -> Segments:
-    """The segments of a plan that somebody has shifted out of the cache."""
+    """Return the segments of a plan, shifted out of the cache."""
     segments = plan.part.segments
     return Segments(segments.src_offsets, segments.dst_offsets + 512, segments.nbytes)
 

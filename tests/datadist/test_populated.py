@@ -23,7 +23,7 @@ FILLED = """
 
 
 def wait_until_done() -> None:
-    """The thread that populates ends when nothing is left to do."""
+    """Wait until the populating thread ends, because nothing is left to do."""
     for thread in threading.enumerate():
         if thread.name == "kvplan-pages":
             thread.join(DEADLINE_S)
@@ -45,14 +45,14 @@ def engine() -> Iterator[LlmDataDist]:
 
 
 def mapped(engine: LlmDataDist) -> list[Arena]:
-    """Arenas of peers that are mapped here."""
+    """Return the arenas of peers that are mapped here."""
     return [arena for _, arena in engine._running().links.mapped()]
 
 
 def link(engine: LlmDataDist, peer: Peer) -> None:
     engine.link_clusters([ClusterInfo(1, peer.address)], timeout_ms=10_000).raise_for_status()
 
-    engine._running().links.get(1).sync()  # its table of caches is here
+    engine._running().links.get(1).sync()  # now the peer's table of caches is here
 
 
 def test_the_peers_memory_is_mapped_before_the_first_transfer(
@@ -126,7 +126,7 @@ def test_prefaulted_caches_are_huge_where_the_kernel_can(peer: Peer) -> None:
         assert facts["ShmemPmdMapped"] in (0, DESC.nbytes)
 
 
-def test_what_fills_becomes_huge_where_that_is_asked_for() -> None:
+def test_filled_pages_become_huge_if_the_options_say_so() -> None:
     with LlmDataDist(2, LlmRole.DECODER) as engine:
         engine.initialize({"kvplan.pages": "collapse", "kvplan.numa_node": "0"})
         cache = engine.allocate_blocks_cache(DESC)

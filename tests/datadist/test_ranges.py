@@ -37,7 +37,7 @@ SIZE = 1024
 
 @pytest.fixture
 def there(peer: Peer) -> tuple[int, ...]:
-    """Addresses of the tensors of a paged cache of the peer, in memory of its engine."""
+    """The addresses of the tensors of a paged cache that the peer's engine has allocated."""
     return tuple(
         peer.run(
             """
@@ -58,7 +58,7 @@ def tensor(number: int) -> np.ndarray:
 @pytest.mark.over_tcp
 @pytest.mark.over_hccl
 def test_between_tensors(user: LlmDataDist, there: tuple[int, ...], peer: Peer) -> None:
-    """Of allocated caches too, whose memory has other addresses where the peer maps it."""
+    """The caches may be allocated ones, which peers map at other addresses."""
     cache = user.allocate_cache(DESC)
     here = cache.tensor_addrs
     ranges = AddressRanges(
@@ -98,7 +98,7 @@ def test_inside_of_one_engine(user: LlmDataDist, direction: Literal["pull", "pus
     assert "memory" in user.plan(ranges).explain()
 
 
-def test_what_is_refused(user: LlmDataDist, there: tuple[int, ...]) -> None:
+def test_invalid_ranges_are_refused(user: LlmDataDist, there: tuple[int, ...]) -> None:
     cache = user.allocate_cache(DESC)
     (here, *_) = cache.tensor_addrs
     with refused("LLM_NOT_YET_LINK"):
@@ -149,7 +149,7 @@ def test_columns_of_other_makers(column: Any) -> None:
 
 
 def test_memory_that_must_not_be_written(user: LlmDataDist, peer: Peer, machine: Machine) -> None:
-    """What is registered read-only is read, at both ends, and not written."""
+    """Memory that either end has registered read-only can be read, but not written."""
     on_host_only(machine, "a device address has no flag that says read-only")
     array = np.zeros(SIZE, np.uint8)
     array.flags.writeable = False
@@ -175,7 +175,7 @@ def test_memory_that_must_not_be_written(user: LlmDataDist, peer: Peer, machine:
 
 
 def test_small_ranges_that_are_moved_again(user: LlmDataDist, peer: Peer, machine: Machine) -> None:
-    """Between memory of the programs themselves: the thread copies, by what it found before."""
+    """Between memory of the programs, the calling thread copies, as the known pair tells it."""
     on_host_only(machine, "memory of a device has a stream")
     array = np.zeros(SIZE, np.uint8)
     desc = CacheDesc(1, (1, SIZE), DataType.DT_UINT8, Placement.HOST)
@@ -197,12 +197,12 @@ def test_small_ranges_that_are_moved_again(user: LlmDataDist, peer: Peer, machin
     counted = user.metrics()["operations"]["pull_ranges"]
     assert (counted["statuses"], counted["nbytes"]) == ({"LLM_SUCCESS": 2}, 32)
     scattered = [here + 8 * i for i in range(100)], [there + 10 * i for i in range(100)]
-    user.run(AddressRanges(1, *scattered, [8] * 100))  # more than one call of the system takes
+    user.run(AddressRanges(1, *scattered, [8] * 100))  # more than one system call takes
     assert array[:801].tolist() == [2] * 800 + [0]
     array[17:] = 0
     shown: list[PlanEvent] = []
     remove = user.on_plan(shown.append)
-    user.run(ranges)  # a hook sees the plan, which is the one that was not made before
+    user.run(ranges)  # for a hook the plan is made, which it was not before
     remove()
     columns = [here + 8, here], [there + 108, there + 100], [8, 8]
     assert shown[0].plan == user.plan(AddressRanges(1, *columns))
@@ -228,7 +228,7 @@ def test_small_ranges_that_are_moved_again(user: LlmDataDist, peer: Peer, machin
 def test_memory_that_is_withdrawn_in_the_middle_is_not_written(
     user: LlmDataDist, peer: Peer, machine: Machine
 ) -> None:
-    """Before each line of a small pull; it may come before the copy, or after it."""
+    """Withdraw it before each line of a small pull, which may be before or after the copy."""
     where_memory_is_mapped(machine)
     array = np.zeros(SIZE, np.uint8)
     desc = CacheDesc(1, (1, SIZE), DataType.DT_UINT8, Placement.HOST)
@@ -268,7 +268,7 @@ def test_they_are_recorded(user: LlmDataDist, there: tuple[int, ...], tmp_path: 
     assert transfer.plan == user.plan(ranges)
 
 
-def test_they_are_read_again_where_the_options_say_so(
+def test_they_are_verified_if_the_options_say_so(
     make_engine: MakeEngine, peer: Peer, there: tuple[int, ...], machine: Machine
 ) -> None:
     on_host_only(machine, "what a device has moved is not compared")

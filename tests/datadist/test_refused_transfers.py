@@ -1,4 +1,4 @@
-"""Transfers that are refused: which argument, why, and with which status."""
+"""Refused transfers: the named argument, the reason and the status."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ FOREIGN: dict[str, Callable[[LlmDataDist, Cache, Cache], object]] = {
 def test_a_cache_of_another_engine_is_refused(
     user: LlmDataDist, slots: Cache, blocks: Cache
 ) -> None:
-    """Ids start at 1 in each engine: the cache of that id here is not touched."""
+    """Ids start at 1 in each engine, so this engine may have a cache with the same id."""
     with LlmDataDist(9, LlmRole.MIX) as other:
         other.initialize()
         foreign = other.allocate_cache(SLOTS), other.allocate_blocks_cache(BLOCKS)
@@ -180,7 +180,7 @@ REFUSALS: dict[str, tuple[LLMStatusCode, Callable[[LlmDataDist, Cache, Cache], o
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_is_refused(
+def test_impossible_transfers_are_refused(
     user: LlmDataDist, slots: Cache, blocks: Cache, name: str
 ) -> None:
     status, call = REFUSALS[name]
@@ -250,7 +250,7 @@ def test_arguments_of_another_type_are_refused(
 def test_an_error_names_the_parameter_or_the_field_that_is_wrong(
     user: LlmDataDist, slots: Cache, blocks: Cache
 ) -> None:
-    """A method of the interface has parameters, a `Transfer` has fields."""
+    """Errors of methods name parameters, and errors of a `Transfer` name fields."""
     paged, slot = CacheIndex(1, PAGED), CacheIndex(1, CACHE)
     for text, call in (
         (r"src_blocks\[1\]=8 is", lambda: user.pull_blocks(paged, blocks, [0, 8], [1, 2])),

@@ -1,4 +1,4 @@
-"""Links whose ends lack rights: what is denied at which end, and what moves the bytes then."""
+"""Links whose ends lack rights: the denials at each end, and the transport that is used instead."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ STATUS = """
 
 
 class End(OnItsOwn):
-    """An engine in a process with few rights; the machine of the other tests does not matter."""
+    """An engine in a process with few rights, on the host only."""
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class End(OnItsOwn):
 
 
 class Case(NamedTuple):
-    """Rights that the ends lack, and what comes of it.
+    """Rights that the ends lack, and the result.
 
     Attributes:
-        lost: At the first end, which links, and the second one.
-        transport: Of the link.
-        own: The transport of registered memory of the other end, at the first and the second.
-        said: A part of the reason, which both ends tell.
+        lost: The rights that the first end, which links, and the second end lack.
+        transport: The transports of the link.
+        own: The transport to registered memory of the other end, at the first and the second.
+        said: A part of the reason that both ends report.
     """
 
     lost: tuple[str, str]
@@ -158,7 +158,7 @@ def check(first: End, second: End, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_kind_of_memory_goes_by_what_both_ends_may(
+def test_each_kind_of_memory_uses_a_transport_that_both_ends_may_use(
     make_end: Callable[..., End], name: str
 ) -> None:
     case = CASES[name]

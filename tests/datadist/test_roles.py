@@ -1,4 +1,4 @@
-"""A role changes, and with it where an engine listens, while nobody is linked."""
+"""Changes of the role, and with it of the listen address, while no link exists."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def can_link(user: LlmDataDist, owner: LlmDataDist, address: str) -> bool:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Of every address, and given to no other process; whoever names it may still listen there."""
+    """A port that no other process is given at any address, but which may be named to listen."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("0.0.0.0", 0))
@@ -123,7 +123,7 @@ def test_opening_an_engine_to_unauthenticated_clients_warns(
             engines[0].initialize(anybody)
         with pytest.warns(RuntimeWarning, match="without a cluster key") as set_role:
             engines[1].set_role(LlmRole.PROMPT, anybody)
-        engines[1].set_role(LlmRole.DECODER, anybody)  # it listens there already
+        engines[1].set_role(LlmRole.DECODER, anybody)  # the engine listens there already
     assert [value.filename for value in (*initialized, *set_role)] == [__file__] * 2
     assert caplog.text.count("listen_open") == 2
 
@@ -142,7 +142,7 @@ def test_a_server_moves_to_another_address_with_its_port(
     make_engine: MakeEngine, port: int
 ) -> None:
     owner, user = make_engine(1), make_engine(2)
-    for host in ("127.0.0.1", "0.0.0.0", "127.0.0.1"):  # the second stands for the first too
+    for host in ("127.0.0.1", "0.0.0.0", "127.0.0.1"):  # the second includes the first
         owner.set_role(LlmRole.PROMPT, {"ListenIpInfo": f"{host}:{port}"})
         assert can_link(user, owner, f"127.0.0.1:{port}")
 
@@ -158,7 +158,7 @@ def test_no_peer_is_sent_to_all_addresses(make_engine: MakeEngine) -> None:
 
 @needs_mounts
 def test_a_host_name_that_is_loopback_is_warned_about(tmp_path: Path) -> None:
-    """As Debian has it in /etc/hosts."""
+    """Debian's /etc/hosts has such a name."""
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 node-1\n")
     mounted = f'mount --bind {hosts} /etc/hosts && exec "$@"'

@@ -1,4 +1,4 @@
-"""Blocks of layers that share pages, moved between processes; the bytes of others stay."""
+"""Blocks of layers that share pages, moved between processes without touching other bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ result = [
 
 @pytest.fixture
 def offered(machine: Machine, peer: Peer, user: LlmDataDist) -> list[BlockLease]:
-    """Leases of both groups, of an engine of another process."""
+    """Leases of both groups, from an engine of another process."""
     if machine.name == "ascend":
         pytest.skip("HCCL over HCCS reaches memory of devices only, and these pages are the host's")
     made = peer.run(OFFER, blocks=SRC, tokens=NUM_TOKENS)
@@ -46,7 +46,7 @@ def offered(machine: Machine, peer: Peer, user: LlmDataDist) -> list[BlockLease]
 
 @pytest.mark.over_tcp
 def test_groups_of_one_page(user: LlmDataDist, peer: Peer, offered: list[BlockLease]) -> None:
-    """Their registrations overlap: each is checked, whichever bytes move."""
+    """Their registrations overlap, so each is checked, whichever bytes move."""
     pages = pages_of(8)
     here = register(user, pages)
     transfers = {
@@ -68,7 +68,7 @@ def test_groups_of_one_page(user: LlmDataDist, peer: Peer, offered: list[BlockLe
     user.run(transfers["narrow"])
     np.testing.assert_array_equal(pages, wanted)
 
-    # Back, to other blocks.
+    # Back to other blocks.
     back = moved(pages, pages_of(7), DST, [3, 6, 1], 12)
     pushes = {
         str(number): Transfer(Rows(ours, DST), Rows(BlocksCacheKey(1, number), [3, 6, 1]))
@@ -81,7 +81,7 @@ def test_groups_of_one_page(user: LlmDataDist, peer: Peer, offered: list[BlockLe
 def test_between_pages_and_tensors_of_their_own(
     user: LlmDataDist, offered: list[BlockLease]
 ) -> None:
-    """The destination's blocks touch, and have other tokens a block."""
+    """The destination's blocks are adjacent, and have another number of tokens."""
     dense = user.allocate_blocks_cache(
         CacheDesc(3, (6, 2, 2, 8), DataType.DT_UINT16, kv_tensor_format="block token head dim")
     )
@@ -102,7 +102,7 @@ def test_within_one_engine(engine: LlmDataDist) -> None:
 
 
 def test_of_any_memory(pair: tuple[LlmDataDist, LlmDataDist]) -> None:
-    """Engines that allocate such caches, on the host or on the device, read and write them."""
+    """Engines read and write such caches that they allocate, on the host or on the device."""
     owner, user = pair
     desc = CacheDesc(2, (6, 3, 5), DataType.DT_INT16, row_stride=50)
     values = np.arange(2 * 6 * 15, dtype=np.int16).reshape(2, 6, 3, 5)
@@ -117,7 +117,7 @@ def test_of_any_memory(pair: tuple[LlmDataDist, LlmDataDist]) -> None:
         np.testing.assert_array_equal(array, tensor)
 
 
-def test_what_is_registered_is_what_the_description_says(engine: LlmDataDist) -> None:
+def test_the_registration_matches_the_description(engine: LlmDataDist) -> None:
     pages = pages_of(8)
     tensors: Any = [pages[:, :64].reshape(8, 4, 2, 8)]
     right = CacheDesc.from_tensors(tensors, "block token head dim")

@@ -47,7 +47,7 @@ def peer() -> Iterator[Peer]:
 def test_a_request_moves_between_ranks(
     peer: Peer, theirs: int, mine: int, transport: str, name: str, columns_first: bool
 ) -> None:
-    """In one transfer: each projection, the recurrent state, and blocks of attention."""
+    """One transfer moves each projection, the recurrent state, and blocks of attention."""
     model = MODELS[name]
     offered = peer.run(
         OFFER, name=name, ranks=theirs, columns_first=columns_first, transport=transport

@@ -1,4 +1,4 @@
-"""What engines say of themselves, to programs of this user and to nobody else."""
+"""The status of engines, which only programs of the same user can read."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ NOBODY = 65534
 
 
 def said_by(pid: int, cluster_id: int) -> list[dict[str, Any]]:
-    """The documents of that process's engines of a cluster, however long that takes."""
+    """Return the documents of a process's engines of one cluster, and wait for them."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         answers = [
             record for record in read_all() if record.pid == pid
-        ]  # other processes may be stopped
+        ]  # processes of other tests may be stopped
         documents = [answer.document for answer in answers if answer.document is not None]
         if len(documents) == len(answers):
             return [document for document in documents if document["cluster_id"] == cluster_id]
         assert time.monotonic() < deadline, answers
 
 
-def test_another_process_is_told_what_an_engine_does() -> None:
+def test_another_process_can_read_the_status() -> None:
     with closing(Peer()) as peer, LlmDataDist(2, LlmRole.DECODER) as engine:
         engine.initialize()
         peer.run(
@@ -74,8 +74,8 @@ def test_another_process_is_told_what_an_engine_does() -> None:
     assert said_by(os.getpid(), 2) == []
 
 
-def test_who_has_not_been_answered_is_hung_up_on() -> None:
-    """The loop ends, and its workers have no time: a socket that is only forgotten is a warning."""
+def test_connections_of_unanswered_clients_are_closed() -> None:
+    """If the loop ends before a worker has time, the socket is closed, not left to a warning."""
     control, began, goes_on = ControlLoop(max_workers=1), Event(), Event()
 
     def describe() -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_who_has_not_been_answered_is_hung_up_on() -> None:
 
 
 def test_clients_that_leave_before_the_answer_do_not_use_up_its_places() -> None:
-    """Four documents are made at a time: the place of a client that has gone is free again."""
+    """Four documents are made at a time. A client that leaves frees its place."""
     control, left = ControlLoop(max_workers=1), Semaphore(0)
 
     def describe() -> dict[str, Any]:
@@ -134,8 +134,8 @@ def test_clients_that_leave_before_the_answer_do_not_use_up_its_places() -> None
         assert client.recv(1) == b"{"
 
 
-def test_what_is_in_flight_is_listed() -> None:
-    """A push by layers is, from its call to its last layer."""
+def test_transfers_in_flight_are_listed() -> None:
+    """A push by layers is in flight from its call to its last layer."""
     with closing(Peer()) as peer, LlmDataDist(2, LlmRole.PROMPT) as engine:
         engine.initialize()
         peer.run("datadist.allocate_blocks_cache(desc, BlocksCacheKey(1))", desc=DESC)
@@ -163,7 +163,7 @@ def test_an_engine_can_be_silent() -> None:
         assert said_by(os.getpid(), 2) == []
 
 
-def test_a_process_that_is_stopped_holds_nobody_up() -> None:
+def test_a_stopped_process_delays_no_other() -> None:
     with closing(Peer()) as peer:
         peer.stop()
         (answer,) = (record for record in read_all(timeout_s=0.1) if record.pid == peer.process.pid)
@@ -174,7 +174,7 @@ def test_a_process_that_is_stopped_holds_nobody_up() -> None:
 
 
 def test_a_killed_engine_is_gone_though_its_forked_child_lives() -> None:
-    """The name is the parent's: a child that goes on does not keep it."""
+    """The name belongs to the parent. A living child does not keep it."""
     program = """
         import os, sys
         from kvplan import LlmDataDist, LlmRole
@@ -206,7 +206,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become ano
 
 
 @as_root
-def test_another_user_is_told_nothing() -> None:
+def test_another_user_gets_no_answer() -> None:
     with LlmDataDist(2, LlmRole.DECODER) as engine:
         engine.initialize()
         assert len(said_by(os.getpid(), 2)) == 1
@@ -225,14 +225,14 @@ def test_another_user_is_told_nothing() -> None:
 
 
 @as_root
-def test_another_user_who_takes_such_a_name_is_not_believed() -> None:
+def test_another_user_that_takes_such_a_name_is_ignored() -> None:
     listener = socket.socket(socket.AF_UNIX)
     with listener:
         child = os.fork()
         if not child:
             os.setuid(NOBODY)
             listener.bind(f"\0kvplan-status-0-{os.getpid()}-9-deadbeef")
-            listener.listen()  # who listens is who the kernel names
+            listener.listen()  # the kernel names the listener as the peer
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         before = read_all(timeout_s=0.1)
@@ -247,10 +247,10 @@ def test_another_user_who_takes_such_a_name_is_not_believed() -> None:
         (b"\xff", "malformed"),
         (b"", "truncated"),
         (b"[]", "another version"),
-        (b" ", "no answer within 0.1 s"),  # again and again, and never the rest
+        (b" ", "no answer within 0.1 s"),  # repeatedly, but never the end of the document
     ],
 )
-def test_a_program_that_says_something_else_is_refused_in_time(sent: bytes, error: str) -> None:
+def test_a_program_with_another_answer_is_refused_in_time(sent: bytes, error: str) -> None:
     name = f"kvplan-status-{os.geteuid()}-{os.getpid()}-9-impostor"
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as program:
         listener.bind(f"\0{name}")
@@ -262,7 +262,7 @@ def test_a_program_that_says_something_else_is_refused_in_time(sent: bytes, erro
                 connection.sendall(sent)
                 while sent == b" ":
                     connection.sendall(sent)
-                    sleep(0.01)  # far below the time limit of one read
+                    sleep(0.01)  # far less than the timeout of one read
 
         talking = program.submit(talk)
         answer = _read(name, timeout_s=0.1 if sent == b" " else DEADLINE_S)

@@ -1,4 +1,4 @@
-"""Notifications of transfers: after the bytes, only if they are there, and once."""
+"""Notifications of transfers arrive once, after the bytes, and only if the bytes arrived."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SLOTS, BLOCKS = CacheIndex(1, 1), CacheIndex(1, 2)
 
 
 def transfers_of(user: LlmDataDist) -> dict[str, Transfer | dict[str, Transfer]]:
-    """Each kind of transfer between a cache of the user and one of the peer."""
+    """Return a transfer of each kind between a cache of the user and one of the peer."""
     slots, paged = user.allocate_cache(DESC), user.allocate_blocks_cache(DESC)
     for cache in (slots, paged):
         for array in user.arrays(cache):
@@ -123,7 +123,7 @@ def test_each_transfer_notifies_its_peer_when_it_returns(user: LlmDataDist, peer
 
 
 @pytest.mark.over_tcp
-def test_each_submitted_transfer_does_whether_or_not_somebody_waits(
+def test_each_submitted_transfer_notifies_whether_or_not_a_call_waits(
     user: LlmDataDist, peer: Peer
 ) -> None:
     peer.run(OFFER)
@@ -134,7 +134,7 @@ def test_each_submitted_transfer_does_whether_or_not_somebody_waits(
         assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"seen"]
 
 
-def test_what_was_pushed_is_there_when_the_notification_is(user: LlmDataDist, peer: Peer) -> None:
+def test_pushed_bytes_are_there_when_the_notification_is(user: LlmDataDist, peer: Peer) -> None:
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     peer.send(
@@ -178,13 +178,13 @@ def test_a_push_by_layers_notifies_after_its_last(user: LlmDataDist, peer: Peer)
 def faulty(
     user: LlmDataDist, make_engine: MakeEngine, backend: Callable[[Backend], Backend]
 ) -> LlmDataDist:
-    """Cluster 3, linked with the same peer, whose copies go through a wrapper."""
+    """Make cluster 3, linked with the same peer, whose copies go through a wrapper."""
     engine = make_engine(3, transfers=Transfers(1, wrap=backend))
     engine.link_clusters([ClusterInfo(1, user.links()[0].address)], 5000).raise_for_status()
     return engine
 
 
-def test_a_failed_transfer_says_so_instead(
+def test_a_failed_transfer_notifies_of_the_failure(
     user: LlmDataDist, peer: Peer, make_engine: MakeEngine
 ) -> None:
     peer.run(OFFER)
@@ -202,7 +202,7 @@ def test_a_failed_transfer_says_so_instead(
         assert peer.run(NEXT) == (3, b"the next")
 
 
-def test_what_is_refused_before_it_begins_has_failed_too(user: LlmDataDist, peer: Peer) -> None:
+def test_a_transfer_refused_before_it_begins_has_failed_too(user: LlmDataDist, peer: Peer) -> None:
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     with refused("LLM_KV_CACHE_NOT_EXIST"):
@@ -217,7 +217,7 @@ def test_what_is_refused_before_it_begins_has_failed_too(user: LlmDataDist, peer
 
 
 def test_memory_that_was_freed_meanwhile_is_no_success(user: LlmDataDist, peer: Peer) -> None:
-    """The bytes have moved, but the last check of the memory says that they are foreign."""
+    """The bytes have moved, but the last check of the memory finds that it was freed."""
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
 
@@ -250,7 +250,7 @@ def test_a_slow_transfer_delays_no_notification_of_another(
     assert peer.run(NEXT) == (3, b"cut")
 
 
-def test_bytes_without_their_notification_are_said_to_have_arrived(
+def test_bytes_without_their_notification_are_reported_as_arrived(
     user: LlmDataDist, peer: Peer
 ) -> None:
     peer.run(OFFER)
@@ -279,7 +279,7 @@ def test_bytes_without_their_notification_are_said_to_have_arrived(
 def test_a_small_transfer_whose_notification_is_not_taken_counts_once(
     user: LlmDataDist, peer: Peer, watched: bool
 ) -> None:
-    """Whether or not a hook makes it an operation."""
+    """That holds whether or not a hook makes the transfer an operation."""
     peer.run(OFFER)
     cache = user.allocate_blocks_cache(DESC)
     transfer = Transfer(Rows(BLOCKS, [0]), Rows(cache, [2]))
@@ -318,7 +318,7 @@ def test_a_stopped_peer_fails_the_call_whose_notification_it_does_not_take(
     assert user.metrics()["in_flight"] == 0
 
 
-def test_a_peer_that_is_killed_ends_what_waits_to_be_notified(
+def test_a_killed_peer_ends_transfers_that_wait_for_their_notification(
     user: LlmDataDist, peer: Peer
 ) -> None:
     peer.run(OFFER)
@@ -349,7 +349,7 @@ def test_an_awaited_task_has_notified(user: LlmDataDist, peer: Peer) -> None:
     assert peer.run("result = [it.data for it in datadist.notifications()]") == [b"awaited"]
 
 
-def test_what_is_no_notification_is_refused_before_anything_moves(
+def test_an_invalid_notification_is_refused_before_a_byte_moves(
     user: LlmDataDist, peer: Peer
 ) -> None:
     peer.run(OFFER)

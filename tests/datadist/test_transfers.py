@@ -1,4 +1,4 @@
-"""Pull and push between two processes: what arrives, and which requests that consumes."""
+"""Pulls and pushes between two processes: the moved bytes, and the consumed requests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_pull_begins_at_its_offsets(user: LlmDataDist, slots: Cache) -> None:
     assert (user.arrays(slots)[3] == expected).all()
     user.submit(
         Transfer(Rows(src), Rows(slots, slot=2, offset=32))
-    ).wait()  # all of the local row, from there
+    ).wait()  # from there to the end of the local row
     expected[2, 8:] = theirs(SLOTS)[3][1, :56]
     assert (user.arrays(slots)[3] == expected).all()
     planned = user.plan(Transfer(Rows(src, offset=4), Rows(slots, slot=2, offset=8)))
@@ -105,7 +105,7 @@ def test_blocks_are_pulled(
 def test_caches_of_any_number_of_tensors_are_pulled_and_pushed(
     user: LlmDataDist, peer: Peer, count: int
 ) -> None:
-    """No layer range is given, so it does not matter which tensors are one layer."""
+    """Without a layer range it does not matter which tensors belong to one layer."""
     slots, blocks = (CacheDesc(count, (4, 8), DataType.DT_INT32) for _ in range(2))
     own, own_blocks = user.allocate_cache(slots), user.allocate_blocks_cache(blocks)
     for number, array in enumerate(user.arrays(own) + user.arrays(own_blocks)):
@@ -222,7 +222,7 @@ def test_the_layers_of_the_source_consume_a_request_wherever_they_go(
         user.pull_cache(CacheKey(1, request), slots, layers=ext_param)
     with refused(LLMStatusCode.LLM_KV_CACHE_NOT_EXIST):
         user.pull_cache(CacheKey(1, 71), slots)
-    user.pull_cache(CacheKey(1, 72), slots)  # of which layer 1 was not pulled
+    user.pull_cache(CacheKey(1, 72), slots)  # its layer 1 was not pulled
 
 
 def test_neither_a_plan_nor_a_refused_pull_consumes_a_request(
@@ -258,7 +258,7 @@ def test_a_cache_made_after_linking_is_pulled_and_a_freed_one_is_not(
 def test_a_key_is_of_the_newest_cache_that_has_it(
     user: LlmDataDist, peer: Peer, blocks: Cache
 ) -> None:
-    """The update on what is freed and what comes in its place may be later than the next pull."""
+    """The next pull may come before the update about the freed cache and its successor."""
     key = BlocksCacheKey(1, 5)
     user.pull_blocks(key, blocks, [1], [1])
     for value in range(20):

@@ -1,4 +1,4 @@
-"""Caches of one model that lie differently at the two ends: what arrives, over every transport."""
+"""Transfers between caches of one model with different layouts, over every transport."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ seen = []
 
 
 class Ends:
-    """Both ends of a transfer; each has a cache that was allocated, or that was registered."""
+    """Both ends of a transfer, each with an allocated or a registered cache."""
 
     def __init__(self, machine: Machine, user: LlmDataDist, peer: Peer) -> None:
         self.machine, self.user, self.peer = machine, user, peer
@@ -133,7 +133,7 @@ MOVES = (pull, push, push_by_layer)
 
 
 def assert_moves(ends: Ends, src: Cache, dst: Cache, move: Callable[..., None]) -> None:
-    """Two blocks of 32 are four of 16, the last of them in part."""
+    """Check that two blocks of 32 tokens arrive as four of 16, of which the last is partial."""
     tokens = {"src_token": 3, "dst_token": 5, "num_tokens": 56}
     blocks = BLOCKS[src.tokens], BLOCKS[dst.tokens]
     for registered in (False, True):
@@ -176,7 +176,7 @@ def test_tokens_are_skipped_in_block_tables_only(ends: Ends) -> None:
 
 @pytest.mark.over_tcp
 def test_gathered(ends: Ends, make_engine: MakeEngine) -> None:
-    """Heads 0 and 1 from one engine, 2 and 3 from another, 1 of both from either."""
+    """Heads 0 and 1 come from one engine, heads 2 and 3 from another."""
     third = make_engine(3, listen=True)
     link(ends.user, third)
     low = replace(NARROW, heads=range(2))
@@ -217,7 +217,7 @@ def test_gathered(ends: Ends, make_engine: MakeEngine) -> None:
 def test_over_ucx(machine: Machine, make_engine: MakeEngine) -> None:
     on_host_only(machine, "UCX without RDMA has shared memory of the host")
     options = {"kvplan.transport": "ucx", "kvplan.ucx_settings": '{"UCX_TLS": "shm"}'}
-    peer = Peer("host")  # those that idle were started when UCX was hidden
+    peer = Peer("host")  # idle peers were started while UCX was hidden
     try:
         peer.address = peer.run(
             "datadist.finalize(); datadist.initialize(options); result = datadist.listen_address",

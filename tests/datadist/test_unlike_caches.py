@@ -1,4 +1,4 @@
-"""Caches that say different things, in two processes: refused, reinterpreted, or moved by axes."""
+"""Caches with different descriptions in two processes: refused, reinterpreted or moved by axes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ INVALID = "LLM_PARAM_INVALID"
 
 @pytest.fixture
 def unlike(user: LlmDataDist, peer: Peer) -> Cache:
-    """A cache of fp16 here; the peer's cache 1 is of bf16."""
+    """A cache of fp16 here, while the peer's cache 1 has bf16."""
     peer.run(OFFER_BF16)
     return user.allocate_blocks_cache(FP16)
 
 
 def bits(user: LlmDataDist, cache: Cache) -> list[int]:
-    """The first element of block 3 of each tensor, as an integer."""
+    """Return the first element of block 3 of each tensor, as an integer."""
     return [int(array.view(np.uint16)[3, 0, 0, 0]) for array in user.arrays(cache)]
 
 
@@ -78,13 +78,13 @@ def test_another_data_type_is_refused_before_a_byte_moves(
     assert metrics["operations"]["pull_blocks"]["nbytes"] == 0
 
 
-def test_whoever_means_it_reinterprets(
+def test_a_caller_may_reinterpret(
     user: LlmDataDist, unlike: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "kvplan"):
         user.pull_blocks(CacheIndex(1, 1), unlike, [1], [3], reinterpret=True)
     assert bits(user, unlike) == [100, 101, 102, 103]
-    assert caplog.messages == []  # it was asked for
+    assert caplog.messages == []  # the caller asked for it
     plan = user.plan(Transfer(Rows(CacheIndex(1, 1), [1]), Rows(unlike, [3]), reinterpret=True))
     assert "DT_BF16 (8, 4, 2, 8) -> DT_FLOAT16 (8, 4, 2, 8), REINTERPRETED" in plan.explain()
 
@@ -115,7 +115,7 @@ def test_the_option_takes_two_words(make_engine: MakeEngine) -> None:
 
 @pytest.mark.over_tcp
 def test_shards_and_layouts_travel_and_the_peers_count(user: LlmDataDist, peer: Peer) -> None:
-    """Prefill has heads 2 and 3 of 4 in HND and blocks of 8; decode all, NHD, blocks of 4."""
+    """Prefill has heads 2 and 3 of 4 in HND, in blocks of 8; decode has all in NHD, blocks of 4."""
     peer.run(
         """
         cache = datadist.allocate_blocks_cache(
@@ -159,7 +159,7 @@ def test_shards_and_layouts_travel_and_the_peers_count(user: LlmDataDist, peer: 
 @pytest.mark.over_tcp
 @pytest.mark.parametrize("by_tensor", [True, False], ids=["a tensor each", "inside of each block"])
 def test_a_layer_that_is_ready_goes_alone(user: LlmDataDist, peer: Peer, by_tensor: bool) -> None:
-    """Keys and values in one tensor: one tensor a layer, or all layers of a block together."""
+    """Keys and values are in one tensor for each layer, or all layers of a block are together."""
     layers = 3
     number, shape, text = (
         (layers, (2, 6, 4, 2, 8), "kv block token head dim")
@@ -181,7 +181,7 @@ def test_a_layer_that_is_ready_goes_alone(user: LlmDataDist, peer: Peer, by_tens
     arrays = user.arrays(source)
 
     def layer_of(tensors: Any, layer: int, block: int) -> Any:
-        """Both keys and values of a block in a layer."""
+        """Return keys and values of a block in a layer."""
         return tensors[layer][:, block] if by_tensor else tensors[0][block, layer]
 
     for layer in (1, 0, 2):
@@ -218,10 +218,10 @@ def test_mla_is_one_tensor_a_layer(user: LlmDataDist, peer: Peer) -> None:
     task.wait()
 
 
-def test_layers_of_which_nothing_says_how_many_tensors_they_have_are_refused(
+def test_layers_with_an_unknown_number_of_tensors_are_refused(
     user: LlmDataDist, peer: Peer
 ) -> None:
-    """The default of two would send tensor 1 with layer 0, which may be a layer of its own."""
+    """The default of two would send tensor 1 with layer 0, although it may be a layer itself."""
     desc = CacheDesc(4, (4, 64), DataType.DT_INT32)
     peer.run("cache = datadist.allocate_cache(CacheDesc(4, (4, 64), DataType.DT_INT32))")
     source, target = user.allocate_cache(desc), CacheIndex(1, 1)
@@ -238,7 +238,7 @@ def test_layers_of_which_nothing_says_how_many_tensors_they_have_are_refused(
         task.wait()
 
 
-def test_what_the_source_says_of_its_layers_holds_where_bytes_are_reinterpreted(
+def test_the_layers_of_the_source_hold_if_bytes_are_reinterpreted(
     user: LlmDataDist, peer: Peer
 ) -> None:
     peer.run("cache = datadist.allocate_cache(CacheDesc(4, (4, 64), DataType.DT_FLOAT))")
@@ -252,7 +252,7 @@ def test_what_the_source_says_of_its_layers_holds_where_bytes_are_reinterpreted(
 
 
 def test_one_request_from_two_engines(make_engine: MakeEngine) -> None:
-    """Each has one of the two layers; the engines here have no number of their own in the model."""
+    """Each engine has one of the two layers."""
     whole = CacheDesc(
         4, (4, 4, 2, 8), DataType.DT_INT16, kv_tensor_format="NHD", shard=Shard(num_layers=2)
     )
@@ -299,7 +299,7 @@ def test_a_layout_on_one_side_only_is_refused_before_a_byte_moves(
     )
     unsaid = user.allocate_blocks_cache(CacheDesc(2, (6, 2, 4, 8), DataType.DT_INT32))
     for move in (user.pull_blocks, lambda key, own, *rows: user.push_blocks(own, key, *rows)):
-        for _ in range(2):  # what was refused once takes no shorter way
+        for _ in range(2):  # the second call is refused, too
             with refused("LLM_PARAM_INVALID", "differ in layout"):
                 move(CacheIndex(1, 1), unsaid, [1], [2])
     assert not any(array.any() for array in user.arrays(unsaid))

@@ -1,4 +1,4 @@
-"""What tests of the registry share: descriptions, keys, a lease, and a peer's view of a cache."""
+"""Helpers for tests of the registry: descriptions, keys, a lease, and a peer's view of a cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def key(req_id: int, cluster_id: int = 7) -> CacheKey:
 
 
 def tried(call: Callable[[], _T]) -> tuple[_T | None, LLMStatusCode]:
-    """What `call` returned, or None and the status that it was refused with."""
+    """Return the result of `call`, or None and the status of its refusal."""
     try:
         return call(), LLMStatusCode.LLM_SUCCESS
     except LLMException as error:
@@ -51,14 +51,14 @@ def free_nbytes(registry: CacheRegistry) -> int:
 
 
 def as_peer(transport: LocalTransport, entry: CacheEntry) -> Any:
-    """The cache's memory as a peer takes it from what the registry publishes."""
+    """Return the cache's memory as a peer reaches it by the published metadata."""
     desc = entry.cache.cache_desc
     link = transport.connect(entry.metadata[transport.name])
     return link.memory(entry.cache.tensor_addrs, desc.tensor_nbytes)
 
 
 def pulled(transport: LocalTransport, entry: CacheEntry) -> list[int]:
-    """The first byte of each tensor, as a peer gets it."""
+    """Return the first byte of each tensor, as a peer reads it."""
     desc = entry.cache.cache_desc
     into = [np.zeros(desc.shape, np.uint8) for _ in range(desc.num_tensors)]
     plan = kvplan.plan(Transfer(Rows(desc), Rows(desc)), local="dst")

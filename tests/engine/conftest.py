@@ -10,7 +10,7 @@ from kvplan.engine.registry import CacheRegistry
 from kvplan.transport.local import LocalTransport
 
 POOL = 1 << 20  # bytes of the device pool of `registry`
-MAX_RANGES = 16  # that peers may be offered at once
+MAX_RANGES = 16  # maximum number of offered ranges
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def transport() -> Iterator[LocalTransport]:
 
 @pytest.fixture
 def changes() -> list[list[int]]:
-    """The ids that were offered after each change."""
+    """The offered ids after each change."""
     return []
 
 
@@ -31,5 +31,5 @@ def registry(transport: LocalTransport, changes: list[list[int]]) -> Iterator[Ca
     made = CacheRegistry((transport,), options, lambda: changes.append(list(made.offered())))
     yield made
     made.close()
-    # Whatever a test did, nothing is offered any more.
+    # After any test, nothing may be offered any more.
     assert transport.metadata() == transport.metadata([])

@@ -1,6 +1,6 @@
-"""One call of an engine, interrupted at each of its places in turn; prints what is left, as JSON.
+"""A program that interrupts one call of an engine at each place, and prints what is left, as JSON.
 
-Args: the call; how many places from one interrupt to the next.
+Args: the call; the number of places from one interrupt to the next.
 """
 
 import gc
@@ -52,7 +52,7 @@ def main(call: str, step: int) -> None:
         another.finalize()
 
     def end_listed() -> None:
-        """End all that an engine lists, as a program can whose call was interrupted."""
+        """End all objects that an engine lists, as a program can after an interrupted call."""
         for cache in engine.caches():
             if cache.cache_id != blocks.cache_id:
                 end(cache)
@@ -71,7 +71,7 @@ def main(call: str, step: int) -> None:
     function = {value.__name__: value for value in (allocate, register, record, lease, initialize)}[
         call
     ]
-    function()  # loads modules, starts threads of the process
+    function()  # first without interrupts: it loads modules, and starts threads of the process
     before, errors = Held.now(), Counter[str]()
     registered = registrations(engine)
     interrupts = Interrupts(INSIDE, step)
@@ -89,14 +89,14 @@ def main(call: str, step: int) -> None:
     }
     deadline = time.monotonic() + DEADLINE_S
     while (new := before.new()).descriptors or new.threads:
-        gc.collect()  # an engine that its caller never got ends in a thread
+        gc.collect()  # an engine that its caller did not receive ends in a thread
         assert time.monotonic() < deadline, new
     engine.finalize()
     sys.stdout.write(json.dumps(left | {"interrupts": interrupts.place // step - 1}) + "\n")
 
 
 def registrations(engine: LlmDataDist) -> int:
-    """Count what peers could reach over the transport that shows all that is registered."""
+    """Count all registrations, by the metadata of a transport that lists them."""
     assert engine._engine is not None
     local = next(
         transport for transport in engine._engine.registry._transports if transport.name == "local"

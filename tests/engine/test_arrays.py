@@ -87,8 +87,8 @@ def test_a_row_of_packed_elements_is_flat():
     assert array.shape == (1, 2, 12)
 
 
-def test_what_was_unregistered_meanwhile_is_neither_read_nor_written(registry):
-    """By a call that had found the cache before."""
+def test_a_cache_that_is_unregistered_meanwhile_is_neither_read_nor_written(registry):
+    """The call has found the cache before it is unregistered."""
     given = [np.zeros(SLOTS.shape, numpy_dtype(SLOTS.data_type)) for _ in range(SLOTS.num_tensors)]
     entry = registry.register(SLOTS, given, paged=False)
     registry.unregister(1)

@@ -1,4 +1,4 @@
-"""A lease as a value: its bytes and fields, and what is refused of forged ones."""
+"""A lease as a value: its bytes and fields, and refusals of forged leases."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ tags = st.text(st.characters(categories=("L", "N", "P", "Zs"), include_character
         ).map(tuple),
     )
 )
-def test_what_is_written_is_read(lease: BlockLease) -> None:
+def test_written_bytes_are_read_back(lease: BlockLease) -> None:
     assert BlockLease.from_bytes(lease.to_bytes()) == lease
 
 
@@ -108,7 +108,7 @@ def test_cut_or_changed() -> None:
 
 @given(st.binary(max_size=80))
 def test_forged(body: bytes) -> None:
-    """Whatever follows a digest that is right."""
+    """Any body may follow a valid digest."""
     with refused("LLM_PARAM_INVALID", "not a lease"):
         BlockLease.from_bytes(_digest(body) + body)
 

@@ -1,4 +1,4 @@
-"""The task of a transfer with several peers, over tasks that end as the test says."""
+"""The task of a transfer with several peers, over tasks that a test ends."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvplan.execution.awaitable import AwaitableTask
 from kvplan.execution.task import TransferTask
 from tests.support.refusals import refused
 
-WAIT_S = 20  # for what happens at once
+WAIT_S = 20  # for events that happen at once
 LONG_MS = 600_000
 TIMEOUT = LLMException("too late", status_code=LLMStatusCode.LLM_TIMEOUT)
 LOST = LLMException("no link", status_code=LLMStatusCode.LLM_LINK_FAILED)
 
 
 class Source(AwaitableTask):
-    """One of several transfers. A slow one goes on for a moment after it was cancelled."""
+    """One of several transfers. A slow one continues for a moment after it is cancelled."""
 
     def __init__(self, *, slow: bool = False) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def gather(
 
 
 class Late(Source):
-    """Takes a while of each wait, and notes how long that may take."""
+    """A source that takes some time of each wait, and records the timeout of the wait."""
 
     def __init__(self, takes_ms: float) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Late(Source):
         return True
 
 
-def test_the_time_that_one_takes_is_gone_for_the_next() -> None:
+def test_the_time_of_one_wait_is_missing_for_the_next() -> None:
     sources = [Late(20) for _ in range(3)]
     assert gather(*sources).wait_done(LONG_MS)
     assert sources[0].limit_ms <= LONG_MS
@@ -93,8 +93,8 @@ def test_the_time_that_one_takes_is_gone_for_the_next() -> None:
 
 @pytest.mark.parametrize("how", ["wait", "await", "settled"])
 @pytest.mark.parametrize("order", [*permutations(range(3))])
-def test_a_failure_stops_the_others_whoever_learns_of_it(order: tuple[int, ...], how: str) -> None:
-    """One has moved, the next fails, the last would go on for ever."""
+def test_a_failure_stops_the_others_however_it_is_found(order: tuple[int, ...], how: str) -> None:
+    """One source has ended, the next one fails, and the last one would never end."""
     sources = [Source() for _ in range(3)]
     moved, victim, other = order
     outcomes: list[BaseException | None] = []
@@ -124,7 +124,7 @@ def test_a_failure_stops_the_others_whoever_learns_of_it(order: tuple[int, ...],
 
 @pytest.mark.parametrize("lost", range(3))
 def test_failures_are_named_in_the_order_of_the_sources(lost: int) -> None:
-    """Though the last one is refused before another is found to have failed by itself."""
+    """The last source is refused before the failure of another one is found."""
     sources = [Source() for _ in range(3)]
     task = gather(*sources)
     sources[lost].end(LOST)
@@ -143,7 +143,7 @@ def test_failures_are_named_in_the_order_of_the_sources(lost: int) -> None:
 
 @pytest.mark.parametrize("victim", range(1, 4))
 def test_a_source_that_cannot_begin_leaves_none_in_flight(victim: int) -> None:
-    """Those that have begun are waited for: each moves bytes for a moment after it is stopped."""
+    """Begun sources are waited for, because each moves bytes for a moment after it is stopped."""
     sources = [Source(slow=True) for _ in range(victim)]
     task = gather(*sources)
 
@@ -168,7 +168,7 @@ def test_a_gather_of_nothing_has_ended() -> None:
 
 @pytest.mark.parametrize("local", ["src", "dst"])
 def test_a_layer_is_ready_in_each_pair_that_has_it(local: str) -> None:
-    """By the numbers of this process; each pair has its own at the other end."""
+    """Layers have the numbers of this process; each pair has other numbers at the other end."""
     made_ready: dict[int, list[int]] = {0: [], 1: [], 2: []}
     task = LayerGatherTask("pull_layers")
     own = {0: range(4), 1: range(2, 6), 2: range(2, 3)}

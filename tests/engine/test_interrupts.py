@@ -1,4 +1,4 @@
-"""An interrupt anywhere in a call leaves nothing that is not listed, and the next call works."""
+"""An interrupt anywhere in a call leaves only listed objects, and the next call works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys: what they name, which peers may pull by them, when they and their cache go."""
+"""Keys: the rows that they name, the peers that may pull by them, and their end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def claimed(registry, item, holder="decode"):
 
 
 class TestNames:
-    def test_key_i_names_row_i_whatever_cluster_it_was_given_for(self, registry):
+    def test_key_i_names_row_i_for_any_cluster(self, registry):
         entry = registry.allocate(SLOTS, paged=False, keys=[key(5, 98), PADDING, key(6, 99)])
         assert registry.find(key(5)) == (entry, 0)
         assert registry.find(key(6, cluster_id=2)) == (entry, 2)
@@ -44,7 +44,7 @@ class TestNames:
             registry.register(SLOTS, tensors(), paged=False, keys=[key(5, cluster_id=3)])
         with refused("LLM_PARAM_INVALID", r"cache_keys\[2\]=.* slot 1 of this cache"):
             registry.allocate(SLOTS, paged=False, keys=[PADDING, key(6), key(6)])
-        registry.allocate(SLOTS, paged=False, keys=[PADDING, PADDING, key(6)])  # nothing was bound
+        registry.allocate(SLOTS, paged=False, keys=[PADDING, PADDING, key(6)])  # no key was bound
 
     def test_a_key_names_a_request_or_a_prefix(self, registry):
         with refused("LLM_PARAM_INVALID", "a request and a prefix"):
@@ -81,13 +81,13 @@ class TestConsumption:
             with refused("LLM_KV_CACHE_NOT_EXIST", "no cache has"):
                 claimed(registry, item)
         assert registry.get(1) is entry
-        assert pulled(transport, entry) == [0, 0]  # by id, as often as one likes
+        assert pulled(transport, entry) == [0, 0]  # by id, any number of times
 
     def test_layer_by_layer_adds_up_and_a_failed_pull_does_not_count(self, registry):
         registry.allocate(SLOTS, paged=False, keys=[key(1)])
         for part in (range(1), None, range(0), range(1)):
             registry.release(claimed(registry, key(1)).claim_id, part)
-        registry.release(claimed(registry, key(1)).claim_id, range(1, 10**18))  # as a peer may say
+        registry.release(claimed(registry, key(1)).claim_id, range(1, 10**18))  # as peers may
         with refused("LLM_KV_CACHE_NOT_EXIST"):
             claimed(registry, key(1))
 
@@ -101,7 +101,7 @@ class TestConsumption:
                 registry.release(claim.claim_id, ALL_TENSORS)
             assert registry.find(item) == (entry, 0)
 
-    def test_a_claimed_request_is_nobody_elses(self, registry):
+    def test_a_claimed_request_belongs_to_one_holder(self, registry):
         registry.allocate(SLOTS, paged=False, keys=[key(1)])
         claims = []
         for _ in range(2):  # two layers at once
@@ -111,8 +111,8 @@ class TestConsumption:
         for claim in claims:
             registry.release(claim.claim_id, None)
         other = claimed(registry, key(1), "other")
-        registry.release(claims[0].claim_id, ALL_TENSORS)  # over already
-        registry.release(other.claim_id, ALL_TENSORS, holder="decode")  # not its own
+        registry.release(claims[0].claim_id, ALL_TENSORS)  # already ended
+        registry.release(other.claim_id, ALL_TENSORS, holder="decode")  # another holder's claim
         registry.find(key(1))
         registry.release_holder("decode")
         registry.release(other.claim_id, ALL_TENSORS, holder="other")
@@ -123,7 +123,7 @@ class TestConsumption:
         registry.allocate(SLOTS, paged=False, keys=[key(1)])
         first, second = (claimed(registry, key(1)) for _ in range(2))
         registry.release(first.claim_id, ALL_TENSORS)
-        registry.allocate(SLOTS, paged=False, keys=[key(1)])  # the key's next life
+        registry.allocate(SLOTS, paged=False, keys=[key(1)])  # reuses the key
         registry.release(second.claim_id, ALL_TENSORS)
         assert registry.find(key(1))[0].cache.cache_id == 2
 
@@ -155,11 +155,11 @@ class TestLifetime:
     def test_a_contiguous_cache_is_free_when_its_keys_are_gone(self, registry, transport, changes):
         registry.allocate(SLOTS, paged=False, keys=[key(1), key(2)])
         registry.deallocate(1)
-        assert changes == [[1], []]  # by id it cannot be pulled
+        assert changes == [[1], []]  # it cannot be pulled by id
         with refused("LLM_KV_CACHE_NOT_EXIST"):
             registry.get(1)
         claim = claimed(registry, key(1))
-        assert pulled(transport, claim.entry) == [0, 0]  # but by key
+        assert pulled(transport, claim.entry) == [0, 0]  # but it can by key
         registry.release(claim.claim_id, ALL_TENSORS)
         del claim
         assert free_nbytes(registry) < POOL
@@ -199,12 +199,12 @@ class TestLifetime:
             remote.check()
         assert free_nbytes(registry) == POOL
 
-    def test_keys_of_registered_caches_go_with_them_alone(self, registry, transport):
+    def test_keys_of_registered_caches_end_only_with_them(self, registry, transport):
         entry = registry.register(SLOTS, tensors(), paged=False, keys=[key(1)])
         registry.remove_key(key(1))
         remote = as_peer(transport, entry)
         claim = claimed(registry, key(1))
-        registry.unregister(1)  # the memory is its user's: no claim keeps it
+        registry.unregister(1)  # the user owns the memory, so a claim does not keep it
         with refused("LLM_KV_CACHE_NOT_EXIST", "deregistered"):
             remote.check()
         with refused("LLM_KV_CACHE_NOT_EXIST"):
@@ -213,7 +213,7 @@ class TestLifetime:
         registry.release(claim.claim_id, ALL_TENSORS)
         registry.find(key(1))
 
-    def test_remove_key_takes_what_names_nothing(self, registry):
+    def test_remove_key_accepts_an_unknown_key(self, registry):
         for value in (key(1), PADDING, CacheKey(7, 1, prefix_id=1), CacheKey(7, NO_ID, 3, 4)):
             registry.remove_key(value)
         with pytest.raises(TypeError, match="key=BlocksCacheKey"):
@@ -247,12 +247,12 @@ def test_nothing_is_kept_of_caches_without_keys():
         taken = tracemalloc.take_snapshot()
     finally:
         tracemalloc.stop()
-    # Other threads of the process allocate too: only what the index allocates is its own.
+    # Other threads of the process allocate too, so count only allocations of the index.
     own = taken.filter_traces([tracemalloc.Filter(True, getfile(KeyIndex))])
     assert sum(trace.size for trace in own.traces) < 10_000
 
 
-def test_one_holder_cannot_have_claims_without_end(registry):
+def test_the_claims_of_one_holder_are_limited(registry):
     registry.allocate(SLOTS, paged=False, keys=[PREFIX])
     claims = [claimed(registry, PREFIX, "greedy") for _ in range(MAX_CLAIMS)]
     with refused(LLMStatusCode.LLM_LINK_BUSY, f"greedy has {MAX_CLAIMS} claims open"):

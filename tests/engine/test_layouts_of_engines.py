@@ -1,7 +1,7 @@
-"""The caches of vLLM, SGLang and LMCache, registered where they lie; any two of one model plan.
+"""Caches of vLLM, SGLang and LMCache, registered in place: any two of one model can be planned.
 
-docs/how-to/layouts.md has the same table, with the versions that the shapes are of. The oracle
-indexes the tensors as their engine does, by NumPy; strides are left to it.
+docs/how-to/layouts.md has the same table, with the versions of the engines. The oracle indexes the
+tensors as their engine does, by NumPy, which also handles strides.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tests.support.refusals import refused
 
 LAYERS, HEADS, DIM, LATENT, STATE, GROUPS = 2, 4, 8, 36, 21, 3
 TOKENS = 9
-"""Of the request: no multiple of any block."""
+"""Tokens of the request, not a multiple of any block."""
 
 Tensors = list[np.ndarray]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """How an engine keeps a cache.
+    """The layout of an engine's cache.
 
     Attributes:
-        make: its tensors, of zeros.
-        layout: the axes of each, as the engine indexes them.
-        seen: (row, token, head, dim) of one layer's keys (0) or values (1).
+        make: makes its tensors, full of zeros.
+        layout: the axes of each tensor, as the engine indexes them.
+        seen: returns (row, token, head, dim) of one layer's keys (0) or values (1).
         block: tokens of a row; 0: a row is the state of a request.
     """
 
@@ -56,7 +56,7 @@ def each(*shape: int, count: int = LAYERS, dtype: Any = np.float16) -> Callable[
 
 
 def turned(make: Callable[[], Tensors], *order: int) -> Callable[[], Tensors]:
-    """The tensors permuted: what vLLM does where its layout is HND."""
+    """Permute the tensors, as vLLM does for its layout HND."""
     return lambda: [item.transpose(order) for item in make()]
 
 
@@ -230,14 +230,14 @@ def filled(kept: Kept, seed: int) -> Tensors:
 
 
 def rows(kept: Kept, tensors: Tensors, seed: int) -> list[int]:
-    """Blocks of the request, in an order that no engine would choose."""
+    """Return the blocks of the request, in an unusual order."""
     count = kept.seen(tensors, 0, 0).shape[0]
     needed = -(-TOKENS // kept.block) if kept.block else 3
     return np.random.default_rng(seed).permutation(count)[:needed].tolist()
 
 
 def places(kept: Kept, blocks: list[int]) -> tuple[Any, Any]:
-    """The row, and the token in it, of each token of the request."""
+    """Return the row of each token of the request, and the token's number in the row."""
     if not kept.block:
         return blocks, 0
     token = np.arange(TOKENS)
@@ -271,7 +271,7 @@ def test_any_two_of_one_model(src: Kept, dst: Kept) -> None:
 
 
 @pytest.mark.parametrize("kept", [item for model in MODELS for item in model.values()])
-def test_it_is_registered_where_it_lies(kept: Kept) -> None:
+def test_it_is_registered_in_place(kept: Kept) -> None:
     tensors = kept.make()
     desc = kept.described(tensors)
     memory = memory_of_tensors(desc, tensors, writable=None)
@@ -308,7 +308,7 @@ def test_it_is_registered_where_it_lies(kept: Kept) -> None:
         ),
     ],
 )
-def test_what_cannot_match_is_named(src: Kept, dst: Kept, message: str) -> None:
+def test_a_mismatch_is_named(src: Kept, dst: Kept, message: str) -> None:
     source, target = src.described(src.make()), dst.described(dst.make())
     with refused("LLM_PARAM_INVALID", message):
         kvplan.plan(
@@ -317,9 +317,9 @@ def test_what_cannot_match_is_named(src: Kept, dst: Kept, message: str) -> None:
         )
 
 
-def test_every_one_is_in_the_cookbook() -> None:
+def test_the_cookbook_has_every_layout() -> None:
     text = (Path(__file__).parents[2] / "docs/how-to/layouts.md").read_text()
     missing = {name for model in MODELS for name in model if f"| {name} |" not in text}
     assert missing == {
         f"scales of groups, blocks of {number}" for number in (2, 4)
-    }  # one row there
+    }  # one row in the table

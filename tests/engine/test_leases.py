@@ -1,4 +1,4 @@
-"""Leases as their owner keeps them; no peer."""
+"""Leases at their owner, without a peer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvplan.transport.ucx.transport import UcxTransport
 from tests.engine.caches import LEASE
 from tests.support.refusals import refused
 
-WAIT_S = 30  # for what happens at once
+WAIT_S = 30  # for events that happen at once
 DESC = CacheDesc(2, (8, 64), DataType.DT_FLOAT)
 
 
@@ -41,7 +41,7 @@ def cache(engine: LlmDataDist) -> Cache:
 
 def test_life(engine: LlmDataDist, cache: Cache) -> None:
     first = engine.lease_blocks(cache, [3, 5], tag="a")
-    second = engine.lease_blocks(cache, np.array([5]))  # a block may have several
+    second = engine.lease_blocks(cache, np.array([5]))  # a block may have several leases
     assert (first.cluster_id, first.cache_id, first.blocks) == (1, cache.cache_id, (3, 5))
     assert (str(first), str(second)) == ("lease 1 of a", "lease 2")
     assert engine.leases() == [first, second]
@@ -92,7 +92,7 @@ def test_deadlines(engine: LlmDataDist, cache: Cache) -> None:
 
 
 def test_expired_leases_end(engine: LlmDataDist, cache: Cache) -> None:
-    """Each is reported once, as what it was, by one thread for all; renewed ones stay."""
+    """One thread reports each expired lease once. Renewed leases stay."""
     ended: SimpleQueue[tuple[int, LeaseEnd, str]] = SimpleQueue()
     engine.on_released(lambda value, end: ended.put((value.lease_id, end, current_thread().name)))
     here, there = current_thread().name, "kvplan-leases-1"
@@ -104,7 +104,7 @@ def test_expired_leases_end(engine: LlmDataDist, cache: Cache) -> None:
     assert reported == [(number, LeaseEnd.EXPIRED, there) for number in (1, 2, 3, 4)]
     assert engine.leases() == []
     for lease in short:
-        engine.release(lease)  # it has ended
+        engine.release(lease)  # already ended
     released = engine.lease_blocks(cache, [0], ttl_ms=3_600_000)
     engine.lease_blocks(cache, [1], ttl_ms=3_600_000)
     engine.release(released)
@@ -147,7 +147,7 @@ def test_a_slot(engine: LlmDataDist, cache: Cache) -> None:
 
 
 def test_on_released(engine: LlmDataDist, cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
-    """Once for each lease, whatever has ended it; the callback may use the engine."""
+    """The callback is called once for each lease and each kind of end, and may use the engine."""
     seen: list[tuple[int, list[BlockLease]]] = []
     first, second, third = (engine.lease_blocks(cache, [index]) for index in range(3))
     remove = engine.on_released(lambda lease, _: seen.append((lease.lease_id, engine.leases())))
@@ -175,7 +175,7 @@ def test_of_registered_arrays(engine: LlmDataDist) -> None:
     assert engine.leases() == []
 
 
-def test_what_cannot_be_leased(engine: LlmDataDist, cache: Cache) -> None:
+def test_blocks_that_cannot_be_leased(engine: LlmDataDist, cache: Cache) -> None:
     with refused("LLM_PARAM_INVALID", r"blocks\[1\]=8 is out of range"):
         engine.lease_blocks(cache, [0, 8])
     with refused("LLM_PARAM_INVALID", r"blocks\[1\]=3 is already"):
@@ -190,14 +190,14 @@ def test_what_cannot_be_leased(engine: LlmDataDist, cache: Cache) -> None:
     assert engine.leases() == []
 
 
-def test_what_cannot_be_released(engine: LlmDataDist, cache: Cache) -> None:
+def test_leases_that_cannot_be_released(engine: LlmDataDist, cache: Cache) -> None:
     lease = engine.lease_blocks(cache, [3])
     with refused("LLM_PARAM_INVALID", "cluster 7"):
         engine.release(LEASE)
     for forged in (replace(lease, words=(LeaseWord("local", 0, 1),)), replace(lease, lease_id=9)):
         with refused("LLM_PARAM_INVALID", "differs from the lease that this engine made"):
             engine.release(forged)
-    engine.release(replace(lease, instance=bytes(16)))  # of the engine before a restart
+    engine.release(replace(lease, instance=bytes(16)))  # a lease of the engine before a restart
     assert engine.leases() == [lease]
     with pytest.raises(TypeError, match="BlockLease"):
         engine.release(b"lease")  # type: ignore[arg-type]
@@ -208,7 +208,7 @@ def test_what_cannot_be_released(engine: LlmDataDist, cache: Cache) -> None:
     "make", [LocalTransport, TcpTransport, partial(UcxTransport, settings='{"UCX_TLS": "shm"}')]
 )
 def test_no_slot_is_lost(make: Callable[..., LocalTransport | TcpTransport | UcxTransport]) -> None:
-    """Leases have slots of their own, whatever is registered, and give them back."""
+    """Leases have their own slots, besides those of registrations, and return them."""
     with make(max_registrations=1) as transport:
         held = [transport.begin_lease() for _ in range(MAX_LEASES)]
         assert len(set(held)) == MAX_LEASES
@@ -216,15 +216,15 @@ def test_no_slot_is_lost(make: Callable[..., LocalTransport | TcpTransport | Ucx
             transport.begin_lease()
         registration = transport.register(bytearray(8))
         transport.end_leases(held)
-        transport.end_leases(held)  # nothing is given back twice
+        transport.end_leases(held)  # no slot is returned twice
         again = [transport.begin_lease() for _ in range(MAX_LEASES)]
-        assert not set(again) & set(held)  # of each slot another generation
+        assert not set(again) & set(held)  # each slot has another generation
         with refused("LLM_OUT_OF_MEMORY", "leases are in use"):
             transport.begin_lease()
         transport.deregister(registration)
 
 
-def test_what_cannot_be_moved(engine: LlmDataDist, cache: Cache) -> None:
+def test_leases_that_cannot_be_moved(engine: LlmDataDist, cache: Cache) -> None:
     lease = engine.lease_blocks(cache, [3, 5])
     for wrong, reason in (
         ({3: 8}, "8 is out of range"),

@@ -1,4 +1,4 @@
-"""Leases of a registry over transports that refuse, fail or are held up."""
+"""Leases of a registry over transports that refuse, fail or are delayed."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from kvplan.engine.registry import CacheRegistry
 from tests.engine.caches import BLOCKS
 from tests.support.refusals import refused
 
-WAIT_S = 30  # for what happens at once
+WAIT_S = 30  # for events that happen at once
 
 
 class Words:
-    """A transport of leases alone, which fails as it is told to; `standing` is not ended."""
+    """A transport of leases only, which fails as a test wants; `standing` leases have not ended."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.standing: dict[int, int] = {}
         self.number = 0
         self.held_up = 0  # calls of `end_leases` that fail
-        self.refuses = False  # to renew
-        self.calls: list[list[int]] = []  # of `end_leases`
-        self.meanwhile: Callable[[], object] = lambda: None  # what another thread does
+        self.refuses = False  # `renew_lease` fails
+        self.calls: list[list[int]] = []  # arguments of `end_leases`
+        self.meanwhile: Callable[[], object] = lambda: None  # called as if by another thread
 
     def begin_lease(self, deadline_ns: int = 0) -> tuple[int, int]:
         self.meanwhile()
@@ -67,7 +67,7 @@ def blocks(registry: CacheRegistry) -> Cache:
     return registry.allocate(BLOCKS, paged=True).cache
 
 
-def test_a_transport_that_is_held_up_keeps_no_word_of_others(
+def test_a_delayed_transport_keeps_no_word_of_others(
     leases: Leases, words: list[Words], blocks: Cache
 ) -> None:
     lease = leases.begin(blocks, [1], "", None)
@@ -77,7 +77,7 @@ def test_a_transport_that_is_held_up_keeps_no_word_of_others(
     assert [word.standing for word in words] == [{}, {}]
 
 
-def test_a_renewal_that_one_transport_refuses_is_none(
+def test_a_renewal_that_one_transport_refuses_has_no_effect(
     leases: Leases, words: list[Words], blocks: Cache
 ) -> None:
     lease = leases.begin(blocks, [1], "", 1e9)
@@ -90,17 +90,17 @@ def test_a_renewal_that_one_transport_refuses_is_none(
 
 
 @pytest.mark.parametrize("end", LeaseEnd)
-def test_held_up_leases_end_later_and_are_reported_then(
+def test_delayed_leases_end_later_and_are_reported_then(
     leases: Leases,
     words: list[Words],
     blocks: Cache,
     caplog: pytest.LogCaptureFixture,
     end: LeaseEnd,
 ) -> None:
-    """Those that end together are ended in one call: a peer that is stopped costs a second."""
+    """Leases that end together are ended in one call, because a stopped peer costs a second."""
     ended: SimpleQueue[tuple[BlockLease, LeaseEnd]] = SimpleQueue()
     leases.on_released(lambda *record: ended.put(record))
-    # All are late before the thread has a look.
+    # All are late before the thread looks.
     with leases._changed:
         ttl_ms = 1e-6 if end is LeaseEnd.EXPIRED else None
         made = [leases.begin(blocks, [number], "", ttl_ms) for number in (1, 2)]
@@ -120,21 +120,21 @@ def test_held_up_leases_end_later_and_are_reported_then(
     ]
     assert words[0].calls == [[lease.lease_id for lease in made]] * 2
     assert sum("leases_held_up" in record.getMessage() for record in caplog.records) == (
-        end not in (LeaseEnd.RELEASED, LeaseEnd.MOVED)  # the caller was told
+        end not in (LeaseEnd.RELEASED, LeaseEnd.MOVED)  # the caller knows
     )
 
 
-def test_a_peer_that_holds_up_a_lease_for_long_is_logged_once(
+def test_a_peer_that_delays_a_lease_for_long_is_logged_once(
     leases: Leases, words: list[Words], blocks: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And again for the next lease: nothing is kept of those that have ended."""
+    """The next lease is logged again: nothing is kept of ended ones."""
     ended: SimpleQueue[BlockLease] = SimpleQueue()
     leases.on_released(lambda value, _: ended.put(value))
     for number in (1, 2):
         lease = leases.begin(blocks, [number], "", None)
         words[0].held_up = 2
         leases.end_cache(blocks.cache_id)
-        with leases._changed:  # it is tried again at once
+        with leases._changed:  # make the thread try again at once
             leases._wake_at(lease.lease_id, 1)
         assert ended.get(timeout=WAIT_S) is lease
         assert len(words[0].calls) == 3 * number
@@ -143,12 +143,12 @@ def test_a_peer_that_holds_up_a_lease_for_long_is_logged_once(
 
 
 @pytest.mark.parametrize("how", ["released", "cache freed", "later released"])
-def test_a_lease_that_is_late_has_expired_whatever_ends_it(
+def test_an_overdue_lease_has_expired_however_it_ends(
     leases: Leases, blocks: Cache, how: str
 ) -> None:
     ended: SimpleQueue[tuple[BlockLease, LeaseEnd]] = SimpleQueue()
     leases.on_released(lambda *item: ended.put(item))
-    with leases._changed:  # the thread has not looked yet
+    with leases._changed:  # before the thread looks
         lease = leases.begin(blocks, [1], "", 1e12 if how.startswith("later") else 1e-6)
         if how == "cache freed":
             leases.end_cache(blocks.cache_id)
@@ -161,7 +161,7 @@ def test_a_lease_that_is_late_has_expired_whatever_ends_it(
 def test_a_cache_that_is_freed_while_it_is_leased_has_no_lease(
     leases: Leases, registry: CacheRegistry, words: list[Words], blocks: Cache
 ) -> None:
-    """Between the look at the cache and the lease: that is when a transport begins its word."""
+    """The cache is freed while a transport begins its word: after the lookup, before the lease."""
     ended: SimpleQueue[tuple[int, LeaseEnd]] = SimpleQueue()
     leases.on_released(lambda lease, end: ended.put((lease.lease_id, end)))
     words[1].meanwhile = lambda: registry.deallocate(blocks.cache_id)
@@ -175,7 +175,7 @@ def test_a_cache_that_is_freed_while_it_is_leased_has_no_lease(
 def test_a_cache_that_is_registered_again_while_it_is_leased_keeps_its_leases(
     leases: Leases, registry: CacheRegistry, words: list[Words]
 ) -> None:
-    """`remap_registered_memory` of another thread, at the moment of the test above."""
+    """Another thread calls `remap_registered_memory` at the same moment as in the test above."""
     arrays = [np.zeros(BLOCKS.shape, np.uint8) for _ in range(BLOCKS.num_tensors)]
     cache = registry.register(BLOCKS, arrays, paged=True).cache
     before = leases.begin(cache, [1], "", None)
@@ -187,7 +187,7 @@ def test_a_cache_that_is_registered_again_while_it_is_leased_keeps_its_leases(
 def test_a_callback_may_close(
     leases: Leases, blocks: Cache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the thread that ends leases, which does not wait for itself."""
+    """The callback runs in the thread that ends leases, which does not wait for itself."""
     closed: SimpleQueue[str] = SimpleQueue()
 
     def close(lease: BlockLease, end: LeaseEnd) -> None:
@@ -201,7 +201,7 @@ def test_a_callback_may_close(
 
 
 class CopyError(Exception):
-    """Raised by what copies blocks."""
+    """Raised by a function that copies blocks."""
 
 
 @pytest.mark.parametrize("fails", ["a peer", "the copy", "a word", "the word of the next"])
@@ -246,7 +246,7 @@ def test_a_move_that_fails_leaves_the_leases_where_they_are(
 def test_what_happens_to_a_lease_while_it_moves(
     leases: Leases, words: list[Words], blocks: Cache
 ) -> None:
-    """Released, it stays so; a new deadline is that of its new place."""
+    """A release stays effective. A new deadline applies to the new place."""
     ended: SimpleQueue[tuple[int, LeaseEnd]] = SimpleQueue()
     leases.on_released(lambda lease, end: ended.put((lease.lease_id, end)))
     released, renewed = (leases.begin(blocks, [block], "", 1e9) for block in (1, 2))

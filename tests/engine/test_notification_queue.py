@@ -1,4 +1,4 @@
-"""What arrives directly: no more than the queue has room for, from senders of any kind."""
+"""Direct notifications: senders of any kind do not exceed the room of the queue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.refusals import refused
 
 
 class Sender:
-    """One that sends whatever the kernel takes."""
+    """A sender that sends as much as the kernel takes."""
 
     def __init__(self, arrived: Notifications, cluster_id: int) -> None:
         self.theirs, self._ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -35,7 +35,7 @@ class Sender:
         self.sent = 0
 
     def flood(self) -> int:
-        """Fill the socket; returns how many packets that took."""
+        """Fill the socket, and return the number of packets."""
         before = self.sent
         while True:
             try:
@@ -59,7 +59,7 @@ def is_readable(arrived: Notifications) -> bool:
     return bool(select.select([arrived], [], [], 0)[0])
 
 
-def test_a_sender_that_minds_no_window_gets_no_more_room(arrived: Notifications) -> None:
+def test_a_sender_that_ignores_the_window_gets_no_more_room(arrived: Notifications) -> None:
     flooding, other = Sender(arrived, 1), Sender(arrived, 2)
     while flooding.flood():
         assert len(arrived) <= MAX_UNREAD_OF_ONE
@@ -81,7 +81,7 @@ def test_a_sender_that_minds_no_window_gets_no_more_room(arrived: Notifications)
 
 @pytest.mark.parametrize("num_peers", [1, MAX_UNREAD // MAX_UNREAD_OF_ONE + 1])
 def test_a_sender_is_told_how_much_room_is_left(arrived: Notifications, num_peers: int) -> None:
-    """Never for more than the limits, of one and of all."""
+    """The room never exceeds the limit of one sender, nor the limit of all."""
     most = min(MAX_UNREAD, num_peers * MAX_UNREAD_OF_ONE)
     for number in range(most):
         peer = number % num_peers
@@ -113,10 +113,10 @@ def test_nothing_is_kept_of_a_peer_whose_notifications_are_read(arrived: Notific
         kept, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert kept < 10 * 3000  # a deque of each peer takes 800
+    assert kept < 10 * 3000  # a deque per peer takes 800
 
 
-def test_what_comes_by_a_message_is_behind_what_came_directly(arrived: Notifications) -> None:
+def test_messages_are_queued_after_direct_notifications(arrived: Notifications) -> None:
     sender = Sender(arrived, 1)
     count = sender.flood()
     arrived.deliver(1, b"message", sender.receiving)
@@ -124,7 +124,7 @@ def test_what_comes_by_a_message_is_behind_what_came_directly(arrived: Notificat
     sender.close()
 
 
-def test_a_connection_that_ends_makes_nothing_readable_for_ever(arrived: Notifications) -> None:
+def test_an_ended_connection_does_not_stay_readable(arrived: Notifications) -> None:
     sender = Sender(arrived, 1)
     count = sender.flood()
     sender.close()
@@ -135,7 +135,7 @@ def test_a_connection_that_ends_makes_nothing_readable_for_ever(arrived: Notific
     assert list(arrived) == []
 
 
-def test_what_lies_there_when_the_link_ends_is_kept(arrived: Notifications) -> None:
+def test_unread_packets_are_kept_when_the_link_ends(arrived: Notifications) -> None:
     sender = Sender(arrived, 1)
     count = sender.flood()
     arrived.detach(sender.receiving)
@@ -147,8 +147,8 @@ def test_what_lies_there_when_the_link_ends_is_kept(arrived: Notifications) -> N
     sender.close()
 
 
-def test_what_lies_there_is_kept_where_the_queue_is_full(arrived: Notifications) -> None:
-    """The peer was told that it has arrived."""
+def test_unread_packets_are_kept_when_the_queue_is_full(arrived: Notifications) -> None:
+    """The peer knows that they have arrived."""
     sender = Sender(arrived, 1)
     while sender.flood():
         assert len(arrived) <= MAX_UNREAD_OF_ONE
@@ -173,7 +173,7 @@ def test_a_forked_child_takes_nothing_from_its_parent(arrived: Notifications) ->
 def test_each_callback_gets_what_arrives_while_it_is_there(
     arrived: Notifications, seed: int
 ) -> None:
-    """In any order of additions and removals; without one, notifications wait for the next."""
+    """Callbacks come and go in any order. Without one, notifications wait for the next."""
     random, callbacks = Random(seed), NotificationCallbacks(arrived, "kvplan-callbacks")
     there: list[tuple[queue.Queue[Notification], Callable[[], None]]] = []
     waiting: list[Notification] = []

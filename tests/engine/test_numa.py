@@ -1,4 +1,4 @@
-"""NUMA nodes: which there are, which are refused, and whose processors copy."""
+"""NUMA nodes: existing ones, refused ones, and the processors that copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.refusals import refused
 
 
 def machine(root: Path, online: str, cpulists: dict[int, str]) -> Path:
-    """A file system that has these nodes."""
+    """Make a file system with these nodes."""
     folder = root / "sys/devices/system/node"
     folder.mkdir(parents=True)
     (folder / "online").write_text(online)
@@ -44,7 +44,7 @@ def test_a_kernel_without_numa_has_none(tmp_path: Path) -> None:
         ({}, r"node=2: the kernel of this machine does not list NUMA nodes"),
     ],
 )
-def test_a_node_that_is_not_there_is_refused(nodes: dict[int, int], why: str) -> None:
+def test_a_missing_node_is_refused(nodes: dict[int, int], why: str) -> None:
     with refused(LLMStatusCode.LLM_PARAM_INVALID, why):
         check_node("node", 2, {node: frozenset({0}) for node in nodes})
 
@@ -57,7 +57,7 @@ def test_an_engine_refuses_it_with_the_range() -> None:
 
 
 def copying_threads() -> dict[int, set[int]]:
-    """Of this process, and the processors that each may use."""
+    """Return the copying threads of this process, and the processors that each may use."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
@@ -80,7 +80,7 @@ def test_copying_threads_run_on_the_processors_of_the_node() -> None:
     assert os.sched_getaffinity(0) == own
 
 
-def test_where_there_is_nothing_to_choose_the_process_shares_its_threads() -> None:
+def test_without_a_choice_of_node_the_process_shares_its_threads() -> None:
     everywhere = frozenset(os.sched_getaffinity(0))
     assert transfers_on(None, {}, None) is default_transfers()
     assert transfers_on(0, {0: everywhere}, None) is default_transfers()

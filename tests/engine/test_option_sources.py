@@ -1,4 +1,4 @@
-"""Options of the environment and of files: which one counts, through every surface, and errors."""
+"""Options of the environment and of files: precedence in every interface, and errors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SURFACES: dict[str, Callable[[dict[str, str]], Options]] = {
 
 
 @pytest.mark.parametrize("surface", SURFACES)
-def test_an_argument_counts_then_the_environment_then_the_file(
+def test_arguments_precede_the_environment_which_precedes_the_file(
     surface: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = SURFACES[surface]
@@ -72,7 +72,7 @@ def test_an_argument_counts_then_the_environment_then_the_file(
     assert (before.max_links, before.max_tensors, before.device_id) == (512, 240, 0)
     monkeypatch.setenv("KVPLAN_OPTIONS_FILE", str(file))
     monkeypatch.setenv("KVPLAN_TRANSPORT", "local")
-    monkeypatch.setenv("KVPLAN_MAX_TENSORS", "")  # as if it were not set
+    monkeypatch.setenv("KVPLAN_MAX_TENSORS", "")  # empty is the same as not set
     monkeypatch.setenv("KVPLAN_HEARTBEAT_INTERVAL_MS", "20")
     monkeypatch.setenv("KVPLAN_SYNC_KV_CACHE_WAIT_TIME", "80")
     monkeypatch.setenv("KVPLAN_UNLIKE_CACHES", "refuse")
@@ -93,10 +93,10 @@ def test_a_file_is_read_by_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> 
     named.write_text("[kvplan]\nmax_links = 5\ncomm_port = 5\n")
     monkeypatch.setenv("KVPLAN_OPTIONS_FILE", str(named))
     found = Options.from_file(file)
-    assert (found.max_links, found.comm_port) == (9, 5)  # a file named by the program comes first
+    assert (found.max_links, found.comm_port) == (9, 5)  # the program's file takes precedence
 
 
-def test_the_environment_is_no_other_role(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_set_role_ignores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPLAN_LISTEN_IP_INFO", "127.0.0.1:0")
     with LlmDataDist(1, LlmRole.MIX) as engine:
         engine.initialize()
@@ -119,7 +119,7 @@ def test_the_environment_is_no_other_role(monkeypatch: pytest.MonkeyPatch) -> No
         ("OPTIONS_FILE", "/none.toml", "none.toml: the file of options cannot be read: .*No such"),
     ],
 )
-def test_what_a_variable_cannot_be(
+def test_invalid_variables(
     monkeypatch: pytest.MonkeyPatch, variable: str, text: str, error: str
 ) -> None:
     monkeypatch.setenv(f"KVPLAN_{variable}", text)
@@ -141,7 +141,7 @@ def test_what_a_variable_cannot_be(
         ("[kvplan]\ntransport = 'x'\nverify = 'x'", "'x' must be .*; verify is from .*: verify"),
     ],
 )
-def test_what_a_file_cannot_hold(tmp_path: Path, text: str, error: str) -> None:
+def test_invalid_files(tmp_path: Path, text: str, error: str) -> None:
     path = tmp_path / "options.toml"
     path.write_text(text)
     with refused(INVALID, error) as caught:
@@ -149,7 +149,7 @@ def test_what_a_file_cannot_hold(tmp_path: Path, text: str, error: str) -> None:
     assert str(path) in str(caught.value)
 
 
-def test_every_option_has_one_variable_which_is_nothing_else() -> None:
+def test_every_option_has_a_variable_of_its_own() -> None:
     others: set[Any] = {"KVPLAN_RECORD", "KVPLAN_EXPLAIN", "KVPLAN_DEBUG", "KVPLAN_MEM_DEVICE"}
     fields = Options.__dataclass_fields__.keys()
     assert {row.field for row in VARIABLES.values()} == fields

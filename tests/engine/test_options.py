@@ -1,4 +1,4 @@
-"""Options: the reference's keys and rules, typed values, and help with a mistyped key."""
+"""Options: keys and rules of the reference, typed values, and hints for mistyped keys."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_field_has_a_key():
     assert fields == {row.field for row in option_rows.ROWS}
 
 
-def test_what_has_no_meaning_here_is_checked_and_ignored():
+def test_options_without_a_meaning_here_are_checked_and_ignored():
     given = {
         "ge.flowGraphMemMaxSize": "10",
         "llm.MemoryUtilization": "0.95",
@@ -79,7 +79,7 @@ def test_what_has_no_meaning_here_is_checked_and_ignored():
             Options.of({f"llm.{key}": text})
 
 
-def test_nothing_given_is_the_defaults():
+def test_without_options_the_defaults_apply():
     assert Options.of(None) == Options.of({}) == Options()
     options = Options(device_id=3)
     assert Options.of(options) is options
@@ -97,7 +97,7 @@ def test_nothing_given_is_the_defaults():
         ("kvplan.heartbeat_ms", "heartbeat_timeout_ms"),
     ],
 )
-def test_an_unknown_key_is_warned_of_with_the_nearest(key, near):
+def test_a_warning_of_an_unknown_key_names_the_nearest(key, near):
     with pytest.warns(UserWarning, match=f"{key}.*nearest is .*{near}") as caught:
         assert Options.of({key: "1"}) == Options()
     assert caught[0].filename == __file__
@@ -116,7 +116,7 @@ def test_an_unknown_key_is_warned_of_with_the_nearest(key, near):
         "listen",
     ],
 )
-def test_a_key_that_is_nearly_where_to_listen_is_refused(key):
+def test_a_key_that_resembles_the_listen_address_is_refused(key):
     with refused(
         "LLM_PARAM_INVALID", f"option '{key}' is unknown.*to listen at.*'llm.ListenIpInfo'"
     ):

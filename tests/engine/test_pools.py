@@ -1,4 +1,4 @@
-"""Pools: no byte has two owners, everything comes back, and exhaustion says what is there."""
+"""Pools: no byte has two owners, all bytes come back, and exhaustion names what is free."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.last = 0
 
     def holes(self) -> dict[int, int]:
-        """The first page of each hole, and how many it has."""
+        """Return the first page and the length of each hole."""
         found: dict[int, int] = {}
         start = 0
         for is_free, run in groupby(self.owners, lambda owner: owner is None):
@@ -75,7 +75,7 @@ class PoolMachine(RuleBasedStateMachine):
 TestPoolMachine = PoolMachine.TestCase
 
 
-def test_exhaustion_names_what_was_asked_and_what_is_free():
+def test_exhaustion_names_the_requested_and_the_free_bytes():
     item = pool(8)
     spans: list[object] = [item.take(PAGE) for _ in range(8)]
     exhausted = "LLM_OUT_OF_MEMORY"
@@ -88,7 +88,7 @@ def test_exhaustion_names_what_was_asked_and_what_is_free():
     assert item.take(3 * PAGE)
 
 
-def test_all_of_it_can_be_had_again_and_again():
+def test_the_whole_pool_can_be_taken_again_and_again():
     item = pool()
     for _ in range(50):
         spans = [item.take(2 * PAGE) for _ in range(PAGES // 2)]

@@ -1,4 +1,4 @@
-"""What arrays say of themselves is compared with the description that they are registered with."""
+"""Types and shapes of arrays are compared with the description of their registration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def described(data_type=DataType.DT_FLOAT16, shape=SHAPE, layout=None):
 
 
 def registered(registry, desc, tensor):
-    """The address under which a tensor was registered."""
+    """Register a tensor, and return its registered address."""
     entry = registry.register(desc, [tensor], paged=True)
     return entry.cache.tensor_addrs[0]
 
@@ -65,7 +65,7 @@ def test_another_type_is_refused_and_both_are_shown(registry, dtype, data_type):
         registered(registry, described(DataType[data_type]), array)
 
 
-def test_what_other_libraries_say_counts(registry):
+def test_types_of_other_libraries_count(registry):
     numbers = np.zeros(SHAPE, np.uint16)
     bf16 = described(DataType.DT_BF16)
     for tensor in (TorchTensor(numbers, "bfloat16"), DLPackTensor(numbers, code=4)):
@@ -102,7 +102,7 @@ def test_another_shape_is_refused(registry, shape):
         registered(registry, described(), np.zeros(shape, np.float16))
 
 
-def test_dimensions_of_length_1_say_nothing(registry):
+def test_dimensions_of_length_1_are_ignored(registry):
     latent = np.zeros((5, 4, 1, 24), np.float16)
     assert registered(registry, described(shape=(5, 4, 1, 24)), latent[:, :, 0])
     mla = described(shape=(5, 4, 24), layout="block token dim")
@@ -121,7 +121,7 @@ def test_dimensions_of_length_1_say_nothing(registry):
         TorchTensor(np.zeros(960, np.uint8)),
     ],
 )
-def test_a_row_of_bytes_says_nothing(registry, raw):
+def test_a_row_of_bytes_has_any_type(registry, raw):
     assert registered(registry, described(), raw)
     with refused("LLM_PARAM_INVALID", "has 960 bytes; a tensor of the cache, .* has 1920"):
         registered(registry, described(DataType.DT_FLOAT), raw)
@@ -133,7 +133,7 @@ def test_bytes_with_gaps_are_refused(registry):
 
 
 class TestPermutedViews:
-    """Memory counts: a description is of tensors as they lie in it."""
+    """A description is of the tensors' order in memory, not of a view."""
 
     def test_in_the_order_of_the_description(self, registry):
         view = np.zeros((5, 3, 4, 8), np.float16).transpose(0, 2, 1, 3)  # tokens first, as shown

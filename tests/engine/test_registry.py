@@ -1,4 +1,4 @@
-"""Caches that are made, offered and ended: ids, what peers reach, refusals."""
+"""Caches that are made, offered and ended: ids, access of peers, refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_ids_rise_from_one_with_every_attempt(registry):
         registry.allocate(TOO_LARGE, paged=False)
     with refused("LLM_PARAM_INVALID", "tensors has 1 elements; num_tensors=2"):
         registry.register(SLOTS, [1], paged=False)
-    with pytest.raises(TypeError, match=r"keys\[0\]"):  # refused before it is an attempt
+    with pytest.raises(TypeError, match=r"keys\[0\]"):  # refused before it counts as an attempt
         registry.allocate(SLOTS, paged=False, keys=[5])
     assert registry.register(SLOTS, tensors(), paged=False).cache.cache_id == 4
 
@@ -104,7 +104,7 @@ def test_a_tensor_of_another_form_is_named_with_what_the_cache_has(registry, wro
         registry.register(SLOTS, [tensors()[0], wrong], paged=False)
 
 
-def test_addresses_are_as_good_as_arrays(registry, transport):
+def test_addresses_work_like_arrays(registry, transport):
     arrays = tensors(value=8)
     for given in (addresses(arrays), tuple(np.array(addresses(arrays), np.uint64))):
         entry = registry.register(SLOTS, given, paged=False)
@@ -114,7 +114,7 @@ def test_addresses_are_as_good_as_arrays(registry, transport):
 def test_adjacent_tensors_are_one_range(registry, transport):
     both = np.full((2, *SLOTS.shape), 5, np.uint8)
     wide = CacheDesc(num_tensors=1, shape=SLOTS.shape, data_type=DataType.DT_UINT8)
-    for _ in range(MAX_RANGES):  # one each, in any order
+    for _ in range(MAX_RANGES):  # one range each, in any order
         entry = registry.register(SLOTS, [both[1], both[0]], paged=False)
         assert pulled(transport, entry) == [5, 5]
     with refused("LLM_OUT_OF_MEMORY", f"{MAX_RANGES}"):
@@ -123,16 +123,16 @@ def test_adjacent_tensors_are_one_range(registry, transport):
     registry.register(wide, [both[0]], paged=False)
 
 
-def test_what_cannot_be_offered_leaves_nothing_behind(registry, transport, changes):
+def test_a_cache_that_cannot_be_offered_leaves_nothing_behind(registry, transport, changes):
     apart = np.zeros((4, *SLOTS.shape), np.uint8)
     for _ in range(MAX_RANGES // 2 - 1):
         registry.register(SLOTS, [apart[0], apart[2]], paged=False)
     registry.allocate(SLOTS, paged=False)
     before, offered = free_nbytes(registry), transport.metadata()
-    with refused("LLM_OUT_OF_MEMORY", "max_registrations"):  # its first range is, its second not
+    with refused("LLM_OUT_OF_MEMORY", "max_registrations"):  # the second range does not fit
         registry.register(SLOTS, [apart[0], apart[2]], paged=False, keys=[key(1)])
     assert transport.metadata() == offered
-    registry.allocate(SLOTS, paged=False, keys=[key(1)])  # the key is free
+    registry.allocate(SLOTS, paged=False, keys=[key(1)])  # the key is free again
     with refused("LLM_OUT_OF_MEMORY", "max_registrations"):
         registry.allocate(SLOTS, paged=False)
     assert free_nbytes(registry) == before - (1 << 12)
@@ -174,7 +174,7 @@ def test_without_a_pool_a_cache_has_an_arena_of_its_own(registry, transport):
     registry.deallocate(1)
 
 
-def test_an_arena_of_ones_own_is_zeroed_and_goes_with_its_last_user(transport):
+def test_an_arena_of_one_cache_is_zeroed_and_ends_with_its_last_user(transport):
     registry = CacheRegistry((transport,), Options(), lambda: None)
     entry = registry.allocate(SLOTS, paged=False)
     arrays = tensor_arrays(SLOTS, entry.memory)
@@ -235,7 +235,7 @@ class TestResolve:
 
 
 class TestEnds:
-    def test_what_is_unknown_or_gone_is_fine(self, registry):
+    def test_unknown_and_ended_caches_are_ignored(self, registry):
         registry.allocate(SLOTS, paged=False)
         for _ in range(2):
             for cache_id in (1, 5, -1):
@@ -272,7 +272,7 @@ class TestEnds:
         with refused("LLM_ENGINE_FINALIZED", "finalized"):
             registry.allocate(SLOTS, paged=False)
         cache = Cache(SLOTS, tensor_addrs=entry.cache.tensor_addrs)
-        registry.resolve(cache)  # somebody uses it still
+        registry.resolve(cache)  # a caller still uses it
         del entry, claim
         with refused("LLM_PARAM_INVALID", "not mapped"):
             registry.resolve(cache)
@@ -362,17 +362,17 @@ def test_addresses_are_looked_up_once_when_they_are_registered(registry):
     given = [memory, memory + SLOTS.tensor_nbytes]
     entry = registry.register(SLOTS, given, paged=False)
     libc.munmap(ctypes.c_void_p(memory), size)
-    entry.memory.check()  # the user has promised; to look again at each transfer is too dear
+    entry.memory.check()  # users promise to keep it: looking at each transfer would cost too much
     with refused("LLM_PARAM_INVALID", "not mapped"):
         registry.register(SLOTS, given, paged=False)
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_a_signal_handler_may_unregister_too(registry, same):
-    """The same cache or another, at any line of what it interrupts."""
+    """It unregisters the same cache or another one, at any line of the interrupted call."""
     functions = [CacheRegistry.unregister, *vars(PendingDeregistrations).values()]
     inside = [function.__code__ for function in functions if hasattr(function, "__code__")]
-    # The comprehension is a function of its own before Python 3.12.
+    # Before Python 3.12 a comprehension is a separate function.
     inside += [const for code in inside for const in code.co_consts if isinstance(const, CodeType)]
     for line in range(1, 100):
         first, second = (

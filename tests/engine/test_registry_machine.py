@@ -1,4 +1,4 @@
-"""The registry compared with a model of it: what lives, what peers see, what is free."""
+"""The registry compared with a model: live caches, the view of peers, free pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TENSORS = 2
 
 @dataclass(eq=False)
 class Model:
-    """A cache that lives, or whose memory somebody still uses."""
+    """A live cache, or one whose memory is still used."""
 
     cache_id: int
     paged: bool
@@ -36,7 +36,7 @@ class Model:
     by_id: bool = True
     keys: set[Any] = field(default_factory=set)
     claims: set[int] = field(default_factory=set)
-    in_flight: list[Any] = field(default_factory=list)  # what transfers hold
+    in_flight: list[Any] = field(default_factory=list)  # objects that transfers hold
 
     @property
     def lives(self) -> bool:
@@ -98,7 +98,7 @@ class RegistryMachine(RuleBasedStateMachine):
             assert not taken
         elif status is LLMStatusCode.LLM_OUT_OF_MEMORY:
             assert owned
-            assert pages > 1 or not self.free_pages()  # one page fits wherever there is one
+            assert pages > 1 or not self.free_pages()  # one page fits into any hole
         else:
             assert (status, taken) == (LLMStatusCode.LLM_PARAM_INVALID, True)
 
@@ -217,7 +217,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
     @invariant()
     def addresses_find_what_lives_by_id(self) -> None:
-        """Asked after each change, so that an index of before would be found."""
+        """Check after each change, so that an outdated index is found."""
         extents = self.registry.address_index().extents
         living = [self.registry.get(cache.cache_id) for cache in self.caches if cache.by_id]
         assert len(extents) == TENSORS * len(living)

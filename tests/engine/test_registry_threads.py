@@ -1,4 +1,4 @@
-"""Many threads, one registry: each byte, id and key has one owner, and all comes back."""
+"""Many threads use one registry: each byte, id and key has one owner, and all are returned."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_caches_come_and_go_in_all_threads():
             )
             if entry is None:
                 assert status is LLMStatusCode.LLM_OUT_OF_MEMORY
-                gc.collect()  # of all threads
+                gc.collect()  # garbage of all threads
                 continue
             ids.append(entry.cache.cache_id)
             (array,) = tensor_arrays(desc, entry.memory)
@@ -67,8 +67,8 @@ def test_caches_come_and_go_in_all_threads():
             registry.deallocate(ids[-1])
             assert (array == number).all()
             registry.release(claim.claim_id, ALL_TENSORS)
-            # Garbage in a cycle: its memory goes back from whichever thread collects it, at a
-            # moment when that thread may be in the pool.
+            # Garbage in a cycle: any thread may collect it and return the memory, even while that
+            # thread is in the pool.
             cycle: list[object] = [entry, claim, array]
             cycle.append(cycle)
         return ids
@@ -113,7 +113,7 @@ def test_of_many_threads_that_claim_a_key_one_gets_it():
         registry.close()
 
 
-def test_closing_leaves_nothing_behind_of_what_is_being_made():
+def test_closing_leaves_nothing_behind_of_unfinished_caches():
     def work(number: int) -> LLMStatusCode:
         if number == 0:
             registry.close()
@@ -132,7 +132,7 @@ def test_closing_leaves_nothing_behind_of_what_is_being_made():
 
 
 class Sending(LocalTransport):
-    """Something of the first memory that it offers is being sent, until `sent`."""
+    """A transport over which the first offered memory is being sent until `sent` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Sending(LocalTransport):
 
 @pytest.mark.parametrize("call", ["unregister", "renew"])
 def test_a_cache_that_another_thread_is_ending_is_waited_for(call: str) -> None:
-    """When `unregister` returns, its user takes the memory away."""
+    """When `unregister` returns, the user may free the memory."""
     with Sending() as transport, ThreadPoolExecutor(2) as threads:
         registry = made(transport)
         entry = registry.register(
@@ -178,7 +178,7 @@ def test_a_cache_that_another_thread_is_ending_is_waited_for(call: str) -> None:
 
 
 class Interrupted(LocalTransport):
-    """Calls `then` after each registration."""
+    """A transport that calls `then` after each registration."""
 
     then: Callable[[], object] = staticmethod(lambda: None)
 

@@ -1,6 +1,6 @@
-"""An engine that the system has too few threads, descriptors or bytes of a file for.
+"""Engines on a system with too few threads, descriptors or bytes of a file.
 
-Children of one process each initialize an engine, with a little more room than the one before.
+Child processes initialize an engine, each with a little more room than the one before.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ for spare in rooms:
 
 
 def outcomes(rooms: list[int], tried: str) -> list[str]:
-    """Return what engines said that `tried(spare)` made, for each of `rooms`; none aborts."""
+    """Return the outcome of `tried(spare)` for each of `rooms`. No process aborts."""
     body = indent(dedent(tried), "    ")
     program = f"rooms = {rooms}\ndef tried(spare):\n{body}\n{HARNESS}"
     done = subprocess.run(
@@ -63,7 +63,7 @@ def outcomes(rooms: list[int], tried: str) -> list[str]:
 @pytest.mark.skipif(os.getuid() != 0, reason="a user who runs nothing else is needed")
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
 def test_an_engine_without_threads(is_first: bool) -> None:
-    """A later one finds the threads that copy, and that say that the process lives."""
+    """A later engine finds the threads that copy, and that show that the process lives."""
     tried = f"""
         if not {is_first}:
             engine().finalize()

@@ -13,20 +13,20 @@ from tests.links.peer import Peer
 
 @pytest.fixture(autouse=True)
 def _log_every_step(caplog: pytest.LogCaptureFixture) -> None:
-    """Ends wait for lines of the log."""
+    """Log everything, because ends wait for lines of the log."""
     caplog.set_level(logging.INFO, "kvplan")
 
 
 @pytest.fixture
 def make_end() -> Iterator[Callable[..., End]]:
-    """Make ends in this process; they are closed after the test."""
+    """A function that makes ends in this process, which are closed after the test."""
     with ExitStack() as ends:
         yield lambda cluster_id, **options: ends.enter_context(End(cluster_id, **options))
 
 
 @pytest.fixture
 def make_peer() -> Iterator[Callable[..., Peer]]:
-    """Make peers in processes of their own; they are ended after the test."""
+    """A function that makes peers in other processes, which end after the test."""
     with ExitStack() as peers:
 
         def make(cluster_id: int, **options: Any) -> Peer:
@@ -39,11 +39,11 @@ def make_peer() -> Iterator[Callable[..., Peer]]:
 
 @pytest.fixture
 def end(make_end: Callable[..., End]) -> End:
-    """Cluster 1, in this process."""
+    """The end of cluster 1, in this process."""
     return make_end(1)
 
 
 @pytest.fixture
 def peer(make_peer: Callable[..., Peer]) -> Peer:
-    """A process of cluster 2."""
+    """A process with the end of cluster 2."""
     return make_peer(2)

@@ -1,4 +1,4 @@
-"""One side of links, as an engine has it: transports, caches, links; and its log, to wait on."""
+"""One side of links, as an engine has it: transports, caches and links, and a log to wait for."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvplan.transport.local import LocalTransport
 from kvplan.transport.transport import Transport
 
 DESC = CacheDesc(2, (4, 16), DataType.DT_FLOAT)
-DEADLINE_S = 20.0  # of what happens at once, on a machine that stalls
+DEADLINE_S = 20.0  # for events that happen at once, on a machine that stalls
 
 
 class End:
-    """An engine's links, without the engine."""
+    """Links of an engine, without the engine."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class End:
         self.links = Links(
             cluster_id, lambda: LlmRole.MIX, given, self.registry, self.transports, inbox=inbox
         )
-        if keyless:  # as at an address of the network
+        if keyless:  # as for an address of the network
             object.__setattr__(self.links._engine, "keys", Keys())
         self.links.start()
         if listen:
@@ -57,21 +57,21 @@ class End:
 
     @property
     def cluster(self) -> ClusterInfo:
-        """How a peer names this side."""
+        """Return the address of this side, for a peer."""
         return ClusterInfo(self.cluster_id, self.address)
 
     def link(self, *clusters: ClusterInfo, timeout_ms: int = 5000) -> None:
-        """Link, and fail with the first that fails."""
+        """Link with all clusters, and raise the first failure."""
         self.links.link(clusters, timeout_ms).raise_for_status()
 
     def check_link_fails(self, cluster: ClusterInfo, status: LLMStatusCode, message: str) -> None:
-        """Link, which must fail with `status` and `message`."""
+        """Expect that linking fails with `status` and `message`."""
         (result,) = self.links.link([cluster], 5000)
         assert result.status is status, result
         assert re.search(message, str(result.error)), result
 
     def show_instance(self, instance: str) -> None:
-        """Claim to be another engine, as a program that is not kvplan can."""
+        """Pretend to be another engine, as a program other than kvplan can."""
         object.__setattr__(self.links._engine, "instance", bytes.fromhex(instance))
 
     def state(self, cluster_id: int) -> LinkState | None:
@@ -83,13 +83,13 @@ class End:
         return self.links.get(cluster_id).status()
 
     def wait_until(self, cluster_id: int, state: LinkState | None) -> None:
-        """Wait for a state that is entered without a line in the log."""
+        """Wait for a state that a link enters without a line in the log."""
         deadline = time.monotonic() + DEADLINE_S
         while self.state(cluster_id) is not state:
             assert time.monotonic() < deadline, f"{self.state(cluster_id)} is not {state}"
 
     def wait_for(self, cluster_id: int, state: str) -> str:
-        """Wait until the link with a cluster enters a state; returns the level and line of it."""
+        """Wait until a link enters a state, and return the level and the line of the log."""
         return self.log.wait_for_line(f"peer={cluster_id} state={state} ")
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class End:
 
 
 class _Log(logging.Handler):
-    """What one engine logs."""
+    """The log of one engine."""
 
     def __init__(self, cluster_id: int) -> None:
         super().__init__()
@@ -126,10 +126,10 @@ class _Log(logging.Handler):
             self._lines.put(f"{record.levelname} {line}")
 
     def next_line(self) -> str:
-        """What is logged already and was not seen.
+        """Return the next line that is logged already.
 
         Raises:
-            queue.Empty: nothing.
+            queue.Empty: no line is left.
         """
         return self._lines.get_nowait()
 

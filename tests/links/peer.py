@@ -1,4 +1,4 @@
-"""A peer in a process of its own: an `End` there."""
+"""A peer in another process, with an `End` there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support import peer
 
 
 class Peer(peer.Peer):
-    """What it runs can use its `end`."""
+    """A process whose snippets can use its `end`."""
 
     module = "tests.links.peer_process"
 

@@ -1,4 +1,4 @@
-"""What a `Peer` has: an `End` of cluster `cluster_id`."""
+"""The names of a `Peer`: an `End` of cluster `cluster_id`."""
 
 import logging
 from typing import Any

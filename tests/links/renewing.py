@@ -1,4 +1,4 @@
-"""A transport whose connection both ends must renew: the local one, with a connection in name."""
+"""A transport whose connection both ends must renew: `local` with a pretended connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.links.end import DEADLINE_S
 
 
 class Meeting:
-    """Where both sides of a connection wait for each other, by session and generation."""
+    """A place where both sides of a connection wait for each other, by session and generation."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -30,22 +30,22 @@ class Meeting:
 
 
 class Connection:
-    """Records its calls, and fails as a test wants."""
+    """A connection that records its calls, and fails as a test wants."""
 
     def __init__(self, meeting: Meeting, session: bytes) -> None:
         self.request_renewal: Callable[[], None] | None = None
         self.notify_unused: Callable[[int], None] = lambda generation: None
         self.current = 0
         self.opened: list[int] = []
-        self.making: list[int] = []  # that `renew` was called for
+        self.making: list[int] = []  # generations with a call of `renew`
         self.made: list[int] = []
         self.abandoned: list[int] = []
         self.unused_there: list[int] = []
         self.refusal: LLMException | None = None
         self.open_refusal: Exception | None = None
-        self.begins = threading.Event()  # cleared: it is not open until it is set again
+        self.begins = threading.Event()  # while cleared, `open` waits
         self.begins.set()
-        self.holds = threading.Event()  # cleared: it takes until it is set again
+        self.holds = threading.Event()  # while cleared, `renew` waits
         self.holds.set()
         self._meeting = meeting
         self._session = session
@@ -63,7 +63,7 @@ class Connection:
         return b"newest"
 
     def renew(self, generation: int, *, timeout_ms: float) -> None:
-        assert 1_000 < timeout_ms < 120_000  # some seconds, in milliseconds
+        assert 1_000 < timeout_ms < 120_000  # a few seconds, in milliseconds
         with self._meeting.changed:
             self.making.append(generation)
             self._meeting.changed.notify_all()
@@ -99,7 +99,7 @@ class Connection:
 
 
 class _Link:
-    """A local link, with that connection."""
+    """A local link with such a connection."""
 
     def __init__(self, link: Any, renewable: Connection) -> None:
         self._link = link
@@ -110,7 +110,7 @@ class _Link:
 
 
 class RenewingTransport(LocalTransport):
-    """Its connections meet those of the transports that share its meeting."""
+    """A transport whose connections meet those of transports with the same `Meeting`."""
 
     def __init__(self, meeting: Meeting) -> None:
         super().__init__()

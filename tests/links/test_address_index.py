@@ -1,4 +1,4 @@
-"""Caches found by addresses: against a search byte by byte."""
+"""Caches found by addresses, compared with a search byte by byte."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def column(*numbers: int) -> np.ndarray:
 
 
 @given(extents=extents, ranges=ranges)
-@example(extents=[(1, 10), (3, 20)], ranges=[(1, 20)])  # the second reaches farther
-@example(extents=[(1, 20), (3, 10)], ranges=[(1, 20)])  # it lies inside of the first
+@example(extents=[(1, 10), (3, 20)], ranges=[(1, 20)])  # the second ends later
+@example(extents=[(1, 20), (3, 10)], ranges=[(1, 20)])  # the second lies inside of the first
 def test_ranges_are_cut_where_they_pass_from_one_to_the_next(
     extents: list[tuple[int, int]], ranges: list[tuple[int, int]]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Calls that meet: from both ends, from two threads, link and unlink; none waits for ever."""
+"""Concurrent calls: from both ends, from two threads, link and unlink. None waits for ever."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OK = LLMStatusCode.LLM_SUCCESS
 
 
 def at_once(*calls: Callable[[], LinkResults]) -> list[LLMStatusCode]:
-    """Make all calls at one moment, each in a thread of its own; returns their statuses."""
+    """Make all calls at the same moment, each in a thread, and return their statuses."""
     start = threading.Barrier(len(calls))
 
     def run(call: Callable[[], LinkResults]) -> LLMStatusCode:
@@ -38,13 +38,13 @@ def test_both_ends_link_at_once(make_end: MakeEnd, round_: int) -> None:
         lambda: one.links.link([two.cluster], 30_000),
         lambda: two.links.link([one.cluster], 30_000),
     )
-    # A call that comes when the other has ended finds the link.
+    # A call that comes after the other has ended finds the link.
     assert set(statuses) <= {OK, LLMStatusCode.LLM_ALREADY_LINK}
     assert OK in statuses
-    one.wait_until(2, LinkState.LINKED)  # a call that found a link does not wait for it
+    one.wait_until(2, LinkState.LINKED)  # a call that finds a link does not wait
     two.wait_until(1, LinkState.LINKED)
     assert (one.links.live(), two.links.live()) == (1, 1)
-    for end in (one, two):  # it works, from either end
+    for end in (one, two):  # the link works from either end
         end.links.get(3 - end.cluster_id).begin(end)
         end.links.get(3 - end.cluster_id).end(end)
     one.links.unlink([2], 5000).raise_for_status()
@@ -52,7 +52,7 @@ def test_both_ends_link_at_once(make_end: MakeEnd, round_: int) -> None:
 
 
 class _Slow(LocalTransport):
-    """Whose connect lasts until it is released."""
+    """A transport whose `connect` lasts until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ def test_the_second_call_joins_the_first(make_end: MakeEnd, caller: int) -> None
     slow.close()
 
 
-def test_a_handshake_that_is_held_up_ends_with_that_of_the_peer(make_end: MakeEnd) -> None:
-    """What the peer's address leads to says nothing, and never will."""
+def test_a_delayed_handshake_ends_with_that_of_the_peer(make_end: MakeEnd) -> None:
+    """The address of the peer leads to a silent listener."""
     one, two = make_end(1), make_end(2)
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as threads:
         nowhere = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -112,7 +112,7 @@ def test_two_threads_link_one_cluster(make_end: MakeEnd) -> None:
         assert call.result(DEADLINE_S).status is OK
 
 
-def test_a_cluster_may_not_stand_twice_in_a_call(make_end: MakeEnd) -> None:
+def test_a_call_must_not_name_a_cluster_twice(make_end: MakeEnd) -> None:
     one, two = make_end(1), make_end(2)
     results = one.links.link([two.cluster, two.cluster], 5000)
     assert [result.status for result in results] == [OK, LLMStatusCode.LLM_PROCESSING_LINK]
@@ -150,7 +150,7 @@ def test_linking_while_the_other_end_unlinks(make_end: MakeEnd) -> None:
     link = two.links.get(1)
     link.begin(link)
     with ThreadPoolExecutor(1) as threads:
-        # In half of that time the end that is busy refuses, and both are linked as before.
+        # After half of that time the busy end refuses, and both ends are linked as before.
         unlinking = threads.submit(one.links.unlink, [2], 600_000)
         try:
             two.wait_until(1, LinkState.UNLINKING)
@@ -175,7 +175,7 @@ def test_all_engines_link_and_unlink_all_others_at_once(make_end: MakeEnd) -> No
     with ThreadPoolExecutor(4) as threads:
         for item in [threads.submit(work, end) for end in ends]:
             item.result(60)
-    # A handshake that lost may still be known at its other end, until the time of the call is over.
+    # A handshake that lost may be known at its other end until the timeout of the call.
     for end in ends:
         for other in ends:
             end.wait_until(other.cluster.remote_cluster_id, None)

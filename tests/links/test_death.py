@@ -1,4 +1,4 @@
-"""Peers that die, stop, or come again: noticed in time, reported with the reason, linked again."""
+"""Peers that die, stop or restart: noticed in time, reported with the reason, linked again."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ DIES_IN_CONNECT = """
 """
 
 
-def test_a_stopped_peer_is_noticed_and_hears_of_it_when_it_goes_on(
+def test_a_stopped_peer_is_noticed_and_learns_of_it_when_it_continues(
     make_end: MakeEnd, peer: Peer
 ) -> None:
     end = make_end(1, **QUICK)
@@ -125,7 +125,7 @@ def test_an_engine_that_was_stopped_itself_does_not_blame_its_peer(
     end, peer = make_end(1, sync_kv_cache_wait_time=500), make_peer(2, **QUICK)
     end.link(peer.cluster)
     peer.stop()
-    # What waits for an answer here takes longer than the deadline of the peer.
+    # Calls that wait for an answer here take longer than the deadline of the peer.
     with refused(LLMStatusCode.LLM_TIMEOUT, "cluster 2 has not answered within 500 ms"):
         end.links.get(2).cache(CacheIndex(2, 1, 0))
     peer.resume()
@@ -155,7 +155,7 @@ def test_nothing_stays_open_over_many_links(make_end: MakeEnd) -> None:
     for _ in range(50):
         round_()
     deadline = time.monotonic() + DEADLINE_S
-    while _open_files() > before + 4:  # some close a moment later
+    while _open_files() > before + 4:  # some descriptors close a moment later
         assert time.monotonic() < deadline, f"{_open_files()} files are open, {before} were"
 
 

@@ -1,4 +1,4 @@
-"""Linking and unlinking between processes, and every way in which it is refused."""
+"""Linking and unlinking between processes, and all refusals."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_linking_twice(end: End, peer: Peer) -> None:
 def test_a_call_that_is_cancelled_before_its_links_begin_leaves_nothing(
     end: End, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Python warns of each coroutine that never ran."""
+    """Python would warn of each coroutine that never ran."""
     there = ClusterInfo(2, IpInfo("127.0.0.1", 1))
 
     async def run() -> None:
         call = asyncio.create_task(end.links._linking([there], 5000))
-        await asyncio.sleep(0)  # it has begun, and its links begin next
+        await asyncio.sleep(0)  # the call has begun, and its links begin next
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -103,7 +103,7 @@ def test_a_refused_port_names_the_peer_and_the_reason(end: End) -> None:
         end.links.get(2)
 
 
-def test_why_a_try_failed_is_forgotten_with_the_next_that_does_not(
+def test_the_error_of_an_attempt_is_forgotten_after_a_success(
     end: End, make_end: Callable[..., End]
 ) -> None:
     other = make_end(2)
@@ -124,7 +124,7 @@ def test_a_host_name_that_does_not_exist(end: End) -> None:
 
 
 class _Door:
-    """A port of this host that closes connections which it does not let in, and counts them."""
+    """A port that closes all connections without letting them in, and counts them."""
 
     def __init__(self) -> None:
         self.knocks = 0
@@ -139,7 +139,7 @@ class _Door:
             with visitor:
                 if visitor.recv(1) == b"!":
                     return
-                self.knocks += 1  # before the visitor sees that it is not let in
+                self.knocks += 1  # before the client sees that it is closed
 
     def __enter__(self) -> _Door:
         return self
@@ -168,7 +168,7 @@ def test_connecting_is_tried_until_the_time_is_over(make_end: MakeEnd) -> None:
     assert time.monotonic() - begun < DEADLINE_S / 4
 
 
-def test_a_refusal_is_not_asked_for_again(make_end: MakeEnd, end: End) -> None:
+def test_a_refused_link_is_not_tried_again(make_end: MakeEnd, end: End) -> None:
     other = make_end(2, listen="", link_retry_count=100)
     why = "hello: cluster 1 is here, not cluster 3"
     other.check_link_fails(ClusterInfo(3, end.address), LLMStatusCode.LLM_LINK_FAILED, why)
@@ -177,7 +177,7 @@ def test_a_refusal_is_not_asked_for_again(make_end: MakeEnd, end: End) -> None:
         other.log.next_line()
 
 
-def test_a_peer_that_comes_late_is_found(make_end: MakeEnd, end: End) -> None:
+def test_a_peer_that_starts_late_is_found(make_end: MakeEnd, end: End) -> None:
     end.links.stop_listening()
     other = make_end(2, listen="", link_retry_count=100)
     with ThreadPoolExecutor(1) as thread:
@@ -188,13 +188,13 @@ def test_a_peer_that_comes_late_is_found(make_end: MakeEnd, end: End) -> None:
     assert end.state(2) is LinkState.LINKED
 
 
-def test_a_listener_that_says_nothing(end: End) -> None:
+def test_a_silent_listener(end: End) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         cluster = ClusterInfo(2, f"127.0.0.1:{silent.getsockname()[1]}")
         (result,) = end.links.link([cluster], 200)
     assert result.status is LLMStatusCode.LLM_LINK_FAILED
     (waited,) = re.findall(r"no answer within (\d+) ms", str(result.error))
-    assert int(waited) <= 200  # what connecting has left of it
+    assert int(waited) <= 200  # the rest after connecting
 
 
 def test_another_cluster_listens_there(make_end: MakeEnd, end: End) -> None:
@@ -218,14 +218,14 @@ def test_names_and_ipv6(make_end: MakeEnd, remote: tuple[str, str]) -> None:
 
 
 class _Unreachable(LocalTransport):
-    """A transport that no peer is good enough for."""
+    """A transport that refuses every peer."""
 
     def refusal(self, metadata: bytes) -> str | None:
         return "the cable is missing"
 
 
 class _Unconnectable(LocalTransport):
-    """A transport that seems to do, and then does not."""
+    """A transport that refuses no peer, but cannot connect."""
 
     def refusal(self, metadata: bytes) -> None:
         return None
@@ -285,7 +285,7 @@ def test_an_engine_that_does_not_listen_cannot_be_linked_with(make_end: MakeEnd,
 
 
 class TestBadArguments:
-    """Refused before anybody is called."""
+    """Calls that are refused before they reach any peer."""
 
     @pytest.mark.parametrize(
         ("remote", "message"),
@@ -310,7 +310,7 @@ class TestBadArguments:
             (("127.0.0.1", 26000), "endpoint='127.0.0.1' must be"),
         ],
     )
-    def test_addresses_that_cannot_be_are_refused_at_once(self, remote: Any, message: str) -> None:
+    def test_impossible_addresses_are_refused_at_once(self, remote: Any, message: str) -> None:
         with refused(LLMStatusCode.LLM_PARAM_INVALID, message):
             ClusterInfo(2, remote)
 

@@ -1,4 +1,4 @@
-"""Which of several: links of one cluster, handshakes, sides of a limit, tensors and memories."""
+"""The choice of one of several: links of a cluster, handshakes, tensors, memories; and limits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INSTANCE, OTHER = bytes(16), bytes(15) + b"x"
 
 @pytest.fixture
 def pair(make_end: MakeEnd) -> tuple[End, End]:
-    """Linked, with room for one link each."""
+    """Two linked ends, each with room for one link."""
     one, two = make_end(1, max_links=1), make_end(2, max_links=1)
     one.link(two.cluster)
     return one, two
@@ -39,7 +39,7 @@ def pair(make_end: MakeEnd) -> tuple[End, End]:
 
 @pytest.mark.parametrize("kinds", [*product((False, True), repeat=3)])
 def test_the_link_that_counts_is_shown(end: End, kinds: tuple[bool, bool, bool]) -> None:
-    """One that is up or was, before one that this end begins, before one that the peer begins."""
+    """A link that is or was up precedes one that this end begins, and then one of the peer."""
     transitions = end.links._transitions
     of_kind = (transitions.links, transitions.initiating, transitions.accepting)
     names = ("links", "initiating", "accepting")
@@ -59,7 +59,7 @@ def test_a_link_that_is_up_may_be_made_again_at_the_limit(pair: tuple[End, End])
         transitions.check_capacity(3)
 
 
-def test_nothing_is_kept_of_who_has_waited_for_a_link_to_be_idle(pair: tuple[End, End]) -> None:
+def test_calls_that_waited_for_an_idle_link_leave_nothing(pair: tuple[End, End]) -> None:
     one, _ = pair
     link = one.links.get(2)
     link.begin(link)
@@ -73,7 +73,7 @@ def test_nothing_is_kept_of_who_has_waited_for_a_link_to_be_idle(pair: tuple[End
 
 
 class Liar:
-    """A server that answers in the name of another cluster."""
+    """A server that answers as another cluster."""
 
     async def on_request(self, channel: Channel, body: Body) -> Body:
         return Welcome(9, INSTANCE, LlmRole.MIX, bytes(16), (), ())
@@ -83,7 +83,7 @@ class Liar:
     def on_lost(self, channel: Channel, reason: str) -> None: ...
 
 
-def test_an_answer_of_another_cluster_makes_no_link(make_end: MakeEnd) -> None:
+def test_an_answer_in_the_name_of_another_cluster_makes_no_link(make_end: MakeEnd) -> None:
     end, loop = make_end(1, keyless=True), ControlLoop("test-liar")
     loop.start()
     try:
@@ -97,7 +97,7 @@ def test_an_answer_of_another_cluster_makes_no_link(make_end: MakeEnd) -> None:
 
 
 def acceptor(own_id: int, **links: Any) -> tuple[HandshakeAcceptor, list[Any]]:
-    """An acceptor of cluster `own_id` that knows these links, and what it ends of them."""
+    """Return an acceptor of cluster `own_id` that knows these links, and a list of ended ones."""
     failed: list[Any] = []
     known = {"accepting": {}, "initiating": {}, **links}
     transitions = SimpleNamespace(**known, failed=lambda link, error: failed.append(link))
@@ -117,7 +117,7 @@ def hello(cluster_id: int, instance: bytes = INSTANCE) -> Hello:
     [(INSTANCE, "", True), (OTHER, "", False), (OTHER, "it is dead", True)],
 )
 def test_a_handshake_that_was_begun_before(instance: bytes, death: str, ends: bool) -> None:
-    """By the same process or a dead one it is over; another that lives keeps it."""
+    """It ends if the same process or a dead one began it; another living process keeps it."""
     before = SimpleNamespace(instance=instance, death=lambda: death)
     made, failed = acceptor(1, accepting={5: before})
     made._end_unconfirmed(hello(6))
@@ -133,7 +133,7 @@ def test_a_handshake_that_was_begun_before(instance: bytes, death: str, ends: bo
 
 @pytest.mark.parametrize("state", [LinkState.LINKED, LinkState.UNLINKED])
 @pytest.mark.parametrize("own_id", [1, 9])
-def test_the_handshake_of_the_lower_id_goes_on(own_id: int, state: LinkState) -> None:
+def test_the_handshake_of_the_lower_id_continues(own_id: int, state: LinkState) -> None:
     async def meet() -> bool:
         """Return whether the peer's handshake of cluster 5 waits for this end's."""
         own = SimpleNamespace(settled=asyncio.Event(), state=state)
@@ -154,7 +154,7 @@ def test_the_handshake_of_the_lower_id_goes_on(own_id: int, state: LinkState) ->
 
 
 class Memories:
-    """A link of a transport that says which memory was asked for."""
+    """A transport link that records the requested memory."""
 
     detects_freed = "before"
     way = ""
@@ -167,7 +167,7 @@ class Memories:
         return object()
 
 
-def test_memories_that_differ_in_one_thing_are_others(pair: tuple[End, End]) -> None:
+def test_memories_that_differ_in_one_property_are_different(pair: tuple[End, End]) -> None:
     one, two = pair
     link = one.links.get(2)
     ids = [two.registry.allocate(DESC, paged=False).cache.cache_id for _ in range(3)]
@@ -189,7 +189,7 @@ def test_memories_that_differ_in_one_thing_are_others(pair: tuple[End, End]) -> 
         link.transport_links = real
 
 
-def test_a_lease_of_a_process_before_is_refused(pair: tuple[End, End]) -> None:
+def test_a_lease_of_an_earlier_process_is_refused(pair: tuple[End, End]) -> None:
     one, two = pair
     link = one.links.get(2)
     cache_id = two.registry.allocate(DESC, paged=True).cache.cache_id
@@ -205,7 +205,7 @@ def test_a_lease_of_a_process_before_is_refused(pair: tuple[End, End]) -> None:
 def test_rows_at_addresses_fit_into_each_tensor(
     pair: tuple[End, End], skipped: tuple[int, int]
 ) -> None:
-    """Whichever of the tensors has the fewest bytes behind its address."""
+    """The tensor with the fewest bytes after its address decides."""
     one, two = pair
     link = one.links.get(2)
     addresses = two.registry.allocate(DESC, paged=True).cache.tensor_addrs

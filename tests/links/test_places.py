@@ -1,4 +1,4 @@
-"""Who may take the place of a live link: the same engine, which proves it, and nobody else."""
+"""Only the same engine, which proves that it is, may take the place of a live link."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ result = (it.status.name, str(it.error), end.log.wait_for_line("state="))
 
 
 class Cable:
-    """Passes on connections to an end, until it is cut: then neither side hears of the other."""
+    """A proxy for connections to an end. Once it is cut, neither side hears from the other."""
 
     def __init__(self, address: str) -> None:
         host, port = address.rsplit(":", 1)
@@ -47,7 +47,7 @@ class Cable:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """Pass on nothing any more, of the connections that there are."""
+        """Pass on no more bytes of existing connections."""
         self._is_cut = True
 
     def _accept(self) -> None:
@@ -79,7 +79,7 @@ class Cable:
 
 @pytest.fixture(scope="module")
 def peers() -> Iterator[tuple[Peer, Peer]]:
-    """Two processes of cluster 2; each test gives them other ends."""
+    """Two processes of cluster 2, which each test gives new ends."""
     with ExitStack() as held:
         made = Peer(2), Peer(2)
         for item in made:
@@ -94,7 +94,7 @@ def become(peer: Peer, *, over_tcp: bool = False, keyless: bool = False) -> None
 def take_place(
     peer: Peer, cluster: ClusterInfo, instance: str = "", timeout_ms: int = 20_000
 ) -> Any:
-    """Let a peer link, as the engine `instance`; returns status, error, and a line of its log."""
+    """Let a peer link as engine `instance`; return the status, the error, and a line of its log."""
     return peer.run(TAKE_PLACE, cluster=cluster, instance=instance, timeout_ms=timeout_ms)
 
 
@@ -104,7 +104,7 @@ def take_place(
     [(False, False), (True, False), (True, True)],
     ids=["local", "tcp with a key", "tcp without a key"],
 )
-def test_an_engine_that_shows_the_instance_of_another_does_not_take_its_place(
+def test_the_instance_of_an_engine_alone_does_not_take_its_place(
     make_end: MakeEnd,
     peers: tuple[Peer, Peer],
     caplog: pytest.LogCaptureFixture,

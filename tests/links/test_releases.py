@@ -1,4 +1,4 @@
-"""A release is sent until the peer has confirmed it, or the conversation has ended."""
+"""Releases of claims are sent until the peer has confirmed, or the conversation has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""link(comm_name, ...): members find each other by name, whoever begins and wherever they run."""
+"""link(comm_name, ...): members find each other by name, in any order and on any host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def comm_dir(tmp_path: Path) -> str:
 
 
 def settle(end: End, comm_id: int) -> RegisterMemStatus:
-    """Wait until it is prepared, or has failed."""
+    """Wait until a communicator is prepared or has failed, and return its status."""
     end.log.wait_for_line(f"comm cluster={end.cluster_id} comm_id={comm_id} ")
     return end.links.comm_status(comm_id)
 
@@ -78,7 +78,7 @@ def test_four_members_at_once_and_again(make_end: MakeEnd, comm_dir: str) -> Non
 
 
 def test_across_hosts_by_the_rank_table(make_end: MakeEnd, comm_dir: str) -> None:
-    # Addresses of this host that no other process takes.
+    # Addresses of this host that no other process uses.
     high, middle, low = os.getpid().to_bytes(3, "big")
     one, other = (f"127.{first + high}.{middle}.{low}" for first in (1, 128))
     hosts = {one: [("0", "0"), ("1", "1")], other: [("0", "2")]}
@@ -125,7 +125,7 @@ def test_a_port_that_two_communicators_share_is_open_as_long_as_one_of_them(
     assert settle(one, second) is OK
     assert three.status(1).address == f"{hosts[0]}:26903"
     one.links.comm_unlink(second)
-    third = one.links.comm_link("a", {1: 0, 2: 1}, table)  # the port is free again, for the next
+    third = one.links.comm_link("a", {1: 0, 2: 1}, table)  # the port is free again for the next one
     two.links.comm_unlink(1)
     assert settle(two, two.links.comm_link("a", {1: 0, 2: 1}, table)) is OK
     assert settle(one, third) is OK
@@ -143,7 +143,7 @@ def test_waiting_for_other_hosts_without_a_key_warns(make_end: MakeEnd) -> None:
     caller.links.comm_unlink(caller.links.comm_link("hosts", {1: 1, 2: 1}, table))
 
 
-def test_a_member_that_never_comes(make_end: MakeEnd, comm_dir: str) -> None:
+def test_a_member_that_never_arrives(make_end: MakeEnd, comm_dir: str) -> None:
     end = make_end(1, listen="", comm_dir=comm_dir, link_total_time=1)
     comm_id = end.links.comm_link("alone", {1: 0, 2: 1})
     assert settle(end, comm_id) is FAILED
@@ -157,7 +157,7 @@ def test_a_member_that_never_comes(make_end: MakeEnd, comm_dir: str) -> None:
     _refuse_not_linked(end, comm_id)
 
 
-def test_each_member_that_never_comes_has_the_reason(make_end: MakeEnd, comm_dir: str) -> None:
+def test_each_member_that_never_arrives_has_the_reason(make_end: MakeEnd, comm_dir: str) -> None:
     end = make_end(1, listen="", comm_dir=comm_dir, link_total_time=1)
     comm_id = end.links.comm_link("alone", {1: 0, 2: 1, 3: 2, 4: 3})
     assert settle(end, comm_id) is FAILED
@@ -169,7 +169,7 @@ def test_each_member_that_never_comes_has_the_reason(make_end: MakeEnd, comm_dir
 
 
 def test_an_orderly_end_does_not_count_as_a_failure(make_end: MakeEnd, comm_dir: str) -> None:
-    """A caller that polls now and then would take it for a link that was never made."""
+    """A caller that polls rarely would take that for a link that was never made."""
     one, two = (make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2))
     first, second = (end.links.comm_link("name", {1: 0, 2: 1}) for end in (one, two))
     assert settle(one, first) is settle(two, second) is OK
@@ -218,12 +218,12 @@ def test_a_member_that_dies(
     end.wait_for(1, "BROKEN")
     assert end.links.comm_status(comm_id) is FAILED
     end.links.comm_unlink(comm_id)
-    again = make_peer(1, listen="", comm_dir=comm_dir)  # its socket is still there
+    again = make_peer(1, listen="", comm_dir=comm_dir)  # the old socket is still there
     again.run("end.links.comm_link('name', {1: 0, 2: 1})")
     assert settle(end, end.links.comm_link("name", {1: 0, 2: 1})) is OK
 
 
-def test_transfers_in_flight_keep_it(make_end: MakeEnd, comm_dir: str) -> None:
+def test_transfers_in_flight_keep_the_communicator(make_end: MakeEnd, comm_dir: str) -> None:
     one, two = (make_end(i, listen="", comm_dir=comm_dir) for i in (1, 2))
     for end in (one, two):
         end.links.comm_link("name", {1: 0, 2: 1})
@@ -240,7 +240,7 @@ def test_transfers_in_flight_keep_it(make_end: MakeEnd, comm_dir: str) -> None:
 def test_an_engine_of_another_communicator_of_that_name_is_refused(
     make_end: MakeEnd, comm_dir: str
 ) -> None:
-    """It comes to where the members meet, and leaves them as they are."""
+    """That engine connects to the members' meeting point, and does not disturb them."""
     one, two = (make_end(i, comm_dir=comm_dir) for i in (1, 2))
     other = make_end(3, comm_dir=comm_dir, link_total_time=1)
     for end in (one, two):
@@ -265,7 +265,7 @@ def test_linked_by_address_already(make_end: MakeEnd, comm_dir: str) -> None:
 
 
 class TestBadArguments:
-    """Refused at once; none takes an id."""
+    """Calls that are refused at once and take no id."""
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -328,7 +328,7 @@ class TestBadArguments:
     def test_a_directory_below_one_that_others_may_write_to(
         self, make_end: MakeEnd, tmp_path: Path, mode: int
     ) -> None:
-        """They could put another in its place; in a sticky one they cannot."""
+        """Others could replace the directory, but not in a sticky one."""
         shared, between = tmp_path / "shared", tmp_path / "shared" / "between"
         between.mkdir(parents=True)
         shared.chmod(mode)

@@ -1,4 +1,4 @@
-"""Both ends renew the connection behind a link: whoever asks, whatever fails, whoever goes."""
+"""Renewals of the connection behind a link: requests of either end, failures, ends of links."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFUSAL = LLMException("HcclCommPrepare: 4", status_code=LLMStatusCode.LLM_LINK_
 
 
 class Pair:
-    """Two linked ends in this process, and the connection of each."""
+    """Two linked ends in this process, with their connections."""
 
     def __init__(self, make_end: MakeEnd, wait_ms: int = 15000) -> None:
         meeting = Meeting()
@@ -110,7 +110,7 @@ def test_a_failure_at_one_end_leaves_both_ends_as_they_were(
 def test_no_end_waits_for_a_generation_that_one_cannot_open(
     pair: Pair, asker: int, failing: int, error: Exception
 ) -> None:
-    """Nothing ends that wait, and memory that is bound meanwhile cannot be given back."""
+    """Nothing could end that wait, during which bound memory cannot be freed."""
     pair.connections[failing].open_refusal = error
     refused = refusal_of(pair.connections[asker])
     assert refused.status_code == LLMStatusCode.LLM_LINK_FAILED
@@ -118,7 +118,7 @@ def test_no_end_waits_for_a_generation_that_one_cannot_open(
     pair.connections[asker].wait_until(lambda: bool(pair.connections[asker].abandoned))
     assert not pair.connections[0]._meeting.there
     pair.connections[failing].open_refusal = None
-    # It may begin before it hears of the failure; it never waits for what has failed already.
+    # An end may begin before it hears of the failure, but it never waits for a failed generation.
     with suppress_link_failed():
         ask(pair.connections[1 - asker])
     ask(pair.connections[1 - asker])
@@ -135,13 +135,13 @@ def test_a_renewal_that_was_given_up_is_not_begun_again_by_a_late_peer(pair: Pai
         refusal_of(one)
         assert "HcclCommPrepare: 4" in str(asking.result(DEADLINE_S))
     one.open_refusal = None
-    two.begins.set()  # it says now that it has begun, and then begins the next
+    two.begins.set()  # now it announces the old one, and then begins the next
     ask(two)
     pair.wait_until_both_use(2)
     assert (one.opened, one.abandoned) == ([1, 2], [1])
 
 
-def test_what_is_made_after_its_renewal_has_failed_is_given_up(pair: Pair) -> None:
+def test_a_connection_that_is_made_after_its_renewal_has_failed_is_given_up(pair: Pair) -> None:
     one, two = pair.connections
     one.holds.clear()
     two.holds.clear()
@@ -152,7 +152,7 @@ def test_what_is_made_after_its_renewal_has_failed_is_given_up(pair: Pair) -> No
         two.holds.set()
         assert "HcclCommPrepare: 4" in str(asking.result(DEADLINE_S))
     assert (one.made, one.abandoned) == ([], [1])
-    one._meeting.there[one.key(1)] = 1  # the other end came, and failed after that
+    one._meeting.there[one.key(1)] = 1  # the other end came, and then failed
     one.holds.set()
     one.wait_until(lambda: one.abandoned == [1, 1])
     assert one.made == [1]
@@ -216,7 +216,7 @@ def test_connections_that_are_not_used_any_more_are_published(pair: Pair) -> Non
 
 
 def test_all_links_of_an_end_can_wait_for_their_peers_at_once(make_end: MakeEnd) -> None:
-    """With fewer threads than links, ends that wait for each other crosswise would not meet."""
+    """With fewer threads than links, ends that wait for each other crosswise would deadlock."""
     num_ends = 12
     all_there = threading.Barrier(num_ends * (num_ends - 1))
 

@@ -1,4 +1,4 @@
-"""A transport is given connections to its peer, by the listener that the peer was linked at."""
+"""Data connections of transports, made through the listener at which the peer was linked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNT = 3
 
 
 class Streaming(LocalTransport):
-    """Has connections to its peer, and sends the number of each over it."""
+    """A transport that opens connections to its peer, and sends the index of each over it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_the_end_that_links_dials_where_it_has_linked(make_end: MakeEnd, listen:
     assert len(near.secret) == 32
 
 
-def test_each_link_has_a_secret_of_its_own_and_connections_while_it_is_made(
+def test_each_link_has_its_own_secret_and_opens_connections_only_while_it_is_made(
     make_end: MakeEnd,
 ) -> None:
     one, other = make_two(make_end)
@@ -86,7 +86,7 @@ def test_an_engine_links_from_the_address_of_its_option(make_end: MakeEnd) -> No
     assert of(one)[0].way.startswith("127.0.0.5:")
 
 
-def test_members_that_find_each_other_by_a_path(make_end: MakeEnd, tmp_path: Path) -> None:
+def test_data_connections_of_members_that_meet_at_a_path(make_end: MakeEnd, tmp_path: Path) -> None:
     comm_dir = str(tmp_path / "comm")
     ends = [
         make_end(number, transports=[Streaming()], listen="", comm_dir=comm_dir)
@@ -117,7 +117,7 @@ def test_both_ends_call_each_other(make_end: MakeEnd) -> None:
 
 
 class Waiting(Streaming):
-    """Waits for a connection; `ended` has how that ended."""
+    """A transport that waits for a connection; `ended` receives the outcome."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Waiting(Streaming):
 
 
 class Failing(Streaming):
-    """Opens no connection, and fails once `begun` is set."""
+    """A transport that opens no connection, and fails once `begun` is set."""
 
     def __init__(self, begun: threading.Event) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Failing(Streaming):
 
 
 class Silent(Streaming):
-    """Opens no connection, and fails on demand."""
+    """A transport that opens no connection, and fails on demand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,12 +164,12 @@ class Silent(Streaming):
 
 @pytest.mark.parametrize("fails", ["dials", "accepts"])
 def test_the_failure_of_the_peer_ends_the_wait(make_end: MakeEnd, fails: str) -> None:
-    """Its thread is not kept for the whole of the time that the link may take."""
+    """The waiting thread is not blocked until the timeout of the link."""
     waiting = Waiting()
     failing = Failing(waiting.begun)
     transports = [failing, waiting] if fails == "dials" else [waiting, failing]
     one, other = (make_end(number, transports=[transports[number - 1]]) for number in (1, 2))
-    # A connection that comes before the other end has failed is answered.
+    # A connection that arrives before the other end has failed is answered.
     early = "no memory left"
     reason = early if fails == "dials" else f"data connection 0: authenticate: |{early}"
     one.check_link_fails(other.cluster, LLMStatusCode.LLM_LINK_FAILED, reason)

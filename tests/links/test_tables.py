@@ -1,4 +1,4 @@
-"""The cache tables that peers publish, and that they are right."""
+"""The cache tables that peers publish, and their correctness."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def test_a_freed_cache_is_gone_for_its_peer(end: End, peer: Peer) -> None:
     memory.check()
     peer.run(f"end.registry.deallocate({cache_id})")
     with refused(NOT_EXIST, "has deregistered"):
-        memory.check()  # even if the update has not come yet
+        memory.check()  # even if the update has not arrived yet
     peer.run("end.registry.allocate(DESC, paged=False)")
-    assert link.cache(CacheIndex(2, cache_id + 1))  # asked for, so that all updates are here
+    assert link.cache(CacheIndex(2, cache_id + 1))  # asks the peer, so all updates are here
     with refused(NOT_EXIST, r"no cache with cache_id=1; it offers \[2\]"):
         link.cache(CacheIndex(2, cache_id))
 
@@ -137,7 +137,7 @@ def test_many_changes_at_once(pair: tuple[End, End]) -> None:
 
 
 class TestKeys:
-    """Slots that are found and claimed by the key of a request."""
+    """Slots that peers find and claim by the key of a request."""
 
     def test_a_key_is_found_without_a_claim(self, pair: tuple[End, End]) -> None:
         one, two = pair
@@ -147,7 +147,7 @@ class TestKeys:
         with refused(NOT_EXIST, "req_id=72"):
             one.links.get(2).find(CacheKey(2, 72))
 
-    def test_a_claim_is_one_peers_until_its_release(
+    def test_a_claim_belongs_to_one_peer_until_its_release(
         self, make_end: MakeEnd, pair: tuple[End, End]
     ) -> None:
         one, two = pair
@@ -202,7 +202,7 @@ def test_a_writable_cache_is_preferred_at_an_address() -> None:
 
 
 class _FullChannel:
-    """Stands for a channel whose peer does not read, until there is room."""
+    """A stand-in for a channel whose peer does not read until there is room."""
 
     def __init__(self) -> None:
         self.asked, self.room = asyncio.Event(), asyncio.Event()
@@ -215,7 +215,7 @@ class _FullChannel:
 
 
 class TestPublisher:
-    """Changes reach a peer that is slow to read."""
+    """Changes that reach a peer which reads slowly."""
 
     def test_a_change_while_one_is_sent_follows(self, make_end: MakeEnd) -> None:
         end = make_end(1, listen="")
@@ -228,14 +228,14 @@ class TestPublisher:
             await channel.asked.wait()
             end.registry.allocate(DESC, paged=False)
             second = asyncio.create_task(publisher.publish_pending())
-            await asyncio.sleep(0)  # until it has begun
+            await asyncio.sleep(0)  # until publishing has begun
             channel.room.set()
             await asyncio.gather(first, second)
             return [[entry.cache_id for entry in table.entries] for table in channel.sent]
 
         assert asyncio.run(published()) == [[1], [2]]
 
-    def test_each_change_is_sent_however_many_were_before(self, make_end: MakeEnd) -> None:
+    def test_each_change_is_sent_after_any_number_of_others(self, make_end: MakeEnd) -> None:
         end = make_end(1, listen="")
 
         async def published() -> list[list[int]]:
@@ -266,7 +266,7 @@ class TestPublisher:
 
 
 class TestMessages:
-    """Tables as they go over the wire."""
+    """Tables as messages."""
 
     def test_each_fits_into_a_frame_and_all_arrive(self) -> None:
         desc = CacheDesc(240, (1,), DataType.DT_INT8)
@@ -346,8 +346,8 @@ class TestMessages:
             PeerCache.of(1, TableEntry(**fields))
 
 
-def test_caches_of_replies_alone_are_not_remembered(pair: tuple[End, End]) -> None:
-    """A peer may name another cache in each reply, whatever it has published."""
+def test_caches_that_only_replies_name_are_not_remembered(pair: tuple[End, End]) -> None:
+    """A peer may name a new cache in each reply, besides those that it has published."""
     link = pair[0].links.get(2)
     for cache_id in range(1000, 1020):
         entry = PublishedTable(("local",)).describe(_entry(cache_id, DESC, b""))
@@ -366,13 +366,13 @@ def _tensors() -> list[np.ndarray]:
 
 
 def _sync(link: PeerLink) -> None:
-    """Ask for what does not exist: on return all updates are here, as requests are in order."""
+    """Request an unknown cache: because requests are ordered, all updates are here on return."""
     with pytest.raises(LLMException):
         link.cache(CacheIndex(2, 10**6))
 
 
 class TestMovedLeases:
-    """Leases whose blocks their owner has moved, in the tables that it publishes."""
+    """Leases whose owner has moved their blocks, in the published tables."""
 
     @staticmethod
     def lease(number: int, blocks: int = 2, moves: int = 1, cluster: int = 1) -> BlockLease:
@@ -398,7 +398,7 @@ class TestMovedLeases:
         assert known.leases == {}
         assert known._nbytes == 0
 
-    def test_a_peer_cannot_have_more_than_there_are(self) -> None:
+    def test_a_peer_cannot_have_more_leases_than_a_transport(self) -> None:
         known, most = PeerTable(1), peer_table.MAX_LEASES
         known.leases.update(dict.fromkeys(range(4, 1 + most), self.lease(1)))
         blobs = tuple(self.lease(number).to_bytes() for number in range(4))

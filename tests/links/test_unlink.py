@@ -1,4 +1,4 @@
-"""Ending a link while it is used."""
+"""The end of a link that is in use."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_operations_of_the_peer_are_waited_for(end: End, peer: Peer) -> None:
 
 
 def test_a_long_unlink_waits_for_operations_of_the_peer(end: End, peer: Peer) -> None:
-    """The peer waits for its own as long as the caller allows, and then agrees."""
+    """The peer waits for its own operations as long as the caller allows, and then agrees."""
     end.link(peer.cluster)
     peer.run(BEGIN)
     with ThreadPoolExecutor(1) as threads:
         unlinking = threads.submit(end.links.unlink, [2], 20_000)
         while peer.state(1) != "UNLINKING":
             assert not unlinking.done(), unlinking.result()
-        # Longer than a peer takes that was given seconds for milliseconds.
+        # Longer than a peer waits that mistakes milliseconds for seconds.
         busy = peer.run("(it,) = end.links.unlink([1], 100); result = it.status.name")
         assert (busy, peer.state(1)) == ("LLM_LINK_BUSY", "UNLINKING")
         peer.run("link.end(link)")
@@ -79,15 +79,15 @@ def test_an_operation_that_is_dropped_does_not_keep_the_link_busy() -> None:
         link.change_state(LinkState.LINKED)
         link.begin(operation)
         waiting = asyncio.create_task(link.wait_idle(0.05))
-        await asyncio.sleep(0)  # until it waits
+        await asyncio.sleep(0)  # until the call waits
         del operation
         return await waiting
 
     assert asyncio.run(is_idle())
 
 
-def test_who_waits_for_the_last_release_is_woken_by_it() -> None:
-    """With operations and releases of every order; the last of them wakes all that wait."""
+def test_the_last_release_wakes_waiting_calls() -> None:
+    """Operations and releases end in every order. The last one wakes all waiting calls."""
 
     async def are_idle() -> list[bool]:
         link, operation = LinkLifecycle(2), Event()
@@ -96,7 +96,7 @@ def test_who_waits_for_the_last_release_is_woken_by_it() -> None:
         for claim_id in (1, 2):
             link.add_pending_release(claim_id)
         waiting = [asyncio.create_task(link.wait_idle(3600)) for _ in range(2)]
-        await asyncio.sleep(0)  # until they wait
+        await asyncio.sleep(0)  # until all calls wait
         for step in (
             partial(link.remove_pending_release, 1),
             partial(link.end, operation),
@@ -166,7 +166,7 @@ def test_closing_disconnects_the_peers_of_an_engine_that_does_not_listen(
     assert "cluster 1 is finalized" in peer.wait_for(1, "CLOSED")
 
 
-def test_a_peer_that_finalizes_and_exits_is_nothing_to_warn_of(end: End, peer: Peer) -> None:
+def test_a_peer_that_finalizes_and_exits_causes_no_warning(end: End, peer: Peer) -> None:
     end.link(peer.cluster)
     with pytest.raises(PeerDiedError):
         peer.run("import os", "end.close()", "os._exit(0)")
@@ -180,7 +180,7 @@ def test_a_peer_that_finalizes_and_exits_is_nothing_to_warn_of(end: End, peer: P
 
 
 def test_a_disconnect_counts_though_the_death_is_seen_first(make_peer: Callable[..., Peer]) -> None:
-    """An engine that was stopped meanwhile finds both at once."""
+    """An engine that was stopped meanwhile finds the message and the death at once."""
     watcher, peer = make_peer(2), make_peer(3)
     watcher.link(peer.cluster)
     watcher.stop()
@@ -217,7 +217,7 @@ def test_closing_does_not_wait_for_stopped_or_dead_peers(
     dead.kill()
     began = time.monotonic()
     end.close()
-    assert time.monotonic() - began < PATIENCE_MS / 2000  # half of what an operation may take
+    assert time.monotonic() - began < PATIENCE_MS / 2000  # half of an operation's timeout
     stopped.resume()
     assert "finalized" in stopped.wait_for(1, "CLOSED")
 
@@ -249,7 +249,7 @@ def test_a_cache_that_is_waited_for_stays_while_it_is_used(make_end: MakeEnd) ->
 
 
 def test_a_peer_that_has_ended_the_link_agrees_to_unlink(make_end: MakeEnd) -> None:
-    """The peer's request arrives after `finalize` has begun, and before the channel is closed."""
+    """The peer's request arrives after `finalize` has begun and before the channel closes."""
     one, two = make_end(1), make_end(2)
     one.link(two.cluster)
     link = two.links.get(1)
@@ -265,7 +265,7 @@ def test_a_peer_that_has_ended_the_link_agrees_to_unlink(make_end: MakeEnd) -> N
 
 
 class _UnlinkingInbox:
-    """Has the sender's link ended when a notification has arrived, and before it is answered."""
+    """An inbox that ends the sender's link between the arrival of a notification and the answer."""
 
     def __init__(self) -> None:
         self.arrived: list[bytes] = []
@@ -283,7 +283,7 @@ class _UnlinkingInbox:
         direct.close()
 
 
-def test_not_yet_link_is_only_said_of_a_notification_that_was_not_sent(make_end: MakeEnd) -> None:
+def test_not_yet_link_means_that_the_notification_was_not_sent(make_end: MakeEnd) -> None:
     inbox = _UnlinkingInbox()
     one, two = make_end(1), make_end(2, inbox=inbox)
     one.link(two.cluster)

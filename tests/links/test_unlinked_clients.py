@@ -1,4 +1,4 @@
-"""Requests of clients that have no link, and engines that are another process's."""
+"""Requests of clients without a link, and engines of other users."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ MIN_ACCEPTING = 16
 
 
 class UnlinkedClient:
-    """Sends any message, and records why it was disconnected."""
+    """A client that sends any message, and records why it was disconnected."""
 
     def __init__(self) -> None:
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -71,7 +71,7 @@ class UnlinkedClient:
         return self.run(channel.request(body, DEADLINE_S))
 
     def begin(self, channel: Channel, hello: Hello) -> Welcome:
-        """Ask for a link, and choose all transports that `hello` offers."""
+        """Request a link, and choose all transports that `hello` offers."""
         welcome = self.ask(channel, hello)
         assert isinstance(welcome, Welcome)
         names = tuple(offer.transport for offer in hello.offers)
@@ -85,7 +85,7 @@ class UnlinkedClient:
         raise AssertionError(body)
 
     def on_notice(self, channel: Channel, body: Body) -> None:
-        assert isinstance(body, Table)  # of caches, once it is linked
+        assert isinstance(body, Table)  # the table of caches, once linked
 
     def on_lost(self, channel: Channel, reason: str) -> None:
         self.lost.put(reason)
@@ -99,7 +99,7 @@ def client() -> Iterator[UnlinkedClient]:
 
 
 def hello(transport: Transport, **other: Any) -> Hello:
-    """From cluster 2 to cluster 1."""
+    """Return a Hello from cluster 2 to cluster 1."""
     fields = {
         "cluster_id": 2,
         "to_cluster_id": 1,
@@ -113,7 +113,7 @@ def hello(transport: Transport, **other: Any) -> Hello:
 
 
 def test_a_handshake_ends_with_the_listener(end: End, client: UnlinkedClient) -> None:
-    """Who has begun it is told why, and nothing of it is kept."""
+    """The initiator learns the reason, and nothing of the handshake is kept."""
     with LocalTransport() as transport:
         client.begin(client.call(end), hello(transport))
         assert end.state(2) is LinkState.LINKING
@@ -169,7 +169,7 @@ def test_a_confirmation_that_comes_after_another_link(
         assert (end.state(2), peer.state(3)) == (LinkState.LINKED, "LINKED")
 
 
-def test_handshakes_that_are_not_confirmed_keep_no_peer_out(
+def test_unconfirmed_handshakes_keep_no_peer_out(
     make_end: Callable[..., End], client: UnlinkedClient
 ) -> None:
     end, other = make_end(1, max_links=1), make_end(2)
@@ -188,7 +188,7 @@ def test_handshakes_that_are_not_confirmed_keep_no_peer_out(
         client.ask(late, hello(other.transports[0], cluster_id=40))
 
 
-def test_no_more_handshakes_are_confirmed_than_links_may_be(
+def test_no_more_handshakes_are_confirmed_than_links_are_allowed(
     make_end: Callable[..., End], client: UnlinkedClient
 ) -> None:
     end, other = make_end(1, max_links=1), make_end(2)
@@ -204,7 +204,7 @@ def test_no_more_handshakes_are_confirmed_than_links_may_be(
     assert end.links.live() == 1
 
 
-def test_a_peer_cannot_keep_a_handshake_open_as_long_as_it_likes(
+def test_the_time_of_a_handshake_that_a_peer_keeps_open_is_limited(
     end: End, client: UnlinkedClient
 ) -> None:
     with LocalTransport() as transport:
@@ -223,14 +223,14 @@ def test_a_peer_cannot_keep_a_handshake_open_as_long_as_it_likes(
 
 
 class Blocking(LocalTransport):
-    """Waits in `connect` until it may go on; `calls` counts those that have begun."""
+    """A transport that waits in `connect` until it may continue; `calls` counts the begun calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.go_on, self.calls = threading.Event(), 0
 
     def connect(self, metadata: bytes, **given: Any) -> LocalLink:
-        if "session" in given:  # else it is asked whether it can
+        if "session" in given:  # otherwise this is only a check of reachability
             self.calls += 1
             assert self.go_on.wait(DEADLINE_S)
         return super().connect(metadata, **given)
@@ -366,7 +366,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 @pytest.fixture
 def nobody(make_peer: Callable[..., Peer]) -> Iterator[Peer]:
-    """A process of cluster 3, of another user with a home of its own."""
+    """A process of cluster 3 that belongs to another user with another home."""
     peer = make_peer(3, listen="")
     with tempfile.TemporaryDirectory() as home:
         Path(home).chmod(0o700)
@@ -389,7 +389,7 @@ LINK = "result = [str(it.error) for it in end.links.link([ClusterInfo({}, {!r})]
 def test_another_user_of_the_host_is_kept_out(
     make_end: Callable[..., End], peer: Peer, nobody: Peer, listen: str
 ) -> None:
-    """Whether it calls or is called; those of one user link as ever."""
+    """That holds at either end. Engines of one user can still link."""
     end = make_end(1, listen=listen)
     address = end.address.replace("0.0.0.0", "127.0.0.1")
     (error,) = nobody.run(LINK.format(1, address))
@@ -415,15 +415,13 @@ def test_users_that_share_a_key_file_link(
     end = make_end(1, cluster_key_file=file)
     sharing = make_peer(2, listen="", cluster_key_file=file)
     sharing.run(f"import os, encodings.idna; os.setresuid(*[{NOBODY}] * 3)")
-    # What the local transport needs besides is the system's to allow: the peers have met.
+    # The peers have authenticated. The rights that the local transport needs are not tested here.
     (said,) = sharing.run(LINK.format(1, end.address))
     assert "authenticate" not in said
 
 
-def test_an_address_of_the_network_is_open_as_before(
-    make_end: Callable[..., End], peer: Peer
-) -> None:
-    """Without a key, but a client of the same host that says so has this user's."""
+def test_an_address_of_the_network_needs_no_key(make_end: Callable[..., End], peer: Peer) -> None:
+    """A client that connects to its loopback address uses this user's key."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing

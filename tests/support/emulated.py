@@ -69,7 +69,7 @@ LACKS = (
             "tests/transport/test_connect.py::TestPermission::test_a_peer_that_is_not_dumpable",
             "tests/transport/test_connect.py::TestNamespaces::test_a_proc_that_hides_others",
             "tests/execution/test_tuning.py::test_a_file_of_another_user",
-            "tests/control/test_authentication.py::*test_is_refused_when_it_belongs_to_somebody*",
+            "tests/control/test_authentication.py::*test_is_refused_when_it_belongs_to_another_user*",
             "tests/control/test_direct.py::test_another_user_that_knows*",
             "tests/control/test_user_key.py::test_a_file_of_another_user_is_refused",
             "tests/control/test_user_key.py::test_the_home_of_another_user_is_left_alone",

@@ -1,4 +1,4 @@
-"""Both ends of a link's data connections, and a client that may say anything."""
+"""Both ends of a link's data connections, and a client that may send anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREETING_NBYTES = 64
 
 
 class Link:
-    """Both sides of one link's data connections."""
+    """Both ends of one link's data connections."""
 
     def __init__(self, conversation: Conversation, challenge: bytes) -> None:
         self.challenge = challenge
@@ -38,7 +38,7 @@ class Link:
         return near, far
 
     def check(self, index: int) -> None:
-        """A connection can be made, and bytes pass both ways."""
+        """Check that a connection can be made, and that bytes pass both ways."""
         near, far = self.open(index)
         with near, far:
             assert say(near, far) == say(far, near) == b"data"
@@ -62,7 +62,7 @@ def derived(challenge: bytes, label: bytes) -> bytes:
 def hello(
     challenge: bytes, greeting: bytes, index: int = 0, beginning: bytes = b"kvplan\1"
 ) -> bytes:
-    """What the end that dials says, by the letter of docs/internals/control-protocol.md."""
+    """Return the hello of the dialling end, as docs/internals/control-protocol.md describes it."""
     secret = derived(challenge, b"kvplan data secret")
     link_id = derived(challenge, b"kvplan data id")[:8]
     fields = beginning + struct.pack("!B8s16s", index, link_id, b"n" * 16)
@@ -70,7 +70,7 @@ def hello(
 
 
 class UnauthenticatedClient:
-    """A TCP connection to a server that has been greeted."""
+    """A TCP connection to a server, which has sent its greeting."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.socket = socket.create_connection((endpoint.host, endpoint.port), DEADLINE_S)
@@ -79,12 +79,12 @@ class UnauthenticatedClient:
             self.greeting += self.socket.recv(GREETING_NBYTES - len(self.greeting))
 
     def end(self) -> None:
-        """Say nothing more."""
+        """Send nothing more."""
         with suppress(OSError):  # the other end was faster
             self.socket.shutdown(socket.SHUT_WR)
 
     def heard(self) -> bytes:
-        """All that comes until the other end closes it."""
+        """Return all bytes until the other end closes the connection."""
         heard = b""
         with suppress(ConnectionResetError):
             while chunk := self.socket.recv(1 << 16):

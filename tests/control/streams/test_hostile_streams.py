@@ -1,4 +1,4 @@
-"""Connections that do not prove whose they are are closed, and floods of them keep out no other."""
+"""Connections that do not prove their link are closed, and floods of them keep out no other."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_other_versions_and_protocols_are_refused_at_their_first_byte(
     link.check(0)
 
 
-def test_a_recorded_session_is_of_no_use(conversation: Conversation, link: Link) -> None:
+def test_a_recorded_session_cannot_be_replayed(conversation: Conversation, link: Link) -> None:
     proxy = RecordingProxy(conversation.server.endpoint)
     way = DialledStreams(
         link.challenge, socket.AF_INET, (proxy.endpoint.host, proxy.endpoint.port), "proxy"
@@ -88,14 +88,14 @@ def test_a_recorded_session_is_of_no_use(conversation: Conversation, link: Link)
     far.close()
     recorded = proxy.finish()
     assert len(recorded) == 64 + len(b"data")
-    again = Link(conversation, link.challenge)  # the same link, as if it were made again
+    again = Link(conversation, link.challenge)  # the same link, as if made again
     for there in (link, again, new_link(conversation)):
         with UnauthenticatedClient(conversation.server.endpoint) as replay:
             replay.socket.sendall(recorded)
             assert replay.heard() == b""
         assert refusal(there.far, 1, timeout_s=0.0).endswith("it has not arrived within 0 ms")
     again.check(0)
-    # And the other way round: a server that says again what the real one has said.
+    # The reverse: a server that replays the bytes of the real one.
     with listening() as server, ThreadPoolExecutor(1) as threads:
         played = threads.submit(play, server, bytes(proxy.heard))
         replayed = DialledStreams(link.challenge, socket.AF_INET, server.getsockname(), "replayed")
@@ -106,7 +106,7 @@ def test_a_recorded_session_is_of_no_use(conversation: Conversation, link: Link)
 
 
 def play(server: socket.socket, said: bytes) -> bytes:
-    """Be a server that says `said` to one connection; returns what it heard."""
+    """Be a server that sends `said` on one connection, and return the bytes of the client."""
     stream, _ = server.accept()
     with stream:
         stream.settimeout(DEADLINE_S)
@@ -137,7 +137,7 @@ def test_a_server_that_does_not_know_the_secret_is_refused(said: bytes, reason: 
         )
 
 
-def test_a_connection_that_says_a_byte_now_and_then_is_ended_in_time(far_loop: ControlLoop) -> None:
+def test_a_connection_that_sends_single_bytes_is_ended_in_time(far_loop: ControlLoop) -> None:
     refusals = RefusalLog()
 
     async def pending_connections() -> PendingConnections:
@@ -205,7 +205,7 @@ def with_room_for_32_connections(
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_connection_that_was_taken_is_not_pending_any_more(
+def test_a_connection_that_was_taken_is_no_longer_pending(
     loop: ControlLoop, far_loop: ControlLoop
 ) -> None:
     refused_before = far_loop.refusals.count
@@ -233,17 +233,17 @@ def test_connections_that_are_not_taken_are_limited(
     assert dropped == 8
 
 
-def test_a_connection_that_is_waited_for_is_not_pending_any_more(
+def test_an_awaited_connection_is_no_longer_pending(
     loop: ControlLoop, far_loop: ControlLoop
 ) -> None:
-    """While the others of its link are on their way, too."""
+    """That holds even before the other connections of the link arrive."""
     conversation = with_room_for_32_connections(loop, far_loop, has_key=True)
     endpoint = conversation.server.endpoint
     link = new_link(conversation)
     with ExitStack() as held, ThreadPoolExecutor(1) as threads:
         held.enter_context(open_one(link.near, 0))
         accepted = threads.submit(link.far.open, [0, 1], DEADLINE_S)
-        conversation.request(Sync())  # so it has been seen, as what comes later is
+        conversation.request(Sync())  # so the server has seen it, because requests come later
         for _ in range(300):
             held.enter_context(UnauthenticatedClient(endpoint))
         held.enter_context(open_one(link.near, 1))
@@ -255,14 +255,14 @@ def test_a_connection_that_is_waited_for_is_not_pending_any_more(
 def test_a_flood_of_half_open_connections_does_not_keep_a_link_from_being_made(
     loop: ControlLoop, far_loop: ControlLoop, has_key: bool
 ) -> None:
-    """Thousands in a second that begin as data connections do, from one address."""
+    """One address makes thousands per second, which begin like data connections."""
     conversation = with_room_for_32_connections(loop, far_loop, has_key)
     endpoint = conversation.server.endpoint
     said = hello(b"c" * 16, bytes(64))[:40]
     with closing(Flood((endpoint.host, endpoint.port), "127.0.0.9", 5000, said)) as flood:
         refused_before = conversation.far_loop.refusals.count
         deadline = time.monotonic() + DEADLINE_S
-        while conversation.far_loop.refusals.count < refused_before + 50:  # until it is felt
+        while conversation.far_loop.refusals.count < refused_before + 50:  # an effect of the flood
             assert time.monotonic() < deadline, "this machine cannot make so many connections"
             assert conversation.request(Sync()) == Synced(1)
         for _ in range(5):

@@ -1,4 +1,4 @@
-"""Data connections come by the listener's port, in any order, and end with their link."""
+"""Data connections arrive at the listener's port, in any order, and end with their link."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_ends_may_come_in_any_order_and_at_once(link: Link) -> None:
 
 
 def test_all_connections_of_a_link_take_as_many_round_trips_as_one() -> None:
-    """A peer that takes each step with all of them at once, and not before."""
+    """The peer answers each step only when all connections have taken it."""
     count, challenge = 5, b"c" * 16
     secret = derived(challenge, b"kvplan data secret")
     with listening() as server, ExitStack() as held, ThreadPoolExecutor(1) as threads:
@@ -80,7 +80,7 @@ def test_all_connections_of_a_link_take_as_many_round_trips_as_one() -> None:
                 assert say(near, far) == b"data"
 
 
-def test_where_one_connection_fails_none_is_left(link: Link) -> None:
+def test_if_one_connection_fails_none_is_left(link: Link) -> None:
     near, far = link.open(2)
     with near, far:
         assert "data connection 2: authenticate" in refusal(link.near, *range(3))
@@ -110,7 +110,7 @@ def test_small_messages_leave_at_once_and_dead_peers_are_noticed(link: Link) -> 
             ]
 
 
-def test_nothing_behind_the_handshake_is_read(link: Link, conversation: Conversation) -> None:
+def test_no_byte_after_the_handshake_is_read(link: Link, conversation: Conversation) -> None:
     with UnauthenticatedClient(conversation.server.endpoint) as client:
         client.socket.sendall(hello(link.challenge, client.greeting) + b"what follows")
         with open_one(link.far, 0) as stream:
@@ -118,7 +118,7 @@ def test_nothing_behind_the_handshake_is_read(link: Link, conversation: Conversa
             assert stream.recv(64) == b"what follows"
 
 
-def test_the_answer_proves_the_secret_by_the_letter(link: Link, conversation: Conversation) -> None:
+def test_the_answer_proves_the_secret_as_documented(link: Link, conversation: Conversation) -> None:
     with UnauthenticatedClient(conversation.server.endpoint) as client:
         said = hello(link.challenge, client.greeting, index=7)
         client.socket.sendall(said)
@@ -135,7 +135,7 @@ def test_greetings_never_repeat(conversation: Conversation) -> None:
     assert len(greetings) == 8
 
 
-def test_an_index_is_had_once(link: Link) -> None:
+def test_an_index_can_be_opened_once(link: Link) -> None:
     near, far = link.open(2)
     with near, far:
         assert ": authenticate: the peer has disconnected; the peer's log" in (
@@ -157,7 +157,7 @@ def test_the_peer_that_does_not_listen_is_named(link: Link) -> None:
     )
 
 
-def test_the_timeout_names_the_connections_that_did_not_come(link: Link) -> None:
+def test_the_timeout_names_the_missing_connections(link: Link) -> None:
     assert refusal(link.far, 4, timeout_s=0.01) == (
         f"{link.far.way}: data connection 4: accept: it has not arrived within 10 ms"
     )
@@ -165,7 +165,7 @@ def test_the_timeout_names_the_connections_that_did_not_come(link: Link) -> None
 
 
 class TestSource:
-    def test_both_kinds_of_connection_leave_from_the_address_asked_for(
+    def test_both_kinds_of_connection_leave_from_the_requested_address(
         self, conversation: Conversation
     ) -> None:
         loop, server = conversation.loop, conversation.server
@@ -189,7 +189,7 @@ class TestSource:
             ("::1", "Address family for hostname not supported"),
         ],
     )
-    def test_an_address_that_cannot_be_had_is_named(
+    def test_an_unavailable_address_is_named(
         self, conversation: Conversation, source: str, reason: str
     ) -> None:
         loop, server = conversation.loop, conversation.server
@@ -200,7 +200,7 @@ class TestSource:
         assert error.value.args[0] == expected
 
 
-def test_a_time_that_has_passed_is_no_wait() -> None:
+def test_a_deadline_that_has_passed_does_not_wait() -> None:
     with listening() as server:
         streams = DialledStreams(b"c" * 16, socket.AF_INET, server.getsockname(), "there")
         assert refusal(streams, timeout_s=0).endswith(": no answer within 0 ms")
@@ -253,7 +253,7 @@ class TestClose:
 
 
 def test_threads_may_open_and_close_at_any_time(conversation: Conversation) -> None:
-    """Whatever comes of it, it ends, and nothing is left open."""
+    """All calls end in some way, and nothing is left open."""
     links = [new_link(conversation) for _ in range(20)]
     opened: list[socket.socket] = []
     statuses: set[LLMStatusCode] = set()
