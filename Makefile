@@ -120,7 +120,7 @@ soak: .venv/dev build/fuzz/fuzz_tcp ## chaos, fuzzers and ThreadSanitizer for MI
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(PARTS),--parts $(PARTS)) $(if $(ROUNDS),--rounds $(ROUNDS)) \
 	  $(if $(filter command environment,$(firstword $(origin SEED))),--seed $(SEED))
 
-FUZZED := $(addprefix kvnative/src/, $(addsuffix .c, core/intervals core/report core/thread core/library device/device tcp/wire tcp/table tcp/stream tcp/cipher tcp/server tcp/client tcp/asking tcp/answers tcp/transfer))
+FUZZED := $(addprefix kvnative/src/, $(addsuffix .c, core/intervals core/report core/thread core/library device/device tcp/wire tcp/table tcp/stream tcp/cipher tcp/server tcp/client tcp/asking tcp/answers tcp/flight tcp/transfer))
 build/fuzz/fuzz_tcp: tools/fuzz_tcp.c $(FUZZED) $(wildcard kvnative/src/*/*.h include/kvnative/*.h)
 	mkdir -p $(@D)
 	gcc -std=gnu11 -D_GNU_SOURCE -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wextra -Werror \

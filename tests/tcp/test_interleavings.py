@@ -37,7 +37,10 @@ CONTROLLED = (
     MODEL / "scenarios.c",
     *(NATIVE / name for name in ("core/thread.c", "tcp/table.c")),
     *(NATIVE / "tcp" / f"{name}.c" for name in ("stream", "stage", "server", "service")),
-    *(NATIVE / "tcp" / f"{name}.c" for name in ("client", "asking", "answers", "transfer")),
+    *(
+        NATIVE / "tcp" / f"{name}.c"
+        for name in ("client", "asking", "answers", "flight", "transfer")
+    ),
     *(NATIVE / "tcp" / f"{name}.c" for name in ("link", "backend")),
 )
 

@@ -4,13 +4,15 @@
 #include <errno.h>
 #include <string.h>
 
+#include "core/thread.h"
+
 #include "tcp/asking.h"
 
 static void pop(kvn_tcp_client *self)
 {
-    kvn_tcp_asked *asked = &self->window[self->first];
+    const kvn_tcp_asked *asked = &self->window[self->first];
 
-    self->asked_nbytes -= asked->nbytes;
+    kvn_tcp_flight_arrive(&self->flight, &asked->departure, self->answer.reason == KVN_TCP_MOVED, kvn_now_ns());
     self->first = (self->first + 1) % KVN_TCP_WINDOW;
     self->num_asked--;
     self->answer_got = 0;

@@ -4,8 +4,9 @@
 #include <errno.h>
 #include <string.h>
 
+#include "core/thread.h"
+
 #define REQUEST_NBYTES (1u << 20) /* smaller requests give other transfers their turn sooner */
-#define FLIGHT_NBYTES (8u << 20)  /* bytes requested ahead, to fill a network */
 
 static const uint8_t ZEROS[4096];
 
@@ -98,8 +99,13 @@ static bool cut(kvn_tcp_client *self, kvn_request *it, kvn_tcp_asked *asked)
     out->head.id = self->next_id++;
     out->head.run = runs[0];
     memcpy(kvn_tcp_run_at(out, 1), runs + 1, (num_runs - 1) * sizeof *runs);
-    *asked = (kvn_tcp_asked){it, it->cut, at, nbytes, out->head.id, it->kind,
-                             it->known->num_leases > 0, false};
+    *asked = (kvn_tcp_asked){.transfer = it,
+                             .from = it->cut,
+                             .to = at,
+                             .nbytes = nbytes,
+                             .id = out->head.id,
+                             .kind = it->kind,
+                             .has_leases = it->known->num_leases > 0};
     it->cut = at;
     it->uncut -= nbytes;
     return true;
@@ -110,7 +116,7 @@ static bool ask_next(kvn_tcp_client *self)
 {
     kvn_request *it = self->transfers;
 
-    if (!it || self->num_asked == KVN_TCP_WINDOW || self->asked_nbytes >= FLIGHT_NBYTES)
+    if (!it || self->num_asked == KVN_TCP_WINDOW || !kvn_tcp_flight_has_room(&self->flight))
         return false;
     while (it->uncut == 0) {
         it = it->next;
@@ -122,7 +128,7 @@ static bool ask_next(kvn_tcp_client *self)
     if (!cut(self, it, asked))
         return true;
     self->num_asked++;
-    self->asked_nbytes += asked->nbytes;
+    asked->departure = kvn_tcp_flight_depart(&self->flight, asked->nbytes, kvn_now_ns());
     it->in_flight++;
     self->out_nbytes = (uint32_t)(sizeof self->out.head + kvn_tcp_table_nbytes(&self->out.head));
     self->out_sent = 0;

@@ -200,6 +200,7 @@ bool kvn_tcp_client_take_stage(kvn_tcp_client *self, kvn_tcp_stage *stage)
 void kvn_tcp_client_init(kvn_tcp_client *self)
 {
     self->watched.on_ready = on_ready;
+    kvn_tcp_flight_init(&self->flight);
     pthread_mutex_init(&self->mutex, NULL);
 }
 

@@ -5,6 +5,7 @@
 #include "core/columns.h"
 #include "core/intervals.h"
 #include "kvnative/backend.h"
+#include "tcp/flight.h"
 #include "tcp/service.h"
 
 #define KVN_TCP_WINDOW 64u /* requests in flight */
@@ -47,6 +48,7 @@ struct kvn_request {
 /* A request on the wire. */
 typedef struct kvn_tcp_asked {
     kvn_request *transfer; /* NULL: the transfer has ended; its bytes are dropped */
+    kvn_tcp_departure departure;
     kvn_cursor from, to;
     uint64_t nbytes;
     uint64_t id;
@@ -68,7 +70,7 @@ struct kvn_tcp_client {
     kvn_request *transfers; /* the ring of transfers without outcome; the next one to cut */
     kvn_tcp_asked window[KVN_TCP_WINDOW];
     uint32_t first, num_asked; /* of the window, a ring */
-    uint64_t asked_nbytes;
+    kvn_tcp_flight flight;
     uint64_t next_id;
     /* Sending the newest request of the window. */
     kvn_tcp_request out;

@@ -1,0 +1,32 @@
+/* Measures the bandwidth and the delay of a connection by its requests, as congestion control by BBR does. */
+#include "tcp/flight.h"
+
+void kvn_tcp_flight_init(kvn_tcp_flight *self)
+{
+    *self = (kvn_tcp_flight){.limit = KVN_TCP_LEAST_FLIGHT, .shortest_ns = INT64_MAX};
+}
+
+kvn_tcp_departure kvn_tcp_flight_depart(kvn_tcp_flight *self, uint64_t nbytes, int64_t now_ns)
+{
+    self->out += nbytes;
+    return (kvn_tcp_departure){nbytes, self->moved, now_ns, !kvn_tcp_flight_has_room(self)};
+}
+
+void kvn_tcp_flight_arrive(kvn_tcp_flight *self, const kvn_tcp_departure *request, bool is_moved, int64_t now_ns)
+{
+    const int64_t ns = now_ns > request->ns ? now_ns - request->ns : 1;
+    double wanted;
+
+    self->out -= request->nbytes;
+    if (!is_moved)
+        return;
+    self->moved += request->nbytes;
+    if (ns < self->shortest_ns)
+        self->shortest_ns = ns;
+    if (!request->fills) /* the program's pace limited what moved, not the flight */
+        return;
+    wanted = 2.0 * (double)(self->moved - request->moved) * ((double)self->shortest_ns / (double)ns);
+    self->limit = wanted < (double)KVN_TCP_LEAST_FLIGHT  ? KVN_TCP_LEAST_FLIGHT
+                  : wanted > (double)KVN_TCP_MOST_FLIGHT ? KVN_TCP_MOST_FLIGHT
+                                                         : (uint64_t)wanted;
+}

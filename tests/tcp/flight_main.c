@@ -1,0 +1,169 @@
+/* Checks of the bytes that a client requests ahead, over networks of other bandwidths and delays, in virtual time. */
+#include "tcp/flight.h"
+
+#include <string.h>
+
+#include "check.h"
+
+#define MIB (UINT64_C(1) << 20)
+#define WINDOW 64
+#define GB_PER_S(n) (n) /* a byte a ns */
+#define MS(n) ((int64_t)((n) * 1e6))
+
+/* The network: answers come after the delay, one behind another at the bandwidth. */
+typedef struct network {
+    kvn_tcp_flight flight;
+    double bytes_per_ns;
+    int64_t delay_ns, now_ns, free_ns;
+    kvn_tcp_departure out[WINDOW];
+    int64_t done_ns[WINDOW];
+    unsigned first, count;
+} network;
+
+static void begin(network *self, double bytes_per_ns, int64_t delay_ns)
+{
+    memset(self, 0, sizeof *self);
+    self->bytes_per_ns = bytes_per_ns;
+    self->delay_ns = delay_ns;
+    self->now_ns = self->free_ns = 1;
+    kvn_tcp_flight_init(&self->flight);
+}
+
+static void ask(network *self, uint64_t nbytes)
+{
+    const unsigned at = (self->first + self->count++) % WINDOW;
+    const int64_t begins = self->now_ns + self->delay_ns / 2;
+
+    self->free_ns = (begins > self->free_ns ? begins : self->free_ns) + (int64_t)((double)nbytes / self->bytes_per_ns);
+    self->out[at] = kvn_tcp_flight_depart(&self->flight, nbytes, self->now_ns);
+    self->done_ns[at] = self->free_ns + self->delay_ns - self->delay_ns / 2;
+}
+
+static void answer(network *self, bool is_moved)
+{
+    self->now_ns = self->done_ns[self->first];
+    kvn_tcp_flight_arrive(&self->flight, &self->out[self->first], is_moved, self->now_ns);
+    self->first = (self->first + 1) % WINDOW;
+    self->count--;
+}
+
+/* Moves that many MiB in requests of 1 MiB, as many ahead as there is room for. Returns bytes a ns. */
+static double move(network *self, unsigned mib)
+{
+    const int64_t began = self->now_ns;
+    unsigned left = mib;
+
+    while (left > 0 || self->count > 0) {
+        while (left > 0 && self->count < WINDOW && kvn_tcp_flight_has_room(&self->flight)) {
+            ask(self, MIB);
+            left--;
+        }
+        answer(self, true);
+    }
+    CHECK(self->flight.out == 0);
+    return (double)(mib * MIB) / (double)(self->now_ns - began);
+}
+
+/* A network of 25 MB, three times the least flight, is kept full. */
+static void far(void)
+{
+    network it;
+
+    begin(&it, GB_PER_S(2.5), MS(10));
+    move(&it, 64);
+    CHECK(move(&it, 4096) > 0.95 * GB_PER_S(2.5));
+    CHECK(it.flight.limit > 25000000 && it.flight.limit < 60000000);
+}
+
+/* Within a host, and where the network is slow, more would only wait in a queue. */
+static void near_or_slow(void)
+{
+    network it;
+
+    begin(&it, GB_PER_S(3), MS(0.05));
+    CHECK(move(&it, 4096) > 0.95 * GB_PER_S(3));
+    CHECK(it.flight.limit == KVN_TCP_LEAST_FLIGHT);
+    begin(&it, GB_PER_S(0.05), MS(10));
+    CHECK(move(&it, 1024) > 0.95 * GB_PER_S(0.05));
+    CHECK(it.flight.limit == KVN_TCP_LEAST_FLIGHT);
+}
+
+/* The window of requests bounds what is ahead. */
+static void beyond(void)
+{
+    network it;
+
+    begin(&it, GB_PER_S(12.5), MS(100));
+    move(&it, 4096);
+    CHECK(it.flight.limit == KVN_TCP_MOST_FLIGHT);
+}
+
+/* Small transfers, one at a time, measure the program and not the network. */
+static void pace_of_the_program(void)
+{
+    network it;
+
+    begin(&it, GB_PER_S(2.5), MS(10));
+    move(&it, 1024);
+    const uint64_t before = it.flight.limit;
+    for (int i = 0; i < 100; i++) {
+        ask(&it, 4096);
+        answer(&it, true);
+    }
+    CHECK(before > KVN_TCP_LEAST_FLIGHT && it.flight.limit == before);
+}
+
+/* Other traffic takes nearly all of the bandwidth: nothing stays in its queue. */
+static void becomes_slow(void)
+{
+    network it;
+
+    begin(&it, GB_PER_S(2.5), MS(10));
+    move(&it, 1024);
+    it.bytes_per_ns = GB_PER_S(0.05);
+    move(&it, 256);
+    CHECK(it.flight.limit == KVN_TCP_LEAST_FLIGHT);
+}
+
+/* Bytes that the peer refused did not move, however soon it refused them. */
+static void refused(void)
+{
+    network it;
+
+    begin(&it, GB_PER_S(2.5), MS(10));
+    for (unsigned round = 0; round < 4; round++) {
+        while (kvn_tcp_flight_has_room(&it.flight))
+            ask(&it, MIB);
+        while (it.count > 0)
+            answer(&it, false);
+    }
+    CHECK(it.flight.out == 0 && it.flight.moved == 0);
+    CHECK(it.flight.limit == KVN_TCP_LEAST_FLIGHT && it.flight.shortest_ns == INT64_MAX);
+}
+
+/* A clock that did not advance between request and answer divides by nothing. */
+static void no_time(void)
+{
+    kvn_tcp_flight flight;
+
+    kvn_tcp_flight_init(&flight);
+    const kvn_tcp_departure request = kvn_tcp_flight_depart(&flight, KVN_TCP_LEAST_FLIGHT, 5);
+    CHECK(request.fills);
+    kvn_tcp_flight_arrive(&flight, &request, true, 5);
+    CHECK(flight.limit >= KVN_TCP_LEAST_FLIGHT && flight.limit <= KVN_TCP_MOST_FLIGHT && flight.out == 0);
+}
+
+int main(int count, char **arguments)
+{
+    static const check_row rows[] = {
+        {"far", far},
+        {"near_or_slow", near_or_slow},
+        {"beyond", beyond},
+        {"pace_of_the_program", pace_of_the_program},
+        {"becomes_slow", becomes_slow},
+        {"refused", refused},
+        {"no_time", no_time},
+    };
+
+    return run_check(count, arguments, rows, sizeof rows / sizeof *rows);
+}

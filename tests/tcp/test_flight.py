@@ -1,0 +1,23 @@
+"""The bytes that a client requests ahead, over simulated networks: nothing here waits for real ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.compiled import Check, compiled
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
+    return compiled(tmp_path_factory.mktemp("flight"), "tests/tcp/flight_main.c", "tcp/flight.c")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("far", "near_or_slow", "beyond", "pace_of_the_program", "becomes_slow", "refused"),
+        "no_time",
+    ],
+)
+def test_flight(check: Check, name: str) -> None:
+    check(name)
