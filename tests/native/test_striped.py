@@ -92,7 +92,7 @@ def test_each_has_a_stripe(backends: list[Backend]) -> None:
 @pytest.mark.parametrize(
     ("min_nbytes", "used"), [(SIZE * COUNT // 2 + 1, 1), (SIZE * 15, 2), (SIZE * 14, 3)]
 )
-def test_only_those_with_enough_to_do(backends: list[Backend], min_nbytes: int, used: int) -> None:
+def test_each_has_enough_to_do(backends: list[Backend], min_nbytes: int, used: int) -> None:
     case = scatter([SIZE] * COUNT)
     backends[used:] = [fail_at(backend, COUNT - 1) for backend in backends[used:]]
     backend = striped(backends, min_nbytes=min_nbytes)
