@@ -392,16 +392,20 @@ cdef void drop(Batch *batch, Py_ssize_t first) noexcept:
     cdef Batch gone = batch[0]
     cdef Py_ssize_t i
     cdef int value
+    cdef bint is_kept = (
+        first == gone.count
+        and gone.size * <Py_ssize_t>sizeof(Call) + gone.copies_size <= KEPT_NBYTES
+    )
     batch.count = batch.nbytes = batch.lost = 0
     # The release of an object may run code of the program that appends to this batch.
-    if first < gone.count or gone.size * <Py_ssize_t>sizeof(Call) + gone.copies_size > KEPT_NBYTES:
+    if not is_kept:
         batch.calls, batch.copies, batch.size, batch.copies_size = NULL, NULL, 0, 0
     for i in range(first, gone.count):
         Py_DECREF(<object>gone.calls[i].note)
         for value in range(4):
             if gone.calls[i].values[value] is not NULL:
                 Py_DECREF(<object>gone.calls[i].values[value])
-    if batch.calls is NULL:
+    if not is_kept:
         free(gone.calls)
         free(gone.copies)
 

@@ -20,6 +20,8 @@ cdef class Revocable:
 
     # Return the reason why the memory or a part of it was revoked, or None.
     cdef str revocation(self)
+    # True if the other memory is this one, a part of it, or a part of a part.
+    cdef bint contains(self, Revocable memory)
 
 
 # Watched tasks that have ended.

@@ -64,6 +64,15 @@ cdef class Revocable:
                     break
         return why
 
+    cdef bint contains(self, Revocable memory):
+        cdef Revocable part
+        if self is memory:
+            return True
+        for part in self.parts:
+            if part.contains(memory):
+                return True
+        return False
+
 
 def revoke(memory: Revocable, why: str) -> None:
     """Take memory back: after the return no task of any executor touches it.
@@ -265,9 +274,7 @@ cdef class AnyTask:
 
     cdef bint uses(self, Revocable memory) except -1:
         for it in self.kept():
-            if it is memory:
-                return True
-            if isinstance(it, Revocable) and memory in (<Revocable>it).parts:
+            if isinstance(it, Revocable) and (<Revocable>it).contains(memory):
                 return True
         return False
 

@@ -5,6 +5,7 @@
  * - No call holds the GIL or allocates per descriptor.
  * - `submit` copies the three column pointers, not the columns: they outlive the request.
  * - Once `wait` has returned an outcome, or `abort` has returned, the backend no longer touches a byte of the batch.
+ * - From then on `poll` returns the outcome too, even if another thread is still in `wait`.
  * - `abort` may be called while other threads are in `wait` on the same request.
  * - A batch has any number of descriptors of any size: a backend splits those that exceed a limit of its system.
  * - A request advances whether or not a thread is in a call on it, and the backend calls its `end`: no caller has to poll.

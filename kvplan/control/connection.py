@@ -202,7 +202,7 @@ class Connection:
     async def _accept_own(self, listener: socket.socket) -> socket.socket:
         """Accept the connection of this process. Other processes may connect to the name, too."""
         arrival = asyncio.Event()
-        self._loop.add_reader(listener, arrival.set)
+        self._loop.add_reader(listener.fileno(), arrival.set)
         try:
             while True:
                 await arrival.wait()
@@ -216,7 +216,7 @@ class Connection:
                     return near
                 near.close()
         finally:
-            self._loop.remove_reader(listener)
+            self._loop.remove_reader(listener.fileno())
 
     def _schedule_drain(self) -> None:
         if not self._is_drain_scheduled:

@@ -102,7 +102,7 @@ class PendingConnections:
             return
         self._by_source.setdefault(connection.source, []).append(connection)
         self._count += 1
-        self._loop.add_reader(connection.socket, self._read, connection)
+        self._loop.add_reader(connection.socket.fileno(), self._read, connection)
         if self._count > self._limit:
             self._drop_one()
 
@@ -140,7 +140,7 @@ class PendingConnections:
     def drop(self, connection: PendingConnection) -> None:
         """Close a connection, if it is still pending."""
         if connection.socket.fileno() >= 0:
-            self._loop.remove_reader(connection.socket)
+            self._loop.remove_reader(connection.socket.fileno())
             connection.socket.close()
             self.remove(connection)
 
@@ -168,7 +168,7 @@ class PendingConnections:
             return
         if not connection.validator.greeted:
             return
-        self._loop.remove_reader(connection.socket)
+        self._loop.remove_reader(connection.socket.fileno())
         if connection.has_key:
             self.remove(connection)
             self._open_channel(connection)
@@ -186,7 +186,7 @@ class PendingConnections:
         streams = self._links.get(link_id_of(connection.received))
         if streams is None:
             raise Unacceptable("it does not belong to a link that is being made")
-        self._loop.remove_reader(connection.socket)
+        self._loop.remove_reader(connection.socket.fileno())
         streams.accept(connection)
 
     def _open_next(self) -> None:

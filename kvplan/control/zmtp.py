@@ -185,6 +185,7 @@ class Stream:
         self._receive = receive
         self._ended = ended
         self._socket: socket.socket | None = None
+        self._descriptor = -1  # for the loop: a socket costs it a repr in each call
         self._unsent = bytearray()  # bytes still to be written
         self._is_closing = self._is_paused = self._is_write_ended = self._is_full = False
 
@@ -195,24 +196,24 @@ class Stream:
 
     def attach(self, connection: socket.socket) -> None:
         """Begin on a non-blocking connection, which the stream owns from here on."""
-        self._socket = connection
+        self._socket, self._descriptor = connection, connection.fileno()
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._is_closing:
             self._loop.call_soon(self._lose, None)
         elif not self._is_paused:
-            self._loop.add_reader(connection, self._read)
+            self._loop.add_reader(self._descriptor, self._read)
 
     def pause(self) -> None:
         """Read nothing until `resume`."""
         self._is_paused = True
         if self._socket is not None:
-            self._loop.remove_reader(self._socket)
+            self._loop.remove_reader(self._descriptor)
 
     def resume(self) -> None:
         """Read again."""
         if self._is_paused and self._socket is not None and not self._is_closing:
-            self._loop.add_reader(self._socket, self._read)
+            self._loop.add_reader(self._descriptor, self._read)
         self._is_paused = False
 
     def write(self, chunk: bytes) -> None:
@@ -223,7 +224,7 @@ class Stream:
             chunk = chunk[self._send(chunk) :]
             if not chunk or self._is_closing:
                 return
-            self._loop.add_writer(self._socket, self._write)
+            self._loop.add_writer(self._descriptor, self._write)
         self._unsent += chunk
         if len(self._unsent) > _HIGH and not self._is_full:
             self._is_full = True
@@ -239,7 +240,7 @@ class Stream:
     def close(self) -> None:
         """End once all output is sent. A stream that is not attached yet ends at `attach`."""
         if self._socket is not None and not self._is_closing:
-            self._loop.remove_reader(self._socket)
+            self._loop.remove_reader(self._descriptor)
             if not self._unsent:
                 self._loop.call_soon(self._lose, None)
         self._is_closing = True
@@ -270,7 +271,7 @@ class Stream:
             self.other.resume()
         if self._unsent:
             return
-        self._loop.remove_writer(self._socket)
+        self._loop.remove_writer(self._descriptor)
         if self._is_closing:
             self._loop.call_soon(self._lose, None)
         elif self._is_write_ended:
@@ -302,14 +303,14 @@ class Stream:
             self._is_full = False
             self.other.resume()
         if self._socket is not None:
-            self._loop.remove_reader(self._socket)
-            self._loop.remove_writer(self._socket)
+            self._loop.remove_reader(self._descriptor)
+            self._loop.remove_writer(self._descriptor)
             self._loop.call_soon(self._lose, error)
 
     def _lose(self, error: Exception | None) -> None:
         if self._socket is not None:  # otherwise the end was reported before
-            self._loop.remove_reader(self._socket)
-            self._loop.remove_writer(self._socket)
+            self._loop.remove_reader(self._descriptor)
+            self._loop.remove_writer(self._descriptor)
             self._socket.close()
             self._socket = None
             self._ended(error)

@@ -325,10 +325,7 @@ class Agent:
 
     def _sum(self, transfer: Observed) -> None:
         """Record sums of the local bytes of a transfer, in the order of its descriptors."""
-        fields: dict[str, object] = {"tag": transfer.tag, "transfer": transfer.name}
-        if transfer.link is not None:
-            fields["peer"] = transfer.link.cluster_id
-        self.add_sums(np.stack(transfer.here.ranges(), axis=1), fields)
+        self.add_sums(np.stack(transfer.here.ranges(), axis=1), transfer.fields)
 
     def add_sums(self, ranges: Numbers, fields: dict[str, object]) -> None:
         """Record a sum of each range, if all are in registered memory of the host."""
@@ -358,13 +355,7 @@ class Agent:
         return outside(np.array([*self._registered], np.int64).reshape(-1, 2), spans)
 
     def _warn(self, finding: str, transfer: Observed, text: str) -> None:
-        fields: dict[str, object] = {
-            "finding": finding,
-            "tag": transfer.tag,
-            "transfer": transfer.name,
-        }
-        if transfer.link is not None:
-            fields |= {"peer": transfer.link.cluster_id}
+        fields = {"finding": finding, **transfer.fields}
         message = f"{transfer}: {text}"
         self.recorder.event("warning", LLMStatusCode.LLM_PARAM_INVALID, 0.0, message, fields)
         if finding not in self._logged:  # further findings of a kind are only recorded

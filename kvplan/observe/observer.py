@@ -135,17 +135,18 @@ class Observer:
         Raises:
             TypeError, LLMException: the file or a thread cannot be made.
         """
-        pid = os.getpid()
         self._folder.mkdir(parents=True, exist_ok=True)
-        number = peer_number(name)
         clean = "".join(letter if letter.isalnum() else "-" for letter in name)[:40]
-        path = self._folder / f"{library}-{clean}-{pid}-{time.time_ns()}.kvrec"
-        recorder = Recorder(path, number, library, max_bytes=_MAX_BYTES, files=_FILES)
+        path = self._folder / f"{library}-{clean}-{os.getpid()}-{time.time_ns()}.kvrec"
+        recorder = Recorder(path, peer_number(name), library, max_bytes=_MAX_BYTES, files=_FILES)
         recorder.event(
             "observe", LLMStatusCode.LLM_SUCCESS, 0.0, "", {"name": name, "library": library}
         )
         calls = self.calls
         with self._mutex:
+            if (before := calls.agents.get(id(owner))) is not None:  # another had this id
+                calls.take()
+                before.recorder.close()
             calls.agents[id(owner)] = Agent(recorder, sums=calls.inline)
             if calls.thread is None:
                 calls.thread = start_thread("kvplan-observer", self._work, calls)

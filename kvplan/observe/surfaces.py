@@ -104,10 +104,9 @@ def wrap_mooncake(module: ModuleType, observer: Observer) -> None:
 
     for name in ("initialize", "initialize_ext"):
         wrap(engine, name, began, None)
-    for name in ("register_memory", "batch_register_memory"):
-        wrap(engine, name, _registered_ranges, Agent.register)
-    wrap(engine, "unregister_memory", _unregistered, Agent.deregister)
-    wrap(engine, "batch_unregister_memory", _unregistered, Agent.deregister)
+    for prefix in ("", "batch_"):
+        wrap(engine, f"{prefix}register_memory", _registered_ranges, Agent.register)
+        wrap(engine, f"{prefix}unregister_memory", _unregistered, Agent.deregister)
     for prefix, names in (
         ("transfer_sync", ("target_hostname", "buffer", "peer_buffer_address", "length")),
         ("batch_transfer_sync", ("target_hostname", "buffers", "peer_buffer_addresses", "lengths")),
@@ -120,12 +119,15 @@ def wrap_mooncake(module: ModuleType, observer: Observer) -> None:
 def _registered_ranges(args: _Arguments, kwargs: _Named, code: Any) -> _Arguments:
     if code != 0:
         return np.zeros((0, 2), np.int64), [], False
-    entries = np.array([np.atleast_1d(args[1]), np.atleast_1d(args[2])], np.int64).T
+    addresses = _argument(args, kwargs, 0, "buffer_addr", kwargs.get("buffer_addresses"))
+    sizes = _argument(args, kwargs, 1, "capacity", kwargs.get("capacities"))
+    entries = np.array([np.atleast_1d(addresses), np.atleast_1d(sizes)], np.int64).T
     return entries, [""] * len(entries), False  # it may be device memory
 
 
 def _unregistered(args: _Arguments, kwargs: _Named, code: Any) -> _Arguments:
-    addresses = np.atleast_1d(np.array(args[1] if code == 0 else [], np.int64))
+    given = _argument(args, kwargs, 0, "buffer_addr", kwargs.get("buffer_addresses"))
+    addresses = np.atleast_1d(np.array(given if code == 0 else [], np.int64))
     return (np.stack([addresses, np.zeros_like(addresses)], axis=1),)
 
 

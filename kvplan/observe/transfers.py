@@ -177,5 +177,11 @@ class Observed:
         """The plan; None: the transfer writes a byte twice, which a plan cannot do."""
         return None if self.make_plan is None else self.make_plan()
 
+    @property
+    def fields(self) -> dict[str, object]:
+        """The fields of the transfer in events of a recording."""
+        named: dict[str, object] = {"tag": self.tag, "transfer": self.name}
+        return named if self.link is None else named | {"peer": self.link.cluster_id}
+
     def __str__(self) -> str:
         return f"{self.name} of {self.tag}" if self.tag else self.name

@@ -193,10 +193,11 @@ class Recorder:
         Args:
             head: the fields of a `TransferRow` before its parts.
             pair: the fields that all parts of the pair of caches share, as in `RowPair.cuts`.
-            rows: source and destination rows; bytes hold int64.
-            nbytes: bytes of each tensor.
+            rows, nbytes: source and destination rows (bytes hold int64); bytes of each tensor.
             part: makes the part, if the other arguments do not determine it.
         """
+        if self._ended:
+            return
         try:
             known = self._known.get(pair["common"])
             if known is None or not pair["as_bytes"]:
@@ -331,8 +332,7 @@ class Recorder:
             self._awake = False  # first: rows appended from here on wake the thread again
             queued, self._room = self._max_queued - self._room, self._max_queued
             dropped, self._dropped = self._dropped, 0
-        taken = self._rows.popleft
-        rows = [taken() for _ in range(len(self._rows))]
+        rows = [self._rows.popleft() for _ in range(len(self._rows))]
         if dropped:
             rows.append(encode((DROPPED, perf_counter(), dropped)))
         if ended:

@@ -17,7 +17,7 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -49,21 +49,21 @@ _OWN_HEADERS: Final = {  # of one connection, or set by the proxy
 class Servers:
     """Servers that take turns; one that has failed is asked last for a while."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self.urls = tuple(urls)
+    def __init__(self, urls: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self.urls, self._clock = tuple(urls), clock
         self._next = 0
         self._last_until: dict[str, float] = {}
 
     def turn(self) -> Iterator[str]:
         """Yield all servers in the order in which to ask them."""
         first, self._next = self._next, (self._next + 1) % len(self.urls)
-        now = time.monotonic()
+        now = self._clock()
         order = self.urls[first:] + self.urls[:first]
         yield from sorted(order, key=lambda url: self._last_until.get(url, now) > now)
 
     def failed(self, url: str) -> None:
         """Remember that this server did not answer."""
-        self._last_until[url] = time.monotonic() + _FAILED_S
+        self._last_until[url] = self._clock() + _FAILED_S
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from kvnative._backend import (
     KVN_UNSUPPORTED,
 )
 from tests.ascend.hccl_ends import A2, A3, A950, Connection, Ends, Product, ends_on, two_ends
+from tests.support.peer import RemoteError
 
 NBYTES = 1 << 20
 NUM = 1000
@@ -194,6 +195,22 @@ def test_peer_that_has_closed_its_engine(deregistered: tuple[Connection, list[in
     assert report.message.startswith("the peer has closed its engine, or cannot be reached: ")
     assert report.code == 507899
     peer.region(board[1])
+
+
+def test_a_region_that_is_unbound_without_a_context_is_not_bound(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """HCCL was not called, but no connection points to the region any more."""
+    with two_ends(tmp_path_factory.mktemp("kvsim"), A950) as ends:
+        connection = ends.connect(NBYTES)
+        address = connection.addresses[0]
+        ends[0].fault("aclrtSetCurrentContext:1=107002")
+        for reason in ("aclrtSetCurrentContext: 107002 ", "the region .* is not bound to"):
+            with pytest.raises(RemoteError, match=reason):
+                ends[0].unbind(connection.name, address)
+        ends[0].deregister(address)
+        ends[0].region(address)
+        connection.close()
 
 
 @pytest.mark.parametrize(

@@ -155,14 +155,6 @@ def test_caches_that_are_not_as_planned_are_refused_with_the_difference(
     plan = golden(tmp_path)
     with refused(INVALID, "dst=.* is a contiguous cache; pull_blocks needs a paged one"):
         user.submit(Planned(plan, KEY, user.allocate_cache(DESC)))
-    with refused(INVALID, r"plan src blocks\[1\]=2 is not a block of lease"):
-        user.run(
-            Planned(
-                kvplan.plan(Transfer(Rows(DESC, [1, 2]), Rows(DESC, [0, 1])), local="dst"),
-                lease,
-                mine,
-            )
-        )
     with refused(INVALID, "make a push, but the plan is a pull_blocks"):
         user.run(Planned(plan, mine, KEY))
     with refused(INVALID, "outside the tensor's"):
@@ -170,6 +162,23 @@ def test_caches_that_are_not_as_planned_are_refused_with_the_difference(
         user.run(Planned(beyond_it, KEY, mine))
     assert not user.arrays(mine, copy=True)[0].any()
     assert user.metrics()["in_flight"] == 0
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_a_lease_has_all_blocks_that_a_plan_moves(
+    user: LlmDataDist, peer: Peer, mine: Cache, lease: BlockLease, side: str
+) -> None:
+    """It has blocks 6, 1 and 4; the plan moves a block that it has, and one that it lacks."""
+    tables, caches = ([1, 2], [0, 1]), (lease, mine)
+    if side == "dst":
+        tables, caches = tables[::-1], caches[::-1]
+    local: Any = "src" if side == "dst" else "dst"
+    plan = kvplan.plan(Transfer(*(Rows(DESC, table) for table in tables)), local=local)
+    with refused(INVALID, rf"plan {side} blocks\[1\]=2 is not a block of lease"):
+        user.run(Planned(plan, *caches))
+    assert not user.arrays(mine, copy=True)[0].any()
+    for array, source in zip(peer.run("result = datadist.arrays(cache)"), SOURCE, strict=True):
+        assert (array == source).all()
 
 
 def beyond(plan: Plan) -> Segments:

@@ -15,6 +15,7 @@ import pytest
 
 import kvplan
 from kvnative._tuning import builtin_tuning
+from kvnative.cores import usable_cores
 from kvplan import CacheDesc, DataType, LLMException, Options, Rows, Transfer
 from kvplan.execution import default_transfers
 from kvplan.execution.tuning import (
@@ -159,6 +160,23 @@ def test_other_machines_stay(path: Path) -> None:
     assert load_tuning() is None
     save_tuning(MINE)
     assert json.loads(path.read_text())["machines"]["another"] == {"of": "a later version"}
+
+
+def test_what_was_measured_on_other_cores_is_not_used() -> None:
+    """A container that may use fewer has the same processor, and a tuning of its own."""
+    cores = os.sched_getaffinity(0)
+    if usable_cores() < 2:
+        pytest.skip("a machine with one core")
+    save_tuning(MINE)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        assert load_tuning() is None
+        save_tuning(MINE._replace(reasons=("one core",)))
+    finally:
+        os.sched_setaffinity(0, cores)
+    found = load_tuning()
+    assert found is not None
+    assert found.reasons == MINE.reasons
 
 
 def store_beside_ever_deeper_ones(path: Path) -> None:

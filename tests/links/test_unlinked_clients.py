@@ -176,7 +176,7 @@ def test_unconfirmed_handshakes_keep_no_peer_out(
     for cluster_id in range(10, 30):
         greeting = hello(other.transports[0], cluster_id=cluster_id)
         assert isinstance(client.ask(client.call(end), greeting), Welcome)
-    assert "too many peers have begun" in client.lost.get(timeout=DEADLINE_S)
+    assert "too many unconfirmed handshakes" in client.lost.get(timeout=DEADLINE_S)
     held = [
         cluster_id for cluster_id in range(10, 30) if end.state(cluster_id) is LinkState.LINKING
     ]

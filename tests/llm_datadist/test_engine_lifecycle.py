@@ -130,6 +130,19 @@ def test_several_engines_where_permitted(datadist: LLMDataDist, new: LLMDataDist
         new.init(options())
 
 
+def test_an_engine_that_is_left_is_the_only_one(make_datadist: MakeDataDist) -> None:
+    """Where several were permitted, and are not any more."""
+    permit_several_engines()
+    try:
+        left, latest = make_datadist(), make_datadist()
+    finally:
+        permit_several_engines(False)
+    latest.finalize()
+    assert LLMDataDist.llm_engine_instance is left
+    with refused(LLMStatusCode.LLM_FAILED, "is initialized"):
+        latest.init(options())
+
+
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_the_latest_of_those_that_are_left_is_the_engine(
     make_datadist: MakeDataDist, first: int

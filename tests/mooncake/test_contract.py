@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import combinations
 from typing import cast
 
 import numpy as np
@@ -182,6 +183,21 @@ def test_pieces_without_a_gap_are_registered_in_any_order(
     memory = np.zeros(3072, np.uint8)
     for piece in order:
         assert alone.register_memory(memory.ctypes.data + 1024 * piece, 1024) == 0
+
+
+def test_memory_that_overlaps_a_registration_is_refused_and_only_then(
+    alone: TransferEngine,
+) -> None:
+    """Every range of units, beside and between registrations of two units each."""
+    memory = np.zeros(8 * 64, np.uint8)
+    taken = {1, 2, 5, 6}
+    for unit in (1, 5):
+        assert alone.register_memory(memory.ctypes.data + 64 * unit, 128) == 0
+    for begin, end in combinations(range(9), 2):
+        address = memory.ctypes.data + 64 * begin
+        is_refused = alone.register_memory(address, 64 * (end - begin)) < 0
+        assert is_refused is not taken.isdisjoint(range(begin, end)), (begin, end)
+        assert is_refused or alone.unregister_memory(address) == 0
 
 
 @pytest.mark.parametrize("short", [0, 1, 2])

@@ -77,6 +77,17 @@ def test_a_task_watched_before_or_after_its_end_is_queued(host: Backend, nbytes:
     assert queue.take() == []
 
 
+@pytest.mark.parametrize("count", [255, 256, 257, 512, 513])
+def test_all_that_have_ended_come_at_once(host: Backend, count: int) -> None:
+    """Of several hundred too: nothing says that some are left, as the descriptor was read."""
+    queue, executor = CompletionQueue(), Executor(host)
+    tasks = [submit(executor, [8]) for _ in range(count)]
+    for number, task in enumerate(tasks):
+        queue.watch(task, number)
+    assert queue.take() == [*range(count)]
+    assert not is_readable(queue)
+
+
 WRAPS = {
     "host": lambda host: host,
     "delay": lambda host: delay(host, 1),

@@ -189,12 +189,16 @@ def test_objects_of_a_task_live_until_its_outcome(slow: Executor) -> None:
 class TestRevoking:
     """Memory of tasks that its owner revokes."""
 
-    @pytest.mark.parametrize("how", ["itself", "a part"])
+    @pytest.mark.parametrize("how", ["itself", "a part", "a part of a part"])
     @pytest.mark.parametrize("layered", [False, True])
     def test_revoking_ends_tasks_in_flight(self, slow: Executor, how: str, layered: bool) -> None:
         case = scatter([1000] * 10_000)
         memory = Revocable()
-        kept = memory if how == "itself" else Revocable((Revocable(), memory))
+        kept = memory
+        if how != "itself":
+            kept = Revocable((Revocable(), kept))
+        if how == "a part of a part":
+            kept = Revocable((kept, Revocable()))
         task: Task | LayeredTask
         if layered:
             task = slow.layered(case.descriptors, 5000, ("plan", kept))

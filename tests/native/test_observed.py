@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvnative._observed import CallLog, tables_of
+from tests.support.held import allocated
 
 Call = tuple[Any, ...]
 
@@ -127,6 +128,34 @@ class TestCalls:
         del log
         gc.collect()
         assert [sys.getrefcount(value) for value in values] == before
+
+    def test_a_finalizer_that_calls_while_calls_are_dropped_costs_no_memory(self) -> None:
+        log = log_of(1 << 20)
+
+        def fill_and_clear() -> int:
+            handled(log, Calling(log), *range(10_000))
+            filled = allocated()
+            log.clear()
+            assert len(log) == 1
+            log.clear()
+            return filled
+
+        fill_and_clear()
+        before = allocated()
+        one = fill_and_clear() - before
+        for _ in range(10):
+            fill_and_clear()
+        assert allocated() - before < one
+
+
+class Calling:
+    """An object whose finalizer calls a method that is observed."""
+
+    def __init__(self, log: CallLog) -> None:
+        self.log = log
+
+    def __del__(self) -> None:
+        handled(self.log, "from a finalizer")
 
 
 INDICES: dict[str, Any] = {

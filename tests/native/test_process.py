@@ -358,6 +358,28 @@ class TestPeer:
         with pytest.raises(ValueError, match="closed"):
             peer.copy(few, words_of(held), memory)
 
+    @pytest.mark.parametrize("bad", [0, 1, 63])
+    def test_a_copy_by_address_is_refused_unless_every_byte_moves(self, bad: int) -> None:
+        table, peer = GenerationTable(1), Peer(os.getpid())
+        peer.attach(table.fd, table.inode, 1)
+        words, memory = words_of(table.take()), Revocable()
+        source, target = np.arange(65, dtype=np.uint64), np.zeros(65, np.uint64)
+        there, here = (
+            np.uint64(side.ctypes.data) + 8 * np.arange(65, dtype=np.uint64)
+            for side in (source, target)
+        )
+
+        def copy(count: int) -> str:
+            sizes = np.full(count, 8, np.uint64)
+            moved = Descriptors.from_columns(here[:count], there[:count], sizes)
+            return peer.copy(moved, words, memory, by_address=True)
+
+        assert [copy(65), copy(64)] == ["refused", "done"]
+        assert target.tolist() == [*range(64), 0]
+        there[bad] = PAGE  # nothing is mapped there
+        assert copy(64) == "refused"
+        peer.close()
+
     def test_registrations_and_leases_have_slots_of_their_own(self) -> None:
         table = GenerationTable(2, 3)
         for is_lease, slots in ((False, {0, 1}), (True, {2, 3, 4})):

@@ -7,6 +7,7 @@ import os
 import types
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -386,17 +387,21 @@ class TestFindings:
         program.agent.transfer(handle)
         assert program.findings() == ["outside_registration"]
 
-    def test_two_transfers_that_write_the_same_bytes(self, program: Program) -> None:
-        type(program.agent).polls = 1
-        run(program, [1, 2], [3, 4])
-        run(program, [2], [5])
-        assert program.findings() == ["two_writers"]
-
-    def test_two_writers_of_one_peer(self, program: Program) -> None:
-        type(program.agent).polls = 1
-        run(program, [1], [4], "WRITE")
-        run(program, [2], [4], "WRITE")
-        assert program.findings() == ["two_writers"]
+    @pytest.mark.parametrize("ops", [*product(("READ", "WRITE"), repeat=2)])
+    def test_two_transfers_in_flight_are_compared(
+        self, tmp_path: Path, ops: tuple[str, str]
+    ) -> None:
+        """By where each writes: here, or at one of two peers with equal addresses."""
+        for number, (peer, here, there) in enumerate(product(("prefill", "other"), (1, 2), (4, 5))):
+            second = Program(tmp_path / str(number))
+            type(second.agent).polls = 1
+            run(second, [1], [4], ops[0])
+            second.remote = second.agent.prep_xfer_dlist(peer, second.blocks(second.there))
+            run(second, [here], [there], ops[1])
+            same = (here == 1, peer == "prefill" and there == 4)[ops == ("WRITE", "WRITE")]
+            finding = "two_writers" if ops[0] == ops[1] else "rewritten_source"
+            assert second.findings() == [finding] * same, (peer, here, there)
+            second.observer.close()
 
     def test_one_transfer_that_writes_a_block_twice(self, program: Program) -> None:
         run(program, [1, 1], [3, 4])
@@ -415,12 +420,6 @@ class TestFindings:
         program.agent.deregister_memory(program.registered[:1])
         assert program.agent.check_xfer_state(handle) == "DONE"
         assert program.findings() == ["deregistered_in_flight", "success_after_deregistration"]
-
-    def test_a_block_that_is_rewritten_while_it_is_read(self, program: Program) -> None:
-        type(program.agent).polls = 1
-        run(program, [1], [3], "WRITE")
-        run(program, [1], [5])
-        assert program.findings() == ["rewritten_source"]
 
     @pytest.mark.parametrize(
         ("rows", "found"),

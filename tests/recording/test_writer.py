@@ -15,7 +15,7 @@ from typing import ClassVar
 import pytest
 
 import kvplan
-from kvplan import CacheDesc, DataType, Part, Plan, Rows, Transfer
+from kvplan import CacheDesc, DataType, LLMStatusCode, Part, Plan, Rows, Transfer
 from kvplan.recording import read
 from kvplan.recording.format import MAGIC, row_in
 from tests.recording.operations import DESC, PLAN, SMALLEST, record, recorder, tags
@@ -239,3 +239,16 @@ def test_a_full_disk_ends_the_recording_and_no_transfer(tmp_path):
         end = row.end
     assert end == len(data)  # nothing of the row that had no room
     assert read(f"{path}.next").complete
+
+
+def test_after_its_end_nothing_is_queued(tmp_path):
+    """Of any kind of row, which the writer's thread would not take any more."""
+    with recorder(tmp_path / "a.kvrec") as writer:
+        record(writer, PLAN)
+    common = {"common": object(), "kind": "B2B", "as_bytes": True}
+    head = (0.0, 1e-3, "pull_blocks", 0, "", "late", 7, 1, (), 64)
+    record(writer, OTHER)
+    writer.event("lease", LLMStatusCode.LLM_SUCCESS, 0.0, "", {"tag": "late"})
+    writer.moved(head, common, ([1], [2]), 64, lambda: OTHER.part)
+    assert not writer._rows
+    assert read(tmp_path / "a.kvrec").complete

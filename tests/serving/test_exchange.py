@@ -104,6 +104,7 @@ WHOLE, STAGES = (None,), ((0, 1), (1, 2))
         (WHOLE, 2, WHOLE, 2),
         (WHOLE, 2, WHOLE, 4),
         (WHOLE, 8, WHOLE, 1),
+        (WHOLE, 8, WHOLE, 4),
         (STAGES, 1, WHOLE, 1),
         (WHOLE, 1, STAGES, 1),
         (STAGES, 1, STAGES, 1),

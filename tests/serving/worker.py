@@ -85,7 +85,8 @@ class Base:
             instance,
             place=place,
             push=push,
-            options=ExchangeOptions(**options),
+            # What nobody frees expires after the deadline of the test, not before.
+            options=ExchangeOptions(**{"lease_ttl_ms": 2 * DEADLINE_MS} | options),
         )
 
     def make_cache(self, desc: CacheDesc) -> Cache | Sequence[CacheGroup]:

@@ -1,7 +1,8 @@
-"""Descriptors and threads of this process by name, since a count includes those of other tests."""
+"""Descriptors and threads of this process, by name: a count would include those of other tests."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import time
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEADLINE_S = 30
+
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -64,3 +67,24 @@ class Held:
         # This thread starts with the first generation table, and ends with the process.
         threads = {thread for thread in threads if thread[1] != "kvplan-life"}
         return cls(frozenset(descriptors), frozenset(threads))
+
+
+class MallInfo(ctypes.Structure):
+    """What mallinfo2 returns; see its page of the manual."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+_libc.mallinfo2.restype = MallInfo
+
+
+def allocated() -> int:
+    """Bytes that malloc has given away."""
+    now = _libc.mallinfo2()
+    return int(now.hblkhd + now.uordblks)

@@ -40,27 +40,6 @@ def protect(address: int, nbytes: int, how: str = "none") -> None:
     assert _libc.mprotect(address, nbytes, bits) == 0
 
 
-class MallInfo(ctypes.Structure):
-    """The result of mallinfo2; see its manual page."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
-
-
-_libc.mallinfo2.restype = MallInfo
-
-
-def allocated() -> int:
-    """Return the number of bytes that malloc has allocated."""
-    now = _libc.mallinfo2()
-    return int(now.hblkhd + now.uordblks)
-
-
 def listen() -> socket.socket:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(TIMEOUT_MS / 1000)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvnative._backend import KVN_OK
 from kvnative._executor import Executor
 from kvnative._tcp import TcpService
+from tests.support.held import allocated
 from tests.tcp.frames import (
     DEREGISTERED,
     MAX_NBYTES,
@@ -33,15 +34,7 @@ from tests.tcp.frames import (
     attack,
     request,
 )
-from tests.tcp.peer import (
-    SECRET,
-    TIMEOUT_MS,
-    Bytes,
-    allocated,
-    backend_of,
-    descriptors,
-    link_within,
-)
+from tests.tcp.peer import SECRET, TIMEOUT_MS, Bytes, backend_of, descriptors, link_within
 
 SLOT, GENERATION, READABLE = 4, 77, 5
 NBYTES = 1 << 20

@@ -16,25 +16,18 @@ import pytest
 from kvnative._backend import KVN_CANCELLED, KVN_FAILED, KVN_OK, CallError, NativeError
 from kvnative._executor import Executor
 from kvnative._tcp import TcpService
-from tests.support.held import Held
+from tests.support.held import Held, allocated
 from tests.support.peer import ROOT
 from tests.tcp.frames import attack
-from tests.tcp.peer import (
-    DIRECTIONS,
-    PAGE,
-    TIMEOUT_MS,
-    allocated,
-    backend_of,
-    descriptors,
-    link_within,
-)
+from tests.tcp.peer import DIRECTIONS, PAGE, TIMEOUT_MS, backend_of, descriptors, link_within
 
 MIB = 1 << 20
 
 
 LINKS = """
 from kvnative._tcp import TcpService
-from tests.tcp.peer import allocated, link_within
+from tests.support.held import allocated
+from tests.tcp.peer import link_within
 
 service = TcpService(1, max_ranges=1)
 before = allocated()

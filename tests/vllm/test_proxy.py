@@ -17,7 +17,7 @@ pytest.importorskip("aiohttp")  # the extra `test` has it; vLLM brings it to use
 import aiohttp
 from aiohttp import web
 
-from kvplan.vllm.proxy import Proxy, arguments
+from kvplan.vllm.proxy import Proxy, Servers, arguments
 
 PATH = "/v1/completions"
 SERVER = {"protocol": 4, "instance": "aa", "sources": [[7, "10.0.0.1:26000"]]}
@@ -201,6 +201,15 @@ def test_other_servers_are_asked_for_those_that_fail() -> None:
         assert servers.asked[-1][1]["kv_transfer_params"] == PARAMS
 
     asyncio.run(run())
+
+
+def test_a_server_that_failed_is_asked_last_for_a_while_and_then_takes_its_turns_again() -> None:
+    now = 0.0
+    servers = Servers(["a", "b"], lambda: now)
+    servers.failed("a")
+    assert [list(servers.turn()) for _ in range(2)] == [["b", "a"]] * 2
+    now = 60.0
+    assert [list(servers.turn()) for _ in range(2)] == [["a", "b"], ["b", "a"]]
 
 
 @pytest.mark.parametrize("kind", ["fails", "keeps_nothing"])

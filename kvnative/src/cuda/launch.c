@@ -305,8 +305,7 @@ static int abort_work(kvn_cuda_launcher *self, busy *entry, kvn_failure *failure
     }
     if ((!entry->launches || entry->is_void) && !entry->has_others)
         return KVN_OK;
-    return kvn_fail(failure, KVN_UNSUPPORTED, 0, "CUDA cannot stop the work of a stream, which goes on%s",
-                    entry->launches ? " until the kernel sees that it must stop" : "");
+    return kvn_fail(failure, KVN_UNSUPPORTED, 0, "CUDA cannot stop the work of a stream, which goes on");
 }
 
 int kvn_cuda_abort(const kvn_device *device, kvn_stream stream, kvn_failure *failure)

@@ -155,6 +155,13 @@ int kvn_connection_bind(kvn_connection *self, kvn_region *region, kvn_failure *f
     return kvn_hccl_status(result);
 }
 
+static void forget(kvn_connection *self, kvn_bound *bound)
+{
+    kvn_region_release(bound->region);
+    *bound = self->bound[--self->num_bound];
+    self->last_hit = 0;
+}
+
 /* Call it with the device's context current. The region is unbound afterwards, even if HCCL reports a failure. */
 static int unbind_one(kvn_connection *self, kvn_bound *bound, kvn_failure *failure)
 {
@@ -163,9 +170,7 @@ static int unbind_one(kvn_connection *self, kvn_bound *bound, kvn_failure *failu
     const kvn_hccl_result result = is_per_comm
                                        ? calls->deregister_memory(self->comm, &bound->desc)
                                        : calls->unbind(self->comm, bound->region->handle);
-    kvn_region_release(bound->region);
-    *bound = self->bound[--self->num_bound];
-    self->last_hit = 0;
+    forget(self, bound);
     if (result == KVN_HCCL_SUCCESS)
         return KVN_OK;
     return kvn_hccl_fail(self->hccl, is_per_comm ? "HcclDeregisterMem" : "HcclCommUnbindMem",
@@ -181,8 +186,10 @@ int kvn_connection_unbind(kvn_connection *self, kvn_region *region, kvn_failure 
         return kvn_fail(failure, KVN_INVALID, 0,
                         "the region [0x%" PRIx64 ", 0x%" PRIx64 ") is not bound to communicator %s",
                         region->address, region->address + region->nbytes, self->name);
-    if (kvn_device_enter(self->device, &previous, failure) != KVN_OK)
+    if (kvn_device_enter(self->device, &previous, failure) != KVN_OK) {
+        forget(self, bound); /* HCCL cannot be called without a context; the connection ends with it */
         return failure->status;
+    }
     status = unbind_one(self, bound, failure);
     kvn_device_leave(self->device, previous);
     return status;
@@ -301,7 +308,7 @@ void kvn_connection_close(kvn_connection *self, kvn_failure *failure)
     /* HCCL cannot be called without a context: the connection leaks, the regions do not. */
     kvn_keep_first(failure, &later);
     while (self->num_bound > 0)
-        kvn_region_release(self->bound[--self->num_bound].region);
+        forget(self, &self->bound[self->num_bound - 1]);
     self->comm = NULL;
 }
 

@@ -54,8 +54,8 @@ class EngineSlots:
 
     @property
     def latest(self) -> LLMDataDist | None:
-        """The last of several engines; None if the process may have only one."""
-        return self._taken[-1] if self._taken and self._are_several else None
+        """The last engine that was initialized; None: none is."""
+        return self._taken[-1] if self._taken else None
 
     @property
     def _are_several(self) -> bool:

@@ -233,17 +233,22 @@ def test_connections_that_are_not_taken_are_limited(
     assert dropped == 8
 
 
+@pytest.mark.parametrize("comes_first", [True, False])
 def test_an_awaited_connection_is_no_longer_pending(
-    loop: ControlLoop, far_loop: ControlLoop
+    loop: ControlLoop, far_loop: ControlLoop, comes_first: bool
 ) -> None:
-    """That holds even before the other connections of the link arrive."""
+    """That holds before the other connections of the link arrive, and whether the wait is first."""
     conversation = with_room_for_32_connections(loop, far_loop, has_key=True)
     endpoint = conversation.server.endpoint
     link = new_link(conversation)
     with ExitStack() as held, ThreadPoolExecutor(1) as threads:
-        held.enter_context(open_one(link.near, 0))
+        if comes_first:
+            held.enter_context(open_one(link.near, 0))
         accepted = threads.submit(link.far.open, [0, 1], DEADLINE_S)
-        conversation.request(Sync())  # so the server has seen it, because requests come later
+        while not call(far_loop, lambda: len(link.far._slots) == 2):
+            assert not accepted.done(), accepted.result()
+        if not comes_first:
+            held.enter_context(open_one(link.near, 0))
         for _ in range(300):
             held.enter_context(UnauthenticatedClient(endpoint))
         held.enter_context(open_one(link.near, 1))

@@ -25,12 +25,13 @@ typedef struct bandwidth {
     int64_t free_ns; /* end of the slices that are scheduled so far */
 } bandwidth;
 
-/* One thread at a time drives a request (`driven`); it owns all fields but these five. */
+/* One thread at a time drives a request (`driven`); it owns all fields but these six. */
 typedef struct bandwidth_request {
     kvn_wrapper_end end;
     pthread_mutex_t mutex;
     pthread_cond_t changed;
     bool driven;
+    bool over;   /* settled, and no thread writes the outcome any more */
     int give_up; /* KVN_OK, or why no slice may begin */
 
     kvn_columns batch;
@@ -224,9 +225,14 @@ static int drive_until(bandwidth *self, bandwidth_request *request, int64_t dead
     int64_t now = kvn_now_ns();
 
     pthread_mutex_lock(&request->mutex);
-    while (request->driven && now < deadline_ns) {
+    while (request->driven && !request->over && now < deadline_ns) {
         kvn_cond_wait(&request->changed, &request->mutex, deadline_ns);
         now = kvn_now_ns();
+    }
+    if (request->over) {
+        kvn_report_copy(report, &request->outcome);
+        pthread_mutex_unlock(&request->mutex);
+        return report->status;
     }
     if (request->driven) {
         kvn_report_begin(report);
@@ -245,6 +251,7 @@ static int drive_until(bandwidth *self, bandwidth_request *request, int64_t dead
     }
     pthread_mutex_lock(&request->mutex);
     request->driven = false;
+    request->over = request->settled;
     pthread_cond_broadcast(&request->changed);
     pthread_mutex_unlock(&request->mutex);
     return report->status;

@@ -1,0 +1,124 @@
+"""Mooncake's engine, observed: by whichever way the program passes its arguments."""
+
+from __future__ import annotations
+
+import gc
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvplan.observe import Observer
+from kvplan.observe.surfaces import wrap_mooncake
+from kvplan.recording import read
+
+
+class TransferEngine:
+    """The names of the original's arguments, as its bindings give them."""
+
+    def initialize(
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
+    ) -> int:
+        return 0
+
+    def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
+        return 0
+
+    def batch_register_memory(
+        self, buffer_addresses: list[int], capacities: list[int], location: str = "*"
+    ) -> int:
+        return 0
+
+    def unregister_memory(self, buffer_addr: int) -> int:
+        return 0
+
+    def batch_unregister_memory(self, buffer_addresses: list[int]) -> int:
+        return 0
+
+    def transfer_sync_read(
+        self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int
+    ) -> int:
+        return 0
+
+    def batch_transfer_sync_write(
+        self, target_hostname: str, buffers: Any, peer_buffer_addresses: Any, lengths: Any
+    ) -> int:
+        return 0
+
+
+def observed() -> type[Any]:
+    """A class of its own, whose methods are not wrapped yet."""
+    return type("TransferEngine", (), dict(vars(TransferEngine)))
+
+
+def begun(engine: Any, name: str = "host:1") -> Any:
+    assert engine.initialize(name, "P2PHANDSHAKE", "tcp", "") == 0
+    return engine
+
+
+CALLS = [
+    ("register_memory", {"buffer_addr": 1000, "capacity": 64}),
+    ("batch_register_memory", {"buffer_addresses": [2000, 3000], "capacities": [32, 16]}),
+    (
+        "transfer_sync_read",
+        {"target_hostname": "p", "buffer": 1008, "peer_buffer_address": 7, "length": 8},
+    ),
+    (
+        "batch_transfer_sync_write",
+        {
+            "target_hostname": "p",
+            "buffers": [2000, 3001],
+            "peer_buffer_addresses": [7, 9],
+            "lengths": [2, 4],
+        },
+    ),
+    ("unregister_memory", {"buffer_addr": 1000}),
+    ("batch_unregister_memory", {"buffer_addresses": [2000, 3000]}),
+]
+
+
+@pytest.mark.parametrize("num_by_position", [0, 1, 4])
+def test_arguments_may_have_names(tmp_path: Path, num_by_position: int) -> None:
+    module = types.ModuleType("mooncake.engine")
+    module.TransferEngine = observed()  # type: ignore[attr-defined]
+    observer = Observer(tmp_path)
+    wrap_mooncake(module, observer)
+    engine = begun(module.TransferEngine())
+    for method, given in CALLS:
+        positions = [*given.values()][:num_by_position]
+        names = dict([*given.items()][num_by_position:])
+        assert getattr(engine, method)(*positions, **names) == 0
+    observer.close()
+    (path,) = tmp_path.glob("*.kvrec")
+    recording = read(path)
+    rows = [(row.operation, row.fields.get("bytes")) for row in recording.events]
+    registered = [("register_cache", nbytes) for nbytes in (64, 32, 16)]
+    assert rows == [("observe", None), *registered, *[("unregister_cache", None)] * 3]
+    caches = [row.fields["cache"] for row in recording.events if "cache" in row.fields]
+    assert caches == [0, 1, 2] * 2
+    pull, push = recording.transfers
+    assert (pull.operation, pull.nbytes) == ("pull_ranges", 8)
+    assert (push.operation, push.nbytes) == ("push_ranges", 6)
+
+
+def test_an_engine_at_the_place_of_another_has_a_recording_of_its_own(tmp_path: Path) -> None:
+    """An id is taken again: the recording before is complete, with all of its calls."""
+    module = types.ModuleType("mooncake.engine")
+    module.TransferEngine = observed()  # type: ignore[attr-defined]
+    observer = Observer(tmp_path)
+    wrap_mooncake(module, observer)
+    engine = begun(module.TransferEngine(), "first:1")
+    memory = np.zeros(64, np.uint8)
+    assert engine.register_memory(memory.ctypes.data, 64) == 0
+    begun(engine, "second:1")  # as an engine that is collected, and another made in its place
+    gc.collect()
+    observer.flush()
+    (path,) = tmp_path.glob("*first*.kvrec")
+    first = read(path)
+    assert first.complete
+    assert [row.operation for row in first.events] == ["observe", "register_cache"]
+    observer.close()
+    (path,) = tmp_path.glob("*second*.kvrec")
+    assert [row.operation for row in read(path).events] == ["observe"]
