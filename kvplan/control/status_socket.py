@@ -97,7 +97,7 @@ class StatusSocket:
     def _accept(self) -> None:
         if self._listener is None:
             return
-        with suppress(OSError):  # the client has gone
+        with suppress(OSError):  # the client has closed the connection
             connection, _ = self._listener.accept()
             if self._answering >= _MAX_ANSWERS or peer_credentials(connection).uid not in (
                 0,

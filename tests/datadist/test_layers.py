@@ -159,7 +159,7 @@ def test_many_tasks_at_once_end_in_any_order(user: LlmDataDist, peer: Peer, slot
     first.ready(0)
     for task in reversed(others):
         ready(task)
-    del task, others  # whether or not somebody waits
+    del task, others  # whether or not a call waits
     wait_until(lambda: user.metrics()["in_flight"] == 1)
     user.submit(Transfer(Rows(slots), Rows(target))).wait()
     assert user.metrics()["operations"]["push_layers"]["statuses"] == {"LLM_SUCCESS": 4}

@@ -73,7 +73,7 @@ KINDS = {
     ),
     "cuda": Kind(
         CudaDevice, 2 << 20, "cuMemCreate", 2, "cuMemHostRegister_v2", 800,
-        "cuMemcpyAsync", 214, "no memory of a device", "LLM_KV_CACHE_NOT_EXIST",
+        "cuMemcpyAsync", 214, "not memory of a device", "LLM_KV_CACHE_NOT_EXIST",
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What test_allocations.py runs: an operation, with each allocation of the native layer failing."""
+"""The program of test_allocations.py: runs an operation while each native allocation fails once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from kvplan import (
 )
 from tests.support.held import Held
 
-SHIM = ctypes.CDLL(None)  # it is preloaded
+SHIM = ctypes.CDLL(None)  # the preloaded library
 DESC = CacheDesc(2, (8, 1 << 15), DataType.DT_INT8)
 BLOCKS, ORDER = [1, 3, 5], [6, 0, 2]
 
@@ -80,7 +80,7 @@ def layered() -> None:
 
 
 def guarded() -> None:
-    """Write to memory of a process, which is this one, in each of three ways."""
+    """Write to memory of a process, in fact this one, in each of three ways."""
     generations, table = GenerationTable(8), WriterTable(4)
     try:
         writer = Writer(
@@ -139,16 +139,16 @@ OPERATIONS: dict[str, Callable[[], None]] = {
 
 
 def kept_allocations() -> int:
-    """Return how many allocations of the native layer are not freed, nor held by a cycle."""
+    """Return the number of native allocations that are neither freed nor held by a cycle."""
     gc.collect()
     return int(SHIM.failing_allocations_kept())
 
 
 def main(name: str) -> None:
-    """Print what came of each allocation that failed: a status, an exception, or SUCCESS."""
+    """Print the result of each failed allocation: a status, an exception, or SUCCESS."""
     faulthandler.dump_traceback_later(100, exit=True)
     operation = OPERATIONS[name]
-    operation()  # what is loaded once
+    operation()  # loads what stays loaded
     assert SHIM.failing_allocations_begin(ctypes.c_long(0))
     operation()
     count = SHIM.failing_allocations_end()

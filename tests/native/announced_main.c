@@ -15,7 +15,7 @@ static uint64_t count_tickets(kvn_writers *writers)
     return kvn_writers_drain(writers, 0, &next, left);
 }
 
-/* What lasts has one ticket, renewed or not, and none once it has ended: an owner would wait for it. */
+/* A batch has one ticket while it lasts, renewed or not, and none after its end, because an owner would wait for it. */
 static void renewed_and_left(void)
 {
     kvn_generations table;
@@ -50,7 +50,7 @@ static void renewed_and_left(void)
     kvn_generations_close(&table);
 }
 
-/* When all places are taken, a batch of a caller that hurries is not taken, and later it is. */
+/* While all places are taken, a batch of a caller that hurries is refused; later it is accepted. */
 static void no_place_in_a_hurry(void)
 {
     kvn_backend backend = {&plain};
@@ -90,7 +90,7 @@ static void no_place_in_a_hurry(void)
     kvn_generations_close(&table);
 }
 
-/* A writer that was late once is waited for again, and tickets of many entries are all seen. */
+/* An owner waits again for a writer that was late once, and sees all tickets of many entries. */
 static void late_is_forgiven(void)
 {
     enum { ENTRIES = 40 };

@@ -1,12 +1,12 @@
-"""What a few threads may see of each other's memory on aarch64: its axiomatic model, in full.
+"""The axiomatic memory model of aarch64, for a few threads, with all executions.
 
-A program is a row of events for each thread, few enough to try all executions. One is allowed
-("external visibility" in Arm's manual, B2.3) if, for each location, program order agrees with
-what was read and written (coherence), nothing comes between the two halves of a read-modify-
-write, and nothing is observed before itself (`ob` has no cycle). Bytes that are copied are one
-location. Read-modify-writes are as of Armv8.0 (LDAXR and STLXR), which promise less than those of
-Armv8.1. Dependencies, by which less would be allowed, are left out but for one: `if_read` of a
-write, which is not made before that read is decided upon.
+A program is a row of events for each thread, few enough to try all executions. An execution is
+allowed ("external visibility" in Arm's manual, B2.3) if program order agrees with the reads and
+writes of each location (coherence), if no store comes between the halves of a read-modify-write,
+and if no event is observed before itself (`ob` has no cycle). Copied bytes are one location.
+Read-modify-writes are those of Armv8.0 (LDAXR and STLXR), which guarantee less than Armv8.1's.
+Dependencies, which would forbid more, are left out except one: a write with `if_read` is not made
+before the outcome of that read is certain.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from itertools import combinations, permutations, product
 from typing import NamedTuple
 
 PLAIN, ACQUIRE, ORDERED, RELEASE, BOTH = "", "Q", "A", "L", "AL"
-"""As C has them. ACQUIRE may be LDAPR, which does not wait for the releases before it; ORDERED is
-LDAR, the load of what is sequentially consistent. RELEASE is the store of both; BOTH, of swaps."""
+"""Orders as in C. ACQUIRE may be LDAPR, which does not wait for earlier releases; ORDERED is LDAR,
+a sequentially consistent load. RELEASE is the store of both kinds; BOTH is for swaps."""
 
 
 class Read(NamedTuple):
-    """A load. `into`: the name of what it has read."""
+    """A load, whose result has the name `into`."""
 
     location: str
     into: str
@@ -29,7 +29,7 @@ class Read(NamedTuple):
 
 
 class Write(NamedTuple):
-    """A store, made only after the reads named in `if_read` were decided upon."""
+    """A store, which is made only after the outcomes of the reads in `if_read` are certain."""
 
     location: str
     value: int
@@ -53,7 +53,7 @@ class Fence(NamedTuple):
 Event = Read | Write | Swap | Fence
 Program = Sequence[Sequence[Event]]
 Outcome = Mapping[str, int]
-"""What was read, by name; and the last value of each location, by its name."""
+"""The results of reads by name, and the last value of each location by its name."""
 
 
 class _Op(NamedTuple):
@@ -64,14 +64,14 @@ class _Op(NamedTuple):
     kind: str  # R, W, F
     location: str = ""
     order: str = PLAIN
-    value: int | None = None  # of a store; of a load: what it must read, if that is given
+    value: int | None = None  # the stored value, or the value that a load must read
     into: str = ""
-    partner: int = -1  # the load of a swap, at its store
+    partner: int = -1  # for the store of a swap: its load
     if_read: str = ""
 
 
 def outcomes(program: Program) -> list[Outcome]:
-    """Return all that the model allows; each location holds 0 at first."""
+    """Return all outcomes that the model allows. Each location holds 0 at first."""
     ops = list(_ops(program))
     found = []
     for read_from, ranks in _candidates(ops):
@@ -112,7 +112,7 @@ def _value(ops: Sequence[_Op], write: int) -> int:
 def _candidates(
     ops: Sequence[_Op],
 ) -> Iterator[tuple[dict[int, int], dict[str, tuple[int, ...]]]]:
-    """Which store (-1: none) each load reads, and in which order the stores of a location come."""
+    """Yield the store (-1: none) that each load reads, with an order of each location's stores."""
     reads = [op for op in ops if op.kind == "R"]
     stores: dict[str, list[int]] = {}
     for op in ops:
@@ -136,7 +136,7 @@ def _is_allowed(
     ops: Sequence[_Op], read_from: Mapping[int, int], ranks: Mapping[str, tuple[int, ...]]
 ) -> bool:
     before = {(a, b) for row in ranks.values() for a, b in combinations(row, 2)}  # coherence
-    after_read = set()  # a store that comes after the one that was read
+    after_read = set()  # a store after the one that was read
     for read, write in read_from.items():
         row = ranks.get(ops[read].location, ())
         later = row if write < 0 else row[row.index(write) + 1 :]
@@ -149,7 +149,7 @@ def _is_allowed(
     }
     if _has_cycle(len(ops), same | before | after_read | was_read):
         return False
-    for op in ops:  # nothing between the halves of a swap
+    for op in ops:  # no store between the halves of a swap
         if op.partner >= 0 and any(
             (op.partner, other) in after_read and (other, op.number) in before
             for other in ranks[op.location]
@@ -164,7 +164,7 @@ def _in_program_order(ops: Sequence[_Op]) -> Iterator[tuple[_Op, _Op]]:
 
 
 def _ordered(ops: Sequence[_Op]) -> Iterator[tuple[int, int]]:
-    """What is ordered within a thread."""
+    """Return the pairs that are ordered within a thread."""
     for a, b in _in_program_order(ops):
         between = ops[a.number + 1 : b.number]
         is_fence = any(item.kind == "F" for item in between)

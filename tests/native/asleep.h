@@ -1,4 +1,4 @@
-/* Another thread, which a check waits for until it sleeps. */
+/* Another thread; a check waits until it sleeps. */
 #ifndef KVN_TESTS_ASLEEP_H
 #define KVN_TESTS_ASLEEP_H
 

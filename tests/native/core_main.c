@@ -53,7 +53,7 @@ static uint64_t itself(const void *item, const void *unused)
     return *(const uint64_t *)item;
 }
 
-/* In one array records would overwrite each other: builds that check refuse that. */
+/* Within one array records would overwrite each other, which builds with checks refuse. */
 static void sort_in_one_array(void)
 {
     uint64_t items[] = {300, 2, 1}, spare[3];
@@ -78,7 +78,7 @@ static bool holds_all(const kvn_interval *it, uint64_t first, uint64_t last)
     return it->first <= first && last <= it->last;
 }
 
-/* Found if and only if one of them holds the piece; they may touch, overlap and lie inside one another. */
+/* A piece is found if and only if one interval holds it. Intervals may touch, overlap or contain each other. */
 static void find_intervals(void)
 {
     srand(2);
@@ -108,7 +108,7 @@ static void find_intervals(void)
 
 /* ---- libraries ---- */
 
-/* Of several files with a call the first counts; of several missing calls the first is named. */
+/* A call comes from the first file that has it. An error names the first missing call. */
 static void find_calls(void)
 {
     void *const math = dlopen("libm.so.6", RTLD_NOW), *const c = dlopen("libc.so.6", RTLD_NOW);
@@ -137,7 +137,7 @@ static void rename_process(void)
     const kvn_identity own = kvn_identity_of(getpid());
 
     CHECK(kvn_identity_lives(own) && kvn_identity_pid(own) == getpid());
-    CHECK(!kvn_identity_lives(own + (UINT64_C(1) << 40))); /* it started at another time */
+    CHECK(!kvn_identity_lives(own + (UINT64_C(1) << 40))); /* another start time */
     CHECK(prctl(PR_SET_NAME, "a) R 1 (b) 2 3") == 0);
     CHECK(kvn_identity_of(getpid()) == own && kvn_identity_lives(own));
 }
@@ -160,7 +160,7 @@ static bool has_mappings(int pid)
     return found;
 }
 
-/* Its other threads may still use what is mapped, and no list says so. */
+/* Other threads of the process may still use mapped memory, which no list shows. */
 static void first_thread_ends(void)
 {
     const int child = fork();
@@ -187,7 +187,7 @@ static void *blocked_signals(void *mask)
     return mask;
 }
 
-/* Handlers run in the program's own threads, and the thread that starts another keeps its mask. */
+/* Handlers run in the program's own threads, and starting a thread does not change the caller's mask. */
 static void thread_blocks_signals(void)
 {
     const int numbers[] = {SIGINT, SIGTERM, SIGCHLD, SIGUSR1, SIGALRM};

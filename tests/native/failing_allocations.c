@@ -1,4 +1,4 @@
-/* Allocations of libkvn.so fail at the n-th call, and those that are not freed are counted: preloaded by
+/* Makes the n-th allocation of libkvn.so fail, and counts those that are not freed. Preloaded by
  * tests/native/test_allocations.py. */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -21,11 +21,11 @@ extern void __libc_free(void *memory);
 static _Atomic(uintptr_t) begin, end; /* of the library's code */
 static atomic_long calls, failing;    /* failing: the number of the call; 0: none */
 
-static uintptr_t kept[PLACES]; /* what the library has allocated since the first begin */
+static uintptr_t kept[PLACES]; /* allocations of the library since the first begin */
 static atomic_flag busy = ATOMIC_FLAG_INIT;
 static atomic_long num_kept;
 
-/* Returns the place of an allocation, or the first that is free for it. The caller has the flag. */
+/* Returns the place of an allocation, or the first free one. The caller holds the flag. */
 static uintptr_t *place_of(uintptr_t memory)
 {
     uintptr_t *free_place = NULL;
@@ -87,7 +87,7 @@ static int find(struct dl_phdr_info *info, size_t size, void *unused)
     return 1;
 }
 
-/* Count from now on, and let the call of this number fail. Returns whether the library is there. */
+/* Counts from now on, and makes the call with this number fail. Returns true if the library is loaded. */
 int failing_allocations_begin(long number)
 {
     dl_iterate_phdr(find, NULL);
@@ -96,14 +96,14 @@ int failing_allocations_begin(long number)
     return begin != 0;
 }
 
-/* How many calls there were; from now on none fails. */
+/* Returns the number of calls. From now on none fails. */
 long failing_allocations_end(void)
 {
     failing = 0;
     return calls;
 }
 
-/* How many allocations of the library are not freed. */
+/* Returns how many allocations of the library are not freed. */
 long failing_allocations_kept(void)
 {
     return num_kept;

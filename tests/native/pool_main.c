@@ -7,11 +7,11 @@
  *        by one that hurries, that by one that returns, and a wait in vain.
  *        pool looks. Prints how often a worker has looked for work: as each of six jobs came long after the one
  *        before; then for one that came at once. */
-#include "host/pool.c" /* its mutex says when the caller sleeps */
+#include "host/pool.c" /* its mutex shows when the caller sleeps */
 
 enum { DEADLINE_S = 20 };
 
-/* Everything here is under `mutex`. */
+/* Guarded by `mutex`. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static unsigned threads, blocked, together, most;
@@ -38,7 +38,7 @@ static int block(void *context, const kvn_columns *batch, const kvn_piece *piece
     return status;
 }
 
-/* Holds its thread until as many threads as the pool has are here. */
+/* Holds its thread until all threads of the pool are here. */
 static int meet(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)
 {
     (void)context, (void)batch, (void)piece, (void)fault;
@@ -53,7 +53,7 @@ static int meet(void *context, const kvn_columns *batch, const kvn_piece *piece,
     return status;
 }
 
-/* Notes which job it is of. */
+/* Records the job of the piece. */
 static int note(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)
 {
     (void)batch, (void)piece, (void)fault;
@@ -61,7 +61,7 @@ static int note(void *context, const kvn_columns *batch, const kvn_piece *piece,
     return KVN_OK;
 }
 
-/* A job of one piece for each thread. */
+/* Submits a job with one piece for each thread. */
 static void submit_as(kvn_job *job, kvn_pool *pool, kvn_move move, void *context, kvn_caller caller)
 {
     static uint64_t numbers[KVN_MAX_THREADS];
@@ -102,12 +102,12 @@ static int wait_and_release(kvn_job *job)
     return status;
 }
 
-/* Who waits for a job is served before those who do not. */
+/* A job whose caller waits is served before the others. */
 static int order(kvn_pool *pool)
 {
     kvn_job before, a, b;
     pthread_t opener;
-    submit(&before, pool, block, KVN_CALLER_HURRIES); /* all workers at once */
+    submit(&before, pool, block, KVN_CALLER_HURRIES); /* wakes all workers at once */
     pthread_mutex_lock(&mutex);
     while (blocked < threads)
         pthread_cond_wait(&changed, &mutex);
@@ -122,7 +122,7 @@ static int order(kvn_pool *pool)
     return status;
 }
 
-/* Moves a job, of which the one before has ended at that time; waits until the worker sleeps. */
+/* Moves a job after a previous one that ended at that time, and waits until the worker sleeps. */
 static void move_one(kvn_pool *pool, int64_t ended_ns)
 {
     kvn_job job;
@@ -150,7 +150,7 @@ static int looks(kvn_pool *pool)
     for (int i = 0; i < 6; i++)
         move_one(pool, kvn_now_ns() - hour_ns);
     printf("%u ", (unsigned)kvn_pool_looks(pool));
-    move_one(pool, kvn_now_ns() + hour_ns); /* however long it takes to submit the job */
+    move_one(pool, kvn_now_ns() + hour_ns); /* even if submitting the job takes long */
     printf("%u\n", (unsigned)kvn_pool_looks(pool));
     return 0;
 }
@@ -214,7 +214,7 @@ int main(int argc, char **argv)
         return failed;
     }
 
-    submit(&before, pool, block, KVN_CALLER_HURRIES); /* all workers at once */
+    submit(&before, pool, block, KVN_CALLER_HURRIES); /* wakes all workers at once */
     pthread_mutex_lock(&mutex);
     while (blocked < threads)
         pthread_cond_wait(&changed, &mutex);

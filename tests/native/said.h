@@ -1,4 +1,4 @@
-/* A backend that does what a check says. */
+/* A backend that a check controls. */
 #ifndef KVN_TESTS_SAID_H
 #define KVN_TESTS_SAID_H
 
@@ -13,9 +13,9 @@
 
 static struct {
     int submitted, left, polled;
-    bool refuses; /* what comes after a gate: there is no room */
+    bool refuses; /* refuses a batch after a gate, for lack of room */
     bool is_full; /* a caller that hurries gets no place */
-    kvn_gate_waiter *waiter; /* of the last task that has entered a gate */
+    kvn_gate_waiter *waiter; /* of the last task that entered a gate */
     void (*on_enter)(void);
     void (*on_abort)(void);
 } said = {.polled = KVN_PENDING};

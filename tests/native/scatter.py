@@ -1,4 +1,4 @@
-"""Descriptors between two byte arrays at random places, and what they must leave there."""
+"""Descriptors between two byte arrays at random places, and the expected result."""
 
 import sys
 import threading
@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from kvnative._lower import Descriptors
 
 UNTOUCHED = 0xA5
-NOISE_NBYTES = 16 << 20  # random bytes that sources share; longer sources have their own
-MAX_SPARE = 6  # targets that are used again
+NOISE_NBYTES = 16 << 20  # shared by sources; longer sources have their own bytes
+MAX_SPARE = 6  # targets that are reused
 
 _spare: list[NDArray[np.uint8]] = []
 _noise: list[NDArray[np.uint8]] = []
@@ -48,7 +48,7 @@ class Scattered:
         assert_same(self.target, self.expected(moved))
 
     def arrived(self, index: int) -> bool:
-        """Whether descriptor `index` left all its bytes."""
+        """Return whether all bytes of descriptor `index` arrived."""
         src, dst, nbytes = (
             int(column[index]) for column in (self.src_offsets, self.dst_offsets, self.nbytes)
         )
@@ -56,15 +56,15 @@ class Scattered:
 
 
 def assert_same(found: NDArray[np.uint8], expected: NDArray[np.uint8]) -> None:
-    """Say where they differ, if they do: to look for that takes 30 times as long."""
+    """Compare, and search for the first difference only on failure: that takes 30 times as long."""
     if not np.array_equal(found, expected):
         np.testing.assert_array_equal(found, expected)
 
 
 def random_bytes(nbytes: int, seed: int) -> NDArray[np.uint8]:
-    """Return bytes to read, which are others for another seed.
+    """Return random bytes to read, which depend on the seed.
 
-    To make them takes longer than most tests, so they are a part of bytes that are made once.
+    Making them takes longer than most tests, so they are a part of bytes that are made once.
     """
     first = seed * 7919 % (1 << 20)
     if first + nbytes > NOISE_NBYTES:
@@ -77,9 +77,9 @@ def random_bytes(nbytes: int, seed: int) -> NDArray[np.uint8]:
 
 
 def spare_bytes(nbytes: int) -> NDArray[np.uint8]:
-    """Return bytes to write, in memory that an earlier case had and no array has any more.
+    """Return bytes to write, in memory of an earlier case that no array uses any more.
 
-    New pages cost more than what is written there, and several times as much with a sanitizer.
+    New pages cost more than writing to them, and several times as much with a sanitizer.
     """
     with _lock:
         for index in range(len(_spare)):

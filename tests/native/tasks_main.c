@@ -1,4 +1,4 @@
-/* Tasks, gates and layers over a backend that does what a check says. */
+/* Tasks, gates and layers over a backend that a check controls. */
 #include <malloc.h>
 #include <pthread.h>
 #include <semaphore.h>
@@ -45,7 +45,7 @@ static void *wait_for_task(void *task)
     return (void *)(intptr_t)kvn_task_wait(task, kvn_now_ns() + 5 * SECOND);
 }
 
-/* Who waits at a gate goes on when a backend that had no room takes the batch. */
+/* A thread that waits at a gate continues when a backend that had no room accepts the batch. */
 static void pass_wakes(void)
 {
     kvn_backend backend = {&ordering};
@@ -67,7 +67,7 @@ static void pass_wakes(void)
     kvn_task_release(&task);
 }
 
-/* Who waits at a gate goes on when it opens, and when it never will. */
+/* A thread that waits at a gate continues when the gate opens, or when it never will. */
 static void open_wakes(void)
 {
     const int given[] = {KVN_OK, KVN_FAILED};
@@ -111,7 +111,7 @@ static void *order_stream(void *task)
     return (void *)(intptr_t)kvn_task_block_stream(task, NULL, KVN_FOREVER, &report);
 }
 
-/* Who waits while a stream is put behind the task, and sees the bytes arrive meanwhile, goes on after that. */
+/* A thread that waits while a stream is put behind the task continues after that, even if the bytes arrive before. */
 static void order_wakes(void)
 {
     kvn_backend_vtable with_streams = plain;
@@ -144,7 +144,7 @@ static int refuse_entry(kvn_gate *gate, kvn_gate_waiter *waiter, kvn_failure *fa
     return kvn_fail(failure, KVN_NO_MEMORY, 12, "no room at the gate");
 }
 
-/* A task has the failure of its gate, and leaves the gate exactly if it has entered it. */
+/* A task has the failure of its gate, and leaves the gate if and only if it has entered. */
 static void gate_fails(void)
 {
     static const int statuses[] = {KVN_NO_MEMORY, KVN_PEER_GONE, KVN_CANCELLED, KVN_UNSUPPORTED};
@@ -176,7 +176,7 @@ static void gate_fails(void)
     CHECK(said.submitted == 0);
 }
 
-/* The thread of a gate never waits for a place: a batch that finds none is opened again later, or given up. */
+/* The thread of a gate never waits for a place: a batch without one is opened again later, or given up. */
 static void opened_again(void)
 {
     kvn_backend backend = {&plain};
@@ -215,7 +215,7 @@ static int note_thread(void *context, const kvn_columns *batch, const kvn_piece 
     return KVN_OK;
 }
 
-/* A small batch is moved at once by its caller, but not by one that hurries. */
+/* A caller moves a small batch itself, but not if it hurries. */
 static void small_batches_in_a_hurry(void)
 {
     static const kvn_backend_vtable vtable = KVN_POOLED_VTABLE("said", NULL);
@@ -257,7 +257,7 @@ static void fail_first_layer(void)
     CHECK(kvn_layered_poll(&layered) == KVN_PENDING && kvn_layered_is_sealed(&layered));
 }
 
-/* A layer that is opened while another one fails does not stay behind its event. */
+/* A layer that opens while another one fails does not stay behind its event. */
 static void open_beside_failure(void)
 {
     kvn_backend backend = {&plain};
@@ -322,7 +322,7 @@ static int poll_place(kvn_backend *self, kvn_request *request, kvn_report *repor
     return status;
 }
 
-/* What fails while it is given up has failed, of whichever layer it is. */
+/* A layer that fails while it is given up has failed. */
 static void fail_beside_abort(void)
 {
     kvn_backend_vtable failing = plain;
@@ -349,7 +349,7 @@ static int submit_beside_abort(kvn_backend *self, const kvn_columns *batch, kvn_
     return submit_said(self, batch, out, report);
 }
 
-/* An abort that finds a layer not submitted yet stops it afterwards. */
+/* An abort that comes before a layer is submitted stops the layer afterwards. */
 static void open_beside_abort(void)
 {
     kvn_backend_vtable aborted = plain;
@@ -376,7 +376,7 @@ static size_t heap_nbytes(void)
 #endif
 }
 
-/* Whatever has become of its layers: done, failed, given up, or never opened. */
+/* That holds for layers that are done, failed, given up, or never opened. */
 static void layers_are_freed(void)
 {
     static const int ends[] = {KVN_OK, KVN_FAILED, KVN_CANCELLED};

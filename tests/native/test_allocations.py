@@ -1,7 +1,7 @@
-"""Each allocation of the native layer fails once: that is an error, and the next call works.
+"""Each native allocation fails once, which is an error, and the next call works.
 
-The process that does it (allocations_process.py) ends with an error if a call raised anything else,
-brought wrong bytes, or if a descriptor, a thread or an allocation is left.
+The process (allocations_process.py) fails if a call raised another exception or moved wrong bytes,
+or if a descriptor, a thread or an allocation is left.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("operation", "least"),
-    # How many allocations there are at least: with fewer, the library is not the one looked at.
+    # Minimum number of allocations: with fewer, another library is counted.
     [("executed", 3), ("submitted", 3), ("layered", 6), ("guarded", 8), ("local", 4), ("tcp", 10)],
 )
 def test_each_allocation_fails_once(shim: Path, operation: str, least: int) -> None:

@@ -29,7 +29,7 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 def resident(arena: Arena) -> int:
-    """Bytes of the arena's mapping that this process has in its page table."""
+    """Return the bytes of the arena's mapping that are in the page table of this process."""
     smaps = Path("/proc/self/smaps").read_text()
     entry = re.search(rf"^{arena.address:08x}-.*?^Rss: +(\d+) kB", smaps, re.MULTILINE | re.DOTALL)
     assert entry is not None
@@ -131,7 +131,7 @@ def test_a_read_only_mapping_cannot_be_written() -> None:
 
 
 class TestImportRefuses:
-    """What a peer claims to be an arena is looked at before it is opened or mapped."""
+    """Descriptors that peers claim to be arenas, which are checked before they are mapped."""
 
     @pytest.fixture(autouse=True)
     def _leaves_no_descriptor(self) -> Iterator[None]:

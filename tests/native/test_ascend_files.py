@@ -1,4 +1,4 @@
-"""Where libraries of the Ascend toolkit are looked for; no library is opened."""
+"""The search for libraries of the Ascend toolkit, without opening one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads copy: a place is left to whoever waits; and how they look for the next job."""
+"""Threads that copy: their number, the place left to a waiting caller, their search for jobs."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from tests.native.scatter import Scattered, scatter
 ROOT = Path(__file__).parents[2]
 SIZES = [1 << 20] * 64
 SOME_NS = 1_000_000
-"""Of a thread that has copied; to wake and find nothing takes a hundredth."""
+"""Minimum time of a thread that has copied; one that wakes in vain takes a hundredth."""
 
 
 def threads() -> set[int]:
@@ -24,7 +24,7 @@ def threads() -> set[int]:
 
 
 class Workers:
-    """A pool's threads, and how long each has run."""
+    """The threads of a pool, and their running times."""
 
     def __init__(self, count: int) -> None:
         before = threads()
@@ -37,7 +37,7 @@ class Workers:
         self._before = self._ran()
 
     def busy(self) -> int:
-        """Return how many have copied something since `start`."""
+        """Return how many threads have copied since `start`."""
         pairs = zip(self._before, self._ran(), strict=True)
         return sum(after - before > SOME_NS for before, after in pairs)
 
@@ -68,10 +68,10 @@ def test_workers_leave_one_place_of_a_layer_if_there_are_several(
     assert case.arrived(0)
 
 
-def test_who_waits_for_a_layer_has_that_place(case: Scattered) -> None:
+def test_a_caller_that_waits_for_a_layer_has_that_place(case: Scattered) -> None:
     workers = Workers(2)
     executor = Executor(host_backend(workers.pool))
-    for _ in range(50):  # a busy machine may let the worker finish before this thread has run
+    for _ in range(50):  # on a busy machine the worker may finish before this thread runs
         workers.start()
         task = executor.layered(case.descriptors, len(SIZES))
         before = thread_time_ns()
@@ -84,7 +84,7 @@ def test_who_waits_for_a_layer_has_that_place(case: Scattered) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_who_waits_at_once_has_a_place_and_no_worker_is_woken_for_it(
+def test_a_caller_that_waits_at_once_has_a_place_and_wakes_no_worker(
     case: Scattered, count: int
 ) -> None:
     workers = Workers(count)
@@ -95,17 +95,17 @@ def test_who_waits_at_once_has_a_place_and_no_worker_is_woken_for_it(
         assert workers.busy() <= max(1, count - 1)
 
 
-def test_workers_look_for_the_next_transfer_where_each_has_a_core(case: Scattered) -> None:
+def test_workers_look_for_the_next_transfer_if_each_has_a_core(case: Scattered) -> None:
     cores = len(os.sched_getaffinity(0))
     crowded, fitting = ThreadPool(cores + 1), ThreadPool(1)
     for pool in (crowded, fitting):
         executor = Executor(host_backend(pool))
         for _ in range(5):
             task = executor.submit(case.descriptors)
-            while not task.done:  # so that it is a worker that moves it
+            while not task.done:  # without waiting, so that a worker moves the bytes
                 sleep(0.001)
     assert crowded.looks == 0
-    # A look each, at most: after four that saw nothing they end.
+    # At most one look each: workers stop looking after four looks in vain.
     assert 1 <= fitting.looks <= 5
 
 
@@ -114,7 +114,7 @@ def test_all_workers_share_a_batch_that_was_submitted_whole(case: Scattered, lay
     workers = Workers(2)
     executor = Executor(host_backend(workers.pool))
     end = time.monotonic() + 30
-    while workers.busy() < 2:  # a busy machine may let one do all before the other has run
+    while workers.busy() < 2:  # on a busy machine one may do all the work before the other runs
         assert time.monotonic() < end, "one worker copies alone"
         workers.start()
         first = [executor.layered(case.descriptors, len(SIZES)) for _ in range(layers)]
@@ -146,7 +146,7 @@ def pool_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_caller_that_sleeps_takes_the_place_that_is_left_for_it(
     pool_program: Path, count: int
 ) -> None:
-    """All places were taken when the caller came. Its job then has all threads of the pool."""
+    """All places are taken when the caller arrives. Its job then has all threads of the pool."""
     done = subprocess.run([pool_program, str(count)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{count}\n", "")
 
@@ -159,7 +159,7 @@ def test_a_caller_that_sleeps_takes_the_place_that_is_left_for_it(
         ("looks", "4 5"),  # four looks in vain are enough, until a job follows another at once
     ],
 )
-def test_workers_serve_who_waits_and_do_not_look_in_vain(
+def test_workers_serve_waiting_callers_and_do_not_look_in_vain(
     pool_program: Path, what: str, said: str
 ) -> None:
     done = subprocess.run([pool_program, what], capture_output=True, text=True, check=False)

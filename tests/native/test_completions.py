@@ -1,4 +1,4 @@
-"""The queue of tasks that have ended: each that is watched comes once, whoever else looks at it."""
+"""The queue of ended tasks: each watched task is queued once, even if others wait for it."""
 
 import gc
 import multiprocessing
@@ -41,13 +41,13 @@ def submit(executor: Executor, sizes: list[int]) -> Task:
 
 
 def layered(executor: Executor, sizes: list[int]) -> LayeredTask:
-    """In layers of two descriptors."""
+    """Submit a task with layers of two descriptors."""
     case = scatter(sizes)
     return executor.layered(case.descriptors, 2, keep=case)
 
 
 def taken(queue: CompletionQueue, count: int) -> list[object]:
-    """The next items, as they come."""
+    """Take the next items as they arrive."""
     items: list[object] = []
     poll = select.poll()
     poll.register(queue, select.POLLIN)
@@ -62,7 +62,7 @@ def is_readable(queue: CompletionQueue) -> bool:
 
 
 @pytest.mark.parametrize("nbytes", [INLINE, LARGE])
-def test_a_task_comes_that_was_watched_before_or_after_its_end(host: Backend, nbytes: int) -> None:
+def test_a_task_watched_before_or_after_its_end_is_queued(host: Backend, nbytes: int) -> None:
     queue, executor = CompletionQueue(), Executor(host)
     early = submit(executor, [nbytes] * 3)
     queue.watch(early, "early")
@@ -106,7 +106,7 @@ WRAPS = {
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("nbytes", [INLINE, LARGE])
-def test_every_backend_says_that_a_batch_has_ended(host: Backend, wrap: str, nbytes: int) -> None:
+def test_every_backend_reports_the_end_of_a_batch(host: Backend, wrap: str, nbytes: int) -> None:
     queue, executor = CompletionQueue(), Executor(WRAPS[wrap](host))
     task = submit(executor, [nbytes] * 6)
     queue.watch(task, task)
@@ -117,7 +117,7 @@ def test_every_backend_says_that_a_batch_has_ended(host: Backend, wrap: str, nby
     assert queue.take() == []
 
 
-def test_a_task_that_is_held_comes_when_it_is_let_go_or_cancelled(host: Backend) -> None:
+def test_a_held_task_is_queued_when_it_is_let_go_or_cancelled(host: Backend) -> None:
     held = hold(host)
     queue, executor = CompletionQueue(), Executor(held)
     tasks = [submit(executor, [INLINE]) for _ in range(3)]
@@ -133,7 +133,7 @@ def test_a_task_that_is_held_comes_when_it_is_let_go_or_cancelled(host: Backend)
 
 
 @pytest.mark.parametrize("nbytes", [INLINE, LARGE])
-def test_layers_come_with_the_last_of_them(host: Backend, nbytes: int) -> None:
+def test_a_layered_task_is_queued_after_its_last_layer(host: Backend, nbytes: int) -> None:
     queue = CompletionQueue()
     task = layered(Executor(host), [nbytes] * 6)
     queue.watch(task, task)
@@ -150,7 +150,7 @@ def test_layers_come_with_the_last_of_them(host: Backend, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [INLINE, LARGE])
-def test_a_layer_that_fails_comes_though_others_were_never_ready(
+def test_a_failed_layer_is_queued_though_others_were_never_ready(
     host: Backend, nbytes: int
 ) -> None:
     queue = CompletionQueue()
@@ -162,8 +162,8 @@ def test_a_layer_that_fails_comes_though_others_were_never_ready(
     assert task.report.status == KVN_FAILED
 
 
-def test_a_layer_that_fails_later_comes_though_others_were_never_ready(host: Backend) -> None:
-    """And though no thread looks at the task when it fails."""
+def test_a_later_failure_is_queued_though_others_were_never_ready(host: Backend) -> None:
+    """No thread looks at the task when it fails."""
     held = hold(fail_at(host, 4))
     queue = CompletionQueue()
     task = layered(Executor(held), [INLINE] * 6)
@@ -175,7 +175,7 @@ def test_a_layer_that_fails_later_comes_though_others_were_never_ready(host: Bac
     assert task.wait(0).status == KVN_FAILED
 
 
-def test_layers_that_are_cancelled_come(host: Backend) -> None:
+def test_cancelled_layers_are_queued(host: Backend) -> None:
     queue = CompletionQueue()
     tasks = [layered(Executor(host), [INLINE] * 6) for _ in range(2)]
     for task in tasks:
@@ -203,12 +203,12 @@ def test_a_forgotten_token_is_not_delivered(host: Backend) -> None:
 
 
 class Item:
-    """Something that can be referred to weakly."""
+    """An object for weak references."""
 
 
 def test_a_task_that_is_dropped_leaves_the_queue_and_the_queue_its_items(host: Backend) -> None:
     queue, executor = CompletionQueue(), Executor(host)
-    for _ in range(300):  # more than are taken at a time
+    for _ in range(300):  # more than one call takes
         task = submit(executor, [INLINE])
         queue.watch(task, "settled")
         queue.forget(task, "settled")

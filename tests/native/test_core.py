@@ -1,4 +1,4 @@
-"""Tasks, layers, the pool and announcements at moments that only programs in C can choose."""
+"""Tasks, layers, the pool and announcements at moments that only C programs can choose."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHECKS = {
     "waiting": ("helper_leaves", "give_up_between_pieces", "all_who_wait_wake"),
     "announced": ("renewed_and_left", "no_place_in_a_hurry", "late_is_forgiven"),
 }
-"""By the program that has them: `core_main.c`, and so on."""
+"""Checks by program: `core_main.c`, and so on."""
 
 SOURCES = {
     "core": (
@@ -43,7 +43,7 @@ SOURCES = {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Check]:
-    """Compiles a program by its name, when its first check runs."""
+    """A function that compiles a program by its name when its first check runs."""
     folder = tmp_path_factory.mktemp("core")
     return cache(lambda name: compiled(folder, f"tests/native/{name}_main.c", *SOURCES[name]))
 

@@ -1,4 +1,4 @@
-"""How many cores are counted, with control groups that are files of a folder."""
+"""The number of usable cores, with control groups simulated by files of a folder."""
 
 import os
 from pathlib import Path
@@ -53,10 +53,10 @@ def test_a_limit_of_the_own_group(groups: Groups, limit: str, cores: int) -> Non
     assert groups.cores() == cores
 
 
-def test_version_1_where_the_folder_is_not_named_as_the_kernel_names_the_hierarchy(
+def test_version_1_if_the_folder_has_another_name_than_the_hierarchy(
     groups: Groups,
 ) -> None:
-    """Linux 3.10 says cpuacct,cpu; the folder is cpu,cpuacct, and there is a link for each."""
+    """Linux 3.10 names cpuacct,cpu, but the folder is cpu,cpuacct, with a link for each name."""
     groups.belongs("4:cpuacct,cpu:/pod")
     groups.write("cpu/pod/cpu.cfs_quota_us", "100000\n")
     groups.write("cpu/pod/cpu.cfs_period_us", "100000\n")
@@ -69,7 +69,7 @@ def test_a_part_of_a_core_counts_as_one(groups: Groups) -> None:
     assert groups.cores() == min(ALL, 2)
 
 
-def test_the_tightest_on_the_way_to_the_root_counts(groups: Groups) -> None:
+def test_the_tightest_limit_on_the_way_to_the_root_counts(groups: Groups) -> None:
     groups.belongs("0::/pod/worker")
     groups.write("pod/worker/cpu.max", "max 100000\n")
     groups.write("pod/cpu.max", "90000 100000\n")

@@ -1,4 +1,4 @@
-"""Submitting, waiting, deadlines, cancelling, and what lives how long."""
+"""Submitting, waiting, deadlines, cancelling, and the lifetime of objects."""
 
 import gc
 import re
@@ -48,7 +48,7 @@ def slow(pool: ThreadPool) -> Executor:
 
 
 def assert_only_confirmed_arrived(case: Scattered, report: Report) -> None:
-    """All confirmed descriptors arrived; of the others at most one has any byte there."""
+    """Check that confirmed descriptors arrived, and at most one other one in part."""
     count = len(case.nbytes)
     unconfirmed = indices(report.unconfirmed)
     confirmed = set(range(count)) - unconfirmed
@@ -117,7 +117,7 @@ def test_a_deadline_stops_a_transfer_of_ten_seconds(slow: Executor, size: int) -
     assert_only_confirmed_arrived(case, report)
     after = case.target.copy()
     other = scatter([2000])
-    slow.run(other.descriptors)  # nothing of the abandoned rest comes later
+    slow.run(other.descriptors)  # no byte of the abandoned rest arrives later
     assert np.array_equal(case.target, after)
 
 
@@ -168,7 +168,7 @@ def test_a_deadline_must_be_a_time(executor: Executor, bad: float) -> None:
 
 
 class Owner:
-    """Something that a weak reference can watch."""
+    """An object for weak references."""
 
 
 def test_objects_of_a_task_live_until_its_outcome(slow: Executor) -> None:
@@ -187,7 +187,7 @@ def test_objects_of_a_task_live_until_its_outcome(slow: Executor) -> None:
 
 
 class TestRevoking:
-    """Memory that tasks keep is taken back by its owner."""
+    """Memory of tasks that its owner revokes."""
 
     @pytest.mark.parametrize("how", ["itself", "a part", "a part of a part"])
     @pytest.mark.parametrize("layered", [False, True])
@@ -360,7 +360,7 @@ def test_a_signal_ends_a_long_wait(slow: Executor, how: str) -> None:
     finally:
         signal.signal(signal.SIGALRM, previous)
         slow.close(cancel=True)
-    lower(*[np.ones(1, np.uint64)] * 5, out=case.descriptors)  # nobody holds them any more
+    lower(*[np.ones(1, np.uint64)] * 5, out=case.descriptors)  # no task holds them any more
 
 
 def test_descriptors_may_be_submitted_twice_at_once(executor: Executor) -> None:
@@ -375,7 +375,7 @@ def test_an_unused_descriptor_array_is_empty(executor: Executor) -> None:
 
 
 def test_a_deadline_stops_a_waiter_that_copies_itself() -> None:
-    """20 GB, which take seconds, to one place: nothing of it ends by itself in time."""
+    """Copying 20 GB to one place takes seconds, so no piece ends by itself in time."""
     count, src, dst = 20_000, np.zeros(MIB, np.uint8), np.zeros(MIB, np.uint8)
     offsets, sizes = np.zeros(count, np.uint64), np.full(count, MIB, np.uint64)
     bases = [np.array([side.ctypes.data], np.uint64) for side in (src, dst)]

@@ -81,19 +81,19 @@ def test_thousands_of_small_tasks_on_the_pool() -> None:
         case.assert_moved()
 
 
-def test_a_task_that_is_waited_for_overtakes() -> None:
+def test_an_awaited_task_overtakes_others() -> None:
     executor = Executor(host_backend(ThreadPool(1)))
     large, small = scatter([4 << 20] * 4), scatter([300_000])
     queued = [executor.submit(large.descriptors) for _ in range(100)]
     assert executor.submit(small.descriptors).wait().status == KVN_OK
     small.assert_moved()
-    assert not queued[-1].done  # 1.6 GiB were before the small one
+    assert not queued[-1].done  # 1.6 GiB are queued before the small one
     executor.close(cancel=True)
     assert queued[-1].report.status == KVN_CANCELLED
 
 
 @pytest.mark.parametrize("layers", ["host", "batches", "delay"])
-def test_a_task_is_waited_for_polled_and_cancelled_at_once(layers: str) -> None:
+def test_a_task_is_awaited_polled_and_cancelled_at_once(layers: str) -> None:
     backend = host_backend(ThreadPool(2))
     if layers == "batches":
         backend = limit_batch(backend, 3)
@@ -128,7 +128,7 @@ def test_all_waiters_get_one_report_and_the_descriptors_are_free_once() -> None:
 
         at_once(work)
         assert {id(report) for report in reports} == {id(task.report)}
-        # Whoever let go of them twice would let somebody write to them while they are looked at.
+        # If they were released twice, another call could write to them while they are read.
         view = case.descriptors.nbytes
         base = np.zeros(1, np.uint64)
         with pytest.raises(BufferError, match="in use by 1 views"):

@@ -40,7 +40,7 @@ def in_child(work):
 
 
 def run(script: str) -> str:
-    """Run a script in an interpreter of its own, which must end well and soon."""
+    """Run a script in another interpreter, which must succeed soon."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PRELUDE + textwrap.dedent(script)],
         capture_output=True,
@@ -135,7 +135,7 @@ def test_a_forked_child_makes_its_own() -> None:
         """)
 
 
-def test_a_child_forked_in_the_midst_of_transfers_ends_well() -> None:
+def test_a_child_forked_during_transfers_ends_well() -> None:
     run("""
         held = slow.submit(case.descriptors)  # the others may be through before the fork
         for _ in range(20):

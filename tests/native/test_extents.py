@@ -1,4 +1,4 @@
-"""Whether extents of memory clash, and which size is too small, against the same byte by byte."""
+"""Clashes of memory extents, and sizes that are too small, compared with a check byte by byte."""
 
 import numpy as np
 import pytest
@@ -18,9 +18,9 @@ def u64(values: list[int]) -> np.ndarray:
 
 
 @given(starts, sizes, starts, sizes, st.sampled_from([0, TOP - 60]))
-@example([0, 8], 8, [16], 8, 0)  # side by side
-@example([8, 0], 9, [], 1, 0)  # among themselves
-@example([10], 4, [8, 9], 3, 0)  # with what is read, which overlaps too
+@example([0, 8], 8, [16], 8, 0)  # adjacent
+@example([8, 0], 9, [], 1, 0)  # overlap each other
+@example([10], 4, [8, 9], 3, 0)  # overlaps a source; sources may overlap each other
 @example([5], 4, [5], 4, 0)  # the same place
 def test_a_clash_is_a_byte_that_is_written_and_used_again(dst, dst_nbytes, src, src_nbytes, base):
     written = [byte for start in dst for byte in range(start, start + dst_nbytes)]

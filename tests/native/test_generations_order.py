@@ -1,8 +1,8 @@
-"""Whoever read new bytes through an old registration sees that it is over, on any machine.
+"""A peer that reads new bytes through an old registration sees that it has ended, on any machine.
 
-A processor that reorders little shows nothing of a fence that is missing. So what generations.c
-does, step by step, is run here in every order that a weak one allows: of two steps of a thread the
-later may be first, unless a fence, an acquire, a release, or one place in memory keeps them apart.
+A processor that reorders little does not show a missing fence. So the steps of generations.c run
+here in every order that a weak processor allows: the later of two steps of a thread may come first,
+unless a fence, an acquire, a release, or the same place in memory keeps their order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "kvnative/src/host/generations.c"
-OLD, NEW = 1, 2  # generations, and bytes that were written under them
+OLD, NEW = 1, 2  # generations, and the bytes written in them
 
 _STEP = re.compile(
     r"(?P<fence>atomic_thread_fence\(\s*memory_order_seq_cst\s*\))"
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 
 def steps_of(function: str) -> list[Step]:
-    """What a function of generations.c does to the generations, in the order of its text."""
+    """Return the accesses of a function of generations.c to the generations, in source order."""
     text = re.sub(r"/\*.*?\*/", "", SOURCE.read_text(), flags=re.DOTALL)
     body = re.search(rf"\b{function}\([^)]*\)\s*{{(.*?)^}}", text, re.DOTALL | re.MULTILINE)
     assert body is not None, f"{SOURCE} has no {function}"
@@ -48,14 +48,14 @@ def steps_of(function: str) -> list[Step]:
 
 
 def may_swap(first: Step, second: Step) -> bool:
-    """Whether `second` may happen before `first`, which stands before it."""
+    """Return whether `second` may happen before `first`, which precedes it in the source."""
     if "fence" in (first.kind, second.kind) or first.place == second.place:
         return False
     return first.order != "acquire" and second.order != "release"
 
 
 def orders(steps: list[Step]) -> Iterator[tuple[Step, ...]]:
-    """All orders in which a thread's steps may happen."""
+    """Yield all orders in which the steps of a thread may happen."""
     for order in permutations(range(len(steps))):
         at = {step: when for when, step in enumerate(order)}
         pairs = combinations(range(len(steps)), 2)
@@ -64,7 +64,7 @@ def orders(steps: list[Step]) -> Iterator[tuple[Step, ...]]:
 
 
 def seen(owner: list[Step], peer: list[Step]) -> set[tuple[int, int]]:
-    """Every (bytes, generation) that the peer may read: of several looks, the last."""
+    """Return all (bytes, generation) that the peer may read; the last of several looks counts."""
     found = set()
     for ours in set(orders(owner)):
         for theirs in set(orders(peer)):
@@ -86,13 +86,13 @@ RELEASED = [*steps_of("kvn_generations_release"), Step("write", "bytes")]
 LOOKED = [Step("read", "bytes"), *steps_of("kvn_generations_first_stale")]
 
 
-def test_in_no_order_are_new_bytes_of_an_old_registration() -> None:
+def test_no_order_shows_new_bytes_of_an_old_registration() -> None:
     assert seen(RELEASED, LOOKED) == {(OLD, OLD), (OLD, NEW), (NEW, NEW)}
 
 
 @pytest.mark.parametrize("end", ["owner", "peer"])
-def test_in_some_order_they_would_be_without_a_fence(end: str) -> None:
-    """So the orders that are tried are enough to show it."""
+def test_some_order_would_show_them_without_a_fence(end: str) -> None:
+    """This shows that the tried orders suffice."""
     owner, peer = (
         [step for step in steps if step.kind != "fence" or end != dropped]
         for steps, dropped in ((RELEASED, "owner"), (LOOKED, "peer"))

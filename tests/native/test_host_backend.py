@@ -19,7 +19,7 @@ EXECUTORS = [EXECUTOR, PLAIN, PAST_CACHES]
 each_copy = pytest.mark.parametrize("executor", [PLAIN, PAST_CACHES], ids=["plain", "past-caches"])
 
 small = st.lists(st.integers(1, 2000), min_size=1, max_size=40)
-# From one byte to several MiB: cut descriptors, grouped ones, and both in one batch.
+# From one byte to several MiB: split descriptors, grouped ones, and both in one batch.
 mixed = st.lists(
     st.one_of(
         st.integers(1, 300),
@@ -60,7 +60,7 @@ def test_a_batch_larger_than_the_caches(executor: Executor) -> None:
 @each_copy
 @pytest.mark.parametrize("src_shift", [0, 1, 7, 8, 15, 16, 31, 33, 63])
 def test_every_alignment_and_size(executor: Executor, src_shift: int) -> None:
-    """One batch of all: each alignment of the destination in a line, with each of the sizes."""
+    """One batch has each alignment of the destination in a cache line with each of the sizes."""
     sizes = [*range(1, 340), 500, 511, 512, 513, 1023, 1024, 1025, 2000, 4095, 4096, 4097]
     room = 8192
     source = np.random.default_rng(2).integers(0, 256, room, dtype=np.uint8)
@@ -185,7 +185,7 @@ def test_the_backend_has_a_name() -> None:
 
 
 def test_the_first_of_many_failures_is_reported() -> None:
-    """Every piece of 512 KiB ends in a descriptor that overlaps itself; several threads fail."""
+    """Every piece of 512 KiB ends in a descriptor that overlaps itself, so several threads fail."""
     pieces, good, bad = 16, 448 << 10, 64 << 10
     memory = np.zeros(pieces * (2 * good + 2 * bad), np.uint8)
     nbytes = np.array([good, bad] * pieces, np.uint64)

@@ -1,4 +1,4 @@
-"""Layers: opened in any order, each moves its slice; one outcome speaks of the whole array."""
+"""Layers, which open in any order and each move a slice; one outcome covers the whole array."""
 
 import gc
 import json
@@ -41,7 +41,7 @@ def executor(host: Backend) -> Executor:
 
 
 def members(layers: list[int], size: int, count: int) -> set[int]:
-    """The descriptors of some layers."""
+    """Return the indices of the descriptors of some layers."""
     return {i for i in range(count) if i // size in layers}
 
 
@@ -99,7 +99,7 @@ def test_a_layer_opens_once(executor: Executor) -> None:
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 2**64])
-def test_a_layer_that_there_is_not(executor: Executor, layer: int) -> None:
+def test_a_layer_that_does_not_exist(executor: Executor, layer: int) -> None:
     case = scatter([100] * 6)
     task = executor.layered(case.descriptors, 3)
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_a_layer_has_descriptors(executor: Executor) -> None:
     for size in (0, -3):
         with pytest.raises(ValueError, match=f"layer_size = {size}: expected at least 1"):
             executor.layered(case.descriptors, size)
-    lower(*[np.ones(1, np.uint64)] * 5, out=case.descriptors)  # nobody holds them
+    lower(*[np.ones(1, np.uint64)] * 5, out=case.descriptors)  # no task holds them
 
 
 @pytest.mark.parametrize("max_batch", [1, 2, 5, 8, 100])
@@ -148,7 +148,7 @@ def test_a_fault_ends_the_task(host: Backend, max_batch: int, index: int) -> Non
     good = [layer for layer in (2, 0) if layer != bad]
     assert all(task.open(layer) for layer in good)
     assert task.open(bad)
-    report = task.wait()  # with batches of several the fault may not have shown yet
+    report = task.wait()  # with larger batches the fault may come only now
     assert task.sealed
     assert (report.status, report.code, report.failed) == (KVN_PEER_GONE, 77, index)
     moved = members(good, 5, 12) | set(range(bad * 5, index))
@@ -222,7 +222,7 @@ def test_a_deadline_gives_up_layers_that_are_not_open(host: Backend, executor: E
     assert slow.states() == (LAYER_FAILED, LAYER_WAITING, LAYER_WAITING)
 
 
-def test_a_deadline_may_leave_it_to_go_on(host: Backend, executor: Executor) -> None:
+def test_a_deadline_may_let_the_task_continue(host: Backend, executor: Executor) -> None:
     case = scatter([100] * 6)
     layered = executor.layered(case.descriptors, 3)
     held = hold(host)
@@ -259,7 +259,7 @@ def test_cancel_stops_moving_layers_and_opens_no_more(host: Backend) -> None:
     assert_same(case.target, after)
 
 
-def test_every_gap_is_told_however_many(executor: Executor) -> None:
+def test_every_gap_is_reported(executor: Executor) -> None:
     case = scatter([10] * 600)
     task = executor.layered(case.descriptors, 2)
     for layer in range(0, 300, 2):
@@ -285,7 +285,7 @@ def test_waiting_begins_before_anything_is_open(executor: Executor) -> None:
 
 
 class Owner:
-    """Something that a weak reference can watch."""
+    """An object for weak references."""
 
 
 @pytest.mark.parametrize("end", ["open", "cancel", "close"])

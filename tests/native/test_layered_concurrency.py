@@ -1,4 +1,4 @@
-"""Layers opened, waited for, looked at and given up by many threads at once."""
+"""Layers that many threads open, await, poll and give up at once."""
 
 import random
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def executor(request: pytest.FixtureRequest) -> Executor:
 
 
 def assert_consistent(case: Scattered, task: LayeredTask) -> None:
-    """The report and the states agree on each descriptor, and claim no more than arrived."""
+    """Check that report and states agree on each descriptor, and that confirmed ones arrived."""
     report = task.report
     assert task.done
     unconfirmed = indices(report.unconfirmed)
@@ -74,13 +74,13 @@ def test_opened_in_any_order_by_many_threads(executor: Executor, size: int) -> N
             assert task.sealed
 
         at_once(work)
-        assert sorted(opened) == list(range(LAYERS))  # each by one of them
+        assert sorted(opened) == list(range(LAYERS))  # each layer by one thread
         assert_consistent(case, task)
         case.assert_moved()
 
 
 @pytest.mark.parametrize("end", ["cancel", "deadline", "close", "fault"])
-def test_given_up_while_others_open_wait_and_look(executor: Executor, end: str) -> None:
+def test_given_up_while_others_open_wait_and_poll(executor: Executor, end: str) -> None:
     for turn in range(20):
         backend = executor.backend
         if end == "fault":
@@ -118,10 +118,10 @@ def test_given_up_while_others_open_wait_and_look(executor: Executor, end: str) 
         assert task.report.status in expected
         other = scatter([300_000])
         own.close() if end == "close" else own.run(other.descriptors)
-        assert_same(case.target, after)  # nothing comes later
+        assert_same(case.target, after)  # no byte arrives later
 
 
-def test_cancelling_wakes_those_who_wait_for_a_layer_to_be_opened(executor: Executor) -> None:
+def test_cancelling_wakes_threads_that_wait_for_a_layer_to_be_opened(executor: Executor) -> None:
     case = scatter([100] * COUNT)
     task = executor.layered(case.descriptors, SIZE)
 
@@ -133,7 +133,7 @@ def test_cancelling_wakes_those_who_wait_for_a_layer_to_be_opened(executor: Exec
 
 
 def test_a_wait_copies_though_another_layer_is_not_open() -> None:
-    """What is in flight goes on while the wait is for more: here only waiting moves bytes."""
+    """Layers in flight progress during a wait for others: here only waiting moves bytes."""
     case = scatter([1000] * COUNT)
     executor = Executor(limit_bandwidth(host_backend(ThreadPool(1)), 1e9))
     task = executor.layered(case.descriptors, COUNT // 2)

@@ -1,4 +1,4 @@
-"""Lowering against NumPy's broadcasting, and everything that it must refuse."""
+"""Lowering compared with NumPy's broadcasting, and all its refusals."""
 
 import gc
 import threading
@@ -23,7 +23,7 @@ def u64(*values: int) -> Column:
     return np.array(values, dtype=np.uint64)
 
 
-# Two segments of three tensor pairs: what most tests below vary by one argument.
+# Two segments of three tensor pairs, of which most tests below change one argument.
 RECIPE: Recipe = {
     "src_offsets": u64(0, 64),
     "dst_offsets": u64(128, 32),
@@ -111,7 +111,7 @@ def test_impossible_joins_are_refused() -> None:
     most = Descriptors.from_columns(u64(0), u64(0), u64(2**64 - 1))
     with pytest.raises(OverflowError, match="total of bytes"):
         Descriptors.joined([most, part])
-    lower_with(out=part)  # nobody holds it any more
+    lower_with(out=part)  # no task holds it any more
 
 
 def test_columns_start_on_cache_lines() -> None:
@@ -131,11 +131,11 @@ def test_new_descriptors_are_empty() -> None:
     assert (len(Descriptors()), len(Descriptors().dst)) == (0, 0)
 
 
-# --- what crosses from Python -----------------------------------------------------------------
+# --- columns from Python ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("argument", RECIPE)
-def test_only_native_contiguous_uint64_crosses(argument: str) -> None:
+def test_only_native_contiguous_uint64_is_accepted(argument: str) -> None:
     column = RECIPE[argument]
     for wrong in (
         column.astype(np.int64),
@@ -194,7 +194,7 @@ def test_the_last_byte_of_the_address_space_is_in_range() -> None:
 
 
 def test_the_array_itself_must_be_addressable() -> None:
-    # Zero pages that nothing touches: the size is refused before any value is read.
+    # Untouched zero pages: the size is refused before any value is read.
     many = np.zeros(700_000_000, dtype=np.uint64)
     with pytest.raises(OverflowError, match=r"^700000000 tensor pairs x 700000000 segments: "):
         lower(many, many, many, many, many)
@@ -253,7 +253,7 @@ def test_segments_that_repeat_are_numpys_grid(recipe: Recipe) -> None:
     one = np.concatenate([u64(), *nbytes])
     np.testing.assert_array_equal(lowered.nbytes, np.tile(one, len(recipe["src_bases"])))
     assert lowered.total_nbytes == int(one.sum()) * len(recipe["src_bases"])
-    # A buffer that held others gives the same.
+    # A reused buffer gives the same.
     out = lower_with()
     np.testing.assert_array_equal(lower(**recipe, out=out).dst, lowered.dst)
 
@@ -415,9 +415,9 @@ def test_a_large_enough_buffer_is_reused() -> None:
 
 
 def test_other_threads_run_while_lowering() -> None:
-    """The kernel releases the GIL: another thread sees `out` mid-write and is refused.
+    """Lowering releases the GIL, so another thread sees `out` during the write and is refused.
 
-    With the GIL held from the start of the write to its end nobody could ever see that state.
+    If the GIL were held during the whole write, no thread could see that state.
     """
     give_up = time.monotonic() + 60
     segments = np.arange(1, 2_001, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""check_memory asks the kernel about a range, and touches none of it."""
+"""check_memory asks the kernel about a range without touching it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def via(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pages() -> int:
-    """Address of NUM_PAGES pages of address space, kept for the tests of this file."""
+    """Address of NUM_PAGES reserved pages for the tests of this file."""
     return libc.mmap(None, NUM_PAGES * PAGE, NONE, ANONYMOUS, -1, 0)
 
 
@@ -88,7 +88,7 @@ def test_every_byte_counts(
             assert not fits
         else:
             assert fits
-    lay_out(pages, [NONE] * NUM_PAGES)  # nobody else may be given the holes
+    lay_out(pages, [NONE] * NUM_PAGES)  # keep the holes from other mappings
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_ranges_are_columns_of_one_length() -> None:
 
 
 def test_a_file_mapping_past_the_end_of_its_file(via: str) -> None:
-    """A load there is SIGBUS, though the page table has nothing against it."""
+    """A load there raises SIGBUS, although the page table allows it."""
     fd = os.memfd_create("truncated")
     os.ftruncate(fd, 4 * PAGE)
     with mmap.mmap(fd, 4 * PAGE) as mapped:
@@ -173,11 +173,11 @@ def test_a_file_mapping_past_the_end_of_its_file(via: str) -> None:
         (PAGE, -5, "nbytes is -5"),
     ],
 )
-def test_numbers_that_can_be_no_range(via: str, address: int, nbytes: int, message: str) -> None:
+def test_numbers_that_cannot_be_a_range(via: str, address: int, nbytes: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_memory(address, nbytes, via=via)
 
 
-def test_an_unknown_way() -> None:
+def test_an_unknown_source() -> None:
     with pytest.raises(ValueError, match="via is 'guess'"):
         check_memory(0, 1, via="guess")  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""The orders of docs/internals/memory-ordering.md, in the model of aarch64: what each forbids.
+"""The orders of docs/internals/memory-ordering.md, and the outcomes that they forbid on aarch64.
 
-The programs are written down by hand from the C sources that their names say. Each is tried as it
-is, and with each of the given orders taken away: then what is forbidden is possible, or the order
-is not needed. That the sources have these orders, only reading shows.
+The programs are written by hand from the C sources in their names. Each runs unchanged, and without
+each of the given orders: then the forbidden outcome must be possible, or the order is not needed.
+Only reading shows that the sources have these orders.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tests.native.arm_model import (
 )
 
 Weaker = tuple[int, int, Event | None]
-"""Thread, event, and what stands there instead; None: nothing."""
+"""Thread, event, and its replacement; None: the event is removed."""
 
 
 class Pattern(NamedTuple):
-    """Threads that rely on an order, and what they must not see."""
+    """Threads that rely on an order, and the forbidden outcomes."""
 
     threads: tuple[tuple[Event, ...], ...]
     forbidden: Callable[[Outcome], bool]
@@ -40,7 +40,7 @@ class Pattern(NamedTuple):
 
 
 PATTERNS = {
-    # Bytes are written by one who has announced it and found the generation, 1, still standing.
+    # A writer announces itself, finds that the generation is still 1, and writes bytes.
     "host/writers.h: announced, or seen as released": Pattern(
         (
             (Swap("ticket", 0, 7, BOTH), Fence(), Read("generation", "found", ACQUIRE)),
@@ -58,7 +58,7 @@ PATTERNS = {
         lambda outcome: outcome["left"] == 7 and outcome["bytes"] == 1,
         ((0, 1, Swap("ticket", 0, 7, PLAIN)), (1, 0, Read("ticket", "left", PLAIN))),
     ),
-    # The first ticket, 0 here, stands before all, and is 9 when it is taken out.
+    # The first ticket, 0 here, exists before everything, and is 9 once it is removed.
     "host/writers.h: announced again, or seen as released": Pattern(
         (
             (
@@ -139,7 +139,7 @@ PATTERNS = {
         lambda outcome: outcome["left"] == 2 and outcome["bytes"] == 1,
         ((0, 1, Swap("epoch", 0, 2, PLAIN)), (1, 0, Read("epoch", "left", PLAIN))),
     ),
-    # UCX reads by plain loads where it has the peer's memory mapped.
+    # UCX reads by plain loads if it has mapped the peer's memory.
     "ucx/transfer.c: announced, or seen as released": Pattern(
         (
             (Write("ticket", 7), Fence(), Read("generation", "found")),
@@ -198,7 +198,7 @@ def test_each_order_is_needed(name: str, weaker: Weaker) -> None:
 
 
 class TestTheModel:
-    """Against the answers that Arm's own documents give to programs of everybody."""
+    """The model compared with Arm's documents, for well-known programs."""
 
     def test_a_store_and_a_later_load_change_places(self) -> None:
         program = (

@@ -1,4 +1,4 @@
-"""The log of an observed program's calls, and the tables that indices of its transfers are."""
+"""The log of an observed program's calls, and the block tables of its transfers' indices."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TestCalls:
 
     @pytest.mark.parametrize("at_once", [1, 3, 100])
     def test_the_order_is_that_of_the_calls(self, at_once: int) -> None:
-        """Also of those that come while others are taken."""
+        """That holds even for calls that arrive while others are taken."""
         log = log_of()
         handled(log, *range(10))
         found, _ = log.take(4)
@@ -114,7 +114,7 @@ class TestCalls:
         with pytest.raises(TypeError, match=f"takes 9 arguments, got {count}"):
             log.add_made(*[None] * count)
 
-    def test_what_was_taken_is_not_held(self) -> None:
+    def test_taken_calls_are_not_held(self) -> None:
         log, values = log_of(), [object() for _ in range(6)]
         before = [sys.getrefcount(value) for value in values]
         for _ in range(3):
@@ -177,7 +177,7 @@ INDICES: dict[str, Any] = {
 
 class TestIndices:
     @pytest.mark.parametrize("kind", INDICES)
-    def test_are_those_of_the_call(self, kind: str) -> None:
+    def test_they_are_those_of_the_call(self, kind: str) -> None:
         log, given = log_of(), INDICES[kind]
         given = given.copy() if isinstance(given, list | np.ndarray) else given
         expected = [*map(int, given)]
@@ -191,7 +191,7 @@ class TestIndices:
             numbers = np.frombuffer(found, np.int64) if isinstance(found, bytes) else found
             assert [*map(int, numbers)] == expected
 
-    def test_of_wrong_types_are_refused(self) -> None:
+    def test_wrong_types_are_refused(self) -> None:
         log, before = log_of(), np.arange(3)
         for _ in range(3):
             with pytest.raises(TypeError):
@@ -199,12 +199,12 @@ class TestIndices:
             with pytest.raises(TypeError):
                 made(log, np.array(5), before)
         assert len(log) == 0
-        before.resize(4, refcheck=False)  # no buffer of it is held
+        before.resize(4, refcheck=False)  # its buffer is not held
 
 
 class TestBounds:
     def test_calls_that_have_no_room_are_counted(self) -> None:
-        """Those of other methods have twice the room, and lost ones are told after the others."""
+        """Calls of other methods have twice the room. Lost calls are reported after the others."""
         log = log_of(max_calls=4)
         handled(log, *range(7))
         for number in range(6):
@@ -234,7 +234,7 @@ class TestBounds:
         assert here == there == np.arange(1 << 20).tobytes()
 
     def test_the_same_memory_again(self) -> None:
-        """Batches of any length, in the memory of those before."""
+        """Batches of any length reuse the memory of earlier ones."""
         numbers, log = random.Random(3), log_of(1 << 20, 1 << 30)
         for _ in range(40):
             expected = []
@@ -246,7 +246,7 @@ class TestBounds:
 
 
 def by_numpy(here: list[int], there: list[int], *lists: int) -> object:
-    """What `tables_of` promises, by names of tensors and rows."""
+    """Compute the result of `tables_of` by names of tensors and rows."""
     for num in range(len(here), 0, -1):
         if len(here) % num:
             continue

@@ -1,4 +1,4 @@
-"""Memory may end anywhere in a transfer: then nothing stays held, and nothing crashes."""
+"""A lack of memory anywhere in a transfer leaves nothing held, and does not crash."""
 
 import gc
 import os
@@ -47,7 +47,7 @@ def given_up(executor: Executor, descriptors: Descriptors) -> None:
     "layer",
     [lambda value: value, lambda value: limit_batch(value, 2), lambda value: fail_at(value, 4)],
 )
-def test_wherever_memory_ends(
+def test_a_lack_of_memory_anywhere(
     transfer: Callable[[Executor, Descriptors], None],
     layer: Callable[[Backend], Backend],
 ) -> None:
@@ -55,7 +55,7 @@ def test_wherever_memory_ends(
     host = host_backend(ThreadPool(1))
     one = np.ones(1, np.uint64)
     failed, allocation = True, 0
-    while failed:  # until the transfer needs fewer allocations than are let through
+    while failed:  # until the transfer needs fewer allocations than are permitted
         case = scatter([100] * 9)
         executor = Executor(layer(host))
         failed = False
@@ -68,7 +68,7 @@ def test_wherever_memory_ends(
             hooks.remove_mem_hooks()
         executor.close()
         gc.collect()
-        lower(one, one, one, one, one, out=case.descriptors)  # nobody holds them any more
+        lower(one, one, one, one, one, out=case.descriptors)  # no task holds them any more
         allocation += 1
     assert allocation > 1
 

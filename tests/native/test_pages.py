@@ -1,4 +1,4 @@
-"""Pages of arenas: populated as far as they are there, made huge, counted; and where they are."""
+"""Pages of arenas: populated if they exist, made huge, counted, placed on a node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOREVER_S = 60.0
 
 
 def twin_of(arena: Arena) -> Arena:
-    """Mapped a second time, as a peer does."""
+    """Map an arena a second time, as a peer does."""
     return Arena.of_peer(os.getpid(), arena.fd, arena.inode, arena.nbytes, writable=True)
 
 
@@ -32,7 +32,7 @@ def mapped(arena: Arena) -> int:
 
 
 def huge_pages_work() -> bool:
-    """Whether this kernel makes them of shared memory when it is asked to."""
+    """Return whether this kernel makes huge pages of shared memory on request."""
     with Arena(2 * CHUNK, prefault=True) as arena:
         return smaps_of(arena.address)["ShmemPmdMapped"] == 2 * CHUNK
 
@@ -99,7 +99,7 @@ class TestPopulating:
             turns += 1
         assert turns == 8 * CHUNK // STEP
 
-    def test_stopped_it_does_nothing(self) -> None:
+    def test_a_stopped_walk_does_nothing(self) -> None:
         arena = Arena(CHUNK, prefault=True)
         twin, walk = twin_of(arena), PageWalk(CHUNK)
         walk.stop()
@@ -126,7 +126,7 @@ class TestHugePages:
         assert arena.address % CHUNK == twin.address % CHUNK == 0
 
     @needs_huge_pages
-    def test_prefaulted_they_are_huge_here_and_in_the_peer(self) -> None:
+    def test_prefaulted_pages_are_huge_here_and_in_the_peer(self) -> None:
         arena = Arena(2 * CHUNK + MIB, prefault=True)
         assert not np.frombuffer(arena, np.uint8).any()
         assert allocated(arena) == mapped(arena) == arena.nbytes
@@ -165,7 +165,7 @@ class TestHugePages:
 
 
 def reserved() -> tuple[int, int]:
-    """Huge pages of hugetlbfs that are free, and the bytes of one."""
+    """Return the number of free huge pages of hugetlbfs, and the size of one."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     fields = dict(line.split(":") for line in lines)
     free = int(fields.get("HugePages_Free", "0")) - int(fields.get("HugePages_Rsvd", "0"))
@@ -225,7 +225,7 @@ class TestLooking:
             if here is not None:
                 assert (here, huge) == (facts["Rss"], facts["ShmemPmdMapped"])
 
-    def test_any_memory_can_be_looked_at(self) -> None:
+    def test_any_memory_can_be_inspected(self) -> None:
         with mmap.mmap(-1, 4 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE) as memory:
             array = np.frombuffer(memory, np.uint8)
             array[mmap.PAGESIZE] = 1

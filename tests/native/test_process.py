@@ -1,4 +1,4 @@
-"""The process backend and Peer: another process's memory, and the descriptor that fails."""
+"""The process backend and Peer: memory of another process, and the failing descriptor."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ PAGE = mmap.PAGESIZE
 NBYTES = 8 << 20
 Bytes = NDArray[np.uint8]
 
-# NBYTES of memory whose bytes are their page's number times 7, then a page that cannot be written,
-# and one that cannot be read either.
+# NBYTES of memory, whose bytes are 7 times the page's number, then a page that cannot be written,
+# and one that cannot even be read.
 MEMORY = f"""
     import ctypes, mmap
     memory = mmap.mmap(-1, {NBYTES + 2 * PAGE}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -90,7 +90,7 @@ def run(pool: ThreadPool, pid: int, direction: str, dst: object, src: object, n:
 def test_get_is_a_gather(
     pool: ThreadPool, other: Other, content: Bytes, count: int, largest: int, seed: int
 ) -> None:
-    """More ranges than one call takes, ranges larger than one piece, any alignment."""
+    """Ranges are more than one call takes, larger than one piece, or have any alignment."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, largest + 1, count).astype(np.uint64)
     sizes = sizes[: max(1, int(np.searchsorted(np.cumsum(sizes), NBYTES)))]
@@ -117,13 +117,13 @@ def test_put_is_a_scatter(pool: ThreadPool, other: Other, content: Bytes, piece:
     expected = np.empty_like(fresh)
     expected.reshape(count, piece)[offsets // piece] = fresh.reshape(count, piece)
     assert_same(other.read(first, fresh.nbytes), expected)
-    rest = content[first : first + count * piece]  # as it was, for the tests that follow
+    rest = content[first : first + count * piece]  # restored for later tests
     run(pool, other.pid, "put", other.base + first, rest.ctypes.data, rest.nbytes)
     assert_same(other.read(0, NBYTES), content)
 
 
 class TestTheDescriptorThatFails:
-    """Those that are reported as moved are, and the first that fails is named, with its side."""
+    """Reports that name the first failing descriptor and its side, and count the moved ones."""
 
     COUNT, BAD = 3000, 1234
 
@@ -186,7 +186,7 @@ class TestTheDescriptorThatFails:
         run(pool, other.pid, "put", other.base + 7 * PAGE, before.ctypes.data, 100)
 
     def test_in_the_middle_of_a_large_one(self, other: Other, content: Bytes) -> None:
-        """All that lies before the hole has arrived; the message names the hole's first byte."""
+        """All bytes before the hole arrive, and the message names the hole's first byte."""
         local = np.zeros(NBYTES + 2 * PAGE, dtype=np.uint8)
         report = run(ThreadPool(1), other.pid, "get", local.ctypes.data, other.base, local.nbytes)
         assert (report.status, report.failed) == (KVN_UNMAPPED, 0)
@@ -199,7 +199,7 @@ class TestTheDescriptorThatFails:
 def test_a_failing_descriptor_is_named_by_its_index_in_the_batch(
     pool: ThreadPool, other: Other, most: int
 ) -> None:
-    """Not by that in the batch that the executor cut off."""
+    """Its index in the part of the batch that the executor submits is not used."""
     local = np.zeros(3000 * 100, dtype=np.uint8)
     sources = np.full(3000, other.base, dtype=np.uint64)
     sources[1234] = PAGE
@@ -231,7 +231,7 @@ def test_a_dead_process(pool: ThreadPool) -> None:
 
 
 class TestDescriptors:
-    """What GPU memory is exported by: descriptors that cannot be opened through /proc."""
+    """Descriptors that cannot be opened through /proc, such as those of exported GPU memory."""
 
     def test_a_taken_descriptor_is_of_the_same_file(self, other: Other) -> None:
         reader, writer = other.run("import os; result = pipe = os.pipe()")
@@ -322,7 +322,7 @@ class TestPeer:
             look(words)
 
     def test_a_guarded_copy_runs_between_two_checks(self) -> None:
-        """All of it, or not at all; or what was not the peer's any more at the end."""
+        """It copies all bytes or none, or reports that the memory was lost meanwhile."""
         table, peer = GenerationTable(2), Peer(os.getpid())
         peer.attach(table.fd, table.inode, 2)
         nbytes = 64 << 20
@@ -338,9 +338,9 @@ class TestPeer:
         table.release(*held)
         assert peer.copy(all_of_it, words_of(held), memory) == "refused"
         assert np.count_nonzero(target) == 100
-        # A deadline that passes while bytes move, as it takes several times as long.
+        # A deadline that passes while bytes move, because that takes several times as long.
         outcome = "refused"
-        while outcome == "refused":  # this process was held up before the first check
+        while outcome == "refused":  # this process was delayed before the first check
             held = table.take(deadline_ns=time.monotonic_ns() + 1_000_000)
             outcome = peer.copy(all_of_it, words_of(held), memory)
             table.release(*held)
@@ -391,8 +391,8 @@ class TestPeer:
             assert table.take(is_lease=is_lease)[0] == held[0][0]
 
     @pytest.mark.parametrize("seed", range(5))
-    def test_a_slot_has_nothing_of_who_had_it_before(self, seed: int) -> None:
-        """In any order of takes, renewals and releases: each has its own deadline, or none."""
+    def test_a_slot_has_nothing_of_its_previous_lease(self, seed: int) -> None:
+        """After any takes, renewals and releases, each slot has its own deadline, or none."""
         random, slots = Random(seed), 3
         table, peer = GenerationTable(slots, slots), Peer(os.getpid())
         peer.attach(table.fd, table.inode, 2 * slots)
@@ -417,8 +417,8 @@ class TestPeer:
             assert {word for word in words if peer.check(words_of(word)) == -1} == live
         peer.close()
 
-    def test_generations_begin_again_behind_the_last(self) -> None:
-        """After 2**63 leases of one slot: what is odd is taken, and the last is not the first."""
+    def test_generations_begin_again_after_the_last(self) -> None:
+        """After 2**63 leases of a slot they wrap, to another odd number than the last."""
         table, peer = GenerationTable(1), Peer(os.getpid())
         peer.attach(table.fd, table.inode, 1)
         ctypes.c_uint64.from_address(table.address).value = 2**64 - 2

@@ -1,4 +1,4 @@
-"""Ranges put in order, merged and compared natively: against the same in Python."""
+"""Ranges that native code sorts, merges and compares, checked against Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def columns(rows: list[tuple[int, ...]], width: int) -> list[np.ndarray]:
 
 
 def copies(descriptors: Descriptors) -> list[tuple[int, int, int]]:
-    """Source, destination and size of each descriptor."""
+    """Return source, destination and size of each descriptor."""
     found = (descriptors.src.tolist(), descriptors.dst.tolist(), descriptors.nbytes.tolist())
     return list(zip(*found, strict=True))
 
@@ -93,11 +93,11 @@ def test_placed_ranges_are_those_of_single_searches() -> None:
 
 @pytest.mark.parametrize("pulls", [True, False])
 @given(st.lists(st.tuples(st.integers(1, 59), numbers.filter(bool), st.integers(1, 9)), min_size=1))
-@example([(10, 110, 5), (15, 115, 5), (20, 120, 5)])  # go on within a piece, and into the next
+@example([(10, 110, 5), (15, 115, 5), (20, 120, 5)])  # continue within a piece, and into the next
 def test_placed_ranges_are_sorted_and_merged(
     pulls: bool, given_rows: list[tuple[int, int, int]]
 ) -> None:
-    """By the extent here and the source, also where they lie in several extents of this side."""
+    """They are sorted by local extent and source, even if they cross several local extents."""
     firsts = np.array([0, 20, 40], np.uint64)
     own = Pieces(firsts, firsts + np.uint64(19), None, 3)
     peer = Pieces(*columns([(0, 2**64 - 1)], 2), None, 1)
@@ -119,7 +119,7 @@ def test_placed_ranges_are_sorted_and_merged(
     assert found[1] == [(each, 0, extents.index(each)) for each in sorted({*extents})]
 
 
-def test_what_cannot_be_placed() -> None:
+def test_ranges_that_cannot_be_placed() -> None:
     for local, remote, nbytes in (
         (9, 100, 1),
         (15, 100, 6),
@@ -172,7 +172,7 @@ def test_chosen_rows() -> None:
 
 @pytest.mark.parametrize("kind", "bBhHiIlLqQ")
 def test_indices_of_every_width(kind: str) -> None:
-    """Also strided and unaligned ones; a negative one is beyond every list."""
+    """Columns may be strided or unaligned. A negative index is beyond every list."""
     local, remote = of_3((10, 4), (20, 5)), of_3((70, 5), (80, 4), (90, 5))
     table = np.zeros(4, np.dtype([("pad", "u1"), ("at", kind)]))
     table["at"] = [1, 0, 1, 0]
@@ -185,13 +185,13 @@ def test_indices_of_every_width(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["?", "e", "d", "D", ">i4", "S1"])
-def test_what_is_no_index(kind: str) -> None:
+def test_values_that_are_not_indices(kind: str) -> None:
     rows = of_3((10, 4))
     with pytest.raises(TypeError, match="remote_indices has items of format"):
         choose(rows, rows, np.zeros(1, np.int8), np.zeros(1, kind))
 
 
-def test_what_are_no_rows() -> None:
+def test_values_that_are_not_rows() -> None:
     rows = of_3((10, 4), (20, 5))
     for wrong in (rows.astype(np.int64), rows[:, :2], rows.reshape(-1), rows[::-1]):
         with pytest.raises(TypeError, match="remote: expected a contiguous array of uint64"):

@@ -1,4 +1,4 @@
-"""When signal handlers run, and locks that an interrupt never leaves taken."""
+"""The moments at which signal handlers run, and locks that no interrupt leaves taken."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.support.interrupts import Interrupts
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """SIGINT raises, also where pytest runs in the background."""
+    """Let SIGINT raise, even if pytest runs in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def arrive(number: int = signal.SIGINT) -> None:
-    """Let a signal arrive, for a handler that runs when Python next looks."""
+    """Raise a signal, whose handler runs when Python next checks for signals."""
     signal.pthread_kill(threading.get_ident(), number)
 
 
@@ -44,7 +44,7 @@ def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
         interrupted()
     assert steps == [1, 2, 3]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(KeyboardInterrupt):  # and is not deferred any more
+    with pytest.raises(KeyboardInterrupt):  # no longer deferred
         arrive()
 
 
@@ -72,10 +72,10 @@ def test_a_handler_that_is_set_inside_stays() -> None:
 
 
 def test_a_handler_of_a_c_library_gets_its_signals() -> None:
-    """It replaced the one of Python, which does not know."""
+    """The library has replaced Python's handler without Python's knowledge."""
     handled: list[int] = []
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handled.append)
-    ctypes.CDLL(None).signal(int(signal.SIGINT), handler)  # `interruptible` sets Python's again
+    ctypes.CDLL(None).signal(int(signal.SIGINT), handler)  # `interruptible` restores Python's
     with signals_deferred:
         arrive()
         assert not handled
@@ -134,15 +134,15 @@ def test_a_child_that_is_forked_in_a_block_has_its_signals(place: str, by: str) 
     assert subprocess.run(command, check=False).returncode == 0
 
 
-def test_an_error_of_the_block_goes_on() -> None:
+def test_an_error_of_the_block_is_raised() -> None:
     with pytest.raises(ValueError, match="mine"), signals_deferred:
         raise ValueError("mine")
     with pytest.raises(KeyboardInterrupt):
         arrive()
 
 
-def test_to_enter_a_block_raises_nothing() -> None:
-    """Else what a `finally` does in one would not be done, and the next would defer nothing."""
+def test_entering_a_block_raises_nothing() -> None:
+    """Otherwise a `finally` could skip its block, and the next block would defer nothing."""
     entered = 0
 
     def use() -> None:
@@ -153,9 +153,9 @@ def test_to_enter_a_block_raises_nothing() -> None:
             with signals_deferred:
                 entered += 1
 
-    interrupts = Interrupts("")  # in modules of Python, too
+    interrupts = Interrupts("")  # in all modules, also Python's own
     while interrupts.call(use):
-        assert entered >= interrupts.place - 1  # the first comes before all of it
+        assert entered >= interrupts.place - 1  # the first place precedes everything
     test_an_interrupt_waits_for_the_end_of_the_block()
 
 
@@ -193,7 +193,7 @@ def test_an_interrupt_leaves_no_lock_taken(kind: type[GuardedLock | Condition]) 
 
 
 def is_free(lock: GuardedLock | Condition) -> bool:
-    """Whether another thread can take it."""
+    """Return whether another thread can take the lock."""
     taken: list[bool] = []
 
     def take() -> None:

@@ -1,8 +1,8 @@
-"""A small push whose lease ends in the middle: no byte is written after the owner was told so.
+"""A small push whose lease ends in the middle: no byte is written after `end_leases` returns.
 
 `RowLowering.move_now` checks the lease, announces the write, and checks again. The program below
 ends the lease between those steps: before the announcement, which the owner then does not see, and
-after it. A preloaded library calls it there, as no Python runs in between.
+after it. A preloaded library calls back there, because no Python runs in between.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_lease_that_ends_around_the_announcement(
     shim: Path, ends: str, moved: int, tickets: int, written: int
 ) -> None:
-    """Without a ticket the owner waits for nothing, so that nothing may be written."""
+    """If the owner sees no ticket, it does not wait, so no byte may be written."""
     found = subprocess.run(
         [sys.executable, "-c", PUSHER, ends],
         cwd=ROOT,

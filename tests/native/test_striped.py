@@ -1,4 +1,4 @@
-"""Several backends at once: what they move together, and what one of them does not."""
+"""Several backends that move one transfer together, and failures of some."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def backends() -> list[Backend]:
 
 
 def stripes(number: int) -> list[range]:
-    """Of COUNT descriptors of one size."""
+    """Return the spans of `number` stripes for COUNT descriptors of one size."""
     ends = [COUNT * (n + 1) // number for n in range(number)]
     return [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
 
@@ -59,7 +59,7 @@ def test_all_arrives(sizes: list[int], number: int, min_nbytes: int, max_batch: 
     sizes=st.lists(st.sampled_from([1, 100, 5000]), min_size=1, max_size=30),
     failing=st.lists(st.none() | st.integers(0, 30), min_size=3, max_size=3),
 )
-def test_whatever_is_confirmed_has_arrived(sizes: list[int], failing: list[int | None]) -> None:
+def test_confirmed_descriptors_have_arrived(sizes: list[int], failing: list[int | None]) -> None:
     case = scatter(sizes)
     backends = [
         backend if index is None else fail_at(backend, index)
@@ -76,7 +76,7 @@ def test_whatever_is_confirmed_has_arrived(sizes: list[int], failing: list[int |
 
 
 def test_each_has_a_stripe(backends: list[Backend]) -> None:
-    """What fails is in one of them: fail_at counts in the task, and each sees its own part."""
+    """A failure is in one stripe: fail_at counts in the task, but each backend sees only a part."""
     for stripe, last in zip(stripes(3), (False, False, True), strict=True):
         case = scatter([SIZE] * COUNT)
         index = stripe[-1] if last else stripe[0]
@@ -92,7 +92,7 @@ def test_each_has_a_stripe(backends: list[Backend]) -> None:
 @pytest.mark.parametrize(
     ("min_nbytes", "used"), [(SIZE * COUNT // 2 + 1, 1), (SIZE * 15, 2), (SIZE * 14, 3)]
 )
-def test_as_many_as_have_enough_to_do(backends: list[Backend], min_nbytes: int, used: int) -> None:
+def test_each_has_enough_to_do(backends: list[Backend], min_nbytes: int, used: int) -> None:
     case = scatter([SIZE] * COUNT)
     backends[used:] = [fail_at(backend, COUNT - 1) for backend in backends[used:]]
     backend = striped(backends, min_nbytes=min_nbytes)
@@ -101,7 +101,7 @@ def test_as_many_as_have_enough_to_do(backends: list[Backend], min_nbytes: int, 
 
 
 def test_a_descriptor_that_is_larger_than_its_share(backends: list[Backend]) -> None:
-    """The other stripes are empty, and nothing after it is lost."""
+    """The other stripes are empty, and no later descriptor is lost."""
     for sizes in ([100_000, 1, 1], [1, 100_000, 1], [1, 1, 100_000], [100_000]):
         case = scatter(sizes)
         report = Executor(striped(backends, min_nbytes=1)).run(case.descriptors)
@@ -130,7 +130,7 @@ def test_a_stripe_that_is_late(backends: list[Backend], how: str) -> None:
         assert report.unconfirmed == ((late[0], late[-1] + 1),)
 
 
-def test_a_reason_says_more_than_that_others_were_given_up(backends: list[Backend]) -> None:
+def test_a_reason_precedes_the_fact_that_others_were_given_up(backends: list[Backend]) -> None:
     case = scatter([SIZE] * COUNT)
     failing = fail_at(backends[2], COUNT - 1, KVN_FAILED)
     with Executor(
@@ -142,11 +142,11 @@ def test_a_reason_says_more_than_that_others_were_given_up(backends: list[Backen
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancel"])
-def test_a_peer_that_was_gone_before_the_others_were_given_up_is_the_reason(
+def test_a_peer_that_died_before_the_others_were_given_up_is_the_reason(
     backends: list[Backend], how: str
 ) -> None:
     case, first = scatter([SIZE] * COUNT), stripes(3)[2][0]
-    gone = fail_at(backends[2], first, KVN_PEER_GONE, 77)  # at once, as nothing is before it
+    gone = fail_at(backends[2], first, KVN_PEER_GONE, 77)  # at once: no descriptor precedes it
     with Executor(striped([delay(backends[0], 1e9), backends[1], gone], min_nbytes=1)) as executor:
         task = executor.submit(case.descriptors)
         report = task.wait(20) if how == "deadline" else task.cancel()
@@ -167,7 +167,7 @@ def test_the_first_of_several_reasons_is_reported(backends: list[Backend]) -> No
 def test_a_refused_stripe_ends_the_batch(
     backends: list[Backend], tmp_path: Path, index: int
 ) -> None:
-    """What went before is given up, though it would go on; nothing comes after.
+    """Begun stripes are given up, although they could continue, and no later one begins.
 
     The first stripe is the last to begin.
     """
@@ -203,7 +203,7 @@ def test_batches_before_a_refused_one_are_confirmed(backends: list[Backend]) -> 
     assert all(case.arrived(number) for number in range(COUNT // 2))
     assert not any(
         case.arrived(number) for number in range(COUNT // 2, COUNT)
-    )  # it is the first to begin
+    )  # the last stripe is the first to begin
 
 
 def test_a_failure_is_reported_rather_than_that_others_were_given_up(

@@ -1,4 +1,4 @@
-"""Counters: what several threads add is all there, at any moment of a snapshot."""
+"""Counters: additions of several threads are complete in any snapshot."""
 
 import math
 import threading
@@ -14,7 +14,7 @@ BOUNDS = (1e-5, 2e-5, 1.0)
 
 
 def in_threads(call: Callable[[], object], count: int = 4) -> None:
-    """Call it in several threads that begin at once."""
+    """Call `call` in several threads that start together."""
     begun = threading.Barrier(count, timeout=10)
 
     def run() -> None:
@@ -41,7 +41,7 @@ def test_a_bound_is_the_last_of_its_bucket(seconds: float, bucket: int) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.integers(0, 2**40)), max_size=20))
-def test_all_is_summed(calls: list[tuple[float, int]]) -> None:
+def test_all_counts_are_summed(calls: list[tuple[float, int]]) -> None:
     histogram = Histogram(BOUNDS)
     for seconds, nbytes in calls:
         histogram.add(seconds, nbytes)

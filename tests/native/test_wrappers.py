@@ -1,4 +1,4 @@
-"""Failures on demand: each wrapper alone, across batches, and on top of each other."""
+"""Failures on demand: each wrapper alone, across batches, and in combination."""
 
 import json
 import os
@@ -128,7 +128,7 @@ def test_bandwidth_is_shared_by_tasks(host: Backend) -> None:
     assert time.monotonic() - began >= 600_000 / 20e6
 
 
-def test_a_batch_of_limited_size_begins_when_the_one_before_has_moved(host: Backend) -> None:
+def test_a_batch_of_limited_size_begins_after_the_previous_one(host: Backend) -> None:
     read_fd, write_fd = os.pipe()
     case = scatter([300_000] * 9)
     Executor(limit_batch(trace(host, write_fd), 2)).run(case.descriptors)

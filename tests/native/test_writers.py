@@ -29,7 +29,7 @@ from kvnative._writers import Writer, WriterTable
 from tests.native.writers import NBYTES, Here, address_of, column, move
 from tests.support.wrappers import delay, fail_at, hold, let_go, limit_bandwidth
 
-TICKETS = 62  # of an entry
+TICKETS = 62  # per entry
 FOREVER_MS = 1e9
 
 
@@ -69,7 +69,7 @@ class TestGuard:
         assert not here.dst.any()
 
 
-def test_a_refused_batch_is_not_announced_any_more(here: Here) -> None:
+def test_a_refused_batch_is_no_longer_announced(here: Here) -> None:
     refusing = fail_at(host_backend(here.pool), 0, at_submit=True)
     backend = here.writer().around(refusing, here.registered)
     assert here.move(backend).status == KVN_FAILED
@@ -77,7 +77,7 @@ def test_a_refused_batch_is_not_announced_any_more(here: Here) -> None:
 
 
 def test_a_forked_child_refuses_writers_of_its_parent(here: Here) -> None:
-    """Its pool has no threads there: nothing would move."""
+    """The pool has no threads in the child, so nothing would move."""
     writer, inner = here.writer(), host_backend(here.pool)
     for call in (
         lambda: writer.around(inner, here.registered),
@@ -96,7 +96,7 @@ def test_a_forked_child_refuses_writers_of_its_parent(here: Here) -> None:
 
 class TestWait:
     def test_for_a_batch_that_is_being_written(self, here: Here) -> None:
-        """Half a second of it: shorter waits time out, longer ones see it end."""
+        """The batch takes half a second: shorter waits time out, longer ones see its end."""
         slow = here.writer().around(limit_bandwidth(host_backend(here.pool), 2e6), here.registered)
         with ThreadPoolExecutor(1) as thread:
             call = thread.submit(here.move, slow)
@@ -106,14 +106,14 @@ class TestWait:
             (ticket,) = here.table.drain(0.01)
             assert ticket.pid == os.getpid()
             assert here.table.stands(ticket)
-            (again,) = here.table.drain(60)  # it did not move on: it is not waited for twice
+            (again,) = here.table.drain(60)  # no progress: it is not waited for twice
             assert again == ticket
             assert call.result().status == KVN_OK
             assert not here.table.stands(ticket)
             assert here.table.drain(0) == []
 
     def test_not_for_later_writes(self, here: Here) -> None:
-        """Another registration is being written all the time, in pieces that overlap."""
+        """Another registration is written all the time, in pieces that overlap in time."""
         slot, generation = here.generations.take()
         writer = here.writer()
         other = writer.mapped(here.pool, column(slot, generation).tobytes())
@@ -144,7 +144,7 @@ class TestWait:
 
     @pytest.mark.timeout(30)
     def test_batches_without_a_waiter(self, here: Here) -> None:
-        """As of a device: their tickets stand until somebody asks, however long they are over."""
+        """Tickets of a device's batches stay until a poll, long after the batches have ended."""
         executor = Executor(
             here.writer().around(delay(host_backend(here.pool), 5), here.registered)
         )
@@ -155,13 +155,13 @@ class TestWait:
 
 
 class TestEndOfLeases:
-    """Their words, and then the wait for those who write, in one call."""
+    """One call that ends the words of leases and then waits for writers."""
 
     @pytest.fixture
     def generations(self) -> GenerationTable:
         return GenerationTable(1, 4)
 
-    def test_those_that_have_not_ended_do(self, here: Here, generations: GenerationTable) -> None:
+    def test_leases_that_have_not_ended_end(self, here: Here, generations: GenerationTable) -> None:
         leases = [generations.take(is_lease=True) for _ in range(3)]
         assert here.table.end_leases(generations, leases[:2], 0) == []
         again = generations.take(is_lease=True), generations.take(is_lease=True)
@@ -169,7 +169,7 @@ class TestEndOfLeases:
         for lease in leases:
             with pytest.raises(ValueError, match="is not registered"):
                 generations.release(*lease)
-        for item in again:  # what has their slots since is not ended
+        for item in again:  # new leases in their slots stay
             generations.release(*item)
         assert here.table.end_leases(generations, [], 0) == []
 
@@ -185,15 +185,15 @@ class TestEndOfLeases:
             here.table.end_leases(generations, [lease], 0)
 
     @pytest.mark.parametrize("entries", [8, 64])
-    def test_who_writes_is_waited_for(self, entries: int) -> None:
-        """Whether a glance shows that nobody does, or there are too many entries for one."""
+    def test_writers_are_waited_for(self, entries: int) -> None:
+        """That holds for few entries, which one quick look covers, and for too many."""
         here = Here(entries)
         writers = [here.writer() for _ in range(entries)]
         ended = here.generations.take()
         here.registered += column(*ended).tobytes()
         executor = Executor(writers[-1].around(delay(host_backend(here.pool), 5), here.registered))
         descriptors = lower(*map(column, (0, 0, NBYTES)), *here.sides)
-        task = executor.submit(descriptors)  # its ticket stands until somebody asks
+        task = executor.submit(descriptors)  # its ticket stays until a poll
         with ThreadPoolExecutor(1) as thread:
             call = thread.submit(here.table.end_leases, here.generations, [ended], 60)
             assert task.wait(30_000).status == KVN_OK, "it was begun before"
@@ -201,8 +201,8 @@ class TestEndOfLeases:
         assert executor.run(descriptors, 30_000).status == KVN_UNMAPPED
         assert here.table.end_leases(here.generations, [ended], 0) == []
 
-    def test_a_glance_forgives_who_was_late(self, here: Here) -> None:
-        """Who did not move on is not waited for again, until nothing of it stands."""
+    def test_a_quick_look_forgives_a_late_writer(self, here: Here) -> None:
+        """A writer without progress is not waited for again until its tickets are gone."""
         ended, writer, host = here.generations.take(), here.writer(), host_backend(here.pool)
         descriptors = lower(*map(column, (0, 0, NBYTES)), *here.sides)
         task = Executor(writer.around(delay(host, FOREVER_MS), here.registered)).submit(descriptors)
@@ -222,15 +222,15 @@ class TestEndOfLeases:
 
 
 class TestLies:
-    """What another peer writes into the table, which all of them have."""
+    """False entries of a peer in the table, which all peers have mapped."""
 
     @pytest.fixture
     def here(self) -> Here:
         return Here(4096)
 
     def fill(self, here: Here, ticket: int, entries: Iterable[int]) -> None:
-        """Tickets of this process, which lives, wherever there can be one."""
-        writer = here.writer()  # so that the first entry says how this process is called there
+        """Write tickets of this process, which is alive, into all places."""
+        writer = here.writer()  # so that the first entry has the identity of this process
         with mmap(here.table.fd, 0) as file:
             words = np.frombuffer(file, np.uint64).reshape(-1, PAGESIZE // 8)
             process = int(words[1, 0])
@@ -245,7 +245,7 @@ class TestLies:
     def test_a_lying_writer_delays_deregistration_only_to_its_deadline(
         self, here: Here, ticket: int
     ) -> None:
-        """Its processor time, as a ratio to one look at each entry: a look at each ticket is 62."""
+        """The processor time is compared with one look per entry; a look per ticket would be 62."""
         self.fill(here, ticket, range(4096))
         begun = time.thread_time()
         for _ in range(4096):
@@ -265,7 +265,7 @@ class TestLies:
 
 
 class TestEntries:
-    def test_each_writer_has_one_until_nothing_of_it_is_left(self) -> None:
+    def test_each_writer_has_an_entry_until_its_last_backend_ends(self) -> None:
         here = Here(entries=2)
         one, two = here.writer(), here.writer()
         with pytest.raises(MemoryError, match="all 2 entries of the writer table"):
@@ -279,11 +279,11 @@ class TestEntries:
         here.writer()
         del two
 
-    def test_those_of_forked_children_that_died_are_taken(self) -> None:
+    def test_entries_of_dead_forked_children_are_taken(self) -> None:
         here = Here(entries=2)
         for _ in range(2):
             child = os.fork()
-            if child == 0:  # an entry of its own, never given back
+            if child == 0:  # takes its own entry, and never returns it
                 kept = here.writer()
                 os._exit(0 if kept else 1)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -292,22 +292,22 @@ class TestEntries:
             here.writer()
         del writers
 
-    def test_the_tickets_of_a_writer_that_died_are_not_the_next_ones(self) -> None:
+    def test_the_tickets_of_a_dead_writer_do_not_count_for_the_next(self) -> None:
         here = Here(entries=1)
         child = os.fork()
         if child == 0:
             kept = here.writer()
             with mmap(here.table.fd, 2 * PAGESIZE) as table:  # the header, then the entry
                 tickets = np.frombuffer(table, np.uint64, 64, PAGESIZE)[2:]
-                tickets[:] = 4  # all places: it died while it wrote
+                tickets[:] = 4  # all places, as if the writer died while it wrote
                 del tickets
             os._exit(0 if kept else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         backend = here.backend("mapped")  # takes the same entry
         assert here.table.drain(0) == []
-        assert here.move(backend).status == KVN_OK  # and finds a place in it
+        assert here.move(backend).status == KVN_OK  # and finds a free place
 
-    def test_a_forked_child_does_not_give_it_back(self) -> None:
+    def test_a_forked_child_does_not_return_the_entry(self) -> None:
         here = Here(entries=1)
         writer = here.writer()
         child = os.fork()
@@ -346,11 +346,11 @@ class TestEntries:
 
 
 class TestWhatIsInTheTable:
-    """Peers write there too, and may have died or be hostile."""
+    """The content of the table, where peers write, too, which may be dead or hostile."""
 
     @staticmethod
     def words(table: WriterTable) -> NDArray[np.uint64]:
-        """A row for each page: the header, then the entries (process, closed, tickets...)."""
+        """Return a row for each page: the header, then entries (process, closed, tickets...)."""
         return np.frombuffer(mmap(table.fd, 0), np.uint64).reshape(-1, PAGESIZE // 8)
 
     def test_an_earlier_process_of_the_pid_is_not_waited_for(self, here: Here) -> None:
@@ -363,7 +363,7 @@ class TestWhatIsInTheTable:
         assert entry[2] == 0
         del backend
 
-    def test_more_entries_than_there_can_be_are_not_looked_at(self, here: Here) -> None:
+    def test_more_entries_than_possible_are_not_looked_at(self, here: Here) -> None:
         self.words(here.table)[0, 0] = 1 << 40
         assert here.table.drain(0) == []
         assert here.move(here.backend("mapped")).status == KVN_OK

@@ -36,7 +36,7 @@ OFFER = """
 
 @dataclass
 class There:
-    """An owner in another process, and what this one writes to it with."""
+    """An owner in another process, and the means to write to it from this one."""
 
     owner: Owner
 
@@ -76,13 +76,13 @@ def test_by_address_into_another_process(there: There) -> None:
 def test_memory_that_is_not_mapped_ends_the_transfer_and_its_announcement(
     there: There, count: int, bad: int, side: str
 ) -> None:
-    """The one descriptor is named; those before it have arrived."""
+    """The failing descriptor is named, and earlier ones have arrived."""
     nbytes = NBYTES // 4  # moved by the pool, so that a deadline may pass
     steps = nbytes * np.arange(count, dtype=np.uint64)
     src, dst = steps + np.uint64(address_of(there.src)), steps + np.uint64(there.target)
     (src if side == "local" else dst)[bad] = PAGESIZE
     descriptors = Descriptors.from_columns(dst, src, np.full(count, nbytes, np.uint64))
-    # Not given up, which would wait for the piece: the end of the owner ends it in any case.
+    # Not by giving up, which would wait for the piece: the end of the owner ends it anyway.
     report = Executor(there.backend).submit(descriptors).wait(10_000, give_up=False)
     assert (report.status, report.failed) == (KVN_UNMAPPED, bad)
     assert report.message.startswith(f"descriptor {bad}: {side} memory")
@@ -90,8 +90,8 @@ def test_memory_that_is_not_mapped_ends_the_transfer_and_its_announcement(
     assert there.owner.run(arrived) == (True, [])
 
 
-# Another program under the same pid, that has memory at the very addresses: as without address
-# space layout randomization.
+# Another program with the same pid and memory at the same addresses, as without address space
+# layout randomization.
 OTHER_PROGRAM = """
 import ctypes, sys
 from mmap import PAGESIZE
@@ -125,7 +125,7 @@ def test_not_after_the_owner_has_died(there: There) -> None:
     assert there.write().status == KVN_PEER_GONE
 
 
-# An entry that says what one says who was stopped, or killed, in the middle of a piece.
+# An entry like that of a process that was stopped or killed in the middle of a piece.
 LEFT = """
     from mmap import PAGESIZE
 
@@ -138,7 +138,7 @@ LEFT = """
 
 
 def test_a_late_writer_by_address_is_cut_off(there: There) -> None:
-    """Its gate is closed: other writers go on, and its error says to link again."""
+    """The writer's gate is closed. Other writers continue, and the error says to link again."""
     other = there.writer().by_address(there.pool, there.registered)
     there.owner.run(LEFT, "result = announce(0, 3)")
     began = time.monotonic()
@@ -177,7 +177,7 @@ def test_a_mapped_writer_that_is_late_is_named(there: There) -> None:
 def test_a_mapped_writer_that_executes_another_program_writes_no_more(
     owner: Owner,
 ) -> None:
-    """Its pid and its start stay: what it had mapped has gone all the same."""
+    """The pid and the start time stay the same, but its mappings are gone."""
     here = Here()
     owner.run(f"""
         from kvnative._writers import Writer
@@ -189,4 +189,4 @@ def test_a_mapped_writer_that_executes_another_program_writes_no_more(
     assert here.table.stands(ticket)
     assert owner.run(EXECUTE_ANOTHER_PROGRAM) == "another"
     assert not here.table.stands(ticket)
-    assert here.table.drain(60) == []  # nor is it found again
+    assert here.table.drain(60) == []  # and the writer is not found again

@@ -1,4 +1,4 @@
-/* The pool, and transfers that several wait for, at moments that only C can choose. */
+/* The pool, and transfers with several waiting threads, at moments that only C can choose. */
 #include <pthread.h>
 #include <semaphore.h>
 #include <sys/syscall.h>
@@ -22,7 +22,7 @@ static int move_slowly(void *context, const kvn_columns *batch, const kvn_piece 
     return KVN_OK;
 }
 
-/* A thread that helped and goes, its deadline over, leaves the rest to a worker. */
+/* A thread that helps and leaves at its deadline leaves the rest to a worker. */
 static void helper_leaves(void)
 {
     enum { PIECES = 20 };
@@ -50,8 +50,8 @@ static void helper_leaves(void)
     kvn_pool_destroy(pool);
 }
 
-/* What is confirmed of a job that ends after each number of its pieces, by what was claimed: bytes that are
- * claimed come first, and a descriptor of which some are not stays unconfirmed. */
+/* The confirmed part of a job that ends after each number of pieces: claimed bytes come first, and a
+ * descriptor with unclaimed bytes stays unconfirmed. */
 static void give_up_between_pieces(void)
 {
     enum { COUNT = 6, MIN = KVN_PIECE_MIN };
@@ -89,12 +89,12 @@ static void give_up_between_pieces(void)
     CHECK(has_cut);
 }
 
-/* ---- several who wait ---- */
+/* ---- several waiting threads ---- */
 
 static sem_t has_begun, may_end;
 static kvn_ending ending;
 
-/* Lasts until it may end. */
+/* Waits until the check lets it end. */
 static int move_when_told(void *context, const kvn_columns *batch, const kvn_piece *piece, kvn_fault *fault)
 {
     (void)context, (void)batch, (void)piece, (void)fault;
@@ -107,7 +107,7 @@ static void destroy_nothing(kvn_backend *self) { (void)self; }
 
 static const kvn_backend_vtable POOLED = KVN_POOLED_VTABLE("told", destroy_nothing);
 
-/* A transfer that is waited for and given up as a request, a task, and a task of layers. */
+/* A transfer that is awaited and given up as a request, a task, and a layered task. */
 typedef struct waited {
     kvn_backend *backend;
     kvn_request *request;
@@ -145,7 +145,7 @@ static void *call(void *argument)
     return (void *)(intptr_t)self->call(self->it);
 }
 
-/* All of them sleep when it ends, and all of them wake. */
+/* All threads sleep when the transfer ends, and all wake. */
 static void check_all_wake(waited *it, int (*const *calls)(waited *it), size_t count)
 {
     pthread_t threads[4];
@@ -167,7 +167,7 @@ static void check_all_wake(waited *it, int (*const *calls)(waited *it), size_t c
     for (size_t i = 0; i < count; i++) {
         void *status;
         CHECK(pthread_timedjoin_np(threads[i], &status, &deadline) == 0);
-        CHECK((intptr_t)status == KVN_OK); /* all of it was claimed when it was given up */
+        CHECK((intptr_t)status == KVN_OK); /* all bytes were claimed when it was given up */
     }
 }
 
@@ -183,7 +183,7 @@ static void all_who_wait_wake(void)
     sem_init(&has_begun, 0, 0);
     sem_init(&may_end, 0, 0);
     kvn_pooled_init(&backend, &POOLED, pool, move_when_told);
-    for (int first = 0; first < 3; first++) { /* whose call comes first, and goes to sleep first */
+    for (int first = 0; first < 3; first++) { /* index of the call that comes first, and sleeps first */
         int (*const of_request[])(waited *) = {wait_for_request, wait_for_request, abort_request};
         int (*const of_task[])(waited *) = {wait_for_the_task, wait_for_the_task, abort_the_task};
         int (*const of_layers[])(waited *) = {wait_for_layers, wait_for_layers, abort_layers};

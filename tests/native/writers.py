@@ -1,4 +1,4 @@
-"""An owner and a writer of a writer table, and what one moves to the other."""
+"""An owner and a writer of a writer table, and transfers between them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Here:
 
     @property
     def facts(self) -> dict[str, int]:
-        """What a writer is made with."""
+        """Return the arguments of a writer's constructor."""
         return {
             "generations_fd": self.generations.fd,
             "generations_inode": self.generations.inode,

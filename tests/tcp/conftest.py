@@ -1,4 +1,4 @@
-"""A service in this process, and a peer in another whose memory is registered in slot 0."""
+"""A service in this process, and a peer in another one, whose memory is registered in slot 0."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def service() -> Iterator[TcpService]:
 
 @pytest.fixture(scope="module")
 def nbytes(request: pytest.FixtureRequest) -> int:
-    """The size of all memory: these tests mostly fill and compare it."""
+    """The size of all memory, which these tests mostly fill and compare."""
     return getattr(request.module, "MEMORY_NBYTES", NBYTES)
 
 
 @pytest.fixture(scope="module")
 def steady_peer(tmp_path_factory: pytest.TempPathFactory, nbytes: int) -> Iterator[TcpPeer]:
-    """For tests that leave it as it was."""
+    """A peer for tests that leave it unchanged."""
     peer = TcpPeer(tmp_path_factory.mktemp("peer") / "memory", nbytes)
     peer.add_range(0, 0, nbytes)
     yield peer
@@ -35,7 +35,7 @@ def steady_peer(tmp_path_factory: pytest.TempPathFactory, nbytes: int) -> Iterat
 
 @pytest.fixture(scope="module", params=[None, SECRET], ids=["plain", "encrypted"])
 def secret(request: pytest.FixtureRequest) -> bytes | None:
-    """Of links; with one they are encrypted."""
+    """The secret of links, which are encrypted with one."""
     found: bytes | None = request.param
     return found
 
@@ -47,7 +47,7 @@ def steady_link(service: TcpService, steady_peer: TcpPeer, secret: bytes | None)
 
 @pytest.fixture
 def peer(tmp_path_factory: pytest.TempPathFactory, nbytes: int) -> Iterator[TcpPeer]:
-    """For tests that stop, kill or change it."""
+    """A peer for tests that stop, kill or change it."""
     peer = TcpPeer(tmp_path_factory.mktemp("peer") / "memory", nbytes)
     peer.add_range(0, 0, nbytes)
     yield peer
@@ -56,7 +56,7 @@ def peer(tmp_path_factory: pytest.TempPathFactory, nbytes: int) -> Iterator[TcpP
 
 @pytest.fixture(scope="module")
 def memory_here(nbytes: int) -> Bytes:
-    """Memory of this process: new pages for each test would cost more than the test."""
+    """Memory of this process, shared because new pages would cost more than a test."""
     return np.empty(nbytes, dtype=np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""The frames of docs/internals/tcp-protocol.md, by hand; links whose other end is plain sockets."""
+"""Frames of docs/internals/tcp-protocol.md, made by hand, and links to plain sockets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def request(
     num_ranges: int | None = None,
     num_runs: int | None = None,
 ) -> bytes:
-    """A request, without the bytes of a push; what it says of itself can be made a lie."""
+    """Return a request, without the bytes of a push. Its header may lie."""
     said = sum(run.nbytes * run.count for run in runs) if nbytes is None else nbytes
     head = struct.pack(
         "<BBHIQQ",
@@ -80,7 +80,7 @@ class Answer(NamedTuple):
 
 
 class Raw:
-    """A plain socket as the peer of one of a link's connections."""
+    """A plain socket as the peer of a link's connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -90,7 +90,7 @@ class Raw:
         self.socket.sendall(data)
 
     def read(self, nbytes: int) -> bytes:
-        """So many bytes, or those that came before its end."""
+        """Read that many bytes, or those before the end."""
         got = bytearray()
         while len(got) < nbytes and (some := self.socket.recv(nbytes - len(got))):
             got += some
@@ -100,13 +100,13 @@ class Raw:
         return Answer(*struct.unpack("<QIIQ", self.read(ANSWER_NBYTES)))
 
     def read_request(self) -> tuple[int, int, bytes]:
-        """Its number, what it asks for in bytes, and all of it; of a push without the bytes."""
+        """Return the number, the size and the bytes of a request, without the data of a push."""
         head = self.read(64)
         _, _, num_ranges, num_runs, nbytes, number = struct.unpack("<BBHIQQ", head[:24])
         return number, nbytes, head + self.read(16 * (num_ranges - 1) + 24 * (num_runs - 1))
 
     def drain(self) -> bytes:
-        """All that comes, up to its end or a reset."""
+        """Read everything up to the end or a reset."""
         got = bytearray()
         with contextlib.suppress(ConnectionResetError):
             while some := self.socket.recv(1 << 20):
@@ -114,7 +114,7 @@ class Raw:
         return bytes(got)
 
     def finish(self) -> None:
-        """Say that nothing more comes."""
+        """Shut down sending."""
         with contextlib.suppress(OSError):  # the other end has closed it
             self.socket.shutdown(socket.SHUT_WR)
 
@@ -124,7 +124,7 @@ class Raw:
 
 
 class Sealed(Raw):
-    """The same, of a link that is encrypted: of a peer that has its secret, and lies."""
+    """A socket as the peer of an encrypted connection, which knows the secret, and lies."""
 
     def __init__(self, connection: socket.socket, secret: bytes, index: int, *, answers: bool):
         super().__init__(connection)
@@ -151,7 +151,7 @@ class Sealed(Raw):
         return bytes(got)
 
     def _read_record(self) -> bytes:
-        """What is in the next one; nothing: it is the end."""
+        """Return the content of the next record; empty at the end."""
         if not (header := super().read(4)):
             return b""
         (nbytes,) = struct.unpack("<I", header)
@@ -159,11 +159,11 @@ class Sealed(Raw):
 
 
 class Attacked(NamedTuple):
-    """A link of a service, and plain sockets as the peer of its two connections."""
+    """A link of a service, with plain sockets as the peer of its two connections."""
 
     link: TcpNativeLink
-    asks: Raw  # of the service
-    answers: Raw  # what it is asked
+    asks: Raw  # sends requests to the service
+    answers: Raw  # answers requests of the service
 
     def wait_for_failure(self) -> str:
         ready = select.select([self.link.death_fd], [], [], TIMEOUT_MS / 1000)[0]
@@ -180,9 +180,9 @@ class Attacked(NamedTuple):
 
 
 def attack(service: TcpService, room: int = 0, secret: bytes | None = None) -> Attacked:
-    """A link, encrypted if there is a `secret`.
+    """Return a link, which is encrypted if there is a `secret`.
 
-    `room`: bytes that the sockets may hold, or as many as the system likes.
+    `room`: bytes that the sockets may hold; 0: the system chooses.
     """
     with listen() as listener:
         if room:

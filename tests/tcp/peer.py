@@ -1,4 +1,4 @@
-"""The tests' side of peer_process.py: a peer, its memory, and backends that reach it."""
+"""The tests' side of peer_process.py: a peer, its memory, and backends to reach it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def u64(*values: int) -> Column:
 
 
 def protect(address: int, nbytes: int, how: str = "none") -> None:
-    """Set what pages are for; memory for "none" is to the kernel as if it was not mapped."""
+    """Set the protection of pages; with "none" the kernel treats them as unmapped."""
     bits = {"none": 0, "read": mmap.PROT_READ, "all": mmap.PROT_READ | mmap.PROT_WRITE}[how]
     assert _libc.mprotect(address, nbytes, bits) == 0
 
@@ -47,7 +47,7 @@ def listen() -> socket.socket:
 
 
 def prepare(connection: socket.socket) -> int:
-    """The descriptor of a connection that a link takes."""
+    """Return the descriptor of a connection, prepared for a link."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setblocking(False)
     return connection.detach()
@@ -62,7 +62,7 @@ def answer(listener: socket.socket, count: int) -> list[int]:
 
 
 def socket_pair() -> tuple[int, int]:
-    """A connection within this process, both of its ends."""
+    """Return both ends of a connection within this process."""
     with listen() as listener:
         (near,) = dial(listener.getsockname(), 1)
         (far,) = answer(listener, 1)
@@ -72,7 +72,7 @@ def socket_pair() -> tuple[int, int]:
 def link_within(
     near: TcpService, far: TcpService, connections: int = 1, secret: bytes | None = None
 ) -> tuple[TcpNativeLink, TcpNativeLink]:
-    """A link of two services of this process, both of its ends."""
+    """Link two services of this process, and return both ends."""
     pairs = [socket_pair() for _ in range(2 * connections)]
     ends = []
     for end, service in enumerate((near, far)):
@@ -100,12 +100,12 @@ def backend_of(
     generation: int = 1,
     index: int = 0,
 ) -> Backend:
-    """A backend that knows one range of the peer."""
+    """Return a backend that knows one range of the peer."""
     return tcp_backend(link, index, direction, *map(u64, (slot, generation, address, nbytes)))
 
 
 def descriptors(direction: str, here: int, there: int, spans: Sequence[Span]) -> Descriptors:
-    """Descriptors of spans, where local and the peer's memory begin at these addresses."""
+    """Return descriptors of spans, from the start addresses of local memory and the peer's."""
     columns = np.array(spans, dtype=np.uint64).reshape(-1, 3)
     mine, theirs = columns[:, 0] + np.uint64(here), columns[:, 1] + np.uint64(there)
     dst, src = (mine, theirs) if direction == "get" else (theirs, mine)
@@ -113,13 +113,13 @@ def descriptors(direction: str, here: int, there: int, spans: Sequence[Span]) ->
 
 
 def blocks(count: int, nbytes: int, seed: int = 2, total: int = NBYTES) -> list[Span]:
-    """Spans of `count` blocks, at random places in `total` bytes of the peer, in order here."""
+    """Return spans of `count` blocks, at random places in `total` bytes there, in order here."""
     places = np.random.default_rng(seed).permutation(total // nbytes)[:count]
     return [(i * nbytes, int(place) * nbytes, nbytes) for i, place in enumerate(places)]
 
 
 def both(there: Bytes, direction: str, here: Bytes, spans: Sequence[Span]) -> tuple[Bytes, Bytes]:
-    """What the transfer leaves here and there, by NumPy."""
+    """Return the expected memory here and there after a transfer, computed by NumPy."""
     here, there = here.copy(), there.copy()
     for mine, theirs, nbytes in spans:
         if direction == "get":
@@ -130,27 +130,27 @@ def both(there: Bytes, direction: str, here: Bytes, spans: Sequence[Span]) -> tu
 
 
 class TcpPeer(Peer):
-    """A process with a service, whose memory is a file that this one sees as `memory`."""
+    """A process with a service. Its memory is a file, which this process sees as `memory`."""
 
     module = "tests.tcp.peer_process"
 
     def __init__(self, file: Path, nbytes: int = NBYTES) -> None:
         with file.open("wb") as made:
             made.truncate(nbytes)
-        self.memory: Bytes = np.memmap(file, dtype=np.uint8).view(np.ndarray)  # slices sooner
+        self.memory: Bytes = np.memmap(file, dtype=np.uint8).view(np.ndarray)  # slices faster
         self._content = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
         self.fill()
         super().__init__(str(file))
         self.base: int = self.run("result = base")
 
     def fill(self) -> None:
-        """Put its memory back to what it was."""
+        """Restore the original content of its memory."""
         self.memory[:] = self._content
 
     def link(
         self, service: TcpService, connections: int = 1, secret: bytes | None = None
     ) -> TcpNativeLink:
-        """A link of `service` to it; its own end is the last of `links` there."""
+        """Link `service` to the peer, whose own end is the last of `links` there."""
         with listen() as listener:
             self.send(
                 f"""
@@ -182,7 +182,7 @@ class TcpPeer(Peer):
         offset: int = 0,
         nbytes: int | None = None,
     ) -> Backend:
-        """A backend that knows one range of the peer, by all connections of the link."""
+        """Return a backend that knows one range of the peer, over all connections of the link."""
         inner = [
             backend_of(
                 link, direction, self.base + offset, nbytes or self.memory.nbytes,

@@ -1,4 +1,4 @@
-"""What a `TcpPeer` has: a service, with a file's bytes for memory."""
+"""The names of a `TcpPeer`: a service, with the bytes of a file as memory."""
 
 import mmap
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Records of encrypted connections, by docs/internals/tcp-protocol.md and the system's AES-GCM."""
+"""Records of encrypted connections, as in docs/internals/tcp-protocol.md, by libcrypto's AES."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ RECORDS_OF_KEY = 4096
 _SEAL, _OPEN = 1, 0
 _GET_TAG, _SET_TAG = 0x10, 0x11
 
-_crypto = ctypes.CDLL(find_library("crypto") or "libcrypto.so.3")  # none is found without ldconfig
+_crypto = ctypes.CDLL(find_library("crypto") or "libcrypto.so.3")  # the search needs ldconfig
 for _name in ("EVP_aes_128_gcm", "EVP_CIPHER_CTX_new"):
     getattr(_crypto, _name).restype = ctypes.c_void_p
 
 
 class Records:
-    """One direction of one connection.
+    """The records of one direction of one connection.
 
     Args:
-        secret: of the link.
-        index: of the connection.
-        answers: whether it goes from the end that answers to the one that asks.
+        secret: the secret of the link.
+        index: the index of the connection.
+        answers: True for the direction of answers, from the serving to the requesting end.
     """
 
     def __init__(self, secret: bytes, index: int, *, answers: bool) -> None:
@@ -33,12 +33,12 @@ class Records:
         self._number = 0
 
     def seal(self, data: bytes) -> bytes:
-        """A record of it."""
+        """Return a record with this data."""
         header = struct.pack("<I", len(data))
         return header + self._crypt(_SEAL, header, data)
 
     def open(self, header: bytes, sealed: bytes) -> bytes:
-        """What is in a record, given its header and all that follows that."""
+        """Return the data of a record, given its header and the bytes after the header."""
         return self._crypt(_OPEN, header, sealed)
 
     def _crypt(self, mode: int, header: bytes, data: bytes) -> bytes:

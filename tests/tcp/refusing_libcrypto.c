@@ -1,4 +1,4 @@
-/* A libcrypto that seals one record of each context and refuses all others. To seal is to invert. */
+/* A libcrypto that encrypts one record per context, by inverting it, and refuses all others. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

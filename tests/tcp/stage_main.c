@@ -1,4 +1,4 @@
-/* The slots of a connection, over a device whose copies are under way from `submit` to `wait`. */
+/* The slots of a connection, over a device whose copies run from `submit` to `wait`. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -112,7 +112,7 @@ static void reads_beside_a_copy(void)
         CHECK(kvn_tcp_receive(&stream, &parts) == (at < PIECE ? -EAGAIN : (ssize_t)PIECE));
     }
     CHECK(begun == 1 && waited == 1);
-    CHECK(unread_at_wait[0] == 0); /* what came meanwhile was read before the copy was waited for */
+    CHECK(unread_at_wait[0] == 0); /* bytes that came meanwhile were read before the wait for the copy */
     CHECK(memcmp(memory, sent, PIECE) == 0);
     CHECK(kvn_tcp_has_received(&stream));
     kvn_tcp_close(&stream);
@@ -129,7 +129,7 @@ static void sends_beside_a_copy(void)
     memcpy(memory, sent, sizeof sent);
     CHECK(kvn_tcp_send(&stream, &parts) == 2 * PIECE - 1); /* one byte less: the socket has not taken all */
     CHECK(begun == 2 && waited == 2);
-    CHECK(unread_at_wait[0] == 0 && unread_at_wait[1] > 0); /* some of the first was sent before the second was there */
+    CHECK(unread_at_wait[0] == 0 && unread_at_wait[1] > 0); /* part of the first was sent before the second arrived */
     memset(memory, 0, sizeof memory);
     kvn_tcp_parts_begin(&parts);
     kvn_tcp_parts_add_of(&parts, &device, (uintptr_t)memory + 2 * PIECE - 1, 1);

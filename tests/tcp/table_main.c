@@ -1,4 +1,4 @@
-/* Checks of the table of registered ranges, of what a service watches, and of transfers that are given up. */
+/* Checks of the table of registered ranges, of the connections that a service watches, and of abandoned transfers. */
 #include "tcp/table.h"
 
 #include <dirent.h>
@@ -21,7 +21,7 @@
 
 static kvn_tcp_table table;
 
-/* A pull of one range, that names other rows besides, as leases. */
+/* A pull of one range, which also names other rows as leases. */
 static kvn_tcp_request request_of(const uint32_t *slots, uint16_t num_slots)
 {
     kvn_tcp_request request = {.head = {.kind = KVN_TCP_PULL, .num_ranges = num_slots, .num_runs = 1,
@@ -57,7 +57,7 @@ static void begin_table(void)
     CHECK(kvn_tcp_table_init(&table, 8, NULL, &failure) == KVN_OK);
 }
 
-/* Of several deadlines the earliest counts, wherever it stands among them. */
+/* The earliest of several deadlines counts, at any place among them. */
 static void earliest_deadline(void)
 {
     static const uint32_t orders[][4] = {{0, 1, 2, 3}, {0, 3, 2, 1}, {0, 2, 1, 3}};
@@ -73,7 +73,7 @@ static void earliest_deadline(void)
     kvn_tcp_table_fini(&table);
 }
 
-/* What is under way looks again once one of its rows has less time, or more. */
+/* A running request looks again once a row's deadline is earlier or later. */
 static void renewed_under_way(void)
 {
     static const uint32_t slots[] = {0, 1};
@@ -97,8 +97,8 @@ static kvn_tcp_progress never(kvn_tcp_watched *self, uint32_t events)
     return KVN_TCP_SLEEPS;
 }
 
-/* No two connections that a thread watches in turn have the same key: an event that was fetched before the first
- * was forgotten must not be taken for the second's. */
+/* No two successive connections of a thread have the same key: an event of the first one, fetched before it was
+ * forgotten, must not be mistaken for one of the second. */
 static void key_of_reused_place(void)
 {
     kvn_tcp_service *service;
@@ -116,12 +116,12 @@ static void key_of_reused_place(void)
         kvn_tcp_service_forget(&watched);
         for (int before = 0; before < i; before++)
             CHECK(keys[before] != keys[i]);
-        CHECK((uint32_t)keys[i] == (uint32_t)keys[0]); /* else nothing was seen */
+        CHECK((uint32_t)keys[i] == (uint32_t)keys[0]); /* otherwise nothing was tested */
     }
     kvn_tcp_service_destroy(service);
 }
 
-/* A push that is given up waits for what is on the wire: if that was all of it, and it was taken, it is done. */
+/* An abandoned push waits for bytes on the wire: if those were all, and the peer took them, the push is done. */
 static void given_up_when_all_was_taken(void)
 {
     for (uint64_t taken = 0; taken < 3; taken++) {
@@ -140,7 +140,7 @@ static void given_up_when_all_was_taken(void)
     }
 }
 
-/* ---- what is refused ---- */
+/* ---- refusals ---- */
 
 static bool is_refused(uint64_t slot, uint64_t address, uint64_t nbytes, const char *word)
 {
@@ -150,7 +150,7 @@ static bool is_refused(uint64_t slot, uint64_t address, uint64_t nbytes, const c
     return kvn_tcp_table_add(&table, slot, &row, &failure) == KVN_INVALID && strstr(failure.message, word);
 }
 
-/* A range that cannot be is refused, and one that is there stays as it is. */
+/* An impossible range is refused, and the existing one stays unchanged. */
 static void refused_rows(void)
 {
     static const uint32_t slots[] = {2};
@@ -169,7 +169,7 @@ static void refused_rows(void)
     kvn_tcp_table_fini(&table);
 }
 
-/* ---- what a server does not write ---- */
+/* ---- bytes that a server does not write ---- */
 
 static void count_failure(void *context, int code, const char *why)
 {
@@ -177,7 +177,7 @@ static void count_failure(void *context, int code, const char *why)
     ++*(int *)context;
 }
 
-/* A push that has come whole is not written any more once its peer has gone, however that is seen. */
+/* A push that has arrived completely is not written once its peer is gone, in whatever way that is found. */
 static void push_of_gone_peer(void)
 {
     static const uint32_t seen[] = {0, EPOLLRDHUP, EPOLLHUP, EPOLLERR, EPOLLRDHUP | EPOLLHUP};
@@ -216,7 +216,7 @@ static void push_of_gone_peer(void)
     kvn_tcp_service_destroy(service);
 }
 
-/* ---- what is released where something cannot be had ---- */
+/* ---- releases on errors ---- */
 
 static int count_files(void)
 {
@@ -230,7 +230,7 @@ static int count_files(void)
     return found;
 }
 
-/* A connection that cannot be watched takes no place: of a closed descriptor, one of a file, one that is there. */
+/* A connection that cannot be watched takes no place: a closed descriptor, a file, or one that is watched already. */
 static void unwatched(void)
 {
     kvn_tcp_service *service;
@@ -253,7 +253,7 @@ static void unwatched(void)
     kvn_tcp_service_destroy(service);
 }
 
-/* Of a service whose n-th thread cannot be had no descriptor is left. As a user who runs nothing else. */
+/* A service whose n-th thread cannot start leaves no descriptor. Runs as a user without other processes. */
 static void no_threads(void)
 {
     const uid_t user = 100000 + (uid_t)getpid();
@@ -280,7 +280,7 @@ static void no_threads(void)
     CHECK(refused > 0);
 }
 
-/* A link for which there is no descriptor closes all sockets that it was given. */
+/* A link that gets no descriptor closes all sockets that it was given. */
 static void no_link(void)
 {
     kvn_tcp_service *service;
@@ -312,7 +312,7 @@ static bool is_mapped(void *address)
     return msync(address, 1, MS_ASYNC) == 0;
 }
 
-/* A service is gone with its creator and its last link, in whichever order they end. */
+/* A service ends with its creator and its last link, in any order. */
 static void last_user(void)
 {
     for (int link_ends_first = 0; link_ends_first < 2; link_ends_first++) {

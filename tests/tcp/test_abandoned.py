@@ -1,4 +1,4 @@
-"""Transfers that are abandoned: their memory is not touched any more, and the link works."""
+"""Abandoned transfers: their memory is not touched any more, and the link still works."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvnative._report import Report
 from kvnative._tcp import TcpNativeLink, TcpService
 from tests.tcp.peer import DIRECTIONS, TIMEOUT_MS, Bytes, TcpPeer, blocks, both
 
-MEMORY_NBYTES = 13 << 20  # of each side: most of the time was to copy and compare it
+MEMORY_NBYTES = 13 << 20  # per side: copying and comparing it takes most of the time
 SPANS = blocks(1500, 8192, total=MEMORY_NBYTES)
 directions = pytest.mark.parametrize("direction", DIRECTIONS)
 hows = pytest.mark.parametrize("how", ["deadline", "cancel"])
@@ -26,7 +26,7 @@ def _as_it_was(steady_peer: TcpPeer) -> Iterator[None]:
 
 
 def check_confirmed(report: Report, here: Bytes, there: Bytes) -> None:
-    """What the report does not doubt has arrived."""
+    """Check that confirmed descriptors have arrived."""
     ((first, last),) = report.unconfirmed
     assert last == len(SPANS)
     assert report.descriptors_done == first
@@ -44,7 +44,7 @@ def check_that_it_works(peer: TcpPeer, link: TcpNativeLink) -> None:
 
 @directions
 class TestInTheMiddle:
-    def test_the_link_goes_on(
+    def test_the_link_continues(
         self,
         service: TcpService,
         steady_peer: TcpPeer,
@@ -63,13 +63,13 @@ class TestInTheMiddle:
                 while not task.done and not task.report.bytes_done:
                     pass
                 report = task.cancel()
-                if report.status == KVN_OK:  # it was through
+                if report.status == KVN_OK:  # it was faster
                     continue
                 assert report.status == KVN_CANCELLED
                 given_up += 1
                 after_here, after_there = local.copy(), steady_peer.memory.copy()
                 check_confirmed(report, local, steady_peer.memory)
-                # Behind what is left of the other on the connection:
+                # After the rest of the other transfer on the connection:
                 check_that_it_works(steady_peer, link)
                 assert np.array_equal(local, after_here)
                 assert np.array_equal(steady_peer.memory, after_there)
@@ -83,7 +83,7 @@ class TestInTheMiddle:
     def test_one_of_many(
         self, service: TcpService, steady_peer: TcpPeer, local: Bytes, direction: str
     ) -> None:
-        """Their requests lie between those of others, which are as good as before."""
+        """Its requests are between those of other transfers, which are not disturbed."""
         link = steady_peer.link(service)
         kept = [span for i in range(1, 20, 2) for span in SPANS[i::20]]
         sides = both(steady_peer.memory, direction, local, kept)
@@ -123,7 +123,7 @@ class TestInTheMiddle:
 class TestAStoppedPeer:
     @hows
     def test_pull(self, service: TcpService, steady_peer: TcpPeer, local: Bytes, how: str) -> None:
-        """What it sends later is dropped, and the link goes on."""
+        """Bytes that the peer sends later are dropped, and the link continues."""
         link = steady_peer.link(service)
         steady_peer.stop()
         with Executor(steady_peer.backend(link, "get")) as executor:
@@ -138,7 +138,7 @@ class TestAStoppedPeer:
 
     @hows
     def test_push(self, service: TcpService, steady_peer: TcpPeer, local: Bytes, how: str) -> None:
-        """It costs the link: what is on the wire cannot be called back otherwise."""
+        """The link ends, because bytes on the wire cannot be called back in another way."""
         link = steady_peer.link(service)
         before = steady_peer.memory.copy()
         steady_peer.stop()
@@ -151,14 +151,14 @@ class TestAStoppedPeer:
             assert link.failure is not None
             assert link.failure[0] == KVN_PEER_GONE
             assert "aborted push" in link.failure[1]
-        local[:] = 0x5A  # the caller's again
+        local[:] = 0x5A  # now the caller's memory again
         steady_peer.resume()
         check_that_it_works(steady_peer, steady_peer.link(service))
         steady_peer.run("links[-2].close('by now it has taken what it could')")
         assert not ((steady_peer.memory == 0x5A) & (before != 0x5A)).any()
 
     @directions
-    def test_that_answers_in_time_after_all(
+    def test_a_peer_that_answers_in_time_after_all(
         self, service: TcpService, steady_peer: TcpPeer, local: Bytes, direction: str
     ) -> None:
         link = steady_peer.link(service)
@@ -175,10 +175,10 @@ class TestAStoppedPeer:
 
 
 @directions
-def test_its_memory_is_another_s_after_it(
+def test_memory_that_is_unmapped_after_an_abandoned_transfer(
     service: TcpService, steady_peer: TcpPeer, direction: str
 ) -> None:
-    """Half of the pages of a transfer that was given up are taken away: nobody looks for them."""
+    """Half of the pages of an abandoned transfer are unmapped, and no thread touches them."""
     link = steady_peer.link(service)
     with Executor(steady_peer.backend(link, direction)) as executor:
         for round_number in range(20):

@@ -1,4 +1,4 @@
-"""Links and services are closed while bytes move: every transfer has its outcome."""
+"""Links and services that close while bytes move: every transfer has an outcome."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class TestByThePeer:
     ) -> None:
         link = peer.link(service, connections=connections)
         with Executor(peer.backend(link, direction)) as executor:
-            peer.stop()  # so that it is killed before it is through
+            peer.stop()  # so that it dies before the transfer has ended
             task = executor.submit(peer.descriptors(direction, local, SPANS))
             os.kill(peer.pid, signal.SIGKILL)
             report = task.wait(TIMEOUT_MS)
             assert report.status == KVN_PEER_GONE
             assert report.unconfirmed
             assert report.message
-            # And so it stays.
+            # The failure stays.
             report = executor.run(peer.descriptors(direction, local, SPANS), TIMEOUT_MS)
             assert report.status == KVN_PEER_GONE
         wait_for_failure(link)
@@ -105,7 +105,7 @@ def test_the_end_of_one_connection_ends_all(service: TcpService, steady_peer: Tc
 
 
 class Pair:
-    """Two services of this process, a link, and memory on both sides of it."""
+    """Two services of this process, a link between them, and memory of both sides."""
 
     SIZE = 8 << 20
 
@@ -141,8 +141,8 @@ PIECES: list[Span] = [(at, at, 8192) for at in range(0, Pair.SIZE, 8192)]
 
 @directions
 @pytest.mark.parametrize("what", ["near", "far", "asker", "owner"])
-def test_nothing_is_touched_after_it_was_closed(direction: str, what: str) -> None:
-    """Links and services, at both ends, in the middle of transfers that other threads wait for."""
+def test_nothing_is_touched_after_the_close(direction: str, what: str) -> None:
+    """Either end closes a link or a service while other threads wait for transfers."""
     interrupted = rounds = 0
     while interrupted < 3:
         rounds += 1
@@ -163,7 +163,7 @@ def test_nothing_is_touched_after_it_was_closed(direction: str, what: str) -> No
             getattr(pair, what).close("enough")
         else:
             getattr(pair, what).close()
-        # What this end owned is another's now.
+        # Memory of this end belongs to other code now.
         mine, theirs = (
             (pair.local, pair.memory) if what in ("near", "asker") else (pair.memory, pair.local)
         )
@@ -208,13 +208,13 @@ class TestAfterwards:
                 call()
         pair.near.close("nothing happens")
 
-    def test_the_link_is_not_held(self, pair: Pair) -> None:
+    def test_no_object_holds_the_link(self, pair: Pair) -> None:
         far = pair.far
         del pair.near
         gc.collect()
         assert wait_for_failure(far) == "the peer has closed the connection"
 
-    def test_the_service_is_not_held(self) -> None:
+    def test_no_object_holds_the_service(self) -> None:
         pair = Pair()
         far = pair.far
         del pair.asker, pair.near
@@ -224,7 +224,7 @@ class TestAfterwards:
 
 
 def error_of(call: Callable[[], object], started: threading.Barrier) -> str:
-    """Of the call that cannot be made any more."""
+    """Return the error of a call after the end."""
     started.wait()
     while True:
         try:
@@ -234,7 +234,7 @@ def error_of(call: Callable[[], object], started: threading.Barrier) -> str:
 
 
 def test_closing_at_the_same_time_as_everything_else() -> None:
-    """Threads that make links, ranges and transfers see a closed service, and nothing worse."""
+    """Threads that make links, ranges and transfers only get errors of a closed service."""
 
     def change_ranges(pair: Pair) -> None:
         pair.asker.add_range(0, 4096, 4096, True, 1)
@@ -260,7 +260,7 @@ def test_closing_at_the_same_time_as_everything_else() -> None:
 
 
 def test_a_service_that_is_closed_by_its_collection() -> None:
-    """With a link that goes in the same collection, after it."""
+    """A link is freed in the same collection, after the service."""
 
     class Transport:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Memory that is deregistered: on return no byte of it is read or written for a peer."""
+"""Deregistered memory: on return, no byte is read or written for a peer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ directions = pytest.mark.parametrize("direction", DIRECTIONS)
 
 @directions
 class TestRefused:
-    """By the peer; the link goes on."""
+    """Requests that the peer refuses, after which the link continues."""
 
     def refusal(
         self,
@@ -51,7 +51,7 @@ class TestRefused:
         assert link.failure is None
         return report.message
 
-    def test_the_memory_is_gone(
+    def test_removed_memory(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, direction: str
     ) -> None:
         steady_peer.add_range(1, 0, 8192)
@@ -60,7 +60,7 @@ class TestRefused:
         assert message.startswith("descriptor 0: 4096 bytes at 0x")
         assert message.endswith("of the peer, which has deregistered it")
 
-    def test_another_has_its_slot(
+    def test_a_reused_slot(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, direction: str
     ) -> None:
         steady_peer.add_range(1, 0, 8192, generation=2)
@@ -71,7 +71,7 @@ class TestRefused:
     def test_the_memory_is_shorter(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, direction: str
     ) -> None:
-        """The second descriptor is not in it."""
+        """The second descriptor is outside of the memory."""
         steady_peer.add_range(1, 0, 6000)
         message = self.refusal(steady_peer, steady_link, direction)
         steady_peer.remove_range(1)
@@ -87,7 +87,7 @@ class TestRefused:
     def test_the_registration_is_shorter_than_the_client_believes(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, direction: str
     ) -> None:
-        """No range that the backend was given has the descriptor: nobody is asked."""
+        """No range of the backend holds the descriptor, so no request is sent."""
         backend = steady_peer.backend(steady_link, direction, offset=4096)
         local = np.zeros(4096, dtype=np.uint8)
         with Executor(backend) as executor:
@@ -123,7 +123,7 @@ def test_read_only(steady_peer: TcpPeer, steady_link: TcpNativeLink) -> None:
 def test_adjacent_memory_is_a_range_of_its_own(
     steady_peer: TcpPeer, steady_link: TcpNativeLink
 ) -> None:
-    """One that stays, one that is gone: what lies in the first is moved or not, never doubted."""
+    """One range stays and one is removed: descriptors in the first one are never unconfirmed."""
     steady_peer.add_range(1, 0, MIB)
     backend = tcp_backend(
         steady_link, 0, "get", u64(1, 2), u64(1, 1),
@@ -140,7 +140,7 @@ def test_adjacent_memory_is_a_range_of_its_own(
 
 
 class TestInTheMiddle:
-    """A service that deregisters, and one that asks it; in this process, to see their memory."""
+    """A service that deregisters, and one that sends requests, both in this process."""
 
     SIZE = 16 * MIB
     ROUNDS = 12
@@ -165,7 +165,7 @@ class TestInTheMiddle:
                     pass
                 owner.remove_range(0)
                 if direction == "get":
-                    memory[:] = 0xEE  # its owner's again: no byte of this is sent
+                    memory[:] = 0xEE  # now the owner's again, so no byte of this may be sent
                 else:
                     after = memory.copy()
                 report = task.wait(TIMEOUT_MS)
@@ -192,7 +192,7 @@ class TestInTheMiddle:
     def test_transfers_of_others_are_not_disturbed(
         self, service: TcpService, peer: TcpPeer, local: Bytes, direction: str
     ) -> None:
-        """The peer removes and adds other ranges all the time."""
+        """The peer constantly removes and adds other ranges."""
         link = peer.link(service)
         peer.send(
             """

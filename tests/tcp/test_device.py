@@ -1,4 +1,4 @@
-"""Memory of a (simulated) device on either side, alone and together with host memory."""
+"""Memory of a simulated device on either side, alone and together with host memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.tcp.peer import (
 
 __all__ = ["device", "sim_folder", "simulator"]  # fixtures
 
-NBYTES = 8 << 20  # more than sockets hold
+NBYTES = 8 << 20  # more than sockets buffer
 PLACES = ["host", "device"]
 SPANS = [(i * 9000, (i * 7919 % 900) * 9000, 9000) for i in range(900)]
 
@@ -56,7 +56,7 @@ locals_ = pytest.mark.parametrize("local", PLACES)
 
 
 class Memory:
-    """NBYTES of the host or of a device; `bytes` is what is in it."""
+    """NBYTES on the host or on a device; `bytes` is the content."""
 
     def __init__(self, place: str, device: Device, seed: int) -> None:
         self.on_device = place == "device"
@@ -68,7 +68,7 @@ class Memory:
             device.write(self.address, self.bytes)
 
     def see(self, simulator: Controls) -> Memory:
-        """From now on `bytes` is the device's own memory."""
+        """Let `bytes` be the device's own memory from now on."""
         if self.on_device:
             view = (c_uint8 * NBYTES).from_address(simulator.host_view(self.address))
             self.bytes = np.frombuffer(view, np.uint8)
@@ -80,7 +80,7 @@ def memories(device: Device, simulator: Controls, places: Sequence[str]) -> Iter
 
 
 class Ends:
-    """Two services with a device, linked; the far one lets its peer reach `remote`."""
+    """Two linked services with a device, of which the far one registers `remote`."""
 
     def __init__(self, device: Device, secret: bytes | None) -> None:
         self.near, self.far = (TcpService(1, max_ranges=4, device=device) for _ in range(2))
@@ -129,7 +129,7 @@ def test_bytes_arrive(
 def test_host_and_device_in_one_request(
     ends: Ends, device: Device, simulator: Controls, direction: str
 ) -> None:
-    """Ranges of a peer that lie in both, alternately; also while the socket takes only a part."""
+    """Ranges of the peer are alternately in both, and the socket may take only a part."""
     sides = [Memory(place, device, 5).see(simulator) for place in PLACES]
     for slot, memory in enumerate(sides):
         ends.far.add_range(slot, memory.address, NBYTES, True, 1, on_device=memory.on_device)
@@ -157,14 +157,14 @@ def test_host_and_device_in_one_request(
 
 @directions
 @pytest.mark.parametrize("end", ["local", "remote"])
-def test_a_device_that_fails_costs_the_transfer_and_not_the_link(
+def test_a_failing_device_fails_the_transfer_and_not_the_link(
     ends: Ends, device: Device, simulator: Controls, direction: str, end: str
 ) -> None:
     places = PLACES if end == "remote" else PLACES[::-1]
     here, there = memories(device, simulator, places)
     ends.register(there)
     expected = both(there.bytes, direction, here.bytes, SPANS)
-    for call in range(1, 20):  # it is tried again with less, and at last alone
+    for call in range(1, 20):  # it is retried with fewer descriptors, and finally alone
         simulator.add_fault(f"aclrtMemcpy:{call}=507899")
         simulator.add_fault(f"aclrtMemcpyBatchAsync:{call + 2}=507899")
     report = ends.run(direction, here, there, SPANS)
@@ -172,7 +172,7 @@ def test_a_device_that_fails_costs_the_transfer_and_not_the_link(
     assert report.status == KVN_FAILED
     assert report.failed is not None
     if end == "local":
-        assert 110 <= report.failed < 120  # the first of the third copy
+        assert 110 <= report.failed < 120  # the first descriptor of the third copy
         assert re.match(rf"descriptor {report.failed}: aclrtMemcpy\w*: 507899", report.message)
     else:
         assert "has it on a device, which did not copy it" in report.message
@@ -184,14 +184,14 @@ def test_a_device_that_fails_costs_the_transfer_and_not_the_link(
 
 @directions
 @remotes
-def test_memory_of_a_given_up_request_is_not_touched_any_more(
+def test_memory_of_an_abandoned_request_is_not_touched(
     ends: Ends, device: Device, simulator: Controls, direction: str, remote: str
 ) -> None:
     here, there = memories(device, simulator, ("device", remote))
     ends.register(there)
     column = map(u64, (0, 1, there.address, NBYTES))
     backend = tcp_backend(ends.links[0], 0, direction, *column, on_device=True)
-    given_up, spans = 0, SPANS * 5  # more than is on the wire at once
+    given_up, spans = 0, SPANS * 5  # more than fits on the wire
     with Executor(backend) as executor:
         for _ in range(100):
             if given_up == 3:
@@ -203,14 +203,14 @@ def test_memory_of_a_given_up_request_is_not_touched_any_more(
             after = here.bytes.copy(), there.bytes.copy()
             given_up += report.status == KVN_CANCELLED
             small = ends.run("get", Memory("host", device, 9), there, [(0, 0, 4096)])
-            assert small.status == KVN_OK  # behind what is left of it on the connection
+            assert small.status == KVN_OK  # after its rest on the connection
             assert np.array_equal(here.bytes, after[0])
             assert np.array_equal(there.bytes, after[1])
-    assert given_up == 3  # the others were through before
+    assert given_up == 3  # the others had ended before
 
 
 @directions
-def test_a_range_that_is_removed_is_not_touched_any_more(
+def test_a_removed_range_is_not_touched(
     ends: Ends, device: Device, simulator: Controls, direction: str
 ) -> None:
     here, there = memories(device, simulator, PLACES)
@@ -229,14 +229,14 @@ def test_a_range_that_is_removed_is_not_touched_any_more(
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])
-def test_what_a_socket_has_not_taken_yet_is_sent_before_zeros(
+def test_bytes_that_a_socket_has_not_taken_yet_are_sent_before_zeros(
     device: Device, secret: bytes | None
 ) -> None:
-    """The staged bytes of a range that is removed meanwhile: each byte is in its place."""
+    """Staged bytes of a range that is removed meanwhile arrive in their places."""
     service = TcpService(1, max_ranges=4, device=device)
     there = Memory("device", device, 1)
     service.add_range(0, there.address, NBYTES, True, 1, on_device=True)
-    peer = attack(service, room=32 << 10, secret=secret)  # less than is staged at once
+    peer = attack(service, room=32 << 10, secret=secret)  # less than is staged at a time
     peer.asks.send(request(PULL, [Range(0, 1)], [Run(there.address, NBYTES)]))
     assert peer.asks.read_answer() == (0, MOVED, 0, 0)
     service.remove_range(0)
@@ -254,7 +254,7 @@ def test_what_a_socket_has_not_taken_yet_is_sent_before_zeros(
 
 
 def test_host_memory_in_the_same_transfer_may_be_unmapped(ends: Ends, device: Device) -> None:
-    """What a socket took a part of goes out first, whatever memory comes then."""
+    """The rest of what a socket has taken in part is sent first, whatever memory follows."""
     there, here = Memory("device", device, 1), Memory("host", device, 2)
     ends.register(there)
     ends.far.add_range(1, 4096, 4096, True, 1)  # never mapped
@@ -273,13 +273,13 @@ def test_host_memory_in_the_same_transfer_may_be_unmapped(ends: Ends, device: De
     assert ends.run("get", here, there, SPANS[:1]).status == KVN_OK
 
 
-def test_a_liar_has_nothing_written_where_no_memory_is(device: Device, simulator: Controls) -> None:
-    """Of what came behind a refusal, while the device failed, to whatever is asked for then."""
+def test_a_liar_writes_nothing_where_no_memory_is(device: Device, simulator: Controls) -> None:
+    """Bytes after a refusal, while the device fails, do not go to memory of later requests."""
     service = TcpService(1, max_ranges=1, device=device)
     liar, on_device = attack(service), device.allocate(PAGE)
     memory = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
     protect(memory.ctypes.data, PAGE)
-    simulator.add_fault("aclrtMemcpy:1=507899", "aclrtMemcpy:2=507899")  # it is tried again
+    simulator.add_fault("aclrtMemcpy:1=507899", "aclrtMemcpy:2=507899")  # the copy is retried
     for at, words in ((on_device.address, "deregistered"), (memory.ctypes.data, "are not mapped")):
         column = map(u64, (0, 1, 4096, PAGE))
         backend = tcp_backend(liar.link, 0, "get", *column, on_device=at == on_device.address)
@@ -293,7 +293,7 @@ def test_a_liar_has_nothing_written_where_no_memory_is(device: Device, simulator
     liar.close()
 
 
-def test_a_service_without_a_device_takes_none() -> None:
+def test_a_service_without_a_device_refuses_device_memory() -> None:
     service = TcpService(1, max_ranges=4)
     link: TcpNativeLink = link_within(service, service)[0]
     with pytest.raises(ValueError, match="on_device is True; the service has no device"):

@@ -1,4 +1,4 @@
-"""What a man in the middle of an encrypted link sees, and what he can do to it."""
+"""A man in the middle of an encrypted link: what he can read, and his attacks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.tcp.records import RECORDS_OF_KEY, Records
 
 SIZE = 1 << 20
 HEADER, TAG = 4, 16
-ATTACKED = 3  # which record of a transfer
+ATTACKED = 3  # number of the attacked record of a transfer
 FORGED = "a record that was not sealed by the peer"
 
 directions = pytest.mark.parametrize("direction", DIRECTIONS)
@@ -50,7 +50,7 @@ def flip(record: bytes, at: int) -> bytes:
     return bytes(changed)
 
 
-# What becomes of the last of the records that have come.
+# Changes of the latest record that has arrived.
 ATTACKS: dict[str, Attack] = {
     "a bit of its length": lambda came: [flip(came[-1], 0)],
     "a length of 0": lambda came: [bytes(HEADER) + came[-1][HEADER:]],
@@ -67,14 +67,14 @@ ATTACKS: dict[str, Attack] = {
 
 
 class Relay:
-    """A connection within this process, `near` and `far`, through the hands of an attacker.
+    """A connection within this process, from `near` to `far`, through an attacker.
 
     Attributes:
-        passed: all that went towards either end.
+        passed: all bytes towards either end.
 
     Args:
-        attack: changes a record of those `towards` one end.
-        reflects: which of these goes back to its sender as well; 0: none.
+        attack: changes a record on the way `towards` one end.
+        reflects: the number of the record that also goes back to its sender; 0: none.
     """
 
     def __init__(self, attack: Attack | None = None, towards: str = "", reflects: int = 0):
@@ -156,7 +156,7 @@ class Ends:
     def link(
         self, asking: Relay, other: Relay, near: bytes | None = SECRET, far: bytes | None = SECRET
     ) -> TcpNativeLink:
-        """The near end's link, which asks by the relay `asking`."""
+        """Return the link of the near end, which sends requests through the relay `asking`."""
         self._relays += asking, other
         files = []
         for item in (asking, other):
@@ -175,7 +175,7 @@ class Ends:
             return executor.run(descriptors(direction, here, base, [(0, 0, nbytes)]), TIMEOUT_MS)
 
     def sides(self, direction: str) -> tuple[Bytes, Bytes]:
-        """Source and destination."""
+        """Return source and destination."""
         return (self.there, self.here) if direction == "get" else (self.here, self.there)
 
     def failures(self) -> str:
@@ -196,8 +196,8 @@ def ends() -> Iterator[Ends]:
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "encrypted"])
-def test_nothing_but_lengths_can_be_read_on_the_way(ends: Ends, secret: bytes | None) -> None:
-    """Neither bytes nor addresses; and the same bytes do not look the same again."""
+def test_only_lengths_can_be_read_on_the_way(ends: Ends, secret: bytes | None) -> None:
+    """Neither bytes nor addresses can, and equal bytes look different each time."""
     relays = Relay(), Relay()
     ends.link(*relays, near=secret, far=secret)
     words = b"16 bytes of text"
@@ -216,7 +216,7 @@ def test_nothing_but_lengths_can_be_read_on_the_way(ends: Ends, secret: bytes | 
 @directions
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_changed_record_ends_the_link(ends: Ends, direction: str, attack: str) -> None:
-    """Bytes from before it have arrived, none of it or from behind it."""
+    """Bytes before the record have arrived, but none of the record or after it."""
     towards = "near" if direction == "get" else "far"
     link = ends.link(Relay(ATTACKS[attack], towards), Relay())
     source, destination = ends.sides(direction)
@@ -233,13 +233,13 @@ def test_a_changed_record_ends_the_link(ends: Ends, direction: str, attack: str)
 
 @directions
 def test_a_record_that_comes_back_to_its_sender(ends: Ends, direction: str) -> None:
-    # The one that has the number of what its sender expects: a request has come, an answer has not.
+    # The record whose number its sender expects: a request has arrived, an answer has not.
     towards, number = ("near", 2) if direction == "get" else ("far", 1)
     ends.link(Relay(towards=towards, reflects=number), Relay())
     source, destination = ends.sides(direction)
     source[:] = 7
     report = ends.move(direction)
-    # All that was asked for may have come before.
+    # All requested bytes may have arrived before.
     assert report.status in (KVN_OK, KVN_PEER_GONE)
     assert set(np.unique(destination)) <= {0, 7}
     assert (source == 7).all()
@@ -247,8 +247,8 @@ def test_a_record_that_comes_back_to_its_sender(ends: Ends, direction: str) -> N
     assert FORGED in ends.failures()
 
 
-def test_connections_that_are_taken_for_each_other(ends: Ends) -> None:
-    """Each has keys of its own."""
+def test_connections_that_are_swapped(ends: Ends) -> None:
+    """Each connection has its own keys."""
     pairs = [socket_pair() for _ in range(4)]
     near, far = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     ends.links = [
@@ -270,9 +270,9 @@ def test_another_secret(ends: Ends) -> None:
 
 
 def test_keys_change_on_the_way(ends: Ends) -> None:
-    """After 4,096 records of a direction; the greatest have 32 KiB.
+    """Keys change after 4,096 records of a direction, of at most 32 KiB.
 
-    Each of them is what the protocol says: a nonce that comes again would suit both ends.
+    Each record is checked against the protocol, because both ends would accept a repeated nonce.
     """
     asking = Relay()
     ends.link(asking, Relay())
@@ -293,10 +293,10 @@ def test_keys_change_on_the_way(ends: Ends) -> None:
 
 
 def test_records_that_arrive_with_an_awaited_answer(ends: Ends) -> None:
-    """It has left the socket, and nobody waits for it: the service goes on with it."""
+    """They have left the socket, and no thread waits for them, so the service reads on."""
     ends.links = list(link_within(ends.near, ends.far, secret=SECRET))
     here, there = ends.here.ctypes.data, ends.there.ctypes.data
-    large, small = [(0, 0, SIZE)], [(0, 0, 64)]  # one turn of who waits
+    large, small = [(0, 0, SIZE)], [(0, 0, 64)]  # one turn of a waiting thread
     with Executor(backend_of(ends.links[0], "get", there, SIZE)) as executor:
         for _ in range(300):
             first, second = [
@@ -314,7 +314,7 @@ def test_a_secret_of_another_length(ends: Ends) -> None:
 
 
 def test_without_libcrypto() -> None:
-    """In a mount namespace that has an empty file in its place."""
+    """A mount namespace has an empty file in place of libcrypto."""
     check_encryption()
     if shutil.which("unshare") is None or subprocess.run(["unshare", "--mount", "true"]).returncode:
         pytest.skip("only root outside of containers can make a mount namespace, with `unshare`")
@@ -367,7 +367,7 @@ while chunk := far.recv(1 << 20):
 """
 
 
-def test_bytes_that_libcrypto_does_not_seal_are_not_sent(tmp_path: Path) -> None:
+def test_bytes_that_libcrypto_cannot_encrypt_are_not_sent(tmp_path: Path) -> None:
     if not shutil.which("cc"):
         pytest.skip("there is no C compiler")
     source, made = Path(__file__).with_name("refusing_libcrypto.c"), tmp_path / "libcrypto.so.3"
@@ -377,4 +377,4 @@ def test_bytes_that_libcrypto_does_not_seal_are_not_sent(tmp_path: Path) -> None
         capture_output=True, text=True,
     )  # fmt: skip
     assert (found.stderr, found.returncode) == ("", 0)
-    assert found.stdout.strip()  # why it has failed
+    assert found.stdout.strip()  # the reason of the failure

@@ -1,4 +1,4 @@
-"""Peers that answer what they must not: the link fails, and memory beyond what was asked stays."""
+"""Peers with forbidden answers: the link fails, and memory outside of the request stays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvnative._tcp import TcpService
 from tests.tcp.frames import DEREGISTERED, OUTSIDE, READ_ONLY, UNMAPPED, Attacked, answer, attack
 from tests.tcp.peer import SECRET, TIMEOUT_MS, Bytes, Span, backend_of, descriptors
 
-THERE, THERE_NBYTES = 1 << 30, 64 << 20  # of the peer; nobody looks there
+THERE, THERE_NBYTES = 1 << 30, 64 << 20  # of the peer, but never accessed
 SIZE = 4096
 SPANS: list[Span] = [(SIZE, 0, 1000), (3 * SIZE, 5000, 3096)]
 GUARD = 0xA5
@@ -40,7 +40,7 @@ def attacked(asker: TcpService, request: pytest.FixtureRequest) -> Iterator[Atta
 
 @pytest.fixture
 def local() -> Bytes:
-    """Of which a pull of SPANS may write two pieces."""
+    """Memory of which a pull of SPANS may write two pieces."""
     return np.full(5 * SIZE, GUARD, dtype=np.uint8)
 
 
@@ -69,7 +69,7 @@ LIES: dict[str, tuple[Callable[[int], bytes], str]] = {
     "another number": (lambda n: answer(n + 1), NO_ANSWER),
     "a number from nowhere": (lambda n: answer(2**64 - 1), NO_ANSWER),
     "reserved": (lambda n: answer(n, reserved=1), NO_ANSWER),
-    "the reason of a lease": (lambda n: answer(n, 6), NO_ANSWER),  # there is none
+    "the reason of a lease": (lambda n: answer(n, 6), NO_ANSWER),  # no lease was used
     "no such reason": (lambda n: answer(n, 7), NO_ANSWER),
     "no reason at all": (lambda n: answer(n, 2**32 - 1), NO_ANSWER),
     "an offset behind the end": (lambda n: answer(n, OUTSIDE, SIZE), NO_ANSWER),
@@ -105,14 +105,14 @@ class TestToAPull:
         assert nbytes == SIZE
         data = lie(number)
         if how == "byte by byte" and len(data) < 100:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has failed by now
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # already failed
                 for byte in data:
                     attacked.answers.send(bytes([byte]))
         else:
             attacked.answers.send(data)
         attacked.answers.finish()
         report = task.wait(TIMEOUT_MS)
-        if words == MORE:  # than a refusal, with which the transfer has ended
+        if words == MORE:  # than a refusal, which has ended the transfer
             assert report.status == KVN_UNMAPPED
             assert attacked.wait_for_failure() in (MORE, CLOSED)
         else:
@@ -121,7 +121,7 @@ class TestToAPull:
             assert report.unconfirmed == ((0, 2),)
             assert attacked.wait_for_failure() == words
         check_guards(local)
-        # And so it stays.
+        # The failure stays.
         assert executor.run(descriptors("get", 0, 0, [])).status in (KVN_OK, KVN_PEER_GONE)
 
     def test_surplus_bytes_do_not_answer_the_next_request(
@@ -160,7 +160,7 @@ class TestToAPull:
         offset: int,
         descriptor: int,
     ) -> None:
-        """Of which it believes what can be: the link goes on."""
+        """An impossible offset counts as the last descriptor, and the link continues."""
         executor, task = submit(attacked, "get", local, SPANS)
         number, nbytes, _ = attacked.answers.read_request()
         if second:
@@ -176,8 +176,8 @@ class TestToAPull:
         attacked.answers.send(answer(number) + bytes(nbytes) + answer(number))
         assert task.wait(TIMEOUT_MS).status == KVN_OK
 
-    def test_others_than_it_was_asked_first(self, attacked: Attacked, local: Bytes) -> None:
-        """Two requests are on the wire, and the second is answered first."""
+    def test_answers_in_another_order(self, attacked: Attacked, local: Bytes) -> None:
+        """Two requests are on the wire, and the peer answers the second one first."""
         executor, first = submit(attacked, "get", local, SPANS[:1])
         second = executor.submit(descriptors("get", local.ctypes.data, THERE, SPANS[1:]))
         attacked.answers.read_request()
@@ -193,7 +193,7 @@ class TestToAPull:
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     def test_noise(self, asker: TcpService, data: st.DataObject) -> None:
-        """Good answers with some bytes changed, left out, or cut: an outcome, and no more."""
+        """Valid answers with changed, missing or cut bytes lead to an outcome, and no damage."""
         with closing(attack(asker)) as opened:
             local = np.full(5 * SIZE, GUARD, dtype=np.uint8)
             _executor, task = submit(opened, "get", local, SPANS)
@@ -214,7 +214,7 @@ class TestToAPull:
 class TestToAPush:
     @pytest.mark.parametrize("reason", [0, DEREGISTERED])
     def test_before_its_bytes_were_sent(self, asker: TcpService, reason: int) -> None:
-        """After the outcome, none of this memory is sent."""
+        """After the outcome, no byte of this memory is sent."""
         local = np.full(1 << 20, 0x11, dtype=np.uint8)
         with closing(attack(asker, room=1 << 16)) as opened:
             _executor, task = submit(opened, "put", local, [(0, 0, local.nbytes)])
@@ -228,7 +228,7 @@ class TestToAPush:
         assert report.unconfirmed == ((0, 1),)
 
     def test_an_answer_without_a_request(self, attacked: Attacked, local: Bytes) -> None:
-        """A second answer to a push: it does not answer the next."""
+        """A second answer to a push does not answer the next push."""
         executor, task = submit(attacked, "put", local, SPANS)
         number, nbytes, _ = attacked.answers.read_request()
         attacked.answers.read(nbytes)

@@ -1,4 +1,4 @@
-"""Peers that ask what they must not: their link fails or they are refused, and nothing else is."""
+"""Peers with forbidden requests: only their link fails, or only they are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SMALL = 1 << 16
 
 @pytest.fixture(scope="module")
 def victim() -> Iterator[TcpService]:
-    """One thread serves all of its peers."""
+    """A service with one thread for all peers."""
     service = TcpService(1, max_ranges=16)
     yield service
     service.close()
@@ -52,7 +52,7 @@ def victim() -> Iterator[TcpService]:
 
 @pytest.fixture(scope="module")
 def memory(victim: TcpService) -> Bytes:
-    """The middle third is registered, and then a page that may only be read; the rest must stay."""
+    """Memory whose middle third is registered, followed by a read-only page; the rest must stay."""
     memory = np.random.default_rng(9).integers(0, 256, 3 * NBYTES, dtype=np.uint8)
     victim.add_range(SLOT, memory.ctypes.data + NBYTES, NBYTES, True, GENERATION)
     victim.add_range(READABLE, memory.ctypes.data + 2 * NBYTES, 4096, False, GENERATION)
@@ -67,7 +67,7 @@ def attacked(victim: TcpService, request: pytest.FixtureRequest) -> Iterator[Att
 
 
 def start(memory: Bytes) -> int:
-    """Of what is registered."""
+    """Return the address of the registered memory."""
     return int(memory.ctypes.data) + NBYTES
 
 
@@ -148,7 +148,7 @@ class TestBroken:
         before = memory.copy()
         attacked.asks.send(data)
         assert WORDS[words] in attacked.wait_for_failure()
-        assert attacked.asks.drain() == b""  # and no answer
+        assert attacked.asks.drain() == b""  # no answer
         assert attacked.answers.drain() == b""
         assert np.array_equal(memory, before)
 
@@ -157,7 +157,7 @@ class TestBroken:
     def test_a_request_that_is_cut_off(
         self, attacked: Attacked, memory: Bytes, behind: int, ends: str
     ) -> None:
-        """A push of 4096 bytes, up to its first byte: it writes what has come, or nothing."""
+        """A push of 4096 bytes that is cut up to its first byte writes only received bytes."""
         runs = [Run(start(memory), 96), Run(start(memory) + 8192, 4000)]
         whole = request(PUSH, [OWN, OWN], runs) + b"\x33" * 4096
         before = memory.copy()
@@ -176,7 +176,7 @@ class TestBroken:
         came = max(0, behind - (64 + 16 + 24))
         assert np.array_equal(written[came:], original[came:])
 
-    def test_others_go_on(self, victim: TcpService, attacked: Attacked, memory: Bytes) -> None:
+    def test_others_continue(self, victim: TcpService, attacked: Attacked, memory: Bytes) -> None:
         other = attack(victim)
         attacked.asks.send(b"\xff" * 64)
         attacked.wait_for_failure()
@@ -189,7 +189,7 @@ class TestBroken:
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     def test_noise(self, victim: TcpService, memory: Bytes, data: st.DataObject) -> None:
-        """Requests with some bytes changed, and anything behind them: what may not change stays."""
+        """Requests with changed bytes, followed by anything, change no protected memory."""
         frame = bytearray(
             request(
                 data.draw(st.sampled_from([PULL, PUSH])),
@@ -214,7 +214,7 @@ class TestBroken:
 
 
 class TestRefused:
-    """What has the right form: it is answered, and the link goes on."""
+    """Well-formed requests, which are answered without ending the link."""
 
     @pytest.mark.parametrize("kind", [PULL, PUSH])
     @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ class TestRefused:
 
 
 class TestLimits:
-    """As much as a request may be."""
+    """The largest possible requests."""
 
     def test_all_ranges_and_runs(self, attacked: Attacked, memory: Bytes) -> None:
         ranges = [OWN] * MAX_RANGES
@@ -320,7 +320,7 @@ class TestSlow:
     def test_a_push_whose_bytes_never_come(
         self, victim: TcpService, attacked: Attacked, memory: Bytes
     ) -> None:
-        """Its memory can be deregistered, and others are served; the rest of it is dropped."""
+        """The memory can be deregistered, others are served, and later bytes are dropped."""
         own = np.zeros(SMALL, dtype=np.uint8)
         victim.add_range(1, own.ctypes.data, SMALL, True, 1)
         run = Run(own.ctypes.data, SMALL)
@@ -340,7 +340,7 @@ class TestSlow:
     def test_a_pull_whose_bytes_are_never_read(
         self, victim: TcpService, attacked: Attacked, memory: Bytes
     ) -> None:
-        """What was promised comes as zeros, and is taken back behind them."""
+        """After a deregistration, the promised bytes are zeros, and a refusal follows."""
         own = np.full(MAX_NBYTES, 0x11, dtype=np.uint8)
         victim.add_range(1, own.ctypes.data, MAX_NBYTES, True, 1)
         attacked.asks.send(request(PULL, [Range(1, 1)], [Run(own.ctypes.data, MAX_NBYTES)]))
@@ -358,13 +358,13 @@ class TestSlow:
         check_other.close()
 
     def test_a_client_that_reads_no_answers(self, victim: TcpService, memory: Bytes) -> None:
-        """Requests wait in the socket: none of this process's memory is spent on them."""
+        """Requests wait in the socket and use no memory of this process."""
         attacked, before = attack(victim), allocated()
         one = request(PULL, [OWN] * MAX_RANGES, [Run(start(memory), 1)] * MAX_RUNS)
         attacked.asks.socket.setblocking(False)
         rest = b""
         with contextlib.suppress(BlockingIOError):
-            for _ in range(1 << 14):  # 400 MB, or less where a call takes a part
+            for _ in range(1 << 14):  # 400 MB, or less if a call sends a part
                 rest = rest or one
                 rest = rest[attacked.asks.socket.send(rest) :]
             pytest.fail("all of it was taken")
@@ -378,7 +378,7 @@ class TestSlow:
 
 @pytest.mark.parametrize("kind", ["refused", "a byte"])
 class TestFlood:
-    """A peer that asks faster than it is answered, and reads the answers."""
+    """A peer that sends requests faster than they are served, and reads the answers."""
 
     @pytest.fixture
     def flood(self, kind: str, victim: TcpService, memory: Bytes) -> Iterator[Attacked]:
@@ -416,7 +416,7 @@ class TestFlood:
                     TIMEOUT_MS,
                 )
                 assert report.status == KVN_OK, report.message
-        assert time.monotonic() - began < TIMEOUT_MS / 1000  # some 0.1 s
+        assert time.monotonic() - began < TIMEOUT_MS / 1000  # about 0.1 s
         assert np.array_equal(local, memory[NBYTES:][:SMALL])
         assert flood.link.failure is None
         asker.close()

@@ -2,8 +2,8 @@
 
 The sources are compiled as they are, with the calls in which threads meet (locks, atomics, sockets,
 epoll) replaced by those of a scheduler that runs one thread at a time: `tests/tcp/interleavings`.
-What a failure prints behind `again:` are the arguments that repeat it. A bug that is planted in a
-copy of a source has to be found.
+A failure prints `again:` and the arguments that repeat it. Bugs that are planted in a copy of a
+source must be found.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CONTROLLED = (
     *(NATIVE / "tcp" / f"{name}.c" for name in ("link", "backend")),
 )
 
-# Each has at least so many interleavings (today there are some more), and all these
+# Minimum number of interleavings of each scenario (today there are some more), and all its
 # outcomes.
 SCENARIOS: dict[str, tuple[int, set[int]]] = {
     "submit_pull": (2000, {KVN_OK}),
@@ -90,7 +90,7 @@ SCENARIOS: dict[str, tuple[int, set[int]]] = {
 
 
 class Planted(NamedTuple):
-    """What a source says, what it says instead, and where and how that shows."""
+    """Text of a source, its replacement, and the scenario and failure that show the bug."""
 
     name: str
     source: str

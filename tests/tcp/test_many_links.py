@@ -1,4 +1,4 @@
-"""What links cost, what is left of them, and how they share a service."""
+"""The costs of links, their leaks, and their shares of a service."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print(allocated() - before)
 
 
 def run_python(program: str, environ: dict[str, str]) -> str:
-    """Return what a program prints, with imports as here."""
+    """Return the output of a program, with the imports of this file."""
     command = [sys.executable, "-c", program]
     done = subprocess.run(
         command, cwd=ROOT, env=environ, timeout=60, stdout=subprocess.PIPE, check=True
@@ -48,7 +48,7 @@ def run_python(program: str, environ: dict[str, str]) -> str:
 class TestCost:
     @pytest.mark.parametrize("connections", [1, 4])
     def test_descriptors(self, connections: int) -> None:
-        """Two of a pair of connections and one of the link, at each end."""
+        """Each end has two per pair of connections, and one per link."""
         service = TcpService(1, max_ranges=1)
         before = Held.now()
         ends = link_within(service, service, connections)
@@ -60,7 +60,7 @@ class TestCost:
 
     @pytest.mark.parametrize("secret", [None, bytes(32)])
     def test_memory(self, secret: bytes | None) -> None:
-        """Of a link of one pair of connections, encrypted or not."""
+        """A link has one pair of connections, encrypted or not."""
         service, count = TcpService(1, max_ranges=1), 50
         ends = list(link_within(service, service, secret=secret))  # loads libcrypto
         before = allocated()
@@ -69,15 +69,15 @@ class TestCost:
         assert (allocated() - before) / (2 * count) < 256 << 10
         service.close()
 
-    def test_memory_where_malloc_gives_garbage(self) -> None:
-        """As much as elsewhere: nothing takes new memory for zeros."""
+    def test_memory_if_malloc_returns_garbage(self) -> None:
+        """The cost is the same, because no code takes new memory for zeros."""
         grown = [
             int(run_python(LINKS, {**os.environ, "MALLOC_PERTURB_": byte})) for byte in ("0", "165")
         ]
         assert grown[1] <= 1.1 * grown[0], grown
 
     def test_of_a_service(self) -> None:
-        """Two descriptors of a thread; nothing is left of it."""
+        """A service has two descriptors per thread, and leaves nothing."""
         before = Held.now()
         service = TcpService(3, max_ranges=1 << 20)
         new = before.new()
@@ -87,8 +87,8 @@ class TestCost:
         before.check_nothing_new()
 
     @pytest.mark.parametrize("secret", [None, bytes(32)])
-    def test_of_services_that_wait(self, secret: bytes | None) -> None:
-        """No processor time: after a request, both of its ends sleep until the next one."""
+    def test_of_waiting_services(self, secret: bytes | None) -> None:
+        """They cost no processor time: after a request, both ends sleep until the next one."""
         before = Held.now()
         near, far = TcpService(1, max_ranges=1), TcpService(1, max_ranges=1)
         threads = [task for task, _ in before.new().threads]
@@ -106,7 +106,7 @@ class TestCost:
 
 
 def wait_for_sleep(threads: list[str], times: int = 20) -> None:
-    """Wait until threads of this process sleep whenever they are looked at."""
+    """Wait until threads of this process sleep in each of several looks."""
     deadline, found = time.monotonic() + TIMEOUT_MS / 1000, 0
     while found < times:
         assert time.monotonic() < deadline, "a thread never sleeps"
@@ -132,7 +132,7 @@ def wait_for_sleep(threads: list[str], times: int = 20) -> None:
 def test_a_refused_link_leaves_none_of_its_sockets_open(
     why: str, asks: int, answers: int, secret: bytes | None, tmp_path: Path
 ) -> None:
-    """Those by which it would ask, and those by which it would answer."""
+    """That includes the sockets for requests and those for answers."""
     service = TcpService(1, max_ranges=1)
     if "closed" in why:
         service.close()
@@ -140,7 +140,7 @@ def test_a_refused_link_leaves_none_of_its_sockets_open(
     ends = [socket.socketpair() for _ in range(asks + answers)]
     near = [item.detach() for item, _ in ends]
     clients, servers = near[:asks], near[asks:]
-    if "watch a connection" in why:  # epoll takes no file
+    if "watch a connection" in why:  # epoll refuses files
         os.close(servers[-1])
         servers[-1] = os.open(tmp_path, os.O_RDONLY)
     with pytest.raises((ValueError, NativeError), match=why) as refused:
@@ -156,7 +156,7 @@ def test_a_refused_link_leaves_none_of_its_sockets_open(
     service.close()
 
 
-def test_nothing_is_left_of_a_thousand_links() -> None:
+def test_a_thousand_links_leave_nothing() -> None:
     near, far = TcpService(2, max_ranges=1), TcpService(1, max_ranges=1)
     memory = np.zeros(MIB, dtype=np.uint8)
     far.add_range(0, memory.ctypes.data, memory.nbytes, True, 1)
@@ -187,7 +187,7 @@ class TestSharing:
 
     @pytest.mark.parametrize("direction", DIRECTIONS)
     def test_links_share_the_service_fairly(self, direction: str) -> None:
-        """All ask one service for more than there is time for; the same comes of it for each."""
+        """All request more from one service than it can serve, and get equal shares."""
         owner, asker = TcpService(1, max_ranges=1), TcpService(1, max_ranges=1)
         memory, local = np.ones(MIB, dtype=np.uint8), np.zeros(MIB, dtype=np.uint8)
         owner.add_range(0, memory.ctypes.data, MIB, True, 1)
@@ -201,7 +201,7 @@ class TestSharing:
         def moved() -> list[int]:
             return [task.report.bytes_done for task in tasks]
 
-        while min(moved()) < 4 * MIB:  # some began before others
+        while min(moved()) < 4 * MIB:  # some have begun earlier than others
             pass
         before = moved()
         while sum(moved()) - sum(before) < self.LINKS * 50 * MIB:
@@ -212,8 +212,8 @@ class TestSharing:
         asker.close()
         assert shares[0] >= 0.8 * shares[-1], shares
 
-    def test_a_client_that_reads_nothing_is_not_waited_for(self) -> None:
-        """A peer has asked for much and reads none of it; another one is served, and may end."""
+    def test_a_client_that_reads_nothing_delays_no_other(self) -> None:
+        """A peer has requested much and reads nothing; another peer is served, and may end."""
         owner, asker = TcpService(1, max_ranges=1), TcpService(1, max_ranges=1)
         memory, local = np.ones(MIB, dtype=np.uint8), np.zeros(MIB, dtype=np.uint8)
         owner.add_range(0, memory.ctypes.data, MIB, True, 1)
@@ -284,8 +284,8 @@ print("fine")
 """
 
 
-def test_a_forked_child_can_do_nothing_and_disturbs_nothing() -> None:
-    # Python 3.12 and later warn of any fork among threads.
+def test_a_forked_child_cannot_use_the_service_and_does_not_disturb_it() -> None:
+    # Python 3.12 and later warn of any fork with threads.
     quiet = "ignore:This process:DeprecationWarning"
     done = subprocess.run(
         [sys.executable, "-W", quiet, "-c", FORK],

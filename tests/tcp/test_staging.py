@@ -1,4 +1,4 @@
-"""Memory of a (simulated) GPU on a connection: few copies, which run while the socket is busy."""
+"""Memory of a simulated GPU on a connection: few copies, which run while the socket is busy."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ __all__ = ["cuda_simulator", "sim_folder"]  # fixtures
 
 MIB = 1 << 20
 NBYTES = 64 * MIB
-SLOT = MIB // 2  # of a device's memory, that one copy moves
+SLOT = MIB // 2  # of device memory per copy
 COPIES = (
     *("cuLaunchKernel", "cuMemcpyAsync", "cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"),
     *("cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2"),
 )
 KERNEL = "cuLaunchKernel"
 BLOCK = 32 << 10
-ROOM = 32 << 10  # that the sockets of a peer hold, roughly
-A_WHILE_S = 0.1  # in which a call would return that does not wait
+ROOM = 32 << 10  # roughly the bytes that the sockets of a peer buffer
+A_WHILE_S = 0.1  # enough for a call to return that does not wait
 
 plain = pytest.mark.parametrize("ends", [None], ids=["plain"], indirect=True)
 directions = pytest.mark.parametrize("direction", DIRECTIONS)
@@ -65,7 +65,7 @@ def log(cuda_simulator: CudaControls, sim_folder: Path) -> Log:
 
 
 class Memory:
-    """NBYTES of a device; `bytes` is its own memory, which the simulator shows."""
+    """NBYTES of a device; `bytes` is the device's memory, which the simulator shows."""
 
     def __init__(self, device: Device, simulator: CudaControls, seed: int) -> None:
         self._buffer = device.allocate(NBYTES)
@@ -76,7 +76,7 @@ class Memory:
 
 
 class Ends:
-    """Two services with a device, linked, and memory of the device at each."""
+    """Two linked services with a device, each with memory of the device."""
 
     def __init__(self, device: Device, simulator: CudaControls, secret: bytes | None) -> None:
         self.near, self.far = (TcpService(1, max_ranges=4, device=device) for _ in range(2))
@@ -141,7 +141,7 @@ RUN_STRIDE = 2 * BLOCK
 
 
 def strided(memory: Memory) -> Bytes:
-    """What a request for `MANY` reaches: a mebibyte in blocks, which a kernel copies."""
+    """Return the memory of a request for `MANY`: a mebibyte in blocks, which a kernel copies."""
     return memory.bytes[: 2 * MIB].reshape(-1, RUN_STRIDE)[:, :BLOCK]
 
 
@@ -160,7 +160,7 @@ def hostile(ends: Ends) -> Iterator[Attacked]:
 def test_the_next_copy_runs_while_the_socket_has_not_taken_the_last(
     ends: Ends, hostile: Attacked, cuda_simulator: CudaControls, log: Log
 ) -> None:
-    """Nothing is read until the second copy has begun, which goes on while the first is read."""
+    """The peer reads nothing until the second copy begins, which runs while it reads the first."""
     cuda_simulator.add_fault(f"{KERNEL}:2=hang")
     log.restart()
     hostile.asks.send(request(PULL, [Range(0, 1)], many(ends.there)))
@@ -175,10 +175,10 @@ def test_the_next_copy_runs_while_the_socket_has_not_taken_the_last(
 
 @directions
 @pytest.mark.parametrize("side", ["near", "far"])
-def test_what_ends_a_transfer_waits_for_the_copy_in_flight(
+def test_the_end_of_a_transfer_waits_for_the_copy_in_flight(
     ends: Ends, cuda_simulator: CudaControls, log: Log, direction: str, side: str
 ) -> None:
-    """A peer that deregisters, or a transfer that is cancelled: no byte moves after the return."""
+    """After a peer has deregistered, or a transfer was cancelled, no byte moves."""
     memory = ends.here if side == "near" else ends.there
     on_host = np.zeros(NBYTES, np.uint8)
     there = ends.there.address if side == "far" else on_host.ctypes.data
@@ -211,7 +211,7 @@ def test_what_ends_a_transfer_waits_for_the_copy_in_flight(
 def test_a_copy_that_fails_once_is_made_again(
     ends: Ends, cuda_simulator: CudaControls, direction: str, nth: int
 ) -> None:
-    """In the first slot, the second, and the first again."""
+    """It may be in the first slot, the second, or the first again."""
     spans = blocks(4 * MIB // BLOCK, BLOCK, total=NBYTES)
     expected = both(ends.there.bytes, direction, ends.here.bytes, spans)
     cuda_simulator.add_fault(f"{KERNEL}:{nth}=1")
@@ -223,7 +223,7 @@ def test_a_copy_that_fails_once_is_made_again(
 
 
 def slots(log: Log) -> set[int]:
-    """Return where slots of connections were pinned since the log was restarted."""
+    """Return the addresses of slots that were pinned since the log was restarted."""
     calls = log.calls("cuMemHostAlloc")
     return {call.fields["address"] for call in calls if call.fields["bytes"] >= 4 * SLOT}
 
@@ -233,7 +233,7 @@ def slots(log: Log) -> set[int]:
 def test_a_link_pins_its_slots_when_it_first_moves_memory_of_the_device(
     log: Log, ends: Ends, direction: str
 ) -> None:
-    """Peers that move host memory alone cost no pinned memory."""
+    """Links that move only host memory cost no pinned memory."""
     idle = [link_within(ends.near, ends.far) for _ in range(64)]
     here, there = (np.zeros(MIB, np.uint8) for _ in range(2))
     ends.far.add_range(1, there.ctypes.data, MIB, True, 1)
@@ -244,7 +244,7 @@ def test_a_link_pins_its_slots_when_it_first_moves_memory_of_the_device(
     assert slots(log) == set()
     for _ in range(2):
         assert ends.run(direction, [(0, 0, MIB)]).status == KVN_OK
-        assert len(slots(log)) == 2  # of this end, which asks, and of the other, which answers
+        assert len(slots(log)) == 2  # of the requesting end, and of the serving end
     pinned = slots(log)
     assert len(idle) == 64
     ends.close()
@@ -294,5 +294,5 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     "name", ["reads_beside_a_copy", "sends_beside_a_copy", "waits_after_a_failed_send"]
 )
 def test_stage(check: Check, name: str) -> None:
-    """With a device of the test's own: what the socket does between a copy's begin and its end."""
+    """With a device of the test, the socket acts between the begin and the end of a copy."""
     check(name)

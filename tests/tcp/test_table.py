@@ -1,4 +1,4 @@
-"""The table of registered ranges, and the places of connections: what only C can look at."""
+"""The table of registered ranges, and the places of connections, which only C can inspect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data path: bytes between two processes, of which one sits in a read on a pipe."""
+"""The data path: bytes between two processes, of which one waits in a read on a pipe."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.tcp.peer import (
 directions = pytest.mark.parametrize("direction", DIRECTIONS)
 KIB, MIB = 1 << 10, 1 << 20
 MEMORY_NBYTES = 48 * MIB
-NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
+NORESERVE = 0x4000  # Linux's MAP_NORESERVE; Python has the name from 3.13 on
 
 BLOCKS, BLOCK, TENSORS = 40, 70_000, 3
 DESC = CacheDesc(TENSORS, (BLOCKS, BLOCK), DataType.DT_UINT8, shard=Shard(num_layers=TENSORS))
@@ -46,7 +46,7 @@ SHAPES: dict[str, list[Span]] = {
     "a block": [(4096, 12_288, 4096)],
     "one of 40 MiB": [(1, 3, 40 * MIB)],
     "blocks in any order": blocks(300, 32 * KIB),
-    # More runs than a request has, and more requests than are in flight at once.
+    # More runs than fit into a request, and more requests than are in flight at a time.
     "16 bytes each": blocks(100_000, 16),
     "7 bytes each": blocks(5_000, 7),
     "adjacent at both ends": [(i * 4096, i * 4096, 4096) for i in range(3_000)],
@@ -169,10 +169,10 @@ class TestShapes:
 
 class TestRanges:
     @directions
-    def test_more_of_them_than_a_request_has(
+    def test_more_ranges_than_fit_into_a_request(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, local: Bytes, direction: str
     ) -> None:
-        """200 ranges, adjacent ones too, given to the backend in no order."""
+        """The backend has 200 ranges, some adjacent, in random order."""
         nbytes, slots = 50_000, np.arange(1, 201)
         steady_peer.run(
             f"for i in {slots.tolist()}:"
@@ -188,7 +188,7 @@ class TestRanges:
             (i * 500, int(slot) * nbytes + 499 * (i % 3), 500)
             for i, slot in enumerate(np.random.default_rng(5).choice(slots, 3000))
         ]
-        if direction == "put":  # no byte twice
+        if direction == "put":  # write no byte twice
             spans = [(mine, mine * 5 + nbytes, size) for mine, _, size in spans]
         here, there = both(steady_peer.memory, direction, local, spans)
         with Executor(backend) as executor:
@@ -204,7 +204,7 @@ class TestAtOnce:
     def test_both_directions_by_several_threads(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, local: Bytes
     ) -> None:
-        """Pulls and pushes over one connection, each of memory of its own."""
+        """Pulls and pushes share one connection, each with its own memory."""
         size, rounds = 3 * MIB, 4
         before = steady_peer.memory.copy()
         pushed = np.random.default_rng(6).integers(0, 256, 4 * size, dtype=np.uint8)
@@ -238,10 +238,10 @@ class TestAtOnce:
             assert np.array_equal(steady_peer.memory[theirs:][:moved], pushed[mine:][:moved])
 
     @directions
-    def test_both_ends_ask(
+    def test_both_ends_send_requests(
         self, service: TcpService, steady_peer: TcpPeer, local: Bytes, direction: str
     ) -> None:
-        """The peer does the same to memory of this process meanwhile."""
+        """Meanwhile the peer does the same with memory of this process."""
         link = steady_peer.link(service)
         size, slot = 8 * MIB, 9
         offered = np.random.default_rng(7).integers(0, 256, size, dtype=np.uint8)
@@ -284,7 +284,7 @@ class TestAtOnce:
     def test_a_request_does_not_wait_for_others(
         self, steady_peer: TcpPeer, steady_link: TcpNativeLink, local: Bytes, direction: str
     ) -> None:
-        """The services' threads do all of it; nobody but they look."""
+        """Only the threads of the services drive the transfers."""
         spans = [(i * MIB, (39 - i) * MIB, MIB) for i in range(40)]
         here, there = both(steady_peer.memory, direction, local, spans)
         with Executor(steady_peer.backend(steady_link, direction)) as executor:
@@ -306,7 +306,7 @@ class TestAtOnce:
     def test_a_request_does_not_wait_while_the_socket_takes_most(
         self, service: TcpService, room: int
     ) -> None:
-        """All but a few bytes of the request go at once: the thread sends those."""
+        """The socket takes all but a few bytes at once, and the thread sends those."""
         (mine, theirs), unused = socket.socketpair(), socket.socketpair()
         mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
         mine.setblocking(False)
@@ -314,7 +314,7 @@ class TestAtOnce:
         link = service.link([mine.detach()], [unused[0].detach()], peer="a socket")
         raw = Raw(theirs)
         local = np.random.default_rng(10).integers(0, 256, MIB, dtype=np.uint8)
-        spans = [(i * KIB, i * 3000 + i * i % 7, KIB) for i in range(KIB)]  # its table is large
+        spans = [(i * KIB, i * 3000 + i * i % 7, KIB) for i in range(KIB)]  # a large table of runs
         with Executor(backend_of(link, "put", 1 << 30, 1 << 30)) as executor:
             task = executor.submit(descriptors("put", local.ctypes.data, 1 << 30, spans))
             number, nbytes, _ = raw.read_request()
@@ -325,8 +325,8 @@ class TestAtOnce:
         theirs.close()
         unused[1].close()
 
-    def test_to_itself(self, local: Bytes) -> None:
-        """Both sides of a link in one service."""
+    def test_a_service_linked_with_itself(self, local: Bytes) -> None:
+        """Both sides of the link are in one service."""
         service = TcpService(threads=2, max_ranges=1)
         source = np.random.default_rng(8).integers(0, 256, 4 * MIB, dtype=np.uint8)
         service.add_range(0, source.ctypes.data, source.nbytes, False, 1)
@@ -343,7 +343,7 @@ class TestAtOnce:
 
     @pytest.mark.parametrize("step", [2**32 - 4096, 2**32, 2**32 + 4096])
     def test_steps_around_the_maximum_of_a_run(self, local: Bytes, step: int) -> None:
-        """Of 32 bits. What lies between is address space alone."""
+        """The maximum has 32 bits. The gap is only reserved address space."""
         with mmap.mmap(-1, 2 * step + 4096, mmap.MAP_PRIVATE | NORESERVE) as space:
             there = np.frombuffer(space, np.uint8)
             for i in range(3):

@@ -1,4 +1,4 @@
-"""Memory that is registered, or given, and not mapped: an error that names it, and no signal."""
+"""Registered or local memory that is not mapped: an error names it, and no signal is raised."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tcp.peer import DIRECTIONS, PAGE, TIMEOUT_MS, Bytes, Span, TcpPeer, p
 SIZE = 4 << 20
 directions = pytest.mark.parametrize("direction", DIRECTIONS)
 
-# How descriptors lie: their bytes, and where each begins, at both ends alike.
+# Layouts of descriptors: their size, and the offset of each, the same at both ends.
 LAYOUTS: dict[str, tuple[int, list[int]]] = {
     "pages": (PAGE, [i * 3 * PAGE for i in range(200)]),
     "in any order": (1000, [int(i) * PAGE for i in np.random.default_rng(1).permutation(900)]),
@@ -45,13 +45,13 @@ def spans_of(layout: str) -> list[Span]:
 
 
 def page_in(layout: str, place: float) -> int:
-    """The offset of a page that one of the descriptors, that far in the list, needs."""
+    """Return the offset of a page that the descriptor at that place in the list needs."""
     nbytes, starts = LAYOUTS[layout]
     return (starts[int(place * (len(starts) - 1))] + int(place * (nbytes - 1))) // PAGE * PAGE
 
 
 def first_of(layout: str, page: int) -> int:
-    """The first descriptor that needs the page."""
+    """Return the first descriptor that needs the page."""
     nbytes, starts = LAYOUTS[layout]
     return next(i for i, at in enumerate(starts) if at < page + PAGE and page < at + nbytes)
 
@@ -119,7 +119,7 @@ class TestAPageOfIt:
         check_that_it_works(steady_peer, steady_link)
 
 
-def test_a_destination_that_may_only_be_read(
+def test_a_read_only_destination(
     steady_peer: TcpPeer, steady_link: TcpNativeLink, local: Bytes
 ) -> None:
     protect(local.ctypes.data, PAGE, "read")
@@ -131,10 +131,10 @@ def test_a_destination_that_may_only_be_read(
 
 
 @directions
-def test_others_go_on(
+def test_others_continue(
     steady_peer: TcpPeer, steady_link: TcpNativeLink, local: Bytes, direction: str
 ) -> None:
-    """Transfers whose requests lie between those of one that is refused."""
+    """Other transfers have requests between those of a refused one."""
     page = SIZE // 2
     protect(local.ctypes.data + page, PAGE, "none")
     good = [(at, 2 * SIZE + at, 8192) for at in range(0, page, 8192)]
@@ -152,10 +152,10 @@ def test_others_go_on(
     check_that_it_works(steady_peer, steady_link)
 
 
-def test_all_of_a_file_that_became_shorter(
+def test_a_mapping_of_a_file_that_became_shorter(
     steady_peer: TcpPeer, steady_link: TcpNativeLink, local: Bytes
 ) -> None:
-    """A page of a mapping behind the end of its file: SIGBUS where it is read, here an error."""
+    """A page after the end of its file would raise SIGBUS when read; here it is an error."""
     steady_peer.run(
         """
         import mmap, tempfile

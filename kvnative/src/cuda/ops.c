@@ -254,7 +254,7 @@ static int wait_until_done(const kvn_device *device, kvn_stream stream, kvn_fail
     return status;
 }
 
-/* cuStreamDestroy returns at once while work goes on, so wait for the work first. */
+/* cuStreamDestroy returns at once, even with work on the stream, so wait for the work first. */
 static int destroy_stream(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
     if (wait_until_done(device, stream, failure) != KVN_OK)

@@ -48,9 +48,9 @@ class UcxTransport(Transport):
     memory is freed. A forked child cannot use it.
 
     After `deregister` no linked peer writes the memory, which may be freed. A read that a peer has
-    begun goes on and reports an error. The call waits for writes that peers have begun, which
+    begun continues and reports an error. The call waits for writes that peers have begun, which
     report an error too. If a peer does not stop within 1 s, the memory is kept alive until the peer
-    goes on, or its link ends, or (without RDMA) the peer ends.
+    continues, or its link ends, or (without RDMA) the peer ends.
     """
 
     name = UcxLink.transport

@@ -29,25 +29,25 @@ typedef struct file {
     bool is_open;
     uint64_t value; /* of a counter */
     watch watches[MAX_WATCHES];
-    /* Of a socket: what its peer has sent, in a ring. */
+    /* of a socket: bytes that its peer has sent, in a ring */
     struct file *peer;
     uint8_t bytes[MAX_CAPACITY];
     unsigned first, count, capacity;
     bool is_shut, is_reset;
-    bool wants_room; /* it was told that the peer's ring is full */
+    bool wants_room; /* it has found the peer's ring full */
 } file;
 
 typedef struct memory {
     const uint8_t *bytes;
     size_t nbytes;
-    const char *forbidden; /* NULL: it is not */
+    const char *forbidden; /* reason; NULL: it is permitted */
 } memory;
 
 static file files[MAX_FILES];
 static int num_files;
 static memory memories[MAX_MEMORIES];
 static int num_memories;
-/* What the call of each thread touches. */
+/* The memory that the call of each thread touches. */
 static struct {
     const struct iovec *parts;
     size_t count;
@@ -149,7 +149,7 @@ static uint32_t ready(const watch *it)
 
 int system_epoll_ctl(int epoll, int what, int descriptor, struct epoll_event *event, const char *where)
 {
-    if (epoll == -1) { /* the service was stopped before its last link is closed */
+    if (epoll == -1) { /* the service stopped before its last link was closed */
         errno = EBADF;
         return -1;
     }
@@ -423,7 +423,7 @@ bool kvn_tcp_cipher_init(kvn_tcp_cipher *self, const kvn_tcp_crypto *calls, cons
 
 void kvn_tcp_cipher_fini(kvn_tcp_cipher *self) { memset(self, 0, sizeof *self); }
 
-/* Records that are lost, doubled or torn are seen. */
+/* Detects records that are lost, doubled or torn. */
 int kvn_tcp_cipher_next(kvn_tcp_cipher *self, const uint8_t *header, size_t header_nbytes, uint8_t *bytes,
                         size_t nbytes, uint8_t tag[KVN_TCP_TAG_NBYTES])
 {

@@ -9,7 +9,7 @@
 
 typedef struct lock {
     uint64_t magic;
-    int owner; /* 0: nobody; else of a thread, plus 1 */
+    int owner; /* 0: none; otherwise the thread's number plus 1 */
 } lock;
 
 typedef struct condition {

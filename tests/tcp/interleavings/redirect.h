@@ -1,5 +1,5 @@
-/* Included before all else (-include): the calls that threads meet in become those of the controlled scheduler.
- * Macros with arguments, so that a member or a variable of the same name is left alone. */
+/* Included before everything else (-include): replaces calls in which threads meet by those of the scheduler.
+ * The macros have arguments, so that a member or a variable of the same name is left alone. */
 #ifndef MODEL_REDIRECT_H
 #define MODEL_REDIRECT_H
 
@@ -43,7 +43,7 @@
 #define nanosleep(time, rest) model_yield(__func__)
 #define clock_gettime(clock, now) system_clock(now)
 
-/* GCC and Clang take plain operators on an atomic for sequentially consistent ones. */
+/* In GCC and Clang plain operators on an atomic are sequentially consistent. */
 #undef atomic_load
 #define atomic_load(object) (model_point("load", __func__), *(object))
 #undef atomic_load_explicit
@@ -58,7 +58,7 @@
 #define atomic_fetch_sub(object, value) (model_point("sub", __func__), (*(object) -= (value)) + (value))
 #undef atomic_init
 #define atomic_init(object, value) ((void)(*(object) = (value)))
-/* What is not used today would go unseen. */
+/* Calls that are not used today would go unnoticed. */
 #undef atomic_store_explicit
 #define atomic_store_explicit MODEL_HAS_NO_SUCH_CALL
 #undef atomic_exchange
@@ -86,7 +86,7 @@
 #define recvmsg(file, message, flags) system_recvmsg((file), (message), __func__)
 #define shutdown(file, how) system_shutdown((file), __func__)
 #define connect(file, address, nbytes) system_reset((file), __func__)
-/* Called by pointers. */
+/* Called through pointers. */
 #define process_vm_readv system_vm_read
 #define process_vm_writev system_vm_write
 

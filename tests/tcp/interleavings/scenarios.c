@@ -1,6 +1,6 @@
-/* What is run in all its interleavings: one connection, whose two ends are those of one link (its service's thread
- * answers, and asks where nobody waits), or of two links with a service each. Transfers have two pieces, which are
- * apart on one side. */
+/* Scenarios that run in all their interleavings. The two ends of a connection belong to one link (the service's thread
+ * answers, and sends requests if no thread waits), or to two links with a service each. Transfers have two pieces,
+ * which are apart on one side. */
 #include <inttypes.h>
 
 #include "core/report.h"
@@ -53,10 +53,10 @@ typedef struct end {
 
 static end ends[2];
 static unsigned num_ends;
-static bool encrypts; /* as the next run has it */
+static bool encrypts; /* in the next run */
 static transfer transfers[MAX_TRANSFERS];
 
-/* ---- what a scenario begins and ends with ---- */
+/* ---- begin and end of a scenario ---- */
 
 static void begin_transfer(unsigned index, bool is_push)
 {
@@ -106,7 +106,7 @@ static void begin_link(unsigned count, unsigned capacity)
     }
 }
 
-/* All is quiet; the scenario explores from where it says so. */
+/* All threads are quiet. The scenario chooses from where to explore. */
 static void begin(unsigned count, unsigned capacity, unsigned num_transfers, bool is_push)
 {
     begin_link(count, capacity);
@@ -153,8 +153,8 @@ static int wait_for(transfer *it, int64_t deadline_ns)
     return it->backend->vtable->wait(it->backend, it->request, deadline_ns, &it->report);
 }
 
-/* It has one outcome, of which it was told once before, and all its bytes have arrived if it is said to have
- * succeeded. */
+/* Checks that a transfer has one outcome, which was reported once before, and that all its bytes have arrived if it
+ * has succeeded. */
 static void check_outcome(transfer *it)
 {
     kvn_report again;
@@ -184,7 +184,7 @@ static bool is_finished(void *of)
     return *(const volatile bool *)&it->request->finished;
 }
 
-/* By the service's thread alone: nobody calls anything. */
+/* Only the service's thread drives the transfer. */
 static void await_outcome(transfer *it)
 {
     model_await(is_finished, it);
@@ -289,7 +289,7 @@ static void two_submit(void)
     finish(2);
 }
 
-/* One that was waited for until a deadline is finished with nobody waiting. */
+/* A transfer that was awaited until a deadline ends without a waiting thread. */
 static void wait_with_deadline(void)
 {
     begin(1, WIDE, 1, false);
@@ -314,7 +314,7 @@ static void *wait_a_little(void *of)
     return NULL;
 }
 
-/* Who drives gives up waiting, and another waits on. */
+/* The driving thread stops waiting, and another one continues to wait. */
 static void two_wait_with_deadline(void)
 {
     begin(1, WIDE, 2, false);
@@ -327,7 +327,7 @@ static void two_wait_with_deadline(void)
     finish(2);
 }
 
-/* What nobody waits for goes on when the other is finished, and needs more than one turn. */
+/* A transfer without a waiting thread continues when the other one has ended, and needs more than one turn. */
 static void wait_for_one_of_two(void)
 {
     begin(1, NARROW, 2, true);
@@ -342,7 +342,7 @@ static void wait_for_one_of_two(void)
 
 /* ---- giving up ---- */
 
-/* False: it has cost the connection, as a push does that the peer does not take in time. */
+/* False: the connection has ended, as by a push that the peer does not take in time. */
 static bool give_up(transfer *it)
 {
     const int status = it->backend->vtable->abort(it->backend, it->request, KVN_CANCELLED, &it->report);
@@ -359,7 +359,7 @@ static bool give_up(transfer *it)
     return true;
 }
 
-/* What comes of another, by the same connection, that is submitted after it. */
+/* The outcome of another transfer that is submitted later on the same connection. */
 static void give_up_and_go_on(unsigned capacity, bool is_push)
 {
     begin(1, capacity, 2, is_push);
@@ -436,7 +436,7 @@ static void close_while_waited_for(bool is_push)
 static void close_waited_pull(void) { close_while_waited_for(false); }
 static void close_waited_push(void) { close_while_waited_for(true); }
 
-/* Nobody waits: the service's thread may be at either end. */
+/* No thread waits, so the service's thread may be at either end. */
 static void close_and_free(void)
 {
     begin(1, WIDE, 1, false);
@@ -473,7 +473,7 @@ static void close_twice(void)
     finish(1);
 }
 
-/* The other end of the connection is closed while this one asks. */
+/* The other end of the connection closes while this one sends a request. */
 static void peer_closes(void)
 {
     kvn_failure why;
@@ -559,7 +559,7 @@ static void deregister_pulled(void) { deregister(1, WIDE, false); }
 static void deregister_pushed(void) { deregister(1, NARROW, true); }
 static void deregister_pulled_from_another(void) { deregister(2, WIDE, false); }
 
-/* ---- the same with records, which go by way of buffers ---- */
+/* ---- the same with records, which pass through buffers ---- */
 
 static void encrypted(void (*run)(void))
 {

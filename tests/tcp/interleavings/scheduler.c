@@ -27,7 +27,7 @@ struct model_thread {
     void *of;
     int64_t deadline_ns;
     bool has_timed_out;
-    bool has_yielded; /* nobody has done anything since */
+    bool has_yielded; /* no thread has done anything since */
     const char *what, *where;
 };
 
@@ -177,7 +177,7 @@ static bool can_go_on(const model_thread *it)
     return !it->has_ended && (!it->is_so || it->is_so(it->of));
 }
 
-/* The first is what happens by itself. `others`: how many of them are no timeouts. */
+/* The first option happens by default. `others`: the number of options that are not timeouts. */
 static unsigned list_options(option *options, unsigned *others)
 {
     const model_thread *self = &threads[current];
@@ -282,7 +282,7 @@ static void schedule(void)
 
     if (count == 0)
         stuck();
-    const bool goes_on = others > 0 && options[0].thread == current; /* by itself */
+    const bool goes_on = others > 0 && options[0].thread == current; /* by default */
     const unsigned taken = choose(count);
     const option it = options[taken];
     model_thread *next = &threads[it.thread];
@@ -292,7 +292,7 @@ static void schedule(void)
     if (it.times_out && now_ns < next->deadline_ns)
         now_ns = next->deadline_ns;
     num_yields = next->has_yielded ? num_yields + 1 : 0;
-    if (!next->has_yielded) /* else it only looks again, and has done nothing */
+    if (!next->has_yielded) /* otherwise it only looks again, without doing anything */
         for (int i = 0; i < num_threads; i++)
             threads[i].has_yielded = false;
     next->has_yielded = false;
@@ -302,7 +302,7 @@ static void schedule(void)
     go_to(it.thread);
 }
 
-/* ---- what scenarios and calls of the system are made of ---- */
+/* ---- primitives of scenarios and system calls ---- */
 
 bool model_wait(model_condition is_so, void *of, int64_t deadline_ns, const char *what, const char *where)
 {
@@ -406,7 +406,7 @@ static bool go_back(void)
     return true;
 }
 
-/* "3:1,17:2": what was taken at these, and the first at all others. */
+/* "3:1,17:2": the options taken at these points; at all others the first one. */
 static void read_choices(const char *text)
 {
     while (*text) {

@@ -1,7 +1,6 @@
-/* What the calls of the system become: locks, conditions, threads, the clock, sockets as pipes in memory of a few
- * bytes each, eventfd, epoll, and a cipher
- * that only counts. Each begins with a point where others may run. Descriptors are never used again, so
- * that a call on one that was closed is seen; so is one on a lock that is not there. */
+/* Replacements of system calls: locks, conditions, threads, the clock, sockets as pipes of a few bytes in memory,
+ * eventfd, epoll, and a cipher that only counts. Each begins with a point where others may run. Descriptors are never
+ * reused, so that a call on a closed one is detected, as is a call on a lock that does not exist. */
 #ifndef MODEL_SYSTEM_H
 #define MODEL_SYSTEM_H
 
@@ -41,11 +40,11 @@ ssize_t system_vm_write(pid_t pid, const struct iovec *from, unsigned long count
 
 /* ---- for scenarios ---- */
 
-/* Two sockets that are connected; each takes so many bytes that the other has not read. */
+/* Makes two connected sockets. Each takes that many bytes that the other has not read. */
 void system_socketpair(int files[2], unsigned capacity);
-/* Bytes that peers move: a call that touches them takes two steps, and others may run between them. */
+/* Declares bytes that peers move: a call that touches them takes two steps, between which others may run. */
 void system_watch(const void *memory, size_t nbytes);
-/* From here on no call may touch them, and none is doing so. */
+/* Forbids calls to touch the bytes from here on, and fails if one does so now. */
 void system_forbid(const void *memory, size_t nbytes, const char *why);
 
 #endif
