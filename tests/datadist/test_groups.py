@@ -396,7 +396,7 @@ def test_groups_whose_sides_have_unlike_numbers_of_tensors(
     groups, wanted, caches = {}, [], []
     for number, cache_id in enumerate(ids):
         caches.append(user.allocate_blocks_cache(here[number].desc))
-        user.write_cache(caches[-1], [it.view(np.float16) for it in mine[number]])
+        user.write_cache(caches[-1], [tensor.view(np.float16) for tensor in mine[number]])
         rows = Rows(CacheIndex(1, cache_id), [4, 1 + number]), Rows(caches[-1], [2, 3 + number])
         sides = (there[number], here[number], theirs[number], mine[number], [4, 1 + number])
         if direction == "push":

@@ -222,6 +222,22 @@ def test_the_end_of_a_transfer_is_found_once_by_whoever_asks_at_the_same_time() 
     agent.agent.close()
 
 
+def test_a_message_to_itself_that_comes_while_others_are_read_is_kept() -> None:
+    agent = nixl_agent("alone")
+    found: list[object] = []
+
+    class ReadMeanwhile(list[bytes]):
+        def append(self, message: bytes) -> None:
+            found.append(agent.get_new_notifs())
+            super().append(message)
+
+    agent.agent._looped = ReadMeanwhile()
+    for message in (b"one", b"two"):
+        agent.send_notif("alone", message)
+    assert [*found, agent.get_new_notifs()] == [{}, {"alone": [b"one"]}, {"alone": [b"two"]}]
+    agent.agent.close()
+
+
 def test_a_transfer_that_is_posted_again_has_nothing_of_the_failure_before() -> None:
     agent, memory = nixl_agent("alone"), np.arange(2 * KIB, dtype=np.uint64).view(np.uint8)
     at = memory.ctypes.data
