@@ -228,9 +228,8 @@ class TransferEngine:
 
     def _unregister(self, address: int) -> None:
         engine = self._running()
-        with self._mutex:
-            if (known := self._registered.get(address)) is None:
-                raise invalid(f"no registered memory begins at {address:#x}")
+        if (known := self._registered.get(address)) is None:
+            raise invalid(f"no registered memory begins at {address:#x}")
         engine.deregister(known[1])
         # Only now: an interrupted call can be repeated, and until here other memory at the same
         # address is refused.
@@ -278,8 +277,9 @@ class TransferEngine:
         """Free memory of `allocate_managed_buffer`."""
         if buffer_addr not in self._buffers:
             raise invalid(f"buffer_addr={buffer_addr:#x} must come from allocate_managed_buffer")
-        self._unregister(buffer_addr)
-        del self._buffers[buffer_addr]
+        if buffer_addr in self._registered:  # otherwise `unregister_memory` has withdrawn it
+            self._unregister(buffer_addr)
+        self._buffers.pop(buffer_addr, None)  # another thread may have freed it
         return 0
 
     @_returns_status()

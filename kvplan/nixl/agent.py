@@ -341,7 +341,8 @@ class Agent:
         for message in self.engine.connections.take_messages():
             name = message.name.decode(errors="replace")
             found.setdefault(name, []).append(message.body)
-        looped, self._looped = self._looped, []
+        with self._mutex:  # the same list: another thread may be about to add to it
+            looped = [self._looped.pop(0) for _ in range(len(self._looped))]
         if looped:
             found.setdefault(self.name, []).extend(looped)
         return found

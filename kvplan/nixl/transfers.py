@@ -194,8 +194,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
             frames = self.engine.connections.frames(self.name.encode(), transfer.message)
             for frame in frames[:-1]:
                 datadist.notify(cluster, frame)
-        notify = frames[-1] if frames else None
-        task = self.engine.begin(ranges, transfer.nbytes, notify=notify)
+        task = self.engine.begin(ranges, transfer.nbytes, notify=frames[-1] if frames else None)
         if task is None:
             self._succeeded(transfer)
             return
@@ -222,10 +221,9 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         request = transfer.request
         if request is not None and transfer.status is _IN_PROGRESS and request.has_ended():
             error = request.error(LOG, reqh)
-            if error is None:
-                self._succeeded(transfer)
-            else:
-                self._failed(transfer, error)
+            with self._mutex:
+                if transfer.request is request:  # no other thread was faster
+                    self._succeeded(transfer) if error is None else self._failed(transfer, error)
         if transfer.error is not None and transfer.error.status_code in GONE:
             raise nixlRemoteDisconnectError(str(transfer.error))
         return transfer.status

@@ -25,6 +25,8 @@ from kvplan import (
 from tests.datadist.conftest import MakeEngine, link
 from tests.datadist.machine import Machine, on_host_only
 from tests.datadist.peer import Peer
+from tests.planning.unlike import Cache as Unlike
+from tests.planning.unlike import Model, expected
 from tests.support.refusals import refused
 
 pytestmark = pytest.mark.over_cuda
@@ -359,3 +361,52 @@ def test_groups_by_leases(
     ):
         with refused("LLM_KV_CACHE_NOT_EXIST", "lease 2 of indexer.* was released"):
             move()
+
+
+MODEL = Model(layers=3, kv=2, heads=2, dim=8, data_type=DataType.DT_FLOAT16)
+AXES = ("block", "token", "head", "dim")
+
+
+@pytest.mark.over_tcp
+@pytest.mark.parametrize("direction", ["pull", "push"])
+@pytest.mark.parametrize(
+    "layers", [(range(1, 3), range(3)), (range(3), range(1, 3))], ids=["fewer", "more"]
+)
+def test_groups_whose_sides_have_unlike_numbers_of_tensors(
+    user: LlmDataDist, peer: Peer, direction: str, layers: tuple[range, range]
+) -> None:
+    """The tensors of the second group are behind those of the first, on each side."""
+    there, here = (
+        [Unlike(MODEL, AXES, 6, 4, each, range(2)) for each in order]
+        for order in (layers, layers[::-1])
+    )
+    theirs, mine = ([cache.tensors(n) for n, cache in enumerate(side)] for side in (there, here))
+    ids = peer.run(
+        """
+        caches = [datadist.allocate_blocks_cache(desc) for desc in descs]
+        for cache, tensors in zip(caches, arrays):
+            datadist.write_cache(cache, [it.view(np.float16) for it in tensors])
+        result = [it.cache_id for it in caches]
+        """,
+        descs=[cache.desc for cache in there],
+        arrays=theirs,
+    )
+    groups, wanted, caches = {}, [], []
+    for number, cache_id in enumerate(ids):
+        caches.append(user.allocate_blocks_cache(here[number].desc))
+        user.write_cache(caches[-1], [tensor.view(np.float16) for tensor in mine[number]])
+        rows = Rows(CacheIndex(1, cache_id), [4, 1 + number]), Rows(caches[-1], [2, 3 + number])
+        sides = (there[number], here[number], theirs[number], mine[number], [4, 1 + number])
+        if direction == "push":
+            rows = rows[::-1]
+            sides = (here[number], there[number], mine[number], theirs[number], [2, 3 + number])
+        wanted.append(expected(*sides, [*rows[1].blocks], 0, 0, 7))
+        groups[f"group {number}"] = Transfer(*rows, num_tokens=7)
+    user.run(groups)
+    if direction == "pull":
+        found = [user.arrays(cache, copy=True) for cache in caches]
+    else:
+        found = peer.run("result = [datadist.arrays(it, copy=True) for it in caches]")
+    for arrays, tensors in zip(found, wanted, strict=True):
+        for array, tensor in zip(arrays, tensors, strict=True):
+            np.testing.assert_array_equal(np.array(array).view(np.uint16), tensor)

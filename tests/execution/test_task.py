@@ -140,6 +140,24 @@ def test_a_second_thread_does_not_overtake_the_check():
     assert outcomes == [LLMStatusCode.LLM_KV_CACHE_NOT_EXIST] * 2
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_whoever_is_told_of_a_failure_does_not_replace_it(fails):
+    """It may fail, too: the error of the transfer says what has not arrived."""
+    told = []
+
+    def on_outcome(error):
+        told.append(error)
+        gone()
+
+    with Transfers(wrap=lambda backend: fail_at(backend, 0) if fails else backend) as transfers:
+        task = transfers.submit(PLAN, watched(), watched(), on_outcome)
+        for _ in range(2):
+            with pytest.raises(LLMException) as caught:
+                task.wait()
+            assert caught.value.unconfirmed == (((0, PLAN.num_descriptors),) if fails else ())
+    assert told == [caught.value if fails else None]
+
+
 def test_a_later_wait_does_not_delay_earlier_ones():
     with Transfers(wrap=lambda backend: fail_at(backend, 0)) as transfers:
         task = transfers.submit(PLAN, watched(), watched())

@@ -22,6 +22,7 @@ from kvplan import (
 )
 from tests.faults.conftest import Attempt, MakeEngine, MakePeer
 from tests.faults.contents import make_cache
+from tests.faults.gate import Gate
 from tests.faults.peer import Peer
 from tests.faults.transfers import link
 from tests.support.refusals import refused
@@ -129,6 +130,23 @@ def test_nothing_is_written_after_it(
         assert "stopped because the engine" in str(error)
         assert (watched == arrived[1]).all(), "bytes were written after finalize had returned"
         assert peer.run("result = all((a == b).all() for a, b in zip(arrays, was))")
+
+
+def test_it_goes_on_once_the_last_transfer_has_ended(
+    gated: MakeEngine, gate: Gate, attempt: Attempt
+) -> None:
+    """The transfer may take an hour, and so may finalize wait for it."""
+    user = gated(9, sync_kv_cache_wait_time=3_600_000)
+    desc = CacheDesc(4, (4, 64), DataType.DT_INT32)
+    (cache, _), (other, _) = (make_cache(user, "allocated", seed, desc) for seed in (1, None))
+    in_flight = user._running().in_flight
+    copying = attempt(lambda: user.copy_cache(cache, other))
+    gate.wait()
+    ending = attempt(user.finalize)
+    while not in_flight._changed._waiters:  # type: ignore[attr-defined]
+        assert not ending.done(), ending.result()
+    gate.open()
+    assert (copying.result(30), ending.result(30)) == (None, None)
 
 
 def test_while_others_wait_for_a_stopped_peer(

@@ -57,8 +57,8 @@ def ended(engine: hixl.Hixl, request: int) -> tuple[int, TransferStatus]:
     return told
 
 
-def skipping() -> hixl.GetTransferStatusArgs:
-    return hixl.GetTransferStatusArgs(skip_waiting=True)
+def skipping(count: int = 100) -> hixl.GetTransferStatusArgs:
+    return hixl.GetTransferStatusArgs(count, skip_waiting=True)
 
 
 def until_broken(engine: hixl.Hixl) -> None:
@@ -339,6 +339,20 @@ class TestRequestsThatAreStopped:
             np.testing.assert_array_equal(memory.array, before)
 
         return check
+
+    def test_one_that_waits_does_not_count_among_those_that_have_ended(
+        self, request_of: int, connected: hixl.Hixl, memory: Memory, make_peer: MakePeer
+    ) -> None:
+        """It is the oldest, and the only one that is asked for; with another peer, one ends."""
+        other = make_peer()
+        assert connected.connect(other.name, LONG_MS) == hixl.SUCCESS
+        _, request = connected.transfer_async(other.name, hixl.WRITE, blocks(memory, other))
+        deadline = time.monotonic() + LONG_MS / 1000
+        while not (found := connected.get_all_transfer_status(skipping(1))[1]):
+            assert time.monotonic() < deadline
+        assert [result.req for result in found] == [request]
+        (oldest,) = connected.get_all_transfer_status(hixl.GetTransferStatusArgs(1))[1]
+        assert (oldest.req, oldest.status) == (request_of, TransferStatus.WAITING)
 
     def test_by_finalize(
         self, connected: hixl.Hixl, request_of: int, unchanged: Callable[[], None]

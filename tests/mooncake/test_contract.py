@@ -200,6 +200,14 @@ def test_memory_that_overlaps_a_registration_is_refused_and_only_then(
         assert is_refused or alone.unregister_memory(address) == 0
 
 
+def test_a_managed_buffer_is_freed_though_it_was_unregistered(alone: TransferEngine) -> None:
+    address = alone.allocate_managed_buffer(4096)
+    assert alone.unregister_memory(address) == 0
+    assert alone.free_managed_buffer(address, 4096) == 0
+    assert alone._buffers == {}
+    assert alone.free_managed_buffer(address, 4096) < 0
+
+
 @pytest.mark.parametrize("short", [0, 1, 2])
 def test_lists_of_a_batch_are_as_long_as_each_other(alone: TransferEngine, short: int) -> None:
     memory = np.zeros(4096, np.uint8)
