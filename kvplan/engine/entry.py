@@ -1,57 +1,23 @@
-"""Entries of the registry: a cache, its memory, and its registrations with the transports."""
+"""Entries of the registry, and the registrations of their memory with the transports."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvnative._signals import Mutex
-from kvplan.engine.memory import CacheMemory, check_again, memory_at, offered_ranges
+from kvplan.engine.memory import check_again, memory_at, offered_ranges
+from kvplan.links.local_engine import CacheEntry
 from kvplan.links.publisher import MAX_PUBLISHED_NBYTES, published_nbytes
-from kvplan.planning.side import Side, side
 from kvplan.status import LLMException, invalid, within
 from kvplan.transport.transport import Offer, Transport, offer
-from kvplan.types import BlocksCacheKey, Cache
+from kvplan.types import Cache
 
 if TYPE_CHECKING:
     from kvplan.device.device import Device
-
-
-@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
-class CacheEntry:
-    """A cache of this engine.
-
-    Attributes:
-        cache: id, description and addresses.
-        paged: True if blocks address the cache; None: ad-hoc memory, which may be either.
-        memory: the tensors, which stay mapped as long as something holds this object.
-        blocks_key: the key of a paged cache, if the cache has one.
-        remote_accessible: True if peers may reach the cache.
-        owned: True if the engine allocated the memory, False if the user registered it.
-        metadata: the bytes that a peer needs to reach the cache, by transport name; empty
-            for a transport that does not reach such memory.
-        created: seconds since the epoch.
-        name: the caller's name for the memory, shown in plans at both ends; may be empty.
-        side: the cache as a side of a plan; None if `paged` is None.
-    """
-
-    cache: Cache
-    paged: bool | None
-    memory: CacheMemory
-    blocks_key: BlocksCacheKey | None
-    remote_accessible: bool
-    owned: bool
-    metadata: Mapping[str, bytes] = field(repr=False)
-    created: float
-    name: str = ""
-    side: Side | None = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        known = None if self.paged is None else side("cache", self.cache, paged=self.paged)
-        object.__setattr__(self, "side", known)
 
 
 def ad_hoc(cache: Cache, device: Device | None) -> CacheEntry:
@@ -163,12 +129,3 @@ class PendingDeregistrations:
         finally:
             with self._mutex:
                 self._held.difference_update(held)
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The right to pull by a key, until `CacheRegistry.release`."""
-
-    claim_id: int
-    entry: CacheEntry
-    batch_index: int

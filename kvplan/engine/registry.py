@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.engine.claims import AnyKey, BoundKey, KeyIndex, check_fit, check_keys
 from kvplan.engine.entry import (
-    CacheEntry,
-    Claim,
     HeldCache,
     PendingDeregistrations,
     ad_hoc,
@@ -27,6 +25,7 @@ from kvplan.engine.options import Options
 from kvplan.engine.pools import Pools, Span
 from kvplan.execution.memory import take_back
 from kvplan.links.address_index import AddressIndex, Extent
+from kvplan.links.local_engine import CacheEntry, Claim
 from kvplan.status import LLMException, finalized, invalid, not_exist
 from kvplan.transport.transport import Transport, offer
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement

@@ -19,9 +19,9 @@ from kvplan import (
     Rows,
     Transfer,
 )
-from kvplan.engine.entry import CacheEntry
 from kvplan.engine.registry import CacheRegistry
 from kvplan.lease import LeaseWord
+from kvplan.links.local_engine import CacheEntry
 from kvplan.transport.local import LocalTransport
 
 _T = TypeVar("_T")

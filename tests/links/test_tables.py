@@ -25,8 +25,8 @@ from kvplan import (
     Transfer,
 )
 from kvplan.control.messages import MAX_NBYTES, ShardEntry, Table, TableEntry, encode
-from kvplan.engine.entry import CacheEntry
 from kvplan.links import peer_table
+from kvplan.links.local_engine import CacheEntry
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.peer_table import PeerCache, PeerTable, find_by_address
 from kvplan.links.publisher import PublishedTable, Publisher
