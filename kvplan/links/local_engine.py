@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvplan.device.memory import DeviceMemory
     from kvplan.execution.memory import HostMemory
     from kvplan.lease import BlockLease
-    from kvplan.transport.transport import Transport
+    from kvplan.transport.transport import Offered, Transport
 
 _T = TypeVar("_T")
 
@@ -79,7 +79,7 @@ class CacheEntry:
         blocks_key: The key of a paged cache, if the cache has one.
         remote_accessible: True if peers may reach the cache.
         owned: True if the engine allocated the memory, False if the user registered it.
-        metadata: What a peer needs, by transport; empty if that does not reach the cache.
+        offered: The registrations with the transports, and what peers need to reach the cache.
         created: Seconds since the epoch.
         name: The caller's name for the memory, shown in plans at both ends; may be empty.
         side: The cache as a side of a plan; None if `paged` is None.
@@ -91,7 +91,7 @@ class CacheEntry:
     blocks_key: BlocksCacheKey | None
     remote_accessible: bool
     owned: bool
-    metadata: Mapping[str, bytes] = field(repr=False)
+    offered: Offered = field(repr=False)
     created: float
     name: str = ""
     side: Side | None = field(init=False, repr=False)

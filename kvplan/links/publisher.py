@@ -125,7 +125,7 @@ class PublishedTable:
             offers=tuple(
                 Offer(name, metadata)
                 for name in self._transports
-                if (metadata := entry.metadata[name])
+                if (metadata := entry.offered.metadata[name])
             ),
             writable=entry.memory.writable,
             name=entry.name,
@@ -222,6 +222,6 @@ def published_nbytes(entry: CacheEntry, transports: Iterable[str]) -> int:
     own = _ENTRY_NBYTES + 4 * len((desc.kv_tensor_format or "") + entry.name)
     return (
         own
-        + sum(len(entry.metadata[name]) for name in transports)
+        + sum(len(entry.offered.metadata[name]) for name in transports)
         + _ADDRESS_NBYTES * desc.num_tensors
     )

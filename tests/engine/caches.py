@@ -53,7 +53,7 @@ def free_nbytes(registry: CacheRegistry) -> int:
 def as_peer(transport: LocalTransport, entry: CacheEntry) -> Any:
     """The cache's memory as a peer takes it from what the registry publishes."""
     desc = entry.cache.cache_desc
-    link = transport.connect(entry.metadata[transport.name])
+    link = transport.connect(entry.offered.metadata[transport.name])
     return link.memory(entry.cache.tensor_addrs, desc.tensor_nbytes)
 
 

@@ -20,7 +20,7 @@ MAX_LINES = {
     "control": 3604,
     "debug": 780,
     "device": 1253,
-    "engine": 8177,
+    "engine": 8158,
     "execution": 3139,
     "hixl": 1094,
     "inspection": 2000,
