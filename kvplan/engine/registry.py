@@ -231,7 +231,7 @@ class CacheRegistry:
                 return
             if not self._held[bound.cache_id].owned:
                 return
-            self._keys.remove(key)
+            self._keys.remove(bound)
             unused = self._pop_unused(bound.cache_id)
         end_all(unused)
 

@@ -20,7 +20,7 @@ MAX_LINES = {
     "control": 3604,
     "debug": 780,
     "device": 1253,
-    "engine": 8158,
+    "engine": 8149,
     "execution": 3139,
     "hixl": 1094,
     "inspection": 2000,
