@@ -126,19 +126,17 @@ class KeyIndex:
             raise not_exist(f"no cache has {key}")
         return bound
 
-    def remove(self, key: AnyKey) -> int | None:
-        """Remove `key` and return the id of its cache; None: the key is unknown."""
-        name = name_of(key)
-        bound = None if name is None else self._bound.pop(name, None)
-        return None if bound is None else self._forget_use(bound)
+    def remove(self, bound: BoundKey) -> None:
+        """Remove a key, unless it was removed before."""
+        # `pop`: a finalizer may remove the key after the lookup.
+        if self._bound.get(bound.name) is bound and self._bound.pop(bound.name, None) is bound:
+            self._forget_use(bound)
 
     def unbind(self, cache_id: int) -> None:
         """Remove all keys of a cache. Its claims stay open."""
-        for bound in [
-            bound_key for bound_key in list(self._bound.values()) if bound_key.cache_id == cache_id
-        ]:
-            if self._bound.pop(bound.name, None) is not None:
-                self._forget_use(bound)
+        for bound in list(self._bound.values()):
+            if bound.cache_id == cache_id:
+                self.remove(bound)
 
     def claim(self, key: AnyKey, holder: Hashable) -> tuple[int, BoundKey]:
         """Let `holder` pull by `key`; the cache stays until the claim is released."""
@@ -177,9 +175,8 @@ class KeyIndex:
         bound.num_claims -= 1
         if bound.missing is not None and tensors is not None:
             bound.missing = {tensor for tensor in bound.missing if tensor not in tensors}
-            if not bound.missing and self._bound.get(bound.name) is bound:
-                del self._bound[bound.name]
-                self._forget_use(bound)
+            if not bound.missing:
+                self.remove(bound)
         return self._forget_use(bound)
 
     def holder_of(self, claim_id: int) -> Hashable:

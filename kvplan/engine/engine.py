@@ -41,10 +41,10 @@ from kvplan.validation import UINT64_MAX, check_width, shown
 
 if TYPE_CHECKING:
     from kvnative._task import Gate
-    from kvplan.engine.entry import CacheEntry
     from kvplan.engine.options import Options
     from kvplan.engine.telemetry import EngineMetrics, Metrics, Tracer
     from kvplan.execution import ComputeEvent, Transfers
+    from kvplan.links.local_engine import CacheEntry
     from kvplan.planning import Part
     from kvplan.recording.writer import Recorder
     from kvplan.types import LlmRole

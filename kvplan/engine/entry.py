@@ -1,69 +1,35 @@
-"""Entries of the registry: a cache, its memory, and its registrations with the transports."""
+"""Entries of the registry, and the registrations of their memory with the transports."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvnative._signals import Mutex
-from kvplan.engine.memory import CacheMemory, check_again, memory_at, offered_ranges
+from kvplan.engine.memory import check_again, memory_at, offered_ranges
+from kvplan.links.local_engine import CacheEntry
 from kvplan.links.publisher import MAX_PUBLISHED_NBYTES, published_nbytes
-from kvplan.planning.side import Side, side
 from kvplan.status import LLMException, invalid, within
-from kvplan.transport.transport import Offer, Transport, offer
-from kvplan.types import BlocksCacheKey, Cache
+from kvplan.transport.transport import Offered, Transport, offer
+from kvplan.types import Cache
 
 if TYPE_CHECKING:
     from kvplan.device.device import Device
 
 
-@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
-class CacheEntry:
-    """A cache of this engine.
-
-    Attributes:
-        cache: id, description and addresses.
-        paged: True if blocks address the cache; None: ad-hoc memory, which may be either.
-        memory: the tensors, which stay mapped as long as something holds this object.
-        blocks_key: the key of a paged cache, if the cache has one.
-        remote_accessible: True if peers may reach the cache.
-        owned: True if the engine allocated the memory, False if the user registered it.
-        metadata: the bytes that a peer needs to reach the cache, by transport name; empty
-            for a transport that does not reach such memory.
-        created: seconds since the epoch.
-        name: the caller's name for the memory, shown in plans at both ends; may be empty.
-        side: the cache as a side of a plan; None if `paged` is None.
-    """
-
-    cache: Cache
-    paged: bool | None
-    memory: CacheMemory
-    blocks_key: BlocksCacheKey | None
-    remote_accessible: bool
-    owned: bool
-    metadata: Mapping[str, bytes] = field(repr=False)
-    created: float
-    name: str = ""
-    side: Side | None = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        known = None if self.paged is None else side("cache", self.cache, paged=self.paged)
-        object.__setattr__(self, "side", known)
-
-
 def ad_hoc(cache: Cache, device: Device | None) -> CacheEntry:
     """Return an entry for a cache known only by addresses; each transfer checks the memory."""
     memory = memory_at(cache.cache_desc, cache.tensor_addrs, device=device)
-    return CacheEntry(cache, None, memory, None, False, False, {}, time.time())
+    return CacheEntry(cache, None, memory, None, False, False, Offered({}, ()), time.time())
 
 
 def check_publishable(entry: CacheEntry) -> None:
     """Refuse a cache whose description is too large for a message to a peer."""
     num_tensors = entry.cache.cache_desc.num_tensors
-    nbytes = published_nbytes(entry, entry.metadata)
+    nbytes = published_nbytes(entry, entry.offered.metadata)
     if nbytes > MAX_PUBLISHED_NBYTES:
         most = num_tensors * MAX_PUBLISHED_NBYTES // nbytes
         raise invalid(
@@ -72,52 +38,36 @@ def check_publishable(entry: CacheEntry) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class HeldCache:
-    """A cache that its id, a key or a claim keeps alive.
-
-    Attributes:
-        entry: the cache.
-        offer: its registrations.
-    """
-
-    entry: CacheEntry
-    offer: Offer
-
-    def renewed(self, transports: Sequence[Transport]) -> HeldCache:
-        """Return the same registered cache with new registrations."""
-        entry = self.entry
-        cache, memory = entry.cache, entry.memory
-        try:
-            check_again(memory)
-        except LLMException as error:
-            raise within(f"cache {cache.cache_id}", error) from None
-        ranges = offered_ranges(memory) if entry.remote_accessible else ()
-        offered = offer(transports, ranges, memory.writable)
-        # A new Cache object: the publisher detects changes by identity.
-        again = replace(entry, cache=replace(cache), metadata=offered.metadata)
-        return HeldCache(again, offered)
-
-
-def renew_all(held: Iterable[HeldCache], transports: Sequence[Transport]) -> list[HeldCache]:
-    """Renew the registrations of all caches; after an error, of none."""
+def renew_all(entries: Iterable[CacheEntry], transports: Sequence[Transport]) -> list[CacheEntry]:
+    """Return registered caches with new registrations; after an error, with none."""
     with ExitStack() as undo:
         renewed = []
-        for cache in held:
-            renewed.append(cache.renewed(transports))
-            undo.callback(renewed[-1].offer.deregister)
+        for entry in entries:
+            renewed.append(_renewed(entry, transports))
+            undo.callback(renewed[-1].offered.deregister)
         undo.pop_all()
     return renewed
 
 
-def end_all(held: Iterable[HeldCache]) -> None:
+def _renewed(entry: CacheEntry, transports: Sequence[Transport]) -> CacheEntry:
+    cache, memory = entry.cache, entry.memory
+    try:
+        check_again(memory)
+    except LLMException as error:
+        raise within(f"cache {cache.cache_id}", error) from None
+    ranges = offered_ranges(memory) if entry.remote_accessible else ()
+    # A new Cache object: the publisher detects changes by identity.
+    return replace(entry, cache=replace(cache), offered=offer(transports, ranges, memory.writable))
+
+
+def end_all(entries: Iterable[CacheEntry]) -> None:
     """End the registrations of unused caches.
 
     The caller holds the caches until then, so that no peer reaches memory that returns to its pool.
     """
     with ExitStack() as stack:
-        for cache in held:
-            stack.callback(cache.offer.deregister)
+        for entry in entries:
+            stack.callback(entry.offered.deregister)
 
 
 class PendingDeregistrations:
@@ -129,46 +79,35 @@ class PendingDeregistrations:
 
     def __init__(self) -> None:
         self._mutex = Mutex()
-        self._held: set[HeldCache] = set()
-        self._left: set[HeldCache] = set()  # by calls that were interrupted
+        self._held: set[CacheEntry] = set()
+        self._left: set[CacheEntry] = set()  # by calls that were interrupted
 
-    def add(self, held: Iterable[HeldCache]) -> None:
+    def add(self, held: Iterable[CacheEntry]) -> None:
         """Add caches just before their names are removed; `end` must follow."""
         with self._mutex:
             self._held.update(held)
 
-    def of(self, cache_id: int) -> list[HeldCache]:
+    def of(self, cache_id: int) -> list[CacheEntry]:
         """Return the caches with this id, and those that interrupted calls left."""
         with self._mutex:
             left, self._left = self._left, set()
             # A copy: a signal handler may end caches meanwhile.
             held = list(self._held)
-            return [
-                cache for cache in held if cache.entry.cache.cache_id == cache_id or cache in left
-            ]
+            return [entry for entry in held if entry.cache.cache_id == cache_id or entry in left]
 
-    def leave(self, held: Collection[HeldCache]) -> None:
+    def leave(self, held: Collection[CacheEntry]) -> None:
         """Leave caches to the next call, because this one was interrupted."""
         with self._mutex:
             self._left.update(held)
 
-    def all(self) -> list[HeldCache]:
+    def all(self) -> list[CacheEntry]:
         """Return all pending caches."""
         return list(self._held)
 
-    def end(self, held: Collection[HeldCache]) -> None:
+    def end(self, held: Collection[CacheEntry]) -> None:
         """End caches as `end_all` does; other calls may end the same ones."""
         try:
             end_all(held)
         finally:
             with self._mutex:
                 self._held.difference_update(held)
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """The right to pull by a key, until `CacheRegistry.release`."""
-
-    claim_id: int
-    entry: CacheEntry
-    batch_index: int

@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from kvnative._process import Peer
     from kvnative._writers import WriteGuard
     from kvplan.engine.engine import Engine
-    from kvplan.engine.entry import CacheEntry
     from kvplan.engine.operation import Prepared
     from kvplan.engine.shares import Pair
     from kvplan.execution.memory import TensorMemory
     from kvplan.execution.rows import RowPair
     from kvplan.links import PeerLink
+    from kvplan.links.local_engine import CacheEntry
     from kvplan.links.peer_table import PeerCache
     from kvplan.planning.blocks import Blocks
     from kvplan.planning.part import Kind, Part

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from kvplan.engine.engine import Engine
-    from kvplan.engine.entry import CacheEntry
     from kvplan.execution import TensorMemory
     from kvplan.links import PeerLink
     from kvplan.links.address_index import AddressIndex, Extent
+    from kvplan.links.local_engine import CacheEntry
     from kvplan.links.peer_table import PeerCache
     from kvplan.planning.plan import Plan
 

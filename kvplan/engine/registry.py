@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvnative._signals import Mutex, signals_deferred
 from kvplan.engine.claims import AnyKey, BoundKey, KeyIndex, check_fit, check_keys
 from kvplan.engine.entry import (
-    CacheEntry,
-    Claim,
-    HeldCache,
     PendingDeregistrations,
     ad_hoc,
     check_publishable,
@@ -27,6 +24,7 @@ from kvplan.engine.options import Options
 from kvplan.engine.pools import Pools, Span
 from kvplan.execution.memory import take_back
 from kvplan.links.address_index import AddressIndex, Extent
+from kvplan.links.local_engine import CacheEntry, Claim
 from kvplan.status import LLMException, finalized, invalid, not_exist
 from kvplan.transport.transport import Transport, offer
 from kvplan.types import BlocksCacheKey, Cache, CacheDesc, CacheKey, Placement
@@ -89,7 +87,7 @@ class CacheRegistry:
         self.moved_leases: dict[int, BlockLease] = {}
         self._closed = False
         self._last_id = 0
-        self._held: dict[int, HeldCache] = {}
+        self._held: dict[int, CacheEntry] = {}
         self._pending = PendingDeregistrations()
         # Caches whose id was not freed. `get` reads the dict without the lock.
         self._entries: dict[int, CacheEntry] = {}
@@ -176,7 +174,7 @@ class CacheRegistry:
         After this call no peer reports success for the cache, its registrations have ended, and no
         transfer of this process touches its memory.
         """
-        ended: list[HeldCache] = []
+        ended: list[CacheEntry] = []
         try:
             with signals_deferred, self._mutex:
                 there = self._entry_of(cache_id, owned=False) is not None
@@ -186,9 +184,9 @@ class CacheRegistry:
                     self._pending.add([self._held.pop(cache_id)])
                 # Also earlier registrations of the cache, and those that another call is ending.
                 ended = self._pending.of(cache_id)
-            for cache in ended:
-                why = f"this engine has unregistered cache {cache.entry.cache.cache_id} meanwhile"
-                take_back(cache.entry.memory, why)
+            for entry in ended:
+                why = f"this engine has unregistered cache {entry.cache.cache_id} meanwhile"
+                take_back(entry.memory, why)
         except BaseException:  # an interrupt
             self._pending.leave(ended)
             raise
@@ -204,16 +202,16 @@ class CacheRegistry:
         with signals_deferred:
             self._renew(held)
 
-    def _renew(self, held: Sequence[HeldCache]) -> None:
+    def _renew(self, held: Sequence[CacheEntry]) -> None:
         renewed = renew_all(held, self._transports)
         ended = []
         with self._mutex:
             for before, now in zip(held, renewed, strict=True):
-                cache_id = now.entry.cache.cache_id
+                cache_id = now.cache.cache_id
                 if lives := self._held.get(cache_id) is before:
                     self._held[cache_id] = now
                     if cache_id in self._entries:
-                        self._entries[cache_id] = now.entry
+                        self._entries[cache_id] = now
                         self._by_address = None
                 ended.append(before if lives else now)
             self._pending.add(ended)
@@ -231,9 +229,9 @@ class CacheRegistry:
                 bound = self._keys.find(key)
             except LLMException:
                 return
-            if not self._held[bound.cache_id].entry.owned:
+            if not self._held[bound.cache_id].owned:
                 return
-            self._keys.remove(key)
+            self._keys.remove(bound)
             unused = self._pop_unused(bound.cache_id)
         end_all(unused)
 
@@ -303,7 +301,7 @@ class CacheRegistry:
     def entries(self) -> list[tuple[CacheEntry, bool]]:
         """Return all caches in order of id, each with True if its id is still valid."""
         with self._mutex:
-            living = [cache.entry for _, cache in sorted(self._held.items(), key=itemgetter(0))]
+            living = [entry for _, entry in sorted(self._held.items(), key=itemgetter(0))]
             return [(entry, entry.cache.cache_id in self._entries) for entry in living]
 
     def offered(self) -> dict[int, CacheEntry]:
@@ -381,9 +379,9 @@ class CacheRegistry:
             self._entries.clear()
             self._by_address = None
             self._keys = KeyIndex()
-        for cache in held:
-            if not cache.entry.owned:
-                take_back(cache.entry.memory, "this engine was finalized meanwhile")
+        for entry in held:
+            if not entry.owned:
+                take_back(entry.memory, "this engine was finalized meanwhile")
         self._pending.end(held)
         self.pools.close()
 
@@ -421,7 +419,7 @@ class CacheRegistry:
                 blocks_key=next((key for key in keys if isinstance(key, BlocksCacheKey)), None),
                 remote_accessible=bool(ranges),
                 owned=owned,
-                metadata=offered.metadata,
+                offered=offered,
                 created=time.time(),
                 name=name,
             )
@@ -430,7 +428,7 @@ class CacheRegistry:
                 if self._closed:
                     raise finalized()
                 self._keys.bind(cache_id, keys, num_tensors=desc.num_tensors, consumable=owned)
-                self._held[cache_id] = HeldCache(entry, offered)
+                self._held[cache_id] = entry
                 self._entries[cache_id] = entry
                 self._by_address = None
                 undo.pop_all()
@@ -446,12 +444,12 @@ class CacheRegistry:
         return entry
 
     def _reached(self, key: AnyKey, bound: BoundKey) -> CacheEntry:
-        entry = self._held[bound.cache_id].entry
+        entry = self._held[bound.cache_id]
         if not entry.remote_accessible:
             raise not_exist(f"the cache of {key} is not remote accessible")
         return entry
 
-    def _pop_unused(self, cache_id: int) -> list[HeldCache]:
+    def _pop_unused(self, cache_id: int) -> list[CacheEntry]:
         if cache_id in self._entries or self._keys.is_used(cache_id):
             return []
         held = self._held.pop(cache_id, None)  # None: it was unregistered under a claim

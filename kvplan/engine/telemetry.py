@@ -119,25 +119,19 @@ def log_operation(
         **fields,
         "us": f"{seconds * 1e6:.1f}",
         "status": status.name,
-        "error": _reason(error),
+        "error": None if error is None else error_text(error),
     }
     pairs = (f"{key}={_quoted(value)}" for key, value in shown.items() if value is not None)
     logger.log(level, "%s", " ".join(pairs))
 
 
 def error_text(error: BaseException) -> str:
-    """Return the text of a failure for recordings."""
+    """Return the text of a failure for logs and recordings."""
     if isinstance(error, LLMException) and error.args:
         text = str(error.args[0])
     else:
         text = repr(error)
     return text.encode(errors="backslashreplace").decode()
-
-
-def _reason(error: BaseException | None) -> object:
-    if isinstance(error, LLMException) and error.args:
-        return error.args[0]
-    return error and repr(error)
 
 
 def _quoted(value: object) -> str:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvplan.control.auth import Keys
 from kvplan.control.loop import ControlLoop
 from kvplan.control.messages import MAX_TEXT, Offer, PassedOver, Trial
+from kvplan.planning.side import Side, side
 from kvplan.status import LLMException, link_failed
 from kvplan.transport.choice import TRANSPORTS
 from kvplan.types import BlocksCacheKey, Cache, CacheKey, LlmRole
 
 if TYPE_CHECKING:
     from kvplan.control.notifying import Inbox
-    from kvplan.execution.memory import TensorMemory
+    from kvplan.device.memory import DeviceMemory
+    from kvplan.execution.memory import HostMemory
     from kvplan.lease import BlockLease
-    from kvplan.transport.transport import Transport
+    from kvplan.transport.transport import Offered, Transport
 
 _T = TypeVar("_T")
 
@@ -66,48 +68,46 @@ class LinkOptions(Protocol):
         """Directory of the sockets of communicators on one host; None: the user's own."""
 
 
-class OfferedCache(Protocol):
-    """A cache of this engine that peers may reach."""
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class CacheEntry:
+    """A cache of this engine.
 
-    @property
-    def cache(self) -> Cache:
-        """Id, description and addresses."""
+    Attributes:
+        cache: Id, description and addresses.
+        paged: True if blocks address the cache; None: ad-hoc memory, which may be either.
+        memory: The tensors, which stay mapped as long as something holds this object.
+        blocks_key: The key of a paged cache, if the cache has one.
+        remote_accessible: True if peers may reach the cache.
+        owned: True if the engine allocated the memory, False if the user registered it.
+        offered: The registrations with the transports, and what peers need to reach the cache.
+        created: Seconds since the epoch.
+        name: The caller's name for the memory, shown in plans at both ends; may be empty.
+        side: The cache as a side of a plan; None if `paged` is None.
+    """
 
-    @property
-    def memory(self) -> TensorMemory:
-        """Tensors of the cache."""
+    cache: Cache
+    paged: bool | None
+    memory: HostMemory | DeviceMemory
+    blocks_key: BlocksCacheKey | None
+    remote_accessible: bool
+    owned: bool
+    offered: Offered = field(repr=False)
+    created: float
+    name: str = ""
+    side: Side | None = field(init=False, repr=False)
 
-    @property
-    def paged(self) -> bool | None:
-        """True if the cache is addressed by blocks."""
-
-    @property
-    def blocks_key(self) -> BlocksCacheKey | None:
-        """The key of a paged cache, or None."""
-
-    @property
-    def name(self) -> str:
-        """The name that the caller gave the memory; empty without one."""
-
-    @property
-    def metadata(self) -> Mapping[str, bytes]:
-        """Metadata of the cache by transport; empty for a transport that does not reach it."""
+    def __post_init__(self) -> None:
+        known = None if self.paged is None else side("cache", self.cache, paged=self.paged)
+        object.__setattr__(self, "side", known)
 
 
-class GrantedClaim(Protocol):
-    """The right to pull by a key, granted to a peer."""
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right of a peer to pull by a key, until `OfferedCaches.release`."""
 
-    @property
-    def claim_id(self) -> int:
-        """Id that this engine has assigned."""
-
-    @property
-    def entry(self) -> OfferedCache:
-        """The cache that has the key."""
-
-    @property
-    def batch_index(self) -> int:
-        """The slot that has the key."""
+    claim_id: int
+    entry: CacheEntry
+    batch_index: int
 
 
 class OfferedCaches(Protocol):
@@ -117,10 +117,10 @@ class OfferedCaches(Protocol):
     def moved_leases(self) -> Mapping[int, BlockLease]:
         """Live leases, by id, whose blocks this engine has moved."""
 
-    def survey(self, look: Callable[[Mapping[int, OfferedCache]], _T]) -> _T:
+    def survey(self, look: Callable[[Mapping[int, CacheEntry]], _T]) -> _T:
         """Return `look(offered caches by id)`. `look` must not keep references to caches."""
 
-    def find(self, key: CacheKey) -> tuple[OfferedCache, int]:
+    def find(self, key: CacheKey) -> tuple[CacheEntry, int]:
         """Return the cache and the batch index that peers reach by `key`.
 
         Raises:
@@ -128,7 +128,7 @@ class OfferedCaches(Protocol):
                 padding key.
         """
 
-    def claim(self, key: CacheKey, holder: Hashable) -> GrantedClaim:
+    def claim(self, key: CacheKey, holder: Hashable) -> Claim:
         """Let `holder` pull by `key`. The cache stays until the claim is released.
 
         Raises:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvplan.control.channel import ChannelClosed
 from kvplan.control.messages import MAX_NBYTES, Offer, ShardEntry, Sync, Synced, Table, TableEntry
-from kvplan.links.local_engine import OfferedCache, OfferedCaches
+from kvplan.links.local_engine import CacheEntry, OfferedCaches
 from kvplan.status import LLMException
 from kvplan.system.logs import Log
 from kvplan.types import Cache
@@ -46,7 +46,7 @@ class PublishedTable:
         return self._version
 
     def pending_updates(
-        self, offered: Mapping[int, OfferedCache], leases: Mapping[int, BlockLease]
+        self, offered: Mapping[int, CacheEntry], leases: Mapping[int, BlockLease]
     ) -> list[Table]:
         """Return the messages that bring the peer up to date. All must be sent.
 
@@ -105,7 +105,7 @@ class PublishedTable:
             tables.append(self._message((), (), chunk))
         return tables
 
-    def describe(self, entry: OfferedCache) -> TableEntry:
+    def describe(self, entry: CacheEntry) -> TableEntry:
         """Return the description of a cache for a message."""
         cache, desc = entry.cache, entry.cache.cache_desc
         return TableEntry(
@@ -125,7 +125,7 @@ class PublishedTable:
             offers=tuple(
                 Offer(name, metadata)
                 for name in self._transports
-                if (metadata := entry.metadata[name])
+                if (metadata := entry.offered.metadata[name])
             ),
             writable=entry.memory.writable,
             name=entry.name,
@@ -216,12 +216,12 @@ class Publisher:
             _LOG.warning("publish peer=%d error=%r", self._cluster_id, reason)
 
 
-def published_nbytes(entry: OfferedCache, transports: Iterable[str]) -> int:
+def published_nbytes(entry: CacheEntry, transports: Iterable[str]) -> int:
     """Estimate the size of a cache in a message to a peer that uses `transports`."""
     desc = entry.cache.cache_desc
     own = _ENTRY_NBYTES + 4 * len((desc.kv_tensor_format or "") + entry.name)
     return (
         own
-        + sum(len(entry.metadata[name]) for name in transports)
+        + sum(len(entry.offered.metadata[name]) for name in transports)
         + _ADDRESS_NBYTES * desc.num_tensors
     )

@@ -280,7 +280,7 @@ class Transport(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Offered:
     """A cache that peers may reach over the transports of this process.
 
     Attributes:
@@ -304,7 +304,7 @@ def offer(
     ranges: Sequence[Registrable],
     writable: bool,
     keep: object = None,
-) -> Offer:
+) -> Offered:
     """Let peers reach `ranges`, and keep `keep` alive until no peer can write to them any more.
 
     Without ranges nothing is offered. A transport that does not reach such memory offers the cache
@@ -328,7 +328,7 @@ def offer(
                 metadata |= offered.metadata
                 made += offered.registrations
         undo.pop_all()
-    return Offer(MappingProxyType(metadata), tuple(made))
+    return Offered(MappingProxyType(metadata), tuple(made))
 
 
 def _offer_by(
@@ -336,7 +336,7 @@ def _offer_by(
     ranges: Sequence[Registrable],
     writable: bool,
     keep: object,
-) -> Offer:
+) -> Offered:
     registrations = []
     with ExitStack() as unless_all:
         for memory_range in ranges:
@@ -344,7 +344,7 @@ def _offer_by(
             unless_all.callback(transport.deregister, registrations[-1])
         metadata = transport.metadata(registrations)
         unless_all.pop_all()
-    return Offer(
+    return Offered(
         {transport.name: metadata},
         tuple((transport, registration) for registration in registrations),
     )

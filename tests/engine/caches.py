@@ -19,9 +19,9 @@ from kvplan import (
     Rows,
     Transfer,
 )
-from kvplan.engine.entry import CacheEntry
 from kvplan.engine.registry import CacheRegistry
 from kvplan.lease import LeaseWord
+from kvplan.links.local_engine import CacheEntry
 from kvplan.transport.local import LocalTransport
 
 _T = TypeVar("_T")
@@ -53,7 +53,7 @@ def free_nbytes(registry: CacheRegistry) -> int:
 def as_peer(transport: LocalTransport, entry: CacheEntry) -> Any:
     """Return the cache's memory as a peer reaches it by the published metadata."""
     desc = entry.cache.cache_desc
-    link = transport.connect(entry.metadata[transport.name])
+    link = transport.connect(entry.offered.metadata[transport.name])
     return link.memory(entry.cache.tensor_addrs, desc.tensor_nbytes)
 
 

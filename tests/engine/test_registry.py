@@ -141,7 +141,7 @@ def test_a_cache_that_cannot_be_offered_leaves_nothing_behind(registry, transpor
 
 def test_caches_that_peers_do_not_reach(registry, transport):
     entry = registry.register(SLOTS, tensors(), paged=False, keys=[key(1)], remote_accessible=False)
-    assert (entry.metadata, registry.offered()) == ({}, {})
+    assert (entry.offered.metadata, registry.offered()) == ({}, {})
     assert registry.entries() == [(entry, True)]
     assert transport.metadata() == transport.metadata([])
     with refused("LLM_KV_CACHE_NOT_EXIST", "not remote accessible"):
@@ -156,7 +156,7 @@ def test_read_only_arrays_are_not_offered_for_writing(registry, transport):
     entry = registry.register(SLOTS, arrays, paged=False)
     assert not entry.memory.writable
     with refused("LLM_PARAM_INVALID", "writable=False"):
-        transport.connect(entry.metadata["local"]).memory(
+        transport.connect(entry.offered.metadata["local"]).memory(
             entry.cache.tensor_addrs, SLOTS.tensor_nbytes, writable=True
         )
     with refused("LLM_PARAM_INVALID", "writable=True"):
@@ -194,7 +194,7 @@ def test_every_transport_offers_it(transport):
         second.name = "second"
         registry = CacheRegistry((transport, second), Options(), lambda: None)
         entry = registry.allocate(SLOTS, paged=False)
-        assert list(entry.metadata) == ["local", "second"]
+        assert list(entry.offered.metadata) == ["local", "second"]
         for each in (transport, second):
             as_peer(each, entry).check()
         registry.close()

@@ -25,12 +25,13 @@ from kvplan import (
     Transfer,
 )
 from kvplan.control.messages import MAX_NBYTES, ShardEntry, Table, TableEntry, encode
-from kvplan.engine.entry import CacheEntry
 from kvplan.links import peer_table
+from kvplan.links.local_engine import CacheEntry
 from kvplan.links.peer_link import PeerLink
 from kvplan.links.peer_table import PeerCache, PeerTable, find_by_address
 from kvplan.links.publisher import PublishedTable, Publisher
 from kvplan.status import LLMStatusCode
+from kvplan.transport.transport import Offered
 from tests.links.end import DESC, End
 from tests.links.peer import Peer
 from tests.support.refusals import refused
@@ -358,7 +359,8 @@ def test_caches_that_only_replies_name_are_not_remembered(pair: tuple[End, End])
 def _entry(cache_id: int, desc: CacheDesc, metadata: bytes) -> CacheEntry:
     cache = kvplan.Cache(desc, cache_id, tuple(range(1, desc.num_tensors + 1)))
     memory = kvplan.HostMemory.from_arrays([np.zeros(1, np.uint8)])
-    return CacheEntry(cache, False, memory, None, True, False, {"local": metadata}, 0.0)
+    offered = Offered({"local": metadata}, ())
+    return CacheEntry(cache, False, memory, None, True, False, offered, 0.0)
 
 
 def _tensors() -> list[np.ndarray]:
