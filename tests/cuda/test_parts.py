@@ -1,4 +1,4 @@
-"""What the copy kernel may be given, memory that cannot be noted, dropped streams: only C can see."""
+"""What the copy kernel may be given, memory that cannot be noted, dropped streams: all in C."""
 
 from __future__ import annotations
 
