@@ -10,6 +10,7 @@ import ctypes
 import gc
 import mmap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -96,6 +97,18 @@ def test_nothing_spoils_a_capture(
     del case
     capture()
     device.allocate(1)  # what was freed meanwhile goes
+
+
+@pytest.mark.parametrize("stream", [0, 1, 2], ids=["default", "legacy", "of the thread"])
+def test_a_default_stream_is_not_asked_for_its_context(
+    device: Device, sim_log: Log, stream: int
+) -> None:
+    """This thread has none, so the driver would not know; it is that of the primary one."""
+    sim_log.restart()
+    with suppress(CudaError):  # the stand-in has no stream of each thread
+        device.take_stream(stream)
+    assert sim_log.calls("cuStreamIsCapturing")
+    assert not sim_log.calls("cuStreamGetCtx")
 
 
 def test_a_thread_keeps_its_mode(device: Device, program: Cuda) -> None:

@@ -1,4 +1,4 @@
-"""What the copy kernel may be given, and memory that cannot be noted: what only C can look at."""
+"""What the copy kernel may be given, memory that cannot be noted, dropped streams: all in C."""
 
 from __future__ import annotations
 
@@ -22,3 +22,9 @@ def test_reach(check: Check, name: str) -> None:
 def test_share(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("share")
     compiled(folder, "tests/cuda/share_main.c")("gone_if_not_noted")
+
+
+def test_of_a_stream_that_is_dropped_nothing_is_left(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    compiled(tmp_path_factory.mktemp("launch"), "tests/cuda/launch_main.c")("dropped_stream")

@@ -212,6 +212,15 @@ class TestRevoking:
         assert_only_confirmed_arrived(case, task.report)
         assert memory.revoked == kept.revoked == "it is needed"
 
+    @pytest.mark.parametrize("which", [0, 1, 2])
+    def test_memory_is_revoked_with_any_of_its_parts(self, which: int) -> None:
+        parts = tuple(Revocable() for _ in range(3))
+        whole = Revocable(parts)
+        assert whole.revoked is None
+        revoke(parts[which], "it goes")
+        assert whole.revoked == "it goes"
+        assert [part.revoked for part in parts].count(None) == 2
+
     def test_later_tasks_move_nothing(self, executor: Executor) -> None:
         case = scatter([4096] * 3)
         memory = Revocable()

@@ -64,6 +64,23 @@ def test_the_array_is_cut_into_layers(
     case.assert_moved()
 
 
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_layers_that_have_ended_are_seen_beside_one_that_moves(host: Backend, slow: int) -> None:
+    """Whichever of them was opened first, and though nobody waits."""
+    nbytes = [8] * 3
+    nbytes[slow] = 32 << 20
+    case = scatter(nbytes)
+    task = Executor(limit_bandwidth(host, 1e6)).layered(case.descriptors, 1)
+    expected = [LAYER_DONE] * 3
+    expected[slow] = LAYER_MOVING
+    for layer in range(3):
+        assert task.open(layer)
+    while task.states().count(LAYER_DONE) < 2:
+        pass
+    assert task.states() == tuple(expected)
+    task.cancel()
+
+
 def test_a_task_without_descriptors_has_no_layers(executor: Executor) -> None:
     task = executor.layered(Descriptors(), 7)
     assert (task.num_layers, task.states(), task.report.status) == (0, (), KVN_OK)

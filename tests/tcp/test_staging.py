@@ -20,6 +20,7 @@ from tests.ascend.simulator import Log
 from tests.cuda_sim.simulator import CudaControls, cuda_simulator, sim_folder
 from tests.datadist.layers import wait_until
 from tests.support.compiled import Check, compiled
+from tests.support.held import Held
 from tests.tcp.frames import ANSWER_NBYTES, PULL, Attacked, Range, Run, answer, attack, request
 from tests.tcp.peer import (
     DIRECTIONS,
@@ -261,6 +262,19 @@ def test_a_transfer_without_memory_for_the_slots_here_is_refused(
         ends.executor(direction)
     assert caught.value.status == KVN_NO_DEVICE_MEMORY
     assert ends.run(direction, [(0, 0, MIB)]).status == KVN_OK
+
+
+def test_services_that_are_closed_leave_no_thread_though_slots_found_no_memory(
+    device: Device, cuda_simulator: CudaControls
+) -> None:
+    """While the error is still held."""
+    before = Held.now()
+    ends = Ends(device, cuda_simulator, None)
+    cuda_simulator.add_fault("cuMemHostAlloc:1=2")
+    with pytest.raises(CallError, match="cuMemHostAlloc: 2"):
+        ends.executor("get")
+    ends.close()
+    before.check_new_threads(set())
 
 
 @plain

@@ -11,7 +11,7 @@ static int mapped, packed;             /* now */
 static kvn_ucs_status map_memory(kvn_ucp_context_h context, const kvn_ucp_mem_map_params *params, kvn_ucp_mem_h *out)
 {
     (void)context;
-    CHECK(params->length == 4096);
+    CHECK(params->length == 4096 || params->length == 8192);
     *out = (kvn_ucp_mem_h)&mapped;
     mapped += of_map == KVN_UCS_OK;
     return of_map;
@@ -74,6 +74,14 @@ static void nothing_left(void)
     CHECK(used[0] == used[1]);
     kvn_ucx_region_drop(&regions, used[0]);
     CHECK(mapped == 1 && packed == 1);
+    /* A longer range at the same address, or of another kind, is not the same. */
+    for (int kind = KVN_UCS_MEMORY_HOST; kind <= KVN_UCS_MEMORY_CUDA; kind++) {
+        CHECK(kvn_ucx_region_use(&regions, 4096, kind == KVN_UCS_MEMORY_HOST ? 8192 : 4096, kind, &used[0], &failure) ==
+              KVN_OK);
+        CHECK(used[0] != used[1] && mapped == 2 && packed == 2);
+        kvn_ucx_region_drop(&regions, used[0]);
+        CHECK(mapped == 1 && packed == 1);
+    }
     kvn_ucx_region_drop(&regions, used[1]);
     CHECK(mapped == 0 && packed == 0 && !regions.first);
     kvn_ucx_regions_fini(&regions);

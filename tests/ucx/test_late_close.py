@@ -9,6 +9,7 @@ from textwrap import dedent
 import pytest
 
 from kvnative._backend import KVN_CANCELLED, KVN_PEER_GONE
+from tests.support.compiled import compiled
 from tests.support.ucx_library import found
 from tests.ucx.peer import run, stand_in
 
@@ -102,3 +103,9 @@ def test_keys_are_destroyed_after_the_operations_that_use_them(
         """
     printed = run(PULLING + dedent(script), library, str(tmp_path / "memory"), kind)
     assert printed == f"0 0 0\n{KVN_PEER_GONE}\n3 0 {after_close}\n"
+
+
+def test_who_waits_for_the_last_endpoint_is_woken_by_it(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    compiled(tmp_path_factory.mktemp("closing"), "tests/ucx/closing_main.c")("woken_by_the_last")

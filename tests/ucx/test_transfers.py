@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -308,6 +310,10 @@ class TestGivenUp:
         assert (report.status, report.message) == (KVN_PEER_GONE, "it is over")
 
 
+class Owner:
+    """Of memory."""
+
+
 class TestArguments:
     def test_a_region(self, worker: UcxWorker, local: Bytes) -> None:
         first = worker.map(local.ctypes.data, local.nbytes)
@@ -320,6 +326,22 @@ class TestArguments:
             worker.map(1, 1, kind="disk")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="at least 1 byte and end at"):
             worker.map(2**64 - 4096, 8192)
+
+    def test_a_region_holds_its_owner_until_it_is_released(
+        self, worker: UcxWorker, local: Bytes
+    ) -> None:
+        """Its own, though both are of the same memory."""
+        owners = [Owner() for _ in range(2)]
+        alive = [weakref.ref(owner) for owner in owners]
+        regions = [
+            worker.map(local.ctypes.data, local.nbytes, owner=owners.pop(0)) for _ in range(2)
+        ]
+        gc.collect()
+        assert None not in [owner() for owner in alive]
+        regions[0].release()
+        gc.collect()
+        assert [owner() is None for owner in alive] == [True, False]
+        assert not regions[1].released
 
     def test_a_backend(
         self,
