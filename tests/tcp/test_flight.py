@@ -1,4 +1,4 @@
-"""The bytes that a client requests ahead, over simulated networks: nothing here waits for real ones."""
+"""The bytes that a client over TCP requests ahead: networks are simulated, in virtual time."""
 
 from __future__ import annotations
 
