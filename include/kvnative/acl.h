@@ -49,7 +49,6 @@ enum {
     KVN_ACL_PARAMETER = 107000,
     KVN_ACL_STREAM_ABORTED = 107023,
     KVN_ACL_STREAM_TIMEOUT = 507046,
-    KVN_ACL_EVENT_TIMEOUT = 507047,
     KVN_ACL_DRIVER_FAILED = 507899,
     KVN_ACL_NOT_REGISTERED = 507911
 };
@@ -128,7 +127,6 @@ _Static_assert(offsetof(kvn_acl_pointer, reserved) == 12, "rsv at 12");
 #define KVN_ACL_OPTIONAL(X)                                                                       \
     X(aclError, aclrtGetVersion, (int32_t *major, int32_t *minor, int32_t *patch))                \
     X(aclError, aclrtCreateEventExWithFlag, (aclrtEvent *event, uint32_t flags))                  \
-    X(aclError, aclrtSynchronizeEventWithTimeout, (aclrtEvent event, int32_t ms))                 \
     X(aclError, aclrtHostRegisterV2, (void *address, uint64_t nbytes, uint32_t flags))            \
     X(aclError, aclrtGetPhyDevIdByLogicDevId, (int32_t logical, int32_t *physical))               \
     X(aclError, aclrtGetDeviceInfo, (uint32_t device, int attribute, int64_t *value))             \
