@@ -53,7 +53,8 @@ static void list_endpoint(void *context)
 
     if (worker->is_closed)
         return;
-    kvn_ucx_endpoint_hold(self); /* held by the worker until the endpoint fails */
+    kvn_ucx_endpoint_hold(self); /* held by the worker until the endpoint has ended */
+    atomic_fetch_add(&worker->num_endpoints, 1);
     self->is_listed = true;
     self->next = worker->endpoints;
     worker->endpoints = self;
@@ -69,6 +70,7 @@ int kvn_ucx_endpoint_create(kvn_ucx_worker *worker, const kvn_ucx_remote *remote
     self->worker = worker;
     kvn_ucx_worker_hold(worker);
     atomic_init(&self->num_holders, 1);
+    self->is_closed = true;
     self->remote = *remote;
     self->remote.address = padded(remote->address, remote->address_nbytes);
     self->remote.generations_key = padded(remote->generations_key, remote->generations_key_nbytes);
@@ -102,9 +104,6 @@ static void on_closed(void *request, kvn_ucs_status status, void *argument)
         worker->calls->ucp_request_free(request);
     self->is_closed = true;
     worker->has_completed = true;
-    atomic_fetch_sub(&worker->num_endpoints, 1);
-    kvn_ucx_notify(worker);
-    kvn_ucx_endpoint_release(self);
 }
 
 /* UCX refuses to close an endpoint by force if it does not watch the peer. */
@@ -176,7 +175,10 @@ static unsigned end(void *context)
         return 0;
     destroy_all_keys(self);
     close_handle(self);
+    if (!self->is_closed)
+        return 0;
     kvn_ucx_remove_task(self->worker, &self->ending);
+    atomic_fetch_sub(&self->worker->num_endpoints, 1);
     kvn_ucx_notify(self->worker);
     kvn_ucx_endpoint_release(self); /* the worker's hold */
     return 1;
@@ -278,11 +280,9 @@ static int open_handle(kvn_ucx_endpoint *self, kvn_failure *failure)
     /* Between processes of one host, transports that read memory directly do not watch the peer. */
     if (status == KVN_UCS_ERR_UNREACHABLE)
         status = make_handle(self, false);
-    if (status == KVN_UCS_OK) {
-        kvn_ucx_endpoint_hold(self); /* held until UCX has closed it */
-        atomic_fetch_add(&self->worker->num_endpoints, 1);
+    self->is_closed = status != KVN_UCS_OK;
+    if (status == KVN_UCS_OK)
         return KVN_OK;
-    }
     self->handle = NULL;
     kvn_fail(failure, KVN_PEER_GONE, status,
              "UCX cannot reach the peer (this side has %.60s): %s", self->worker->transports,

@@ -47,7 +47,7 @@ struct kvn_ucx_endpoint {
     kvn_ucx_keys *keys;      /* of backends */
     unsigned num_operations; /* that UCX has not ended yet */
     bool is_watched; /* UCX reports the peer's death */
-    bool is_closed;  /* UCX touches no memory */
+    bool is_closed;  /* UCX touches no memory; also before it has opened the endpoint */
     bool is_listed; /* the worker has it, or had */
     uint64_t word;   /* that was read to connect */
     kvn_ucx_work teardown;
@@ -66,7 +66,7 @@ int kvn_ucx_endpoint_read_tickets(kvn_ucx_endpoint *self, int64_t deadline_ns,
                                   uint64_t out[KVN_UCX_TICKETS], kvn_failure *failure);
 /* Fails the endpoint; the first reason stays. With or without the progress lock. The effects follow asynchronously. */
 void kvn_ucx_endpoint_fail(kvn_ucx_endpoint *self, int status, int code, const char *message);
-/* Fails all endpoints of a worker, which then refuses new ones, and waits at most a second for UCX to close them.
+/* Fails all endpoints of a worker, which then refuses new ones, and waits at most a second until they have ended.
  * Idempotent; without the progress lock. No effect in a forked child. */
 void kvn_ucx_endpoints_close(kvn_ucx_worker *worker);
 bool kvn_ucx_endpoint_has_failed(const kvn_ucx_endpoint *self, kvn_failure *why);
