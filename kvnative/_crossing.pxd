@@ -12,10 +12,14 @@ cdef extern from "core/failure.h" nogil:
 
 
 cdef extern from "core/library.h" nogil:
+    ctypedef struct kvn_symbol:
+        const char *name
     ctypedef struct kvn_symbols:
         pass
 
-    const char *kvn_library_missing(const void *calls, const kvn_symbols *symbols, size_t n)
+    const kvn_symbol *kvn_library_missing(
+        const void *calls, const kvn_symbols *symbols, const kvn_symbol *after
+    )
     void kvn_library_path(const void *calls, const kvn_symbols *symbols, char *out, size_t room)
 
 
@@ -29,10 +33,10 @@ cdef inline str library_path(const void *calls, const kvn_symbols *symbols):
 cdef inline tuple missing_calls(const void *calls, const kvn_symbols *symbols):
     """Return the names of the optional calls that a library lacks."""
     cdef list names = []
-    cdef const char *name = kvn_library_missing(calls, symbols, 0)
-    while name is not NULL:
-        names.append(name.decode())
-        name = kvn_library_missing(calls, symbols, len(names))
+    cdef const kvn_symbol *symbol = kvn_library_missing(calls, symbols, NULL)
+    while symbol is not NULL:
+        names.append(symbol.name.decode())
+        symbol = kvn_library_missing(calls, symbols, symbol)
     return tuple(names)
 
 

@@ -50,16 +50,13 @@ cdef extern from "hccl/region.h" nogil:
 cdef extern from "hccl/staging.h" nogil:
     ctypedef struct kvn_staging:
         uint64_t slot_nbytes
-        uint32_t slots
         uint32_t num_sets
         bint is_open
 
-    int kvn_staging_check(
-        uint64_t slot_nbytes, uint64_t slots, uint64_t sets, kvn_failure *failure
-    )
+    int kvn_staging_check(uint64_t slot_nbytes, uint64_t sets, kvn_failure *failure)
     int kvn_staging_open(
-        kvn_device *device, uint64_t address, uint64_t slot_nbytes, uint32_t slots,
-        uint32_t num_sets, kvn_staging *out, kvn_failure *failure
+        kvn_device *device, uint64_t address, uint64_t slot_nbytes, uint32_t num_sets,
+        kvn_staging *out, kvn_failure *failure
     )
     int kvn_staging_close(kvn_staging *staging, kvn_failure *failure)
     void kvn_staging_free(kvn_staging *staging)

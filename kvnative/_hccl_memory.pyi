@@ -56,8 +56,7 @@ class Staging:
         library: HcclLibrary,
         device: Device,
         *,
-        slot_nbytes: int = 4 << 20,
-        slots: int = 4,
+        slot_nbytes: int = 8 << 20,
         buffer_sets: int = 2,
     ) -> None: ...
     region: Final[Region]

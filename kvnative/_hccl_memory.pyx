@@ -263,8 +263,8 @@ cdef class Staging:
     any number of communicators: bind `region` to each before its prepare.
 
     Args:
-        slot_nbytes: size of a slot and of the chunks of a transfer, 4096 to 2**30.
-        slots: slots of a transfer, 2 to 64, which is the number of chunks in flight.
+        slot_nbytes: size of a slot and of the chunks of a transfer, 4096 to 2**30. A transfer uses
+            two slots: HCCL moves one chunk while the device copies another.
         buffer_sets: number of simultaneous transfers, 1 to 64. Others wait for their turn, until
             their deadline.
 
@@ -273,23 +273,21 @@ cdef class Staging:
     """
 
     def __init__(self, HcclLibrary library not None, Device device not None, *,
-                 slot_nbytes=4 << 20, slots=4, buffer_sets=2):
+                 slot_nbytes=8 << 20, buffer_sets=2):
         cdef uint64_t size = unsigned("slot_nbytes", slot_nbytes)
-        cdef uint64_t per_set = unsigned("slots", slots)
         cdef uint64_t num_sets = unsigned("buffer_sets", buffer_sets)
         cdef kvn_failure failure
         cdef DeviceBuffer buffer
         if self.made:
             raise TypeError("Staging is made once")
-        check_arguments(kvn_staging_check(size, per_set, num_sets, &failure), &failure)
-        buffer = device.allocate(size * per_set * num_sets)
+        check_arguments(kvn_staging_check(size, num_sets, &failure), &failure)
+        buffer = device.allocate(2 * size * num_sets)
         self.device = device
         self.region = Region(library, device, buffer.address, buffer.nbytes, on_device=True,
                              owner=buffer)
         with nogil:
             check_hccl(kvn_staging_open(&device.device, <uintptr_t>buffer.start, size,
-                                        <uint32_t>per_set, <uint32_t>num_sets, &self.staging,
-                                        &failure), &failure)
+                                        <uint32_t>num_sets, &self.staging, &failure), &failure)
         self.made = True
 
     @property
@@ -328,5 +326,4 @@ cdef class Staging:
         kvn_staging_free(&self.staging)
 
     def __repr__(self):
-        sizes = self.staging.num_sets, self.staging.slots, self.staging.slot_nbytes
-        return f"<Staging of {' x '.join(map(str, sizes))} bytes>"
+        return f"<Staging of {self.staging.num_sets} x 2 x {self.staging.slot_nbytes} bytes>"

@@ -66,15 +66,18 @@ cdef extern from "ucx/endpoint.h" nogil:
     int kvn_ucx_endpoint_connect(
         kvn_ucx_endpoint *self, int64_t deadline_ns, kvn_failure *failure
     )
-    int kvn_ucx_endpoint_read_tickets(
-        kvn_ucx_endpoint *self, int64_t deadline_ns, uint64_t *out, kvn_failure *failure
-    )
     void kvn_ucx_endpoint_fail(
         kvn_ucx_endpoint *self, int status, int code, const char *message
     )
     void kvn_ucx_endpoints_close(kvn_ucx_worker *worker)
     bint kvn_ucx_endpoint_has_failed(const kvn_ucx_endpoint *self, kvn_failure *why)
     void kvn_ucx_endpoint_release(kvn_ucx_endpoint *self)
+
+
+cdef extern from "ucx/tickets.h" nogil:
+    int kvn_ucx_endpoint_read_tickets(
+        kvn_ucx_endpoint *self, int64_t deadline_ns, uint64_t *out, kvn_failure *failure
+    )
 
 
 cdef extern from "ucx/region.h" nogil:

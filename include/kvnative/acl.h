@@ -49,7 +49,6 @@ enum {
     KVN_ACL_PARAMETER = 107000,
     KVN_ACL_STREAM_ABORTED = 107023,
     KVN_ACL_STREAM_TIMEOUT = 507046,
-    KVN_ACL_EVENT_TIMEOUT = 507047,
     KVN_ACL_DRIVER_FAILED = 507899,
     KVN_ACL_NOT_REGISTERED = 507911
 };
@@ -124,11 +123,11 @@ _Static_assert(offsetof(kvn_acl_pointer, reserved) == 12, "rsv at 12");
     X(aclError, aclrtMemcpy,                                                                      \
       (void *dst, size_t room, const void *src, size_t nbytes, int kind))
 
-/* Calls of later versions, or that may be removed; NULL if the library lacks them. */
-#define KVN_ACL_OPTIONAL(X)                                                                       \
+/* Calls of later versions, or that may be removed; NULL if the library lacks them. NEWER: a call of CANN 9.1 that does
+ * the same as the one before. */
+#define KVN_ACL_OPTIONAL(X, NEWER)                                                                \
     X(aclError, aclrtGetVersion, (int32_t *major, int32_t *minor, int32_t *patch))                \
     X(aclError, aclrtCreateEventExWithFlag, (aclrtEvent *event, uint32_t flags))                  \
-    X(aclError, aclrtSynchronizeEventWithTimeout, (aclrtEvent event, int32_t ms))                 \
     X(aclError, aclrtHostRegisterV2, (void *address, uint64_t nbytes, uint32_t flags))            \
     X(aclError, aclrtGetPhyDevIdByLogicDevId, (int32_t logical, int32_t *physical))               \
     X(aclError, aclrtGetDeviceInfo, (uint32_t device, int attribute, int64_t *value))             \
@@ -136,28 +135,23 @@ _Static_assert(offsetof(kvn_acl_pointer, reserved) == 12, "rsv at 12");
       (void **dsts, size_t *rooms, void **srcs, size_t *sizes, size_t count,                      \
        kvn_acl_batch_attribute *attributes, size_t *attribute_firsts, size_t num_attributes,      \
        size_t *fail_index))                                                                       \
+    NEWER(aclError, aclrtMemcpyBatchV2,                                                           \
+      (void **dsts, size_t *rooms, void **srcs, size_t *sizes, size_t count,                      \
+       kvn_acl_batch_attribute *attributes, size_t *attribute_firsts, size_t num_attributes))     \
     X(aclError, aclrtMemcpyBatchAsync,                                                            \
       (void **dsts, size_t *rooms, void **srcs, size_t *sizes, size_t count,                      \
        kvn_acl_batch_attribute *attributes, size_t *attribute_firsts, size_t num_attributes,      \
-       size_t *fail_index, aclrtStream stream))
-
-/* X(result, name, parameters, older): calls of CANN 9.1 that do the same as an optional call before. */
-#define KVN_ACL_NEWER(X)                                                                          \
-    X(aclError, aclrtMemcpyBatchV2,                                                               \
-      (void **dsts, size_t *rooms, void **srcs, size_t *sizes, size_t count,                      \
-       kvn_acl_batch_attribute *attributes, size_t *attribute_firsts, size_t num_attributes),     \
-      aclrtMemcpyBatch)                                                                           \
-    X(aclError, aclrtMemcpyBatchAsyncV2,                                                          \
+       size_t *fail_index, aclrtStream stream))                                                   \
+    NEWER(aclError, aclrtMemcpyBatchAsyncV2,                                                      \
       (void **dsts, size_t *rooms, void **srcs, size_t *sizes, size_t count,                      \
        kvn_acl_batch_attribute *attributes, size_t *attribute_firsts, size_t num_attributes,      \
-       aclrtStream stream), aclrtMemcpyBatchAsync)
+       aclrtStream stream))
 
 /* The calls, as found in the library. */
 typedef struct kvn_acl {
-#define KVN_ACL_FIELD(result, name, parameters, ...) result(*name) parameters;
+#define KVN_ACL_FIELD(result, name, parameters) result(*name) parameters;
     KVN_ACL_REQUIRED(KVN_ACL_FIELD)
-    KVN_ACL_OPTIONAL(KVN_ACL_FIELD)
-    KVN_ACL_NEWER(KVN_ACL_FIELD)
+    KVN_ACL_OPTIONAL(KVN_ACL_FIELD, KVN_ACL_FIELD)
 #undef KVN_ACL_FIELD
 } kvn_acl;
 

@@ -231,8 +231,7 @@ class TransferEngine:
         if (known := self._registered.get(address)) is None:
             raise invalid(f"no registered memory begins at {address:#x}")
         engine.deregister(known[1])
-        # Only now: an interrupted call can be repeated, and until here other memory at the same
-        # address is refused.
+        # Only now: an interrupted call can be repeated, and other memory is refused until here.
         with signals_deferred, self._mutex:
             if self._registered.get(address) is known:  # no other thread was faster
                 del self._registered[address]
@@ -277,7 +276,7 @@ class TransferEngine:
         """Free memory of `allocate_managed_buffer`."""
         if buffer_addr not in self._buffers:
             raise invalid(f"buffer_addr={buffer_addr:#x} must come from allocate_managed_buffer")
-        if buffer_addr in self._registered:  # otherwise `unregister_memory` has withdrawn it
+        if buffer_addr in self._registered:  # else withdrawn, by an interrupted call perhaps
             self._unregister(buffer_addr)
         self._buffers.pop(buffer_addr, None)  # another thread may have freed it
         return 0

@@ -16,6 +16,7 @@ from tests.ascend_sim.build import build
 
 CORE = "libkvsim_core.so"
 HOME = "ASCEND_HOME_PATH"
+HOST_TO_DEVICE = 1  # of ACL
 VARIANT = os.environ.get("KVSIM_VARIANT", "8.5")  # of this process; test_acl_variants.py sets it
 ELSEWHERE = "KVPLAN_ASCEND_LIBRARY"  # set to nothing in tests/conftest.py: most run without device
 
@@ -27,6 +28,14 @@ class Call(NamedTuple):
     code: int
     pid: int
     fields: dict[str, Any]
+
+
+def is_staging(line: dict[str, Any]) -> bool:
+    """Return whether a line of the log is a copy from the host to the device within a transfer."""
+    call = line.get("call")
+    return call in ("aclrtMemcpyBatch", "aclrtMemcpyBatchAsync") or (
+        call == "aclrtMemcpyAsync" and line["kind"] == HOST_TO_DEVICE
+    )
 
 
 def _whole(text: bytes) -> bytes:

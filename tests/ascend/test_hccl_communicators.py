@@ -360,7 +360,7 @@ def test_closing_waits_for_the_transfer_that_runs_and_no_longer(ends: Ends) -> N
 def test_contexts_of_the_calling_thread_stay(ends: Ends) -> None:
     """A framework in the same process has its own."""
     ends[0].set_own_context()
-    connection = ends.connect(NBYTES, staging={"slot_nbytes": 4096, "slots": 2, "buffer_sets": 1})
+    connection = ends.connect(NBYTES, staging={"slot_nbytes": 4096, "buffer_sets": 1})
     assert connection.transfer("put", connection.rows([64])).status == KVN_OK
     ends[0].unbind(connection.name, connection.addresses[0])
     connection.close()

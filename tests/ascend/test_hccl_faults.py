@@ -225,7 +225,7 @@ def test_peer_that_is_killed(
     folder = tmp_path_factory.mktemp("kvsim")
     with two_ends(folder, product, KVSIM_LATENCY_US=300000, KVSIM_RETRY_US=20000) as ends:
         connection = ends.connect(
-            NBYTES, staging={"slot_nbytes": 4096, "slots": 2, "buffer_sets": 1} if staged else None
+            NBYTES, staging={"slot_nbytes": 4096, "buffer_sets": 1} if staged else None
         )
         local = ends[0].memory("pinned", NBYTES) if staged else None
         options = {"staging": connection.name, "local": "host"} if staged else {}

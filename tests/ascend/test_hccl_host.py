@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.ascend.simulator import ELSEWHERE
+from tests.ascend.simulator import ELSEWHERE, is_staging
 from tests.ascend_sim.build import build_large_pages
 
 ROOT = Path(__file__).parents[2]
@@ -64,5 +64,4 @@ def test_all_that_is_of_the_host_is_reached(
     calls = report["calls"]
     assert not [call for call in calls if call["call"] == "violation"]
     # What the program has pinned itself cannot be pinned again before 8.5: it is staged.
-    stagings = {call["call"] for call in calls} & {"aclrtStreamWaitEvent"}
-    assert stagings == {"aclrtStreamWaitEvent"}
+    assert any(map(is_staging, calls))

@@ -82,9 +82,7 @@ def test_library_without_one_sided_operations_says_which(tmp_path: Path) -> None
 )
 def test_transfers_with_each_variant(tmp_path: Path, variant: str, product: Product) -> None:
     with two_ends(tmp_path, product, variant) as ends:
-        connection = ends.connect(
-            1 << 16, staging={"slot_nbytes": 4096, "slots": 2, "buffer_sets": 1}
-        )
+        connection = ends.connect(1 << 16, staging={"slot_nbytes": 4096, "buffer_sets": 1})
         rows = connection.rows([100] * 300)
         assert connection.transfer("put", rows).status == KVN_OK
         local = ends[0].memory("pageable", 1 << 16)

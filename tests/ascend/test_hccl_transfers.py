@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import pairwise
 
 import pytest
 
 from kvnative._backend import KVN_INVALID, KVN_OK, KVN_UNMAPPED
 from tests.ascend.hccl_ends import A2, A3, A950, Connection, Ends, ends_on, reversed_pieces
-from tests.ascend.simulator import Call
 
 SIZES = [4096, 1, 511, 65536, 64, 3, 20000, 128]
 NBYTES = 1 << 20
-EVENT_TIMEOUT = 507047
 
 
 ends = ends_on(A2, A3, A950)
@@ -70,27 +67,13 @@ def test_batches_and_one_synchronization(connection: Connection, count: int) -> 
     assert successful_synchronizations(ends) == 1
 
 
-def test_an_event_that_is_late_costs_no_further_synchronization(connection: Connection) -> None:
-    ends = connection.ends
-    ends[0].fault(f"aclrtSynchronizeEventWithTimeout:1={EVENT_TIMEOUT}")
-    assert connection.transfer("put", connection.rows([256] * 3904)).status == KVN_OK
-    assert ends[0].faults_left() == 0
-    assert successful_synchronizations(ends) == 1
-
-
 def successful_synchronizations(ends: Ends) -> int:
-    """Waits for the stream that found it empty: not those that pacing asks for.
+    """Waits for the stream that found it empty: not those of 1 ms, for an event that is late.
 
-    Where an event is late (this machine is busy), the stream is asked whether it has failed. It may
-    be empty by then; what counts is that the transfer does not wait for each batch.
+    It may be empty by then; what counts is that the transfer does not wait for each batch.
     """
-    calls = ends.log.calls("aclrtSynchronizeEventWithTimeout", "aclrtSynchronizeStreamWithTimeout")
-    return sum(
-        call.name == "aclrtSynchronizeStreamWithTimeout"
-        and call.code == 0
-        and not (before.name == "aclrtSynchronizeEventWithTimeout" and before.code != 0)
-        for before, call in pairwise([Call("", 0, 0, {}), *calls])
-    )
+    calls = ends.log.calls("aclrtSynchronizeStreamWithTimeout")
+    return sum(call.code == 0 and call.fields["timeout"] != 1 for call in calls)
 
 
 def test_guards_cost_one_get(connection: Connection) -> None:

@@ -68,7 +68,7 @@ def test_a_communicator_that_is_closed_while_it_transfers(ends: Ends, how: str) 
 
 @pytest.mark.parametrize("direction", ["put", "get"])
 def test_staging_memory_is_not_used_again_before(ends: Ends, direction: str) -> None:
-    connection = ends.connect(NBYTES, staging={"slot_nbytes": 4096, "slots": 2, "buffer_sets": 1})
+    connection = ends.connect(NBYTES, staging={"slot_nbytes": 4096, "buffer_sets": 1})
     local = ends[0].memory("pinned", NBYTES)
     options = {"staging": connection.name, "local": "host"}
     rows = connection.rows(SIZES, local)

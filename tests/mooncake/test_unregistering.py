@@ -93,6 +93,24 @@ def interrupted_managed() -> int:
     return interrupts.place
 
 
+def interrupted_freeing() -> int:
+    """Interrupt `free_managed_buffer` at each place: what it has not freed, the next call frees."""
+    here = engine()
+    records = logging.handlers.BufferingHandler(10_000)
+    logging.getLogger("kvplan.mooncake").addHandler(records)
+    interrupts = Interrupts("/kvplan/")
+    goes_on = True
+    while goes_on:
+        address = here.allocate_managed_buffer(SIZE)
+        goes_on = interrupts.call(lambda address=address: here.free_managed_buffer(address, SIZE))
+        is_freed = here.free_managed_buffer(address, SIZE) == -1
+        why = records.buffer[-1].getMessage() if is_freed else ""
+        assert not why or "must come from allocate_managed_buffer" in why, (interrupts.place, why)
+        assert here.datadist.caches() == [], interrupts.place
+    here.close()
+    return interrupts.place
+
+
 def withdrawn_meanwhile() -> int:
     """Unregister the first piece of a batch at each place; the last piece is refused.
 
@@ -128,6 +146,7 @@ def withdrawn_meanwhile() -> int:
         ("interrupted_registering", 30),
         ("interrupted_batch", 90),
         ("interrupted_managed", 30),
+        ("interrupted_freeing", 30),
         ("withdrawn_meanwhile", 0),
     ],
 )

@@ -114,9 +114,11 @@ static void find_calls(void)
     void *const math = dlopen("libm.so.6", RTLD_NOW), *const c = dlopen("libc.so.6", RTLD_NOW);
     void *const of_math = dlsym(math, "frexp"), *const of_c = dlsym(c, "frexp");
     const kvn_symbol symbols[] = {
-        {"frexp", 0, false, NULL}, {"no_1", 8, true, NULL}, {"no_2", 16, false, NULL}, {"no_3", 24, false, NULL}};
-    const kvn_symbols all = {symbols, 4}, two = {symbols, 2};
-    void *calls[4] = {c, c, c, c};
+        {"frexp", 0, false, false}, {"no_1", 8, true, false}, {"no_2", 16, false, false}, {"no_3", 24, false, false},
+        {"no_4", 32, true, true}};
+    const kvn_symbols all = {symbols, 5}, two = {symbols, 2};
+    const kvn_symbol *missing = NULL;
+    void *calls[5] = {c, c, c, c, c};
 
     CHECK(of_math && of_c && of_math != of_c);
     CHECK(kvn_library_find((void *[]){math, c}, 2, "frexp") == of_math);
@@ -125,9 +127,13 @@ static void find_calls(void)
     CHECK(strcmp(kvn_library_fill((void *[]){c, math}, 2, &all, calls), "no_2") == 0);
     CHECK(calls[0] == of_c && !calls[1] && !calls[2] && !calls[3]);
     CHECK(kvn_library_fill(&c, 1, &two, calls) == NULL);
-    for (size_t i = 0; i < 3; i++)
-        CHECK(strcmp(kvn_library_missing(calls, &all, i), symbols[i + 1].name) == 0);
-    CHECK(kvn_library_missing(calls, &all, 3) == NULL);
+    for (size_t i = 1; i <= 3; i++) {
+        missing = kvn_library_missing(calls, &all, missing);
+        CHECK(missing == &symbols[i]);
+    }
+    CHECK(kvn_library_missing(calls, &all, missing) == NULL);
+    calls[4] = c; /* which replaces no_3 */
+    CHECK(kvn_library_missing(calls, &all, &symbols[2]) == NULL);
 }
 
 /* ---- processes ---- */

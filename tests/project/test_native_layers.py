@@ -81,6 +81,18 @@ def test_they_would_be_seen() -> None:
     assert set(upward({"tcp/d": {"acl/e"}, "acl/e": set()})) == {("tcp/d", "acl/e")}
 
 
+def test_runtimes_of_devices_are_called_through_the_table_of_operations() -> None:
+    """Each folder but its own, HCCL's included, uses `kvn_device_ops`."""
+    owner = {"aclrt": "acl", "cu": "cuda"}
+    calls = {
+        (str(path.relative_to(SOURCES)), name)
+        for path in SOURCES.rglob("*.[ch]")
+        for name, runtime in re.findall(r"->((aclrt|cu)[A-Z]\w+)\b", path.read_text())
+        if path.parent.name != owner[runtime]
+    }
+    assert calls == set()
+
+
 def atomics(text: str) -> set[str]:
     """Names of the fields and variables that a source declares atomic."""
     kind = r"^\s*(?:static )?(?:atomic_\w+|_Atomic(?:\(\w+\)| \w+)) \*?(\w+)(?:\[\w+\])?;"

@@ -73,7 +73,7 @@ static void release(kvn_backend *self, kvn_request *it) { (void)self, (void)it; 
 
 static const kvn_backend_vtable vtable = {.submit = submit, .wait = wait_for, .release = release};
 static kvn_backend backend = {&vtable};
-static kvn_tcp_copier copier = {.device = &device, .to_host = &backend, .to_device = &backend};
+static kvn_copier copier = {.device = &device, .backends = {&backend, &backend}};
 
 /* ---- checks ---- */
 

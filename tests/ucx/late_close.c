@@ -1,6 +1,7 @@
 /* A UCX that ends large gets, and closes endpoints, no sooner than it may; and that watches how keys are destroyed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdbool.h>
 #include <time.h>
 
@@ -8,6 +9,8 @@
 
 #define LARGE 65536
 #define ROOM 1024
+#define HOLD_NS 200000000
+#define BUSY ((kvn_ucs_status)-15) /* UCS_ERR_BUSY */
 #define REAL(name) (*(__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
 static struct held {
@@ -24,7 +27,8 @@ static struct unpacked {
 static _Atomic unsigned num_held, num_unpacked, num_destroyed, num_in_use, num_after_close;
 static kvn_ucp_ep_h closing, closed;
 static _Atomic int64_t due_ns = INT64_MAX;
-static _Atomic bool is_watching;
+static _Atomic bool is_watching, is_slow;
+static pthread_t closing_thread;
 
 static int64_t now_ns(void)
 {
@@ -46,6 +50,13 @@ void may_close_in(int64_t ms) { due_ns = now_ns() + ms * 1000000; }
 
 /* Endpoints that watch their peer are made too, and can be closed by force. */
 void watch_peers(void) { is_watching = true; }
+
+/* From now on the calling thread ends no close; the one that does returns late from the pass that ended it. */
+void pass_slowly(void)
+{
+    closing_thread = pthread_self();
+    is_slow = true;
+}
 
 static void *hold(struct held *it, const kvn_ucp_request_param *param, kvn_ucp_rkey_h key)
 {
@@ -128,7 +139,18 @@ static void end_all(void)
 
 unsigned ucp_worker_progress(kvn_ucp_worker_h worker)
 {
-    if (now_ns() >= due_ns)
-        end_all();
+    const bool is_mine = !is_slow || !pthread_equal(closing_thread, pthread_self());
+    const bool is_late = is_slow && closing;
+
+    if (!is_mine || now_ns() < due_ns)
+        return REAL(ucp_worker_progress)(worker);
+    end_all();
+    if (is_late)
+        nanosleep(&(struct timespec){.tv_nsec = HOLD_NS}, NULL);
     return REAL(ucp_worker_progress)(worker);
+}
+
+kvn_ucs_status ucp_worker_arm(kvn_ucp_worker_h worker)
+{
+    return is_slow && closing ? BUSY : REAL(ucp_worker_arm)(worker);
 }

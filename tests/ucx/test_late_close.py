@@ -86,6 +86,22 @@ def test_keys_are_destroyed_before_their_endpoint_is_closed(
     assert printed == "3 0 0\n" * 2
 
 
+def test_a_worker_closes_after_the_keys_of_its_endpoints_are_destroyed(
+    library: str, tmp_path: Path
+) -> None:
+    """The pass of its thread in which UCX closes an endpoint is slow, and would be the last."""
+    script = """
+        task = submit()
+        library.pass_slowly()
+        endpoint.close()
+        wait_for_close()
+        print(library.keys_destroyed(), task.done)
+        peer.close()
+        """
+    printed = run(PULLING + dedent(script), library, str(tmp_path / "memory"), "watched")
+    assert printed == "3 True\n"
+
+
 @pytest.mark.parametrize(("kind", "after_close"), [("watched", 3), ("unwatched", 0)])
 def test_keys_are_destroyed_after_the_operations_that_use_them(
     library: str, tmp_path: Path, kind: str, after_close: int

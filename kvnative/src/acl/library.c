@@ -9,11 +9,11 @@
 
 /* ---- opening ---- */
 
-#define REQUIRED(result, name, parameters) {#name, offsetof(kvn_acl, name), false, NULL},
-#define OPTIONAL(result, name, parameters) {#name, offsetof(kvn_acl, name), true, NULL},
-#define NEWER(result, name, parameters, older) {#name, offsetof(kvn_acl, name), true, #older},
+#define REQUIRED(result, name, parameters) {#name, offsetof(kvn_acl, name), false, false},
+#define OPTIONAL(result, name, parameters) {#name, offsetof(kvn_acl, name), true, false},
+#define NEWER(result, name, parameters) {#name, offsetof(kvn_acl, name), true, true},
 
-static const kvn_symbol symbols[] = {KVN_ACL_REQUIRED(REQUIRED) KVN_ACL_OPTIONAL(OPTIONAL) KVN_ACL_NEWER(NEWER)};
+static const kvn_symbol symbols[] = {KVN_ACL_REQUIRED(REQUIRED) KVN_ACL_OPTIONAL(OPTIONAL, NEWER)};
 const kvn_symbols kvn_acl_symbols = {symbols, KVN_COUNT_OF(symbols)};
 
 int kvn_acl_library_open(const char *const *paths, size_t num_paths, kvn_acl_library *out,

@@ -48,22 +48,15 @@ static void *address_of(const void *calls, const kvn_symbol *symbol)
     return address;
 }
 
-static bool is_missing(const void *calls, const kvn_symbols *symbols, const kvn_symbol *symbol)
+const kvn_symbol *kvn_library_missing(const void *calls, const kvn_symbols *symbols, const kvn_symbol *after)
 {
-    bool is_there = symbol->older || address_of(calls, symbol);
+    const kvn_symbol *end = symbols->all + symbols->count;
 
-    for (size_t i = 0; i < symbols->count && !is_there; i++) {
-        const kvn_symbol *newer = &symbols->all[i];
-        is_there = newer->older && strcmp(newer->older, symbol->name) == 0 && address_of(calls, newer);
+    for (const kvn_symbol *it = after ? after + 1 : symbols->all; it < end; it++) {
+        const bool has_newer = it + 1 < end && it[1].is_newer && address_of(calls, it + 1);
+        if (!it->is_newer && !has_newer && !address_of(calls, it))
+            return it;
     }
-    return !is_there;
-}
-
-const char *kvn_library_missing(const void *calls, const kvn_symbols *symbols, size_t n)
-{
-    for (size_t i = 0; i < symbols->count; i++)
-        if (is_missing(calls, symbols, &symbols->all[i]) && n-- == 0)
-            return symbols->all[i].name;
     return NULL;
 }
 

@@ -13,8 +13,8 @@
 typedef struct kvn_symbol {
     const char *name;
     size_t at;
-    bool is_optional;  /* the pointer is NULL if the library lacks the call */
-    const char *older; /* an optional call that this one can replace, so that either is enough; NULL: none */
+    bool is_optional; /* the pointer is NULL if the library lacks the call */
+    bool is_newer;    /* it can replace the call of the symbol before, so that either is enough */
 } kvn_symbol;
 
 /* All calls of a library. */
@@ -32,9 +32,9 @@ void *kvn_library_open(const char *path, int flags, kvn_failure *failure);
 const char *kvn_library_fill(void *const *files, size_t num_files, const kvn_symbols *symbols, void *calls);
 /* The address of a symbol in the first of `files` that has it, or NULL. */
 void *kvn_library_find(void *const *files, size_t num_files, const char *name);
-/* Returns the name of the n-th missing symbol of `calls`, of calls that can replace each other the oldest; NULL if
- * fewer are missing. */
-const char *kvn_library_missing(const void *calls, const kvn_symbols *symbols, size_t n);
+/* Returns the first missing symbol of `calls` behind `after` (NULL: of all), or NULL. Of two calls that can replace each
+ * other the older is missing, if both are. */
+const kvn_symbol *kvn_library_missing(const void *calls, const kvn_symbols *symbols, const kvn_symbol *after);
 /* Writes the path of the file that holds the first symbol; "" if the loader does not know it. */
 void kvn_library_path(const void *calls, const kvn_symbols *symbols, char *out, size_t room);
 

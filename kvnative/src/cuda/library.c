@@ -9,8 +9,8 @@
 
 /* ---- opening ---- */
 
-#define REQUIRED(name, parameters) {#name, offsetof(kvn_cuda, name), false, NULL},
-#define OPTIONAL(name, parameters) {#name, offsetof(kvn_cuda, name), true, NULL},
+#define REQUIRED(name, parameters) {#name, offsetof(kvn_cuda, name), false, false},
+#define OPTIONAL(name, parameters) {#name, offsetof(kvn_cuda, name), true, false},
 
 static const kvn_symbol symbols[] = {KVN_CUDA_REQUIRED(REQUIRED) KVN_CUDA_OPTIONAL(OPTIONAL)};
 const kvn_symbols kvn_cuda_symbols = {symbols, KVN_COUNT_OF(symbols)};

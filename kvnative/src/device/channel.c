@@ -23,7 +23,6 @@ struct kvn_channel {
     kvn_channel_job *running;
     bool issued;      /* the running job has issued all its work */
     bool interrupted; /* another thread has interrupted the running job */
-    kvn_stream other; /* another stream that the running job waits for; NULL: none */
     kvn_channel_job *head;
     kvn_channel_job *tail;
     unsigned load; /* number of queued and running jobs */
@@ -169,7 +168,6 @@ static void *channel_main(void *argument)
         channel->running = job;
         channel->issued = false;
         channel->interrupted = false;
-        channel->other = NULL;
         pthread_mutex_unlock(&channel->mutex);
         job->run(job, channel);
         pthread_mutex_lock(&channel->mutex);
@@ -306,14 +304,6 @@ bool kvn_channel_dequeue(kvn_channel *channel, kvn_channel_job *job)
     return queued;
 }
 
-static void abort_stream(const kvn_device *device, kvn_stream stream)
-{
-    kvn_failure ignored;
-
-    if (stream)
-        device->ops->abort_stream(device, stream, &ignored);
-}
-
 void kvn_channel_interrupt(kvn_channel *channel, const kvn_channel_job *job)
 {
     void *previous = NULL;
@@ -324,22 +314,11 @@ void kvn_channel_interrupt(kvn_channel *channel, const kvn_channel_job *job)
     pthread_mutex_lock(&channel->mutex);
     if (channel->running == job) {
         channel->interrupted = true;
-        abort_stream(channel->device, channel->stream);
-        abort_stream(channel->device, channel->other);
+        if (channel->stream)
+            channel->device->ops->abort_stream(channel->device, channel->stream, &ignored);
     }
     pthread_mutex_unlock(&channel->mutex);
     kvn_device_leave(channel->device, previous);
-}
-
-bool kvn_channel_also_uses(kvn_channel *channel, kvn_stream stream)
-{
-    bool interrupted;
-
-    pthread_mutex_lock(&channel->mutex);
-    channel->other = stream;
-    interrupted = channel->interrupted;
-    pthread_mutex_unlock(&channel->mutex);
-    return interrupted;
 }
 
 bool kvn_channel_settle(kvn_channel *channel)

@@ -48,7 +48,7 @@ bool kvn_channel_is_ours(const kvn_channel *channel);
 void kvn_channel_submit(kvn_channel *channel, kvn_channel_job *job);
 /* Takes back a job that has not begun; false if it has. */
 bool kvn_channel_dequeue(kvn_channel *channel, kvn_channel_job *job);
-/* Aborts the streams of a running job, whose thread may be blocked in a call (by a copy of pageable memory or a full
+/* Aborts the stream of a running job, whose thread may be blocked in a call (by a copy of pageable memory or a full
  * stream) and so cannot check whether to stop. If the thread enters such a call later, interrupt again. */
 void kvn_channel_interrupt(kvn_channel *channel, const kvn_channel_job *job);
 /* Waits until the job has issued all its work or has ended; false at the deadline. */
@@ -64,9 +64,6 @@ unsigned kvn_channel_load(kvn_channel *channel);
 /* Makes a stream if there is none. Call it before the first kvn_channel_stream of a job. */
 int kvn_channel_ready(kvn_channel *channel, kvn_channel_fault *fault);
 kvn_stream kvn_channel_stream(const kvn_channel *channel);
-/* Notes that the job uses this stream too: an interrupt aborts both. Pass NULL before the stream is destroyed or
- * reused. Returns true if the job was interrupted. */
-bool kvn_channel_also_uses(kvn_channel *channel, kvn_stream stream);
 /* Reports to kvn_channel_await_issued that the job has issued all its work. */
 void kvn_channel_note_issued(kvn_channel *channel);
 /* Waits for all issued work, and checks *stop every 10 ms: if set, aborts and replaces the stream and returns

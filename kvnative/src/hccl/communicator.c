@@ -12,7 +12,7 @@ struct kvn_communicator {
     uint32_t max_batch;
     atomic_bool disturbed;
     atomic_bool cancelled;
-    aclrtEvent events[2];
+    void *events[2]; /* they pace long transfers */
     pthread_mutex_t cancel_mutex; /* a separate mutex, so that a cancel does not wait for a call of HCCL */
     char cancel_message[256];
     pthread_mutex_t mutex; /* guards the fields below, and HCCL's calls for the connection */
@@ -39,26 +39,20 @@ static int make_words(kvn_communicator *self, kvn_failure *failure)
     return KVN_OK;
 }
 
-/* The events pace long transfers, which are issued at once without them. */
 static int make_events(kvn_communicator *self, kvn_failure *failure)
 {
     const kvn_device *device = self->connection.device;
-    const kvn_acl *acl = kvn_acl_of(device);
     void *previous;
-    aclError code = KVN_ACL_OK;
-    if (!acl->aclrtCreateEventExWithFlag || !acl->aclrtSynchronizeEventWithTimeout)
-        return KVN_OK;
-    if (kvn_device_enter(device, &previous, failure) != KVN_OK)
-        return failure->status;
-    for (int i = 0; i < 2 && code == KVN_ACL_OK; i++) {
-        code = acl->aclrtCreateEventExWithFlag(&self->events[i], KVN_ACL_EVENT_SYNC);
-        if (code != KVN_ACL_OK)
+    int status = kvn_device_enter(device, &previous, failure);
+    if (status != KVN_OK)
+        return status;
+    for (int i = 0; i < 2 && status == KVN_OK; i++) {
+        status = device->ops->create_event(device, &self->events[i], failure);
+        if (status != KVN_OK)
             self->events[i] = NULL; /* its content is undefined after a failure */
     }
-    if (code != KVN_ACL_OK)
-        kvn_acl_fail(acl, "aclrtCreateEventExWithFlag", code, failure);
     kvn_device_leave(device, previous);
-    return code == KVN_ACL_OK ? KVN_OK : failure->status;
+    return status;
 }
 
 static void drop_events(kvn_communicator *self)
@@ -68,10 +62,9 @@ static void drop_events(kvn_communicator *self)
     kvn_failure ignored;
     if (!self->events[0] || kvn_device_enter(device, &previous, &ignored) != KVN_OK)
         return;
-    for (int i = 0; i < 2; i++)
-        if (self->events[i])
-            kvn_acl_of(device)->aclrtDestroyEvent(self->events[i]);
-    self->events[0] = self->events[1] = NULL;
+    for (int i = 0; i < 2 && self->events[i]; i++)
+        device->ops->destroy_event(device, self->events[i], &ignored);
+    self->events[0] = NULL;
     kvn_device_leave(device, previous);
 }
 
@@ -337,10 +330,7 @@ bool kvn_communicator_covers(kvn_communicator *self, uint64_t address, uint64_t 
     return covers;
 }
 
-aclrtEvent *kvn_communicator_events(kvn_communicator *self)
-{
-    return self->events[0] ? self->events : NULL;
-}
+void **kvn_communicator_events(kvn_communicator *self) { return self->events; }
 
 uint64_t kvn_communicator_device_words(const kvn_communicator *self)
 {

@@ -76,8 +76,8 @@ int kvn_communicator_issue(kvn_communicator *self, bool is_put, kvn_one_sided *d
                            uint32_t count, kvn_failure *failure);
 /* True if [address, address + nbytes) lies in one bound region of this side. */
 bool kvn_communicator_covers(kvn_communicator *self, uint64_t address, uint64_t nbytes);
-/* Two events for the running transfer; NULL if the library lacks reusable ones. */
-aclrtEvent *kvn_communicator_events(kvn_communicator *self);
+/* Two events for the running transfer. */
+void **kvn_communicator_events(kvn_communicator *self);
 /* KVN_MAX_GUARDS words for the running transfer: bound device memory, and pinned host memory. */
 uint64_t kvn_communicator_device_words(const kvn_communicator *self);
 uint64_t *kvn_communicator_host_words(const kvn_communicator *self);

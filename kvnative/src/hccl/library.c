@@ -7,8 +7,8 @@
 
 #include "core/library.h"
 
-#define REQUIRED(name, field) {name, offsetof(kvn_hccl_calls, field), false, NULL}
-#define OPTIONAL(name, field) {name, offsetof(kvn_hccl_calls, field), true, NULL}
+#define REQUIRED(name, field) {name, offsetof(kvn_hccl_calls, field), false, false}
+#define OPTIONAL(name, field) {name, offsetof(kvn_hccl_calls, field), true, false}
 
 /* Each of the two ways to register memory needs all of its calls. */
 enum { GLOBAL = 4, NUM_GLOBAL = 5, PER_COMM = 9, NUM_PER_COMM = 5 };
@@ -46,12 +46,12 @@ static bool unfolds(const char *soc_name)
 static int choose_generation(kvn_hccl *hccl, const char *soc_name, kvn_failure *failure)
 {
     const kvn_symbols global = {symbols + GLOBAL, NUM_GLOBAL}, per_comm = {symbols + PER_COMM, NUM_PER_COMM};
-    const char *no_global = kvn_library_missing(&hccl->calls, &global, 0);
-    const char *no_per_comm = kvn_library_missing(&hccl->calls, &per_comm, 0);
+    const kvn_symbol *no_global = kvn_library_missing(&hccl->calls, &global, NULL);
+    const kvn_symbol *no_per_comm = kvn_library_missing(&hccl->calls, &per_comm, NULL);
     const bool is_950 = soc_name && strncmp(soc_name, "Ascend950", strlen("Ascend950")) == 0;
     if (no_per_comm && (is_950 || no_global))
-        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "it lacks %s%s%s", no_per_comm,
-                        is_950 ? ", and " : " and ", is_950 ? soc_name : no_global);
+        return kvn_fail(failure, KVN_UNSUPPORTED, 0, "it lacks %s%s%s", no_per_comm->name,
+                        is_950 ? ", and " : " and ", is_950 ? soc_name : no_global->name);
     hccl->is_per_comm = is_950 || no_global;
     return KVN_OK;
 }

@@ -4,7 +4,7 @@
 #ifndef KVN_HCCL_REGION_H
 #define KVN_HCCL_REGION_H
 
-#include "acl/ops.h"
+#include "device/device.h"
 #include "hccl/library.h"
 
 struct kvn_region {

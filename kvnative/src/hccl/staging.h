@@ -1,28 +1,22 @@
 /* Staging: device memory in slots, through which a transfer copies local memory that HCCL cannot access. One transfer
- * uses one buffer set: slots, a stream that copies between them and the local memory, and events that order this stream
- * and that of the communicator. */
+ * uses one buffer set: two slots, and a copier that moves bytes between them and the local memory. */
 #ifndef KVN_HCCL_STAGING_H
 #define KVN_HCCL_STAGING_H
 
-#include "acl/ops.h"
+#include "device/copier.h"
 #include "hccl/communicator.h"
 
-#define KVN_STAGING_MAX_SLOTS 64
 #define KVN_STAGING_MAX_SETS 64
 
 typedef struct kvn_buffer_set {
-    bool busy;        /* guarded by the staging's mutex */
-    uint64_t address; /* of its slots, which are contiguous */
-    kvn_stream stream;
-    /* For each slot: its bytes have arrived; its bytes have left, so that the slot is free. */
-    aclrtEvent filled[KVN_STAGING_MAX_SLOTS];
-    aclrtEvent emptied[KVN_STAGING_MAX_SLOTS];
+    bool busy;           /* guarded by the staging's mutex */
+    uint64_t address[2]; /* of its slots */
+    kvn_copier copier;   /* made by the first transfer that uses the set */
 } kvn_buffer_set;
 
 typedef struct kvn_staging {
     kvn_device *device;
     uint64_t slot_nbytes;
-    uint32_t slots; /* of a set */
     uint32_t num_sets;
     kvn_buffer_set *sets;
     pthread_mutex_t mutex;
@@ -32,11 +26,11 @@ typedef struct kvn_staging {
 } kvn_staging;
 
 /* KVN_INVALID if a number is out of range; calls no library. */
-int kvn_staging_check(uint64_t slot_nbytes, uint64_t slots, uint64_t sets, kvn_failure *failure);
-/* Uses num_sets * slots * slot_nbytes bytes of device memory at `address`. The caller has bound their region to every
+int kvn_staging_check(uint64_t slot_nbytes, uint64_t sets, kvn_failure *failure);
+/* Uses num_sets * 2 * slot_nbytes bytes of device memory at `address`. The caller has bound their region to every
  * communicator that uses them. */
-int kvn_staging_open(kvn_device *device, uint64_t address, uint64_t slot_nbytes, uint32_t slots,
-                     uint32_t num_sets, kvn_staging *out, kvn_failure *failure);
+int kvn_staging_open(kvn_device *device, uint64_t address, uint64_t slot_nbytes, uint32_t num_sets, kvn_staging *out,
+                     kvn_failure *failure);
 /* KVN_INVALID while a transfer uses it; idempotent. */
 int kvn_staging_close(kvn_staging *staging, kvn_failure *failure);
 /* Call it after close, or in a forked child. */
@@ -47,8 +41,7 @@ void kvn_staging_free(kvn_staging *staging);
 /* Waits for a free set. KVN_CANCELLED if the transfer is halted first. */
 int kvn_staging_claim(kvn_staging *staging, const kvn_halt *halt, kvn_buffer_set **out,
                       kvn_failure *failure);
-/* `is_clean`: all work of its stream is done. Otherwise the stream is aborted and replaced. After the return no work of
- * the set touches memory. */
-void kvn_staging_release(kvn_staging *staging, kvn_buffer_set *set, bool is_clean);
+/* Call it when no copy or operation uses the set. */
+void kvn_staging_release(kvn_staging *staging, kvn_buffer_set *set);
 
 #endif

@@ -78,11 +78,6 @@ int kvn_transfer_issue(kvn_transfer_context *t, kvn_one_sided *rows, const kvn_f
     return status;
 }
 
-int kvn_transfer_fail(kvn_transfer_context *t, const char *call, aclError code)
-{
-    return kvn_acl_fail(t->acl, call, code, &t->fault->why);
-}
-
 /* ---- waiting ---- */
 
 /* Waits after an abort or an error, which stops the stream too: operations may continue though their stream is empty,
@@ -135,24 +130,24 @@ static int look_at_connection(kvn_transfer_context *t)
     return status == KVN_OK ? KVN_FAILED : status;
 }
 
-int kvn_transfer_wait_event(kvn_transfer_context *t, aclrtEvent event, kvn_stream other)
+int kvn_transfer_catch_up(kvn_transfer_context *t)
 {
-    for (;;) {
-        int status;
-        const aclError code = t->acl->aclrtSynchronizeEventWithTimeout(event, SLICE_MS);
-        if (code == KVN_ACL_OK)
-            return look_at_connection(t);
-        if (code != KVN_ACL_EVENT_TIMEOUT)
-            return kvn_transfer_fail(t, "aclrtSynchronizeEventWithTimeout", code);
-        kvn_acl_forget(t->acl);
+    const int status = kvn_transfer_synchronize(t, t->fault);
+    return status == KVN_OK ? look_at_connection(t) : status;
+}
+
+/* Blocks until the event on the communicator's stream has happened, or the stream has failed. */
+static int wait_for_event(kvn_transfer_context *t, void *event)
+{
+    int status;
+    while ((status = t->device->ops->query_event(t->device, event, &t->fault->why)) == KVN_PENDING) {
         if (kvn_is_halted(&t->halt))
             return KVN_CANCELLED;
         status = ended(t, kvn_channel_poll(t->channel, 1, t->fault));
-        if (status >= 0 && other)
-            status = t->device->ops->wait_stream(t->device, other, 1, &t->fault->why);
         if (status < 0)
             return status;
     }
+    return status == KVN_OK ? look_at_connection(t) : status;
 }
 
 /* ---- guards ---- */
@@ -225,17 +220,15 @@ static int check_local(kvn_transfer_context *t, const kvn_fragment *fragments, u
 /* Call it after a batch; see PACE. */
 static int keep_pace(kvn_transfer_context *t, uint64_t *since, uint64_t *laps)
 {
-    aclrtEvent *events = kvn_communicator_events(t->communicator);
+    void **events = kvn_communicator_events(t->communicator);
     const uint64_t lap = *laps;
-    aclError code;
-    if (*since < PACE || !events)
+    int status;
+    if (*since < PACE)
         return KVN_OK;
     *since = 0;
     *laps += 1;
-    code = t->acl->aclrtRecordEvent(events[lap % 2], kvn_channel_stream(t->channel));
-    if (code != KVN_ACL_OK)
-        return kvn_transfer_fail(t, "aclrtRecordEvent", code);
-    return lap ? kvn_transfer_wait_event(t, events[(lap + 1) % 2], NULL) : KVN_OK;
+    status = t->device->ops->record_event(t->device, events[lap % 2], kvn_channel_stream(t->channel), &t->fault->why);
+    return status == KVN_OK && lap ? wait_for_event(t, events[(lap + 1) % 2]) : status;
 }
 
 static int move_directly(kvn_transfer_context *t)
@@ -318,7 +311,7 @@ static int blame_owner(kvn_transfer_context *t, int status)
 static int give_up(kvn_transfer_context *t)
 {
     kvn_channel_fault *fault = t->fault;
-    if (fault->why.code == KVN_ACL_STREAM_ABORTED)
+    if (fault->why.code == t->device->ops->aborted_code)
         fault->why.message[0] = '\0';
     fault->why.code = 0;
     fault->failed = KVN_NO_DESCRIPTOR;
@@ -370,7 +363,6 @@ static int move(kvn_stream_backend *base, kvn_channel *channel, const kvn_column
         .communicator = self->communicator,
         .channel = channel,
         .device = kvn_channel_device(channel),
-        .acl = kvn_acl_of(kvn_channel_device(channel)),
         .shard = shard,
         .halt = kvn_communicator_halt(self->communicator, stop),
         .fault = fault,

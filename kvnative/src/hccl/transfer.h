@@ -68,7 +68,6 @@ typedef struct kvn_transfer_context {
     kvn_communicator *communicator;
     kvn_channel *channel;
     const kvn_device *device;
-    const kvn_acl *acl; /* for events, which the device's table lacks */
     const kvn_columns *shard;
     kvn_halt halt;
     kvn_channel_fault *fault;
@@ -92,14 +91,11 @@ uint32_t kvn_transfer_gather(const kvn_transfer_context *t, kvn_cursor *at, uint
 /* Issues a batch; a failure names the descriptors of `fragments`. KVN_CANCELLED when halted. */
 int kvn_transfer_issue(kvn_transfer_context *t, kvn_one_sided *rows, const kvn_fragment *fragments,
                       uint32_t count);
-/* Reports the failure of a call of ACL. */
-int kvn_transfer_fail(kvn_transfer_context *t, const char *call, aclError code);
-/* Blocks until the event has happened. Meanwhile checks if the transfer was halted, or if the communicator's stream or
- * `other` (NULL: none) has failed, for which the event may wait. */
-int kvn_transfer_wait_event(kvn_transfer_context *t, aclrtEvent event, kvn_stream other);
 /* Blocks until all work on the communicator's stream has ended. KVN_CANCELLED when halted: the stream was aborted.
  * After the return, with any status, no byte moves. */
 int kvn_transfer_synchronize(kvn_transfer_context *t, kvn_channel_fault *fault);
+/* The same between two operations of a transfer; also checks for failed operations after which a stream continues. */
+int kvn_transfer_catch_up(kvn_transfer_context *t);
 /* Aborts the communicator's stream; after the return no byte moves. */
 int kvn_transfer_stop(kvn_transfer_context *t, kvn_channel_fault *fault);
 

@@ -9,7 +9,7 @@
 
 #include "core/library.h"
 
-#define SYMBOL(name) {#name, offsetof(kvn_tcp_crypto, name), false, NULL}
+#define SYMBOL(name) {#name, offsetof(kvn_tcp_crypto, name), false, false}
 
 enum { GET_TAG = 0x10, SET_TAG = 0x11 }; /* EVP_CTRL_AEAD_ */
 

@@ -16,7 +16,7 @@ typedef enum kvn_tcp_state {
 typedef struct kvn_tcp_server {
     kvn_tcp_watched watched;
     kvn_tcp_table *table;
-    kvn_tcp_copier *copier; /* NULL: the service has no device */
+    kvn_copier *copier; /* NULL: the service has no device */
     /* Called once, when the connection has become unusable; from then on on_ready does nothing. */
     void (*on_failed)(void *context, int code, const char *why);
     void *context;

@@ -38,7 +38,7 @@ struct kvn_tcp_thread {
 
 struct kvn_tcp_service {
     kvn_tcp_table table;
-    kvn_tcp_copier copier; /* zeros without a device */
+    kvn_copier copier; /* zeros without a device */
     atomic_uint next;
     atomic_uint users; /* the creator and the links */
     unsigned num_threads;
@@ -47,7 +47,7 @@ struct kvn_tcp_service {
 
 kvn_tcp_table *kvn_tcp_service_table(kvn_tcp_service *self) { return &self->table; }
 
-kvn_tcp_copier *kvn_tcp_service_copier(kvn_tcp_service *self) { return self->copier.device ? &self->copier : NULL; }
+kvn_copier *kvn_tcp_service_copier(kvn_tcp_service *self) { return self->copier.device ? &self->copier : NULL; }
 
 unsigned kvn_tcp_service_next_thread(kvn_tcp_service *self)
 {
@@ -327,7 +327,7 @@ int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, kvn_device *
         return failure->status;
     }
     atomic_init(&self->users, 1);
-    if (device && kvn_tcp_copier_init(&self->copier, device, failure) != KVN_OK) {
+    if (device && kvn_copier_init(&self->copier, device, failure) != KVN_OK) {
         kvn_tcp_service_destroy(self);
         return failure->status;
     }
@@ -371,7 +371,7 @@ void kvn_tcp_service_let_go(kvn_tcp_service *self)
         return;
     for (unsigned i = 0; i < self->num_threads; i++)
         release(&self->threads[i]);
-    kvn_tcp_copier_fini(&self->copier);
+    kvn_copier_fini(&self->copier);
     kvn_tcp_table_fini(&self->table);
     free(self);
 }

@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "device/copier.h"
 #include "tcp/stream.h"
 #include "tcp/table.h"
 
@@ -37,7 +38,7 @@ int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, kvn_device *
 void kvn_tcp_service_destroy(kvn_tcp_service *self);
 kvn_tcp_table *kvn_tcp_service_table(kvn_tcp_service *self);
 /* Copies memory of the device; NULL if the service has no device. */
-kvn_tcp_copier *kvn_tcp_service_copier(kvn_tcp_service *self);
+kvn_copier *kvn_tcp_service_copier(kvn_tcp_service *self);
 /* Adds or removes a hold of a link. The last one frees the service. */
 void kvn_tcp_service_hold(kvn_tcp_service *self);
 void kvn_tcp_service_let_go(kvn_tcp_service *self);

@@ -2,11 +2,8 @@
 #include "tcp/stage.h"
 
 #include <errno.h>
-#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include "device/copy.h"
 
 #define PIECE_NBYTES (512u << 10) /* of device memory; two of them are a request, and so a call */
 #define OWN_NBYTES (32u << 10)    /* around them: a request's head and table, or answers */
@@ -26,39 +23,13 @@ typedef struct slot {
 
 typedef struct stage {
     kvn_tcp_stage base;
-    kvn_tcp_copier *copier;
+    kvn_copier *copier;
     uint8_t *pinned;
     slot out[2], in[2];
     unsigned first_out, first_in; /* the slot whose bytes come first */
-    kvn_request *request;         /* the copy in flight */
-    kvn_report report;
-    kvn_failure failure; /* the latest one */
+    kvn_staged_copy copy;         /* in flight */
+    kvn_failure failure;          /* the latest one */
 } stage;
-
-/* ---- the copier ---- */
-
-int kvn_tcp_copier_init(kvn_tcp_copier *self, kvn_device *device, kvn_failure *failure)
-{
-    self->device = device;
-    if (kvn_channel_begin(device, &self->channel, failure) != KVN_OK)
-        return failure->status;
-    self->to_host = kvn_device_copy_create(device, &self->channel, 1, KVN_DEVICE_TO_HOST);
-    self->to_device = kvn_device_copy_create(device, &self->channel, 1, KVN_HOST_TO_DEVICE);
-    if (self->to_host && self->to_device)
-        return KVN_OK;
-    kvn_tcp_copier_fini(self);
-    return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the copies of a service");
-}
-
-void kvn_tcp_copier_fini(kvn_tcp_copier *self)
-{
-    if (self->to_host)
-        self->to_host->vtable->destroy(self->to_host);
-    if (self->to_device)
-        self->to_device->vtable->destroy(self->to_device);
-    kvn_channel_destroy(self->channel);
-    memset(self, 0, sizeof *self);
-}
 
 /* ---- pieces of parts ---- */
 
@@ -137,53 +108,34 @@ static void copy_own(const slot *it, bool is_send)
 /* Begins to copy the piece of a slot. Call `finish` for it, also after a failure. */
 static void start(stage *self, const slot *it, bool is_send)
 {
-    kvn_backend *backend = is_send ? self->copier->to_host : self->copier->to_device;
+    const kvn_direction direction = is_send ? KVN_DEVICE_TO_HOST : KVN_HOST_TO_DEVICE;
     const uint64_t *host = it->host + it->first, *memory = it->memory + it->first;
     const kvn_columns columns = {.dst = is_send ? host : memory,
                                  .src = is_send ? memory : host,
                                  .nbytes = it->sizes + it->first,
                                  .count = it->last - it->first};
-    kvn_report *report = &self->report;
+    const bool is_small = columns.count == 1 && *columns.nbytes <= SMALL_NBYTES;
+    kvn_report *report = &self->copy.report;
 
-    self->request = NULL;
-    report->status = KVN_OK;
     copy_own(it, is_send);
-    if (columns.count == 1 && *columns.nbytes <= SMALL_NBYTES) {
-        report->status = kvn_device_copy(self->copier->device, is_send ? KVN_DEVICE_TO_HOST : KVN_HOST_TO_DEVICE,
-                                         *columns.dst, *columns.src, *columns.nbytes, &self->failure);
+    kvn_copier_start(self->copier, direction, is_small ? &(kvn_columns){.count = 0} : &columns, &self->copy);
+    if (is_small)
+        report->status = kvn_device_copy(self->copier->device, direction, *columns.dst, *columns.src, *columns.nbytes,
+                                         &self->failure);
+    if (is_small && report->status != KVN_OK) {
         report->failed = 0;
         report->code = self->failure.code;
-        if (report->status != KVN_OK)
-            snprintf(report->message, sizeof report->message, "%s", self->failure.message);
-    } else if (columns.count > 0) {
-        backend->vtable->submit(backend, &columns, &self->request, report);
+        memcpy(report->message, self->failure.message, sizeof report->message);
     }
 }
 
-/* Waits for the copy. Keeps a failure without the number of its descriptor, which counts within the piece. */
-static int finish(stage *self, bool is_send)
-{
-    kvn_backend *backend = is_send ? self->copier->to_host : self->copier->to_device;
-    kvn_report *report = &self->report;
-    char number[48];
-
-    if (self->request) {
-        backend->vtable->wait(backend, self->request, KVN_FOREVER, report);
-        backend->vtable->release(backend, self->request);
-        self->request = NULL;
-    }
-    if (report->status == KVN_OK)
-        return KVN_OK;
-    const int length = snprintf(number, sizeof number, "descriptor %" PRIu64 ": ", report->failed);
-    const bool is_numbered = strncmp(report->message, number, (size_t)length) == 0;
-    return kvn_fail(&self->failure, report->status, report->code, "%.240s",
-                    report->message + (is_numbered ? length : 0));
-}
+/* Waits for the copy. The failure has no number of a descriptor, which counts within the piece. */
+static int finish(stage *self) { return kvn_staged_copy_wait(&self->copy, KVN_FOREVER, &self->failure); }
 
 /* Bytes of a piece before the failed ones; half of its items if that is unknown. */
 static uint64_t sound(const stage *self, const slot *it)
 {
-    const size_t count = it->last - it->first, failed = (size_t)self->report.failed;
+    const size_t count = it->last - it->first, failed = (size_t)self->copy.report.failed;
 
     return it->offsets[it->first + (failed < count ? failed : count / 2)];
 }
@@ -197,7 +149,7 @@ static ssize_t copy_now(stage *self, slot *it, const kvn_tcp_parts *parts, place
         place at = *from;
         lay_out(it, parts, &at, limit);
         start(self, it, is_send);
-        if (finish(self, is_send) == KVN_OK) {
+        if (finish(self) == KVN_OK) {
             *from = at;
             return (ssize_t)it->nbytes;
         }
@@ -258,7 +210,7 @@ static ssize_t send_staged(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
             start(self, next, true);
         }
         flushed = flush(stream, it);
-        has_next = has_next && finish(self, true) == KVN_OK; /* a failure is reported by the next call */
+        has_next = has_next && finish(self) == KVN_OK; /* a failure is reported by the next call */
         if (has_next) {
             next->end = next->at + (uint32_t)next->nbytes;
             total += (ssize_t)next->nbytes;
@@ -326,7 +278,7 @@ static ssize_t receive_staged(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
         if (it->end - it->at > it->nbytes && it->nbytes > 0) /* its rest comes before bytes of the other slot */
             return hand_on(self, parts, UINT64_MAX);
         got = it->nbytes > 0 ? fill(stream, it) : 0;
-        if (copied && finish(self, false) != KVN_OK) {
+        if (copied && finish(self) != KVN_OK) {
             self->first_in = !self->first_in;
             return total > 0 ? total : hand_on(self, parts, UINT64_MAX);
         }
@@ -374,7 +326,7 @@ static const kvn_tcp_stage_calls calls = {.send = send_staged,
                                           .failure = latest_failure,
                                           .destroy = destroy};
 
-int kvn_tcp_stage_create(kvn_tcp_copier *copier, kvn_tcp_stage **out, kvn_failure *failure)
+int kvn_tcp_stage_create(kvn_copier *copier, kvn_tcp_stage **out, kvn_failure *failure)
 {
     stage *self = calloc(1, sizeof *self);
     void *pinned = NULL;

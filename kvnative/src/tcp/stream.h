@@ -16,7 +16,6 @@
 
 typedef struct kvn_tcp_buffers kvn_tcp_buffers;
 typedef struct kvn_tcp_stage kvn_tcp_stage;
-typedef struct kvn_tcp_copier kvn_tcp_copier;
 
 struct kvn_tcp_parts;
 struct kvn_tcp_stream;

@@ -1,4 +1,4 @@
-/* Connects endpoints, reads their peers' tickets, and ends them. */
+/* Connects endpoints, and ends them. */
 #include "ucx/endpoint.h"
 
 #include <errno.h>
@@ -53,7 +53,8 @@ static void list_endpoint(void *context)
 
     if (worker->is_closed)
         return;
-    kvn_ucx_endpoint_hold(self); /* held by the worker until the endpoint fails */
+    kvn_ucx_endpoint_hold(self); /* held by the worker until the endpoint has ended */
+    atomic_fetch_add(&worker->num_endpoints, 1);
     self->is_listed = true;
     self->next = worker->endpoints;
     worker->endpoints = self;
@@ -69,6 +70,7 @@ int kvn_ucx_endpoint_create(kvn_ucx_worker *worker, const kvn_ucx_remote *remote
     self->worker = worker;
     kvn_ucx_worker_hold(worker);
     atomic_init(&self->num_holders, 1);
+    self->is_closed = true;
     self->remote = *remote;
     self->remote.address = padded(remote->address, remote->address_nbytes);
     self->remote.generations_key = padded(remote->generations_key, remote->generations_key_nbytes);
@@ -102,9 +104,6 @@ static void on_closed(void *request, kvn_ucs_status status, void *argument)
         worker->calls->ucp_request_free(request);
     self->is_closed = true;
     worker->has_completed = true;
-    atomic_fetch_sub(&worker->num_endpoints, 1);
-    kvn_ucx_notify(worker);
-    kvn_ucx_endpoint_release(self);
 }
 
 /* UCX refuses to close an endpoint by force if it does not watch the peer. */
@@ -176,7 +175,10 @@ static unsigned end(void *context)
         return 0;
     destroy_all_keys(self);
     close_handle(self);
+    if (!self->is_closed)
+        return 0;
     kvn_ucx_remove_task(self->worker, &self->ending);
+    atomic_fetch_sub(&self->worker->num_endpoints, 1);
     kvn_ucx_notify(self->worker);
     kvn_ucx_endpoint_release(self); /* the worker's hold */
     return 1;
@@ -278,11 +280,9 @@ static int open_handle(kvn_ucx_endpoint *self, kvn_failure *failure)
     /* Between processes of one host, transports that read memory directly do not watch the peer. */
     if (status == KVN_UCS_ERR_UNREACHABLE)
         status = make_handle(self, false);
-    if (status == KVN_UCS_OK) {
-        kvn_ucx_endpoint_hold(self); /* held until UCX has closed it */
-        atomic_fetch_add(&self->worker->num_endpoints, 1);
+    self->is_closed = status != KVN_UCS_OK;
+    if (status == KVN_UCS_OK)
         return KVN_OK;
-    }
     self->handle = NULL;
     kvn_fail(failure, KVN_PEER_GONE, status,
              "UCX cannot reach the peer (this side has %.60s): %s", self->worker->transports,
@@ -306,9 +306,8 @@ int kvn_ucx_unpack_key(kvn_ucx_endpoint *self, const void *packed, size_t nbytes
                : kvn_ucx_fail(worker->library, "ucp_ep_rkey_unpack", status, failure);
 }
 
-/* Reads words of the peer, and calls `done(NULL or a request to free, status, argument)`, maybe before it returns. */
-static void read_words(kvn_ucx_endpoint *self, uint64_t *out, size_t nbytes, uint64_t remote,
-                       kvn_ucp_rkey_h key, kvn_ucp_send_nbx_callback done, void *argument)
+void kvn_ucx_read_words(kvn_ucx_endpoint *self, uint64_t *out, size_t nbytes, uint64_t remote,
+                        kvn_ucp_rkey_h key, kvn_ucp_send_nbx_callback done, void *argument)
 {
     const kvn_ucp_request_param param = {
         .op_attr_mask = KVN_UCP_OP_ATTR_CALLBACK | KVN_UCP_OP_ATTR_USER_DATA |
@@ -325,8 +324,7 @@ static void read_words(kvn_ucx_endpoint *self, uint64_t *out, size_t nbytes, uin
         done(NULL, KVN_UCS_POINTER_STATUS(request), argument);
 }
 
-/* Frees what UCX returned for a read of words, which has ended. */
-static void note_read(kvn_ucx_endpoint *self, void *request)
+void kvn_ucx_note_read(kvn_ucx_endpoint *self, void *request)
 {
     if (request)
         self->worker->calls->ucp_request_free(request);
@@ -340,7 +338,7 @@ static void on_answer(void *request, kvn_ucs_status status, void *argument)
     kvn_ucx_endpoint *self = argument;
     int open = KVN_UCX_OPEN;
 
-    note_read(self, request);
+    kvn_ucx_note_read(self, request);
     if (status != KVN_UCS_OK)
         fail_for(self, "the peer's memory cannot be read", status);
     else if (atomic_compare_exchange_strong(&self->state, &open, KVN_UCX_CONNECTED))
@@ -366,8 +364,8 @@ static void start_connecting(void *context)
         return;
     }
     kvn_ucx_endpoint_hold(self); /* held, because UCX writes to it */
-    read_words(self, &self->word, sizeof self->word, remote->generations, self->generations_key,
-               on_answer, self);
+    kvn_ucx_read_words(self, &self->word, sizeof self->word, remote->generations, self->generations_key, on_answer,
+                       self);
 }
 
 static bool is_settled(const void *context)
@@ -384,80 +382,4 @@ int kvn_ucx_endpoint_connect(kvn_ucx_endpoint *self, int64_t deadline_ns, kvn_fa
                         "the peer's memory was not read over %s within the time allowed",
                         self->transport);
     return kvn_ucx_endpoint_has_failed(self, failure) ? failure->status : KVN_OK;
-}
-
-/* ---- the peer's tickets ---- */
-
-/* Shared by the caller and UCX, which may write to it after the caller has left. */
-typedef struct reading {
-    kvn_ucx_endpoint *endpoint; /* held */
-    atomic_uint num_holders;
-    atomic_bool is_done;
-    kvn_failure failure;
-    uint64_t words[KVN_UCX_TICKETS];
-} reading;
-
-static void release_reading(reading *it)
-{
-    if (atomic_fetch_sub(&it->num_holders, 1) != 1)
-        return;
-    kvn_ucx_endpoint_release(it->endpoint);
-    free(it);
-}
-
-static void end_reading(reading *it, kvn_ucs_status status)
-{
-    kvn_ucx_worker *worker = it->endpoint->worker;
-
-    if (status != KVN_UCS_OK && !kvn_ucx_endpoint_has_failed(it->endpoint, &it->failure))
-        kvn_ucx_fail(worker->library, "ucp_get", status, &it->failure);
-    atomic_store(&it->is_done, true);
-    kvn_ucx_notify(worker);
-    release_reading(it);
-}
-
-static void on_read(void *request, kvn_ucs_status status, void *argument)
-{
-    reading *it = argument;
-
-    note_read(it->endpoint, request);
-    end_reading(it, status);
-}
-
-static void start_reading(void *context)
-{
-    reading *it = context;
-    kvn_ucx_endpoint *self = it->endpoint;
-
-    if (atomic_load(&self->state) != KVN_UCX_CONNECTED || !self->handle)
-        end_reading(it, KVN_UCS_ERR_NOT_CONNECTED);
-    else
-        read_words(self, it->words, sizeof it->words, self->remote.tickets, self->tickets_key,
-                   on_read, it);
-}
-
-static bool is_read(const void *context)
-{
-    return atomic_load(&((const reading *)context)->is_done);
-}
-
-int kvn_ucx_endpoint_read_tickets(kvn_ucx_endpoint *self, int64_t deadline_ns,
-                                  uint64_t out[KVN_UCX_TICKETS], kvn_failure *failure)
-{
-    reading *it = calloc(1, sizeof *it);
-
-    if (!it)
-        return kvn_fail(failure, KVN_NO_MEMORY, ENOMEM, "no memory for the tickets of a peer");
-    it->endpoint = self;
-    kvn_ucx_endpoint_hold(self);
-    atomic_init(&it->num_holders, 2);
-    kvn_ucx_call(self->worker, start_reading, it);
-    if (!kvn_ucx_wait(self->worker, is_read, it, deadline_ns)) {
-        kvn_fail(failure, KVN_TIMEOUT, 0, "the peer's tickets were not read in time");
-    } else {
-        *failure = it->failure;
-        memcpy(out, it->words, sizeof it->words);
-    }
-    release_reading(it);
-    return failure->status;
 }

@@ -47,7 +47,7 @@ struct kvn_ucx_endpoint {
     kvn_ucx_keys *keys;      /* of backends */
     unsigned num_operations; /* that UCX has not ended yet */
     bool is_watched; /* UCX reports the peer's death */
-    bool is_closed;  /* UCX touches no memory */
+    bool is_closed;  /* UCX touches no memory; also before it has opened the endpoint */
     bool is_listed; /* the worker has it, or had */
     uint64_t word;   /* that was read to connect */
     kvn_ucx_work teardown;
@@ -61,12 +61,9 @@ int kvn_ucx_endpoint_create(kvn_ucx_worker *worker, const kvn_ucx_remote *remote
 /* KVN_OK if memory of the peer was read. KVN_TIMEOUT: not yet; call it again to wait longer. Otherwise the endpoint has
  * failed. */
 int kvn_ucx_endpoint_connect(kvn_ucx_endpoint *self, int64_t deadline_ns, kvn_failure *failure);
-/* Reads the tickets of the peer. Fails with KVN_TIMEOUT, or because the endpoint has failed or is not connected. */
-int kvn_ucx_endpoint_read_tickets(kvn_ucx_endpoint *self, int64_t deadline_ns,
-                                  uint64_t out[KVN_UCX_TICKETS], kvn_failure *failure);
 /* Fails the endpoint; the first reason stays. With or without the progress lock. The effects follow asynchronously. */
 void kvn_ucx_endpoint_fail(kvn_ucx_endpoint *self, int status, int code, const char *message);
-/* Fails all endpoints of a worker, which then refuses new ones, and waits at most a second for UCX to close them.
+/* Fails all endpoints of a worker, which then refuses new ones, and waits at most a second until they have ended.
  * Idempotent; without the progress lock. No effect in a forked child. */
 void kvn_ucx_endpoints_close(kvn_ucx_worker *worker);
 bool kvn_ucx_endpoint_has_failed(const kvn_ucx_endpoint *self, kvn_failure *why);
@@ -77,6 +74,12 @@ void kvn_ucx_endpoint_release(kvn_ucx_endpoint *self);
 void kvn_ucx_keys_hold(kvn_ucx_endpoint *self, kvn_ucx_keys *keys);
 /* With the progress lock, once no operation uses the keys. */
 void kvn_ucx_keys_drop(kvn_ucx_endpoint *self, kvn_ucx_keys *keys);
+/* Reads words of the peer, and calls `done(NULL or a request, status, argument)`, maybe before it returns. Call it with
+ * the progress lock. */
+void kvn_ucx_read_words(kvn_ucx_endpoint *self, uint64_t *out, size_t nbytes, uint64_t remote, kvn_ucp_rkey_h key,
+                        kvn_ucp_send_nbx_callback done, void *argument);
+/* Called first by `done`: frees the request, which has ended. */
+void kvn_ucx_note_read(kvn_ucx_endpoint *self, void *request);
 /* Opens a key of the peer. Call it with the progress lock. */
 int kvn_ucx_unpack_key(kvn_ucx_endpoint *self, const void *packed, size_t nbytes,
                        kvn_ucp_rkey_h *out, kvn_failure *failure);

@@ -95,7 +95,7 @@ static void restore_environment(kvn_ucx_environ *self)
 
 /* ---- opening ---- */
 
-#define SYMBOL(result, name_, parameters) {#name_, offsetof(kvn_ucx, name_), false, NULL},
+#define SYMBOL(result, name_, parameters) {#name_, offsetof(kvn_ucx, name_), false, false},
 
 /* libucs comes with libucp: dlsym searches a library's dependencies too. */
 static const kvn_symbol symbols[] = {KVN_UCP_REQUIRED(SYMBOL) KVN_UCS_REQUIRED(SYMBOL)};

@@ -66,7 +66,7 @@ struct kvn_ucx_worker {
     _Atomic uint64_t *tickets;
     pthread_t thread;
     atomic_bool is_stopping;
-    atomic_uint num_endpoints; /* open or closing endpoints of UCX: endpoint.c */
+    atomic_uint num_endpoints; /* that have not ended: endpoint.c */
 
     pthread_mutex_t mutex; /* guards the queue, and the failures of endpoints */
     pthread_cond_t changed;

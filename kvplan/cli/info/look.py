@@ -68,8 +68,7 @@ COSTS: Final = {
     "ASCEND_RT_VISIBLE_DEVICES, or else assumed to be the logical one; if that is wrong (in a "
     "container with some of the devices), give llm.LocalCommRes",
     "aclrtGetDeviceInfo": "on A3 the numbers of the super pod are unknown: give llm.LocalCommRes",
-    "aclrtCreateEventExWithFlag": "transport hccl does not work: no staging memory",
-    "aclrtSynchronizeEventWithTimeout": "transport hccl does not work: no staging memory",
+    "aclrtCreateEventExWithFlag": "none: aclrtCreateEvent makes events",
     "aclrtGetVersion": "none, if a version file says which CANN it is",
 }
 

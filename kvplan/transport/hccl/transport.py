@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 _LOG = Log("kvplan")
 _CLOSING_S = 2.0  # timeout of closing unused connections
-# Two transfers at a time use the staging memory, each in a pipeline of four buffers.
-_BUFFERS, _BUFFER_SETS = 4, 2
+_BUFFER_SETS = 2  # transfers that use the staging memory at a time, each with two slots
 
 
 class HcclTransport(Transport):
@@ -93,16 +92,10 @@ class HcclTransport(Transport):
         try:
             library = HcclLibrary.load(device.native.library)
             self._generations = GenerationTable(device, max_registrations)
-            buffer_nbytes = staging_nbytes // (_BUFFERS * _BUFFER_SETS)
+            slot_nbytes = staging_nbytes // (2 * _BUFFER_SETS)
             staging = (
-                Staging(
-                    library,
-                    device.native,
-                    slot_nbytes=buffer_nbytes,
-                    slots=_BUFFERS,
-                    buffer_sets=_BUFFER_SETS,
-                )
-                if buffer_nbytes
+                Staging(library, device.native, slot_nbytes=slot_nbytes, buffer_sets=_BUFFER_SETS)
+                if slot_nbytes
                 else None
             )
             self._hccl = HcclDevice(
