@@ -24,7 +24,7 @@ from kvplan.engine.option_kinds import (
     rows_of,
 )
 from kvplan.engine.pools import PAGES, PoolConfig
-from kvplan.transport.choice import MAX_CONNECTIONS, POPULATE
+from kvplan.transport.choice import MAX_BUSY_POLL_US, MAX_CONNECTIONS, POPULATE
 
 OPTION_LISTEN_IP_INFO: Final = "llm.ListenIpInfo"
 OPTION_DEVICE_ID: Final = "llm.DeviceId"
@@ -183,6 +183,11 @@ class OptionRows:
         "", kinds.CONGESTION,
         "Congestion control, such as `bbr`, which the kernel must have and permit (`sysctl "
         "net.ipv4.tcp_allowed_congestion_control`). Empty: the default of the system.",
+        over=("tcp",))
+    tcp_busy_poll_us: int = option(
+        0, number(0, MAX_BUSY_POLL_US),
+        "Time for which a read that finds no bytes polls the network card instead of waiting for "
+        "its interrupt (SO_BUSY_POLL). Some kernels require CAP_NET_ADMIN.",
         over=("tcp",))
     tcp_source: str = option(
         "", kinds.SOURCE,

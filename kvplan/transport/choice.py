@@ -9,7 +9,7 @@ from kvplan.status import LLMException, invalid, unsupported
 from kvplan.system.logs import Log
 from kvplan.transport.local import LocalTransport
 from kvplan.transport.local.memory import POPULATE
-from kvplan.transport.tcp.metadata import MAX_CONNECTIONS
+from kvplan.transport.tcp.metadata import MAX_BUSY_POLL_US, MAX_CONNECTIONS
 from kvplan.transport.ucx.library import check_devices, check_settings
 from kvplan.validation import check_type, shown
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvplan.transport.transport import Transport
 
 __all__ = [
+    "MAX_BUSY_POLL_US",
     "MAX_CONNECTIONS",
     "POPULATE",
     "TRANSPORTS",
@@ -48,6 +49,7 @@ class TransportOptions:
     tcp_connections: int | None = None
     encrypt: bool = False
     tcp_congestion: str = ""
+    tcp_busy_poll_us: int = 0
     label: str = "kvplan"
     populate: str = "background"
 
@@ -96,6 +98,7 @@ def _tcp(options: TransportOptions) -> Transport:
         connections=options.tcp_connections,
         encrypt=options.encrypt,
         congestion=options.tcp_congestion,
+        busy_poll_us=options.tcp_busy_poll_us,
         label=options.label,
     )
 

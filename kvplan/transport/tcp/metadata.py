@@ -11,6 +11,7 @@ from kvplan.transport.metadata import ProcessMetadata, Range, check_printable, c
 from kvplan.validation import resolved
 
 MAX_CONNECTIONS: Final = MAX_STRIPES  # per link and direction of requests
+MAX_BUSY_POLL_US: Final = 10_000
 MAX_SLOTS: Final = 1 << 16  # registrations of one transport
 
 

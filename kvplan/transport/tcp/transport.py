@@ -15,18 +15,20 @@ from kvplan.planning.texts import plural
 from kvplan.status import LLMException, invalid, link_failed, unsupported
 from kvplan.system.limits import reason_of
 from kvplan.transport.tcp.link import TcpLink
-from kvplan.transport.tcp.metadata import MAX_CONNECTIONS, MAX_SLOTS, Metadata
+from kvplan.transport.tcp.metadata import MAX_BUSY_POLL_US, MAX_CONNECTIONS, MAX_SLOTS, Metadata
 from kvplan.transport.tcp.registrations import TcpRegistrations
 from kvplan.transport.transport import Transport
 from kvplan.validation import check_type, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvplan.device.device import Device
     from kvplan.transport.protocol import Kind, Streams
     from kvplan.transport.registrations import AnyRegistration
 
+SocketOption = tuple[int, int, int | bytes]
+_SO_BUSY_POLL: Final = 46  # asm-generic/socket.h; Python has no name for it
 _ALLOWED: Final = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
 
@@ -48,6 +50,7 @@ class TcpTransport(Transport):
         connections: int | None = None,
         encrypt: bool = False,
         congestion: str = "",
+        busy_poll_us: int = 0,
         max_registrations: int = MAX_SLOTS,
         label: str = "kvplan",
     ) -> None:
@@ -61,12 +64,14 @@ class TcpTransport(Transport):
                 from 4 on, 4 from 8 on, 8 from 16 on.
             encrypt: Require encryption of all data. Either end of a link can require it.
             congestion: Congestion control of the connections, such as "bbr"; empty: the system's.
+            busy_poll_us: Microseconds for which a read without bytes polls the network card.
             max_registrations: The maximum number at one time, 1 to 65536.
             label: The name of its threads.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: a number outside its range; LLM_FEATURE_NOT_ENABLED:
-                a congestion control that the kernel lacks or forbids; no libcrypto to encrypt with.
+                a congestion control or busy polling that the kernel lacks or forbids; no
+                libcrypto to encrypt with.
             TypeError: an argument of another type.
         """
         super().__init__()
@@ -78,7 +83,7 @@ class TcpTransport(Transport):
         self._encrypt = check_type("encrypt", encrypt, bool)
         if encrypt:
             _check_encryption("encrypt=True")
-        self._congestion = _checked_congestion(congestion)
+        self._socket_options = (*_congestion(congestion), *_busy_poll(busy_poll_us))
         self._registrations: TcpRegistrations = TcpRegistrations(max_registrations, device)
         kinds: tuple[Kind, ...] = ("host",) if device is None else ("host", "device")
         self.reaches: frozenset[Kind] = frozenset(kinds)
@@ -203,8 +208,9 @@ class TcpTransport(Transport):
         opened = streams.open(range(count), max(deadline - time.monotonic(), 0.001))
         try:
             for stream in opened:
-                if self._congestion and stream.family != socket.AF_UNIX:
-                    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._congestion)
+                if stream.family != socket.AF_UNIX:
+                    for level, number, value in self._socket_options:
+                        stream.setsockopt(level, number, value)
         except BaseException:
             for stream in opened:
                 stream.close()
@@ -225,16 +231,37 @@ def _check_encryption(what: str) -> None:
         raise unsupported(f"{what}: {error}") from error
 
 
-def _checked_congestion(name: str) -> bytes:
-    """Return `name` as bytes; refuse it if the kernel does."""
-    text = check_type("congestion", name, str).encode()
-    if text:
-        try:
-            with socket.socket() as probe:
-                probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, text)
-        except OSError as error:
+def _congestion(name: str) -> Iterator[SocketOption]:
+    """Yield the option for this congestion control; refuse a name that the kernel refuses."""
+    if text := check_type("congestion", name, str).encode():
+        option = (socket.IPPROTO_TCP, socket.TCP_CONGESTION, text)
+        if error := _refusal(option):
             raise unsupported(
                 f"congestion={shown(name)} is not available: {error.strerror}; it must be one of "
                 f"{', '.join(_ALLOWED.read_text().split())}, as {_ALLOWED} permits"
             ) from error
-    return text
+        yield option
+
+
+def _busy_poll(us: int) -> Iterator[SocketOption]:
+    """Yield the option that polls for so many microseconds; refuse a time that is not permitted."""
+    if not 0 <= check_type("busy_poll_us", us, int) <= MAX_BUSY_POLL_US:
+        raise invalid(f"busy_poll_us={us} is out of range [0, {MAX_BUSY_POLL_US}]")
+    if us:
+        option = (socket.SOL_SOCKET, _SO_BUSY_POLL, us)
+        if error := _refusal(option):
+            raise unsupported(
+                f"busy_poll_us={us} is not available: {error.strerror}; some kernels require "
+                "CAP_NET_ADMIN"
+            ) from error
+        yield option
+
+
+def _refusal(option: SocketOption) -> OSError | None:
+    """Return the error of a socket that this option is tried on, or None."""
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(*option)
+    except OSError as error:
+        return error
+    return None

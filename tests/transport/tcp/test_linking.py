@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import re
@@ -134,6 +135,9 @@ def test_arguments_out_of_range_are_refused() -> None:
         LLMStatusCode.LLM_FEATURE_NOT_ENABLED, r"congestion='none7' .*must be one of .*reno"
     ):
         TcpTransport(congestion="none7")
+    for us in (-1, 10_001):
+        with pytest.raises(LLMException, match=rf"busy_poll_us={us} .*\[0, 10000\]"):
+            TcpTransport(busy_poll_us=us)
 
 
 def test_congestion_control_is_set_on_every_connection(ends: Ends) -> None:
@@ -146,6 +150,30 @@ def test_congestion_control_is_set_on_every_connection(ends: Ends) -> None:
         assert len(links) == 2  # they are held until here
     usual = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     assert found == sorted(["reno"] * 4 + [usual] * 4)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="some kernels require CAP_NET_ADMIN")
+def test_busy_polling_is_set_on_every_connection_of_one_end(ends: Ends) -> None:
+    with TcpTransport(connections=2, busy_poll_us=50) as one:
+        before = set(FILES.iterdir())
+        links = linked(one, ends[1])
+        new = [path for path in set(FILES.iterdir()) - before if path.is_socket()]
+        found = [busy_poll_of(item) for item in new if congestion_of(item)]
+        assert len(links) == 2  # they are held until here
+    assert sorted(found) == [0] * 4 + [50] * 4
+
+
+def test_busy_polling_that_the_kernel_forbids_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forbidding(socket.socket):
+        def setsockopt(self, *_option: object) -> None:
+            raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(socket, "socket", Forbidding)
+    TcpTransport(busy_poll_us=0).close()
+    with refused(
+        LLMStatusCode.LLM_FEATURE_NOT_ENABLED, "busy_poll_us=50 .*: not permitted; .*CAP_NET_ADMIN"
+    ):
+        TcpTransport(busy_poll_us=50)
 
 
 @pytest.mark.parametrize("refuses", range(4))
@@ -173,6 +201,11 @@ def congestion_of(file: Path) -> str:
             return ""
         name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         return name.rstrip(b"\0").decode()
+
+
+def busy_poll_of(file: Path) -> int:
+    with socket.socket(fileno=os.dup(int(file.name))) as connection:
+        return connection.getsockopt(socket.SOL_SOCKET, 46)  # SO_BUSY_POLL, asm-generic/socket.h
 
 
 def test_a_link_without_streams_is_refused(ends: Ends) -> None:
