@@ -151,9 +151,9 @@ class OptionRows:
         "between two.",
         see="../how-to/cuda.md")
     staging_nbytes: int = option(
-        32 << 20, number(0, 64 << 30),
-        "Device memory to stage memory that HCCL cannot register; 0: none, and such transfers "
-        "are refused.",
+        32 << 20, number(0, 4 << 30),
+        "Device memory to stage memory that HCCL cannot register, 16 KiB at least; 0: none, and "
+        "such transfers are refused.",
         unit="bytes", over=("hccl",))
     transport: str = option(
         "auto", Kind(kinds.TEXT.check, values="`auto`, `hccl`, `local`, `ucx`, `tcp`"),

@@ -274,10 +274,11 @@ class TransferEngine:
     @_returns_status()
     def free_managed_buffer(self, buffer_addr: int, length: int) -> int:
         """Free memory of `allocate_managed_buffer`."""
-        if buffer_addr not in self._buffers:
+        if (memory := self._buffers.get(buffer_addr)) is None:
             raise invalid(f"buffer_addr={buffer_addr:#x} must come from allocate_managed_buffer")
-        if buffer_addr in self._registered:  # else withdrawn, by an interrupted call perhaps
-            self._unregister(buffer_addr)
+        for start in [*self._starts]:  # of the buffer, or of parts that the program registered
+            if buffer_addr <= start < buffer_addr + len(memory):
+                self._unregister(start)
         self._buffers.pop(buffer_addr, None)  # another thread may have freed it
         return 0
 

@@ -154,6 +154,26 @@ def test_without_staging_memory_the_error_says_what_to_do(make_side: MakeSide, t
     assert "kvplan.staging_nbytes=0" in str(error.value)
 
 
+@pytest.mark.parametrize("nbytes", [1, 2**14 - 1, 2**32 + 1])
+def test_staging_memory_that_makes_no_slots_is_refused(make_side: MakeSide, nbytes: int) -> None:
+    with refused(
+        LLMStatusCode.LLM_PARAM_INVALID,
+        rf"staging_nbytes={nbytes} must be 0 or in \[16384, 4294967296\]",
+    ):
+        make_side(0, registers=False, staging_nbytes=nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [2**14, 2**14 + 5])
+def test_the_least_staging_memory_moves_all_bytes(
+    make_side: MakeSide, two: Side, nbytes: int
+) -> None:
+    one = make_side(0, registers=False, staging_nbytes=nbytes)
+    ours, theirs = one.fill(1), two.fill(2)
+    link, _ = link_both(one, two)
+    kvplan.execute(PULL, two.peer_memory(link), one.memory)
+    np.testing.assert_array_equal(one.seen, moved(theirs, ours))
+
+
 class TestClosing:
     def test_a_closed_link_says_why(self, one: Side, two: Side) -> None:
         link, _ = link_both(one, two)

@@ -208,6 +208,19 @@ def test_a_managed_buffer_is_freed_though_it_was_unregistered(alone: TransferEng
     assert alone.free_managed_buffer(address, 4096) < 0
 
 
+def test_memory_that_is_registered_inside_a_managed_buffer_is_withdrawn_with_it(
+    alone: TransferEngine,
+) -> None:
+    address = alone.allocate_managed_buffer(1 << 14)
+    assert alone.unregister_memory(address) == 0
+    for offset in (4096, 12288):
+        assert alone.register_memory(address + offset, 4096) == 0
+    other = np.zeros(4096, np.uint8)
+    assert alone.register_memory(other.ctypes.data, 4096) == 0
+    assert alone.free_managed_buffer(address, 1 << 14) == 0
+    assert [*alone._registered] == [other.ctypes.data]
+
+
 @pytest.mark.parametrize("short", [0, 1, 2])
 def test_lists_of_a_batch_are_as_long_as_each_other(alone: TransferEngine, short: int) -> None:
     memory = np.zeros(4096, np.uint8)

@@ -1,4 +1,4 @@
-/* Checks of who is woken when UCX has closed an endpoint. */
+/* Checks that the end of an endpoint wakes threads that wait for it. */
 #include "ucx/endpoint.c"
 
 #include <sys/syscall.h>
@@ -14,7 +14,7 @@ static void *wait_for_ends(void *unused)
     return unused;
 }
 
-/* Whoever closes a worker sleeps until the last of its endpoints is closed: nothing else wakes it. */
+/* A thread that closes a worker sleeps until the last of its endpoints has ended: nothing else wakes the thread. */
 static void woken_by_the_last(void)
 {
     kvn_ucx_endpoint endpoints[2];
@@ -25,13 +25,14 @@ static void woken_by_the_last(void)
     pthread_mutex_init(&worker.progress_lock, NULL);
     kvn_cond_init(&worker.changed);
     atomic_store(&worker.num_endpoints, 2);
-    pthread_mutex_lock(&worker.progress_lock); /* as in a call-back; so the other thread makes no progress itself */
+    pthread_mutex_lock(&worker.progress_lock); /* as in a step; the other thread makes no progress itself */
     CHECK(pthread_create(&thread, NULL, wait_for_ends, NULL) == 0);
     for (int i = 0; i < 2; i++) {
-        endpoints[i] = (kvn_ucx_endpoint){.worker = &worker, .num_holders = 2};
+        endpoints[i] = (kvn_ucx_endpoint){.worker = &worker, .num_holders = 2, .is_closed = true};
+        kvn_ucx_add_task(&worker, &endpoints[i].ending, end, &endpoints[i]);
         wait_until_it_sleeps();
-        on_closed(NULL, KVN_UCS_OK, &endpoints[i]);
-        CHECK(endpoints[i].is_closed && atomic_load(&endpoints[i].num_holders) == 1);
+        CHECK(end(&endpoints[i]) == 1);
+        CHECK(atomic_load(&endpoints[i].num_holders) == 1 && !worker.first_task);
     }
     pthread_join(thread, NULL);
     pthread_mutex_unlock(&worker.progress_lock);

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvnative._backend import NativeError
 from kvnative._hccl_memory import HcclLibrary, Staging
 from kvplan.execution.task import native_error
-from kvplan.status import link_failed, unsupported
+from kvplan.status import invalid, link_failed, unsupported
 from kvplan.system.logs import Log
 from kvplan.transport.hccl.addresses import (
     check_environment,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _LOG = Log("kvplan")
 _CLOSING_S = 2.0  # timeout of closing unused connections
 _BUFFER_SETS = 2  # transfers that use the staging memory at a time, each with two slots
+_LEAST_STAGING, _MOST_STAGING = 1 << 14, 1 << 32  # bytes, as a slot has 4 KiB to 1 GiB
 
 
 class HcclTransport(Transport):
@@ -71,16 +72,22 @@ class HcclTransport(Transport):
             local_comm_res: The address of the device, as for llm.LocalCommRes; empty: detected.
             traffic_class, service_level: Of RDMA; None: the system's default.
             staging_nbytes: Bytes of device memory that stage local memory which HCCL does not
-                transfer directly; 0: no staging.
+                transfer directly, 2**14 to 2**32; 0: no staging.
             max_registrations: The maximum number at one time. Each takes 8 bytes of the device, as
                 does each possible lease.
 
         Raises:
             LLMException: LLM_FEATURE_NOT_ENABLED: the device has no one-sided transfers, HCCL is
                 not installed, an address is unknown, or an environment variable excludes HCCL;
-                LLM_PARAM_INVALID: `local_comm_res`; LLM_DEVICE_OUT_OF_MEMORY; an error of HCCL.
+                LLM_PARAM_INVALID: `local_comm_res`, `staging_nbytes`; LLM_DEVICE_OUT_OF_MEMORY; an
+                error of HCCL.
         """
         super().__init__()
+        if staging_nbytes and not _LEAST_STAGING <= staging_nbytes <= _MOST_STAGING:
+            raise invalid(
+                f"staging_nbytes={staging_nbytes} must be 0 or in [{_LEAST_STAGING}, "
+                f"{_MOST_STAGING}]"
+            )
         self._product = _product_of(device)
         check_environment()
         self._address = device_address(device, local_comm_res)
