@@ -168,6 +168,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         if notif_msg:
             transfer.message = bytes_of(notif_msg)
         transfer.began, transfer.error, transfer.request = monotonic(), None, None
+        transfer.status = _IN_PROGRESS  # other threads may ask from here on
         try:
             self._post(transfer)
         except REFUSALS as error:
@@ -175,6 +176,10 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
             found = self._logged(f"{transfer.text} with {transfer.agent}", error)
             if not isinstance(found, nixlBackendError):
                 raise found from error
+        except BaseException:
+            if transfer.request is None:
+                transfer.status = None
+            raise
         transfer.posted = monotonic()
         return _SUCCESS if transfer.status is _SUCCESS else self.getXferStatus(reqh)
 
@@ -199,7 +204,6 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
             self._succeeded(transfer)
             return
         transfer.request = Request(task, ranges, agent, transfer.text)
-        transfer.status = _IN_PROGRESS
 
     def _reached(self, name: str) -> int:
         """Return `_linked`; raise any failure as LLM_LINK_FAILED, because the agent is gone."""
@@ -220,9 +224,9 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
             raise nixlNotPostedError(f"transfer {reqh} was not posted")
         request = transfer.request
         if request is not None and transfer.status is _IN_PROGRESS and request.has_ended():
-            error = request.error(LOG, reqh)
             with self._mutex:
                 if transfer.request is request:  # no other thread was faster
+                    error = request.error(LOG, reqh)
                     self._succeeded(transfer) if error is None else self._failed(transfer, error)
         if transfer.error is not None and transfer.error.status_code in GONE:
             raise nixlRemoteDisconnectError(str(transfer.error))
@@ -241,8 +245,8 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
     def releaseXferReq(self, reqh: int) -> nixl_status_t:  # noqa: N802
         """Stop and forget a transfer; on return none of its bytes moves. Idempotent."""
         transfer = self._transfers.pop(reqh, None)
-        if transfer is not None and transfer.request is not None:
-            transfer.request.task.cancel(LLMException("the transfer was released"))
+        if transfer is not None and (request := transfer.request) is not None:
+            request.task.cancel(LLMException("the transfer was released"))
         return _SUCCESS
 
     def _transfer(self, reqh: int) -> _Transfer:
@@ -256,8 +260,8 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         name = text_of(name)
         with self._mutex:
             for transfer in list(self._transfers.values()):
-                if transfer.agent == name and transfer.request is not None:
-                    transfer.request.task.cancel(LLMException(f"agent {name!r} was removed"))
+                if transfer.agent == name and (request := transfer.request) is not None:
+                    request.task.cancel(LLMException(f"agent {name!r} was removed"))
             return super().invalidateRemoteMD(name)
 
     def getXferTelemetry(self, reqh: int) -> nixlXferTelemetry:  # noqa: N802
