@@ -67,78 +67,78 @@ static double move(network *self, unsigned mib)
 /* A network of 25 MB, three times the least flight, is kept full. */
 static void far(void)
 {
-    network it;
+    network net;
 
-    begin(&it, GB_PER_S(2.5), MS(10));
-    move(&it, 64);
-    CHECK(move(&it, 4096) > 0.95 * GB_PER_S(2.5));
-    CHECK(it.flight.limit > 25000000 && it.flight.limit < 60000000);
+    begin(&net, GB_PER_S(2.5), MS(10));
+    move(&net, 64);
+    CHECK(move(&net, 4096) > 0.95 * GB_PER_S(2.5));
+    CHECK(net.flight.limit > 25000000 && net.flight.limit < 60000000);
 }
 
 /* Within a host, and where the network is slow, more would only wait in a queue. */
 static void near_or_slow(void)
 {
-    network it;
+    network net;
 
-    begin(&it, GB_PER_S(3), MS(0.05));
-    CHECK(move(&it, 4096) > 0.95 * GB_PER_S(3));
-    CHECK(it.flight.limit == KVN_TCP_LEAST_FLIGHT);
-    begin(&it, GB_PER_S(0.05), MS(10));
-    CHECK(move(&it, 1024) > 0.95 * GB_PER_S(0.05));
-    CHECK(it.flight.limit == KVN_TCP_LEAST_FLIGHT);
+    begin(&net, GB_PER_S(3), MS(0.05));
+    CHECK(move(&net, 4096) > 0.95 * GB_PER_S(3));
+    CHECK(net.flight.limit == KVN_TCP_LEAST_FLIGHT);
+    begin(&net, GB_PER_S(0.05), MS(10));
+    CHECK(move(&net, 1024) > 0.95 * GB_PER_S(0.05));
+    CHECK(net.flight.limit == KVN_TCP_LEAST_FLIGHT);
 }
 
 /* The window of requests bounds what is ahead. */
 static void beyond(void)
 {
-    network it;
+    network net;
 
-    begin(&it, GB_PER_S(12.5), MS(100));
-    move(&it, 4096);
-    CHECK(it.flight.limit == KVN_TCP_MOST_FLIGHT);
+    begin(&net, GB_PER_S(12.5), MS(100));
+    move(&net, 4096);
+    CHECK(net.flight.limit == KVN_TCP_MOST_FLIGHT);
 }
 
 /* Small transfers, one at a time, measure the program and not the network. */
 static void pace_of_the_program(void)
 {
-    network it;
+    network net;
 
-    begin(&it, GB_PER_S(2.5), MS(10));
-    move(&it, 1024);
-    const uint64_t before = it.flight.limit;
+    begin(&net, GB_PER_S(2.5), MS(10));
+    move(&net, 1024);
+    const uint64_t before = net.flight.limit;
     for (int i = 0; i < 100; i++) {
-        ask(&it, 4096);
-        answer(&it, true);
+        ask(&net, 4096);
+        answer(&net, true);
     }
-    CHECK(before > KVN_TCP_LEAST_FLIGHT && it.flight.limit == before);
+    CHECK(before > KVN_TCP_LEAST_FLIGHT && net.flight.limit == before);
 }
 
 /* Other traffic takes nearly all of the bandwidth: nothing stays in its queue. */
 static void becomes_slow(void)
 {
-    network it;
+    network net;
 
-    begin(&it, GB_PER_S(2.5), MS(10));
-    move(&it, 1024);
-    it.bytes_per_ns = GB_PER_S(0.05);
-    move(&it, 256);
-    CHECK(it.flight.limit == KVN_TCP_LEAST_FLIGHT);
+    begin(&net, GB_PER_S(2.5), MS(10));
+    move(&net, 1024);
+    net.bytes_per_ns = GB_PER_S(0.05);
+    move(&net, 256);
+    CHECK(net.flight.limit == KVN_TCP_LEAST_FLIGHT);
 }
 
 /* Bytes that the peer refused did not move, however soon it refused them. */
 static void refused(void)
 {
-    network it;
+    network net;
 
-    begin(&it, GB_PER_S(2.5), MS(10));
+    begin(&net, GB_PER_S(2.5), MS(10));
     for (unsigned round = 0; round < 4; round++) {
-        while (kvn_tcp_flight_has_room(&it.flight))
-            ask(&it, MIB);
-        while (it.count > 0)
-            answer(&it, false);
+        while (kvn_tcp_flight_has_room(&net.flight))
+            ask(&net, MIB);
+        while (net.count > 0)
+            answer(&net, false);
     }
-    CHECK(it.flight.out == 0 && it.flight.moved == 0);
-    CHECK(it.flight.limit == KVN_TCP_LEAST_FLIGHT && it.flight.shortest_ns == INT64_MAX);
+    CHECK(net.flight.out == 0 && net.flight.moved == 0);
+    CHECK(net.flight.limit == KVN_TCP_LEAST_FLIGHT && net.flight.shortest_ns == INT64_MAX);
 }
 
 /* A clock that did not advance between request and answer divides by nothing. */
@@ -153,6 +153,22 @@ static void no_time(void)
     CHECK(flight.limit >= KVN_TCP_LEAST_FLIGHT && flight.limit <= KVN_TCP_MOST_FLIGHT && flight.out == 0);
 }
 
+/* An aborted push waits as long as the latest request took, twice; half a second more, and five seconds at most. */
+static void drained(void)
+{
+    network net;
+
+    begin(&net, GB_PER_S(2.5), MS(10));
+    CHECK(kvn_tcp_flight_drain_ns(&net.flight) == MS(500));
+    ask(&net, 4096);
+    answer(&net, true);
+    CHECK(kvn_tcp_flight_drain_ns(&net.flight) >= MS(520) && kvn_tcp_flight_drain_ns(&net.flight) < MS(521));
+    net.bytes_per_ns = GB_PER_S(0.0001);
+    ask(&net, MIB);
+    answer(&net, false);
+    CHECK(kvn_tcp_flight_drain_ns(&net.flight) == MS(5000));
+}
+
 int main(int count, char **arguments)
 {
     static const check_row rows[] = {
@@ -163,6 +179,7 @@ int main(int count, char **arguments)
         {"becomes_slow", becomes_slow},
         {"refused", refused},
         {"no_time", no_time},
+        {"drained", drained},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

@@ -16,7 +16,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Check:
     "name",
     [
         *("far", "near_or_slow", "beyond", "pace_of_the_program", "becomes_slow", "refused"),
-        "no_time",
+        *("no_time", "drained"),
     ],
 )
 def test_flight(check: Check, name: str) -> None:

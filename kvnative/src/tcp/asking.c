@@ -8,6 +8,8 @@
 
 #define REQUEST_NBYTES (1u << 20) /* smaller requests give other transfers their turn sooner */
 
+_Static_assert((uint64_t)KVN_TCP_WINDOW * REQUEST_NBYTES >= KVN_TCP_MOST_FLIGHT, "the window has room for a flight");
+
 static const uint8_t ZEROS[4096];
 
 /* ---- cutting transfers into requests ---- */

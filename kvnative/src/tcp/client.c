@@ -13,7 +13,6 @@
 #define YIELDS 64                 /* of the service to threads that want the mutex: some 50 us, as long as a wake-up */
 #define DRIVES 4                  /* small steps before the service yields */
 #define SPIN_NS 50000             /* longer than a wake-up takes */
-#define GRACE_NS INT64_C(500000000) /* for the peer to take all bytes of an aborted push */
 #define IDLE_EVENTS (EPOLLRDHUP | EPOLLET)
 
 /* ---- who drives it ---- */
@@ -151,14 +150,17 @@ void kvn_tcp_client_wait(kvn_request *it, int64_t deadline_ns)
 void kvn_tcp_client_give_up(kvn_request *it, int why)
 {
     kvn_tcp_client *self = it->client;
+    char why_not[64];
 
     lock_soon(self);
     if (!atomic_load(&it->finished))
         kvn_tcp_transfer_end(it, why, 0, KVN_NO_DESCRIPTOR);
-    wait_for(self, it, kvn_now_ns() + GRACE_NS); /* for a push, whose bytes are on the wire */
+    const int64_t drain_ns = kvn_tcp_flight_drain_ns(&self->flight);
+    wait_for(self, it, kvn_now_ns() + drain_ns); /* for a push, whose bytes are on the wire */
     if (!atomic_load(&it->finished)) {
         kvn_tcp_reset(&self->watched.stream);
-        kvn_tcp_transfers_fail(self, 0, "an aborted push did not end within 500 ms");
+        snprintf(why_not, sizeof why_not, "an aborted push did not end within %" PRId64 " ms", drain_ns / 1000000);
+        kvn_tcp_transfers_fail(self, 0, why_not);
         hand_over(self);
     }
     pthread_mutex_unlock(&self->mutex);

@@ -1,5 +1,9 @@
-/* Measures the bandwidth and the delay of a connection by its requests, as congestion control by BBR does. */
+/* Measures the bandwidth and the delay of a connection by its requests, as congestion control by BBR does. Unlike BBR
+ * the shortest delay is never forgotten: while a flight is full no request meets an empty queue. */
 #include "tcp/flight.h"
+
+#define GRACE_NS INT64_C(500000000) /* longer than a busy host lets a thread wait */
+#define MOST_GRACE_NS INT64_C(5000000000)
 
 void kvn_tcp_flight_init(kvn_tcp_flight *self)
 {
@@ -18,6 +22,7 @@ void kvn_tcp_flight_arrive(kvn_tcp_flight *self, const kvn_tcp_departure *reques
     double wanted;
 
     self->out -= request->nbytes;
+    self->latest_ns = ns;
     if (!is_moved)
         return;
     self->moved += request->nbytes;
@@ -29,4 +34,10 @@ void kvn_tcp_flight_arrive(kvn_tcp_flight *self, const kvn_tcp_departure *reques
     self->limit = wanted < (double)KVN_TCP_LEAST_FLIGHT  ? KVN_TCP_LEAST_FLIGHT
                   : wanted > (double)KVN_TCP_MOST_FLIGHT ? KVN_TCP_MOST_FLIGHT
                                                          : (uint64_t)wanted;
+}
+
+int64_t kvn_tcp_flight_drain_ns(const kvn_tcp_flight *self)
+{
+    /* A request that departs now would wait for all that is out, as the latest one did. */
+    return self->latest_ns < (MOST_GRACE_NS - GRACE_NS) / 2 ? GRACE_NS + 2 * self->latest_ns : MOST_GRACE_NS;
 }

@@ -7,13 +7,14 @@
 #include <stdint.h>
 
 #define KVN_TCP_LEAST_FLIGHT (UINT64_C(8) << 20) /* bytes; enough on one host */
-#define KVN_TCP_MOST_FLIGHT (UINT64_C(64) << 20) /* bytes; of the whole window of requests */
+#define KVN_TCP_MOST_FLIGHT (UINT64_C(64) << 20) /* bytes; a window of requests has room for them */
 
 typedef struct kvn_tcp_flight {
-    uint64_t limit;      /* bytes: no request departs when so many are out */
+    uint64_t limit;      /* bytes: no request departs while `out` is not below */
     uint64_t out;        /* bytes of requests without an answer */
     uint64_t moved;      /* bytes of all requests that are done; wraps */
     int64_t shortest_ns; /* from a request to its answer */
+    int64_t latest_ns;   /* the same of the latest answer; 0: there was none */
 } kvn_tcp_flight;
 
 /* A request on its way. */
@@ -30,5 +31,8 @@ static inline bool kvn_tcp_flight_has_room(const kvn_tcp_flight *self) { return 
 kvn_tcp_departure kvn_tcp_flight_depart(kvn_tcp_flight *self, uint64_t nbytes, int64_t now_ns);
 /* Takes the answer to a request into account; the peer may have refused the request, `is_moved` is false then. */
 void kvn_tcp_flight_arrive(kvn_tcp_flight *self, const kvn_tcp_departure *request, bool is_moved, int64_t now_ns);
+
+/* Returns the time in which the peer takes what is out, unless the network has become much slower; 5 s at most. */
+int64_t kvn_tcp_flight_drain_ns(const kvn_tcp_flight *self);
 
 #endif
