@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _LOG = Log("kvplan")
 _PEER_LOG = LimitedLog(_LOG)
-_MAX_ATTEMPTS = 4  # at a time; an abandoned attempt may still wait for the peer
-_RENEWAL_S = 30.0  # for the peer to join; callers wait as long as an operation may take
+_MAX_ATTEMPTS = 4  # at a time, without abandoned ones
+_RENEWAL_S = 30.0  # for the peer to join; a caller waits at most `wait_s`
 
 
 class _Attempt:

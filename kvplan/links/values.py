@@ -24,7 +24,7 @@ class IpInfo:
 
     Attributes:
         ip: IP address or name of the host.
-        port: Port on the host; 0 means no port, which is not enough to link.
+        port: Port on the host; 0 means no port. Linking needs one.
     """
 
     ip: str
@@ -50,7 +50,7 @@ class ClusterInfo:
     Args:
         remote_cluster_id: Cluster id of the peer.
         remote: Address where the peer listens. Linking needs exactly one, unlinking needs none.
-            None means no address, as the `listen_address` of an engine that does not listen.
+            None means no address, like the `listen_address` of an engine that does not listen.
         local: Not used; the reference has it.
         remote_role_type: Not used; the reference has it.
     """
@@ -136,7 +136,7 @@ class LinkState(Enum):
 
 
 LOST = frozenset({LinkState.BROKEN, LinkState.CLOSED})
-"""States after an end by the peer or a failure. Transfers cannot start and raise the reason."""
+"""States of a link that the peer or a failure has ended. Transfers raise the reason."""
 
 NEXT_STATES = {
     LinkState.LINKING: {LinkState.LINKED, LinkState.UNLINKED},
