@@ -49,7 +49,7 @@ class Endpoint:
 
     @classmethod
     def advertised(cls, text: str, port: int) -> Endpoint:
-        """Read the address at which peers reach a listener: a host, or what `parse` reads."""
+        """Read the address at which peers reach a listener: a host, or a host and its port."""
         check_type("endpoint", text, str)
         has_port = re.fullmatch(r"(\[.*\]|[^:]*):[^:]*", text) is not None
         endpoint = cls.parse(text if has_port else f"{text}:{port}")

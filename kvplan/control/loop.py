@@ -300,7 +300,7 @@ class ControlLoop:
         return self._context.socket(kind)
 
     def register(self, closable: Closable) -> None:
-        """Close an object before the loop ends. Called on the loop's thread."""
+        """Remember to close an object before the loop ends. Called on the loop's thread."""
         self._closables[closable] = None
 
     def unregister(self, closed: Closable) -> None:
