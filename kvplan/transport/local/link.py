@@ -191,7 +191,7 @@ class LocalLink(TransportLink):
     Attributes:
         is_to_self: True if the peer is this process, whose memory is not mapped again.
         lacks: By kind of memory, why it is not reached. Kinds: "registered", host memory outside of
-            arenas; "device", memory of the peer's device; "pieces", such memory in pieces.
+            arenas; "device", memory of the peer's device; "pieces", device memory in pieces.
         device: The device of this process for which device memory of the peer is mapped.
     """
 
