@@ -39,7 +39,7 @@ class HandshakeInitiator:
     """The end that initiates handshakes with peers.
 
     If both ends initiate at the same time, the handshake of the lower cluster id continues and the
-    other one waits for it (see `HandshakeAcceptor.hello`). Both calls return the same link.
+    other one waits for it (see `HandshakeAcceptor.hello`). Both calls of `link` return that link.
     """
 
     def __init__(self, engine: LocalEngine, transitions: Transitions) -> None:

@@ -45,7 +45,7 @@ class LinkLifecycle:
         self._in_flight: set[ref[object]] = set()
         self._pending_releases: set[int] = set()
         self._idle = asyncio.Event()
-        self._waiting: list[asyncio.AbstractEventLoop] = []  # for the last operation to end
+        self._waiting: list[asyncio.AbstractEventLoop] = []  # of callers of `wait_idle`
 
     @property
     def in_flight(self) -> int:

@@ -164,7 +164,7 @@ class Links:
     def unlink(
         self, clusters: Sequence[ClusterInfo | int], timeout_ms: int, *, force: bool = False
     ) -> LinkResults:
-        """End the links with all clusters at the same time. Each link ends at both ends."""
+        """End the links with all clusters at the same time, each at both ends."""
         check_clusters(clusters, ClusterInfo | int)
         ids = [
             cluster.remote_cluster_id if isinstance(cluster, ClusterInfo) else cluster

@@ -32,13 +32,13 @@ _MAX_JOINED: Final = 64  # cached results of `joined_memory`
 class PeerCaches(LinkLifecycle, ABC):
     """The caches of a link's peer, and their memory.
 
-    The control thread calls `apply`; operations call the other methods in any thread.
+    The control thread calls `apply`, `forget` and `prepare`, and any thread the other methods.
 
     Attributes:
         instance: Id of the run of the peer's engine.
         transports: Names of the transports of the link, the preferred first.
         moved_leases: Live leases whose blocks the peer has moved, by id.
-        passed_over: Transports that would be preferred, and why they are not used.
+        passed_over: Preferred transports, and why they are not used, or not for all memory.
         transport_links: Connections by name of transport; empty before they are made.
         pairs: Pairs of a local cache and a cache of the peer, cached by users of the link. A change
             of the peer's caches replaces the dict.
@@ -143,7 +143,7 @@ class PeerCaches(LinkLifecycle, ABC):
             metadata=cache.metadata(name),
         )
         self._memories[key] = (cache, memory)
-        # The control thread drops memories after a change of the table: check for a later store.
+        # The control thread may have dropped memories just before this store: then drop this one.
         if self._table.by_id.get(cache.cache_id) is not cache or not self.is_live:
             self._memories.pop(key, None)
         return memory

@@ -135,7 +135,7 @@ class Claims:
                         while not await self._is_confirmed(channel, release):
                             pass
         except (ChannelClosed, LLMException) as error:
-            # Harmless: all bytes have arrived, and the peer ends claims together with their link.
+            # Harmless: the pull is over, and the peer ends claims together with their link.
             self._warn(release, str(error))
 
     async def _is_confirmed(self, channel: Channel, release: Release) -> bool:

@@ -201,7 +201,7 @@ class Rendezvous:
         return comm.comm_id
 
     async def unlink(self, comm_id: int) -> None:
-        """End the links of a communicator, or stop making them."""
+        """End this engine's links of a communicator, or stop making them."""
         comm = self._get(comm_id)
         assert comm.preparing is not None
         comm.preparing.cancel()

@@ -1,4 +1,4 @@
-"""State changes of links: they begin, break, and end by either end or by agreement."""
+"""State changes of links, which begin, break, and are ended by one side or by both."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Transitions:
             read it.
         initiating: LINKING links whose handshake this side has begun.
         accepting: LINKING links whose handshake the peer has begun.
-        errors: Errors of the last failed attempt to link, by cluster id.
+        errors: Error of the last failed attempt to link, by cluster id.
         observer: Called with each link whose state has changed.
     """
 
@@ -55,7 +55,7 @@ class Transitions:
         # The descriptors that signal the peer's death, for each link.
         self._watched: dict[PeerLink, list[int]] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._refusal = ""  # the error of every new link
+        self._refusal = ""  # if not empty, the error of every new link
         self._accepted_workers = asyncio.Semaphore(_MAX_ACCEPTED_WORKERS)
 
     def live(self) -> set[int]:

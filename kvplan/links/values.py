@@ -107,7 +107,7 @@ def _addresses(name: str, given: object) -> tuple[Address, ...]:
 
 
 def check_clusters(clusters: object, kind: type | UnionType) -> None:
-    """Check a list of clusters."""
+    """Check that `clusters` is a list or tuple of `kind`, and not empty."""
     if not isinstance(clusters, list | tuple):
         raise TypeError(f"clusters={shown(clusters)} must be a list or tuple")
     if not clusters:
@@ -158,8 +158,8 @@ class LinkStatus:
         instance: Id of the run of the peer's engine as hex; empty before it has answered.
         role: Role of the peer.
         state: See LinkState.
-        transport: Name of the transport ("local"), or of several ("local+tcp"), of which each moves
-            what the earlier ones do not reach; empty before both ends agree.
+        transport: Name of the transport ("local"), or of several ("local+tcp"): each moves what the
+            earlier ones do not reach. Empty before both ends agree.
         way: How bytes move ("rc_mlx5/mlx5_0:1"); empty before the peer is reached.
         passed_over: Why transports that would be preferred are not used, or not for all memory.
         address: Address of the control channel.
