@@ -30,13 +30,13 @@ from kvplan.control.messages import (
 from kvplan.status import LLMException, busy, link_failed
 
 MAX_REQUESTS: Final = 32
-"""Concurrent requests of one peer. More are refused."""
+"""Maximum number of concurrent requests of one peer. Others are refused."""
 
 MAX_PENDING_REQUESTS: Final = 4
-"""Concurrent requests of one peer while its channel has no link."""
+"""Maximum number of concurrent requests of one peer while its channel has no link."""
 
 MAX_UNDECODABLE: Final = 16
-"""Undecodable frames of one peer that are dropped before its channel is ended."""
+"""Maximum number of undecodable frames of one peer. The next one ends its channel."""
 
 _CHECKS_PER_TIMEOUT: Final = 2
 """Minimum number of heartbeat checks within the shorter of interval and timeout."""

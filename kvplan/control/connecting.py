@@ -55,7 +55,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._handler = handler
         self._key: ClusterKey | None = None
-        self._key_inside: ClusterKey | None = None  # of connections from inside this host
+        self._key_inside: ClusterKey | None = None  # of connections to a loopback address
         self._channels: dict[Channel, float] = {}  # in order of arrival
         self._listening: socket.socket | None = None
         self._sweeping: asyncio.TimerHandle | None = None

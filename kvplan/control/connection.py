@@ -122,7 +122,7 @@ class Connection:
 
     def drain(self) -> bool:
         """Deliver frames that have arrived, and return True if none is left."""
-        self._writable.set()  # the change may be room to write
+        self._writable.set()  # there may be room to write now
         for _ in range(_MAX_DRAINED):
             if self._socket is None:
                 return True
@@ -151,7 +151,7 @@ class Connection:
             self._opening.cancel()
         if self._socket is not None:
             self._loop.remove_reader(self._descriptor)
-            self._socket.close()  # its last frames arrive at the stream before its end
+            self._socket.close()  # its last frames still reach the stream
             self._socket = None
         if not self._inner.connected:
             self.stream.close()

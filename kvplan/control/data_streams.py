@@ -114,8 +114,8 @@ class DialledStreams(DataStreams):
     def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
         """Dial connections; see `Streams.open`.
 
-        Each step is done for all connections before the next step, so that they take as many round
-        trips as one.
+        Each step is done for all connections before the next step, so that all of them take as
+        many round trips as one.
         """
         deadline = time.monotonic() + timeout_s
         streams: list[socket.socket] = []

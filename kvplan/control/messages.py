@@ -62,7 +62,7 @@ class _WithReason(_Body, frozen=True):
 class Offer(_Message, frozen=True):
     """A transport, and the metadata that a peer needs to reach memory by it.
 
-    Without metadata the sender does not have the transport, for the reason in `missing`.
+    Empty metadata: the sender does not have the transport, for the reason in `missing`.
     """
 
     transport: Name

@@ -11,7 +11,7 @@ notifications continue over the control connection.
 - A packet that `send` has accepted is in the receiver's socket. The receiver ends by refusing more
 packets, and then reads the rest. So each packet arrives once, or the sender knows that it did not.
 - A sender sends at most `WINDOW` packets that the receiver has not taken, and none while the
-receiver's queue is full. It then uses the control connection, whose reply grants more packets.
+receiver's queue is full. It then sends a Notify, whose reply grants more packets.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Notifier:
         # Numbers of requests, in sending order. Direct packets would overtake an unanswered one,
         # which may still arrive.
         self._last_sent = self._last_answered = 0
-        self._later: set[object] = set()  # tokens of `send_later` that are unsent or unanswered
+        self._later: set[object] = set()  # tokens of `defer` that are not settled
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds only weak references
 
     def send_directly(self, data: bytes) -> bool:

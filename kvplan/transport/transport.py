@@ -241,7 +241,7 @@ class Transport(ABC):
     def close(self) -> None:
         """Deregister all memory, as `deregister` does, and end the threads; idempotent.
 
-        Links cannot be used afterwards. Does nothing in a forked child.
+        Do not use its links afterwards. Does nothing in a forked child.
         """
         if os.getpid() != self._pid:
             return

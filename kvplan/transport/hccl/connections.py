@@ -173,7 +173,7 @@ class Connections:
                 ending = self._communicators.pop(generation, None)
             else:
                 self._abandoned.add(generation)
-                is_made = generation in self._making  # then `renew` ends it
+                is_made = generation in self._making  # `renew` closes it again
                 ending = self._communicators.get(generation) if is_made else None
         if ending is not None:
             self._take_down(ending)
@@ -243,7 +243,7 @@ class Connections:
         del before  # outside of the lock
 
     def _keep(self, generation: int, communicator: Communicator, newest: int) -> None:
-        """Keep a connection that was made until its last user drops it."""
+        """Keep a new connection until its last user drops it."""
         held = Connection(generation, communicator, newest)
         let_go = partial(_let_go, ref(self), self._hccl, generation, communicator)
         with self._mutex:

@@ -84,7 +84,7 @@ class HeldRegion:
         return self.ref.address + self.ref.nbytes
 
     def close(self) -> None:
-        """Deregister the region from HCCL. No connection binds it any more."""
+        """Deregister the region from HCCL. No connection may bind it any more."""
         try:
             self.native.close()
         finally:

@@ -72,7 +72,7 @@ class LocalPeerMemory(PeerMemory):
         Every backend announces its writes to the owner. LLM_FEATURE_NOT_ENABLED: `other` is on a
         device, but the system copies memory that is not mapped here only from and to the host.
         """
-        device = None  # of `other`, which copies
+        device = None  # backend of the device of `other`, which copies
         if other.on_device:
             if not self.in_process:
                 raise self._link.unreached_from_device()
