@@ -109,7 +109,7 @@ class Renewals:
     async def _renew(self) -> None:
         if not self._link.is_live or self._ended:
             raise self._link.refusal()
-        # The newest attempt includes everything that this side registered before it.
+        # Join a renewal in progress. If it lacks newer memory, the caller renews again.
         attempt = self._attempts.get(self._highest) or self._begin(self._highest + 1)
         async with asyncio.timeout(self._wait_s):
             await asyncio.shield(attempt.outcome)
