@@ -152,7 +152,7 @@ def proof_of(secret: bytes, nonce: bytes, hello: bytes) -> bytes:
 
 
 class Keys:
-    """The keys of this engine. A channel uses one. Only the loop's thread calls `at`."""
+    """The keys of this engine. Each channel uses one. Only the loop's thread calls `at`."""
 
     def __init__(
         self, cluster: ClusterKey | None = None, user: Callable[[], ClusterKey] | None = None

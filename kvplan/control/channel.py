@@ -30,13 +30,13 @@ from kvplan.control.messages import (
 from kvplan.status import LLMException, busy, link_failed
 
 MAX_REQUESTS: Final = 32
-"""Concurrent requests of one peer. More are refused."""
+"""Maximum number of concurrent requests of one peer. Others are refused."""
 
 MAX_PENDING_REQUESTS: Final = 4
-"""Concurrent requests of one peer while its channel has no link."""
+"""Maximum number of concurrent requests of one peer while its channel has no link."""
 
 MAX_UNDECODABLE: Final = 16
-"""Undecodable frames of one peer that are dropped before its channel is ended."""
+"""Maximum number of undecodable frames of one peer. The next one ends its channel."""
 
 _CHECKS_PER_TIMEOUT: Final = 2
 """Minimum number of heartbeat checks within the shorter of interval and timeout."""
@@ -98,7 +98,7 @@ class Channel:
         self._control = loop
         self._loop = asyncio.get_running_loop()
         self._handler = handler
-        loop.register(self)  # before the connection, which must send the Close of the channel
+        loop.register(self)  # closes before the connection, which then sends the Close
         self.connection = Connection(
             loop, key, listening=listening, on_frame=self._receive, on_end=self._on_connection_end
         )
@@ -245,7 +245,7 @@ class Channel:
                 self.closed_orderly = orderly
                 self.lose(reason)
             case Envelope(seq=0, reply_to=0, body=body):
-                # As tasks of requests do, begin in the next iteration, to keep the order.
+                # Begin in the next iteration, as tasks of requests do, to keep the order.
                 self._loop.call_soon(self._notice, body)
             case Envelope(seq=0, reply_to=reply_to, body=body):
                 reply = self._waiting.get(reply_to)

@@ -37,7 +37,7 @@ connections take at most half.
 """
 
 PENDING_S: Final = 10.0
-"""Seconds after which a silent connection, or a channel without a link, is ended."""
+"""Seconds until a connection without a channel ends, or a silent channel without a link."""
 
 _SWEEP_S: Final = 1.0
 _PAUSE_S: Final = 0.1  # before accepting again after a lack of descriptors
@@ -55,7 +55,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._handler = handler
         self._key: ClusterKey | None = None
-        self._key_inside: ClusterKey | None = None  # of connections from inside this host
+        self._key_inside: ClusterKey | None = None  # of connections to a loopback address
         self._channels: dict[Channel, float] = {}  # in order of arrival
         self._listening: socket.socket | None = None
         self._sweeping: asyncio.TimerHandle | None = None
@@ -129,7 +129,7 @@ class Server:
                 self.endpoint = endpoint_of(listening.getsockname())
             listening.setblocking(False)
             # The longest possible queue: a connection that finds it full is retried after a second.
-            listening.listen(socket.SOMAXCONN)  # another process may have the address by now
+            listening.listen(socket.SOMAXCONN)  # fails if another process listens here by now
         except OSError:
             listening.close()
             raise

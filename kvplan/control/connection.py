@@ -61,7 +61,7 @@ class Connection:
         self.nonce = b""  # of the listener's greeting, once the greetings were exchanged
         self._validator = ZmtpValidator(encrypted=key is not None)
         self._early = bytearray()  # bytes of the peer that arrived before the ZeroMQ socket existed
-        self._skip = GREETING_NBYTES  # of ZeroMQ's output: the greeting was already sent
+        self._skip = GREETING_NBYTES  # bytes of ZeroMQ's output: its greeting was already sent
         self._is_cookie_due = not listening
         self._opening: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -122,7 +122,7 @@ class Connection:
 
     def drain(self) -> bool:
         """Deliver frames that have arrived, and return True if none is left."""
-        self._writable.set()  # the change may be room to write
+        self._writable.set()  # there may be room to write now
         for _ in range(_MAX_DRAINED):
             if self._socket is None:
                 return True
@@ -151,7 +151,7 @@ class Connection:
             self._opening.cancel()
         if self._socket is not None:
             self._loop.remove_reader(self._descriptor)
-            self._socket.close()  # its last frames arrive at the stream before its end
+            self._socket.close()  # its last frames still reach the stream
             self._socket = None
         if not self._inner.connected:
             self.stream.close()
@@ -240,8 +240,7 @@ class Connection:
             self._is_cookie_due = False
             nonce = self.nonce = self._validator.unused
             self.stream.write(bytes(len(nonce)) if self._key is None else self._key.cookie(nonce))
-            # After the cookie, with which the peer begins the same work, so that both ends open
-            # their sockets in parallel.
+            # Last: the cookie makes the peer open its socket, so both ends do so in parallel.
             self._open_soon()
         if not self._inner.connected:
             self._early += chunk

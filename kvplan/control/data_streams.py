@@ -49,7 +49,7 @@ _KEEP_ALIVE: Final = {
 
 
 class DataStreams(ABC):
-    """The data connections of a link, at either end: a `Streams` of the transports."""
+    """The data connections of a link, at either end. It implements `Streams`."""
 
     dials: bool
 
@@ -85,7 +85,7 @@ class DataStreams(ABC):
 
 
 OpenStreams: TypeAlias = Callable[[bytes], DataStreams]
-"""Makes the streams of the handshake with a challenge, on the loop's thread."""
+"""Function that makes the streams of a link from its challenge, on the loop's thread."""
 
 
 class DialledStreams(DataStreams):
@@ -114,8 +114,8 @@ class DialledStreams(DataStreams):
     def open(self, indices: Sequence[int], timeout_s: float) -> list[socket.socket]:
         """Dial connections; see `Streams.open`.
 
-        Each step is done for all connections before the next step, so that they take as many round
-        trips as one.
+        Each step is done for all connections before the next step, so that all of them take as
+        many round trips as one.
         """
         deadline = time.monotonic() + timeout_s
         streams: list[socket.socket] = []
@@ -165,7 +165,7 @@ class DialledStreams(DataStreams):
         with self._mutex:
             if self._closed:
                 raise ConnectionError(ENDED)
-            # Under the lock: `close` shuts only streams that connect.
+            # Under the lock: `close` can shut down a stream only once it connects.
             _begin_connect(stream, self._address)
             self._dialling.add(stream)
 
@@ -211,7 +211,7 @@ def way_of(dialler: Any, listener: Any) -> str:
 
 
 def bind_source(stream: socket.socket, source: str) -> None:
-    """Bind a connection to an address of this host. A Unix socket has none."""
+    """Bind a TCP connection to an address of this host, if `source` is not empty."""
     if source and stream.family != socket.AF_UNIX:
         try:
             stream.bind((source, 0))

@@ -49,7 +49,7 @@ class Endpoint:
 
     @classmethod
     def advertised(cls, text: str, port: int) -> Endpoint:
-        """Read the address at which peers reach a listener: a host, or what `parse` reads."""
+        """Read the address at which peers reach a listener: a host, or a host and its port."""
         check_type("endpoint", text, str)
         has_port = re.fullmatch(r"(\[.*\]|[^:]*):[^:]*", text) is not None
         endpoint = cls.parse(text if has_port else f"{text}:{port}")
@@ -61,7 +61,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """True if only processes of this host can reach it."""
+        """True if only processes of this host can reach the address."""
         if self.path or self.host == "localhost":
             return True
         address = self._address
@@ -71,7 +71,7 @@ class Endpoint:
 
     @property
     def is_wildcard(self) -> bool:
-        """True if it stands for all addresses of this host."""
+        """True if the address stands for all addresses of this host."""
         return self._address is not None and self._address.is_unspecified
 
     @property

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 _Outcome: TypeAlias = tuple[BaseException] | tuple[None, _T]
 
 MAX_WORKERS: Final = 1024
-"""Threads for blocking calls, made when needed.
+"""Maximum number of threads for blocking calls. Threads start when needed.
 
 Both ends of a connection wait for each other in such threads. With too few, engines that connect to
 each other would all wait for a free one.
@@ -300,7 +300,7 @@ class ControlLoop:
         return self._context.socket(kind)
 
     def register(self, closable: Closable) -> None:
-        """Close an object before the loop ends. Called on the loop's thread."""
+        """Remember to close an object before the loop ends. Called on the loop's thread."""
         self._closables[closable] = None
 
     def unregister(self, closed: Closable) -> None:

@@ -1,7 +1,7 @@
 """The messages between engines: one typed, bounded message in one frame.
 
-A frame is one byte, the protocol version, and a msgpack array (seq, reply_to, body). Decoding
-checks everything in a frame. A frame that does not match this description is refused as a whole.
+A frame is the protocol version in one byte, then a msgpack array (seq, reply_to, body). Decoding
+checks all of a frame, and refuses it as a whole if any part is wrong.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MAX_NBYTES: Final = 1 << 20
 """Bytes of the largest frame."""
 
 REFUSAL_VERSION: Final = 0
-"""The version of a frame that only holds the reason, in UTF-8, why its sender closes.
+"""The version of a frame that holds only text (UTF-8): why its sender closes the channel.
 
-Every version of the protocol has it, so that each can refuse any other with a readable reason.
+Every version of the protocol reads it, so each can refuse any other with a readable reason.
 """
 
 MAX_TEXT: Final = 4096
@@ -62,7 +62,7 @@ class _WithReason(_Body, frozen=True):
 class Offer(_Message, frozen=True):
     """A transport, and the metadata that a peer needs to reach memory by it.
 
-    Without metadata the sender does not have the transport, for the reason in `missing`.
+    Empty metadata: the sender does not have the transport, for the reason in `missing`.
     """
 
     transport: Name
@@ -145,7 +145,7 @@ class Chosen(_Body, frozen=True):
 
 
 class Confirm(_Body, frozen=True):
-    """Request: I have reached you. It returns the challenge of your Welcome."""
+    """Request: I have reached you. `challenge` is that of your Welcome."""
 
     challenge: Token
 
@@ -248,7 +248,7 @@ class Found(_Body, frozen=True):
 
 
 class Release(_Body, frozen=True):
-    """Request: the claim ends; tensors [start, stop) have arrived (None: none did)."""
+    """Request: the claim ends; tensors [start, stop) have arrived (None: the pull failed)."""
 
     claim_id: ClaimId
     tensors: tuple[Uint32, Uint32] | None
@@ -421,7 +421,7 @@ def decode(frame: bytes | memoryview) -> Envelope:
         raise WrongVersion(frame[0])
     try:
         envelope = _decoder.decode(memoryview(frame)[1:])
-    except Exception as error:  # the peer's input decides which: nesting raises RecursionError
+    except Exception as error:  # of any type: nested input, for example, raises RecursionError
         raise Undecodable(str(error)[:MAX_TEXT]) from None
     if envelope.seq and envelope.reply_to:
         raise Undecodable("a message cannot be a request and a reply")

@@ -9,9 +9,9 @@ Notify. The receiver connects, proves that it knows the secret, and answers. The
 connection, and removes the name. If this is not possible (another host, network namespace or user),
 notifications continue over the control connection.
 - A packet that `send` has accepted is in the receiver's socket. The receiver ends by refusing more
-packets, and then reads the rest. So a packet has arrived once, or the sender knows that it has not.
+packets, and then reads the rest. So each packet arrives once, or the sender knows that it did not.
 - A sender sends at most `WINDOW` packets that the receiver has not taken, and none while the
-receiver's queue is full. It then asks over the control connection.
+receiver's queue is full. It then sends a Notify, whose reply grants more packets.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from kvplan.system.users import peer_credentials
 WINDOW: Final = 256
 """Maximum number of unread packets in the receiver's socket, which has room for 50 of 4 KiB."""
 
-_BACKLOG: Final = 4  # other processes see the name, too
+_BACKLOG: Final = 4  # other processes may connect, too
 _BUFFER_NBYTES: Final = 212992  # the kernel's default limit
 _TOKEN_NBYTES: Final = 16
-_NOTHING: Final = bytes(4)  # an int of the kernel
+_NOTHING: Final = bytes(4)  # a C int of 0
 _MAX_REQUESTS: Final = 8  # at a time, besides the link's other requests
 _peer_log = LimitedLog(Log("kvplan.links"))
 
@@ -59,7 +59,7 @@ class DirectSender:
         self._has_room = True  # as the receiver last reported
 
     def send(self, packet: bytes) -> bool:
-        """Send now, and return True if the receiver has the packet; False: send a message."""
+        """Send now. Return True if the receiver has the packet, or False if it needs a message."""
         if self._left <= 0 and not self._is_emptied():
             return False
         self._left -= 1
@@ -108,7 +108,7 @@ class DirectListener:
     def accept(self) -> DirectSender | None:
         """Return the connection of the receiver after its answer, or None if it did not connect."""
         with suppress(OSError):
-            for _ in range(_BACKLOG + 1):  # the backlog: other processes that connect delay nothing
+            for _ in range(_BACKLOG + 1):  # all that can wait: skips other processes
                 connection, _ = self._listener.accept()
                 if hmac.compare_digest(_first_packet(connection), _token(self.secret)):
                     return DirectSender(connection)
@@ -167,7 +167,7 @@ class Inbox(Protocol):
         """Add a notification that came as a message, after those in the peer's direct connection.
 
         Returns:
-            How many more may be sent directly.
+            Number of packets that may be sent directly.
 
         Raises:
             LLMException: LLM_LINK_BUSY if the queue is full; LLM_ENGINE_FINALIZED.
@@ -193,10 +193,10 @@ class Notifier:
         self._receiving: socket.socket | None = None
         self._may_offer = True
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)
-        # Tokens of requests, in sending order. An unanswered one may still arrive, and direct
-        # packets would overtake it.
+        # Numbers of requests, in sending order. Direct packets would overtake an unanswered one,
+        # which may still arrive.
         self._last_sent = self._last_answered = 0
-        self._later: set[object] = set()  # tokens of `send_later` that are unsent or unanswered
+        self._later: set[object] = set()  # tokens of `defer` that are not settled
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds only weak references
 
     def send_directly(self, data: bytes) -> bool:

@@ -2,9 +2,9 @@
 
 A pending connection is greeted with a nonce. It becomes a channel once it has answered with the
 key's cookie for the nonce; until then it costs no more than a socket. Without a key, every
-connection becomes a channel; addresses take turns. The channel stays pending until it has a link,
-and until then another connection may take its place. With or without a key, a connection becomes a
-data connection once it has proved that it knows the secret of a link that is being made.
+connection becomes a channel, and each address has the same chance. The channel stays pending until
+it has a link; until then another connection may take its place. With or without a key, a connection
+becomes a data connection once it has proved that it knows the secret of a link that is being made.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class PendingConnection:
 
     @property
     def nonce(self) -> bytes:
-        """The random bytes of its greeting."""
+        """The random bytes of the greeting."""
         return self.greeting[UNUSED_AT:]
 
     @property
     def has_key(self) -> bool:
-        """True once it has proved that it has the key."""
+        """True once the peer has proved that it has the key."""
         return self.key is not None and secrets.compare_digest(
             self.validator.unused, self.key.cookie(self.nonce)
         )
@@ -107,7 +107,7 @@ class PendingConnections:
             self._drop_one()
 
     def remove(self, connection: PendingConnection) -> None:
-        """Remove a connection that has proved its key, has a link, or has ended."""
+        """Remove a connection that has proved that it has the key, has a link, or has ended."""
         _take(self._waiting, connection)
         if _take(self._by_source, connection):
             self._count -= 1
@@ -255,7 +255,7 @@ class AcceptedStreams(DataStreams):
             self._loop.call_soon(self.close_now)
 
     def close_now(self) -> None:
-        """Close in the loop's thread, completely on return."""
+        """Close before this returns. Called on the loop's thread."""
         self._closed = True
         self._pending.forget_link(self)
         for slot in self._slots.values():
@@ -286,7 +286,7 @@ class AcceptedStreams(DataStreams):
             return accepted
         if self._closed:
             raise self._failed(indices[0], "accept", ENDED)
-        # Make all slots first, because `close` ends only waits for existing ones.
+        # Make all slots first: `close` ends only the waits for slots that exist.
         slots = [self._slot(index) for index in indices]
         self._awaited.update(indices)
         for slot in slots:

@@ -38,7 +38,7 @@ _SEND_S: Final = 1.0
 _MAX_NBYTES: Final = 16 << 20
 _READERS: Final = 16
 _MAX_ANSWERS: Final = 4
-"""Documents that are made concurrently. Connections of further clients are closed."""
+"""Maximum number of clients that are answered at a time. Further ones are disconnected."""
 
 _log = Log("kvplan.control")
 _open: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
@@ -89,7 +89,7 @@ class StatusSocket:
         """Return at once: `close` ends everything."""
 
     def leave_to_parent(self) -> None:
-        """Close the copy in a forked child. The name is the parent's and ends with the parent."""
+        """Close the socket in a forked child. The parent still listens."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -144,7 +144,7 @@ class Answer(NamedTuple):
 
 
 def read_all(timeout_s: float = 1.0) -> list[Answer]:
-    """Ask all engines of this user in this network namespace, by process and name."""
+    """Ask all engines of this user in this network namespace. Answers are sorted by process."""
     names = sorted(_names())
     if not names:
         return []

@@ -185,7 +185,7 @@ class Stream:
         self._receive = receive
         self._ended = ended
         self._socket: socket.socket | None = None
-        self._descriptor = -1  # for the loop: a socket costs it a repr in each call
+        self._descriptor = -1  # for the loop, which takes the repr of a socket in each call
         self._unsent = bytearray()  # bytes still to be written
         self._is_closing = self._is_paused = self._is_write_ended = self._is_full = False
 
@@ -246,7 +246,7 @@ class Stream:
         self._is_closing = True
 
     def abort(self) -> None:
-        """End now, without sending the rest, or at `attach`."""
+        """End now without sending the rest. A stream that is not attached yet ends at `attach`."""
         self._fail(None)
 
     def _read(self) -> None:

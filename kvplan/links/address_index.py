@@ -53,7 +53,7 @@ class AddressIndex(Generic[_Cache]):
 
     Attributes:
         extents: The extents that are not empty.
-        pieces: The same memory for native code, with the index of each extent.
+        pieces: The same memory as disjoint pieces, for native code.
     """
 
     def __init__(self, who: str, extents: Iterable[Extent[_Cache]]) -> None:
@@ -65,7 +65,7 @@ class AddressIndex(Generic[_Cache]):
         self._firsts = np.array(firsts, dtype=np.uint64)
         # Last bytes, not ends: memory may end at 2**64.
         self._lasts = np.array(lasts, dtype=np.uint64)
-        # None: piece `i` is extent `i`, because no extents overlap.
+        # None: piece `i` belongs to extent `i`.
         self._owners = (
             None if owners == list(range(len(self.extents))) else np.array(owners, dtype=np.uint64)
         )

@@ -1,4 +1,4 @@
-"""The server side of a link: the listener, and the handler of the peer's messages."""
+"""The listener of an engine, and the handler of its peers' messages."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Listener:
         """Listen at `endpoint` instead of the current address."""
         current, conflicting = self.endpoint, None
         if current is not None and current.port == endpoint.port != 0:
-            # Two binds of a port conflict if one of the addresses is a wildcard.
+            # A port cannot be bound twice if one of the addresses is a wildcard.
             conflicting = current
             await self.stop()
         try:

@@ -39,7 +39,7 @@ class HandshakeInitiator:
     """The end that initiates handshakes with peers.
 
     If both ends initiate at the same time, the handshake of the lower cluster id continues and the
-    other one waits for it (see `HandshakeAcceptor.hello`). Both calls return the same link.
+    other one waits for it (see `HandshakeAcceptor.hello`). Both calls of `link` return that link.
     """
 
     def __init__(self, engine: LocalEngine, transitions: Transitions) -> None:
@@ -133,7 +133,7 @@ class HandshakeInitiator:
                 error = link_failed(f"{endpoint}: {link.phase}: {link.reason}")
             elif link.state is LinkState.LINKING:
                 handshake.result()
-        except (TimeoutError, asyncio.InvalidStateError):  # one phase, or all together
+        except (TimeoutError, asyncio.InvalidStateError):  # of one phase, or of the attempt
             late = f"no answer within {timeout_s * 1000:g} ms"
             error = link_failed(f"{endpoint}: {link.phase}: {late}")
         except ChannelClosed as raised:
@@ -282,7 +282,7 @@ class HandshakeAcceptor:
         )
 
     def chosen(self, link: PeerLink, chosen: Chosen) -> None:
-        """Begin to reach the peer's memory by the transports that the peer has chosen."""
+        """Begin to connect the transports that the peer has chosen."""
         accepted = self._accepted.get(link)
         if accepted is None or link.connecting is not None:
             return
@@ -295,7 +295,7 @@ class HandshakeAcceptor:
             self._transitions.failed(link, error)
 
     async def confirm(self, channel: Channel, confirm: Confirm) -> Linked:
-        """Complete a handshake: reach the memory of the peer."""
+        """Complete a handshake once the transports are connected."""
         link = channel.bound
         if (
             not isinstance(link, PeerLink)
@@ -329,7 +329,7 @@ class HandshakeAcceptor:
         return Linked()
 
     async def _yield_to_own_handshake(self, hello: Hello, timeout_s: float) -> None:
-        """Wait for this side's own handshake if it has priority, which the lower cluster id has.
+        """Wait for this side's own handshake if this side has the lower cluster id.
 
         The end with the higher id never waits, so the two ends cannot wait for each other.
         """
@@ -373,7 +373,7 @@ class HandshakeAcceptor:
         return None
 
     def _end_unconfirmed(self, hello: Hello) -> None:
-        """End an earlier, unconfirmed handshake of the same engine."""
+        """End an earlier, unconfirmed handshake of the same process, or of one that has died."""
         link = self._transitions.accepting.get(hello.cluster_id)
         if link is None:
             return
@@ -428,5 +428,4 @@ async def _settled(link: PeerLink, deadline: float) -> bool:
 
 
 def _already_linked(reason: str) -> LLMException:
-    """Return LLM_ALREADY_LINK, which names the linked instance."""
     return LLMException(reason, status_code=LLMStatusCode.LLM_ALREADY_LINK)

@@ -22,7 +22,7 @@ class LinkLifecycle:
         cluster_id: Cluster id of the peer.
         state: See LinkState.
         since: Start of the state, in seconds since the epoch.
-        reason: Why the link is broken or closed, or why its handshake failed; empty otherwise.
+        reason: Why the link or its handshake has ended; empty before.
         settled: Set once the handshake has succeeded or failed.
         traffic: Counts of moved bytes and operations.
         ended: Set once the link is broken, closed or unlinked.
@@ -45,7 +45,7 @@ class LinkLifecycle:
         self._in_flight: set[ref[object]] = set()
         self._pending_releases: set[int] = set()
         self._idle = asyncio.Event()
-        self._waiting: list[asyncio.AbstractEventLoop] = []  # for the last operation to end
+        self._waiting: list[asyncio.AbstractEventLoop] = []  # of callers of `wait_idle`
 
     @property
     def in_flight(self) -> int:
@@ -82,7 +82,7 @@ class LinkLifecycle:
         self._pending_releases.add(claim_id)
 
     def remove_pending_release(self, claim_id: int) -> None:
-        """Forget a claim whose release is confirmed or will never be."""
+        """Forget a claim whose release is confirmed, or can no longer be."""
         self._pending_releases.discard(claim_id)
         self._wake()
 

@@ -50,7 +50,7 @@ class Links:
     links belong to the parent.
 
     Attributes:
-        peers: The link with each cluster, in any state. `get` explains a missing one.
+        peers: Links by cluster id, including lost ones. `get` explains a missing one.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Links:
         return self._listener.endpoint
 
     def listen(self, endpoint: Endpoint) -> None:
-        """Let peers link with this engine at `endpoint` and nowhere else."""
+        """Let peers link with this engine at `endpoint` instead of the current address."""
         self._run(self._listener.listen(endpoint))
 
     def stop_listening(self) -> None:
@@ -164,7 +164,7 @@ class Links:
     def unlink(
         self, clusters: Sequence[ClusterInfo | int], timeout_ms: int, *, force: bool = False
     ) -> LinkResults:
-        """End the links with all clusters, at both ends, at the same time."""
+        """End the links with all clusters at the same time, each at both ends."""
         check_clusters(clusters, ClusterInfo | int)
         ids = [
             cluster.remote_cluster_id if isinstance(cluster, ClusterInfo) else cluster
@@ -184,7 +184,7 @@ class Links:
     ) -> int:
         """Begin to link with all members of a communicator, and return its id.
 
-        All members make the same call. The call warns if engines of other users could link.
+        All members make the same call. It warns if other users could link, or other hosts cannot.
         """
         engine = self._engine
         members = locate_members(engine.cluster_id, cluster_rank_info, rank_table)
@@ -196,7 +196,7 @@ class Links:
         return self._run(self._rendezvous.link(comm_name, members))
 
     def comm_unlink(self, comm_id: int) -> None:
-        """End the links of a communicator at all members, or stop making them."""
+        """End this engine's links of a communicator, or stop making them."""
         self._run(self._rendezvous.unlink(comm_id))
 
     def comm_status(self, comm_id: int) -> RegisterMemStatus:
@@ -209,7 +209,7 @@ class Links:
         return len(self._transitions.live())
 
     def get(self, cluster_id: int) -> PeerLink:
-        """Return the link with a cluster, in any state."""
+        """Return the link with a cluster, even if it is lost."""
         self._check_usable()
         link = self._transitions.links.get(cluster_id)
         if link is None:
@@ -217,7 +217,7 @@ class Links:
         return link
 
     def status(self) -> list[LinkStatus]:
-        """Return the status of all links by cluster id. A broken link stays until linked again."""
+        """Return the status of all links, including lost ones, sorted by cluster id."""
         all_links = self._transitions
         links = {**all_links.accepting, **all_links.initiating, **all_links.links}
         return [links[cluster_id].status() for cluster_id in sorted(links)]
@@ -302,6 +302,6 @@ def _seconds(timeout_ms: int) -> float:
     milliseconds = as_int("timeout_ms", timeout_ms)
     if not 1 <= milliseconds <= _INT32_MAX:
         text = f"timeout_ms={milliseconds} is out of range [1, {_INT32_MAX}]"
-        # Any number that does not fit into a field of the reference raises ValueError.
+        # As in the reference, a number that does not fit into 32 bits raises ValueError.
         raise invalid(text) if -_INT32_MAX <= milliseconds <= _INT32_MAX else ValueError(text)
     return milliseconds / 1000

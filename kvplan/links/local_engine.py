@@ -74,7 +74,7 @@ class CacheEntry:
 
     Attributes:
         cache: Id, description and addresses.
-        paged: True if blocks address the cache; None: ad-hoc memory, which may be either.
+        paged: True if the rows are blocks; None for ad-hoc memory, which may be either.
         memory: The tensors, which stay mapped as long as something holds this object.
         blocks_key: The key of a paged cache, if the cache has one.
         remote_accessible: True if peers may reach the cache.
@@ -189,7 +189,7 @@ class LocalEngine:
     keys: Keys
 
     def offers(self) -> tuple[Offer, ...]:
-        """Return the transports by which peers can reach this process, and why others cannot."""
+        """Return the transports of this process, and the reasons why others are missing."""
         here = [Offer(transport.name, transport.metadata(())) for transport in self.transports]
         missing = [Offer(name, b"", why[:MAX_TEXT]) for name, why in self.missing.items()]
         return _in_order(_by_name((*missing, *here)))
@@ -262,7 +262,7 @@ def _by_name(each: Iterable[_Named]) -> dict[str, _Named]:
 
 
 def _in_order(by_transport: Mapping[str, _T]) -> tuple[_T, ...]:
-    """Return the values, those of preferred transports first."""
+    """Return the values in order of preference, those of unknown transports last."""
     known = [name for name in TRANSPORTS if name in by_transport]
     return tuple(by_transport[name] for name in dict.fromkeys((*known, *by_transport)))
 

@@ -32,14 +32,14 @@ _MAX_JOINED: Final = 64  # cached results of `joined_memory`
 class PeerCaches(LinkLifecycle, ABC):
     """The caches of a link's peer, and their memory.
 
-    The control thread calls `apply`; operations call the other methods in any thread.
+    The control thread calls `apply`, `forget` and `prepare`, and any thread the other methods.
 
     Attributes:
         instance: Id of the run of the peer's engine.
         transports: Names of the transports of the link, the preferred first.
         moved_leases: Live leases whose blocks the peer has moved, by id.
-        passed_over: Transports that would be preferred, and why they are not used.
-        transport_links: Connection of each transport, by its name; empty before they are made.
+        passed_over: Preferred transports, and why they are not used, or not for all memory.
+        transport_links: Connections by name of transport; empty before they are made.
         pairs: Pairs of a local cache and a cache of the peer, cached by users of the link. A change
             of the peer's caches replaces the dict.
     """
@@ -70,7 +70,7 @@ class PeerCaches(LinkLifecycle, ABC):
         writable: bool = False,
         speculative: bool = False,
     ) -> PeerCache:
-        """Return the peer's cache that `index` names, after a `sync` if it is unknown."""
+        """Return the cache that `index` names, after a `sync` if it is unknown or may be freed."""
         is_key = isinstance(index, BlocksCacheKey)
         if isinstance(index, BlocksCacheKey):
             offered, wanted = self._table.by_model, index.model_id
@@ -143,7 +143,7 @@ class PeerCaches(LinkLifecycle, ABC):
             metadata=cache.metadata(name),
         )
         self._memories[key] = (cache, memory)
-        # The control thread clears memories after a change, so a store that it missed sees that.
+        # The control thread may have dropped memories just before this store: then drop this one.
         if self._table.by_id.get(cache.cache_id) is not cache or not self.is_live:
             self._memories.pop(key, None)
         return memory
@@ -310,7 +310,7 @@ class PeerCaches(LinkLifecycle, ABC):
         return f"{transport}: {link.way}{''.join(f' (not {each})' for each in better)}"
 
     def _cache_of(self, found: Found) -> PeerCache:
-        """Return the cache of a reply, as the table's object if that is equal."""
+        """Return the cache of a reply, or the equal object of the table."""
         cache = PeerCache.of(self.cluster_id, found.entry)
         known = self._table.by_id.get(cache.cache_id)
         return known if known == cache else cache

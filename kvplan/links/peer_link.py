@@ -33,7 +33,7 @@ _LOG = Log("kvplan")
 _PAUSE_S = 0.02  # before repeating a request to a peer that had too many
 _T = TypeVar("_T")
 _MAY_HAVE_ARRIVED: Final = "; the notification may have been delivered"
-_MAX_REQUESTS = 16  # at a time, below the limit above which a peer refuses them
+_MAX_REQUESTS = 16  # at a time; the peer refuses more than `channel.MAX_REQUESTS`
 
 
 class PeerClaim:
@@ -76,7 +76,7 @@ class Claims:
         self._control = control
         self._slots = slots
         self._wait_s = wait_s
-        self._late: set[asyncio.Task[None]] = set()  # releases of claims without a caller
+        self._late: set[asyncio.Task[None]] = set()  # releases of claims whose caller has gone
         self._releasing: dict[int, asyncio.Task[None]] = {}  # by claim id, the oldest first
         # Repeat one at a time: a peer that was stopped would refuse the whole backlog.
         self._retrying = asyncio.Lock()
@@ -135,7 +135,7 @@ class Claims:
                         while not await self._is_confirmed(channel, release):
                             pass
         except (ChannelClosed, LLMException) as error:
-            # Harmless: all bytes have arrived, and the peer ends claims together with their link.
+            # Harmless: the pull is over, and the peer ends claims together with their link.
             self._warn(release, str(error))
 
     async def _is_confirmed(self, channel: Channel, release: Release) -> bool:

@@ -16,10 +16,10 @@ from kvplan.status import LLMException, invalid, not_exist, unsupported
 from kvplan.types import CacheDesc, Placement
 
 MAX_CACHES = 65536
-"""Maximum number of caches of one peer; the local transport can register as many."""
+"""Maximum number of caches of one peer, as many as the local transport can register."""
 
 MAX_LEASES = 1 << 17
-"""Maximum number of moved leases of one peer; a transport can have as many."""
+"""Maximum number of moved leases of one peer, as many as a transport can have."""
 
 MAX_NBYTES = 256 << 20
 """Maximum size of all entries of one peer in messages: 4 KiB for each of MAX_CACHES."""
@@ -141,7 +141,7 @@ class PeerTable:
         self.by_model: dict[int, PeerCache] = {}
         self.leases: dict[int, BlockLease] = {}
         self._nbytes = 0  # of all offered caches and of moved leases
-        # By `writable`: the version of the table, and the index that was made of that version.
+        # By `writable`: a version of the table, and the index of that version.
         self._indices: dict[bool, tuple[int, AddressIndex[PeerCache]]] = {}
 
     def apply(self, table: Table) -> list[int]:

@@ -54,8 +54,8 @@ class PublishedTable:
         addresses.
 
         Args:
-            offered: the caches that the peer may reach.
-            leases: live leases whose blocks this engine has moved.
+            offered: The caches that the peer may reach.
+            leases: Live leases whose blocks this engine has moved.
         """
         now = {cache_id: entry.cache for cache_id, entry in offered.items()}
         published = self._published
@@ -207,7 +207,7 @@ class Publisher:
         try:
             async with asyncio.timeout(timeout_s):
                 await self.publish()
-                # Requests are answered in order.
+                # The peer applies the tables before it answers.
                 await self._channel.typed_request(Sync(), Synced, timeout_s)
         except ChannelClosed:
             pass

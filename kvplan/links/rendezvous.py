@@ -201,7 +201,7 @@ class Rendezvous:
         return comm.comm_id
 
     async def unlink(self, comm_id: int) -> None:
-        """End the links of a communicator, or stop making them."""
+        """End this engine's links of a communicator, or stop making them."""
         comm = self._get(comm_id)
         assert comm.preparing is not None
         comm.preparing.cancel()
@@ -220,8 +220,8 @@ class Rendezvous:
     def status(self, comm_id: int) -> RegisterMemStatus:
         """Return the status of a communicator, which a broken link changes from OK to FAILED.
 
-        A communicator that another member has unlinked stays OK, because this program may not
-        have polled it before.
+        A communicator that another member has unlinked stays OK, because this program may poll
+        it for the first time after that.
         """
         comm = self._get(comm_id)
         if comm.status is not RegisterMemStatus.OK:
@@ -301,7 +301,7 @@ class Rendezvous:
         comm.arrived[cluster_id].set()
 
     async def _try_link(self, comm: Communicator, cluster_id: int, endpoint: Endpoint) -> bool:
-        """Try to link with a member, and return True if it listens."""
+        """Try to link with a member by the communicator's name, and return True on success."""
         if endpoint.path and not Path(endpoint.path).exists():
             return False
         try:
@@ -320,7 +320,7 @@ class Rendezvous:
         return self._engine.cluster_id < cluster_id
 
     def _meeting_point(self, comm: Communicator, cluster_id: int) -> Endpoint:
-        """Return the address at which this engine or another member listens for the other."""
+        """Return the address at which one of the two engines listens for the other."""
         listening, connecting = sorted((self._engine.cluster_id, cluster_id))
         here, there = comm.members[connecting], comm.members[listening]
         return meeting_point(here, there, comm.name, listening, self._engine.options)
@@ -375,7 +375,7 @@ def meeting_point(
 ) -> Endpoint:
     """Return where `cluster_id` at location `there` listens for a member at location `here`."""
     if here.server_id == there.server_id:
-        # A name has any length and characters, but the path of a socket must be short.
+        # A name may have any length and characters, but the path of a socket must be short.
         name = hashlib.sha256(comm_name.encode()).hexdigest()[:16]
         return Endpoint(path=str(socket_directory(options.comm_dir) / f"{name}-{cluster_id}"))
     return Endpoint(there.server_id, options.comm_port + there.device_id)

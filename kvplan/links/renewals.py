@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _LOG = Log("kvplan")
 _PEER_LOG = LimitedLog(_LOG)
-_MAX_ATTEMPTS = 4  # at a time; an abandoned attempt may still wait for the peer
-_RENEWAL_S = 30.0  # for the peer to join; callers wait as long as an operation may take
+_MAX_ATTEMPTS = 4  # at a time, without abandoned ones
+_RENEWAL_S = 30.0  # for the peer to join; a caller waits at most `wait_s`
 
 
 class _Attempt:
@@ -109,7 +109,7 @@ class Renewals:
     async def _renew(self) -> None:
         if not self._link.is_live or self._ended:
             raise self._link.refusal()
-        # The newest attempt includes everything that this side registered before it.
+        # Join a renewal in progress. If it lacks newer memory, the caller renews again.
         attempt = self._attempts.get(self._highest) or self._begin(self._highest + 1)
         async with asyncio.timeout(self._wait_s):
             await asyncio.shield(attempt.outcome)

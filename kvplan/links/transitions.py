@@ -1,4 +1,4 @@
-"""State changes of links: they begin, break, and end by either end or by agreement."""
+"""State changes of links, which begin, break, and are ended by one side or by both."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Transitions:
             read it.
         initiating: LINKING links whose handshake this side has begun.
         accepting: LINKING links whose handshake the peer has begun.
-        errors: Errors of the last failed attempt to link, by cluster id.
+        errors: Error of the last failed attempt to link, by cluster id.
         observer: Called with each link whose state has changed.
     """
 
@@ -55,7 +55,7 @@ class Transitions:
         # The descriptors that signal the peer's death, for each link.
         self._watched: dict[PeerLink, list[int]] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._refusal = ""  # the error of every new link
+        self._refusal = ""  # if not empty, the error of every new link
         self._accepted_workers = asyncio.Semaphore(_MAX_ACCEPTED_WORKERS)
 
     def live(self) -> set[int]:
@@ -78,7 +78,7 @@ class Transitions:
     def note_error(self, cluster_id: int, error: LLMException) -> None:
         """Remember why linking with a cluster failed."""
         self.errors.pop(cluster_id, None)
-        self.errors[cluster_id] = error  # now the last: the first is dropped
+        self.errors[cluster_id] = error  # now the newest; the oldest is dropped
         while len(self.errors) > _MAX_ERRORS:
             del self.errors[next(iter(self.errors))]
 
@@ -103,7 +103,7 @@ class Transitions:
     def connect(
         self, link: PeerLink, offers: Iterable[Offer], challenge: bytes, timeout_s: float
     ) -> Publisher:
-        """Begin to reach the peer's memory by `link.transports`. `connected` waits for that."""
+        """Begin to connect `link.transports`. `connected` waits for the end."""
         channel, streams = link.channel, link.streams
         assert channel is not None
         assert streams is not None
@@ -146,7 +146,7 @@ class Transitions:
         return link.publisher
 
     async def connected(self, link: PeerLink) -> None:
-        """Wait until `connect` has reached the peer's memory."""
+        """Wait until `connect` has connected all transports."""
         assert link.connecting is not None
         # Shielded: a cancelled wait must not lose the transport links that a worker makes.
         link.transport_links = await asyncio.shield(link.connecting)
@@ -249,7 +249,7 @@ class Transitions:
         self.spawn(self._lost_after_disconnect(link))
 
     async def _lost_after_disconnect(self, link: PeerLink) -> None:
-        """Wait for a message of the peer, whose reason is better, and then end the link.
+        """Give the peer time to send its own, better reason, and then end the link.
 
         No transfer succeeds in the meantime, because the transport knows that the peer is gone.
         """

@@ -24,7 +24,7 @@ class IpInfo:
 
     Attributes:
         ip: IP address or name of the host.
-        port: Port on the host; 0 means no port, which is not enough to link.
+        port: Port on the host; 0 means no port. Linking needs one.
     """
 
     ip: str
@@ -50,7 +50,7 @@ class ClusterInfo:
     Args:
         remote_cluster_id: Cluster id of the peer.
         remote: Address where the peer listens. Linking needs exactly one, unlinking needs none.
-            None means no address, as the `listen_address` of an engine that does not listen.
+            None means no address, like the `listen_address` of an engine that does not listen.
         local: Not used; the reference has it.
         remote_role_type: Not used; the reference has it.
     """
@@ -107,7 +107,7 @@ def _addresses(name: str, given: object) -> tuple[Address, ...]:
 
 
 def check_clusters(clusters: object, kind: type | UnionType) -> None:
-    """Check a list of clusters."""
+    """Check that `clusters` is a list or tuple of `kind`, and not empty."""
     if not isinstance(clusters, list | tuple):
         raise TypeError(f"clusters={shown(clusters)} must be a list or tuple")
     if not clusters:
@@ -136,7 +136,7 @@ class LinkState(Enum):
 
 
 LOST = frozenset({LinkState.BROKEN, LinkState.CLOSED})
-"""States after an end by the peer or a failure. Transfers cannot start and raise the reason."""
+"""States of a link that the peer or a failure has ended. Transfers raise the reason."""
 
 NEXT_STATES = {
     LinkState.LINKING: {LinkState.LINKED, LinkState.UNLINKED},
@@ -158,8 +158,8 @@ class LinkStatus:
         instance: Id of the run of the peer's engine as hex; empty before it has answered.
         role: Role of the peer.
         state: See LinkState.
-        transport: Name of the transport ("local"), or of several ("local+tcp"), of which each moves
-            what the earlier ones do not reach; empty before both ends agree.
+        transport: Name of the transport ("local"), or of several ("local+tcp"): each moves what the
+            earlier ones do not reach. Empty before both ends agree.
         way: How bytes move ("rc_mlx5/mlx5_0:1"); empty before the peer is reached.
         passed_over: Why transports that would be preferred are not used, or not for all memory.
         address: Address of the control channel.

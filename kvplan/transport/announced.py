@@ -27,7 +27,7 @@ Tickets = frozenset[tuple[int, int]]
 """A peer's writes to this process at one moment, each as (index in the peer's table, number)."""
 
 _POLL_S: Final = 100e-6
-_STALLED_S: Final = 0.02  # timeout for peers that made no progress in the last wait
+_STALLED_S: Final = 0.02  # timeout for peers that made no progress since the last wait
 
 _Peer = TypeVar("_Peer")
 _Range = TypeVar("_Range", bound=Range)
@@ -90,12 +90,12 @@ class AnnouncedRegistrations(Registrations[_Range, _Holder], Generic[_Range, _Ho
     A thread ends leases at their deadlines, since peers do not know the clock of this process.
 
     Args:
-        range_type: the class of the ranges.
-        generations: the generation table.
-        max_slots: the maximum number of slots, for messages.
-        thread: the name of the thread.
-        read: returns the writes of a peer to this process; None: they cannot be read now.
-        linked: returns the peers that may write.
+        range_type: The class of the ranges.
+        generations: The generation table.
+        max_slots: The maximum number of slots, for messages.
+        thread: The name of the thread.
+        read: Returns the writes of a peer to this process; None: they cannot be read now.
+        linked: Returns the peers that may write.
     """
 
     def __init__(

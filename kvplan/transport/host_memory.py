@@ -35,12 +35,12 @@ def new_arena(
     """Return new zeroed memory.
 
     Args:
-        nbytes: the size in bytes.
-        prefault: allocate all pages now, instead of each at its first use.
-        allow_overcommit: permit more than the limit of memory and swap.
+        nbytes: The size in bytes.
+        prefault: Allocate all pages now, instead of each at its first use.
+        allow_overcommit: Permit more than the limit of memory and swap.
         pages: "auto" (huge pages if prefaulted), "small", or "hugetlb": pages that the
             administrator has reserved.
-        numa_node: the node of the memory; None: the system chooses.
+        numa_node: The node of the memory; None: the system chooses.
     """
     limit = None if allow_overcommit else memory_limit()
     if limit is not None and nbytes > limit.nbytes:
@@ -59,7 +59,7 @@ def new_arena(
 
 
 def arena_of(memory: object) -> Arena | None:
-    """Return `memory` if it is an arena of this process, or the arena of which it is a view."""
+    """Return the arena of this process that `memory` is, or is a view of, or None."""
     while isinstance(memory, np.ndarray | memoryview):
         memory = memory.base if isinstance(memory, np.ndarray) else memory.obj
     return memory if isinstance(memory, Arena) and memory.fd >= 0 else None

@@ -24,9 +24,9 @@ _Key = TypeVar("_Key", bound="int | tuple[int, int]")
 class Deadlines(dict[_Key, int]):
     """Deadlines of keys in ns, ordered by a heap. Callers hold a lock of their own.
 
-    Use `set` to add and to change. A later deadline leaves the heap as is: its old entry is moved
-    when its time comes. So a lease that is renewed often has one entry. Entries of removed keys are
-    dropped in bulk.
+    Use `set` to add and to change. A later deadline leaves the old heap entry, which moves when its
+    time comes. So a lease that is renewed often has one entry. Entries of removed keys are dropped
+    in bulk.
     """
 
     def __init__(self) -> None:

@@ -94,7 +94,7 @@ class TransportLink(ABC):
             "after": in a transfer, after its bytes, so that a writer asks the peer first.
         checks_every_range: True if a transfer checks all ranges of its memory; False: it checks
             each byte by its address.
-        renewable: The connection, if both ends renew it at times; otherwise None.
+        renewable: The connection, if both ends can renew it; otherwise None.
         metadata: The metadata of the peer when the link was made.
         peer: The peer, for messages.
         pid: The process that the link belongs to.

@@ -224,5 +224,5 @@ def _explain(error: Exception, kind: type[Any], data: Document, decode: Callable
 
 
 def tag_of(instance: str) -> int:
-    """Return the 32-bit number that marks announced writes to the memory of this transport."""
+    """Return the 32-bit number that marks announced writes to the transport `instance`."""
     return int(instance[:8], 16)

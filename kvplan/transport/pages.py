@@ -35,7 +35,7 @@ _TURN_S: Final = 0.02  # of work on one arena, before the next one
 _FIRST_WAIT_S: Final = 0.05
 _LONGEST_WAIT_S: Final = 10.0
 _SHARE_FOUND, _SHARE_IDLE = 5, 50
-"""The pause after a pass that found pages, or found none, in durations of that pass."""
+"""The pause after a pass that found pages, or found none, as a multiple of its duration."""
 _STOPPED_S: Final = 1.0  # timeout of waiting for the thread
 MAX_PREMAPPED_ARENAS: Final = 256  # others are mapped and populated at their first use
 
@@ -116,7 +116,7 @@ class BackgroundPages:
             self._wake()
 
     def add(self, arena: Arena, owner: object, *, collapse: bool = False) -> None:
-        """Prepare the existing pages of `arena`, and later the new ones. Keeps no reference.
+        """Prepare the existing pages of `arena`, and later the new ones, without a reference to it.
 
         `collapse` makes huge pages of an arena of this process; otherwise pages are mapped. Beyond
         `MAX_PREMAPPED_ARENAS`, or half of the machine's memory, nothing is prepared.
@@ -220,7 +220,7 @@ def _discard(items: list[_Item] | deque[_Item], is_one: Callable[[_Item], bool])
 def background_pages() -> BackgroundPages:
     """Return the thread of this process; a forked child has its own."""
     pid = os.getpid()
-    # Not locked, since a child could inherit the lock taken: of several new objects one is used.
+    # Without a lock, which a child could inherit locked. Of several new objects, one is used.
     return _OF_PROCESS.get(pid) or _OF_PROCESS.setdefault(pid, BackgroundPages())
 
 

@@ -54,7 +54,7 @@ class Streams(Protocol):
 
     Attributes:
         dials: True if this side opens the connections; exactly one end does.
-        secret: 32 bytes that only both ends of this link know. Each key that is derived from it
+        secret: 32 bytes that only the ends of this link know. Each key that is derived from them
             must encrypt only one connection.
         private: True if an eavesdropper cannot know the secret.
         way: The addresses, for display: "10.0.0.2:41234 -> 10.0.0.1:26000".

@@ -263,7 +263,7 @@ class Registrations(ABC, Generic[_Range, _Holder]):
         """Let peers reach registered memory; called with the mutex."""
 
     def _withdraw(self, registration: Registration[_Range, _Holder]) -> None:
-        """Prevent peers from beginning to reach the memory. Idempotent."""
+        """Let no peer begin to reach the memory any more. Idempotent."""
         with self.mutex:
             if self._forget(registration):
                 self._slots.release(registration.range.slot, registration.range.generation)

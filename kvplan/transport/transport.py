@@ -105,8 +105,8 @@ class Transport(ABC):
 
         Args:
             memory: An object with a contiguous buffer (NumPy array, bytearray, mmap), which is kept
-                alive until it is deregistered; or (address, nbytes), as of `tensor.data_ptr()`,
-                which the caller keeps alive; or a `DeviceRange`.
+                alive until it is deregistered; or (address, nbytes) of memory that the caller keeps
+                alive, such as `(tensor.data_ptr(), tensor.nbytes)`; or a `DeviceRange`.
             writable: True if peers may write to it.
             keep: An object to keep alive until no peer can write to the memory any more, such as
                 the one that returns the memory to its pool.
@@ -241,7 +241,7 @@ class Transport(ABC):
     def close(self) -> None:
         """Deregister all memory, as `deregister` does, and end the threads; idempotent.
 
-        Links cannot be used afterwards. Does nothing in a forked child.
+        Do not use its links afterwards. Does nothing in a forked child.
         """
         if os.getpid() != self._pid:
             return
@@ -261,7 +261,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Do what `close` does, the first time."""
+        """Close the transport. `close` calls this once."""
 
     def _check_open(self) -> None:
         if self._closed:

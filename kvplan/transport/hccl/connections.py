@@ -1,4 +1,4 @@
-"""The successive connections of one link. Each reaches only memory registered before it."""
+"""The successive connections of one link. Each reaches only memory registered earlier."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _LOG = Log("kvplan")
 
-# Of HcclResult.
+# Values of HcclResult.
 _PTR, _INTERNAL, _UNAVAIL, _TIMEOUT = 2, 4, 7, 9
 _TCP_CONNECT, _ROCE_CONNECT, _RUNTIME, _DRV, _NETWORK = 11, 12, 15, 16, 19
 
@@ -41,7 +41,7 @@ _DEFAULT_PORT: Final = 16666  # of HCCL on a device, if the rank table names non
 
 @dataclass(eq=False)
 class Connection:
-    """A communicator; it is closed when no transfer refers to this object any more.
+    """A communicator. This end uses it as long as anything refers to this object.
 
     Attributes:
         generation: The number of the connection.
@@ -173,7 +173,7 @@ class Connections:
                 ending = self._communicators.pop(generation, None)
             else:
                 self._abandoned.add(generation)
-                is_made = generation in self._making  # then `renew` ends it
+                is_made = generation in self._making  # `renew` closes it again
                 ending = self._communicators.get(generation) if is_made else None
         if ending is not None:
             self._take_down(ending)
@@ -243,7 +243,7 @@ class Connections:
         del before  # outside of the lock
 
     def _keep(self, generation: int, communicator: Communicator, newest: int) -> None:
-        """Keep a connection that was made until its last user drops it."""
+        """Keep a new connection until its last user drops it."""
         held = Connection(generation, communicator, newest)
         let_go = partial(_let_go, ref(self), self._hccl, generation, communicator)
         with self._mutex:
@@ -321,7 +321,7 @@ class Connections:
 def _let_go(
     owner: ref[Connections], hccl: HcclDevice, generation: int, communicator: Communicator
 ) -> None:
-    """Close the connection after its last user, in a thread that holds no locks."""
+    """Close an unused connection unless the peer uses it. The thread holds no locks."""
     connections = owner()
     if connections is None or connections._retire(generation):
         hccl.close(communicator)

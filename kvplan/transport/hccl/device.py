@@ -43,7 +43,7 @@ _MAX_NBYTES = {True: 64 << 30, False: 1 << 40}  # of a region, by on_device
 
 
 class BackgroundWorker:
-    """A thread that runs jobs which may block, such as closing connections, one after the other.
+    """A thread that runs blocking jobs one after the other, such as closing connections.
 
     Finalizers may call `do` even if they interrupt a thread that holds locks.
     """
@@ -224,7 +224,7 @@ class HcclDevice:
         seen = self.generations.seen
         columns = (np.array([number], np.uint64) for number in (seen, address, _TICKETS_NBYTES))
         words = bytearray(_TICKETS_NBYTES)
-        # A signal handler that interrupts this method and calls it again gets None.
+        # Another thread may be reading: wait for it as long as for a read.
         if not self._reading.acquire(timeout=_READ_TIMEOUT_MS / 1000):
             return None
         try:

@@ -71,7 +71,7 @@ class HcclPeerMemory(PeerMemory):
     def leased(self, leases: Sequence[BlockLease]) -> Self:
         """See `PeerMemory.leased`: transfers read the words of leases with those of the ranges.
 
-        Pushes are announced, and read all words also before they write.
+        Pushes are announced, and also read all words before they write.
         """
         words = lease_words(leases, self._link.transport)
         for lease, word in zip(leases, words, strict=True):

@@ -27,7 +27,7 @@ WORD_NBYTES: Final = 8
 class GenerationTableRef(Record, frozen=True):
     """The generation table in the memory of the device: a word of 8 bytes per slot.
 
-    The tickets of this process follow, which announce its writes to its peers.
+    The tickets follow, with which this process announces its writes to memory of peers.
     """
 
     address: Address

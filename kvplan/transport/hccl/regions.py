@@ -84,7 +84,7 @@ class HeldRegion:
         return self.ref.address + self.ref.nbytes
 
     def close(self) -> None:
-        """Deregister the region from HCCL. No connection binds it any more."""
+        """Deregister the region from HCCL. No connection may bind it any more."""
         try:
             self.native.close()
         finally:
@@ -130,7 +130,7 @@ class Regions:
         owner: object = None,
         whole: tuple[int, int] | None = None,
     ) -> tuple[HeldRegion, ...]:
-        """Return the regions that hold [address, address + nbytes), in order. Release them later.
+        """Return the regions that hold [address, address + nbytes), in order, to be released later.
 
         `owner` keeps the memory in place; None: the caller does. `whole` is the (address, nbytes)
         of the allocation, if known: it becomes one region, unless a part of it is in one already.

@@ -1,8 +1,8 @@
 """A server that sends descriptors of device memory to linked peers that cannot duplicate them.
 
 `pidfd_getfd` needs the right to trace the owner, which the seccomp filter of a container may deny.
-Besides, memory in pieces has more descriptors than a process may open (40 GiB in pieces of 2 MiB:
-20,480), so the owner makes them when they are requested. It sends them over an abstract Unix socket
+Besides, memory in pieces may need more descriptors than a process can open (40 GiB in pieces of
+2 MiB: 20,480), so the owner makes them on request. It sends them over an abstract Unix socket
 (SCM_RIGHTS). A connection has one request: the token of a link (32 bytes), the number of an export
 and the index of its first piece (8 bytes each). The answer has the sizes of that piece and some
 that follow it (8 bytes each), with their descriptors; or a zero byte and the reason of a refusal.
@@ -52,7 +52,7 @@ def token_of(session: bytes) -> bytes:
 
 
 class DescriptorServer:
-    """Sends descriptors of this process to linked peers.
+    """A server that sends descriptors of this process to linked peers.
 
     Attributes:
         name: The name of the socket, without the leading zero byte of abstract names.
@@ -79,7 +79,7 @@ class DescriptorServer:
         self._exports[exported.ref.number] = exported
 
     def admit(self, token: bytes) -> None:
-        """Answer the requests of a link. The first one starts the thread."""
+        """Answer the requests of a link. The first call starts the thread."""
         with self._mutex:
             if self._thread is None:
                 self._thread = start_thread("kvplan-descriptors", self._serve)
@@ -198,7 +198,7 @@ def ask(pid: int, name: str, token: bytes, number: int, first: int = 0) -> list[
         )
     received = b"".join(content[: len(content) // 4 * 4] for _, _, content in rights)
     fds = [fd for (fd,) in _DESCRIPTOR.iter_unpack(received)]
-    is_cut = flags & socket.MSG_CTRUNC  # this process may not open as many descriptors
+    is_cut = flags & socket.MSG_CTRUNC  # this process may not open that many descriptors
     if fds and not is_cut and len(answer) == len(fds) * _SIZE.size:
         sizes = [size for (size,) in _SIZE.iter_unpack(answer)]
         return list(zip(fds, sizes, strict=True))

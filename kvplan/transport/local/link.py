@@ -72,7 +72,7 @@ class LocalPeerMemory(PeerMemory):
         Every backend announces its writes to the owner. LLM_FEATURE_NOT_ENABLED: `other` is on a
         device, but the system copies memory that is not mapped here only from and to the host.
         """
-        device = None  # of `other`, which copies
+        device = None  # backend of the device of `other`, which copies
         if other.on_device:
             if not self.in_process:
                 raise self._link.unreached_from_device()
@@ -191,7 +191,7 @@ class LocalLink(TransportLink):
     Attributes:
         is_to_self: True if the peer is this process, whose memory is not mapped again.
         lacks: By kind of memory, why it is not reached. Kinds: "registered", host memory outside of
-            arenas; "device", memory of the peer's device; "pieces", such memory in pieces.
+            arenas; "device", memory of the peer's device; "pieces", device memory in pieces.
         device: The device of this process for which device memory of the peer is mapped.
     """
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvplan.device.sharing import Mapped, Piece, Sharing
 
 Kind = Literal["registered", "device", "pieces"]
-"""Host memory outside of arenas, memory of the peer's device, and such memory in pieces."""
+"""Host memory outside of arenas, memory of the peer's device, device memory in pieces."""
 
 POPULATE: Final = ("background", "now", "off")
 """The time to map pages of a peer's arena: by a thread before use, all at once, or at first use."""
@@ -72,7 +72,7 @@ class PeerArenas:
         self._closed = False
 
     def hold(self, memory: Range) -> Held | None:
-        """Return the arena of `memory`, mapped here; None: this process had it, and freed it.
+        """Return the arena of `memory`, mapped here; None: it was of this process, which freed it.
 
         An arena of this process is not mapped again. A second mapping would give one byte two
         addresses, which hides overlaps.
@@ -198,7 +198,7 @@ class PeerAllocations:
             if mapped is None:
                 mapped = self._map_new(ref)
                 # While the memory is registered, its owner keeps the descriptor open (or makes
-                # those of the same pieces), so that its number is not reused: the mapping is right.
+                # new ones of the same pieces). So its number was not reused: the mapping is right.
                 check()
                 self._mapped[ref] = mapped
             # A pool stays mapped while its parts come and go. Other mappings end with their last
@@ -262,7 +262,7 @@ class PeerAllocations:
 
 
 def refused(peer: Metadata, what: str, error: Exception) -> LLMException:
-    """Return the error of memory that this process may not reach, or lacks the means to."""
+    """Return the error of memory that this process may not reach, or lacks resources for."""
     if is_lack(error):
         return system_error(f"{peer} {what}", error)
     reason = reason_of(error)

@@ -61,7 +61,7 @@ class Range(metadata.Range, frozen=True):
     """Registered memory [address, address + nbytes) of a process.
 
     Attributes:
-        arena: The arena that holds host memory. Without one, only process_vm_readv reaches it.
+        arena: The arena that holds host memory. Only system calls reach other host memory.
         allocation: The allocation that holds memory of a device; None: the memory is on the host.
     """
 

@@ -195,7 +195,7 @@ class TcpTransport(Transport):
             return self._service
 
     def _peer(self, metadata: bytes) -> Metadata:
-        """Return the metadata of a peer that can be reached from here."""
+        """Read the metadata of a peer, and refuse a peer that cannot be reached from here."""
         peer = Metadata.from_bytes(metadata)
         if peer.instance == self._instance:
             raise link_failed(f"{peer} is this transport itself")

@@ -50,7 +50,7 @@ class Metadata(ProcessMetadata, frozen=True, tag="kvplan.ucx 4"):
         ranges: The registered memory.
         regions: The regions that hold the ranges.
         generations: The generation table: a word of 8 bytes per slot.
-        tickets: The writes to memory of peers that are in flight; see `kvnative._ucx`.
+        tickets: The writes in flight to memory of peers; see `kvnative._ucx`.
     """
 
     version: Annotated[str, Meta(pattern=r"^[0-9]{1,4}(\.[0-9]{1,4}){1,2}\Z")]
