@@ -19,7 +19,7 @@ __asm__(".pushsection .rodata\n"
         ".popsection\n");
 __attribute__((visibility("hidden"))) extern const char kvn_copy_ptx[];
 
-/* Returns true if another call may succeed: the failure is temporary, or its context has failed. */
+/* Returns true if a later call may succeed: the failure is temporary, or it is that of an earlier launch. */
 static bool is_transient(const kvn_failure *failure)
 {
     return failure->code == KVN_CUDA_OUT_OF_MEMORY ||

@@ -7,7 +7,7 @@
 
 typedef enum kvn_cuda_reach {
     KVN_CUDA_REPLACED = -1, /* registered memory was freed, and other memory has its addresses */
-    KVN_CUDA_UNMAPPED, /* a part is out of reach: pageable memory, another GPU's, or no memory */
+    KVN_CUDA_UNMAPPED, /* a part is out of reach: pageable, of another GPU, or not memory */
     KVN_CUDA_COPIED,  /* known, but only the driver's copies are sure to reach it */
     KVN_CUDA_REACHED  /* memory of this device and context, or mapped there, or pinned on the host */
 } kvn_cuda_reach;
@@ -46,7 +46,7 @@ void kvn_cuda_reach_remove_context(const kvn_device *device, CUcontext context);
 typedef struct kvn_cuda_watch kvn_cuda_watch;
 
 /* Watches the allocations that hold the ranges. Earlier watches with other memory at these addresses become replaced;
- * `*replaced` counts those that were not known to be. */
+ * `*replaced` counts those that were not yet known to be. */
 int kvn_cuda_watch_create(const kvn_device *device, const uint64_t *addresses, const uint64_t *nbytes, size_t count,
                           kvn_cuda_watch **out, size_t *replaced, kvn_failure *failure);
 void kvn_cuda_watch_destroy(const kvn_device *device, kvn_cuda_watch *watch);
