@@ -40,10 +40,10 @@ void kvn_communicator_destroy(kvn_communicator *self);
 int kvn_communicator_bind(kvn_communicator *self, kvn_region *region, kvn_failure *failure);
 /* May be called at any time; waits for a prepare. The region is unbound after the return, also after a failure. */
 int kvn_communicator_unbind(kvn_communicator *self, kvn_region *region, kvn_failure *failure);
-/* Blocks until the peer prepares too, at most `timeout_s` >= 1 for each step that HCCL takes. */
+/* Blocks until the peer prepares too, at most `timeout_s` seconds (1 or more) for each step of HCCL. */
 int kvn_communicator_prepare(kvn_communicator *self, int timeout_s, kvn_failure *failure);
 /* Unbinds all regions and destroys the connection; waits for the running transfer. KVN_PENDING if another thread is in
- * prepare, which closes as soon as HCCL returns. Idempotent. */
+ * prepare: that thread then closes, as soon as HCCL returns. Idempotent. */
 int kvn_communicator_close(kvn_communicator *self, kvn_failure *failure);
 
 /* Gives up the peer: transfers that are queued, running or submitted later end with KVN_PEER_GONE and `message`. Does
