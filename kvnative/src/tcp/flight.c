@@ -1,4 +1,4 @@
-/* Measures the bandwidth and the delay of a connection by its requests, as congestion control by BBR does. */
+/* Measures the bandwidth and the delay of a connection by its requests, as BBR congestion control does. */
 #include "tcp/flight.h"
 
 void kvn_tcp_flight_init(kvn_tcp_flight *self)
