@@ -65,7 +65,7 @@ typedef struct kvn_ucx_operation {
     kvn_request *request;
     uint64_t descriptor; /* KVN_NO_DESCRIPTOR: a generation, or a flush */
     uint64_t nbytes;
-    struct kvn_ucx_operation *next; /* the next one in the list of free ones */
+    struct kvn_ucx_operation *next; /* in the list of free operations */
 } kvn_ucx_operation;
 
 struct kvn_request {
