@@ -86,7 +86,7 @@ struct kvn_ucx_worker {
 
 /* Opens a context and its worker, and starts the thread. Takes about 25 ms. Later settings override earlier ones; all
  * override the environment, which overrides the presets. `name` (may be "") is for UCX's tools. The caller holds the
- * worker. One thread of a process at a time calls this. KVN_INVALID: a setting that UCX refuses, or that lets it use TCP;
+ * worker. One thread of a process at a time. KVN_INVALID: a setting that UCX refuses, or that lets it use TCP;
  * KVN_UNSUPPORTED: this process was forked from one that had a worker. */
 int kvn_ucx_worker_create(kvn_ucx_library *library, const kvn_ucx_setting *settings,
                           size_t num_settings, const char *name, kvn_ucx_worker **out,
