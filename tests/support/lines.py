@@ -16,7 +16,7 @@ def interrupted(
     action: Callable[[], object],
     inside: Container[CodeType],
 ) -> bool:
-    """Run `call` with `action` before line `at` in functions `inside`; return True if it exists."""
+    """Run `call`, with `action` before its line number `at` in `inside`; False if it runs fewer."""
     lines = 0
 
     def before_line(frame: FrameType, event: str, _: object) -> Any:
