@@ -26,7 +26,7 @@ static void *get_context(const kvn_device *device)
     return NULL;
 }
 
-/* A context of its own: torch_npu stops all streams of the primary context on a failure. The aclrtSetDevice
+/* A context of its own: torch_npu stops all streams of the primary context on a failure. aclrtSetDevice also
  * keeps the primary context alive: HCCL uses it in its threads, and resets by other code only undo their own sets. */
 static int open_context(kvn_device *device, void **context, void **primary, kvn_failure *failure)
 {

@@ -58,8 +58,8 @@ static int leave_at_end(guarded_request *request, int status)
     return status;
 }
 
-/* Announces the batch; KVN_PENDING: it was not, and must not be submitted. A batch that will wait for an event does not
- * wait for a place in the writer table first, nor does the thread that opens gates. */
+/* Announces the batch. KVN_PENDING: it is not announced, and must not be submitted. Neither a batch that will wait for
+ * an event nor the thread that opens gates waits for a place in the writer table. */
 static int enter(guarded_request *request, const kvn_columns *batch, kvn_report *report)
 {
     kvn_guard *guard = request->self->guard;

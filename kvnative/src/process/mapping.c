@@ -40,7 +40,7 @@ _Static_assert(sizeof(procmap_query) == 104, "the kernel refuses other sizes");
 typedef struct mapping {
     uint64_t start, end;
     int readable, writable;
-    int anonymous; /* without a file, which could be shorter than the mapping */
+    int anonymous; /* not backed by a file, which could be shorter than the mapping */
 } mapping;
 
 /* A walk upwards through the mappings; `next` returns the one that covers `address`, or the first above it. */

@@ -1,5 +1,5 @@
-/* Another process on this host: its pidfd, which never names a later process with the pid; its /proc directory; and its
- * generation table, which an exec removes. */
+/* Another process on this host: its pidfd, which never names a later process with the same pid; its /proc directory;
+ * and its generation table, which an exec removes. */
 #ifndef KVN_PEER_H
 #define KVN_PEER_H
 
