@@ -46,8 +46,8 @@ int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, kvn_columns 
 kvn_cuda_tuning kvn_cuda_tuning_builtin(kvn_direction direction);
 kvn_cuda_tuning kvn_cuda_copies_tuning(const kvn_device *device, kvn_direction direction);
 void kvn_cuda_copies_tune(const kvn_device *device, kvn_direction direction, kvn_cuda_tuning tuning);
-/* Limits copies in all directions: no batch calls of the driver, and at most `max_blocks` blocks of the kernel; 0: as many
- * as the tuning says. */
+/* Limits copies in all directions: no batch calls of the driver if `without_batch`, and at most `max_blocks` blocks of
+ * the kernel; 0: as many as the tuning says. */
 void kvn_cuda_copies_limit(const kvn_device *device, bool without_batch, uint32_t max_blocks);
 /* Returns the tuning of copies between two GPUs, which is built in, since no tool measures it. */
 kvn_cuda_tuning kvn_cuda_tuning_far(void);

@@ -1,5 +1,5 @@
 /* Finds out which memory the copy kernel may use. A wrong address in a kernel ends the context with everything in it
- * (error 700). So the driver is asked about each range, whatever was checked before. */
+ * (error 700). So each range is looked up again: with the driver, unless this library has made it. */
 #ifndef KVN_CUDA_REACH_H
 #define KVN_CUDA_REACH_H
 
@@ -31,7 +31,7 @@ typedef struct kvn_cuda_ranges {
 } kvn_cuda_ranges;
 
 /* Notes that memory of a peer was mapped for this device, or will be unmapped. The driver does not say which devices
- * reach memory of another GPU. KVN_NO_MEMORY. */
+ * reach memory of another GPU. `add` may fail with KVN_NO_MEMORY. */
 int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbytes, bool is_far,
                        kvn_failure *failure);
 void kvn_cuda_reach_remove(const kvn_device *device, uint64_t address);

@@ -39,7 +39,7 @@ struct kvn_ucx_endpoint {
     int death_fd;    /* readable once it has failed */
     kvn_failure why; /* written before the state, and never again */
     kvn_ucx_remote remote; /* with copies of the address and the keys */
-    /* with the progress lock */
+    /* guarded by the progress lock */
     char transport[KVN_UCX_TRANSPORT_ROOM]; /* constant once connected */
     kvn_ucp_ep_h handle; /* NULL: not made yet, or closed */
     kvn_ucp_rkey_h generations_key;

@@ -76,7 +76,7 @@ struct kvn_request {
     kvn_ucx_use *uses;
     uint64_t num_uses;
     kvn_ucx_work beginning;
-    /* with the progress lock */
+    /* guarded by the progress lock */
     kvn_ucx_task task;
     kvn_ucx_phase phase;
     unsigned ticket;     /* of a put: 1 + its index in the worker's tickets; 0: not announced yet */
