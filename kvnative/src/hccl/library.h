@@ -64,7 +64,7 @@ int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kv
 /* Sets the version of the driver, or "", and the bytes that it lets HCCL register. Call it before all others. */
 void kvn_hccl_set_driver(kvn_hccl *hccl, const char *version, uint64_t most_host, uint64_t most_device);
 
-/* The KVN_ status of a HcclResult. */
+/* Returns the KVN_ status of a HcclResult. */
 int kvn_hccl_status(kvn_hccl_result result);
 /* Writes "call: code (words): the vendor's text". Call it on the thread of the failed call, before the next call.
  * Returns kvn_hccl_status(result). */

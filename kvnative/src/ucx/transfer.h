@@ -102,7 +102,7 @@ struct kvn_request {
 /* Begins the request `context`. Call it with the progress lock. */
 void kvn_ucx_begin_transfer(void *context);
 
-/* Index of the range that holds a remote piece; KVN_NO_INTERVAL: none. The caller keeps `hint` for the next call. */
+/* Returns the index of the range that holds a remote piece; KVN_NO_INTERVAL: none. The caller keeps `hint`. */
 static inline size_t kvn_ucx_range_of(const kvn_ucx_route *route, uint64_t address,
                                       uint64_t nbytes, size_t *hint)
 {
