@@ -37,8 +37,8 @@ static int get_function(const kvn_cuda_kernel *self, const kvn_device *device, c
     return kvn_cuda_of(device)->cuFuncLoad ? CALL(device, failure, cuFuncLoad, *out) : KVN_OK;
 }
 
-/* Launches read their control words and columns from pinned memory of the host. Under confidential computing the driver
- * migrates and encrypts that memory, and refuses cuMemHostRegister. */
+/* Launches read their control words in pinned host memory, and columns are copied from there. Under confidential
+ * computing the driver migrates and encrypts that memory, and refuses cuMemHostRegister. */
 static bool reads_host(const kvn_device *device)
 {
     int value = 1; /* also if the driver does not know the attribute */

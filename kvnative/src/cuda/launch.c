@@ -1,4 +1,4 @@
-/* Launches the copy kernel, and stops launches that have not begun. */
+/* Launches the copy kernel, and stops launches. */
 #include "cuda/launch.h"
 
 #include <errno.h>
