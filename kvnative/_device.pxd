@@ -135,7 +135,7 @@ cdef class DeviceLibrary:
     cdef str name_of(self, int32_t device)
 
 
-# Return KVN_HOST_TO_DEVICE or another direction by its name in COPY_DIRECTIONS, else ValueError.
+# Return the kvn_direction of a name in COPY_DIRECTIONS; ValueError for another name.
 cdef int direction_of(str name) except -1
 
 

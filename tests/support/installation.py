@@ -1,4 +1,4 @@
-"""kvplan as users install it: an sdist, the wheel built from it, an environment with that."""
+"""kvplan as users install it: an sdist, a wheel built from it, an environment with that wheel."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -
         fit.append("cuda")  # if KVPLAN_TEST_MACHINES names it
     names = MACHINES or (*usual, *(over_tcp if mark else []), *others)
     known = [item for item in names if item in fit]
-    # Slow: tests on devices, which the host runs too; of marked tests, only those over TCP there.
+    # Slow: devices, because the host runs the same tests; of marked tests, devices over TCP.
     repeated = () if MACHINES else ("ascend_tcp",) if mark else ("ascend",)
     marks = dict.fromkeys(repeated, pytest.mark.slow)
     metafunc.parametrize(

@@ -45,7 +45,7 @@ _prctl = ctypes.CDLL(None).prctl
 IS_USABLE = _prctl(PR_SET_CHILD_SUBREAPER, 0) == 0
 """False under qemu-user.
 
-Sanitizers let its forks start threads, since a zygote has only one thread.
+Forks can start threads under sanitizers, too, because a zygote has only one thread.
 """
 
 
