@@ -129,13 +129,13 @@ cdef class DeviceLibrary:
     cdef int opened(self) except -1
     # Prepare the runtime before its first device is opened.
     cdef int begin(self) except -1
-    # Return the number of a device on the server.
+    # Return a device's physical number on its server.
     cdef int physical_number(self, int32_t device) except? -1
     # Return the name of a device's chip.
     cdef str name_of(self, int32_t device)
 
 
-# Return KVN_HOST_TO_DEVICE and so on for one of COPY_DIRECTIONS; ValueError for another name.
+# Return the kvn_direction of a name in COPY_DIRECTIONS; ValueError for another name.
 cdef int direction_of(str name) except -1
 
 

@@ -75,7 +75,7 @@ cdef class Communicator:
     cdef HcclLibrary library
     cdef Device device
     cdef kvn_communicator *communicator
-    cdef list bound               # regions: they stay as long as they are bound
+    cdef list bound               # regions, kept alive while they are bound
     cdef object lock              # of `bound`
     cdef readonly str name
     cdef readonly int rank

@@ -76,7 +76,7 @@ cdef int check_device(Device device) except -1
 
 
 cdef class HcclLibrary:
-    cdef readonly AclLibrary acl  # declared before the calls, which use this library
+    cdef readonly AclLibrary acl  # declared before `hccl`, which uses this library
     cdef kvn_hccl hccl            # stays in place
     cdef readonly str path
     cdef readonly tuple missing
@@ -94,7 +94,7 @@ cdef class Region:
 
 
 cdef class Guards:
-    cdef uint64_t *words          # count addresses, then as many expected words
+    cdef uint64_t *words          # `count` addresses, then as many expected words
     cdef uint32_t count
 
 

@@ -110,7 +110,7 @@ cdef class GenerationTable:
 
 # Raise `failure` as ValueError, MemoryError, or the OSError of its errno.
 cdef int check(int status, const kvn_failure *failure) except -1 nogil
-# Return words given as bytes, 16 for each: slot and generation. ValueError: the last is cut.
+# Return the words in `words`, 16 bytes each: slot and generation. ValueError: the last is cut.
 cdef const kvn_word *words_in(bytes words, uint64_t *count) except NULL
-# Return `value` as 64 bits; the error names the argument.
+# Return `value` as a uint64; errors call it `name`.
 cdef uint64_t unsigned(str name, value) except? 0xBAD

@@ -40,5 +40,5 @@ cdef class Peer:
 
     cdef int check_open(self) except -1
     cdef int64_t first_stale(self, bytes words) except -2
-    # Return True if the process lives and all words have their generations, else False.
+    # Return True if the process lives and still has the generations of all words.
     cdef bint is_good(self, bytes words) except -1

@@ -21,5 +21,5 @@ cdef class Report:
 
 # Convert `native`, the report of `count` descriptors.
 cdef Report report_of(const kvn_report *native, uint64_t count)
-# Likewise, with spans that are kept elsewhere.
+# Likewise, with `unconfirmed` instead of the spans in `native`.
 cdef Report report_with(const kvn_report *native, uint64_t count, tuple unconfirmed)

@@ -13,14 +13,14 @@ cdef class Gate:
     cdef kvn_gate *gate        # valid as long as this object
 
 
-# Memory that its owner may revoke; subclasses are the kinds.
+# Memory that its owner may revoke; each kind is a subclass.
 cdef class Revocable:
     cdef str why               # reason, once it was revoked
-    cdef tuple parts           # memory of others that it is made of
+    cdef tuple parts           # Revocables that it is made of
 
     # Return the reason why the memory or a part of it was revoked, or None.
     cdef str revocation(self)
-    # True if the other memory is this one, a part of it, or a part of a part.
+    # Return True if `memory` is this one, a part of it, or a part of a part.
     cdef bint contains(self, Revocable memory)
 
 
@@ -36,8 +36,8 @@ cdef class CompletionQueue:
 
 
 cdef class AnyTask:
-    # Before the native task, which uses them until the outcome (`descriptors`, `keep`) or as long
-    # as this object lives (`backend`).
+    # Declared before the native task, which uses `descriptors` and `keep` until the outcome, and
+    # `backend` as long as this object lives.
     cdef Backend backend
     cdef Descriptors descriptors  # held; None after the outcome
     cdef object keep              # a tuple with what may be revoked, or any object
@@ -66,8 +66,8 @@ cdef class AnyTask:
     cdef Report settled(self)
     cdef Report settle(self)
     cdef tuple kept(self)
-    # Cancel the task if its memory was revoked. It is in flight before this check, so that either
-    # the check or `revoke` cancels it.
+    # Cancel the task if its memory was revoked. The task is in flight before this check, so
+    # that either the check or `revoke` cancels it.
     cdef int check_memory(self) except -1
     cdef bint uses(self, Revocable memory) except -1
     cdef int revoke(self) except -1

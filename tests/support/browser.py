@@ -36,6 +36,6 @@ def chromium(profile: Path) -> Iterator[webdriver.Chrome]:
 
 
 def resize(driver: webdriver.Chrome, width: int, height: int = 1100) -> None:
-    """Set the window's size that pages see."""
+    """Set the size of the window as pages see it."""
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)

@@ -1,7 +1,7 @@
 """pytest plugin of tools/arm64_test: skips tests that an emulator cannot run, and lists them.
 
-Each row of `LACKS` has one thing that qemu-user does not do as Linux does, and the tests of that
-thing, as patterns of their node ids. A pattern that matches no test of a collected file is an
+Each row of `LACKS` names a feature in which qemu-user differs from Linux, and the tests of that
+feature, as patterns of their node ids. A pattern that matches no test of a collected file is an
 error, so that no pattern is outdated. KVPLAN_EMULATED=all runs these tests, too.
 """
 

@@ -98,7 +98,7 @@ class DLPackTensor:
         return capsule
 
     def change(self, exported: dlpack._Tensor) -> None:
-        """Change fields of the exported tensor; subclasses do."""
+        """Do nothing; subclasses change fields of the exported tensor."""
 
 
 class GpuTensor:

@@ -24,7 +24,7 @@ class Held:
 
     @classmethod
     def now(cls) -> Held:
-        """Collect garbage twice, because finalizers release more, and list the rest."""
+        """Collect garbage twice, because finalizers release more, and list what is held."""
         gc.collect()
         gc.collect()
         return cls._listed()
@@ -70,7 +70,7 @@ class Held:
 
 
 class MallInfo(ctypes.Structure):
-    """What mallinfo2 returns; see its page of the manual."""
+    """The result of mallinfo2; see its manual page."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -85,6 +85,6 @@ _libc.mallinfo2.restype = MallInfo
 
 
 def allocated() -> int:
-    """Bytes that malloc has given away."""
+    """Return the bytes that malloc has handed out."""
     now = _libc.mallinfo2()
     return int(now.hblkhd + now.uordblks)

@@ -1,4 +1,4 @@
-"""kvplan as users install it: an sdist, the wheel made of it, an environment with that wheel."""
+"""kvplan as users install it: an sdist, a wheel built from it, an environment with that wheel."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def interrupted(
     action: Callable[[], object],
     inside: Container[CodeType],
 ) -> bool:
-    """Run `call` with `action` before line `at` in functions `inside`; return True if it exists."""
+    """Run `call`, with `action` before its `at`-th line in `inside`; return False if fewer run."""
     lines = 0
 
     def before_line(frame: FrameType, event: str, _: object) -> Any:

@@ -1,4 +1,4 @@
-"""Programs of a user who runs nothing else, so that a limit on threads counts only theirs."""
+"""Programs of a user who runs nothing else, so that a limit counts only their threads."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def described(error: Exception) -> tuple[str, str, int, int, str]:
 
 
 def be_patient(*surfaces: type) -> None:
-    """Raise the default timeouts of links and operations to PATIENCE_MS; heartbeats have more.
+    """Raise the default timeouts of links and operations to PATIENCE_MS, and that of heartbeats.
 
     The defaults are for serving; a loaded machine sometimes takes longer than a second for a link.
     A test that waits for a timeout, or finalizes what never ends, gives its own timeout.

@@ -60,7 +60,7 @@ def parametrize(metafunc: pytest.Metafunc, fixture: str, usual: Sequence[str]) -
         fit.append("cuda")  # if KVPLAN_TEST_MACHINES names it
     names = MACHINES or (*usual, *(over_tcp if mark else []), *others)
     known = [item for item in names if item in fit]
-    # Slow: devices, because the host has run the same, and devices over TCP, if each runs alone.
+    # Slow: devices, because the host runs the same tests; of marked tests, devices over TCP.
     repeated = () if MACHINES else ("ascend_tcp",) if mark else ("ascend",)
     marks = dict.fromkeys(repeated, pytest.mark.slow)
     metafunc.parametrize(

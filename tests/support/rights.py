@@ -53,7 +53,7 @@ def denying(*calls: str) -> str:
 
 
 def may(*command: str) -> bool:
-    """Return whether a command that changes rights works here, with `true` as its program."""
+    """Return True if a command that changes rights works here, with `true` as its program."""
     return (
         shutil.which(command[0]) is not None
         and not subprocess.run([*command, "true"], stderr=subprocess.DEVNULL).returncode

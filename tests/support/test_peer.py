@@ -29,7 +29,7 @@ AT_IMPORT = os.environ.get("KVPLAN_TEST_IP", "none")
 
 
 def names() -> dict[str, Any]:
-    """Return the value that a variable had when this module, as a peer's, was imported."""
+    """Return the value that a variable had when the peer imported this module."""
     return {"at_import": AT_IMPORT}
 
 

@@ -45,7 +45,7 @@ _prctl = ctypes.CDLL(None).prctl
 IS_USABLE = _prctl(PR_SET_CHILD_SUBREAPER, 0) == 0
 """False under qemu-user.
 
-Sanitizers let forks start threads because a zygote has only one.
+Forks can start threads under sanitizers, too, because a zygote has only one thread.
 """
 
 

@@ -86,7 +86,7 @@ bool kvn_acl_library_interface(const kvn_acl_library *library, int32_t version[3
            library->calls.aclrtGetVersion(&version[0], &version[1], &version[2]) == KVN_ACL_OK;
 }
 
-/* Before 8.5 only the runtime below ACL has this call; its symbols are found as well. */
+/* Before 8.5 only the runtime below ACL has this call. ACL depends on it, so dlsym finds its symbols. */
 static bool ask_runtime(const kvn_acl_library *library, int32_t logical, int32_t *physical)
 {
     int32_t (*get_number)(uint32_t logical, uint32_t *physical) = NULL;
@@ -137,7 +137,7 @@ typedef struct error_code {
     const char *words;
 } error_code;
 
-/* The codes that programs meet. Any other code becomes KVN_FAILED with its number. */
+/* The codes that occur in practice. Any other code becomes KVN_FAILED with its number. */
 static const error_code ERRORS[] = {
     {100000, KVN_INVALID, "invalid parameter"},
     {100001, KVN_INVALID, "not initialized"},

@@ -1,5 +1,5 @@
-/* The ACL library of this process: opened, its calls looked up, and its errors in words. It is never
- * closed: its threads and exit handlers outlive the last user. */
+/* The ACL library of this process: opens it, looks up its calls, and puts its errors into words. It is never
+ * closed, because its threads and exit handlers outlive the last user. */
 #ifndef KVN_ACL_LIBRARY_H
 #define KVN_ACL_LIBRARY_H
 
@@ -46,7 +46,7 @@ void kvn_acl_put_on_one_line(char *text);
 /* Writes "call: code (words): the vendor's text" into `failure`, and returns the KVN_ status of the aclError `code`.
  * ACL keeps its text for each thread: call this on the thread of the failed call, before another call of ACL. */
 int kvn_acl_fail(const kvn_acl *acl, const char *call, int code, kvn_failure *failure);
-/* Drops ACL's text about an expected error, which the next error would repeat otherwise. */
+/* Drops ACL's text about an expected error, which the next error would otherwise repeat. */
 void kvn_acl_forget(const kvn_acl *acl);
 
 #endif

@@ -26,8 +26,8 @@ static void *get_context(const kvn_device *device)
     return NULL;
 }
 
-/* A context of its own: torch_npu stops all streams of the primary context on a failure. The primary context is kept
- * alive, too: HCCL sets it in its threads, and other code resets the device as often as it has set it. */
+/* A context of its own: torch_npu stops all streams of the primary context on a failure. aclrtSetDevice also
+ * keeps the primary context alive: HCCL uses it in its threads, and resets by other code only undo their own sets. */
 static int open_context(kvn_device *device, void **context, void **primary, kvn_failure *failure)
 {
     if (CALL(device, failure, aclrtSetDevice, device->id) != KVN_OK ||
@@ -144,7 +144,7 @@ static int locate(const kvn_device *device, uint64_t address, kvn_memory_place *
     if (status == KVN_OK)
         *out = (kvn_memory_place){kind_of(found.location.type), device_of(device, found.location),
                                   found.page_size};
-    /* For some host memory (shared, or in huge pages) drivers report that it does not exist. */
+    /* Drivers report that some host memory (shared, or in huge pages) does not exist. */
     else if (failure->code == KVN_ACL_PARAMETER || failure->code == KVN_ACL_DRIVER_FAILED)
         return KVN_OK;
     return status;
@@ -262,7 +262,7 @@ static unsigned batch_copies(const kvn_device *device, char *why, size_t room)
 }
 
 /* uint64_t, pointers and sizes are equally wide, so columns are passed as they are; kvnative/acl.h asserts that. The
- * first version of a call is preferred, because only that reports which descriptor was refused. */
+ * first version of a call is preferred, because only it reports which descriptor was refused. */
 static int copy_batch(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                       size_t *failed, kvn_failure *failure)
 {

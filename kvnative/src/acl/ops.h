@@ -14,8 +14,8 @@ static inline const kvn_acl *kvn_acl_of(const kvn_device *device)
     return &((const kvn_acl_library *)device->runtime)->calls;
 }
 
-/* Maps whole pages of host memory for the device, and unmaps them, to try what HCCL will do: the driver refuses
- * memory that is already mapped. */
+/* Tries what HCCL will do: maps whole pages of host memory for the device, and unmaps them. The driver refuses memory
+ * that is already mapped. */
 int kvn_acl_try_map(const kvn_device *device, uint64_t address, uint64_t nbytes, kvn_failure *failure);
 
 #endif

@@ -19,12 +19,12 @@
 /* A single driver copy from or to the host costs about 2 us, in which 128 KiB move at 55 GB/s. */
 #define HOST_KERNEL_BELOW (128u << 10)
 #define HOST_BATCH_BELOW (4u << 20)
-/* Within the device its memory limits both ways. A copy of 8 MiB takes about as long as issuing it. Blocks on every
- * multiprocessor would delay each step of a model that decodes: 64 leave more than half of an H100's 132 to the model,
- * and have 1 MiB in flight, an estimated 0.6 of the bandwidth. */
+/* Within the device, its memory limits the kernel and single copies alike. A copy of 8 MiB takes about as long as
+ * issuing it. Blocks on every multiprocessor would delay each step of a model that decodes: 64 leave more than half of
+ * an H100's 132 to the model, and have 1 MiB in flight, an estimated 0.6 of the bandwidth. */
 #define WITHIN_KERNEL_BELOW (8u << 20)
 #define WITHIN_BLOCKS 64
-/* Between two GPUs the link is the limit. At the 450 GB/s of an H100's NVLink 900 KiB move in the 2 us of a copy, and
+/* Between two GPUs the link is the limit. At the 450 GB/s of an H100's NVLink, 900 KB move in the 2 us of a copy, and
  * as much must be in flight: 64 blocks. This is an estimate, since no two GPUs were at hand. PCIe needs less. */
 #define FAR_KERNEL_BELOW (1u << 20)
 #define FAR_BATCH_BELOW (8u << 20)
@@ -241,7 +241,7 @@ static uint64_t mean(const uint64_t *nbytes, size_t count)
     return total / count;
 }
 
-/* Returns how many descriptors to give to driver copies at one time, since nothing stops those. */
+/* Returns how many descriptors to give at one time to copies of the driver, which cannot be stopped. */
 static size_t count_unstoppable(kvn_direction direction, kvn_cuda_way way, const uint64_t *nbytes, size_t count)
 {
     uint64_t left = kvn_most_unstoppable(direction);
@@ -316,8 +316,8 @@ int kvn_cuda_copy_batch(kvn_device *device, kvn_direction direction, kvn_columns
     return copy_single(device, batch, stream, failed, failure);
 }
 
-/* Uses only the kernel, for all sizes, since nothing stops the driver's copies. The kernel is near the limit at all
- * sizes; where it is slower, beginning at once is worth more. */
+/* Uses only the kernel, for all sizes, since the driver's copies cannot be stopped. The kernel almost reaches the limit
+ * of the link or memory at all sizes; where it is slower, beginning at once is worth more. */
 int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, kvn_columns *batch, kvn_stream stream,
                        size_t *failed, kvn_failure *failure)
 {

@@ -1,4 +1,4 @@
-/* Copies of backends on a CUDA device: rows of kvn_device_ops, and the choice of one of three ways.
+/* Copies on a CUDA device for backends: rows of kvn_device_ops, and the choice among three ways.
  *
  *   kernel  one launch copies all descriptors (copy.cu)
  *   batch   cuMemcpyBatchAsync, of CUDA 12.8 and later
@@ -6,7 +6,7 @@
  *
  * A single copy costs the GPU some microseconds, in which it could move tens of kilobytes from or to the host, and
  * megabytes within the device. The kernel takes processors of the GPU from a model. So the fastest way depends on the
- * direction and on the size of a descriptor: by a table that is built in or measured. */
+ * direction and on the size of a descriptor, and is taken from a table that is built in or measured. */
 #ifndef KVN_CUDA_COPIES_H
 #define KVN_CUDA_COPIES_H
 
@@ -21,8 +21,8 @@ typedef enum kvn_cuda_way {
 /* The ways of one direction, by the mean size of a batch's descriptors. */
 typedef struct kvn_cuda_tuning {
     uint64_t kernel_below; /* bytes: smaller descriptors use the kernel */
-    uint64_t batch_below;  /* larger ones up to this use the batch call; the rest single copies */
-    uint32_t blocks;       /* maximum for the kernel; 0: as many as the device runs at one time */
+    uint64_t batch_below;  /* larger ones below this use the batch call, the rest single copies */
+    uint32_t blocks;       /* maximum of the kernel; 0: as many as the device runs at one time */
 } kvn_cuda_tuning;
 
 int kvn_cuda_copies_open(const kvn_device *device, kvn_failure *failure);
@@ -30,7 +30,7 @@ int kvn_cuda_copies_open(const kvn_device *device, kvn_failure *failure);
  * still begin: then the context must stay. */
 bool kvn_cuda_copies_close(const kvn_device *device);
 
-/* ---- rows of the table ---- */
+/* ---- rows of kvn_device_ops ---- */
 
 int kvn_cuda_copy_async(const kvn_device *device, kvn_direction direction, uint64_t dst, uint64_t src,
                         uint64_t nbytes, kvn_stream stream, kvn_failure *failure);
@@ -46,12 +46,12 @@ int kvn_cuda_copy_held(kvn_device *device, kvn_direction direction, kvn_columns 
 kvn_cuda_tuning kvn_cuda_tuning_builtin(kvn_direction direction);
 kvn_cuda_tuning kvn_cuda_copies_tuning(const kvn_device *device, kvn_direction direction);
 void kvn_cuda_copies_tune(const kvn_device *device, kvn_direction direction, kvn_cuda_tuning tuning);
-/* Limits copies in all directions: no batch calls of the driver, and at most `max_blocks` blocks of the kernel; 0: as many
- * as the tuning says. */
+/* Limits copies in all directions: no batch calls of the driver if `without_batch`, and at most `max_blocks` blocks of
+ * the kernel; 0: as many as the tuning says. */
 void kvn_cuda_copies_limit(const kvn_device *device, bool without_batch, uint32_t max_blocks);
 /* Returns the tuning of copies between two GPUs, which is built in, since no tool measures it. */
 kvn_cuda_tuning kvn_cuda_tuning_far(void);
-/* Returns the way of a batch with descriptors of that mean size, without ways that this driver lacks or has refused.
+/* Returns the way of a batch with descriptors of this mean size, one that the driver neither lacks nor has refused.
  * `is_far`: one side is memory of another GPU. */
 kvn_cuda_way kvn_cuda_copies_way(const kvn_device *device, kvn_direction direction, bool is_far,
                                  uint64_t mean_nbytes, size_t count);

@@ -8,7 +8,7 @@
 #include "cuda/library.h"
 #include "device/device.h"
 
-/* The calls for device/. The `runtime` of such a device is a kvn_cuda_library, which says whose context it uses. */
+/* The operations of a CUDA device. Its `runtime` is a kvn_cuda_library, which says whose context the device uses. */
 extern const kvn_device_ops kvn_cuda_ops;
 
 /* Memory that `allocate` has made: whole granules, mapped at one address. */
@@ -28,7 +28,7 @@ typedef struct kvn_cuda_device {
     bool can_export;                /* memory of `allocate` can be exported as file descriptors */
     uint64_t max_registered;        /* bytes of a registration of host memory */
     atomic_bool has_parts;          /* some host memory was registered in parts */
-    bool maps_registered;           /* kernels reach memory of cuMemHostRegister at the host's addresses */
+    bool maps_registered;           /* kernels reach registered host memory at the host's addresses */
     struct kvn_cuda_copies *copies; /* of cuda/copies.c */
     struct kvn_cuda_launcher *launcher; /* of cuda/launch.c */
     pthread_mutex_t mutex;          /* guards the fields below */
@@ -42,7 +42,7 @@ typedef struct kvn_cuda_device {
     size_t num_idle;
 } kvn_cuda_device;
 
-/* The driver's calls. The device is a CUDA device, here and below. */
+/* Returns the driver's calls. `device` is a CUDA device, here and below. */
 static inline const kvn_cuda *kvn_cuda_of(const kvn_device *device)
 {
     return &((const kvn_cuda_library *)device->runtime)->calls;

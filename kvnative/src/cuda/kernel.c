@@ -19,7 +19,7 @@ __asm__(".pushsection .rodata\n"
         ".popsection\n");
 __attribute__((visibility("hidden"))) extern const char kvn_copy_ptx[];
 
-/* Returns true if another call may succeed: the failure is temporary, or its context has failed. */
+/* Returns true if a later call may succeed: the failure is temporary, or it is that of an earlier launch. */
 static bool is_transient(const kvn_failure *failure)
 {
     return failure->code == KVN_CUDA_OUT_OF_MEMORY ||
@@ -37,8 +37,8 @@ static int get_function(const kvn_cuda_kernel *self, const kvn_device *device, c
     return kvn_cuda_of(device)->cuFuncLoad ? CALL(device, failure, cuFuncLoad, *out) : KVN_OK;
 }
 
-/* Launches read their control words and columns from pinned memory of the host. Under confidential computing the driver
- * migrates and encrypts that memory, and refuses cuMemHostRegister. */
+/* Launches read their control words in pinned host memory, and columns are copied from there. Under confidential
+ * computing the driver migrates and encrypts that memory, and refuses cuMemHostRegister. */
 static bool reads_host(const kvn_device *device)
 {
     int value = 1; /* also if the driver does not know the attribute */

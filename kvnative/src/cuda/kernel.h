@@ -1,4 +1,4 @@
-/* The copy kernel as the functions of one device's context. */
+/* The copy kernel, loaded into the context of one device. */
 #ifndef KVN_CUDA_KERNEL_H
 #define KVN_CUDA_KERNEL_H
 

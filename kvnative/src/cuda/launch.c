@@ -1,4 +1,4 @@
-/* Launches the copy kernel, and stops launches that have not begun. */
+/* Launches the copy kernel, and stops launches. */
 #include "cuda/launch.h"
 
 #include <errno.h>
@@ -11,7 +11,7 @@
 
 _Static_assert(sizeof(kvn_copy_few) <= 4096, "parameters of a launch are 4 KiB at most");
 
-/* A stream that had work when it was last looked at. */
+/* A stream with work that is not known to have ended. */
 typedef struct busy {
     struct busy *next;
     kvn_stream stream; /* NULL: the entry is free */
@@ -215,7 +215,7 @@ static int launch_some(kvn_cuda_launcher *self, kvn_stream stream, unsigned bloc
     work->control = memory->control;
     status = is_few ? start_few(self, work, blocks, stream, batch, failure)
                     : start_many(self, &memory->columns, work, blocks, stream, batch, failure);
-    /* Also after a failure: a copy of its columns may be on the stream. */
+    /* Keep the memory after a failure, too: a copy of its columns may be on the stream. */
     memory->next = on->launches;
     on->launches = memory;
     return status;

@@ -27,13 +27,13 @@ int kvn_cuda_launch(const kvn_device *device, kvn_stream stream, unsigned blocks
 /* Call this before other work that moves bytes is put on the stream: from then on the stream cannot be aborted. */
 int kvn_cuda_launcher_note(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
 
-/* Returns true if the stream has only launches, which can be stopped. */
+/* Returns true if nothing but launches, which can be stopped, is on the stream. */
 bool kvn_cuda_can_stop(const kvn_device *device, kvn_stream stream);
 /* Returns KVN_PENDING while the stream has work, then its outcome: KVN_CUDA_ABORTED, once, if it was told to stop. */
 int kvn_cuda_query(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
 /* Stops the launches of a stream. KVN_OK: no work of the stream touches memory any more, although launches on it may
- * still begin and end. Otherwise work continues, and kvn_cuda_query says when it has ended. Until then new launches on
- * the stream fail with KVN_CUDA_ABORTED. */
+ * still begin and end. Otherwise work continues, and kvn_cuda_query says when it has ended. Once its launches were told
+ * to stop, new ones fail with KVN_CUDA_ABORTED until the stream is idle. */
 int kvn_cuda_abort(const kvn_device *device, kvn_stream stream, kvn_failure *failure);
 /* Aborts the stream, and destroys it, at once or when the launches that were given up have passed. */
 int kvn_cuda_drop(const kvn_device *device, kvn_stream stream, kvn_failure *failure);

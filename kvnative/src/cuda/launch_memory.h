@@ -1,6 +1,6 @@
 /* Memory that launches of the copy kernel read: control words, and columns of descriptors. A launch that was given up
- * may still begin and read them. So they are reused, and only freed with the launcher. The launcher serializes all
- * calls, with the device's context current.
+ * may still begin and read its own. So memory is only reused, after its launch has ended, and freed with the launcher.
+ * The launcher serializes all calls, with the device's context current.
  *
  * Columns are made once, with the kernel, before a stream of ours can wait for an event of the program. Allocating device
  * memory may wait for all work of the context, and so for that event. */
@@ -14,7 +14,7 @@
 
 /* Columns that do not fit into the parameters of a launch. They are filled on the host, and copied to the device
  * before the launch: up to 229 KB in less than 10 us by DMA. If the kernel read them from the host, each piece would
- * wait for PCIe, with a binary search even at each step. */
+ * wait for PCIe, and in a binary search each of its steps would. */
 typedef struct kvn_cuda_columns {
     char *host;
     CUdeviceptr device;
@@ -30,7 +30,7 @@ typedef struct kvn_cuda_launch_memory {
 /* Zeroed before the first call. */
 typedef struct kvn_cuda_launches {
     kvn_cuda_launch_memory *idle;
-    kvn_cuda_launch_memory **pages; /* each the array of the launches of a page of control words */
+    kvn_cuda_launch_memory **pages; /* one array of launches for each page of control words */
     size_t num_pages;
 } kvn_cuda_launches;
 
@@ -41,7 +41,7 @@ void kvn_cuda_launches_reserve(kvn_cuda_launches *self, const kvn_device *device
  * KVN_CUDA_OUT_OF_MEMORY: all columns are in use. */
 kvn_cuda_launch_memory *kvn_cuda_launches_take(kvn_cuda_launches *self, const kvn_device *device, bool with_columns,
                                                kvn_failure *failure);
-/* Returns a list of launches that have ended. */
+/* Takes back a list of launches that have ended. */
 void kvn_cuda_launches_give(kvn_cuda_launches *self, kvn_cuda_launch_memory *launches);
 /* Frees the memory of all launches, which must be idle; `pages` itself stays. */
 void kvn_cuda_launches_free(kvn_cuda_launches *self, const kvn_device *device);

@@ -49,7 +49,7 @@ int kvn_cuda_library_reaches(const kvn_cuda_library *library, int32_t device, in
 
 /* ---- errors ---- */
 
-/* "call: code (its name): the driver's words". Returns the KVN_ status of the CUresult `code`. */
+/* Writes "call: code (its name): the driver's words" into `failure`. Returns the KVN_ status of the CUresult `code`. */
 int kvn_cuda_fail(const kvn_cuda *cuda, const char *call, CUresult code, kvn_failure *failure);
 
 #endif

@@ -40,7 +40,7 @@ int kvn_cuda_memory_init(const kvn_device *device, kvn_failure *failure)
     };
     if (!ask(device, KVN_CUDA_VIRTUAL_MEMORY) || ask_granularity(device, failure) == KVN_OK)
         return KVN_OK;
-    /* A machine may refuse memory that network cards can reach, although its GPU has it. */
+    /* A machine may refuse memory that network cards can reach, although its GPU supports it. */
     state->allocation.gpu_direct_rdma = 0;
     return ask_granularity(device, failure);
 }
@@ -70,7 +70,7 @@ static bool note(kvn_cuda_device *state, kvn_cuda_allocated block)
     pthread_mutex_lock(&state->mutex);
     allocated = realloc(state->allocated, (state->num_allocated + 1) * sizeof *allocated);
     if (allocated) {
-        state->allocated = allocated; /* first: the old array is gone */
+        state->allocated = allocated; /* before `find`: realloc has freed the old array */
         at = find(state, block.address);
         memmove(allocated + at + 1, allocated + at, (state->num_allocated - at) * sizeof *allocated);
         allocated[at] = block;
@@ -196,8 +196,8 @@ int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn
 
 /* ---- freeing ---- */
 
-/* In its own context, only copies of this library use the memory. The caller has waited for them, or given them up:
- * those may wait for an event that never comes, so this does not wait for them. */
+/* In a context of the device's own, only this library's copies use the memory. The caller has waited for them, or given
+ * them up. The latter may wait for an event that never comes, so they are not waited for here. */
 int kvn_cuda_free(const kvn_device *device, void *address, kvn_failure *failure)
 {
     const bool is_own = ((const kvn_cuda_library *)device->runtime)->own_context;

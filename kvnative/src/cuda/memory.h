@@ -10,7 +10,7 @@ int kvn_cuda_memory_init(const kvn_device *device, kvn_failure *failure);
 
 /* Rows of kvn_device_ops. */
 int kvn_cuda_allocate(const kvn_device *device, uint64_t nbytes, void **out, kvn_failure *failure);
-/* Memory of the primary context is forgotten now, and freed when all its work is over (cuda/reclaim.h). */
+/* Memory of the primary context is forgotten now, and freed when all work of that context is over (cuda/reclaim.h). */
 int kvn_cuda_free(const kvn_device *device, void *address, kvn_failure *failure);
 
 /* Lets the device read and write mapped memory. */

@@ -67,8 +67,8 @@ static int context_of(const kvn_device *device, kvn_stream stream, void **contex
 static _Thread_local int num_begun;
 static _Thread_local int capture_mode;
 
-/* While a thread of the program captures a stream into a graph, CUDA refuses even a query of an event to all threads,
- * and the call breaks the capture. A thread in relaxed mode is exempt. Calls of this library use only its own streams
+/* While a thread of the program captures a stream into a graph, CUDA refuses even event queries in all threads, and
+ * such a call breaks the capture. A thread in relaxed mode is exempt. Calls of this library use only its own streams
  * and events, which are not captured. */
 static void begin_calls(const kvn_device *device)
 {
@@ -274,8 +274,8 @@ static int destroy_event(const kvn_device *device, void *event, kvn_failure *fai
     return CALL(device, failure, cuEventDestroy_v2, event);
 }
 
-/* Work that is ordered with a captured stream becomes part of the graph, or an error that breaks the capture. Asking
- * whether a stream is captured is safe. */
+/* Work that is ordered with a captured stream joins the graph, or fails and breaks the capture. Asking whether a stream
+ * is captured is safe. */
 static int check_capture(const kvn_device *device, kvn_stream stream, kvn_failure *failure)
 {
     int state = 0;
@@ -296,8 +296,8 @@ static int record_event(const kvn_device *device, void *event, kvn_stream stream
     return CALL(device, failure, cuEventRecord, event, stream);
 }
 
-/* A stream that waits for an event of a capture becomes part of that capture. The query breaks the capture as well,
- * but it reports the reason. */
+/* A stream that waits for an event of a capture becomes part of that capture. The query breaks the capture, too,
+ * but reports the reason. */
 static int check_event(const kvn_device *device, void *event, kvn_failure *failure)
 {
     if (kvn_cuda_of(device)->cuEventQuery(event) != KVN_CUDA_CAPTURED_EVENT)
@@ -356,7 +356,7 @@ static void give_stream(const kvn_device *device, CUstream stream)
         kvn_cuda_of(device)->cuStreamDestroy_v2(stream);
 }
 
-/* Waits for the issued work, even if issuing failed in the middle, and returns the stream. */
+/* Waits for the issued work, even if issuing failed in the middle, and gives the stream back. */
 static int finish(const kvn_device *device, CUstream stream, int issued, kvn_failure *failure)
 {
     kvn_failure later;

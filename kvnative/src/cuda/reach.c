@@ -147,8 +147,8 @@ static bool is_of_own_pool(const kvn_device *device, uint64_t address, int numbe
            number == device->id;
 }
 
-/* Judges memory without a context that this library has not mapped, such as torch's expandable segments. Reserved
- * ranges have holes, and mappings that this device may not use. */
+/* Judges memory that has no context and that this library has not mapped, such as torch's expandable segments.
+ * Reserved ranges have holes, and mappings that this device may not use. */
 static kvn_cuda_range ask_mapping(const kvn_device *device, uint64_t address, int number)
 {
     const kvn_cuda *cuda = kvn_cuda_of(device);
@@ -233,7 +233,7 @@ static kvn_cuda_range ask(const kvn_device *device, uint64_t address)
         KVN_CUDA_OK)
         return range;
     range = judge(device, address, &found);
-    /* A driver that does not report the extent of the range has answered for this byte only. */
+    /* A driver that does not report the range has answered for this byte only. */
     if (address < range.first || address >= range.last)
         range = (kvn_cuda_range){address, address + 1, range.reach < KVN_CUDA_COPIED ? range.reach : KVN_CUDA_COPIED,
                                  range.is_far, range.id};
@@ -255,7 +255,7 @@ struct kvn_cuda_watch {
     kvn_cuda_range parts[]; /* whole allocations, by address, ascending */
 };
 
-/* Returns the index of the first part that ends behind the address; num_parts if none does. */
+/* Returns the index of the first part that ends beyond the address; num_parts if none does. */
 static size_t first_behind(const kvn_cuda_watch *watch, uint64_t address)
 {
     size_t low = 0, high = watch->num_parts;
@@ -278,7 +278,7 @@ static const kvn_cuda_range *part_at(const kvn_cuda_watch *watch, uint64_t addre
     return at < watch->num_parts && holds(&watch->parts[at], address) ? &watch->parts[at] : NULL;
 }
 
-/* Returns true if the watch has the address as memory of another allocation. The caller holds the mutex. */
+/* Returns true if the watch knows another allocation at the address. The caller holds the mutex. */
 static bool is_of_other(const kvn_cuda_watch *watch, uint64_t address, uint64_t id)
 {
     const kvn_cuda_range *part = watch->is_over ? NULL : part_at(watch, address);
@@ -338,7 +338,7 @@ static kvn_cuda_watch *add_parts(kvn_cuda_watch *watch, const kvn_device *device
     return watch;
 }
 
-/* Sorts the parts by address, and keeps each once. */
+/* Sorts the parts by address, and drops duplicates. */
 static void sort_parts(kvn_cuda_watch *watch)
 {
     size_t kept = 0;
@@ -350,7 +350,7 @@ static void sort_parts(kvn_cuda_watch *watch)
     watch->num_parts = kept;
 }
 
-/* Returns true if the watch has a byte of the range as memory of another allocation. The caller holds the mutex. */
+/* Returns true if the watch knows another allocation at a byte of the range. The caller holds the mutex. */
 static bool has_other(const kvn_cuda_watch *watch, const kvn_cuda_range *range)
 {
     size_t at = first_behind(watch, range->first);
@@ -360,7 +360,7 @@ static bool has_other(const kvn_cuda_watch *watch, const kvn_cuda_range *range)
     return at < watch->num_parts && watch->parts[at].first < range->last;
 }
 
-/* Ends a watch whose memory `by` has replaced; returns true if that was not known. The caller holds the mutex. */
+/* Ends a watch whose memory `by` has replaced; returns true if that was not known yet. The caller holds the mutex. */
 static bool replace(kvn_cuda_watch *other, const kvn_cuda_watch *by)
 {
     for (size_t i = 0; i < by->num_parts && !other->is_over; i++) {

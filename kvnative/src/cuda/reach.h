@@ -1,5 +1,5 @@
 /* Finds out which memory the copy kernel may use. A wrong address in a kernel ends the context with everything in it
- * (error 700). So the driver is asked about each range, whatever was checked before. */
+ * (error 700). So each range is looked up again: with the driver, unless this library has made it. */
 #ifndef KVN_CUDA_REACH_H
 #define KVN_CUDA_REACH_H
 
@@ -7,7 +7,7 @@
 
 typedef enum kvn_cuda_reach {
     KVN_CUDA_REPLACED = -1, /* registered memory was freed, and other memory has its addresses */
-    KVN_CUDA_UNMAPPED, /* a part is out of reach: pageable memory, another GPU's, or no memory */
+    KVN_CUDA_UNMAPPED, /* a part is out of reach: pageable, of another GPU, or not memory */
     KVN_CUDA_COPIED,  /* known, but only the driver's copies are sure to reach it */
     KVN_CUDA_REACHED  /* memory of this device and context, or mapped there, or pinned on the host */
 } kvn_cuda_reach;
@@ -31,7 +31,7 @@ typedef struct kvn_cuda_ranges {
 } kvn_cuda_ranges;
 
 /* Notes that memory of a peer was mapped for this device, or will be unmapped. The driver does not say which devices
- * reach memory of another GPU. KVN_NO_MEMORY. */
+ * reach memory of another GPU. `add` may fail with KVN_NO_MEMORY. */
 int kvn_cuda_reach_add(const kvn_device *device, uint64_t address, uint64_t nbytes, bool is_far,
                        kvn_failure *failure);
 void kvn_cuda_reach_remove(const kvn_device *device, uint64_t address);
@@ -46,7 +46,7 @@ void kvn_cuda_reach_remove_context(const kvn_device *device, CUcontext context);
 typedef struct kvn_cuda_watch kvn_cuda_watch;
 
 /* Watches the allocations that hold the ranges. Earlier watches with other memory at these addresses become replaced;
- * `*replaced` counts those that were not known to be. */
+ * `*replaced` counts those that were not yet known to be. */
 int kvn_cuda_watch_create(const kvn_device *device, const uint64_t *addresses, const uint64_t *nbytes, size_t count,
                           kvn_cuda_watch **out, size_t *replaced, kvn_failure *failure);
 void kvn_cuda_watch_destroy(const kvn_device *device, kvn_cuda_watch *watch);

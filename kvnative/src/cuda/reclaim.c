@@ -94,7 +94,7 @@ static void run_round(kvn_cuda_reclaimer *self)
     pthread_cond_broadcast(&self->changed);
 }
 
-/* The remaining memory belongs to a context that is captured: it is freed with the context. */
+/* The remaining memory belongs to a context with a captured stream, and is freed with the context. */
 static void destroy(kvn_cuda_reclaimer *self)
 {
     while (self->freed) {

@@ -1,9 +1,9 @@
 /* Unmaps freed memory of a CUDA device when the work that may still use it is over.
  *
  * Unmapping memory that a kernel of the program still reads would break the context of the whole program, and only the
- * program knows its streams. So all work of the context is waited for (cuCtxSynchronize; cuMemFree waits by itself),
- * including our streams that wait for an event which may never come. A thread does that. A call that frees memory waits
- * for the thread, but at most KVN_CUDA_FREE_MS, and not at all while the thread is late with earlier memory. */
+ * program knows its streams. So a thread waits for all work of the context (cuCtxSynchronize; cuMemFree waits by
+ * itself), including our streams that wait for an event which may never come. A call that frees memory waits for the
+ * thread, but at most KVN_CUDA_FREE_MS, and not at all while the thread is late with earlier memory. */
 #ifndef KVN_CUDA_RECLAIM_H
 #define KVN_CUDA_RECLAIM_H
 

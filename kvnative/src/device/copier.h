@@ -1,5 +1,5 @@
-/* Copies for code that stages memory of a device: by a thread and a stream of its own, while the caller does something
- * else. */
+/* Copies for code that stages device memory. They run on a thread and a stream of their own, while the caller does
+ * something else. */
 #ifndef KVN_DEVICE_COPIER_H
 #define KVN_DEVICE_COPIER_H
 
@@ -13,14 +13,14 @@ typedef struct kvn_copier {
     kvn_backend *backends[KVN_DEVICE_TO_DEVICE]; /* by direction - 1 */
 } kvn_copier;
 
-/* A copy in flight; from start until wait or abort has returned an outcome. */
+/* A copy in flight: from start until wait has returned an outcome, or abort has returned. */
 typedef struct kvn_staged_copy {
     kvn_backend *backend;
     kvn_request *request; /* NULL: none, or it has ended */
     kvn_report report;
 } kvn_staged_copy;
 
-/* KVN_OK, or the failure of the thread that copies. */
+/* KVN_OK, KVN_NO_MEMORY, or the failure to start the thread. */
 int kvn_copier_init(kvn_copier *self, kvn_device *device, kvn_failure *failure);
 /* Accepts a zeroed copier. Idempotent; call it when no copy is in flight. */
 void kvn_copier_fini(kvn_copier *self);
@@ -30,7 +30,7 @@ void kvn_copier_start(const kvn_copier *self, kvn_direction direction, const kvn
 /* Waits for the copy until a deadline: KVN_PENDING, or the outcome. `report.failed` is the number of the failed
  * descriptor in the batch; the failure's message does not contain it. */
 int kvn_staged_copy_wait(kvn_staged_copy *self, int64_t deadline_ns, kvn_failure *failure);
-/* Stops the copy; after the return it touches no byte. */
+/* Stops the copy, which touches no byte after the return. */
 void kvn_staged_copy_abort(kvn_staged_copy *self);
 
 #endif

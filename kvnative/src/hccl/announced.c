@@ -23,8 +23,8 @@ static bool take_place(kvn_tickets *tickets, unsigned *out)
     return false;
 }
 
-/* Removes the ticket. No operation may be in flight. If that fails, the place is not reused: owners see a transfer that
- * does not end. */
+/* Removes the ticket. No operation may be in flight. If the removal fails, the place is not reused: owners see a
+ * transfer that does not end. */
 static void withdraw(kvn_transfer_context *t, unsigned place)
 {
     kvn_channel_fault ignored, *fault = t->fault;

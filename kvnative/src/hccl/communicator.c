@@ -27,7 +27,7 @@ struct kvn_communicator {
 
 #define WORDS_NBYTES (KVN_MAX_GUARDS * sizeof(uint64_t))
 
-/* ---- its parts ---- */
+/* ---- the parts of a communicator ---- */
 
 static int make_words(kvn_communicator *self, kvn_failure *failure)
 {
@@ -194,7 +194,7 @@ int kvn_communicator_prepare(kvn_communicator *self, int timeout_s, kvn_failure 
         pthread_mutex_unlock(&self->mutex);
         return status;
     }
-    self->state = KVN_COMM_PREPARING; /* keeps other threads from calling HCCL for it */
+    self->state = KVN_COMM_PREPARING; /* keeps other threads from calling HCCL for this communicator */
     pthread_mutex_unlock(&self->mutex);
     status = kvn_connection_prepare(&self->connection, timeout_s, failure);
     pthread_mutex_lock(&self->mutex);

@@ -40,10 +40,10 @@ void kvn_communicator_destroy(kvn_communicator *self);
 int kvn_communicator_bind(kvn_communicator *self, kvn_region *region, kvn_failure *failure);
 /* May be called at any time; waits for a prepare. The region is unbound after the return, also after a failure. */
 int kvn_communicator_unbind(kvn_communicator *self, kvn_region *region, kvn_failure *failure);
-/* Blocks until the peer prepares too, at most `timeout_s` >= 1 for each step that HCCL takes. */
+/* Blocks until the peer prepares too, at most `timeout_s` seconds (1 or more) for each step of HCCL. */
 int kvn_communicator_prepare(kvn_communicator *self, int timeout_s, kvn_failure *failure);
 /* Unbinds all regions and destroys the connection; waits for the running transfer. KVN_PENDING if another thread is in
- * prepare, which closes as soon as HCCL returns. Idempotent. */
+ * prepare: that thread then closes, as soon as HCCL returns. Idempotent. */
 int kvn_communicator_close(kvn_communicator *self, kvn_failure *failure);
 
 /* Gives up the peer: transfers that are queued, running or submitted later end with KVN_PEER_GONE and `message`. Does
@@ -54,31 +54,31 @@ void kvn_communicator_cancel(kvn_communicator *self, const char *message);
 kvn_communicator_state kvn_communicator_state_of(kvn_communicator *self);
 /* Returns true if an operation failed in HCCL or was stopped. */
 bool kvn_communicator_is_disturbed(const kvn_communicator *self);
-/* The asynchronous error of HCCL and its text for messages; 0 if there is none, or if HCCL does not report it. */
+/* Returns HCCL's asynchronous error, and writes a text for messages; 0: there is none, or HCCL does not report it. */
 kvn_hccl_result kvn_communicator_async_error(kvn_communicator *self, char *text, size_t room);
 
 /* ---- for transfers, on the channel's thread ---- */
 
 kvn_channel **kvn_communicator_channels(kvn_communicator *self); /* an array of one */
 uint32_t kvn_communicator_max_batch(const kvn_communicator *self);
-/* The flags of a transfer with this `stop`. */
+/* Returns the flags of a transfer with this `stop`. */
 kvn_halt kvn_communicator_halt(const kvn_communicator *self, const atomic_int *stop);
-/* KVN_PEER_GONE and the message if the communicator was cancelled, else KVN_CANCELLED. */
+/* Returns KVN_PEER_GONE, with the message, if the communicator was cancelled, else KVN_CANCELLED. */
 int kvn_communicator_why_halted(kvn_communicator *self, kvn_failure *failure);
 /* Begins a transfer, which keeps the connection until its end. KVN_FAILED if the connection is not ready. */
 int kvn_communicator_begin(kvn_communicator *self, kvn_failure *failure);
 void kvn_communicator_end(kvn_communicator *self);
 void kvn_communicator_disturb(kvn_communicator *self);
-/* Time in which operations may still run after an abort of their stream. */
+/* Returns the time in which operations may still run after an abort of their stream. */
 uint32_t kvn_communicator_unfold_ms(const kvn_communicator *self);
-/* One HcclBatchPut or Get of 1 to max_batch descriptors on the channel's stream. */
+/* Issues one HcclBatchPut or Get of 1 to max_batch descriptors on the channel's stream. */
 int kvn_communicator_issue(kvn_communicator *self, bool is_put, kvn_one_sided *descriptors,
                            uint32_t count, kvn_failure *failure);
-/* True if [address, address + nbytes) lies in one bound region of this side. */
+/* Returns true if [address, address + nbytes) lies in one bound region of this side. */
 bool kvn_communicator_covers(kvn_communicator *self, uint64_t address, uint64_t nbytes);
-/* Two events for the running transfer. */
+/* Returns two events for the running transfer. */
 void **kvn_communicator_events(kvn_communicator *self);
-/* KVN_MAX_GUARDS words for the running transfer: bound device memory, and pinned host memory. */
+/* These return KVN_MAX_GUARDS words for the running transfer: in bound device memory, and in pinned host memory. */
 uint64_t kvn_communicator_device_words(const kvn_communicator *self);
 uint64_t *kvn_communicator_host_words(const kvn_communicator *self);
 

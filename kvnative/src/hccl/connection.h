@@ -45,7 +45,7 @@ int kvn_connection_open(kvn_connection *self, const kvn_communicator_options *op
 int kvn_connection_bind(kvn_connection *self, kvn_region *region, kvn_failure *failure);
 int kvn_connection_unbind(kvn_connection *self, kvn_region *region, kvn_failure *failure);
 int kvn_connection_prepare(kvn_connection *self, int timeout_s, kvn_failure *failure);
-/* Unbinds the regions and destroys the handle. The first failure is kept if `failure` is KVN_OK. */
+/* Unbinds the regions and destroys the handle. `failure` gets the first failure, unless it has one already. */
 void kvn_connection_close(kvn_connection *self, kvn_failure *failure);
 kvn_hccl_result kvn_connection_async_error(kvn_connection *self, char *text, size_t room);
 /* Call it on a thread with the context set. */

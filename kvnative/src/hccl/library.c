@@ -59,7 +59,7 @@ static int choose_generation(kvn_hccl *hccl, const char *soc_name, kvn_failure *
 int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kvn_hccl *out,
                   kvn_failure *failure)
 {
-    /* Global, because the libraries that it opens itself expect to find its symbols. */
+    /* Global, because the libraries that HCCL itself opens expect to find its symbols. */
     void *file = kvn_library_open(path, RTLD_NOW | RTLD_GLOBAL, failure);
     const char *missing;
 

@@ -12,7 +12,7 @@
 /* Time that the vendor's engine waits after an abort on A3, whose AICPU continues with operations that it has
  * unfolded. */
 #define KVN_HCCL_UNFOLD_MS 100
-/* HCCL's maximum number of ranges that a process registers, and that are bound to a communicator. */
+/* HCCL's maximum number of ranges in a process, and of a communicator. */
 #define KVN_HCCL_MAX_REGIONS 256
 
 typedef struct kvn_hccl_calls {
@@ -61,10 +61,10 @@ extern const kvn_symbols kvn_hccl_symbols;
  * missing. `soc_name` (NULL: unknown) selects one of the two interfaces to register memory. */
 int kvn_hccl_open(const char *path, const kvn_acl *acl, const char *soc_name, kvn_hccl *out,
                   kvn_failure *failure);
-/* The version of the driver, or "", and the bytes that it lets HCCL register. Call it before all others. */
+/* Sets the version of the driver, or "", and the bytes that it lets HCCL register. Call it before all others. */
 void kvn_hccl_set_driver(kvn_hccl *hccl, const char *version, uint64_t most_host, uint64_t most_device);
 
-/* The KVN_ status of a HcclResult. */
+/* Returns the KVN_ status of a HcclResult. */
 int kvn_hccl_status(kvn_hccl_result result);
 /* Writes "call: code (words): the vendor's text". Call it on the thread of the failed call, before the next call.
  * Returns kvn_hccl_status(result). */

@@ -153,7 +153,7 @@ int kvn_transfer_staged(kvn_transfer_context *t)
     if (status == KVN_OK)
         status = kvn_transfer_synchronize(t, t->fault);
     if (status != KVN_OK) {
-        /* Stop the operations before others get the set, whose slots they use. */
+        /* Stop the operations, which use the set's slots, before another transfer gets the set. */
         kvn_channel_fault_begin(&ignored);
         kvn_transfer_stop(t, &ignored);
     }

@@ -24,7 +24,7 @@ int kvn_region_open(kvn_hccl *hccl, const kvn_device *device, uint64_t address, 
                     bool on_device, kvn_region *out, kvn_failure *failure);
 /* KVN_INVALID while the region is bound; idempotent. If HCCL refuses, the region still counts as closed. */
 int kvn_region_close(kvn_region *region, kvn_failure *failure);
-/* Bytes that are registered with a device: [0] of host memory, [1] of its own. */
+/* Counts the bytes that are registered with a device: [0] of host memory, [1] of its own. */
 void kvn_hccl_registered(kvn_hccl *hccl, int32_t device_id, uint64_t nbytes[2]);
 /* Adds a communicator as a user; KVN_INVALID if the region is closed. */
 int kvn_region_retain(kvn_region *region, kvn_failure *failure);

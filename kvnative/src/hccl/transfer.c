@@ -80,8 +80,8 @@ int kvn_transfer_issue(kvn_transfer_context *t, kvn_one_sided *rows, const kvn_f
 
 /* ---- waiting ---- */
 
-/* Waits after an abort or an error, which stops the stream too: operations may continue though their stream is empty,
- * and others own the memory after this transfer. */
+/* Waits after an abort, or after an error, which also stops the stream. Operations may continue though their stream is
+ * empty, and others own the memory after this transfer. */
 static void let_unfold(kvn_transfer_context *t)
 {
     const uint32_t ms = kvn_communicator_unfold_ms(t->communicator);
@@ -117,7 +117,7 @@ int kvn_transfer_synchronize(kvn_transfer_context *t, kvn_channel_fault *fault)
     return ended(t, status);
 }
 
-/* Checks for failed operations, after which a stream and its events continue. If the peer has gone, HCCL would
+/* Checks for operations that failed without stopping the stream and its events. If the peer has gone, HCCL would
  * otherwise try each further operation for seconds. */
 static int look_at_connection(kvn_transfer_context *t)
 {
@@ -269,7 +269,7 @@ static kvn_hccl_result ask_hccl(kvn_transfer_context *t)
     return result;
 }
 
-/* The peer's generation table cannot be read, which the peer frees last. */
+/* Reports that the peer has gone: its generation table, which it frees last, cannot be read. */
 static int lose_owner(kvn_channel_fault *fault)
 {
     char text[sizeof fault->why.message];
@@ -323,7 +323,7 @@ static int end_failed(kvn_transfer_context *t, int status)
     const bool is_halted = kvn_is_halted(&t->halt);
     kvn_channel_fault ignored;
     kvn_channel_fault_begin(&ignored);
-    /* The stream has the batches before the failed one. */
+    /* The batches before the failed one are on the stream: wait for them. */
     kvn_transfer_synchronize(t, &ignored);
     if (is_halted)
         status = give_up(t);

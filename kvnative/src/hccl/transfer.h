@@ -10,10 +10,10 @@
 
 #define KVN_HCCL_MAX_BATCH 256
 
-#define KVN_HCCL_TICKETS 256 /* maximum of simultaneous puts with leases in a process */
+#define KVN_HCCL_TICKETS 256 /* maximum number of simultaneous puts with leases in a process */
 
-/* Announces this process's writes with leases: a word for each transfer in memory of its device, where owners read
- * their tag and a number, or 0. See announced.c. */
+/* Announcements of this process's writes with leases: a word for each transfer, in memory of its device. Owners read
+ * there their tag and a number, or 0. See announced.c. */
 typedef struct kvn_tickets {
     uint64_t address; /* on the device */
     atomic_bool is_taken[KVN_HCCL_TICKETS];
@@ -94,7 +94,7 @@ int kvn_transfer_issue(kvn_transfer_context *t, kvn_one_sided *rows, const kvn_f
 /* Blocks until all work on the communicator's stream has ended. KVN_CANCELLED when halted: the stream was aborted.
  * After the return, with any status, no byte moves. */
 int kvn_transfer_synchronize(kvn_transfer_context *t, kvn_channel_fault *fault);
-/* The same between two operations of a transfer; also checks for failed operations after which a stream continues. */
+/* The same between two operations of a transfer; also checks for operations that failed without stopping the stream. */
 int kvn_transfer_catch_up(kvn_transfer_context *t);
 /* Aborts the communicator's stream; after the return no byte moves. */
 int kvn_transfer_stop(kvn_transfer_context *t, kvn_channel_fault *fault);
@@ -106,8 +106,8 @@ int kvn_transfer_check_guards(kvn_transfer_context *t);
 
 /* Moves the shard and compares the guards; after the return none of its operations is in flight. */
 int kvn_transfer_move(kvn_transfer_context *t);
-/* The same for a put with leases, which it announces to the owner: KVN_UNMAPPED, without a write, if a lease has ended
- * before. */
+/* The same for a put with leases, which it announces to the owner: KVN_UNMAPPED, without further rounds, if a
+ * lease has ended. */
 int kvn_transfer_announced(kvn_transfer_context *t);
 
 /* Moves the shard through staging memory. A failure may leave work on the communicator's stream, but not on others. */

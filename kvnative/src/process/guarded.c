@@ -15,7 +15,7 @@ typedef struct guarded {
 
 typedef struct guarded_request {
     kvn_batch_end end; /* the first field: the inner backend passes its address to the functions below */
-    kvn_batch_end *outer; /* of the batch; NULL: none */
+    kvn_batch_end *outer; /* the batch's own; NULL: none */
     guarded *self;
     kvn_request *inner;
     kvn_announcement announced;
@@ -31,7 +31,7 @@ static void leave(guarded_request *request)
         kvn_guard_leave(request->self->guard, &request->announced);
 }
 
-/* Called by the inner backend, so that the owner does not wait until the caller polls. */
+/* Called by the inner backend at the end of the batch, so that the owner need not wait until the caller polls. */
 static void leave_at_once(kvn_batch_end *end, int status)
 {
     guarded_request *request = (guarded_request *)end;
@@ -50,7 +50,7 @@ static int look(kvn_batch_end *end, kvn_failure *why)
     return kvn_guard_renew(request->self->guard, &request->announced, why);
 }
 
-/* Returns `status`. Any outcome ends the batch. */
+/* Withdraws the announcement unless the batch is pending; returns `status`. */
 static int leave_at_end(guarded_request *request, int status)
 {
     if (status != KVN_PENDING)
@@ -58,8 +58,8 @@ static int leave_at_end(guarded_request *request, int status)
     return status;
 }
 
-/* A batch behind an event is announced before it waits for the event. If the table has no free place, the batch is not
- * submitted, instead of waiting for a place, too. The thread that opens gates does not wait for a place either. */
+/* Announces the batch. KVN_PENDING: it is not announced, and must not be submitted. Neither a batch that will wait for
+ * an event nor the thread that opens gates waits for a place in the writer table. */
 static int enter(guarded_request *request, const kvn_columns *batch, kvn_report *report)
 {
     kvn_guard *guard = request->self->guard;

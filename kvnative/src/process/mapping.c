@@ -40,10 +40,10 @@ _Static_assert(sizeof(procmap_query) == 104, "the kernel refuses other sizes");
 typedef struct mapping {
     uint64_t start, end;
     int readable, writable;
-    int anonymous; /* not of a file, which could be shorter than the mapping */
+    int anonymous; /* not backed by a file, which could be shorter than the mapping */
 } mapping;
 
-/* Walks the mappings upwards; `next` returns the mapping that covers `address`, or the first above it. */
+/* A walk upwards through the mappings; `next` returns the one that covers `address`, or the first above it. */
 typedef struct walk {
     int fd;
     int by_query;

@@ -72,7 +72,7 @@ int kvn_peer_attach(kvn_peer *peer, int generations_fd, uint64_t inode, uint64_t
                                         &peer->generations, failure);
     if (has_exited(peer))
         status = gone(peer, failure);
-    /* The descriptor does not exist or has another file: the peer, or an exec, has closed the table. */
+    /* The descriptor does not exist or refers to another file: the peer, or an exec, has closed the table. */
     else if (status != KVN_OK && failure->code == ENOENT)
         status = refuse_exec(peer, failure);
     return status;

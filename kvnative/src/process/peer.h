@@ -1,5 +1,5 @@
-/* Another process on this host, identified by a pidfd, which a reused pid does not match; its /proc directory; and its
- * generation table, which is gone after an exec. */
+/* Another process on this host: its pidfd, which never names a later process with the same pid; its /proc directory;
+ * and its generation table, which an exec removes. */
 #ifndef KVN_PEER_H
 #define KVN_PEER_H
 
@@ -8,7 +8,7 @@
 typedef struct kvn_peer {
     int pid;
     int pidfd;    /* -1: closed */
-    int proc;     /* O_PATH descriptor of /proc/<pid>, which names nothing after the process has ended */
+    int proc;     /* O_PATH descriptor of /proc/<pid>; look-ups in it fail once the process has ended */
     int generations_fd; /* number of the table's descriptor in the peer */
     kvn_generations generations;
 } kvn_peer;
@@ -20,7 +20,7 @@ int kvn_peer_attach(kvn_peer *peer, int generations_fd, uint64_t inode, uint64_t
                     kvn_failure *failure);
 
 /* KVN_OK while the process lives and runs the program that made the generation table; else KVN_PEER_GONE or
- * KVN_DENIED. Makes system calls only if the table does not tell. */
+ * KVN_DENIED. Makes no system call if the table says that it lives. */
 int kvn_peer_check(const kvn_peer *peer, kvn_failure *failure);
 
 /* KVN_OK if process_vm_readv and process_vm_writev at `address` of the peer are permitted. */

@@ -16,7 +16,7 @@
 /* Pieces are longer than those of a plain copy, since each call pins pages and looks the process up. An abort waits
  * for one piece: half a millisecond. */
 #define PIECE_NBYTES (4u << 20)
-#define MAX_RANGES (IOV_MAX - 1) /* of data; one more range, the guard, may begin a call */
+#define MAX_RANGES (IOV_MAX - 1) /* of data; a call may begin with one more, the guard's */
 
 typedef struct process_backend {
     kvn_pooled pooled;
@@ -84,7 +84,7 @@ static void begin(const process_backend *self, kvn_announcement *announced, rang
         sizeof announced->number};
 }
 
-/* The kernel does not say which side's address is invalid. If the local one is mapped, the peer's is. */
+/* The kernel does not say which side's address is invalid. If the local one is valid, the peer's is not. */
 static int whose(const process_backend *self, const ranges *ranges, char *message, size_t room)
 {
     const struct iovec *own = &ranges->local[ranges->first];

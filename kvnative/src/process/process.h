@@ -15,7 +15,7 @@ kvn_backend *kvn_process_create(kvn_pool *pool, int pid, kvn_direction direction
 #define KVN_READ_NOW 64 /* descriptors */
 
 /* Reads all descriptors from process `pid` by one call, in this thread. False: there are more than KVN_READ_NOW, or not
- * every byte was moved; the backend then reports why. */
+ * every byte was moved. To learn why, submit the batch to a backend. */
 bool kvn_process_read_now(int pid, const kvn_columns *batch);
 
 #endif

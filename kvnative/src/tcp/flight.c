@@ -1,5 +1,5 @@
-/* Measures the bandwidth and the delay of a connection by its requests, as congestion control by BBR does. Unlike BBR
- * the shortest delay is never forgotten: while a flight is full no request meets an empty queue. */
+/* Measures the bandwidth and the delay of a connection by its requests, as BBR congestion control does. The shortest
+ * delay is never forgotten, because no request meets an empty queue while a flight is full. */
 #include "tcp/flight.h"
 
 #define GRACE_NS INT64_C(500000000) /* longer than a busy host lets a thread wait */

@@ -5,13 +5,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define PIECE_NBYTES (512u << 10) /* of device memory; two of them are a request, and so a call */
-#define OWN_NBYTES (32u << 10)    /* around them: a request's head and table, or answers */
+#define PIECE_NBYTES (512u << 10) /* of device memory; a request, and so a call, moves two of them */
+#define OWN_NBYTES (32u << 10)    /* of host memory around it: a request's head and table, or answers */
 #define FRONT 16u                 /* alignment of device bytes, so that a kernel can copy words */
 #define SLOT_NBYTES (PIECE_NBYTES + OWN_NBYTES + FRONT)
-#define SMALL_NBYTES (64u << 10) /* a single part of this size is copied in the call: waking a thread takes as long */
+#define SMALL_NBYTES (64u << 10) /* a single part up to this size is copied at once: waking a thread takes as long */
 
-/* Bytes in transit. The first `nbytes` are the piece: its items in order, with those on the device side by side. */
+/* Bytes in transit. The first `nbytes` are a piece: items in order, with those on the device side by side. */
 typedef struct slot {
     uint8_t *bytes;
     uint32_t at, end;
@@ -48,7 +48,7 @@ static bool is_on_device(const kvn_tcp_parts *parts, unsigned index)
     return index >= parts->first && index < parts->last;
 }
 
-/* Places the piece so that the device's first byte is aligned, with room for all of it. */
+/* Places the next piece: its first device byte is aligned, or it begins with the bytes that the slot has. */
 static void align(slot *it, const kvn_tcp_parts *parts, place from)
 {
     uint64_t own = 0;
@@ -105,7 +105,7 @@ static void copy_own(const slot *it, bool is_send)
     }
 }
 
-/* Begins to copy the piece of a slot. Call `finish` for it, also after a failure. */
+/* Begins to copy the piece of a slot. Call `finish` afterwards in any case: it reports failures. */
 static void start(stage *self, const slot *it, bool is_send)
 {
     const kvn_direction direction = is_send ? KVN_DEVICE_TO_HOST : KVN_HOST_TO_DEVICE;
@@ -129,10 +129,10 @@ static void start(stage *self, const slot *it, bool is_send)
     }
 }
 
-/* Waits for the copy. The failure has no number of a descriptor, which counts within the piece. */
+/* Waits for the copy. Failures do not name the descriptor, whose number counts within the piece. */
 static int finish(stage *self) { return kvn_staged_copy_wait(&self->copy, KVN_FOREVER, &self->failure); }
 
-/* Bytes of a piece before the failed ones; half of its items if that is unknown. */
+/* Returns the bytes before the failed item of a piece; before the middle one if the failed one is unknown. */
 static uint64_t sound(const stage *self, const slot *it)
 {
     const size_t count = it->last - it->first, failed = (size_t)self->copy.report.failed;
@@ -167,7 +167,7 @@ static bool has_unsent(const kvn_tcp_stage *base)
     return has_bytes(&self->out[0]) || has_bytes(&self->out[1]);
 }
 
-/* Returns 1 if the socket has taken all of it, 0 if there is no room, or -errno. */
+/* Returns 1 if the socket has taken all of the slot, 0 if the socket is full, or -errno. */
 static ssize_t flush(kvn_tcp_stream *stream, slot *it)
 {
     while (has_bytes(it)) {
@@ -182,8 +182,8 @@ static ssize_t flush(kvn_tcp_stream *stream, slot *it)
     return 1;
 }
 
-/* While the socket has not taken all of a slot, the result is one byte less, as in send_sealed of stream.c: the caller
- * passes that byte again, and it is ignored. */
+/* If the socket has not taken all of a slot, the result is one byte less, as in send_sealed of stream.c. The caller
+ * passes that byte again: it is ignored then, and the rest of the slot is sent. */
 static ssize_t send_staged(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
 {
     stage *self = (stage *)stream->stage;
@@ -227,7 +227,7 @@ static ssize_t send_staged(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
 
 /* ---- receiving ---- */
 
-/* Returns 1 if the slot has all of its piece, else like kvn_tcp_receive. */
+/* Returns 1 if the slot has all of its piece, else the last result of kvn_tcp_receive_host. */
 static ssize_t fill(kvn_tcp_stream *stream, slot *it)
 {
     while (it->end - it->at < it->nbytes) {
@@ -242,7 +242,7 @@ static ssize_t fill(kvn_tcp_stream *stream, slot *it)
     return 1;
 }
 
-/* Bytes of a piece before the device's. */
+/* Returns the bytes of a piece before the first on the device. */
 static uint64_t own_before(const slot *it) { return it->first == it->last ? it->nbytes : it->offsets[it->first]; }
 
 /* Delivers received bytes of the first slot, at most `limit`. */
@@ -275,7 +275,7 @@ static ssize_t receive_staged(kvn_tcp_stream *stream, kvn_tcp_parts *parts)
     for (;;) {
         align(it, parts, at);
         lay_out(it, parts, &at, UINT64_MAX);
-        if (it->end - it->at > it->nbytes && it->nbytes > 0) /* its rest comes before bytes of the other slot */
+        if (it->end - it->at > it->nbytes && it->nbytes > 0) /* its rest comes before the other slot */
             return hand_on(self, parts, UINT64_MAX);
         got = it->nbytes > 0 ? fill(stream, it) : 0;
         if (copied && finish(self) != KVN_OK) {

@@ -1,4 +1,4 @@
-/* Moves memory of a device through pinned host memory, which a socket reaches, piece by piece, each in one batch.
+/* Moves device memory through pinned host memory, which a socket reaches, in pieces of one batch each.
  * While the socket is busy with one slot, the device fills or empties the other. Each call waits for the copies that it
  * has begun: between two calls none is in flight. */
 #ifndef KVN_TCP_STAGE_H

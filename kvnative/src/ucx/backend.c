@@ -28,7 +28,7 @@ static void forget(kvn_request *request)
     free(request);
 }
 
-/* Finds the ranges that the batch uses. `where`: a number for each range, initially UINT64_MAX. */
+/* Notes the uses of ranges by the batch. `where`: the index of the use of each range, initially UINT64_MAX. */
 static int look_up(kvn_request *request, uint64_t *where, kvn_report *report)
 {
     const kvn_ucx_route *route = request->route;

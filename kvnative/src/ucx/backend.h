@@ -19,13 +19,13 @@ typedef struct kvn_ucx_backend_options {
     int local_type; /* KVN_UCS_MEMORY_ of local memory outside of regions */
 } kvn_ucx_backend_options;
 
-/* The endpoint must be connected. The regions, of its worker, must outlive the backend. */
+/* The endpoint must be connected. The regions of its worker must outlive the backend. */
 int kvn_ucx_backend_create(kvn_ucx_regions *regions, kvn_ucx_endpoint *endpoint,
                            const kvn_ucx_backend_options *options, kvn_backend **out,
                            kvn_failure *failure);
 
-/* Reaches the same memory as `whole`, which must outlive it, with `leases`, which are copied. Transfers end with
- * KVN_UNMAPPED once the peer has ended one of them. KVN_INVALID if `whole` is another kind of backend. */
+/* Reaches the same memory as `whole`, which must outlive it. `leases` are copied. Transfers end with KVN_UNMAPPED once
+ * the peer has ended one of the leases. KVN_INVALID if `whole` is another kind of backend. */
 int kvn_ucx_backend_create_leased(const kvn_backend *whole, const kvn_ucx_lease *leases, uint64_t num_leases,
                                   kvn_backend **out, kvn_failure *failure);
 

@@ -99,7 +99,7 @@ static void on_closed(void *request, kvn_ucs_status status, void *argument)
     kvn_ucx_endpoint *self = argument;
     kvn_ucx_worker *worker = self->worker;
 
-    (void)status; /* UCX has released the endpoint with any status */
+    (void)status; /* UCX has released the endpoint, whatever the status */
     if (request)
         worker->calls->ucp_request_free(request);
     self->is_closed = true;
@@ -163,8 +163,8 @@ static void destroy_all_keys(kvn_ucx_endpoint *self)
 }
 
 /* UCX on ucp_rkey_destroy (ucp/api/ucp.h, since its pull request 3876): a key "must be destroyed after all outstanding
- * operations which are using it are flushed, and before the endpoint on which it was unpacked is destroyed". Nothing
- * else ends the operations of a peer that does not answer than a close by force, so there the close comes first. */
+ * operations which are using it are flushed, and before the endpoint on which it was unpacked is destroyed". Only a
+ * close by force ends the operations of a peer that does not answer, so there the close comes first. */
 static unsigned end(void *context)
 {
     kvn_ucx_endpoint *self = context;

@@ -23,7 +23,7 @@ typedef struct kvn_ucx_remote {
     uint32_t tag; /* marks tickets for memory of the peer */
 } kvn_ucx_remote;
 
-/* Keys of the peer's memory that were unpacked on an endpoint, which destroys them before it closes. */
+/* Keys of the peer's memory that were unpacked on an endpoint, which destroys them when it ends. */
 typedef struct kvn_ucx_keys {
     kvn_ucp_rkey_h *items;
     uint64_t count;
@@ -39,7 +39,7 @@ struct kvn_ucx_endpoint {
     int death_fd;    /* readable once it has failed */
     kvn_failure why; /* written before the state, and never again */
     kvn_ucx_remote remote; /* with copies of the address and the keys */
-    /* with the progress lock */
+    /* guarded by the progress lock */
     char transport[KVN_UCX_TRANSPORT_ROOM]; /* constant once connected */
     kvn_ucp_ep_h handle; /* NULL: not made yet, or closed */
     kvn_ucp_rkey_h generations_key;
@@ -47,15 +47,15 @@ struct kvn_ucx_endpoint {
     kvn_ucx_keys *keys;      /* of backends */
     unsigned num_operations; /* that UCX has not ended yet */
     bool is_watched; /* UCX reports the peer's death */
-    bool is_closed;  /* UCX touches no memory; also before it has opened the endpoint */
-    bool is_listed; /* the worker has it, or had */
-    uint64_t word;   /* that was read to connect */
+    bool is_closed;  /* UCX touches no memory; also true before it has opened the endpoint */
+    bool is_listed; /* it is in the worker's list, or was */
+    uint64_t word;   /* read from the peer to connect */
     kvn_ucx_work teardown;
-    kvn_ucx_task ending; /* since it has failed */
+    kvn_ucx_task ending; /* runs once it has failed */
     kvn_ucx_endpoint *next; /* the worker's */
 };
 
-/* The caller holds it. KVN_CANCELLED: the worker is closed. */
+/* The caller holds the new endpoint. KVN_CANCELLED: the worker is closed. */
 int kvn_ucx_endpoint_create(kvn_ucx_worker *worker, const kvn_ucx_remote *remote,
                             kvn_ucx_endpoint **out, kvn_failure *failure);
 /* KVN_OK if memory of the peer was read. KVN_TIMEOUT: not yet; call it again to wait longer. Otherwise the endpoint has
@@ -78,7 +78,7 @@ void kvn_ucx_keys_drop(kvn_ucx_endpoint *self, kvn_ucx_keys *keys);
  * the progress lock. */
 void kvn_ucx_read_words(kvn_ucx_endpoint *self, uint64_t *out, size_t nbytes, uint64_t remote, kvn_ucp_rkey_h key,
                         kvn_ucp_send_nbx_callback done, void *argument);
-/* Called first by `done`: frees the request, which has ended. */
+/* Frees the request, which has ended. `done` calls this first. */
 void kvn_ucx_note_read(kvn_ucx_endpoint *self, void *request);
 /* Opens a key of the peer. Call it with the progress lock. */
 int kvn_ucx_unpack_key(kvn_ucx_endpoint *self, const void *packed, size_t nbytes,

@@ -1,4 +1,4 @@
-/* Finds the transport of an endpoint among its lanes, by each way that a version of UCX has. */
+/* Finds the transport of an endpoint among its lanes, in the way that the version of UCX offers. */
 #include "ucx/lanes.h"
 
 #include <errno.h>
@@ -38,7 +38,7 @@ static int query_transport(const kvn_ucx_library *library, kvn_ucp_ep_h endpoint
     return KVN_OK;
 }
 
-/* UCX 1.13 answers no such query: takes the transport from its own description, "lane[0]:  2:cma/memory.0 md[1] ...". */
+/* UCX 1.13 answers no such query: finds the transport in a description, "lane[0]:  2:cma/memory.0 md[1] ...". */
 static int read_transport(const kvn_ucx_library *library, kvn_ucp_ep_h endpoint, char *out, bool *is_found,
                           kvn_failure *failure)
 {

@@ -1,5 +1,5 @@
 /* UCX's libraries change a process when they are loaded: signal handlers for backtraces, and the first instructions of
- * mmap, munmap and brk for caches of registered memory. A library must not change its program so, and kvplan does not
+ * mmap, munmap and brk for caches of registered memory. A library must not do that to its program, and kvplan does not
  * need it, since it registers memory explicitly. Only the environment can prevent this in time, so UCX is loaded with a
  * modified one. */
 #include "ucx/library.h"
@@ -84,7 +84,7 @@ static bool add_variables(kvn_ucx_environ *self, const char *const *variables, s
     return true;
 }
 
-/* If a variable was set meanwhile, the environment is a copy of ours by then, and stays in use. */
+/* If a variable was set meanwhile, `environ` is a copy of ours by now, and stays in use. */
 static void restore_environment(kvn_ucx_environ *self)
 {
     char **ours = self->ours;
@@ -100,7 +100,7 @@ static void restore_environment(kvn_ucx_environ *self)
 /* libucs comes with libucp: dlsym searches a library's dependencies too. */
 static const kvn_symbol symbols[] = {KVN_UCP_REQUIRED(SYMBOL) KVN_UCS_REQUIRED(SYMBOL)};
 
-/* Settings of the environment stay. Error texts are kept for our own messages. */
+/* Variables that are already set stay. Error texts are kept for our own messages. */
 static const char *const harmless[][2] = {
     {"UCX_LOG_LEVEL", "UCX_LOG_LEVEL=error"},
     {"UCX_WARN_UNUSED_ENV_VARS", "UCX_WARN_UNUSED_ENV_VARS=n"},
@@ -229,7 +229,7 @@ int kvn_ucx_settings_export(kvn_ucx_settings *self, kvn_failure *failure)
         return KVN_OK;
     variables = calloc(count, sizeof *variables);
     has_memory = variables != NULL;
-    for (size_t i = count; has_memory && i-- > 0;) { /* backwards, because getenv finds the first of a name */
+    for (size_t i = count; has_memory && i-- > 0;) { /* backwards, because getenv finds the first one of a name */
         const kvn_ucx_setting *it = nth_setting(self, i);
         char *text;
         if (!it)

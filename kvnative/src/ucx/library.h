@@ -36,9 +36,9 @@ void kvn_ucx_log_append(char *message, size_t room);
 /* Variables that are in the environment temporarily, since UCX reads some settings only there.
  *
  * setenv and unsetenv would move strings that other threads may be reading in getenv. So the environment itself does
- * not change. Meanwhile `environ` points to a copy that begins with our variables, since getenv takes the first of a
- * name. A copy is never freed, because a thread may still read it. Only one thread of a process may do this at a time,
- * while no other sets a variable. */
+ * not change. Meanwhile `environ` points to a copy that begins with our variables, since getenv takes the first entry
+ * of a name. A copy is never freed, because a thread may still read it. Only one thread of a process may do this at a
+ * time, while no other sets a variable. */
 typedef struct kvn_ucx_environ {
     char **before;
     char **ours; /* NULL: no variable was added */

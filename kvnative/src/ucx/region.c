@@ -80,7 +80,7 @@ static kvn_ucx_snapshot *make_snapshot(const kvn_ucx_regions *self)
     return snapshot;
 }
 
-/* Returns the previous snapshot, which the caller, who holds the mutex, must release without it. */
+/* Returns the previous snapshot. The caller holds the mutex, and releases the snapshot after unlocking it. */
 static kvn_ucx_snapshot *replace_snapshot(kvn_ucx_regions *self)
 {
     kvn_ucx_snapshot *before = self->snapshot;

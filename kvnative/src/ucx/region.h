@@ -37,7 +37,7 @@ typedef struct kvn_ucx_regions {
     kvn_ucx_worker *worker; /* held */
     pthread_mutex_t mutex;
     kvn_ucx_region *first;
-    kvn_ucx_snapshot *snapshot; /* the current one; NULL: it could not be made */
+    kvn_ucx_snapshot *snapshot; /* the current one; NULL: none yet, or it could not be made */
 } kvn_ucx_regions;
 
 /* `self` must stay in place until fini. */
@@ -52,11 +52,11 @@ int kvn_ucx_region_use(kvn_ucx_regions *self, uint64_t address, uint64_t nbytes,
 /* Removes a user. After the last one, the range is unmapped once no transfer uses it. Without the progress lock. */
 void kvn_ucx_region_drop(kvn_ucx_regions *self, kvn_ucx_region *region);
 
-/* The present snapshot, held until it is released; NULL if it is empty or memory is short. Without the progress
- * lock. */
+/* Returns the present snapshot, held until it is released; NULL if none was made yet or memory is short. Without the
+ * progress lock. */
 kvn_ucx_snapshot *kvn_ucx_snapshot_take(kvn_ucx_regions *self);
 void kvn_ucx_snapshot_release(kvn_ucx_snapshot *snapshot);
-/* The region that holds the range, or NULL. The caller keeps `hint` for the next call. */
+/* Returns the region that holds the range, or NULL. The caller keeps `hint` for the next call. */
 kvn_ucx_region *kvn_ucx_snapshot_find(const kvn_ucx_snapshot *snapshot, uint64_t address,
                                       uint64_t nbytes, size_t *hint);
 

@@ -26,7 +26,7 @@ static void fail(kvn_request *request, uint64_t descriptor, const kvn_failure *f
     request->failed = descriptor;
 }
 
-/* For the transfer, every reason of the endpoint means that the peer is gone, and no descriptor is at fault. */
+/* Whatever made the endpoint fail, to the transfer the peer is gone, and no descriptor is at fault. */
 static void note_endpoint_failure(kvn_request *request)
 {
     kvn_failure failure;
@@ -57,11 +57,11 @@ static void note_error(kvn_request *request, uint64_t descriptor, kvn_ucs_status
     const char *text = calls_of(request)->ucs_status_string(status);
     kvn_failure failure;
 
-    note_endpoint_failure(request); /* the reason of the operation's end */
+    note_endpoint_failure(request); /* why the operation ended */
     if (request->failure.status != KVN_OK)
         return;
     if (is_refusal(status)) {
-        /* UCX cancels operations for which it has no way. */
+        /* UCX cancels operations that none of its transports can do. */
         kvn_fail(&failure, status == KVN_UCS_ERR_NO_MEMORY ? KVN_NO_MEMORY : KVN_UNSUPPORTED,
                  status, "UCX refuses %s: %s%s", call, text,
                  status == KVN_UCS_ERR_CANCELED

@@ -65,7 +65,7 @@ typedef struct kvn_ucx_operation {
     kvn_request *request;
     uint64_t descriptor; /* KVN_NO_DESCRIPTOR: a generation, or a flush */
     uint64_t nbytes;
-    struct kvn_ucx_operation *next; /* the next one in the list of free ones */
+    struct kvn_ucx_operation *next; /* in the list of free operations */
 } kvn_ucx_operation;
 
 struct kvn_request {
@@ -76,7 +76,7 @@ struct kvn_request {
     kvn_ucx_use *uses;
     uint64_t num_uses;
     kvn_ucx_work beginning;
-    /* with the progress lock */
+    /* guarded by the progress lock */
     kvn_ucx_task task;
     kvn_ucx_phase phase;
     unsigned ticket;     /* of a put: 1 + its index in the worker's tickets; 0: not announced yet */
@@ -102,7 +102,7 @@ struct kvn_request {
 /* Begins the request `context`. Call it with the progress lock. */
 void kvn_ucx_begin_transfer(void *context);
 
-/* Index of the range that holds a remote piece; KVN_NO_INTERVAL: none. The caller keeps `hint` for the next call. */
+/* Returns the index of the range that holds a remote piece; KVN_NO_INTERVAL: none. The caller keeps `hint`. */
 static inline size_t kvn_ucx_range_of(const kvn_ucx_route *route, uint64_t address,
                                       uint64_t nbytes, size_t *hint)
 {

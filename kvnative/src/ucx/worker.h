@@ -86,14 +86,14 @@ struct kvn_ucx_worker {
 
 /* Opens a context and its worker, and starts the thread. Takes about 25 ms. Later settings override earlier ones; all
  * override the environment, which overrides the presets. `name` (may be "") is for UCX's tools. The caller holds the
- * worker. Only one thread of a process at a time. KVN_INVALID: a setting that UCX refuses, or that lets it use TCP;
+ * worker. One thread of a process at a time. KVN_INVALID: a setting that UCX refuses, or that lets it use TCP;
  * KVN_UNSUPPORTED: this process was forked from one that had a worker. */
 int kvn_ucx_worker_create(kvn_ucx_library *library, const kvn_ucx_setting *settings,
                           size_t num_settings, const char *name, kvn_ucx_worker **out,
                           kvn_failure *failure);
 /* Stops the thread. Idempotent; without the progress lock. No effect in a forked child. */
 void kvn_ucx_worker_stop(kvn_ucx_worker *self);
-/* Holds of the creator, which stops the worker before the release, of endpoints, and of regions. */
+/* The creator, endpoints and regions hold the worker. The creator stops it before releasing it. */
 void kvn_ucx_worker_hold(kvn_ucx_worker *self);
 void kvn_ucx_worker_release(kvn_ucx_worker *self);
 bool kvn_ucx_worker_is_forked(const kvn_ucx_worker *self);
