@@ -143,13 +143,15 @@ class Observer:
             "observe", LLMStatusCode.LLM_SUCCESS, 0.0, "", {"name": name, "library": library}
         )
         calls = self.calls
+        if id(owner) in calls.agents:  # an earlier owner had this id
+            calls.take()
         with self._mutex:
-            if (before := calls.agents.get(id(owner))) is not None:  # another had this id
-                calls.take()
-                before.recorder.close()
+            before = calls.agents.get(id(owner))
             calls.agents[id(owner)] = Agent(recorder, sums=calls.inline)
             if calls.thread is None:
                 calls.thread = start_thread("kvplan-observer", self._work, calls)
+        if before is not None:
+            before.recorder.close()
 
     def sum(self, tag: str, descriptors: Any) -> None:
         """Record sums of memory of an agent, for `kvplan.observe.sums`."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -142,18 +143,18 @@ def _moved(
 def wrap_hixl(module: ModuleType, observer: Observer) -> None:
     """Observe the class `Hixl` of a module."""
     engine, wrap = module.Hixl, observer.wrap
-    names: dict[int, str] = {}  # engines that have a recording
+    names = WeakKeyDictionary[object, str]()  # of engines that have a recording
     regions: dict[tuple[int, int], tuple[int, int]] = {}  # by engine and handle
 
     def began(args: _Arguments, kwargs: _Named, code: Any) -> _Arguments:
         name = str(_argument(args, kwargs, 0, "local_engine"))
-        if code == 0 and names.get(id(args[0])) != name:
+        if code == 0 and names.get(args[0]) != name:  # a second call has no effect
             observer.begin(args[0], name, "hixl")
-            names[id(args[0])] = name
+            names[args[0]] = name
         return ()
 
     def finalized(args: _Arguments, kwargs: _Named, _: Any) -> _Arguments:
-        names.pop(id(args[0]), None)
+        names.pop(args[0], None)
         for key in [key for key in regions if key[0] == id(args[0])]:
             del regions[key]
         return ()

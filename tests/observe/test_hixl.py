@@ -6,8 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import pytest
+
+from kvplan.observe import Observer
 from kvplan.observe.observer import peer_number
+from kvplan.observe.surfaces import wrap_hixl
 from kvplan.recording import Recording, read
 from tests.hixl.peer import Peer
 from tests.support.zygote import ROOT
@@ -84,3 +89,34 @@ def test_transfers_of_a_program_on_hixl_are_recorded(tmp_path: Path) -> None:
         assert (rows.count("register_cache"), rows.count("observe")) == (1, 1)
     finally:
         peer.close()
+
+
+class Hixl:
+    """The original's methods that are observed."""
+
+    def initialize(self, local_engine: str, options: object = None) -> int:
+        return 0
+
+    finalize = register_mem = deregister_mem = transfer_sync = transfer_async = initialize
+    get_transfer_status = get_all_transfer_status = initialize
+
+
+@pytest.mark.parametrize("is_another", [False, True])
+def test_each_engine_has_one_recording_also_with_the_name_of_its_predecessor(
+    tmp_path: Path, is_another: bool
+) -> None:
+    """A second call of the same engine has no effect."""
+    observer, module, others = Observer(tmp_path), ModuleType("hixl"), list[Hixl]()
+    module.Hixl = Hixl  # type: ignore[attr-defined]
+    wrap_hixl(module, observer)
+    engine = Hixl()
+    first = id(engine)
+    engine.initialize("127.0.0.1")
+    if is_another:
+        del engine
+        while id(engine := Hixl()) != first:
+            others.append(engine)
+            assert len(others) < 1000, "nothing takes the place of the engine that was collected"
+    engine.initialize("127.0.0.1")
+    observer.close()
+    assert len([*tmp_path.glob("hixl-*.kvrec")]) == 1 + is_another
