@@ -192,7 +192,7 @@ class Transitions:
         self._release_resources(link, str(error.args[0]))
 
     def lost(self, link: PeerLink, reason: str, *, orderly: bool = False) -> None:
-        """Change LINKED or UNLINKING to BROKEN, or to CLOSED if the peer ended the link orderly."""
+        """Change LINKED or UNLINKING to BROKEN, or to CLOSED if the peer ended it in order."""
         if link.state not in {LinkState.LINKED, LinkState.UNLINKING}:
             return
         state = LinkState.CLOSED if orderly else LinkState.BROKEN

@@ -193,7 +193,8 @@ class Recorder:
         Args:
             head: the fields of a `TransferRow` before its parts.
             pair: the fields that all parts of the pair of caches share, as in `RowPair.cuts`.
-            rows, nbytes: source and destination rows (bytes hold int64); bytes of each tensor.
+            rows: source and destination rows; bytes hold int64.
+            nbytes: size of each tensor in bytes.
             part: makes the part, if the other arguments do not determine it.
         """
         if self._ended:

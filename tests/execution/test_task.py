@@ -141,7 +141,7 @@ def test_a_second_thread_does_not_overtake_the_check():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_whoever_is_told_of_a_failure_does_not_replace_it(fails):
+def test_a_callback_that_raises_does_not_replace_the_failure(fails):
     """It may fail, too: the error of the transfer says what has not arrived."""
     told = []
 

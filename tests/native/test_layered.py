@@ -66,7 +66,7 @@ def test_the_array_is_cut_into_layers(
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
 def test_layers_that_have_ended_are_seen_beside_one_that_moves(host: Backend, slow: int) -> None:
-    """Whichever of them was opened first, and though nobody waits."""
+    """In any order of opening, and without a waiting thread."""
     nbytes = [8] * 3
     nbytes[slow] = 32 << 20
     case = scatter(nbytes)

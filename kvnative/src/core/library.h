@@ -32,8 +32,8 @@ void *kvn_library_open(const char *path, int flags, kvn_failure *failure);
 const char *kvn_library_fill(void *const *files, size_t num_files, const kvn_symbols *symbols, void *calls);
 /* The address of a symbol in the first of `files` that has it, or NULL. */
 void *kvn_library_find(void *const *files, size_t num_files, const char *name);
-/* Returns the first missing symbol of `calls` behind `after` (NULL: of all), or NULL. Of two calls that can replace each
- * other the older is missing, if both are. */
+/* Returns the first missing symbol of `calls` after `after` (NULL: of all), or NULL. A call and its newer form count as
+ * one, which has the older name. */
 const kvn_symbol *kvn_library_missing(const void *calls, const kvn_symbols *symbols, const kvn_symbol *after);
 /* Writes the path of the file that holds the first symbol; "" if the loader does not know it. */
 void kvn_library_path(const void *calls, const kvn_symbols *symbols, char *out, size_t room);

@@ -10,7 +10,7 @@
 #define KVN_TCP_MOST_FLIGHT (UINT64_C(64) << 20) /* bytes; a window of requests has room for them */
 
 typedef struct kvn_tcp_flight {
-    uint64_t limit;      /* bytes: no request departs while `out` is not below */
+    uint64_t limit;      /* bytes: no request departs while `out` >= `limit` */
     uint64_t out;        /* bytes of requests without an answer */
     uint64_t moved;      /* bytes of all requests that are done; wraps */
     int64_t shortest_ns; /* from a request to its answer */
