@@ -154,6 +154,25 @@ def test_without_staging_memory_the_error_says_what_to_do(make_side: MakeSide, t
     assert "kvplan.staging_nbytes=0" in str(error.value)
 
 
+def test_a_signal_handler_that_reads_tickets_amid_a_read_gets_none(
+    one: Side, two: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both reads would use the same space on the device."""
+    link_both(one, two)
+    (connections,) = one.transport._links
+    device, found = one.transport._hccl.device, list[object]()
+    read = device.read
+
+    def interrupted(address: int, words: bytearray) -> None:
+        monkeypatch.undo()
+        found.append(connections.tickets(7))
+        read(address, words)
+
+    monkeypatch.setattr(device, "read", interrupted)
+    assert connections.tickets(7) is not None
+    assert found == [None]
+
+
 @pytest.mark.parametrize("nbytes", [1, 2**14 - 1, 2**32 + 1])
 def test_staging_memory_that_makes_no_slots_is_refused(make_side: MakeSide, nbytes: int) -> None:
     with refused(

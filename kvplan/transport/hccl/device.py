@@ -157,7 +157,8 @@ class HcclDevice:
         )
         self._open: set[Communicator] = set()
         self._mutex = Mutex()  # for `_open`
-        self._reading = Mutex()  # for the space into which tickets are read
+        # For the space into which tickets are read; not reentrant, so a signal handler gets None.
+        self._reading = threading.Lock()
         self._is_shutting = self._is_shut = False
 
     def open(self, table: RankTable, name: str, *, is_hccs: bool) -> tuple[Communicator, int]:
