@@ -344,7 +344,7 @@ static void on_failed(void *context, int code, const char *why)
 }
 
 /* No memory here is on a device. */
-int kvn_tcp_stage_create(kvn_tcp_copier *copier, kvn_tcp_stage **out, kvn_failure *failure)
+int kvn_tcp_stage_create(kvn_copier *copier, kvn_tcp_stage **out, kvn_failure *failure)
 {
     (void)copier, (void)out;
     return kvn_fail(failure, KVN_UNSUPPORTED, 0, "no device");

@@ -31,7 +31,7 @@ FLAGS = (
 AS_THEY_ARE = (
     *(MODEL / name for name in ("scheduler.c", "locks.c", "files.c")),
     *(NATIVE / name for name in ("core/intervals.c", "core/report.c")),
-    *(NATIVE / name for name in ("device/device.c", "tcp/wire.c")),
+    *(NATIVE / name for name in ("device/device.c", "device/copier.c", "tcp/wire.c")),
 )
 CONTROLLED = (
     MODEL / "scenarios.c",
