@@ -121,7 +121,7 @@ class _Setting(Checked[_T]):
         keys: keys of the option; the first key gets all values, the others only the first value.
         check: as for `Checked`.
         doc: its docstring.
-        initial: the value of an unset property. If it is empty or False, the option is omitted.
+        initial: the value of an unset property; the option is omitted if this value is falsy.
         none: the value that a getter returns for None.
     """
 
@@ -146,7 +146,7 @@ class _Setting(Checked[_T]):
         return self._none if held is None else held
 
     def written(self, config: object) -> dict[str, str]:
-        """Return the options of this property of `config`; empty for None and an empty default."""
+        """Return this property of `config` as options; {} for None, and for a falsy default."""
         held = self._held(config)
         if held is None or (held == self._initial and not held):
             return {}

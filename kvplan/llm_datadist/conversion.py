@@ -36,7 +36,7 @@ AnyKey = CacheKey | BlocksCacheKey | CacheKeyByIdAndIndex
 def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
     """Convert a description; raise if data type or placement is missing.
 
-    A format with an axis of layers, or whose first axis is not the rows, is only compared.
+    A format with a layer axis, another first axis than the rows, or another shape becomes opaque.
     """
     check_isinstance("placement", cache_desc.placement, kvplan.Placement, allow_none=False)
     if cache_desc.data_type is None:
@@ -60,7 +60,7 @@ def desc_of(cache_desc: CacheDesc) -> kvplan.CacheDesc:
 
 
 def cache_of(cache: Cache) -> kvplan.Cache:
-    """Return the engine's cache: the one that the manager made, otherwise a new description."""
+    """Return the cache as the engine's: the one that the manager made, otherwise a new one."""
     if cache._engine_cache is not None:
         return cache._engine_cache
     addrs = tuple(map(int, cache.tensor_addrs)) if cache.cache_id == -1 else ()
@@ -173,7 +173,7 @@ def _check_layers(name: str, layers: range | None) -> None:
 def indices_of(
     name: str, blocks: Indices | None, refusal: type[Exception] = TypeError
 ) -> list[int]:
-    """Return block indices as a list; raise `refusal` for one that is not a uint64."""
+    """Return block indices as a list; raise `refusal` for an int outside uint64."""
     check_isinstance(name, blocks, [list, tuple])
     if not blocks:
         return []
@@ -234,7 +234,7 @@ def copies_of(copy_block_info: Mapping[int, Sequence[int]]) -> dict[int, list[in
 def each_once(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
     """Return {src: [dst, ...]} for copies inside one cache; the last copy to a block counts.
 
-    A copy of a block to itself counts only if it is the only one.
+    A copy of a block to itself counts only if the block has no other source.
     """
     source_of: dict[int, int] = {}
     for src, dst in pairs:

@@ -177,7 +177,7 @@ class CacheManager(CacheTransfers):
         blocks_cache_key: BlocksCacheKey | None = None,
         remote_accessible: bool | None = None,
     ) -> Cache:
-        """Register the caller's memory as a paged cache. Keep it until `unregister_cache`.
+        """Register the caller's memory as a paged cache. Keep the memory until `unregister_cache`.
 
         Arguments as for `register_cache`; `blocks_cache_key` names the whole cache.
 

@@ -255,15 +255,15 @@ class CacheTransfers:
                 TransferConfig. A failure of one does not affect the others.
             src_block_indices: blocks of a paged src_cache, one for each of `dst_block_indices`.
             dst_block_indices: blocks of paged destinations.
-            dst_block_memory_size: bytes of a destination block; required for a contiguous source.
+            dst_block_memory_size: bytes of a destination block; required to push a slot to blocks.
 
         Returns:
             A task with the status of each destination.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: a cache of Placement.HOST, blocks that do not fit the
-                cache or each other, no destination; LLM_ENGINE_FINALIZED. The failure of one
-                destination is its status in the task.
+                cache or each other, a config that does not fit the cache; LLM_ENGINE_FINALIZED.
+                Other failures of a destination are its status in the task.
         """
         if src_cache.cache_desc.placement is not Placement.DEVICE:
             raise invalid(f"src_cache is in {src_cache.cache_desc.placement}; it must be in DEVICE")
@@ -323,12 +323,12 @@ class CacheTransfers:
 
         Args:
             cache: the cache.
-            copy_block_info: source block -> its destination blocks; may be empty.
+            copy_block_info: source block -> its destination blocks; the last of duplicates counts.
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: a block out of range, a destination named twice, a
-                contiguous cache; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: the cache does not
-                exist.
+            LLMException: LLM_PARAM_INVALID: a block out of range, a block that is both read and
+                written, a contiguous cache; LLM_ENGINE_FINALIZED; LLM_KV_CACHE_NOT_EXIST: the cache
+                does not exist.
         """
         check_dict("copy_block_info", copy_block_info, int, list, int)
         self._engine.copy_blocks(cache_of(cache), copies_of(copy_block_info))

@@ -32,8 +32,7 @@ class CacheDesc:
         kv_tensor_format: name of the layout; None: none.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: num_tensors is not a uint32, or a dimension not an int64.
+        TypeError, ValueError: an argument of the wrong type or width.
         LLMException: LLM_PARAM_INVALID: a dimension index out of range.
     """
 
@@ -234,7 +233,7 @@ class KvCache:
 
     @classmethod
     def create_cpu_cache(cls, cache_desc: CacheDesc, addrs: list[int] | list[list[int]]) -> KvCache:
-        """Return a cache without an id over the caller's memory, for `swap_blocks`.
+        """Return a cache without an id over the caller's memory; no method of kvplan takes it.
 
         Args:
             cache_desc: its description, of Placement.HOST.

@@ -81,13 +81,13 @@ def check_listen(listen_ip_info: str) -> tuple[str, int]:
 def engine_options(options: dict[str, str]) -> Options:
     """Return the options of the engine.
 
-    These are logged and ignored: unknown options except a misspelled LISTEN, RDMA numbers out of
-    range, and the global resource config without the backend "hixl". A SyncKvCacheWaitTime of "0"
-    means the default.
+    Unknown options, RDMA numbers out of range, and the global resource config without the backend
+    "hixl" are logged and ignored; a misspelled llm.listenIpInfo raises LLM_PARAM_INVALID. A
+    SyncKvCacheWaitTime of "0" means the default.
     """
     known: dict[str, str] = {}
     if "unlike_caches" not in configured():
-        known["kvplan.unlike_caches"] = "warn"  # the original copies between them
+        known["kvplan.unlike_caches"] = "warn"  # the original copies between unlike caches
     for key, text in options.items():
         check_isinstance("options key", key, str, allow_none=False)
         check_isinstance(f"options[{key!r}]", text, str, allow_none=False)

@@ -281,7 +281,7 @@ class LayerFeed:
     """The destinations of one call, and the thread that marks their layers ready.
 
     The thread calls the synchronizer for each needed layer, in ascending order, until a call
-    returns False. After its last layer a destination may take `finish_ms` milliseconds.
+    returns False or raises. After its last layer a destination may take `finish_ms` milliseconds.
     """
 
     def __init__(
@@ -297,8 +297,8 @@ class LayerFeed:
         self.running_status = running_status
 
     def start(self) -> None:
-        """Start the thread; no byte moves if the process can have no more threads."""
-        # A daemon: a synchronizer may never return, and must not keep the process from ending.
+        """Start the thread; if it cannot start, stop all pushes and raise."""
+        # A daemon: a synchronizer that never returns must not keep the process from ending.
         try:
             start_thread("kvplan-layers", self._run)
         except LLMException as error:

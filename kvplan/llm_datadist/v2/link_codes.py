@@ -23,7 +23,7 @@ _UNLINKED = {LLMStatusCode.LLM_NOT_YET_LINK: LLMStatusCode.LLM_UNLINK_FAILED}
 def check_clusters(clusters: Clusters, timeout: int, needed: str = "") -> None:
     """Check the types of clusters, and that timeout (ms) is >= 1.
 
-    `needed` is a missing option that makes local addresses mandatory; empty: they are optional.
+    `needed`: option without which local addresses are mandatory; empty: they are optional.
     """
     check_int32("timeout", timeout)
     if timeout < 1:

@@ -54,7 +54,7 @@ class EngineSlots:
 
     @property
     def latest(self) -> LLMDataDist | None:
-        """The last engine that was initialized; None: none is."""
+        """The engine that was initialized last; None if none is initialized."""
         return self._taken[-1] if self._taken else None
 
     @property

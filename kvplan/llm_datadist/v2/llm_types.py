@@ -273,10 +273,10 @@ class TransferConfig:
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or width.
-        LLMException: LLM_PARAM_INVALID: a step other than 1, no layer, or a negative one.
+        LLMException: LLM_PARAM_INVALID: a step other than 1, an empty range, or a negative layer.
 
     Attributes:
-        dst_layer_range: None.
+        dst_layer_range: None; `dst_addrs` takes its place.
     """
 
     dst_cluster_id = Checked[int](checked_by(check_uint64), "Id of the peer.")
@@ -319,7 +319,7 @@ class TransferWithCacheKeyConfig:
             ranges of unequal length, or a slot with a BlocksCacheKey.
 
     Attributes:
-        dst_cluster_id: cluster id of the original cache_key.
+        dst_cluster_id: cluster id of the cache_key that the constructor got.
     """
 
     cache_key = Checked[DestinationKey](_checked_key, "Key of the remote cache.")
@@ -401,8 +401,8 @@ class CacheTask:
             timeout_in_millis: milliseconds; None: forever.
 
         Returns:
-            LLM_SUCCESS if every byte has arrived; LLM_TIMEOUT if a destination has no outcome yet;
-            otherwise the status of the first failure.
+            LLM_SUCCESS if every byte has arrived; LLM_TIMEOUT if a destination has no outcome yet
+            or timed out; otherwise the status of the first failure.
 
         Raises:
             TypeError, ValueError: timeout_in_millis is not a uint32.
