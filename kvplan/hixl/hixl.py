@@ -69,7 +69,7 @@ _INTEGERS: Final = frozenset({"mem_handle", "timeout_in_millis", "req_id"})
 def _returns_status(*rest: object) -> Callable[[_F], _F]:
     """Check the types of arguments by name; log an exception, and return its status number.
 
-    After the number of a failure, the call returns the values of `rest`.
+    If `rest` is not empty, a failed call returns the number followed by copies of `rest`.
     """
 
     def decorate(method: _F) -> _F:
@@ -78,7 +78,7 @@ def _returns_status(*rest: object) -> Callable[[_F], _F]:
         @wraps(method)
         def call(engine: Hixl, *args: Any, **kwargs: Any) -> Any:
             given = dict(zip(names, args, strict=False)) | kwargs
-            if len(given) < len(args) + len(kwargs):  # too many arguments: raise TypeError
+            if len(given) < len(args) + len(kwargs):  # too many or duplicates: TypeError
                 return method(engine, *args, **kwargs)
             for name, value in given.items():
                 if name in _INTEGERS:
@@ -117,9 +117,9 @@ def _log_failure(text: str, error: BaseException) -> int:
 class Hixl:
     """An engine: memory of this process, connections with other engines, and transfers.
 
-    Every call returns a status number, alone or first in a tuple, and logs why it is not SUCCESS
-    (logger `kvplan.hixl`). Before `initialize` and after `finalize` the number is FAILED. Any
-    thread may call the methods.
+    Calls return a status number, alone or first in a tuple, and log why it is not SUCCESS (logger
+    `kvplan.hixl`). Before `initialize` and after `finalize` the number is FAILED. Any thread may
+    call the methods.
 
     Every method raises TypeError for an argument of the wrong type. Methods of the original raise
     nothing else.
@@ -258,14 +258,14 @@ class Hixl:
 
     @_returns_status(AsyncConnectStatus.NOT_CONNECT)
     def get_async_connect_status(self, remote_engine: str) -> tuple[int, AsyncConnectStatus]:
-        """Return the state of the last asynchronous task with a remote engine."""
+        """Return the state of the last asynchronous task with an engine, then that of the link."""
         running = self._initialized()
         peer_endpoint(remote_engine)
         return SUCCESS, running.async_status(remote_engine, running.connector.states())
 
     @_returns_status({})
     def get_all_async_connect_status(self) -> tuple[int, dict[str, AsyncConnectStatus]]:
-        """Return the state of the last asynchronous task with each remote engine."""
+        """Return the state of each remote engine; see `get_async_connect_status`."""
         running = self._initialized()
         states = running.connector.states()
         return SUCCESS, {name: running.async_status(name, states) for name in states}
@@ -357,7 +357,7 @@ class Hixl:
 
         Returns:
             SUCCESS; PARAM_INVALID: a name or message of more than 1024 bytes, or a timeout below 1;
-            NOT_CONNECTED; RESOURCE_EXHAUSTED: the remote engine has 4096 unread messages; TIMEOUT.
+            NOT_CONNECTED; TIMEOUT; RESOURCE_EXHAUSTED: the peer has 4096 unread messages from here.
         """
         running = self._initialized(timeout_in_millis)
         name, text = notify.name.encode(), notify.notify_msg.encode()

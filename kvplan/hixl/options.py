@@ -32,7 +32,7 @@ from kvplan.validation import shown
 _log = Log("kvplan.hixl")
 
 OPTION_MEM_DEVICE: Final = "kvplan.mem_device"
-"""Option: "refuse" (default), or "host" to treat MEM_DEVICE as host memory without a device."""
+"""Option for an engine without a device: "refuse" MEM_DEVICE (default), or use "host" memory."""
 
 _THREADS: Final = 2
 _CAPACITY: Final = 128

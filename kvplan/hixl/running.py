@@ -118,7 +118,7 @@ class Running(AddressedEngine):
     def async_status(
         self, remote_engine: str, states: Mapping[str, AsyncConnectStatus]
     ) -> AsyncConnectStatus:
-        """Return the state of the last task; the link tells CONNECTED from NOT_CONNECT."""
+        """Return the state of the last task; the link decides CONNECTED or NOT_CONNECT."""
         state = states.get(remote_engine, AsyncConnectStatus.NOT_CONNECT)
         settled = (AsyncConnectStatus.CONNECTED, AsyncConnectStatus.NOT_CONNECT)
         if state in settled:

@@ -88,7 +88,7 @@ class TransferOp(_Exported):
 
 
 class AsyncConnectStatus(_Exported):
-    """The state of the last `connect_async` or `disconnect_async` of a remote engine."""
+    """The state of the last `connect_async` or `disconnect_async` with a remote engine."""
 
     NOT_CONNECT = 0
     CONNECT_PENDING = 1
