@@ -69,7 +69,7 @@ class nixl_agent_config:  # noqa: N801
 
 
 class _Handle:
-    """A handle of the agent, which is released with this object."""
+    """The owner of a handle of the agent, which it releases when it is freed."""
 
     def __init__(self, agent: nixlAgent, value: int) -> None:
         self._agent, self._handle, self._released = agent, value, False
@@ -322,11 +322,11 @@ class nixl_agent:  # noqa: N801
         self.agent.fetchRemoteMD(remote_agent, ip_addr, port, label)
 
     def invalidate_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
-        """Let another agent forget this one."""
+        """Make another agent forget this one, through its listening thread."""
         self.agent.invalidateLocalMD(ip_addr, port)
 
     def check_remote_metadata(self, agent: str | bytes, descs: nixlXferDList | None = None) -> bool:
-        """Return whether the agent is known, and has registered the descriptors."""
+        """Return True if the agent is known, and has registered the descriptors."""
         try:
             empty = nixlXferDList(nixl_mem_t.DRAM_SEG)
             self.agent.checkRemoteMD(agent, empty if descs is None else descs)
@@ -351,7 +351,7 @@ class nixl_agent:  # noqa: N801
         return pickle.dumps(descs)
 
     def deserialize_descs(self, serialized_descs: bytes) -> Any:
-        """Return the list of `get_serialized_descs`; a pickle of anything else is refused."""
+        """Return the list of `get_serialized_descs`; a pickle with any other class is refused."""
         return _ListUnpickler(io.BytesIO(serialized_descs)).load()
 
     def _handles(self, backends: _Backends) -> list[int]:
@@ -362,7 +362,7 @@ _List = TypeVar("_List", bound=DescList)
 
 
 class _ListUnpickler(pickle.Unpickler):
-    """An unpickler of lists of descriptors, which refuses any other object."""
+    """An unpickler that refuses all classes but lists of descriptors."""
 
     def find_class(self, module: str, name: str) -> Any:
         kinds = {"nixlXferDList": nixlXferDList, "nixlRegDList": nixlRegDList}
@@ -372,7 +372,7 @@ class _ListUnpickler(pickle.Unpickler):
 
 
 def _list_of(kind: type[_List], width: int, descs: Any, mem_type: str | None) -> _List | None:
-    """Return a list of this kind; log anything else, and return None."""
+    """Return a list of this kind, or None after logging that `descs` is of no use."""
     if isinstance(descs, kind):
         return descs
     found = None if mem_type is None else _MEMS[mem_type]

@@ -40,7 +40,7 @@ BACKENDS: Final = ("UCX", "KVPLAN")
 """Names of the one backend. Programs ask for UCX."""
 
 GONE: Final = (LLMStatusCode.LLM_NOT_YET_LINK, LLMStatusCode.LLM_LINK_FAILED)
-"""Statuses of an agent that has ended."""
+"""Statuses that mean that the remote agent is gone."""
 
 _CONNECT_MS: Final = 10_000
 _DISCONNECT_MS: Final = 1_000
@@ -101,7 +101,7 @@ class Agent:
         with ignoring(Exception):  # even if the constructor has failed
             self.close()
 
-    # Plugins and backends: there is one, by several names.
+    # Plugins and backends: one, with several names.
 
     def getAvailPlugins(self) -> list[str]:  # noqa: N802
         """Return the names of the plugins."""
@@ -296,7 +296,7 @@ class Agent:
         self._aside(ip_addr, port, b"put " + data)
 
     def invalidateLocalMD(self, ip_addr: str = "", port: int = 0) -> None:  # noqa: N802
-        """Let another agent forget this one, through its listening thread."""
+        """Make another agent forget this one, through its listening thread."""
         self._aside(ip_addr, port, b"drop " + self.name.encode())
 
     def _aside(
@@ -341,7 +341,7 @@ class Agent:
         for message in self.engine.connections.take_messages():
             name = message.name.decode(errors="replace")
             found.setdefault(name, []).append(message.body)
-        with self._mutex:  # the same list: another thread may be about to add to it
+        with self._mutex:  # in place: another thread may be about to append
             looped = [self._looped.pop(0) for _ in range(len(self._looped))]
         if looped:
             found.setdefault(self.name, []).extend(looped)

@@ -1,4 +1,4 @@
-"""Loggers, under the function name of NIXL's module."""
+"""The `get_logger` of NIXL's module."""
 
 import logging
 

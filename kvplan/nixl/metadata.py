@@ -35,7 +35,7 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
     name: Annotated[str, Meta(min_length=1, max_length=1024)]
     instance: _Uint64  # the cluster id of its engine
-    address: str  # of its listener; empty if left out
+    address: str  # where its engine listens; empty if left out
     is_partial: bool
     regions: list[Region]
 
@@ -93,7 +93,7 @@ class Regions:
 
 
 class Listener:
-    """A port with a thread, for agents that ask for metadata or send theirs."""
+    """A port with a thread, for agents that ask for metadata, or send or withdraw theirs."""
 
     def __init__(
         self, host: str, port: int, local: Callable[[], bytes], load: Callable[[bytes], object],
@@ -139,7 +139,7 @@ class Listener:
 
 
 def ask(host: str, port: int, request: bytes, *, has_answer: bool = False) -> bytes:
-    """Send a request to a listener, and return its answer."""
+    """Send a request to a listener; return its answer, empty unless `has_answer`."""
     with socket.create_connection((host, port), timeout=_TIMEOUT_S) as peer:
         send(peer, request)
         return receive(peer) if has_answer else b""

@@ -75,7 +75,7 @@ class _Transfer:
 
 
 class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the methods
-    """An agent. After `releaseXferReq` and `invalidateRemoteMD` no byte of a transfer moves."""
+    """An agent. `releaseXferReq` and `invalidateRemoteMD` stop transfers before they return."""
 
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
         super().__init__(name, config)
@@ -206,7 +206,7 @@ class nixlAgent(Agent):  # noqa: N801 - a name of the original, as those of the 
         transfer.request = Request(task, ranges, agent, transfer.text)
 
     def _reached(self, name: str) -> int:
-        """Return `_linked`; raise any failure as LLM_LINK_FAILED, because the agent is gone."""
+        """Return the result of `_linked`; raise a failure as LLM_LINK_FAILED: the agent is gone."""
         try:
             return self._linked(name)
         except LLMException as error:

@@ -36,7 +36,7 @@ class nixl_xfer_op_t(_Exported):  # noqa: N801
 
 
 class nixl_cost_t(_Exported):  # noqa: N801
-    """The way by which a cost was estimated."""
+    """The method of a cost estimate."""
 
     NIXL_COST_ANALYTICAL_BACKEND = 0
 
@@ -79,7 +79,7 @@ class nixlBackendError(Exception):  # noqa: N801
 
 
 class nixlNotFoundError(Exception):  # noqa: N801
-    """An agent is unknown, or memory is not registered."""
+    """An agent, plugin or backend is unknown, or memory is not registered."""
 
 
 class nixlMismatchError(Exception):  # noqa: N801
@@ -127,7 +127,7 @@ class nixlXferTelemetry:  # noqa: N801
 
 @dataclass
 class nixlAgentConfig:  # noqa: N801
-    """Settings of a `nixlAgent`. Thread settings have no effect: kvplan has its own threads."""
+    """Settings of a `nixlAgent`. Only useListenThread, listenPort and captureTelemetry matter."""
 
     useProgThread: bool = False  # noqa: N815
     useListenThread: bool = False  # noqa: N815
