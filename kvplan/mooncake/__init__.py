@@ -1,5 +1,5 @@
-"""The Python interface of Mooncake's transfer engine, over kvplan's: `mooncake.engine`.
+"""The Python interface of Mooncake's transfer engine, `mooncake.engine`, over kvplan's engine.
 
-Only names, checks and conversions may enter; bytes move by the verbs of `LlmDataDist`. Programs
+This package has only names, checks and conversions; `LlmDataDist` moves the bytes. Programs
 import `mooncake.engine` under `python -m kvplan.run --as mooncake`.
 """

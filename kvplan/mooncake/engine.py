@@ -64,7 +64,7 @@ _Call = Callable[Concatenate["TransferEngine", _P], int]
 
 
 def _returns_status(failed: int = _FAILED) -> Callable[[_Call[_P]], _Call[_P]]:
-    """Log the refusals of the engine, and return `failed`."""
+    """Make a method log a refusal of the engine, and then return `failed`."""
 
     def decorate(method: _Call[_P]) -> _Call[_P]:
         @wraps(method)
@@ -88,7 +88,7 @@ def _subject(args: Sequence[object]) -> str:
 
 
 class TransferEngine:
-    """An engine. A call that fails returns a number below 0, and logs why (`kvplan.mooncake`).
+    """An engine. Failed calls return -1 unless stated otherwise, and log why (`kvplan.mooncake`).
 
     Once a call has returned -1, no byte of its transfer moves. Any thread may call the methods.
 
@@ -108,7 +108,7 @@ class TransferEngine:
     def initialize(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
     ) -> int:
-        """Start the engine. It listens on a free port of this host; see `get_rpc_port`.
+        """Start the engine. It listens on a free port or the option's; see `get_rpc_port`.
 
         Protocol and device have no effect: the options of kvplan select a transport.
         """
@@ -177,12 +177,12 @@ class TransferEngine:
         return 0
 
     def get_local_topology(self, device_name: str | None = None) -> str:
-        """Return the devices of this host as JSON; kvplan chooses by itself."""
+        """Return a topology without devices as JSON; kvplan chooses devices itself."""
         return json.dumps({"cpu:0": [[], []]})
 
     @_returns_status()
     def send_probe(self, peer_server_name: str) -> int:
-        """Connect with a peer."""
+        """Connect with a peer unless it is connected."""
         self._cluster(peer_server_name)
         return 0
 
@@ -231,7 +231,7 @@ class TransferEngine:
         if (known := self._registered.get(address)) is None:
             raise invalid(f"no registered memory begins at {address:#x}")
         engine.deregister(known[1])
-        # Only now: an interrupted call can be repeated, and other memory is refused until here.
+        # Forget it last: an interrupted call can be repeated, and overlaps are refused until then.
         with signals_deferred, self._mutex:
             if self._registered.get(address) is known:  # no other thread was faster
                 del self._registered[address]
@@ -250,7 +250,7 @@ class TransferEngine:
             for address, nbytes in zip(addresses, sizes, strict=True):
                 with signals_deferred:
                     self._register(address, nbytes, location)
-                    undo.callback(self.unregister_memory, address)  # logs why it cannot
+                    undo.callback(self.unregister_memory, address)  # logs a failure
             undo.pop_all()
         return 0
 
@@ -273,10 +273,10 @@ class TransferEngine:
 
     @_returns_status()
     def free_managed_buffer(self, buffer_addr: int, length: int) -> int:
-        """Free memory of `allocate_managed_buffer`."""
+        """Free memory that `allocate_managed_buffer` returned; `length` is not used."""
         if (memory := self._buffers.get(buffer_addr)) is None:
             raise invalid(f"buffer_addr={buffer_addr:#x} must come from allocate_managed_buffer")
-        for start in [*self._starts]:  # of the buffer, or of parts that the program registered
+        for start in [*self._starts]:  # the program may have registered parts of it instead
             if buffer_addr <= start < buffer_addr + len(memory):
                 self._unregister(start)
         self._buffers.pop(buffer_addr, None)  # another thread may have freed it
@@ -309,7 +309,7 @@ class TransferEngine:
 
     @_returns_status(0)
     def get_first_buffer_address(self, segment_name: str) -> int:
-        """Return the address of the first memory that a peer has registered; 0: none."""
+        """Return the address of the first memory that a peer has registered, or 0."""
         if segment_name == self._own:
             return next(iter(self._registered), 0)
         return self._running().first_address(self._cluster(segment_name))
@@ -362,7 +362,7 @@ class TransferEngine:
         lengths: Sequence[int], opcode: _Opcode, notify: TransferNotify | None = None,
         transport_hint: str = "",
     ) -> int:  # fmt: skip
-        """Read or write several ranges; 0: all bytes and the notification have arrived."""
+        """Read or write ranges; 0: all bytes and the message have arrived, or no range is given."""
         columns = columns_of(buffers, peer_buffer_addresses, lengths)
         engine = self._running()
         if not len(columns[0]):
@@ -430,9 +430,9 @@ class TransferEngine:
 
     @_returns_status()
     def transfer_check_status(self, batch_id: int) -> int:
-        """Return the status of a batch: 1: done; 0: in flight; -1: failed; -2: it took too long.
+        """Return the status of a batch: 1: done; 0: in flight; -1: failed; -2: timeout.
 
-        Except with 0, the batch is forgotten.
+        A batch that is not in flight is forgotten.
         """
         return self._status(uint("batch_id", batch_id))
 

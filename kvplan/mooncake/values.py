@@ -34,7 +34,7 @@ Read, Write = TransferOpcode.Read, TransferOpcode.Write
 
 
 class TransferNotify:
-    """A message to a peer, which it reads by `get_notifies`."""
+    """A message, which the peer reads by `get_notifies`."""
 
     def __init__(self, name: str = "", msg: str = "") -> None:
         self.name: str = name
@@ -52,7 +52,7 @@ def direction_of(opcode: TransferOpcode) -> Literal["pull", "push"]:
 
 
 def timeout_ms(sizes: Column) -> float:
-    """Return the timeout of a transfer: MC_TRANSFER_TIMEOUT (30 s), plus 1 ns for each byte."""
+    """Return a transfer's timeout: MC_TRANSFER_TIMEOUT (30 s, at least 5 s) plus 1 ns a byte."""
     text = os.environ.get(_TIMEOUT_VARIABLE, "")
     seconds = int(text) if text.isdecimal() else _TIMEOUT_S
     return max(seconds, _LEAST_S) * 1000 + int(sizes.sum()) / _NS_PER_MS
@@ -70,7 +70,7 @@ def columns_of(*lists: Sequence[int]) -> tuple[Column, Column, Column]:
 
 
 def uints(name: str, values: Any) -> Column:
-    """Return a list of addresses or sizes as a column; TypeError for anything else."""
+    """Return a list of addresses or sizes as a column; raise TypeError for anything else."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if not isinstance(values, list | tuple):
@@ -82,7 +82,7 @@ def uints(name: str, values: Any) -> Column:
 
 
 def uint(name: str, value: Any) -> int:
-    """Return an address or a size as int; TypeError for anything else."""
+    """Return an address or a size as int; raise TypeError for anything else."""
     if not hasattr(type(value), "__index__"):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be int")
     number = int(value)
