@@ -27,7 +27,7 @@ _PIECE, _LAST, _USES, _LEAVES = b"P", b"N", b"U", b"L"
 MAX_NAME_NBYTES: Final = 1024
 MAX_BODY_NBYTES: Final = 1 << 20
 """Maximum bytes of a message, and of all unfinished messages of a peer."""
-_ATTEMPTS: Final = 3  # to get a link that its peer does not end at the same time
+_ATTEMPTS: Final = 3  # to get a link that the peer is not just ending
 _LINKED: Final = LinkState.LINKED  # faster than a lookup in the enumeration
 _NOT_LINKED: Final = LLMStatusCode.LLM_NOT_YET_LINK
 
@@ -51,7 +51,7 @@ class _Connection(NamedTuple):
     link: ref[PeerLink]
 
     def is_replaced(self, datadist: LlmDataDist) -> bool:
-        """Return True if the link ended and the peer has since made another for itself."""
+        """Return True if the link ended and the cluster has another one now."""
         now = datadist._running().links.peers.get(self.cluster_id)
         return now is not None and now is not self.link()
 
@@ -76,7 +76,7 @@ class Connections:
         self._peer_uses: WeakKeyDictionary[PeerLink, bool] = WeakKeyDictionary()
         self._messages: list[Message] = []
         self._pieces: dict[tuple[int, int], bytes] = {}  # of unfinished messages, oldest first
-        # Number of the last cut message. Random: peers may have pieces from an earlier process.
+        # Number of the last message in pieces. It begins at random, as peers may hold older pieces.
         self._sent = secrets.randbits(63)
 
     def cluster_of(self, remote_engine: str) -> int:
@@ -95,7 +95,7 @@ class Connections:
     def linked_cluster(self, remote_engine: str) -> int | None:
         """Return the cluster id of a connected engine whose link is up, otherwise None."""
         found = self._connected.get(remote_engine)
-        if found is not None:  # known by this very name
+        if found is not None:  # connected by this name
             link = self._datadist._running().links.peers.get(found.cluster_id)
             if link is not None and link is found.link() and link.state is _LINKED:
                 return found.cluster_id
@@ -126,7 +126,7 @@ class Connections:
             try:
                 is_made = self._linked(cluster_id, address, deadline)
             except LLMException as error:
-                # The peer may use another name, such as that of all addresses of its host.
+                # The peer's cluster id may follow from another name, such as 0.0.0.0:16000.
                 if (here := cluster_here(error)) is None:
                     raise
                 cluster_id = here
@@ -221,7 +221,7 @@ class Connections:
         return taken
 
     def receive(self) -> None:
-        """Read the notifications of all peers."""
+        """Read the unread notifications, and sort them into messages and uses of links."""
         with self._mutex:
             for cluster_id, data in self._datadist.notifications():
                 if data in (_USES, _LEAVES):
@@ -237,7 +237,7 @@ class Connections:
                     )
 
     def _add_frame(self, cluster_id: int, data: bytes) -> bool:
-        """Add a peer's frame to its messages; return False if the data are not a frame."""
+        """Add a peer's frame to its messages; return False if it is malformed or too long."""
         if (frame := read_frame(data)) is None:
             return False
         is_last, number, name, piece = frame
@@ -296,7 +296,7 @@ class Connections:
 
     @contextmanager
     def _one_call(self, remote_engine: str, address: str, timeout_ms: int) -> Iterator[None]:
-        """Exclude other calls for the same engine; LLM_TIMEOUT if they last too long."""
+        """Exclude other calls for the same engine; raise LLM_TIMEOUT if they last too long."""
         with self._mutex:
             busy = self._busy.setdefault(address, Mutex())
         if not busy.acquire(timeout=timeout_ms / 1000):
@@ -332,9 +332,9 @@ def _not_connected(remote_engine: str) -> LLMException:
 
 
 def _connect_error(error: LLMException, started: float, timeout_ms: int) -> LLMException:
-    """Return the error of `connect`: LLM_TIMEOUT if it took all of its time, or LLM_FAILED."""
+    """Return the error of `connect`; a failed link is LLM_TIMEOUT if time is up, or LLM_FAILED."""
     code = error.status_code
-    # Busy: the link before this one is being ended.
+    # Busy: the previous link is still ending.
     if code in (LLMStatusCode.LLM_LINK_FAILED, LLMStatusCode.LLM_LINK_BUSY, _NOT_LINKED):
         late = (time.monotonic() - started) * 1000 >= timeout_ms
         code = LLMStatusCode.LLM_TIMEOUT if late else LLMStatusCode.LLM_FAILED

@@ -21,7 +21,7 @@ class _Task(NamedTuple):
 class Connector:
     """Threads that connect and disconnect in the background, and exist while there are tasks.
 
-    The threads do not keep the process from ending without `finalize`. At most `capacity` tasks may
+    The threads are daemons: the process can end without `finalize`. At most `capacity` tasks may
     wait.
     """
 
@@ -32,7 +32,7 @@ class Connector:
         self._closed = False
         self._threads: set[Thread] = set()
         self._queues: dict[str, deque[_Task]] = {}  # by remote engine, for those with a task
-        self._ready: deque[str] = deque()  # remote engines that no thread works for
+        self._ready: deque[str] = deque()  # remote engines with a task, but without a thread
         self._waiting = 0
         self._states: dict[str, Any] = {}
 
@@ -54,7 +54,7 @@ class Connector:
                 )
             queue = self._queues.get(remote_engine)
             if queue is None:
-                # First: a queue without a thread would keep later tasks waiting forever.
+                # First: if no thread starts, a queue would keep later tasks waiting forever.
                 if len(self._threads) < self._max_threads:
                     self._threads.add(start_thread(self._name, self._work))
                 queue = self._queues[remote_engine] = deque()
@@ -70,7 +70,7 @@ class Connector:
             return dict(self._states)
 
     def stop(self) -> None:
-        """Start no more tasks."""
+        """Drop the waiting tasks, and refuse new ones."""
         with self._mutex:
             self._closed = True
             for queue in self._queues.values():

@@ -156,7 +156,7 @@ class AddressedEngine:
     ) -> TransferTask | None:
         """Begin a transfer and return its task; None: it was small and is done.
 
-        Only transfers that need nothing of the peer's program are done at once.
+        Only small transfers that cannot wait for the peer are done at once.
         """
         datadist = self.datadist
         engine = datadist._running()
@@ -192,5 +192,5 @@ class AddressedEngine:
         ).cache_id
 
     def deregister(self, handle: int) -> None:
-        """Withdraw memory. Transfers that use it are stopped, and fail; on return none uses it."""
+        """Withdraw memory. Transfers that use it are stopped and fail before this returns."""
         self.datadist.unregister_cache(handle)
