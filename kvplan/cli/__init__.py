@@ -1,6 +1,6 @@
 """The `kvplan` command; each subcommand is a row of COMMANDS.
 
-No logic of the library may enter: the commands read arguments, call the library and print.
+Commands have no logic of the library: they read arguments, call the library and print.
 """
 
 from __future__ import annotations

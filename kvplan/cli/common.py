@@ -26,13 +26,13 @@ PROGRAM: Final = "kvplan"
 STDIN: Final = "-"
 
 _WIDTH: Final = 200
-"""Columns of a table. A narrow terminal wraps its lines: truncated numbers would be wrong."""
+"""Columns of a table. A narrower terminal wraps lines, as truncated numbers would be wrong."""
 
 
 class ExitCode(IntEnum):
     """Exit codes, like those of `diff`, `cmp` and `grep` (docs/reference/command.md).
 
-    A command returns one of them, or None for OK. Exceptions become TROUBLE.
+    A command returns one of them, or None for OK. `main` maps exceptions to the last three.
     """
 
     OK = 0

@@ -15,7 +15,7 @@ from kvplan.planning.texts import nbytes_text, plural
 from kvplan.validation import printable
 
 _LISTED: Final = 16
-"""Maximum number of listed caches; further ones are only counted."""
+"""Maximum number of listed caches; the others are only counted."""
 
 
 @click.command("ping", epilog="Example: kvplan ping 10.0.0.7:16000 --key cluster.key")

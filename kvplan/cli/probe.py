@@ -45,7 +45,7 @@ class Found:
     cache: PeerCacheStatus
     text: str  # its description in words
     pulls: list[Pull] = field(default_factory=list)
-    why_not: str = ""  # the reason why it cannot be read, or was not read
+    why_not: str = ""  # why it cannot be read, or was not read
     failed: bool = False  # True if a pull failed
 
 
@@ -67,7 +67,7 @@ class Probe:
     options: Options  # of the engine that links with it
     timeout_ms: int  # of each step
     count: int  # of measurements of each kind
-    # The local cluster, in the upper half of the range: programs that count from 0 stay below.
+    # The local id, in the upper half of the range: programs that count from 0 stay below.
     cluster_id: int = field(default_factory=lambda: secrets.randbits(63) + 2**63)
 
     def run(self, peer: int | None) -> Report:

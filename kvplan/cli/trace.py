@@ -244,7 +244,7 @@ def _lines(records: Sequence[AnyRecord]) -> Iterator[str]:
 
 
 def _layers(transfer: TransferRecord) -> str:
-    """Return `0-31`, or `0-1>4-5` if src and dst differ. Equal texts of parts occur once."""
+    """Return the layers as `0-31`, or `0-1>4-5` if src and dst differ; equal texts occur once."""
     try:
         parts = () if transfer.plan is None else transfer.plan.parts
     except LLMException:

@@ -32,7 +32,7 @@ class _Sums(NamedTuple):
 
 
 def compare_sums(recordings: Sequence[Recording], tag: str | None, *, as_json: bool) -> ExitCode:
-    """Print the runs of each transfer whose sums differ from those of their owner."""
+    """Print the runs of each transfer whose sums differ from those that the peer recorded."""
     found = [sums for recording in recordings for sums in _sums_of(recording)]
     asked = {id(row) for recording in recordings for row in select(recording, tag=tag)}
     moved = [sums for sums in found if sums.transfer is not None]
@@ -100,7 +100,7 @@ def _pulled_blocks(transfer: TransferRecord) -> bytes | None:
 
 
 def _sums_of(recording: Recording) -> Iterator[_Sums]:
-    """Yield the sums of a recording, each with the nearest transfer of the same tag."""
+    """Yield the sums of a recording, each with its transfer: the last pull or next push."""
     last: dict[tuple[str, str], TransferRecord] = {}
     ahead: dict[tuple[str, str], _Sums] = {}  # sums of pushes, which precede their transfer
     for row in recording.rows:
@@ -123,7 +123,7 @@ def _sums_of(recording: Recording) -> Iterator[_Sums]:
 
 
 def _compared(moved: _Sums, found: Sequence[_Sums]) -> dict[str, Any]:
-    """Compare the sums of a transfer with those that its owner recorded; return the document."""
+    """Compare the sums of a transfer with those that its peer recorded; return the document."""
     transfer = moved.transfer
     assert transfer is not None
     of_peer = [sums for sums in found if sums.recording.header.cluster_id == transfer.peer]
@@ -158,7 +158,7 @@ def _compared(moved: _Sums, found: Sequence[_Sums]) -> dict[str, Any]:
 
 
 def _others(moved: _Sums, senders: Sequence[_Sums]) -> dict[str, str]:
-    """Return text about other requests whose bytes were in the sender's memory, by their sums."""
+    """Return texts about other requests' bytes in the sender's memory, keyed by their sums."""
     transfer = moved.transfer
     assert transfer is not None
     end, texts = transfer.time + transfer.seconds, {}

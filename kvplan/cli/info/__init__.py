@@ -1,6 +1,6 @@
 """`kvplan info`: whether and how kvplan works on this machine.
 
-A separate process tries accelerators and UCX, since a broken library may end it.
+A separate process tries accelerators and UCX, as a broken library may end its process.
 """
 
 from __future__ import annotations

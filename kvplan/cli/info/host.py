@@ -1,4 +1,4 @@
-"""The host without accelerators: Python, native modules, limits of the system."""
+"""The host apart from accelerators: Python, native modules, limits of the system."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvplan.status import LLMException
 
 _TRIED_NBYTES = 4 << 20
 _HUGETLB = ("Hugepagesize", "HugePages_Total", "HugePages_Free", "HugePages_Rsvd")
-_DESCRIPTORS_OF_A_LINK = {"local": 6, "ucx": 5}  # at each end
+_DESCRIPTORS_OF_A_LINK = {"local": 6, "ucx": 5}  # file descriptors at each end
 
 
 def describe() -> dict[str, object]:
@@ -102,7 +102,7 @@ def _limits() -> dict[str, object]:
 
 
 def _descriptors_of_a_link() -> dict[str, int]:
-    """Return the descriptors of a link at each end, by transport."""
+    """Return the file descriptors of a link at each end, by transport."""
     with suppress(ImportError):  # `native_modules` reports modules that do not load
         from kvplan.transport.tcp.transport import connections_of
 
@@ -112,7 +112,7 @@ def _descriptors_of_a_link() -> dict[str, int]:
 
 
 def _pages() -> dict[str, object]:
-    """Return the pages of memory that this host supports, and the results of trials."""
+    """Return the page sizes and settings of this host, and the results of trials."""
     meminfo = dict(line.split(":", 1) for line in _text_of("/proc/meminfo").splitlines())
     kib = {name: int(meminfo.get(name, "0").split()[0]) for name in _HUGETLB}
     found: dict[str, object] = {

@@ -49,7 +49,7 @@ _Place = dict[str, object]
 
 _ACL_NAMES = ("libacl_rt.so", "libascendcl.so")
 _HCCL_NAMES = ("libhcomm.so", "libhccl.so")
-_ANY_DEVICE: Final = {"TLS": "^tcp", "NET_DEVICES": "all"}  # of UCX
+_ANY_DEVICE: Final = {"TLS": "^tcp", "NET_DEVICES": "all"}  # settings of UCX
 
 _DESC: Final = CacheDesc(2, (8, 32 << 10), DataType.DT_UINT8, Placement.HOST)
 _TIMEOUT_MS: Final = 10_000
@@ -187,7 +187,7 @@ def _look_at_transports(note: Note, device: Device | None) -> None:
         found: dict[str, object] = {"name": name, "works": False, "reaches": []}
         try:
             found |= {"works": True, **_of_transport(note, name, options)}
-        except Exception as error:  # as above
+        except Exception as error:  # also if a module does not load
             found["why_not"] = _reason(error)
             if name == "ucx":
                 note(ucx={"why_not": found["why_not"]})
@@ -207,7 +207,7 @@ def _of_transport(note: Note, name: str, options: TransportOptions) -> dict[str,
     return found
 
 
-# The folders in which libraries of the toolkit are searched.
+# The folders in which the libraries of CANN are searched.
 
 
 def _places_of_acl() -> list[_Place]:
@@ -349,7 +349,7 @@ def _missing_for_rdma(library: str) -> list[str]:
 
 
 def _tried_copies(num_devices: int, accelerator: str, device_id: int) -> dict[str, object]:
-    """Move blocks from host memory by way of 0, 1 or 2 caches of a device to host memory again."""
+    """Move blocks from host memory through 0, 1 or 2 device caches and back to host memory."""
     fault = one_by_one = ""
     options = Options(accelerator=accelerator, device_id=device_id, listen_ip_info="")
     try:
@@ -382,7 +382,7 @@ def _wrong_within(engine: LlmDataDist, num_devices: int) -> str:
 def _tried_between_engines(transport: str) -> str:
     """Pull and push over a transport on the loopback; return the way of the bytes."""
     with ExitStack() as stack:
-        # A temporary key, as the first use of the user's key would make it.
+        # A temporary key: the first use of the user's key would create its file.
         key = Path(stack.enter_context(TemporaryDirectory(prefix="kvplan-info-"))) / "key"
         ClusterKey.generate().save(key)
         common = Options(transport=transport, accelerator="none", cluster_key_file=str(key))

@@ -21,7 +21,7 @@ _SCHEMA_VERSION: Final = 2  # of --json
 HOST: Final = "host"
 CUDA: Final = "cuda"
 
-_MAX_TRIES: Final = 5  # of copies in host memory, while other processes disturb them
+_MAX_TRIES: Final = 5  # to measure copies in host memory, if other processes disturb
 
 
 class TunedCuda(NamedTuple):

@@ -28,7 +28,7 @@ _SPAN_NBYTES: Final = 64 << 20
 _MAX_COUNT: Final = 4096
 _ROUNDS: Final = 5
 _NO_WORSE: Final = 1.05
-"""Maximum ratio to the best later way of `_FORCED` at which a way is used.
+"""A way is used if its time is at most this multiple of that of the best later way in `_FORCED`.
 
 The kernel comes first, because only the kernel can be stopped.
 """
@@ -73,7 +73,7 @@ def time_copies(
     *,
     span_nbytes: int = _SPAN_NBYTES,
 ) -> float:
-    """Return the minimum time, in s and of several tries, of a batch of scattered descriptors.
+    """Return the seconds of the fastest of several tries to copy a batch of scattered descriptors.
 
     A given `way` also applies to concurrent transfers of the device; None: the device's own choice.
     A batch has at most 4,096 descriptors of `nbytes` each and moves at most `span_nbytes`.
