@@ -35,7 +35,7 @@ _logger = logging.getLogger("kvplan")
 
 
 def install(*, quiet: bool = False) -> None:
-    """Let `import llm_datadist` and its submodules return this package; idempotent.
+    """Let imports of `llm_datadist` and its submodules return those of this package; idempotent.
 
     Applies to this process and its forked children. An import of `llm_datadist_v1` raises. An
     official package is not changed; if one could be imported, logger `kvplan` warns with its

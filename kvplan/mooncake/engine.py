@@ -108,7 +108,7 @@ class TransferEngine:
     def initialize(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
     ) -> int:
-        """Start the engine. It listens on a free port or the option's; see `get_rpc_port`.
+        """Start the engine. It listens on a free port, or at llm.ListenIpInfo; see `get_rpc_port`.
 
         Protocol and device have no effect: the options of kvplan select a transport.
         """

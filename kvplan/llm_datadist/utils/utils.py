@@ -21,7 +21,7 @@ def check_isinstance(
     extra_fmt: str = "",
     allow_none: bool = True,
 ) -> _T:
-    """Return `arg_value` if it is one of `classes`.
+    """Return `arg_value` if it is an instance of one of `classes`.
 
     Args:
         arg_name: its name in messages.

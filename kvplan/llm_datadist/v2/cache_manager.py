@@ -42,8 +42,8 @@ _checked = checked(
 class CacheManager(CacheTransfers):
     """The caches of an LLMDataDist and their transfers; see `LLMDataDist.cache_manager`.
 
-    In *request mode* peers pull by CacheKey, and a pull consumes the key of its request. In *remote
-    mode* (llm.EnableRemoteCacheAccessible) peers pull by id, and push.
+    In *request mode* peers pull by CacheKey; the pull of the last tensor consumes a request's key.
+    In *remote mode* (llm.EnableRemoteCacheAccessible) peers pull by id, and push.
 
     Every method raises TypeError for an argument of the wrong type, ValueError for an integer
     outside its width, and LLM_ENGINE_FINALIZED after `finalize`.
@@ -201,7 +201,7 @@ class CacheManager(CacheTransfers):
         self._engine.unregister_cache(int(cache_id))
 
     def remap_registered_memory(self, mem_infos: MemInfo | list[MemInfo]) -> None:
-        """Check the mapping of registered memory again, and offer its caches to peers again.
+        """Register caches again after new memory was mapped at their addresses.
 
         Call this after a repair of memory: transfers fail until then.
 
@@ -209,8 +209,8 @@ class CacheManager(CacheTransfers):
             mem_infos: ranges of Memtype.MEM_TYPE_DEVICE inside registered caches.
 
         Raises:
-            LLMException: LLM_NOT_YET_LINK: no cluster is linked; LLM_PARAM_INVALID: also an
-                argument of the wrong type; LLM_ENGINE_FINALIZED.
+            LLMException: LLM_NOT_YET_LINK: no cluster is linked; LLM_PARAM_INVALID: a range that is
+                not registered or not mapped, or a wrong type; LLM_ENGINE_FINALIZED.
         """
         infos = mem_infos if isinstance(mem_infos, list) else [mem_infos]
         for position, info in enumerate(infos):

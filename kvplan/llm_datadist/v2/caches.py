@@ -182,7 +182,7 @@ class KvCacheOwner(Protocol):
     """The owner of a `KvCache`."""
 
     def is_initialized(self) -> bool:
-        """Return True if it can deallocate caches."""
+        """Return True if the owner can deallocate caches."""
 
     def deallocate_cache(self, cache: KvCache) -> None:
         """Deallocate a cache."""

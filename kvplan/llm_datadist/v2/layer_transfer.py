@@ -212,7 +212,7 @@ def _begin(engine: LlmDataDist, source: LayerSource, push: _Push) -> Destination
 
 
 class Destination:
-    """A push in flight or, if `task` is None, one that could not begin, with status `refusal`."""
+    """A push to a peer. If `task` is None, it could not begin, and `refusal` is its status."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class Destination:
                 log.error("%s: %s", self._name, error)
 
     def status(self, timeout_s: float | None) -> LLMStatusCode | None:
-        """Wait up to `timeout_s` seconds for the outcome; return None if it has none yet."""
+        """Wait up to `timeout_s` seconds (None: forever); return the status, or None."""
         task = self._task
         if task is None:
             return self._refusal

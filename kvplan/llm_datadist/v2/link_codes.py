@@ -91,7 +91,7 @@ def unlink(
     force: bool,
     own: OwnLinks | None = None,
 ) -> Codes:
-    """Unlink clusters. The code of one that was not linked is LLM_UNLINK_FAILED."""
+    """Unlink clusters. Without `force`, one that was not linked has LLM_UNLINK_FAILED."""
     if not clusters:
         return _of_all([])
     ids = [int(cluster.remote_cluster_id) for cluster in clusters]

@@ -184,7 +184,7 @@ class LLMDataDist:
         log.info("cluster %s is initialized, options = %s", self._cluster_id, own)
 
     def finalize(self) -> None:
-        """End transfers and links, release all memory, and take no more calls; idempotent."""
+        """End transfers and links, and release all memory; idempotent. `init` starts it again."""
         with ENGINES.mutex:
             if not self._is_initialized:
                 return
