@@ -149,7 +149,7 @@ class Connections:
         raise _not_connected(remote_engine)
 
     def disconnect(self, remote_engine: str, timeout_ms: int) -> None:
-        """End a connection; on return this end moves no bytes over it."""
+        """End a connection. The link stays if the peer still uses it."""
         deadline = time.monotonic() + timeout_ms / 1000
         with self._one_call(remote_engine, str(self._where(remote_engine)[0]), timeout_ms):
             cluster_id = self.cluster_of(remote_engine)

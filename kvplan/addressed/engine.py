@@ -192,5 +192,5 @@ class AddressedEngine:
         ).cache_id
 
     def deregister(self, handle: int) -> None:
-        """Withdraw memory. Transfers that use it are stopped and fail before this returns."""
+        """Withdraw memory. Transfers that use it stop and fail; on return none uses it."""
         self.datadist.unregister_cache(handle)

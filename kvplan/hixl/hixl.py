@@ -258,7 +258,7 @@ class Hixl:
 
     @_returns_status(AsyncConnectStatus.NOT_CONNECT)
     def get_async_connect_status(self, remote_engine: str) -> tuple[int, AsyncConnectStatus]:
-        """Return the state of the last asynchronous task with an engine, then that of the link."""
+        """Return the state of the last background task with an engine, or of the link after it."""
         running = self._initialized()
         peer_endpoint(remote_engine)
         return SUCCESS, running.async_status(remote_engine, running.connector.states())

@@ -69,7 +69,7 @@ class _Exported(IntEnum):
     __str__ = Enum.__str__
 
     def __format__(self, format_spec: str) -> str:
-        """Return the text of `str`."""
+        """Format the text of `str`."""
         return format(str(self), format_spec)
 
 

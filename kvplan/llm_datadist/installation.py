@@ -23,7 +23,7 @@ OURS: Final = __name__.rpartition(".")[0]
 """Name of the package that is installed."""
 
 STUBS: Final = str(Path(__file__).parents[1] / "run" / "path")
-"""Folder that `python -m kvplan.run` puts into PYTHONPATH; its modules install this package."""
+"""Folder that `python -m kvplan.run` adds to PYTHONPATH; its llm_datadist installs this package."""
 
 ROOTS: Final = {"llm_datadist": OURS, "llm_datadist_v1": f"{OURS}.v1"}
 """Modules by the names that programs import; the module of version 1 raises on import."""

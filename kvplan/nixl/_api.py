@@ -69,7 +69,7 @@ class nixl_agent_config:  # noqa: N801
 
 
 class _Handle:
-    """The owner of a handle of the agent, which it releases when it is freed."""
+    """A handle of an agent. Freeing this object releases the handle."""
 
     def __init__(self, agent: nixlAgent, value: int) -> None:
         self._agent, self._handle, self._released = agent, value, False
@@ -372,7 +372,7 @@ class _ListUnpickler(pickle.Unpickler):
 
 
 def _list_of(kind: type[_List], width: int, descs: Any, mem_type: str | None) -> _List | None:
-    """Return a list of this kind, or None after logging that `descs` is of no use."""
+    """Return a list of this kind; log any other `descs`, and return None."""
     if isinstance(descs, kind):
         return descs
     found = None if mem_type is None else _MEMS[mem_type]

@@ -103,7 +103,7 @@ class DescList:
     addDesc = append  # noqa: N815
 
     def index(self, desc: Any) -> int:
-        """Return the first place with the same address, size and device, else nixlNotFoundError."""
+        """Return the index of an address, size and device; raise nixlNotFoundError if absent."""
         for place in np.flatnonzero((self.rows == rows_of([desc[:3]])).all(axis=1)).tolist():
             return int(place)
         raise nixlNotFoundError(f"the list has no descriptor {desc}")

@@ -25,7 +25,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(found: Found) -> Verdict:
-    """Sum up the findings in 3 to 9 lines. The first says whether kvplan works."""
+    """Sum up the findings in a few lines. The first says whether kvplan works."""
     broken = {name: why for name, why in found["native_modules"].items() if why}
     usable = {row["name"]: row for row in found["transports"] if row["works"]}
     head = f"kvplan {found['kvplan']}"

@@ -21,7 +21,7 @@ _SCHEMA_VERSION: Final = 2  # of --json
 HOST: Final = "host"
 CUDA: Final = "cuda"
 
-_MAX_TRIES: Final = 5  # to measure copies in host memory, if other processes disturb
+_MAX_TRIES: Final = 5  # attempts to measure host memory, as other processes may disturb one
 
 
 class TunedCuda(NamedTuple):

@@ -28,7 +28,7 @@ _SPAN_NBYTES: Final = 64 << 20
 _MAX_COUNT: Final = 4096
 _ROUNDS: Final = 5
 _NO_WORSE: Final = 1.05
-"""A way is used if its time is at most this multiple of that of the best later way in `_FORCED`.
+"""A way is used if it takes at most this multiple of the time of the best later way in `_FORCED`.
 
 The kernel comes first, because only the kernel can be stopped.
 """
