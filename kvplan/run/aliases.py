@@ -33,7 +33,7 @@ _logger = logging.getLogger("kvplan")
 
 
 def asked(text: str) -> dict[str, str]:
-    """Return the modules that the value of the variable names."""
+    """Return alias and module for each interface in `text`, a value of `KVPLAN_AS`."""
     names = [name for part in text.split(",") if (name := part.strip())]
     if unknown := [name for name in names if name not in INTERFACES]:
         raise ValueError(f"{AS}={text!r}: {unknown[0]!r} must be one of {sorted(INTERFACES)}")
