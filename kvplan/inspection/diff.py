@@ -229,7 +229,7 @@ def _segment_line(sign: str, part: Part, index: int) -> str:
     last = int(segments.ends()[1][index]) - 1
     heads = heads_of_runs(part, dst, nbytes, repeats)
     if heads is not None and heads[1] - heads[0] + 1 == part.dst.extent("head"):
-        heads = None  # all heads are not worth a text
+        heads = None  # all heads: not shown
     times = "".join(f"{count} x " for count, _ in repeats)
     held = " ".join(
         filter(

@@ -422,7 +422,7 @@ def _tiny(part: Part) -> Iterator[str]:
 
 
 def _apart(part: Part) -> Iterator[str]:
-    """Report runs that could be merged, or rows that have no neighbour on both sides."""
+    """Report runs that could be merged; otherwise rows that are each a run alone."""
     tables, segments = part.tables, part.segments
     if segments.repeats or part.split or tables is None or len(segments) < 2:
         return
