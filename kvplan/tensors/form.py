@@ -170,7 +170,7 @@ class TensorForm:
         return len(self.shape) == 1 and (self.dtype_name in _BYTES or self._is_untyped)
 
     def may_be(self, data_type: DataType) -> bool:
-        """Return True if the elements can be of a type: by name, or by width if it lacks one."""
+        """Return True if elements can be of a type: by name, as NumPy's stand-in, or untyped."""
         if self.data_type is data_type:
             return True
         if data_type.bits % 8:
