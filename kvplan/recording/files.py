@@ -96,7 +96,7 @@ class RotatingFile:
             while written < len(data):
                 written += os.write(self._fd, view[written:])
         except OSError:
-            # Only tidier: readers ignore a partial row.
+            # For tidiness: readers ignore a partial row.
             os.ftruncate(self._fd, self._nbytes)
             self.close()
             raise
