@@ -39,7 +39,7 @@ PUSHES: Final = "push"
 
 @dataclass(frozen=True)
 class TransferRecord:
-    """A transfer that has ended, successfully or not.
+    """A transfer or a notification that has ended, successfully or not.
 
     Attributes:
         number: position among the rows of the recording as read, from 0.
@@ -47,7 +47,7 @@ class TransferRecord:
         seconds: the duration.
         operation: the call, such as "pull_blocks".
         cluster_id: the recorded engine.
-        peer: the peer's cluster id; None: a transfer inside the process.
+        peer: the peer's cluster id; None: inside the process, or no link was found.
         cache_id: cache of the recorded engine, for a copy the source; -1: no cache was found.
         tag: the caller's tag.
         leases: ids of the peer's leases that were used.
@@ -79,13 +79,13 @@ class TransferRecord:
 
     @property
     def verb(self) -> str:
-        """The direction: pull, push, copy or swap; gathers pull."""
+        """The direction: pull (also of gathers), push, copy or swap; notify: no bytes move."""
         verb = self.operation.partition("_")[0]
         return "pull" if verb == "gather" else verb
 
     @cached_property
     def plan(self) -> Plan | None:
-        """A plan equal to the executed one; None: the transfer failed before planning.
+        """A plan equal to the executed one; None: a notification, or no plan was made.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: the recording is damaged.

@@ -78,7 +78,7 @@ class Ended(Protocol):
 
     @property
     def plan(self) -> Plan | None:
-        """The executed plan; None: the operation failed before planning."""
+        """The executed plan; None: no plan was made."""
 
     @property
     def cache_id(self) -> int:
@@ -86,7 +86,7 @@ class Ended(Protocol):
 
     @property
     def link(self) -> Linked | None:
-        """The link to the peer; None: inside the process."""
+        """The link to the peer; None: inside the process, or no link was found."""
 
     @property
     def leases(self) -> tuple[BlockLease, ...]:
