@@ -109,7 +109,7 @@ class PartRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferRow(msgspec.Struct, frozen=True, array_like=True, tag=TRANSFER):
-    """A transfer that has ended. Times are on the clock of the rows, in seconds."""
+    """A transfer or notification that has ended. Times are on the clock of the rows, in seconds."""
 
     started: float
     seconds: float
