@@ -387,7 +387,7 @@ def changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str:
 
 
 def is_equivalent(old: Plan, new: Plan) -> bool:
-    """Return True if both put the same bytes of the same caches into the same places."""
+    """Return True if both put the same bytes into the same places, part by part."""
     return [part.label for part in old.parts] == [part.label for part in new.parts] and all(
         verdict(a, b).startswith(("identical", "equivalent"))
         for a, b in zip(old.parts, new.parts, strict=True)
