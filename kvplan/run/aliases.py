@@ -1,4 +1,4 @@
-"""Environment variables that make kvplan act as `nixl` or `mooncake.engine`, or observe them.
+"""Environment variables that make kvplan act as `nixl` or `mooncake.engine`, or observe libraries.
 
 The launcher sets them for `--as` and `--observe`. Operators of vLLM and SGLang can set them too:
 both load this module as a plugin. The search path of modules does not change.

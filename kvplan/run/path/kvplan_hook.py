@@ -1,7 +1,7 @@
 """Installs kvplan's modules and observers when a program first imports one of their names.
 
-Every Python process runs this module at its start, so it uses little of the standard library. A
-Python older than 3.7 prints an error and continues.
+Every Python process under the launcher runs this module at its start, so it uses little of the
+standard library. A Python older than 3.7 prints an error and continues.
 """
 
 from __future__ import annotations
