@@ -56,7 +56,7 @@ class RotatingFile:
 
     @property
     def closed(self) -> bool:
-        """True if the file is closed."""
+        """True after `close`, a failed write, or in a forked child."""
         return self._fd < 0
 
     def write(self, rows: Sequence[bytes], *, compress: bool) -> None:
