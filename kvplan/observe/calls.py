@@ -39,7 +39,7 @@ class Calls:
     Attributes:
         seen: the calls that wait for the thread.
         tokens: messages that wake the thread: True: new calls; False: end; or an Event to set.
-        thread: the thread that takes calls; None before the first agent, and after `close`.
+        thread: the thread that takes calls; None before the first agent and after `Observer.close`.
         agents: the agents by the id of the observed object.
         failed: True after an error of the observer.
         inline: True to take calls in the thread that made them, before they return.
@@ -58,7 +58,7 @@ class Calls:
 
     def wake(self) -> None:
         """Wake the thread, or take the calls here if `inline`."""
-        if self.thread is None:  # before the first agent of this process, or after `close`
+        if self.thread is None:  # before the first agent of this process, or after `Observer.close`
             self.seen.clear()
         elif self.inline:
             self.take()
