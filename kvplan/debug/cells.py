@@ -36,7 +36,7 @@ _INNER: Final = ("dim", "group", "state")
 """Axes inside a cell, which is one token in one head of the keys or values of a layer."""
 
 _OPAQUE_NBYTES: Final = 64
-"""Bytes of a cell if the content of rows is unknown."""
+"""Maximum bytes of a cell if the content of rows is unknown."""
 
 
 class Cells(NamedTuple):
@@ -115,7 +115,7 @@ class Coordinates:
         return layer if self.layers is None else self.layers[layer]
 
     def tensor_of(self, layer: int, part: int) -> tuple[int, int]:
-        """Return the tensor of a layer's keys or values, and their first byte in this tensor."""
+        """Return the tensor of a layer's keys or values, and their offset in this tensor."""
         side, inside = self.side, self.side.extent("layer")
         start = layer % inside * side.stride_of("layer")
         if self._kv_inside:

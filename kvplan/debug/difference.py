@@ -21,13 +21,13 @@ class Wrong:
         heads: first and last wrong KV head of the model; None: unknown.
         tokens: first and last wrong token of the request; None: unknown.
         tensor, row: the place of the bytes at dst.
-        descriptor: the descriptor of the plan that wrote the first of the bytes.
-        src_tensor, src_row: the place that the descriptor read.
+        descriptor: number, in its part, of the descriptor that wrote the first of the bytes.
+        src_tensor, src_row: the place from which the descriptor read.
         entries: positions of `src_row` in the request's block table at src.
         holds: text about the origin of the bytes; empty: they were not found elsewhere.
-        as_planned: True if they equal the source bytes that the plan reads; None: no source was
-            given.
-        writes: all recorded transfers that wrote the block, oldest first; None: no recording was
+        as_planned: True if the bytes equal the source bytes that the plan reads; None: no source
+            was given.
+        writes: all recorded transfers that wrote the block, by end time; None: no recording was
             given.
     """
 
@@ -58,7 +58,7 @@ class Difference:
         wrong_nbytes: bytes that the plan wrote, in cells that differ.
         elsewhere_nbytes: bytes in differing cells that the plan does not write.
         layers: numbers of the wrong layers, as in `Wrong.layer`.
-        kv: "K", "V" or "K+V".
+        kv: "K", "V" or "K+V"; empty: unknown.
         heads, tokens: the wrong heads and tokens; empty: unknown.
         rows: the wrong blocks (or slots) at dst.
         first: the first wrong bytes in the order of layers and of the request; None: no byte is
@@ -104,7 +104,7 @@ class Difference:
         held += [spans_text("token", [first.tokens] if first.tokens else [])]
         where = f"{part.dst.row} {first.row} of {part.dst.name or f'dst tensor {first.tensor}'}"
         yield f"first: {', '.join(filter(None, [*held, where]))}"
-        # Slots are in no table, and a copy inside a process may read one block for several.
+        # Slots have no block table, and a copy inside a process may read a block several times.
         entries = first.entries if part.src.paged and part.local != "both" else ()
         named = " and ".join(f"src_blocks[{entry}]" for entry in entries[:4])
         source = part.src.name or f"src tensor {first.src_tensor}"
@@ -146,11 +146,11 @@ def _writes_lines(writes: tuple[Write, ...]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Located:
-    """The result of `locate`: true if anything is wrong. Its `str` is a report.
+    """The result of `locate`: true if the plan wrote a wrong byte. Its `str` is a report.
 
     Attributes:
         differences: one for each part of the plan, in order.
-        is_replay: True if the plan made the expected content from the source.
+        is_replay: True if `replay` made the expected content.
     """
 
     differences: tuple[Difference, ...]

@@ -46,11 +46,11 @@ def locate(
             two runs.
         recordings: the recording of the engine that owns the cache, then those of its peers. They
             name the transfers that wrote the first wrong block.
-        cache_id: id of the cache; required with `recordings`, for plans of one part.
+        cache_id: id of the cache; required with `recordings`, which need a plan of one part.
 
     Raises:
         ValueError: a number outside its C type.
-        TypeError: neither an array nor a tensor.
+        TypeError: an argument of another type.
         LLMException: LLM_PARAM_INVALID: tensors that do not fit the plan, or that no CPU reaches;
             `atol` below 0, or above 0 for other data types; recordings without `cache_id`, or with
             a plan of several parts.
@@ -141,7 +141,7 @@ def _compare(
         differs = _differing(expected[tensor], found[tensor], unit, same)
         if not differs.any():
             continue
-        written = np.zeros(len(differs) + 1, np.int8)  # no byte is written twice
+        written = np.zeros(len(differs) + 1, np.int8)  # int8 suffices: no byte is written twice
         for _, start in (place for place in places if place[0] == tensor):
             np.add.at(written, starts + start // unit, 1)
             np.add.at(written, ends + start // unit, -1)

@@ -1,4 +1,4 @@
-"""Search the expected content, and the source, for the bytes of each wrong cell."""
+"""Search the expected content, and the source, for the first wrong bytes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Search:
         return np.asarray(tensors[tensor][offsets[:, None] + np.arange(self.unit)])
 
     def _holds(self, as_planned: bool | None) -> str:
-        """Describe the place at the destination where these bytes belong."""
+        """Describe the bytes: all equal, or the place at the destination where they belong."""
         dst, side, cells = self.dst, self.dst.side, self.cells
         here = self._bytes(self.found, self.tensor, cells.offsets)
         if (here == here[0, 0]).all():
@@ -92,7 +92,7 @@ class Search:
                     return f"what is expected in {places}"
                 return f"what is expected of {what}, in {places}"
         low, high = int(cells.head.min()), int(cells.head.max())
-        for shift in range(-low, side.extent("head") - high):  # empty without an axis of heads
+        for shift in range(-low, side.extent("head") - high):  # only 0 without an axis of heads
             there = cells.offsets + shift * side.stride_of("head")
             if shift and self._is(here, self.tensor, there):
                 heads = low + shift + dst.first_head, high + shift + dst.first_head
@@ -110,7 +110,7 @@ class Search:
         return ""
 
     def _request_shifts(self, here: Bytes) -> list[int]:
-        """Return the possible shifts of the first cell in tokens (or rows), the smallest first."""
+        """Return up to 64 possible shifts of the first cell, in tokens or rows, smallest first."""
         dst, side, cells = self.dst, self.dst.side, self.cells
         if not len(dst.rows):
             return []
@@ -156,7 +156,7 @@ class Search:
 
 
 class _Read(NamedTuple):
-    """The reads of a plan for bytes of a dst tensor; one entry for each byte in each column."""
+    """The sources of bytes of a dst tensor; each column has one entry for each byte."""
 
     descriptors: Offsets
     tensors: Offsets

@@ -55,7 +55,7 @@ A2: Final = Product("A2", 256, _BOTH, _DEVICE)
 A3: Final = Product("A3", 256, _BOTH, _BOTH)
 A950: Final = Product("950", 64, _DEVICE, _DEVICE)
 
-# The first match counts: names of A3 chips are names of A2 chips with the suffix _93.
+# A3 chips have names such as Ascend910_9391, A2 chips such as Ascend910B1.
 _SOCS: Final = (
     (re.compile(r"Ascend910_93"), A3),
     (re.compile(r"Ascend910B"), A2),
@@ -86,7 +86,7 @@ def load_library() -> AclLibrary:
 class AscendDevice(Device):
     """An Ascend device of this process, for the lifetime of one engine. Any thread may use it.
 
-    A forked child cannot use it. Without `library` the installed one is used.
+    A forked child cannot use it. If `library` is None, the installed library is used.
 
     Attributes:
         notes_pins: True if pinning does not map memory for the device (since CANN 8.5). Memory

@@ -49,10 +49,10 @@ _OPEN: Final[Mapping[str, Callable[[int, CudaOptions], Device]]] = {
 }
 
 ACCELERATORS: Final = ("auto", "none", *_OPEN)
-"""The values of the option."""
+"""The values of `kvplan.accelerator`."""
 
 CUDA_CONTEXTS: Final = ("primary", "own")
-"""The contexts of a CUDA device: the primary one, which frameworks use, or its own."""
+"""Contexts of a CUDA device: the primary one, which frameworks use, or one only for kvplan."""
 
 
 def current_device(choice: str) -> int | None:
@@ -74,14 +74,14 @@ def _asked(load_library: Callable[[], DeviceLibrary], call: str) -> int | None:
     except LLMException:
         return None
     number = ctypes.c_int32()
-    # A second handle of the library that the program has loaded, and in which it set its device.
+    # Opens the library that the program has loaded, in which its threads have set their devices.
     if getattr(ctypes.CDLL(library.path), call)(ctypes.byref(number)) != 0:
         return None
     return number.value
 
 
 def open_accelerator(choice: str, device_id: int, cuda: CudaOptions = _DEFAULTS) -> Device | None:
-    """Open the device to use. The caller closes it."""
+    """Open the device to use, which the caller closes; None: use no device."""
     if choice == "none":
         return None
     if choice != "auto":

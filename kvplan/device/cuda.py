@@ -87,8 +87,8 @@ def restrictions(device: CudaDevice, kernel: str) -> list[str]:
 class CudaSharing:
     """The sharing of a CUDA device; see `Sharing`.
 
-    kvplan's own memory is exported as a descriptor, whose mappings keep the memory alive. So is
-    memory that users have mapped, in pieces. Memory of cuMemAlloc has a handle of
+    kvplan's own memory is exported as one descriptor, and memory that users map (cuMemMap) as one
+    for each piece: mappings keep the memory alive. Memory of cuMemAlloc has a handle of
     cuIpcGetMemHandle, which keeps nothing alive.
     """
 
@@ -195,7 +195,7 @@ class CudaDevice(Device):
 
     @cached_property
     def sharing(self) -> CudaSharing:
-        """The sharing of its memory with processes of this host."""
+        """The sharing of the device's memory with processes of this host."""
         uuid = cast("CudaLibrary", self.native.library).uuid(self.id)
         return CudaSharing(self.native, uuid.partition("-")[2].replace("-", ""))  # GPU- or MIG-
 

@@ -73,7 +73,7 @@ def _stored_tuning(document: object) -> CopyTuning:
 
 
 def apply(device: Device, tunings: Tunings) -> None:
-    """Use these tunings for all copies of the device in this process."""
+    """Use these tunings for copies of the device in this process, except between two GPUs."""
     for direction, tuning in tunings.items():
         tune_copies(device.native, direction, tuning)
 

@@ -107,12 +107,12 @@ class Device:
 
     @property
     def sharing(self) -> Sharing | None:
-        """The sharing of its memory with processes of this host, or None."""
+        """The sharing of the device's memory with processes of this host, or None."""
         return None
 
     @property
     def name(self) -> str:
-        """The name of its chip, such as "Ascend910B3"."""
+        """The name of the chip, such as "Ascend910B3"."""
         return self.native.name
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
@@ -235,7 +235,7 @@ class Device:
         return known
 
     def gate(self, name: str, event: ComputeEvent) -> Gate:
-        """Return a gate of a transfer that opens when the device's work reaches `event`.
+        """Return a gate that holds a transfer until the device's work reaches `event`.
 
         On return the event can be recorded again, or destroyed. `name` is for messages.
 
@@ -278,7 +278,7 @@ class Device:
     def close(self) -> None:
         """Unpin all memory; the last user closes the device. Idempotent.
 
-        Transfers must not use the device any more. Referenced memory stays until it is dropped.
+        Transfers must not use the device any more. Allocated memory stays until it is dropped.
         """
         if self._closed or os.getpid() != self._key[0]:
             return

@@ -82,7 +82,7 @@ class DeviceMemory(Revocable):
         writable: bool = True,
         owner: object = None,
     ) -> DeviceMemory:
-        """Return the memory at `addresses`, one for each tensor of `desc`; check its place.
+        """Return the memory at `addresses`, one for each tensor of `desc`, on the device.
 
         Raises:
             TypeError, ValueError: an address that is not a uint64.
@@ -150,7 +150,7 @@ class DeviceMemory(Revocable):
         return self._owner is not None
 
     def check(self, tensors: range | None = None) -> None:
-        """Check raw addresses again, and memory that is watched.
+        """Check raw addresses again; if an owner holds the memory, check its watches.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: see `check_located`; LLM_KV_CACHE_NOT_EXIST: the memory
@@ -166,7 +166,7 @@ class DeviceMemory(Revocable):
             )
 
     def check_located(self, tensors: range | None = None) -> None:
-        """Refuse tensors that are not in memory of the device any more.
+        """Refuse tensors that are not in memory of the device.
 
         Raises:
             LLMException: LLM_PARAM_INVALID.

@@ -75,7 +75,7 @@ class Exported:
     Args:
         ref: The allocation as peers name it.
         device: The device of the memory.
-        held: The objects that the export needs alive.
+        held: The objects that the export keeps alive.
         take: Makes descriptors of pieces, given the first and their number; None: not in pieces.
     """
 

@@ -1,4 +1,4 @@
-"""The bands of a picture: runs of a part between pieces of rows.
+"""The bands of a picture, which join pieces of rows at src with pieces of rows at dst.
 
 All tensor pairs share the segments, so the bands of one layer are those of every layer.
 """
@@ -22,9 +22,9 @@ Numbers = NDArray[np.int64]
 class Places(NamedTuple):
     """The ends of bands on one side."""
 
-    first: Numbers  # a row, like `last`
+    first: Numbers  # the first row, as `last` is the last
     last: Numbers
-    begin: Numbers  # in the first row, in pieces of a row; `end` in the last
+    begin: Numbers  # in the first row, counted in pieces; `end` in the last row
     end: Numbers
 
 
@@ -146,7 +146,7 @@ class Bands:
         return f"{text} of {len(self.part.tables.dst):,} in the block table"
 
     def _entries(self, dst: Places) -> tuple[Numbers, Numbers]:
-        """Return first and last entry of the block table of each segment; -1 if unknown."""
+        """Return first and last entry of the block table for each segment; -1 if unknown."""
         tables = self.part.tables
         if tables is None or not len(tables.dst):
             return (none := np.full(len(dst.first), -1)), none

@@ -29,7 +29,7 @@ class Runs(NamedTuple):
 
     Attributes:
         src_tensor, dst_tensor: the paired tensors, or views of tensors.
-        src, dst: the offsets in these, in bytes.
+        src, dst: the offsets in the tensors, in bytes.
         nbytes: the size of the run.
         part: the position of the part in the plan.
         number: the position of the run among those of its destination tensor.
@@ -92,8 +92,8 @@ def compare(old: Plan, new: Plan, names: tuple[str, str] = ("A", "B")) -> list[s
     """Return how the second plan differs from the first, a line for each kind of difference.
 
     Plans of different requests are compared by position: run i of a destination tensor with run i.
-    Lines about layers come first: in two requests, different layers are a mistake, and different
-    blocks are not. No line: both put the same bytes into the same places, in the same order.
+    Lines about layers come first: two requests may use different blocks, but not different layers.
+    No line: both put the same bytes into the same places, in the same order.
     """
     both = Runs.of(old).by_tensor, Runs.of(new).by_tensor
     _, *at = np.intersect1d(both[0].keys, both[1].keys, assume_unique=True, return_indices=True)

@@ -133,7 +133,7 @@ def _changed_lines(old: Part, new: Part, changed: list[tuple[str, Part, int]]) -
 
 
 def _moved_blocks(old: Part, new: Part) -> str:
-    """Return text about destination blocks with another source, and its distance; often empty."""
+    """Return counts of dst blocks from another source, no longer or newly written, as text."""
     sides = [blocks_of(part) for part in (old, new)]
     if sides[0] is None or sides[1] is None:
         return ""
@@ -183,7 +183,7 @@ def side_changes(name: str, old: Side, new: Side) -> list[str]:
 
 
 def _sizes_of_side(name: str, old: Side, new: Side) -> Iterator[str]:
-    implied = "count", "stride"  # shapes, if known, determine these
+    implied = "count", "stride"  # usually follow from the shapes
     for field in ("num_tensors", "count", "stride", "paged", "placement"):
         a, b = getattr(old, field), getattr(new, field)
         if a != b and not (field in implied and old.shape and new.shape):
@@ -229,7 +229,7 @@ def _segment_line(sign: str, part: Part, index: int) -> str:
     last = int(segments.ends()[1][index]) - 1
     heads = heads_of_runs(part, dst, nbytes, repeats)
     if heads is not None and heads[1] - heads[0] + 1 == part.dst.extent("head"):
-        heads = None  # all, as everywhere
+        heads = None  # all heads: not shown
     times = "".join(f"{count} x " for count, _ in repeats)
     held = " ".join(
         filter(
@@ -312,7 +312,7 @@ def _layer_change(old: Part, new: Part) -> str:
 
 
 def _table_change(old: Part, new: Part) -> str:
-    """Return the change of a block table, if it is a common mistake; otherwise ""."""
+    """Return the change of token numbers, and of block tables if it is a common mistake."""
     if old.tables is None or new.tables is None:
         return ""
     numbers = [
@@ -387,7 +387,7 @@ def changed_table(name: str, a: NDArray[np.int64], b: NDArray[np.int64]) -> str:
 
 
 def is_equivalent(old: Plan, new: Plan) -> bool:
-    """Return True if both put the same bytes of the same caches into the same places."""
+    """Return True if both put the same bytes into the same places, part by part."""
     return [part.label for part in old.parts] == [part.label for part in new.parts] and all(
         verdict(a, b).startswith(("identical", "equivalent"))
         for a, b in zip(old.parts, new.parts, strict=True)
@@ -418,8 +418,8 @@ def _compare_bytes(old: Part, new: Part) -> list[int]:
 def _compare_runs(old: Segments, new: Segments) -> list[int]:
     """Count bytes as `_compare_bytes` does, for runs.
 
-    Every boundary of a run cuts the runs of both, so that each piece is completely in or out of a
-    run. Pieces are then compared by their source.
+    Every boundary of a run cuts the runs of both, so that no piece is partly inside a run. Pieces
+    are then compared by their source.
     """
     edges = np.unique(
         np.concatenate(

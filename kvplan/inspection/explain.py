@@ -51,8 +51,8 @@ def explain_plan(
 ) -> Iterator[str]:
     """Return a plan as lines of text, with at most `limit` rows of each list (None: all).
 
-    Several parts stand below their labels. Equal parts are shown once. Rows that equal those of an
-    earlier part are not listed again. Arguments are checked before the first line:
+    Several parts stand below their labels. Equal parts are shown once. A tree does not list rows
+    again that equal those of an earlier part. Arguments are checked before the first line:
     LLM_PARAM_INVALID for another format or a limit below 1.
     """
     if limit is not None and check_type("limit", limit, int) < 1:
@@ -216,7 +216,7 @@ def _row_nbytes(part: Part) -> int:
 
 
 def _most_runs(part: Part) -> tuple[int, int] | None:
-    """Return the number of runs of a row and their bytes; None if rows are not cut."""
+    """Return the highest number of runs in a segment, and their size; None: rows are not cut."""
     segments = part.segments
     if not segments.repeats or not len(segments):
         return None
@@ -422,7 +422,7 @@ def _tiny(part: Part) -> Iterator[str]:
 
 
 def _apart(part: Part) -> Iterator[str]:
-    """Report rows without neighbours that are adjacent on both sides."""
+    """Report runs that could be merged; otherwise rows that are each a run alone."""
     tables, segments = part.tables, part.segments
     if segments.repeats or part.split or tables is None or len(segments) < 2:
         return

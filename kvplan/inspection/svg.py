@@ -31,7 +31,7 @@ SPAN: Final = 150
 MAX_ROW: Final = 88  # width of a row, if there is room
 
 MAX_RIBBONS: Final = 512
-"""Maximum bands that are drawn to scale. Of more bands, neighbours are lines of one mark."""
+"""Maximum bands that are drawn to scale; more are drawn as lines, and neighbours share a mark."""
 
 MAX_MARKS: Final = 160
 MAX_LINES: Final = 4096
@@ -185,7 +185,7 @@ class _Axis:
 
 
 class _Drawing:
-    """One picture, from `y` downwards. `draw` sets `y` to its end."""
+    """The picture of one part, from `y` downwards. `draw` sets `y` to its lower end."""
 
     def __init__(self, part: Part, y: float) -> None:
         self.part, self.y = part, y
@@ -317,7 +317,7 @@ class _Drawing:
         self.lines += texts
 
     def _many_lines(self, top: float, bottom: float) -> None:
-        """Draw a line for each band; neighbours in the request share one mark."""
+        """Draw a line for each band, or each `step`-th; neighbours in the request share a mark."""
         size = -(-len(self.bands) // MAX_MARKS)
         edge, middle = top + TRACK, (top + TRACK + bottom) / 2
         width = max(0.5, min(axis.size for axis in self.axes))
@@ -371,7 +371,7 @@ class _Drawing:
 
 
 def _axes(side: Side, other: Side) -> Iterator[tuple[str, bool]]:
-    """Yield each axis of a side as text, and True if the other side lacks it in that place."""
+    """Yield each axis of a side as text, and True if the other side differs in it."""
     if side.layout is None:
         yield from ((f"{length}", False) for length in side.shape)
         return

@@ -16,7 +16,7 @@ from kvplan.planning.texts import fit, nbytes_text, place, plural, shown_rows, s
 Rows = NDArray[np.int64]
 
 _CHUNK = 4096
-"""Number of runs whose texts are in memory."""
+"""Maximum number of runs whose texts are in memory."""
 
 _Cells = tuple[str, ...]
 

@@ -23,7 +23,7 @@ from kvplan.validation import shown
 __all__ = ["Observer", "install", "sums"]
 
 SUMS: Final = "sums"
-"""The name, beside those of libraries, that makes observers record sums of blocks."""
+"""The name in `KVPLAN_OBSERVE` that turns on sums of blocks."""
 
 _Wrap = Callable[[ModuleType, Observer], None]
 _MODULES: Final[dict[str, tuple[tuple[str, ...], _Wrap]]] = {
@@ -51,7 +51,7 @@ def install(
     Args:
         names: "nixl", "mooncake", "hixl".
         folder: the folder for the recording of each agent or engine; empty: the current folder.
-        sums: True to record sums of the blocks of each transfer of NIXL, for `kvplan trace --sums`.
+        sums: True to record sums of transferred blocks in host memory, for `kvplan trace --sums`.
 
     Raises:
         LLMException: LLM_PARAM_INVALID: an unknown name.
@@ -75,7 +75,7 @@ def install(
 def install_from(text: str) -> Observer:
     """Observe the libraries in the value of `KVPLAN_OBSERVE`: `nixl`, or `nixl,mooncake=/folder`.
 
-    The launcher and the plugins of serving engines both call this, so a second call does nothing.
+    The launcher and the plugins of serving engines both call this: a repeated value has no effect.
     """
     listed, _, folder = text.partition("=")
     names = [name.strip() for name in listed.split(",") if name.strip()]
@@ -114,7 +114,7 @@ class _Finder(MetaPathFinder):
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
-                # The loader of an alias is its finder. The module is wrapped under its real name.
+                # `AliasFinder` is its own loader; its modules are wrapped under their real names.
                 loader: Any = spec.loader
                 if loader is not finder and loader is not None:
                     execute = partial(self._execute, loader.exec_module, wrap)

@@ -45,7 +45,7 @@ Rest = tuple[Any, ...] | dict[str, Any]
 
 
 class Agent:
-    """Memory, lists and transfers of one agent or engine. One thread calls the methods.
+    """Memory, lists and transfers of one agent or engine, used by one thread at a time.
 
     The first arguments of a `kvplan.observe.calls.Note` are begin, end and error of the observed
     call.
@@ -63,7 +63,7 @@ class Agent:
         self._inside: dict[Regions, bool] = {}  # True if all ranges are registered
         self._num_caches = 0
         self._logged: set[str] = set()
-        self._num_tensors = 1  # of the last local list; peers' lists have equally many
+        self._num_tensors = 1  # of the last local list; assumed of peers' lists
 
     def register(
         self,
@@ -74,7 +74,7 @@ class Agent:
         names: Sequence[str],
         is_host: bool,
     ) -> None:
-        """Remember registered memory by name."""
+        """Remember registered memory and its names."""
         for (address, nbytes), name in zip(ranges.tolist(), names, strict=True):
             number, self._num_caches = self._num_caches, self._num_caches + 1
             if is_host:
@@ -88,9 +88,9 @@ class Agent:
         self._inside.clear()
 
     def deregister(self, _begin: float, _end: float, _error: str, ranges: Numbers) -> None:
-        """Forget registered memory; a finding if a transfer in flight uses it.
+        """Forget registered memory; warn if a transfer in flight uses it.
 
-        A size of 0 means the registrations that begin at the address.
+        Size 0 stands for all registrations that begin at the address.
         """
         for address, nbytes in ranges.tolist():
             keys = [key for key in self._registered if key == (address, nbytes or key[1])]
@@ -137,7 +137,7 @@ class Agent:
             self._pairs = {key: pair for key, pair in self._pairs.items() if known[0] not in key}
 
     def lose(self, count: int) -> None:
-        """Record that too many calls came and were lost, perhaps with ends of transfers."""
+        """Record that calls were lost; forget all transfers, whose ends may be among them."""
         self._transfers.clear()
         self._in_flight.clear()
         fields: dict[str, object] = {"finding": "calls_lost", "count": count}
@@ -187,7 +187,7 @@ class Agent:
         self, begin: float, end: float, error: str, pulls: bool, peer: int, here: Any, there: Any,
         nbytes: Any, code: int,
     ) -> None:  # fmt: skip
-        """Record a transfer between addresses that one call begins and ends."""
+        """Record a transfer between addresses, which a single call begins and ends."""
         self.begin(begin, end, "", MOVE, pulls, peer, here, there, nbytes, 0)
         state = "DONE" if code == 0 and not error else "ERR"
         self.finish(begin, end, error, [(MOVE, state, f"ret: {code}")])
@@ -247,7 +247,7 @@ class Agent:
             self.check(begin, end, error, handle, state, rest)
 
     def _compare(self, transfer: Observed, other: Observed) -> None:
-        """Compare a transfer that begins with another one that is in flight."""
+        """Compare a newly posted transfer with one that is in flight."""
         if transfer.pulls == other.pulls and (transfer.pulls or transfer.link == other.link):
             if (at := transfer.written.common(other.written)) is not None:
                 text = f"{other}, which is in flight, writes {at:#x} too"
@@ -306,7 +306,7 @@ class Agent:
     def release(
         self, begin: float, end: float, _error: str, handle: int, _state: None, rest: Rest
     ) -> None:
-        """Forget a transfer; a finding if it is in flight."""
+        """Forget a transfer; warn if it is in flight."""
         transfer = self._in_flight.get(handle)
         if transfer is not None:
             text = "it was released before its end was seen: bytes may still arrive"
@@ -316,7 +316,7 @@ class Agent:
         self._transfers.pop(handle, None)
 
     def notify(self, _begin: float, _end: float, _error: str, peer: int, message: bytes) -> None:
-        """Compare a message of the program with the transfers that it may announce."""
+        """Warn if a notification announces a transfer that is still in flight."""
         tag = tag_of(message)
         for transfer in self._in_flight.values():
             if tag and transfer.tag == tag and transfer.link == Peer(peer):
@@ -328,7 +328,7 @@ class Agent:
         self.add_sums(np.stack(transfer.here.ranges(), axis=1), transfer.fields)
 
     def add_sums(self, ranges: Numbers, fields: dict[str, object]) -> None:
-        """Record a sum of each range, if all are in registered memory of the host."""
+        """Record a sum of each range, if all are in registered host memory."""
         host = np.array([*self._host], np.int64).reshape(-1, 2)
         if not len(ranges) or outside(host, Spans.of(*ranges.T)) is not None:
             return
@@ -341,7 +341,7 @@ class Agent:
         )
 
     def _outside_of(self, end: End) -> int | None:
-        """Return an address of a transfer that no registration contains, or None."""
+        """Return the start of a range that no registration contains, or None."""
         if end.table is None:
             return self._outside(end.spans)
         regions = end.table.regions
@@ -351,7 +351,7 @@ class Agent:
         return None if inside else self._outside(end.spans)
 
     def _outside(self, spans: Spans) -> int | None:
-        """Return an address that no registration contains, or None."""
+        """Return the start of a span that no registration contains, or None."""
         return outside(np.array([*self._registered], np.int64).reshape(-1, 2), spans)
 
     def _warn(self, finding: str, transfer: Observed, text: str) -> None:
@@ -380,7 +380,7 @@ def _message(rest: Rest) -> bytes | str:
 
 @lru_cache(maxsize=256)
 def tag_of(message: bytes | str) -> str:
-    """Return the name of the request in a notification, such as vLLM's `cmpl-7:2`."""
+    """Return the request's name in a notification: `cmpl-7` for vLLM's `cmpl-7:2`."""
     text = message if isinstance(message, str) else message.decode("utf-8", "replace")
     head, colon, tail = text.rpartition(":")
     text = head if colon and tail.isdigit() else text

@@ -1,4 +1,4 @@
-"""The queue of observed calls, and wrappers of the methods that each transfer calls.
+"""The queue of observed calls, and wrappers of the methods that are called for each transfer.
 
 The program waits for these wrappers, so they only append to a log; a thread does the rest.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _log = Log("kvplan")
 
 MAX_SEEN: Final = 1 << 16
-"""Maximum number of waiting calls; twice as many for methods that not every transfer calls."""
+"""Maximum number of waiting calls, for a transfer's methods; others have twice the room."""
 
 _MAX_NBYTES: Final = 16 << 20  # bytes of indices that wait for the thread
 _AT_ONCE: Final = 64  # calls that the thread takes before it yields to the program's threads
@@ -39,7 +39,7 @@ class Calls:
     Attributes:
         seen: the calls that wait for the thread.
         tokens: messages that wake the thread: True: new calls; False: end; or an Event to set.
-        thread: the thread that takes calls; None before the first agent.
+        thread: the thread that takes calls; None before the first agent and after `Observer.close`.
         agents: the agents by the id of the observed object.
         failed: True after an error of the observer.
         inline: True to take calls in the thread that made them, before they return.
@@ -58,7 +58,7 @@ class Calls:
 
     def wake(self) -> None:
         """Wake the thread, or take the calls here if `inline`."""
-        if self.thread is None:  # a forked child before its first agent
+        if self.thread is None:  # before the first agent of this process, or after `Observer.close`
             self.seen.clear()
         elif self.inline:
             self.take()
@@ -126,7 +126,7 @@ def by_handle(
 
     Args:
         original: the method.
-        calls: where calls are noted.
+        calls: the calls to which new ones are added.
         note: see `Note`.
         quiet: calls with this result are not noted.
         begins: True to note the time before the call as well.

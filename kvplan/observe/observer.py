@@ -60,8 +60,8 @@ class Observer:
         Args:
             owner: the class.
             name: the method; nothing happens if the class lacks it.
-            pick: called at the end of each call. The program must not change its results later.
-            note: the note that the thread calls; None: only `pick` is called.
+            pick: called at the end of each call; copies values that the program may change later.
+            note: called later by the thread; None: only `pick` is called.
             errors: True to also note calls that raised.
         """
         if (original := self._original(owner, name)) is None:
@@ -88,7 +88,7 @@ class Observer:
     def wrap_each(
         self, owner: type, name: str, note: Note, quiet: str = "", *, begins: bool = False
     ) -> None:
-        """Wrap a method that takes a transfer's handle; see `by_handle`."""
+        """Wrap a method whose first parameter is `handle`; see `by_handle`."""
         if (original := self._original(owner, name)) is not None and takes(original, "handle"):
             observed = by_handle(original, self.calls, note, quiet, begins=begins)
             setattr(owner, name, observed)
@@ -103,7 +103,7 @@ class Observer:
             setattr(owner, name, by_indices(original, self.calls, note))
 
     def _original(self, owner: type, name: str) -> Callable[..., Any] | None:
-        """Return a method, or None if it is wrapped already: a module may have several names."""
+        """Return a method; None: missing, or wrapped already, by another name of the module."""
         found: Callable[..., Any] | None = getattr(owner, name, None)
         if found is None or (owner, name) in self._wrapped:
             return None
@@ -133,7 +133,7 @@ class Observer:
         """Begin the recording of an agent or engine.
 
         Raises:
-            TypeError, LLMException: the file or a thread cannot be made.
+            OSError, LLMException: the file or a thread cannot be made.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         clean = "".join(letter if letter.isalnum() else "-" for letter in name)[:40]
@@ -143,7 +143,7 @@ class Observer:
             "observe", LLMStatusCode.LLM_SUCCESS, 0.0, "", {"name": name, "library": library}
         )
         calls = self.calls
-        if id(owner) in calls.agents:  # an earlier owner had this id
+        if id(owner) in calls.agents:  # begun before, or by an earlier owner with this id
             calls.take()
         with self._mutex:
             before = calls.agents.get(id(owner))

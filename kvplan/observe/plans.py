@@ -67,14 +67,14 @@ class Regions:
         return Regions(self.addresses, self.nbytes, self.group, tensor, row, (cut,))
 
     def total(self, indices: bytes) -> int:
-        """Return the number of bytes of these ranges."""
+        """Return the number of bytes of the ranges at these indices."""
         return int(self.nbytes[_numbers(indices)].sum())
 
     def num_layers(self, indices: Numbers) -> int:
-        """Infer the number of tensors in a list without visible borders from a transfer's indices.
+        """Infer from a transfer's indices how many tensors a list without visible borders has.
 
         The indices show tensors if they name the same rows in each of several equal pieces of the
-        list. The highest such number counts, because two layers together are also such a piece.
+        list. The highest number of pieces counts, because two layers together also form a piece.
         At least two rows are needed, so that a coincidence is rare.
         """
         (side,), pieces = self.sides, math.gcd(side_count := len(self.addresses), len(indices))

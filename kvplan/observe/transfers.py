@@ -52,7 +52,7 @@ class Spans(NamedTuple):
 
 
 def outside(ranges: Numbers, spans: Spans) -> int | None:
-    """Return an address of `spans` that no range (address, nbytes) contains, or None."""
+    """Return the start of a span that no single range (address, nbytes) contains, or None."""
     if not len(ranges):
         return int(spans.starts[0]) if len(spans.starts) else None
     ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
@@ -75,7 +75,7 @@ class Table(NamedTuple):
 def tables_of(
     ours: Regions, here: bytes, theirs: Regions, there: bytes
 ) -> tuple[Table, Table] | tuple[None, None]:
-    """Return the tables of both ends of a transfer, if all of its rows are whole."""
+    """Return the tables of both ends of a transfer; (None, None) if its rows form no table."""
     if ours.whole and theirs.whole and ours.sides[0].stride == theirs.sides[0].stride:
         mine, other = ours.sides[0], theirs.sides[0]
         found = table_pair(
@@ -110,7 +110,7 @@ class End:
 
     @property
     def spans(self) -> Spans:
-        """The ranges."""
+        """The ranges, in the order of memory."""
         if self._spans is None:
             self._spans = Spans.of(*self.ranges())
         return self._spans
@@ -123,7 +123,7 @@ class End:
         return self.spans.twice()
 
     def common(self, other: End) -> int | None:
-        """Return an address that a descriptor of each side contains, or None."""
+        """Return an address in the descriptors of both ends, or None."""
         ours, theirs = self.table, other.table
         if ours is not None and theirs is not None and ours.regions is theirs.regions and (
             ours.regions.apart and self._row_set(ours).isdisjoint(other._row_set(theirs))
@@ -146,7 +146,7 @@ class Observed:
         pulls: True if the transfer reads.
         here, there: the bytes of this process and of the peer.
         nbytes: size of the transfer.
-        make_plan: makes the plan; None if two descriptors write the same bytes.
+        make_plan: makes the plan; None: see `plan`.
         in_flight: True from its posting until its end is seen.
         deregistered: True if its memory was deregistered in flight.
         uneven: see `kvplan.observe.plans.uneven`.
@@ -174,7 +174,7 @@ class Observed:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan; None: the transfer writes a byte twice, which a plan cannot do."""
+        """The plan; None: the transfer writes a byte twice, or uses unregistered memory."""
         return None if self.make_plan is None else self.make_plan()
 
     @property

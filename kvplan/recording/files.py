@@ -1,4 +1,4 @@
-"""The files of a recording: one is being written; full ones are renamed to older files."""
+"""The files of a recording: rows go to the newest; a full file is renamed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LEAST_BYTES: Final = 64 << 10
 class RotatingFile:
     """The files `path` (being written), `path.1` (the one before) and so on.
 
-    An existing recording at `path` becomes `path.1`. A lock on the file tells other recorders that
-    it is in use.
+    An existing recording at `path` becomes `path.1`; with `files=1` it is removed. A lock on the
+    file tells other recorders that it is in use.
 
     Args:
         path: the file to write.
         head: returns the first rows of a file, given its number, from 0.
-        max_bytes: size at which a new file begins. A larger row is still written.
+        max_bytes: maximum size of a file; a larger row is still written.
         files: number of the newest files to keep.
     """
 
@@ -56,7 +56,7 @@ class RotatingFile:
 
     @property
     def closed(self) -> bool:
-        """True if the file is closed."""
+        """True after `close`, a failed write, or in a forked child."""
         return self._fd < 0
 
     def write(self, rows: Sequence[bytes], *, compress: bool) -> None:
@@ -80,12 +80,12 @@ class RotatingFile:
         """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            with suppress(OSError):  # a forked child may share the file
+            with suppress(OSError):  # unlock even if a forked child keeps the file open
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def leave_to_parent(self) -> None:
-        """Close in a forked child, and leave the lock to the parent, which shares it."""
+        """Close the file in a forked child; the parent keeps the lock."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -96,14 +96,14 @@ class RotatingFile:
             while written < len(data):
                 written += os.write(self._fd, view[written:])
         except OSError:
-            # Readers also ignore a partial row.
+            # For tidiness: readers ignore a partial row.
             os.ftruncate(self._fd, self._nbytes)
             self.close()
             raise
         self._nbytes += written
 
     def _check_free(self) -> None:
-        """Rename an existing recording; refuse other files and those of another recorder."""
+        """Rename an existing recording; refuse a file that is not one, or is in use."""
         path, *older = self._names()
         for old in older:  # to be renamed; the oldest will be removed
             if (fd := _opened(old)) >= 0:
@@ -147,7 +147,7 @@ class RotatingFile:
 
 
 def _opened(path: Path) -> int:
-    """Return a descriptor of a recording, or an empty file; -1: it does not exist."""
+    """Open a recording or an empty file; return -1 if the path does not exist."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -165,7 +165,7 @@ def _opened(path: Path) -> int:
 
 
 def _lock(fd: int) -> bool:
-    """Return True if this process is the only writer of the file."""
+    """Lock a file; return False if another recorder has locked it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -4,7 +4,7 @@ A file begins with `MAGIC`. Rows follow: four bytes with the length (little-endi
 means that zlib has compressed the row), and an array whose first element is the kind of the row.
 The first row of a file is a `Header`. A file may end in the middle of a row.
 
-The sides and options that plans of many transfers share are a `TemplateRow`. Each transfer then has
+A `TemplateRow` has the sides and options that plans of many transfers share. Each transfer adds its
 block tables, and segments if the tables do not determine them.
 """
 
@@ -37,7 +37,7 @@ MAX_ROW: Final = 256 << 20
 """Maximum bytes of a decoded row."""
 
 MAX_RATIO: Final = 32
-"""Bytes of rows for each byte of a file. The writer reaches 15; zlib could reach 1000."""
+"""Maximum bytes of rows for each byte of a file. The writer reaches 15; zlib could reach 1000."""
 
 SPARE_ROOM: Final = 1 << 20
 """Bytes of rows that a file may have beyond `MAX_RATIO`: short rows may compress better."""
@@ -70,19 +70,19 @@ class Header(msgspec.Struct, frozen=True, array_like=True, tag=HEADER):
 
 
 class TemplateRow(msgspec.Struct, frozen=True, array_like=True, tag=TEMPLATE):
-    """The content of a part except block tables and segments; transfers refer to its number."""
+    """A part without its block tables and segments; rows of transfers refer to it by `number`."""
 
     number: int
     # As in `Plan.to_dict`, with the version of its schema, without segments, num_slices, tables.
     plan: dict[str, Any]
-    ways: tuple[str, str]  # of src and dst, which `plan` does not have
+    ways: tuple[str, str]  # of src and dst; `plan` has none
     cache_ids: tuple[int, int]
 
 
 class SegmentsRow(msgspec.Struct, frozen=True, array_like=True):
     """Segments and other values that the block tables do not determine.
 
-    Columns are little-endian, 8 bytes an entry. A single segment has numbers instead.
+    Columns are little-endian, 8 bytes an entry. A single segment may have numbers instead.
     """
 
     num_slices: int
@@ -97,19 +97,19 @@ class SegmentsRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartRow(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a plan: what its template does not determine."""
+    """A part of a plan, without the values that its template has."""
 
-    name: str  # with `source`: which part of its plan
+    name: str  # with `source`, identifies the part in its plan
     source: int | None
     template: int
     src: bytes  # block tables, little-endian, 8 bytes each
     dst: bytes
-    # None: whole rows move, row i of `src` to row i of `dst`; a slot is cut into rows of dst.
+    # None: row i of `src` moves to row i of `dst` (B2B), or a slot is cut into rows of dst (C2B).
     segments: SegmentsRow | None
 
 
 class TransferRow(msgspec.Struct, frozen=True, array_like=True, tag=TRANSFER):
-    """A transfer that has ended. Times are on the clock of the rows, in seconds."""
+    """A transfer or notification that has ended. Times are on the clock of the rows, in seconds."""
 
     started: float
     seconds: float
@@ -140,7 +140,7 @@ class EventRow(msgspec.Struct, frozen=True, array_like=True, tag=EVENT):
 
 
 class DroppedRow(msgspec.Struct, frozen=True, array_like=True, tag=DROPPED):
-    """A gap: this number of rows came faster than they could be written."""
+    """A gap: `count` rows came faster than they could be written, and are lost."""
 
     at: float
     count: int
@@ -231,7 +231,7 @@ def segments_of(part: Part) -> tuple[object, ...]:
 def plan_of(templates: dict[int, TemplateRow], rows: Iterable[PartRow]) -> Plan | None:
     """Return the plan of a transfer, or None if it had none.
 
-    LLM_PARAM_INVALID: the rows are not a plan. KeyError: a template is missing.
+    KeyError: a template is missing. Damaged rows raise LLMException or errors such as IndexError.
     """
     parts = [_part(templates[row.template], row) for row in rows]
     return Plan(parts) if parts else None
@@ -306,7 +306,7 @@ def _by_rows(document: dict[str, Any], row: PartRow) -> list[NDArray[np.uint64]]
 
 
 def rows_of(table: bytes) -> NDArray[np.int64]:
-    """Return a block table as it was recorded."""
+    """Return the rows of a recorded block table."""
     _check(table)
     return np.frombuffer(table, "<i8").astype(np.int64)
 

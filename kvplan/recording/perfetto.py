@@ -20,8 +20,8 @@ _EVENTS: Final = 1  # the track of links, leases and caches
 def trace_of(recordings: Sequence[tuple[Recording, Sequence[AnyRecord]]]) -> dict[str, Any]:
     """Return the trace of the given records of each recording.
 
-    A track shows one peer and operation; transfers that overlap get tracks beside it. Arrows lead
-    from a transfer to the next with its tag, even in another recording. A lease is a span.
+    A track shows one peer and operation; overlapping transfers get further tracks. Arrows lead
+    from a transfer to the next one with the same tag, even in another recording. A lease is a span.
     """
     records = [record for _, chosen in recordings for record in chosen]
     origin = min((record.time for record in records), default=0.0)
@@ -48,7 +48,7 @@ def trace_of(recordings: Sequence[tuple[Recording, Sequence[AnyRecord]]]) -> dic
 
 
 def _pids(recordings: Sequence[Recording]) -> list[int]:
-    """Return the pids of the processes, or numbers if two are equal."""
+    """Return the pids of the processes, or 1, 2, ... if two are equal."""
     pids = [recording.header.pid for recording in recordings]
     return pids if len(set(pids)) == len(pids) else [*range(1, len(pids) + 1)]
 
@@ -125,7 +125,7 @@ def _others(records: Iterable[AnyRecord], pid: int, origin: float) -> Iterator[d
                 if begins:
                     open_leases.add(lease)
                 elif lease not in open_leases:
-                    continue  # made before the recording
+                    continue  # its begin is not among the records
                 tag = record.fields.get("tag")
                 yield base | {
                     "name": f"lease {lease}{f' of {tag}' if tag else ''}",
@@ -151,7 +151,7 @@ def _event_name(event: Event) -> str:
 
 
 def _flows(slices: list[tuple[TransferRecord, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yield arrows between the transfers of one request."""
+    """Yield arrows from each transfer to the next one of its request."""
     last: dict[str, dict[str, Any]] = {}
     number = 0
     for transfer, event in sorted(

@@ -48,7 +48,7 @@ def read(path: str | os.PathLike[str]) -> Recording:
 
 
 def _files_of(path: Path, opened: ExitStack) -> dict[int, tuple[Header, int]]:
-    """Return header and descriptor of each file of the recording at `path`, by its number."""
+    """Return header and descriptor of each file of the recording at `path`, by file number."""
     found: dict[int, tuple[Header, int]] = {}
     recording = ""
     # From newest to oldest: a file that the writer renames is then seen twice, not missed.
@@ -150,7 +150,7 @@ class _Reading:
 
 
 def _finite(value: Field) -> Field:
-    """Return a value, or its text if JSON has no number for it."""
+    """Return a value; NaN and infinities, which JSON lacks, as text."""
     return value if not isinstance(value, float) or isfinite(value) else str(value)
 
 

@@ -39,7 +39,7 @@ PUSHES: Final = "push"
 
 @dataclass(frozen=True)
 class TransferRecord:
-    """A transfer that has ended, successfully or not.
+    """A transfer or a notification that has ended, successfully or not.
 
     Attributes:
         number: position among the rows of the recording as read, from 0.
@@ -47,8 +47,8 @@ class TransferRecord:
         seconds: the duration.
         operation: the call, such as "pull_blocks".
         cluster_id: the recorded engine.
-        peer: the peer's cluster id; None: inside the process.
-        cache_id: the cache of this process, the source if both are; -1: no cache was found.
+        peer: the peer's cluster id; None: inside the process, or no link was found.
+        cache_id: cache of the recorded engine, for a copy the source; -1: no cache was found.
         tag: the caller's tag.
         leases: ids of the peer's leases that were used.
         status: the outcome.
@@ -79,13 +79,13 @@ class TransferRecord:
 
     @property
     def verb(self) -> str:
-        """The direction: pull, push, copy or swap; gathers pull."""
+        """The direction: pull (also of gathers), push, copy or swap; notify: no bytes move."""
         verb = self.operation.partition("_")[0]
         return "pull" if verb == "gather" else verb
 
     @cached_property
     def plan(self) -> Plan | None:
-        """A plan equal to the executed one; None: the transfer failed before planning.
+        """A plan equal to the executed one; None: a notification, or no plan was made.
 
         Raises:
             LLMException: LLM_PARAM_INVALID: the recording is damaged.
@@ -105,7 +105,7 @@ class TransferRecord:
         return sum(len(part.dst) // 8 for part in self.parts)
 
     def may_write(self, cache: int, row: int) -> bool:
-        """Return True if the transfer may have written this row of this cache; needs no plan.
+        """Return True if the transfer may have written this row; does not make `plan`.
 
         Args:
             cache: id of the cache in the engine of the destination.
@@ -136,7 +136,7 @@ class Write:
         source: the cluster that the bytes came from; None: this process.
         src_cache: the id of the source cache in that cluster; -1: unknown.
         src_rows: the source blocks (or slot), in the order of the destination's bytes.
-        partial: True if only a part of the block was written, over all tensors of the cache.
+        partial: True if the transfer writes only some bytes of the block, over all tensors.
     """
 
     transfer: TransferRecord
@@ -213,8 +213,8 @@ class Recording:
     Attributes:
         path: the file.
         header: the header of the oldest file that exists.
-        rows: all rows in the order in which they were written, at the end of each transfer.
-        complete: True if the recording was closed; False if it was cut off or is still open.
+        rows: all records, in the order in which the operations ended.
+        complete: True if the recording was closed; False: it was cut off or is still open.
     """
 
     def __init__(self, path: Path, header: Header, rows: list[AnyRecord], complete: bool) -> None:
@@ -269,7 +269,7 @@ def select(
         tag: tag of the transfer or the lease; a tag that ends in `*` is a prefix.
         cluster: cluster id of the peer.
         operation: name such as "pull_blocks", or verb such as "pull".
-        since, until: limits of the beginning, in seconds since the epoch.
+        since, until: limits for `time`, in seconds since the epoch.
         failed: True to yield only failures.
     """
     for record in records:
@@ -294,10 +294,10 @@ def select(
 def who_wrote(
     recording: Recording, cache: int, block: int, others: Sequence[Recording] = ()
 ) -> list[Write]:
-    """Return every transfer that wrote a block of a cache of the recorded engine, oldest first.
+    """Return the transfers that wrote a block of a cache of the recorded engine, by end time.
 
-    Failed transfers are included, because they may have written a part of the block. Pushes of
-    peers are in the recordings of these peers.
+    Failed transfers are included, because they may have written a part of the block. Pushes into
+    the cache are recorded by the peers that run them: give their recordings as `others`.
 
     Args:
         recording: recording of the engine that owns the cache.
@@ -327,7 +327,7 @@ def who_wrote(
 
 
 def rows_written(part: Part, block: int) -> tuple[tuple[int, ...], bool] | None:
-    """Return the source rows that a row gets, and True if it gets only a part; None: nothing."""
+    """Return the source rows of a block, and True if only a part is written; None: nothing is."""
     runs = part.segments.expanded()
     src, dst, nbytes = (
         column.astype(np.int64) for column in (runs.src_offsets, runs.dst_offsets, runs.nbytes)

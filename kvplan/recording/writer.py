@@ -45,8 +45,8 @@ from kvplan.system.logs import Log
 MAX_QUEUED: Final = 32 << 20  # bytes of rows that wait to be written
 _INTERVAL_S: Final = 0.05  # rows of this interval are written together
 _CLOSING_S: Final = 10.0  # limit for a disk that does not answer
-_MAX_KNOWN: Final = 4096  # pairs of sides found by their identity
-_FEW_TEMPLATES: Final = 64  # fewer need no count of their bytes
+_MAX_KNOWN: Final = 4096  # cached numbers of templates
+_FEW_TEMPLATES: Final = 64  # up to this number, their bytes are not counted
 
 _SUCCESS: Final = LLMStatusCode.LLM_SUCCESS
 
@@ -78,7 +78,7 @@ class Ended(Protocol):
 
     @property
     def plan(self) -> Plan | None:
-        """The executed plan; None: the operation failed before planning."""
+        """The executed plan; None: no plan was made."""
 
     @property
     def cache_id(self) -> int:
@@ -86,7 +86,7 @@ class Ended(Protocol):
 
     @property
     def link(self) -> Linked | None:
-        """The link to the peer; None: inside the process."""
+        """The link to the peer; None: inside the process, or no link was found."""
 
     @property
     def leases(self) -> tuple[BlockLease, ...]:
@@ -97,8 +97,8 @@ class Recorder:
     """The recorder of one engine: it writes to a file, or to several that rotate, until `close`.
 
     The calling thread encodes a record, in a few microseconds; another thread writes it. If more
-    than `max_queued` bytes wait, rows are dropped, and the file has the number of dropped rows.
-    If the file cannot be written, the recording ends with one warning.
+    than `max_queued` bytes wait, rows are dropped, and the file says how many.
+    An error ends the recording with one warning.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Recorder:
 
         self._file = RotatingFile(path, head, max_bytes=max_bytes, files=files)
         # For the thread: True for new rows, False for the end, an Event to set after writing.
-        # Safe in signal handlers, where `Event.set` is not.
+        # `SimpleQueue.put` is safe in signal handlers, and `Event.set` is not.
         self._tokens: SimpleQueue[bool | threading.Event] = SimpleQueue()
         try:
             self._thread = start_thread(f"kvplan-recorder-{cluster_id}", self._write_all)
@@ -152,7 +152,7 @@ class Recorder:
 
     @property
     def ended(self) -> bool:
-        """True if recording has ended: by `close`, or because the file could not be written."""
+        """True if recording has ended: by `close`, after an error, or in a forked child."""
         return self._ended
 
     @property
@@ -188,14 +188,14 @@ class Recorder:
         nbytes: int,
         part: Callable[[], Part],
     ) -> None:
-        """Record a transfer that was too small for an operation and a plan.
+        """Record a transfer whose plan was not made.
 
         Args:
             head: the fields of a `TransferRow` before its parts.
-            pair: the fields that all parts of the pair of caches share, as in `RowPair.cuts`.
+            pair: the fields that all parts of this pair of caches share, as in `RowPair.cuts`.
             rows: source and destination rows; bytes hold int64.
-            nbytes: size of each tensor in bytes.
-            part: makes the part, if the other arguments do not determine it.
+            nbytes: bytes copied from one tensor to its pair; only C2C needs them.
+            part: makes the part, for a new pair or one that is not copied as bytes.
         """
         if self._ended:
             return
@@ -228,7 +228,7 @@ class Recorder:
             self._fail(raised)
 
     def flush(self) -> None:
-        """Write everything recorded so far."""
+        """Write everything recorded so far; return when it is written."""
         if self._pid != os.getpid():
             return
         # The thread writes: a signal handler may call this during a write.
@@ -273,7 +273,7 @@ class Recorder:
         src, dst = part.src, part.dst
         key: object = vars(part).get("common")  # equal for all requests of a pair of caches
         if key is None:
-            # Both ranges have the same length.
+            # Without `written.stop`: both ranges have the same length.
             read, written = part.src_tensors, part.dst_tensors
             key = (
                 id(src), id(dst), part.operation, read.start, read.stop, written.start, part.split,
@@ -305,7 +305,7 @@ class Recorder:
                 self._rows.append(row)
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            # Keeps both sides alive, so that their ids stay unique.
+            # The entry keeps both sides alive, so that their ids stay unique.
             self._known[key] = number, src, dst
         return number
 
@@ -354,7 +354,7 @@ class Recorder:
             if self._ended:
                 return
             self._ended = True
-        self._tokens.put(False)  # the thread tries to write the queue
+        self._tokens.put(False)  # the thread writes the queue if it can
         _log.warning("recording to %s has ended: %s; transfers go on", self._file.path, error)
 
     def _forget(self) -> None:
@@ -363,7 +363,7 @@ class Recorder:
             nbytes = sum(map(len, self._numbers)) if len(self._numbers) > _FEW_TEMPLATES else 0
             if nbytes > self._file.max_bytes // 8 and not self._rows:
                 self._known.clear()
-                # A thread may be about to append a row that names one of these.
+                # A thread may be about to append a row that names one of the old templates.
                 self._previous, self._numbers = self._numbers, {}
 
     def _forked(self) -> None:

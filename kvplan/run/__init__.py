@@ -1,1 +1,1 @@
-"""The launcher `python -m kvplan.run`; only code that starts programs may enter."""
+"""The launcher `python -m kvplan.run`; only code that starts programs belongs here."""

@@ -1,4 +1,4 @@
-"""Environment variables that make kvplan act as `nixl` or `mooncake.engine`, or observe them.
+"""Environment variables that make kvplan act as `nixl` or `mooncake.engine`, or observe libraries.
 
 The launcher sets them for `--as` and `--observe`. Operators of vLLM and SGLang can set them too:
 both load this module as a plugin. The search path of modules does not change.
@@ -33,7 +33,7 @@ _logger = logging.getLogger("kvplan")
 
 
 def asked(text: str) -> dict[str, str]:
-    """Return the modules that the value of the variable names."""
+    """Return alias and module for each interface in `text`, a value of `KVPLAN_AS`."""
     names = [name for part in text.split(",") if (name := part.strip())]
     if unknown := [name for name in names if name not in INTERFACES]:
         raise ValueError(f"{AS}={text!r}: {unknown[0]!r} must be one of {sorted(INTERFACES)}")

@@ -79,7 +79,7 @@ def _limit_of_version_2(cgroup: Path, swap: int) -> float:
 
 
 def _number_in(path: Path) -> float:
-    """Return the number in a file of a cgroup; infinity for "max" or a missing file."""
+    """Return the number in a file of the system; infinity for "max" or a missing file."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -155,7 +155,7 @@ def _fewest_pids() -> Iterator[str]:
 
 
 def check_process(pid: int, what: str) -> None:
-    """Raise LLMException (LLM_FAILED) in a forked child of process `pid`, the owner of `what`."""
+    """Raise LLMException (LLM_FAILED) unless this is process `pid`, the owner of `what`."""
     if (here := os.getpid()) != pid:
         raise LLMException(
             f"{what} belongs to process {pid}, and this is its forked child {here}; make another "

@@ -14,8 +14,8 @@ _INTERVAL_S: Final = 1.0  # between two lines of one kind
 class Log(logging.LoggerAdapter[logging.Logger]):
     """A logger of the standard library that reports exceptions of handlers on standard error.
 
-    Handlers of the standard library do that themselves; others raise. Callers must not fail here:
-    they must return an outcome, or are threads on which others depend.
+    Handlers of the standard library do that themselves; other handlers may raise. Callers must not
+    fail here: they must return an outcome, or are threads on which others depend.
     """
 
     def __init__(self, name: str) -> None:

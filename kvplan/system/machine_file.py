@@ -19,7 +19,7 @@ _CPUINFO_NBYTES: Final = 8192
 
 
 def cache_path(name: str) -> Path:
-    """Return the path of a file in XDG_CACHE_HOME, or ~/.cache."""
+    """Return the path of a file in kvplan's folder of XDG_CACHE_HOME, or of ~/.cache."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     if Path(given).is_absolute():
         return Path(given, "kvplan", name)

@@ -17,7 +17,7 @@ _UCRED: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 class StateFile(NamedTuple):
-    """The path of a state file, and the reason why it is not below the home; empty: it is."""
+    """The path of a state file; the reason if it is in the runtime directory, otherwise empty."""
 
     path: Path
     why_not_home: str
@@ -66,7 +66,7 @@ def check_above(directory: Path, name: str) -> None:
 
 
 def runtime_directory() -> Path:
-    """Return the directory of this user's sockets: in XDG_RUNTIME_DIR, or /tmp/kvplan-<uid>."""
+    """Return the directory of this user's sockets: XDG_RUNTIME_DIR/kvplan, or /tmp/kvplan-<uid>."""
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "kvplan"
     return Path("/tmp") / f"kvplan-{os.geteuid()}"
@@ -77,7 +77,7 @@ def state_file(name: str) -> StateFile:
 
     It is in XDG_STATE_HOME, the home, or the runtime directory.
     Many containers have no writable home. A program that runs as root with another user's home must
-    not make files there that this user cannot read.
+    not make files there that the owner of the home cannot read.
     """
     given, home = os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~")  # noqa: PTH111
     base = Path(given) if Path(given).is_absolute() else Path(home) / ".local" / "state"

@@ -48,7 +48,7 @@ def check_host(form: TensorForm, why: str = "") -> None:
 
 
 def check_present(form: TensorForm) -> None:
-    """Refuse a tensor that has no bytes: LLM_PARAM_INVALID."""
+    """Refuse a tensor that has no bytes or no memory: LLM_PARAM_INVALID."""
     if form.nbytes == 0:
         raise invalid(f"{form.name} of shape {form.shape} is empty")
     if form.address == 0:  # torch's tensors on "meta", and fake ones
@@ -56,7 +56,7 @@ def check_present(form: TensorForm) -> None:
 
 
 def check_described(form: TensorForm, desc: CacheDesc) -> None:
-    """Refuse a tensor whose form contradicts `desc`; its place is not compared.
+    """Refuse a tensor whose form contradicts `desc`; its device is not compared.
 
     Flat bytes need only have the right size. Dimensions of length 1 are ignored.
     """
@@ -150,7 +150,7 @@ def describe(
 
 
 def _rows_of(form: TensorForm, shape: tuple[int, ...], axis: int) -> int:
-    """Return the dimension of a tensor that is axis `axis` of its shape in memory; -1: length 1.
+    """Return the dimension of a tensor that is axis `axis` of `shape` in memory; -1: length 1.
 
     The shapes may differ in dimensions of length 1.
     """

@@ -115,7 +115,7 @@ class TensorForm:
 
     @cached_property
     def data_type(self) -> DataType | None:
-        """The type of the elements; None if the name is unknown."""
+        """The type of the elements; None: unknown by this name and width."""
         found = _TYPES.get(self.dtype_name)
         return found if found is not None and found.bits == self.bits else None
 
@@ -137,9 +137,9 @@ class TensorForm:
         return tuple(self.shape[dim] for dim in self.order)
 
     def gap(self, rows: int) -> tuple[int, int] | None:
-        """Return the innermost dimension with gaps, and its stride if there were no gaps.
+        """Return the innermost dimension with gaps or overlaps, and its stride without them.
 
-        Gaps between the elements of dimension `rows` are allowed. None: no gap.
+        Gaps between the elements of dimension `rows` are allowed. None: neither is found.
         """
         dense = 1
         for dim in reversed(self.order):
@@ -166,11 +166,11 @@ class TensorForm:
 
     @property
     def is_raw(self) -> bool:
-        """True if the tensor is flat bytes of unknown content."""
+        """True if the tensor is flat, of bytes or untyped elements."""
         return len(self.shape) == 1 and (self.dtype_name in _BYTES or self._is_untyped)
 
     def may_be(self, data_type: DataType) -> bool:
-        """Return True if the elements can be of a type: by name, or by width if NumPy lacks it."""
+        """Return True if elements can be of a type: by name, as NumPy's stand-in, or untyped."""
         if self.data_type is data_type:
             return True
         if data_type.bits % 8:
@@ -324,7 +324,7 @@ _CUDA_ARRAY_VERSIONS = (2, 3)
 def _of_cuda_array(name: str, given: Any) -> TensorForm:
     """Read the form of an array without DLPack, such as numba's, by the CUDA array interface.
 
-    Its `stream` is ignored: only readers of its bytes have to wait for the work there.
+    Its `stream` is ignored: only code that reads the array's bytes must wait for that stream.
     """
     try:
         interface = dict(given.__cuda_array_interface__)

@@ -1,7 +1,7 @@
 """States of recurrent layers (Mamba, linear attention) on the ranks of tensor parallelism.
 
 A rank has the state of its heads. A convolution state has columns of several projections, such as
-x, B and C of Mamba2. Ranks divide each projection by its own heads, so each projection is a cache:
+x, B and C of Mamba2. Projections may differ in their number of heads, so each one is a cache:
 views of the engine's tensors, with the heads as an axis of the layout.
 """
 

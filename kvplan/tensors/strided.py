@@ -47,7 +47,7 @@ def strided_caches(
         TypeError: rows that are not integers.
         ValueError: a number outside its C type.
         LLMException: LLM_PARAM_INVALID: rows that do not have 5 numbers, an address, length or
-            count of 0, a stride below the length, or an end beyond 2**63.
+            count below 1, a device below 0, overlapping pieces, or an end beyond 2**63.
     """
     rows = _checked(descriptors)
     kinds, kind_of = np.unique(rows[:, 1:], axis=0, return_inverse=True)
@@ -79,7 +79,7 @@ def strided_ranges(descriptors: ArrayLike) -> tuple[_Numbers, _Numbers, _Numbers
 def pieces_of(rows: _Numbers) -> _Numbers:
     """Return a row (address, length, device) for each piece; rows of 3 numbers already are pieces.
 
-    The caller has checked rows of 5 numbers, with stride and count.
+    Rows of 5 numbers, with stride and count, are not checked.
     """
     if rows.shape[1] == 3:
         return rows

@@ -98,12 +98,12 @@ class BlockTables:
         Args:
             num_blocks: number of blocks in the pool, or the cache.
             lengths: one length: the result is its table, a list; several: a tuple of tables.
-            fragmentation: 0: each table is one run if there is room; 1: only by chance are two
-                blocks adjacent; in between, some runs descend.
+            fragmentation: 0: a table is a run from a random block until a block is not free; 1: two
+                blocks are adjacent only by chance; in between, some runs descend.
             reserved: blocks that are never used (vLLM's null block: `[0]`).
 
         Raises:
-            LLMException: LLM_PARAM_INVALID: no length, or more blocks than the pool has.
+            LLMException: LLM_PARAM_INVALID: no length, too many blocks, or a wrong `fragmentation`.
         """
         total = num_blocks.batch_size if isinstance(num_blocks, CacheDesc) else num_blocks
         check_width("num_blocks", total, 1, 2**32)
@@ -144,8 +144,8 @@ class Executed:
     """The arrays after the execution of a plan.
 
     Attributes:
-        src, dst: the tensors of each side, in the shape of the cache. Elements are unsigned
-            integers as wide as the data type, so that contents can be compared exactly.
+        src, dst: the given tensors, or new ones in the shape of the cache: unsigned integers as
+            wide as the data type (or bytes), so that contents can be compared exactly.
         parts: the arrays of each part of the plan, by its label.
     """
 
@@ -166,8 +166,8 @@ def run_reference(
     Args:
         plan: the plan.
         src: one array for each tensor; None: random elements, none of them 0.
-        dst: the same; None: zeros, so that every other value was written. A copy inside one cache
-            uses the arrays of `src`.
+        dst: the same; None: zeros, so that every other value was written. For a copy inside one
+            cache, give the arrays of `src`.
         seed: seed of the random elements.
 
     Raises:

@@ -84,10 +84,10 @@ class Budget:
 
 
 MAX_NAME = 200
-"""Maximum bytes of a file's name; file systems have room for 255."""
+"""Maximum bytes of a file's name before checksum and suffix; file systems allow 255 in all."""
 
 NUMBERS_A_LINE = 10
-"""Numbers of a column or a block table in one line of a file."""
+"""Maximum numbers of a column or a block table in one line of a file."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""Installs kvplan's `llm_datadist` when a program first imports it, and costs little before.
+"""Installs kvplan's modules and observers when a program first imports one of their names.
 
-Every Python process runs this module at its start, so it uses little of the standard library. A
-Python older than 3.7 prints an error and continues.
+Every Python process under the launcher runs this module at its start, so it uses little of the
+standard library. A Python older than 3.7 prints an error and continues.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Hook:
 
 
 def observe(what: str) -> None:
-    """Observe libraries that the program is about to import; `what` is the variable's value."""
+    """Observe libraries that the program is about to import; `what` is the value of `OBSERVE`."""
     if not what:
         return
     find_kvplan()
