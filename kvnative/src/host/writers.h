@@ -91,8 +91,8 @@ typedef struct kvn_announcement {
 kvn_guard *kvn_guard_create(kvn_writer *writer, const kvn_word *words, uint64_t count);
 void kvn_guard_destroy(kvn_guard *guard); /* no effect on NULL */
 
-/* Announces a piece. Fails, with `fault` filled in and without an announcement, if the owner has released a
- * registration or closed the gate. `by_process`: the piece is written by process_vm_writev. A NULL guard succeeds. */
+/* Announces a piece, which is written by process_vm_writev if `by_process`. Fails, with `fault` filled in, if the owner
+ * has released a registration or closed the gate, or if no place is free for a second. A NULL guard succeeds. */
 int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
                     kvn_announcement *out, kvn_fault *fault);
 /* Like kvn_guard_enter for mapped memory, but returns KVN_PENDING instead of waiting for a place. */
