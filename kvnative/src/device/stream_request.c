@@ -1,4 +1,4 @@
-/* Cuts a batch into shards of channels, and merges their outcomes. */
+/* Waits for the shards of a batch and for its gate, and merges the outcomes of the shards. */
 #include "device/stream_request.h"
 
 #include <stdlib.h>
@@ -27,7 +27,7 @@ static void note_failure(kvn_request *request, const kvn_stream_shard *it, int s
                                                                  : KVN_NO_DESCRIPTOR;
 
     if (report->status != KVN_OK && failed >= report->failed)
-        return; /* the first known one counts */
+        return; /* the lowest known index counts */
     report->failed = failed;
     report->status = status;
     report->code = fault->why.code;
@@ -170,7 +170,7 @@ static kvn_request *request_of(const kvn_columns *columns)
     return ((const kvn_stream_shard *)shard)->request;
 }
 
-/* Returns true if its end is polled while it is in flight. */
+/* Returns true if the batch's end is polled while the request is in flight. */
 static bool has_look(const kvn_request *request) { return request->end && request->end->look; }
 
 int kvn_stream_request_look(const kvn_columns *columns, kvn_failure *why)
