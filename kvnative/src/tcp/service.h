@@ -53,7 +53,7 @@ void kvn_tcp_ask_for(kvn_tcp_watched *it, uint32_t events);
 /* After the return on_ready does not run and is not called. Must not be called by on_ready. Idempotent. */
 void kvn_tcp_service_forget(kvn_tcp_watched *it);
 
-/* The index of its thread in the table. */
+/* The index of its thread, for kvn_tcp_table_enter. */
 unsigned kvn_tcp_thread_index(const kvn_tcp_watched *it);
 
 #endif
