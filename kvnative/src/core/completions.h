@@ -1,7 +1,7 @@
 /* A queue of tasks that have ended. A backend reports the end of a batch on its own thread and with its locks held, so
  * it only appends a token here. The reader of the queue has none of these locks when it looks at the outcome.
  *
- * An ending is that of a task, or of all layers of a layered task. It may come before or after the task
+ * An ending is the end of a task, or of all layers of a layered task. It may come before or after the task
  * is watched; the later of the two appends the token. */
 #ifndef KVNATIVE_CORE_COMPLETIONS_H
 #define KVNATIVE_CORE_COMPLETIONS_H

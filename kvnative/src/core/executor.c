@@ -18,7 +18,7 @@ static void end(kvn_task *task, int status)
     kvn_ending_end_part(task->ending, status);
 }
 
-/* Called by the backend: from `submit` with the mutex, otherwise without. */
+/* Called by the backend, with or without the mutex. */
 static void end_batch(kvn_batch_end *batch_end, int status)
 {
     end((kvn_task *)((char *)batch_end - offsetof(kvn_task, end)), status);

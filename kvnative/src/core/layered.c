@@ -167,8 +167,8 @@ static void let_go(kvn_layered *layered, kvn_opened *it, int status)
         absorb(layered, it);
 }
 
-/* Polls up to `most` layers in flight; those that continue move to the end. Waits for the outcome
- * of a layer that has ended: its backend may not report it to a poll yet. */
+/* Polls up to `most` layers in flight; those that continue move to the end. Waits for the outcome of a
+ * layer that has ended: its backend may not report it to a poll yet. */
 static void look(kvn_layered *layered, uint64_t most)
 {
     uint64_t looks = layered->num_moving < most ? layered->num_moving : most;

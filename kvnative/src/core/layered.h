@@ -19,7 +19,7 @@ typedef enum kvn_layer_state {
 typedef struct kvn_opened kvn_opened; /* a layer that is in flight or has failed */
 
 typedef struct kvn_layer {
-    kvn_opened *opened; /* NULL while waiting and when done */
+    kvn_opened *opened; /* NULL: waiting, done, or refused for lack of memory */
     kvn_layer_state state;
 } kvn_layer;
 

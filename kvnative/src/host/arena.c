@@ -131,8 +131,8 @@ int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena
         ((failed && failure->code == ENOMEM) ||
          (!failed && madvise(out->address, out->nbytes, MADV_POPULATE_WRITE) != 0)))
         failed = too_few_reserved(out, page, failure) != KVN_OK;
-    /* Seal after mapping, since the seal refuses later writable mappings. Kernels before 5.1 lack the seal; a peer
-     * that maps the memory read-only does so without it. */
+    /* Seal after mapping, since the seal refuses later writable mappings. Kernels before 5.1 lack the seal: there,
+     * only the peer's own choice makes its mapping read-only. */
     if (!failed && exclusive)
         (void)fcntl(out->fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
     if (!failed && fcntl(out->fd, F_ADD_SEALS, FIXED_SIZE) != 0) {

@@ -37,7 +37,7 @@ typedef struct kvn_tcp_table {
     const kvn_device *device; /* NULL: all rows are in host memory */
     /* These two are always seq_cst, without a fence: a thread writes its epoch, then reads the removals; a remover
      * writes the removals, then reads the epochs. One of them sees the other. */
-    atomic_uint_fast64_t removals; /* rises once a row was cleared or renewed */
+    atomic_uint_fast64_t removals; /* rises after a row was cleared or renewed */
     /* One for each thread that moves bytes: odd while the thread is in a system call on registered memory. */
     atomic_uint_fast64_t epochs[KVN_TCP_MAX_THREADS];
 } kvn_tcp_table;
