@@ -36,7 +36,7 @@ size_t kvn_completions_take(kvn_completions *self, uint64_t *tokens, size_t capa
 
 /* The ending begins with `parts` >= 1. */
 void kvn_ending_init(kvn_ending *self, uint64_t parts);
-/* Adds a part. Only while another part has not ended. */
+/* Adds a part. Call it only while another part has not ended. */
 void kvn_ending_add(kvn_ending *self);
 /* Ends a part. The token is appended with the last part, and with each failed part. */
 void kvn_ending_end_part(kvn_ending *self, int status);

@@ -1,4 +1,4 @@
-/* Runs a transfer layer by layer: each layer moves once it is opened, and reports its own outcome. */
+/* Runs a transfer layer by layer: each layer moves once it is opened, and all have one outcome. */
 #include "core/layered.h"
 
 #include <errno.h>
@@ -82,7 +82,7 @@ static uint64_t count_unconfirmed(const kvn_layered *layered)
     return sum;
 }
 
-/* No layer opens any more. */
+/* Prevents further layers from opening. */
 static void seal(kvn_layered *layered)
 {
     if (layered->sealed)

@@ -13,7 +13,7 @@ static inline bool kvn_is_given_up(int status)
     return status == KVN_TIMEOUT || status == KVN_CANCELLED || status == KVN_REVOKED;
 }
 
-/* A report with KVN_PENDING, no failure and no span. */
+/* Resets a report to KVN_PENDING, without failure and spans. */
 void kvn_report_begin(kvn_report *report);
 /* Copies the fields in use; most reports have no spans. */
 void kvn_report_copy(kvn_report *to, const kvn_report *from);

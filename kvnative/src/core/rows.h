@@ -20,7 +20,7 @@ typedef struct kvn_rows_side {
     uint64_t row_stride;   /* bytes from one row to the next */
     uint64_t token_stride; /* bytes from one token to the next */
     uint64_t start;        /* bytes of a token before its first run */
-    bool is_slot;          /* a request has one row, and fills as much of it as the other side has */
+    bool is_slot;          /* a request has one row, and moves as much of it as the other side has */
 } kvn_rows_side;
 
 /* An axis along which both sides step: the number of steps, and their bytes on each side. */

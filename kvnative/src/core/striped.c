@@ -111,8 +111,8 @@ static void end_stripe(kvn_batch_end *end, int status)
         request->end->call(request->end, atomic_load(&request->status));
 }
 
-/* Cuts the batch between descriptors into stripes of about equal size, one for each backend. A backend gets
- * none if a large descriptor has made an earlier stripe take its share too. */
+/* Cuts the batch between descriptors into stripes of about equal size, at most one for each backend. A backend gets
+ * none if the batch is small, or if a large descriptor has made an earlier stripe take its share too. */
 static void cut_up(const striped *self, const kvn_columns *batch, kvn_request *request)
 {
     const uint64_t most = request->total / self->min_nbytes;
