@@ -269,7 +269,7 @@ typedef struct look_state {
     uint64_t num_behind; /* points behind one of these */
 } look_state;
 
-/* True if the point cannot have been reached, because the look found an earlier one of its stream not reached. */
+/* True if the point cannot be reached, because the look found it or an earlier one of its stream not reached. */
 static bool is_behind(const look_state *state, const kvn_event_unit *unit)
 {
     for (size_t i = 0; i < state->num_heads; i++) {

@@ -20,7 +20,7 @@ typedef struct kvn_event {
 
 /* Makes the events of a device, which must outlive them. NULL: no memory. */
 kvn_events *kvn_events_create(kvn_device *device);
-/* Refuses new points; present ones stay until they are given back. Idempotent. */
+/* Destroys what is kept for reuse, and keeps nothing from now on. Points stay until given back. Idempotent. */
 void kvn_events_close(kvn_events *events);
 /* Call it once all points were given back. Work behind a point that is never reached is left to the device. */
 void kvn_events_destroy(kvn_events *events);

@@ -13,7 +13,7 @@
 #define SPIN_NS 20000
 /* Time that an abort gives the channels' threads to notice it; they check every 10 ms. */
 #define PATIENCE_NS 25000000
-/* Interval at which the end of a batch is polled. An owner may wait this long for an announcement that has ended. */
+/* Interval at which the end of a batch is polled: an owner may wait this long until an announcement is renewed. */
 #define LOOK_MS 5
 #define LOOK_NS (LOOK_MS * 1000000)
 
@@ -143,7 +143,7 @@ static bool open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *wh
     return true;
 }
 
-/* Waits until the gate opens or the request is aborted. After a failure, none of its bytes may move any more. */
+/* Waits until the gate opens or the request is aborted. After a failure, no byte of the request may move. */
 static int wait_at_gate(kvn_request *request, kvn_gate *gate, kvn_failure *why)
 {
     kvn_batch_end *end = request->end;

@@ -1,4 +1,4 @@
-/* Keeps the ranges that peers may reach, and waits for their users when one ends. */
+/* Keeps the ranges that peers may reach, and waits for the threads that use them when one is removed. */
 #include "tcp/table.h"
 
 #include <errno.h>
