@@ -34,8 +34,8 @@ int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena
 int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writable, kvn_arena *out,
                      kvn_failure *failure);
 
-/* Populates all pages and page tables now, which saves a fault at the first use of each page. The owner gets huge
- * pages if there are any. KVN_NO_MEMORY if memory is short. */
+/* Populates all pages and page tables now, which saves a fault at the first use of each page. With
+ * KVN_PAGES_AUTO the owner gets huge pages if there are any. KVN_NO_MEMORY if memory is short. */
 int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure);
 
 void kvn_arena_close(kvn_arena *arena); /* idempotent */

@@ -284,7 +284,7 @@ int kvn_writer_open(int pid, int generations_fd, uint64_t generations_inode, uin
         .table.fd = -1,
         .page_nbytes = page_size(),
         .process = kvn_identity_of(getpid()),
-        /* Continue the numbers, so that no ticket equals one that a former user of the entry has left. */
+        /* Begin at the time, so that no ticket equals one that a former user of the entry has left. */
         .last = (uint64_t)kvn_now_ns(),
     };
     int status = check_num_entries(num_entries, failure);

@@ -31,7 +31,7 @@ struct kvn_tcp_watched {
     kvn_tcp_progress (*on_ready)(kvn_tcp_watched *self, uint32_t events);
 };
 
-/* `device`: moves its memory too, and outlives the service; or NULL. KVN_OK, KVN_NO_MEMORY, KVN_FAILED. */
+/* The service moves memory of `device` too, which outlives it; or NULL. KVN_OK, _NO_MEMORY, _FAILED or _INVALID. */
 int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, kvn_device *device,
                            const char *name, kvn_tcp_service **out, kvn_failure *failure);
 /* Ends the threads and the creator's hold; after that links may only be closed. */
