@@ -1,5 +1,5 @@
 /* The parts of HCCL's one-sided interface that kvplan uses. The declarations are kvplan's own. The library is found at
- * run time, so this file has only types of functions. Sizes and offsets are those of LP64.
+ * run time, so functions are declared by their types. Sizes and offsets are those of LP64.
  *
  * Names are the vendor's with the prefix kvn_, so that the vendor's documentation can be looked up. */
 #ifndef KVNATIVE_HCCL_H

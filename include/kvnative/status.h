@@ -12,10 +12,10 @@ typedef enum kvn_status {
     KVN_TIMEOUT = -1,     /* the deadline passed; the rest was abandoned */
     KVN_CANCELLED = -2,   /* the caller cancelled it; the rest was abandoned */
     KVN_INVALID = -3,     /* an argument that can never work */
-    KVN_NO_MEMORY = -4,   /* this process is out of memory */
-    KVN_PEER_GONE = -5,   /* the other process has exited */
+    KVN_NO_MEMORY = -4,   /* this host is out of memory, threads or table entries */
+    KVN_PEER_GONE = -5,   /* the other process has exited, or the connection to it has ended */
     KVN_DENIED = -6,      /* the system refuses access to the other process */
-    KVN_UNMAPPED = -7,    /* a range is not (or no longer) mapped or not writable */
+    KVN_UNMAPPED = -7,    /* a range is not (or no longer) mapped, registered or writable */
     KVN_UNSUPPORTED = -8, /* this backend or system cannot do that */
     KVN_FAILED = -9,      /* any other error; see `code` and `message` */
     KVN_DEVICE_MEMORY = -10,   /* a device's memory is damaged */

@@ -1,4 +1,4 @@
-/* Hands tasks that have ended from the threads that end them to a queue with an eventfd. */
+/* Appends tasks that have ended to a queue with an eventfd. */
 #include "core/completions.h"
 
 #include <errno.h>
@@ -52,7 +52,7 @@ static void append(kvn_ending *ending)
 
     pthread_mutex_lock(&self->mutex);
     if (!kvn_list_is_in(&ending->node)) {
-        /* Else the descriptor is readable already, or its reader is about to take the list. */
+        /* If the list has nodes, the descriptor is readable, or its reader takes again. */
         if (!kvn_list_first(&self->ended))
             make_readable(self);
         kvn_list_push_back(&self->ended, &ending->node);

@@ -1,4 +1,4 @@
-/* Submits a batch in parts that its backend takes, and keeps its outcome for any number of waiters. */
+/* Submits a task as one batch, now or behind its gate, and keeps the outcome for any number of waiters. */
 #include "core/executor.h"
 
 #include <stdio.h>
@@ -18,7 +18,7 @@ static void end(kvn_task *task, int status)
     kvn_ending_end_part(task->ending, status);
 }
 
-/* Called by the backend, without the mutex. */
+/* Called by the backend, with or without the mutex. */
 static void end_batch(kvn_batch_end *batch_end, int status)
 {
     end((kvn_task *)((char *)batch_end - offsetof(kvn_task, end)), status);

@@ -1,5 +1,5 @@
-/* Tasks: column arrays that a backend moves as one batch each, thread-safe. Backends take batches of
- * any size and split them if their system has a limit. */
+/* Tasks: each is an array of descriptors, which a backend moves as one batch. All calls but init and release are
+ * thread-safe. */
 #ifndef KVNATIVE_CORE_EXECUTOR_H
 #define KVNATIVE_CORE_EXECUTOR_H
 
@@ -17,7 +17,7 @@ typedef struct kvn_task {
     kvn_batch_end end;      /* called by the backend */
     kvn_ending *ending;     /* or NULL; one of its parts ends with the task */
     atomic_bool ended;      /* the backend has reported the end */
-    bool begun;             /* kvn_task_begin was called */
+    bool begun;             /* the backend has taken or refused the batch */
     kvn_gate_waiter waiter; /* at a gate that the task, not the backend, waits for */
     uint64_t bytes_done;    /* at the last poll */
     kvn_request *request;   /* NULL before the batch is submitted and after the outcome */
@@ -33,8 +33,8 @@ typedef struct kvn_task {
 /* Makes a task that moves nothing yet but can be waited for and aborted. The backend, the columns and the ending must
  * outlive the outcome. */
 void kvn_task_init(kvn_task *task, kvn_backend *backend, const kvn_columns *columns, kvn_ending *ending);
-/* Submits the descriptors, once; no effect on an aborted task. Returns the outcome, or KVN_PENDING. If there is a gate
- * `after`, and the backend does not wait for gates, a thread of the gate submits. The gate must outlive the outcome. */
+/* Submits the descriptors, once; no effect on an aborted task. Returns the outcome, or KVN_PENDING. If the gate `after`
+ * has to open first, or the backend has no room, the gate's thread submits. The gate must outlive the outcome. */
 int kvn_task_begin(kvn_task *task);
 /* KVN_PENDING or the outcome; never blocks. */
 int kvn_task_poll(kvn_task *task);

@@ -1,4 +1,4 @@
-/* Why a call on memory or on another process was refused: status, errno and a sentence. */
+/* Why a call failed: status, error code and a sentence. */
 #ifndef KVN_FAILURE_H
 #define KVN_FAILURE_H
 
@@ -9,7 +9,7 @@
 
 typedef struct kvn_failure {
     int status;        /* kvn_status */
-    int code;          /* errno, or 0 if the system was not involved */
+    int code;          /* errno or the runtime's error; 0: neither was involved */
     char message[256]; /* names the argument, its value and the allowed range */
 } kvn_failure;
 

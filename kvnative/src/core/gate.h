@@ -1,5 +1,5 @@
-/* An event that a transfer waits for, such as work on a stream of the model: no byte moves before it. A task waits at
- * the gate, or passes it to a backend that orders its own work behind it. */
+/* A gate: an event, such as the end of work on a stream of the model, before which no byte of a transfer moves. A task
+ * waits at the gate, or passes it to a backend that orders its own work behind the event. */
 #ifndef KVNATIVE_CORE_GATE_H
 #define KVNATIVE_CORE_GATE_H
 
@@ -15,7 +15,7 @@ typedef struct kvn_gate kvn_gate;
 
 /* A waiter at a gate. Its memory stays in place until the gate has opened or the waiter has left. */
 typedef struct kvn_gate_waiter {
-    kvn_node node; /* the gate's, with `gate` */
+    kvn_node node; /* in the gate's list */
     kvn_gate *gate;
     bool is_open;  /* set by the gate: `open` was called and returned false */
     /* Called by a thread of the gate without locks: KVN_OK, or why the gate never opens. It must not block, because

@@ -25,8 +25,8 @@ size_t kvn_intervals_find(const kvn_interval *items, size_t count, uint64_t addr
 /* Index of the first value below `least`, or `count`. */
 size_t kvn_first_below(const uint64_t *values, size_t count, uint64_t least);
 
-/* Sorts both lists of starts, with `scratch` of as many words as both. Returns 1 if a written extent [start, start +
- * written_nbytes) shares a byte with another written extent, or with a read one. */
+/* Overwrites both lists of starts, and `scratch` of as many words as both. Returns 1 if a written extent [start,
+ * start + written_nbytes) shares a byte with another written extent, or with a read one. */
 int kvn_extents_clash(uint64_t *written, size_t num_written, uint64_t written_nbytes,
                       uint64_t *read, size_t num_read, uint64_t read_nbytes, uint64_t *scratch);
 

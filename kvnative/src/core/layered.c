@@ -1,4 +1,4 @@
-/* Runs a transfer layer by layer: each layer moves once it is opened, and reports its own outcome. */
+/* Runs a transfer layer by layer: each layer moves once it is opened, and all have one outcome. */
 #include "core/layered.h"
 
 #include <errno.h>
@@ -9,8 +9,8 @@
 #include "core/report.h"
 #include "core/thread.h"
 
-/* Layers in flight that an open polls: enough to notice a failure, and to continue layers of several batches. A
- * constant, so that the cost of an open does not grow with the layers in flight. */
+/* Layers in flight that an open polls, to notice a failure. A constant, so that the cost of an open does not grow with
+ * the layers in flight. */
 #define LOOKS_PER_OPEN 4
 
 struct kvn_opened {
@@ -21,7 +21,7 @@ struct kvn_opened {
     bool submitted; /* the task may be called */
     bool driven;    /* a thread waits in it */
     bool stopping;  /* a thread aborts it */
-    bool through;   /* its outcome is included */
+    bool through;   /* its outcome has come; the last user includes it */
 };
 
 static kvn_opened *opened_of(const kvn_node *node) { return KVN_LISTED(node, kvn_opened, in_flight); }
@@ -82,7 +82,7 @@ static uint64_t count_unconfirmed(const kvn_layered *layered)
     return sum;
 }
 
-/* No layer opens any more. */
+/* Prevents further layers from opening. */
 static void seal(kvn_layered *layered)
 {
     if (layered->sealed)
@@ -167,8 +167,8 @@ static void let_go(kvn_layered *layered, kvn_opened *it, int status)
         absorb(layered, it);
 }
 
-/* Polls up to `most` layers in flight; those that continue move to the end. An ended layer gets its outcome at once,
- * even before its backend reports it. */
+/* Polls up to `most` layers in flight; those that continue move to the end. Waits for the outcome of a
+ * layer that has ended: its backend may not report it to a poll yet. */
 static void look(kvn_layered *layered, uint64_t most)
 {
     uint64_t looks = layered->num_moving < most ? layered->num_moving : most;

@@ -19,7 +19,7 @@ typedef enum kvn_layer_state {
 typedef struct kvn_opened kvn_opened; /* a layer that is in flight or has failed */
 
 typedef struct kvn_layer {
-    kvn_opened *opened; /* NULL while waiting and when done */
+    kvn_opened *opened; /* NULL: waiting, done, or refused for lack of memory */
     kvn_layer_state state;
 } kvn_layer;
 
@@ -31,7 +31,7 @@ typedef struct kvn_layered {
     uint64_t layer_size;
     uint64_t num_layers;
     pthread_mutex_t mutex;  /* guards everything below; taken before a task's own */
-    pthread_cond_t changed; /* a layer was submitted, has ended or was released; or the outcome came */
+    pthread_cond_t changed; /* a layer was submitted or has ended, or an abort sealed the array */
     kvn_layer *layers;
     kvn_list in_flight;     /* layers, in polling order */
     uint64_t num_waiting;
@@ -44,8 +44,8 @@ typedef struct kvn_layered {
 } kvn_layered;
 
 /* Makes a layered task without open layers; `layer_size` >= 1. Returns the outcome if there are no descriptors,
- * otherwise KVN_PENDING. Do not release it after KVN_NO_MEMORY, only then. The backend, the columns and the
- * ending, which has one part, must outlive the outcome. */
+ * KVN_NO_MEMORY, after which it must not be released, or KVN_PENDING. The backend, the columns and the ending (with one
+ * part) must outlive the outcome. */
 int kvn_layered_init(kvn_layered *layered, kvn_backend *backend, const kvn_columns *columns,
                      uint64_t layer_size, kvn_ending *ending);
 /* Submits layer `layer` < num_layers, behind the gate `after` (or NULL), which must outlive the task. *opened: 1 if

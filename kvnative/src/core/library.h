@@ -27,8 +27,8 @@ typedef struct kvn_symbols {
 
 /* Calls dlopen with these flags. NULL: `failure` has KVN_UNSUPPORTED and the loader's reason. */
 void *kvn_library_open(const char *path, int flags, kvn_failure *failure);
-/* Writes all symbols to `calls`, each from the first of `files` that has it; a file may be NULL. Returns the name
- * of the first required symbol that is missing, or NULL. */
+/* Writes the address of each symbol to `calls`, from the first of `files` that has it; a file may be NULL. Returns
+ * the name of the first required symbol that is missing, or NULL. */
 const char *kvn_library_fill(void *const *files, size_t num_files, const kvn_symbols *symbols, void *calls);
 /* The address of a symbol in the first of `files` that has it, or NULL. */
 void *kvn_library_find(void *const *files, size_t num_files, const char *name);

@@ -59,7 +59,7 @@ static inline void kvn_list_insert(kvn_node *before, kvn_node *node)
     before->next = node;
 }
 
-/* The node may be anywhere in the list. */
+/* Moves the node if it is in the list already. */
 static inline void kvn_list_push_front(kvn_list *list, kvn_node *node)
 {
     kvn_list_remove(node);

@@ -53,13 +53,13 @@ typedef struct kvn_refusal {
     uint64_t most;
 } kvn_refusal;
 
-/* Sets recipe->num_runs, and the size of the three columns. Returns -1 and the first refusal if a count is 0, or if the
- * columns pass PTRDIFF_MAX (then with index num_segments). */
+/* Sets recipe->num_runs, and the size of the three columns. Returns -1 and the first refusal if a count is 0,
+ * the counts overflow, or the columns pass PTRDIFF_MAX (then with index num_segments). */
 int kvn_lower_count(kvn_recipe *recipe, size_t *nbytes, kvn_refusal *refusal);
 
 /* Returns 0 and the bytes that the counted recipe moves, or -1 and the first refusal: an nbytes of 0, or an end of a
- * range or a total above UINT64_MAX. Reads each value once: every base is used with every segment, so the largest base
- * and the largest segment decide. */
+ * range or a total above UINT64_MAX. Does not compute each sum: every base is used with every segment, so the largest
+ * base and the largest end of a segment decide. */
 int kvn_lower_check(const kvn_recipe *recipe, uint64_t *total_nbytes, kvn_refusal *refusal);
 
 /* Writes the columns of a checked recipe: dst, src and nbytes, kvn_column_stride apart. */

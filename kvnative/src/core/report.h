@@ -7,13 +7,13 @@
 
 #include "kvnative/backend.h"
 
-/* True if a caller or a deadline has ended the batch, which is not a failure. */
+/* True for the statuses of an aborted batch, which has not failed. */
 static inline bool kvn_is_given_up(int status)
 {
     return status == KVN_TIMEOUT || status == KVN_CANCELLED || status == KVN_REVOKED;
 }
 
-/* A report with KVN_PENDING, no failure and no span. */
+/* Resets a report to KVN_PENDING, without failure and spans. */
 void kvn_report_begin(kvn_report *report);
 /* Copies the fields in use; most reports have no spans. */
 void kvn_report_copy(kvn_report *to, const kvn_report *from);
@@ -24,7 +24,7 @@ int kvn_report_refuse(kvn_report *report, uint64_t count, int status, int code, 
 void kvn_report_add_span(kvn_report *report, uint64_t first, uint64_t last);
 void kvn_report_merge_spans(kvn_report *report);
 uint64_t kvn_report_unconfirmed(const kvn_report *report);
-/* Writes the message of a batch that was aborted for `why`, from the spans and bytes of the report. */
+/* Writes status and message of a batch that was aborted for `why`, from the spans and bytes of the report. */
 void kvn_report_abandoned(kvn_report *report, int why, uint64_t count, uint64_t total);
 /* The same for spans that are kept elsewhere, with `unconfirmed` of `count` descriptors. */
 void kvn_report_given_up(kvn_report *report, int why, uint64_t unconfirmed, uint64_t count,

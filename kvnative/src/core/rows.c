@@ -367,7 +367,7 @@ static uint64_t dst_of(const void *item, const void *unused)
     return ((const kvn_run *)item)->dst;
 }
 
-/* Order runs by source, then destination, in one of two arrays. */
+/* Sorts runs by source, then destination, into either array. If no source descends, only for ties that matter. */
 static kvn_run *sort(bool orders_ties, kvn_run *runs, kvn_run *other, size_t num)
 {
     bool descends = false, ties = false;

@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Maximum number of rows whose destinations are compared pairwise, without a bit for each row. */
+/* Maximum number of destination rows that are compared pairwise, without a bit for each row. */
 #define KVN_ROWS_FEW 64
 /* Maximum number of axes besides the tokens, and of distinct numbers of tokens of a request's pieces. */
 #define KVN_ROWS_LEVELS 6
@@ -20,7 +20,7 @@ typedef struct kvn_rows_side {
     uint64_t row_stride;   /* bytes from one row to the next */
     uint64_t token_stride; /* bytes from one token to the next */
     uint64_t start;        /* bytes of a token before its first run */
-    bool is_slot;          /* a request has one row, and fills as much of it as the other side has */
+    bool is_slot;          /* a request has one row, and moves as much of it as the other side has */
 } kvn_rows_side;
 
 /* An axis along which both sides step: the number of steps, and their bytes on each side. */
@@ -36,9 +36,9 @@ typedef struct kvn_rows {
     uint64_t run; /* bytes that stay together in every cut */
     kvn_level levels[KVN_ROWS_LEVELS];
     size_t num_levels;
-    kvn_level kv;     /* the level that becomes tensor pairs if too many are left; 0 times: none */
+    kvn_level kv;     /* the level that becomes tensor pairs if too many levels are left; times 0: none */
     bool is_one;      /* one cache on both sides: no row may be both read and written */
-    bool orders_ties; /* runs of one source are in the order of their destinations without sorting */
+    bool orders_ties; /* runs of one source must be in the order of their destinations */
 } kvn_rows;
 
 /* A block table, and the number of its tokens before the first moved one. */
@@ -87,8 +87,8 @@ bool kvn_rows_fit(const kvn_rows *rows, uint64_t src_nbytes, uint64_t dst_nbytes
 size_t kvn_rows_scratch(const kvn_rows *rows, const kvn_rows_request *request);
 
 /* Checks and cuts a request; the cut is in `scratch`. False leaves it to the planner: a row is out of range, written
- * twice, or read and written in one cache; the tables do not hold the tokens or do not match; or keys and values
- * become tensor pairs. */
+ * twice, or read and written in one cache; the tables do not hold the tokens or do not match; keys and values become
+ * tensor pairs; or there are too many sizes or runs. */
 bool kvn_rows_cut_up(const kvn_rows *rows, kvn_rows_request request, void *scratch,
                      kvn_rows_cut *cut);
 

@@ -111,8 +111,8 @@ static void end_stripe(kvn_batch_end *end, int status)
         request->end->call(request->end, atomic_load(&request->status));
 }
 
-/* Cuts the batch between descriptors into stripes of about equal size, one for each backend. A backend gets
- * none if a large descriptor has made an earlier stripe take its share too. */
+/* Cuts the batch between descriptors into stripes of about equal size, at most one for each backend. A backend gets
+ * none if the batch is small, or if a large descriptor has made an earlier stripe take its share too. */
 static void cut_up(const striped *self, const kvn_columns *batch, kvn_request *request)
 {
     const uint64_t most = request->total / self->min_nbytes;
@@ -178,7 +178,7 @@ static void *give_up_one(void *argument)
     return NULL;
 }
 
-/* Abort all stripes before waiting: each may take half a second to stop. */
+/* Aborts all stripes at once, on threads, because each may take seconds to stop. */
 static void give_up(kvn_request *request, int why)
 {
     giving_up all[KVN_MAX_STRIPES];
@@ -235,7 +235,7 @@ static int submit(kvn_backend *base, const kvn_columns *batch, kvn_request **out
     request->count = batch->count;
     request->total = total;
     cut_up(self, batch, request);
-    atomic_init(&request->num_open, request->num_stripes); /* counts refused stripes too, so that it is never 0 here */
+    atomic_init(&request->num_open, request->num_stripes); /* a refused stripe never ends, nor does the batch then */
     atomic_init(&request->status, KVN_OK);
     /* Submit the first one last: this thread may have to begin it, which takes a while. */
     for (size_t n = 1; n <= request->num_stripes; n++) {

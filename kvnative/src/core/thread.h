@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 /* Starts a thread with all signals blocked. `attributes`: NULL for the default ones. `name`, of at most 15
- * characters, must be NULL for a detached thread, which may have ended by then. Returns 0 or an errno. */
+ * characters, must be NULL for a detached thread, which may have ended before it is named. Returns 0 or an errno. */
 int kvn_thread_start(pthread_t *out, const pthread_attr_t *attributes, const char *name,
                      void *(*run)(void *), void *argument);
 

@@ -1,6 +1,6 @@
-/* A channel: a stream of a device, and a thread that runs queued jobs on it one after another. Only this thread, which
- * has the context set, uses the stream. So transfers advance without polling, and a hanging stream blocks no thread of
- * the caller.
+/* A channel: a stream of a device, and a thread that runs queued jobs on it one after another. Only this thread, with
+ * the context set, issues copies to the stream. So transfers advance without polling, and a hanging stream blocks no
+ * thread of the caller.
  *
  * A stream that was aborted or reported an error is replaced. If that fails, the job fails with the reason, and the
  * next job tries again. */
@@ -36,7 +36,7 @@ typedef struct kvn_channel_job {
 /* Starts the thread, sets the context there and makes the stream. The device outlives the channel. */
 int kvn_channel_create(kvn_device *device, kvn_channel **out, kvn_failure *failure);
 /* Like kvn_channel_create, but does not wait for the context and the stream. If they fail, each job tries them again,
- * and fails with the reason. */
+ * and reports the reason if that fails. */
 int kvn_channel_begin(kvn_device *device, kvn_channel **out, kvn_failure *failure);
 /* Ends the thread and destroys the stream, once no job is left. In a forked child both are leaked. */
 void kvn_channel_destroy(kvn_channel *channel);

@@ -20,7 +20,7 @@ typedef struct kvn_staged_copy {
     kvn_report report;
 } kvn_staged_copy;
 
-/* KVN_OK, KVN_NO_MEMORY, or the failure to start the thread. */
+/* KVN_OK; KVN_NO_MEMORY: no memory or no thread; KVN_INVALID: in a forked child. */
 int kvn_copier_init(kvn_copier *self, kvn_device *device, kvn_failure *failure);
 /* Accepts a zeroed copier. Idempotent; call it when no copy is in flight. */
 void kvn_copier_fini(kvn_copier *self);

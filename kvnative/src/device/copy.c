@@ -10,7 +10,7 @@
 #include "device/stream_request.h"
 
 /* Maximum calls of a shard on the stream: a stream holds a few thousand, and a further call blocks until the device
- * makes progress, where no abort reaches the thread. */
+ * makes progress, so that the thread cannot check for an abort. */
 #define MAX_ISSUED 1024
 /* The kind of host memory is queried once for each region of this size, and cached for a few. A wrong guess about the
  * rest of a region costs only time: either call copies both kinds. */

@@ -43,7 +43,7 @@ void kvn_device_close(kvn_device *device);
 /* Returns KVN_INVALID in a forked child of the process that opened the device. */
 int kvn_device_check_process(const kvn_device *device, kvn_failure *failure);
 
-/* These follow the rows of kvn_device_ops. */
+/* Make the calls of kvn_device_ops, if it has them. */
 void kvn_device_begin_calls(const kvn_device *device);
 void kvn_device_end_calls(const kvn_device *device);
 /* Makes the device's context current on this thread; *previous is for kvn_device_leave. */

@@ -269,7 +269,7 @@ typedef struct look_state {
     uint64_t num_behind; /* points behind one of these */
 } look_state;
 
-/* True if the point cannot have been reached, because the look found an earlier one of its stream not reached. */
+/* True if the point cannot be reached, because the look found it or an earlier one of its stream not reached. */
 static bool is_behind(const look_state *state, const kvn_event_unit *unit)
 {
     for (size_t i = 0; i < state->num_heads; i++) {
@@ -281,10 +281,10 @@ static bool is_behind(const look_state *state, const kvn_event_unit *unit)
 }
 
 /* Looks at all waiters. Each query takes a lock of the driver that launches of the model need, so a point is queried
- * only once a look, and of points that follow each other on a stream only the first. A handle may be that of a destroyed
- * stream, whose points have no order with those of its successor: so each look queries one of the others, in turn. The
- * caller holds the mutex, which is released meanwhile; waiters may come and go then, so it begins again when one has
- * left. Returns true if one has left. */
+ * only once a look, and of points that follow each other on a stream only the first. A handle may be that of a
+ * destroyed stream, whose points have no order with those of its successor: so each look queries one of the others, in
+ * turn. The caller holds the mutex, which is released meanwhile; waiters may come and go then, so it begins again when
+ * one has left. Returns true if one has left. */
 static bool look_at_all(kvn_events *events)
 {
     const uint64_t exception = events->num_turns++ % (events->num_behind + 1);
@@ -415,7 +415,7 @@ static int record(kvn_events *events, kvn_stream stream, kvn_event_unit **unit, 
     return status;
 }
 
-/* An own stream waits for the event and does nothing else, so an event that is recorded behind that marks the point. */
+/* A stream of the library waits for the event and does nothing else, so an event recorded there marks the point. */
 static int follow(kvn_events *events, void *event, kvn_event_unit **unit, kvn_failure *failure)
 {
     const kvn_device *device = events->device;

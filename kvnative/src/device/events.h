@@ -20,13 +20,13 @@ typedef struct kvn_event {
 
 /* Makes the events of a device, which must outlive them. NULL: no memory. */
 kvn_events *kvn_events_create(kvn_device *device);
-/* Refuses new points; present ones stay until they are given back. Idempotent. */
+/* Destroys what is kept for reuse, and keeps nothing from now on. Points stay until given back. Idempotent. */
 void kvn_events_close(kvn_events *events);
 /* Call it once all points were given back. Work behind a point that is never reached is left to the device. */
 void kvn_events_destroy(kvn_events *events);
 
-/* Takes the point that `stream` of the program is at: all that was issued to it. NULL is the default stream of
- * the primary context. */
+/* Takes the point behind all that was issued to `stream` of the program. NULL is the default stream of the primary
+ * context. */
 int kvn_event_take_stream(kvn_events *events, kvn_stream stream, kvn_event *out, kvn_failure *failure);
 /* Takes the point at which `event` of the program was last recorded. */
 int kvn_event_take(kvn_events *events, void *event, kvn_event *out, kvn_failure *failure);
@@ -35,7 +35,7 @@ void kvn_event_give_back(kvn_event *event);
 
 /* ---- with the device's context current ---- */
 
-/* The point behind a gate that was taken of `device`; NULL: the gate is another. */
+/* The point that `gate` belongs to; NULL: the gate is not that of a point on `device`. */
 kvn_event *kvn_event_of(const kvn_device *device, kvn_gate *gate);
 /* KVN_OK if the point was reached, KVN_PENDING, or the reason why it never will be. */
 int kvn_event_query(const kvn_event *event, kvn_failure *failure);

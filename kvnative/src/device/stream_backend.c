@@ -27,7 +27,7 @@ static bool is_aborted(const kvn_channel *channel, const kvn_channel_fault *faul
            fault->why.code == kvn_channel_device(channel)->ops->aborted_code;
 }
 
-/* Lets later work on the stream wait for the event. Called on the channel's thread. */
+/* Makes later work on the stream wait for the event. Called on the channel's thread. */
 static int order(kvn_channel *channel, const kvn_columns *columns, kvn_channel_fault *fault)
 {
     const kvn_event *event = kvn_event_of(kvn_channel_device(channel), columns->after);
@@ -73,8 +73,8 @@ static void run(kvn_channel_job *job, kvn_channel *channel)
 
 /* ---- streams for batches with a gate ---- */
 
-/* Takes a channel without another such batch. KVN_PENDING: none is free now. Does not wait for a new one, because the
- * thread that opens gates also calls this. */
+/* Takes a channel without another such batch. KVN_PENDING: none is free now. Does not wait for the stream of a new
+ * one, because the thread that opens gates also calls this. */
 static int take_ordered(kvn_stream_backend *self, unsigned *out, kvn_failure *failure)
 {
     unsigned it = 0;
@@ -214,7 +214,7 @@ static void begin(kvn_request *request, const kvn_columns *batch, uint64_t cost,
         request->shards[0].channel = only;
     else
         choose_channels(request);
-    /* A shard that fails at once reads all of them. */
+    /* Complete the request before the first submit: a shard that fails at once drops all others. */
     request->open = request->num_shards;
     for (unsigned i = 0; i < request->num_shards; i++)
         kvn_channel_submit(request->shards[i].channel, &request->shards[i].job);

@@ -1,4 +1,4 @@
-/* Cuts a batch into shards of channels, and merges their outcomes. */
+/* Waits for the shards of a batch and for its gate, and merges the outcomes of the shards. */
 #include "device/stream_request.h"
 
 #include <stdlib.h>
@@ -13,7 +13,7 @@
 #define SPIN_NS 20000
 /* Time that an abort gives the channels' threads to notice it; they check every 10 ms. */
 #define PATIENCE_NS 25000000
-/* Interval at which the end of a batch is polled. An owner may wait this long for an announcement that has ended. */
+/* Interval at which the end of a batch is polled: an owner may wait this long until an announcement is renewed. */
 #define LOOK_MS 5
 #define LOOK_NS (LOOK_MS * 1000000)
 
@@ -27,7 +27,7 @@ static void note_failure(kvn_request *request, const kvn_stream_shard *it, int s
                                                                  : KVN_NO_DESCRIPTOR;
 
     if (report->status != KVN_OK && failed >= report->failed)
-        return; /* the first known one counts */
+        return; /* the lowest known index counts */
     report->failed = failed;
     report->status = status;
     report->code = fault->why.code;
@@ -143,7 +143,7 @@ static bool open_gate(kvn_gate_waiter *waiter, int status, const kvn_failure *wh
     return true;
 }
 
-/* Waits until the gate opens or the request is aborted. After a failure, none of its bytes may move any more. */
+/* Waits until the gate opens or the request is aborted. After a failure, no byte of the request may move. */
 static int wait_at_gate(kvn_request *request, kvn_gate *gate, kvn_failure *why)
 {
     kvn_batch_end *end = request->end;
@@ -170,7 +170,7 @@ static kvn_request *request_of(const kvn_columns *columns)
     return ((const kvn_stream_shard *)shard)->request;
 }
 
-/* Returns true if its end is polled while it is in flight. */
+/* Returns true if the batch's end is polled while the request is in flight. */
 static bool has_look(const kvn_request *request) { return request->end && request->end->look; }
 
 int kvn_stream_request_look(const kvn_columns *columns, kvn_failure *why)

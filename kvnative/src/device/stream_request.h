@@ -27,7 +27,7 @@ struct kvn_request {
     uint64_t count;
     uint64_t total;
     kvn_batch_end *end; /* NULL: none */
-    atomic_int_fast64_t looked_ns; /* time of the last poll; guarded by the mutex */
+    atomic_int_fast64_t looked_ns; /* time of the latest `look`; written with the mutex held */
     int why;       /* the status of an abort, else KVN_OK */
     bool failing;  /* a shard has failed: no further one begins */
     unsigned open; /* number of shards without an outcome */
@@ -41,7 +41,7 @@ struct kvn_request {
 /* Makes a request with room for `shards` shards. NULL: no memory. */
 kvn_request *kvn_stream_request_create(struct kvn_stream_backend *self, const kvn_columns *batch, uint64_t total,
                                        unsigned shards);
-/* Sets the outcome. The caller holds the mutex, or the request has no shard yet. */
+/* Sets the outcome. The caller holds the mutex, or the request has no shards. */
 void kvn_stream_request_finish(kvn_request *request);
 /* Call it when a shard has ended. If `status` is not KVN_OK, `fault` says how much of the shard has arrived. */
 void kvn_stream_shard_settle(kvn_stream_shard *it, int status, kvn_channel_fault *fault);

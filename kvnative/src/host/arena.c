@@ -67,7 +67,7 @@ static int map(kvn_arena *arena, kvn_failure *failure)
                         "mapping an arena of %" PRIu64 " bytes: %s", arena->nbytes,
                         strerror(errno));
     }
-    /* Only a hint, which has an effect if the administrator has set shmem_enabled to advise. */
+    /* Only a hint: the administrator's shmem_enabled decides if it has an effect. */
     if (!hugetlb)
         (void)madvise(arena->address, arena->nbytes,
                       arena->pages == KVN_PAGES_SMALL ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
@@ -131,8 +131,8 @@ int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena
         ((failed && failure->code == ENOMEM) ||
          (!failed && madvise(out->address, out->nbytes, MADV_POPULATE_WRITE) != 0)))
         failed = too_few_reserved(out, page, failure) != KVN_OK;
-    /* Seal after mapping, since the seal refuses later writable mappings. Kernels before 5.1 lack the seal; there peers
-     * map memory that they do not write read-only by themselves. */
+    /* Seal after mapping, since the seal refuses later writable mappings. Kernels before 5.1 lack the seal: there,
+     * only the peer's own choice makes its mapping read-only. */
     if (!failed && exclusive)
         (void)fcntl(out->fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE);
     if (!failed && fcntl(out->fd, F_ADD_SEALS, FIXED_SIZE) != 0) {
@@ -221,7 +221,7 @@ int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure)
     if (madvise(arena->address, arena->nbytes, advice) == 0)
         return KVN_OK;
     int error = errno;
-    /* Before Linux 5.14 fallocate allocates the pages, without mapping them; pages of a peer are its owner's task. */
+    /* Before Linux 5.14 fallocate allocates the pages, without mapping them; for a peer, the owner does that. */
     if (error == EINVAL) {
         if (arena->fd < 0)
             return KVN_OK;

@@ -1,6 +1,6 @@
 /* Arenas: memory in a sealed memfd, which peers on this host map too. The seals fix its size, so that no process can
- * cause a SIGBUS in another one. A system without a free page (under vm.overcommit_memory 2) still can, unless the
- * arena is populated. */
+ * cause a SIGBUS in another one. An absent page still causes one if the system has no page left (under
+ * vm.overcommit_memory 2), so populate the arena. */
 #ifndef KVN_ARENA_H
 #define KVN_ARENA_H
 
@@ -25,17 +25,17 @@ typedef struct kvn_arena {
 } kvn_arena;
 
 /* Makes zeroed memory. `name` shows in /proc/<pid>/maps. `exclusive`: no other process can map it writable. `node`:
- * NUMA node of the pages; -1 leaves the choice to the system. Fails with KVN_INVALID, KVN_NO_MEMORY or KVN_FAILED. */
+ * NUMA node of the pages; -1 leaves the choice to the system. KVN_INVALID, KVN_NO_MEMORY, KVN_DENIED or KVN_FAILED. */
 int kvn_arena_create(const char *name, uint64_t nbytes, int exclusive, kvn_arena_pages pages,
                      int node, kvn_arena *out, kvn_failure *failure);
 
 /* Maps the arena behind descriptor `fd` of process `pid`. KVN_INVALID unless it is a sealed memfd with this inode and
- * size; KVN_DENIED or KVN_PEER_GONE from the system. */
+ * size. KVN_DENIED, KVN_PEER_GONE, KVN_NO_MEMORY or KVN_FAILED if the system refuses. */
 int kvn_arena_import(int pid, int fd, uint64_t inode, uint64_t nbytes, int writable, kvn_arena *out,
                      kvn_failure *failure);
 
-/* Populates all pages and page tables now, which saves a fault at the first use of each page. The owner gets huge
- * pages if there are any. KVN_NO_MEMORY if memory is short. */
+/* Populates all pages and page tables now, which saves a fault at the first use of each page. With
+ * KVN_PAGES_AUTO the owner gets huge pages if there are any. KVN_NO_MEMORY if memory is short. */
 int kvn_arena_populate(const kvn_arena *arena, kvn_failure *failure);
 
 void kvn_arena_close(kvn_arena *arena); /* idempotent */

@@ -132,7 +132,7 @@ int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t gene
 
 static bool has_expired(const kvn_generations *table, uint64_t slot)
 {
-    /* The clock is read after the deadline, because of a branch on it and the ISB of clock_gettime. */
+    /* The clock is read after the deadline: the branch depends on it, and clock_gettime has an ISB on Arm. */
     const uint64_t deadline =
         atomic_load_explicit(&deadlines_of(table)[slot], memory_order_acquire);
     return deadline != 0 && (uint64_t)kvn_now_ns() >= deadline;

@@ -55,7 +55,7 @@ int kvn_generations_release(kvn_generations *table, uint64_t slot, uint64_t gene
 uint64_t kvn_generations_first_stale(const kvn_generations *table, const kvn_word *words,
                                      uint64_t count);
 
-/* Checks if the owner lives and runs the same program: KVN_LIVES, KVN_LIFE_ENDED or UNKNOWN. */
+/* Checks if the owner lives and runs the same program: KVN_LIVES, KVN_LIFE_ENDED or KVN_LIFE_UNKNOWN. */
 int kvn_generations_owner(const kvn_generations *table);
 
 #endif

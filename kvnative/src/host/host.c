@@ -23,8 +23,8 @@ static bool overlap(uint64_t a, uint64_t b, uint64_t nbytes)
     return a - b < nbytes || b - a < nbytes;
 }
 
-/* Prefetches the next descriptor, because a hardware prefetcher stops at the end of a block. Touches the destination
- * only for its page: for small blocks, finding the page costs as much as copying. */
+/* Prefetches the next descriptor, because a hardware prefetcher stops at the end of a block. One line of the
+ * destination is enough: for small blocks, finding the page costs as much as copying. */
 static void look_ahead(const kvn_columns *batch, uint64_t index)
 {
     const char *src = (const char *)batch->src[index];

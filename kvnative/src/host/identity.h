@@ -9,7 +9,7 @@ typedef uint64_t kvn_identity; /* start time, in clock ticks since boot, above 2
 
 kvn_identity kvn_identity_of(int pid);
 int kvn_identity_pid(kvn_identity process);
-/* True also if that is unknown. */
+/* Returns true if the process lives, or if that is unknown. */
 bool kvn_identity_lives(kvn_identity process);
 /* Returns true if a process has the file with this inode mapped, or if that is unknown. Executing another program
  * unmaps it. */

@@ -124,7 +124,7 @@ void kvn_job_finish(kvn_job *job)
     kvn_report_merge_spans(report);
     report->bytes_done = atomic_load_explicit(&job->moved, memory_order_relaxed);
     if (report->num_unconfirmed == 0)
-        report->status = KVN_OK; /* the abort came when all bytes were claimed */
+        report->status = KVN_OK; /* no piece has failed or was left unclaimed */
     else if (report->failed == KVN_NO_DESCRIPTOR)
         kvn_report_abandoned(report, report->status, job->batch.count, job->total);
     if (job->batch.end)

@@ -10,7 +10,7 @@
 #include "core/list.h"
 #include "kvnative/backend.h"
 
-/* Bytes of a piece. An abort waits for the piece that each thread is moving. */
+/* The least size that a piece aims at. An abort waits for the piece that each thread is moving. */
 #define KVN_PIECE_MIN (64u << 10)
 #define KVN_PIECE_TUNED 0 /* the piece size of the pool's tuning */
 
@@ -26,7 +26,7 @@ typedef struct kvn_piece {
     uint64_t batch_nbytes; /* bytes of the whole batch, to choose the way to copy */
 } kvn_piece;
 
-/* Why a piece stopped. Its descriptors [first, failed) are moved, [failed, last) are not. */
+/* Why a piece stopped. Its descriptors [first, failed) are moved, [failed, last) are not confirmed. */
 typedef struct kvn_fault {
     int32_t code;        /* errno or similar; 0: none */
     uint64_t failed;     /* index in the batch; preset to the piece's first */
@@ -38,9 +38,9 @@ typedef struct kvn_fault {
 typedef int (*kvn_move)(void *context, const kvn_columns *batch, const kvn_piece *piece,
                         kvn_fault *fault);
 
-/* Maximum size of a piece; both >= 1. */
+/* Maximum size of a piece. */
 typedef struct kvn_piece_limits {
-    uint64_t descriptors; /* for example IOV_MAX */
+    uint64_t descriptors; /* at least 1; for example IOV_MAX */
     uint64_t nbytes;      /* at least KVN_PIECE_MIN, or KVN_PIECE_TUNED */
 } kvn_piece_limits;
 
@@ -61,7 +61,7 @@ typedef struct kvn_job {
     uint32_t in_motion;        /* claimed pieces that have not ended */
     uint32_t waiters;          /* threads that wait for `changed` */
     uint32_t called;           /* of these, threads that were woken for a free place but do not run yet */
-    int64_t caller_ns;         /* time of the caller's last call; 0: the caller does not return */
+    int64_t caller_ns;         /* end of the caller's submit or latest wait; 0: it serves other batches */
     atomic_bool finished;        /* poll reads it without the mutex: release and acquire, for `report` */
     atomic_uint_fast64_t moved;  /* bytes; poll reads it without the mutex: relaxed, only a count */
     kvn_report report;           /* the outcome; stable once finished */
@@ -85,7 +85,7 @@ static inline bool kvn_job_is_finished(const kvn_job *job)
 {
     return atomic_load_explicit(&job->finished, memory_order_acquire);
 }
-/* Takes the next piece, of a size for `threads` threads. Some bytes must be unclaimed. */
+/* Takes the next piece, of a size for `threads` threads. A descriptor must be unclaimed. */
 void kvn_job_claim(kvn_job *job, unsigned threads, kvn_piece *piece);
 /* Calls `move`; without the mutex. */
 int kvn_job_move(kvn_job *job, const kvn_piece *piece, kvn_fault *fault);

@@ -61,7 +61,7 @@ static void forget(void)
     held = 0;
 }
 
-/* True if the head has memory, which a forked child does not inherit. */
+/* Maps the head, which a forked child does not inherit, unless it is mapped. Returns false if that fails. */
 static int has_head(void)
 {
     const size_t nbytes = (size_t)sysconf(_SC_PAGESIZE);
@@ -78,7 +78,7 @@ static int has_head(void)
     return 1;
 }
 
-/* Returns true if there is a keeper. The caller holds the mutex. */
+/* Starts the keeper unless it runs. Returns false if there is none. The caller holds the mutex. */
 static int has_keeper(void)
 {
     if (owner != getpid()) { /* a child of a fork without handlers: clone(2), _Fork(3) */
@@ -127,7 +127,7 @@ void kvn_life_begin(kvn_life *life)
     pthread_once(&once, handle_forks);
     pthread_mutex_lock(&mutex);
     if (has_keeper() && held < MAX_HELD) {
-        atomic_store(&life->word, keeper); /* before the list, whose entries are all marked */
+        atomic_store(&life->word, keeper); /* before the list: only words with the thread's id are marked */
         set_next(&life->node, head->list.next);
         set_next(&head->list, &life->node);
         held++;

@@ -2,8 +2,8 @@
  *
  * The kernel has a list of the robust futexes of each thread (set_robust_list(2)), and marks them when the thread ends
  * by exit, a signal or execve. The keeper, a thread that lives as long as the process, holds all words. The kernel
- * marks them before the process can be waited for, and before its pidfd polls readable. So a process with an unmarked
- * word lived at that time, and ran the program that made the word.
+ * marks them before the process can be waited for, and before its pidfd polls readable. So if a word is not marked
+ * when it is read, its process lived then, and ran the program that made it.
  *
  * Without a keeper (no thread can be started, or an emulator lacks robust futexes), or with more words than the kernel
  * marks, the word stays KVN_LIFE_UNKNOWN, and peers must ask the system. */

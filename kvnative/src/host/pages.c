@@ -262,7 +262,7 @@ void kvn_pages_make_huge(char *address, uint64_t nbytes)
     nbytes = (nbytes - before) / KVN_HUGE_NBYTES * KVN_HUGE_NBYTES;
     for (uint64_t from = 0, size; from < nbytes && failures < MAX_HUGE_FAILURES; from += size) {
         size = at_most(nbytes - from, COLLAPSED_NBYTES);
-        /* The kernel refuses a huge page without any present page, and clears the others. */
+        /* The kernel makes a huge page only if one of its small pages exists; it clears the others. */
         for (uint64_t at = from; at < from + size; at += KVN_HUGE_NBYTES) {
             if (madvise(address + at, page_nbytes(), MADV_POPULATE_WRITE) != 0)
                 return; /* populating the rest reports the reason */

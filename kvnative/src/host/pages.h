@@ -73,7 +73,7 @@ int kvn_pages_look(uint64_t address, uint64_t nbytes, kvn_page_use *out, kvn_fai
 int kvn_pages_prefer_node(void *address, uint64_t nbytes, unsigned node, kvn_failure *failure);
 
 /* Allocates the memory in huge pages where possible: clearing one costs less than the faults of its 512 small pages.
- * Leaves the rest as it was, and so all memory if pages are larger than KVN_SMALL_NBYTES. */
+ * Where that fails, allocates at most the first page of each 2 MiB. No effect if pages exceed KVN_SMALL_NBYTES. */
 void kvn_pages_make_huge(char *address, uint64_t nbytes);
 
 #endif

@@ -377,7 +377,7 @@ int kvn_job_poll(kvn_job *job, kvn_report *report)
     return kvn_job_is_finished(job) ? outcome(job, report) : pending(job, report);
 }
 
-/* All of the job is claimed, so its last pieces end within a few microseconds. */
+/* All of the job is claimed, and its last pieces are small, so they end soon. */
 static void spin_until_finished(const kvn_job *job)
 {
     int64_t until = kvn_now_ns() + SPIN_NS;

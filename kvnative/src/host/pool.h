@@ -31,7 +31,7 @@ unsigned kvn_pool_threads(const kvn_pool *pool);
 uint64_t kvn_pool_looks(kvn_pool *pool);
 /* Processor time of its workers. */
 int64_t kvn_pool_cpu_ns(const kvn_pool *pool);
-/* Affects pieces that are claimed from now on. */
+/* Affects the piece size of jobs that are submitted later, and the way to copy of pieces that begin later. */
 void kvn_pool_tune(kvn_pool *pool, const kvn_tuning *tuning);
 /* Returns the way to copy a batch of this size. */
 kvn_copy kvn_pool_copy(const kvn_pool *pool, uint64_t batch_nbytes);

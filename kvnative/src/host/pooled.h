@@ -30,7 +30,7 @@ int kvn_pooled_wait(kvn_backend *self, kvn_request *request, int64_t deadline_ns
 int kvn_pooled_abort(kvn_backend *self, kvn_request *request, int why, kvn_report *report);
 void kvn_pooled_release(kvn_backend *self, kvn_request *request);
 
-/* The vtable of such a backend: KVN_POOLED_VTABLE("host", kvn_host_destroy) */
+/* The vtable of such a backend: KVN_POOLED_VTABLE("host", destroy) */
 #define KVN_POOLED_VTABLE(name_, destroy_)                                                        \
     {                                                                                             \
         .name = (name_), .submit = kvn_pooled_submit, .poll = kvn_pooled_poll,                    \

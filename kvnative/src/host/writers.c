@@ -28,7 +28,7 @@
  * fence between a ticket and the check of a generation, and a release where the ticket is removed. */
 typedef struct entry {
     _Atomic uint64_t process; /* its kvn_identity; 0: free */
-    _Atomic uint64_t closed;  /* the gate is closed for good: no peer has the entry */
+    _Atomic uint64_t closed;  /* the gate is closed for good: no peer takes the entry again */
     _Atomic uint64_t tickets[KVN_WRITER_TICKETS]; /* 0: none */
     _Atomic uint64_t passed[KVN_WRITER_TICKETS];  /* for each ticket: written through the gate */
 } entry;
@@ -284,7 +284,7 @@ int kvn_writer_open(int pid, int generations_fd, uint64_t generations_inode, uin
         .table.fd = -1,
         .page_nbytes = page_size(),
         .process = kvn_identity_of(getpid()),
-        /* Continue the numbers, so that no ticket equals one that a former user of the entry has left. */
+        /* Begin at the time, so that no ticket equals one that a former user of the entry has left. */
         .last = (uint64_t)kvn_now_ns(),
     };
     int status = check_num_entries(num_entries, failure);

@@ -91,8 +91,8 @@ typedef struct kvn_announcement {
 kvn_guard *kvn_guard_create(kvn_writer *writer, const kvn_word *words, uint64_t count);
 void kvn_guard_destroy(kvn_guard *guard); /* no effect on NULL */
 
-/* Announces a piece. Fails, with `fault` filled in and without an announcement, if the owner has released a
- * registration or closed the gate. `by_process`: the piece is written by process_vm_writev. A NULL guard succeeds. */
+/* Announces a piece, which is written by process_vm_writev if `by_process`. Fails, with `fault` filled in, if the owner
+ * has released a registration or closed the gate, or if no place is free for a second. A NULL guard succeeds. */
 int kvn_guard_enter(kvn_guard *guard, bool by_process, uint64_t descriptor,
                     kvn_announcement *out, kvn_fault *fault);
 /* Like kvn_guard_enter for mapped memory, but returns KVN_PENDING instead of waiting for a place. */
@@ -109,8 +109,8 @@ void kvn_guard_leave(kvn_guard *guard, const kvn_announcement *announcement);
 /* For process_vm_writev: 0 if process `pid` is still the owner and runs the same program, which a pid does not show;
  * else ESRCH, EPERM or ENOSYS. Makes at most one system call, of 1 us, in 0.2 ms. */
 int kvn_guard_look_for_owner(const kvn_guard *guard);
-/* The address to which each call first writes the number of the ticket, and a check of its arrival. If it has not
- * arrived, the call has written to another process. */
+/* The address to which each call first writes the ticket's number; and true once that has arrived. A call that moved
+ * bytes without it has written to another process. */
 uint64_t kvn_guard_gate(const kvn_guard *guard, const kvn_announcement *announcement);
 bool kvn_guard_has_passed(const kvn_guard *guard, const kvn_announcement *announcement);
 

@@ -1,4 +1,4 @@
-/* Takes in the answers that a client gets, and the bytes of its pulls. */
+/* Receives the answers to a client's requests, and the bytes of its pulls. */
 #include "tcp/answers.h"
 
 #include <errno.h>

@@ -28,7 +28,7 @@ struct kvn_tcp_thread {
     kvn_tcp_watched **places;
     uint32_t *uses; /* for each place: the high half of its key */
     uint32_t num_places;
-    atomic_uint_fast64_t epoch; /* odd while it is in on_ready */
+    atomic_uint_fast64_t epoch; /* odd while the thread uses a connection */
     /* The thread's own: */
     uint64_t *ready; /* keys of connections that have more to do */
     uint32_t num_ready, room;
@@ -265,7 +265,7 @@ void kvn_tcp_service_forget(kvn_tcp_watched *it)
         leave_place(by, it);
     }
     pthread_mutex_unlock(&by->mutex);
-    /* A thread that found the connection before is in on_ready; others do not find it any more. */
+    /* If the thread found the connection before, its epoch is odd; later it does not find it any more. */
     const uint64_t epoch = atomic_load(&by->epoch);
     while (epoch % 2 == 1 && atomic_load(&by->epoch) == epoch)
         sched_yield();

@@ -31,7 +31,7 @@ struct kvn_tcp_watched {
     kvn_tcp_progress (*on_ready)(kvn_tcp_watched *self, uint32_t events);
 };
 
-/* `device`: moves its memory too, and outlives the service; or NULL. KVN_OK, KVN_NO_MEMORY, KVN_FAILED. */
+/* The service moves memory of `device` too, which outlives it; or NULL. KVN_OK, _NO_MEMORY, _FAILED or _INVALID. */
 int kvn_tcp_service_create(unsigned num_threads, uint32_t num_rows, kvn_device *device,
                            const char *name, kvn_tcp_service **out, kvn_failure *failure);
 /* Ends the threads and the creator's hold; after that links may only be closed. */
@@ -53,7 +53,7 @@ void kvn_tcp_ask_for(kvn_tcp_watched *it, uint32_t events);
 /* After the return on_ready does not run and is not called. Must not be called by on_ready. Idempotent. */
 void kvn_tcp_service_forget(kvn_tcp_watched *it);
 
-/* The index of its thread in the table. */
+/* The index of its thread, for kvn_tcp_table_enter. */
 unsigned kvn_tcp_thread_index(const kvn_tcp_watched *it);
 
 #endif

@@ -1,4 +1,4 @@
-/* Sends and receives records over a socket, encrypted if there is a cipher. */
+/* Sends and receives bytes over a socket, in encrypted records if there is a cipher. */
 #include "tcp/stream.h"
 
 #include <errno.h>

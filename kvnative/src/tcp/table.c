@@ -1,4 +1,4 @@
-/* Keeps the ranges that peers may reach, and waits for their users when one ends. */
+/* Keeps the ranges that peers may reach, and waits for the threads that use them when one is removed. */
 #include "tcp/table.h"
 
 #include <errno.h>
@@ -160,7 +160,7 @@ kvn_tcp_reason kvn_tcp_table_check(kvn_tcp_table *self, kvn_tcp_request *request
     for (uint32_t i = 0; i < request->head.num_ranges && reason == KVN_TCP_MOVED; i++) {
         const kvn_tcp_range *range = kvn_tcp_range_at(request, i);
         if (!stands(self, range)) {
-            reason = KVN_TCP_RELEASED; /* ranges of runs all have memory */
+            reason = KVN_TCP_RELEASED; /* a lease: the ranges of all runs were checked above */
             *offset = 0;
             break;
         }

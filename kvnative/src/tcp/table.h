@@ -23,7 +23,7 @@ typedef struct kvn_tcp_row {
     int64_t deadline_ns; /* by kvn_now_ns; the row counts as free from then on; 0: never */
 } kvn_tcp_row;
 
-/* The state at the check of a request: the number of removals, and its earliest deadline, or 0. */
+/* The state at the check of a request: the count of removals, and the request's earliest deadline, or 0. */
 typedef struct kvn_tcp_checked {
     uint64_t removals;
     int64_t deadline_ns;
@@ -37,7 +37,7 @@ typedef struct kvn_tcp_table {
     const kvn_device *device; /* NULL: all rows are in host memory */
     /* These two are always seq_cst, without a fence: a thread writes its epoch, then reads the removals; a remover
      * writes the removals, then reads the epochs. One of them sees the other. */
-    atomic_uint_fast64_t removals; /* rises before rows are removed */
+    atomic_uint_fast64_t removals; /* rises after a row was cleared or renewed */
     /* One for each thread that moves bytes: odd while the thread is in a system call on registered memory. */
     atomic_uint_fast64_t epochs[KVN_TCP_MAX_THREADS];
 } kvn_tcp_table;

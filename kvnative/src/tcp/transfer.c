@@ -1,4 +1,4 @@
-/* Tracks the requests of a client's transfers on the wire, and ends transfers. */
+/* Keeps the ring of a client's transfers, and ends transfers. */
 #include "tcp/transfer.h"
 
 #include <errno.h>

@@ -14,7 +14,7 @@
 
 /* Memory of the peer that a backend may use. */
 typedef struct kvn_tcp_known {
-    kvn_interval *places; /* sorted; a place and its range have the same index */
+    kvn_interval *places; /* sorted; the `index` of each is that of its range */
     kvn_tcp_range *ranges; /* of the places, followed by those of the leases, which each request names too */
     size_t count;
     uint32_t num_leases; /* below KVN_TCP_MAX_RANGES */
@@ -38,7 +38,7 @@ struct kvn_request {
     kvn_cursor confirmed; /* position up to which bytes have arrived */
     uint64_t total;           /* bytes */
     unsigned in_flight;       /* requests on the wire */
-    kvn_report end;           /* the status to end with; KVN_PENDING unless it is aborted */
+    kvn_report end;           /* the outcome-to-be; its status is KVN_PENDING until one is known */
     pthread_cond_t changed;
     atomic_uint_fast64_t moved;
     atomic_bool finished;
@@ -93,8 +93,8 @@ struct kvn_tcp_client {
 void kvn_tcp_transfer_put_in(kvn_tcp_client *self, kvn_request *it);
 /* Finishes with the outcome in `end`. The memory of the transfer is not touched any more. */
 void kvn_tcp_transfer_finish(kvn_request *it);
-/* Sends no more requests of the transfer. A push continues until the peer has taken the bytes on the wire, because it
- * writes them. The first outcome of a transfer counts. */
+/* Sends no more requests of the transfer. A push continues until the peer has taken the bytes on the wire, which it
+ * writes to its memory. The first outcome of a transfer counts. */
 void kvn_tcp_transfer_end(kvn_request *it, int status, int code, uint64_t failed);
 /* Ends the transfer because the peer refuses the bytes at `offset` after `from`. */
 void kvn_tcp_transfer_refuse(kvn_request *it, kvn_tcp_reason reason, const kvn_cursor *from, uint64_t offset);

@@ -1,4 +1,4 @@
-/* Encodes and decodes the headers of requests and answers. */
+/* Checks the heads and tables of requests. */
 #include "tcp/wire.h"
 
 const char *kvn_tcp_check_head(const kvn_tcp_head *head)
@@ -40,7 +40,7 @@ const char *kvn_tcp_check_request(kvn_tcp_request *request)
         if (run->address + (nbytes - 1) < run->address)
             return "a run beyond the end of all addresses";
         total += (uint64_t)run->nbytes * run->count;
-        if (total > head->nbytes) /* before it can overflow: each term is below 2**64 / 1024 or too large */
+        if (total > head->nbytes) /* it cannot overflow: the sum before is small, a term below 2**64 - 2**32 */
             return "a request whose runs have more bytes than it says";
     }
     return total == head->nbytes ? NULL : "a request whose runs have fewer bytes than it says";

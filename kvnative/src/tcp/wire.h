@@ -24,7 +24,7 @@ typedef enum kvn_tcp_reason {
     KVN_TCP_READ_ONLY = 3, /* a push to memory that is registered with writable=False */
     KVN_TCP_UNMAPPED = 4,  /* registered, but not mapped any more */
     KVN_TCP_DEVICE = 5,    /* it is on a device, which did not copy it */
-    KVN_TCP_RELEASED = 6,  /* a lease, that is, a range without runs */
+    KVN_TCP_RELEASED = 6,  /* a lease (a range without runs) was released or has expired */
     KVN_TCP_NUM_REASONS
 } kvn_tcp_reason;
 
