@@ -367,6 +367,44 @@ static void open_beside_abort(void)
     kvn_layered_release(&layered);
 }
 
+static void *wait_for_layers(void *unused)
+{
+    (void)unused;
+    other = (pid_t)syscall(SYS_gettid);
+    return (void *)(intptr_t)kvn_layered_wait(&layered, kvn_now_ns() + 5 * SECOND);
+}
+
+/* The deadline of the first thread passes while the second waits for it; the second finds the end. */
+static int wait_in_turn(kvn_backend *self, kvn_request *request, int64_t deadline_ns, kvn_report *report)
+{
+    (void)deadline_ns;
+    if (!other) {
+        CHECK(pthread_create(&second, NULL, wait_for_layers, NULL) == 0);
+        wait_until_it_sleeps();
+    } else {
+        said.polled = KVN_OK;
+    }
+    return poll_said(self, request, report);
+}
+
+/* A thread that waits takes over from one that leaves at its deadline. */
+static void deadline_wakes(void)
+{
+    kvn_backend_vtable waited = plain;
+    kvn_backend backend = {&waited};
+    const kvn_columns columns = columns_of(1);
+    int opened;
+    void *status;
+
+    waited.wait = wait_in_turn;
+    init_layered(&backend, &columns);
+    CHECK(kvn_layered_open(&layered, 0, NULL, &opened) == KVN_PENDING && opened);
+    CHECK(kvn_layered_wait(&layered, kvn_now_ns()) == KVN_PENDING);
+    pthread_join(second, &status);
+    CHECK((intptr_t)status == KVN_OK);
+    kvn_layered_release(&layered);
+}
+
 static size_t heap_nbytes(void)
 {
 #if defined(__GLIBC__)
@@ -415,6 +453,7 @@ int main(int count, char **arguments)
         {"fail_beside_abort", fail_beside_abort},
         {"open_beside_abort", open_beside_abort},
         {"layers_are_freed", layers_are_freed},
+        {"deadline_wakes", deadline_wakes},
     };
 
     return run_check(count, arguments, rows, sizeof rows / sizeof *rows);

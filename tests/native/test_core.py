@@ -17,7 +17,7 @@ CHECKS = {
     "tasks": (
         *("pass_wakes", "open_wakes", "order_wakes", "gate_fails", "opened_again"),
         *("small_batches_in_a_hurry", "open_beside_failure", "abort_twice", "fail_beside_abort"),
-        *("open_beside_abort", "layers_are_freed"),
+        *("open_beside_abort", "layers_are_freed", "deadline_wakes"),
     ),
     "waiting": ("helper_leaves", "give_up_between_pieces", "all_who_wait_wake"),
     "announced": ("renewed_and_left", "no_place_in_a_hurry", "late_is_forgiven"),

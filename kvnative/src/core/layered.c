@@ -325,8 +325,10 @@ int kvn_layered_wait(kvn_layered *layered, int64_t deadline_ns)
         pthread_mutex_lock(&layered->mutex);
         it->driven = false;
         let_go(layered, it, status);
-        if (status == KVN_PENDING)
+        if (status == KVN_PENDING) {
+            pthread_cond_broadcast(&layered->changed); /* another thread may wait in the layer */
             break;
+        }
     }
     return leave(layered);
 }
