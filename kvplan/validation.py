@@ -93,6 +93,12 @@ def check_width(name: str, value: object, low: int, high: int) -> int:
     return number
 
 
+def check_range(name: str, value: object, low: int, high: int) -> None:
+    """Refuse a value that is not an int in [low, high]."""
+    if not low <= check_type(name, value, int) <= high:
+        raise invalid(f"{name}={value} is out of range [{low}, {high}]")
+
+
 def check_timeout(timeout_ms: float | None) -> None:
     """Refuse a negative timeout, or one that is not a number."""
     if timeout_ms is not None and not timeout_ms >= 0:

@@ -19,7 +19,7 @@ from kvplan.execution.tuning import check_choice
 from kvplan.execution.verification import verify_every
 from kvplan.status import LLMException, invalid
 from kvplan.transport.choice import check_devices, check_settings
-from kvplan.validation import UINT32_MAX, check_one_of, check_type, check_width, shown
+from kvplan.validation import UINT32_MAX, check_one_of, check_range, check_type, check_width, shown
 
 _T = TypeVar("_T")
 
@@ -133,12 +133,6 @@ def described(cls: type[_T]) -> type[_T]:
     text, found, rest = inspect.cleandoc(cls.__doc__ or "").partition("\n\nRaises:")
     cls.__doc__ = f"{text}\n\nAttributes:\n{lines}{found}{rest}"
     return cls
-
-
-def check_range(name: str, value: object, low: int, high: int) -> None:
-    """Refuse a value that is not an int in [low, high]."""
-    if not low <= check_type(name, value, int) <= high:
-        raise invalid(f"{name}={value} is out of range [{low}, {high}]")
 
 
 def whole(name: str, text: str) -> int:

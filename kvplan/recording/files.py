@@ -13,7 +13,7 @@ from typing import Final
 
 from kvplan.recording.format import MAGIC, framed
 from kvplan.status import invalid
-from kvplan.validation import check_type
+from kvplan.validation import check_range, check_type
 
 _LEAST_BYTES: Final = 64 << 10
 
@@ -41,8 +41,7 @@ class RotatingFile:
     ) -> None:
         if check_type("max_bytes", max_bytes, int) < _LEAST_BYTES:
             raise invalid(f"max_bytes={max_bytes} must be at least {_LEAST_BYTES}")
-        if not 1 <= check_type("files", files, int) <= 1000:
-            raise invalid(f"files={files} is out of range [1, 1000]")
+        check_range("files", files, 1, 1000)
         self.path = Path(path).absolute()  # the program may change its folder
         self.max_bytes = max_bytes
         self._files = files

@@ -30,7 +30,7 @@ from kvplan.system.limits import start_thread
 from kvplan.system.logs import LimitedLog, Log
 from kvplan.transport.host_memory import Releasable, released_if_refused
 from kvplan.transport.metadata import Range
-from kvplan.validation import check_type
+from kvplan.validation import check_range
 
 if TYPE_CHECKING:
     from kvplan.transport.protocol import Registrable
@@ -322,12 +322,6 @@ def transport_closed() -> LLMException:
     return LLMException("the transport is closed")
 
 
-def check_max_registrations(count: int, most: int) -> None:
-    """Refuse a `max_registrations` outside [1, most]."""
-    if not 1 <= check_type("max_registrations", count, int) <= most:
-        raise invalid(f"max_registrations={count} is out of range [1, {most}]")
-
-
 class _FreeSlots:
     def __init__(self, first: int, count: int, what: str) -> None:
         self._released: list[int] = []
@@ -351,7 +345,7 @@ class Slots:
     """
 
     def __init__(self, count: int, most: int, num_leases: int) -> None:
-        check_max_registrations(count, most)
+        check_range("max_registrations", count, 1, most)
         self.num_slots = count + num_leases
         self._count = count
         self._registrations = _FreeSlots(0, count, "registrations")

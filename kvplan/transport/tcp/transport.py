@@ -12,13 +12,13 @@ from kvnative._backend import NativeError
 from kvnative._tcp import TcpService, check_encryption
 from kvnative.cores import usable_cores
 from kvplan.planning.texts import plural
-from kvplan.status import LLMException, invalid, link_failed, unsupported
+from kvplan.status import LLMException, link_failed, unsupported
 from kvplan.system.limits import reason_of
 from kvplan.transport.tcp.link import TcpLink
 from kvplan.transport.tcp.metadata import MAX_BUSY_POLL_US, MAX_CONNECTIONS, MAX_SLOTS, Metadata
 from kvplan.transport.tcp.registrations import TcpRegistrations
 from kvplan.transport.transport import Transport
-from kvplan.validation import check_type, shown
+from kvplan.validation import check_range, check_type, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -77,8 +77,7 @@ class TcpTransport(Transport):
         super().__init__()
         if connections is None:
             connections = connections_of(usable_cores())
-        if not 1 <= check_type("connections", connections, int) <= MAX_CONNECTIONS:
-            raise invalid(f"connections={connections} is out of range [1, {MAX_CONNECTIONS}]")
+        check_range("connections", connections, 1, MAX_CONNECTIONS)
         self._connections = connections
         self._encrypt = check_type("encrypt", encrypt, bool)
         if encrypt:
@@ -209,8 +208,8 @@ class TcpTransport(Transport):
         try:
             for stream in opened:
                 if stream.family != socket.AF_UNIX:
-                    for level, number, value in self._socket_options:
-                        stream.setsockopt(level, number, value)
+                    for option in self._socket_options:
+                        stream.setsockopt(*option)
         except BaseException:
             for stream in opened:
                 stream.close()
@@ -245,8 +244,7 @@ def _congestion(name: str) -> Iterator[SocketOption]:
 
 def _busy_poll(us: int) -> Iterator[SocketOption]:
     """Yield the option that polls for so many microseconds; refuse a time that is not permitted."""
-    if not 0 <= check_type("busy_poll_us", us, int) <= MAX_BUSY_POLL_US:
-        raise invalid(f"busy_poll_us={us} is out of range [0, {MAX_BUSY_POLL_US}]")
+    check_range("busy_poll_us", us, 0, MAX_BUSY_POLL_US)
     if us:
         option = (socket.SOL_SOCKET, _SO_BUSY_POLL, us)
         if error := _refusal(option):

@@ -20,10 +20,10 @@ from kvplan.transport.registrations import (
     Found,
     LateWriters,
     Registration,
-    check_max_registrations,
     transport_closed,
 )
 from kvplan.transport.ucx.metadata import MAX_SLOTS, Range, RegionRef
+from kvplan.validation import check_range
 
 if TYPE_CHECKING:
     from kvplan.transport.protocol import Kind, Registrable
@@ -73,7 +73,7 @@ class UcxRegistrations(AnnouncedRegistrations[Range, Mapped, UcxEndpoint]):
         read: Callable[[UcxEndpoint], Tickets | None],
         linked: Callable[[], Iterable[UcxEndpoint]],
     ) -> None:
-        check_max_registrations(max_registrations, MAX_SLOTS)
+        check_range("max_registrations", max_registrations, 1, MAX_SLOTS)
         table = GenerationTable(max_registrations, MAX_LEASES)
         super().__init__(
             Range, table, MAX_SLOTS, thread="kvplan-ucx-leases", read=read, linked=linked
