@@ -16,6 +16,7 @@ typedef struct network {
     double bytes_per_ns;
     int64_t delay_ns, now_ns, free_ns;
     kvn_tcp_departure out[WINDOW];
+    uint64_t nbytes[WINDOW];
     int64_t done_ns[WINDOW];
     unsigned first, count;
 } network;
@@ -35,6 +36,7 @@ static void ask(network *self, uint64_t nbytes)
     const int64_t begins = self->now_ns + self->delay_ns / 2;
 
     self->free_ns = (begins > self->free_ns ? begins : self->free_ns) + (int64_t)((double)nbytes / self->bytes_per_ns);
+    self->nbytes[at] = nbytes;
     self->out[at] = kvn_tcp_flight_depart(&self->flight, nbytes, self->now_ns);
     self->done_ns[at] = self->free_ns + self->delay_ns - self->delay_ns / 2;
 }
@@ -42,7 +44,7 @@ static void ask(network *self, uint64_t nbytes)
 static void answer(network *self, bool is_moved)
 {
     self->now_ns = self->done_ns[self->first];
-    kvn_tcp_flight_arrive(&self->flight, &self->out[self->first], is_moved, self->now_ns);
+    kvn_tcp_flight_arrive(&self->flight, &self->out[self->first], self->nbytes[self->first], is_moved, self->now_ns);
     self->first = (self->first + 1) % WINDOW;
     self->count--;
 }
@@ -149,7 +151,7 @@ static void no_time(void)
     kvn_tcp_flight_init(&flight);
     const kvn_tcp_departure request = kvn_tcp_flight_depart(&flight, KVN_TCP_LEAST_FLIGHT, 5);
     CHECK(request.fills);
-    kvn_tcp_flight_arrive(&flight, &request, true, 5);
+    kvn_tcp_flight_arrive(&flight, &request, KVN_TCP_LEAST_FLIGHT, true, 5);
     CHECK(flight.limit >= KVN_TCP_LEAST_FLIGHT && flight.limit <= KVN_TCP_MOST_FLIGHT && flight.out == 0);
 }
 

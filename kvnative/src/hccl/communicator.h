@@ -54,7 +54,7 @@ void kvn_communicator_cancel(kvn_communicator *self, const char *message);
 kvn_communicator_state kvn_communicator_state_of(kvn_communicator *self);
 /* Returns true if an operation failed in HCCL or was stopped. */
 bool kvn_communicator_is_disturbed(const kvn_communicator *self);
-/* Returns HCCL's asynchronous error, and writes a text for messages; 0: there is none, or HCCL does not report it. */
+/* Returns HCCL's asynchronous error, and writes a text for messages; 0: no error, or HCCL does not report errors. */
 kvn_hccl_result kvn_communicator_async_error(kvn_communicator *self, char *text, size_t room);
 
 /* ---- for transfers, on the channel's thread ---- */

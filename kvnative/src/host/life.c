@@ -78,7 +78,7 @@ static int has_head(void)
     return 1;
 }
 
-/* Starts the keeper unless it runs. Returns false if there is none. The caller holds the mutex. */
+/* Starts the keeper unless it runs. Returns false if no keeper runs. The caller holds the mutex. */
 static int has_keeper(void)
 {
     if (owner != getpid()) { /* a child of a fork without handlers: clone(2), _Fork(3) */

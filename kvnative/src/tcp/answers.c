@@ -12,7 +12,8 @@ static void pop(kvn_tcp_client *self)
 {
     const kvn_tcp_asked *asked = &self->window[self->first];
 
-    kvn_tcp_flight_arrive(&self->flight, &asked->departure, self->answer.reason == KVN_TCP_MOVED, kvn_now_ns());
+    kvn_tcp_flight_arrive(&self->flight, &asked->departure, asked->nbytes, self->answer.reason == KVN_TCP_MOVED,
+                          kvn_now_ns());
     self->first = (self->first + 1) % KVN_TCP_WINDOW;
     self->num_asked--;
     self->answer_got = 0;

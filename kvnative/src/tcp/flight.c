@@ -13,19 +13,20 @@ void kvn_tcp_flight_init(kvn_tcp_flight *self)
 kvn_tcp_departure kvn_tcp_flight_depart(kvn_tcp_flight *self, uint64_t nbytes, int64_t now_ns)
 {
     self->out += nbytes;
-    return (kvn_tcp_departure){nbytes, self->moved, now_ns, !kvn_tcp_flight_has_room(self)};
+    return (kvn_tcp_departure){self->moved, now_ns, !kvn_tcp_flight_has_room(self)};
 }
 
-void kvn_tcp_flight_arrive(kvn_tcp_flight *self, const kvn_tcp_departure *request, bool is_moved, int64_t now_ns)
+void kvn_tcp_flight_arrive(kvn_tcp_flight *self, const kvn_tcp_departure *request, uint64_t nbytes, bool is_moved,
+                           int64_t now_ns)
 {
     const int64_t ns = now_ns > request->ns ? now_ns - request->ns : 1;
     double wanted;
 
-    self->out -= request->nbytes;
+    self->out -= nbytes;
     self->latest_ns = ns;
     if (!is_moved)
         return;
-    self->moved += request->nbytes;
+    self->moved += nbytes;
     if (ns < self->shortest_ns)
         self->shortest_ns = ns;
     if (!request->fills) /* the program's pace limited what moved, not the flight */

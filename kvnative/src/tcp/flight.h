@@ -19,7 +19,6 @@ typedef struct kvn_tcp_flight {
 
 /* A request on its way. */
 typedef struct kvn_tcp_departure {
-    uint64_t nbytes;
     uint64_t moved;     /* of the flight, when this request departed */
     int64_t ns;
     bool fills;         /* the limit held back the next request */
@@ -30,7 +29,8 @@ void kvn_tcp_flight_init(kvn_tcp_flight *self);
 static inline bool kvn_tcp_flight_has_room(const kvn_tcp_flight *self) { return self->out < self->limit; }
 kvn_tcp_departure kvn_tcp_flight_depart(kvn_tcp_flight *self, uint64_t nbytes, int64_t now_ns);
 /* Takes the answer to a request into account; the peer may have refused the request, `is_moved` is false then. */
-void kvn_tcp_flight_arrive(kvn_tcp_flight *self, const kvn_tcp_departure *request, bool is_moved, int64_t now_ns);
+void kvn_tcp_flight_arrive(kvn_tcp_flight *self, const kvn_tcp_departure *request, uint64_t nbytes, bool is_moved,
+                           int64_t now_ns);
 
 /* Returns the time in which the peer takes what is out, unless the network has become much slower; 5 s at most. */
 int64_t kvn_tcp_flight_drain_ns(const kvn_tcp_flight *self);
