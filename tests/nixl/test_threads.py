@@ -1,0 +1,80 @@
+"""What another thread finds between two steps of a call."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+from kvplan.nixl import _bindings as bindings
+from kvplan.nixl import nixl_agent
+
+KIB = 1 << 10
+
+
+def test_two_threads_that_ask_at_the_same_time_find_the_end_of_a_transfer_once() -> None:
+    """Each finds that the transfer has ended before the other has noted so."""
+    agent, memory = nixl_agent("alone"), np.zeros(3 * KIB, np.uint8)
+    ours = agent.register_memory([(memory.ctypes.data, 3 * KIB, 0, "")], "DRAM").trim()
+    handle = agent.initialize_xfer("READ", ours, ours, "alone", b"once")
+    asked, logged = threading.Barrier(2), list[int]()
+
+    class Ended:
+        def has_ended(self) -> bool:
+            asked.wait(20)
+            return True
+
+        def error(self, *_: object) -> None:
+            logged.append(threading.get_ident())
+
+    transfer = agent.agent._transfers[handle._handle]
+    transfer.request, transfer.status = Ended(), bindings.nixl_status_t.NIXL_IN_PROG
+    with ThreadPoolExecutor(2) as threads:
+        states = [*threads.map(agent.check_xfer_state, [handle] * 2)]
+    assert states == ["DONE"] * 2
+    assert (agent.get_new_notifs(), len(logged)) == ({"alone": [b"once"]}, 1)
+    agent.agent.close()
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_transfer_that_is_being_posted_again_is_not_done(
+    monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    agent, memory = nixl_agent("alone"), np.zeros(KIB, np.uint8)
+    ours = agent.register_memory([(memory.ctypes.data, KIB, 0, "")], "DRAM").trim()
+    handle = agent.initialize_xfer("READ", ours, ours, "alone")
+    assert agent.transfer(handle) == "DONE"
+    post, states = agent.agent._post, []
+
+    def observed(transfer: object) -> None:
+        states.append(agent.check_xfer_state(handle))
+        if interrupted:
+            raise KeyboardInterrupt
+        post(transfer)
+
+    monkeypatch.setattr(agent.agent, "_post", observed)
+    with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+        states.append(agent.transfer(handle))
+    monkeypatch.undo()
+    states.append(agent.transfer(handle))  # in any case again
+    assert states == ["PROC", *["DONE"] * (1 if interrupted else 2)]
+    agent.agent.close()
+
+
+def test_a_message_to_itself_that_comes_while_others_are_read_is_kept() -> None:
+    agent = nixl_agent("alone")
+    found: list[object] = []
+
+    class ReadMeanwhile(list[bytes]):
+        def append(self, message: bytes) -> None:
+            found.append(agent.get_new_notifs())
+            super().append(message)
+
+    agent.agent._looped = ReadMeanwhile()
+    for message in (b"one", b"two"):
+        agent.send_notif("alone", message)
+    assert [*found, agent.get_new_notifs()] == [{}, {"alone": [b"one"]}, {"alone": [b"two"]}]
+    agent.agent.close()
