@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -114,13 +115,15 @@ def test_a_request_is_known_unless_the_peer_must_be_asked_first(
 ) -> None:
     """HCCL can move memory that its owner has freed, so writes and keys ask the owner first."""
     is_asked = machine.transport == "hccl"
-    link_to_peer = user._running().links.get(1)
+    links = user._running().links
+    link_to_peer = links.get(1)
     for move, is_known in (
         (lambda: pulled(user, theirs, mine), True),
         (lambda: pulled(user, KEY, mine), not is_asked),
         (lambda: user.push_blocks(mine, theirs, [1], [2]), not is_asked),
     ):
-        move()  # may be the first to learn of the peer's cache
+        move()  # knows the peer's cache as soon as the table has it, before the pairs are dropped
+        links._control.run(asyncio.sleep(0))  # the control thread has dropped them
         link_to_peer.forget()
         move()
         assert bool(link_to_peer.pairs) is is_known
