@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from contextlib import ExitStack
 from functools import partial
@@ -17,6 +18,8 @@ from benchmarks.pairs import LOOPBACK, Pair
 from benchmarks.table import Row, Run, Topic
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 TOPIC = Topic()
@@ -81,6 +84,23 @@ def requests(run: Run) -> dict[tuple[str, int], tuple[float, float, str]]:
     return shared
 
 
+def bare_request(blocks: int) -> Callable[[Team, str], float]:
+    """Return a call that only copies the blocks of a request of 64 tensors, new ones each time."""
+    there, here = huge_pool(), huge_pool()
+    rng = np.random.default_rng(0)
+
+    def addresses(pool: OnePool, ids: Ids) -> NDArray[np.uint64]:
+        return np.uint64(pool.ctypes.data) + offsets(ids).astype(np.uint64)
+
+    def seconds(team: Team, how: str) -> float:
+        dst, src = (
+            addresses(value, rng.permutation(POOL_BLOCKS)[:blocks]) for value in (here, there)
+        )
+        return team.copy_seconds(how, (dst, src, np.full(len(dst), BLOCK, np.uint64)))
+
+    return seconds
+
+
 def bare(run: Run) -> dict[int, tuple[float, float]]:
     """Return the seconds of only the copies of a request of 64 tensors, by its number of blocks.
 
@@ -89,24 +109,10 @@ def bare(run: Run) -> dict[int, tuple[float, float]]:
     """
 
     def measure() -> dict[int, tuple[float, float]]:
-        there, here = huge_pool(), huge_pool()
-        rng = np.random.default_rng(0)
-
-        def addresses(pool: OnePool, ids: Ids) -> NDArray[np.uint64]:
-            return np.uint64(pool.ctypes.data) + offsets(ids).astype(np.uint64)
-
-        def seconds(team: Team, how: str, blocks: int) -> float:
-            dst, src = (
-                addresses(value, rng.permutation(POOL_BLOCKS)[:blocks]) for value in (here, there)
-            )
-            return team.copy_seconds(how, (dst, src, np.full(len(dst), BLOCK, np.uint64)))
-
         found = {}
         for blocks in {blocks for _, blocks in REQUESTS}:
-            best = {
-                how: best_seconds(partial(seconds, how=how, blocks=blocks), blocks)
-                for how in COPIES
-            }
+            seconds = bare_request(blocks)
+            best = {how: best_seconds(partial(seconds, how=how), blocks) for how in COPIES}
             found[blocks] = min(best["memcpy"], best["movsb"]), best["stream"]
         return found
 
@@ -150,6 +156,23 @@ def request_of_64(run: Run, name: str) -> Row:
 def first_requests_of_64(run: Run, name: str) -> Row:
     """A request for a block of each of 64 tensors, right after linking."""
     return request_row(run, name, COLD, 3)
+
+
+@TOPIC.row("request_64_us")
+def request_of_64_beside_copies(run: Run, name: str) -> Row:
+    """The same request, beside only its copies by awake threads, in turns."""
+    seconds = bare_request(1)
+    with (
+        Pair(libraries.kvplan_on_one_host("arena", prefault="1"), LOOPBACK) as pair,
+        Team(len(os.sched_getaffinity(0))) as team,
+    ):
+
+        def copies() -> float:
+            return statistics.median(seconds(team, "memcpy") for _ in range(15))
+
+        us, limit = run.medians(partial(pair.seconds, "request", 1), copies, rounds=4 * ROUNDS)
+    note = "one request follows another at once; copies alone start with all threads awake"
+    return Row(name, 1e6 * us, "us", 1e6 * limit, "at most", 1.3, note)
 
 
 @TOPIC.row("request_over_nixl_4096")
