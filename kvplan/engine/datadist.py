@@ -197,7 +197,9 @@ class LlmDataDist(
 
         Raises:
             TypeError: an argument of the wrong type.
-            LLMException: LLM_PARAM_INVALID: no cluster, or a cluster that cannot be linked.
+            ValueError: timeout_ms does not fit into 32 bits.
+            LLMException: LLM_PARAM_INVALID: no cluster, a cluster without exactly one address, this
+                engine's own, or timeout_ms below 1.
         """
         started = perf_counter()
         results = self._running().links.link(clusters, timeout_ms)
@@ -237,7 +239,8 @@ class LlmDataDist(
 
         Raises:
             TypeError: an argument of the wrong type.
-            LLMException: LLM_PARAM_INVALID: no cluster.
+            ValueError: an id that is not a uint64, or timeout_ms does not fit into 32 bits.
+            LLMException: LLM_PARAM_INVALID: no cluster, or timeout_ms below 1.
         """
         started = perf_counter()
         results = self._running().links.unlink(clusters, timeout_ms, force=force)
