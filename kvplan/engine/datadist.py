@@ -137,10 +137,10 @@ class LlmDataDist(
             )
 
     def finalize(self) -> None:
-        """End transfers and links, release all memory, and refuse further calls; idempotent.
+        """End transfers and links, release all memory, and refuse calls until `initialize`.
 
-        Waits at most SyncKvCacheWaitTime for transfers in flight, then stops them. Notifies peers
-        that can be reached. Does nothing in a forked child.
+        Idempotent. Waits at most SyncKvCacheWaitTime for transfers in flight, then stops them.
+        Notifies peers that can be reached. Does nothing in a forked child.
         """
         with self._mutex:
             engine = self._engine

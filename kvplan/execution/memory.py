@@ -35,8 +35,8 @@ class TensorMemory(Protocol):
         addresses: contiguous, of shape (num_tensors,), as the backend reaches them.
         nbytes: the usable bytes from each address on, in the same shape.
         writable: True if the memory can be a destination.
-        in_process: True for addresses of this process: any copy in this process reaches them,
-            and overlaps with other memory of this process are visible.
+        in_process: True for addresses of this process: copies here reach them, and overlaps with
+            other memory of this process are visible.
         on_device: True for memory of an accelerator, which a plain copy does not reach.
     """
 
